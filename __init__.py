@@ -1,0 +1,57 @@
+"""opcast: predicts how long an ML program takes on a device, why, and how sure it is.
+
+A StableHLO program and a device go in; latency with an interval comes out, in total and per kernel.
+The names below are loaded on first use, so that importing the package stays fast.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .features.dataset import Dataset as Dataset
+    from .features.device import DeviceSpec as DeviceSpec
+    from .features.errors import OpcastError as OpcastError
+    from .features.kernel import Kernel as Kernel
+    from .features.lowering import lower as lower
+    from .features.reader import read_program as read_program
+    from .predict.predictor import Prediction as Prediction
+    from .predict.predictor import Predictor as Predictor
+    from .predict.predictor import load as load
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "Dataset": ".features.dataset",
+    "DeviceSpec": ".features.device",
+    "Kernel": ".features.kernel",
+    "OpcastError": ".features.errors",
+    "Prediction": ".predict.predictor",
+    "Predictor": ".predict.predictor",
+    "load": ".predict.predictor",
+    "lower": ".features.lowering",
+    "read_program": ".features.reader",
+}
+
+__all__ = [
+    "Dataset",
+    "DeviceSpec",
+    "Kernel",
+    "OpcastError",
+    "Prediction",
+    "Predictor",
+    "load",
+    "lower",
+    "read_program",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(import_module(_PUBLIC[name], __name__), name)
+    raise AttributeError(f"module 'opcast' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])
