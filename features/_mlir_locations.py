@@ -1,0 +1,45 @@
+"""From an MLIR location to the user's own line."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_FILE = re.compile(r'"([^"\n]+)":(\d+):\d+')
+_LIBRARY = re.compile(r"(?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3|<frozen ")
+#: How MLIR names the file of text that was given without one.
+ANONYMOUS = "-"
+_TEXT_POSITION = f'loc("{ANONYMOUS}":'
+
+
+class Line(NamedTuple):
+    """A line, and whether it is the user's own rather than a library's or unknown."""
+
+    file: str
+    line: int
+    own: bool
+
+
+def user_line(location: str, origin: str) -> Line:
+    """File and line of a location.
+
+    Locations nest: names and call sites wrap file positions, and are printed innermost first.
+    The innermost position outside installed libraries wins; if all are inside, the innermost.
+
+    Args:
+        location: Printed location, ``loc(…)``.
+        origin: File that the program came from; stands in where the location names no file.
+
+    Returns:
+        The line; 0 if the location holds none.
+    """
+    if location.startswith(_TEXT_POSITION):
+        end = location.index(":", len(_TEXT_POSITION))
+        return Line(origin, int(location[len(_TEXT_POSITION) : end]), True)
+    first: Line | None = None
+    for found in _FILE.finditer(location):
+        file = origin if found[1] == ANONYMOUS else found[1]
+        if not _LIBRARY.search(file):
+            return Line(file, int(found[2]), True)
+        first = first or Line(file, int(found[2]), False)
+    return first or Line(origin, 0, False)

@@ -1,0 +1,133 @@
+"""Lowered programs on disk: compiling takes seconds to minutes, reading its result milliseconds."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .paths import home
+
+logger = logging.getLogger(__name__)
+
+#: Raised whenever entries of older versions can no longer be used.
+CACHE_VERSION = 1
+#: Bytes of entries that are kept by default.
+DEFAULT_MAX_BYTES = 2_000_000_000
+_KEPT_AFTER_EVICTION = 0.9
+_SUFFIX = ".json.gz"
+
+
+class CachedModule(NamedTuple):
+    """What a compiler made of a program.
+
+    Attributes:
+        hlo: Optimised module text.
+        meta: Plain data that belongs to it.
+    """
+
+    hlo: str
+    meta: dict[str, Any]
+
+
+class LoweringCache:
+    """Compiled modules in a folder, by key; the least recently used go when it grows too big.
+
+    Several processes may use one folder: entries are written to a temporary file and renamed. An
+    entry that cannot be read counts as missing; a folder that cannot be written is only logged.
+
+    Args:
+        root: Folder; by default ``lowered`` in the user's cache (``$OPCAST_CACHE``).
+        max_bytes: Bytes of entries to keep.
+    """
+
+    def __init__(
+        self, root: Path | str | None = None, *, max_bytes: int = DEFAULT_MAX_BYTES
+    ) -> None:
+        self.root = Path(root) if root is not None else home() / "lowered"
+        self.max_bytes = max_bytes
+
+    @staticmethod
+    def key(*parts: str) -> str:
+        """Key of what was compiled, for what, by what and how."""
+        text = "\0".join([f"v{CACHE_VERSION}", *parts])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def get(self, key: str) -> CachedModule | None:
+        """An entry, or ``None`` if there is none or it is damaged."""
+        path = self._path(key)
+        try:
+            data = json.loads(gzip.decompress(path.read_bytes()))
+            found = CachedModule(str(data["hlo"]), dict(data["meta"]))
+        except FileNotFoundError:
+            return None
+        except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
+            logger.warning("ignored the damaged cache entry %s: %s", path, error)
+            return None
+        try:
+            os.utime(path)
+        except OSError:
+            logger.debug("cannot mark %s as used", path)
+        return found
+
+    def put(self, key: str, hlo: str, meta: dict[str, Any]) -> None:
+        """Write an entry; a failure is logged and otherwise without consequence."""
+        path = self._path(key)
+        data = gzip.compress(json.dumps({"hlo": hlo, "meta": meta}).encode(), compresslevel=3)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write(path, data)
+            self._evict()
+        except OSError as error:
+            logger.warning("cannot write to the cache %s: %s", self.root, error)
+
+    def size_bytes(self) -> int:
+        """Bytes of all entries."""
+        return sum(size for _, size, _ in self._entries())
+
+    def clear(self) -> None:
+        """Delete all entries."""
+        for _, _, path in list(self._entries()):
+            path.unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self.root / key[:2] / (key + _SUFFIX)
+
+    def _entries(self) -> Iterator[tuple[float, int, Path]]:
+        """Time of last use, size and path of each entry."""
+        for path in self.root.glob(f"??/*{_SUFFIX}"):
+            try:
+                status = path.stat()
+            except OSError:
+                continue  # another process deleted it
+            yield status.st_mtime, status.st_size, path
+
+    def _evict(self) -> None:
+        entries = sorted(self._entries())
+        total = sum(size for _, size, _ in entries)
+        if total <= self.max_bytes:
+            return
+        for _, size, path in entries:
+            if total <= _KEPT_AFTER_EVICTION * self.max_bytes:
+                break
+            path.unlink(missing_ok=True)
+            total -= size
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file in one step, as far as other processes can see."""
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".partial")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        Path(name).replace(path)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,193 @@
+"""Bytes that an op or fusion touches, as opposed to the sizes of its operands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .ir import Computation, Op
+
+#: Ops that move nothing: they name, group or order values.
+FREE = frozenset((
+    "parameter", "constant", "bitcast", "reshape", "tuple", "get-tuple-element", "after-all",
+    "add-dependency", "optimization-barrier", "domain", "partition-id", "replica-id",
+    "get-dimension-size", "set-dimension-size", "async-update", "async-done",
+))  # fmt: skip
+#: Ops that read from their first operand only what they return.
+_READS_RESULT = frozenset(("slice", "dynamic-slice", "gather"))
+#: Ops that write part of their first operand in place.
+_UPDATES = frozenset(("dynamic-update-slice", "scatter"))
+_VIEWS = frozenset(("bitcast", "reshape"))
+#: Ops that need all of every operand for any part of their result.
+_READS_ALL = frozenset((
+    "dot", "ragged-dot", "scaled-dot", "convolution", "sort", "custom-call", "fft", "cholesky",
+    "triangular-solve", "fusion", "call", "while", "conditional", "select-and-scatter", "rng",
+    "rng-bit-generator", "reduce-window", "topk", "map",
+))  # fmt: skip
+#: Ops whose operands are not simply needed in the share that the result is.
+_UNEVEN = _READS_RESULT | _UPDATES | _READS_ALL | {"broadcast", "pad"}
+
+
+def op_bytes(op: Op, comp: Computation) -> tuple[float, float]:
+    """Bytes that one op reads and writes on its own.
+
+    Slices and gathers read what they return (at most the whole operand) and their indices;
+    updates and scatters run in place: they read and write the updates and read the indices.
+
+    Args:
+        op: Any op but control flow and fusions.
+        comp: The computation that holds it.
+
+    Returns:
+        Bytes read, bytes written.
+    """
+    opcode = op.opcode
+    if opcode in FREE or opcode.endswith("-done"):
+        return 0.0, 0.0
+    operands = [comp.ops[i] for i in op.operands]
+    if opcode == "transpose" and _keeps_order(op, operands[0]):
+        return 0.0, 0.0
+    if opcode in _READS_RESULT:
+        touched = min(op.result_bytes, operands[0].result_bytes)
+        return float(touched + _total(operands[1:])), float(op.result_bytes)
+    if opcode in _UPDATES:
+        updates = _total(_update_operands(op, operands))
+        n_targets = _n_targets(op)
+        return float(_total(operands[n_targets:])), float(updates)
+    if opcode.endswith("-start"):
+        return _start_bytes(op, operands)
+    return float(_total(operands)), float(op.result_bytes)
+
+
+def _keeps_order(op: Op, operand: Op) -> bool:
+    """Whether a transpose only renames dimensions: elements lie in memory as they did."""
+    dims = op.attrs.get("dimensions", ())
+    after, before = op.type, operand.type
+    rank = len(dims)
+    order = after.layout or tuple(range(rank - 1, -1, -1))
+    moved = [dims[d] for d in order if after.shape[d] != 1]
+    kept = before.layout or range(rank - 1, -1, -1)
+    return moved == [d for d in kept if before.shape[d] != 1]
+
+
+def _total(ops: Sequence[Op]) -> int:
+    return sum([op.result_bytes for op in ops])
+
+
+def _n_targets(op: Op) -> int:
+    """Number of arrays that an update writes to: the first operands."""
+    return 1 if op.opcode == "dynamic-update-slice" else (len(op.operands) - 1) // 2
+
+
+def _update_operands(op: Op, operands: Sequence[Op]) -> Sequence[Op]:
+    if op.opcode == "dynamic-update-slice":
+        return operands[1:2]
+    return operands[_n_targets(op) + 1 :]
+
+
+def _start_bytes(op: Op, operands: Sequence[Op]) -> tuple[float, float]:
+    """Bytes of an asynchronous start, whose result may repeat the operands and add contexts."""
+    read = _total(operands)
+    if op.opcode in ("all-reduce-start", "send", "recv") or not op.is_tuple:
+        return float(read), float(op.result_bytes)
+    arrays = sum(t.nbytes for t in op.results if t.shape or t.dtype not in ("u32", "s32"))
+    scalars = sum(o.result_bytes for o in operands if not o.results[0].shape)
+    written = max(arrays - read + scalars, 0)
+    base = op.opcode.removesuffix("-start")
+    if base in _READS_RESULT:
+        return float(min(written, read)), float(written)
+    return float(read), float(written)
+
+
+def fusion_bytes(inner: Computation) -> tuple[float, float]:
+    """Bytes that a fusion reads and writes.
+
+    What each op needs of its operands is followed from the results back to the parameters: a
+    slice needs a part, an elementwise op the part that is needed of itself, a contraction
+    everything. A parameter that a root ``dynamic-update-slice`` or ``scatter`` updates in place
+    is not read for it, and only the updates are written.
+
+    Args:
+        inner: The fused computation.
+
+    Returns:
+        Bytes read, bytes written.
+    """
+    ops = inner.ops
+    root = ops[inner.root]
+    outputs = root.operands if root.opcode == "tuple" else (inner.root % len(ops),)
+    written = 0.0
+    in_place: set[int] = set()
+    whole = [0.0] * len(ops)
+    parts = [0.0] * len(ops)
+    for output in outputs:
+        whole[output] = 1.0
+        written += _written(ops, output, in_place)
+    read = 0.0
+    for i in range(len(ops) - 1, -1, -1):
+        share = min(1.0, whole[i] + parts[i])
+        if share == 0.0:
+            continue
+        op = ops[i]
+        if op.opcode == "parameter":
+            read += share * op.result_bytes
+        elif op.opcode not in _UNEVEN:
+            for operand in op.operands:
+                if whole[operand] < share:
+                    whole[operand] = share
+        elif op.operands:
+            _spread(ops, i, share, whole, parts, i in in_place)
+    return read, written
+
+
+def _written(ops: Sequence[Op], output: int, in_place: set[int]) -> float:
+    """Bytes written for one output; the updates that run in place are added to ``in_place``."""
+    chain: list[int] = []
+    position = output
+    while True:
+        op = ops[position]
+        if op.opcode in _VIEWS:
+            position = op.operands[0]
+        elif op.opcode in _UPDATES and _n_targets(op) == 1:
+            chain.append(position)
+            position = op.operands[0]
+        else:
+            break
+    if not chain or ops[position].opcode != "parameter":
+        return float(ops[output].result_bytes)
+    in_place.update(chain)
+    found = 0
+    for link in chain:
+        op = ops[link]
+        found += _total(_update_operands(op, [ops[i] for i in op.operands]))
+    return float(found)
+
+
+def _spread(
+    ops: Sequence[Op],
+    index: int,
+    share: float,
+    whole: list[float],
+    parts: list[float],
+    in_place: bool,
+) -> None:
+    """Hand the needed share of an op's result on to its operands."""
+    op = ops[index]
+    opcode = op.opcode
+    operands = op.operands
+    if opcode in _READS_RESULT:
+        source = operands[0]
+        parts[source] += share * op.result_bytes / max(1, ops[source].result_bytes)
+        for i in operands[1:]:
+            whole[i] = 1.0
+        return
+    if in_place:
+        operands = operands[1:]
+        share = 1.0
+    elif opcode in _READS_ALL:
+        share = 1.0
+    elif opcode in ("broadcast", "pad"):
+        source = ops[operands[0]].type.size
+        share = min(1.0, share * op.type.size / max(1, source))
+    for i in operands:
+        if whole[i] < share:
+            whole[i] = share

@@ -1,0 +1,155 @@
+"""Devices as data: peaks, memory levels and floors."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import DeviceError
+from .ir import DTYPE_BITS
+
+
+@dataclass(frozen=True)
+class MemoryLevel:
+    """A level of the memory hierarchy, as one program running on the whole device sees it.
+
+    Attributes:
+        capacity: Bytes that fit; ``inf`` for the last level is written as the device's memory.
+        bandwidth: Sustained bytes/s, reads plus writes.
+    """
+
+    capacity: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """What the physics part and the features know of a device. SI units throughout.
+
+    Attributes:
+        name: Canonical name, such as ``cpu-xeon-2.50ghz-2c`` or ``h100-sxm``.
+        platform: ``cpu``, ``gpu`` or ``tpu``.
+        peak_flops: Dense matrix FLOP/s by HLO dtype.
+        vector_flops: Element-wise FLOP/s by HLO dtype.
+        levels: Memory levels, fastest first; the last one is main memory.
+        floor: Smallest duration of a kernel, in seconds.
+        launch_gap: Time between two kernels, in seconds.
+        dispatch: Time of an empty program, from call to ready, in seconds.
+        core_count: Cores, SMs or tensor cores.
+        clock_hz: Clock under load.
+        memory_bytes: Device memory.
+        source: Where the figures come from (``measured`` or a document).
+        extra: Anything else worth recording.
+    """
+
+    name: str
+    platform: str
+    peak_flops: dict[str, float]
+    vector_flops: dict[str, float]
+    levels: tuple[MemoryLevel, ...]
+    floor: float
+    launch_gap: float = 0.0
+    dispatch: float = 0.0
+    core_count: int = 1
+    clock_hz: float = 0.0
+    memory_bytes: float = 0.0
+    source: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def bandwidth(self) -> float:
+        """Main-memory bandwidth in bytes/s."""
+        return self.levels[-1].bandwidth
+
+    @property
+    def cache_bytes(self) -> float:
+        """Capacity of the last cache before main memory; 0 if none is described."""
+        return self.levels[-2].capacity if len(self.levels) > 1 else 0.0
+
+    def matrix_peak(self, dtype: str) -> float:
+        """Dense matrix FLOP/s for ``dtype``; the nearest wider type if it is not listed."""
+        return _lookup(self.peak_flops, dtype)
+
+    def vector_peak(self, dtype: str) -> float:
+        """Element-wise FLOP/s for ``dtype``; the nearest wider type if it is not listed."""
+        return _lookup(self.vector_flops or self.peak_flops, dtype)
+
+    def to_json(self) -> str:
+        """Serialise to JSON text."""
+        return json.dumps(asdict(self), indent=1, sort_keys=True)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], where: str = "device") -> DeviceSpec:
+        """Build from plain data.
+
+        Raises:
+            DeviceError: A key is missing or unknown, or a value has the wrong type.
+        """
+        try:
+            values = dict(data)
+            values["levels"] = tuple(MemoryLevel(**level) for level in values["levels"])
+            return cls(**values)
+        except (KeyError, TypeError) as error:
+            raise DeviceError(
+                f"device description is incomplete or has unknown keys: {error}",
+                where=where,
+                hint="give name, platform, peak_flops, vector_flops, levels and floor",
+            ) from None
+
+    @classmethod
+    def from_file(cls, path: Path) -> DeviceSpec:
+        """Read a JSON file written from :meth:`to_json`."""
+        return cls.from_dict(json.loads(path.read_text()), where=str(path))
+
+
+def _lookup(table: dict[str, float], dtype: str) -> float:
+    if dtype in table:
+        return table[dtype]
+    if not table:
+        raise DeviceError("device lists no peak FLOP/s", hint="add peak_flops")
+    bits = DTYPE_BITS.get(dtype, 32)
+    wider = [d for d in table if DTYPE_BITS.get(d, 32) >= bits]
+    pick = min(wider or table, key=lambda d: abs(DTYPE_BITS.get(d, 32) - bits))
+    return table[pick]
+
+
+def local_device_name() -> str:
+    """Canonical name of JAX's default device.
+
+    Returns:
+        For a CPU its model and the cores that this process may use, such as
+        ``cpu-intel-xeon-processor-2.50ghz-2c``; otherwise JAX's device kind, such as
+        ``nvidia-h200`` or ``tpu-v5-lite``.
+    """
+    import jax
+
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return device_slug(device.device_kind)
+    return f"cpu-{device_slug(_cpu_model())}-{_usable_cores()}c"
+
+
+def device_slug(text: str) -> str:
+    """Lower case, dashes, no trademark signs: ``NVIDIA H200`` gives ``nvidia-h200``."""
+    plain = re.sub(r"\((?:r|tm|c)\)|®|™|\bcpu\b", " ", text.lower())
+    return re.sub(r"[^a-z0-9.]+", "-", plain).strip("-.") or "unknown"
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

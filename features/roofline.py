@@ -1,0 +1,101 @@
+"""Roofline: the least time that arithmetic and memory traffic of a kernel take on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ._columns import CODE, INDEX
+from ._opclass import DTYPES
+from ._row import rows
+from .device import DeviceSpec
+from .kernel import Kernel
+
+#: Vector operations that one transcendental (exp, log, tanh …) stands for.
+TRANSCENDENTAL_FLOPS = 16.0
+#: Octaves around a level's capacity over which its hit rate falls from one to zero.
+_SPILL_OCTAVES = 2.0
+
+
+@dataclass(slots=True)
+class Roofline:
+    """Rooflines of ``n`` kernels, one execution each; arrays have shape ``(n,)``.
+
+    Attributes:
+        latency_s: Larger of compute and memory time, in seconds.
+        compute_s: Time of the arithmetic at the device's peaks, in seconds.
+        memory_s: Time of the traffic at the bandwidth that its working set gets, in seconds.
+        bound: ``compute``, ``memory``, ``latency`` (below the device's floor) or
+            ``communication``.
+    """
+
+    latency_s: np.ndarray
+    compute_s: np.ndarray
+    memory_s: np.ndarray
+    bound: np.ndarray
+
+
+def roofline(kernels: Sequence[Kernel], device: DeviceSpec) -> Roofline:
+    """Rooflines of all kernels on one device (Williams et al. 2009, a peak per unit and dtype).
+
+    ``compute = matmul FLOPs / matrix peak + (other FLOPs + 16 · transcendentals) / vector peak``;
+    ``memory = bytes / bandwidth(bytes)``, see :func:`memory_seconds`; ``latency = max`` of both.
+
+    Args:
+        kernels: ``n`` kernels.
+        device: Peaks, memory levels and floor.
+
+    Raises:
+        DeviceError: The device lists no peaks.
+    """
+    return roofline_of_rows(rows(kernels), device)
+
+
+def roofline_of_rows(row: np.ndarray, device: DeviceSpec) -> Roofline:
+    """Rooflines from raw rows of shape ``(n, len(COLUMNS))``."""
+    matmul_s, vector_s = compute_seconds(row, device)
+    compute = matmul_s + vector_s
+    moved = row[:, INDEX["bytes_in"]] + row[:, INDEX["bytes_out"]]
+    memory = memory_seconds(moved, device)
+    latency = np.maximum(compute, memory)
+    bound = np.where(compute >= memory, "compute", "memory").astype("<U13")
+    bound[latency < device.floor] = "latency"
+    bound[latency == 0.0] = "latency"
+    bound[row[:, INDEX["kind"]] == CODE["kind"]["collective"]] = "communication"
+    return Roofline(latency, compute, memory, bound)
+
+
+def compute_seconds(row: np.ndarray, device: DeviceSpec) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds on the matrix unit and on the vector unit, each of shape ``(n,)``."""
+    matmul = row[:, INDEX["matmul_flops"]]
+    other = np.maximum(row[:, INDEX["flops"]] - matmul, 0.0)
+    other = other + TRANSCENDENTAL_FLOPS * row[:, INDEX["transcendentals"]]
+    matrix_peak, vector_peak = peaks(row, device)
+    return matmul / matrix_peak, other / vector_peak
+
+
+def peaks(row: np.ndarray, device: DeviceSpec) -> tuple[np.ndarray, np.ndarray]:
+    """Matrix and vector FLOP/s for each row's dtypes, each of shape ``(n,)``."""
+    matrix = np.array([device.matrix_peak(dtype) for dtype in DTYPES])
+    vector = np.array([device.vector_peak(dtype) for dtype in DTYPES])
+    matrix_code = row[:, INDEX["matrix_dtype"]].astype(np.intp)
+    vector_code = row[:, INDEX["vector_dtype"]].astype(np.intp)
+    return matrix[matrix_code], vector[vector_code]
+
+
+def memory_seconds(moved: np.ndarray, device: DeviceSpec) -> np.ndarray:
+    """Seconds to move ``moved`` bytes, shape ``(n,)``, through the memory level that they fit.
+
+    A working set up to half of a level's capacity is served by that level, one above twice the
+    capacity by the next; between them the time per byte goes over in the logarithm of the size.
+    So the time is continuous and never falls when bytes grow.
+    """
+    per_byte = np.maximum.accumulate([1.0 / level.bandwidth for level in device.levels])
+    cost = np.full(moved.shape, per_byte[0])
+    octaves = np.log2(np.maximum(moved, 1.0))
+    for level, faster, slower in zip(device.levels[:-1], per_byte[:-1], per_byte[1:], strict=True):
+        spilled = (octaves - np.log2(level.capacity)) / _SPILL_OCTAVES + 0.5
+        cost += np.clip(spilled, 0.0, 1.0) * (slower - faster)
+    return np.asarray(moved * cost)
