@@ -1,0 +1,337 @@
+"""Measure a batch of programs: compile, warm up, trace, and turn the durations into rows."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..features.errors import OpcastError, ProfileError
+from ..features.ir import Program
+from ..features.kernel import Kernel, LoweredProgram
+from .arguments import random_arguments
+from .plan import Item, LoadedItem, load_item
+from .runner import Runner, module_name, rotation
+from .trace import Durations, trace
+
+logger = logging.getLogger(__name__)
+
+#: Time for the executions of one program, in seconds.
+PROGRAM_SECONDS = 1.2
+#: First round of executions, in seconds and count.
+_FIRST_SECONDS, _MIN_RUNS, _MAX_RUNS, _LONG_RUNS = 0.2, 9, 25, 3
+#: Width of the median's 95 % interval that is narrow enough, relative to the median.
+_NARROW = 0.1
+_SESSIONS = 2
+_WALL_SECONDS = 0.5
+#: Programs with more argument bytes than this are measured in a session of their own.
+_SHARED_BYTES = 256e6
+#: Kernels that a trace cannot or should not label: control flow contains others.
+_UNLABELLED = ("control",)
+
+
+@dataclass
+class Prepared:
+    """A compiled program with what its measurement needs.
+
+    Attributes:
+        item: What was asked for.
+        loaded: The program.
+        lowered: Its kernels.
+        native: The executable (:class:`opcast.features.lowering_xla.NativeExecutable`).
+        module: HLO module name, unique within the batch.
+        make_arguments: Draws arguments from a seed.
+        bytes: Bytes of one set of arguments.
+        seconds: Estimated time of one execution.
+        durations: Seconds of every execution by instruction.
+        wall: Seconds of whole executions, without a trace.
+    """
+
+    item: Item
+    loaded: LoadedItem
+    lowered: LoweredProgram
+    native: Any
+    module: str
+    make_arguments: Callable[[int], Sequence[Any]]
+    bytes: int
+    runner: Runner | None = None
+    seconds: float = 0.0
+    durations: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    wall: list[float] = field(default_factory=list)
+
+    @property
+    def labelled(self) -> list[Kernel]:
+        """Kernels for which a trace gives a duration."""
+        return [
+            k for k in self.lowered.kernels if k.kind not in _UNLABELLED and k.async_role != "done"
+        ]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of a measurement.
+
+    Attributes:
+        memory: Bytes that a program may need.
+        cache: Bytes of the last-level cache, past which arguments are rotated.
+    """
+
+    memory: float = math.inf
+    cache: float = 32e6
+
+
+def prepare(item: Item, limits: Limits) -> Prepared:
+    """Load and compile one program.
+
+    Raises:
+        OpcastError: The program is malformed, does not compile, or does not fit into memory.
+    """
+    from ..features.lowering_xla import compile_native
+    from ..features.reader import read_program
+
+    loaded = load_item(item)
+    check_memory(loaded.est_bytes, limits.memory, loaded.name)
+    source = read_program(loaded.mlir)
+    if not loaded.est_bytes:
+        check_memory(_argument_bytes(source.program), limits.memory, loaded.name)
+    native = compile_native(source, name=_identifier(item.key))
+    lowered = native.lowered()
+    check_memory(lowered.peak_memory_bytes, limits.memory, loaded.name)
+    types = native.input_types
+    return Prepared(
+        item=item,
+        loaded=loaded,
+        lowered=lowered,
+        native=native,
+        module=module_name(native.hlo),
+        make_arguments=loaded.arguments or (lambda seed: random_arguments(types, seed)),
+        bytes=sum(t.nbytes for t in types),
+    )
+
+
+def _argument_bytes(program: Program) -> int:
+    return sum(op.result_bytes for op in program.entry_computation.parameters)
+
+
+def check_memory(needed: float, limit: float, name: str) -> None:
+    """Refuse a program that needs more memory than the limit.
+
+    Raises:
+        ProfileError: It does.
+    """
+    if needed > limit:
+        raise ProfileError(
+            f"needs {needed / 1e9:.3g} GB of memory, the limit is {limit / 1e9:.3g} GB",
+            where=name,
+            hint="raise max_memory",
+        )
+
+
+def measure(
+    programs: Iterable[Prepared], limits: Limits, *, walls: bool = True, sessions: int = _SESSIONS
+) -> None:
+    """Execute programs and collect durations, small ones together in one trace session.
+
+    Args:
+        programs: What to measure; durations are added to those that are there.
+        limits: Bounds of the measurement.
+        walls: Whether to time whole executions too, of all but single ops.
+        sessions: Trace sessions at most; those after the first are for noisy programs.
+    """
+    group: list[Prepared] = []
+    for program in programs:
+        alone = program.bytes > _SHARED_BYTES
+        clash = any(p.module == program.module for p in group)
+        if group and (alone or clash):
+            _measure_group(group, limits, walls, sessions)
+            group = []
+        group.append(program)
+        if alone:
+            _measure_group(group, limits, walls, sessions)
+            group = []
+    if group:
+        _measure_group(group, limits, walls, sessions)
+
+
+def _measure_group(group: list[Prepared], limits: Limits, walls: bool, sessions: int) -> None:
+    for program in group:
+        _warm_up(program, limits)
+    pending = {id(p): first_runs(p.seconds) for p in group}
+    for _ in range(sessions):
+        _trace_group([p for p in group if pending[id(p)]], pending)
+        pending = {id(p): more_runs(p) for p in group}
+        if not any(pending.values()):
+            break
+    for program in group:
+        if walls and not program.loaded.family.startswith("op:"):
+            program.wall = [_step(program) for _ in range(wall_runs(program.seconds))]
+        program.runner = None
+
+
+def _warm_up(program: Prepared, limits: Limits) -> None:
+    program.runner = Runner(
+        program.native.run,
+        program.make_arguments,
+        program.native.aliases,
+        rotation(program.bytes, limits.cache),
+    )
+    first = _step(program)
+    again = [_step(program) for _ in range(1 if first > 0.3 else 3)]
+    program.seconds = min(first, *again)
+
+
+def _step(program: Prepared) -> float:
+    assert program.runner is not None
+    return program.runner.step()
+
+
+def _trace_group(group: list[Prepared], pending: dict[int, int]) -> None:
+    """One session: each program's runs are spread over three rounds, against passing load."""
+
+    def run() -> None:
+        for part in range(3):
+            for program in group:
+                count = pending[id(program)]
+                for _ in range((count + 2 - part) // 3):
+                    _step(program)
+
+    executions = {
+        (p.module, k.name): int(k.multiplicity) for p in group for k in p.labelled if k.scope
+    }
+    reads = {key: names for program in group for key, names in _reads(program).items()}
+    found: Durations = trace(run, executions, reads)
+    for program in group:
+        for kernel_name in {k.name for k in program.labelled}:
+            seconds = found.get((program.module, kernel_name), [])
+            program.durations[kernel_name] += [s for s in seconds if s > 0]
+
+
+def _reads(program: Prepared) -> dict[tuple[str, str], set[str]]:
+    """The kernels that a trace labels, with the names of those that each reads."""
+    kernels = program.lowered.kernels
+    labelled = {k.name for k in program.labelled}
+    return {
+        (program.module, k.name): {kernels[i].name for i in k.operands} - {k.name}
+        for k in kernels
+        if k.name in labelled
+    }
+
+
+def first_runs(seconds: float) -> int:
+    """Executions in the first session, for a program that takes ``seconds``."""
+    least = _MIN_RUNS if _MIN_RUNS * seconds <= PROGRAM_SECONDS * 0.7 else _LONG_RUNS
+    return max(least, min(_MAX_RUNS, int(_FIRST_SECONDS / max(seconds, 1e-6))))
+
+
+def more_runs(program: Prepared) -> int:
+    """Further executions that the program's noisy kernels call for, within its time; 0 if none."""
+    samples = list(program.durations.values())
+    done = max((len(s) for s in samples), default=0)
+    if not done:
+        return 0
+    spent = sum(map(sum, samples))
+    total = sum(float(np.median(s)) for s in samples if s)
+    noisy = sum(float(np.median(s)) for s in samples if s and median_width(s) > _NARROW)
+    if noisy < 0.1 * total or spent > PROGRAM_SECONDS:
+        return 0
+    affordable = int((PROGRAM_SECONDS - spent) / max(program.seconds, 1e-6))
+    return min(first_runs(program.seconds), affordable)
+
+
+def median_width(samples: Sequence[float]) -> float:
+    """Width of the median's 95 % interval relative to the median.
+
+    From order statistics: ranks n/2 ± 0.98 √n (the binomial's normal approximation).
+    """
+    ordered = np.sort(np.asarray(samples, float))
+    n = len(ordered)
+    half = 0.98 * math.sqrt(n)
+    low = max(0, math.floor(n / 2 - half))
+    high = min(n - 1, math.ceil(n / 2 + half))
+    return float((ordered[high] - ordered[low]) / max(float(np.median(ordered)), 1e-12))
+
+
+def wall_runs(seconds: float) -> int:
+    """Executions for the wall time of a program that takes ``seconds``."""
+    return max(_LONG_RUNS, min(_MAX_RUNS, int(_WALL_SECONDS / max(seconds, 1e-6))))
+
+
+def rows_of(program: Prepared) -> tuple[list[dict[str, Any]], int]:
+    """Rows of the measured kernels and the program; and how many kernels have no label."""
+    kernels = program.labelled
+    single = program.loaded.family.startswith("op:") and len(kernels) == 1
+    pooled: dict[str, list[float]] = defaultdict(list)
+    for name, kernel in {k.name: k for k in kernels}.items():
+        pooled[kernel.hash] += program.durations.get(name, [])
+    by_hash = {k.hash: k for k in kernels}
+    level = "op" if single else "kernel"
+    rows = [_kernel_row(by_hash[h], s, level, program) for h, s in pooled.items() if s]
+    missing = sum(not program.durations.get(k.name) for k in kernels)
+    if program.wall and rows:
+        rows.append(_program_row(program, {row["kernel_hash"] for row in rows}))
+    return rows, missing
+
+
+def _kernel_row(
+    kernel: Kernel, seconds: Sequence[float], level: str, program: Prepared
+) -> dict[str, Any]:
+    return _latency(seconds) | {
+        "kernel_hash": kernel.hash,
+        "kernel_ir": kernel.ir,
+        "level": level,
+        "kind": kernel.kind,
+        "dtype": kernel.dtype,
+        "flops": float(kernel.flops),
+        "bytes": float(kernel.bytes),
+        "source": "measured:trace",
+        "family": program.loaded.family,
+        "program": program.item.key,
+    }
+
+
+def _program_row(program: Prepared, known: set[str]) -> dict[str, Any]:
+    import hashlib
+
+    from ..features.schedule import schedule_to_json
+
+    kernels = program.lowered.kernels
+    text = schedule_to_json(program.lowered, known)
+    dtypes = [k.dtype for k in sorted(kernels, key=lambda k: k.flops + k.bytes)]
+    return _latency(program.wall) | {
+        "kernel_hash": hashlib.sha256(text.encode()).hexdigest()[: len(kernels[0].hash)],
+        "kernel_ir": text,
+        "level": "program",
+        "kind": "program",
+        "dtype": dtypes[-1],
+        "flops": float(sum(k.flops * k.multiplicity for k in kernels)),
+        "bytes": float(sum(k.bytes * k.multiplicity for k in kernels)),
+        "source": "measured:wall",
+        "family": program.loaded.family,
+        "program": program.item.key,
+    }
+
+
+def _latency(seconds: Sequence[float]) -> dict[str, Any]:
+    p10, p50, p90 = np.quantile(np.asarray(seconds, float), [0.1, 0.5, 0.9]) * 1e6
+    return {
+        "latency_us_p10": float(p10),
+        "latency_us_p50": float(p50),
+        "latency_us_p90": float(p90),
+        "repeats": len(seconds),
+    }
+
+
+def reason_of(error: BaseException) -> str:
+    """One line on why a program failed."""
+    text = str(error) if isinstance(error, OpcastError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:500]
+
+
+def _identifier(key: str) -> str:
+    """A module name from an item's key."""
+    return "".join(c if c.isalnum() else "_" for c in key)

@@ -1,0 +1,234 @@
+"""The profiler's side of the worker process: start, ask, notice that it died, start again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..features.errors import ProfileError
+from .plan import Item
+
+#: Settings of glibc's allocator under which freed memory stays with the process. With its defaults
+#: results of 128 KB and more often come in fresh pages, whose faults took from none to ten times
+#: as long as the kernel itself, depending on what the process had allocated before.
+ALLOCATOR_ENV = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "100000000000",
+    "MALLOC_TOP_PAD_": "67108864",
+}
+#: Seconds without any reply after which a worker counts as stuck.
+REPLY_TIMEOUT = 600.0
+
+
+class WorkerDied(ProfileError):
+    """The worker process ended or got stuck; the reason says how."""
+
+
+class WorkerClient:
+    """One worker process.
+
+    Args:
+        settings: See :class:`opcast.datagen.worker.Worker`.
+        env: Environment variables on top of this process's own.
+        timeout_s: Seconds without any reply after which the worker counts as stuck.
+    """
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        env: dict[str, str] | None = None,
+        timeout_s: float = REPLY_TIMEOUT,
+    ) -> None:
+        self._timeout = timeout_s
+        self._errors = tempfile.TemporaryFile("w+b")  # noqa: SIM115 (lives as long as the process)
+        package_root = Path(__file__).resolve().parents[1]
+        command = [sys.executable, "-m", f"{__package__}.worker", json.dumps(settings)]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=_environment(package_root) | (env or {}),
+            # Ctrl-C reaches the profiler alone, which then ends the worker in order.
+            start_new_session=True,
+        )
+        self._replies: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the worker."""
+        return self._process.pid
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._replies.put(line)
+        self._replies.put(None)
+
+    def send(self, do: str, **values: Any) -> None:
+        """Send a request; its replies come from :meth:`replies`.
+
+        Raises:
+            WorkerDied: The process is gone.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **values}) + "\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise WorkerDied(self.last_words()) from None
+
+    def replies(self) -> Iterator[dict[str, Any]]:
+        """Replies to the oldest open request; the last one has ``done``.
+
+        Raises:
+            WorkerDied: The process ended or gave no reply for too long.
+        """
+        while True:
+            try:
+                line = self._replies.get(timeout=self._timeout)
+            except queue.Empty:
+                self.stop()
+                raise WorkerDied(f"no reply for {self._timeout:.0f} s") from None
+            if line is None:
+                raise WorkerDied(self.last_words())
+            reply: dict[str, Any] = json.loads(line)
+            yield reply
+            if "done" in reply:
+                return
+
+    def ask(self, do: str, **values: Any) -> dict[str, Any]:
+        """Send a request and return its last reply.
+
+        Raises:
+            ProfileError: The worker reports an error.
+            WorkerDied: The process ended or gave no reply for too long.
+        """
+        self.send(do, **values)
+        *_, last = self.replies()
+        if "error" in last:
+            raise ProfileError(f"the measuring process cannot answer {do!r}: {last['error']}")
+        return last
+
+    def last_words(self) -> str:
+        """How the process ended, with the last line that it wrote."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        code = self._process.poll()
+        how = f"exit code {code}"
+        if code is not None and code < 0:
+            with contextlib.suppress(ValueError):
+                how = f"signal {signal.Signals(-code).name}"
+        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - 2000))
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return f"the measuring process died ({how})" + (f": {lines[-1][:300]}" if lines else "")
+
+    def stop(self) -> None:
+        """End the process."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                if stream is not None:
+                    stream.close()
+        self._errors.close()
+
+
+class Measurer:
+    """A worker that is replaced when it dies, and the programs that it died of.
+
+    Args:
+        settings: See :class:`WorkerClient`.
+        env: See :class:`WorkerClient`.
+        timeout_s: See :class:`WorkerClient`.
+    """
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        env: dict[str, str] | None = None,
+        timeout_s: float = REPLY_TIMEOUT,
+    ) -> None:
+        self.settings = settings
+        self.starts = 0
+        self._env = env
+        self._timeout = timeout_s
+        self._client: WorkerClient | None = None
+        self._early: dict[str, dict[str, Any]] = {}
+        self._sent: list[str] = []
+
+    @property
+    def client(self) -> WorkerClient:
+        """The worker, started if there is none."""
+        if self._client is None:
+            self._client = WorkerClient(self.settings, self._env, self._timeout)
+            self.starts += 1
+        return self._client
+
+    def measure(
+        self, batch: list[Item], upcoming: list[Item] | None = None
+    ) -> list[dict[str, Any]]:
+        """Measure a batch; where the worker dies or errs, each program is tried alone.
+
+        Args:
+            batch: Programs to measure.
+            upcoming: The batch of the next call, for the worker to compile meanwhile. It must then
+                really be the next request.
+
+        Returns:
+            One reply per program: with ``rows`` and ``missing``, or with ``failed``.
+        """
+        keys = [item.key for item in batch]
+        trouble = ""
+        try:
+            if self._sent != keys:
+                self._send(batch)
+            self._sent = []
+            if upcoming:
+                self._send(upcoming)
+                self._sent = [item.key for item in upcoming]
+            for reply in self.client.replies():
+                if "key" in reply:  # of the next batch too, if it does not compile
+                    self._early[reply["key"]] = reply
+                trouble = str(reply.get("error", trouble))
+        except WorkerDied as death:
+            trouble = death.what
+            self.restart()
+        left = [item for item in batch if item.key not in self._early]
+        if left and len(batch) == 1:
+            reason = trouble or "the measuring process gave no result"
+            return [{"key": keys[0], "failed": reason}]
+        if left:
+            self.restart()  # whatever was sent ahead must not answer in between
+        for item in left:
+            self._early[item.key] = self.measure([item])[0]
+        return [self._early.pop(key) for key in keys]
+
+    def _send(self, batch: list[Item]) -> None:
+        self.client.send("measure", items=[item.to_dict() for item in batch])
+
+    def restart(self) -> None:
+        """End the worker; the next use starts another one."""
+        if self._client is not None:
+            self._client.stop()
+            self._client = None
+            self._sent = []
+
+
+def _environment(package_root: Path) -> dict[str, str]:
+    """This process's environment, in which the worker finds the same packages."""
+    paths = [*sys.path, str(package_root.parent)]
+    return {**ALLOCATOR_ENV, **os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p)}

@@ -1,0 +1,27 @@
+"""Program families of machine learning: sizes go in, StableHLO programs with their arguments out.
+
+The profiler measures them, tests and benchmarks predict them, users export them as examples.
+Nothing heavy is imported before a program is built; building needs jax, flax and optax.
+"""
+
+from __future__ import annotations
+
+from .catalog import Family, Setting
+from .registry import build, describe, export, families, parse_settings, resolve, workload_name
+from .suites import size_grid, suite
+from .workload import Workload
+
+__all__ = [
+    "Family",
+    "Setting",
+    "Workload",
+    "build",
+    "describe",
+    "export",
+    "families",
+    "parse_settings",
+    "resolve",
+    "size_grid",
+    "suite",
+    "workload_name",
+]

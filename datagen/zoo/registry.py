@@ -1,0 +1,199 @@
+"""Finds, checks and builds the programs of the zoo, and writes them as StableHLO files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from ...features.errors import OpcastError
+from .catalog import FAMILIES, Family, Setting
+
+if TYPE_CHECKING:
+    from .workload import Workload
+
+FORMATS = ("text", "bytecode", "portable", "jax-export")
+"""Formats that ``export`` writes."""
+
+
+def families() -> dict[str, Family]:
+    """Every family by name."""
+    return dict(FAMILIES)
+
+
+def family(name: str) -> Family:
+    """The family called ``name``.
+
+    Raises:
+        OpcastError: There is none.
+    """
+    if name not in FAMILIES:
+        raise OpcastError(
+            f"unknown program family {name!r}", hint="families: " + ", ".join(sorted(FAMILIES))
+        )
+    return FAMILIES[name]
+
+
+def parse_settings(name: str, pairs: Iterable[str]) -> dict[str, Setting]:
+    """Settings from texts such as "batch=8", with the types of the family's defaults.
+
+    Args:
+        name: Name of the family.
+        pairs: ``key=value`` texts.
+
+    Raises:
+        OpcastError: A text is no pair, names no parameter, or has a bad value.
+    """
+    settings: dict[str, Setting] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise OpcastError(f"setting {pair!r} is not of the form key=value", where=name)
+        settings[key.strip()] = value.strip()
+    return _checked(family(name), settings)
+
+
+def resolve(name: str, settings: Mapping[str, Setting]) -> dict[str, Setting]:
+    """All parameters of a family: the settings given, checked, and defaults for the others."""
+    chosen = family(name)
+    return {**chosen.defaults, **_checked(chosen, settings)}
+
+
+def workload_name(name: str, settings: Mapping[str, Setting]) -> str:
+    """A short name that tells settings apart, such as "resnet-depth=50-batch=8-train".
+
+    Args:
+        name: Name of the family.
+        settings: Settings; defaults may be left out.
+    """
+    chosen, full = family(name), resolve(name, settings)
+    shown = [
+        key
+        for key in dict.fromkeys((*chosen.headline, *chosen.defaults))
+        if key not in ("mode", "dtype")
+        and (key in chosen.headline or full[key] != chosen.defaults[key])
+    ]
+    words = [name, *(f"{key}={_text(full[key])}" for key in shown)]
+    if full["dtype"] != "f32":
+        words.append(str(full["dtype"]))
+    return "-".join([*words, str(full["mode"])])
+
+
+def build(name: str, **settings: Setting) -> Workload:
+    """Build a program of the zoo; nothing is allocated or compiled.
+
+    Args:
+        name: Name of the family.
+        **settings: Parameters of the family; strings are converted to the type of the default.
+
+    Raises:
+        OpcastError: The family or a setting is unknown, or values do not fit one another.
+    """
+    chosen, full = family(name), resolve(name, settings)
+    module = import_module(f".{chosen.module}", __package__)
+    programs = import_module(".programs", __package__)
+    maker = getattr(module, "model_" + name, None) or module.model
+    built: Workload = programs.make_workload(workload_name(name, settings), name, full, maker(full))
+    return built
+
+
+def export(
+    name: str, settings: Mapping[str, Setting], path: str | Path, format: str = "text"
+) -> Path:
+    """Write a program of the zoo as StableHLO.
+
+    Args:
+        name: Name of the family.
+        settings: Its settings.
+        path: File to write.
+        format: "text" (MLIR with locations), "bytecode" (MLIR bytecode), "portable" (versioned
+            StableHLO artifact) or "jax-export" (a serialized ``jax.export.Exported``).
+
+    Returns:
+        The path written.
+
+    Raises:
+        OpcastError: The format or a setting is unknown.
+    """
+    if format not in FORMATS:
+        raise OpcastError(f"unknown format {format!r}", hint="formats: " + ", ".join(FORMATS))
+    from .serialize import serialize
+
+    target = Path(path)
+    target.write_bytes(serialize(build(name, **settings), format))
+    return target
+
+
+def describe() -> str:
+    """The families and their parameters as a Markdown document."""
+    lines = ["| family | what it is | parameters (default) |", "|---|---|---|"]
+    common = "`batch`, `mode`, `dtype`, `optimizer`, `data_parallel`"
+    for item in FAMILIES.values():
+        own = []
+        for key, value in item.defaults.items():
+            allowed = item.choices.get(key, ())
+            listed = ": " + ", ".join(_text(choice) for choice in allowed) if allowed else ""
+            if key in ("mode", "dtype", "data_parallel") and len(allowed) != 1:
+                continue
+            own.append(f"`{key}`={_text(value)}{'' if key == 'optimizer' else listed}")
+        lines.append(f"| `{item.name}` | {item.summary} | {'; '.join(own)} |")
+    return "\n".join([f"Every family takes {common}.", "", *lines, ""])
+
+
+def _checked(chosen: Family, settings: Mapping[str, Setting]) -> dict[str, Setting]:
+    unknown = [key for key in settings if key not in chosen.defaults]
+    if unknown:
+        raise OpcastError(
+            f"{chosen.name} has no parameter {unknown[0]!r}",
+            hint="parameters: " + ", ".join(chosen.defaults),
+        )
+    return {key: _value(chosen, key, value) for key, value in settings.items()}
+
+
+def _value(chosen: Family, key: str, value: Setting) -> Setting:
+    """A setting in the type of the default, within what is allowed."""
+    default = chosen.defaults[key]
+    where = f"{chosen.name}.{key}"
+    if not isinstance(value, get_args(Setting)):
+        raise OpcastError(f"{value!r} is not a setting", where=where)
+    try:
+        converted = _converted(value, default)
+    except ValueError as error:
+        raise OpcastError(
+            f"{value!r} is not a {type(default).__name__}",
+            where=where,
+            hint="as in " + _pair(key, default),
+        ) from error
+    allowed = chosen.choices.get(key)
+    if allowed is not None and converted not in allowed:
+        listed = ", ".join(_text(choice) for choice in allowed)
+        raise OpcastError(f"{value!r} is not allowed", where=where, hint="allowed: " + listed)
+    if isinstance(converted, int | float) and not isinstance(converted, bool):
+        least = 0 if isinstance(default, float) else 1
+        if not least <= converted < 2**31:
+            hint = f"at least {least}, and below 2**31"
+            raise OpcastError(f"{value!r} is out of range", where=where, hint=hint)
+    return converted
+
+
+def _converted(value: Any, default: Setting) -> Setting:
+    if isinstance(default, bool):
+        words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+        word = str(value).lower()
+        if word not in words:
+            raise ValueError(word)
+        return words[word]
+    if isinstance(default, int):
+        if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+            raise ValueError(value)
+        return int(value)
+    return type(default)(value)
+
+
+def _pair(key: str, value: Setting) -> str:
+    return f"{key}={_text(value)}"
+
+
+def _text(value: Setting) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

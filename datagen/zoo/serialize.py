@@ -1,0 +1,51 @@
+"""Writes a workload in each StableHLO container; the JAX calls that are not public stay here."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .workload import Workload
+
+
+def serialize(workload: Workload, format: str) -> bytes:
+    """The program of a workload as bytes of the given format (see ``registry.export``)."""
+    if format == "text":
+        return workload.mlir().encode()
+    if format == "bytecode":
+        module: Any = workload.lower().compiler_ir("stablehlo")
+        buffer = io.BytesIO()
+        module.operation.write_bytecode(buffer)
+        return buffer.getvalue()
+    exported = _exported(workload)
+    if format == "portable":
+        return bytes(exported.mlir_module_serialized)
+    return bytes(exported.serialize())
+
+
+def _exported(workload: Workload) -> Any:
+    """The program over flat arguments and results.
+
+    JAX cannot serialize the classes of optimizer states, so trees are flattened.
+    """
+    import jax
+    from jax import export
+
+    flat, _ = jax.tree.flatten(workload.abstract_args)
+    starts = [
+        len(jax.tree.leaves(workload.abstract_args[:i]))
+        for i in range(len(workload.abstract_args) + 1)
+    ]
+    donated = [i for n in workload.donate_argnums for i in range(starts[n], starts[n + 1])]
+
+    def main(*values: Any) -> tuple[Any, ...]:
+        args = workload.unflatten(list(values))
+        return tuple(jax.tree.leaves(workload.function(*args)))
+
+    main.__name__ = workload.function.__name__
+    backend = jax.default_backend()
+    return export.export(
+        jax.jit(main, donate_argnums=donated, keep_unused=True),
+        platforms=["cuda" if backend == "gpu" else backend],
+    )(*flat)

@@ -1,0 +1,89 @@
+"""A built program of the zoo: a function, the shapes of its arguments, and values for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import jax
+
+    from .catalog import Setting
+
+Draw = Callable[[np.random.Generator], np.ndarray[Any, Any]]
+"""Makes the value of one argument."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A program of the zoo with fixed sizes; nothing is allocated until ``arguments`` is called.
+
+    Attributes:
+        name: Family, telling settings and mode, such as "resnet-depth=50-batch=8-train".
+        family: Name of its family.
+        settings: Every parameter of the family with its value.
+        function: The Python callable.
+        abstract_args: Its positional arguments as pytrees of ShapeDtypeStruct.
+        donate_argnums: Arguments whose buffers the program may overwrite.
+        n_params: Number of trained parameters.
+    """
+
+    name: str
+    family: str
+    settings: Mapping[str, Setting]
+    function: Callable[..., Any]
+    abstract_args: tuple[Any, ...]
+    donate_argnums: tuple[int, ...]
+    n_params: int
+    draws: tuple[Draw, ...] = field(repr=False)
+
+    @property
+    def jitted(self) -> Any:
+        """The function under ``jax.jit``, with its donated arguments; unused ones are kept."""
+        import jax
+
+        return jax.jit(self.function, donate_argnums=self.donate_argnums, keep_unused=True)
+
+    def lower(self, platform: str | None = None) -> jax.stages.Lowered:
+        """Lower to StableHLO.
+
+        Args:
+            platform: "cpu", "cuda", "tpu" …; None for the one that JAX sees.
+        """
+        platforms = None if platform is None else (platform,)
+        if platforms is None and self.settings["data_parallel"] != 1:
+            import jax
+
+            platforms = (jax.default_backend(),)  # an abstract mesh does not tell
+        lowered: jax.stages.Lowered = self.jitted.trace(*self.abstract_args).lower(
+            lowering_platforms=platforms
+        )
+        return lowered
+
+    def mlir(self, debug_info: bool = True) -> str:
+        """StableHLO text, by default with the source location of every op."""
+        return self.lower().as_text(debug_info=debug_info)
+
+    def arguments(self, seed: int = 0) -> list[np.ndarray[Any, Any]]:
+        """Values for all arguments, flat, in the order of the parameters of ``main``.
+
+        Parameters are initialised as in training from scratch, optimizer state is zero, integers
+        are uniform within their valid range. Under data parallelism the shapes are those over all
+        devices.
+
+        Args:
+            seed: Seed of every random value.
+        """
+        rng = np.random.default_rng(seed)
+        return [draw(rng) for draw in self.draws]
+
+    def unflatten(self, flat: list[Any]) -> tuple[Any, ...]:
+        """Positional arguments of ``function`` from a flat list, such as ``arguments`` gives."""
+        import jax
+
+        tree = jax.tree.structure(self.abstract_args)
+        args: tuple[Any, ...] = jax.tree.unflatten(tree, flat)
+        return args
