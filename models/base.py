@@ -1,0 +1,59 @@
+"""What every estimator offers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self, runtime_checkable
+
+import numpy as np
+
+from ..features.dataset import Dataset
+from ..features.device import DeviceSpec
+from ..features.kernel import Kernel
+
+
+@dataclass(slots=True)
+class KernelPrediction:
+    """Predictions for ``n`` kernels; arrays have shape ``(n,)``, seconds of one execution.
+
+    Attributes:
+        latency: Predicted latency.
+        lo: Lower end of the 90 % interval.
+        hi: Upper end of the 90 % interval.
+        bound: What limits it: ``compute``, ``memory``, ``latency`` or ``communication``.
+        source: ``measured``, ``learned``, ``roofline`` or ``compiler``.
+        in_domain: Whether the kernel lies within what the model was trained on.
+    """
+
+    latency: np.ndarray
+    lo: np.ndarray
+    hi: np.ndarray
+    bound: np.ndarray
+    source: np.ndarray
+    in_domain: np.ndarray
+
+
+@runtime_checkable
+class Estimator(Protocol):
+    """Learns and predicts kernel latency; named by entry points ``opcast.estimators``."""
+
+    name: str
+
+    def fit(self, dataset: Dataset) -> Self:
+        """Learn from the dataset's kernel rows."""
+        ...
+
+    def predict(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
+        """Predict every kernel on the device."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write the model folder: ``manifest.json`` and weights."""
+        ...
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a model folder."""
+        ...

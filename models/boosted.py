@@ -1,0 +1,202 @@
+"""Gradient-boosted trees (XGBoost) of the log-ratio: the default estimator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..features.errors import ModelError
+from .splits import draw
+from .store import pack, unpack
+from .tables import CELLS, KernelTable
+from .tabular import TabularEstimator
+
+#: Share of the groups held back for early stopping.
+STOP_SHARE = 0.1
+#: Early stopping needs this many rows to be trusted; below, all rounds are used.
+MIN_STOP_ROWS = 50
+#: A cell gets trees of its own from this many rows on, if ``per_cell`` is set.
+MIN_CELL_ROWS = 1000
+
+OBJECTIVES = {"absolute": "reg:absoluteerror", "squared": "reg:squarederror"}
+_COLUMNS_FILE = "columns.npz"
+
+
+class XGBoostEstimator(TabularEstimator):
+    """Histogram-grown boosted trees with a robust loss and early stopping.
+
+    The default loss is the absolute error of the log-ratio: its minimiser is the median, which is
+    what median and mean absolute percentage errors ask for, and outliers of the labels
+    (interrupts, neighbours on the machine) do not pull it.
+
+    Args:
+        rounds: Most boosting rounds; early stopping ends sooner.
+        max_depth: Depth of a tree.
+        learning_rate: Shrinkage.
+        min_child_weight: Least sum of weights in a leaf.
+        subsample: Share of the rows drawn for each tree.
+        colsample: Share of the features drawn for each tree.
+        reg_lambda: L2 penalty on leaves.
+        max_bin: Histogram bins.
+        objective: ``absolute`` or ``squared`` error of the log-ratio.
+        per_cell: Trees of their own for every (platform × kind) with enough rows.
+        monotone: Sign by feature name: +1 or -1 forces the ratio to rise or fall with it. The
+            target is a ratio to the roofline, so "more work takes longer" is no constraint on it
+            (the ratio of a GEMM falls as it grows); use it for features of which you know the
+            sign of the ratio itself. Only with ``squared``: the absolute error sets leaves to
+            medians after the tree is grown, which breaks the constraint.
+        stop_rounds: Rounds without improvement before stopping.
+        seed: Random state.
+        n_jobs: Threads. More than there are free cores is far slower than one.
+    """
+
+    name = "xgboost"
+
+    def __init__(
+        self,
+        rounds: int = 300,
+        max_depth: int = 8,
+        learning_rate: float = 0.1,
+        min_child_weight: float = 2.0,
+        subsample: float = 0.8,
+        colsample: float = 0.4,
+        reg_lambda: float = 1.0,
+        max_bin: int = 64,
+        objective: str = "absolute",
+        per_cell: bool = False,
+        monotone: Mapping[str, int] | None = None,
+        stop_rounds: int = 30,
+        seed: int = 0,
+        n_jobs: int = 1,
+    ) -> None:
+        super().__init__(
+            rounds=rounds,
+            max_depth=max_depth,
+            learning_rate=learning_rate,
+            min_child_weight=min_child_weight,
+            subsample=subsample,
+            colsample=colsample,
+            reg_lambda=reg_lambda,
+            max_bin=max_bin,
+            objective=objective,
+            per_cell=per_cell,
+            monotone=dict(monotone or {}),
+            stop_rounds=stop_rounds,
+            seed=seed,
+            n_jobs=n_jobs,
+        )
+        self._boosters: dict[str, Any] = {}
+        self._columns = np.zeros(0, np.int32)
+
+    def _fit(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> None:
+        # Constant columns (other devices, unused libraries) would only cost time and dilute the
+        # draw of columns.
+        varying = table.X.min(axis=0) < table.X.max(axis=0)
+        self._columns = np.flatnonzero(varying if varying.any() else ~varying).astype(np.int32)
+        self._boosters = {"joint": self._grow(table, target, groups)}
+        if not self.params["per_cell"]:
+            return
+        for cell in np.unique(table.cell):
+            own = table.cell == cell
+            if own.sum() >= MIN_CELL_ROWS:
+                booster = self._grow(table.take(own), target[own], groups[own])
+                self._boosters[_file_stem(int(cell))] = booster
+
+    def _grow(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> Any:
+        import xgboost as xgb
+
+        values = np.take(table.X, self._columns, axis=1)
+        stop = self._stop_rows(groups)
+        stopping = stop.sum() >= MIN_STOP_ROWS and (~stop).sum() >= MIN_STOP_ROWS
+        rows = ~stop if stopping else np.ones(len(target), bool)
+        options = {"max_bin": self.params["max_bin"], "nthread": self._n_jobs}
+        train = xgb.QuantileDMatrix(values[rows], target[rows], **options)
+        if not stopping:
+            return xgb.train(self._settings(table), train, self.params["rounds"])
+        held = xgb.QuantileDMatrix(values[stop], target[stop], ref=train, **options)
+        booster = xgb.train(
+            self._settings(table),
+            train,
+            self.params["rounds"],
+            evals=[(held, "stop")],
+            early_stopping_rounds=self.params["stop_rounds"],
+            verbose_eval=False,
+        )
+        return booster[: booster.best_iteration + 1]
+
+    def _stop_rows(self, groups: np.ndarray) -> np.ndarray:
+        """Which rows are held back: whole groups, drawn by name."""
+        names, codes = np.unique(groups.astype(str), return_inverse=True)
+        drawn = np.array([draw(name, self.params["seed"]) < STOP_SHARE for name in names])
+        return np.asarray(drawn[codes], bool)
+
+    def _settings(self, table: KernelTable) -> dict[str, Any]:
+        p = self.params
+        if p["objective"] not in OBJECTIVES:
+            raise ModelError(
+                f"no objective {p['objective']!r}", hint=f"choose one of: {', '.join(OBJECTIVES)}"
+            )
+        if p["monotone"] and p["objective"] != "squared":
+            raise ModelError("monotone constraints need objective='squared'")
+        names = [table.names[column] for column in self._columns]
+        constraint = tuple(int(p["monotone"].get(name, 0)) for name in names)
+        return {
+            "objective": OBJECTIVES[p["objective"]],
+            **({"monotone_constraints": constraint} if any(constraint) else {}),
+            "eval_metric": "mae",
+            "tree_method": "hist",
+            "max_depth": p["max_depth"],
+            "learning_rate": p["learning_rate"],
+            "min_child_weight": p["min_child_weight"],
+            "subsample": p["subsample"],
+            "colsample_bytree": p["colsample"],
+            "lambda": p["reg_lambda"],
+            "max_bin": p["max_bin"],
+            "seed": p["seed"],
+            "nthread": self._n_jobs,
+            "verbosity": 0,
+        }
+
+    @property
+    def _n_jobs(self) -> int:
+        return int(self.params["n_jobs"])
+
+    def _ratio(self, table: KernelTable) -> np.ndarray:
+        values = np.take(table.X, self._columns, axis=1)  # several times faster than X[:, columns]
+        ratio = _predict(self._boosters["joint"], values)
+        for cell in np.unique(table.cell):
+            booster = self._boosters.get(_file_stem(int(cell)))
+            if booster is not None:
+                own = table.cell == cell
+                ratio[own] = _predict(booster, values[own])
+        return ratio
+
+    def _weights(self) -> dict[str, bytes]:
+        trees = {f"{k}.ubj": bytes(b.save_raw("ubj")) for k, b in self._boosters.items()}
+        return {**trees, _COLUMNS_FILE: pack({"columns": self._columns})}
+
+    def _restore(self, files: Mapping[str, bytes]) -> None:
+        import xgboost as xgb
+
+        stored = {n.removesuffix(".ubj"): data for n, data in files.items() if n.endswith(".ubj")}
+        self._columns = unpack(files[_COLUMNS_FILE])["columns"]
+        self._boosters = {}
+        for stem, data in stored.items():
+            booster = xgb.Booster({"nthread": self._n_jobs})
+            booster.load_model(bytearray(data))
+            self._boosters[stem] = booster
+        if "joint" not in self._boosters:
+            raise KeyError("joint.ubj")
+
+
+def _predict(booster: Any, values: np.ndarray) -> np.ndarray:
+    if not len(values):
+        return np.zeros(0)
+    found = booster.inplace_predict(values, validate_features=False)
+    return np.asarray(found, np.float64)
+
+
+def _file_stem(cell: int) -> str:
+    return CELLS[cell].replace("/", "-")

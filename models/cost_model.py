@@ -1,0 +1,118 @@
+"""The bundle that is trained, saved and used: a kernel estimator, a program model, and devices."""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from ..features.device import DeviceSpec
+from ..features.errors import ModelError
+from ..features.kernel import Kernel, LoweredProgram
+from .base import Estimator, KernelPrediction
+from .program_model import ProgramModel, ProgramPrediction
+from .registry import estimator_class
+from .store import read_files, read_manifest, write_folder
+
+_ESTIMATOR = "estimator"
+
+
+@dataclass
+class CostModel:
+    """Predicts kernels and programs.
+
+    Attributes:
+        estimator: Kernel latencies.
+        program_model: From kernels to wall time.
+        devices: Devices that it was trained on, by name.
+        info: What is known of its training: dataset hash, split, seed, ``metrics`` by split, rows.
+    """
+
+    estimator: Estimator
+    program_model: ProgramModel = field(default_factory=ProgramModel)
+    devices: dict[str, DeviceSpec] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Name of the estimator."""
+        return self.estimator.name
+
+    @property
+    def metrics(self) -> Mapping[str, Mapping[str, float]]:
+        """Figures by split, measured when it was trained."""
+        found: Mapping[str, Mapping[str, float]] = self.info.get("metrics", {})
+        return found
+
+    def predict_kernels(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
+        """Predict one execution of every kernel."""
+        return self.estimator.predict(kernels, device)
+
+    def predict_program(
+        self,
+        lowered: LoweredProgram,
+        device: DeviceSpec,
+        kernels: KernelPrediction | None = None,
+    ) -> ProgramPrediction:
+        """Predict the wall time of one run of a program.
+
+        Args:
+            lowered: The program as the target runs it.
+            device: Where it runs.
+            kernels: Predictions of its kernels, if they are there already.
+        """
+        found = kernels or self.predict_kernels(lowered.kernels, device)
+        return self.program_model.predict(found.latency, lowered, device, found.lo, found.hi)
+
+    def save(self, path: Path | str) -> None:
+        """Write the model folder; replaces an earlier model at the same place.
+
+        Raises:
+            ModelError: The place holds something that is no model.
+        """
+        with tempfile.TemporaryDirectory() as scratch:
+            root = Path(scratch)
+            self.estimator.save(root / _ESTIMATOR)
+            inner = [p for p in sorted(root.rglob("*")) if p.is_file()]
+            files = {p.relative_to(root).as_posix(): p.read_bytes() for p in inner}
+        manifest = {
+            **self.info,
+            "estimator": self.name,
+            "units": {"latency": "s"},
+            "devices": {name: asdict(spec) for name, spec in sorted(self.devices.items())},
+            "program_model": self.program_model.to_dict(),
+        }
+        write_folder(Path(path), manifest, files)
+
+    @classmethod
+    def load(cls, path: Path | str, schema: str | None = None) -> Self:
+        """Read a model folder.
+
+        Args:
+            path: The folder.
+            schema: Feature schema to expect; ``None`` takes today's.
+
+        Raises:
+            ModelError: The folder is missing, damaged, of another format or feature schema, or its
+                estimator is not installed.
+        """
+        path = Path(path)
+        manifest = read_manifest(path)
+        read_files(path, manifest)
+        try:
+            kind = estimator_class(manifest["estimator"])
+            program_model = ProgramModel.from_dict(manifest["program_model"])
+            stored = manifest["devices"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ModelError(f"manifest is incomplete: {error!r}", where=str(path)) from None
+        devices = {name: DeviceSpec.from_dict(data, where=name) for name, data in stored.items()}
+        extra: dict[str, Any] = {}
+        if schema is not None and "schema" in inspect.signature(kind.load).parameters:
+            extra["schema"] = schema
+        estimator = kind.load(path / _ESTIMATOR, **extra)
+        fixed = {"format", "files", "libraries", "program_model", "devices", "estimator", "units"}
+        info = {k: v for k, v in manifest.items() if k not in fixed}
+        return cls(estimator, program_model, devices, info)

@@ -1,0 +1,190 @@
+"""Evaluation: figures of a model on chosen rows, models side by side, and whole programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ..features.dataset import Dataset
+from .cost_model import CostModel
+from .crossfit import predict_entries
+from .metrics import metrics_table
+from .prepared import Prepared, ProgramSample, prepare
+from .splits import is_family, leave_family_out
+
+MODELS = ("roofline", "ridge", "forest", "xgboost")
+REPORTED_SPLITS = ("random", "unseen_shape", "unseen_family")
+
+
+@dataclass
+class ProgramReport:
+    """Whole programs, each predicted by a model that saw neither its family nor its kernels.
+
+    Attributes:
+        metrics: One row a group: ``all``, ``set=zoo``, ``set=generated``, ``device=…``.
+        programs: One row a program: name, family, measured and predicted µs, interval, error.
+        families: One row a model family: programs and errors.
+    """
+
+    metrics: pd.DataFrame
+    programs: pd.DataFrame
+    families: pd.DataFrame
+
+
+def evaluate(
+    model: CostModel, dataset: Dataset | Prepared, mask: np.ndarray | None = None
+) -> pd.DataFrame:
+    """Figures of a model on kernel rows.
+
+    Args:
+        model: A trained model.
+        dataset: Samples.
+        mask: Which rows of the (prepared) frame, bool or positions; all if not given.
+
+    Returns:
+        One row a group (``all``, ``kind=…``, ``device=…``), beside the label noise.
+    """
+    data = prepare(dataset)
+    rows = np.arange(len(data.frame)) if mask is None else np.asarray(mask)
+    positions = np.flatnonzero(rows) if rows.dtype == bool else rows
+    frame = prediction_frame(model, data, positions)
+    return metrics_table(frame, ("kind", "device"), noise=data.kernel_frame)
+
+
+def prediction_frame(model: CostModel, data: Prepared, rows: np.ndarray) -> pd.DataFrame:
+    """Predictions beside measurements, one row for each kernel row among ``rows``."""
+    own = data.kernel_rows(rows)
+    found = predict_entries(model.estimator, data, data.entry[own])
+    part = data.frame.iloc[own].reset_index(drop=True)
+    frame = part[["sample_id", "kernel_hash", "kind", "device", "level", "family", "program"]]
+    return frame.assign(
+        measured_us=part["latency_us_p50"].to_numpy(np.float64),
+        predicted_us=found.latency * 1e6,
+        lo_us=found.lo * 1e6,
+        hi_us=found.hi * 1e6,
+        bound=found.bound,
+        source=found.source,
+        in_domain=found.in_domain,
+    )
+
+
+def program_frame(model: CostModel, data: Prepared, rows: np.ndarray) -> pd.DataFrame:
+    """Predictions beside measurements, one row for each program row among ``rows``."""
+    records = [_program_record(model, data, p) for p in data.programs_among(rows)]
+    return pd.DataFrame(records)
+
+
+def compare_models(
+    dataset: Dataset | Prepared,
+    models: Sequence[str] = MODELS,
+    splits: Sequence[str] = REPORTED_SPLITS,
+    seed: int = 0,
+    n_jobs: int = 1,
+    params: dict[str, dict[str, Any]] | None = None,
+) -> pd.DataFrame:
+    """Train every model on every split and put the figures side by side.
+
+    Args:
+        dataset: Samples.
+        models: Names of estimators.
+        splits: Names of splits.
+        seed: Of splits and estimators.
+        n_jobs: Threads of the estimators.
+        params: Parameters by estimator.
+
+    Returns:
+        One row a (split, model): figures on the split's test kernels, label noise, program
+        figures with the prefix ``program_``, and the seconds it took.
+    """
+    from .train import train
+
+    data = prepare(dataset)
+    rows = []
+    for split in splits:
+        for model in models:
+            result = train(data, model, split, seed, n_jobs, **(params or {}).get(model, {}))
+            row = {"split": split, "model": model, **_total(result.metrics)}
+            if len(result.program_metrics):
+                figures = _total(result.program_metrics)
+                row |= {f"program_{k}": v for k, v in figures.items()}
+            rows.append({**row, "seconds": result.seconds})
+    return pd.DataFrame(rows)
+
+
+def program_report(
+    dataset: Dataset | Prepared,
+    model: str = "xgboost",
+    folds: int = 5,
+    seed: int = 0,
+    n_jobs: int = 1,
+    inner_folds: int = 3,
+    **params: Any,
+) -> ProgramReport:
+    """Cross-validated figures of whole programs, families held out.
+
+    Args:
+        dataset: Samples with program rows.
+        model: Name of the estimator.
+        folds: Folds over families.
+        seed: Of folds and estimators.
+        n_jobs: Threads of the estimators.
+        inner_folds: Folds of the cross-fitting within each training.
+        params: Of the estimator.
+    """
+    from .train import fit_bundle
+
+    data = prepare(dataset)
+    parts = []
+    for fold in leave_family_out(data.frame, folds, seed, inside=data.inside):
+        if not data.programs_among(fold.test):
+            continue
+        bundle = fit_bundle(
+            data, fold.train, model, "unseen_family", seed, n_jobs, inner_folds, params
+        )
+        parts.append(program_frame(bundle, data, fold.test))
+    programs = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+    if not len(programs):
+        return ProgramReport(pd.DataFrame(), programs, pd.DataFrame())
+    programs["error"] = programs["predicted_us"] / programs["measured_us"] - 1
+    metrics = metrics_table(programs, ("set", "device"))
+    return ProgramReport(metrics, programs, _families(programs))
+
+
+def _families(programs: pd.DataFrame) -> pd.DataFrame:
+    size = programs["error"].abs()
+    grouped = programs.assign(size=size).groupby("family")
+    return grouped.agg(
+        programs=("size", "size"), mape=("size", "mean"), median_error=("error", "median")
+    ).reset_index()
+
+
+def _program_record(model: CostModel, data: Prepared, sample: ProgramSample) -> dict[str, Any]:
+    kernels = predict_entries(model.estimator, data, sample.entries)
+    found = model.program_model.predict(
+        kernels.latency, sample.lowered, sample.device, kernels.lo, kernels.hi
+    )
+    counts = np.array([k.multiplicity for k in sample.lowered.kernels])
+    time = kernels.latency * counts
+    return {
+        "program": sample.name,
+        "family": sample.family,
+        "set": "zoo" if is_family(sample.family) else "generated",
+        "device": sample.device.name,
+        "kind": "program",
+        "measured_us": sample.wall_s * 1e6,
+        "predicted_us": found.latency * 1e6,
+        "lo_us": found.lo * 1e6,
+        "hi_us": found.hi * 1e6,
+        "sum_us": float(time.sum()) * 1e6,
+        "kernels": len(time),
+        "in_domain_share": float(time[kernels.in_domain].sum() / max(time.sum(), 1e-12)),
+    }
+
+
+def _total(table: pd.DataFrame) -> dict[str, float]:
+    row = table[table["group"] == "all"].iloc[0]
+    return {str(k): float(v) for k, v in row.items() if k != "group"}

@@ -1,0 +1,107 @@
+"""What a schedule makes of kernel times: sum, critical path, makespan, overheads, shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..features.device import DeviceSpec
+from ..features.kernel import KINDS, Kernel, LoweredProgram
+from ..simulate.schedule import critical_path, list_schedule
+
+#: Time below which no program is predicted (s); keeps logarithms finite for empty programs.
+SMALLEST = 1e-7
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleCost:
+    """Times of a program in seconds, loops multiplied out.
+
+    Attributes:
+        total: Kernels one after the other; asynchronous ones once, overlapped with nothing.
+        critical: Longest chain of dependent kernels.
+        makespan: On the device's workers, in schedule order, with one channel for communication.
+        executions: Kernel executions.
+        gaps: Executions times the device's gap between kernels.
+        floors: Executions times the device's floor.
+        dispatch: The device's dispatch time.
+        loop_share: Share of ``total`` inside loops.
+        iterations: Most executions of one kernel.
+        shares: Share of ``total`` by kind, in the order of ``KINDS``.
+    """
+
+    total: float
+    critical: float
+    makespan: float
+    executions: float
+    gaps: float
+    floors: float
+    dispatch: float
+    loop_share: float
+    iterations: float
+    shares: tuple[float, ...]
+
+    @property
+    def baseline(self) -> float:
+        """Physics alone: kernels one after the other, gaps between them, and the dispatch."""
+        return self.total + self.gaps + self.dispatch
+
+
+def schedule_cost(
+    latency_s: np.ndarray, lowered: LoweredProgram, device: DeviceSpec
+) -> ScheduleCost:
+    """Costs of a program from the latency of one execution of each kernel.
+
+    Args:
+        latency_s: Seconds, in schedule order, shape ``(n_kernels,)``.
+        lowered: The schedule.
+        device: Where it runs: a CPU runs independent kernels on its cores at once, the others one
+            after the other beside one stream of communication.
+    """
+    kernels = lowered.kernels
+    counts = np.array([k.multiplicity for k in kernels], np.float64)
+    times = durations(latency_s, kernels) * counts
+    total = max(float(times.sum()), SMALLEST)
+    workers = max(1, device.core_count) if device.platform == "cpu" else 1
+    by_kind = dict.fromkeys(KINDS, 0.0)
+    for kernel, time in zip(kernels, times.tolist(), strict=True):
+        by_kind[kernel.kind] = by_kind.get(kernel.kind, 0.0) + time
+    waits = reads(kernels)
+    channel = [k.async_role == "start" for k in kernels]
+    executions = float(sum(k.multiplicity for k in kernels if k.kind != "control"))
+    looped = sum(t for k, t in zip(kernels, times.tolist(), strict=True) if k.scope)
+    return ScheduleCost(
+        total=total,
+        critical=max(critical_path(times, waits), SMALLEST),
+        makespan=max(list_schedule(times, waits, workers, channel).makespan, SMALLEST),
+        executions=executions,
+        gaps=executions * device.launch_gap,
+        floors=executions * device.floor,
+        dispatch=device.dispatch,
+        loop_share=looped / total,
+        iterations=float(counts.max(initial=1.0)),
+        shares=tuple(by_kind[kind] / total for kind in KINDS),
+    )
+
+
+def durations(latency_s: np.ndarray, kernels: Sequence[Kernel]) -> np.ndarray:
+    """Time that each kernel occupies what it runs on, one execution, shape ``(n_kernels,)``.
+
+    The pair of an asynchronous kernel counts once, on its start. Control (loops, tuples) takes no
+    time of its own: its bodies' kernels are in the list.
+    """
+    times = np.array(latency_s, np.float64)
+    for index, kernel in enumerate(kernels):
+        if kernel.kind == "control":
+            times[index] = 0.0
+        elif kernel.async_role == "done" and kernel.async_peer >= 0:
+            times[kernel.async_peer] = max(times[kernel.async_peer], times[index])
+            times[index] = 0.0
+    return times
+
+
+def reads(kernels: Sequence[Kernel]) -> list[tuple[int, ...]]:
+    """Positions that each kernel waits for: its operands, and a done's own start."""
+    return [(*k.operands, k.async_peer) if k.async_role == "done" else k.operands for k in kernels]

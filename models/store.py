@@ -1,0 +1,160 @@
+"""Model folders: a manifest with digests, and weights without pickle.
+
+A folder is written beside its place and renamed into it, so that a half-written model is never
+found. Reading checks the format, the feature schema and the digest of every file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import platform
+import shutil
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..features.errors import ModelError
+
+#: Format of the folders that this version writes, and of those that it reads.
+FORMAT = 1
+READS = (1,)
+MANIFEST = "manifest.json"
+_LIBRARIES = ("opcast", "numpy", "xgboost-cpu", "xgboost", "scikit-learn", "jax")
+
+
+def write_folder(path: Path, manifest: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+    """Write a model folder in one step; replaces an earlier model at the same place.
+
+    Args:
+        path: The folder. Its parent is made if needed.
+        manifest: Plain data; format, library versions and file digests are added.
+        files: Contents by relative name.
+
+    Raises:
+        ModelError: The place holds something that is no model.
+    """
+    path = Path(path)
+    if path.exists() and not (path / MANIFEST).is_file() and not _is_empty(path):
+        raise ModelError("will not overwrite: not a model folder", where=str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        partial.chmod(0o755)
+        for name, data in files.items():
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            (partial / name).write_bytes(data)
+        full = {
+            "format": FORMAT,
+            **manifest,
+            "libraries": library_versions(),
+            "files": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
+        }
+        (partial / MANIFEST).write_text(json.dumps(full, indent=1, sort_keys=True) + "\n")
+        _swap(partial, path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read and check a model folder's manifest.
+
+    Raises:
+        ModelError: It is missing, not JSON, or of a format that this version does not read.
+    """
+    file = Path(path) / MANIFEST
+    try:
+        manifest = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ModelError("not a model folder: no manifest.json", where=str(path)) from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"manifest cannot be read: {error}", where=str(file)) from None
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    if found not in READS:
+        raise ModelError(
+            f"model format {found!r} is not one that this version reads {READS}",
+            where=str(file),
+            hint="train again, or use the version of opcast that made it",
+        )
+    return dict(manifest)
+
+
+def read_files(path: Path, manifest: Mapping[str, Any]) -> dict[str, bytes]:
+    """Read every file that a manifest lists.
+
+    Raises:
+        ModelError: A file is missing or its digest differs.
+    """
+    contents = {}
+    for name, digest in manifest.get("files", {}).items():
+        file = Path(path) / name
+        if ".." in Path(name).parts or Path(name).is_absolute():
+            raise ModelError(f"manifest names a file outside the folder: {name}", where=str(path))
+        try:
+            data = file.read_bytes()
+        except OSError:
+            raise ModelError("file of the model is missing", where=str(file)) from None
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise ModelError(
+                "file differs from the manifest's digest", where=str(file), hint="train again"
+            )
+        contents[name] = data
+    return contents
+
+
+def check_schema(path: Path, manifest: Mapping[str, Any], expected: str) -> None:
+    """Check that a model was trained on today's features.
+
+    Raises:
+        ModelError: The schema hash differs.
+    """
+    found = manifest.get("schema_hash")
+    if found != expected:
+        raise ModelError(
+            f"model was trained on feature schema {found}, this version makes {expected}",
+            where=str(Path(path) / MANIFEST),
+            hint="train again on the dataset: features are recomputed from its kernels",
+        )
+
+
+def pack(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Arrays as the bytes of a compressed ``.npz``."""
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **{str(k): v for k, v in arrays.items()})  # type: ignore[arg-type]
+    return buffer.getvalue()
+
+
+def unpack(data: bytes) -> dict[str, np.ndarray]:
+    """Arrays of a ``.npz``; pickled objects are refused."""
+    with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what a model's numbers may depend on."""
+    found = {"python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _swap(partial: Path, path: Path) -> None:
+    """Rename ``partial`` to ``path``; what was there goes only once the new one is in place."""
+    old = partial.with_name(partial.name + ".old")
+    if path.exists():
+        path.rename(old)
+    partial.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())

@@ -1,0 +1,92 @@
+"""What estimators work on: the feature table of kernels with their roofline, kind and platform."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..features.device import DeviceSpec
+from ..features.kernel import KINDS, Kernel
+
+PLATFORMS = ("cpu", "gpu", "tpu")
+#: Names of the cells (platform × kind) in which trust is accounted for; the last takes the rest.
+CELLS = (*(f"{platform}/{kind}" for platform in PLATFORMS for kind in KINDS), "other")
+_KIND_INDEX = {kind: index for index, kind in enumerate(KINDS)}
+#: No kernel takes less than this, whatever a device description says (seconds).
+SMALLEST = 1e-9
+
+
+@dataclass(slots=True)
+class KernelTable:
+    """Features of ``n`` kernels, each on its device.
+
+    Attributes:
+        X: Features, float32, shape ``(n, d)``.
+        names: Names of the features, length ``d``.
+        base_s: Roofline plus floor in seconds, shape ``(n,)``, positive.
+        bound: What limits the roofline, shape ``(n,)``.
+        cell: Index into :data:`CELLS`, shape ``(n,)``.
+        schema: Digest of the feature schema.
+    """
+
+    X: np.ndarray
+    names: tuple[str, ...]
+    base_s: np.ndarray
+    bound: np.ndarray
+    cell: np.ndarray
+    schema: str
+
+    def __len__(self) -> int:
+        """Number of kernels."""
+        return len(self.X)
+
+    def take(self, rows: np.ndarray) -> KernelTable:
+        """The given rows, by position or mask."""
+        return KernelTable(
+            self.X[rows],
+            self.names,
+            self.base_s[rows],
+            self.bound[rows],
+            self.cell[rows],
+            self.schema,
+        )
+
+
+def kernel_table(kernels: Sequence[Kernel], device: DeviceSpec) -> KernelTable:
+    """Feature table of kernels on one device."""
+    from ..features.table import feature_table, schema_hash
+
+    found = feature_table(kernels, device)
+    return KernelTable(
+        X=np.ascontiguousarray(found.X, np.float32),
+        names=tuple(found.names),
+        base_s=np.maximum(np.asarray(found.roofline_s, np.float64) + device.floor, SMALLEST),
+        bound=np.asarray(found.bound, dtype=object),
+        cell=cells([k.kind for k in kernels], device.platform),
+        schema=schema_hash(),
+    )
+
+
+def concatenate(tables: Sequence[KernelTable]) -> KernelTable:
+    """Tables of the same schema, one after the other."""
+    first = tables[0]
+    return KernelTable(
+        np.concatenate([t.X for t in tables]),
+        first.names,
+        np.concatenate([t.base_s for t in tables]),
+        np.concatenate([t.bound for t in tables]),
+        np.concatenate([t.cell for t in tables]),
+        first.schema,
+    )
+
+
+def cells(kinds: Sequence[str], platform: str) -> np.ndarray:
+    """Cell of each kernel, int16, shape ``(n,)``."""
+    other = len(CELLS) - 1
+    if platform not in PLATFORMS:
+        return np.full(len(kinds), other, np.int16)
+    start = PLATFORMS.index(platform) * len(KINDS)
+    known = {kind: start + index for kind, index in _KIND_INDEX.items()}
+    return np.fromiter((known.get(k, other) for k in kinds), np.int16, len(kinds))

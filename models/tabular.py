@@ -1,0 +1,237 @@
+"""Base of the estimators that learn from the feature table.
+
+``latency = (roofline + floor) × exp(ratio)``: a subclass learns the ratio; intervals, domain, the
+roofline for what was never trained, and the model folder are here, the same for all.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from ..features.dataset import Dataset
+from ..features.device import DeviceSpec
+from ..features.errors import ModelError
+from ..features.kernel import Kernel
+from .base import KernelPrediction
+from .conformal import UNCALIBRATED, Conformal, ends
+from .domain import Domain
+from .store import check_schema, pack, read_files, read_manifest, unpack, write_folder
+from .tables import CELLS, KernelTable, kernel_table
+
+TARGET = "log(latency_s / (roofline_s + floor_s))"
+#: A cell with fewer training rows than this is left to the roofline.
+MIN_ROWS = 8
+#: Learned ratios beyond this are noise of the extrapolation (a factor of 3000).
+MAX_LOG_RATIO = 8.0
+_DOMAIN_FILE = "domain.npz"
+
+
+class TabularEstimator(ABC):
+    """An estimator on the feature table.
+
+    Args:
+        params: What the estimator was made with, by keyword; saved with it.
+
+    Attributes:
+        conformal: Interval ends, from samples that the model was not fitted to.
+        fallback: Interval ends in log space for the bare roofline.
+        domain: Where the training rows lie; ``None`` before fitting.
+        trained: Which cells it was trained on, bool, shape ``(cells,)``.
+    """
+
+    name: str = ""
+    learned: ClassVar[bool] = True
+
+    def __init__(self, **params: Any) -> None:
+        self.params = params
+        self.schema = ""
+        self.feature_names: tuple[str, ...] = ()
+        self.conformal = Conformal()
+        self.fallback = (-UNCALIBRATED, UNCALIBRATED)
+        self.domain: Domain | None = None
+        self.trained = np.zeros(len(CELLS), bool)
+
+    @abstractmethod
+    def _fit(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> None:
+        """Learn the log-ratio ``target``, shape ``(n,)``; rows of a group belong together."""
+
+    @abstractmethod
+    def _ratio(self, table: KernelTable) -> np.ndarray:
+        """Predicted log-ratio, shape ``(n,)``."""
+
+    @abstractmethod
+    def _weights(self) -> dict[str, bytes]:
+        """What was learned, as files."""
+
+    @abstractmethod
+    def _restore(self, files: Mapping[str, bytes]) -> None:
+        """Take over what :meth:`_weights` gave."""
+
+    def clone(self) -> Self:
+        """An unfitted estimator with the same parameters."""
+        return type(self)(**self.params)
+
+    def fit(self, dataset: Dataset) -> Self:
+        """Learn from the dataset's kernel rows and calibrate by cross-fitting over kernels.
+
+        Raises:
+            DatasetError: The dataset has too few kernel rows.
+        """
+        from .crossfit import fit_and_calibrate
+        from .prepared import prepare
+
+        data = prepare(dataset, programs=False)
+        fit_and_calibrate(self, data, np.arange(len(data.frame)), split="random")
+        return self
+
+    def fit_table(
+        self, table: KernelTable, latency_s: np.ndarray, groups: np.ndarray | None = None
+    ) -> Self:
+        """Learn from a table, without calibrating.
+
+        Args:
+            table: ``n`` kernels.
+            latency_s: Measured latencies in seconds, shape ``(n,)``.
+            groups: Rows of a group are never split between fitting and early stopping.
+        """
+        self.schema, self.feature_names = table.schema, table.names
+        counts = np.bincount(table.cell, minlength=len(CELLS))
+        self.trained = counts >= min(MIN_ROWS, int(counts.max(initial=1)))
+        self.domain = Domain.fit(table)
+        own = np.arange(len(table)) if groups is None else groups
+        self._fit(table, np.log(latency_s / table.base_s), own)
+        return self
+
+    def calibrate(
+        self,
+        table: KernelTable,
+        latency_s: np.ndarray,
+        predicted_s: np.ndarray,
+        domain_scores: np.ndarray | None = None,
+    ) -> None:
+        """Set intervals and the domain's threshold from held-out samples.
+
+        Args:
+            table: ``n`` kernels.
+            latency_s: Measured, shape ``(n,)``.
+            predicted_s: Predicted by models that were not fitted to the sample.
+            domain_scores: Domain scores by those models.
+        """
+        self.conformal = Conformal.fit(latency_s, predicted_s, table.cell)
+        lo, hi = ends(np.log(latency_s / table.base_s), 0.98)
+        self.fallback = (min(lo, -UNCALIBRATED), max(hi, UNCALIBRATED))
+        if self.domain is not None and domain_scores is not None:
+            self.domain.calibrate(domain_scores)
+
+    def point(self, table: KernelTable) -> np.ndarray:
+        """Predicted latency in seconds, shape ``(n,)``, without interval and domain."""
+        ratio = np.clip(self._ratio(table).astype(np.float64), -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return np.where(self.trained[table.cell], table.base_s * np.exp(ratio), table.base_s)
+
+    def predict_table(self, table: KernelTable) -> KernelPrediction:
+        """Predict the kernels of a table."""
+        latency = self.point(table)
+        known = self.trained[table.cell]
+        lo, hi = self.conformal.interval(latency, table.cell)
+        source = np.where(known & self.learned, "learned", "roofline")
+        inside = known & self.domain.contains(table) if self.domain is not None else known
+        return KernelPrediction(
+            latency=latency,
+            lo=np.where(known, lo, latency * np.exp(self.fallback[0])),
+            hi=np.where(known, hi, latency * np.exp(self.fallback[1])),
+            bound=table.bound,
+            source=source.astype(object),
+            in_domain=inside,
+        )
+
+    def predict(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
+        """Predict every kernel on the device; equal kernels are computed once."""
+        if not kernels:
+            empty = np.zeros(0)
+            names = np.zeros(0, dtype=object)
+            return KernelPrediction(empty, empty, empty, names, names, np.zeros(0, bool))
+        first: dict[str, int] = {}
+        index = np.array([first.setdefault(k.hash, len(first)) for k in kernels])
+        by_hash = {k.hash: k for k in kernels}
+        found = self.predict_table(kernel_table([by_hash[h] for h in first], device))
+        return KernelPrediction(
+            found.latency[index],
+            found.lo[index],
+            found.hi[index],
+            found.bound[index],
+            found.source[index],
+            found.in_domain[index],
+        )
+
+    def save(self, path: Path) -> None:
+        """Write the model folder: ``manifest.json`` and weights."""
+        files = self._weights()
+        if self.domain is not None:
+            files[_DOMAIN_FILE] = pack(self.domain.to_arrays())
+        write_folder(Path(path), self._manifest(), files)
+
+    def _manifest(self) -> dict[str, Any]:
+        return {
+            "estimator": self.name,
+            "params": self.params,
+            "units": {"latency": "s", "features": "see feature_names"},
+            "target": TARGET,
+            "schema_hash": self.schema,
+            "feature_names": list(self.feature_names),
+            "trained_cells": [name for name, on in zip(CELLS, self.trained, strict=True) if on],
+            "conformal": self.conformal.to_dict(),
+            "roofline_interval_log": list(self.fallback),
+        }
+
+    @classmethod
+    def load(cls, path: Path, schema: str | None = None) -> Self:
+        """Read a model folder.
+
+        Args:
+            path: The folder.
+            schema: Feature schema to expect; ``None`` takes today's.
+
+        Raises:
+            ModelError: The folder is missing, damaged, of another format, estimator or schema.
+        """
+        path = Path(path)
+        manifest = read_manifest(path)
+        if manifest.get("estimator") != cls.name:
+            raise ModelError(
+                f"holds a {manifest.get('estimator')!r} model, not {cls.name!r}", where=str(path)
+            )
+        files = read_files(path, manifest)
+        try:
+            return cls._from_parts(path, manifest, files, schema)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise ModelError(f"model folder is incomplete: {error!r}", where=str(path)) from None
+
+    @classmethod
+    def _from_parts(
+        cls, path: Path, manifest: Mapping[str, Any], files: dict[str, bytes], schema: str | None
+    ) -> Self:
+        model = cls(**manifest["params"])
+        model.schema = str(manifest["schema_hash"])
+        if model.schema:
+            check_schema(path, manifest, current_schema() if schema is None else schema)
+        model.feature_names = tuple(manifest["feature_names"])
+        model.trained = np.array([name in manifest["trained_cells"] for name in CELLS])
+        model.conformal = Conformal.from_dict(manifest["conformal"])
+        lo, hi = manifest["roofline_interval_log"]
+        model.fallback = (float(lo), float(hi))
+        if _DOMAIN_FILE in files:
+            model.domain = Domain.from_arrays(unpack(files[_DOMAIN_FILE]))
+        model._restore(files)
+        return model
+
+
+def current_schema() -> str:
+    """Digest of today's feature schema."""
+    from ..features.table import schema_hash
+
+    return schema_hash()

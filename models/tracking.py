@@ -1,0 +1,154 @@
+"""MLflow: one store beside the code, one run a training, whole model folders as artifacts.
+
+MLflow needs a database behind it (its plain file store is gone), so the store is an SQLite file in
+``mlruns/`` with artifacts beside it. It is imported only in the commands that track.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from ..features.errors import ModelError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+EXPERIMENT = "opcast"
+#: Metrics that ``opcast compare`` prints, if a run has them.
+COMPARED = ("median_ape", "mape", "bias", "spearman", "coverage", "noise_median_ape")
+
+
+@dataclass
+class RunLog:
+    """What is logged of one training.
+
+    Attributes:
+        name: Name of the run.
+        params: Model, split, hyper-parameters, dataset hash, device.
+        metrics: Figures by name, such as ``unseen_family/median_ape``.
+        tables: Frames by file name, without suffix.
+        figures: Figures by file name, without suffix.
+        model_dir: Saved model folder.
+        tags: Free labels.
+    """
+
+    name: str
+    params: Mapping[str, Any]
+    metrics: Mapping[str, float]
+    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+    model_dir: Path | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+
+def store_dir() -> Path:
+    """Folder of the MLflow store: ``$OPCAST_MLRUNS`` or ``mlruns`` in the current directory."""
+    return Path(os.environ.get("OPCAST_MLRUNS", "mlruns")).absolute()
+
+
+def store_uri(root: Path | None = None) -> str:
+    """Tracking URI of the store."""
+    return f"sqlite:///{root or store_dir()}/mlflow.db"
+
+
+def log_run(run: RunLog, *, register: str | None = None, root: Path | None = None) -> str:
+    """Log one run.
+
+    Args:
+        run: What to log.
+        register: Name under which to register the model folder, if any.
+        root: Folder of the store.
+
+    Returns:
+        The run's id.
+
+    Raises:
+        ModelError: MLflow is not installed, or ``register`` is given without a model folder.
+    """
+    mlflow = _connect(root)
+    if register and run.model_dir is None:
+        raise ModelError("cannot register a run without a model folder", where=run.name)
+    with mlflow.start_run(run_name=run.name, tags=dict(run.tags)) as active:
+        mlflow.log_params({k: v for k, v in run.params.items() if v is not None})
+        mlflow.log_metrics({k: float(v) for k, v in run.metrics.items() if v == v})
+        for name, frame in run.tables.items():
+            mlflow.log_text(frame.to_csv(index=False), f"tables/{name}.csv")
+        for name, figure in run.figures.items():
+            mlflow.log_figure(figure, f"figures/{name}.png")
+        if run.model_dir is not None:
+            mlflow.log_artifacts(str(run.model_dir), "model")
+        run_id = str(active.info.run_id)
+    if register:
+        _register(mlflow, run_id, register)
+    return run_id
+
+
+def runs(root: Path | None = None) -> pd.DataFrame:
+    """All runs, newest first: name, time, parameters and metrics as columns.
+
+    Raises:
+        ModelError: There is no store yet.
+    """
+    base = root or store_dir()
+    if not (base / "mlflow.db").is_file():
+        raise ModelError("no MLflow store here", where=str(base), hint="run opcast train first")
+    found = _connect(root).search_runs(experiment_names=[EXPERIMENT])
+    if not isinstance(found, pd.DataFrame):
+        raise ModelError("MLflow returned no table of runs", where=str(base))
+    return found
+
+
+def compare(root: Path | None = None, limit: int = 20) -> pd.DataFrame:
+    """Runs side by side: model, split, dataset and the metrics of the split."""
+    found = runs(root).head(limit)
+    columns = {
+        "run": "tags.mlflow.runName",
+        "model": "params.model",
+        "split": "params.split",
+        "dataset": "params.dataset_hash",
+        **{m: f"metrics.{m}" for m in COMPARED},
+    }
+    return pd.DataFrame({k: found.get(v) for k, v in columns.items() if v in found})
+
+
+def serve_ui(port: int, root: Path | None = None) -> int:
+    """Open MLflow's own server on the store; returns its exit status."""
+    _connect(root)
+    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", store_uri(root)]
+    return subprocess.run([*command, "--port", str(port)], check=False).returncode
+
+
+def _connect(root: Path | None) -> Any:
+    try:
+        import mlflow
+    except ImportError:
+        raise ModelError(
+            "MLflow is not installed", hint="pip install 'opcast[track]', or pass --no-track"
+        ) from None
+    base = root or store_dir()
+    base.mkdir(parents=True, exist_ok=True)
+    for noisy in ("mlflow", "alembic"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    mlflow.set_tracking_uri(store_uri(base))
+    if mlflow.get_experiment_by_name(EXPERIMENT) is None:
+        mlflow.create_experiment(EXPERIMENT, artifact_location=(base / "artifacts").as_uri())
+    mlflow.set_experiment(EXPERIMENT)
+    return mlflow
+
+
+def _register(mlflow: Any, run_id: str, name: str) -> None:
+    client = mlflow.MlflowClient()
+    source = f"{client.get_run(run_id).info.artifact_uri}/model"
+    known = {model.name for model in client.search_registered_models()}
+    if name not in known:
+        client.create_registered_model(name)
+    client.create_model_version(name, source=source, run_id=run_id)

@@ -1,0 +1,192 @@
+"""Training: a dataset goes in, an evaluated cost model comes out."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ..features.dataset import Dataset
+from .base import Estimator
+from .cost_model import CostModel
+from .crossfit import DEFAULT_FOLDS, CrossFit, cross_fit, fit_and_calibrate
+from .evaluate import prediction_frame, program_frame
+from .metrics import flatten, metrics_table
+from .prepared import Prepared, prepare
+from .program_model import ProgramModel
+from .registry import estimator_class, make_estimator
+from .splits import Split, fold_groups, make_split
+from .tabular import TabularEstimator
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainResult:
+    """A trained model and how it did on the test part of its split.
+
+    Attributes:
+        model: The cost model, fitted to train and validation rows.
+        split: Row positions of the parts.
+        metrics: One row a group (``all``, ``kind=…``, ``device=…``), kernels of the test part,
+            beside the label noise.
+        predictions: One row a test kernel: ``kind``, ``measured_us``, ``predicted_us``, ``lo_us``,
+            ``hi_us``, ``source``, ``in_domain``, ``family``, ``program``, ``device``.
+        programs: One row a test program, same columns; empty without program rows.
+        program_metrics: As ``metrics``, of the programs.
+        seconds: Wall time of training.
+    """
+
+    model: CostModel
+    split: Split
+    metrics: pd.DataFrame
+    predictions: pd.DataFrame
+    programs: pd.DataFrame
+    program_metrics: pd.DataFrame
+    seconds: float = 0.0
+    params: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def flat_metrics(self) -> dict[str, float]:
+        """Figures by name, for tracking; those of programs start with ``program/``."""
+        found = flatten(self.metrics)
+        if len(self.program_metrics):
+            found |= flatten(self.program_metrics, prefix="program/")
+        return found
+
+
+def train(
+    dataset: Dataset | Prepared,
+    model: str = "xgboost",
+    split: str = "unseen_family",
+    seed: int = 0,
+    n_jobs: int = 1,
+    *,
+    folds: int = DEFAULT_FOLDS,
+    held_out: str | None = None,
+    **params: Any,
+) -> TrainResult:
+    """Train on the train and validation parts of a split, and evaluate on its test part.
+
+    Args:
+        dataset: Samples; prepare them once with :func:`prepare` to train on them often.
+        model: Name of the estimator.
+        split: Name of the split, one of ``splits.SPLITS``.
+        seed: Of the split, the folds and the estimator.
+        n_jobs: Threads of the estimator.
+        folds: Folds of the cross-fitting behind intervals and the program model.
+        held_out: Device or run to hold out, for those splits.
+        params: Of the estimator.
+
+    Raises:
+        DatasetError: Too little data for the split.
+        ModelError: No such estimator or parameter.
+    """
+    data = prepare(dataset)
+    parts = make_split(data.frame, split, seed, inside=data.inside, held_out=held_out)
+    rows = np.sort(np.concatenate([parts.train, parts.validation]))
+    start = time.perf_counter()
+    bundle = fit_bundle(data, rows, model, split, seed, n_jobs, folds, params)
+    seconds = time.perf_counter() - start
+    predictions = prediction_frame(bundle, data, parts.test)
+    programs = program_frame(bundle, data, parts.test)
+    metrics = metrics_table(predictions, ("kind", "device"), noise=data.kernel_frame)
+    program_metrics = metrics_table(programs, ("device",)) if len(programs) else pd.DataFrame()
+    result = TrainResult(
+        bundle, parts, metrics, predictions, programs, program_metrics, seconds, dict(params)
+    )
+    bundle.info["metrics"] = {split: result.flat_metrics}
+    logger.info("trained %s on %d rows in %.1f s", model, len(rows), seconds)
+    return result
+
+
+def train_final(
+    dataset: Dataset | Prepared,
+    model: str = "xgboost",
+    seed: int = 0,
+    n_jobs: int = 1,
+    *,
+    folds: int = DEFAULT_FOLDS,
+    metrics: Mapping[str, Mapping[str, float]] | None = None,
+    **params: Any,
+) -> CostModel:
+    """Train on every row, to ship. Intervals come from held-out families.
+
+    Args:
+        dataset: Samples.
+        model: Name of the estimator.
+        seed: Of the folds and the estimator.
+        n_jobs: Threads of the estimator.
+        folds: Folds of the cross-fitting.
+        metrics: Figures by split from evaluations with the same settings, to keep with the model.
+        params: Of the estimator.
+    """
+    data = prepare(dataset)
+    rows = np.arange(len(data.frame))
+    names = set(fold_groups(data.frame, "unseen_family").astype(str))
+    split = "unseen_family" if len(names) > 1 else "random"
+    bundle = fit_bundle(data, rows, model, split, seed, n_jobs, folds, params)
+    bundle.info["split"] = "all"
+    bundle.info["metrics"] = {name: dict(figures) for name, figures in (metrics or {}).items()}
+    return bundle
+
+
+def fit_bundle(
+    data: Prepared,
+    rows: np.ndarray,
+    model: str,
+    split: str,
+    seed: int,
+    n_jobs: int,
+    folds: int,
+    params: Mapping[str, Any],
+) -> CostModel:
+    """Fit estimator, intervals, domain and program model to the given rows."""
+    factory = _factory(model, seed, n_jobs, params)
+    estimator = factory()
+    if isinstance(estimator, TabularEstimator):
+        crossed = fit_and_calibrate(estimator, data, rows, split, folds, seed)
+    else:
+        crossed = cross_fit(factory, data, rows, split, folds, seed)
+        estimator = estimator.fit(data.subset(data.kernel_rows(rows)))
+    used = sorted(set(data.frame["device"].iloc[rows]))
+    return CostModel(
+        estimator=estimator,
+        program_model=fit_program_model(data, crossed),
+        devices={name: data.devices[name] for name in used},
+        info={
+            "dataset_hash": data.dataset_hash,
+            "rows": len(rows),
+            "split": split,
+            "seed": seed,
+            "folds": folds,
+        },
+    )
+
+
+def fit_program_model(data: Prepared, crossed: CrossFit) -> ProgramModel:
+    """Fit the program model to held-out predictions of each program's kernels."""
+    programs = [p for p in data.programs if p.row in crossed.program_kernels]
+    return ProgramModel().fit(
+        [crossed.program_kernels[p.row] for p in programs],
+        [p.lowered for p in programs],
+        [p.device for p in programs],
+        np.array([p.wall_s for p in programs]),
+        [p.group for p in programs],
+    )
+
+
+def _factory(
+    model: str, seed: int, n_jobs: int, params: Mapping[str, Any]
+) -> Callable[[], Estimator]:
+    """Makes estimators; seed and threads go to those that take them."""
+    accepted = inspect.signature(estimator_class(model)).parameters
+    general = {"seed": seed, "n_jobs": n_jobs}
+    own = {**{k: v for k, v in general.items() if k in accepted}, **params}
+    return lambda: make_estimator(model, **own)
