@@ -1,0 +1,217 @@
+"""Predicted beside measured: run a program on this machine and compare, kernel by kernel."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .features.errors import ProfileError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from rich.console import Console
+
+    from .features.kernel import Kernel, LoweredProgram
+    from .predict.predictor import KernelEstimate, Prediction, Predictor
+
+
+@dataclass(frozen=True)
+class CheckedKernel:
+    """A kernel's prediction beside its measurement; microseconds of one execution.
+
+    Attributes:
+        name: Instruction name.
+        kind: Kind of kernel.
+        runs: Executions per program run.
+        predicted_us: Prediction.
+        lo_us: Lower end of its interval.
+        hi_us: Upper end of its interval.
+        measured_us: Median of the executions; nan if the trace had no event for it.
+        origin: Where it came from in the user's program.
+    """
+
+    name: str
+    kind: str
+    runs: float
+    predicted_us: float
+    lo_us: float
+    hi_us: float
+    measured_us: float
+    origin: str
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """A program's prediction beside its measurement.
+
+    Attributes:
+        name: Name of the program.
+        prediction: What was predicted.
+        measured_us: Median wall time of one run.
+        p10_us: 10th percentile of the wall time.
+        p90_us: 90th percentile of the wall time.
+        kernels: In schedule order.
+    """
+
+    name: str
+    prediction: Prediction
+    measured_us: float
+    p10_us: float
+    p90_us: float
+    kernels: tuple[CheckedKernel, ...]
+
+    @property
+    def error(self) -> float:
+        """``(predicted - measured) / measured`` of the whole program."""
+        return self.prediction.latency_us / self.measured_us - 1.0
+
+    @property
+    def kernel_errors(self) -> np.ndarray:
+        """Absolute relative errors of the kernels that have a label."""
+        pairs = np.array([(k.predicted_us, k.measured_us) for k in self.kernels]).reshape(-1, 2)
+        known = pairs[np.isfinite(pairs[:, 1])]
+        return np.asarray(np.abs(known[:, 0] / known[:, 1] - 1.0))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as ``opcast check --json`` prints it; a missing label is null."""
+        return {
+            "name": self.name,
+            "device": self.prediction.device,
+            "model": self.prediction.model,
+            "predicted_us": self.prediction.latency_us,
+            "lo_us": self.prediction.lo_us,
+            "hi_us": self.prediction.hi_us,
+            "measured_us": self.measured_us,
+            "p10_us": self.p10_us,
+            "p90_us": self.p90_us,
+            "error": self.error,
+            "kernels": [
+                {name: None if value != value else value for name, value in asdict(k).items()}
+                for k in self.kernels
+            ],
+        }
+
+
+def check_programs(
+    programs: Sequence[Path | str], predictor: Predictor, *, progress: bool = False
+) -> list[CheckResult]:
+    """Predict programs, run them on the local device as the profiler does, and compare.
+
+    Args:
+        programs: Paths of StableHLO programs.
+        predictor: Loaded model; it must know the local device.
+        progress: Whether to show the progress of measuring.
+
+    Raises:
+        OpcastError: A program cannot be read, compiled or run, or the device is not known.
+    """
+    from .datagen.profiler import profile
+    from .features.dataset import Dataset
+    from .features.lowering import lower
+    from .features.reader import read_program
+    from .predict.devices import resolve_device
+
+    device = resolve_device("local", predictor.model.devices)
+    lowered = [lower(read_program(Path(p)), cache=predictor.cache) for p in programs]
+    predictions = [predictor.predict_lowered(low, device) for low in lowered]
+    with tempfile.TemporaryDirectory(prefix="opcast-check-") as scratch:
+        profile(
+            scratch, sources=[Path(p) for p in programs], device_spec=device, progress=progress,
+            replicate_share=0.0,
+        )  # fmt: skip
+        _raise_failures(Path(scratch))
+        frame = Dataset.load(scratch).frame
+    return [
+        _compare(Path(program), low, prediction, frame)
+        for program, low, prediction in zip(programs, lowered, predictions, strict=True)
+    ]
+
+
+def _raise_failures(folder: Path) -> None:
+    """Raise the first failure that a profile run has recorded."""
+    failures = folder / "failures.jsonl"
+    if failures.is_file():
+        first = json.loads(failures.read_text().splitlines()[0])
+        raise ProfileError(str(first["reason"]), where=str(first["program"]))
+
+
+def _compare(
+    path: Path, lowered: LoweredProgram, prediction: Prediction, frame: pd.DataFrame
+) -> CheckResult:
+    own = frame[frame["program"] == f"given-{path.stem}"]
+    wall = own[own["level"] == "program"].iloc[0]
+    kernels = own[own["level"] != "program"]
+    label = dict(zip(kernels["kernel_hash"], kernels["latency_us_p50"], strict=True))
+    pairs = zip(lowered.kernels, prediction.kernels, strict=True)
+    return CheckResult(
+        name=path.stem,
+        prediction=prediction,
+        measured_us=float(wall["latency_us_p50"]),
+        p10_us=float(wall["latency_us_p10"]),
+        p90_us=float(wall["latency_us_p90"]),
+        kernels=tuple(_checked(k, p, float(label.get(k.hash, math.nan))) for k, p in pairs),
+    )
+
+
+def _checked(kernel: Kernel, predicted: KernelEstimate, measured_us: float) -> CheckedKernel:
+    from .predict.render import origin
+
+    return CheckedKernel(
+        name=kernel.name,
+        kind=kernel.kind,
+        runs=kernel.multiplicity,
+        predicted_us=predicted.latency_us,
+        lo_us=predicted.lo_us,
+        hi_us=predicted.hi_us,
+        measured_us=measured_us,
+        origin=origin(predicted),
+    )
+
+
+def print_check(console: Console, result: CheckResult, top: int = 10) -> None:
+    """Print the kernels that took most time, and the total, predicted beside measured."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from .predict.render import duration
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("predicted", "interval", "measured", "error", "runs"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("kernel", "kind", "from"):
+        table.add_column(name, no_wrap=name != "from")
+    timed = [k for k in result.kernels if np.isfinite(k.measured_us)]
+    for k in sorted(timed, key=lambda k: -k.measured_us * k.runs)[:top]:
+        table.add_row(
+            duration(k.predicted_us),
+            f"{duration(k.lo_us)}–{duration(k.hi_us)}",
+            duration(k.measured_us),
+            f"{k.predicted_us / k.measured_us - 1:+.0%}",
+            f"{k.runs:.0f}",
+            Text(k.name[:34]),
+            k.kind,
+            Text(k.origin),
+        )
+    p = result.prediction
+    console.print(f"[bold]{result.name}[/bold] on {p.device}", highlight=False)
+    console.print(table)
+    errors = result.kernel_errors
+    if len(errors):
+        console.print(
+            f"{len(errors)} kernels measured, median absolute error {np.median(errors):.0%}",
+            highlight=False,
+        )
+    console.print(
+        f"total: predicted [bold]{duration(p.latency_us)}[/bold] "
+        f"({duration(p.lo_us)}–{duration(p.hi_us)}), measured [bold]"
+        f"{duration(result.measured_us)}[/bold] "
+        f"({duration(result.p10_us)}–{duration(result.p90_us)}), error {result.error:+.0%}",
+        highlight=False,
+    )

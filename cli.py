@@ -1,0 +1,279 @@
+"""The command line. Every command imports what it needs when it runs, so that --help stays fast."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+app = typer.Typer(
+    name="opcast",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Predict how long an ML program takes on a device, why, and how sure that is.",
+)
+zoo_app = typer.Typer(no_args_is_help=True, help="Workloads of the zoo.", rich_markup_mode=None)
+data_app = typer.Typer(no_args_is_help=True, help="Datasets.", rich_markup_mode=None)
+app.add_typer(zoo_app, name="zoo")
+app.add_typer(data_app, name="data")
+
+Out = Annotated[Path, typer.Option("--out", help="Folder or file to write.")]
+Data = Annotated[list[Path], typer.Option("--data", help="Dataset folder; may be given again.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Threads = Annotated[int, typer.Option("--threads", help="Threads for training.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="Setting of the workload, such as batch=8.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+ProgramArg = Annotated[Path, typer.Argument(help="StableHLO text, bytecode, export, or HLO text.")]
+DeviceOpt = Annotated[str, typer.Option("--device", help="Name, device file, or 'local'.")]
+ModelOpt = Annotated[str, typer.Option("--model", help="Model name or folder.")]
+LoweringOpt = Annotated[str, typer.Option("--lowering", help="xla or op.")]
+Trips = Annotated[
+    list[str] | None,
+    typer.Option("--trip-count", help="Trips of a loop, LOOP=N, or N for all unknown loops."),
+]
+
+
+@app.command()
+def predict(
+    program: ProgramArg,
+    device: DeviceOpt = "local",
+    model: ModelOpt = "default",
+    lowering: LoweringOpt = "xla",
+    top: Annotated[int, typer.Option(help="Kernels to print.")] = 10,
+    json_output: Json = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail without learned estimate.")
+    ] = False,
+    trip_count: Trips = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Write a Chrome trace of the predicted schedule.")
+    ] = None,
+) -> None:
+    """Predict a program's time on a device: total, kernels, memory."""
+    from .predict.predictor import load
+
+    predictor = load(model)
+    prediction = predictor.predict(
+        program, device=device, lowering=lowering, strict=strict, trip_counts=_trips(trip_count)
+    )
+    if timeline is not None:
+        from .predict.timeline import write_chrome_trace
+
+        write_chrome_trace(prediction, timeline)
+    if json_output:
+        _print_json(prediction.to_dict())
+        return
+    from .predict.render import print_prediction
+
+    print_prediction(_console(), prediction, top)
+
+
+@app.command()
+def check(
+    program: ProgramArg,
+    model: ModelOpt = "default",
+    top: Annotated[int, typer.Option(help="Kernels to print.")] = 10,
+    json_output: Json = False,
+) -> None:
+    """Run a program on this machine and print predicted beside measured, kernel by kernel."""
+    from .checking import check_programs, print_check
+    from .predict.predictor import load
+
+    (result,) = check_programs([program], load(model))
+    if json_output:
+        _print_json(result.to_dict())
+    else:
+        print_check(_console(), result, top)
+
+
+@app.command()
+def profile(
+    out: Out,
+    device: Annotated[str, typer.Option(help="cpu, gpu, tpu or local.")] = "local",
+    budget: Annotated[str, typer.Option(help="Time to spend, such as 90s, 10m or 2h.")] = "10m",
+    seed: Seed = 0,
+    suite: Annotated[str, typer.Option(help="Zoo suite: quick, standard or full.")] = "standard",
+    mix: Annotated[
+        str, typer.Option(help="Shares of ops, random programs and zoo.")
+    ] = "ops=0.35,random=0.35,zoo=0.3",
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+) -> None:
+    """Measure kernels and programs on a device into a dataset. Stop it any time; it resumes."""
+    from .workflows import run_profile
+
+    run_profile(out, device, _seconds(budget), seed=seed, suite=suite, mix=mix, progress=not quiet)
+
+
+@app.command()
+def device(
+    save: Annotated[bool, typer.Option("--save", help="Keep it for --device local.")] = False,
+) -> None:
+    """Measure this device's ceilings and floors, and print them as a device file."""
+    from .workflows import measure_device
+
+    spec = measure_device(save=save)
+    sys.stdout.write(spec.to_json() + "\n")
+
+
+@app.command()
+def train(
+    data: Data,
+    model: Annotated[str, typer.Option(help="Name of the estimator.")] = "xgboost",
+    split: Annotated[str, typer.Option(help="Split to evaluate on.")] = "unseen_family",
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the model.")] = None,
+    seed: Seed = 0,
+    threads: Threads = 1,
+    track: Annotated[bool, typer.Option(help="Log the run to MLflow.")] = True,
+    register: Annotated[
+        str | None, typer.Option(help="Name to register the model under, here and in MLflow.")
+    ] = None,
+    final: Annotated[
+        bool, typer.Option("--final", help="Save the model fitted on all rows after evaluating.")
+    ] = False,
+) -> None:
+    """Train a model, print its metrics beside the label noise, save it, log it to MLflow."""
+    from .workflows import run_train
+
+    run_train(
+        _console(), data, model, split,
+        out=out, seed=seed, threads=threads, track=track, register=register, final=final,
+    )  # fmt: skip
+
+
+@app.command()
+def compare(limit: Annotated[int, typer.Option(help="Newest runs to show.")] = 20) -> None:
+    """Print tracked runs side by side."""
+    from .models.tracking import compare as compare_runs
+    from .workflows import print_frame
+
+    print_frame(_console(), compare_runs(limit=limit), "runs")
+
+
+@app.command()
+def ui(port: Annotated[int, typer.Option(help="Port on localhost.")] = 5000) -> None:
+    """Open MLflow on the store of this folder."""
+    from .models.tracking import serve_ui
+
+    raise typer.Exit(serve_ui(port))
+
+
+@app.command()
+def report(
+    data: Annotated[
+        list[Path] | None,
+        typer.Option("--data", help="Dataset; default: the committed one."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Also write them as JSON.")] = None,
+    threads: Threads = 2,
+) -> None:
+    """Print the accuracy figures: every model and split beside the label noise."""
+    from .workflows import run_report
+
+    run_report(_console(), data, out=out, threads=threads)
+
+
+@app.command()
+def demo(
+    out: Out = Path("demo-out"),
+    budget: Annotated[str, typer.Option(help="Time to spend on measuring.")] = "4m",
+) -> None:
+    """Profile this machine, train, predict unseen programs, run them, compare."""
+    from .demo import run_demo
+
+    run_demo(_console(), out, _seconds(budget))
+
+
+@zoo_app.command("list")
+def zoo_list() -> None:
+    """List the families and their settings."""
+    from .datagen.zoo import families
+
+    console = _console()
+    for family in families().values():
+        console.print(f"[bold]{family.name}[/bold]  {family.summary}")
+        settings = " ".join(f"{k}={v}" for k, v in family.defaults.items())
+        console.print(f"  {settings}", markup=False, highlight=False)
+
+
+@zoo_app.command("export")
+def zoo_export(
+    name: Annotated[str, typer.Argument(help="Family.")],
+    out: Out,
+    settings: Settings = None,
+    form: Annotated[
+        str, typer.Option("--format", help="text, bytecode, portable or jax-export.")
+    ] = "text",
+) -> None:
+    """Write a workload of the zoo as StableHLO."""
+    from .datagen.zoo import export, parse_settings
+
+    export(name, parse_settings(name, settings or []), out, format=form)
+    typer.echo(f"{out}: {out.stat().st_size} bytes", err=True)
+
+
+@data_app.command("show")
+def data_show(
+    data: Annotated[list[Path], typer.Argument(help="Dataset folders.")],
+    plot: Annotated[Path | None, typer.Option(help="Write a histogram image.")] = None,
+    json_output: Json = False,
+) -> None:
+    """Print a dataset's counts by kind, ranges and noise floor."""
+    from .workflows import show_data
+
+    show_data(_console(), data, plot=plot, as_json=json_output)
+
+
+def main() -> NoReturn:
+    """Entry point: one line on stderr and status 1 for what the user can mend."""
+    from .features.errors import OpcastError
+
+    try:
+        app(standalone_mode=True)
+    except OpcastError as error:
+        sys.stderr.write(f"opcast: error: {' '.join(str(error).split())}\n")
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        sys.stderr.write("opcast: stopped\n")
+        raise SystemExit(130) from None
+    raise SystemExit(0)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 120)
+
+
+def _print_json(data: Any) -> None:
+    sys.stdout.write(json.dumps(data) + "\n")
+
+
+def _seconds(text: str) -> float:
+    scale = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    number, unit = (text[:-1], text[-1]) if text[-1:] in scale else (text, "s")
+    try:
+        return float(number) * scale[unit]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a time: write 90s, 10m or 2h") from None
+
+
+def _trips(values: list[str] | None) -> dict[str, int] | int | None:
+    if not values:
+        return None
+    try:
+        if len(values) == 1 and "=" not in values[0]:
+            return int(values[0])
+        return {name: int(count) for name, count in (v.split("=", 1) for v in values)}
+    except ValueError:
+        raise typer.BadParameter("write --trip-count N or --trip-count LOOP=N") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,4 @@
+"""Predictions: a program, a device and a model go in; latency with intervals and reasons comes out.
+
+``predictor`` is the public entry (``opcast.load``); ``render`` prints a prediction for people.
+"""

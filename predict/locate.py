@@ -1,0 +1,48 @@
+"""From a model's name to its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..features.errors import ModelError
+from ..features.paths import home
+
+#: Models that come with the package.
+SHIPPED = Path(__file__).resolve().parent.parent / "models" / "pretrained"
+DEFAULT = "cpu-xgboost"
+
+
+def registered() -> Path:
+    """Folder of the models that the user registered with ``opcast train --register NAME``."""
+    return home() / "models"
+
+
+def available() -> dict[str, Path]:
+    """Model folders by name; registered ones shadow shipped ones."""
+    return {
+        folder.name: folder
+        for root in (SHIPPED, registered())
+        if root.is_dir()
+        for folder in sorted(root.iterdir())
+        if (folder / "manifest.json").is_file()
+    }
+
+
+def find_model(model: str | Path) -> Path:
+    """Folder of a model given by name or path.
+
+    Raises:
+        ModelError: Neither a model folder nor a known name; the message lists the names.
+    """
+    folder = Path(model)
+    if (folder / "manifest.json").is_file():
+        return folder
+    names = available()
+    name = DEFAULT if str(model) == "default" else str(model)
+    if name in names:
+        return names[name]
+    choices = ", ".join(sorted(names)) or "none yet"
+    raise ModelError(
+        f"no model {str(model)!r}",
+        hint=f"give a model folder or one of: {choices}; train one with: opcast train",
+    )

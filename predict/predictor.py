@@ -1,0 +1,281 @@
+"""The public entry: a program, a device and a model in; a prediction with its reasons out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..features.errors import StrictError
+from ..features.kernel import Kernel, LoweredProgram
+from .devices import resolve_device
+from .locate import find_model
+
+if TYPE_CHECKING:
+    from ..features.cache import LoweringCache
+    from ..features.device import DeviceSpec
+    from ..models.cost_model import CostModel
+
+#: How many single-kernel answers :meth:`Predictor.latency_us` remembers.
+MEMO_SIZE = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class KernelEstimate:
+    """One kernel of a prediction. Times are of one execution, in microseconds.
+
+    Attributes:
+        name: Instruction name in the lowered program.
+        kind: Kind of kernel.
+        latency_us: Predicted latency.
+        lo_us: Lower end of the 90 % interval.
+        hi_us: Upper end of the 90 % interval.
+        multiplicity: Executions per program run.
+        bound: ``compute``, ``memory``, ``latency`` or ``communication``.
+        source: ``measured``, ``learned``, ``roofline`` or ``compiler``.
+        in_domain: Whether the model was trained on kernels like it.
+        flops: Floating-point operations of one execution.
+        bytes: Bytes touched by one execution.
+        source_op: StableHLO op that it mainly came from.
+        source_line: ``file:line`` in the user's program, or empty.
+    """
+
+    name: str
+    kind: str
+    latency_us: float
+    lo_us: float
+    hi_us: float
+    multiplicity: float
+    bound: str
+    source: str
+    in_domain: bool
+    flops: float
+    bytes: float
+    source_op: str
+    source_line: str
+
+    @property
+    def total_us(self) -> float:
+        """Microseconds over all executions."""
+        return self.latency_us * self.multiplicity
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """How long a program takes on a device, why, and how sure that is.
+
+    Attributes:
+        latency_us: Time of one run of the program.
+        lo_us: Lower end of the 90 % interval.
+        hi_us: Upper end of the 90 % interval.
+        kernels: In schedule order.
+        peak_memory_bytes: Peak device memory.
+        memory_source: ``compiler`` or ``liveness``.
+        lowering: ``xla``, ``fused`` or ``op``.
+        model: Name of the estimator.
+        device: Name of the device.
+        notes: What limits trust in the figures.
+    """
+
+    latency_us: float
+    lo_us: float
+    hi_us: float
+    kernels: tuple[KernelEstimate, ...]
+    peak_memory_bytes: float
+    memory_source: str
+    lowering: str
+    model: str
+    device: str
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def share_by_kind(self) -> dict[str, float]:
+        """Share of the summed kernel time by kind, largest first."""
+        sums: Counter[str] = Counter()
+        for kernel in self.kernels:
+            sums[kernel.kind] += kernel.total_us  # type: ignore[assignment]
+        total = sum(sums.values()) or 1.0
+        return {kind: value / total for kind, value in sums.most_common()}
+
+    @property
+    def in_domain_share(self) -> float:
+        """Share of the summed kernel time that lies within the model's training domain."""
+        total = sum(k.total_us for k in self.kernels) or 1.0
+        return sum(k.total_us for k in self.kernels if k.in_domain) / total
+
+    def top(self, count: int = 10) -> list[KernelEstimate]:
+        """The kernels that take most time over all their executions."""
+        return sorted(self.kernels, key=lambda k: -k.total_us)[:count]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as ``opcast predict --json`` prints it."""
+        return {
+            "latency_us": self.latency_us,
+            "lo_us": self.lo_us,
+            "hi_us": self.hi_us,
+            "kernels": [
+                {name: getattr(k, name) for name in KernelEstimate.__slots__} for k in self.kernels
+            ],
+            "share_by_kind": self.share_by_kind,
+            "in_domain_share": self.in_domain_share,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "memory_source": self.memory_source,
+            "lowering": self.lowering,
+            "model": self.model,
+            "device": self.device,
+            "notes": list(self.notes),
+        }
+
+
+class Predictor:
+    """Predicts programs and kernels with one loaded model.
+
+    Args:
+        model: A loaded cost model.
+        cache: Cache of lowered programs; ``None`` takes the default folder.
+    """
+
+    def __init__(self, model: CostModel, cache: LoweringCache | None = None) -> None:
+        self.model = model
+        self.cache = cache
+        self._memo: dict[tuple[str, str], float] = {}
+
+    def predict(
+        self,
+        program: Any,
+        *args: Any,
+        device: str | Path | DeviceSpec = "local",
+        lowering: str = "xla",
+        trip_counts: dict[str, int] | int | None = None,
+        strict: bool = False,
+    ) -> Prediction:
+        """Predict a whole program.
+
+        Args:
+            program: Path, text or bytes of StableHLO or HLO, an exported or lowered JAX function,
+                or a jitted function followed by its example ``args``.
+            args: Example arguments of a jitted function.
+            device: Name, path of a device file, or description.
+            lowering: ``xla`` or ``op``.
+            trip_counts: Trips of loops whose count cannot be found: one number for all, or by name.
+            strict: Raise instead of falling back to the roofline for a kernel.
+
+        Raises:
+            OpcastError: The program, device or lowering is not usable, or ``strict`` is not met.
+        """
+        from ..features.lowering import lower
+        from ..features.reader import read_program
+
+        spec = resolve_device(device, self.model.devices)
+        source = read_program(program, *args, trip_counts=trip_counts)
+        lowered = lower(source, lowering, cache=self.cache, trip_counts=trip_counts, device=spec)
+        return self.predict_lowered(lowered, spec, strict=strict)
+
+    def predict_lowered(
+        self, lowered: LoweredProgram, device: DeviceSpec, *, strict: bool = False
+    ) -> Prediction:
+        """Predict a program that is already lowered.
+
+        Raises:
+            StrictError: ``strict`` is set and a kernel has no learned estimate.
+        """
+        kernels = self.model.predict_kernels(lowered.kernels, device)
+        if strict:
+            _require_learned(lowered.kernels, kernels.source)
+        program = self.model.predict_program(lowered, device, kernels)
+        rows = zip(
+            lowered.kernels,
+            (kernels.latency * 1e6).tolist(),
+            (kernels.lo * 1e6).tolist(),
+            (kernels.hi * 1e6).tolist(),
+            kernels.bound.tolist(),
+            kernels.source.tolist(),
+            kernels.in_domain.tolist(),
+            strict=True,
+        )
+        return Prediction(
+            latency_us=program.latency * 1e6,
+            lo_us=program.lo * 1e6,
+            hi_us=program.hi * 1e6,
+            kernels=tuple(_estimate(*row) for row in rows),
+            peak_memory_bytes=lowered.peak_memory_bytes,
+            memory_source=lowered.memory_source,
+            lowering=lowered.lowering,
+            model=self.model.name,
+            device=device.name,
+            notes=tuple(lowered.notes),
+        )
+
+    def latency_us(self, kernel: Kernel, device: str | DeviceSpec = "local") -> float:
+        """Latency of one execution of a kernel, in microseconds; repeated queries are remembered.
+
+        Raises:
+            DeviceError: The device is not known.
+        """
+        key = (kernel.hash, device if isinstance(device, str) else device.name)
+        found = self._memo.get(key)
+        if found is None:
+            found = float(self.latencies_us([kernel], device)[0])
+            if len(self._memo) >= MEMO_SIZE:
+                self._memo.clear()
+            self._memo[key] = found
+        return found
+
+    def latencies_us(self, kernels: Sequence[Kernel], device: str | DeviceSpec) -> np.ndarray:
+        """Latencies of many kernels, in microseconds, shape ``(n_kernels,)``."""
+        spec = resolve_device(device, self.model.devices)
+        return self.model.predict_kernels(kernels, spec).latency * 1e6
+
+
+def load(model: str | Path = "default", *, cache: LoweringCache | None = None) -> Predictor:
+    """Load a model by name (shipped or registered) or from its folder.
+
+    Raises:
+        ModelError: No such model, or its folder is damaged or of another version.
+    """
+    from ..models.cost_model import CostModel
+
+    return Predictor(CostModel.load(find_model(model)), cache)
+
+
+def _require_learned(kernels: Sequence[Kernel], source: np.ndarray) -> None:
+    for kernel, origin in zip(kernels, source.tolist(), strict=True):
+        if origin not in ("learned", "measured") and kernel.kind != "control":
+            where = f"{kernel.sources[0].file}:{kernel.sources[0].line}" if kernel.sources else ""
+            raise StrictError(
+                f"kernel {kernel.name} ({kernel.kind}) has only a {origin} estimate",
+                where=where,
+                hint="profile such kernels and train again, or predict without --strict",
+            )
+
+
+def _estimate(
+    kernel: Kernel,
+    latency: float,
+    lo: float,
+    hi: float,
+    bound: str,
+    source: str,
+    in_domain: bool,
+) -> KernelEstimate:
+    main = kernel.sources[0] if kernel.sources else None
+    line = f"{main.file}:{main.line}" if main and main.line else ""
+    return KernelEstimate(
+        name=kernel.name,
+        kind=kernel.kind,
+        latency_us=latency,
+        lo_us=lo,
+        hi_us=hi,
+        multiplicity=kernel.multiplicity,
+        bound=bound,
+        source=source,
+        in_domain=in_domain,
+        flops=kernel.flops,
+        bytes=kernel.bytes,
+        source_op=main.op if main else "",
+        source_line=line,
+    )

@@ -1,0 +1,230 @@
+"""What joins several folders: measuring, training, reporting, and the demonstration."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from .features.errors import DatasetError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .features.device import DeviceSpec
+    from .models.train import TrainResult
+
+logger = logging.getLogger(__name__)
+
+#: The dataset that comes with the repository.
+COMMITTED = Path(__file__).resolve().parent / "datagen" / "datasets" / "cpu"
+#: Streams of a profile run as the command line spells them.
+_STREAMS = {"ops": "op", "random": "random", "zoo": "zoo"}
+_SHOWN = (
+    "group", "n", "median_ape", "mape", "bias", "spearman", "kendall", "top_k_recall", "coverage",
+    "width_median", "noise_median_ape", "noise_mape",
+)  # fmt: skip
+_PERCENT = {
+    "median_ape", "mape", "bias", "coverage", "width_median", "noise_median_ape", "noise_mape",
+    "top_k_recall",
+}  # fmt: skip
+
+
+def parse_mix(text: str) -> dict[str, float]:
+    """Shares such as ``ops=0.4,random=0.3,zoo=0.3``.
+
+    Raises:
+        DatasetError: A stream is unknown or a share is not a number.
+    """
+    try:
+        pairs = (part.split("=", 1) for part in text.split(","))
+        return {_STREAMS[name.strip()]: float(share) for name, share in pairs}
+    except (KeyError, ValueError):
+        raise DatasetError(
+            f"{text!r} is not a mix", hint="write shares such as ops=0.4,random=0.3,zoo=0.3"
+        ) from None
+
+
+def run_profile(
+    out: Path, device: str, budget_s: float, *, seed: int, suite: str, mix: str, progress: bool
+) -> None:
+    """Measure into ``out`` and print what was done."""
+    from .datagen.profiler import profile
+
+    result = profile(
+        out, device=device, budget_s=budget_s, seed=seed, suite=suite, mix=parse_mix(mix),
+        progress=progress,
+    )  # fmt: skip
+    print(
+        f"{result.folder}: {result.samples} samples of {result.programs} programs, "
+        f"{result.failed} failed, {result.elapsed_s:.0f} s, {result.stopped}"
+    )
+    if result.stopped == "interrupted":
+        raise KeyboardInterrupt
+
+
+def measure_device(*, save: bool) -> DeviceSpec:
+    """Measure the local device; keep it for ``--device local`` if ``save``."""
+    from .datagen.device_probe import probe_device
+    from .features.dataset import write_text
+    from .predict.devices import measured_path
+
+    spec = probe_device()
+    if save:
+        path = measured_path(spec.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, spec.to_json())
+    return spec
+
+
+def show_data(console: Console, paths: Sequence[Path], *, plot: Path | None, as_json: bool) -> None:
+    """Print what datasets hold."""
+    from .datagen.show import describe, tables
+    from .datagen.show import plot as draw
+    from .features.dataset import Dataset
+
+    dataset = Dataset.load(*paths)
+    found = describe(dataset)
+    if plot is not None:
+        draw(dataset, plot)
+    if as_json:
+        print(json.dumps(found))
+        return
+    for title, table in tables(found).items():
+        print_frame(console, table, title.replace("_", " "))
+
+
+def run_train(
+    console: Console,
+    data: Sequence[Path],
+    model: str,
+    split: str,
+    *,
+    out: Path | None,
+    seed: int,
+    threads: int,
+    track: bool,
+    register: str | None,
+    final: bool,
+) -> TrainResult:
+    """Train, print the metrics beside the noise, save, register and track."""
+    from .features.dataset import Dataset
+    from .models.prepared import prepare
+    from .models.train import train, train_final
+    from .predict.locate import registered
+
+    prepared = prepare(Dataset.load(*data))
+    result = train(prepared, model, split, seed=seed, n_jobs=threads)
+    print_metrics(console, result.metrics, f"{model}, kernels, split {split}")
+    if len(result.program_metrics):
+        print_metrics(console, result.program_metrics, f"{model}, programs, split {split}")
+    bundle = result.model
+    if final:
+        bundle = train_final(
+            prepared, model, seed=seed, n_jobs=threads, metrics={split: result.flat_metrics}
+        )
+    folder = out or (registered() / register if register else Path("models-out") / model)
+    bundle.save(folder)
+    if register and out is not None:
+        bundle.save(registered() / register)
+    console.print(f"saved to {folder} after {result.seconds:.1f} s of training", highlight=False)
+    if track:
+        run_id = track_training(result, folder, model, split, seed, register)
+        console.print(f"logged to MLflow as {run_id}; see it with: opcast ui", highlight=False)
+    return result
+
+
+def track_training(
+    result: TrainResult, folder: Path, model: str, split: str, seed: int, register: str | None
+) -> str:
+    """Log a training to MLflow; returns the run's id."""
+    from .models.plots import all_figures
+    from .models.tracking import RunLog, log_run
+
+    info = result.model.info
+    params = {
+        "model": model, "split": split, "seed": seed, "dataset_hash": info.get("dataset_hash"),
+        "devices": ",".join(result.model.devices), "rows": info.get("rows"),
+        **result.params,
+    }  # fmt: skip
+    title = f"{model}, split {split}"
+    tables = {"metrics": result.metrics, "predictions": result.predictions}
+    if len(result.programs):
+        tables["programs"] = result.programs
+    run = RunLog(
+        name=f"{model}-{split}",
+        params=params,
+        metrics={_metric_name(k): v for k, v in result.flat_metrics.items()}
+        | {"train_seconds": result.seconds},
+        tables=tables,
+        figures=all_figures(result.predictions, title),
+        model_dir=folder,
+    )
+    return log_run(run, register=register)
+
+
+def run_report(
+    console: Console, data: Sequence[Path] | None, *, out: Path | None, threads: int
+) -> None:
+    """Print every model on every split, and programs of held-out families."""
+    from .features.dataset import Dataset
+    from .models.evaluate import compare_models, program_report
+    from .models.prepared import prepare
+
+    dataset = Dataset.load(*(data or [COMMITTED]))
+    prepared = prepare(dataset)
+    console.print(
+        f"dataset {prepared.dataset_hash}: {len(dataset)} samples of {', '.join(dataset.devices)}",
+        highlight=False,
+    )
+    kernels = compare_models(prepared, n_jobs=threads)
+    print_metrics(console, kernels, "kernels")
+    programs = program_report(prepared, n_jobs=threads)
+    print_metrics(console, programs.metrics, "programs of families held out of training")
+    print_frame(console, programs.families, "by family")
+    shown = programs.programs
+    if len(shown):
+        zoo = shown[shown["set"] == "zoo"].sort_values("measured_us")
+        columns = ["family", "measured_us", "predicted_us", "sum_us", "kernels", "error"]
+        print_frame(console, zoo[columns], "each program of the zoo")
+    if out is not None:
+        from .features.dataset import write_text
+
+        found = {"kernels": kernels, "programs": programs.metrics, "each": programs.programs}
+        data_out = {name: json.loads(t.to_json(orient="records")) for name, t in found.items()}
+        write_text(out, json.dumps(data_out, indent=1))
+
+
+def print_metrics(console: Console, table: pd.DataFrame, title: str) -> None:
+    """Print a metrics table, relative figures in percent."""
+    keep = [c for c in table.columns if c in _SHOWN or not pd.api.types.is_numeric_dtype(table[c])]
+    shown = table[keep].copy()
+    for column in keep:
+        if column in _PERCENT:
+            shown[column] = [f"{v:.1%}" if v == v else "–" for v in table[column]]
+        elif column == "n":
+            shown[column] = table[column].astype(int)
+    print_frame(console, shown, title)
+
+
+def print_frame(console: Console, frame: pd.DataFrame, title: str) -> None:
+    """Print a frame as a table."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in frame.columns:
+        text = not pd.api.types.is_numeric_dtype(frame[column])
+        table.add_column(str(column).replace("_", " "), justify="left" if text else "right")
+    for row in frame.itertuples(index=False):
+        table.add_row(*(Text(f"{v:.3g}" if isinstance(v, float) else str(v)) for v in row))
+    console.print(table)
+
+
+def _metric_name(name: str) -> str:
+    """MLflow allows letters, digits and ``_ - . / space :``."""
+    return name.replace("=", ":")
