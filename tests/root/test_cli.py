@@ -1,0 +1,101 @@
+"""The command line, as a user calls it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DEVICE = "cpu-intel-xeon-processor-2.50ghz-2c"
+
+
+def opcast(*args: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "opcast.cli", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("cli") / "mlp.mlir"
+    done = opcast("zoo", "export", "mlp", "--set", "batch=8", "--set", "mode=train", "--out", path)
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def test_predict_prints_json(program):
+    done = opcast("predict", program, "--device", DEVICE, "--json")
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert data["device"] == DEVICE
+    assert data["lo_us"] <= data["latency_us"] <= data["hi_us"]
+
+
+def test_predict_prints_a_screen_and_a_trace(program, tmp_path):
+    trace = tmp_path / "trace.json"
+    done = opcast("predict", program, "--device", DEVICE, "--top", "3", "--timeline", trace)
+    assert done.returncode == 0, done.stderr
+    assert "90 % interval" in done.stdout
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (("--device", "abacus"), "abacus"),
+        (("--model", "no-such-model"), "no-such-model"),
+        (("--device", DEVICE, "--lowering", "magic"), "magic"),
+    ],
+)
+def test_bad_choices_give_one_line_and_fail(program, args, text):
+    done = opcast("predict", program, *args)
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.stderr.startswith("opcast: error: ")
+    assert text in done.stderr
+
+
+@pytest.mark.parametrize("content", ["", "hello", "module { func.func @main(", "HloModule x\n!!"])
+def test_bad_programs_give_one_line_and_fail(content, tmp_path):
+    path = tmp_path / "bad.mlir"
+    path.write_text(content)
+    done = opcast("predict", path, "--device", DEVICE)
+    assert done.returncode == 1
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "bad.mlir" in done.stderr
+
+
+def test_missing_file_fails(tmp_path):
+    done = opcast("predict", tmp_path / "none.mlir", "--device", DEVICE)
+    assert done.returncode == 1
+    assert "none.mlir" in done.stderr
+
+
+def test_zoo_list_names_families_and_settings():
+    done = opcast("zoo", "list")
+    assert done.returncode == 0
+    for family in ("mlp", "resnet", "bert", "llama", "llama_decode", "moe", "vit", "unet", "dlrm"):
+        assert family in done.stdout
+    assert "batch=" in done.stdout
+
+
+def test_zoo_refuses_unknown_settings(tmp_path):
+    done = opcast("zoo", "export", "mlp", "--set", "colour=red", "--out", tmp_path / "x.mlir")
+    assert done.returncode == 1
+    assert "colour" in done.stderr
+    assert not (tmp_path / "x.mlir").exists()
+
+
+@pytest.mark.parametrize("bad", ["ops", "ops=x", "poetry=1"])
+def test_profile_refuses_a_bad_mix(bad, tmp_path):
+    done = opcast("profile", "--out", tmp_path, "--budget", "1s", "--mix", bad)
+    assert done.returncode == 1
+    assert "mix" in done.stderr
+
+
+def test_compare_without_a_store_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPCAST_MLRUNS", str(tmp_path / "none"))
+    done = opcast("compare", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "opcast train" in done.stderr

@@ -1,0 +1,107 @@
+"""Every command and example of the README is run, with less time to measure."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    shlex.split(line.removeprefix("$ ").split("#")[0])
+    for line in README.splitlines()
+    if line.startswith("$ ")
+]
+#: Replaced, so that the test takes minutes.
+FASTER = {"30m": "75s"}
+MAKE = re.findall(r"`?make (\w+)", README)
+
+
+def run(command: list[str], cwd: Path, env: dict[str, str]) -> str:
+    assert command[0] == "opcast"
+    words = [FASTER.get(word, word) for word in command[1:]]
+    if words[0] == "profile":
+        words += ["--suite", "quick", "--quiet"]
+    done = subprocess.run(
+        [sys.executable, "-m", "opcast.cli", *words],
+        cwd=cwd, env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+    return done.stdout
+
+
+def test_readme_has_the_right_length_and_names_real_make_targets():
+    assert 100 <= len(README.splitlines()) <= 200
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(MAKE) <= set(targets)
+    assert {"demo", "test", "report", "bench"} <= set(MAKE)
+
+
+def test_readme_links_exist():
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (ROOT / link).exists(), link
+
+
+def test_readme_figures_are_filled_in():
+    assert not re.findall(r"^@\w+@$", README, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_commands_of_the_readme_work_in_order(tmp_path):
+    env = os.environ | {
+        "OPCAST_CACHE": str(tmp_path / "cache"),
+        "OPCAST_MLRUNS": str(tmp_path / "mlruns"),
+    }
+    assert len(COMMANDS) >= 7
+    outputs = {}
+    for command in COMMANDS:
+        outputs[" ".join(command[:3])] = run(command, tmp_path, env)
+    assert "90 % interval" in outputs["opcast predict step.mlir"]
+    assert (tmp_path / "data.png").stat().st_size > 10_000
+    assert "noise" in outputs["opcast data show"]
+    assert "unseen_family" in outputs["opcast train --data"]
+    assert "xgboost" in outputs["opcast compare"]
+    manifest = json.loads((tmp_path / "cache/models/mine/manifest.json").read_text())
+    assert manifest["estimator"] == "xgboost"
+    serves_the_runs(tmp_path, env)
+
+
+def serves_the_runs(cwd: Path, env: dict[str, str]) -> None:
+    """``opcast ui`` answers on its port."""
+    command = [sys.executable, "-m", "opcast.cli", "ui", "--port", "5077"]
+    server = subprocess.Popen(
+        command, cwd=cwd, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        for _ in range(120):
+            try:
+                with urllib.request.urlopen("http://127.0.0.1:5077/", timeout=2) as page:
+                    assert page.status == 200
+                    return
+            except OSError:
+                time.sleep(0.5)
+        pytest.fail("no answer from opcast ui")
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(20)
+
+
+@pytest.mark.slow
+def test_python_example_of_the_readme_prints_a_prediction(tmp_path):
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.strip().splitlines()
+    assert re.fullmatch(r"\d+ µs \(\d+ to \d+\)", lines[0])
+    assert "gemm" in lines[1]
