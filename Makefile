@@ -1,0 +1,39 @@
+# Everything runs inside $(VENV), which is made on first use.
+PYTHON ?= python3
+VENV ?= .venv
+DEMO_BUDGET ?= 4m
+BIN := $(VENV)/bin
+export MYPYPATH := $(VENV)/typing
+
+.PHONY: demo test lint bench report clean
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV) || { echo "python venv is missing: apt-get install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	mkdir -p $(VENV)/typing && ln -sfn '$(CURDIR)' $(VENV)/typing/opcast
+	touch $@
+
+## Profile this machine briefly, train, predict unseen programs, run them, compare, track in MLflow.
+demo: $(VENV)/.installed
+	$(BIN)/opcast demo --out demo-out --budget $(DEMO_BUDGET)
+
+## All tests, slow ones too; those that need a GPU skip themselves.
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest tests --ignore=tests/bench
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p opcast
+
+## Speed figures, each beside a baseline measured in the same run.
+bench: $(VENV)/.installed
+	$(BIN)/python tests/bench/run_all.py
+
+## Accuracy figures on the committed dataset, with splits and label noise.
+report: $(VENV)/.installed
+	$(BIN)/opcast report
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info demo-out
