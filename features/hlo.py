@@ -24,7 +24,7 @@ _INSTRUCTION = re.compile(
     r"\s*(ROOT )?\s*%?([^\s=,(){}%]+) = ([^\s(]\S*|\(.*?\)) ([A-Za-z][\w\-.$]*)\(", re.DOTALL
 )
 _METADATA = re.compile(r", metadata=\{([^{}]*)\}")
-_INDEX_COMMENT = re.compile(r"/\*index=\d+\*/")
+_INDEX_COMMENT = re.compile(r"/\*(?:index|i\d+)=\d+\*/")
 _COMPUTATION = re.compile(r"\s*(ENTRY\s+)?%?([^\s=,(){}%]+)\s*(?:\(.*->.*)?\{\s*$")
 _OPERAND = re.compile(r"%([^\s=,(){}%]+)")
 
@@ -100,6 +100,8 @@ class _Reader:
             raise self._error(str(error), kind) from error
         if not self.program.computations:
             raise self._error("the module has no computation")
+        if not self.program.entry:
+            raise self._error("the module has no ENTRY computation; is the text cut off?")
         self._check_calls()
         return self.program
 
@@ -118,7 +120,6 @@ class _Reader:
     def _module(self) -> None:
         body, self.sources = read_header(self.lines, self.program)
         lines = enumerate(self.lines[body:], body + 1)
-        has_entry = False
         for self.number, line in lines:
             stripped = line.rstrip()
             if not stripped.endswith("{") or stripped.lstrip().startswith(("HloModule", "//", "#")):
@@ -128,10 +129,8 @@ class _Reader:
                 raise self._error(f"cannot read {line[:80]!r}")
             computation = self._computation(match[2], lines)
             self.program.computations[match[2]] = computation
-            # Without an ENTRY mark the last computation is the entry.
-            if match[1] or not has_entry:
+            if match[1]:
                 self.program.entry = match[2]
-            has_entry = has_entry or bool(match[1])
 
     def _computation(self, name: str, lines: Iterator[tuple[int, str]]) -> Computation:
         computation = Computation(name)

@@ -251,6 +251,7 @@ def test_convolution_window() -> None:
         ("c64[] constant((1, -2))", complex(1, -2)),
         ("c64[2] constant({(1, 0), (0, 1)})", [1 + 0j, 1j]),
         ("bf16[0] constant({})", None),
+        ("f32[1,1,2] constant({ /*i0=0*/ { /*i1=0*/ {-0.5, 1} } })", [-0.5, 1.0]),
     ],
 )
 def test_constants(literal: str, value: Any) -> None:
@@ -412,6 +413,7 @@ def test_data_dependent_loop_has_no_trip_count() -> None:
         ("", "0", "HloModule"),
         ("func.func @main() {\n}", "0", "HloModule"),
         ("HloModule m\n", "", "no computation"),
+        ("HloModule m\n\nf {\n  a = f32[2] parameter(0)\n}\n\n", "", "no ENTRY"),
         ("HloModule m\n\nENTRY e {\n  a = f32[2] parameter(0)\n", "4", "ends within"),
         ("HloModule m\n\nENTRY e {\n  a = q7[2] parameter(0)\n}\n", "4", "q7"),
         ("HloModule m\n\nENTRY e {\n  a = f32[2] negate(b)\n}\n", "4", "unknown operand 'b'"),
