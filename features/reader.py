@@ -83,19 +83,6 @@ class SourceProgram:
         text = self.module.operation.get_asm(enable_debug_info=False)
         return hashlib.sha256(text.encode()).hexdigest()
 
-    @property
-    def text_kind(self) -> Kind:
-        """Same as :attr:`kind`."""
-        return self.kind
-
-    @property
-    def mlir(self) -> bytes | None:
-        """StableHLO text or bytecode for a compiler; ``None`` for HLO."""
-        if self.kind == "hlo":
-            return None
-        data = self.compile_input
-        return data.encode() if isinstance(data, str) else data
-
 
 def read_program(source: Any, *args: Any, trip_counts: TripCounts = None) -> SourceProgram:
     """Read a program in any form.
