@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..features.errors import ProfileError
 
@@ -50,6 +50,13 @@ class _Event:
     shared: float = 0.0
 
 
+class _Span(NamedTuple):
+    """Nanoseconds of an execution, or of a part of one, and how many of them beside another."""
+
+    length: float
+    shared: float
+
+
 def trace(
     run: Callable[[], object],
     executions: Mapping[tuple[str, str], int] | None = None,
@@ -60,8 +67,9 @@ def trace(
     Args:
         run: Executes one or several programs, any number of times each, and waits for them.
             Programs that share a session need different HLO module names.
-        executions: Executions per program run by (module, instruction), where known. Only needed
-            to tell loop iterations from the several device kernels of one instruction.
+        executions: Executions per program run by (module, instruction), where known. They tell
+            loop iterations from the several device kernels, or thunks, of one instruction: a sort
+            on a CPU copies each of its inputs first, which are events of its name too.
         reads: The kernels among the instructions, by (module, instruction), with the names of the
             instructions that each reads. If given, a kernel on a CPU has ended when one that reads
             it starts (the runtime runs it before it reports the end), and executions during which
@@ -108,7 +116,7 @@ def durations(
     device = [plane for plane in planes if _is_device(plane.name)]
     if device:
         return _device_durations(device[0], executions or {})
-    return _host_durations(planes, reads)
+    return _host_durations(planes, reads, executions or {})
 
 
 def _is_device(name: str) -> bool:
@@ -116,7 +124,9 @@ def _is_device(name: str) -> bool:
     return name.startswith(("/device:GPU:", "/device:TPU:"))
 
 
-def _host_durations(planes: Iterable[Any], reads: Reads | None = None) -> Durations:
+def _host_durations(
+    planes: Iterable[Any], reads: Reads | None, executions: Mapping[tuple[str, str], int]
+) -> Durations:
     events: list[tuple[_Event, object]] = []
     ends: dict[object, float] = {}
     for plane in planes:
@@ -131,7 +141,12 @@ def _host_durations(planes: Iterable[Any], reads: Reads | None = None) -> Durati
         kernels = sorted((e for e in found if (e.module, e.op) in reads), key=lambda e: e.start)
         _end_before_readers(kernels, reads)
         _measure_sharing(kernels)
-    return _group(found, _union)
+
+    def each(group: list[_Event]) -> list[float]:
+        count = executions.get((group[0].module, group[0].op), 0)
+        return _alone(_per_execution(_merge(group), count if group[0].run is not None else 0))
+
+    return _group(found, each)
 
 
 def _end_before_readers(events: list[_Event], reads: Reads) -> None:
@@ -205,12 +220,8 @@ def _group(events: Iterable[_Event], combine: Callable[[list[_Event]], list[floa
     return dict(found)
 
 
-def _union(events: list[_Event]) -> list[float]:
-    """Lengths of the merged intervals: overlapping ones are one execution on several threads.
-
-    Executions beside another kernel count only if the run has no other, and then without half of
-    the time that they shared: two kernels at once take the machine from each other.
-    """
+def _merge(events: list[_Event]) -> list[_Span]:
+    """Merged intervals: overlapping ones are one execution on several threads."""
     merged: list[_Event] = []
     for event in events:
         if merged and event.start < merged[-1].end:
@@ -219,18 +230,37 @@ def _union(events: list[_Event]) -> list[float]:
             merged[-1] = replace(last, end=end, shared=last.shared + event.shared)
         else:
             merged.append(event)
-    alone = [e.end - e.start for e in merged if e.shared <= _SHARED_PART * (e.end - e.start)]
-    return alone or [_fair(e.end - e.start, e.shared) for e in merged]
+    return [_Span(e.end - e.start, e.shared) for e in merged]
 
 
-def _fair(length: float, shared: float) -> float:
-    return length - min(shared, length) / 2
+def _per_execution(spans: list[_Span], count: int) -> list[_Span]:
+    """Add up the spans of each of ``count`` executions; 0 for an unknown number.
+
+    If they cannot be dealt out evenly, one execution is the mean.
+    """
+    if count <= 0 or len(spans) <= count:
+        return spans
+    size, left = divmod(len(spans), count)
+    if left:
+        return [_Span(sum(s.length for s in spans) / count, sum(s.shared for s in spans) / count)]
+    chunks = (spans[i : i + size] for i in range(0, len(spans), size))
+    return [_Span(sum(s.length for s in c), sum(s.shared for s in c)) for c in chunks]
+
+
+def _alone(spans: list[_Span]) -> list[float]:
+    """Lengths of the executions beside no other kernel.
+
+    Those beside another one count only if the run has no other, and then without half of the time
+    that they shared: two kernels at once take the machine from each other.
+    """
+    alone = [s.length for s in spans if s.shared <= _SHARED_PART * s.length]
+    return alone or [s.length - min(s.shared, s.length) / 2 for s in spans]
 
 
 def _device_durations(plane: Any, executions: Mapping[tuple[str, str], int]) -> Durations:
     lines = {line.name: line for line in plane.lines}
     if "XLA Ops" in lines and not any(name.startswith("Stream") for name in lines):
-        return _group(_tpu_events(lines), _union)
+        return _group(_tpu_events(lines), lambda group: _alone(_merge(group)))
     events = []
     for name, line in lines.items():
         if name.startswith("Stream"):

@@ -175,6 +175,43 @@ def test_cpu_kernel_has_ended_when_its_reader_starts() -> None:
     assert found == {("m", "fusion"): [130], ("m", "dot"): [900]}
 
 
+def test_cpu_thunks_of_one_instruction_are_one_execution() -> None:
+    events = [
+        FakeEvent("sort", at, length, stats("sort", run_id=run))
+        for run, base in ((1, 0), (2, 1000))
+        for at, length in ((base, 5), (base + 10, 5), (base + 20, 90))  # two copies, then the sort
+    ]
+    data: Any = FakeData([FakePlane("/host:CPU", [FakeLine("t1", events)])])
+    assert rounded(durations(data, {("m", "sort"): 1})) == {("m", "sort"): [100, 100]}
+    # In a loop of three iterations these are three executions; two cannot be told apart.
+    assert rounded(durations(data, {("m", "sort"): 3}))["m", "sort"] == [5, 5, 90] * 2
+    assert rounded(durations(data, {("m", "sort"): 2}))["m", "sort"] == [50, 50]
+
+
+def test_a_sort_of_several_arrays_takes_as_long_as_the_program() -> None:
+    keys = [jnp.asarray(np.random.default_rng(i).normal(size=(8, 4096))) for i in range(3)]
+
+    def order(*arrays: jax.Array) -> Any:
+        return jax.lax.sort(arrays, dimension=1, num_keys=1)
+
+    compiled = jax.jit(order).lower(*keys).compile()
+    jax.block_until_ready(compiled(*keys))
+    walls: list[float] = []
+
+    def run() -> None:
+        for _ in range(5):
+            start = time.perf_counter()
+            jax.block_until_ready(compiled(*keys))
+            walls.append(time.perf_counter() - start)
+
+    (name,) = {op for _, op in trace(run) if op.startswith("sort")}
+    walls.clear()
+    found = trace(run, {("jit_order", name): 1})
+    seconds = found["jit_order", name]
+    assert len(seconds) == 5
+    assert 0.5 * np.median(walls) < np.median(seconds) < 1.01 * max(walls)
+
+
 def test_gpu_takes_streams_only_and_sums_the_kernels_of_an_instruction() -> None:
     kernels = []
     for run in range(3):
