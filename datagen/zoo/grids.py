@@ -2,6 +2,7 @@
 
 "standard" aims at two minutes for one run of each on two CPU cores, and at 6 GB (docs/zoo.md has
 what was measured). Depths are moderate since compile time grows with them; widths and lengths vary.
+The last lines of each family are its long ones, of about a second to ten.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ GRIDS: dict[str, dict[str, str]] = {
             batch=256 width=1024 layers=6 mode=train optimizer=sgd
             batch=512 width=2048 layers=3 activation=relu mode=train
             batch=2048 width=192 layers=8 activation=tanh target=value mode=train
+            batch=1024 width=4096 layers=4 mode=train
+            batch=4096 width=4096 layers=4
         """,
         "full": """
             batch=4096 width=4096 layers=6 mode=train
@@ -45,9 +48,10 @@ GRIDS: dict[str, dict[str, str]] = {
             depth=18 width=16 image=32 stem=cifar classes=100 batch=16 mode=train
             depth=18 width=64 image=96 batch=8 mode=train
             depth=34 width=32 image=64 batch=8 mode=train
+            depth=50 image=224 batch=8 mode=train
+            depth=101 image=224 batch=8
         """,
         "full": """
-            depth=50 image=224 batch=8 mode=train
             depth=50 image=224 batch=64 dtype=bf16 mode=train
             depth=101 image=224 batch=32 dtype=bf16 mode=train
             depth=152 image=224 batch=64 dtype=bf16
@@ -64,9 +68,10 @@ GRIDS: dict[str, dict[str, str]] = {
             size=tiny image=128 batch=2
             size=atto image=96 batch=4 dtype=bf16
             size=atto image=64 batch=4 mode=train
+            size=tiny image=224 batch=4
+            size=atto image=128 batch=16 mode=train
         """,
         "full": """
-            size=tiny image=224 batch=4
             size=tiny image=224 batch=32 mode=train
             size=small image=224 batch=64 dtype=bf16 mode=train
             size=base image=224 batch=64 dtype=bf16
@@ -83,6 +88,7 @@ GRIDS: dict[str, dict[str, str]] = {
             size=b3 image=128 batch=4
             size=b0 image=96 batch=4 dtype=bf16
             size=mini image=64 batch=4 mode=train
+            size=b0 image=224 batch=16
         """,
         "full": """
             size=b0 image=224 batch=32 mode=train
@@ -104,6 +110,7 @@ GRIDS: dict[str, dict[str, str]] = {
             layers=3 dim=128 heads=2 hidden=512 image=96 batch=8 mode=train
             layers=4 dim=384 heads=6 hidden=1536 image=160 batch=4 mode=train
             layers=3 dim=768 heads=12 hidden=3072 image=224 patch=32 batch=8 mode=train
+            batch=8 mode=train
         """,
         "full": """
             batch=32 mode=train
@@ -127,6 +134,7 @@ GRIDS: dict[str, dict[str, str]] = {
             layers=3 dim=384 heads=6 hidden=1536 seq=128 batch=4 mode=train
             layers=2 dim=768 heads=12 hidden=3072 seq=128 batch=4 mode=train
             layers=2 dim=256 heads=4 hidden=1024 seq=64 batch=8 dropout=0.1 mode=train
+            batch=8 mode=train
         """,
         "full": """
             batch=32 mode=train
@@ -151,6 +159,8 @@ GRIDS: dict[str, dict[str, str]] = {
             layers=2 dim=1024 heads=16 kv_heads=4 hidden=2816 seq=128 batch=2 mode=train
             layers=6 dim=512 heads=8 kv_heads=4 hidden=1408 seq=128 vocab=8192 batch=1 \
                 scan_layers=true remat=true mode=train
+            batch=4 mode=train
+            layers=4 dim=2048 heads=32 kv_heads=8 hidden=5632 seq=512 batch=2
         """,
         "full": """
             batch=4 seq=512 mode=train
@@ -173,6 +183,7 @@ GRIDS: dict[str, dict[str, str]] = {
             layers=3 dim=2048 heads=32 kv_heads=8 hidden=5632 cache=512 batch=2
             layers=4 dim=768 heads=12 kv_heads=12 hidden=2048 cache=2048 batch=4 greedy=false
             layers=4 dim=512 heads=8 kv_heads=2 hidden=1408 cache=512 batch=4 dtype=bf16
+            layers=12 dim=2048 heads=32 kv_heads=8 hidden=5632 cache=1024 batch=8
         """,
         "full": """
             layers=16 dim=2048 heads=32 kv_heads=8 hidden=8192 cache=4096 batch=16 dtype=bf16
@@ -195,6 +206,7 @@ GRIDS: dict[str, dict[str, str]] = {
             layers=2 dim=256 heads=4 kv_heads=2 hidden=512 seq=128 vocab=4096 experts=8 \
                 dispatch=scatter mode=train
             layers=1 dim=512 heads=8 kv_heads=4 hidden=1024 seq=256 vocab=8192 experts=8 mode=train
+            seq=512 mode=train
         """,
         "full": """
             batch=8 layers=8 dim=1024 heads=16 hidden=2816 seq=512 dispatch=scatter dtype=bf16
@@ -213,6 +225,7 @@ GRIDS: dict[str, dict[str, str]] = {
                 mode=train
             image=32 channels=64 levels=2 blocks=1 attention_levels=1 batch=2 \
                 optimizer=sgd mode=train
+            image=64 channels=64 levels=3 blocks=1 attention_levels=1 batch=4 mode=train
         """,
         "full": """
             image=64 channels=128 levels=4 batch=4
@@ -230,6 +243,7 @@ GRIDS: dict[str, dict[str, str]] = {
             layers=2 dim=128 seq=128 state=16 vocab=4096 dtype=bf16
             layers=1 dim=128 seq=128 state=8 vocab=4096 mode=train
             layers=2 dim=256 seq=64 state=16 vocab=8192 mode=train
+            layers=4 dim=512 seq=512 batch=2
         """,
         "full": """
             layers=12 dim=768 seq=1024 batch=2
@@ -252,6 +266,7 @@ GRIDS: dict[str, dict[str, str]] = {
             layers=1 dim=256 seq=32 vocab=5000 batch=16 mode=train
             layers=2 dim=512 seq=32 batch=16 mode=train optimizer=sgd
             layers=2 dim=256 seq=64 vocab=5000 batch=16 cell=gru mode=train
+            layers=2 dim=1024 seq=64 batch=64 mode=train
         """,
         "full": """
             layers=2 dim=1500 seq=128 batch=64 mode=train
@@ -275,6 +290,7 @@ GRIDS: dict[str, dict[str, str]] = {
             nodes=4096 edges=32768 dim=128 layers=3 mode=train
             nodes=2048 edges=8192 dim=64 layers=2 conv=gat mode=train
             nodes=32 edges=128 dim=64 layers=3 conv=mpnn batch=64 mode=train
+            nodes=65536 edges=524288 dim=128 layers=3 mode=train
         """,
         "full": """
             nodes=169343 edges=1166243 features=128 dim=256 layers=3 classes=40 mode=train
@@ -296,6 +312,7 @@ GRIDS: dict[str, dict[str, str]] = {
             batch=128 tables=8 rows=2000 dim=16 bottom=128 top=128 mode=train
             batch=512 tables=8 rows=20000 dim=64 lookups=1 mode=train optimizer=sgd
             batch=256 tables=12 rows=20000 dim=64 mode=train
+            batch=8192 tables=26 rows=50000 dim=64 bottom=512 top=1024 lookups=4 mode=train
         """,
         "full": """
             batch=8192 rows=200000 dim=128 bottom=1024 top=2048
@@ -312,6 +329,7 @@ GRIDS: dict[str, dict[str, str]] = {
             samples=8000 channels=64 blocks=4 batch=4 dtype=bf16
             samples=4000 channels=64 blocks=2 batch=4 mode=train
             samples=16000 channels=128 blocks=3 stem_layers=4 batch=2 mode=train
+            samples=48000 channels=256 blocks=4 batch=4 mode=train
         """,
         "full": """
             samples=160000 channels=512 blocks=8 stem_layers=7 batch=8 dtype=bf16
