@@ -16,6 +16,7 @@ from ..features.ir import Program
 from ..features.kernel import Kernel, LoweredProgram
 from .arguments import random_arguments
 from .plan import Item, LoadedItem, load_item
+from .pulse import STEADY, Pulse
 from .runner import Runner, module_name, rotation
 from .trace import Durations, trace
 
@@ -24,11 +25,13 @@ logger = logging.getLogger(__name__)
 #: Time for the executions of one program, in seconds.
 PROGRAM_SECONDS = 1.2
 #: First round of executions, in seconds and count.
-_FIRST_SECONDS, _MIN_RUNS, _MAX_RUNS, _LONG_RUNS = 0.2, 9, 25, 3
+_FIRST_SECONDS, _MIN_RUNS, _MAX_RUNS = 0.2, 9, 25
 #: Width of the median's 95 % interval that is narrow enough, relative to the median.
 _NARROW = 0.1
 _SESSIONS = 2
 _WALL_SECONDS = 0.5
+#: Tries for a machine without disturbance; programs above this time have one only.
+_TRIES, _LONG_SECONDS = 3, 1.0
 #: Programs with more argument bytes than this are measured in a session of their own.
 _SHARED_BYTES = 256e6
 #: Kernels that a trace cannot or should not label: control flow contains others.
@@ -50,6 +53,7 @@ class Prepared:
         seconds: Estimated time of one execution.
         durations: Seconds of every execution by instruction.
         wall: Seconds of whole executions, without a trace.
+        disturbed: Whether the machine was disturbed in every try.
     """
 
     item: Item
@@ -63,6 +67,7 @@ class Prepared:
     seconds: float = 0.0
     durations: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     wall: list[float] = field(default_factory=list)
+    disturbed: bool = False
 
     @property
     def labelled(self) -> list[Kernel]:
@@ -133,7 +138,12 @@ def check_memory(needed: float, limit: float, name: str) -> None:
 
 
 def measure(
-    programs: Iterable[Prepared], limits: Limits, *, walls: bool = True, sessions: int = _SESSIONS
+    programs: Iterable[Prepared],
+    limits: Limits,
+    *,
+    walls: bool = True,
+    sessions: int = _SESSIONS,
+    pulse: Pulse | None = None,
 ) -> None:
     """Execute programs and collect durations, small ones together in one trace session.
 
@@ -142,34 +152,40 @@ def measure(
         limits: Bounds of the measurement.
         walls: Whether to time whole executions too, of all but single ops.
         sessions: Trace sessions at most; those after the first are for noisy programs.
+        pulse: Tells when the machine is disturbed; what is measured then is measured again.
     """
     group: list[Prepared] = []
+
+    def flush() -> None:
+        if group:
+            _measure_group(group, limits, walls, sessions, pulse)
+            group.clear()
+
     for program in programs:
         alone = program.bytes > _SHARED_BYTES
         clash = any(p.module == program.module for p in group)
-        if group and (alone or clash):
-            _measure_group(group, limits, walls, sessions)
-            group = []
+        if alone or clash:
+            flush()
         group.append(program)
         if alone:
-            _measure_group(group, limits, walls, sessions)
-            group = []
-    if group:
-        _measure_group(group, limits, walls, sessions)
+            flush()
+    flush()
 
 
-def _measure_group(group: list[Prepared], limits: Limits, walls: bool, sessions: int) -> None:
+def _measure_group(
+    group: list[Prepared], limits: Limits, walls: bool, sessions: int, pulse: Pulse | None
+) -> None:
     for program in group:
         _warm_up(program, limits)
     pending = {id(p): first_runs(p.seconds) for p in group}
     for _ in range(sessions):
-        _trace_group([p for p in group if pending[id(p)]], pending)
+        _trace_steadily([p for p in group if pending[id(p)]], pending, pulse)
         pending = {id(p): more_runs(p) for p in group}
         if not any(pending.values()):
             break
     for program in group:
         if walls and not program.loaded.family.startswith("op:"):
-            program.wall = [_step(program) for _ in range(wall_runs(program.seconds))]
+            program.wall = _wall_steadily(program, pulse)
         program.runner = None
 
 
@@ -190,25 +206,76 @@ def _step(program: Prepared) -> float:
     return program.runner.step()
 
 
-def _trace_group(group: list[Prepared], pending: dict[int, int]) -> None:
-    """One session: each program's runs are spread over three rounds, against passing load."""
+def _ratio(pulse: Pulse | None, *, traced: bool = False) -> float:
+    return pulse.ratio(traced=traced) if pulse is not None else 1.0
+
+
+def _wall_steadily(program: Prepared, pulse: Pulse | None) -> list[float]:
+    """Seconds of whole executions, of the try in which the machine was disturbed least."""
+    best: tuple[float, list[float]] = (math.inf, [])
+    tries = _TRIES if program.seconds < _LONG_SECONDS else 1
+    for _ in range(tries):
+        before = _ratio(pulse)
+        seconds = [_step(program) for _ in range(wall_runs(program.seconds))]
+        slowest = max(before, _ratio(pulse))
+        best = min(best, (slowest, seconds))
+        if best[0] <= STEADY:
+            break
+    return best[1]
+
+
+def _trace_steadily(group: list[Prepared], pending: dict[int, int], pulse: Pulse | None) -> None:
+    """Sessions until each program had an undisturbed one; else its least disturbed one counts."""
+    best: dict[int, tuple[float, dict[str, list[float]]]] = {}
+    left = list(group)
+    for _ in range(_TRIES):
+        for program, (ratio, found) in zip(left, _session(left, pending, pulse), strict=True):
+            if ratio < best.get(id(program), (math.inf,))[0]:
+                best[id(program)] = (ratio, found)
+        left = [p for p in left if best[id(p)][0] > STEADY and p.seconds < _LONG_SECONDS]
+        if not left:
+            break
+    for program in group:
+        ratio, found = best[id(program)]
+        program.disturbed = program.disturbed or ratio > STEADY
+        for name, seconds in found.items():
+            program.durations[name] += seconds
+
+
+def _session(
+    group: list[Prepared], pending: dict[int, int], pulse: Pulse | None
+) -> list[tuple[float, dict[str, list[float]]]]:
+    """One trace session: for each program how slow the machine was, and seconds by kernel.
+
+    Each program's runs are spread over three rounds, against passing load.
+    """
+    readings: dict[int, list[float]] = {id(p): [] for p in group}
 
     def run() -> None:
         for part in range(3):
             for program in group:
-                count = pending[id(program)]
-                for _ in range((count + 2 - part) // 3):
+                readings[id(program)].append(_ratio(pulse, traced=True))
+                for _ in range((pending[id(program)] + 2 - part) // 3):
                     _step(program)
 
     executions = {
-        (p.module, k.name): int(k.multiplicity) for p in group for k in p.labelled if k.scope
+        (p.module, k.name): int(k.multiplicity)
+        for p in group
+        for k in p.labelled
+        if not k.scope or k.multiplicity > 1  # else a loop of unknown length, or a branch
     }
     reads = {key: names for program in group for key, names in _reads(program).items()}
     found: Durations = trace(run, executions, reads)
-    for program in group:
-        for kernel_name in {k.name for k in program.labelled}:
-            seconds = found.get((program.module, kernel_name), [])
-            program.durations[kernel_name] += [s for s in seconds if s > 0]
+    return [
+        (
+            float(np.median(readings[id(p)])),
+            {
+                name: [s for s in found.get((p.module, name), []) if s > 0]
+                for name in {k.name for k in p.labelled}
+            },
+        )
+        for p in group
+    ]
 
 
 def _reads(program: Prepared) -> dict[tuple[str, str], set[str]]:
@@ -224,7 +291,7 @@ def _reads(program: Prepared) -> dict[tuple[str, str], set[str]]:
 
 def first_runs(seconds: float) -> int:
     """Executions in the first session, for a program that takes ``seconds``."""
-    least = _MIN_RUNS if _MIN_RUNS * seconds <= PROGRAM_SECONDS * 0.7 else _LONG_RUNS
+    least = _MIN_RUNS if _MIN_RUNS * seconds <= PROGRAM_SECONDS * 0.7 else long_runs(seconds)
     return max(least, min(_MAX_RUNS, int(_FIRST_SECONDS / max(seconds, 1e-6))))
 
 
@@ -258,7 +325,12 @@ def median_width(samples: Sequence[float]) -> float:
 
 def wall_runs(seconds: float) -> int:
     """Executions for the wall time of a program that takes ``seconds``."""
-    return max(_LONG_RUNS, min(_MAX_RUNS, int(_WALL_SECONDS / max(seconds, 1e-6))))
+    return max(long_runs(seconds), min(_MAX_RUNS, int(_WALL_SECONDS / max(seconds, 1e-6))))
+
+
+def long_runs(seconds: float) -> int:
+    """Executions of a program that takes so long that it gets the fewest."""
+    return 3 if seconds < _LONG_SECONDS else 2
 
 
 def rows_of(program: Prepared) -> tuple[list[dict[str, Any]], int]:

@@ -18,10 +18,12 @@ from typing import Any
 from ..features.errors import ProfileError
 from .plan import Item
 
-#: Settings of glibc's allocator under which freed memory stays with the process. With its defaults
-#: results of 128 KB and more often come in fresh pages, whose faults took from none to ten times
-#: as long as the kernel itself, depending on what the process had allocated before.
+#: Settings of glibc's allocator under which freed memory stays with the process, in one arena. With
+#: its defaults results often come in fresh pages, whose faults took from none to ten times as long
+#: as the kernel itself, depending on what the process had allocated before. The worker maps the
+#: pages of its heap before it measures.
 ALLOCATOR_ENV = {
+    "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "100000000000",
     "MALLOC_TOP_PAD_": "67108864",

@@ -135,6 +135,7 @@ class ProfileRun:
         self._failed = 0
         self._last_reason = ""
         self._missing = 0
+        self._disturbed = 0
         self._waited_s = 0.0
         self._spent: dict[str, float] = {}
         self._disturbances: list[dict[str, Any]] = []
@@ -228,6 +229,7 @@ class ProfileRun:
             if "rows" in reply:
                 self._store.add_rows(reply["rows"], self._record["device"]["name"])
                 self._missing += int(reply["missing"])
+                self._disturbed += int(reply["disturbed"])
                 self._measured.append(item)
             else:
                 logger.info("%s failed: %s", item.key, reply["failed"])
@@ -252,8 +254,9 @@ class ProfileRun:
             )
 
     def _check_anchors(self) -> float:
-        values = self._measurer.client.ask("anchors")["values_us"]
-        return self._anchors.add(time.monotonic() - self._start, values)
+        reply = self._measurer.client.ask("anchors")
+        self._measurer.settings["pulse_s"] = reply["pulse_s"]
+        return self._anchors.add(time.monotonic() - self._start, reply["values_us"])
 
     def _checkpoint(self, last: list[Item], bar: Progress) -> None:
         """Write what was measured, after a look at the anchors; wait if the machine is disturbed.
@@ -336,6 +339,7 @@ class ProfileRun:
             "programs": len(self._measured),
             "failed": self._failed,
             "kernels_without_label": self._missing,
+            "programs_while_disturbed": self._disturbed,
             "worker_starts": self._measurer.starts,
         }
         self._record |= {

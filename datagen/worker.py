@@ -7,6 +7,7 @@ native code prints goes to standard error. When its parent is gone, the process 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import math
 import os
@@ -17,13 +18,20 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from .runner import DEFAULT_CACHE_BYTES
 
+if TYPE_CHECKING:
+    from .pulse import Pulse
+
 #: Part of the free memory that a program may need.
 _MEMORY_PART = 0.7
+#: Heap that is faulted in before anything is measured: at most this part of the free memory, and
+#: this many bytes.
+_PREFAULT_PART, _PREFAULT_BYTES = 0.25, 4e9
 _NO_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="
 
 
@@ -31,8 +39,9 @@ class Worker:
     """Answers requests until its input ends.
 
     Args:
-        settings: ``memory`` (bytes that a program may need; 0 for a part of what there is) and
-            ``overlap`` (compile the next batch during a measurement).
+        settings: ``memory`` (bytes that a program may need; 0 for a part of what there is),
+            ``overlap`` (compile the next batch during a measurement) and ``pulse_s`` (the best
+            readings of an earlier worker's pulse).
         reply: Sends one reply.
     """
 
@@ -46,7 +55,14 @@ class Worker:
         self._overlap = bool(settings.get("overlap"))
         self._reply = reply
         self._anchors: list[Any] = []
+        self._best_pulse_s: dict[str, float] = settings.get("pulse_s", {})
         self._pool = ThreadPoolExecutor(1)
+
+    @cached_property
+    def _pulse(self) -> Pulse | None:
+        from .pulse import local_pulse
+
+        return local_pulse(self._best_pulse_s)
 
     def serve(self, requests: Iterator[dict[str, Any]]) -> None:
         """Answer every request; batches that wait are compiled ahead if so set."""
@@ -114,14 +130,15 @@ class Worker:
             self._anchors = [prepare(item, self._limits) for item in anchor_items()]
         for anchor in self._anchors:
             anchor.durations.clear()
-        measure(self._anchors, self._limits, walls=False, sessions=1)
+        measure(self._anchors, self._limits, walls=False, sessions=1, pulse=self._pulse)
         totals = {
             anchor.item.name.removeprefix("anchor-"): sum(
                 float(np.median(s)) for s in anchor.durations.values() if s
             )
             for anchor in self._anchors
         }
-        return {"values_us": {name: s * 1e6 for name, s in totals.items() if s > 0}}
+        values = {name: s * 1e6 for name, s in totals.items() if s > 0}
+        return {"values_us": values, "pulse_s": self._pulse.best_s if self._pulse else {}}
 
     def _prepare(self, items: list[dict[str, Any]]) -> list[Any]:
         """Compile a batch; programs that fail are reported here and left out."""
@@ -145,7 +162,7 @@ class Worker:
 
         programs = prepared.result() if prepared else self._prepare(items)
         try:
-            measure(programs, self._limits)
+            measure(programs, self._limits, pulse=self._pulse)
         except Exception as error:
             if len(items) > 1:
                 return {"error": reason_of(error)}  # the profiler asks for each one alone
@@ -159,7 +176,8 @@ class Worker:
                 self._fail(program.item.key, reason_of(error))
                 continue
             if rows:
-                self._reply({"key": program.item.key, "rows": rows, "missing": missing})
+                reply = {"key": program.item.key, "rows": rows, "missing": missing}
+                self._reply(reply | {"disturbed": program.disturbed})
             else:
                 self._fail(program.item.key, "no kernel of it appears in the trace")
         return {}
@@ -200,6 +218,26 @@ def _be_first_out_of_memory(limit: float) -> None:
         )
 
 
+def _prefault_heap(limit: float) -> None:
+    """Touch memory and free it again, so that later allocations find their pages mapped.
+
+    The allocator's settings (``ALLOCATOR_ENV``) keep freed memory with the process and all of it in
+    one arena. A first touch costs about a microsecond for each 4 KB, which was up to ten times as
+    long as the kernel that made it; a program that runs for long has this behind it.
+    """
+    from .host import free_memory_bytes
+
+    size = int(min(_PREFAULT_PART * free_memory_bytes(), _PREFAULT_BYTES, limit or math.inf))
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+        libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
+        block = libc.malloc(size)
+        if block:
+            ctypes.memset(block, 1, size)
+            libc.free(block)
+
+
 def has_nvidia_gpu() -> bool:
     """Whether this host seems to have an NVIDIA GPU, without asking JAX."""
     return Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
@@ -215,7 +253,9 @@ def main() -> None:
         # CUDA graphs hide the single kernels from the trace.
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_NO_COMMAND_BUFFERS}".strip()
     else:
-        _be_first_out_of_memory(float(settings.get("memory", 0)))
+        limit = float(settings.get("memory", 0))
+        _be_first_out_of_memory(limit)
+        _prefault_heap(limit)
     lock = threading.Lock()
 
     def reply(message: dict[str, Any]) -> None:

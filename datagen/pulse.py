@@ -1,0 +1,66 @@
+"""A pulse of the machine: whether all of its processors answer as fast as they can.
+
+A neighbour on the same host can take a virtual processor away for seconds. Kernels that run on
+several threads then take up to eight times as long, and single-threaded ones less than usual, while
+the guest sees no other load. A short chain of small parallel kernels, timed between measurements,
+tells when that is so.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+
+#: Reading, relative to the best one, up to which the machine counts as undisturbed.
+STEADY = 1.4
+_ELEMENTS, _CHAIN, _RUNS, _FIRST = 131072, 40, 3, 30
+
+
+class Pulse:
+    """Readings of the machine's speed.
+
+    A profiler session makes the chain itself slower, so that readings during one are compared among
+    themselves only.
+
+    Args:
+        best_s: Best readings so far, from an earlier process: of ``plain`` and ``traced`` ones.
+    """
+
+    def __init__(self, best_s: Mapping[str, float] | None = None) -> None:
+        import jax
+        import jax.numpy as jnp
+
+        def chain(x: jax.Array) -> jax.Array:
+            y: jax.Array = jax.lax.fori_loop(0, _CHAIN, lambda _, v: v * 1.0001 + 0.1, x)
+            return y
+
+        self._run = jax.jit(chain)
+        self._argument = jnp.ones(_ELEMENTS, jnp.float32)
+        self._time()
+        self.best_s = dict(best_s or {})
+        for _ in range(_FIRST):
+            self.ratio()
+
+    def ratio(self, *, traced: bool = False) -> float:
+        """Take a reading: how much slower the machine is than at its best (1: not).
+
+        Args:
+            traced: Whether a profiler session is open.
+        """
+        kind = "traced" if traced else "plain"
+        reading = statistics.median(self._time() for _ in range(_RUNS))
+        self.best_s[kind] = min(self.best_s.get(kind, reading), reading)
+        return reading / self.best_s[kind]
+
+    def _time(self) -> float:
+        start = time.perf_counter()
+        self._run(self._argument).block_until_ready()
+        return time.perf_counter() - start
+
+
+def local_pulse(best_s: Mapping[str, float] | None = None) -> Pulse | None:
+    """A pulse where programs run on host processors; ``None`` on an accelerator."""
+    import jax
+
+    return Pulse(best_s) if jax.default_backend() == "cpu" else None
