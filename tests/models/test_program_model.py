@@ -8,7 +8,7 @@ import pytest
 
 from opcast.features.device import DeviceSpec
 from opcast.features.kernel import Kernel, LoweredProgram
-from opcast.models.program_model import ProgramModel, fit_physics
+from opcast.models.program_model import ProgramModel, fit_physics, physics_time
 from opcast.models.schedule_cost import reads, schedule_cost
 from opcast.simulate.schedule import list_schedule
 
@@ -71,7 +71,7 @@ Programs = tuple[list[np.ndarray], list[LoweredProgram], np.ndarray, list[str]]
 
 
 def programs(make_kernel: MakeKernel, cpu: DeviceSpec, n: int, seed: int) -> Programs:
-    """Programs whose wall time is 1.3 × makespan + 3 × executions × floor + 2 × dispatch, ± 3 %."""
+    """Programs whose wall time is makespan + 3 × executions × floor + 2 × dispatch, ± 3 %."""
     rng = np.random.default_rng(seed)
     latencies, lowered, walls = [], [], []
     for _ in range(n):
@@ -83,7 +83,7 @@ def programs(make_kernel: MakeKernel, cpu: DeviceSpec, n: int, seed: int) -> Pro
         program = LoweredProgram(kernels, "xla", "cpu")
         times = np.exp(rng.normal(size=size) - 11)
         cost = schedule_cost(times, program, cpu)
-        wall = 1.3 * cost.makespan + 3 * cost.floors + 2 * cost.dispatch
+        wall = cost.makespan + 3 * cost.floors + 2 * cost.dispatch
         walls.append(wall * np.exp(0.03 * rng.normal()))
         latencies.append(times)
         lowered.append(program)
@@ -108,8 +108,21 @@ def test_physics_finds_its_coefficients(make_kernel: MakeKernel, cpu: DeviceSpec
     latencies, lowered, _, _ = programs(make_kernel, cpu, 60, 0)
     pairs = zip(latencies, lowered, strict=True)
     costs = [schedule_cost(times, program, cpu) for times, program in pairs]
-    wall = np.array([0.5 * c.total + 2 * c.floors + 3 * c.dispatch for c in costs])
-    np.testing.assert_allclose(fit_physics(costs, wall), [0.5, 0.0, 2.0, 3.0], atol=1e-6)
+    parts = [(0.6 * c.total + 0.4 * c.makespan, 2 * c.floors, 3 * c.dispatch) for c in costs]
+    wall = np.array([sum(part) for part in parts])
+    np.testing.assert_allclose(fit_physics(costs, wall), [0.6, 0.4, 2.0, 3.0], atol=1e-6)
+
+
+def test_overheads_of_small_programs_do_not_lengthen_the_kernels_of_large_ones(
+    make_kernel: MakeKernel, cpu: DeviceSpec
+) -> None:
+    lowered = LoweredProgram([make_kernel("a"), make_kernel("b", operands=(0,))], "xla", "cpu")
+    small = [schedule_cost(np.full(2, 2e-6), lowered, cpu)] * 90
+    large = [schedule_cost(np.full(2, 5e-3), lowered, cpu)] * 10
+    wall = np.array([20e-6] * 90 + [10e-3] * 10)  # 4 µs of kernels take 20; 10 ms take 10
+    coef = fit_physics([*small, *large], wall)
+    assert physics_time(large, coef)[0] == pytest.approx(10e-3, rel=0.01)
+    assert physics_time(small, coef)[0] == pytest.approx(20e-6, rel=0.01)
 
 
 def test_keeps_the_sum_where_nothing_beats_it(make_kernel: MakeKernel, cpu: DeviceSpec) -> None:
