@@ -183,11 +183,23 @@ def run_report(
     )
     kernels = compare_models(prepared, n_jobs=threads)
     print_metrics(console, kernels, "kernels")
+    if "program_n" in kernels:
+        own = kernels[kernels["program_n"].notna()].filter(regex="^(split|model|program_.*)$")
+        own = own.rename(columns=lambda name: name.removeprefix("program_"))
+        print_metrics(console, own, "whole programs in the test part of a split")
     programs = program_report(prepared, n_jobs=threads)
-    print_metrics(console, programs.metrics, "programs of families held out of training")
+    print_metrics(console, programs.metrics, "whole programs, their families held out in turn")
     print_frame(console, programs.families, "by family")
     shown = programs.programs
     if len(shown):
+        for name, part in shown.groupby("set"):
+            ratio = (part["labels_us"] / part["measured_us"]).dropna()
+            console.print(
+                f"measured kernels add up to {ratio.median():.2f} of the measured wall time "
+                f"(median of {len(ratio)} {name} programs; 10 % below {ratio.quantile(0.1):.2f}, "
+                f"10 % above {ratio.quantile(0.9):.2f})",
+                highlight=False,
+            )
         zoo = shown[shown["set"] == "zoo"].sort_values("measured_us")
         columns = ["family", "measured_us", "predicted_us", "sum_us", "kernels", "error"]
         print_frame(console, zoo[columns], "each program of the zoo")

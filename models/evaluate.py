@@ -180,6 +180,7 @@ def _program_record(model: CostModel, data: Prepared, sample: ProgramSample) -> 
         "lo_us": found.lo * 1e6,
         "hi_us": found.hi * 1e6,
         "sum_us": float(time.sum()) * 1e6,
+        "labels_us": data.label_sum_s(sample) * 1e6,
         "kernels": len(time),
         "in_domain_share": float(time[kernels.in_domain].sum() / max(time.sum(), 1e-12)),
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
@@ -102,6 +103,21 @@ class Prepared:
         """The program rows among the given ones."""
         wanted = set(rows.tolist())
         return [p for p in self.programs if p.row in wanted]
+
+    @cached_property
+    def _labels(self) -> dict[tuple[str, str], float]:
+        """Measured seconds by program and kernel hash."""
+        part = self.kernel_frame
+        seconds = part["latency_us_p50"].to_numpy(np.float64) * 1e-6
+        names = zip(part["program"], part["kernel_hash"], strict=True)
+        return dict(zip(names, seconds, strict=True))
+
+    def label_sum_s(self, sample: ProgramSample) -> float:
+        """What the measured kernels of a program add up to in seconds; nan if one has no label."""
+        timed = (k for k in sample.lowered.kernels if k.async_role != "done")
+        kernels = [k for k in timed if k.kind != "control"]
+        labels = [self._labels.get((sample.name, k.hash), np.nan) for k in kernels]
+        return float(np.dot(labels, [k.multiplicity for k in kernels])) if kernels else 0.0
 
     def subset(self, rows: np.ndarray) -> Dataset:
         """The given rows as a dataset."""

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +60,14 @@ def dataset(cpu: DeviceSpec) -> Dataset:
     missing = {"latency_us_p10": 0.0, "latency_us_p90": 0.0, "flops": 0.0, "bytes": 0.0}
     frame = sample_frame([missing | row for row in full])
     return Dataset(frame, {"r0": {"device": json.loads(cpu.to_json())}})
+
+
+def test_labels_of_a_program_add_up_to_its_wall_time(dataset: Dataset) -> None:
+    data = prepare(dataset)
+    for program in data.programs:
+        assert data.label_sum_s(program) == pytest.approx(program.wall_s)
+    alone = replace(data.programs[0], name="no such program")
+    assert np.isnan(data.label_sum_s(alone))
 
 
 def test_every_kernel_is_featurised_once(dataset: Dataset) -> None:
