@@ -15,7 +15,7 @@ from .kernel import KINDS
 #: device's.
 AMOUNTS = (
     "flops", "transcendentals", "bytes_in", "bytes_out", "matmul_flops", "dense_flops",
-    "matrix_dtype", "vector_dtype", "partitions",
+    "grouped_flops", "matrix_dtype", "vector_dtype", "partitions",
     "work_basic", "work_transcendental", "work_divide", "work_integer", "work_select",
     "work_convert", "work_move", "work_reduce", "work_random",
     "moved_transposed", "moved_strided", "moved_gathered", "moved_broadcast", "moved_scattered",

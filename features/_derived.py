@@ -132,6 +132,8 @@ def _times(
         "log_compute_floor": log_ratio(compute + 2**-10 * floor, floor),
         "log_memory_floor": log_ratio(memory + 2**-10 * floor, floor),
         "log_matmul_floor": log_ratio(matmul + 2**-10 * floor, floor),
+        # A depthwise convolution runs far below the matrix peak, also beside a large product.
+        "log_grouped_floor": log_ratio(c["grouped_flops"] / vector_peak + 2**-10 * floor, floor),
         "log_weighted_floor": log_ratio(weighted + 2**-10 * floor, floor),
         "log_serial_floor": log_ratio(serial + 2**-10 * floor, floor),
         "log_main_memory_floor": log_ratio(moved / facts.bandwidth + 2**-10 * floor, floor),
@@ -174,6 +176,7 @@ def _shares(c: Columns, work: np.ndarray) -> Columns:
     found = {f"share_{name[5:]}": c[name] / total for name in (*_WORK, "work_integer")}
     found |= {f"share_{name}": np.minimum(c[name] / largest, 8.0) for name in _MOVES}
     found["share_matmul"] = c["matmul_flops"] / np.maximum(c["flops"], c["matmul_flops"] + 1e-9)
+    found["share_grouped"] = c["grouped_flops"] / np.maximum(c["dense_flops"], 1.0)
     found["share_useful"] = np.where(
         c["dense_flops"] > 0, c["matmul_flops"] / np.maximum(c["dense_flops"], 1.0), 1.0
     )

@@ -129,6 +129,8 @@ def _convolution(
     k = kernel.shape[at.k_i] * taps
     flops = 2.0 * m * n * k * n_groups
     row["dense_flops"] += flops
+    if n_groups > 1:
+        row["grouped_flops"] += flops
     if 2 * flops < row["dense_flops"]:
         return
     _sizes(row, m, n, k, n_groups, data, kernel, out)

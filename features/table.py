@@ -29,7 +29,7 @@ from .kernel import Kernel
 from .roofline import roofline_of_rows
 
 #: Raised whenever the meaning or the set of features changes.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _CHUNK = 1024  # rows whose intermediate arrays stay in the cache
 _COUNTS, _FLAGS = (COMMON_COUNTS, RARE_COUNTS), (COMMON_FLAGS, RARE_FLAGS)

@@ -302,6 +302,30 @@ def test_depthwise_strided_convolution() -> None:
     assert count(f["log_conv_groups"]) == pytest.approx(16)
     assert count(f["log_conv_stride"]) == pytest.approx(4)
     assert [count(f[f"log_gemm_{d}"]) for d in "mnk"] == pytest.approx([18, 1, 9])
+    assert f["share_grouped"] == 1.0
+
+
+def test_depthwise_convolution_beside_a_larger_product_is_seen() -> None:
+    text = """
+%f (x: f32[4,8,8,16], w: f32[3,3,1,16], y: f32[16,64]) -> f32[256,64] {
+  %x = f32[4,8,8,16]{3,2,1,0} parameter(0)
+  %w = f32[3,3,1,16]{3,2,1,0} parameter(1)
+  %c = f32[4,8,8,16]{3,2,1,0} convolution(%x, %w), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f, feature_group_count=16
+  %b = f32[256,16]{1,0} bitcast(%c)
+  %y = f32[16,64]{1,0} parameter(2)
+  ROOT %d = f32[256,64]{1,0} dot(%b, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+ENTRY %main (p: f32[4,8,8,16], q: f32[3,3,1,16], r: f32[16,64]) -> f32[256,64] {
+  %p = f32[4,8,8,16]{3,2,1,0} parameter(0)
+  %q = f32[3,3,1,16]{3,2,1,0} parameter(1)
+  %r = f32[16,64]{1,0} parameter(2)
+  ROOT %k = f32[256,64]{1,0} fusion(%p, %q, %r), kind=kCustom, calls=%f
+}
+"""  # noqa: E501
+    f = one(kernel(text, "gemm", flops=561152.0))
+    grouped, product = 2 * 256 * 9 * 16, 2 * 256 * 16 * 64  # padding is not counted out here
+    assert f["share_grouped"] == pytest.approx(grouped / (grouped + product))
+    assert count(f["log_gemm_n"]) == pytest.approx(64)  # the product gives the details
 
 
 def test_transposing_copy() -> None:
