@@ -56,10 +56,10 @@ class XGBoostEstimator(TabularEstimator):
 
     def __init__(
         self,
-        rounds: int = 300,
+        rounds: int = 600,
         max_depth: int = 8,
-        learning_rate: float = 0.1,
-        min_child_weight: float = 2.0,
+        learning_rate: float = 0.05,
+        min_child_weight: float = 8.0,
         subsample: float = 0.8,
         colsample: float = 0.4,
         reg_lambda: float = 1.0,
@@ -67,7 +67,7 @@ class XGBoostEstimator(TabularEstimator):
         objective: str = "absolute",
         per_cell: bool = False,
         monotone: Mapping[str, int] | None = None,
-        stop_rounds: int = 30,
+        stop_rounds: int = 60,
         seed: int = 0,
         n_jobs: int = 1,
     ) -> None:
