@@ -57,9 +57,15 @@ def predict(
     ] = None,
 ) -> None:
     """Predict a program's time on a device: total, kernels, memory."""
+    from .predict.devices import is_known
     from .predict.predictor import load
 
     predictor = load(model)
+    if device == "local" and not is_known(device, predictor.model.devices):
+        from .workflows import measure_device
+
+        typer.echo("measuring this machine's ceilings, once", err=True)
+        measure_device(save=True)
     prediction = predictor.predict(
         program, device=device, lowering=lowering, strict=strict, trip_counts=_trips(trip_count)
     )

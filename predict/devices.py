@@ -41,6 +41,12 @@ def resolve_device(device: str | Path | DeviceSpec, known: Mapping[str, DeviceSp
     raise DeviceError(what, hint=hint)
 
 
+def is_known(device: str, known: Mapping[str, DeviceSpec]) -> bool:
+    """Whether :func:`resolve_device` finds a description of a device given by name or ``local``."""
+    name = local_device_name() if device == "local" else device
+    return name in known or measured_path(name).is_file()
+
+
 def measured_path(name: str) -> Path:
     """Where the user's own measurement of a device is kept."""
     return home() / "devices" / f"{name}.json"

@@ -207,7 +207,16 @@ class Predictor:
             lowering=lowered.lowering,
             model=self.model.name,
             device=device.name,
-            notes=tuple(lowered.notes),
+            notes=(*lowered.notes, *self._unknown_device(device)),
+        )
+
+    def _unknown_device(self, device: DeviceSpec) -> tuple[str, ...]:
+        if device.name in self.model.devices:
+            return ()
+        known = ", ".join(sorted(self.model.devices)) or "no device"
+        return (
+            f"the model was trained on {known}, not on {device.name}: errors may exceed the "
+            "intervals; profile this device and train on it",
         )
 
     def latency_us(self, kernel: Kernel, device: str | DeviceSpec = "local") -> float:

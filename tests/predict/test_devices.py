@@ -4,7 +4,7 @@ import pytest
 
 from opcast.features.device import local_device_name
 from opcast.features.errors import DeviceError
-from opcast.predict.devices import measured_path, resolve_device
+from opcast.predict.devices import is_known, measured_path, resolve_device
 
 
 def test_description_passes_through(device):
@@ -25,6 +25,17 @@ def test_own_measurement_of_the_local_device_wins(device, tmp_path, monkeypatch)
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(data))
     assert resolve_device("local", {name: device}).floor == 0.125
+
+
+def test_known_devices_are_the_models_and_those_measured_here(device, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPCAST_CACHE", str(tmp_path))
+    assert is_known(device.name, {device.name: device})
+    assert not is_known("abacus", {device.name: device})
+    assert not is_known("local", {})
+    path = measured_path(local_device_name())
+    path.parent.mkdir(parents=True)
+    path.write_text(device.to_json())
+    assert is_known("local", {})
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import json
 import threading
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -148,3 +149,10 @@ def test_threads_may_share_a_predictor(predictor, device, step_file):
         t.join()
     assert len(found) == 4
     assert all(np.allclose(f, expected, rtol=1e-6) for f in found)
+
+
+def test_a_device_that_the_model_never_saw_is_noted(predictor, device, step):
+    assert predictor.predict(step, device=device).notes == ()
+    other = replace(device, name="another-cpu")
+    (note,) = predictor.predict(step, device=other).notes
+    assert device.name in note and "another-cpu" in note
