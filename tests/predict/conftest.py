@@ -4,7 +4,7 @@ import pytest
 
 import opcast
 
-MODEL_DEVICE = "cpu-intel-xeon-processor-2.50ghz-2c"
+MODEL_DEVICE = "cpu-amd-epyc-2c"
 
 
 @pytest.fixture(scope="session")

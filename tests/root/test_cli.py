@@ -3,11 +3,15 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-DEVICE = "cpu-intel-xeon-processor-2.50ghz-2c"
+from opcast import load
+from opcast.features.device import local_device_name
+
+DEVICE = "cpu-amd-epyc-2c"
 
 
 def opcast(*args: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -37,6 +41,23 @@ def test_predict_prints_a_screen_and_a_trace(program, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "90 % interval" in done.stdout
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.slow
+def test_an_unknown_machine_is_measured_once(program, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPCAST_CACHE", str(tmp_path / "cache"))
+    model = load().model
+    spec = model.devices[DEVICE]
+    model.devices = {"elsewhere": replace(spec, name="elsewhere")}
+    model.save(tmp_path / "model")
+    first, second = (
+        opcast("predict", program, "--model", tmp_path / "model", "--json") for _ in range(2)
+    )
+    assert first.returncode == second.returncode == 0, first.stderr
+    assert "measuring this machine" in first.stderr
+    assert second.stderr == ""
+    assert json.loads(second.stdout)["device"] == local_device_name()
+    assert "elsewhere" in json.loads(second.stdout)["notes"][0]
 
 
 @pytest.mark.parametrize(
