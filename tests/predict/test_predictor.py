@@ -105,7 +105,7 @@ def test_peak_memory_covers_arguments_and_results(predictor, device):
 
 
 def test_unknown_names_list_the_choices(predictor, step_file):
-    with pytest.raises(DeviceError, match="known: cpu-intel"):
+    with pytest.raises(DeviceError, match="known: cpu-amd"):
         predictor.predict(step_file, device="abacus")
     with pytest.raises(ModelError, match="one of: cpu-xgboost"):
         opcast.load("no-such-model")
