@@ -36,11 +36,17 @@ def test_wheel_holds_only_the_package(tmp_path):
         capture_output=True,
     )
     (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path / "site")
     tops = {name.split("/")[0] for name in names}
     assert tops == {"opcast", wheel.name.split("-py3")[0] + ".dist-info"}
     assert {"opcast/cli.py", "opcast/py.typed", "opcast/features/ir.py"} <= set(names)
     assert not [n for n in names if n.startswith(("opcast/tests", "opcast/mlruns", "opcast/."))]
+    # The shipped model comes along whole: it loads from where the wheel was unpacked.
+    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); import opcast;"
+    out = run(code + "print(opcast.__file__, opcast.load().model.name)", tmp_path)
+    assert out.split() == [str(tmp_path / "site" / "opcast" / "__init__.py"), "xgboost"]
 
 
 def test_imports_beside_packages_of_the_same_names(tmp_path):
