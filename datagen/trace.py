@@ -242,9 +242,13 @@ def _per_execution(spans: list[_Span], count: int) -> list[_Span]:
         return spans
     size, left = divmod(len(spans), count)
     if left:
-        return [_Span(sum(s.length for s in spans) / count, sum(s.shared for s in spans) / count)]
-    chunks = (spans[i : i + size] for i in range(0, len(spans), size))
-    return [_Span(sum(s.length for s in c), sum(s.shared for s in c)) for c in chunks]
+        whole = _sum(spans)
+        return [_Span(whole.length / count, whole.shared / count)]
+    return [_sum(spans[i : i + size]) for i in range(0, len(spans), size)]
+
+
+def _sum(spans: list[_Span]) -> _Span:
+    return _Span(sum(s.length for s in spans), sum(s.shared for s in spans))
 
 
 def _alone(spans: list[_Span]) -> list[float]:
