@@ -31,7 +31,9 @@ Settings = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ProgramArg = Annotated[Path, typer.Argument(help="StableHLO text, bytecode, export, or HLO text.")]
-DeviceOpt = Annotated[str, typer.Option("--device", help="Name, device file, or 'local'.")]
+DeviceOpt = Annotated[
+    str, typer.Option("--device", help="Name (opcast device --list), device file, or 'local'.")
+]
 ModelOpt = Annotated[str, typer.Option("--model", help="Model name or folder.")]
 LoweringOpt = Annotated[str, typer.Option("--lowering", help="xla or op.")]
 Trips = Annotated[
@@ -119,13 +121,24 @@ def profile(
 
 @app.command()
 def device(
+    name: Annotated[
+        str | None, typer.Argument(help="Name or device file to print instead of measuring.")
+    ] = None,
     save: Annotated[bool, typer.Option("--save", help="Keep it for --device local.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="List the catalogue.")] = False,
+    json_output: Json = False,
 ) -> None:
-    """Measure this device's ceilings and floors, and print them as a device file."""
-    from .workflows import measure_device
+    """Measure this device and print it as a device file; or print a known device, or all."""
+    from .workflows import list_devices, measure_device, show_device
 
-    spec = measure_device(save=save)
-    sys.stdout.write(spec.to_json() + "\n")
+    if sum((name is not None, save, listed)) > 1:
+        raise typer.BadParameter("give a NAME, --save or --list")
+    if listed:
+        list_devices(_console(), as_json=json_output)
+    elif name is not None:
+        show_device(_console(), name, as_json=json_output)
+    else:
+        sys.stdout.write(measure_device(save=save).to_json() + "\n")
 
 
 @app.command()

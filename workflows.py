@@ -81,6 +81,30 @@ def measure_device(*, save: bool) -> DeviceSpec:
     return spec
 
 
+def show_device(console: Console, name: str, *, as_json: bool) -> None:
+    """Print a device with its sources: measured here, of the catalogue, or of a device file."""
+    from .predict.device_view import print_device
+    from .predict.devices import resolve_device
+
+    spec = resolve_device(name, {})
+    if as_json:
+        print(spec.to_json())
+    else:
+        print_device(console, spec)
+
+
+def list_devices(console: Console, *, as_json: bool) -> None:
+    """Print the catalogue as a table."""
+    from .features.catalogue import device_names, find_device
+    from .predict.device_view import print_devices
+
+    specs = [find_device(name) for name in device_names()]
+    if as_json:
+        print(json.dumps([json.loads(spec.to_json()) for spec in specs]))
+    else:
+        print_devices(console, specs)
+
+
 def show_data(console: Console, paths: Sequence[Path], *, plot: Path | None, as_json: bool) -> None:
     """Print what datasets hold."""
     from .datagen.show import describe, tables

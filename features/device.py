@@ -34,7 +34,8 @@ class DeviceSpec:
     Attributes:
         name: Canonical name, such as ``cpu-xeon-2.50ghz-2c`` or ``h100-sxm``.
         platform: ``cpu``, ``gpu`` or ``tpu``.
-        peak_flops: Dense matrix FLOP/s by HLO dtype.
+        peak_flops: Dense matrix FLOP/s by HLO dtype; ``f32`` is true FP32, products with operands
+            rounded to TensorFloat-32 are under ``tf32``.
         vector_flops: Element-wise FLOP/s by HLO dtype.
         levels: Memory levels, fastest first; the last one is main memory.
         floor: Smallest duration of a kernel, in seconds.
@@ -45,6 +46,18 @@ class DeviceSpec:
         memory_bytes: Device memory.
         source: Where the figures come from (``measured`` or a document).
         extra: Anything else worth recording.
+        vendor: Who makes it.
+        architecture: Generation, such as ``hopper``; names a row of ``features/device_rules.py``.
+        lanes_per_core: FP32 lanes of a core, SM or CU; 0 if not known.
+        power_w: Board power limit in watts; 0 if not known.
+        link_bandwidth: Bytes/s in one direction of all scale-up links of a device together.
+        inter_node_bandwidth: Bytes/s in one direction to other nodes, per device.
+        host_bandwidth: Bytes/s in one direction to the host.
+        devices_per_node: Devices of a node; 0 if not known.
+        shared_bytes_per_core: Shared memory (LDS, VMEM) of a core in bytes; 0 if not known.
+        aliases: Other names of the device, such as JAX's device kind.
+        provenance: Where each figure comes from, by key of the device file.
+        defaulted: Keys that the device file left out and that a rule filled.
     """
 
     name: str
@@ -60,6 +73,18 @@ class DeviceSpec:
     memory_bytes: float = 0.0
     source: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
+    vendor: str = ""
+    architecture: str = ""
+    lanes_per_core: int = 0
+    power_w: float = 0.0
+    link_bandwidth: float = 0.0
+    inter_node_bandwidth: float = 0.0
+    host_bandwidth: float = 0.0
+    devices_per_node: int = 0
+    shared_bytes_per_core: float = 0.0
+    aliases: tuple[str, ...] = ()
+    provenance: dict[str, str] = field(default_factory=dict)
+    defaulted: tuple[str, ...] = ()
 
     @property
     def bandwidth(self) -> float:
@@ -93,6 +118,8 @@ class DeviceSpec:
         try:
             values = dict(data)
             values["levels"] = tuple(MemoryLevel(**level) for level in values["levels"])
+            for name in ("aliases", "defaulted"):
+                values[name] = tuple(values.get(name, ()))
             return cls(**values)
         except (KeyError, TypeError) as error:
             raise DeviceError(
@@ -113,8 +140,10 @@ def _lookup(table: dict[str, float], dtype: str) -> float:
     if not table:
         raise DeviceError("device lists no peak FLOP/s", hint="add peak_flops")
     bits = DTYPE_BITS.get(dtype, 32)
-    wider = [d for d in table if DTYPE_BITS.get(d, 32) >= bits]
-    pick = min(wider or table, key=lambda d: abs(DTYPE_BITS.get(d, 32) - bits))
+    # A rate of reduced precision (tf32) is no HLO type and stands in for none.
+    known = [d for d in table if d in DTYPE_BITS] or list(table)
+    wider = [d for d in known if DTYPE_BITS.get(d, 32) >= bits]
+    pick = min(wider or known, key=lambda d: abs(DTYPE_BITS.get(d, 32) - bits))
     return table[pick]
 
 
