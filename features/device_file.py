@@ -149,8 +149,8 @@ def _key_lines(
     node: Any, path: Path, above: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], int]]:
     """Keys of a YAML tree with their line numbers; a key that is there twice is refused."""
-    if getattr(node, "id", "") != "mapping":
-        return
+    if getattr(node, "id", "") != "mapping" or len(above) > 1:
+        return  # no key lies deeper than two
     seen: set[str] = set()
     for key, value in node.value:
         name, line = str(key.value), key.start_mark.line + 1

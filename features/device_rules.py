@@ -57,8 +57,8 @@ class Architecture:
 GENERIC = Architecture()
 #: Bytes per clock are rounded from what micro-benchmarks of L2 commonly report (from memory): 1.6
 #: TB/s on P100, 2.2 on V100, 1.3 on T4, 5 on A100, 6 to 7 on H100, 8 on GB202. Blackwell for data
-#: centres has two dies, each with an L2 of its own, and twice the memory bandwidth to feed: a guess.
-#: Ratios are those of white papers.
+#: centres has two dies, each with an L2 of its own, and twice the memory bandwidth to feed: a
+#: guess. Ratios are those of white papers.
 ARCHITECTURES: dict[str, Architecture] = {
     # GP104 has hardly any f16; compilers convert to f32 and back.
     "pascal": Architecture(22.0, half=1.0),

@@ -61,3 +61,17 @@ def test_missing_dtype_takes_the_nearest_wider() -> None:
 def test_unknown_key_is_an_error() -> None:
     with pytest.raises(DeviceError, match="unknown keys"):
         DeviceSpec.from_dict({"levels": [], "nonsense": 1})
+
+
+def test_descriptions_without_the_newer_fields_still_load() -> None:
+    import json
+
+    names = ("vendor", "architecture", "aliases", "provenance", "defaulted", "link_bandwidth")
+    old = {k: v for k, v in json.loads(SPEC.to_json()).items() if k not in names}
+    assert DeviceSpec.from_dict(old) == SPEC
+
+
+def test_a_rate_of_reduced_precision_stands_in_for_no_type() -> None:
+    device = DeviceSpec("d", "gpu", {"tf32": 8.0, "f32": 1.0}, {}, SPEC.levels, floor=1e-6)
+    assert device.matrix_peak("s32") == device.matrix_peak("bf16") == 1.0
+    assert device.matrix_peak("tf32") == 8.0

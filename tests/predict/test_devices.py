@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -38,6 +39,28 @@ def test_known_devices_are_the_models_and_those_measured_here(device, tmp_path, 
     assert is_known("local", {})
 
 
+def test_catalogue_comes_last(device, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPCAST_CACHE", str(tmp_path))
+    assert resolve_device("NVIDIA H200", {}).name == "h200-sxm"
+    trained = replace(device, name="nvidia-h200")
+    # What was trained or measured under JAX's name is found under the catalogue's.
+    assert resolve_device("h200-sxm", {"nvidia-h200": trained}) is trained
+    path = measured_path("nvidia-h200")
+    path.parent.mkdir(parents=True)
+    path.write_text(replace(trained, floor=0.125).to_json())
+    assert resolve_device("h200-sxm", {"nvidia-h200": trained}).floor == 0.125
+
+
+def test_yaml_file_is_read(tmp_path):
+    path = tmp_path / "chip.yaml"
+    path.write_text("name: chip\nbase: h200-sxm\nhbm_bandwidth_gbps: 9600\n")
+    assert resolve_device(path, {}).bandwidth == 9600e9
+
+
+def test_a_catalogue_entry_does_not_spare_a_measurement_at_hand():
+    assert not is_known("h100-sxm", {})
+
+
 @pytest.mark.parametrize(
     ("content", "what"),
     [("{", "not JSON"), ('{"name": "x"}', "incomplete"), ('{"colour": 1}', "incomplete")],
@@ -55,3 +78,5 @@ def test_missing_file_and_unknown_name(tmp_path):
         resolve_device(tmp_path / "none.json", {})
     with pytest.raises(DeviceError, match="opcast device --save"):
         resolve_device("abacus", {})
+    with pytest.raises(DeviceError, match="h100-sxm"):
+        resolve_device("h100-sxn", {})

@@ -77,6 +77,46 @@ def test_bad_choices_give_one_line_and_fail(program, args, text):
     assert text in done.stderr
 
 
+def test_predict_for_a_device_of_the_catalogue_is_a_roofline_that_says_so(program):
+    """The shipped model knows no GPU: the answer is the roofline, marked, with a wide interval."""
+    done = opcast("predict", program, "--device", "h100-sxm", "--lowering", "op", "--json")
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert data["device"] == "h100-sxm"
+    assert {k["source"] for k in data["kernels"]} == {"roofline"}
+    assert data["in_domain_share"] == 0.0
+    assert 0 < data["lo_us"] <= data["latency_us"] / 2 < 2 * data["latency_us"] <= data["hi_us"]
+    assert any("not on h100-sxm" in note for note in data["notes"])
+    strict = opcast("predict", program, "--device", "h100-sxm", "--lowering", "op", "--strict")
+    assert strict.returncode == 1
+    assert "roofline" in strict.stderr
+
+
+def test_device_prints_a_device_with_sources_and_marks_defaults():
+    done = opcast("device", "NVIDIA H200")
+    assert done.returncode == 0, done.stderr
+    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line.split()}
+    assert "4800" in lines["hbm_bandwidth_gbps"]
+    assert "data sheet, from memory" in lines["hbm_bandwidth_gbps"]
+    assert "default" in lines["launch_floor_us"]
+    assert "default" not in lines["peak_tflops.bf16"]
+
+
+def test_device_lists_the_catalogue(tmp_path):
+    done = opcast("device", "--list")
+    assert done.returncode == 0, done.stderr
+    assert {"h100-sxm", "tpu-v5e", "mi250"} <= {x.split()[0] for x in done.stdout.splitlines()}
+    assert max(map(len, done.stdout.splitlines())) <= 120
+    names = [d["name"] for d in json.loads(opcast("device", "--list", "--json").stdout)]
+    assert names == sorted(names)
+
+
+def test_device_refuses_a_name_and_another_choice():
+    done = opcast("device", "h100-sxm", "--list")
+    assert done.returncode != 0
+    assert "--list" in done.stderr
+
+
 @pytest.mark.parametrize("content", ["", "hello", "module { func.func @main(", "HloModule x\n!!"])
 def test_bad_programs_give_one_line_and_fail(content, tmp_path):
     path = tmp_path / "bad.mlir"
