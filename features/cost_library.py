@@ -14,12 +14,15 @@ from typing import Any
 
 from .cost_conv import conv_flops
 from .ir import Op, TensorType
+from .ops.flops import op_flops
 
 Work = tuple[float, float]
 Matrix = Callable[[float, float], float]
 
 _GEMM = re.compile(r"cublas\$(?:gemm|lt\$)|onednn\$matmul|triton\$gemm|Matmul|MatMul|matmul|gemm")
 _CONV = re.compile(r"(?:cudnn|onednn)\$conv|DnnConv")
+#: Attention and experts of published tables; their quantised products are counted as GEMMs.
+_PUBLISHED = ("opcast.op.attention", "opcast.op.moe")
 _TOP_K = re.compile(r"top_?k", re.IGNORECASE)
 _ROUTINE = re.compile(
     r"potrf|trsm|getrf|geqrf|orgqr|ungqr|syevd?|heevd?|gesdd|gesvdj?|geev|gehrd|gees|sytrd|hetrd"
@@ -64,6 +67,8 @@ def custom_call_flops(op: Op, operands: Sequence[TensorType]) -> Work:
     target = str(op.attrs.get("target", ""))
     if not operands or not op.results or is_annotation(op):
         return 0.0, 0.0
+    if target.startswith(_PUBLISHED):
+        return _published(op), 0.0
     if "fmha" in target:
         return _attention(op, operands, target)
     if _CONV.search(target) and "dim_labels" in op.attrs and len(operands) > 1:
@@ -168,3 +173,9 @@ def _linear_algebra(routine: str, op: Op, operands: Sequence[TensorType]) -> flo
     rule = _BY_ROUTINE.get(routine)
     m, n = float(max(rows, columns)), float(min(rows, columns))
     return prod(batch) * rule(m, n) if rule else 0.0
+
+
+def _published(op: Op) -> float:
+    config = op.attrs.get("backend_config")
+    params = config.get("published_op") if isinstance(config, dict) else None
+    return op_flops(params) if params else 0.0

@@ -1,0 +1,127 @@
+"""Operator tables to features: physics first, one family at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pandas as pd
+
+from ..device import DeviceSpec, MemoryLevel
+from ..errors import DatasetError
+from .attention import attention
+from .conv import conv
+from .gemm import gemm
+from .moe import moe
+from .physics import Physics
+from .pointwise import pointwise
+from .schema import FAMILIES, PARAMETERS
+from .table import OpTable
+
+#: Raised whenever the meaning or the set of a family's features changes.
+OPS_VERSION = 1
+
+_PHYSICS: dict[str, Callable[[OpTable], Physics]] = {
+    "gemm": gemm, "conv": conv, "pointwise": pointwise, "attention": attention, "moe": moe,
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class OpFeatures:
+    """Features of ``n`` operators of one family.
+
+    Attributes:
+        X: Features, float32, shape ``(n, d)``, finite.
+        names: Their ``d`` names.
+        base_s: Analytical estimate in seconds, shape ``(n,)``, positive.
+        roofline_s: Roofline in seconds, shape ``(n,)``.
+        floor_s: Fixed cost within ``base_s``, shape ``(n,)``.
+        bound: What limits it: ``compute``, ``memory`` or ``latency``, shape ``(n,)``.
+        general: Which features say nothing but how the kernel lies on its device, bool ``(d,)``.
+        keys: Positions of the features that span the domain.
+    """
+
+    X: np.ndarray
+    names: tuple[str, ...]
+    base_s: np.ndarray
+    roofline_s: np.ndarray
+    floor_s: np.ndarray
+    bound: np.ndarray
+    general: np.ndarray
+    keys: np.ndarray
+
+
+def op_features(frame: pd.DataFrame, family: str, devices: Mapping[str, DeviceSpec]) -> OpFeatures:
+    """Features of the rows of a published table.
+
+    Args:
+        frame: Rows of one family, with the columns of its group of parameters.
+        family: One of :data:`~opcast.features.ops.schema.FAMILIES`.
+        devices: Descriptions by the values of the column ``device``.
+
+    Raises:
+        DatasetError: The family is unknown, or a row lacks a parameter or has one out of range.
+    """
+    if family not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise DatasetError(f"no operator family {family!r}", hint=f"families are: {known}")
+    group = FAMILIES[family]
+    table = OpTable.of(frame, family, PARAMETERS[group], devices)
+    _check(table, frame)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = _PHYSICS[group](table)
+    names = tuple(found.features)
+    X = np.empty((len(table), len(names)), np.float32)
+    for place, values in enumerate(found.features.values()):
+        X[:, place] = values
+    limited = np.where(found.compute_bound, "compute", "memory")
+    return OpFeatures(
+        X=X, names=names, base_s=found.base_s, roofline_s=found.roofline_s, floor_s=found.fixed_s,
+        bound=np.where(found.fixed_s > 0.5 * found.base_s, "latency", limited).astype(object),
+        general=np.array([n not in found.specific for n in names]),
+        keys=np.array([names.index(k) for k in found.keys]),
+    )  # fmt: skip
+
+
+#: Parameters that may be missing, and those that may be zero.
+_OPTIONAL = frozenset(("n_in",))
+_MAY_BE_ZERO = frozenset(("window", "causal", "pad"))
+
+
+def _check(table: OpTable, frame: pd.DataFrame) -> None:
+    for name, values in table.columns.items():
+        if name in _OPTIONAL:
+            continue
+        bad = ~(values >= (0 if name in _MAY_BE_ZERO else 1))
+        if bad.any():
+            row = int(np.flatnonzero(bad)[0])
+            label = frame["id"].iloc[row] if "id" in frame else frame.index[row]
+            raise DatasetError(
+                f"{table.family} needs a positive whole number in column {name!r}, found "
+                f"{values[row]}",
+                where=f"row {label}",
+                hint="correct or drop the row",
+            )
+
+
+@cache
+def ops_schema_hash(family: str) -> str:
+    """Digest of a family's features; models store it and refuse another."""
+    text = "\n".join((str(OPS_VERSION), family, *feature_names(family)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@cache
+def feature_names(family: str) -> tuple[str, ...]:
+    """Names of a family's features, in order."""
+    row = {name: [1] for name in PARAMETERS[FAMILIES[family]]} | {"device": ["any"]}
+    return op_features(pd.DataFrame(row), family, {"any": _ANY}).names
+
+
+_ANY = DeviceSpec(
+    "any", "gpu", {"f32": 1.0}, {"f32": 1.0}, (MemoryLevel(1.0, 1.0), MemoryLevel(1.0, 1.0)), 1.0,
+    clock_hz=1.0,
+)  # fmt: skip

@@ -1,0 +1,148 @@
+"""Columns of one family of operators as arrays, with the facts of the devices that they run on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from ..device import DeviceSpec
+from .schema import NAMES
+
+#: Stored bits of a weight by dtype of a table; scales of blocks included (16 values of nvfp4 and 32
+#: of mxfp4 share 8 bits).
+WEIGHT_BITS = {
+    "fp32": 32.0, "fp16": 16.0, "bf16": 16.0, "fp8": 8.0, "fp8_block": 8.0, "int8_sq": 8.0,
+    "int8_wo": 8.0, "nvfp4": 4.5, "int4_wo": 4.5, "w4a16_mxfp4": 4.25, "w4a8_mxfp4_mxfp8": 4.25,
+}  # fmt: skip
+#: Bits of an activation as the matrix unit reads it.
+ACTIVATION_BITS = {
+    "fp32": 32.0, "fp16": 16.0, "bf16": 16.0, "fp8": 8.0, "fp8_block": 8.0, "int8_sq": 8.0,
+    "int8_wo": 16.0, "nvfp4": 4.5, "int4_wo": 16.0, "w4a16_mxfp4": 16.0, "w4a8_mxfp4_mxfp8": 8.0,
+}  # fmt: skip
+#: HLO dtype whose matrix rate counts.
+RATE = {
+    "fp32": "f32", "fp16": "f16", "bf16": "bf16", "fp8": "f8e4m3fn", "fp8_block": "f8e4m3fn",
+    "int8_sq": "s8", "int8_wo": "bf16", "nvfp4": "f4e2m1fn", "int4_wo": "bf16",
+    "w4a16_mxfp4": "bf16", "w4a8_mxfp4_mxfp8": "f8e4m3fn",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class OpTable:
+    """``n`` operators of one family.
+
+    Attributes:
+        family: One of :data:`~opcast.features.ops.schema.FAMILIES`.
+        columns: Parameters, float64, shape ``(n,)`` each; missing ones are nan.
+        names: Text parameters, object, shape ``(n,)`` each; missing ones are empty.
+        code: Index into ``devices``, shape ``(n,)``.
+        devices: Descriptions.
+    """
+
+    family: str
+    columns: dict[str, np.ndarray]
+    names: dict[str, np.ndarray]
+    code: np.ndarray
+    devices: tuple[DeviceSpec, ...]
+
+    @classmethod
+    def of(
+        cls, frame: pd.DataFrame, family: str, parameters: tuple[str, ...],
+        devices: Mapping[str, DeviceSpec],
+    ) -> OpTable:  # fmt: skip
+        """Take the rows of a frame, all of one family.
+
+        Args:
+            frame: Columns of a published table; ``device`` names the device.
+            family: Its family.
+            parameters: Integer columns that the family has.
+            devices: Descriptions by the names in ``device``.
+        """
+        n = len(frame)
+        columns = {c: _numbers(frame, c, n) for c in parameters}
+        names = {c: _texts(frame, c, n) for c in NAMES}
+        code, order = pd.factorize(frame["device"].astype(str))
+        return cls(family, columns, names, code, tuple(devices[str(d)] for d in order))
+
+    def __len__(self) -> int:
+        """Number of operators."""
+        return len(self.code)
+
+    def numbers(self, *wanted: str) -> list[np.ndarray]:
+        """Parameter columns."""
+        return [self.columns[c] for c in wanted]
+
+    def of_device(self, values: list[float]) -> np.ndarray:
+        """A figure of each row's device, given one for each of ``devices``."""
+        return np.asarray(values, np.float64)[self.code]
+
+    def mapped(self, column: str, table: Mapping[str, float], default: float) -> np.ndarray:
+        """A figure looked up by a text column."""
+        code, values = pd.factorize(self.names[column])
+        return np.array([table.get(str(v), default) for v in values], np.float64)[code]
+
+    def says(self, column: str, *words: str) -> np.ndarray:
+        """Whether a text column holds any of the words, bool."""
+        code, values = pd.factorize(self.names[column])
+        return np.array([any(w in str(v).lower() for w in words) for v in values], bool)[code]
+
+    def is_(self, column: str, value: str) -> np.ndarray:
+        """Whether a text column has the value, bool."""
+        return np.asarray(self.names[column] == value, bool)
+
+    @property
+    def weight_bytes(self) -> np.ndarray:
+        """Bytes of a stored weight."""
+        return self.mapped("dtype", WEIGHT_BITS, 16.0) / 8
+
+    @property
+    def activation_bytes(self) -> np.ndarray:
+        """Bytes of an activation as the matrix unit reads it."""
+        return self.mapped("dtype", ACTIVATION_BITS, 16.0) / 8
+
+    def matrix_peak(self) -> np.ndarray:
+        """Dense FLOP/s of each row's dtype on its device."""
+        code, values = pd.factorize(self.names["dtype"])
+        kinds = [RATE.get(str(v), "bf16") for v in values]
+        rates = np.array([[d.matrix_peak(k) for k in kinds] for d in self.devices])
+        return np.asarray(rates[self.code, code])
+
+    def machine(self) -> Machine:
+        """Facts of each row's device."""
+        d = self.devices
+        return Machine(
+            cores=self.of_device([x.core_count for x in d]),
+            clock=self.of_device([x.clock_hz or 1.5e9 for x in d]),
+            cache=self.of_device([max(x.cache_bytes, 1.0) for x in d]),
+            cache_bandwidth=self.of_device([x.levels[0].bandwidth for x in d]),
+            bandwidth=self.of_device([x.bandwidth for x in d]),
+            vector=self.of_device([x.vector_peak("f32") for x in d]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Device facts, one a row: SMs, clock (Hz), last-level cache (bytes), rates (1/s)."""
+
+    cores: np.ndarray
+    clock: np.ndarray
+    cache: np.ndarray
+    cache_bandwidth: np.ndarray
+    bandwidth: np.ndarray
+    vector: np.ndarray
+
+
+def _numbers(frame: pd.DataFrame, column: str, n: int) -> np.ndarray:
+    if column not in frame:
+        return np.full(n, np.nan)
+    return frame[column].to_numpy(np.float64, na_value=np.nan)
+
+
+def _texts(frame: pd.DataFrame, column: str, n: int) -> np.ndarray:
+    if column not in frame:
+        return np.full(n, "", dtype=object)
+    found: np.ndarray = frame[column].astype(object).fillna("").to_numpy(object)
+    return found
