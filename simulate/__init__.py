@@ -1,5 +1,6 @@
 """Composition: kernels with durations go in, the time of a whole program comes out.
 
-``schedule`` places kernels on a device's workers in schedule order. Parallel plans and topologies
-build on it.
+``schedule`` places kernels on a device's workers in schedule order. ``collective`` estimates what
+goes over ``links``: the time of all-reduces and their like, with intervals. Parallel plans and
+topologies build on both.
 """
