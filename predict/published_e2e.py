@@ -16,15 +16,13 @@ p`` of one micro-batch's pass, and its transfers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from ..features.errors import DatasetError
-from .graph_layers import Variant, label_layers, node_repeats, parse_variant
-from .opgraph import COLLECTIVES, OP_COLUMNS, GraphOp, graph_ops, op_rows
+from .graph_program import GraphProgram, graph_programs
+from .opgraph import COLLECTIVES
 
 #: Shortest time of a kernel in a stream of kernels, in microseconds: its start and a gap.
 KERNEL_US = 3.0
@@ -37,50 +35,9 @@ RHO = 0.45
 COMPOSITION_ERROR = 0.08
 #: Columns that the callbacks return, in microseconds: estimate and ends of its 90 % interval.
 LATENCY_COLUMNS = ("latency_us", "lo_us", "hi_us")
-_WIDTH = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
-_OPS = {"ALLREDUCE": "all_reduce", "ALLREDUCE_ASYNC": "all_reduce", "SENDRECV": "send_recv"}
 _NEEDED = ("desc", "device", "model", "mode", "n_layer")
 
 Latency = Callable[[pd.DataFrame], pd.DataFrame]
-
-
-@dataclass(frozen=True)
-class Term:
-    """One operation of a label: ``times`` executions of a row of a table of unique operations.
-
-    Attributes:
-        phase: ``fw``, ``bw`` or ``acc``.
-        kind: As in the graph; ``JOIN`` for traffic that joins another kernel.
-        row: Position in the table of its kind (operations or collectives).
-        times: Executions.
-        size: Bytes of one collective; 0 for a kernel.
-    """
-
-    phase: str
-    kind: str
-    row: int
-    times: float
-    size: float = 0.0
-
-
-class _Unique:
-    """Unique rows of a table in the order in which they were first seen."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self._places: dict[tuple[Any, ...], int] = {}
-
-    def place(self, row: dict[str, Any]) -> int:
-        key = tuple(row.values())
-        if key not in self._places:
-            self._places[key] = len(self.rows)
-            self.rows.append(row)
-        return self._places[key]
-
-    def table(self, columns: tuple[str, ...]) -> pd.DataFrame:
-        frame = pd.DataFrame(self.rows, columns=list(columns))
-        whole = [c for c in ("b", "m", "n", "k", "rows", "cols", "n_in") if c in frame]
-        return frame.astype(dict.fromkeys(whole, "Int64"))
 
 
 def compose(
@@ -115,69 +72,11 @@ def compose(
     missing = [c for c in _NEEDED if c not in labels]
     if missing:
         raise DatasetError(f"labels lack the columns {missing}", hint=f"needed: {list(_NEEDED)}")
-    ops, links, programs = _programs(labels, graphs)
-    op_times = _ask(op_latency, ops.table(("device", *OP_COLUMNS)), "op_latency")
-    columns = ("device", "op", "bytes", "world_size", "dtype")
-    link_times = _ask(collective_latency, links.table(columns), "collective_latency")
-    results = [_step(*program, op_times, link_times, rho) for program in programs]
+    found = graph_programs(labels, graphs)
+    op_times = _ask(op_latency, found.operations, "op_latency")
+    link_times = _ask(collective_latency, found.collectives, "collective_latency")
+    results = [_step(program, op_times, link_times, rho) for program in found.programs]
     return pd.DataFrame(results, index=labels.index)
-
-
-def _programs(
-    labels: pd.DataFrame, graphs: pd.DataFrame
-) -> tuple[_Unique, _Unique, list[tuple[Variant, list[Term], int]]]:
-    ops, links = _Unique(), _Unique()
-    by_name = dict(tuple(graphs.groupby("desc", sort=False)))
-    programs = []
-    for label, layers in zip(labels.to_dict("records"), label_layers(labels), strict=True):
-        graph = by_name.get(label["desc"])
-        if graph is None:
-            raise DatasetError(f"no op graph is named {label['desc']!r}", hint="check graphs")
-        plain = {str(k): v for k, v in label.items()}
-        variant = parse_variant(plain.get("variant"))
-        programs.append(
-            (
-                variant,
-                _terms(plain, graph, int(layers), variant, ops, links),
-                ops.place(_probe(plain)),
-            )
-        )
-    return ops, links, programs
-
-
-def _probe(label: dict[str, Any]) -> dict[str, Any]:
-    return {"device": label["device"], **op_rows(GraphOp("VECrelu", (1, 1024)), _dtype(label))}
-
-
-def _dtype(label: dict[str, Any]) -> str:
-    given = label.get("dtype")
-    return str(given) if given is not None and given == given else "fp32"
-
-
-def _terms(
-    label: dict[str, Any],
-    graph: pd.DataFrame,
-    layers: int,
-    variant: Variant,
-    ops: _Unique,
-    links: _Unique,
-) -> list[Term]:
-    dtype, device = _dtype(label), label["device"]
-    width = _WIDTH.get(dtype, 4)
-    repeats = node_repeats([str(n) for n in graph["Name"]], str(label["model"]), layers)
-    totals: dict[tuple[str, str, int, float], float] = {}
-    for phase, op, times in graph_ops(graph, str(label["mode"]), repeats, width):
-        size = 0.0
-        if op.kind in COLLECTIVES:
-            size = float(op.shape[0]) * width
-            world = 2 if op.kind == "SENDRECV" else variant.devices
-            link = {"device": device, "op": _OPS[op.kind], "bytes": size, "world_size": world}
-            row = links.place({**link, "dtype": dtype})
-        else:
-            row = ops.place({"device": device, **op_rows(op, dtype)})
-        key = (phase, op.kind, row, size)
-        totals[key] = totals.get(key, 0.0) + times
-    return [Term(phase, kind, row, n, size) for (phase, kind, row, size), n in totals.items()]
 
 
 def _ask(latency: Latency, table: pd.DataFrame, who: str) -> np.ndarray:
@@ -195,18 +94,13 @@ def _ask(latency: Latency, table: pd.DataFrame, who: str) -> np.ndarray:
 
 
 def _step(
-    variant: Variant,
-    terms: list[Term],
-    probe: int,
-    op_times: np.ndarray,
-    link_times: np.ndarray,
-    rho: float,
+    program: GraphProgram, op_times: np.ndarray, link_times: np.ndarray, rho: float
 ) -> dict[str, float]:
-    launch = float(op_times[probe, 0])
-    share = variant.pipeline_share
+    launch = float(op_times[program.probe, 0])
+    share = program.variant.pipeline_share
     parts = {"fw": 0.0, "bw": 0.0, "acc": 0.0}
     spread: list[tuple[float, float]] = []
-    for term in terms:
+    for term in program.terms:
         if term.kind in COLLECTIVES:
             continue
         time, low, high = op_times[term.row]
@@ -214,7 +108,7 @@ def _step(
         weight = term.times * share * own
         parts[term.phase] += weight
         spread.append((weight * (1.0 - low / time), weight * (high / time - 1.0)))
-    exposed, ends = _communication(variant, terms, link_times, parts["bw"])
+    exposed, ends = _communication(program, link_times, parts["bw"])
     total = sum(parts.values()) + exposed
     down, up = combined_spread(np.array(spread + ends).reshape(-1, 2), rho)
     own_error = COMPOSITION_ERROR * total
@@ -241,15 +135,15 @@ def kernel_us(time: float, launch: float, joins: bool = False) -> float:
 
 
 def _communication(
-    variant: Variant, terms: list[Term], link_times: np.ndarray, backward: float
+    program: GraphProgram, link_times: np.ndarray, backward: float
 ) -> tuple[float, list[tuple[float, float]]]:
     sync = hidden = bucket = 0.0
     ends: list[tuple[float, float]] = []
-    for term in terms:
+    for term in program.terms:
         if term.kind not in COLLECTIVES:
             continue
         time, low, high = link_times[term.row]
-        times = variant.pipeline_hops if term.kind == "SENDRECV" else term.times
+        times = program.variant.pipeline_hops if term.kind == "SENDRECV" else term.times
         if term.kind == "ALLREDUCE_ASYNC":
             hidden += times * time
             bucket += times * term.size
