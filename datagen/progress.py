@@ -6,12 +6,14 @@ import contextlib
 import logging
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 30.0
+T = TypeVar("T")
 
 
 class Progress:
@@ -83,3 +85,26 @@ def _rich_bar() -> Any:
         console=Console(stderr=True),
         transient=True,
     )
+
+
+def tracked(items: Iterable[T], total: int, what: str, show: bool = True) -> Iterator[T]:
+    """Pass items through, with a bar where rich is installed and a person looks.
+
+    Args:
+        items: What to go through.
+        total: How many there are.
+        what: What is done with them.
+        show: Whether to show anything.
+    """
+    bar: Any = None
+    if show and sys.stderr.isatty():
+        with contextlib.suppress(ImportError):
+            from rich.console import Console
+            from rich.progress import Progress as Bar
+
+            bar = Bar(console=Console(stderr=True))
+    if bar is None:
+        yield from items
+        return
+    with bar:
+        yield from bar.track(items, total=total, description=what)

@@ -35,6 +35,8 @@ COLUMNS: dict[str, str] = {
     "family": "str",
     "program": "str",
 }
+#: Columns that a dataset may have: ``split`` is the part that the publisher of a row put it in.
+OPTIONAL = ("split",)
 LEVELS = ("op", "kernel", "program")
 
 
@@ -130,7 +132,7 @@ def sample_frame(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
 def write_shard(frame: pd.DataFrame, path: Path) -> None:
     """Write a parquet shard through a temporary file and a rename."""
     partial = path.with_name(path.name + ".partial")
-    frame[list(COLUMNS)].to_parquet(partial, index=False, compression="zstd")
+    frame[_columns(frame)].to_parquet(partial, index=False, compression="zstd")
     partial.replace(path)
 
 
@@ -149,7 +151,11 @@ def _read_shard(path: Path) -> pd.DataFrame:
     missing = [c for c in COLUMNS if c not in frame.columns]
     if missing:
         raise DatasetError(f"column {missing[0]!r} is missing", where=str(path))
-    return frame[list(COLUMNS)]
+    return frame[_columns(frame)]
+
+
+def _columns(frame: pd.DataFrame) -> list[str]:
+    return [*COLUMNS, *(c for c in OPTIONAL if c in frame.columns)]
 
 
 def _read_record(path: Path) -> dict[str, Any]:

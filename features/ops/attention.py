@@ -81,6 +81,7 @@ def attention(table: OpTable) -> Physics:
     floor = floor * np.where(non_nvidia(table) > 0, 3.0, 1.0)
     base = floor + combine(t_tiles, t_memory, t_blocks)
     t_compute = flops / peak
+    t_least = moved / np.maximum(mc.bandwidth, mc.cache_bandwidth * resident)
     waves = blocks * split / mc.cores
     features = {
         **flags(table, DTYPES),
@@ -103,8 +104,8 @@ def attention(table: OpTable) -> Physics:
         "log_kv_cache": np.clip(log2(kv_bytes / mc.cache), -10, 8),
     }  # fmt: skip
     return Physics(
-        base, np.maximum(t_compute, moved / np.maximum(mc.bandwidth, mc.cache_bandwidth * resident)),
-        t_compute > moved / mc.bandwidth, floor, features,
+        base, np.maximum(t_compute, t_least),
+        t_compute > moved / mc.bandwidth, floor, flops, moved, features,
         specific=("log_kv_cache",),
         keys=(
             "log_tiles_base", "log_memory_base", "floor_base", "log_keys", "log_q_len",

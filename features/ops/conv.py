@@ -48,7 +48,7 @@ def conv(table: OpTable) -> Physics:
     }  # fmt: skip
     roofline = np.maximum(t_compute / np.where(winograd, 2.25, 1.0), moved / mc.bandwidth)
     return Physics(
-        base, roofline, t_compute * mc.bandwidth > moved, floor, features,
+        base, roofline, t_compute * mc.bandwidth > moved, floor, 2 * m * n * k, moved, features,
         specific=("log_moved_cache", "log_balance", "log_cores"),
         keys=("log_tiles_base", "log_memory_base", "log_m", "log_n", "log_k", "ksize", "stride"),
     )  # fmt: skip

@@ -39,6 +39,8 @@ class OpFeatures:
         base_s: Analytical estimate in seconds, shape ``(n,)``, positive.
         roofline_s: Roofline in seconds, shape ``(n,)``.
         floor_s: Fixed cost within ``base_s``, shape ``(n,)``.
+        flops: Operations, shape ``(n,)``.
+        moved: Compulsory bytes, shape ``(n,)``.
         bound: What limits it: ``compute``, ``memory`` or ``latency``, shape ``(n,)``.
         general: Which features say nothing but how the kernel lies on its device, bool ``(d,)``.
         keys: Positions of the features that span the domain.
@@ -49,6 +51,8 @@ class OpFeatures:
     base_s: np.ndarray
     roofline_s: np.ndarray
     floor_s: np.ndarray
+    flops: np.ndarray
+    moved: np.ndarray
     bound: np.ndarray
     general: np.ndarray
     keys: np.ndarray
@@ -80,6 +84,7 @@ def op_features(frame: pd.DataFrame, family: str, devices: Mapping[str, DeviceSp
     limited = np.where(found.compute_bound, "compute", "memory")
     return OpFeatures(
         X=X, names=names, base_s=found.base_s, roofline_s=found.roofline_s, floor_s=found.fixed_s,
+        flops=found.flops, moved=found.moved,
         bound=np.where(found.fixed_s > 0.5 * found.base_s, "latency", limited).astype(object),
         general=np.array([n not in found.specific for n in names]),
         keys=np.array([names.index(k) for k in found.keys]),

@@ -17,7 +17,7 @@ from .physics import (
 )
 from .table import Machine, OpTable
 
-#: Output tiles that libraries choose from, with the share of the peak that their inner loop reaches.
+#: Output tiles that libraries choose from, with the share of the peak of their inner loops.
 TILES = (
     (256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (64, 128, 0.8), (128, 64, 0.8),
     (64, 64, 0.65), (32, 64, 0.4), (64, 32, 0.4), (16, 64, 0.25), (16, 32, 0.15),
@@ -82,7 +82,8 @@ def gemm(table: OpTable) -> Physics:
         "log_n_cores": log2(n / mc.cores),
     }  # fmt: skip
     return Physics(
-        base, roofline, t_compute * mc.bandwidth > weights + activations + out, floor, features,
+        base, roofline, t_compute * mc.bandwidth > weights + activations + out, floor,
+        2 * b * m * n * k, weights + activations + out, features,
         specific=("log_weights_cache", "log_activations_cache", "log_tile_cycles", "log_n_cores"),
         keys=("log_tiles_base", "log_memory_base", "floor_base", "log_m", "log_n", "log_k"),
     )  # fmt: skip

@@ -82,7 +82,9 @@ def _present(value: Any) -> bool:
     return value is not None and value == value and value is not pd.NA and value != ""
 
 
-def _module(parameters: list[str], inner: str, result: str, kind: str, config: str, more: str) -> str:
+def _module(
+    parameters: list[str], inner: str, result: str, kind: str, config: str, more: str
+) -> str:
     """A module whose entry fuses ``inner``; parameters are types, ``more`` other computations."""
     entry = "".join(f"  p{i} = {t} parameter({i})\n" for i, t in enumerate(parameters))
     places = ", ".join(f"p{i}" for i in range(len(parameters)))
@@ -183,7 +185,7 @@ def _scalar(op: str, kind: str, rows: int, cols: int, config: str) -> str:
 
 def _unary(op: str, kind: str, rows: int, cols: int, config: str) -> str:
     t = f"{kind}[{rows},{cols}]"
-    fill = f"broadcast(v1), dimensions={{}}\n"
+    fill = "broadcast(v1), dimensions={}\n"
     inner = {
         "tanh": f"  ROOT v1 = {t} tanh(v0)\n",
         "relu": f"  v1 = {kind}[] constant(0)\n  v2 = {t} {fill}  ROOT v3 = {t} maximum(v0, v2)\n",

@@ -47,6 +47,7 @@ def moe(table: OpTable) -> Physics:
     floor = FLOOR_CYCLES / mc.clock * np.where(non_nvidia(table) > 0, 2.0, 1.0)
     base = floor + combine(t_tiles, t_memory)
     t_compute = flops / peak
+    t_least = footprint / np.maximum(mc.bandwidth, mc.cache_bandwidth * resident)
     features = {
         **flags(table, DTYPES),
         "skew": skew, "ungated": ungated * 1.0,
@@ -66,8 +67,9 @@ def moe(table: OpTable) -> Physics:
         "log_local_cores": log2(local / mc.cores),
     }  # fmt: skip
     return Physics(
-        base, np.maximum(t_compute, footprint / np.maximum(mc.bandwidth, mc.cache_bandwidth * resident)),
-        t_compute > footprint / mc.bandwidth, floor, features, specific=("log_local_cores",),
+        base, np.maximum(t_compute, t_least),
+        t_compute > footprint / mc.bandwidth, floor, flops, footprint, features,
+        specific=("log_local_cores",),
         keys=(
             "log_tiles_base", "log_memory_base", "floor_base", "log_depth", "log_active",
             "log_hidden", "log_inner", "skew",
@@ -76,8 +78,10 @@ def moe(table: OpTable) -> Physics:
 
 
 def active_experts(local: np.ndarray, rows: np.ndarray, skew: np.ndarray) -> np.ndarray:
-    """Experts that get a row: all that can when rows are balanced, else as many as random draws
-    leave on average, ``local × (1 - exp(-rate))``, with a rate below ``rows / local`` for skew.
+    """Experts that get a row.
+
+    All that can when rows are balanced, else as many as random draws reach on average,
+    ``local × (1 - exp(-rate))``, with a rate below ``rows / local`` since the draws are skewed.
     """
     drawn = local * (1 - np.exp(-0.8 * rows / local))
     found = np.where(skew > 0, drawn, np.minimum(local, rows))

@@ -12,8 +12,8 @@ from .table import Machine, OpTable
 STREAM = 0.85
 #: Words that tell kernels apart, looked for in their names.
 KERNEL_WORDS = (
-    "triton", "cutlass", "deepgemm", "flashinfer", "fa2", "fa3", "fa4", "flash_attention", "flash_attn",
-    "marlin", "torch", "smooth", "weight_only", "sgl_kernel", "default", "nongated", "xpu",
+    "triton", "cutlass", "deepgemm", "flashinfer", "fa2", "fa3", "fa4", "flash_attention",
+    "flash_attn", "marlin", "torch", "smooth", "weight_only", "sgl_kernel", "default", "nongated", "xpu",
     "fidecode", "fiprefill", "block", "modelopt",
 )  # fmt: skip
 BACKENDS = ("sglang", "trtllm", "vllm")
@@ -32,12 +32,16 @@ class Physics:
             out where a model has to serve devices that it never saw.
         keys: Names of columns that span the domain: distances are taken in them.
         fixed_s: What a kernel costs whatever its size, seconds, shape ``(n,)``.
+        flops: Operations, shape ``(n,)``.
+        moved: Bytes that have to be read or written once, shape ``(n,)``.
     """
 
     base_s: np.ndarray
     roofline_s: np.ndarray
     compute_bound: np.ndarray
     fixed_s: np.ndarray
+    flops: np.ndarray
+    moved: np.ndarray
     features: dict[str, np.ndarray] = field(default_factory=dict)
     specific: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
@@ -57,8 +61,10 @@ def stream_seconds(size: np.ndarray, resident: np.ndarray, machine: Machine) -> 
 def resident_share(
     footprint: np.ndarray, cache: np.ndarray, upper: float = 1.15, width: float = 0.3
 ) -> np.ndarray:
-    """Share of a footprint that survives in the cache: all of it well below its capacity, none
-    above ``upper`` times it, as an LRU cache that is swept through behaves.
+    """Share of a footprint that survives in the cache.
+
+    All of it well below the capacity, none above ``upper`` times it, as an LRU cache behaves that
+    is swept through again and again.
     """
     return np.asarray(np.clip((upper - footprint / cache) / width, 0, 1))
 

@@ -48,7 +48,8 @@ def pointwise(table: OpTable) -> Physics:
     }  # fmt: skip
     return Physics(
         base, moved / np.maximum(mc.bandwidth, mc.cache_bandwidth * resident),
-        np.zeros(len(table), bool), floor, features, specific=("log_core_bandwidth",),
+        np.zeros(len(table), bool), floor, rows * cols, moved, features,
+        specific=("log_core_bandwidth",),
         keys=("log_memory_base", "floor_base", "log_rows", "log_cols", "log_moved_cache"),
     )  # fmt: skip
 

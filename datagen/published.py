@@ -1,0 +1,205 @@
+"""Imports tables of latencies that others measured and published.
+
+Every row becomes a sample of level ``op`` whose kernel carries its parameters in its text (see
+:mod:`opcast.features.ops.ir`). Shards are written one by one under names that say what is in them,
+so that a stopped import goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+
+from ..features.catalogue import find_device
+from ..features.dataset import write_shard, write_text
+from ..features.device import DeviceSpec
+from ..features.errors import DatasetError
+from ..features.ops import FAMILIES, family_keys, op_features
+from ..features.ops.ir import op_ir
+from ..features.ops.schema import METHODS, NAMES, PARAMETERS
+from .progress import tracked
+
+logger = logging.getLogger(__name__)
+
+#: Files with operators, of either pack.
+OPERATOR_FILES = ("ops_neusight.parquet", "ops_vidur.parquet", "ops_tc.parquet")
+ROWS_PER_SHARD = 100_000
+#: Calls behind a label: what the publishers say they averaged over.
+REPEATS = {"neusight": 25, "vidur": 20, "aiconfigurator": 6}
+_KIND = {"gemm": "gemm", "conv": "conv", "attention": "gemm", "moe": "custom_call"}
+_KIND_OF_OP = {"softmax": "reduce", "ln": "reduce", "layernorm": "reduce", "rmsnorm": "reduce"}
+_DTYPE = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import did.
+
+    Attributes:
+        rows: Samples in the dataset.
+        skipped: Rows without a positive latency.
+        shards: Files written now.
+        kept: Files that an earlier, stopped import had written.
+        devices: Names of the devices.
+    """
+
+    rows: int
+    skipped: int
+    shards: int
+    kept: int
+    devices: tuple[str, ...]
+
+
+def import_published(folder: Path, out: Path, show: bool = False) -> Imported:
+    """Turn the operator tables of a folder into a dataset.
+
+    Args:
+        folder: Holds :data:`OPERATOR_FILES`, itself or in its subfolders.
+        out: Dataset folder; shards that are there already are kept.
+        show: Whether to show a progress bar.
+
+    Raises:
+        DatasetError: No table is there, or one lacks a column or names an unknown operator.
+        DeviceError: A device is in no catalogue entry.
+    """
+    files = [p for name in OPERATOR_FILES for p in sorted(folder.rglob(name))]
+    if not files:
+        raise DatasetError(
+            "no operator table here",
+            where=str(folder),
+            hint="expected " + ", ".join(OPERATOR_FILES),
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    total = sum(-(-pq.read_metadata(p).num_rows // ROWS_PER_SHARD) for p in files)
+    rows = skipped = shards = kept = 0
+    devices: dict[str, DeviceSpec] = {}
+    for path, number, part in tracked(_parts(files), total, "importing", show):
+        devices |= {d: find_device(d) for d in part["device"].unique() if d not in devices}
+        target = out / f"{path.stem}-{number:04d}.parquet"
+        good = part["latency_us"].to_numpy(np.float64) > 0
+        skipped += int((~good).sum())
+        rows += int(good.sum())
+        if target.is_file():
+            kept += 1
+            continue
+        write_shard(samples(part[good].reset_index(drop=True), devices), target)
+        shards += 1
+        _write_runs(out, part, devices)
+    names = tuple(sorted({spec.name for spec in devices.values()}))
+    return Imported(rows, skipped, shards, kept, names)
+
+
+def _parts(files: Sequence[Path]) -> Iterator[tuple[Path, int, pd.DataFrame]]:
+    for path in files:
+        try:
+            batches = pq.ParquetFile(path).iter_batches(ROWS_PER_SHARD)
+        except (OSError, ValueError) as error:
+            raise DatasetError(f"cannot be read as parquet: {error}", where=str(path)) from None
+        for number, batch in enumerate(batches):
+            frame = batch.to_pandas(integer_object_nulls=False)
+            missing = [c for c in ("id", "source", "family", "op", "device", "latency_us")
+                       if c not in frame]  # fmt: skip
+            if missing:
+                raise DatasetError(f"column {missing[0]!r} is missing", where=str(path))
+            yield path, number, frame
+
+
+def samples(part: pd.DataFrame, devices: dict[str, DeviceSpec]) -> pd.DataFrame:
+    """Samples of published rows, in their order.
+
+    Args:
+        part: Rows of a published table, each with a positive latency.
+        devices: Descriptions by the names in the column ``device``.
+
+    Raises:
+        DatasetError: An operator is unknown, or lacks a parameter.
+    """
+    keys = family_keys(part)
+    unknown = sorted(set(keys) - set(FAMILIES))
+    if unknown:
+        row = part["id"][keys == unknown[0]].iloc[0]
+        known = ", ".join(FAMILIES)
+        raise DatasetError(f"no operator family {unknown[0]!r}", where=f"row {row}", hint=known)
+    found = [_family(part[keys == key], str(key), devices) for key in keys.unique()]
+    return pd.concat(found).sort_index()
+
+
+def _family(rows: pd.DataFrame, key: str, devices: dict[str, DeviceSpec]) -> pd.DataFrame:
+    group = FAMILIES[key]
+    features = op_features(rows, key, devices)
+    irs = [op_ir(row) for row in _records(rows, key, group)]
+    hashes = [hashlib.sha256(ir.encode()).hexdigest()[:16] for ir in irs]
+    device = rows["device"].map({name: spec.name for name, spec in devices.items()})
+    runs = rows["source"].astype(str) + "-" + device
+    identity = zip(hashes, runs, rows["id"], strict=True)
+    median = rows["latency_us"].to_numpy(np.float64)
+    spread = _numbers(rows, "latency_std_us", 0.0)
+    kind = _KIND.get(group) or rows["op"].map(_KIND_OF_OP).fillna("fusion")
+    return pd.DataFrame(
+        {
+            "sample_id": [
+                hashlib.sha256("|".join(parts).encode()).hexdigest()[:16] for parts in identity
+            ],
+            "kernel_hash": hashes,
+            "kernel_ir": irs,
+            "level": "op",
+            "kind": kind,
+            "dtype": rows["dtype"].map(_DTYPE).fillna(rows["dtype"]),
+            "device": device,
+            "latency_us_p10": np.fmin(_numbers(rows, "latency_min_us", np.inf), median),
+            "latency_us_p50": median,
+            "latency_us_p90": median + 1.2816 * spread,
+            "repeats": rows["source"].map(REPEATS).fillna(1).astype(np.int64),
+            "flops": features.flops,
+            "bytes": features.moved,
+            "source": "published:" + rows["source"].astype(str),
+            "run_id": runs,
+            "family": f"op:{key}",
+            "program": rows["id"].astype(str),
+            "split": rows["split"].astype(str) if "split" in rows else "",
+        },
+        index=rows.index,
+    )
+
+
+def _records(rows: pd.DataFrame, key: str, group: str) -> Iterator[dict[str, Any]]:
+    """Parameters of each row as plain Python values."""
+    method = key.split("/")[0]
+    whole = [c for c in PARAMETERS[group] if c in rows and rows[c].notna().all()]
+    text = [c for c in NAMES if c in rows]
+    columns = [rows[c].astype(np.int64).tolist() for c in whole]
+    columns += [rows[c].astype(object).fillna("").tolist() for c in text]
+    for values in zip(*columns, strict=True):
+        yield {"method": method, **dict(zip((*whole, *text), values, strict=True))}
+
+
+def _numbers(rows: pd.DataFrame, column: str, default: float) -> np.ndarray:
+    if column not in rows:
+        return np.full(len(rows), default)
+    return rows[column].fillna(default).to_numpy(np.float64)
+
+
+def _write_runs(out: Path, part: pd.DataFrame, devices: dict[str, DeviceSpec]) -> None:
+    """A run record for every (source, device): what is known of how its labels were taken."""
+    for source, name in part[["source", "device"]].drop_duplicates().itertuples(index=False):
+        spec = devices[name]
+        path = out / f"run-{source}-{spec.name}.json"
+        if path.is_file():
+            continue
+        record = {
+            "device": asdict(spec),
+            "source": f"published:{source}",
+            "method": METHODS.get(source, "kernel"),
+            "published_name": name,
+            "repeats": REPEATS.get(source, 1),
+        }
+        write_text(path, json.dumps(record, indent=1, sort_keys=True))
