@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from .features.device import DeviceSpec
+    from .models.prepared import Prepared
     from .models.train import TrainResult
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ COMMITTED = Path(__file__).resolve().parent / "datagen" / "datasets" / "cpu"
 _STREAMS = {"ops": "op", "random": "random", "zoo": "zoo"}
 _SHOWN = (
     "group", "n", "median_ape", "mape", "bias", "spearman", "kendall", "top_k_recall", "coverage",
-    "width_median", "noise_median_ape", "noise_mape",
+    "width_median", "noise_median_ape", "noise_mape", "mean_abs_log",
 )  # fmt: skip
 _PERCENT = {
     "median_ape", "mape", "bias", "coverage", "width_median", "noise_median_ape", "noise_mape",
@@ -134,23 +135,27 @@ def run_train(
     track: bool,
     register: str | None,
     final: bool,
+    params: Mapping[str, Any] | None = None,
 ) -> TrainResult:
     """Train, print the metrics beside the noise, save, register and track."""
     from .features.dataset import Dataset
     from .models.prepared import prepare
-    from .models.train import train, train_final
+    from .models.train import train_final
     from .predict.locate import registered
 
     prepared = prepare(Dataset.load(*data))
-    result = train(prepared, model, split, seed=seed, n_jobs=threads)
+    result, model = _train_or_choose(console, prepared, model, split, seed, threads, params or {})
     print_metrics(console, result.metrics, f"{model}, kernels, split {split}")
     if len(result.program_metrics):
         print_metrics(console, result.program_metrics, f"{model}, programs, split {split}")
     bundle = result.model
     if final:
         bundle = train_final(
-            prepared, model, seed=seed, n_jobs=threads, metrics={split: result.flat_metrics}
-        )
+            prepared, model, seed=seed, n_jobs=threads, metrics={split: result.flat_metrics},
+            **result.params,
+        )  # fmt: skip
+        kept = {k: v for k, v in result.model.info.items() if k == "ensemble_choice"}
+        bundle.info.update(kept)
     folder = out or (registered() / register if register else Path("models-out") / model)
     bundle.save(folder)
     if register and out is not None:
@@ -160,6 +165,29 @@ def run_train(
         run_id = track_training(result, folder, model, split, seed, register)
         console.print(f"logged to MLflow as {run_id}; see it with: opcast ui", highlight=False)
     return result
+
+
+def _train_or_choose(
+    console: Console,
+    prepared: Prepared,
+    model: str,
+    split: str,
+    seed: int,
+    threads: int,
+    params: Mapping[str, Any],
+) -> tuple[TrainResult, str]:
+    """The training and the name of what was trained: an ensemble only if it beats its members."""
+    from .models.train import train
+
+    if model != "ensemble":
+        return train(prepared, model, split, seed=seed, n_jobs=threads, **params), model
+    from .models.ensemble_choice import train_ensemble
+
+    result, choice = train_ensemble(prepared, split, seed, threads, **params)
+    print_metrics(console, choice.table, "cross-validated on training rows, to choose by")
+    print_metrics(console, choice.test, "test part, not used to choose")
+    console.print(choice.sentence, highlight=False)
+    return result, choice.winner
 
 
 def track_training(

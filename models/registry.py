@@ -16,6 +16,7 @@ _OWN = {
     "ridge": ".linear:RidgeEstimator",
     "forest": ".forest:ForestEstimator",
     "xgboost": ".boosted:XGBoostEstimator",
+    "ensemble": ".ensemble:EnsembleEstimator",
 }
 
 

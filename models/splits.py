@@ -141,21 +141,32 @@ def make_folds(
     Raises:
         DatasetError: There are fewer than two groups.
     """
-    names, codes, sizes = np.unique(groups.astype(str), return_inverse=True, return_counts=True)
-    if len(names) < 2:
+    if len(np.unique(groups.astype(str))) < 2:
         raise DatasetError("cannot make folds of a single group", hint="profile more programs")
+    fold = balanced_folds(groups, folds, seed)
+    splits = []
+    for number in range(int(fold.max()) + 1):
+        parts = np.where(fold == number, 2, 0)
+        splits.append(_without_leaks(frame, f"{_FOLD}{number}", parts, (), inside or {}))
+    return splits
+
+
+def balanced_folds(groups: np.ndarray, folds: int, seed: int = 0) -> np.ndarray:
+    """Fold of every row, int64, shape ``(n,)``: groups stay whole, folds are of like size.
+
+    Args:
+        groups: Group of every row, shape ``(n,)``.
+        folds: How many; fewer if there are fewer groups.
+        seed: Of the order among groups of one size.
+    """
+    names, codes, sizes = np.unique(groups.astype(str), return_inverse=True, return_counts=True)
     load = np.zeros(min(folds, len(names)))
     fold_of = np.empty(len(names), np.int64)
     order = sorted(range(len(names)), key=lambda i: (-sizes[i], draw(str(names[i]), seed)))
     for index in order:  # greedy: the largest group goes to the emptiest fold
         fold_of[index] = int(np.argmin(load))
         load[fold_of[index]] += sizes[index]
-    fold = fold_of[codes]
-    splits = []
-    for number in range(len(load)):
-        parts = np.where(fold == number, 2, 0)
-        splits.append(_without_leaks(frame, f"{_FOLD}{number}", parts, (), inside or {}))
-    return splits
+    return np.asarray(fold_of[codes])
 
 
 def _by_draw(frame: pd.DataFrame, seed: int) -> np.ndarray:

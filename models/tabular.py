@@ -128,10 +128,17 @@ class TabularEstimator(ABC):
         if self.domain is not None and domain_scores is not None:
             self.domain.calibrate(domain_scores)
 
+    def log_ratio(self, table: KernelTable) -> np.ndarray:
+        """Predicted log-ratio, limited to what is plausible, shape ``(n,)``.
+
+        It is 0 for kernels of a cell that the estimator was not trained on.
+        """
+        ratio = np.clip(self._ratio(table).astype(np.float64), -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return np.where(self.trained[table.cell], ratio, 0.0)
+
     def point(self, table: KernelTable) -> np.ndarray:
         """Predicted latency in seconds, shape ``(n,)``, without interval and domain."""
-        ratio = np.clip(self._ratio(table).astype(np.float64), -MAX_LOG_RATIO, MAX_LOG_RATIO)
-        return np.where(self.trained[table.cell], table.base_s * np.exp(ratio), table.base_s)
+        return np.asarray(table.base_s * np.exp(self.log_ratio(table)))
 
     def predict_table(self, table: KernelTable) -> KernelPrediction:
         """Predict the kernels of a table."""
