@@ -156,13 +156,55 @@ def train(
     final: Annotated[
         bool, typer.Option("--final", help="Save the model fitted on all rows after evaluating.")
     ] = False,
+    params: Annotated[
+        Path | None,
+        typer.Option("--params", help="JSON with the model's parameters, as opcast tune writes."),
+    ] = None,
 ) -> None:
     """Train a model, print its metrics beside the label noise, save it, log it to MLflow."""
     from .workflows import run_train
 
+    chosen = {}
+    if params is not None:
+        from .models.tuned import read_params
+
+        chosen = read_params(params, model)
     run_train(
-        _console(), data, model, split,
-        out=out, seed=seed, threads=threads, track=track, register=register, final=final,
+        _console(), data, model, split, out=out, seed=seed, threads=threads, track=track,
+        register=register, final=final, params=chosen,
+    )  # fmt: skip
+
+
+@app.command()
+def tune(
+    data: Data,
+    model: Annotated[str, typer.Option(help="Name of the estimator.")] = "xgboost",
+    trials: Annotated[int, typer.Option(help="Trials, those of earlier searches included.")] = 20,
+    split: Annotated[
+        str, typer.Option(help="Split; its test part is not looked at while searching.")
+    ] = "unseen_family",
+    timeout: Annotated[
+        str | None, typer.Option(help="No trial starts after this time, such as 90s or 2h.")
+    ] = None,
+    folds: Annotated[int, typer.Option(help="Folds of the cross-validation.")] = 3,
+    objective: Annotated[
+        str, typer.Option(help="What to minimise: mean_abs_log or median_ape.")
+    ] = "mean_abs_log",
+    seed: Seed = 0,
+    threads: Threads = 1,
+    study: Annotated[
+        Path | None, typer.Option(help="SQLite file of the trials; a search resumes from it.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="JSON file for the parameters.")] = None,
+    track: Annotated[bool, typer.Option(help="Log the trials to MLflow.")] = True,
+) -> None:
+    """Search for a model's best parameters by cross-validation. Stop it any time; it resumes."""
+    from .search import run_tune
+
+    run_tune(
+        _console(), data, model, split, trials=trials, folds=folds, objective=objective,
+        timeout_s=None if timeout is None else _seconds(timeout), seed=seed, threads=threads,
+        study=study, out=out, track=track,
     )  # fmt: skip
 
 

@@ -10,7 +10,8 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 EXPERIMENT = "opcast"
 #: Metrics that ``opcast compare`` prints, if a run has them.
 COMPARED = ("median_ape", "mape", "bias", "spearman", "coverage", "noise_median_ape")
+_PARENT = "tags.mlflow.parentRunId"
 
 
 @dataclass
@@ -78,18 +80,50 @@ def log_run(run: RunLog, *, register: str | None = None, root: Path | None = Non
     if register and run.model_dir is None:
         raise ModelError("cannot register a run without a model folder", where=run.name)
     with mlflow.start_run(run_name=run.name, tags=dict(run.tags)) as active:
-        mlflow.log_params({k: v for k, v in run.params.items() if v is not None})
-        mlflow.log_metrics({k: float(v) for k, v in run.metrics.items() if v == v})
-        for name, frame in run.tables.items():
-            mlflow.log_text(frame.to_csv(index=False), f"tables/{name}.csv")
-        for name, figure in run.figures.items():
-            mlflow.log_figure(figure, f"figures/{name}.png")
-        if run.model_dir is not None:
-            mlflow.log_artifacts(str(run.model_dir), "model")
+        _log(mlflow, run)
         run_id = str(active.info.run_id)
     if register:
         _register(mlflow, run_id, register)
     return run_id
+
+
+@contextmanager
+def parent_run(name: str, root: Path | None = None) -> Iterator[ParentRun]:
+    """A run that has others below it, such as the trials of a search.
+
+    Args:
+        name: Name of the run.
+        root: Folder of the store.
+
+    Raises:
+        ModelError: MLflow is not installed.
+    """
+    mlflow = _connect(root)
+    with mlflow.start_run(run_name=name) as active:
+        yield ParentRun(mlflow, str(active.info.run_id))
+
+
+@dataclass(frozen=True)
+class ParentRun:
+    """An open run.
+
+    Attributes:
+        mlflow: The module, connected to the store.
+        run_id: The run's id.
+    """
+
+    mlflow: Any
+    run_id: str
+
+    def log(self, run: RunLog) -> None:
+        """Log to the run itself."""
+        _log(self.mlflow, run)
+
+    def log_child(self, run: RunLog) -> str:
+        """Log a run below it; returns that run's id."""
+        with self.mlflow.start_run(run_name=run.name, nested=True, tags=dict(run.tags)) as active:
+            _log(self.mlflow, run)
+            return str(active.info.run_id)
 
 
 def runs(root: Path | None = None) -> pd.DataFrame:
@@ -108,8 +142,14 @@ def runs(root: Path | None = None) -> pd.DataFrame:
 
 
 def compare(root: Path | None = None, limit: int = 20) -> pd.DataFrame:
-    """Runs side by side: model, split, dataset and the metrics of the split."""
-    found = runs(root).head(limit)
+    """Runs side by side: model, split, dataset and the metrics of the split.
+
+    Runs below another one, such as the trials of a search, are left out.
+    """
+    found = runs(root)
+    if _PARENT in found:
+        found = found[found[_PARENT].isna()]
+    found = found.head(limit)
     columns = {
         "run": "tags.mlflow.runName",
         "model": "params.model",
@@ -125,6 +165,18 @@ def serve_ui(port: int, root: Path | None = None) -> int:
     _connect(root)
     command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", store_uri(root)]
     return subprocess.run([*command, "--port", str(port)], check=False).returncode
+
+
+def _log(mlflow: Any, run: RunLog) -> None:
+    """Log what a run holds to the active run."""
+    mlflow.log_params({k: v for k, v in run.params.items() if v is not None})
+    mlflow.log_metrics({k: float(v) for k, v in run.metrics.items() if v == v})
+    for name, frame in run.tables.items():
+        mlflow.log_text(frame.to_csv(index=False), f"tables/{name}.csv")
+    for name, figure in run.figures.items():
+        mlflow.log_figure(figure, f"figures/{name}.png")
+    if run.model_dir is not None:
+        mlflow.log_artifacts(str(run.model_dir), "model")
 
 
 def _connect(root: Path | None) -> Any:

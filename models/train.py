@@ -148,7 +148,7 @@ def fit_bundle(
     params: Mapping[str, Any],
 ) -> CostModel:
     """Fit estimator, intervals, domain and program model to the given rows."""
-    factory = _factory(model, seed, n_jobs, params)
+    factory = estimator_factory(model, seed, n_jobs, params)
     estimator = factory()
     if isinstance(estimator, TabularEstimator):
         crossed = fit_and_calibrate(estimator, data, rows, split, folds, seed)
@@ -182,10 +182,10 @@ def fit_program_model(data: Prepared, crossed: CrossFit) -> ProgramModel:
     )
 
 
-def _factory(
+def estimator_factory(
     model: str, seed: int, n_jobs: int, params: Mapping[str, Any]
 ) -> Callable[[], Estimator]:
-    """Makes estimators; seed and threads go to those that take them."""
+    """Makes unfitted estimators; seed and threads go to those that take them."""
     accepted = inspect.signature(estimator_class(model)).parameters
     general = {"seed": seed, "n_jobs": n_jobs}
     own = {**{k: v for k, v in general.items() if k in accepted}, **params}
