@@ -84,6 +84,36 @@ def predict(
 
 
 @app.command()
+def explain(
+    program: ProgramArg,
+    device: DeviceOpt = "local",
+    model: ModelOpt = "default",
+    lowering: LoweringOpt = "xla",
+    kernel: Annotated[
+        str | None, typer.Option("--kernel", help="Explain the kernel of this name.")
+    ] = None,
+    top: Annotated[int, typer.Option(help="Costliest kernels to explain.")] = 3,
+    neighbours: Annotated[int, typer.Option(help="Measured kernels to show beside each.")] = 3,
+    trip_count: Trips = None,
+    json_output: Json = False,
+) -> None:
+    """Say why the costliest kernels of a program take what they take."""
+    from .predict.explain import explain as explain_program
+    from .predict.predictor import load
+
+    found = explain_program(
+        load(model), program, device=device, lowering=lowering, trip_counts=_trips(trip_count),
+        kernel=kernel, top=top, neighbours=neighbours,
+    )  # fmt: skip
+    if json_output:
+        _print_json(found.to_dict())
+        return
+    from .predict.render_explain import print_explanation
+
+    print_explanation(_console(), found)
+
+
+@app.command()
 def check(
     program: ProgramArg,
     model: ModelOpt = "default",

@@ -173,6 +173,19 @@ class XGBoostEstimator(TabularEstimator):
                 ratio[own] = _predict(booster, values[own])
         return ratio
 
+    def contributions(self, table: KernelTable) -> np.ndarray | None:
+        """TreeSHAP values (Lundberg et al., Nature Machine Intelligence 2, 2020) by feature."""
+        values = np.take(table.X, self._columns, axis=1)
+        columns = np.append(self._columns, table.X.shape[1])
+        found = np.zeros((len(table), table.X.shape[1] + 1))
+        found[:, columns] = _contributions(self._boosters["joint"], values)
+        for cell in np.unique(table.cell):
+            booster = self._boosters.get(_file_stem(int(cell)))
+            if booster is not None:
+                own = np.flatnonzero(table.cell == cell)
+                found[np.ix_(own, columns)] = _contributions(booster, values[own])
+        return found
+
     def _weights(self) -> dict[str, bytes]:
         trees = {f"{k}.ubj": bytes(b.save_raw("ubj")) for k, b in self._boosters.items()}
         return {**trees, _COLUMNS_FILE: pack({"columns": self._columns})}
@@ -195,6 +208,13 @@ def _predict(booster: Any, values: np.ndarray) -> np.ndarray:
     if not len(values):
         return np.zeros(0)
     found = booster.inplace_predict(values, validate_features=False)
+    return np.asarray(found, np.float64)
+
+
+def _contributions(booster: Any, values: np.ndarray) -> np.ndarray:
+    import xgboost as xgb
+
+    found = booster.predict(xgb.DMatrix(values), pred_contribs=True, validate_features=False)
     return np.asarray(found, np.float64)
 
 

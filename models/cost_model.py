@@ -6,8 +6,9 @@ import inspect
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ..features.device import DeviceSpec
 from ..features.errors import ModelError
@@ -17,7 +18,11 @@ from .program_model import ProgramModel, ProgramPrediction
 from .registry import estimator_class
 from .store import read_files, read_manifest, write_folder
 
+if TYPE_CHECKING:
+    from .neighbours import NeighbourTable
+
 _ESTIMATOR = "estimator"
+_NEIGHBOURS = "neighbours.npz"
 
 
 @dataclass
@@ -29,12 +34,32 @@ class CostModel:
         program_model: From kernels to wall time.
         devices: Devices that it was trained on, by name.
         info: What is known of its training: dataset hash, split, seed, ``metrics`` by split, rows.
+        neighbour_file: Packed table of training kernels; empty if there is none.
     """
 
     estimator: Estimator
     program_model: ProgramModel = field(default_factory=ProgramModel)
     devices: dict[str, DeviceSpec] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
+    neighbour_file: bytes = field(default=b"", repr=False)
+
+    @cached_property
+    def neighbours(self) -> NeighbourTable | None:
+        """Training kernels to compare with, unpacked on first use; ``None`` if there are none.
+
+        Raises:
+            ModelError: The table is damaged.
+        """
+        if not self.neighbour_file:
+            return None
+        from .neighbours import NeighbourTable
+
+        try:
+            return NeighbourTable.from_bytes(self.neighbour_file)
+        except (KeyError, ValueError, IndexError, OSError) as error:
+            raise ModelError(
+                f"neighbour table cannot be read: {error!r}", where=_NEIGHBOURS
+            ) from None
 
     @property
     def name(self) -> str:
@@ -78,6 +103,8 @@ class CostModel:
             self.estimator.save(root / _ESTIMATOR)
             inner = [p for p in sorted(root.rglob("*")) if p.is_file()]
             files = {p.relative_to(root).as_posix(): p.read_bytes() for p in inner}
+        if self.neighbour_file:
+            files[_NEIGHBOURS] = self.neighbour_file
         manifest = {
             **self.info,
             "estimator": self.name,
@@ -101,7 +128,7 @@ class CostModel:
         """
         path = Path(path)
         manifest = read_manifest(path)
-        read_files(path, manifest)
+        files = read_files(path, manifest)
         try:
             kind = estimator_class(manifest["estimator"])
             program_model = ProgramModel.from_dict(manifest["program_model"])
@@ -115,4 +142,4 @@ class CostModel:
         estimator = kind.load(path / _ESTIMATOR, **extra)
         fixed = {"format", "files", "libraries", "program_model", "devices", "estimator", "units"}
         info = {k: v for k, v in manifest.items() if k not in fixed}
-        return cls(estimator, program_model, devices, info)
+        return cls(estimator, program_model, devices, info, files.get(_NEIGHBOURS, b""))

@@ -75,6 +75,26 @@ class Domain:
             inside += self.occupied[cell, pair, square[:, pair]]
         return np.asarray(inside / pairs)
 
+    def occupancy(self, table: KernelTable) -> np.ndarray:
+        """Whether each pair of key features puts a kernel on an occupied square.
+
+        Returns:
+            Bool, shape ``(n, pairs)``, in the order of :attr:`pairs`.
+        """
+        square = self._squares(table)
+        cell = table.cell.astype(np.int64)[:, None]
+        return np.asarray(self.occupied[cell, np.arange(square.shape[1])[None, :], square])
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Pairs of key features, as positions in :attr:`keys`."""
+        return list(_pairs(len(self.keys))) if len(self.keys) > 1 else [(0, 0)]
+
+    @property
+    def high(self) -> np.ndarray:
+        """Upper end of each key feature's trained range, shape ``(k,)``."""
+        return np.asarray(self.low + GRID * self.step)
+
     def contains(self, table: KernelTable) -> np.ndarray:
         """Whether each kernel lies in the domain, bool, shape ``(n,)``."""
         return np.asarray(self.score(table) >= self.threshold - 1e-12)

@@ -64,6 +64,15 @@ class TabularEstimator(ABC):
     def _ratio(self, table: KernelTable) -> np.ndarray:
         """Predicted log-ratio, shape ``(n,)``."""
 
+    def contributions(self, table: KernelTable) -> np.ndarray | None:
+        """What each feature adds to the log-ratio, where an estimator can say so exactly.
+
+        Returns:
+            Shape ``(n, d + 1)``, the last column what is there before any feature; a row adds up
+            to the log-ratio. ``None`` if the estimator cannot say.
+        """
+        return None
+
     @abstractmethod
     def _weights(self) -> dict[str, bytes]:
         """What was learned, as files."""

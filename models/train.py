@@ -18,6 +18,7 @@ from .cost_model import CostModel
 from .crossfit import DEFAULT_FOLDS, CrossFit, cross_fit, fit_and_calibrate
 from .evaluate import prediction_frame, program_frame
 from .metrics import flatten, metrics_table
+from .neighbours import NeighbourTable
 from .prepared import Prepared, prepare
 from .program_model import ProgramModel
 from .registry import estimator_class, make_estimator
@@ -167,6 +168,7 @@ def fit_bundle(
             "seed": seed,
             "folds": folds,
         },
+        neighbour_file=NeighbourTable.fit(data, crossed).to_bytes() if len(crossed.rows) else b"",
     )
 
 

@@ -1,0 +1,276 @@
+"""Why a kernel is predicted to take what it takes.
+
+A prediction is ``(roofline + floor) × exp(log-ratio)``. The log-ratio is split into what each group
+of features adds to it: exactly, by TreeSHAP, where the estimator can (boosted trees); otherwise by
+ablation: how far the log-ratio falls when a group's features are set to the training median of the
+kernel's kind. Ablations of single groups need not add up; what they leave is listed as
+``interactions``. Either way ``baseline + Σ contributions = log-ratio``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from ..features.device import DeviceSpec
+from ..features.kernel import Kernel
+from .base import KernelPrediction
+from .cost_model import CostModel
+from .domain import Domain
+from .feature_groups import group_columns
+from .neighbours import Neighbour, NeighbourTable
+from .tables import CELLS, KernelTable, kernel_table
+from .tabular import TabularEstimator
+
+DEFAULT_NEIGHBOURS = 3
+TREESHAP, ABLATION, NONE = "treeshap", "ablation", "none"
+#: What ablations of single groups leave, and what the limit on log-ratios cuts off.
+INTERACTIONS, LIMIT = "interactions", "limit"
+#: Contributions below this are rounding.
+_ROUNDING = 1e-9
+NO_TABLE = (
+    "this model holds no neighbour table (it was trained by an earlier version): "
+    "train it again to see neighbours"
+)
+_NO_MEDIANS = "without the neighbour table there are no medians to set feature groups to"
+_NO_KIND = "the model was not trained on kernels of this kind on this platform: roofline and floor"
+_NO_GROUPS = "this estimator does not learn from the feature table: no contributions by group"
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a group of features adds to the log-ratio; ``exp`` of it is the factor."""
+
+    group: str
+    log_ratio: float
+
+
+@dataclass(frozen=True)
+class Outside:
+    """A key feature that lies beyond the training range, or pairs badly with the others.
+
+    Attributes:
+        feature: Its name.
+        value: Of the kernel.
+        low: Lower end of the training range.
+        high: Upper end.
+        empty_pairs: Share of the other key features with which no training kernel is near.
+    """
+
+    feature: str
+    value: float
+    low: float
+    high: float
+    empty_pairs: float
+
+    @property
+    def beyond(self) -> bool:
+        """Whether the value itself lies beyond the training range."""
+        return not self.low <= self.value <= self.high
+
+
+@dataclass(frozen=True)
+class KernelExplanation:
+    """A prediction of one execution of a kernel, taken apart.
+
+    Attributes:
+        kernel_hash: Hash of the kernel.
+        kind: Platform and kind, such as ``cpu/gemm``.
+        latency_us: Predicted latency: ``(roofline_us + floor_us) · exp(log_ratio)``.
+        roofline_us: Roofline.
+        floor_us: Launch floor of the device.
+        log_ratio: What was learned on top.
+        bound: What limits the roofline.
+        source: ``learned`` or ``roofline``.
+        method: How the contributions were found: ``treeshap``, ``ablation`` or ``none``.
+        baseline: Log-ratio before any group.
+        contributions: Largest first; with the baseline they add up to the log-ratio.
+        in_domain: Whether the kernel lies in the training domain.
+        domain_score: Share of pairs of key features that lie near training kernels.
+        domain_threshold: Least score inside the domain.
+        outside: Why it is outside, the worst feature first; inside, key features that lie beyond
+            the training range all the same.
+        neighbours: Nearest training kernels.
+        notes: What could not be said, and why.
+    """
+
+    kernel_hash: str
+    kind: str
+    latency_us: float
+    roofline_us: float
+    floor_us: float
+    log_ratio: float
+    bound: str
+    source: str
+    method: str
+    baseline: float
+    contributions: tuple[Contribution, ...]
+    in_domain: bool
+    domain_score: float
+    domain_threshold: float
+    outside: tuple[Outside, ...]
+    neighbours: tuple[Neighbour, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def factor(self) -> float:
+        """Predicted latency over roofline plus floor."""
+        return float(np.exp(self.log_ratio))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**asdict(self), "factor": self.factor}
+
+
+def explain_kernels(
+    model: CostModel, kernels: Sequence[Kernel], device: DeviceSpec, k: int = DEFAULT_NEIGHBOURS
+) -> list[KernelExplanation]:
+    """Explain the predictions of kernels on a device.
+
+    Args:
+        model: A trained model.
+        kernels: ``n`` kernels.
+        device: Where they run.
+        k: Neighbours to name.
+    """
+    if not kernels:
+        return []
+    found = model.predict_kernels(kernels, device)
+    table = kernel_table(kernels, device)
+    return explain_table(model, table, found, [kernel.hash for kernel in kernels], device, k)
+
+
+def explain_table(
+    model: CostModel,
+    table: KernelTable,
+    found: KernelPrediction,
+    hashes: Sequence[str],
+    device: DeviceSpec,
+    k: int = DEFAULT_NEIGHBOURS,
+) -> list[KernelExplanation]:
+    """Explain the predictions of the kernels of a table.
+
+    Args:
+        model: A trained model.
+        table: Features of ``n`` kernels.
+        found: Their predictions.
+        hashes: Their hashes.
+        device: Where they run.
+        k: Neighbours to name.
+    """
+    nearby = model.neighbours
+    ratio = np.log(found.latency / table.base_s)
+    method, baseline, parts = _split(model, table, ratio, nearby)
+    near = nearby.nearest(table, list(hashes), k) if nearby is not None else [[] for _ in hashes]
+    domain = getattr(model.estimator, "domain", None)
+    floor = np.minimum(device.floor, table.base_s)
+    explained = []
+    for i, digest in enumerate(hashes):
+        learned = found.source[i] != "roofline" or model.name == "roofline"
+        own = method if learned else NONE
+        score, threshold, outside = _domain(domain, table.take(np.array([i])))
+        explained.append(KernelExplanation(
+            kernel_hash=digest,
+            kind=CELLS[table.cell[i]],
+            latency_us=float(found.latency[i]) * 1e6,
+            roofline_us=float(table.base_s[i] - floor[i]) * 1e6,
+            floor_us=float(floor[i]) * 1e6,
+            log_ratio=float(ratio[i]),
+            bound=str(found.bound[i]),
+            source=str(found.source[i]),
+            method=own,
+            baseline=float(baseline[i]) if own != NONE else float(ratio[i]),
+            contributions=_ordered(parts, i) if own != NONE else (),
+            in_domain=bool(found.in_domain[i]),
+            domain_score=score,
+            domain_threshold=threshold,
+            outside=tuple(o for o in outside if o.beyond or not found.in_domain[i]),
+            neighbours=tuple(near[i]),
+            notes=_notes(model, nearby, method, learned),
+        ))  # fmt: skip
+    return explained
+
+
+def _split(
+    model: CostModel, table: KernelTable, ratio: np.ndarray, nearby: NeighbourTable | None
+) -> tuple[str, np.ndarray, dict[str, np.ndarray]]:
+    """Method, baseline ``(n,)`` and contributions ``(n,)`` by group."""
+    estimator = model.estimator
+    if not isinstance(estimator, TabularEstimator) or not estimator.learned:
+        return NONE, ratio, {}
+    groups = group_columns(table.names)
+    exact = estimator.contributions(table)
+    if exact is not None:
+        parts = {group: exact[:, columns].sum(axis=1) for group, columns in groups.items()}
+        return TREESHAP, exact[:, -1], _with_rest(parts, ratio - exact[:, -1], LIMIT)
+    if nearby is None:
+        return NONE, ratio, {}
+    medians = nearby.medians[table.cell]
+    parts = {
+        group: ratio - estimator.log_ratio(_replaced(table, columns, medians))
+        for group, columns in groups.items()
+    }
+    baseline = estimator.log_ratio(_replaced(table, np.arange(table.X.shape[1]), medians))
+    return ABLATION, baseline, _with_rest(parts, ratio - baseline, INTERACTIONS)
+
+
+def _with_rest(parts: dict[str, np.ndarray], total: np.ndarray, name: str) -> dict[str, np.ndarray]:
+    """The parts and what they leave of the total; sums of float32 leave a little everywhere."""
+    rest = total - np.sum(list(parts.values()), axis=0)
+    return {**parts, name: np.where(np.abs(rest) > 1e-4 if name == LIMIT else True, rest, 0.0)}
+
+
+def _replaced(table: KernelTable, columns: np.ndarray, medians: np.ndarray) -> KernelTable:
+    replaced = table.take(np.arange(len(table)))
+    replaced.X[:, columns] = medians[:, columns]
+    return replaced
+
+
+def _ordered(parts: dict[str, np.ndarray], row: int) -> tuple[Contribution, ...]:
+    own = [Contribution(group, float(values[row])) for group, values in parts.items()]
+    telling = [c for c in own if abs(c.log_ratio) > _ROUNDING]
+    return tuple(sorted(telling, key=lambda c: -abs(c.log_ratio)))
+
+
+def _domain(domain: Domain | None, row: KernelTable) -> tuple[float, float, tuple[Outside, ...]]:
+    """Score, threshold, and the key features that keep a kernel out, of a table of one row."""
+    if domain is None:
+        return float("nan"), float("nan"), ()
+    occupied = domain.occupancy(row)[0]
+    empty = np.zeros(len(domain.keys))
+    for (first, second), full in zip(domain.pairs, occupied.tolist(), strict=True):
+        empty[[first, second]] += not full
+    values = row.X[0, domain.keys]
+    others = max(len(domain.keys) - 1, 1)
+    found = [
+        Outside(
+            feature=row.names[key],
+            value=float(values[i]),
+            low=float(domain.low[i]),
+            high=float(domain.high[i]),
+            empty_pairs=float(empty[i] / others),
+        )
+        for i, key in enumerate(domain.keys.tolist())
+        if empty[i]
+    ]
+    ordered = sorted(found, key=lambda o: (not o.beyond, -o.empty_pairs))
+    return float(domain.score(row)[0]), float(domain.threshold), tuple(ordered)
+
+
+def _notes(
+    model: CostModel, nearby: NeighbourTable | None, method: str, learned: bool
+) -> tuple[str, ...]:
+    tabular = isinstance(model.estimator, TabularEstimator)
+    notes = []
+    if not learned:
+        notes.append(_NO_KIND)
+    if not tabular:
+        notes.append(_NO_GROUPS)
+    if nearby is None:
+        notes.append(NO_TABLE)
+        if tabular and method == NONE and model.name != "roofline":
+            notes.append(_NO_MEDIANS)
+    return tuple(notes)

@@ -1,0 +1,172 @@
+"""Why a program takes what it takes: its costliest kernels, each taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..features.errors import ProgramError
+from .devices import resolve_device
+from .predictor import Prediction, Predictor
+
+if TYPE_CHECKING:
+    from ..features.device import DeviceSpec
+    from ..features.kernel import LoweredProgram
+    from ..models.explain import KernelExplanation
+
+DEFAULT_KERNELS = 3
+#: Names to list when one is not found.
+_LISTED = 8
+
+
+@dataclass(frozen=True)
+class ExplainedKernel:
+    """A kernel of a program.
+
+    Attributes:
+        name: Its instruction; of equal kernels, the first one's.
+        executions: Executions per run of the program, equal kernels together.
+        share: Of the program's summed kernel time.
+        origin: StableHLO op and line that it mainly came from.
+        explanation: Of one execution.
+    """
+
+    name: str
+    executions: float
+    share: float
+    origin: str
+    explanation: KernelExplanation
+
+
+@dataclass(frozen=True)
+class ProgramExplanation:
+    """A prediction with its costliest kernels explained.
+
+    Attributes:
+        prediction: Of the whole program.
+        kernels: Costliest first.
+    """
+
+    prediction: Prediction
+    kernels: tuple[ExplainedKernel, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as ``opcast explain --json`` prints it."""
+        p = self.prediction
+        return {
+            "latency_us": p.latency_us,
+            "lo_us": p.lo_us,
+            "hi_us": p.hi_us,
+            "device": p.device,
+            "model": p.model,
+            "lowering": p.lowering,
+            "notes": list(p.notes),
+            "kernels": [
+                {
+                    "name": k.name,
+                    "executions": k.executions,
+                    "share": k.share,
+                    "origin": k.origin,
+                    **k.explanation.to_dict(),
+                }
+                for k in self.kernels
+            ],
+        }
+
+
+def explain(
+    predictor: Predictor,
+    program: Any,
+    *args: Any,
+    device: str | Path | DeviceSpec = "local",
+    lowering: str = "xla",
+    trip_counts: dict[str, int] | int | None = None,
+    kernel: str | None = None,
+    top: int = DEFAULT_KERNELS,
+    neighbours: int = 3,
+) -> ProgramExplanation:
+    """Explain the prediction of a program.
+
+    Args:
+        predictor: With the model.
+        program: As :meth:`Predictor.predict` takes it.
+        args: Example arguments of a jitted function.
+        device: Name, path of a device file, or description.
+        lowering: ``xla`` or ``op``.
+        trip_counts: Trips of loops whose count cannot be found.
+        kernel: Explain the kernel of this name alone.
+        top: Costliest kernels to explain; equal kernels count as one.
+        neighbours: Training kernels to name beside each.
+
+    Raises:
+        OpcastError: The program, device or lowering is not usable, or it has no such kernel.
+    """
+    from ..features.lowering import lower
+    from ..features.reader import read_program
+
+    spec = resolve_device(device, predictor.model.devices)
+    source = read_program(program, *args, trip_counts=trip_counts)
+    lowered = lower(source, lowering, cache=predictor.cache, trip_counts=trip_counts, device=spec)
+    return explain_lowered(predictor, lowered, spec, kernel=kernel, top=top, neighbours=neighbours)
+
+
+def explain_lowered(
+    predictor: Predictor,
+    lowered: LoweredProgram,
+    device: DeviceSpec,
+    *,
+    kernel: str | None = None,
+    top: int = DEFAULT_KERNELS,
+    neighbours: int = 3,
+) -> ProgramExplanation:
+    """Explain the prediction of a program that is already lowered; see :func:`explain`.
+
+    Raises:
+        ProgramError: It has no kernel of that name.
+    """
+    from ..models.explain import explain_kernels
+    from .render import origin
+
+    prediction = predictor.predict_lowered(lowered, device)
+    groups = _chosen(lowered, prediction, kernel, top)
+    found = explain_kernels(
+        predictor.model, [lowered.kernels[group[0]] for group in groups], device, neighbours
+    )
+    total = sum(k.total_us for k in prediction.kernels) or 1.0
+    explained = []
+    for group, explanation in zip(groups, found, strict=True):
+        own = [prediction.kernels[i] for i in group]
+        explained.append(ExplainedKernel(
+            name=own[0].name,
+            executions=sum(k.multiplicity for k in own),
+            share=sum(k.total_us for k in own) / total,
+            origin=origin(own[0]),
+            explanation=explanation,
+        ))  # fmt: skip
+    return ProgramExplanation(prediction, tuple(explained))
+
+
+def _chosen(
+    lowered: LoweredProgram, prediction: Prediction, name: str | None, top: int
+) -> list[list[int]]:
+    """Positions of the kernels to explain, equal ones together, costliest first."""
+    groups: dict[str, list[int]] = {}
+    for position, kernel in enumerate(lowered.kernels):
+        groups.setdefault(kernel.hash, []).append(position)
+    cost = {h: sum(prediction.kernels[i].total_us for i in own) for h, own in groups.items()}
+    ordered = [groups[h] for h in sorted(groups, key=lambda h: -cost[h])]
+    if name is None:
+        return ordered[:top]
+    position = _position(lowered, name, ordered)
+    own = groups[lowered.kernels[position].hash]
+    return [[position, *(i for i in own if i != position)]]
+
+
+def _position(lowered: LoweredProgram, name: str, ordered: Sequence[Sequence[int]]) -> int:
+    for position, kernel in enumerate(lowered.kernels):
+        if kernel.name == name:
+            return position
+    costly = ", ".join(lowered.kernels[group[0]].name for group in ordered[:_LISTED])
+    raise ProgramError(f"no kernel {name!r} in the lowered program", hint=f"costliest: {costly}")

@@ -1,0 +1,106 @@
+"""Explanations as a screen of text."""
+
+from __future__ import annotations
+
+import math
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..models.explain import TREESHAP, KernelExplanation, Outside
+from ..models.neighbours import Neighbour
+from .explain import ExplainedKernel, ProgramExplanation
+from .render import duration
+
+#: Contributions to print; the rest are summed.
+_SHOWN = 6
+
+
+def print_explanation(console: Console, found: ProgramExplanation) -> None:
+    """Print the total and, for each kernel, what its prediction is made of."""
+    p = found.prediction
+    console.print(
+        f"[bold]{duration(p.latency_us)}[/bold] on {p.device}, model {p.model}, "
+        f"lowering {p.lowering}",
+        highlight=False,
+    )
+    for kernel in found.kernels:
+        console.print()
+        _print_kernel(console, kernel)
+    notes = dict.fromkeys([*p.notes, *(n for k in found.kernels for n in k.explanation.notes)])
+    for note in notes:
+        console.print(Text(f"note: {note}", style="yellow"))
+
+
+def _print_kernel(console: Console, kernel: ExplainedKernel) -> None:
+    e = kernel.explanation
+    title = Text(kernel.name, style="bold")
+    title.append(
+        f"  {e.kind}, {kernel.share:.1%} of the kernel time, {kernel.executions:.0f} executions",
+        style="not bold",
+    )
+    if kernel.origin:
+        title.append(f", from {kernel.origin}", style="not bold")
+    console.print(title)
+    console.print(
+        f"  {duration(e.latency_us)} = (roofline {duration(e.roofline_us)} [{e.bound}] + floor "
+        f"{duration(e.floor_us)}) × {e.factor:.2f} ({e.source})",
+        highlight=False, markup=False,
+    )  # fmt: skip
+    if e.contributions:
+        console.print(_contributions(e))
+    console.print(Text(f"  {_domain_text(e)}"))
+    if e.neighbours:
+        console.print(_neighbours(e.neighbours))
+
+
+def _contributions(e: KernelExplanation) -> Table:
+    how = "TreeSHAP" if e.method == TREESHAP else "ablation to the training median"
+    start = "mean of training" if e.method == TREESHAP else "median kernel of its kind"
+    table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="bold")
+    table.add_column(f"  learned factor by group ({how})")
+    table.add_column("factor", justify="right")
+    table.add_column("log", justify="right")
+    rows = [(start, e.baseline), *((c.group, c.log_ratio) for c in e.contributions[:_SHOWN])]
+    rest = e.contributions[_SHOWN:]
+    if rest:
+        rows.append((f"{len(rest)} other groups", sum(c.log_ratio for c in rest)))
+    for name, value in [*rows, ("together", e.log_ratio)]:
+        table.add_row(f"  {name}", f"× {math.exp(value):.2f}", f"{value:+.3f}")
+    return table
+
+
+def _domain_text(e: KernelExplanation) -> str:
+    if math.isnan(e.domain_score):
+        return "in the domain of the model" if e.in_domain else "outside the domain of the model"
+    figures = f"score {e.domain_score:.2f}, threshold {e.domain_threshold:.2f}"
+    side = "in" if e.in_domain else "outside"
+    text = f"{side} the training domain ({figures})"
+    beyond = [o for o in e.outside if o.beyond]
+    if beyond:
+        return text + ": " + "; ".join(map(_beyond_text, beyond))
+    if e.in_domain:
+        return text
+    names = ", ".join(o.feature for o in e.outside[:3])
+    return f"{text}: no training kernel near it combines {names}"
+
+
+def _beyond_text(o: Outside) -> str:
+    side = "below" if o.value < o.low else "above"
+    return f"{o.feature} = {o.value:.3g} is {side} the trained {o.low:.3g} to {o.high:.3g}"
+
+
+def _neighbours(neighbours: tuple[Neighbour, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="bold")
+    for name, justify in (
+        ("  nearest measured kernels", "left"), ("kind", "left"), ("device", "left"),
+        ("measured", "right"), ("predicted unseen", "right"), ("distance", "right"),
+    ):  # fmt: skip
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for n in neighbours:
+        table.add_row(
+            f"  {n.label}", n.kind, n.device, duration(n.measured_us), duration(n.predicted_us),
+            f"{n.distance:.2f}",
+        )  # fmt: skip
+    return table
