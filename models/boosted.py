@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..features.errors import ModelError
+from .ranking import ScoreMap, device_queries, grow_pairwise
 from .splits import draw
 from .store import pack, unpack
 from .tables import CELLS, KernelTable
@@ -20,7 +21,12 @@ MIN_STOP_ROWS = 50
 #: A cell gets trees of its own from this many rows on, if ``per_cell`` is set.
 MIN_CELL_ROWS = 1000
 
-OBJECTIVES = {"absolute": "reg:absoluteerror", "squared": "reg:squarederror"}
+OBJECTIVES = {
+    "absolute": "reg:absoluteerror",
+    "squared": "reg:squarederror",
+    "pairwise": "rank:pairwise",
+}
+_MAP_FILE = "score-map.npz"
 _COLUMNS_FILE = "columns.npz"
 
 
@@ -40,8 +46,10 @@ class XGBoostEstimator(TabularEstimator):
         colsample: Share of the features drawn for each tree.
         reg_lambda: L2 penalty on leaves.
         max_bin: Histogram bins.
-        objective: ``absolute`` or ``squared`` error of the log-ratio.
-        per_cell: Trees of their own for every (platform × kind) with enough rows.
+        objective: ``absolute`` or ``squared`` error of the log-ratio, or ``pairwise``: learn which
+            of two kernels is slower (:mod:`.ranking`), for choosing among candidates.
+        per_cell: Trees of their own for every (platform × kind) with enough rows; not with
+            ``pairwise``.
         monotone: Sign by feature name: +1 or -1 forces the ratio to rise or fall with it. The
             target is a ratio to the roofline, so "more work takes longer" is no constraint on it
             (the ratio of a GEMM falls as it grows); use it for features of which you know the
@@ -89,12 +97,21 @@ class XGBoostEstimator(TabularEstimator):
         )
         self._boosters: dict[str, Any] = {}
         self._columns = np.zeros(0, np.int32)
+        self._score_map: ScoreMap | None = None
+
+    @property
+    def ranks(self) -> bool:
+        """Whether it learns an order, within queries."""
+        return bool(self.params["objective"] == "pairwise")
 
     def _fit(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> None:
         # Constant columns (other devices, unused libraries) would only cost time and dilute the
         # draw of columns.
         varying = table.X.min(axis=0) < table.X.max(axis=0)
         self._columns = np.flatnonzero(varying if varying.any() else ~varying).astype(np.int32)
+        if self.ranks:
+            self._fit_order(table, target, groups)
+            return
         self._boosters = {"joint": self._grow(table, target, groups)}
         if not self.params["per_cell"]:
             return
@@ -103,6 +120,37 @@ class XGBoostEstimator(TabularEstimator):
             if own.sum() >= MIN_CELL_ROWS:
                 booster = self._grow(table.take(own), target[own], groups[own])
                 self._boosters[_file_stem(int(cell))] = booster
+
+    def _fit_order(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> None:
+        if self.params["per_cell"]:
+            raise ModelError("per_cell does not go with objective='pairwise'")
+        queries = device_queries(table) if self._queries is None else self._queries
+        stop = self._stop_rows(groups)
+        stopping = stop.sum() >= MIN_STOP_ROWS and (~stop).sum() >= MIN_STOP_ROWS
+        booster = grow_pairwise(
+            np.take(table.X, self._columns, axis=1),
+            table,
+            target,
+            queries,
+            stop if stopping else None,
+            self._settings(table),
+            self.params["rounds"],
+            self.params["stop_rounds"],
+        )
+        self._boosters = {"joint": booster}
+        held = np.flatnonzero(stop) if stopping else np.arange(len(target))
+        part = table.take(held)
+        latency = np.log(part.base_s) + target[held]
+        self._score_map = ScoreMap.fit(self._scores(part), latency, part.cell)
+
+    def _scores(self, table: KernelTable) -> np.ndarray:
+        """Scores of the order, shape ``(n,)``: higher is slower."""
+        values = np.take(table.X, self._columns, axis=1)
+        start = np.zeros(len(table), np.float32)
+        found = self._boosters["joint"].inplace_predict(
+            values, validate_features=False, base_margin=start
+        )
+        return np.asarray(np.log(table.base_s) + found)
 
     def _grow(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> Any:
         import xgboost as xgb
@@ -164,6 +212,9 @@ class XGBoostEstimator(TabularEstimator):
         return int(self.params["n_jobs"])
 
     def _ratio(self, table: KernelTable) -> np.ndarray:
+        if self._score_map is not None:
+            latency = self._score_map.log_latency(self._scores(table), table.cell)
+            return np.asarray(latency - np.log(table.base_s))
         values = np.take(table.X, self._columns, axis=1)  # several times faster than X[:, columns]
         ratio = _predict(self._boosters["joint"], values)
         for cell in np.unique(table.cell):
@@ -174,7 +225,12 @@ class XGBoostEstimator(TabularEstimator):
         return ratio
 
     def contributions(self, table: KernelTable) -> np.ndarray | None:
-        """TreeSHAP values (Lundberg et al., Nature Machine Intelligence 2, 2020) by feature."""
+        """TreeSHAP values (Lundberg et al., Nature Machine Intelligence 2, 2020) by feature.
+
+        ``None`` with ``pairwise``, whose trees add up to a score, not to the log-ratio.
+        """
+        if self.ranks:
+            return None
         values = np.take(table.X, self._columns, axis=1)
         columns = np.append(self._columns, table.X.shape[1])
         found = np.zeros((len(table), table.X.shape[1] + 1))
@@ -188,7 +244,11 @@ class XGBoostEstimator(TabularEstimator):
 
     def _weights(self) -> dict[str, bytes]:
         trees = {f"{k}.ubj": bytes(b.save_raw("ubj")) for k, b in self._boosters.items()}
-        return {**trees, _COLUMNS_FILE: pack({"columns": self._columns})}
+        files = {**trees, _COLUMNS_FILE: pack({"columns": self._columns})}
+        if self._score_map is not None:
+            knots = {"score": self._score_map.score, "value": self._score_map.value}
+            files[_MAP_FILE] = pack({**knots, "cells": np.array(CELLS)})
+        return files
 
     def _restore(self, files: Mapping[str, bytes]) -> None:
         import xgboost as xgb
@@ -196,12 +256,20 @@ class XGBoostEstimator(TabularEstimator):
         stored = {n.removesuffix(".ubj"): data for n, data in files.items() if n.endswith(".ubj")}
         self._columns = unpack(files[_COLUMNS_FILE])["columns"]
         self._boosters = {}
+        if self.ranks:
+            self._score_map = _score_map(unpack(files[_MAP_FILE]))
         for stem, data in stored.items():
             booster = xgb.Booster({"nthread": self._n_jobs})
             booster.load_model(bytearray(data))
             self._boosters[stem] = booster
         if "joint" not in self._boosters:
             raise KeyError("joint.ubj")
+
+
+def _score_map(arrays: Mapping[str, np.ndarray]) -> ScoreMap:
+    if [str(c) for c in arrays["cells"]] != list(CELLS):
+        raise ValueError("cells of the saved model differ from this version's")
+    return ScoreMap(arrays["score"], arrays["value"])
 
 
 def _predict(booster: Any, values: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ import numpy as np
 
 from .base import Estimator, KernelPrediction
 from .prepared import Prepared, ProgramSample
+from .ranking import query_names
 from .splits import fold_groups, make_folds
 from .tabular import TabularEstimator
 
@@ -105,8 +106,11 @@ def fit_rows(estimator: Estimator, data: Prepared, rows: np.ndarray, split: str)
     """Fit an estimator to kernel rows: from the feature table if it works on one."""
     if not isinstance(estimator, TabularEstimator):
         return estimator.fit(data.subset(rows))
-    groups = fold_groups(data.frame.iloc[rows].reset_index(drop=True), split)
-    return estimator.fit_table(data.table.take(data.entry[rows]), data.latency_s[rows], groups)
+    frame = data.frame.iloc[rows].reset_index(drop=True)
+    table, groups = data.table.take(data.entry[rows]), fold_groups(frame, split)
+    if estimator.ranks:
+        return estimator.fit_table(table, data.latency_s[rows], groups, query_names(frame))
+    return estimator.fit_table(table, data.latency_s[rows], groups)
 
 
 def predict_entries(estimator: Estimator, data: Prepared, entries: np.ndarray) -> KernelPrediction:

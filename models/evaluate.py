@@ -12,7 +12,7 @@ import pandas as pd
 from ..features.dataset import Dataset
 from .cost_model import CostModel
 from .crossfit import predict_entries
-from .metrics import metrics_table
+from .metrics import kendall_within, metrics_table
 from .prepared import Prepared, ProgramSample, prepare
 from .splits import is_family, leave_family_out
 
@@ -112,6 +112,44 @@ def compare_models(
                 figures = _total(result.program_metrics)
                 row |= {f"program_{k}": v for k, v in figures.items()}
             rows.append({**row, "seconds": result.seconds})
+    return pd.DataFrame(rows)
+
+
+def compare_objectives(
+    dataset: Dataset | Prepared,
+    splits: Sequence[str] = ("random", "unseen_family"),
+    objectives: Sequence[str] = ("absolute", "pairwise"),
+    seed: int = 0,
+    n_jobs: int = 1,
+    **params: Any,
+) -> pd.DataFrame:
+    """Objectives of ``xgboost`` side by side on the test part of splits, as rankings too.
+
+    Args:
+        dataset: Samples.
+        splits: Names of splits.
+        objectives: Of ``xgboost``.
+        seed: Of splits and estimators.
+        n_jobs: Threads of the estimators.
+        params: Other parameters of ``xgboost``.
+
+    Returns:
+        One row a (split, objective): figures on the split's test kernels, and
+        ``kendall_within``, Kendall's tau within kernels of one kind, family and device.
+    """
+    from .train import train
+
+    data = prepare(dataset)
+    rows = []
+    for split in splits:
+        for objective in objectives:
+            result = train(data, "xgboost", split, seed, n_jobs, objective=objective, **params)
+            found = result.predictions
+            choice = found["device"] + "|" + found["kind"] + "|" + found["family"]
+            arrays = (found[c].to_numpy() for c in ("measured_us", "predicted_us"))
+            within = kendall_within(*arrays, choice.to_numpy(object))
+            figures = {**_total(result.metrics), "kendall_within": within}
+            rows.append({"split": split, "objective": objective, **figures})
     return pd.DataFrame(rows)
 
 

@@ -22,8 +22,10 @@ _RULES: tuple[tuple[str, str], ...] = (
         r"|broadcast_minor|in_over_out|touched_share|largest_input_share|(?!log_).*_minor$"
         r"|reduce_(major|all)$|conv_canonical|conv_window_over_output|share_moved_",
     ),
-    ("arithmetic intensity", r"compute_over_|weighted_over_|intensity_over_|work_over_|.*_per_output"
-     r"|work_per_element"),
+    (
+        "arithmetic intensity",
+        r"compute_over_|weighted_over_|intensity_over_|work_over_|.*_per_output|work_per_element",
+    ),
     ("loops", r"log_trip_count|log_loop_ops|trip_unknown"),
     ("size", r"log_\w+_floor$|set_over_|\w+_over_(first|middle|last)$"),
     ("op mix", r"log_n_|log_depth|share_|log_reducer_ops|log_sort_comparator|.*_ordered$"),

@@ -55,6 +55,12 @@ class TabularEstimator(ABC):
         self.fallback = (-UNCALIBRATED, UNCALIBRATED)
         self.domain: Domain | None = None
         self.trained = np.zeros(len(CELLS), bool)
+        self._queries: np.ndarray | None = None
+
+    @property
+    def ranks(self) -> bool:
+        """Whether it learns an order, and asks which rows are to be compared."""
+        return False
 
     @abstractmethod
     def _fit(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> None:
@@ -99,7 +105,11 @@ class TabularEstimator(ABC):
         return self
 
     def fit_table(
-        self, table: KernelTable, latency_s: np.ndarray, groups: np.ndarray | None = None
+        self,
+        table: KernelTable,
+        latency_s: np.ndarray,
+        groups: np.ndarray | None = None,
+        queries: np.ndarray | None = None,
     ) -> Self:
         """Learn from a table, without calibrating.
 
@@ -107,13 +117,16 @@ class TabularEstimator(ABC):
             table: ``n`` kernels.
             latency_s: Measured latencies in seconds, shape ``(n,)``.
             groups: Rows of a group are never split between fitting and early stopping.
+            queries: Rows of a query are compared, by estimators that learn an order.
         """
         self.schema, self.feature_names = table.schema, table.names
         counts = np.bincount(table.cell, minlength=len(CELLS))
         self.trained = counts >= min(MIN_ROWS, int(counts.max(initial=1)))
         self.domain = Domain.fit(table)
         own = np.arange(len(table)) if groups is None else groups
+        self._queries = queries
         self._fit(table, np.log(latency_s / table.base_s), own)
+        self._queries = None
         return self
 
     def calibrate(
