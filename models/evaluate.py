@@ -146,8 +146,11 @@ def compare_objectives(
             result = train(data, "xgboost", split, seed, n_jobs, objective=objective, **params)
             found = result.predictions
             choice = found["device"] + "|" + found["kind"] + "|" + found["family"]
-            arrays = (found[c].to_numpy() for c in ("measured_us", "predicted_us"))
-            within = kendall_within(*arrays, choice.to_numpy(object))
+            within = kendall_within(
+                found["measured_us"].to_numpy(np.float64),
+                found["predicted_us"].to_numpy(np.float64),
+                choice.to_numpy(object),
+            )
             figures = {**_total(result.metrics), "kendall_within": within}
             rows.append({"split": split, "objective": objective, **figures})
     return pd.DataFrame(rows)

@@ -89,7 +89,8 @@ class KernelExplanation:
         baseline: Log-ratio before any group.
         contributions: Largest first; with the baseline they add up to the log-ratio.
         in_domain: Whether the kernel lies in the training domain.
-        domain_score: Share of pairs of key features that lie near training kernels.
+        domain_score: Share of pairs of key features that lie near training kernels; ``None`` for an
+            estimator that keeps no domain.
         domain_threshold: Least score inside the domain.
         outside: Why it is outside, the worst feature first; inside, key features that lie beyond
             the training range all the same.
@@ -109,8 +110,8 @@ class KernelExplanation:
     baseline: float
     contributions: tuple[Contribution, ...]
     in_domain: bool
-    domain_score: float
-    domain_threshold: float
+    domain_score: float | None
+    domain_threshold: float | None
     outside: tuple[Outside, ...]
     neighbours: tuple[Neighbour, ...]
     notes: tuple[str, ...]
@@ -235,10 +236,12 @@ def _ordered(parts: dict[str, np.ndarray], row: int) -> tuple[Contribution, ...]
     return tuple(sorted(telling, key=lambda c: -abs(c.log_ratio)))
 
 
-def _domain(domain: Domain | None, row: KernelTable) -> tuple[float, float, tuple[Outside, ...]]:
+def _domain(
+    domain: Domain | None, row: KernelTable
+) -> tuple[float | None, float | None, tuple[Outside, ...]]:
     """Score, threshold, and the key features that keep a kernel out, of a table of one row."""
     if domain is None:
-        return float("nan"), float("nan"), ()
+        return None, None, ()
     occupied = domain.occupancy(row)[0]
     empty = np.zeros(len(domain.keys))
     for (first, second), full in zip(domain.pairs, occupied.tolist(), strict=True):

@@ -32,7 +32,7 @@ class Neighbour:
     """A measured kernel near another one.
 
     Attributes:
-        label: Program that it is from.
+        label: Family and program that it is from.
         kind: Platform and kind, such as ``cpu/gemm``.
         device: Device that it was measured on.
         measured_us: Median measured latency.
@@ -189,7 +189,7 @@ def _unique_rows(data: Prepared, crossed: CrossFit) -> pd.DataFrame:
     found = pd.DataFrame({
         "entry": data.entry[crossed.rows],
         "hash": part["kernel_hash"].astype(str).to_numpy(),
-        "program": part["program"].where(part["program"] != "", part["family"]).to_numpy(),
+        "program": [_label(*pair) for pair in zip(part["family"], part["program"], strict=True)],
         "device": part["device"].astype(str).to_numpy(),
         "measured_s": data.latency_s[crossed.rows],
         "predicted_s": crossed.predicted_s,
@@ -197,6 +197,11 @@ def _unique_rows(data: Prepared, crossed: CrossFit) -> pd.DataFrame:
     how = {"hash": "first", "program": "first", "device": "first"}
     seconds = {"measured_s": "median", "predicted_s": "median"}
     return found.groupby("entry").agg({**how, **seconds}).reset_index()
+
+
+def _label(family: str, program: str) -> str:
+    """Family and program, briefly; the name of a generated program says that it is one."""
+    return (program if family == "random" else f"{family} {program}").strip()
 
 
 def _standardise(values: np.ndarray, mean: np.ndarray, scale: np.ndarray) -> np.ndarray:

@@ -72,7 +72,7 @@ def _contributions(e: KernelExplanation) -> Table:
 
 
 def _domain_text(e: KernelExplanation) -> str:
-    if math.isnan(e.domain_score):
+    if e.domain_score is None or e.domain_threshold is None:
         return "in the domain of the model" if e.in_domain else "outside the domain of the model"
     figures = f"score {e.domain_score:.2f}, threshold {e.domain_threshold:.2f}"
     side = "in" if e.in_domain else "outside"
