@@ -39,9 +39,10 @@ def run_tune(
     from .models.prepared import prepare
     from .models.train import train
     from .models.tuned import write_params
-    from .models.tuning import tune
+    from .models.tuning import require_optuna, tune
     from .workflows import print_frame, print_metrics
 
+    require_optuna()  # before the minutes that reading a large dataset takes
     prepared = prepare(Dataset.load(*data))
     with _parent(f"tune-{model}-{split}", track) as parent, _bar(console, trials) as advance:
 

@@ -34,7 +34,7 @@ class EnsembleEstimator(TabularEstimator):
     Args:
         members: Names of estimators that work on the feature table.
         member_params: Parameters by member.
-        folds: Folds behind the weights.
+        inner_folds: Folds behind the weights.
         shrinkage: How many rows' worth the equal weights count; more keeps closer to them.
         seed: Of the folds and of members that take one.
         n_jobs: Threads of members that take them.
@@ -49,7 +49,7 @@ class EnsembleEstimator(TabularEstimator):
         self,
         members: Sequence[str] = MEMBERS,
         member_params: Mapping[str, Mapping[str, Any]] | None = None,
-        folds: int = 3,
+        inner_folds: int = 3,
         shrinkage: float = 200.0,
         seed: int = 0,
         n_jobs: int = 1,
@@ -59,7 +59,7 @@ class EnsembleEstimator(TabularEstimator):
         super().__init__(
             members=list(members),
             member_params=own,
-            folds=folds,
+            inner_folds=inner_folds,
             shrinkage=shrinkage,
             seed=seed,
             n_jobs=n_jobs,
@@ -100,7 +100,7 @@ class EnsembleEstimator(TabularEstimator):
         """Log-ratios by members that did not see the row, shape ``(n, members)``; nan if none."""
         held = np.full((len(table), len(self.params["members"])), np.nan)
         fold, same = (
-            balanced_folds(groups, self.params["folds"], self.params["seed"]),
+            balanced_folds(groups, self.params["inner_folds"], self.params["seed"]),
             _twins(table),
         )
         for number in np.unique(fold):

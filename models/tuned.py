@@ -12,6 +12,9 @@ import pandas as pd
 from ..features.dataset import write_text
 from ..features.errors import ModelError
 
+#: What training is told by itself.
+_SETTINGS = {"dataset", "model", "split", "seed", "n_jobs", "folds", "held_out"}
+
 
 @dataclass(frozen=True)
 class TrialRecord:
@@ -104,5 +107,11 @@ def read_params(path: Path, model: str) -> dict[str, Any]:
             f"parameters are for {data['model']!r}, not {model!r}",
             where=str(path),
             hint=f"pass --model {data['model']}",
+        )
+    for name in sorted(_SETTINGS & set(params)):
+        raise ModelError(
+            f"{name!r} is a setting of the training, not a parameter of the estimator",
+            where=str(path),
+            hint="take it out of the file, and pass it on the command line",
         )
     return dict(params)

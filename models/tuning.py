@@ -92,14 +92,14 @@ def tune(
         raise ModelError(
             f"no objective {objective!r}", hint=f"choose one of: {', '.join(OBJECTIVES)}"
         )
-    _optuna()
+    require_optuna()
     data = prepare(dataset)
     parts = make_split(data.frame, split, seed, inside=data.inside, held_out=held_out)
     rows = np.sort(np.concatenate([parts.train, parts.validation]))
     judge = _Judge(data, rows, model, split, seed, n_jobs, folds, objective)
     file = study or home() / "tuning.db"
     key = f"{model} {split} {objective} {held_out or ''} seed={seed} folds={folds}"
-    open_study = _open_study(file, f"{key} data={data.dataset_hash}", seed)
+    open_study = _open_study(file, f"{key} data={data.dataset_hash} {data.table.schema}", seed)
     default = _default_error(open_study, judge)
     _search(open_study, judge, space, trials, timeout_s, on_trial)
     return _result(open_study, judge, default, file)
@@ -150,7 +150,12 @@ class _Judge:
         return found[-1]
 
 
-def _optuna() -> Any:
+def require_optuna() -> Any:
+    """Optuna, told to be quiet.
+
+    Raises:
+        ModelError: It is not installed.
+    """
     try:
         import optuna
     except ImportError:
@@ -160,7 +165,7 @@ def _optuna() -> Any:
 
 
 def _open_study(file: Path, name: str, seed: int) -> Any:
-    optuna = _optuna()
+    optuna = require_optuna()
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         storage = optuna.storages.RDBStorage(f"sqlite:///{file.absolute()}")
@@ -192,7 +197,7 @@ def _search(
     timeout_s: float | None,
     on_trial: Callable[[TrialRecord, int], None] | None,
 ) -> None:
-    optuna = _optuna()
+    optuna = require_optuna()
 
     def run(trial: Any) -> float:
         params = space(trial)

@@ -115,6 +115,9 @@ def test_parameters_go_through_a_file(found: Tuning, tmp_path: Path) -> None:
         read_params(file, "forest")
     file.write_text(json.dumps({"alpha": 0.5}))
     assert read_params(file, "ridge") == {"alpha": 0.5}
+    file.write_text(json.dumps({"alpha": 0.5, "seed": 3}))
+    with pytest.raises(ModelError, match="'seed' is a setting of the training"):
+        read_params(file, "ridge")
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"params": 3}'])
