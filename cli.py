@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+
+if TYPE_CHECKING:
+    from .predict.predictor import Predictor
 
 app = typer.Typer(
     name="opcast",
@@ -59,15 +62,10 @@ def predict(
     ] = None,
 ) -> None:
     """Predict a program's time on a device: total, kernels, memory."""
-    from .predict.devices import is_known
     from .predict.predictor import load
 
     predictor = load(model)
-    if device == "local" and not is_known(device, predictor.model.devices):
-        from .workflows import measure_device
-
-        typer.echo("measuring this machine's ceilings, once", err=True)
-        measure_device(save=True)
+    _measure_once(device, predictor)
     prediction = predictor.predict(
         program, device=device, lowering=lowering, strict=strict, trip_counts=_trips(trip_count)
     )
@@ -101,8 +99,10 @@ def explain(
     from .predict.explain import explain as explain_program
     from .predict.predictor import load
 
+    predictor = load(model)
+    _measure_once(device, predictor)
     found = explain_program(
-        load(model), program, device=device, lowering=lowering, trip_counts=_trips(trip_count),
+        predictor, program, device=device, lowering=lowering, trip_counts=_trips(trip_count),
         kernel=kernel, top=top, neighbours=neighbours,
     )  # fmt: skip
     if json_output:
@@ -340,6 +340,17 @@ def _console() -> Any:
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 120)
+
+
+def _measure_once(device: str, predictor: Predictor) -> None:
+    """Measure the local machine if neither the model nor the user's folder describes it."""
+    from .predict.devices import is_known
+
+    if device == "local" and not is_known(device, predictor.model.devices):
+        from .workflows import measure_device
+
+        typer.echo("measuring this machine's ceilings, once", err=True)
+        measure_device(save=True)
 
 
 def _print_json(data: Any) -> None:

@@ -29,8 +29,8 @@ DEFAULT_NEIGHBOURS = 3
 TREESHAP, ABLATION, NONE = "treeshap", "ablation", "none"
 #: What ablations of single groups leave, and what the limit on log-ratios cuts off.
 INTERACTIONS, LIMIT = "interactions", "limit"
-#: Contributions below this are rounding.
-_ROUNDING = 1e-9
+#: Contributions below this are rounding; sums of single-precision contributions leave up to more.
+_ROUNDING, _FLOAT32 = 1e-9, 1e-4
 NO_TABLE = (
     "this model holds no neighbour table (it was trained by an earlier version): "
     "train it again to see neighbours"
@@ -206,7 +206,7 @@ def _split(
     exact = estimator.contributions(table)
     if exact is not None:
         parts = {group: exact[:, columns].sum(axis=1) for group, columns in groups.items()}
-        return TREESHAP, exact[:, -1], _with_rest(parts, ratio - exact[:, -1], LIMIT)
+        return TREESHAP, exact[:, -1], _with_rest(parts, ratio - exact[:, -1], LIMIT, _FLOAT32)
     if nearby is None:
         return NONE, ratio, {}
     medians = nearby.medians[table.cell]
@@ -218,10 +218,12 @@ def _split(
     return ABLATION, baseline, _with_rest(parts, ratio - baseline, INTERACTIONS)
 
 
-def _with_rest(parts: dict[str, np.ndarray], total: np.ndarray, name: str) -> dict[str, np.ndarray]:
-    """The parts and what they leave of the total; sums of float32 leave a little everywhere."""
+def _with_rest(
+    parts: dict[str, np.ndarray], total: np.ndarray, name: str, least: float = 0.0
+) -> dict[str, np.ndarray]:
+    """The parts, and what they leave of the total where that is more than ``least``."""
     rest = total - np.sum(list(parts.values()), axis=0)
-    return {**parts, name: np.where(np.abs(rest) > 1e-4 if name == LIMIT else True, rest, 0.0)}
+    return {**parts, name: np.where(np.abs(rest) > least, rest, 0.0)}
 
 
 def _replaced(table: KernelTable, columns: np.ndarray, medians: np.ndarray) -> KernelTable:
