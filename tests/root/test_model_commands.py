@@ -91,7 +91,10 @@ def test_explain_takes_a_kernel_by_name(program: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*noload.*deprecated")  # of MLflow's own queries
-def test_tune_searches_and_train_takes_what_it_found(data: Path, tmp_path: Path) -> None:
+def test_tune_searches_and_train_takes_what_it_found(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPCAST_MLRUNS", str(tmp_path / "mlruns"))
     file, study = tmp_path / "ridge.json", tmp_path / "study.db"
     common = ("tune", "--data", data, "--model", "ridge", "--folds", "2", "--study", study)
     done = call(*common, "--trials", "2", "--out", file)
