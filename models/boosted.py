@@ -55,7 +55,7 @@ class XGBoostEstimator(TabularEstimator):
             (the ratio of a GEMM falls as it grows); use it for features of which you know the
             sign of the ratio itself. Only with ``squared``: the absolute error sets leaves to
             medians after the tree is grown, which breaks the constraint.
-        stop_rounds: Rounds without improvement before stopping.
+        stop_rounds: Rounds without improvement before stopping; 0 grows all rounds on all rows.
         seed: Random state.
         n_jobs: Threads. More than there are free cores is far slower than one.
     """
@@ -125,7 +125,8 @@ class XGBoostEstimator(TabularEstimator):
         if self.params["per_cell"]:
             raise ModelError("per_cell does not go with objective='pairwise'")
         queries = device_queries(table) if self._queries is None else self._queries
-        stop = self._stop_rows(groups)
+        patience = self.params["stop_rounds"]
+        stop = self._stop_rows(groups) if patience else np.zeros(len(groups), bool)
         stopping = stop.sum() >= MIN_STOP_ROWS and (~stop).sum() >= MIN_STOP_ROWS
         booster = grow_pairwise(
             np.take(table.X, self._columns, axis=1),
@@ -156,7 +157,8 @@ class XGBoostEstimator(TabularEstimator):
         import xgboost as xgb
 
         values = np.take(table.X, self._columns, axis=1)
-        stop = self._stop_rows(groups)
+        patience = self.params["stop_rounds"]
+        stop = self._stop_rows(groups) if patience else np.zeros(len(groups), bool)
         stopping = stop.sum() >= MIN_STOP_ROWS and (~stop).sum() >= MIN_STOP_ROWS
         rows = ~stop if stopping else np.ones(len(target), bool)
         options = {"max_bin": self.params["max_bin"], "nthread": self._n_jobs}

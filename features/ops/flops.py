@@ -17,7 +17,7 @@ def op_flops(params: Mapping[str, Any]) -> float:
     if "topk" in params:
         rows = params["tokens"] * params["topk"] / params["ep"]
         matrices = 2 if "nongated" in params.get("kernel", "") else 3
-        return 2.0 * rows * params["hidden"] * params["inter"] / params["tp"] * matrices
+        return float(2 * rows * params["hidden"] * params["inter"] / params["tp"] * matrices)
     return 0.0
 
 
@@ -31,4 +31,4 @@ def _attention(params: Mapping[str, Any]) -> float:
     else:
         pairs = q_len * min(kv_len, reach)
     width = params["head_dim"] + params["v_head_dim"]
-    return 2.0 * params["batch"] * params["q_heads"] * pairs * width
+    return float(2 * params["batch"] * params["q_heads"] * pairs * width)

@@ -13,8 +13,8 @@ STREAM = 0.85
 #: Words that tell kernels apart, looked for in their names.
 KERNEL_WORDS = (
     "triton", "cutlass", "deepgemm", "flashinfer", "fa2", "fa3", "fa4", "flash_attention",
-    "flash_attn", "marlin", "torch", "smooth", "weight_only", "sgl_kernel", "default", "nongated", "xpu",
-    "fidecode", "fiprefill", "block", "modelopt",
+    "flash_attn", "marlin", "torch", "smooth", "weight_only", "sgl_kernel", "default",
+    "nongated", "xpu", "fidecode", "fiprefill", "block", "modelopt",
 )  # fmt: skip
 BACKENDS = ("sglang", "trtllm", "vllm")
 

@@ -16,6 +16,12 @@ OPS = (
 )  # fmt: skip
 #: Elements that a thread block of a vectorised element-wise kernel takes.
 BLOCK = 1024
+#: Further passes over the input of row-wise ops: maximum, sum and result of a softmax; moments and
+#: result of a norm. Rows of a softmax up to 1024 stay in registers.
+PASSES = {"softmax": 2.0, "ln": 1.0, "layernorm": 1.0, "rmsnorm": 1.0}
+#: Rows in flight on a core: blocks of a softmax are wide, those of a norm narrow.
+ROWS_IN_FLIGHT = {"softmax": 4.0, "ln": 16.0, "layernorm": 8.0, "rmsnorm": 4.0}
+IN_REGISTERS = 1024
 #: Vector instructions for one element, where they are many.
 WORK = {"gelu": 20.0, "tanh": 20.0, "pow": 40.0, "powu": 10.0, "div": 8.0, "softmax": 16.0}
 
@@ -28,7 +34,8 @@ def pointwise(table: OpTable) -> Physics:
     moved = rows * cols * _bytes_per_element(table, operands)
     # Graph and event timing call again with the same operands, so that small tensors stay cached.
     resident = resident_share(moved, mc.cache, 1.1, 0.5)
-    t_memory = stream_seconds(moved, resident, mc)
+    in_flight, again = _again(table, rows, cols, mc)
+    t_memory = stream_seconds(moved + again, resident, mc)
     t_vector = rows * cols * table.mapped("op", WORK, 4.0) / mc.vector
     floor = _floor(table, mc)
     base = floor + combine(t_memory, t_vector)
@@ -43,6 +50,8 @@ def pointwise(table: OpTable) -> Physics:
         "log_waves": log2(element_waves), "wave_fill": fill(element_waves),
         "cols_of_4": (cols % 4 == 0) * 1.0, "cols_of_128": (cols % 128 == 0) * 1.0,
         "row_block_fill": cols / (np.ceil(cols / BLOCK) * BLOCK),
+        "log_in_flight_cache": np.clip(log2(in_flight / mc.cache), -6, 4),
+        "again": again / moved,
         "log_moved_cache": np.clip(log2(moved / mc.cache), -10, 10),
         "log_core_bandwidth": log2(mc.bandwidth / mc.cores / mc.clock),
     }  # fmt: skip
@@ -60,6 +69,22 @@ def _bytes_per_element(table: OpTable, operands: np.ndarray) -> np.ndarray:
     moved = np.where(table.is_("op", "quantize_fp8"), 3.0, moved)
     # The gate and the value lie in one tensor of ``cols``; half as many elements are written.
     return np.asarray(np.where(table.is_("op", "silu_and_mul"), 1.5 * width, moved))
+
+
+def _again(
+    table: OpTable, rows: np.ndarray, cols: np.ndarray, mc: Machine
+) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of the rows in flight, and bytes that are read again from memory.
+
+    A row-wise op reads its row once a pass. The later passes find it in the cache as long as all
+    rows in flight fit there.
+    """
+    width = table.weight_bytes
+    in_flight = np.minimum(rows, mc.cores * table.mapped("op", ROWS_IN_FLIGHT, 1.0)) * cols * width
+    missed = np.clip((in_flight / mc.cache - 0.3) / 0.6, 0, 1)
+    passes = table.mapped("op", PASSES, 0.0)
+    passes = np.where(table.is_("op", "softmax") & (cols <= IN_REGISTERS), 0.0, passes)
+    return in_flight, passes * rows * cols * width * missed
 
 
 def _floor(table: OpTable, mc: Machine) -> np.ndarray:

@@ -77,12 +77,14 @@ class OpTable:
 
     def of_device(self, values: list[float]) -> np.ndarray:
         """A figure of each row's device, given one for each of ``devices``."""
-        return np.asarray(values, np.float64)[self.code]
+        figures: np.ndarray = np.asarray(values, np.float64)
+        return np.asarray(figures[self.code])
 
     def mapped(self, column: str, table: Mapping[str, float], default: float) -> np.ndarray:
         """A figure looked up by a text column."""
         code, values = pd.factorize(self.names[column])
-        return np.array([table.get(str(v), default) for v in values], np.float64)[code]
+        figures: np.ndarray = np.array([table.get(str(v), default) for v in values], np.float64)
+        return np.asarray(figures[code])
 
     def says(self, column: str, *words: str) -> np.ndarray:
         """Whether a text column holds any of the words, bool."""

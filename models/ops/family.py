@@ -1,0 +1,430 @@
+"""Latency of one family of operators: a regressor for known devices, another for unseen ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...features.device import DeviceSpec
+from ...features.errors import ModelError
+from ...features.ops import FAMILIES, OpFeatures, op_features
+from ...features.ops.features import ops_schema_hash
+from ..registry import estimator_class, make_estimator
+from ..tables import CELLS, KernelTable
+from ..tabular import TabularEstimator
+from .intervals import DeviceIntervals, twins
+from .kriging import Correction, Scale, Sites, fit_params, start_params, time_shares
+from .rows import codes, group_draw
+from .slopes import Slopes
+
+#: Share of the groups and of the single rows that are kept from fitting, for intervals.
+HELD_GROUPS, HELD_ROWS = 0.05, 0.03
+#: Rows from which the model for unseen devices learns, and each of its leave-one-device-out copies.
+GENERAL_ROWS, FOLD_ROWS = 120_000, 40_000
+#: Errors per left-out device from which the covariance is fitted.
+COVARIANCE_ROWS = 200
+#: Latencies below this are resolution, not time (seconds).
+LEAST_S = 1e-7
+_KIND = {"gemm": "gemm", "conv": "conv", "pointwise": "fusion", "attention": "gemm",
+         "moe": "custom_call"}  # fmt: skip
+
+Params = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class FamilySettings:
+    """How the regressors of a family are made.
+
+    Attributes:
+        estimator: Name of an estimator that works on a feature table.
+        known: Its parameters for the model of known devices.
+        general: For the model of unseen devices.
+        max_rows: Most rows that the model of known devices learns from.
+        seed: Of draws and regressors.
+        n_jobs: Threads.
+    """
+
+    estimator: str = "xgboost"
+    known: Params = field(default_factory=dict)
+    general: Params = field(default_factory=dict)
+    max_rows: int = 1_000_000
+    seed: int = 0
+    n_jobs: int = 1
+
+
+@dataclass(slots=True)
+class FamilyPrediction:
+    """Latencies in seconds with 90 % intervals, shape ``(n,)`` each.
+
+    Attributes:
+        latency: Predicted.
+        lo: Lower end.
+        hi: Upper end.
+        roofline: Bound from FLOPs and bytes.
+        bound: What limits the analytical estimate.
+        scope: ``known``, ``calibrated``, ``sibling`` (another device with the same chip is known)
+            or ``unseen``.
+        in_domain: Whether training rows are near.
+    """
+
+    latency: np.ndarray
+    lo: np.ndarray
+    hi: np.ndarray
+    roofline: np.ndarray
+    bound: np.ndarray
+    scope: np.ndarray
+    in_domain: np.ndarray
+
+
+class FamilyModel:
+    """Learns and predicts one family.
+
+    Args:
+        family: One of the keys of ``features.ops.FAMILIES``.
+        settings: How its regressors are made.
+
+    Attributes:
+        devices: Names of the devices that it was fitted to, in order.
+        corrections: Corrections of devices that were calibrated.
+        intervals: Interval ends.
+    """
+
+    def __init__(self, family: str, settings: FamilySettings | None = None) -> None:
+        self.family = family
+        self.settings = settings or FamilySettings()
+        self.devices: tuple[str, ...] = ()
+        self.chips: dict[str, tuple[object, ...]] = {}
+        self.slopes = Slopes()
+        self.known: TabularEstimator | None = None
+        self.general: TabularEstimator | None = None
+        self.intervals = DeviceIntervals()
+        self.scale: Scale | None = None
+        self.params = np.zeros(0)
+        self.corrections: dict[str, Correction] = {}
+        self.left_out: dict[str, dict[str, float]] = {}
+
+    # Fitting
+
+    def fit(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> FamilyModel:
+        """Learn from rows of the family.
+
+        Args:
+            rows: Columns as :func:`~opcast.models.ops.rows_of_dataset` gives them.
+            devices: Descriptions by name.
+        """
+        rows = rows.reset_index(drop=True)
+        self.devices = tuple(sorted(set(rows["device"])))
+        self.chips = {name: _chip(devices[name]) for name in self.devices}
+        features = op_features(rows, self.family, devices)
+        ratio = _target(rows, features)
+        rng = np.random.default_rng(self.settings.seed)
+        held = (group_draw(rows, self.family, self.settings.seed) < HELD_GROUPS) | (
+            rng.random(len(rows)) < HELD_ROWS
+        )
+        fitting = np.flatnonzero(~held)
+        if len(fitting) > self.settings.max_rows:
+            fitting = rng.choice(fitting, self.settings.max_rows, replace=False)
+        device = rows["device"].to_numpy(object)
+        library, share = codes(rows)[0], time_shares(features)
+        self.slopes.fit(share[fitting], ratio[fitting], device[fitting], library[fitting])
+        linear = self.slopes.predict(share, device, library)
+        self.known = self._regressor(_sized(self.settings.known, len(fitting)))
+        self._learn(self.known, self._known_table(features, device), ratio - linear, fitting)
+        self._calibrate(features, device, ratio - linear, np.flatnonzero(held))
+        self._fit_general(rows, features, device, ratio, np.flatnonzero(~held), rng)
+        return self
+
+    def _regressor(self, params: Params) -> TabularEstimator:
+        import inspect
+
+        name = self.settings.estimator
+        accepted = inspect.signature(estimator_class(name)).parameters
+        own: dict[str, Any] = {"seed": self.settings.seed, "n_jobs": self.settings.n_jobs}
+        own = {k: v for k, v in own.items() if k in accepted} | dict(params)
+        found = make_estimator(name, **own)
+        if not isinstance(found, TabularEstimator):
+            raise ModelError(f"estimator {name!r} does not learn from a feature table")
+        return found
+
+    def _learn(
+        self, model: TabularEstimator, table: KernelTable, target: np.ndarray, rows: np.ndarray
+    ) -> None:
+        part = table.take(rows)
+        model.fit_table(part, part.base_s * np.exp(target[rows]))
+
+    def _calibrate(
+        self, features: OpFeatures, device: np.ndarray, target: np.ndarray, held: np.ndarray
+    ) -> None:
+        assert self.known is not None
+        if not len(held):
+            return
+        table = self._known_table(_take(features, held), device[held])
+        predicted = self.known.point(table)
+        scores = np.log(table.base_s) + target[held] - np.log(predicted)
+        if self.known.domain is not None:
+            self.known.domain.calibrate(self.known.domain.score(table))
+        for name in self.devices:
+            own = device[held] == name
+            if own.sum() >= 10:
+                self.intervals.fit_device(name, scores[own], predicted[own])
+
+    def _fit_general(
+        self, rows: pd.DataFrame, features: OpFeatures, device: np.ndarray, target: np.ndarray,
+        fitting: np.ndarray, rng: np.random.Generator,
+    ) -> None:  # fmt: skip
+        """The model of unseen devices, with its errors on each device when that is left out."""
+        table = self._general_table(features)
+        self.scale = Scale.of(features)
+        coarse, fine = codes(rows)
+        sites = self.scale.sites(features, coarse, fine)
+        self.params = start_params(sites.place.shape[1])
+        balanced = _balanced(device[fitting], self.devices, self.chips)
+        self.general = self._regressor(self.settings.general)
+        drawn = _draw(rng, fitting, balanced, GENERAL_ROWS)
+        self._learn(self.general, table, target, drawn)
+        groups = twins(self.devices, self.chips)
+        if len(groups) < 2:
+            return
+        tasks, scores = [], {}
+        for group in groups:
+            outside = ~np.isin(device[fitting], group)
+            drawn = _draw(rng, fitting[outside], balanced[outside], FOLD_ROWS)
+            model = self._regressor(self.settings.general)
+            self._learn(model, table, target, drawn)
+            own = np.flatnonzero(np.isin(device, group))
+            own = rng.choice(own, min(len(own), 4000), replace=False)
+            part = table.take(own)
+            errors = np.log(part.base_s) + target[own] - np.log(model.point(part))
+            scores[group[0]] = errors
+            some = own[:COVARIANCE_ROWS]
+            tasks.append((sites.take(some), errors[:COVARIANCE_ROWS]))
+            ape = np.abs(np.exp(-errors) - 1)
+            self.left_out["+".join(group)] = {
+                "mape": float(ape.mean()), "median": float(np.median(ape)), "rows": float(len(own))
+            }  # fmt: skip
+        self.intervals.fit_unseen(scores)
+        self.params = fit_params(tasks)
+
+    # Predicting
+
+    def predict(
+        self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec], corrected: bool = True
+    ) -> FamilyPrediction:
+        """Predict rows of the family; every device may be one that the model never saw.
+
+        Args:
+            rows: Columns of the family's parameters and ``device``.
+            devices: Descriptions by the values of ``device``.
+            corrected: Whether to use corrections of calibrated devices.
+
+        Raises:
+            ModelError: The model was not fitted.
+        """
+        if self.known is None or self.general is None or self.scale is None:
+            raise ModelError(f"the model of {self.family} has not been fitted")
+        rows = rows.reset_index(drop=True)
+        features = op_features(rows, self.family, devices)
+        device = rows["device"].to_numpy(object)
+        stand_in, scope = self._stand_ins(device, devices)
+        own = scope != "unseen"
+        latency = np.empty(len(rows))
+        inside = np.zeros(len(rows), bool)
+        for mask, model in ((own, self.known), (~own, self.general)):
+            at = np.flatnonzero(mask)
+            if len(at):
+                some = _take(features, at)
+                part = (
+                    self._known_table(some, stand_in[at])
+                    if model is self.known
+                    else self._general_table(some)
+                )
+                latency[at] = model.point(part)
+                if model is self.known:
+                    library = codes(rows.iloc[at])[0]
+                    linear = self.slopes.predict(time_shares(some), stand_in[at], library)
+                    latency[at] *= np.exp(linear)
+                inside[at] = model.domain.contains(part) if model.domain is not None else True
+        lo, hi = np.empty(len(rows)), np.empty(len(rows))
+        for name in dict.fromkeys(device):
+            at = np.flatnonzero(device == name)
+            lo[at], hi[at] = self._ends(str(stand_in[at[0]]), str(scope[at[0]]), latency[at])
+        found = FamilyPrediction(
+            latency, lo, hi, features.roofline_s, features.bound, scope, inside
+        )
+        if corrected and self.corrections:
+            self._correct(found, rows, features, device)
+        return found
+
+    def _ends(self, device: str, scope: str, latency: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Interval ends; a sibling's are those of the known device, stretched towards unseen."""
+        lo, hi = self.intervals.of(device if scope != "unseen" else "", latency)
+        if scope != "sibling":
+            return lo, hi
+        wide_lo, wide_hi = self.intervals.of("", latency)
+        return np.sqrt(lo * np.maximum(wide_lo, lo**2 / latency)), np.sqrt(hi * wide_hi)
+
+    def _correct(
+        self, found: FamilyPrediction, rows: pd.DataFrame, features: OpFeatures, device: np.ndarray
+    ) -> None:
+        for name, correction in self.corrections.items():
+            at = np.flatnonzero(device == name)
+            if not len(at):
+                continue
+            mean, half = correction.apply(self.sites(rows.iloc[at], _take(features, at)))
+            found.latency[at] *= np.exp(mean)
+            found.lo[at] = found.latency[at] * np.exp(-half)
+            found.hi[at] = found.latency[at] * np.exp(half)
+            found.scope[at] = "calibrated"
+
+    def sites(self, rows: pd.DataFrame, features: OpFeatures) -> Sites:
+        """Where rows lie for the covariance of errors."""
+        assert self.scale is not None
+        coarse, fine = codes(rows)
+        return self.scale.sites(features, coarse, fine)
+
+    def calibrate(
+        self, device: str, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]
+    ) -> Correction:
+        """Adapt to a device from rows that were measured there; replaces an earlier correction.
+
+        Args:
+            device: Its name.
+            rows: Rows of the family on it, with ``latency_us``.
+            devices: Descriptions by name.
+        """
+        rows = rows.reset_index(drop=True)
+        features = op_features(rows, self.family, devices)
+        plain = self.predict(rows, devices, corrected=False)
+        errors = np.log(np.maximum(rows["latency_us"].to_numpy(np.float64) * 1e-6, LEAST_S))
+        errors = errors - np.log(plain.latency)
+        found = Correction.fit(self.params, self.sites(rows, features), errors)
+        self.corrections[device] = found
+        return found
+
+    def _stand_ins(
+        self, device: np.ndarray, devices: Mapping[str, DeviceSpec]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """For each row the known device that stands for its own, and the scope of that."""
+        by_chip = {chip: name for name, chip in reversed(self.chips.items())}
+        names, scopes = {}, {}
+        for name in dict.fromkeys(device):
+            sibling = by_chip.get(_chip(devices[name]))
+            names[name] = name if name in self.chips else (sibling or name)
+            scopes[name] = "known" if name in self.chips else "sibling" if sibling else "unseen"
+        return (
+            np.array([names[d] for d in device], object),
+            np.array([scopes[d] for d in device], object),
+        )
+
+    # Tables
+
+    def _known_table(self, features: OpFeatures, device: np.ndarray) -> KernelTable:
+        flags = np.stack([device == name for name in self.devices], axis=1).astype(np.float32)
+        names = (*features.names, *(f"on_{name}" for name in self.devices))
+        return self._table(features, np.concatenate([features.X, flags], axis=1), names)
+
+    def _general_table(self, features: OpFeatures) -> KernelTable:
+        names = tuple(n for n, g in zip(features.names, features.general, strict=True) if g)
+        return self._table(features, features.X[:, features.general], names)
+
+    def _table(self, features: OpFeatures, X: np.ndarray, names: tuple[str, ...]) -> KernelTable:
+        cell = CELLS.index(f"gpu/{_KIND[FAMILIES[self.family]]}")
+        return KernelTable(
+            np.ascontiguousarray(X), names, features.base_s, features.bound,
+            np.full(len(X), cell, np.int16), ops_schema_hash(self.family),
+        )  # fmt: skip
+
+    # Saving
+
+    def save(self, path: Path) -> dict[str, Any]:
+        """Write both regressors below ``path``; returns what the manifest has to hold."""
+        assert self.known is not None and self.general is not None and self.scale is not None
+        self.known.save(path / "known")
+        self.general.save(path / "general")
+        return {
+            "devices": list(self.devices),
+            "chips": {name: list(chip) for name, chip in self.chips.items()},
+            "intervals": self.intervals.to_dict(),
+            "scale": {
+                "centre": self.scale.centre.tolist(), "spread": self.scale.spread.tolist(),
+            },
+            "slopes": self.slopes.to_dict(),
+            "covariance_log": self.params.tolist(),
+            "left_out": self.left_out,
+            "estimator": self.settings.estimator,
+        }  # fmt: skip
+
+    @classmethod
+    def load(cls, family: str, path: Path, manifest: Mapping[str, Any]) -> FamilyModel:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ModelError: A regressor is damaged, or of other features.
+        """
+        model = cls(family, FamilySettings(estimator=manifest["estimator"]))
+        kind = estimator_class(manifest["estimator"])
+        if not issubclass(kind, TabularEstimator):
+            raise ModelError(f"estimator {manifest['estimator']!r} has no feature table")
+        schema = ops_schema_hash(family)
+        model.known = kind.load(path / "known", schema)
+        model.general = kind.load(path / "general", schema)
+        model.devices = tuple(manifest["devices"])
+        model.chips = {name: tuple(chip) for name, chip in manifest["chips"].items()}
+        model.intervals = DeviceIntervals.from_dict(manifest["intervals"])
+        scale = manifest["scale"]
+        model.scale = Scale(np.array(scale["centre"]), np.array(scale["spread"]))
+        model.slopes = Slopes.from_dict(manifest["slopes"])
+        model.params = np.array(manifest["covariance_log"])
+        model.left_out = dict(manifest["left_out"])
+        return model
+
+
+def _sized(params: Params, rows: int) -> Params:
+    """Parameters for the number of rows: shallower trees where there are few."""
+    if "max_depth" not in params:
+        return params
+    depth = 6 if rows < 20_000 else 8 if rows < 100_000 else 20
+    return {**params, "max_depth": min(params["max_depth"], depth)}
+
+
+def _chip(spec: DeviceSpec) -> tuple[object, ...]:
+    """What makes two devices the same chip, whatever memory and power they were given."""
+    return spec.architecture, spec.core_count, spec.lanes_per_core
+
+
+def _target(rows: pd.DataFrame, features: OpFeatures) -> np.ndarray:
+    latency = np.maximum(rows["latency_us"].to_numpy(np.float64) * 1e-6, LEAST_S)
+    return np.asarray(np.log(latency / features.base_s))
+
+
+def _take(features: OpFeatures, rows: np.ndarray) -> OpFeatures:
+    return OpFeatures(
+        features.X[rows], features.names, features.base_s[rows], features.roofline_s[rows],
+        features.floor_s[rows], features.flops[rows], features.moved[rows], features.bound[rows],
+        features.general, features.keys,
+    )  # fmt: skip
+
+
+def _balanced(
+    device: np.ndarray, devices: tuple[str, ...], chips: Mapping[str, tuple[object, ...]]
+) -> np.ndarray:
+    """Weights of draws: chips with many rows count by the square root of their number."""
+    code, names = pd.factorize(device)
+    group = {name: chips[name] for name in devices}
+    counts: dict[tuple[object, ...], int] = {}
+    for place, name in enumerate(names):
+        counts[group[name]] = counts.get(group[name], 0) + int((code == place).sum())
+    return np.array([1 / np.sqrt(counts[group[name]]) for name in names])[code]
+
+
+def _draw(
+    rng: np.random.Generator, rows: np.ndarray, weights: np.ndarray, count: int
+) -> np.ndarray:
+    if len(rows) <= count:
+        return rows
+    return rng.choice(rows, count, replace=False, p=weights / weights.sum())

@@ -1,0 +1,256 @@
+"""Adapts a model to a device from a few samples: a Gaussian process on its errors there.
+
+The error of a model on a new device is mostly systematic: its compute, its memory and its launch
+are each a bit faster or slower than thought, differently for every library, and kernels that lie
+close to each other err alike. So the covariance of two errors is
+
+    w·w' (a0 + a1 [same op, dtype, backend] + a2 [same kernel])
+      + exp(-d) (s0 + s1 [same op, dtype, backend] + s2 [same kernel])
+
+with ``w`` the shares of a kernel's time that compute, memory and launch have, and ``d`` the scaled
+distance of the key features (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006,
+chapters 2, 4 and 5). The variances and length scales are fitted once, to errors on devices that
+were left out of training; with them, ten samples say what ten samples can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...features.ops import OpFeatures
+from ..conformal import COVERAGE, ends
+
+#: Fewest samples for an interval from the device's own errors.
+MIN_OWN = 50
+#: Least standard deviation of a label's noise, in log space: errors are heavier in the tails than
+#: a Gaussian's, and a smaller one lets single outliers bend the correction.
+LEAST_NOISE = 0.06
+#: More samples than this do not change the correction and cost their cube.
+MAX_SAMPLES = 1500
+_AMPLITUDES = 7  # three of slopes, three of smooth terms, noise
+_START = (0.25, 0.15, 0.15, 0.15, 0.15, 0.2, 0.1)
+_REACH = 2.5
+_NORMAL_90 = 1.645
+
+
+@dataclass(slots=True)
+class Sites:
+    """Where kernels lie, for the covariance.
+
+    Attributes:
+        place: Scaled key features, shape ``(n, d)``.
+        share: Shares of compute, memory and launch, shape ``(n, 3)``.
+        coarse: What runs a kernel, object, shape ``(n,)``.
+        fine: The same with the kernel's name, object, shape ``(n,)``.
+    """
+
+    place: np.ndarray
+    share: np.ndarray
+    coarse: np.ndarray
+    fine: np.ndarray
+
+    def __len__(self) -> int:
+        """Number of kernels."""
+        return len(self.place)
+
+    def take(self, rows: np.ndarray) -> Sites:
+        """Some of them."""
+        return Sites(self.place[rows], self.share[rows], self.coarse[rows], self.fine[rows])
+
+
+@dataclass
+class Scale:
+    """Centre and spread of key features, so that distances have no unit."""
+
+    centre: np.ndarray
+    spread: np.ndarray
+
+    @classmethod
+    def of(cls, features: OpFeatures) -> Scale:
+        """Measure them."""
+        keys = features.X[:, features.keys].astype(np.float64)
+        return cls(keys.mean(axis=0), keys.std(axis=0) + 1e-6)
+
+    def sites(self, features: OpFeatures, coarse: np.ndarray, fine: np.ndarray) -> Sites:
+        """Sites of kernels."""
+        keys = features.X[:, features.keys].astype(np.float64)
+        place = np.clip((keys - self.centre) / self.spread, -6, 6)
+        return Sites(place, time_shares(features), coarse, fine)
+
+
+def time_shares(features: OpFeatures) -> np.ndarray:
+    """Shares of compute, memory and launch in the analytical estimate, shape ``(n, 3)``."""
+    launch = np.clip(features.floor_s / features.base_s, 0, 1)
+    compute, memory = (_share(features, n) for n in ("log_tiles_base", "log_memory_base"))
+    vector = _share(features, "log_vector_base")
+    compute = np.maximum(compute, vector)
+    rest = (1 - launch) / (compute + memory + 1e-9)
+    return np.stack([compute * rest, memory * rest, launch], axis=1)
+
+
+def _share(features: OpFeatures, name: str) -> np.ndarray:
+    if name not in features.names:
+        return np.zeros(len(features.X))
+    logs = features.X[:, features.names.index(name)].astype(np.float64)
+    return np.asarray(np.exp2(2 * logs))
+
+
+def covariance(first: Sites, second: Sites, log_params: np.ndarray) -> np.ndarray:
+    """Covariance of the errors of two sets of kernels, shape ``(n, m)``."""
+    p = np.exp(log_params)
+    scale = p[_AMPLITUDES:]
+    a, b = first.place / scale, second.place / scale
+    gap = (a**2).sum(1)[:, None] + (b**2).sum(1)[None] - 2 * a @ b.T
+    near: np.ndarray = np.exp(-np.sqrt(np.maximum(gap, 0.0) + 1e-12))
+    slope = first.share @ second.share.T
+    coarse = first.coarse[:, None] == second.coarse[None]
+    fine = first.fine[:, None] == second.fine[None]
+    return np.asarray(
+        slope * (p[0] ** 2 + p[1] ** 2 * coarse + p[2] ** 2 * fine)
+        + near * (p[3] ** 2 + p[4] ** 2 * coarse + p[5] ** 2 * fine)
+    )
+
+
+def start_params(keys: int) -> np.ndarray:
+    """Parameters before any fitting."""
+    return np.asarray(np.log(np.array([*_START, *([_REACH] * keys)])))
+
+
+def fit_params(tasks: Sequence[tuple[Sites, np.ndarray]], iterations: int = 15) -> np.ndarray:
+    """Variances and length scales that explain the errors on left-out devices.
+
+    Maximises the marginal likelihood, one Gaussian process a device, with a weak log-normal prior
+    around :func:`start_params`.
+
+    Args:
+        tasks: Sites and errors of some rows of each device; a few hundred each are enough.
+        iterations: Steps of L-BFGS.
+    """
+    from scipy.optimize import minimize
+
+    start = start_params(tasks[0][0].place.shape[1])
+
+    def loss(params: np.ndarray) -> float:
+        prior = 0.5 * float(((params - start) ** 2).sum())
+        return prior + sum(_negative_log_likelihood(params, *task) for task in tasks)
+
+    found = minimize(loss, start, method="L-BFGS-B", options={"maxiter": iterations})
+    return np.asarray(found.x)
+
+
+def _negative_log_likelihood(params: np.ndarray, sites: Sites, errors: np.ndarray) -> float:
+    matrix = covariance(sites, sites, params) + _noise(params) * np.eye(len(errors))
+    try:
+        lower = np.linalg.cholesky(matrix)
+    except np.linalg.LinAlgError:
+        return 1e9
+    half = np.linalg.solve(lower, errors)
+    return float(0.5 * half @ half + np.log(np.diag(lower)).sum())
+
+
+def _noise(params: np.ndarray) -> float:
+    return float(max(np.exp(params[_AMPLITUDES - 1]), LEAST_NOISE) ** 2)
+
+
+@dataclass
+class Correction:
+    """What is known of a model's errors on one device.
+
+    Attributes:
+        params: Of the covariance, logarithms.
+        sites: Where the samples lie.
+        weights: Solution of the covariance for the samples' errors, shape ``(n,)``.
+        inverse: Inverse covariance of the samples, shape ``(n, n)``.
+        scale: Factor on the standard deviation so that the samples' own left-out errors are
+            covered as they should.
+        count: Number of samples.
+    """
+
+    params: np.ndarray
+    sites: Sites
+    weights: np.ndarray
+    inverse: np.ndarray
+    scale: float = 1.0
+    count: int = 0
+    errors: np.ndarray = field(default_factory=lambda: np.zeros(0))
+
+    @classmethod
+    def fit(cls, params: np.ndarray, sites: Sites, errors: np.ndarray) -> Correction:
+        """Condition on samples.
+
+        Args:
+            params: From :func:`fit_params`.
+            sites: Of the samples.
+            errors: ``log(measured / predicted)`` of the samples by the uncorrected model.
+        """
+        if len(errors) > MAX_SAMPLES:
+            keep = np.random.default_rng(0).choice(len(errors), MAX_SAMPLES, replace=False)
+            sites, errors = sites.take(keep), errors[keep]
+        bounded = errors
+        if len(errors) > 20:
+            bounded = np.clip(errors, *np.quantile(errors, [0.01, 0.99]))
+        matrix = covariance(sites, sites, params) + _noise(params) * np.eye(len(errors))
+        inverse = np.linalg.inv(matrix)
+        found = cls(params, sites, inverse @ bounded, inverse, 1.0, len(errors), errors)
+        if len(errors) >= MIN_OWN:
+            found.scale = found._own_scale(bounded)
+        return found
+
+    def _own_scale(self, errors: np.ndarray) -> float:
+        """Conformal factor from errors of each sample predicted from the others.
+
+        Left-out mean and variance of a Gaussian process in closed form: Rasmussen and Williams,
+        equations 5.12.
+        """
+        precision = np.diag(self.inverse)
+        left_out = self.weights / precision
+        deviation = left_out * np.sqrt(precision)
+        lo, hi = ends(deviation, COVERAGE)
+        return float(max(-lo, hi) / _NORMAL_90)
+
+    def apply(self, sites: Sites) -> tuple[np.ndarray, np.ndarray]:
+        """Mean error and half-width of its 90 % interval, both in log space, shape ``(n,)``."""
+        mean = np.empty(len(sites))
+        half = np.empty(len(sites))
+        for start in range(0, len(sites), 4096):
+            part = sites.take(np.arange(start, min(start + 4096, len(sites))))
+            cross = covariance(part, self.sites, self.params)
+            own = _variance(part, self.params)
+            mean[start : start + 4096] = cross @ self.weights
+            known = np.einsum("ij,jk,ik->i", cross, self.inverse, cross, optimize=True)
+            spread = np.sqrt(np.maximum(own - known, 0.0) + _noise(self.params))
+            half[start : start + 4096] = _NORMAL_90 * self.scale * spread
+        return mean, half
+
+
+def _variance(sites: Sites, params: np.ndarray) -> np.ndarray:
+    """Prior variance of each kernel's error."""
+    p = np.exp(params)
+    slope = (sites.share**2).sum(axis=1)
+    return np.asarray(slope * (p[:3] ** 2).sum() + (p[3:6] ** 2).sum())
+
+
+def arrays_of(correction: Correction) -> dict[str, np.ndarray]:
+    """Arrays to save."""
+    return {
+        "params": correction.params,
+        "place": correction.sites.place.astype(np.float32),
+        "share": correction.sites.share.astype(np.float32),
+        "coarse": correction.sites.coarse.astype(str),
+        "fine": correction.sites.fine.astype(str),
+        "errors": correction.errors,
+    }
+
+
+def correction_from(arrays: Mapping[str, np.ndarray]) -> Correction:
+    """Read :func:`arrays_of`'s arrays."""
+    sites = Sites(
+        arrays["place"].astype(np.float64),
+        arrays["share"].astype(np.float64),
+        arrays["coarse"].astype(object),
+        arrays["fine"].astype(object),
+    )
+    return Correction.fit(arrays["params"], sites, arrays["errors"])

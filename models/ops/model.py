@@ -1,0 +1,243 @@
+"""The bundle of operator models: families by name, devices, corrections; saved as one folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...features.catalogue import find_device, in_catalogue
+from ...features.device import DeviceSpec
+from ...features.errors import ModelError
+from ..store import pack, read_files, read_manifest, unpack, write_folder
+from .family import FamilyModel, FamilyPrediction, FamilySettings
+from .kriging import arrays_of, correction_from
+from .rows import faulty
+
+logger = logging.getLogger(__name__)
+
+#: Marks a model folder as one of operators.
+KIND = "operators"
+#: Families with fewer rows are not learned.
+MIN_ROWS = 200
+
+#: Parameters of the regressors by estimator: for known devices, and for unseen ones, where fewer
+#: and shallower trees carry further.
+DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "xgboost": (
+        {"rounds": 700, "max_depth": 10, "learning_rate": 0.08, "min_child_weight": 6.0,
+         "subsample": 0.8, "colsample": 0.6, "max_bin": 256, "stop_rounds": 0},
+        {"rounds": 160, "max_depth": 5, "learning_rate": 0.1, "min_child_weight": 5.0,
+         "subsample": 0.8, "colsample": 0.6, "max_bin": 128, "stop_rounds": 0},
+    ),
+}  # fmt: skip
+
+
+class OpModel:
+    """Latencies of library operators, on known devices and on any that has a description.
+
+    Attributes:
+        families: Models by family.
+        devices: Descriptions of the devices that the model was fitted or calibrated to.
+        info: What is known of its training.
+    """
+
+    def __init__(self) -> None:
+        self.families: dict[str, FamilyModel] = {}
+        self.devices: dict[str, DeviceSpec] = {}
+        self.info: dict[str, Any] = {}
+
+    def fit(
+        self,
+        rows: pd.DataFrame,
+        devices: Mapping[str, DeviceSpec],
+        settings: Callable[[str], FamilySettings],
+        progress: Callable[[str, float], None] = lambda family, seconds: None,
+    ) -> OpModel:
+        """Learn every family that has enough rows; rows with known faults are left out.
+
+        Args:
+            rows: As :func:`~opcast.models.ops.rows_of_dataset` gives them.
+            devices: Descriptions by name.
+            settings: Settings by family.
+            progress: Told of each family when it is done.
+
+        Raises:
+            ModelError: No family has enough rows.
+        """
+        good = rows[~faulty(rows)]
+        self.devices = {name: devices[name] for name in sorted(set(good["device"]))}
+        for key in sorted(set(good["key"])):
+            part = good[good["key"] == key]
+            if len(part) < MIN_ROWS:
+                logger.warning("left out %s: only %d rows", key, len(part))
+                continue
+            start = time.perf_counter()
+            self.families[key] = FamilyModel(key, settings(key)).fit(part, devices)
+            progress(key, time.perf_counter() - start)
+        if not self.families:
+            raise ModelError(f"no family of operators has {MIN_ROWS} rows or more")
+        return self
+
+    def spec(self, name: str) -> DeviceSpec:
+        """Description of a device: the model's own, else the catalogue's.
+
+        Raises:
+            DeviceError: Neither knows it.
+        """
+        return self.devices[name] if name in self.devices else find_device(name)
+
+    def predict(self, rows: pd.DataFrame) -> FamilyPrediction:
+        """Predict rows of any families, in their order.
+
+        Args:
+            rows: ``key``, ``device`` and the columns of the families' parameters.
+
+        Raises:
+            ModelError: A family was not learned; the message lists those that were.
+            DatasetError: A row lacks a parameter.
+        """
+        rows = rows.reset_index(drop=True)
+        missing = sorted(set(rows["key"]) - set(self.families))
+        if missing:
+            known = ", ".join(sorted(self.families))
+            raise ModelError(
+                f"the model knows no operators {missing[0]!r}", hint=f"it has: {known}"
+            )
+        specs = {name: self.spec(name) for name in rows["device"].unique()}
+        n = len(rows)
+        found = FamilyPrediction(
+            np.empty(n), np.empty(n), np.empty(n), np.empty(n), np.empty(n, object),
+            np.empty(n, object), np.empty(n, bool),
+        )  # fmt: skip
+        for key in rows["key"].unique():
+            at = np.flatnonzero(rows["key"] == key)
+            part = self.families[key].predict(rows.iloc[at], specs)
+            for name in FamilyPrediction.__slots__:
+                getattr(found, name)[at] = getattr(part, name)
+        return found
+
+    def calibrate(self, rows: pd.DataFrame, families: Sequence[str] = ()) -> dict[str, int]:
+        """Adapt to the devices of measured rows.
+
+        Args:
+            rows: ``key``, ``device``, ``latency_us`` and parameters.
+            families: Families to adapt; all if empty.
+
+        Returns:
+            Number of rows used by ``family @ device``.
+        """
+        used = {}
+        for (key, device), part in rows.groupby(["key", "device"], sort=True):
+            if key not in self.families or (families and key not in families):
+                continue
+            spec = self.spec(str(device))
+            self.devices[str(device)] = spec
+            found = self.families[key].calibrate(str(device), part, {str(device): spec})
+            used[f"{key} @ {device}"] = found.count
+        return used
+
+    def save(self, path: Path | str) -> None:
+        """Write the model folder; replaces an earlier model at the same place."""
+        with tempfile.TemporaryDirectory() as scratch:
+            root = Path(scratch)
+            families: dict[str, Any] = {}
+            for key, model in self.families.items():
+                folder = root / _folder(key)
+                families[key] = model.save(folder)
+                for device, correction in model.corrections.items():
+                    data = pack(arrays_of(correction))
+                    (folder / f"correction-{device}.npz").write_bytes(data)
+            inner = [p for p in sorted(root.rglob("*")) if p.is_file()]
+            files = {p.relative_to(root).as_posix(): p.read_bytes() for p in inner}
+        manifest = {
+            **self.info,
+            "kind": KIND,
+            "units": {"latency": "s"},
+            "devices": {name: _spec_data(spec) for name, spec in sorted(self.devices.items())},
+            "families": families,
+        }
+        write_folder(Path(path), manifest, files)
+
+    @classmethod
+    def load(cls, path: Path | str) -> OpModel:
+        """Read a model folder.
+
+        Raises:
+            ModelError: The folder is missing, damaged, or holds another kind of model.
+        """
+        path = Path(path)
+        manifest = read_manifest(path)
+        if manifest.get("kind") != KIND:
+            raise ModelError(
+                "holds no model of library operators",
+                where=str(path),
+                hint="train one on a dataset that `opcast data import published` made",
+            )
+        files = read_files(path, manifest)
+        model = cls()
+        model.devices = {
+            name: find_device(name) if data is None else DeviceSpec.from_dict(data, where=name)
+            for name, data in manifest["devices"].items()
+        }
+        for key, data in manifest["families"].items():
+            family = FamilyModel.load(key, path / _folder(key), data)
+            prefix = f"{_folder(key)}/correction-"
+            for name, content in files.items():
+                if name.startswith(prefix):
+                    device = name.removeprefix(prefix).removesuffix(".npz")
+                    family.corrections[device] = correction_from(unpack(content))
+            model.families[key] = family
+        fixed = {"format", "files", "libraries", "kind", "units", "devices", "families"}
+        model.info = {k: v for k, v in manifest.items() if k not in fixed}
+        return model
+
+
+def is_op_model(path: Path) -> bool:
+    """Whether a model folder holds a model of operators."""
+    try:
+        return bool(json.loads((path / "manifest.json").read_text()).get("kind") == KIND)
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def default_settings(
+    estimator: str = "xgboost", n_jobs: int = 1, seed: int = 0, max_rows: int = 1_000_000,
+    **params: Any,
+) -> Callable[[str], FamilySettings]:  # fmt: skip
+    """Settings of every family for an estimator.
+
+    Args:
+        estimator: Its name.
+        n_jobs: Threads.
+        seed: Of draws and regressors.
+        max_rows: Most rows a family's regressor for known devices learns from.
+        params: Parameters of the estimator that replace the defaults of both regressors.
+    """
+    known, general = DEFAULTS.get(estimator, ({}, {}))
+
+    def of(family: str) -> FamilySettings:
+        return FamilySettings(
+            estimator, {**known, **params}, {**general, **params}, max_rows, seed, n_jobs
+        )
+
+    return of
+
+
+def _folder(key: str) -> str:
+    return key.replace("/", "-")
+
+
+def _spec_data(spec: DeviceSpec) -> dict[str, Any] | None:
+    """Data of a device; ``None`` for one that the catalogue describes in the same way."""
+    if in_catalogue(spec.name) and find_device(spec.name) == spec:
+        return None
+    return asdict(spec)

@@ -1,0 +1,122 @@
+"""Operator rows from datasets and from published tables, in one form."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pandas as pd
+
+from ...features.dataset import Dataset
+from ...features.device import DeviceSpec
+from ...features.errors import DatasetError
+from ...features.ops import FAMILIES, family_keys
+from ...features.ops.ir import op_frame
+from ...features.ops.schema import NAMES, PARAMETERS
+
+#: Columns that make a group: a layer, a head configuration, a model. Rows of a group are alike, so
+#: they are held out together.
+GROUP = {
+    "gemm": ("b", "n", "k"),
+    "conv": ("cin", "cout", "ksize", "stride"),
+    "pointwise": ("cols", "op"),
+    "attention": ("q_heads", "kv_heads", "head_dim", "window"),
+    "moe": ("hidden", "inter", "topk", "experts"),
+}
+#: Labels that are known to be wrong, and why.
+FAULTY = {
+    "p4 linear training session": "throttled: a fifth of the utilisation of its test session",
+    "vllm modelopt fp8 experts": "wrong dispatch: 3.6 times slower than other versions",
+}
+
+
+def rows_of_dataset(dataset: Dataset) -> pd.DataFrame:
+    """Operator rows of a dataset.
+
+    Returns:
+        ``id``, ``key`` (method/family), ``device``, ``latency_us``, ``split`` and the columns of
+        the operators' parameters, one row a sample of an operator.
+
+    Raises:
+        DatasetError: No row is an operator's.
+    """
+    frame = dataset.frame
+    first = ~frame["kernel_hash"].duplicated().to_numpy()
+    table = op_frame(frame["kernel_ir"][first])
+    known = table["method"].astype(str) != ""
+    if not known.any():
+        raise DatasetError(
+            "no sample is a library operator", hint="import one with: opcast data import published"
+        )
+    place = pd.Series(np.arange(int(first.sum())), index=frame["kernel_hash"][first])
+    at = frame["kernel_hash"].map(place).to_numpy()
+    rows = table.iloc[at].reset_index(drop=True)
+    rows["key"] = rows["method"].astype(str) + "/" + rows["family"].astype(str)
+    rows["id"] = frame["program"].to_numpy()
+    rows["device"] = frame["device"].to_numpy()
+    rows["latency_us"] = frame["latency_us_p50"].to_numpy(np.float64)
+    rows["split"] = frame["split"].to_numpy() if "split" in frame else "train"
+    return rows[rows["method"] != ""].reset_index(drop=True)
+
+
+def rows_of_published(frame: pd.DataFrame, find: Callable[[str], DeviceSpec]) -> pd.DataFrame:
+    """Operator rows of a published table, with the catalogue's device names."""
+    devices = {name: find(name).name for name in frame["device"].unique()}
+    rows = frame.assign(key=family_keys(frame), device=frame["device"].map(devices))
+    unknown = sorted(set(rows["key"]) - set(FAMILIES))
+    if unknown:
+        where = f"row {rows['id'][rows['key'] == unknown[0]].iloc[0]}"
+        hint = "families: " + ", ".join(FAMILIES)
+        raise DatasetError(f"no operator family {unknown[0]!r}", where=where, hint=hint)
+    return rows
+
+
+def faulty(rows: pd.DataFrame) -> np.ndarray:
+    """Rows whose labels are known to be wrong (see :data:`FAULTY`), bool."""
+    p4 = (rows["device"] == "p4") & (rows["key"] == "eager/linear") & (rows["split"] == "train")
+    found = p4.to_numpy(bool)
+    if "kernel" in rows:
+        slow = rows["kernel"].astype(str).str.startswith("vllm_modeloptfp8moe")
+        found = found | (slow & (rows["key"] == "graph/moe")).to_numpy(bool)
+    return np.asarray(found)
+
+
+def group_draw(rows: pd.DataFrame, key: str, seed: int = 0) -> np.ndarray:
+    """A number in [0, 1) for each row, the same for all rows of a group."""
+    columns = [c for c in GROUP[FAMILIES[key]] if c in rows]
+    text = rows[columns[0]].astype(str)
+    for column in columns[1:]:
+        text = text + "|" + rows[column].astype(str)
+    code, names = pd.factorize(text)
+    return np.array([_draw(f"{seed}:{key}:{name}") for name in names])[code]
+
+
+def codes(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """Two levels of what runs a row: (op, dtype, backend), and the kernel and its cache besides."""
+    coarse = _joined(rows, ("op", "dtype", "backend"))
+    return coarse, coarse + "|" + _joined(rows, ("kernel", "kv_dtype", "distribution"))
+
+
+def parameters_of(rows: pd.DataFrame, key: str) -> pd.DataFrame:
+    """The columns of a family, without those of others."""
+    wanted = [c for c in (*PARAMETERS[FAMILIES[key]], *NAMES, "id", "device") if c in rows]
+    return rows[wanted]
+
+
+def known_devices(rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> tuple[str, ...]:
+    """Names of the devices of rows that have a description, in order."""
+    return tuple(sorted(set(rows["device"]) & set(devices)))
+
+
+def _joined(rows: pd.DataFrame, columns: tuple[str, ...]) -> np.ndarray:
+    text = pd.Series("", index=rows.index, dtype=object)
+    for column in columns:
+        if column in rows:
+            text = text + "|" + rows[column].astype(object).fillna("").astype(str)
+    return np.asarray(text, dtype=object)
+
+
+def _draw(text: str) -> float:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64

@@ -1,0 +1,84 @@
+"""What a device does to compute, memory and launch: the linear part of a family's log-ratio.
+
+    log-ratio ≈ w · (g + d[device] + k[device, op and library])
+
+with ``w`` the shares of compute, memory and launch in the analytical estimate. Where one of them
+takes all the time, the ratio is a constant of the device, however large the kernel: that is what a
+tree cannot know beyond the sizes that it has seen. Each level is a ridge regression on what the
+level above leaves, so that a library with few rows falls back to its device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+#: Prior rows of each level: so many with no effect.
+RIDGE = 20.0
+_SEPARATOR = "\t"
+
+
+class Slopes:
+    """Effects by device and by what runs there.
+
+    Attributes:
+        table: Effects by ``""``, ``device`` and ``device`` + tab + ``library``, shape ``(3,)`` each.
+    """
+
+    def __init__(self, table: dict[str, np.ndarray] | None = None) -> None:
+        self.table = table or {}
+
+    def fit(
+        self, share: np.ndarray, ratio: np.ndarray, device: np.ndarray, library: np.ndarray
+    ) -> Slopes:
+        """Learn the effects.
+
+        Args:
+            share: Shares of time, shape ``(n, 3)``.
+            ratio: Log-ratios, shape ``(n,)``.
+            device: Names, shape ``(n,)``.
+            library: What runs each row, shape ``(n,)``.
+        """
+        self.table = {"": _ridge(share, ratio)}
+        rest = ratio - share @ self.table[""]
+        for name, rows in _parts(device):
+            self.table[name] = _ridge(share[rows], rest[rows])
+            own = rest[rows] - share[rows] @ self.table[name]
+            for inner, some in _parts(library[rows]):
+                found = _ridge(share[rows][some], own[some])
+                self.table[f"{name}{_SEPARATOR}{inner}"] = found
+        return self
+
+    def predict(self, share: np.ndarray, device: np.ndarray, library: np.ndarray) -> np.ndarray:
+        """Linear part of the log-ratio, shape ``(n,)``; 0 if nothing was fitted."""
+        found = np.zeros(len(share))
+        if not self.table:
+            return found
+        for name, rows in _parts(device):
+            above = self.table[""] + self.table.get(name, np.zeros(3))
+            for inner, some in _parts(library[rows]):
+                effect = above + self.table.get(f"{name}{_SEPARATOR}{inner}", np.zeros(3))
+                found[rows[some]] = share[rows[some]] @ effect
+        return found
+
+    def to_dict(self) -> dict[str, list[float]]:
+        """Plain data for the manifest."""
+        return {name: [round(float(v), 5) for v in values] for name, values in self.table.items()}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, list[float]]) -> Slopes:
+        """Read :meth:`to_dict`'s data."""
+        return cls({name: np.array(values) for name, values in data.items()})
+
+
+def _ridge(share: np.ndarray, ratio: np.ndarray) -> np.ndarray:
+    square = share.T @ share + RIDGE * np.eye(share.shape[1])
+    return np.asarray(np.linalg.solve(square, share.T @ ratio))
+
+
+def _parts(names: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Positions of each name."""
+    order, inverse = np.unique(names.astype(str), return_inverse=True)
+    for place, name in enumerate(order):
+        yield str(name), np.flatnonzero(inverse == place)
