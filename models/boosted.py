@@ -9,15 +9,11 @@ import numpy as np
 
 from ..features.errors import ModelError
 from .ranking import ScoreMap, device_queries, grow_pairwise
-from .splits import draw
+from .stopping import stop_rows
 from .store import pack, unpack
 from .tables import CELLS, KernelTable
 from .tabular import TabularEstimator
 
-#: Share of the groups held back for early stopping.
-STOP_SHARE = 0.1
-#: Early stopping needs this many rows to be trusted; below, all rounds are used.
-MIN_STOP_ROWS = 50
 #: A cell gets trees of its own from this many rows on, if ``per_cell`` is set.
 MIN_CELL_ROWS = 1000
 
@@ -125,9 +121,8 @@ class XGBoostEstimator(TabularEstimator):
         if self.params["per_cell"]:
             raise ModelError("per_cell does not go with objective='pairwise'")
         queries = device_queries(table) if self._queries is None else self._queries
-        patience = self.params["stop_rounds"]
-        stop = self._stop_rows(groups) if patience else np.zeros(len(groups), bool)
-        stopping = stop.sum() >= MIN_STOP_ROWS and (~stop).sum() >= MIN_STOP_ROWS
+        stop = self._held_back(groups)
+        stopping = bool(stop.any())
         booster = grow_pairwise(
             np.take(table.X, self._columns, axis=1),
             table,
@@ -157,13 +152,10 @@ class XGBoostEstimator(TabularEstimator):
         import xgboost as xgb
 
         values = np.take(table.X, self._columns, axis=1)
-        patience = self.params["stop_rounds"]
-        stop = self._stop_rows(groups) if patience else np.zeros(len(groups), bool)
-        stopping = stop.sum() >= MIN_STOP_ROWS and (~stop).sum() >= MIN_STOP_ROWS
-        rows = ~stop if stopping else np.ones(len(target), bool)
+        stop = self._held_back(groups)
         options = {"max_bin": self.params["max_bin"], "nthread": self._n_jobs}
-        train = xgb.QuantileDMatrix(values[rows], target[rows], **options)
-        if not stopping:
+        train = xgb.QuantileDMatrix(values[~stop], target[~stop], **options)
+        if not stop.any():
             return xgb.train(self._settings(table), train, self.params["rounds"])
         held = xgb.QuantileDMatrix(values[stop], target[stop], ref=train, **options)
         booster = xgb.train(
@@ -176,11 +168,11 @@ class XGBoostEstimator(TabularEstimator):
         )
         return booster[: booster.best_iteration + 1]
 
-    def _stop_rows(self, groups: np.ndarray) -> np.ndarray:
-        """Which rows are held back: whole groups, drawn by name."""
-        names, codes = np.unique(groups.astype(str), return_inverse=True)
-        drawn = np.array([draw(name, self.params["seed"]) < STOP_SHARE for name in names])
-        return np.asarray(drawn[codes], bool)
+    def _held_back(self, groups: np.ndarray) -> np.ndarray:
+        """Rows for early stopping; none if it is off or there are too few."""
+        if not self.params["stop_rounds"]:
+            return np.zeros(len(groups), bool)
+        return stop_rows(groups, self.params["seed"])
 
     def _settings(self, table: KernelTable) -> dict[str, Any]:
         p = self.params
