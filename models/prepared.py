@@ -18,6 +18,7 @@ from ..features.dataset import Dataset
 from ..features.device import DeviceSpec
 from ..features.errors import DatasetError
 from ..features.kernel import LoweredProgram
+from .graphs import KernelGraphs
 from .splits import is_family
 from .tables import KernelTable, concatenate, kernel_table
 
@@ -225,7 +226,10 @@ def _featurise(
     for device in dict.fromkeys(d for d, _ in keys):
         own = [kernels[h] for d, h in keys if d == device]
         tables.append(kernel_table(own, devices[device]))
-    return concatenate(tables), {key: index for index, key in enumerate(keys)}
+    table = concatenate(tables)
+    # From the texts: keeping every kernel that was read would take gigabytes.
+    table.graphs = KernelGraphs.of([h for _, h in keys], [irs[h] for _, h in keys])
+    return table, {key: index for index, key in enumerate(keys)}
 
 
 def _program_sample(

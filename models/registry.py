@@ -17,6 +17,9 @@ _OWN = {
     "forest": ".forest:ForestEstimator",
     "xgboost": ".boosted:XGBoostEstimator",
     "ensemble": ".ensemble:EnsembleEstimator",
+    "mlp": ".neural.mlp:MLPEstimator",
+    "gnn-flax": ".neural.gnn_flax:FlaxGraphEstimator",
+    "gnn-pyg": ".neural.gnn_pyg:PygGraphEstimator",
 }
 
 

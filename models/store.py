@@ -25,7 +25,10 @@ from ..features.errors import ModelError
 FORMAT = 1
 READS = (1,)
 MANIFEST = "manifest.json"
-_LIBRARIES = ("opcast", "numpy", "xgboost-cpu", "xgboost", "scikit-learn", "jax")
+_LIBRARIES = (
+    "opcast", "numpy", "xgboost-cpu", "xgboost", "scikit-learn", "jax", "flax", "torch",
+    "torch-geometric",
+)  # fmt: skip
 
 
 def write_folder(path: Path, manifest: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
@@ -108,16 +111,24 @@ def read_files(path: Path, manifest: Mapping[str, Any]) -> dict[str, bytes]:
     return contents
 
 
-def check_schema(path: Path, manifest: Mapping[str, Any], expected: str) -> None:
+def check_schema(
+    path: Path, manifest: Mapping[str, Any], expected: str, *, kind: str = "feature"
+) -> None:
     """Check that a model was trained on today's features.
+
+    Args:
+        path: The model folder.
+        manifest: Its manifest.
+        expected: Digest of today's schema.
+        kind: Which schema: ``feature``, or ``graph`` for models that look at graphs.
 
     Raises:
         ModelError: The schema hash differs.
     """
-    found = manifest.get("schema_hash")
+    found = manifest.get("schema_hash" if kind == "feature" else f"{kind}_schema_hash")
     if found != expected:
         raise ModelError(
-            f"model was trained on feature schema {found}, this version makes {expected}",
+            f"model was trained on {kind} schema {found}, this version makes {expected}",
             where=str(Path(path) / MANIFEST),
             hint="train again on the dataset: features are recomputed from its kernels",
         )
@@ -134,6 +145,28 @@ def unpack(data: bytes) -> dict[str, np.ndarray]:
     """Arrays of a ``.npz``; pickled objects are refused."""
     with np.load(io.BytesIO(data), allow_pickle=False) as archive:
         return {name: archive[name] for name in archive.files}
+
+
+def pack_tensors(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Arrays as the bytes of a ``.safetensors`` file."""
+    from safetensors.numpy import save
+
+    return bytes(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
+
+
+def unpack_tensors(data: bytes) -> dict[str, np.ndarray]:
+    """Arrays of a ``.safetensors`` file.
+
+    Raises:
+        ValueError: It is no such file.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    try:
+        return dict(load(data))
+    except SafetensorError as error:
+        raise ValueError(f"not a safetensors file: {error}") from None
 
 
 def library_versions() -> dict[str, str]:

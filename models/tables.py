@@ -9,6 +9,7 @@ import numpy as np
 
 from ..features.device import DeviceSpec
 from ..features.kernel import KINDS, Kernel
+from .graphs import KernelGraphs
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 #: Names of the cells (platform × kind) in which trust is accounted for; the last takes the rest.
@@ -29,6 +30,8 @@ class KernelTable:
         bound: What limits the roofline, shape ``(n,)``.
         cell: Index into :data:`CELLS`, shape ``(n,)``.
         schema: Digest of the feature schema.
+        graphs: Computation graphs of the kernels, for the estimators that look at them; they
+            cost nothing before they are used.
     """
 
     X: np.ndarray
@@ -37,6 +40,7 @@ class KernelTable:
     bound: np.ndarray
     cell: np.ndarray
     schema: str
+    graphs: KernelGraphs | None = None
 
     def __len__(self) -> int:
         """Number of kernels."""
@@ -51,11 +55,14 @@ class KernelTable:
             self.bound[rows],
             self.cell[rows],
             self.schema,
+            None if self.graphs is None else self.graphs.take(rows),
         )
 
 
-def kernel_table(kernels: Sequence[Kernel], device: DeviceSpec) -> KernelTable:
-    """Feature table of kernels on one device."""
+def kernel_table(
+    kernels: Sequence[Kernel], device: DeviceSpec, *, graphs: bool = False
+) -> KernelTable:
+    """Feature table of kernels on one device, with their graphs if wanted."""
     from ..features.table import feature_table, schema_hash
 
     found = feature_table(kernels, device)
@@ -66,12 +73,14 @@ def kernel_table(kernels: Sequence[Kernel], device: DeviceSpec) -> KernelTable:
         bound=np.asarray(found.bound, dtype=object),
         cell=cells([k.kind for k in kernels], device.platform),
         schema=schema_hash(),
+        graphs=KernelGraphs.of([k.hash for k in kernels], kernels) if graphs else None,
     )
 
 
 def concatenate(tables: Sequence[KernelTable]) -> KernelTable:
-    """Tables of the same schema, one after the other."""
+    """Tables of the same schema, one after the other; graphs are kept if all of them have some."""
     first = tables[0]
+    graphs = [t.graphs for t in tables if t.graphs is not None]
     return KernelTable(
         np.concatenate([t.X for t in tables]),
         first.names,
@@ -79,6 +88,7 @@ def concatenate(tables: Sequence[KernelTable]) -> KernelTable:
         np.concatenate([t.bound for t in tables]),
         np.concatenate([t.cell for t in tables]),
         first.schema,
+        KernelGraphs.concatenate(graphs) if len(graphs) == len(tables) else None,
     )
 
 

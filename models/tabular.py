@@ -42,10 +42,12 @@ class TabularEstimator(ABC):
         fallback: Interval ends in log space for the bare roofline.
         domain: Where the training rows lie; ``None`` before fitting.
         trained: Which cells it was trained on, bool, shape ``(cells,)``.
+        needs_graphs: Whether it looks at ``KernelTable.graphs``, too.
     """
 
     name: str = ""
     learned: ClassVar[bool] = True
+    needs_graphs: ClassVar[bool] = False
 
     def __init__(self, **params: Any) -> None:
         self.params = params
@@ -187,7 +189,8 @@ class TabularEstimator(ABC):
         first: dict[str, int] = {}
         index = np.array([first.setdefault(k.hash, len(first)) for k in kernels])
         by_hash = {k.hash: k for k in kernels}
-        found = self.predict_table(kernel_table([by_hash[h] for h in first], device))
+        unique = [by_hash[h] for h in first]
+        found = self.predict_table(kernel_table(unique, device, graphs=self.needs_graphs))
         return KernelPrediction(
             found.latency[index],
             found.lo[index],

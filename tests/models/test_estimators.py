@@ -22,6 +22,7 @@ SMALL = {
     "ridge": {},
     "forest": {"trees": 8},
     "xgboost": {"rounds": 40, "max_depth": 4},
+    "mlp": {"hidden": 32, "epochs": 15, "batch": 64},
 }
 
 
@@ -62,7 +63,7 @@ def test_save_and_load_predict_bit_for_bit(name: str, make_table: Tables, tmp_pa
     assert again.params == estimator.params
 
 
-@pytest.mark.parametrize("name", ["ridge", "forest", "xgboost"])
+@pytest.mark.parametrize("name", ["ridge", "forest", "xgboost", "mlp"])
 def test_learning_beats_the_roofline(name: str, make_table: Tables) -> None:
     estimator = fitted(name, make_table, n=1500)
     table, latency = make_table(500, 4)
@@ -71,7 +72,7 @@ def test_learning_beats_the_roofline(name: str, make_table: Tables) -> None:
     assert learned < 0.6 * physics
 
 
-@pytest.mark.parametrize("name", ["ridge", "forest", "xgboost"])
+@pytest.mark.parametrize("name", ["ridge", "forest", "xgboost", "mlp"])
 def test_fitting_twice_gives_the_same(name: str, make_table: Tables) -> None:
     table, _ = make_table(100, 5)
     first, second = (fitted(name, make_table).point(table) for _ in range(2))

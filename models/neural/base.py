@@ -1,0 +1,99 @@
+"""Base of the neural estimators: what is the same for all of them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+
+import numpy as np
+
+from ..stopping import stop_rows
+from ..store import pack_tensors, unpack_tensors
+from ..tables import KernelTable
+from ..tabular import TabularEstimator
+from .scaling import Bound, Scaling
+
+_FILE = "network.safetensors"
+
+
+class NeuralEstimator(TabularEstimator):
+    """A network of the standardised feature table with a bounded log-ratio.
+
+    The loss is the absolute error of the log-ratio, rounded off near zero:
+    ``sqrt(r² + delta²)`` (pseudo-Huber). Trained by AdamW with a cosine schedule on mini-batches;
+    the weights are those of the epoch that is best on groups that were held back. Equal seeds
+    give equal models on the same machine.
+
+    A subclass sets :attr:`inputs` of its own in ``_look_at``, trains in ``_train`` and predicts in
+    ``_network_ratio``. Weights live in :attr:`weights` as plain arrays by name.
+    """
+
+    def __init__(self, **params: object) -> None:
+        super().__init__(**params)
+        self.inputs: Scaling | None = None
+        self.bound = Bound(-1.0, 1.0, 1.0, 0.0)
+        self.weights: dict[str, np.ndarray] = {}
+
+    @abstractmethod
+    def _train(
+        self, table: KernelTable, target: np.ndarray, stop: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Weights fitted to the rows that are not held back.
+
+        Args:
+            table: ``n`` kernels.
+            target: Log-ratios, float32, shape ``(n,)``.
+            stop: Which rows are held back, bool, shape ``(n,)``; perhaps none.
+        """
+
+    @abstractmethod
+    def _network_ratio(self, table: KernelTable) -> np.ndarray:
+        """Log-ratios by the network with :attr:`weights`, shape ``(n,)``, for ``n`` at least 1."""
+
+    @abstractmethod
+    def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every array that :attr:`weights` must hold."""
+
+    def _look_at(self, table: KernelTable) -> None:
+        """Learn what the inputs look like."""
+        self.inputs = Scaling.fit(table.X)
+
+    def _fit(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> None:
+        self._look_at(table)
+        self.bound = Bound.fit(target)
+        stop = stop_rows(groups, self.params["seed"])
+        self.weights = self._train(table, target.astype(np.float32), stop)
+
+    def _ratio(self, table: KernelTable) -> np.ndarray:
+        return self._network_ratio(table) if len(table) else np.zeros(0)
+
+    def _scaled(self, table: KernelTable) -> np.ndarray:
+        assert self.inputs is not None  # fitted or loaded
+        return self.inputs(table.X)
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        """All that was learned, by name."""
+        assert self.inputs is not None
+        network = {f"network/{name}": array for name, array in self.weights.items()}
+        return {**network, **self.inputs.to_arrays("inputs"), "bound": self.bound.to_array()}
+
+    def _take(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Take over what :meth:`_arrays` gave.
+
+        Raises:
+            KeyError: An array is missing.
+            ValueError: The network's arrays are not those of its parameters.
+        """
+        self.inputs = Scaling.from_arrays(arrays, "inputs")
+        self.bound = Bound.from_array(arrays["bound"])
+        own = {n: a for n, a in arrays.items() if n.startswith("network/")}
+        self.weights = {name.removeprefix("network/"): array for name, array in own.items()}
+        found = {name: array.shape for name, array in self.weights.items()}
+        if found != self._expected_shapes():
+            raise ValueError("arrays of the network do not fit its parameters")
+
+    def _weights(self) -> dict[str, bytes]:
+        return {_FILE: pack_tensors(self._arrays())}
+
+    def _restore(self, files: Mapping[str, bytes]) -> None:
+        self._take(unpack_tensors(files[_FILE]))

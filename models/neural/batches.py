@@ -1,0 +1,152 @@
+"""Graphs in batches of few different sizes, so that a compiled function serves many batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from ..graphs import PackedGraphs
+from .scaling import Scaling
+
+#: No batch of more than one graph has more nodes than this.
+MAX_NODES = 16_384
+
+
+class GraphBatch(NamedTuple):
+    """``rows`` kernels with their graphs, padded to ``n`` nodes and as many edges.
+
+    Padding edges run from the last node, which is padding, to itself; padding nodes and rows belong
+    to the last graph, which is padding, too.
+
+    Attributes:
+        opcode: int32, shape ``(n,)``.
+        features: Standardised node features, float32, shape ``(n, f)``.
+        source: Producers, int32, shape ``(n,)``.
+        target: Users, int32, shape ``(n,)``.
+        graph: Graph of every node, int32, shape ``(n,)``.
+        graph_of_row: int32, shape ``(rows,)``; rows with the same kernel share a graph.
+        x: Standardised features of the kernels, float32, shape ``(rows, c)``.
+        y: Log-ratios, float32, shape ``(rows,)``; zero if there are none.
+        weight: 1 for a kernel and 0 for padding, float32, shape ``(rows,)``.
+    """
+
+    opcode: np.ndarray
+    features: np.ndarray
+    source: np.ndarray
+    target: np.ndarray
+    graph: np.ndarray
+    graph_of_row: np.ndarray
+    x: np.ndarray
+    y: np.ndarray
+    weight: np.ndarray
+
+
+class GraphRows(NamedTuple):
+    """Kernels before they are cut into batches.
+
+    Attributes:
+        packed: Their graphs.
+        graph: Graph of every row, shape ``(rows,)``.
+        x: Standardised features, float32, shape ``(rows, c)``.
+        y: Log-ratios, float32, shape ``(rows,)``.
+        nodes: How node features are standardised.
+    """
+
+    packed: PackedGraphs
+    graph: np.ndarray
+    x: np.ndarray
+    y: np.ndarray
+    nodes: Scaling
+
+    def take(self, rows: np.ndarray) -> GraphRows:
+        """The given rows, by position or mask."""
+        return self._replace(graph=self.graph[rows], x=self.x[rows], y=self.y[rows])
+
+    def batches(self, most: int) -> Iterator[GraphBatch]:
+        """All rows in their order, at most ``most`` to a batch."""
+        for start, stop in cuts(self.packed.nodes[self.graph], most):
+            part = self.take(np.arange(start, stop))
+            yield assemble(part, row_bucket(stop - start, most))
+
+    def training_batches(self, order: np.ndarray) -> Iterator[tuple[int, GraphBatch]]:
+        """Batches of equal size, so that one compiled step serves nearly all of them.
+
+        Args:
+            order: Rows of every step, shape ``(steps, rows)``.
+
+        Yields:
+            Number of the step, and its batch; several batches if the graphs are very large.
+        """
+        nodes = self.packed.nodes[self.graph]
+        rows = order.shape[1]
+        usual = min(MAX_NODES, int(nodes.mean() * rows + 2 * nodes.std() * rows**0.5))
+        for step, at in enumerate(order):
+            for start, stop in cuts(nodes[at], rows):
+                yield step, assemble(self.take(at[start:stop]), rows, usual)
+
+
+def node_bucket(size: int) -> int:
+    """The size, rounded up by at most a quarter, so that every octave has four sizes."""
+    step = max(8, 1 << max(0, (size - 1).bit_length() - 3))
+    return -(-size // step) * step
+
+
+def row_bucket(rows: int, most: int) -> int:
+    """The number of rows, rounded up to a power of two, but not past ``most``."""
+    return min(most, 1 << max(3, (rows - 1).bit_length()))
+
+
+def cuts(nodes: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
+    """Where to cut rows into batches of at most ``most`` rows and :data:`MAX_NODES` nodes.
+
+    Args:
+        nodes: Nodes of each row's graph, shape ``(rows,)``.
+        most: Rows to a batch.
+
+    Yields:
+        First row, and the row after the last. A larger graph is a batch of its own.
+    """
+    start, held = 0, 0
+    for row, size in enumerate(nodes.tolist()):
+        if row > start and (row - start >= most or held + size > MAX_NODES):
+            yield start, row
+            start, held = row, 0
+        held += size
+    if start < len(nodes):
+        yield start, len(nodes)
+
+
+def assemble(part: GraphRows, rows: int, least: int = 0) -> GraphBatch:
+    """One batch, padded to ``rows`` rows and to nodes as :func:`node_bucket` gives.
+
+    Args:
+        part: The rows of the batch.
+        rows: To how many rows to pad.
+        least: To how many nodes to pad at least.
+    """
+    unique, graph_of_row = np.unique(part.graph, return_inverse=True)
+    graphs = part.packed.take(unique)
+    n, m, real = len(graphs.opcode), graphs.edges.shape[1], len(part.graph)
+    size = node_bucket(max(n + 1, m, least))
+    features = part.nodes(graphs.features)
+    return GraphBatch(
+        opcode=_padded(graphs.opcode, size, 0),
+        features=_padded(features, size, 0),
+        source=_padded(graphs.edges[0], size, size - 1),
+        target=_padded(graphs.edges[1], size, size - 1),
+        graph=_padded(graphs.graph_of_node, size, rows),
+        graph_of_row=_padded(graph_of_row, rows, rows),
+        x=_padded(part.x, rows, 0),
+        y=_padded(part.y, rows, 0),
+        weight=_padded(np.ones(real, np.float32), rows, 0),
+    )
+
+
+def _padded(values: np.ndarray, size: int, value: int) -> np.ndarray:
+    """Values and behind them as many paddings as it takes, as float32 or int32."""
+    kind = np.float32 if values.dtype.kind == "f" else np.int32
+    found = np.full((size, *values.shape[1:]), value, kind)
+    found[: len(values)] = values
+    return found

@@ -1,0 +1,194 @@
+"""The networks in Flax, and compiled functions on them that all estimators of equal size share.
+
+Imported only where a network is trained or asked, since Flax takes a second to import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from ...features.graph import OPCODES
+from .batches import GraphBatch
+from .fitting import CLIP_NORM
+from .scaling import Bound
+
+Weights = Any
+_ADAM = {"b1": 0.9, "b2": 0.999}
+#: Layer whose weights start at zero, so that training starts from the median of the target.
+_OUT = "out"
+
+
+class Perceptron(nn.Module):
+    """Dense layers with SiLU between them; one number comes out.
+
+    Attributes:
+        hidden: Width of the hidden layers.
+        layers: How many hidden layers.
+    """
+
+    hidden: int
+    layers: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Raw output, shape ``(rows,)``, for ``x`` of shape ``(rows, c)``."""
+        for number in range(self.layers):
+            x = nn.silu(nn.Dense(self.hidden, name=f"dense_{number}")(x))
+        return nn.Dense(1, name=_OUT)(x)[:, 0]
+
+
+class GraphNet(nn.Module):
+    """Message passing over the kernels' graphs, then a perceptron.
+
+    A node starts from its opcode's embedding and its features. In every round it takes the mean
+    over its producers and the mean over its users, each through weights of its own (GraphSAGE:
+    Hamilton et al., NeurIPS 2017, in both directions), and adds the result to what it was. Mean
+    and maximum over the nodes describe the graph; the perceptron sees them beside ``x``.
+
+    Attributes:
+        hidden: Width of a node.
+        rounds: Rounds of message passing.
+        head: Width of the perceptron.
+        layers: Hidden layers of the perceptron.
+    """
+
+    hidden: int
+    rounds: int
+    head: int
+    layers: int
+
+    @nn.compact
+    def __call__(self, batch: GraphBatch) -> jax.Array:
+        """Raw output, shape ``(rows,)``."""
+        nodes, graphs = len(batch.opcode), len(batch.graph_of_row) + 1
+        embedded = nn.Embed(len(OPCODES), self.hidden, name="opcode")(batch.opcode)
+        h = nn.silu(embedded + nn.Dense(self.hidden, name="node")(batch.features))
+        from_producers = _mean_over(batch.source, batch.target, nodes)
+        from_users = _mean_over(batch.target, batch.source, nodes)
+        for number in range(self.rounds):
+            own = nn.Dense(self.hidden, use_bias=False, name=f"own_{number}")(h)
+            producers = nn.Dense(self.hidden, name=f"producers_{number}")(from_producers(h))
+            users = nn.Dense(self.hidden, use_bias=False, name=f"users_{number}")(from_users(h))
+            h = h + nn.silu(own + producers + users)
+        size = jax.ops.segment_sum(jnp.ones(nodes), batch.graph, graphs)[:, None]
+        mean = jax.ops.segment_sum(h, batch.graph, graphs) / jnp.maximum(size, 1)
+        most = jnp.where(size > 0, jax.ops.segment_max(h, batch.graph, graphs), 0)
+        pooled = jnp.concatenate([mean, most], axis=1)[batch.graph_of_row]
+        seen = jnp.concatenate([pooled, batch.x], axis=1)
+        return Perceptron(self.head, self.layers, name="head")(seen)
+
+
+def _mean_over(source: Any, target: Any, nodes: int) -> Callable[[jax.Array], jax.Array]:
+    """Function that gives every node the mean over the nodes with an edge to it, or zero."""
+    degree = jax.ops.segment_sum(jnp.ones(len(target)), target, nodes)
+    share = (1 / jnp.maximum(degree, 1))[:, None]
+    return lambda h: jax.ops.segment_sum(h[source], target, nodes) * share
+
+
+class State(NamedTuple):
+    """Weights, and what the optimiser knows."""
+
+    weights: Weights
+    optimiser: Any
+
+
+class Compiled(NamedTuple):
+    """Functions of one network, compiled once for each shape of their inputs.
+
+    Attributes:
+        init: Seed and an example input to a :class:`State`.
+        step: One batch: state, input, targets, row weights, learning rate, bound to a state.
+        epoch: Many batches of a table in one call: state, ``x``, ``y``, rows ``(steps, batch)``,
+            learning rates ``(steps,)``, bound to a state.
+        ratio: Weights, input, bound to log-ratios.
+    """
+
+    init: Callable[[int, Any], State]
+    step: Callable[..., State]
+    epoch: Callable[..., State]
+    ratio: Callable[..., jax.Array]
+
+
+@cache
+def compiled(network: nn.Module, delta: float, weight_decay: float) -> Compiled:
+    """Functions of a network, trained with a loss rounded off at ``delta``."""
+    optimiser = optax.chain(
+        optax.clip_by_global_norm(CLIP_NORM),
+        optax.scale_by_adam(**_ADAM),
+        optax.add_decayed_weights(weight_decay),
+    )
+
+    def ratio(weights: Weights, inputs: Any, bound: np.ndarray) -> jax.Array:
+        raw = network.apply(weights, inputs)
+        return jnp.asarray(Bound(*(bound[i] for i in range(4)))(raw, jax.nn.sigmoid))
+
+    def loss(weights: Weights, inputs: Any, y: Any, weight: Any, bound: Any) -> jax.Array:
+        residual = ratio(weights, inputs, bound) - y
+        return jnp.sum(weight * jnp.sqrt(residual**2 + delta**2)) / jnp.sum(weight)
+
+    def step(state: State, inputs: Any, y: Any, weight: Any, rate: Any, bound: Any) -> State:
+        gradient = jax.grad(loss)(state.weights, inputs, y, weight, bound)
+        update, known = optimiser.update(gradient, state.optimiser, state.weights)
+        moved = jax.tree.map(lambda w, u: w - rate * u, state.weights, update)
+        return State(moved, known)
+
+    def epoch(state: State, x: Any, y: Any, rows: Any, rates: Any, bound: Any) -> State:
+        def one(state: State, batch: Any) -> tuple[State, None]:
+            at, rate = batch
+            return step(state, x[at], y[at], jnp.ones(at.shape), rate, bound), None
+
+        return jax.lax.scan(one, state, (rows, rates))[0]
+
+    def init(seed: int, example: Any) -> State:
+        weights = initial_weights(network, seed, example)
+        return State(weights, optimiser.init(weights))
+
+    return Compiled(init, jax.jit(step), jax.jit(epoch), jax.jit(ratio))
+
+
+def initial_weights(network: nn.Module, seed: int, example: Any) -> Weights:
+    """Normal weights of variance one over the inputs of a unit (LeCun et al., 1998); no biases.
+
+    Drawn by NumPy: compiling Flax's own initialisers takes longer than training a small network.
+    """
+    rng = np.random.default_rng(seed)
+    arrays = {}
+    for name, shape in shapes(network, example).items():
+        layer, kind = name.split("/")[-2:]
+        inputs = shape[1] if kind == "embedding" else shape[0]
+        scale = 0.0 if kind == "bias" or layer == _OUT else inputs**-0.5
+        arrays[name] = (scale * rng.normal(size=shape)).astype(np.float32)
+    return from_arrays(arrays)
+
+
+def shapes(network: nn.Module, example: Any) -> dict[str, tuple[int, ...]]:
+    """Shape of every weight, by the names of :func:`to_arrays`."""
+    found = jax.eval_shape(network.init, jax.random.key(0), example)
+    return {name: leaf.shape for name, leaf in flatten_dict(found["params"], sep="/").items()}
+
+
+def to_arrays(weights: Weights) -> dict[str, np.ndarray]:
+    """Weights as plain arrays by name."""
+    flat = flatten_dict(weights["params"], sep="/")
+    return {name: np.asarray(leaf, np.float32) for name, leaf in flat.items()}
+
+
+def from_arrays(arrays: dict[str, np.ndarray]) -> Weights:
+    """What :func:`to_arrays` was given."""
+    return {"params": unflatten_dict(arrays, sep="/")}
+
+
+def example_batch(columns: int, node_columns: int) -> GraphBatch:
+    """A batch of zeros, to make weights for."""
+    ids, row = np.zeros(8, np.int32), np.zeros(8, np.float32)
+    nodes, x = np.zeros((8, node_columns), np.float32), np.zeros((8, columns), np.float32)
+    return GraphBatch(ids, nodes, ids, ids, ids, ids, x, row, row)

@@ -1,0 +1,108 @@
+"""What the graph networks have in common: which graphs they see, and the schema they check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from ...features.errors import ModelError
+from ...features.graph import graph_schema_hash
+from ..graphs import KernelGraphs
+from ..store import check_schema
+from ..tables import KernelTable
+from .base import NeuralEstimator
+from .batches import GraphRows
+from .scaling import Scaling
+
+
+class GraphEstimator(NeuralEstimator):
+    """A network of the kernel's computation graph beside its row of the feature table.
+
+    The graph is the same on every device; the row holds what the device and the kernel as a whole
+    are like. So the graph is embedded once, and a perceptron puts the two together.
+
+    Args:
+        hidden: Width of a node.
+        rounds: Rounds of message passing: how many uses away a node looks.
+        head: Width of the perceptron behind it.
+        layers: Hidden layers of the perceptron.
+        epochs: Most passes over the rows; early stopping may end sooner.
+        batch: Rows to a step.
+        learning_rate: Its peak.
+        weight_decay: Of AdamW.
+        delta: Errors of the log-ratio below this count quadratically.
+        stop_epochs: Epochs without improvement before stopping.
+        seed: Of weights, order and held-back groups.
+    """
+
+    needs_graphs: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        hidden: int = 64,
+        rounds: int = 2,
+        head: int = 192,
+        layers: int = 3,
+        epochs: int = 30,
+        batch: int = 256,
+        learning_rate: float = 2e-3,
+        weight_decay: float = 0.1,
+        delta: float = 0.1,
+        stop_epochs: int = 8,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            hidden=hidden,
+            rounds=rounds,
+            head=head,
+            layers=layers,
+            epochs=epochs,
+            batch=batch,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            delta=delta,
+            stop_epochs=stop_epochs,
+            seed=seed,
+        )
+        self.nodes: Scaling | None = None
+
+    def _look_at(self, table: KernelTable) -> None:
+        super()._look_at(table)
+        graphs = self._graphs(table)
+        self.nodes = Scaling.fit(graphs.packed.take(np.unique(graphs.index)).features)
+
+    def _rows(self, table: KernelTable, target: np.ndarray | None = None) -> GraphRows:
+        """The table as a network sees it; without targets, they are zero."""
+        assert self.nodes is not None  # fitted or loaded
+        graphs = self._graphs(table)
+        y = np.zeros(len(table), np.float32) if target is None else target
+        return GraphRows(graphs.packed, graphs.index, self._scaled(table), y, self.nodes)
+
+    def _graphs(self, table: KernelTable) -> KernelGraphs:
+        if table.graphs is None:
+            raise ModelError(
+                f"estimator {self.name!r} needs the kernels' graphs, and the table has none",
+                hint="make it with kernel_table(kernels, device, graphs=True)",
+            )
+        return table.graphs
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        assert self.nodes is not None
+        return {**super()._arrays(), **self.nodes.to_arrays("nodes")}
+
+    def _take(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self.nodes = Scaling.from_arrays(arrays, "nodes")
+        super()._take(arrays)
+
+    def _manifest(self) -> dict[str, Any]:
+        return {**super()._manifest(), "graph_schema_hash": graph_schema_hash()}
+
+    @classmethod
+    def _from_parts(
+        cls, path: Path, manifest: Mapping[str, Any], files: dict[str, bytes], schema: str | None
+    ) -> Self:
+        check_schema(path, manifest, graph_schema_hash(), kind="graph")
+        return super()._from_parts(path, manifest, files, schema)

@@ -1,0 +1,91 @@
+"""The graph network in Flax: padded batches and compiled segment sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ..tables import KernelTable
+from .batches import GraphBatch, GraphRows
+from .fitting import best_epoch, learning_rates, shuffled
+from .gnn import GraphEstimator
+
+
+class FlaxGraphEstimator(GraphEstimator):
+    """Message passing in Flax on padded batches.
+
+    Batches are padded to few different sizes (:mod:`.batches`), so that XLA compiles a handful of
+    functions, and rows with the same kernel share their graph within a batch. The parameters are
+    those of :class:`.gnn.GraphEstimator`.
+    """
+
+    name = "gnn-flax"
+
+    def _train(
+        self, table: KernelTable, target: np.ndarray, stop: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        from .flax_nets import to_arrays
+
+        rows = self._rows(table, target)
+        held = list(rows.take(stop).batches(self.params["batch"]))
+        best = best_epoch(
+            self._epochs(rows.take(~stop)),
+            (lambda weights: self._error(weights, held)) if held else None,
+            self.params["stop_epochs"],
+        )
+        return to_arrays(best)
+
+    def _epochs(self, rows: GraphRows) -> Iterator[Any]:
+        """Weights after every epoch over the rows."""
+        p, functions, bound = self.params, self._functions(), self.bound.to_array()
+        rng = np.random.default_rng(p["seed"])
+        state = None
+        for epoch in range(p["epochs"]):
+            order = shuffled(len(rows.y), p["batch"], rng)
+            rates = learning_rates(p["epochs"] * len(order), p["learning_rate"])
+            for step, batch in rows.training_batches(order):
+                state = state or functions.init(p["seed"], batch)
+                rate = rates[epoch * len(order) + step]
+                state = functions.step(state, batch, batch.y, batch.weight, rate, bound)
+            assert state is not None
+            yield state.weights
+
+    def _error(self, weights: Any, held: list[GraphBatch]) -> float:
+        """Mean absolute error of the log-ratio."""
+        bound = self.bound.to_array()
+        total, count = 0.0, 0.0
+        for batch in held:
+            found = np.asarray(self._functions().ratio(weights, batch, bound))
+            total += float((np.abs(found - batch.y) * batch.weight).sum())
+            count += float(batch.weight.sum())
+        return total / count
+
+    def _network_ratio(self, table: KernelTable) -> np.ndarray:
+        from .flax_nets import from_arrays
+
+        weights, bound = from_arrays(self.weights), self.bound.to_array()
+        parts = []
+        for batch in self._rows(table).batches(self.params["batch"]):
+            found = np.asarray(self._functions().ratio(weights, batch, bound))
+            parts.append(found[batch.weight > 0])
+        return np.concatenate(parts)
+
+    def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        from .flax_nets import example_batch, shapes
+
+        assert self.inputs is not None and self.nodes is not None
+        example = example_batch(self.inputs.width, self.nodes.width)
+        return shapes(self._network(), example)
+
+    def _network(self) -> Any:
+        from .flax_nets import GraphNet
+
+        p = self.params
+        return GraphNet(p["hidden"], p["rounds"], p["head"], p["layers"])
+
+    def _functions(self) -> Any:
+        from .flax_nets import compiled
+
+        return compiled(self._network(), self.params["delta"], self.params["weight_decay"])
