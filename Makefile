@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 DEMO_BUDGET ?= 4m
+# Installed before the extras, which would bring gigabytes of CUDA. Where the package index has no
+# CPU build: TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 export MYPYPATH := $(VENV)/typing
 
@@ -10,6 +13,7 @@ export MYPYPATH := $(VENV)/typing
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV) || { echo "python venv is missing: apt-get install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	mkdir -p $(VENV)/typing && ln -sfn '$(CURDIR)' $(VENV)/typing/opcast
 	touch $@

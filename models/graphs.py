@@ -154,7 +154,7 @@ def _graphs(sources: Iterable[Kernel | str | KernelGraph]) -> Iterator[KernelGra
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
-    return np.cumsum(lengths) - lengths
+    return np.asarray(np.cumsum(lengths) - lengths)
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
