@@ -75,29 +75,42 @@ class PackedGraphs:
         return np.repeat(np.arange(len(self)), self.nodes)
 
 
+class GraphStore:
+    """Graphs of different kernels, made from their sources when first asked for.
+
+    Args:
+        sources: By kernel hash: the kernel, its text, or its graph.
+    """
+
+    def __init__(self, sources: Mapping[str, Kernel | str | KernelGraph]) -> None:
+        self.sources = sources
+
+    @cached_property
+    def packed(self) -> PackedGraphs:
+        """The graphs, in the order of :attr:`sources`."""
+        return PackedGraphs.pack(_graphs(self.sources.values()))
+
+
+@dataclass(frozen=True, slots=True)
 class KernelGraphs:
     """Graphs of the rows of a table, each kept once however many rows have its kernel.
 
-    Args:
-        sources: What to make the graphs from, by kernel hash. Nothing is read before
-            :attr:`packed` is first used.
-        index: Position in ``sources`` of every row, shape ``(rows,)``.
+    Attributes:
+        store: The graphs.
+        index: Position in the store of every row, int64, shape ``(rows,)``.
     """
 
-    def __init__(
-        self, sources: Mapping[str, Kernel | str | KernelGraph], index: np.ndarray
-    ) -> None:
-        self._store = _Store(sources)
-        self.index = index
+    store: GraphStore
+    index: np.ndarray
 
     @classmethod
     def of(
         cls, hashes: Sequence[str], sources: Sequence[Kernel | str | KernelGraph]
     ) -> KernelGraphs:
-        """Graphs of rows given by hash and source, in the order of the rows."""
+        """Graphs of rows given by kernel hash and source; nothing is read yet."""
         by_hash = dict(zip(hashes, sources, strict=True))
         place = {digest: at for at, digest in enumerate(by_hash)}
-        return cls(by_hash, np.array([place[digest] for digest in hashes], np.int64))
+        return cls(GraphStore(by_hash), np.array([place[digest] for digest in hashes], np.int64))
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -106,38 +119,23 @@ class KernelGraphs:
     @property
     def packed(self) -> PackedGraphs:
         """The graphs that :attr:`index` points into."""
-        return self._store.packed
+        return self.store.packed
 
     def take(self, rows: np.ndarray) -> KernelGraphs:
-        """The given rows, by position or mask; graphs that were made already are shared."""
-        taken = KernelGraphs({}, self.index[rows])
-        taken._store = self._store
-        return taken
+        """The given rows, by position or mask, from the same store."""
+        return KernelGraphs(self.store, self.index[rows])
 
     @staticmethod
     def concatenate(parts: Sequence[KernelGraphs]) -> KernelGraphs:
         """The rows of all parts, one after the other."""
         first = parts[0]
-        if all(part._store is first._store for part in parts):
-            joined = first.take(np.zeros(0, np.int64))
-            joined.index = np.concatenate([part.index for part in parts])
-            return joined
-        sources = {h: s for part in parts for h, s in part._store.sources.items()}
+        if all(part.store is first.store for part in parts):
+            return KernelGraphs(first.store, np.concatenate([part.index for part in parts]))
+        sources = {h: s for part in parts for h, s in part.store.sources.items()}
         place = {digest: at for at, digest in enumerate(sources)}
-        moved = [np.array([place[h] for h in part._store.sources], np.int64) for part in parts]
+        moved = [np.array([place[h] for h in part.store.sources], np.int64) for part in parts]
         index = [to[part.index] for to, part in zip(moved, parts, strict=True)]
-        return KernelGraphs(sources, np.concatenate(index))
-
-
-class _Store:
-    """Sources by kernel hash, and their graphs once somebody asks."""
-
-    def __init__(self, sources: Mapping[str, Kernel | str | KernelGraph]) -> None:
-        self.sources = sources
-
-    @cached_property
-    def packed(self) -> PackedGraphs:
-        return PackedGraphs.pack(_graphs(self.sources.values()))
+        return KernelGraphs(GraphStore(sources), np.concatenate(index))
 
 
 def _graphs(sources: Iterable[Kernel | str | KernelGraph]) -> Iterator[KernelGraph]:

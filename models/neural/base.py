@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from ...features.errors import ModelError
 from ..stopping import stop_rows
 from ..store import pack_tensors, unpack_tensors
 from ..tables import KernelTable
@@ -68,14 +69,23 @@ class NeuralEstimator(TabularEstimator):
         return self._network_ratio(table) if len(table) else np.zeros(0)
 
     def _scaled(self, table: KernelTable) -> np.ndarray:
-        assert self.inputs is not None  # fitted or loaded
-        return self.inputs(table.X)
+        return self._known(self.inputs)(table.X)
+
+    def _known(self, scaling: Scaling | None) -> Scaling:
+        """The scaling, which is there after fitting or loading.
+
+        Raises:
+            ModelError: It is neither fitted nor loaded.
+        """
+        if scaling is None:
+            raise ModelError(f"estimator {self.name!r} is not fitted", hint="call fit, or load")
+        return scaling
 
     def _arrays(self) -> dict[str, np.ndarray]:
         """All that was learned, by name."""
-        assert self.inputs is not None
+        inputs = self._known(self.inputs)
         network = {f"network/{name}": array for name, array in self.weights.items()}
-        return {**network, **self.inputs.to_arrays("inputs"), "bound": self.bound.to_array()}
+        return {**network, **inputs.to_arrays("inputs"), "bound": self.bound.to_array()}
 
     def _take(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Take over what :meth:`_arrays` gave.

@@ -76,10 +76,10 @@ class GraphEstimator(NeuralEstimator):
 
     def _rows(self, table: KernelTable, target: np.ndarray | None = None) -> GraphRows:
         """The table as a network sees it; without targets, they are zero."""
-        assert self.nodes is not None  # fitted or loaded
         graphs = self._graphs(table)
         y = np.zeros(len(table), np.float32) if target is None else target
-        return GraphRows(graphs.packed, graphs.index, self._scaled(table), y, self.nodes)
+        nodes = self._known(self.nodes)
+        return GraphRows(graphs.packed, graphs.index, self._scaled(table), y, nodes)
 
     def _graphs(self, table: KernelTable) -> KernelGraphs:
         if table.graphs is None:
@@ -90,8 +90,7 @@ class GraphEstimator(NeuralEstimator):
         return table.graphs
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        assert self.nodes is not None
-        return {**super()._arrays(), **self.nodes.to_arrays("nodes")}
+        return {**super()._arrays(), **self._known(self.nodes).to_arrays("nodes")}
 
     def _take(self, arrays: Mapping[str, np.ndarray]) -> None:
         self.nodes = Scaling.from_arrays(arrays, "nodes")

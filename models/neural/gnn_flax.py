@@ -75,8 +75,8 @@ class FlaxGraphEstimator(GraphEstimator):
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
         from .flax_nets import example_batch, shapes
 
-        assert self.inputs is not None and self.nodes is not None
-        example = example_batch(self.inputs.width, self.nodes.width)
+        inputs, nodes = self._known(self.inputs), self._known(self.nodes)
+        example = example_batch(inputs.width, nodes.width)
         return shapes(self._network(), example)
 
     def _network(self) -> Any:

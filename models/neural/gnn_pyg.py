@@ -149,12 +149,11 @@ class PygGraphEstimator(GraphEstimator):
 
         from .pyg_net import GraphNet
 
-        assert self.inputs is not None and self.nodes is not None
-        p = self.params
+        p, inputs, nodes = self.params, self._known(self.inputs), self._known(self.nodes)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(p["seed"])
             return GraphNet(
-                self.inputs.width, self.nodes.width,
+                inputs.width, nodes.width,
                 p["hidden"], p["rounds"], p["head"], p["layers"],
             )  # fmt: skip
 

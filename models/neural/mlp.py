@@ -99,8 +99,7 @@ class MLPEstimator(NeuralEstimator):
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
         from .flax_nets import shapes
 
-        assert self.inputs is not None
-        example = np.zeros((1, self.inputs.width), np.float32)
+        example = np.zeros((1, self._known(self.inputs).width), np.float32)
         return shapes(self._network(), example)
 
     def _network(self) -> Any:

@@ -93,7 +93,7 @@ def test_learns_what_only_the_graph_shows(fitted: GraphEstimator, make_law: Any)
 
 def graphs_of(table: KernelTable) -> list[KernelGraph]:
     assert table.graphs is not None
-    return list(table.graphs._store.sources.values())
+    return list(table.graphs.store.sources.values())
 
 
 def test_order_of_the_nodes_does_not_matter(fitted: GraphEstimator, make_law: Any) -> None:
@@ -266,6 +266,15 @@ def test_from_a_dataset_to_a_saved_cost_model(
     assert (found.lo <= found.latency).all() and (found.latency <= found.hi).all()
     manifest = json.loads((tmp_path / "m" / "estimator" / "manifest.json").read_text())
     assert ("graph_schema_hash" in manifest) == name.startswith("gnn")
+
+
+@pytest.mark.parametrize("name", ["mlp", "gnn-flax", "gnn-pyg"])
+def test_unfitted_is_told(name: str, make_law: Any, tmp_path: Path) -> None:
+    model = make_estimator(name)
+    with pytest.raises(ModelError, match="not fitted"):
+        model.predict_table(make_law(5, 0)[0])  # type: ignore[attr-defined]
+    with pytest.raises(ModelError, match="not fitted"):
+        model.save(tmp_path / "m")
 
 
 def test_without_torch_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
