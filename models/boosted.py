@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..features.errors import ModelError
+from .compact import SUFFIX, compact, expand
 from .ranking import ScoreMap, device_queries, grow_pairwise
 from .stopping import stop_rows
 from .store import pack, unpack
@@ -54,6 +55,7 @@ class XGBoostEstimator(TabularEstimator):
         stop_rounds: Rounds without improvement before stopping; 0 grows all rounds on all rows.
         seed: Random state.
         n_jobs: Threads. More than there are free cores is far slower than one.
+        compact: Save without what only training and TreeSHAP need, compressed.
     """
 
     name = "xgboost"
@@ -74,6 +76,7 @@ class XGBoostEstimator(TabularEstimator):
         stop_rounds: int = 60,
         seed: int = 0,
         n_jobs: int = 1,
+        compact: bool = False,
     ) -> None:
         super().__init__(
             rounds=rounds,
@@ -90,6 +93,7 @@ class XGBoostEstimator(TabularEstimator):
             stop_rounds=stop_rounds,
             seed=seed,
             n_jobs=n_jobs,
+            compact=compact,
         )
         self._boosters: dict[str, Any] = {}
         self._columns = np.zeros(0, np.int32)
@@ -237,7 +241,10 @@ class XGBoostEstimator(TabularEstimator):
         return found
 
     def _weights(self) -> dict[str, bytes]:
-        trees = {f"{k}.ubj": bytes(b.save_raw("ubj")) for k, b in self._boosters.items()}
+        if self.params["compact"]:
+            trees = {f"{k}{SUFFIX}": compact(b) for k, b in self._boosters.items()}
+        else:
+            trees = {f"{k}.ubj": bytes(b.save_raw("ubj")) for k, b in self._boosters.items()}
         files = {**trees, _COLUMNS_FILE: pack({"columns": self._columns})}
         if self._score_map is not None:
             knots = {"score": self._score_map.score, "value": self._score_map.value}
@@ -248,6 +255,8 @@ class XGBoostEstimator(TabularEstimator):
         import xgboost as xgb
 
         stored = {n.removesuffix(".ubj"): data for n, data in files.items() if n.endswith(".ubj")}
+        small = {n: data for n, data in files.items() if n.endswith(SUFFIX)}
+        stored |= {n.removesuffix(SUFFIX): expand(data) for n, data in small.items()}
         self._columns = unpack(files[_COLUMNS_FILE])["columns"]
         self._boosters = {}
         if self.ranks:

@@ -24,6 +24,10 @@ from .slopes import Slopes
 
 #: Share of the groups and of the single rows that are kept from fitting, for intervals.
 HELD_GROUPS, HELD_ROWS = 0.05, 0.03
+#: With fewer groups than this only single rows are held.
+MIN_GROUPS = 8
+#: Groups that are held at least, up to a fifth of them.
+LEAST_GROUPS = 5
 #: Rows from which the model for unseen devices learns, and each of its leave-one-device-out copies.
 GENERAL_ROWS, FOLD_ROWS = 120_000, 40_000
 #: Errors per left-out device from which the covariance is fitted.
@@ -123,9 +127,7 @@ class FamilyModel:
         features = op_features(rows, self.family, devices)
         ratio = _target(rows, features)
         rng = np.random.default_rng(self.settings.seed)
-        held = (group_draw(rows, self.family, self.settings.seed) < HELD_GROUPS) | (
-            rng.random(len(rows)) < HELD_ROWS
-        )
+        held = self._held(rows, rng)
         fitting = np.flatnonzero(~held)
         if len(fitting) > self.settings.max_rows:
             fitting = rng.choice(fitting, self.settings.max_rows, replace=False)
@@ -138,6 +140,15 @@ class FamilyModel:
         self._calibrate(features, device, ratio - linear, np.flatnonzero(held))
         self._fit_general(rows, features, device, ratio, np.flatnonzero(~held), rng)
         return self
+
+    def _held(self, rows: pd.DataFrame, rng: np.random.Generator) -> np.ndarray:
+        """Rows that are kept from fitting: the first groups of a draw, and some single rows."""
+        place = group_draw(rows, self.family, self.settings.seed)
+        groups = np.unique(place)
+        least = min(LEAST_GROUPS, len(groups) // 5)
+        count = max(least, round(HELD_GROUPS * len(groups))) if len(groups) >= MIN_GROUPS else 0
+        first = groups[count - 1] if count else -1.0
+        return np.asarray((place <= first) | (rng.random(len(rows)) < HELD_ROWS))
 
     def _regressor(self, params: Params) -> TabularEstimator:
         import inspect

@@ -34,9 +34,11 @@ MIN_ROWS = 200
 DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "xgboost": (
         {"rounds": 700, "max_depth": 10, "learning_rate": 0.08, "min_child_weight": 6.0,
-         "subsample": 0.8, "colsample": 0.6, "max_bin": 256, "stop_rounds": 0},
+         "subsample": 0.8, "colsample": 0.6, "max_bin": 256, "stop_rounds": 0,
+         "compact": True},
         {"rounds": 160, "max_depth": 5, "learning_rate": 0.1, "min_child_weight": 5.0,
-         "subsample": 0.8, "colsample": 0.6, "max_bin": 128, "stop_rounds": 0},
+         "subsample": 0.8, "colsample": 0.6, "max_bin": 128, "stop_rounds": 0,
+         "compact": True},
     ),
 }  # fmt: skip
 

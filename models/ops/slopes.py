@@ -23,7 +23,7 @@ class Slopes:
     """Effects by device and by what runs there.
 
     Attributes:
-        table: Effects by ``""``, ``device`` and ``device`` + tab + ``library``, shape ``(3,)`` each.
+        table: Effects by ``""``, ``device`` and ``device`` + tab + ``library``, shape ``(3,)``.
     """
 
     def __init__(self, table: dict[str, np.ndarray] | None = None) -> None:
