@@ -190,17 +190,32 @@ def train(
         Path | None,
         typer.Option("--params", help="JSON with the model's parameters, as opcast tune writes."),
     ] = None,
+    exclude_device: Annotated[
+        list[str] | None,
+        typer.Option("--exclude-device", help="Leave a device out; may be given again."),
+    ] = None,
+    max_rows: Annotated[
+        int, typer.Option(help="Operator datasets: most rows of a family to learn from.")
+    ] = 1_000_000,
 ) -> None:
     """Train a model, print its metrics beside the label noise, save it, log it to MLflow."""
-    from .workflows import run_train
+    from .operators import run_train_operators
+    from .workflows import load_for_training, run_train
 
     chosen = {}
     if params is not None:
         from .models.tuned import read_params
 
         chosen = read_params(params, model)
+    dataset, operators = load_for_training(data, exclude_device or ())
+    if operators:
+        run_train_operators(
+            _console(), dataset, model, out=out, exclude=exclude_device or (), seed=seed,
+            threads=threads, final=final, track=track, max_rows=max_rows, params=chosen,
+        )  # fmt: skip
+        return
     run_train(
-        _console(), data, model, split, out=out, seed=seed, threads=threads, track=track,
+        _console(), dataset, model, split, out=out, seed=seed, threads=threads, track=track,
         register=register, final=final, params=chosen,
     )  # fmt: skip
 
@@ -319,6 +334,38 @@ def data_show(
     from .workflows import show_data
 
     show_data(_console(), data, plot=plot, as_json=json_output)
+
+
+@data_app.command("import")
+def data_import(
+    kind: Annotated[str, typer.Argument(help="What to import: published.")],
+    folder: Annotated[Path, typer.Argument(help="Folder with the tables.")],
+    out: Out,
+) -> None:
+    """Turn tables of latencies that others published into a dataset. It resumes if stopped."""
+    from .operators import run_import
+
+    if kind != "published":
+        raise typer.BadParameter(f"cannot import {kind!r}; choose: published")
+    run_import(_console(), folder, out)
+
+
+@app.command()
+def evaluate(
+    published: Annotated[Path, typer.Option(help="Folder with tables of published latencies.")],
+    out: Annotated[Path, typer.Option("--out", help="Parquet file for the predictions.")],
+    model: ModelOpt = "default",
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Learn from answered rows of calib_* splits.")
+    ] = False,
+    limit: Annotated[
+        int | None, typer.Option(help="Most rows of each operator table, drawn at random.")
+    ] = None,
+) -> None:
+    """Predict every row of published tables; judge those whose latency is given."""
+    from .operators import run_evaluate
+
+    run_evaluate(_console(), published, out, model, calibrate=calibrate, limit=limit)
 
 
 def main() -> NoReturn:

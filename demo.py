@@ -39,6 +39,7 @@ def run_demo(console: Console, out: Path, budget_s: float) -> list[CheckResult]:
     from .checking import check_programs, print_check
     from .datagen.profiler import profile
     from .datagen.zoo import export
+    from .features.dataset import Dataset
     from .models.tracking import runs, store_uri
     from .predict.predictor import load
     from .workflows import run_train
@@ -48,7 +49,7 @@ def run_demo(console: Console, out: Path, budget_s: float) -> list[CheckResult]:
     profile(data, budget_s=budget_s, mix=MIX)
     console.rule("2. train")
     run_train(
-        console, [data], "xgboost", "random",
+        console, Dataset.load(data), "xgboost", "random",
         out=model, seed=0, threads=2, track=True, register=None, final=True,
     )  # fmt: skip
     console.rule("3. predict programs that the model has never seen, then run them")

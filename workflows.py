@@ -15,6 +15,7 @@ from .features.errors import DatasetError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from .features.dataset import Dataset
     from .features.device import DeviceSpec
     from .models.prepared import Prepared
     from .models.train import TrainResult
@@ -123,9 +124,27 @@ def show_data(console: Console, paths: Sequence[Path], *, plot: Path | None, as_
         print_frame(console, table, title.replace("_", " "))
 
 
+def load_for_training(data: Sequence[Path], exclude: Sequence[str]) -> tuple[Dataset, bool]:
+    """A dataset, and whether it is one of library operators.
+
+    Devices to exclude are taken out here, except for operators, which are judged on them.
+    """
+    from .features.dataset import Dataset
+    from .operators import is_operator_dataset
+
+    dataset = Dataset.load(*data)
+    if is_operator_dataset(dataset) or not exclude:
+        return dataset, is_operator_dataset(dataset)
+    missing = sorted(set(exclude) - set(dataset.frame["device"]))
+    if missing:
+        have = ", ".join(sorted(set(dataset.frame["device"])))
+        raise DatasetError(f"device {missing[0]!r} is not in the dataset", hint=f"it has: {have}")
+    return dataset.select(~dataset.frame["device"].isin(exclude)), False
+
+
 def run_train(
     console: Console,
-    data: Sequence[Path],
+    dataset: Dataset,
     model: str,
     split: str,
     *,
@@ -138,12 +157,11 @@ def run_train(
     params: Mapping[str, Any] | None = None,
 ) -> TrainResult:
     """Train, print the metrics beside the noise, save, register and track."""
-    from .features.dataset import Dataset
     from .models.prepared import prepare
     from .models.train import train_final
     from .predict.locate import registered
 
-    prepared = prepare(Dataset.load(*data))
+    prepared = prepare(dataset)
     result, model = _train_or_choose(console, prepared, model, split, seed, threads, params or {})
     print_metrics(console, result.metrics, f"{model}, kernels, split {split}")
     if len(result.program_metrics):

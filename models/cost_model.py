@@ -128,6 +128,12 @@ class CostModel:
         """
         path = Path(path)
         manifest = read_manifest(path)
+        if manifest.get("kind") == "operators":
+            raise ModelError(
+                "holds a model of library operators, which predicts no programs",
+                where=str(path),
+                hint="use it with: opcast evaluate --published DIR --model NAME --out FILE",
+            )
         files = read_files(path, manifest)
         try:
             kind = estimator_class(manifest["estimator"])

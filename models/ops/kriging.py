@@ -142,7 +142,7 @@ def fit_params(tasks: Sequence[tuple[Sites, np.ndarray]], iterations: int = 15) 
 
 
 def _negative_log_likelihood(params: np.ndarray, sites: Sites, errors: np.ndarray) -> float:
-    matrix = covariance(sites, sites, params) + _noise(params) * np.eye(len(errors))
+    matrix = covariance(sites, sites, params) + noise_variance(params) * np.eye(len(errors))
     try:
         lower = np.linalg.cholesky(matrix)
     except np.linalg.LinAlgError:
@@ -151,7 +151,8 @@ def _negative_log_likelihood(params: np.ndarray, sites: Sites, errors: np.ndarra
     return float(0.5 * half @ half + np.log(np.diag(lower)).sum())
 
 
-def _noise(params: np.ndarray) -> float:
+def noise_variance(params: np.ndarray) -> float:
+    """Variance of a label's noise, in log space."""
     return float(max(np.exp(params[_AMPLITUDES - 1]), LEAST_NOISE) ** 2)
 
 
@@ -192,7 +193,7 @@ class Correction:
         bounded = errors
         if len(errors) > 20:
             bounded = np.clip(errors, *np.quantile(errors, [0.01, 0.99]))
-        matrix = covariance(sites, sites, params) + _noise(params) * np.eye(len(errors))
+        matrix = covariance(sites, sites, params) + noise_variance(params) * np.eye(len(errors))
         inverse = np.linalg.inv(matrix)
         found = cls(params, sites, inverse @ bounded, inverse, 1.0, len(errors), errors)
         if len(errors) >= MIN_OWN:
@@ -221,7 +222,7 @@ class Correction:
             own = _variance(part, self.params)
             mean[start : start + 4096] = cross @ self.weights
             known = np.einsum("ij,jk,ik->i", cross, self.inverse, cross, optimize=True)
-            spread = np.sqrt(np.maximum(own - known, 0.0) + _noise(self.params))
+            spread = np.sqrt(np.maximum(own - known, 0.0) + noise_variance(self.params))
             half[start : start + 4096] = _NORMAL_90 * self.scale * spread
         return mean, half
 

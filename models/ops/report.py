@@ -1,0 +1,84 @@
+"""Figures of operator models by split, family, dtype and device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from .model import OpModel
+
+#: What figures are given by.
+BY = ("split", "key", "dtype", "device")
+
+
+def predictions(model: OpModel, rows: pd.DataFrame) -> pd.DataFrame:
+    """Predictions beside measurements.
+
+    Args:
+        model: The model.
+        rows: As :func:`~opcast.models.ops.rows_of_dataset` gives them; families that the model
+            does not know are left out.
+
+    Returns:
+        ``id``, ``split``, ``key``, ``dtype``, ``device``, ``backend``, ``measured_us``,
+        ``predicted_us``, ``lo_us``, ``hi_us``, ``scope`` and ``in_domain``.
+    """
+    known = rows[rows["key"].isin(list(model.families))].reset_index(drop=True)
+    found = model.predict(known)
+    columns = [c for c in ("id", "split", "key", "dtype", "device", "backend") if c in known]
+    return known[columns].assign(
+        measured_us=known["latency_us"].to_numpy(np.float64),
+        predicted_us=found.latency * 1e6,
+        lo_us=found.lo * 1e6,
+        hi_us=found.hi * 1e6,
+        scope=found.scope,
+        in_domain=found.in_domain,
+    )
+
+
+def judge(model: OpModel, rows: pd.DataFrame, by: Sequence[str] = BY) -> pd.DataFrame:
+    """Errors of predictions, one row a group."""
+    return summary(predictions(model, rows), by) if len(rows) else pd.DataFrame()
+
+
+def summary(found: pd.DataFrame, by: Sequence[str] = BY) -> pd.DataFrame:
+    """Figures of :func:`predictions` by groups."""
+    measured, predicted = found["measured_us"], found["predicted_us"]
+    table = found.assign(
+        error=predicted / measured - 1,
+        ape=(predicted / measured - 1).abs(),
+        covered=(measured >= found["lo_us"]) & (measured <= found["hi_us"]),
+        width=found["hi_us"] / found["lo_us"],
+    )
+    return (
+        table.groupby(list(by), sort=True)
+        .agg(
+            n=("ape", "size"),
+            mape=("ape", "mean"),
+            median_ape=("ape", "median"),
+            bias=("error", "median"),
+            coverage=("covered", "mean"),
+            width_ratio=("width", "median"),
+            in_domain=("in_domain", "mean"),
+            scope=("scope", "first"),
+        )
+        .reset_index()
+    )
+
+
+def flat(metrics: pd.DataFrame) -> dict[str, float]:
+    """Figures by name, ``split/family/dtype/device/figure``, for tracking."""
+    found = {}
+    for row in metrics.to_dict("records"):
+        prefix = "/".join(str(row[c]) for c in BY if c in row)
+        for name in ("mape", "median_ape", "coverage"):
+            found[f"{prefix}/{name}"] = float(row[name])
+    return found
+
+
+def settings_of(model: OpModel) -> Mapping[str, Any]:
+    """What a run is tracked with."""
+    return {k: v for k, v in model.info.items() if k != "metrics"}

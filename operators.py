@@ -1,0 +1,168 @@
+"""Commands for library operators: import of tables, training, evaluation, calibration."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from .features.errors import DatasetError, ModelError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .features.dataset import Dataset
+    from .models.ops import OpModel
+
+logger = logging.getLogger(__name__)
+
+#: Splits of a published table that a model may learn from when it is to be judged on the others.
+TRAINING = ("train",)
+#: The shipped model.
+DEFAULT = "gpu-operators"
+
+
+def run_import(console: Console, folder: Path, out: Path) -> None:
+    """Import published tables and say what came of it."""
+    from .datagen.published import import_published
+
+    found = import_published(folder, out, show=True)
+    kept = f", {found.kept} shards were there" if found.kept else ""
+    console.print(
+        f"{out}: {found.rows} samples of {len(found.devices)} devices, {found.skipped} rows "
+        f"without a latency skipped, {found.shards} shards written{kept}",
+        highlight=False,
+    )
+
+
+def is_operator_dataset(dataset: Dataset) -> bool:
+    """Whether every sample is a published operator."""
+    source = dataset.frame["source"].astype(str)
+    return bool(len(source)) and bool(source.str.startswith("published:").all())
+
+
+def run_train_operators(
+    console: Console,
+    dataset: Dataset,
+    model: str,
+    *,
+    out: Path | None,
+    exclude: Sequence[str],
+    seed: int,
+    threads: int,
+    final: bool,
+    track: bool,
+    max_rows: int = 1_000_000,
+    params: Mapping[str, Any] | None = None,
+) -> OpModel:
+    """Train on the training rows, judge on the others, and save.
+
+    Args:
+        console: Where to print.
+        dataset: Published operators.
+        model: Name of the estimator.
+        out: Folder for the model.
+        exclude: Devices to leave out of training; the model is judged on all of their rows.
+        seed: Of draws and estimators.
+        threads: Of the estimators.
+        final: Learn from every row, judged or not, and print no figures.
+        track: Whether to log to MLflow.
+        max_rows: Most rows of a family.
+        params: Of the estimator.
+
+    Raises:
+        DatasetError: No row is left to learn from, or a device is not in the dataset.
+    """
+    from .models.ops import OpModel, rows_of_dataset
+    from .models.ops.model import default_settings
+    from .models.ops.report import judge, settings_of
+
+    rows = rows_of_dataset(dataset)
+    outside = _excluded(rows, exclude)
+    learn = ~outside & (final | rows["split"].isin(TRAINING).to_numpy())
+    if not learn.any():
+        raise DatasetError("no row is left to train on", hint="splits to learn from: train")
+    settings = default_settings(model, threads, seed, max_rows, **dict(params or {}))
+    found = OpModel().fit(
+        rows[learn], dataset.devices, settings,
+        lambda key, seconds: console.print(f"{key}: {seconds:.0f} s", highlight=False),
+    )  # fmt: skip
+    found.info = {
+        "dataset_hash": dataset.hash,
+        "rows": int(learn.sum()),
+        "excluded": list(exclude),
+        "splits": "all" if final else list(TRAINING),
+        "estimator": model,
+        "seed": seed,
+    }
+    metrics = pd.DataFrame()
+    if not final:
+        metrics = judge(found, rows[~learn])
+        found.info["metrics"] = metrics.to_dict("records")
+        from .workflows import print_frame
+
+        print_frame(console, metrics, f"{model}: splits that it was not trained on")
+    if out is not None:
+        found.save(out)
+        console.print(f"saved to {out}", highlight=False)
+    if track:
+        _track(console, model, settings_of(found), metrics)
+    return found
+
+
+def _excluded(rows: pd.DataFrame, exclude: Sequence[str]) -> np.ndarray:
+    from .features.catalogue import find_device
+
+    names = [find_device(name).name for name in exclude]
+    present = set(rows["device"])
+    for name in names:
+        if name not in present:
+            raise DatasetError(
+                f"device {name!r} is not in the dataset",
+                hint="it has: " + ", ".join(sorted(present)),
+            )
+    return np.asarray(rows["device"].isin(names))
+
+
+def _track(
+    console: Console, model: str, settings: Mapping[str, Any], metrics: pd.DataFrame
+) -> None:
+    from .models.ops.report import flat
+    from .models.tracking import RunLog, log_run
+
+    tables = {"metrics": metrics} if len(metrics) else {}
+    try:
+        run = log_run(RunLog(f"operators-{model}", settings, flat(metrics), tables=tables))
+    except ModelError as error:
+        logger.warning("not tracked: %s", error)
+        return
+    console.print(f"logged to MLflow as {run}; see it with: opcast ui", highlight=False)
+
+
+def run_evaluate(
+    console: Console, folder: Path, out: Path, model: str, *, calibrate: bool, limit: int | None
+) -> None:
+    """Predict every row of a folder of published tables, and judge the answered ones."""
+    from .models.ops import OpModel
+    from .predict.locate import find_model
+    from .predict.published import predict_published
+    from .workflows import print_frame
+
+    name = DEFAULT if model == "default" else model
+    found = predict_published(
+        folder, OpModel.load(find_model(name)), calibrate=calibrate, limit=limit
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(out.name + ".partial")
+    found.frame.to_parquet(partial, index=False)
+    partial.replace(out)
+    for what, count in found.calibrated.items():
+        console.print(f"calibrated {what}: {count} rows", highlight=False)
+    summary = found.summary()
+    if len(summary):
+        print_frame(console, summary, "rows whose latency is given")
+    console.print(f"{out}: {len(found.frame)} rows", highlight=False)

@@ -1,0 +1,224 @@
+"""Predicts folders of published latencies: operators, collectives and whole programs.
+
+A folder holds tables of queries (``queries_ops_*.parquet``, ``queries_collectives*.csv.gz``,
+``queries_e2e.csv`` with ``opgraphs.parquet``) or the answered tables of a published pack. Every row
+gets a prediction; rows whose latency is given are judged.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from ..features.catalogue import find_device
+from ..features.errors import DatasetError
+from ..models.ops import OpModel, rows_of_published
+from ..simulate.collective import CollectiveModel
+from ..simulate.links import Links
+from .published_e2e import compose
+
+logger = logging.getLogger(__name__)
+
+#: Tables by what they hold, queries first; the first pattern with a match counts.
+OPERATORS = ("queries_ops_*.parquet", "ops_*.parquet")
+COLLECTIVES = ("queries_collectives*.csv.gz", "collectives*.csv.gz")
+PROGRAMS = ("queries_e2e.csv", "e2e_labels.csv")
+GRAPHS = "opgraphs.parquet"
+#: Rows of these splits may be learned from.
+CALIBRATION = "calib"
+COLUMNS = ("id", "latency_us", "lo_us", "hi_us")
+_ROWS = 200_000
+
+
+@dataclass
+class PublishedPredictions:
+    """Predictions of a folder.
+
+    Attributes:
+        frame: ``id``, ``latency_us``, ``lo_us`` and ``hi_us`` of every row.
+        judged: Of rows with a known latency: ``table``, ``family``, ``device``, ``split``,
+            ``scope``, ``error`` (predicted / measured - 1), ``covered``, ``calibration`` (whether
+            the row was learned from).
+        calibrated: Rows learned from by what they adapted.
+    """
+
+    frame: pd.DataFrame
+    judged: pd.DataFrame
+    calibrated: dict[str, int] = field(default_factory=dict)
+
+    def summary(self) -> pd.DataFrame:
+        """Figures of the judged rows by table, family, device and split."""
+        if not len(self.judged):
+            return pd.DataFrame()
+        judged = self.judged[~self.judged["calibration"]]
+        judged = judged.assign(size=judged["error"].abs())
+        grouped = judged.groupby(["table", "family", "device", "split"], sort=True)
+        return grouped.agg(
+            n=("size", "size"), mape=("size", "mean"), median_ape=("size", "median"),
+            bias=("error", "median"), coverage=("covered", "mean"), scope=("scope", "first"),
+        ).reset_index()  # fmt: skip
+
+
+def predict_published(
+    folder: Path,
+    model: OpModel,
+    collectives: CollectiveModel | None = None,
+    calibrate: bool = False,
+    limit: int | None = None,
+) -> PublishedPredictions:
+    """Predict every row of a folder.
+
+    Args:
+        folder: Holds at least one of the tables.
+        model: Latencies of operators; calibrated in place if asked to.
+        collectives: Latencies of collectives; the shipped ones by default.
+        calibrate: Learn from rows of ``calib_*`` splits whose latency is given.
+        limit: Most rows of each operator table, drawn at random; for a quick look.
+
+    Raises:
+        DatasetError: The folder holds none of the tables, or a table lacks a column.
+        DeviceError: A device is in no catalogue entry.
+    """
+    links = collectives or CollectiveModel.load()
+    job = _Job(folder, model, links, calibrate, limit)
+    parts = [*job.operators(), *job.collective_tables(), *job.programs()]
+    if not parts:
+        wanted = ", ".join((OPERATORS[0], COLLECTIVES[0], PROGRAMS[0]))
+        raise DatasetError("no table to predict", where=str(folder), hint=f"expected {wanted}")
+    frame = pd.concat([part.frame for part in parts], ignore_index=True)
+    judged = pd.concat([part.judged for part in parts], ignore_index=True)
+    return PublishedPredictions(frame, judged, job.calibrated)
+
+
+@dataclass
+class _Job:
+    folder: Path
+    model: OpModel
+    links: CollectiveModel
+    calibrate: bool
+    limit: int | None
+    calibrated: dict[str, int] = field(default_factory=dict)
+
+    def operators(self) -> Iterator[PublishedPredictions]:
+        tables = [(p, _parquet(p)) for p in _files(self.folder, OPERATORS)]
+        if self.calibrate:
+            given = [frame[_given(frame)] for _, frame in tables]
+            known = [part for part in given if len(part)]
+            if known:
+                rows = rows_of_published(pd.concat(known, ignore_index=True), find_device)
+                self.calibrated |= self.model.calibrate(rows)
+        for path, whole in tables:
+            frame = whole
+            if self.limit is not None and len(frame) > self.limit:
+                frame = frame.sample(self.limit, random_state=0).reset_index(drop=True)
+            for start in range(0, len(frame), _ROWS):
+                yield self._operators(path, frame.iloc[start : start + _ROWS])
+
+    def _operators(self, path: Path, frame: pd.DataFrame) -> PublishedPredictions:
+        rows = rows_of_published(frame.reset_index(drop=True), find_device)
+        found = self.model.predict(rows)
+        scope = pd.Series(found.scope, dtype=object)
+        return _part(path, rows, rows["key"], found.latency, found.lo, found.hi, scope)
+
+    def collective_tables(self) -> Iterator[PublishedPredictions]:
+        tables = [(p, pd.read_csv(p)) for p in _files(self.folder, COLLECTIVES)]
+        known = [frame[_given(frame)] for _, frame in tables if _given(frame).any()]
+        if self.calibrate and known:
+            rows = pd.concat(known, ignore_index=True)
+            self.links = self.links.calibrated(rows, _links)
+            self.calibrated["collectives"] = len(rows)
+        for path, frame in tables:
+            found = self.links.predict(frame, _links)
+            latency, lo, hi = (found[c].to_numpy() for c in ("latency_s", "lo_s", "hi_s"))
+            yield _part(path, frame, frame["op"], latency, lo, hi, found["scope"])
+
+    def programs(self) -> Iterator[PublishedPredictions]:
+        for path in _files(self.folder, PROGRAMS):
+            graphs = path.parent / GRAPHS
+            if not graphs.is_file():
+                raise DatasetError(
+                    "the graphs of the programs are missing", where=str(graphs),
+                    hint=f"put {GRAPHS} beside {path.name}",
+                )  # fmt: skip
+            labels = pd.read_csv(path)
+            found = compose(labels, _parquet(graphs), self._op_latency, self._collective_latency)
+            latency, lo, hi = (found[f"{c}_ms"].to_numpy() * 1e-3 for c in ("latency", "lo", "hi"))
+            scope = pd.Series("composed", index=labels.index, dtype=object)
+            if "e2e_ms" in labels:
+                labels = labels.assign(latency_us=labels["e2e_ms"] * 1e3)
+            yield _part(path, labels, labels["mode"], latency, lo, hi, scope)
+
+    def _op_latency(self, ops: pd.DataFrame) -> pd.DataFrame:
+        """Operators as the op tables time them: alone, called from the host."""
+        rows = rows_of_published(ops.assign(source="neusight"), find_device)
+        found = self.model.predict(rows)
+        return _microseconds(found.latency, found.lo, found.hi)
+
+    def _collective_latency(self, calls: pd.DataFrame) -> pd.DataFrame:
+        found = self.links.predict(calls, _links)
+        return _microseconds(*(found[c].to_numpy() for c in ("latency_s", "lo_s", "hi_s")))
+
+
+def _links(name: str) -> Links:
+    return Links.from_spec(find_device(name))
+
+
+def _microseconds(latency: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> pd.DataFrame:
+    return pd.DataFrame({"latency_us": latency * 1e6, "lo_us": lo * 1e6, "hi_us": hi * 1e6})
+
+
+def _files(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    """Files of the first pattern that has any, below the folder."""
+    for pattern in patterns:
+        found = sorted(folder.rglob(pattern))
+        if found:
+            return found
+    return []
+
+
+def _parquet(path: Path) -> pd.DataFrame:
+    try:
+        return pd.read_parquet(path)
+    except Exception as error:  # pyarrow raises many types for a damaged file
+        raise DatasetError(f"cannot be read as parquet: {error}", where=str(path)) from None
+
+
+def _given(frame: pd.DataFrame) -> np.ndarray:
+    """Rows that may be learned from."""
+    if "split" not in frame or "latency_us" not in frame:
+        return np.zeros(len(frame), bool)
+    known = frame["latency_us"].to_numpy(np.float64, na_value=np.nan) > 0
+    return np.asarray(frame["split"].astype(str).str.startswith(CALIBRATION) & known)
+
+
+def _part(
+    path: Path, frame: pd.DataFrame, family: pd.Series, latency: np.ndarray, lo: np.ndarray,
+    hi: np.ndarray, scope: pd.Series,
+) -> PublishedPredictions:  # fmt: skip
+    """Predictions of one table, in seconds, beside the latencies that it gives."""
+    if "id" not in frame:
+        raise DatasetError("column 'id' is missing", where=str(path))
+    found = _microseconds(latency, lo, hi)
+    found.insert(0, "id", frame["id"].astype(str).to_numpy())
+    label = np.full(len(frame), np.nan)
+    if "latency_us" in frame:
+        label = frame["latency_us"].to_numpy(np.float64, na_value=np.nan)
+    judged = pd.DataFrame(
+        {
+            "id": found["id"],
+            "table": path.name.split(".")[0],
+            "family": family.astype(str).to_numpy(),
+            "device": frame["device"].astype(str).to_numpy(),
+            "split": frame["split"].astype(str).to_numpy() if "split" in frame else "",
+            "scope": scope.to_numpy(),
+            "error": found["latency_us"] / label - 1,
+            "covered": (label >= found["lo_us"]) & (label <= found["hi_us"]),
+            "calibration": _given(frame.assign(latency_us=label)),
+        }
+    )
+    return PublishedPredictions(found, judged[label > 0].reset_index(drop=True))
