@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 #: Files with operators, of either pack.
 OPERATOR_FILES = ("ops_neusight.parquet", "ops_vidur.parquet", "ops_tc.parquet")
+#: Columns that every table has.
+REQUIRED = ("id", "source", "family", "op", "dtype", "device", "latency_us")
 ROWS_PER_SHARD = 100_000
 #: Calls behind a label: what the publishers say they averaged over.
 REPEATS = {"neusight": 25, "vidur": 20, "aiconfigurator": 6}
@@ -71,15 +73,9 @@ def import_published(folder: Path, out: Path, show: bool = False) -> Imported:
         DatasetError: No table is there, or one lacks a column or names an unknown operator.
         DeviceError: A device is in no catalogue entry.
     """
-    files = [p for name in OPERATOR_FILES for p in sorted(folder.rglob(name))]
-    if not files:
-        raise DatasetError(
-            "no operator table here",
-            where=str(folder),
-            hint="expected " + ", ".join(OPERATOR_FILES),
-        )
+    files = _files(folder)
+    total = sum(-(-_open(p).metadata.num_rows // ROWS_PER_SHARD) for p in files)
     out.mkdir(parents=True, exist_ok=True)
-    total = sum(-(-pq.read_metadata(p).num_rows // ROWS_PER_SHARD) for p in files)
     rows = skipped = shards = kept = 0
     devices: dict[str, DeviceSpec] = {}
     for path, number, part in tracked(_parts(files), total, "importing", show):
@@ -88,29 +84,47 @@ def import_published(folder: Path, out: Path, show: bool = False) -> Imported:
         good = part["latency_us"].to_numpy(np.float64) > 0
         skipped += int((~good).sum())
         rows += int(good.sum())
+        if not good.any():
+            continue
+        _write_runs(out, part.loc[good, ["source", "device"]], devices)  # before the shard, which cannot be read without
         if target.is_file():
             kept += 1
             continue
         write_shard(samples(part[good].reset_index(drop=True), devices), target)
         shards += 1
-        _write_runs(out, part, devices)
     names = tuple(sorted({spec.name for spec in devices.values()}))
     return Imported(rows, skipped, shards, kept, names)
 
 
+def _files(folder: Path) -> list[Path]:
+    files: dict[str, Path] = {}
+    for path in (p for name in OPERATOR_FILES for p in sorted(folder.rglob(name))):
+        twin = files.setdefault(path.name, path)
+        if twin is not path:  # their shards would have the same names
+            raise DatasetError(
+                f"the table is there twice, {path} besides", where=str(twin), hint="import them apart"
+            )
+    if not files:
+        expected = "expected " + ", ".join(OPERATOR_FILES)
+        raise DatasetError("no operator table here", where=str(folder), hint=expected)
+    return list(files.values())
+
+
+def _open(path: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(path)
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"cannot be read as parquet: {error}", where=str(path)) from None
+
+
 def _parts(files: Sequence[Path]) -> Iterator[tuple[Path, int, pd.DataFrame]]:
     for path in files:
-        try:
-            batches = pq.ParquetFile(path).iter_batches(ROWS_PER_SHARD)
-        except (OSError, ValueError) as error:
-            raise DatasetError(f"cannot be read as parquet: {error}", where=str(path)) from None
-        for number, batch in enumerate(batches):
-            frame = batch.to_pandas(integer_object_nulls=False)
-            missing = [c for c in ("id", "source", "family", "op", "device", "latency_us")
-                       if c not in frame]  # fmt: skip
-            if missing:
-                raise DatasetError(f"column {missing[0]!r} is missing", where=str(path))
-            yield path, number, frame
+        file = _open(path)
+        missing = [c for c in REQUIRED if c not in file.schema_arrow.names]
+        if missing:
+            raise DatasetError(f"column {missing[0]!r} is missing", where=str(path))
+        for number, batch in enumerate(file.iter_batches(ROWS_PER_SHARD)):
+            yield path, number, batch.to_pandas(integer_object_nulls=False)
 
 
 def samples(part: pd.DataFrame, devices: dict[str, DeviceSpec]) -> pd.DataFrame:
@@ -136,7 +150,7 @@ def samples(part: pd.DataFrame, devices: dict[str, DeviceSpec]) -> pd.DataFrame:
 def _family(rows: pd.DataFrame, key: str, devices: dict[str, DeviceSpec]) -> pd.DataFrame:
     group = FAMILIES[key]
     features = op_features(rows, key, devices)
-    irs = [op_ir(row) for row in _records(rows, key, group)]
+    irs = _texts(rows, key, group)
     hashes = [hashlib.sha256(ir.encode()).hexdigest()[:16] for ir in irs]
     device = rows["device"].map({name: spec.name for name, spec in devices.items()})
     runs = rows["source"].astype(str) + "-" + device
@@ -171,12 +185,26 @@ def _family(rows: pd.DataFrame, key: str, devices: dict[str, DeviceSpec]) -> pd.
     )
 
 
+def _texts(rows: pd.DataFrame, key: str, group: str) -> list[str]:
+    """Kernel of each row."""
+    found = []
+    for label, row in zip(rows["id"], _records(rows, key, group), strict=True):
+        try:
+            found.append(op_ir(row))
+        except DatasetError as error:
+            raise DatasetError(error.what, where=f"row {label}", hint=error.hint) from None
+    return found
+
+
 def _records(rows: pd.DataFrame, key: str, group: str) -> Iterator[dict[str, Any]]:
     """Parameters of each row as plain Python values."""
     method = key.split("/")[0]
-    whole = [c for c in PARAMETERS[group] if c in rows and rows[c].notna().all()]
+    whole = [c for c in PARAMETERS[group] if c in rows]
     text = [c for c in NAMES if c in rows]
-    columns = [rows[c].astype(np.int64).tolist() for c in whole]
+    columns = [
+        rows[c].astype(np.int64).tolist() if rows[c].notna().all() else rows[c].astype(object)
+        for c in whole
+    ]
     columns += [rows[c].astype(object).fillna("").tolist() for c in text]
     for values in zip(*columns, strict=True):
         yield {"method": method, **dict(zip((*whole, *text), values, strict=True))}

@@ -1,8 +1,120 @@
-"""What all tests share: no test touches the user's own caches or MLflow store."""
+"""What all tests share: no test touches the user's own caches or MLflow store; operator rows."""
+
+from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import pytest
+
+if TYPE_CHECKING:
+    from opcast.features.device import DeviceSpec
 
 _HOME = tempfile.TemporaryDirectory(prefix="opcast-tests-")
 os.environ["OPCAST_CACHE"] = _HOME.name
 os.environ["OPCAST_MLRUNS"] = os.path.join(_HOME.name, "mlruns")  # noqa: PTH118
+
+
+@pytest.fixture(scope="session")
+def round_gpu() -> Callable[..., DeviceSpec]:
+    """GPUs with round figures: 100 SMs at 1 GHz, 1 MB of cache, 1 TB/s, 1 PFLOP/s in 16 bits."""
+    from opcast.features.device import DeviceSpec, MemoryLevel
+
+    def make(name: str = "round", **changes: object) -> DeviceSpec:
+        spec = DeviceSpec(
+            name, "gpu",
+            {"f32": 1e14, "bf16": 1e15, "f16": 1e15, "f8e4m3fn": 2e15, "f4e2m1fn": 4e15},
+            {"f32": 1e13}, (MemoryLevel(1e6, 1e13), MemoryLevel(1e11, 1e12)), 2e-6,
+            core_count=100, clock_hz=1e9, vendor="NVIDIA", architecture=f"arch-{name}",
+            lanes_per_core=128,
+        )  # fmt: skip
+        return replace(spec, **changes)  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def op_rows() -> Callable[..., pd.DataFrame]:
+    """Makes ``n`` random operators of a family, without ``device`` and ``latency_us``."""
+    return _op_rows
+
+
+def _op_rows(family: str, n: int, seed: int = 0) -> pd.DataFrame:
+    from opcast.features.ops import FAMILIES
+
+    rng = np.random.default_rng(seed)
+    method, name = family.split("/")
+    group = FAMILIES[family]
+    rows = pd.DataFrame(_SIZES[group](rng, n, name))
+    dtypes = {"eager": ["fp32"], "kernel": ["fp16"]}.get(method, _DTYPES.get(group, ["bf16"]))
+    op = {"elementwise": "add", "norm": "rmsnorm", "quantize": "quantize_fp8"}.get(name, name)
+    backends = ["vllm", "sglang", "trtllm"] if method == "graph" else [""]
+    caches = ["", "fp8"] if group == "attention" else [""]
+    loads = ["balanced", "power_law_1.2"] if group == "moe" else [""]
+    return rows.assign(
+        id=[f"X{i}" for i in range(n)], key=family, method=method, family=name, op=op, split="train",
+        dtype=rng.choice(dtypes, n), backend=rng.choice(backends, n), kernel="",
+        kv_dtype=rng.choice(caches, n), distribution=rng.choice(loads, n),
+    )  # fmt: skip
+
+
+_DTYPES = {
+    "gemm": ["bf16", "fp8", "fp8_block", "nvfp4", "int8_sq", "int8_wo", "int4_wo"],
+    "moe": ["bf16", "fp8", "fp8_block", "nvfp4", "int4_wo", "w4a16_mxfp4", "w4a8_mxfp4_mxfp8"],
+}
+
+
+def _between(rng: np.random.Generator, n: int, low: int, high: int) -> np.ndarray:
+    """Whole numbers, uniform in their logarithm."""
+    return np.exp(rng.uniform(np.log(low), np.log(high), n)).astype(np.int64)
+
+
+def _gemms(rng: np.random.Generator, n: int, name: str) -> dict[str, np.ndarray]:
+    batch = _between(rng, n, 1, 64) if name == "bmm" else np.ones(n, np.int64)
+    return {"b": batch} | {c: _between(rng, n, 1, 16384) for c in "mnk"}
+
+
+def _convs(rng: np.random.Generator, n: int, name: str) -> dict[str, np.ndarray]:
+    channels = {c: _between(rng, n, 1, 512) for c in ("cin", "cout")}
+    choices = {"ksize": (1, 3, 5, 7), "stride": (1, 2), "pad": (0, 1, 3)}
+    drawn = {c: rng.choice(values, n) for c, values in choices.items()}
+    sizes = {"batch": _between(rng, n, 1, 64), "insize": _between(rng, n, 7, 224)}
+    return channels | drawn | sizes
+
+
+def _passes(rng: np.random.Generator, n: int, name: str) -> dict[str, np.ndarray]:
+    inputs = np.full(n, 2 if name == "elementwise" else 1)
+    return {"rows": _between(rng, n, 1, 65536), "cols": _between(rng, n, 1, 16384), "n_in": inputs}
+
+
+def _attentions(rng: np.random.Generator, n: int, name: str) -> dict[str, np.ndarray]:
+    groups, kv_len = rng.choice([1, 2, 4, 8], n), _between(rng, n, 1, 32768)
+    queries = np.minimum(_between(rng, n, 1, 8192), kv_len)
+    return {
+        "batch": _between(rng, n, 1, 256), "q_heads": groups * rng.choice([1, 2, 8, 16], n),
+        "kv_heads": groups, "head_dim": rng.choice([64, 128, 192], n),
+        "v_head_dim": rng.choice([64, 128], n),
+        "q_len": np.ones(n, np.int64) if name.startswith("generation") else queries,
+        "kv_len": kv_len, "window": rng.choice([0, 0, 128, 4096], n),
+        "causal": rng.choice([0, 1], n),
+    }  # fmt: skip
+
+
+def _experts(rng: np.random.Generator, n: int, name: str) -> dict[str, np.ndarray]:
+    sizes = {c: _between(rng, n, 64, 8192) for c in ("hidden", "inter")}
+    ep = rng.choice([1, 2, 8], n)
+    return sizes | {
+        "tokens": _between(rng, n, 1, 16384), "topk": rng.choice([1, 2, 8], n),
+        "experts": ep * rng.choice([4, 16, 32], n), "tp": rng.choice([1, 2, 8], n), "ep": ep,
+    }  # fmt: skip
+
+
+_SIZES = {
+    "gemm": _gemms, "conv": _convs, "pointwise": _passes, "attention": _attentions,
+    "moe": _experts,
+}  # fmt: skip

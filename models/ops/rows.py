@@ -56,7 +56,7 @@ def rows_of_dataset(dataset: Dataset) -> pd.DataFrame:
     rows["id"] = frame["program"].to_numpy()
     rows["device"] = frame["device"].to_numpy()
     rows["latency_us"] = frame["latency_us_p50"].to_numpy(np.float64)
-    rows["split"] = frame["split"].to_numpy() if "split" in frame else "train"
+    rows["split"] = frame["split"].fillna("train").to_numpy() if "split" in frame else "train"
     return rows[rows["method"] != ""].reset_index(drop=True)
 
 
