@@ -13,7 +13,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -24,8 +23,7 @@ from ..features.dataset import write_shard, write_text
 from ..features.device import DeviceSpec
 from ..features.errors import DatasetError
 from ..features.ops import FAMILIES, family_keys, op_features
-from ..features.ops.ir import op_ir
-from ..features.ops.schema import METHODS, NAMES, PARAMETERS
+from ..features.ops.schema import METHODS
 from .progress import tracked
 
 logger = logging.getLogger(__name__)
@@ -86,7 +84,8 @@ def import_published(folder: Path, out: Path, show: bool = False) -> Imported:
         rows += int(good.sum())
         if not good.any():
             continue
-        _write_runs(out, part.loc[good, ["source", "device"]], devices)  # before the shard, which cannot be read without
+        # Before the shard, which cannot be read without them.
+        _write_runs(out, part.loc[good, ["source", "device"]], devices)
         if target.is_file():
             kept += 1
             continue
@@ -102,7 +101,9 @@ def _files(folder: Path) -> list[Path]:
         twin = files.setdefault(path.name, path)
         if twin is not path:  # their shards would have the same names
             raise DatasetError(
-                f"the table is there twice, {path} besides", where=str(twin), hint="import them apart"
+                f"the table is there twice, {path} besides",
+                where=str(twin),
+                hint="import them apart",
             )
     if not files:
         expected = "expected " + ", ".join(OPERATOR_FILES)
@@ -150,7 +151,7 @@ def samples(part: pd.DataFrame, devices: dict[str, DeviceSpec]) -> pd.DataFrame:
 def _family(rows: pd.DataFrame, key: str, devices: dict[str, DeviceSpec]) -> pd.DataFrame:
     group = FAMILIES[key]
     features = op_features(rows, key, devices)
-    irs = _texts(rows, key, group)
+    irs = op_texts(rows, key)
     hashes = [hashlib.sha256(ir.encode()).hexdigest()[:16] for ir in irs]
     device = rows["device"].map({name: spec.name for name, spec in devices.items()})
     runs = rows["source"].astype(str) + "-" + device
@@ -183,31 +184,6 @@ def _family(rows: pd.DataFrame, key: str, devices: dict[str, DeviceSpec]) -> pd.
         },
         index=rows.index,
     )
-
-
-def _texts(rows: pd.DataFrame, key: str, group: str) -> list[str]:
-    """Kernel of each row."""
-    found = []
-    for label, row in zip(rows["id"], _records(rows, key, group), strict=True):
-        try:
-            found.append(op_ir(row))
-        except DatasetError as error:
-            raise DatasetError(error.what, where=f"row {label}", hint=error.hint) from None
-    return found
-
-
-def _records(rows: pd.DataFrame, key: str, group: str) -> Iterator[dict[str, Any]]:
-    """Parameters of each row as plain Python values."""
-    method = key.split("/")[0]
-    whole = [c for c in PARAMETERS[group] if c in rows]
-    text = [c for c in NAMES if c in rows]
-    columns = [
-        rows[c].astype(np.int64).tolist() if rows[c].notna().all() else rows[c].astype(object)
-        for c in whole
-    ]
-    columns += [rows[c].astype(object).fillna("").tolist() for c in text]
-    for values in zip(*columns, strict=True):
-        yield {"method": method, **dict(zip((*whole, *text), values, strict=True))}
 
 
 def _numbers(rows: pd.DataFrame, column: str, default: float) -> np.ndarray:

@@ -57,7 +57,8 @@ def _op_rows(family: str, n: int, seed: int = 0) -> pd.DataFrame:
     caches = ["", "fp8"] if group == "attention" else [""]
     loads = ["balanced", "power_law_1.2"] if group == "moe" else [""]
     return rows.assign(
-        id=[f"X{i}" for i in range(n)], key=family, method=method, family=name, op=op, split="train",
+        id=[f"X{i}" for i in range(n)], key=family, method=method, family=name, op=op,
+        split="train",
         dtype=rng.choice(dtypes, n), backend=rng.choice(backends, n), kernel="",
         kv_dtype=rng.choice(caches, n), distribution=rng.choice(loads, n),
     )  # fmt: skip

@@ -15,6 +15,7 @@ from ..errors import DatasetError
 from .attention import attention
 from .conv import conv
 from .gemm import gemm
+from .ir import op_texts
 from .moe import moe
 from .physics import Physics
 from .pointwise import pointwise
@@ -44,6 +45,7 @@ class OpFeatures:
         bound: What limits it: ``compute``, ``memory`` or ``latency``, shape ``(n,)``.
         general: Which features say nothing but how the kernel lies on its device, bool ``(d,)``.
         keys: Positions of the features that span the domain.
+        irs: Texts of the kernels, object, shape ``(n,)``, if they were asked for.
     """
 
     X: np.ndarray
@@ -56,15 +58,27 @@ class OpFeatures:
     bound: np.ndarray
     general: np.ndarray
     keys: np.ndarray
+    irs: np.ndarray | None = None
+
+    def take(self, rows: np.ndarray) -> OpFeatures:
+        """The given rows, by position or mask."""
+        return OpFeatures(
+            self.X[rows], self.names, self.base_s[rows], self.roofline_s[rows], self.floor_s[rows],
+            self.flops[rows], self.moved[rows], self.bound[rows], self.general, self.keys,
+            None if self.irs is None else self.irs[rows],
+        )  # fmt: skip
 
 
-def op_features(frame: pd.DataFrame, family: str, devices: Mapping[str, DeviceSpec]) -> OpFeatures:
+def op_features(
+    frame: pd.DataFrame, family: str, devices: Mapping[str, DeviceSpec], texts: bool = False
+) -> OpFeatures:
     """Features of the rows of a published table.
 
     Args:
         frame: Rows of one family, with the columns of its group of parameters.
         family: One of :data:`~opcast.features.ops.schema.FAMILIES`.
         devices: Descriptions by the values of the column ``device``.
+        texts: Whether to write the kernels' texts, too.
 
     Raises:
         DatasetError: The family is unknown, or a row lacks a parameter or has one out of range.
@@ -88,6 +102,7 @@ def op_features(frame: pd.DataFrame, family: str, devices: Mapping[str, DeviceSp
         bound=np.where(found.fixed_s > 0.5 * found.base_s, "latency", limited).astype(object),
         general=np.array([n not in found.specific for n in names]),
         keys=np.array([names.index(k) for k in found.keys]),
+        irs=np.array(op_texts(frame, family), object) if texts else None,
     )  # fmt: skip
 
 

@@ -10,9 +10,10 @@ the row can be read back from the text alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from ..errors import DatasetError
@@ -43,6 +44,37 @@ def op_ir(row: Row) -> str:
         raise DatasetError(f"no dtype {dtype!r} of operators", hint="dtypes: " + ", ".join(HLO))
     config = json.dumps({CONFIG: _config(row, group)}, separators=(",", ":"))
     return TEMPLATES[group](row, config)
+
+
+def op_texts(frame: pd.DataFrame, family: str) -> list[str]:
+    """Texts of the kernels of a table's rows, all of one family.
+
+    Raises:
+        DatasetError: As :func:`op_ir`, with the row's ``id``.
+    """
+    found = []
+    for place, row in enumerate(_records(frame, family)):
+        try:
+            found.append(op_ir(row))
+        except DatasetError as error:
+            label = frame["id"].iloc[place] if "id" in frame else frame.index[place]
+            raise DatasetError(error.what, where=f"row {label}", hint=error.hint) from None
+    return found
+
+
+def _records(frame: pd.DataFrame, family: str) -> Iterator[dict[str, Any]]:
+    """Parameters of each row as plain Python values."""
+    method, own = family.split("/")
+    whole = [c for c in PARAMETERS[FAMILIES[family]] if c in frame]
+    text = [c for c in NAMES if c in frame and c != "family"]
+    columns: list[Any] = [
+        frame[c].astype(np.int64).tolist() if frame[c].notna().all() else frame[c].astype(object)
+        for c in whole
+    ]
+    columns += [frame[c].astype(object).fillna("").tolist() for c in text]
+    for values in zip(*columns, strict=True):
+        found = dict(zip((*whole, *text), values, strict=True))
+        yield {"method": method, "family": own, **found}
 
 
 def read_op(ir: str) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from ...features.device import DeviceSpec
 from ...features.errors import ModelError
 from ...features.ops import FAMILIES, OpFeatures, op_features
 from ...features.ops.features import ops_schema_hash
+from ..graphs import KernelGraphs
 from ..registry import estimator_class, make_estimator
 from ..tables import CELLS, KernelTable
 from ..tabular import TabularEstimator
@@ -32,6 +34,8 @@ LEAST_GROUPS = 5
 GENERAL_ROWS, FOLD_ROWS = 120_000, 40_000
 #: Errors per left-out device from which the covariance is fitted.
 COVARIANCE_ROWS = 200
+#: Weight of "this device is like that chip" beside a factor on compute, memory or launch.
+LIKENESS = 2.0
 #: Latencies below this are resolution, not time (seconds).
 LEAST_S = 1e-7
 _KIND = {"gemm": "gemm", "conv": "conv", "pointwise": "fusion", "attention": "gemm",
@@ -124,7 +128,7 @@ class FamilyModel:
         rows = rows.reset_index(drop=True)
         self.devices = tuple(sorted(set(rows["device"])))
         self.chips = {name: _chip(devices[name]) for name in self.devices}
-        features = op_features(rows, self.family, devices)
+        features = self._features(rows, devices)
         ratio = _target(rows, features)
         rng = np.random.default_rng(self.settings.seed)
         held = self._held(rows, rng)
@@ -174,7 +178,7 @@ class FamilyModel:
         assert self.known is not None
         if not len(held):
             return
-        table = self._known_table(_take(features, held), device[held])
+        table = self._known_table(features.take(held), device[held])
         predicted = self.known.point(table)
         scores = np.log(table.base_s) + target[held] - np.log(predicted)
         if self.known.domain is not None:
@@ -196,15 +200,18 @@ class FamilyModel:
         self.params = start_params(sites.place.shape[1])
         balanced = _balanced(device[fitting], self.devices, self.chips)
         self.general = self._regressor(self.settings.general)
-        drawn = _draw(rng, fitting, balanced, GENERAL_ROWS)
+        drawn = _draw(rng, fitting, balanced, min(GENERAL_ROWS, self.settings.max_rows))
         self._learn(self.general, table, target, drawn)
         groups = twins(self.devices, self.chips)
         if len(groups) < 2:
             return
         tasks, scores = [], {}
+        likes = self._likes(features, coarse)
         for group in groups:
             outside = ~np.isin(device[fitting], group)
-            drawn = _draw(rng, fitting[outside], balanced[outside], FOLD_ROWS)
+            drawn = _draw(
+                rng, fitting[outside], balanced[outside], min(FOLD_ROWS, self.settings.max_rows)
+            )
             model = self._regressor(self.settings.general)
             self._learn(model, table, target, drawn)
             own = np.flatnonzero(np.isin(device, group))
@@ -213,7 +220,12 @@ class FamilyModel:
             errors = np.log(part.base_s) + target[own] - np.log(model.point(part))
             scores[group[0]] = errors
             some = own[:COVARIANCE_ROWS]
-            tasks.append((sites.take(some), errors[:COVARIANCE_ROWS]))
+            general = np.log(model.point(part.take(np.arange(len(some))))) - np.log(
+                part.base_s[: len(some)]
+            )
+            task = sites.take(some)
+            task.share = self._with_likes(task.share, likes[some], general, group)
+            tasks.append((task, errors[: len(some)]))
             ape = np.abs(np.exp(-errors) - 1)
             self.left_out["+".join(group)] = {
                 "mape": float(ape.mean()), "median": float(np.median(ape)), "rows": float(len(own))
@@ -239,7 +251,7 @@ class FamilyModel:
         if self.known is None or self.general is None or self.scale is None:
             raise ModelError(f"the model of {self.family} has not been fitted")
         rows = rows.reset_index(drop=True)
-        features = op_features(rows, self.family, devices)
+        features = self._features(rows, devices)
         device = rows["device"].to_numpy(object)
         stand_in, scope = self._stand_ins(device, devices)
         own = scope != "unseen"
@@ -248,7 +260,7 @@ class FamilyModel:
         for mask, model in ((own, self.known), (~own, self.general)):
             at = np.flatnonzero(mask)
             if len(at):
-                some = _take(features, at)
+                some = features.take(at)
                 part = (
                     self._known_table(some, stand_in[at])
                     if model is self.known
@@ -286,7 +298,7 @@ class FamilyModel:
             at = np.flatnonzero(device == name)
             if not len(at):
                 continue
-            mean, half = correction.apply(self.sites(rows.iloc[at], _take(features, at)))
+            mean, half = correction.apply(self.sites(rows.iloc[at], features.take(at)))
             found.latency[at] *= np.exp(mean)
             found.lo[at] = found.latency[at] * np.exp(-half)
             found.hi[at] = found.latency[at] * np.exp(half)
@@ -294,9 +306,42 @@ class FamilyModel:
 
     def sites(self, rows: pd.DataFrame, features: OpFeatures) -> Sites:
         """Where rows lie for the covariance of errors."""
-        assert self.scale is not None
+        assert self.scale is not None and self.general is not None
         coarse, fine = codes(rows)
-        return self.scale.sites(features, coarse, fine)
+        found = self.scale.sites(features, coarse, fine)
+        general = self.general.point(self._general_table(features))
+        ratio = np.log(general) - np.log(features.base_s)
+        found.share = self._with_likes(found.share, self._likes(features, coarse), ratio, ())
+        return found
+
+    def _likes(self, features: OpFeatures, library: np.ndarray) -> np.ndarray:
+        """Log-ratios if the device were like each known chip, shape ``(n, chips)``."""
+        assert self.known is not None
+        share = time_shares(features)
+        found = []
+        for group in twins(self.devices, self.chips):
+            device = np.full(len(library), group[0], object)
+            table = self._known_table(features, device)
+            ratio = np.log(self.known.point(table)) - np.log(table.base_s)
+            found.append(ratio + self.slopes.predict(share, device, library))
+        return np.stack(found, axis=1)
+
+    def _with_likes(
+        self, share: np.ndarray, likes: np.ndarray, general: np.ndarray, own: tuple[str, ...]
+    ) -> np.ndarray:
+        """Shares, and how far each known chip lies from the model of unseen devices.
+
+        Args:
+            share: Shares of time, shape ``(n, 3)``.
+            likes: From :meth:`_likes`.
+            general: Log-ratios of the model of unseen devices, shape ``(n,)``.
+            own: Devices of the chip that is left out, which must not stand for itself.
+        """
+        apart = LIKENESS * (likes - general[:, None])
+        for place, group in enumerate(twins(self.devices, self.chips)):
+            if group == own:
+                apart[:, place] = 0.0
+        return np.concatenate([share, np.clip(apart, -2, 2)], axis=1)
 
     def calibrate(
         self, device: str, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]
@@ -309,7 +354,7 @@ class FamilyModel:
             devices: Descriptions by name.
         """
         rows = rows.reset_index(drop=True)
-        features = op_features(rows, self.family, devices)
+        features = self._features(rows, devices)
         plain = self.predict(rows, devices, corrected=False)
         errors = np.log(np.maximum(rows["latency_us"].to_numpy(np.float64) * 1e-6, LEAST_S))
         errors = errors - np.log(plain.latency)
@@ -334,6 +379,10 @@ class FamilyModel:
 
     # Tables
 
+    def _features(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> OpFeatures:
+        texts = getattr(estimator_class(self.settings.estimator), "needs_graphs", False)
+        return op_features(rows, self.family, devices, texts=texts)
+
     def _known_table(self, features: OpFeatures, device: np.ndarray) -> KernelTable:
         flags = np.stack([device == name for name in self.devices], axis=1).astype(np.float32)
         names = (*features.names, *(f"on_{name}" for name in self.devices))
@@ -347,7 +396,7 @@ class FamilyModel:
         cell = CELLS.index(f"gpu/{_KIND[FAMILIES[self.family]]}")
         return KernelTable(
             np.ascontiguousarray(X), names, features.base_s, features.bound,
-            np.full(len(X), cell, np.int16), ops_schema_hash(self.family),
+            np.full(len(X), cell, np.int16), ops_schema_hash(self.family), _graphs(features),
         )  # fmt: skip
 
     # Saving
@@ -403,6 +452,13 @@ def _sized(params: Params, rows: int) -> Params:
     return {**params, "max_depth": min(params["max_depth"], depth)}
 
 
+def _graphs(features: OpFeatures) -> KernelGraphs | None:
+    if features.irs is None:
+        return None
+    hashes = [hashlib.sha256(ir.encode()).hexdigest()[:16] for ir in features.irs]
+    return KernelGraphs.of(hashes, list(features.irs))
+
+
 def _chip(spec: DeviceSpec) -> tuple[object, ...]:
     """What makes two devices the same chip, whatever memory and power they were given."""
     return spec.architecture, spec.core_count, spec.lanes_per_core
@@ -411,14 +467,6 @@ def _chip(spec: DeviceSpec) -> tuple[object, ...]:
 def _target(rows: pd.DataFrame, features: OpFeatures) -> np.ndarray:
     latency = np.maximum(rows["latency_us"].to_numpy(np.float64) * 1e-6, LEAST_S)
     return np.asarray(np.log(latency / features.base_s))
-
-
-def _take(features: OpFeatures, rows: np.ndarray) -> OpFeatures:
-    return OpFeatures(
-        features.X[rows], features.names, features.base_s[rows], features.roofline_s[rows],
-        features.floor_s[rows], features.flops[rows], features.moved[rows], features.bound[rows],
-        features.general, features.keys,
-    )  # fmt: skip
 
 
 def _balanced(

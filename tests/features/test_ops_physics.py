@@ -142,7 +142,7 @@ def test_active_experts():
 
 
 def test_visible_pairs_by_counting():
-    cases = [(q, kv, w) for kv in range(1, 13) for q in range(1, kv + 1) for w in range(0, 15)]
+    cases = [(q, kv, w) for kv in range(1, 13) for q in range(1, kv + 1) for w in range(15)]
     counted = [
         sum(
             1
