@@ -23,6 +23,7 @@ from ..features.dataset import write_shard, write_text
 from ..features.device import DeviceSpec
 from ..features.errors import DatasetError
 from ..features.ops import FAMILIES, family_keys, op_features
+from ..features.ops.ir import op_texts
 from ..features.ops.schema import METHODS
 from .progress import tracked
 
