@@ -368,6 +368,26 @@ def evaluate(
     run_evaluate(_console(), published, out, model, calibrate=calibrate, limit=limit)
 
 
+@app.command()
+def calibrate(
+    device: Annotated[str, typer.Option(help="Name of the device to adapt to.")],
+    data: Data,
+    model: ModelOpt = "default",
+    samples: Annotated[int, typer.Option(help="Samples of each family to learn from.")] = 100,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the model.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write error against samples.")] = None,
+    seed: Seed = 0,
+) -> None:
+    """Adapt an operator model to a device from few samples; compare with samples at random."""
+    from .features.dataset import Dataset
+    from .operators import run_calibrate
+
+    run_calibrate(
+        _console(), Dataset.load(*data), device, model, samples=samples, out=out, plot=plot,
+        seed=seed,
+    )  # fmt: skip
+
+
 def main() -> NoReturn:
     """Entry point: one line on stderr and status 1 for what the user can mend."""
     from .features.errors import OpcastError

@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 
     from .features.dataset import Dataset
     from .models.ops import OpModel
+    from .models.ops.active import Curve
 
 logger = logging.getLogger(__name__)
 
 #: Splits of a published table that a model may learn from when it is to be judged on the others.
 TRAINING = ("train",)
+#: Rows among which calibration samples are chosen.
+POOL = 1200
 #: The shipped model.
 DEFAULT = "gpu-operators"
 
@@ -166,3 +169,82 @@ def run_evaluate(
     if len(summary):
         print_frame(console, summary, "rows whose latency is given")
     console.print(f"{out}: {len(found.frame)} rows", highlight=False)
+
+
+def run_calibrate(
+    console: Console,
+    dataset: Dataset,
+    device: str,
+    model: str,
+    *,
+    samples: int,
+    out: Path | None,
+    plot: Path | None,
+    seed: int,
+) -> list[Curve]:
+    """Adapt a model to a device, and print the error against the number of samples.
+
+    Samples are chosen among the rows of training and calibration splits, by what they are expected
+    to say; errors are taken on the others.
+
+    Raises:
+        DatasetError: The dataset has too few rows of the device.
+    """
+    from .features.catalogue import find_device
+    from .models.ops import OpModel, rows_of_dataset
+    from .models.ops.active import COUNTS, error_curve, order_of
+    from .predict.locate import find_model
+    from .workflows import print_frame
+
+    found = OpModel.load(find_model(DEFAULT if model == "default" else model))
+    spec = find_device(device)
+    rows = rows_of_dataset(dataset)
+    rows = rows[(rows["device"] == spec.name) & rows["key"].isin(list(found.families))]
+    specs = {spec.name: spec}
+    counts = tuple(n for n in COUNTS if n < samples) + (samples,)
+    curves = []
+    for key in sorted(set(rows["key"])):
+        own = rows[rows["key"] == key].reset_index(drop=True)
+        pool, test = _pool(own, seed)
+        if len(pool) < samples or not len(test):
+            console.print(f"{key}: only {len(pool)} rows to choose from, left out", highlight=False)
+            continue
+        family = found.families[key]
+        curves.append(error_curve(family, spec.name, pool, test, specs, counts, seed))
+        some = pool.sample(min(len(pool), POOL), random_state=seed).reset_index(drop=True)
+        family.calibrate(spec.name, some.iloc[order_of(family, some, specs, samples)], specs)
+    if not curves:
+        raise DatasetError(
+            f"no family has {samples} rows of {spec.name} to learn from and others to be judged on",
+            hint="ask for fewer --samples, or import more",
+        )
+    print_frame(console, _curve_table(curves), f"{spec.name}: MAPE by number of samples a family")
+    if out is not None:
+        found.devices[spec.name] = spec
+        found.save(out)
+        console.print(f"saved to {out}", highlight=False)
+    if plot is not None:
+        from .models.plots import calibration_plot, save_figure
+
+        save_figure(calibration_plot(curves), plot)
+        console.print(f"plot: {plot}", highlight=False)
+    return curves
+
+
+def _pool(rows: pd.DataFrame, seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Rows that may be measured and rows to be judged on: by split, or half and half."""
+    split = rows["split"].astype(str)
+    mine = (split.isin(TRAINING) | split.str.startswith("calib")).to_numpy()
+    if not mine.any() or mine.all():
+        mine = np.random.default_rng(seed).random(len(rows)) < 0.5
+    return rows[mine], rows[~mine]
+
+
+def _curve_table(curves: Sequence[Curve]) -> pd.DataFrame:
+    records = []
+    for curve in curves:
+        for choice in ("active", "random"):
+            errors = getattr(curve, choice)
+            figures = {f"{n}": round(100 * e, 1) for n, e in zip(curve.counts, errors, strict=True)}
+            records.append({"family": curve.family, "choice": choice, **figures})
+    return pd.DataFrame(records)

@@ -6,6 +6,8 @@ Every function takes a frame with one row a sample and the columns ``kind``, ``m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +16,8 @@ import pandas as pd
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from .ops.active import Curve
 
 #: Nominal coverage of the intervals.
 NOMINAL = 0.9
@@ -101,3 +105,27 @@ def _canvas(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     return figure, axes
+
+
+def calibration_plot(curves: Sequence[Curve]) -> Figure:
+    """Error against number of samples on a device, chosen and random, one panel a family."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4 * len(curves), 3.2), layout="constrained")
+    panels = figure.subplots(1, len(curves), squeeze=False)[0]
+    for axes, curve in zip(panels, curves, strict=True):
+        for choice in ("active", "random"):
+            errors = 100 * np.array(getattr(curve, choice))
+            axes.plot(curve.counts, errors, marker="o", label=choice)
+        axes.set_title(f"{curve.family} on {curve.device}", fontsize=9)
+        axes.set_xlabel("samples")
+        axes.set_ylabel("MAPE (%)")
+        axes.set_ylim(bottom=0)
+        axes.legend()
+    return figure
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure; the suffix of the file chooses the format."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
