@@ -201,7 +201,7 @@ def run_calibrate(
     rows = rows_of_dataset(dataset)
     rows = rows[(rows["device"] == spec.name) & rows["key"].isin(list(found.families))]
     specs = {spec.name: spec}
-    counts = tuple(n for n in COUNTS if n < samples) + (samples,)
+    counts = (*(n for n in COUNTS if n < samples), samples)
     curves = []
     for key in sorted(set(rows["key"])):
         own = rows[rows["key"] == key].reset_index(drop=True)
