@@ -98,6 +98,7 @@ class XGBoostEstimator(TabularEstimator):
         self._boosters: dict[str, Any] = {}
         self._columns = np.zeros(0, np.int32)
         self._score_map: ScoreMap | None = None
+        self._covers = True
 
     @property
     def ranks(self) -> bool:
@@ -107,6 +108,7 @@ class XGBoostEstimator(TabularEstimator):
     def _fit(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> None:
         # Constant columns (other devices, unused libraries) would only cost time and dilute the
         # draw of columns.
+        self._covers = True
         varying = table.X.min(axis=0) < table.X.max(axis=0)
         self._columns = np.flatnonzero(varying if varying.any() else ~varying).astype(np.int32)
         if self.ranks:
@@ -225,9 +227,10 @@ class XGBoostEstimator(TabularEstimator):
     def contributions(self, table: KernelTable) -> np.ndarray | None:
         """TreeSHAP values (Lundberg et al., Nature Machine Intelligence 2, 2020) by feature.
 
-        ``None`` with ``pairwise``, whose trees add up to a score, not to the log-ratio.
+        ``None`` with ``pairwise``, whose trees add up to a score, not to the log-ratio, and for
+        trees that were saved with ``compact``, which have no covers.
         """
-        if self.ranks:
+        if self.ranks or not self._covers:
             return None
         values = np.take(table.X, self._columns, axis=1)
         columns = np.append(self._columns, table.X.shape[1])
@@ -256,6 +259,7 @@ class XGBoostEstimator(TabularEstimator):
 
         stored = {n.removesuffix(".ubj"): data for n, data in files.items() if n.endswith(".ubj")}
         small = {n: data for n, data in files.items() if n.endswith(SUFFIX)}
+        self._covers = not small
         stored |= {n.removesuffix(SUFFIX): expand(data) for n, data in small.items()}
         self._columns = unpack(files[_COLUMNS_FILE])["columns"]
         self._boosters = {}
