@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from ...features.device import DeviceSpec
-from ...features.errors import ModelError
+from ...features.errors import DatasetError, ModelError
 from ...features.ops import FAMILIES, OpFeatures, op_features
 from ...features.ops.features import ops_schema_hash
 from ..graphs import KernelGraphs
@@ -124,6 +124,10 @@ class FamilyModel:
         Args:
             rows: Columns as :func:`~opcast.models.ops.rows_of_dataset` gives them.
             devices: Descriptions by name.
+
+        Raises:
+            DatasetError: A row lacks a parameter, or has no positive latency.
+            ModelError: The estimator does not learn from a feature table.
         """
         rows = rows.reset_index(drop=True)
         self.devices = tuple(sorted(set(rows["device"])))
@@ -162,7 +166,7 @@ class FamilyModel:
         own: dict[str, Any] = {"seed": self.settings.seed, "n_jobs": self.settings.n_jobs}
         own = {k: v for k, v in own.items() if k in accepted} | dict(params)
         found = make_estimator(name, **own)
-        if not isinstance(found, TabularEstimator):
+        if not isinstance(found, TabularEstimator) or found.needs_graphs:
             raise ModelError(f"estimator {name!r} does not learn from a feature table")
         return found
 
@@ -352,12 +356,14 @@ class FamilyModel:
             device: Its name.
             rows: Rows of the family on it, with ``latency_us``.
             devices: Descriptions by name.
+
+        Raises:
+            DatasetError: A row lacks a parameter, or has no positive latency.
         """
         rows = rows.reset_index(drop=True)
         features = self._features(rows, devices)
         plain = self.predict(rows, devices, corrected=False)
-        errors = np.log(np.maximum(rows["latency_us"].to_numpy(np.float64) * 1e-6, LEAST_S))
-        errors = errors - np.log(plain.latency)
+        errors = np.log(_latency_s(rows)) - np.log(plain.latency)
         found = Correction.fit(self.params, self.sites(rows, features), errors)
         self.corrections[device] = found
         return found
@@ -425,6 +431,7 @@ class FamilyModel:
 
         Raises:
             ModelError: A regressor is damaged, or of other features.
+            KeyError: The manifest lacks an entry.
         """
         model = cls(family, FamilySettings(estimator=manifest["estimator"]))
         kind = estimator_class(manifest["estimator"])
@@ -465,8 +472,21 @@ def _chip(spec: DeviceSpec) -> tuple[object, ...]:
 
 
 def _target(rows: pd.DataFrame, features: OpFeatures) -> np.ndarray:
-    latency = np.maximum(rows["latency_us"].to_numpy(np.float64) * 1e-6, LEAST_S)
-    return np.asarray(np.log(latency / features.base_s))
+    return np.asarray(np.log(_latency_s(rows) / features.base_s))
+
+
+def _latency_s(rows: pd.DataFrame) -> np.ndarray:
+    latency = rows["latency_us"].to_numpy(np.float64)
+    bad = ~((latency > 0) & np.isfinite(latency))
+    if bad.any():
+        row = int(np.flatnonzero(bad)[0])
+        label = rows["id"].iloc[row] if "id" in rows else rows.index[row]
+        raise DatasetError(
+            f"needs a positive number in column 'latency_us', found {latency[row]}",
+            where=f"row {label}",
+            hint="correct or drop the row",
+        )
+    return np.maximum(latency * 1e-6, LEAST_S)
 
 
 def _balanced(

@@ -136,6 +136,10 @@ class OpModel:
 
         Returns:
             Number of rows used by ``family @ device``.
+
+        Raises:
+            DatasetError: A row lacks a parameter, or has no positive latency.
+            DeviceError: A device has no description.
         """
         used = {}
         for (key, device), part in rows.groupby(["key", "device"], sort=True):
@@ -185,6 +189,17 @@ class OpModel:
                 hint="train one on a dataset that `opcast data import published` made",
             )
         files = read_files(path, manifest)
+        try:
+            return cls._read(path, manifest, files)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ModelError(
+                f"damaged model: {type(error).__name__}: {error}",
+                where=str(path),
+                hint="train or copy it again",
+            ) from None
+
+    @classmethod
+    def _read(cls, path: Path, manifest: Mapping[str, Any], files: Mapping[str, bytes]) -> OpModel:
         model = cls()
         model.devices = {
             name: find_device(name) if data is None else DeviceSpec.from_dict(data, where=name)

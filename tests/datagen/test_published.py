@@ -233,7 +233,7 @@ def test_unknown_ops_and_missing_parameters_name_the_row(only, tmp_path):
         import_published(only(frame), tmp_path / "out")
     frame = eager_table()
     frame.loc[3, "k"] = pd.NA
-    with pytest.raises(DatasetError, match="row N000003: .*'k'"):
+    with pytest.raises(DatasetError, match=r"row N000003: .*'k'"):
         import_published(only(frame), tmp_path / "out")
 
 

@@ -16,7 +16,9 @@ def drawn(n=40_000, seed=0):
     rng = np.random.default_rng(seed)
     share = rng.dirichlet([0.7, 0.7, 0.7], n)
     device, library = rng.choice(["a", "b"], n), rng.choice(["x", "y"], n)
-    own = np.array([DEVICE[d] + LIBRARY.get((d, v), 0) for d, v in zip(device, library, strict=True)])
+    own = np.array(
+        [DEVICE[d] + LIBRARY.get((d, v), 0) for d, v in zip(device, library, strict=True)]
+    )
     ratio = ((GENERAL + own) * share).sum(axis=1)
     return share, ratio + 0.05 * rng.normal(size=n), device, library, ratio
 
