@@ -31,6 +31,8 @@ PROGRAMS = ("queries_e2e.csv", "e2e_labels.csv")
 GRAPHS = "opgraphs.parquet"
 #: Rows of these splits may be learned from.
 CALIBRATION = "calib"
+#: Sources by the first letter of an operator's id.
+SOURCES = {"N": "neusight", "V": "vidur", "T": "aiconfigurator"}
 COLUMNS = ("id", "latency_us", "lo_us", "hi_us")
 _ROWS = 200_000
 
@@ -105,7 +107,7 @@ class _Job:
     calibrated: dict[str, int] = field(default_factory=dict)
 
     def operators(self) -> Iterator[PublishedPredictions]:
-        tables = [(p, _parquet(p)) for p in _files(self.folder, OPERATORS)]
+        tables = [(p, _sourced(p, _parquet(p))) for p in _files(self.folder, OPERATORS)]
         if self.calibrate:
             given = [frame[_given(frame)] for _, frame in tables]
             known = [part for part in given if len(part)]
@@ -186,6 +188,21 @@ def _parquet(path: Path) -> pd.DataFrame:
         return pd.read_parquet(path)
     except Exception as error:  # pyarrow raises many types for a damaged file
         raise DatasetError(f"cannot be read as parquet: {error}", where=str(path)) from None
+
+
+def _sourced(path: Path, frame: pd.DataFrame) -> pd.DataFrame:
+    """A table that says where its rows come from: by its column, or by the first letter of ids."""
+    if "source" in frame:
+        return frame
+    if "id" not in frame:
+        raise DatasetError("column 'id' is missing", where=str(path))
+    source = frame["id"].astype(str).str[:1].map(SOURCES)
+    if source.isna().any():
+        raise DatasetError(
+            "column 'source' is missing", where=str(path),
+            hint="give the source of each row: " + ", ".join(sorted(SOURCES.values())),
+        )  # fmt: skip
+    return frame.assign(source=source)
 
 
 def _given(frame: pd.DataFrame) -> np.ndarray:

@@ -166,7 +166,7 @@ class FamilyModel:
         own: dict[str, Any] = {"seed": self.settings.seed, "n_jobs": self.settings.n_jobs}
         own = {k: v for k, v in own.items() if k in accepted} | dict(params)
         found = make_estimator(name, **own)
-        if not isinstance(found, TabularEstimator) or found.needs_graphs:
+        if not isinstance(found, TabularEstimator):
             raise ModelError(f"estimator {name!r} does not learn from a feature table")
         return found
 

@@ -186,9 +186,15 @@ def test_an_unfitted_model_says_so(measured, chips):
         FamilyModel(FAMILY).predict(measured("a", 3), chips)
 
 
-def test_estimators_need_a_feature_table(training, chips):
-    with pytest.raises(ModelError, match="'gnn-flax' does not learn from a feature table"):
-        FamilyModel(FAMILY, FamilySettings("gnn-flax")).fit(training.iloc[:300], chips)
+def test_graph_networks_read_the_kernels(training, measured, chips):
+    brief = {"epochs": 2}
+    settings = FamilySettings("gnn-flax", brief, brief, max_rows=150)
+    model = FamilyModel(FAMILY, settings).fit(training.iloc[::9], chips)
+    rows = measured("a", 20)
+    found = model.predict(rows, chips)
+    assert np.isfinite(found.latency).all() and (found.latency > 0).all()
+    again = model.predict(rows.iloc[::-1], chips)
+    assert again.latency[::-1] == pytest.approx(found.latency, rel=1e-4)
 
 
 # The bundle

@@ -1,0 +1,163 @@
+"""Commands for operators: published tables to predictions, on tables drawn from the physics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from opcast.cli import app
+from opcast.features.catalogue import find_device
+from opcast.features.ops import op_features
+
+FAMILIES = ("graph/linear", "graph/generation_attention")
+DEVICES = {
+    "NVIDIA H100 80GB HBM3": 1.2,
+    "NVIDIA A100-SXM4-80GB": 1.4,
+    "NVIDIA L40S": 1.6,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, op_rows: Callable[..., pd.DataFrame]) -> Path:
+    """A folder as published: two families on three devices, each a factor slower than physics."""
+    found = []
+    for family in FAMILIES:
+        for seed, (device, factor) in enumerate(DEVICES.items()):
+            rows = op_rows(family, 700, seed).assign(device=device, source="aiconfigurator")
+            base = op_features(rows, family, {device: find_device(device)}).base_s
+            noise = np.exp(np.random.default_rng(seed).normal(0, 0.03, len(rows)))
+            found.append(rows.assign(latency_us=base * 1e6 * factor * noise))
+    table = pd.concat(found, ignore_index=True).drop(columns=["key", "method"])
+    table["id"] = [f"T{i}" for i in range(len(table))]
+    table["split"] = np.where(np.arange(len(table)) % 5 == 0, "val", "train")
+    table["op"] = table["family"]
+    root = tmp_path_factory.mktemp("published")
+    table.to_parquet(root / "ops_tc.parquet")
+    return root
+
+
+@pytest.fixture(scope="module")
+def dataset(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("dataset") / "d"
+    assert _run("data", "import", "published", folder, "--out", out).exit_code == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def model(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that never saw the L40S."""
+    out = tmp_path_factory.mktemp("model") / "m"
+    result = _run(
+        "train", "--data", dataset, "--model", "ridge", "--exclude-device", "l40s", "--out", out,
+        "--no-track",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def _run(*arguments: object) -> object:
+    return CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+
+
+def test_import_tells_what_it_wrote(folder: Path, tmp_path: Path) -> None:
+    first = _run("data", "import", "published", folder, "--out", tmp_path / "d")
+    assert "4200 samples of 3 devices" in first.output
+    again = _run("data", "import", "published", folder, "--out", tmp_path / "d")
+    assert "1 shards were there" in again.output
+
+
+def test_import_knows_only_published_tables(folder: Path, tmp_path: Path) -> None:
+    result = _run("data", "import", "traces", folder, "--out", tmp_path / "d")
+    assert result.exit_code != 0
+    assert "published" in result.output
+
+
+def test_training_prints_figures_of_the_excluded_device(dataset: Path, tmp_path: Path) -> None:
+    result = _run(
+        "train", "--data", dataset, "--exclude-device", "L40S", "--max-rows", 300, "--no-track",
+        "--model", "ridge",
+    )  # fmt: skip
+    assert "l40s" in result.output
+    assert "unseen" in result.output
+
+
+def test_training_refuses_a_device_that_is_not_there(dataset: Path) -> None:
+    with pytest.raises(Exception, match="device 't4' is not in the dataset"):
+        _run("train", "--data", dataset, "--exclude-device", "t4", "--no-track")
+
+
+def test_evaluate_predicts_every_row(folder: Path, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "predicted.parquet"
+    result = _run("evaluate", "--published", folder, "--model", model, "--out", out)
+    assert result.exit_code == 0, result.output
+    found = pd.read_parquet(out)
+    table = pd.read_parquet(folder / "ops_tc.parquet")
+    assert list(found.columns) == ["id", "latency_us", "lo_us", "hi_us"]
+    assert list(found["id"]) == list(table["id"])
+    assert (found["lo_us"] <= found["latency_us"]).all()
+    assert (found["latency_us"] <= found["hi_us"]).all()
+    error = (found["latency_us"] / table["latency_us"] - 1).abs()
+    seen = table["device"] != "NVIDIA L40S"
+    # Known devices: the factor is learned. The unseen one is predicted like the others' mean, 1.3.
+    assert error[seen].median() < 0.08
+    assert 0.05 < error[~seen].median() < 0.35
+
+
+def test_calibration_rows_adapt_the_device(folder: Path, model: Path, tmp_path: Path) -> None:
+    table = pd.read_parquet(folder / "ops_tc.parquet")
+    table = table[table["device"] == "NVIDIA L40S"].reset_index(drop=True)
+    given = np.arange(len(table)) % 10 == 0
+    queries = table.assign(
+        split=np.where(given, "calib_50", "test"), latency_us=table["latency_us"].where(given)
+    )
+    root = tmp_path / "queries"
+    root.mkdir()
+    queries.to_parquet(root / "queries_ops_tc.parquet")
+    errors = {}
+    out = tmp_path / "predicted.parquet"
+    for flags in ((), ("--calibrate",)):
+        result = _run("evaluate", "--published", root, "--model", model, "--out", out, *flags)
+        assert result.exit_code == 0, result.output
+        found = pd.read_parquet(out)["latency_us"]
+        errors[flags] = float((found / table["latency_us"] - 1).abs()[~given].median())
+    assert errors[("--calibrate",)] < 0.6 * errors[()]
+
+
+def test_calibrate_saves_the_adapted_model(
+    folder: Path, dataset: Path, model: Path, tmp_path: Path
+) -> None:
+    out, plot = tmp_path / "adapted", tmp_path / "curve.png"
+    result = _run(
+        "calibrate", "--device", "l40s", "--data", dataset, "--model", model, "--samples", 30,
+        "--out", out, "--plot", plot,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "active" in result.output
+    assert plot.stat().st_size > 1000
+    before, after = tmp_path / "before.parquet", tmp_path / "after.parquet"
+    _run("evaluate", "--published", folder, "--model", model, "--out", before)
+    _run("evaluate", "--published", folder, "--model", out, "--out", after)
+    table = pd.read_parquet(folder / "ops_tc.parquet")
+    own = table["device"] == "NVIDIA L40S"
+    error = [
+        float((pd.read_parquet(p)["latency_us"] / table["latency_us"] - 1).abs()[own].median())
+        for p in (before, after)
+    ]
+    assert error[1] < 0.6 * error[0]
+
+
+def test_an_operator_model_predicts_no_program(model: Path, tmp_path: Path) -> None:
+    program = tmp_path / "p.mlir"
+    program.write_text("module {}")
+    with pytest.raises(Exception, match="library operators"):
+        _run("predict", program, "--model", model)
+
+
+def test_a_folder_without_tables(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="no table to predict"):
+        _run("evaluate", "--published", tmp_path, "--model", model, "--out", tmp_path / "x.parquet")
