@@ -82,7 +82,7 @@ def run_train_operators(
     """
     from .models.ops import OpModel, rows_of_dataset
     from .models.ops.model import default_settings
-    from .models.ops.report import judge, settings_of
+    from .models.ops.report import judge, left_out_table, settings_of
 
     rows = rows_of_dataset(dataset)
     outside = _excluded(rows, exclude)
@@ -109,6 +109,9 @@ def run_train_operators(
         from .workflows import print_frame
 
         print_frame(console, metrics, f"{model}: splits that it was not trained on")
+        left_out = left_out_table(found)
+        if len(left_out):
+            print_frame(console, left_out, f"{model}: each chip left out of training in turn")
     if out is not None:
         found.save(out)
         console.print(f"saved to {out}", highlight=False)

@@ -82,3 +82,23 @@ def flat(metrics: pd.DataFrame) -> dict[str, float]:
 def settings_of(model: OpModel) -> Mapping[str, Any]:
     """What a run is tracked with."""
     return {k: v for k, v in model.info.items() if k != "metrics"}
+
+
+def left_out_table(model: OpModel) -> pd.DataFrame:
+    """Errors on devices that were left out of training in turn, as measured while it was trained.
+
+    Returns:
+        ``key``, ``left_out`` (devices of one chip together), ``n``, ``mape`` and ``median_ape``.
+    """
+    records = [
+        {
+            "key": key,
+            "left_out": devices,
+            "n": int(found["rows"]),
+            "mape": found["mape"],
+            "median_ape": found["median"],
+        }
+        for key, family in sorted(model.families.items())
+        for devices, found in family.left_out.items()
+    ]
+    return pd.DataFrame(records)
