@@ -110,10 +110,11 @@ def known_devices(rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> tupl
 
 
 def _joined(rows: pd.DataFrame, columns: tuple[str, ...]) -> np.ndarray:
+    """Values joined by bars; a column that a table lacks counts as empty."""
     text = pd.Series("", index=rows.index, dtype=object)
     for column in columns:
-        if column in rows:
-            text = text + "|" + rows[column].astype(object).fillna("").astype(str)
+        values = rows[column].astype(object).fillna("").astype(str) if column in rows else ""
+        text = text + "|" + values
     return np.asarray(text, dtype=object)
 
 

@@ -108,3 +108,11 @@ def test_rows_of_a_published_table(op_rows, round_gpu):
 def test_draws_are_even(op_rows):
     drawn = group_draw(op_rows("eager/bmm", 3000), "eager/bmm")
     assert np.quantile(drawn, [0.25, 0.5, 0.75]) == pytest.approx([0.25, 0.5, 0.75], abs=0.04)
+
+
+def test_codes_do_not_depend_on_which_columns_a_table_has():
+    rows = pd.DataFrame({"op": ["add"], "dtype": ["fp32"]})
+    wide = rows.assign(backend=[None], kernel=[""], kv_dtype=[float("nan")], distribution=[""])
+    for narrow, full in zip(codes(rows), codes(wide), strict=True):
+        assert list(narrow) == list(full)
+    assert codes(rows)[0][0] == "|add|fp32|"
