@@ -29,6 +29,23 @@ RATE = {
     "w4a16_mxfp4": "bf16", "w4a8_mxfp4_mxfp8": "f8e4m3fn",
 }  # fmt: skip
 
+#: Energy of an FP32 operation in joules, with what its operands cost, by architecture; newer ones
+#: than are listed take the last. Read off devices whose power does not suffice for their peak: T4,
+#: P4, MI100 and L4 reach 0.42, 0.75, 0.65 and 0.28 of it in large FP32 products.
+FP32_ENERGY = {"pascal": 13e-12, "volta": 14e-12, "turing": 14e-12, "ampere": 9e-12, "cdna": 9e-12}
+LATER_FP32_ENERGY = 6e-12
+#: Power that memory, clocks and leakage take first.
+IDLE_W = 20.0
+
+
+def sustained(spec: DeviceSpec) -> float:
+    """Share of the FP32 peak that a device's power allows, at most 1."""
+    if spec.power_w <= IDLE_W:
+        return 1.0
+    names = (e for name, e in FP32_ENERGY.items() if spec.architecture.startswith(name))
+    energy = next(names, LATER_FP32_ENERGY)
+    return min(1.0, (spec.power_w - IDLE_W) / (energy * spec.matrix_peak("f32")))
+
 
 @dataclass(slots=True)
 class OpTable:
@@ -109,7 +126,7 @@ class OpTable:
         """Dense FLOP/s of each row's dtype on its device."""
         code, values = pd.factorize(self.names["dtype"])
         kinds = [RATE.get(str(v), "bf16") for v in values]
-        rates = np.array([[d.matrix_peak(k) for k in kinds] for d in self.devices])
+        rates = np.array([[_rate(d, k) for k in kinds] for d in self.devices])
         return np.asarray(rates[self.code, code])
 
     def machine(self) -> Machine:
@@ -135,6 +152,10 @@ class Machine:
     cache_bandwidth: np.ndarray
     bandwidth: np.ndarray
     vector: np.ndarray
+
+
+def _rate(spec: DeviceSpec, dtype: str) -> float:
+    return spec.matrix_peak(dtype) * (sustained(spec) if dtype == "f32" else 1.0)
 
 
 def _numbers(frame: pd.DataFrame, column: str, n: int) -> np.ndarray:

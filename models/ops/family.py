@@ -110,6 +110,7 @@ class FamilyModel:
         self.slopes = Slopes()
         self.known: TabularEstimator | None = None
         self.general: TabularEstimator | None = None
+        self.general_slopes = Slopes()
         self.intervals = DeviceIntervals()
         self.scale: Scale | None = None
         self.params = np.zeros(0)
@@ -192,44 +193,58 @@ class FamilyModel:
             if own.sum() >= 10:
                 self.intervals.fit_device(name, scores[own], predicted[own])
 
+    def refit_general(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> None:
+        """Learn only the model of unseen devices again, from rows as for :meth:`fit`."""
+        rows = rows.reset_index(drop=True)
+        features = self._features(rows, devices)
+        rng = np.random.default_rng(self.settings.seed)
+        fitting = np.flatnonzero(~self._held(rows, rng))
+        device = rows["device"].to_numpy(object)
+        self._fit_general(rows, features, device, _target(rows, features), fitting, rng)
+
     def _fit_general(
         self, rows: pd.DataFrame, features: OpFeatures, device: np.ndarray, target: np.ndarray,
         fitting: np.ndarray, rng: np.random.Generator,
     ) -> None:  # fmt: skip
-        """The model of unseen devices, with its errors on each device when that is left out."""
-        table = self._general_table(features)
+        """The model of unseen devices, with its errors on each device when that is left out.
+
+        It learns the ratio itself, or what is left of it within each device; leaving out one chip
+        after the other says which of them carries further.
+        """
         self.scale = Scale.of(features)
         coarse, fine = codes(rows)
         sites = self.scale.sites(features, coarse, fine)
         self.params = start_params(sites.place.shape[1])
         balanced = _balanced(device[fitting], self.devices, self.chips)
-        self.general = self._regressor(self.settings.general)
+        job = _General(self, features, target, device, coarse)
         drawn = _draw(rng, fitting, balanced, min(GENERAL_ROWS, self.settings.max_rows))
-        self._learn(self.general, table, target, drawn)
         groups = twins(self.devices, self.chips)
         if len(groups) < 2:
+            self.general, self.general_slopes = job.fit(drawn, within=False)
             return
-        tasks, scores = [], {}
-        likes = self._likes(features, coarse)
+        folds = {}
         for group in groups:
             outside = ~np.isin(device[fitting], group)
-            drawn = _draw(
-                rng, fitting[outside], balanced[outside], min(FOLD_ROWS, self.settings.max_rows)
-            )
-            model = self._regressor(self.settings.general)
-            self._learn(model, table, target, drawn)
+            count = min(FOLD_ROWS, self.settings.max_rows)
+            learn = _draw(rng, fitting[outside], balanced[outside], count)
             own = np.flatnonzero(np.isin(device, group))
             own = rng.choice(own, min(len(own), 4000), replace=False)
-            part = table.take(own)
-            errors = np.log(part.base_s) + target[own] - np.log(model.point(part))
+            folds[group] = (own, {w: job.left_out(learn, own, within=w) for w in (False, True)})
+        loss = {
+            w: float(np.mean([np.mean(np.abs(target[own] - e[w])) for own, e in folds.values()]))
+            for w in (False, True)
+        }
+        within = bool(loss[True] < loss[False])
+        self.general, self.general_slopes = job.fit(drawn, within)
+        likes = self._likes(features, coarse)
+        tasks, scores = [], {}
+        for group, (own, found) in folds.items():
+            errors = target[own] - found[within]
             scores[group[0]] = errors
-            some = own[:COVARIANCE_ROWS]
-            general = np.log(model.point(part.take(np.arange(len(some))))) - np.log(
-                part.base_s[: len(some)]
-            )
-            task = sites.take(some)
-            task.share = self._with_likes(task.share, likes[some], general, group)
-            tasks.append((task, errors[: len(some)]))
+            some = np.arange(min(len(own), COVARIANCE_ROWS))
+            task = sites.take(own[some])
+            task.share = self._with_likes(task.share, likes[own[some]], found[within][some], group)
+            tasks.append((task, errors[some]))
             ape = np.abs(np.exp(-errors) - 1)
             self.left_out["+".join(group)] = {
                 "mape": float(ape.mean()), "median": float(np.median(ape)), "rows": float(len(own))
@@ -271,10 +286,13 @@ class FamilyModel:
                     else self._general_table(some)
                 )
                 latency[at] = model.point(part)
-                if model is self.known:
-                    library = codes(rows.iloc[at])[0]
-                    linear = self.slopes.predict(time_shares(some), stand_in[at], library)
-                    latency[at] *= np.exp(linear)
+                library, share = codes(rows.iloc[at])[0], time_shares(some)
+                linear = (
+                    self.slopes.predict(share, stand_in[at], library)
+                    if model is self.known
+                    else self.general_slopes.unseen(share, library)
+                )
+                latency[at] *= np.exp(linear)
                 inside[at] = model.domain.contains(part) if model.domain is not None else True
         lo, hi = np.empty(len(rows)), np.empty(len(rows))
         for name in dict.fromkeys(device):
@@ -315,6 +333,7 @@ class FamilyModel:
         found = self.scale.sites(features, coarse, fine)
         general = self.general.point(self._general_table(features))
         ratio = np.log(general) - np.log(features.base_s)
+        ratio = ratio + self.general_slopes.unseen(time_shares(features), coarse)
         found.share = self._with_likes(found.share, self._likes(features, coarse), ratio, ())
         return found
 
@@ -420,6 +439,7 @@ class FamilyModel:
                 "centre": self.scale.centre.tolist(), "spread": self.scale.spread.tolist(),
             },
             "slopes": self.slopes.to_dict(),
+            "general_slopes": self.general_slopes.to_dict(),
             "covariance_log": self.params.tolist(),
             "left_out": self.left_out,
             "estimator": self.settings.estimator,
@@ -446,9 +466,40 @@ class FamilyModel:
         scale = manifest["scale"]
         model.scale = Scale(np.array(scale["centre"]), np.array(scale["spread"]))
         model.slopes = Slopes.from_dict(manifest["slopes"])
+        model.general_slopes = Slopes.from_dict(manifest.get("general_slopes", {}))
         model.params = np.array(manifest["covariance_log"])
         model.left_out = dict(manifest["left_out"])
         return model
+
+
+@dataclass(slots=True)
+class _General:
+    """What the models of unseen devices are fitted to, in either of two ways."""
+
+    model: FamilyModel
+    features: OpFeatures
+    target: np.ndarray
+    device: np.ndarray
+    library: np.ndarray
+
+    def fit(self, rows: np.ndarray, within: bool) -> tuple[TabularEstimator, Slopes]:
+        """Fit to rows: to their ratios, or to what the slopes of their devices leave."""
+        part = self.features.take(rows)
+        share, slopes, rest = time_shares(part), Slopes(), self.target[rows]
+        if within:
+            slopes.fit(share, rest, self.device[rows], self.library[rows])
+            rest = rest - slopes.predict(share, self.device[rows], self.library[rows])
+        found = self.model._regressor(self.model.settings.general)
+        self.model._learn(found, self.model._general_table(part), rest, np.arange(len(rows)))
+        return found, slopes
+
+    def left_out(self, learn: np.ndarray, own: np.ndarray, within: bool) -> np.ndarray:
+        """Log-ratios of rows ``own`` by a model fitted to rows ``learn``."""
+        found, slopes = self.fit(learn, within)
+        part = self.features.take(own)
+        table = self.model._general_table(part)
+        ratio = np.log(found.point(table)) - np.log(table.base_s)
+        return ratio + slopes.unseen(time_shares(part), self.library[own])
 
 
 def _sized(params: Params, rows: int) -> Params:

@@ -62,6 +62,19 @@ class Slopes:
                 found[rows[some]] = share[rows[some]] @ effect
         return found
 
+    def unseen(self, share: np.ndarray, library: np.ndarray) -> np.ndarray:
+        """Linear part for a device that was not fitted: the mean over those that were."""
+        found = np.zeros(len(share))
+        devices = [name for name in self.table if name and _SEPARATOR not in name]
+        if not devices:
+            return found
+        for inner, rows in _parts(library):
+            own = [d for d in devices if f"{d}{_SEPARATOR}{inner}" in self.table]
+            effects = [self.table[d] + self.table[f"{d}{_SEPARATOR}{inner}"] for d in own]
+            effects = effects or [self.table[d] for d in devices]
+            found[rows] = share[rows] @ (self.table[""] + np.mean(effects, axis=0))
+        return found
+
     def to_dict(self) -> dict[str, list[float]]:
         """Plain data for the manifest."""
         return {name: [round(float(v), 5) for v in values] for name, values in self.table.items()}
