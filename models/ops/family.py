@@ -21,7 +21,7 @@ from ..tables import CELLS, KernelTable
 from ..tabular import TabularEstimator
 from .intervals import DeviceIntervals, twins
 from .kriging import Correction, Scale, Sites, fit_params, start_params, time_shares
-from .rows import codes, group_draw
+from .rows import codes, group_draw, misleading
 from .slopes import Slopes
 
 #: Share of the groups and of the single rows that are kept from fitting, for intervals.
@@ -214,6 +214,8 @@ class FamilyModel:
         self.scale = Scale.of(features)
         coarse, fine = codes(rows)
         sites = self.scale.sites(features, coarse, fine)
+        honest = ~misleading(rows)
+        fitting = fitting[honest[fitting]]
         self.params = start_params(sites.place.shape[1])
         balanced = _balanced(device[fitting], self.devices, self.chips)
         job = _General(self, features, target, device, coarse)
@@ -227,7 +229,7 @@ class FamilyModel:
             outside = ~np.isin(device[fitting], group)
             count = min(FOLD_ROWS, self.settings.max_rows)
             learn = _draw(rng, fitting[outside], balanced[outside], count)
-            own = np.flatnonzero(np.isin(device, group))
+            own = np.flatnonzero(np.isin(device, group) & honest)
             own = rng.choice(own, min(len(own), 4000), replace=False)
             folds[group] = (own, {w: job.left_out(learn, own, within=w) for w in (False, True)})
         loss = {
@@ -499,7 +501,7 @@ class _General:
         part = self.features.take(own)
         table = self.model._general_table(part)
         ratio = np.log(found.point(table)) - np.log(table.base_s)
-        return ratio + slopes.unseen(time_shares(part), self.library[own])
+        return np.asarray(ratio + slopes.unseen(time_shares(part), self.library[own]))
 
 
 def _sized(params: Params, rows: int) -> Params:
