@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,28 @@ import numpy as np
 import pandas as pd
 
 from ...features.device import DeviceSpec
-from ...features.errors import DatasetError, ModelError
-from ...features.ops import FAMILIES, OpFeatures, op_features
+from ...features.errors import ModelError
+from ...features.ops import OpFeatures, op_features
 from ...features.ops.features import ops_schema_hash
-from ..graphs import KernelGraphs
-from ..registry import estimator_class, make_estimator
-from ..tables import CELLS, KernelTable
+from ..registry import estimator_class
+from ..tables import KernelTable
 from ..tabular import TabularEstimator
 from .intervals import DeviceIntervals, twins
 from .kriging import Correction, Scale, Sites, fit_params, start_params, time_shares
+from .material import (
+    FamilySettings,
+    GeneralFit,
+    balanced_weights,
+    chip_of,
+    draw_rows,
+    general_table,
+    known_table,
+    latency_s,
+    learn,
+    new_regressor,
+    sized,
+    target_of,
+)
 from .rows import codes, group_draw, misleading
 from .slopes import Slopes
 
@@ -36,33 +48,6 @@ GENERAL_ROWS, FOLD_ROWS = 120_000, 40_000
 COVARIANCE_ROWS = 200
 #: Weight of "this device is like that chip" beside a factor on compute, memory or launch.
 LIKENESS = 2.0
-#: Latencies below this are resolution, not time (seconds).
-LEAST_S = 1e-7
-_KIND = {"gemm": "gemm", "conv": "conv", "pointwise": "fusion", "attention": "gemm",
-         "moe": "custom_call"}  # fmt: skip
-
-Params = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class FamilySettings:
-    """How the regressors of a family are made.
-
-    Attributes:
-        estimator: Name of an estimator that works on a feature table.
-        known: Its parameters for the model of known devices.
-        general: For the model of unseen devices.
-        max_rows: Most rows that the model of known devices learns from.
-        seed: Of draws and regressors.
-        n_jobs: Threads.
-    """
-
-    estimator: str = "xgboost"
-    known: Params = field(default_factory=dict)
-    general: Params = field(default_factory=dict)
-    max_rows: int = 1_000_000
-    seed: int = 0
-    n_jobs: int = 1
 
 
 @dataclass(slots=True)
@@ -132,9 +117,9 @@ class FamilyModel:
         """
         rows = rows.reset_index(drop=True)
         self.devices = tuple(sorted(set(rows["device"])))
-        self.chips = {name: _chip(devices[name]) for name in self.devices}
+        self.chips = {name: chip_of(devices[name]) for name in self.devices}
         features = self._features(rows, devices)
-        ratio = _target(rows, features)
+        ratio = target_of(rows, features)
         rng = np.random.default_rng(self.settings.seed)
         held = self._held(rows, rng)
         fitting = np.flatnonzero(~held)
@@ -144,8 +129,8 @@ class FamilyModel:
         library, share = codes(rows)[0], time_shares(features)
         self.slopes.fit(share[fitting], ratio[fitting], device[fitting], library[fitting])
         linear = self.slopes.predict(share, device, library)
-        self.known = self._regressor(_sized(self.settings.known, len(fitting)))
-        self._learn(self.known, self._known_table(features, device), ratio - linear, fitting)
+        self.known = new_regressor(self.settings, sized(self.settings.known, len(fitting)))
+        learn(self.known, self._known_table(features, device), ratio - linear, fitting)
         self._calibrate(features, device, ratio - linear, np.flatnonzero(held))
         self._fit_general(rows, features, device, ratio, np.flatnonzero(~held), rng)
         return self
@@ -158,24 +143,6 @@ class FamilyModel:
         count = max(least, round(HELD_GROUPS * len(groups))) if len(groups) >= MIN_GROUPS else 0
         first = groups[count - 1] if count else -1.0
         return np.asarray((place <= first) | (rng.random(len(rows)) < HELD_ROWS))
-
-    def _regressor(self, params: Params) -> TabularEstimator:
-        import inspect
-
-        name = self.settings.estimator
-        accepted = inspect.signature(estimator_class(name)).parameters
-        own: dict[str, Any] = {"seed": self.settings.seed, "n_jobs": self.settings.n_jobs}
-        own = {k: v for k, v in own.items() if k in accepted} | dict(params)
-        found = make_estimator(name, **own)
-        if not isinstance(found, TabularEstimator):
-            raise ModelError(f"estimator {name!r} does not learn from a feature table")
-        return found
-
-    def _learn(
-        self, model: TabularEstimator, table: KernelTable, target: np.ndarray, rows: np.ndarray
-    ) -> None:
-        part = table.take(rows)
-        model.fit_table(part, part.base_s * np.exp(target[rows]))
 
     def _calibrate(
         self, features: OpFeatures, device: np.ndarray, target: np.ndarray, held: np.ndarray
@@ -200,7 +167,7 @@ class FamilyModel:
         rng = np.random.default_rng(self.settings.seed)
         fitting = np.flatnonzero(~self._held(rows, rng))
         device = rows["device"].to_numpy(object)
-        self._fit_general(rows, features, device, _target(rows, features), fitting, rng)
+        self._fit_general(rows, features, device, target_of(rows, features), fitting, rng)
 
     def _fit_general(
         self, rows: pd.DataFrame, features: OpFeatures, device: np.ndarray, target: np.ndarray,
@@ -217,9 +184,9 @@ class FamilyModel:
         honest = ~misleading(rows)
         fitting = fitting[honest[fitting]]
         self.params = start_params(sites.place.shape[1])
-        balanced = _balanced(device[fitting], self.devices, self.chips)
-        job = _General(self, features, target, device, coarse)
-        drawn = _draw(rng, fitting, balanced, min(GENERAL_ROWS, self.settings.max_rows))
+        balanced = balanced_weights(device[fitting], self.devices, self.chips)
+        job = GeneralFit(self.family, self.settings, features, target, device, coarse)
+        drawn = draw_rows(rng, fitting, balanced, min(GENERAL_ROWS, self.settings.max_rows))
         groups = twins(self.devices, self.chips)
         if len(groups) < 2:
             self.general, self.general_slopes = job.fit(drawn, within=False)
@@ -228,7 +195,7 @@ class FamilyModel:
         for group in groups:
             outside = ~np.isin(device[fitting], group)
             count = min(FOLD_ROWS, self.settings.max_rows)
-            learn = _draw(rng, fitting[outside], balanced[outside], count)
+            learn = draw_rows(rng, fitting[outside], balanced[outside], count)
             own = np.flatnonzero(np.isin(device, group) & honest)
             own = rng.choice(own, min(len(own), 4000), replace=False)
             folds[group] = (own, {w: job.left_out(learn, own, within=w) for w in (False, True)})
@@ -285,7 +252,7 @@ class FamilyModel:
                 part = (
                     self._known_table(some, stand_in[at])
                     if model is self.known
-                    else self._general_table(some)
+                    else general_table(self.family, some)
                 )
                 latency[at] = model.point(part)
                 library, share = codes(rows.iloc[at])[0], time_shares(some)
@@ -333,7 +300,7 @@ class FamilyModel:
         assert self.scale is not None and self.general is not None
         coarse, fine = codes(rows)
         found = self.scale.sites(features, coarse, fine)
-        general = self.general.point(self._general_table(features))
+        general = self.general.point(general_table(self.family, features))
         ratio = np.log(general) - np.log(features.base_s)
         ratio = ratio + self.general_slopes.unseen(time_shares(features), coarse)
         found.share = self._with_likes(found.share, self._likes(features, coarse), ratio, ())
@@ -384,7 +351,7 @@ class FamilyModel:
         rows = rows.reset_index(drop=True)
         features = self._features(rows, devices)
         plain = self.predict(rows, devices, corrected=False)
-        errors = np.log(_latency_s(rows)) - np.log(plain.latency)
+        errors = np.log(latency_s(rows)) - np.log(plain.latency)
         found = Correction.fit(self.params, self.sites(rows, features), errors)
         self.corrections[device] = found
         return found
@@ -396,7 +363,7 @@ class FamilyModel:
         by_chip = {chip: name for name, chip in reversed(self.chips.items())}
         names, scopes = {}, {}
         for name in dict.fromkeys(device):
-            sibling = by_chip.get(_chip(devices[name]))
+            sibling = by_chip.get(chip_of(devices[name]))
             names[name] = name if name in self.chips else (sibling or name)
             scopes[name] = "known" if name in self.chips else "sibling" if sibling else "unseen"
         return (
@@ -411,20 +378,7 @@ class FamilyModel:
         return op_features(rows, self.family, devices, texts=texts)
 
     def _known_table(self, features: OpFeatures, device: np.ndarray) -> KernelTable:
-        flags = np.stack([device == name for name in self.devices], axis=1).astype(np.float32)
-        names = (*features.names, *(f"on_{name}" for name in self.devices))
-        return self._table(features, np.concatenate([features.X, flags], axis=1), names)
-
-    def _general_table(self, features: OpFeatures) -> KernelTable:
-        names = tuple(n for n, g in zip(features.names, features.general, strict=True) if g)
-        return self._table(features, features.X[:, features.general], names)
-
-    def _table(self, features: OpFeatures, X: np.ndarray, names: tuple[str, ...]) -> KernelTable:
-        cell = CELLS.index(f"gpu/{_KIND[FAMILIES[self.family]]}")
-        return KernelTable(
-            np.ascontiguousarray(X), names, features.base_s, features.bound,
-            np.full(len(X), cell, np.int16), ops_schema_hash(self.family), _graphs(features),
-        )  # fmt: skip
+        return known_table(self.family, features, device, self.devices)
 
     # Saving
 
@@ -472,91 +426,3 @@ class FamilyModel:
         model.params = np.array(manifest["covariance_log"])
         model.left_out = dict(manifest["left_out"])
         return model
-
-
-@dataclass(slots=True)
-class _General:
-    """What the models of unseen devices are fitted to, in either of two ways."""
-
-    model: FamilyModel
-    features: OpFeatures
-    target: np.ndarray
-    device: np.ndarray
-    library: np.ndarray
-
-    def fit(self, rows: np.ndarray, within: bool) -> tuple[TabularEstimator, Slopes]:
-        """Fit to rows: to their ratios, or to what the slopes of their devices leave."""
-        part = self.features.take(rows)
-        share, slopes, rest = time_shares(part), Slopes(), self.target[rows]
-        if within:
-            slopes.fit(share, rest, self.device[rows], self.library[rows])
-            rest = rest - slopes.predict(share, self.device[rows], self.library[rows])
-        found = self.model._regressor(self.model.settings.general)
-        self.model._learn(found, self.model._general_table(part), rest, np.arange(len(rows)))
-        return found, slopes
-
-    def left_out(self, learn: np.ndarray, own: np.ndarray, within: bool) -> np.ndarray:
-        """Log-ratios of rows ``own`` by a model fitted to rows ``learn``."""
-        found, slopes = self.fit(learn, within)
-        part = self.features.take(own)
-        table = self.model._general_table(part)
-        ratio = np.log(found.point(table)) - np.log(table.base_s)
-        return np.asarray(ratio + slopes.unseen(time_shares(part), self.library[own]))
-
-
-def _sized(params: Params, rows: int) -> Params:
-    """Parameters for the number of rows: shallower trees where there are few."""
-    if "max_depth" not in params:
-        return params
-    depth = 6 if rows < 20_000 else 8 if rows < 100_000 else 20
-    return {**params, "max_depth": min(params["max_depth"], depth)}
-
-
-def _graphs(features: OpFeatures) -> KernelGraphs | None:
-    if features.irs is None:
-        return None
-    hashes = [hashlib.sha256(ir.encode()).hexdigest()[:16] for ir in features.irs]
-    return KernelGraphs.of(hashes, list(features.irs))
-
-
-def _chip(spec: DeviceSpec) -> tuple[object, ...]:
-    """What makes two devices the same chip, whatever memory and power they were given."""
-    return spec.architecture, spec.core_count, spec.lanes_per_core
-
-
-def _target(rows: pd.DataFrame, features: OpFeatures) -> np.ndarray:
-    return np.asarray(np.log(_latency_s(rows) / features.base_s))
-
-
-def _latency_s(rows: pd.DataFrame) -> np.ndarray:
-    latency = rows["latency_us"].to_numpy(np.float64)
-    bad = ~((latency > 0) & np.isfinite(latency))
-    if bad.any():
-        row = int(np.flatnonzero(bad)[0])
-        label = rows["id"].iloc[row] if "id" in rows else rows.index[row]
-        raise DatasetError(
-            f"needs a positive number in column 'latency_us', found {latency[row]}",
-            where=f"row {label}",
-            hint="correct or drop the row",
-        )
-    return np.maximum(latency * 1e-6, LEAST_S)
-
-
-def _balanced(
-    device: np.ndarray, devices: tuple[str, ...], chips: Mapping[str, tuple[object, ...]]
-) -> np.ndarray:
-    """Weights of draws: chips with many rows count by the square root of their number."""
-    code, names = pd.factorize(device)
-    group = {name: chips[name] for name in devices}
-    counts: dict[tuple[object, ...], int] = {}
-    for place, name in enumerate(names):
-        counts[group[name]] = counts.get(group[name], 0) + int((code == place).sum())
-    return np.array([1 / np.sqrt(counts[group[name]]) for name in names])[code]
-
-
-def _draw(
-    rng: np.random.Generator, rows: np.ndarray, weights: np.ndarray, count: int
-) -> np.ndarray:
-    if len(rows) <= count:
-        return rows
-    return rng.choice(rows, count, replace=False, p=weights / weights.sum())

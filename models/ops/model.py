@@ -18,8 +18,9 @@ from ...features.catalogue import find_device, in_catalogue
 from ...features.device import DeviceSpec
 from ...features.errors import ModelError
 from ..store import pack, read_files, read_manifest, unpack, write_folder
-from .family import FamilyModel, FamilyPrediction, FamilySettings
+from .family import FamilyModel, FamilyPrediction
 from .kriging import arrays_of, correction_from
+from .material import FamilySettings
 from .rows import faulty
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,9 @@ import pytest
 from opcast.features.errors import DatasetError, ModelError
 from opcast.features.ops import op_features
 from opcast.models.ops import OpModel
-from opcast.models.ops.family import FamilyModel, FamilySettings
+from opcast.models.ops.family import FamilyModel
 from opcast.models.ops.kriging import time_shares
+from opcast.models.ops.material import FamilySettings
 from opcast.models.ops.model import KIND, default_settings, is_op_model
 
 FAMILY = "kernel/linear"

@@ -14,6 +14,7 @@ from opcast.models.ops.rows import (
     faulty,
     group_draw,
     known_devices,
+    misleading,
     parameters_of,
     rows_of_dataset,
     rows_of_published,
@@ -32,8 +33,10 @@ def test_faulty_rows():
         ],
         columns=["device", "key", "split", "kernel"],
     )
-    assert list(faulty(rows)) == [True, False, False, False, True, False]
-    assert list(faulty(rows.drop(columns="kernel"))) == [True] + 5 * [False]
+    assert list(faulty(rows)) == [True] + 5 * [False]
+    assert list(faulty(rows.drop(columns="split"))) == [True, True] + 4 * [False]
+    assert list(misleading(rows)) == [False, False, False, False, True, False]
+    assert not misleading(rows.drop(columns="kernel")).any()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
