@@ -34,8 +34,6 @@ _WALL_SECONDS = 0.5
 _TRIES, _LONG_SECONDS = 3, 1.0
 #: Programs with more argument bytes than this are measured in a session of their own.
 _SHARED_BYTES = 256e6
-#: Kernels that a trace cannot or should not label: control flow contains others.
-_UNLABELLED = ("control",)
 
 
 @dataclass
@@ -72,9 +70,7 @@ class Prepared:
     @property
     def labelled(self) -> list[Kernel]:
         """Kernels for which a trace gives a duration."""
-        return [
-            k for k in self.lowered.kernels if k.kind not in _UNLABELLED and k.async_role != "done"
-        ]
+        return [k for k in self.lowered.kernels if k.takes_time]
 
 
 @dataclass(frozen=True)

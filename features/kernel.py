@@ -62,6 +62,16 @@ class Kernel:
         return self.bytes_in + self.bytes_out
 
     @property
+    def takes_time(self) -> bool:
+        """Whether it takes time of its own.
+
+        Control (loops, branches, tuples) does not: its bodies' kernels are in the list. Nor does
+        the done of an asynchronous pair, for both of which the start stands.
+        """
+        paired = self.async_role == "done" and self.async_peer >= 0
+        return self.kind != "control" and not paired
+
+    @property
     def op(self) -> Op:
         """The instruction itself."""
         return self.body.entry_computation.root_op

@@ -115,8 +115,7 @@ class Prepared:
 
     def label_sum_s(self, sample: ProgramSample) -> float:
         """What the measured kernels of a program add up to in seconds; nan if one has no label."""
-        timed = (k for k in sample.lowered.kernels if k.async_role != "done")
-        kernels = [k for k in timed if k.kind != "control"]
+        kernels = [k for k in sample.lowered.kernels if k.takes_time]
         labels = [self._labels.get((sample.name, k.hash), np.nan) for k in kernels]
         return float(np.dot(labels, [k.multiplicity for k in kernels])) if kernels else 0.0
 

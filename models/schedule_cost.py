@@ -23,7 +23,7 @@ class ScheduleCost:
         total: Kernels one after the other; asynchronous ones once, overlapped with nothing.
         critical: Longest chain of dependent kernels.
         makespan: On the device's workers, in schedule order, with one channel for communication.
-        executions: Kernel executions.
+        executions: Executions of kernels that take time.
         gaps: Executions times the device's gap between kernels.
         floors: Executions times the device's floor.
         dispatch: The device's dispatch time.
@@ -70,7 +70,7 @@ def schedule_cost(
         by_kind[kernel.kind] = by_kind.get(kernel.kind, 0.0) + time
     waits = reads(kernels)
     channel = [k.async_role == "start" for k in kernels]
-    executions = float(sum(k.multiplicity for k in kernels if k.kind != "control"))
+    executions = float(sum(k.multiplicity for k in kernels if k.takes_time))
     looped = sum(t for k, t in zip(kernels, times.tolist(), strict=True) if k.scope)
     return ScheduleCost(
         total=total,
@@ -89,16 +89,15 @@ def schedule_cost(
 def durations(latency_s: np.ndarray, kernels: Sequence[Kernel]) -> np.ndarray:
     """Time that each kernel occupies what it runs on, one execution, shape ``(n_kernels,)``.
 
-    The pair of an asynchronous kernel counts once, on its start. Control (loops, tuples) takes no
-    time of its own: its bodies' kernels are in the list.
+    The pair of an asynchronous kernel counts once, on its start, with the longer of its times.
     """
     times = np.array(latency_s, np.float64)
     for index, kernel in enumerate(kernels):
-        if kernel.kind == "control":
-            times[index] = 0.0
-        elif kernel.async_role == "done" and kernel.async_peer >= 0:
+        if kernel.takes_time:
+            continue
+        if kernel.async_peer >= 0:
             times[kernel.async_peer] = max(times[kernel.async_peer], times[index])
-            times[index] = 0.0
+        times[index] = 0.0
     return times
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from opcast.features.hlo import parse_hlo
 from opcast.features.hlo_print import print_hlo
+from opcast.features.ir import Program
 from opcast.features.kernel import KINDS, Kernel
 from opcast.features.kernels import extract_kernels, kernel_from_ir, kernels_from_irs
 
@@ -216,6 +217,14 @@ def test_async_pairs(gpu):
     # One addition for each element; the start carries the cost.
     assert gpu["ar.start"].flops == 1024
     assert gpu["all-reduce.2"].async_role == "" and gpu["all-reduce.2"].async_peer == -1
+
+
+def test_control_and_the_ends_of_pairs_take_no_time(gpu):
+    assert gpu["ar.start"].takes_time and not gpu["ar.done"].takes_time
+    assert gpu["all-reduce.2"].takes_time
+    loop = Kernel("loop", "control", Program(), "", "")
+    alone = Kernel("done", "copy", Program(), "", "", async_role="done")  # nothing stands for it
+    assert not loop.takes_time and alone.takes_time
 
 
 def test_tiles_queues_and_channels_do_not_count(gpu):
