@@ -10,10 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+
 from ..features.device import DeviceSpec
 from ..features.errors import ModelError
 from ..features.kernel import Kernel, LoweredProgram
 from .base import Estimator, KernelPrediction
+from .context_correction import ContextCorrection
 from .program_model import ProgramModel, ProgramPrediction
 from .registry import estimator_class
 from .store import read_files, read_manifest, write_folder
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
 _ESTIMATOR = "estimator"
 _NEIGHBOURS = "neighbours.npz"
+_CONTEXT = "context-{}.ubj"
 
 
 @dataclass
@@ -31,10 +35,12 @@ class CostModel:
 
     Attributes:
         estimator: Kernel latencies.
-        program_model: From kernels to wall time.
+        program_model: From kernels in their program to wall time.
         devices: Devices that it was trained on, by name.
         info: What is known of its training: dataset hash, split, seed, ``metrics`` by split, rows.
         neighbour_file: Packed table of training kernels; empty if there is none.
+        context: Correction of kernels for their place in a program; ``None`` if the sum of kernels
+            as they are was no worse, or the model was made by an earlier version.
     """
 
     estimator: Estimator
@@ -42,6 +48,7 @@ class CostModel:
     devices: dict[str, DeviceSpec] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
     neighbour_file: bytes = field(default=b"", repr=False)
+    context: ContextCorrection | None = None
 
     @cached_property
     def neighbours(self) -> NeighbourTable | None:
@@ -87,10 +94,30 @@ class CostModel:
         Args:
             lowered: The program as the target runs it.
             device: Where it runs.
-            kernels: Predictions of its kernels, if they are there already.
+            kernels: Predictions of its kernels each by itself, if they are there already.
+        """
+        return self.predict_in_program(lowered, device, kernels)[1]
+
+    def predict_in_program(
+        self,
+        lowered: LoweredProgram,
+        device: DeviceSpec,
+        kernels: KernelPrediction | None = None,
+        base_s: np.ndarray | None = None,
+    ) -> tuple[KernelPrediction, ProgramPrediction]:
+        """Predict a program's kernels in their place, and the wall time of one run.
+
+        Args:
+            lowered: The program as the target runs it.
+            device: Where it runs.
+            kernels: Predictions of its kernels each by itself, if they are there already.
+            base_s: Roofline plus floor of its kernels, likewise.
         """
         found = kernels or self.predict_kernels(lowered.kernels, device)
-        return self.program_model.predict(found.latency, lowered, device, found.lo, found.hi)
+        if self.context is not None:
+            found = self.context.apply(found, lowered, device, base_s)
+        wall = self.program_model.predict(found.latency, lowered, device, found.lo, found.hi)
+        return found, wall
 
     def save(self, path: Path | str) -> None:
         """Write the model folder; replaces an earlier model at the same place.
@@ -105,12 +132,16 @@ class CostModel:
             files = {p.relative_to(root).as_posix(): p.read_bytes() for p in inner}
         if self.neighbour_file:
             files[_NEIGHBOURS] = self.neighbour_file
+        if self.context is not None:
+            trees = self.context.trees
+            files |= {_CONTEXT.format(i): own.raw for i, own in enumerate(trees)}
         manifest = {
             **self.info,
             "estimator": self.name,
             "units": {"latency": "s"},
             "devices": {name: asdict(spec) for name, spec in sorted(self.devices.items())},
             "program_model": self.program_model.to_dict(),
+            "context": None if self.context is None else self.context.to_dict(),
         }
         write_folder(Path(path), manifest, files)
 
@@ -138,6 +169,7 @@ class CostModel:
         try:
             kind = estimator_class(manifest["estimator"])
             program_model = ProgramModel.from_dict(manifest["program_model"])
+            context = _context(manifest.get("context"), files)
             stored = manifest["devices"]
         except (KeyError, TypeError, ValueError) as error:
             raise ModelError(f"manifest is incomplete: {error!r}", where=str(path)) from None
@@ -146,6 +178,17 @@ class CostModel:
         if schema is not None and "schema" in inspect.signature(kind.load).parameters:
             extra["schema"] = schema
         estimator = kind.load(path / _ESTIMATOR, **extra)
-        fixed = {"format", "files", "libraries", "program_model", "devices", "estimator", "units"}
+        fixed = {"format", "files", "libraries", "program_model", "context", "devices"}
+        fixed |= {"estimator", "units"}
         info = {k: v for k, v in manifest.items() if k not in fixed}
-        return cls(estimator, program_model, devices, info, files.get(_NEIGHBOURS, b""))
+        neighbours = files.get(_NEIGHBOURS, b"")
+        return cls(estimator, program_model, devices, info, neighbours, context)
+
+
+def _context(
+    stored: Mapping[str, Any] | None, files: Mapping[str, bytes]
+) -> ContextCorrection | None:
+    if stored is None:
+        return None
+    raw = [files[_CONTEXT.format(i)] for i in range(stored["trees"])]
+    return ContextCorrection.from_dict(stored, raw)

@@ -204,10 +204,9 @@ def _families(programs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _program_record(model: CostModel, data: Prepared, sample: ProgramSample) -> dict[str, Any]:
-    kernels = predict_entries(model.estimator, data, sample.entries)
-    found = model.program_model.predict(
-        kernels.latency, sample.lowered, sample.device, kernels.lo, kernels.hi
-    )
+    alone = predict_entries(model.estimator, data, sample.entries)
+    base_s = data.table.base_s[sample.entries]
+    kernels, found = model.predict_in_program(sample.lowered, sample.device, alone, base_s)
     counts = np.array([k.multiplicity for k in sample.lowered.kernels])
     time = kernels.latency * counts
     return {

@@ -11,6 +11,13 @@ Two stages, each kept only where it beats the simpler answer on held-out familie
 
 It is fitted to predictions of kernels that the kernel model had not seen, since that is what it
 meets in use. Coefficients are kept per platform; a platform never fitted gets the plain sum.
+
+Intervals are conformal, from whole programs of held-out families, so nothing is assumed about how
+errors of kernels add up. What is measured is how the width should differ between programs: if the
+log errors of any two kernels of a program have the correlation ``ρ``, the sum of kernels with
+shares ``w`` of the time has an error in proportion to ``sqrt(ρ + (1 - ρ) Σ w²)``, 1 for a single
+kernel and ``sqrt(ρ)`` for very many. The conformal scores are divided by it, and intervals
+multiplied (normalised conformal prediction: Papadopoulos et al., ECML 2002).
 """
 
 from __future__ import annotations
@@ -65,7 +72,8 @@ class Correction:
         mean: Of the stage-2 features.
         scale: One over their spread.
         coef: Of the standardised features, intercept last; all zero for no correction.
-        conformal: Intervals from held-out programs.
+        conformal: Intervals from held-out programs, their scores divided by :func:`spread`.
+        correlation: Of the log errors of two kernels of a program; 1 makes all spreads 1.
         error: Mean absolute log error on held-out families, by candidate.
     """
 
@@ -74,6 +82,7 @@ class Correction:
     scale: np.ndarray
     coef: np.ndarray
     conformal: Conformal = field(default_factory=Conformal)
+    correlation: float = 1.0
     error: dict[str, float] = field(default_factory=dict)
 
     def predict(self, costs: Sequence[ScheduleCost]) -> np.ndarray:
@@ -82,6 +91,14 @@ class Correction:
         values = np.clip((features(costs) - self.mean) * self.scale, -4.0, 4.0)
         shift = values @ self.coef[:-1] + self.coef[-1]
         return np.asarray(base * np.exp(np.clip(shift, -MAX_CORRECTION, MAX_CORRECTION)))
+
+    def interval(
+        self, wall_s: np.ndarray, costs: Sequence[ScheduleCost]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Lower and upper ends in seconds around predicted wall times, shape ``(n,)`` each."""
+        lo, hi = self.conformal.interval(wall_s, np.zeros(len(wall_s), np.int64))
+        width = spread(costs, self.correlation)
+        return wall_s * (lo / wall_s) ** width, wall_s * (hi / wall_s) ** width
 
 
 class ProgramModel:
@@ -101,6 +118,7 @@ class ProgramModel:
         devices: Sequence[DeviceSpec],
         wall_s: np.ndarray,
         groups: Sequence[str],
+        correlation: float = 1.0,
     ) -> ProgramModel:
         """Fit to measured programs.
 
@@ -111,6 +129,7 @@ class ProgramModel:
             devices: Where each ran.
             wall_s: Measured wall times in seconds, shape ``(n,)``.
             groups: Family of each program; families are held out whole.
+            correlation: Of the log errors of two kernels of a program.
         """
         triples = zip(kernels_latency, lowered, devices, strict=True)
         costs = [schedule_cost(*triple) for triple in triples]
@@ -120,7 +139,7 @@ class ProgramModel:
             names = [groups[i] for i in own]
             if len(own) >= MIN_PROGRAMS and len(set(names)) > 1:
                 part = [costs[i] for i in own]
-                self.corrections[platform] = _fit_platform(part, wall_s[own], names)
+                self.corrections[platform] = _fit_platform(part, wall_s[own], names, correlation)
         return self
 
     def predict(
@@ -144,7 +163,7 @@ class ProgramModel:
         fitted = self.corrections.get(device.platform)
         if fitted is not None:
             wall = fitted.predict([cost])
-            lo, hi = fitted.conformal.interval(wall, np.zeros(1, np.int64))
+            lo, hi = fitted.interval(wall, [cost])
             return ProgramPrediction(float(wall[0]), float(lo[0]), float(hi[0]))
         middle = cost.baseline
         if kernels_lo is None or kernels_hi is None:
@@ -175,6 +194,7 @@ class ProgramModel:
                 scale=np.array(stored["scale"], np.float64),
                 coef=np.array(stored["coef"], np.float64),
                 conformal=Conformal.from_dict(stored["conformal"]),
+                correlation=float(stored.get("correlation", 1.0)),
                 error=dict(stored["error"]),
             )
         return model
@@ -235,8 +255,19 @@ def _fit_overheads(terms: np.ndarray, overlap: float) -> tuple[float, np.ndarray
     return float(loss.mean()), np.array([1.0 - overlap, overlap, *coef])
 
 
+def spread(costs: Sequence[ScheduleCost], correlation: float) -> np.ndarray:
+    """``sqrt(ρ + (1 - ρ) Σ w²)``: error of a program relative to that of a kernel, shape ``(n,)``.
+
+    Args:
+        costs: Of the programs.
+        correlation: Of the log errors of two kernels of a program, from 0 to 1.
+    """
+    concentration = np.array([c.concentration for c in costs], np.float64)
+    return np.asarray(np.sqrt(correlation + (1.0 - correlation) * concentration))
+
+
 def _fit_platform(
-    costs: Sequence[ScheduleCost], wall_s: np.ndarray, groups: Sequence[str]
+    costs: Sequence[ScheduleCost], wall_s: np.ndarray, groups: Sequence[str], correlation: float
 ) -> Correction:
     """Choose the stages on held-out families, then fit the choice to all programs."""
     candidates: list[tuple[str, bool, float | None]] = [("sum", False, None)]
@@ -261,7 +292,10 @@ def _fit_platform(
     cells = np.zeros(len(costs), np.int64)
     # Small generated programs are off by far more than large models are: bins by size.
     bins = max(1, len(costs) // PER_BIN)
-    chosen.conformal = Conformal.fit(wall_s, held[best[0]], cells, bins=bins)
+    middle = held[best[0]]
+    scores = np.log(wall_s / middle) / spread(costs, correlation)
+    chosen.conformal = Conformal.fit(middle * np.exp(scores), middle, cells, bins=bins)
+    chosen.correlation = correlation
     return chosen
 
 
@@ -312,5 +346,6 @@ def _to_dict(correction: Correction) -> dict[str, Any]:
         "scale": correction.scale.tolist(),
         "coef": correction.coef.tolist(),
         "conformal": correction.conformal.to_dict(),
+        "correlation": correction.correlation,
         "error": correction.error,
     }

@@ -30,6 +30,8 @@ class ScheduleCost:
         loop_share: Share of ``total`` inside loops.
         iterations: Most executions of one kernel.
         shares: Share of ``total`` by kind, in the order of ``KINDS``.
+        concentration: Sum of the squared shares of ``total`` by distinct kernel: 1 if one takes all
+            of it, ``1 / n`` if ``n`` take the same. All executions of a kernel share its error.
     """
 
     total: float
@@ -42,6 +44,7 @@ class ScheduleCost:
     loop_share: float
     iterations: float
     shares: tuple[float, ...]
+    concentration: float = 1.0
 
     @property
     def baseline(self) -> float:
@@ -83,7 +86,17 @@ def schedule_cost(
         loop_share=looped / total,
         iterations=float(counts.max(initial=1.0)),
         shares=tuple(by_kind[kind] / total for kind in KINDS),
+        concentration=_concentration(times, kernels),
     )
+
+
+def _concentration(times: np.ndarray, kernels: Sequence[Kernel]) -> float:
+    """Sum of squared shares by distinct kernel; 1 without any time."""
+    by_hash: dict[str, float] = {}
+    for kernel, time in zip(kernels, times.tolist(), strict=True):
+        by_hash[kernel.hash] = by_hash.get(kernel.hash, 0.0) + time
+    total = sum(by_hash.values())
+    return sum((time / total) ** 2 for time in by_hash.values()) if total > 0 else 1.0
 
 
 def durations(latency_s: np.ndarray, kernels: Sequence[Kernel]) -> np.ndarray:

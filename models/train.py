@@ -14,13 +14,13 @@ import pandas as pd
 
 from ..features.dataset import Dataset
 from .base import Estimator
+from .context_choice import choose_context
 from .cost_model import CostModel
-from .crossfit import DEFAULT_FOLDS, CrossFit, cross_fit, fit_and_calibrate
+from .crossfit import DEFAULT_FOLDS, cross_fit, fit_and_calibrate
 from .evaluate import prediction_frame, program_frame
 from .metrics import flatten, metrics_table
 from .neighbours import NeighbourTable
 from .prepared import Prepared, prepare
-from .program_model import ProgramModel
 from .registry import estimator_class, make_estimator
 from .splits import Split, fold_groups, make_split
 from .tabular import TabularEstimator
@@ -148,7 +148,7 @@ def fit_bundle(
     folds: int,
     params: Mapping[str, Any],
 ) -> CostModel:
-    """Fit estimator, intervals, domain and program model to the given rows."""
+    """Fit estimator, intervals, domain, context correction and program model to given rows."""
     factory = estimator_factory(model, seed, n_jobs, params)
     estimator = factory()
     if isinstance(estimator, TabularEstimator):
@@ -156,10 +156,11 @@ def fit_bundle(
     else:
         crossed = cross_fit(factory, data, rows, split, folds, seed)
         estimator = estimator.fit(data.subset(data.kernel_rows(rows)))
+    choice = choose_context(data, crossed, seed=seed, n_jobs=n_jobs)
     used = sorted(set(data.frame["device"].iloc[rows]))
     return CostModel(
         estimator=estimator,
-        program_model=fit_program_model(data, crossed),
+        program_model=choice.program_model,
         devices={name: data.devices[name] for name in used},
         info={
             "dataset_hash": data.dataset_hash,
@@ -167,20 +168,10 @@ def fit_bundle(
             "split": split,
             "seed": seed,
             "folds": folds,
+            "context_choice": choice.to_dict(),
         },
         neighbour_file=NeighbourTable.fit(data, crossed).to_bytes() if len(crossed.rows) else b"",
-    )
-
-
-def fit_program_model(data: Prepared, crossed: CrossFit) -> ProgramModel:
-    """Fit the program model to held-out predictions of each program's kernels."""
-    programs = [p for p in data.programs if p.row in crossed.program_kernels]
-    return ProgramModel().fit(
-        [crossed.program_kernels[p.row] for p in programs],
-        [p.lowered for p in programs],
-        [p.device for p in programs],
-        np.array([p.wall_s for p in programs]),
-        [p.group for p in programs],
+        context=choice.correction,
     )
 
 

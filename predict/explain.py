@@ -30,13 +30,16 @@ class ExplainedKernel:
         executions: Executions per run of the program, equal kernels together.
         share: Of the program's summed kernel time.
         origin: StableHLO op and line that it mainly came from.
-        explanation: Of one execution.
+        in_program_us: Predicted latency of one execution in its place in the program, the mean of
+            equal kernels; differs from the explained one if the model corrects for the place.
+        explanation: Of one execution of the kernel by itself.
     """
 
     name: str
     executions: float
     share: float
     origin: str
+    in_program_us: float
     explanation: KernelExplanation
 
 
@@ -69,6 +72,7 @@ class ProgramExplanation:
                     "executions": k.executions,
                     "share": k.share,
                     "origin": k.origin,
+                    "in_program_us": k.in_program_us,
                     **k.explanation.to_dict(),
                 }
                 for k in self.kernels
@@ -138,11 +142,13 @@ def explain_lowered(
     explained = []
     for group, explanation in zip(groups, found, strict=True):
         own = [prediction.kernels[i] for i in group]
+        executions = sum(k.multiplicity for k in own)
         explained.append(ExplainedKernel(
             name=own[0].name,
-            executions=sum(k.multiplicity for k in own),
+            executions=executions,
             share=sum(k.total_us for k in own) / total,
             origin=origin(own[0]),
+            in_program_us=sum(k.total_us for k in own) / executions if executions else 0.0,
             explanation=explanation,
         ))  # fmt: skip
     return ProgramExplanation(prediction, tuple(explained))

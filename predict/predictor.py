@@ -186,7 +186,7 @@ class Predictor:
         kernels = self.model.predict_kernels(lowered.kernels, device)
         if strict:
             _require_learned(lowered.kernels, kernels.source)
-        program = self.model.predict_program(lowered, device, kernels)
+        kernels, program = self.model.predict_in_program(lowered, device, kernels)
         rows = zip(
             lowered.kernels,
             (kernels.latency * 1e6).tolist(),

@@ -15,6 +15,8 @@ from .render import duration
 
 #: Contributions to print; the rest are summed.
 _SHOWN = 6
+#: A factor this near to one is not worth a line.
+_SAME = 0.005
 
 
 def print_explanation(console: Console, found: ProgramExplanation) -> None:
@@ -48,6 +50,12 @@ def _print_kernel(console: Console, kernel: ExplainedKernel) -> None:
         f"{duration(e.floor_us)}) × {e.factor:.2f} ({e.source})",
         highlight=False, markup=False,
     )  # fmt: skip
+    place = kernel.in_program_us / e.latency_us if e.latency_us > 0 else 1.0
+    if abs(place - 1.0) >= _SAME:
+        console.print(
+            f"  in this program {duration(kernel.in_program_us)}: × {place:.2f} for its place",
+            highlight=False, markup=False,
+        )  # fmt: skip
     if e.contributions:
         console.print(_contributions(e))
     console.print(Text(f"  {_domain_text(e)}"))

@@ -8,7 +8,7 @@ import pytest
 
 from opcast.features.device import DeviceSpec
 from opcast.features.kernel import Kernel, LoweredProgram
-from opcast.models.program_model import ProgramModel, fit_physics, physics_time
+from opcast.models.program_model import ProgramModel, fit_physics, physics_time, spread
 from opcast.models.schedule_cost import reads, schedule_cost
 from opcast.simulate.schedule import list_schedule
 
@@ -161,3 +161,40 @@ def test_round_trip(make_kernel: MakeKernel, cpu: DeviceSpec) -> None:
     stale["cpu"]["features"] = ["another"]
     with pytest.raises(ValueError, match="features"):
         ProgramModel.from_dict(stale)
+
+
+def test_concentration_counts_equal_kernels_once(make_kernel: MakeKernel, cpu: DeviceSpec) -> None:
+    kernels = [make_kernel("a"), make_kernel("a"), make_kernel("b", multiplicity=2.0)]
+    lowered = LoweredProgram(kernels, "xla", "cpu")
+    cost = schedule_cost(np.array([1.0, 1.0, 1.0]), lowered, cpu)
+    assert cost.concentration == pytest.approx(0.5**2 + 0.5**2)
+    single = schedule_cost(np.array([1.0]), LoweredProgram(kernels[:1], "xla", "cpu"), cpu)
+    assert single.concentration == 1.0
+    np.testing.assert_allclose(
+        spread([cost, single], 0.2), [np.sqrt(0.2 + 0.8 * 0.5), 1.0], rtol=1e-12
+    )
+
+
+def test_programs_of_many_kernels_get_narrower_intervals(
+    make_kernel: MakeKernel, cpu: DeviceSpec
+) -> None:
+    """Kernels err independently: intervals must cover few and many kernels alike."""
+    rng = np.random.default_rng(0)
+    latencies, lowered, walls = [], [], []
+    for n in range(400):
+        size = 1 if n % 2 else 25
+        kernels = [make_kernel(f"k{i}") for i in range(size)]
+        times = np.full(size, 1e-3 / size)
+        true = times * np.exp(0.4 * rng.normal(size=size))
+        latencies.append(times)
+        lowered.append(LoweredProgram(kernels, "xla", "gpu"))
+        walls.append(true.sum())
+    gpu = DeviceSpec(**{**cpu.__dict__, "platform": "gpu"})
+    model = ProgramModel()
+    names = [f"f{i % 20}" for i in range(400)]
+    model.fit(latencies, lowered, [gpu] * 400, np.array(walls), names, correlation=0.0)
+    found = [model.predict(*pair, gpu) for pair in zip(latencies, lowered, strict=True)]
+    inside = np.array([p.lo <= w <= p.hi for p, w in zip(found, walls, strict=True)])
+    assert 0.85 < inside[1::2].mean() < 0.97 and 0.85 < inside[::2].mean() < 0.99
+    widths = np.array([p.hi / p.lo for p in found])
+    assert np.log(widths[0]) < 0.35 * np.log(widths[1])

@@ -1,0 +1,175 @@
+"""Whether kernels are corrected for their place in a program: only if that beats the plain sum.
+
+The choice is made by cross-validation over the training programs alone, whole families held out.
+The kernels' predictions come from cross-fitting; the correction is fitted to the programs of the
+other families, without the kernels that the held-out programs contain; the program model is fitted
+to each candidate in turn and judged on families that it has not seen. A candidate is kept if its
+error is below that of the plain sum by more than 2 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .context_correction import ContextCorrection
+from .context_trees import ContextProgram, ContextTrees
+from .correlation import pair_correlation
+from .crossfit import CrossFit
+from .prepared import Prepared, ProgramSample
+from .program_context import context_features
+from .program_model import GAIN, ProgramModel
+from .splits import balanced_folds
+
+SUM, TREES = "sum", "trees"
+#: Least programs to learn a correction from.
+MIN_PROGRAMS = 60
+_FOLDS = 5
+#: Draws of the folds, and trees whose mean is used: a single draw decides too much.
+REPEATS = 2
+
+
+@dataclass
+class ContextChoice:
+    """What was kept, and the figures behind it.
+
+    Attributes:
+        correction: Fitted to all programs; ``None`` if the plain sum stays.
+        program_model: Fitted to the held-out predictions of what was kept.
+        figures: One record a candidate: ``model``, ``family_error`` (mean absolute log error of
+            held-out families, each counting the same), ``kernel_error`` (mean absolute log-ratio
+            of kernels in programs), ``kernel_correlation`` (of the errors of two kernels of a
+            program); empty if there were too few programs to try.
+    """
+
+    correction: ContextCorrection | None
+    program_model: ProgramModel
+    figures: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def winner(self) -> str:
+        """``sum`` or ``trees``."""
+        return SUM if self.correction is None else TREES
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for the manifest."""
+        return {"winner": self.winner, "least_gain": GAIN, "cross_validated": self.figures}
+
+
+def choose_context(
+    data: Prepared, crossed: CrossFit, *, seed: int = 0, n_jobs: int = 1
+) -> ContextChoice:
+    """Fit program models with and without the correction, and keep the better.
+
+    Args:
+        data: The prepared dataset.
+        crossed: Held-out predictions of the training rows; only their labels are used.
+        seed: Of the trees and the folds.
+        n_jobs: Threads of the trees.
+    """
+    samples = [p for p in data.programs if p.row in crossed.program_kernels]
+    plain = [crossed.program_kernels[p.row] for p in samples]
+    groups = np.array([p.group for p in samples], object)
+    programs = context_programs(data, crossed, samples)
+    still = [np.zeros(len(p.predicted_s)) for p in programs]
+    plain_model = _program_model(samples, plain, _correlation(programs, still))
+    enough = len(samples) >= MIN_PROGRAMS and len(set(groups)) > 1 and plain_model.corrections
+    if not enough or not any(p.labelled.any() for p in programs):
+        return ContextChoice(None, plain_model)
+    drawn = [held_out_shifts(programs, seed + i, n_jobs) for i in range(REPEATS)]
+    shifts = [np.mean(own, axis=0) for own in zip(*drawn, strict=True)]
+    moved = [own * np.exp(shift) for own, shift in zip(plain, shifts, strict=True)]
+    moved_model = _program_model(samples, moved, _correlation(programs, shifts))
+    before = _figures(plain_model, programs, still)
+    after = _figures(moved_model, programs, shifts)
+    figures: list[dict[str, Any]] = [{"model": SUM, **before}, {"model": TREES, **after}]
+    if after["family_error"] >= before["family_error"] * (1 - GAIN):
+        return ContextChoice(None, plain_model, figures)
+    platforms = tuple(sorted({p.device.platform for p in samples}))
+    seeds = range(seed, seed + REPEATS)
+    trees = tuple(ContextTrees.fit(programs, seed=s, n_jobs=n_jobs) for s in seeds)
+    return ContextChoice(ContextCorrection(trees, platforms), moved_model, figures)
+
+
+def context_programs(
+    data: Prepared, crossed: CrossFit, samples: Sequence[ProgramSample]
+) -> list[ContextProgram]:
+    """Measured programs with features and the labels of the cross-fitted rows."""
+    part = data.frame.iloc[crossed.rows]
+    keys = zip(part["device"], part["program"], part["kernel_hash"], strict=True)
+    labels = dict(zip(keys, data.latency_s[crossed.rows].tolist(), strict=True))
+    found = []
+    for sample in samples:
+        kernels, name = sample.lowered.kernels, sample.device.name
+        predicted = crossed.program_kernels[sample.row]
+        base_s = data.table.base_s[sample.entries]
+        own = [labels.get((name, sample.name, k.hash), np.nan) for k in kernels]
+        found.append(
+            ContextProgram(
+                features=context_features(predicted, base_s, sample.lowered, sample.device),
+                predicted_s=predicted,
+                label_s=np.array(own, np.float64),
+                executions=np.array([k.multiplicity * k.takes_time for k in kernels], np.float64),
+                hashes=np.array([k.hash for k in kernels]),
+                group=sample.group,
+            )
+        )
+    return found
+
+
+def held_out_shifts(
+    programs: Sequence[ContextProgram], seed: int = 0, n_jobs: int = 1
+) -> list[np.ndarray]:
+    """Corrections of every program by trees that saw neither its family nor its kernels."""
+    fold = balanced_folds(np.array([p.group for p in programs], object), _FOLDS, seed)
+    shifts = [np.zeros(len(p.predicted_s)) for p in programs]
+    for number in range(int(fold.max()) + 1):
+        held = np.flatnonzero(fold == number).tolist()
+        fitting = [programs[i] for i in np.flatnonzero(fold != number).tolist()]
+        inside = frozenset(str(h) for i in held for h in programs[i].hashes)
+        trees = ContextTrees.fit(fitting, without=inside, seed=seed, n_jobs=n_jobs)
+        for i in held:
+            shifts[i] = trees.shift(programs[i].features)
+    return shifts
+
+
+def _program_model(
+    samples: Sequence[ProgramSample], latencies: Sequence[np.ndarray], correlation: float
+) -> ProgramModel:
+    return ProgramModel().fit(
+        latencies,
+        [p.lowered for p in samples],
+        [p.device for p in samples],
+        np.array([p.wall_s for p in samples]),
+        [p.group for p in samples],
+        correlation,
+    )
+
+
+def _left(program: ContextProgram, shift: np.ndarray) -> np.ndarray:
+    """Log-ratios of label to corrected prediction of the kernels with label."""
+    return np.asarray((np.log(program.label_s / program.predicted_s) - shift)[program.labelled])
+
+
+def _correlation(programs: Sequence[ContextProgram], shifts: Sequence[np.ndarray]) -> float:
+    """Correlation of what is left of the errors between distinct kernels of a program."""
+    errors = []
+    for program, shift in zip(programs, shifts, strict=True):
+        first = np.unique(program.hashes[program.labelled], return_index=True)[1]
+        errors.append(_left(program, shift)[first])
+    return pair_correlation(errors)
+
+
+def _figures(
+    model: ProgramModel, programs: Sequence[ContextProgram], shifts: Sequence[np.ndarray]
+) -> dict[str, float]:
+    left = [_left(p, shift) for p, shift in zip(programs, shifts, strict=True)]
+    errors = [c.error["chosen"] for c in model.corrections.values()]
+    return {
+        "family_error": float(np.mean(errors)),
+        "kernel_error": float(np.abs(np.concatenate(left)).mean()),
+        "kernel_correlation": _correlation(programs, shifts),
+    }
