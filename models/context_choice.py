@@ -71,20 +71,16 @@ def choose_context(
         n_jobs: Threads of the trees.
     """
     samples = [p for p in data.programs if p.row in crossed.program_kernels]
-    plain = [crossed.program_kernels[p.row] for p in samples]
-    groups = np.array([p.group for p in samples], object)
     programs = context_programs(data, crossed, samples)
-    still = [np.zeros(len(p.predicted_s)) for p in programs]
-    plain_model = _program_model(samples, plain, _correlation(programs, still))
-    enough = len(samples) >= MIN_PROGRAMS and len(set(groups)) > 1 and plain_model.corrections
+    plain_model, before = context_figures(
+        samples, programs, [np.zeros(len(p.predicted_s)) for p in programs]
+    )
+    enough = len(samples) >= MIN_PROGRAMS and plain_model.corrections
     if not enough or not any(p.labelled.any() for p in programs):
         return ContextChoice(None, plain_model)
     drawn = [held_out_shifts(programs, seed + i, n_jobs) for i in range(REPEATS)]
     shifts = [np.mean(own, axis=0) for own in zip(*drawn, strict=True)]
-    moved = [own * np.exp(shift) for own, shift in zip(plain, shifts, strict=True)]
-    moved_model = _program_model(samples, moved, _correlation(programs, shifts))
-    before = _figures(plain_model, programs, still)
-    after = _figures(moved_model, programs, shifts)
+    moved_model, after = context_figures(samples, programs, shifts)
     figures: list[dict[str, Any]] = [{"model": SUM, **before}, {"model": TREES, **after}]
     if after["family_error"] >= before["family_error"] * (1 - GAIN):
         return ContextChoice(None, plain_model, figures)
@@ -136,40 +132,44 @@ def held_out_shifts(
     return shifts
 
 
-def _program_model(
-    samples: Sequence[ProgramSample], latencies: Sequence[np.ndarray], correlation: float
-) -> ProgramModel:
-    return ProgramModel().fit(
-        latencies,
-        [p.lowered for p in samples],
-        [p.device for p in samples],
-        np.array([p.wall_s for p in samples]),
-        [p.group for p in samples],
+def context_figures(
+    samples: Sequence[ProgramSample],
+    programs: Sequence[ContextProgram],
+    shifts: Sequence[np.ndarray],
+) -> tuple[ProgramModel, dict[str, float]]:
+    """The program model on top of held-out corrections, and how good they are.
+
+    Args:
+        samples: Measured programs.
+        programs: The same, with features and labels.
+        shifts: Logs of the factors for their kernels.
+
+    Returns:
+        The fitted model, and figures as in :class:`ContextChoice`; no ``family_error`` if there
+        were too few programs for a model.
+    """
+    pairs = list(zip(programs, shifts, strict=True))
+    left = [np.log(p.label_s / p.predicted_s) - shift for p, shift in pairs]
+    # Equal kernels have equal labels and nearly equal predictions: one of each.
+    first = [np.unique(p.hashes, return_index=True)[1] for p in programs]
+    distinct = [
+        own[places][p.labelled[places]]
+        for own, p, places in zip(left, programs, first, strict=True)
+    ]
+    correlation = pair_correlation(distinct)
+    model = ProgramModel().fit(
+        [p.predicted_s * np.exp(shift) for p, shift in pairs],
+        [s.lowered for s in samples],
+        [s.device for s in samples],
+        np.array([s.wall_s for s in samples]),
+        [s.group for s in samples],
         correlation,
     )
-
-
-def _left(program: ContextProgram, shift: np.ndarray) -> np.ndarray:
-    """Log-ratios of label to corrected prediction of the kernels with label."""
-    return np.asarray((np.log(program.label_s / program.predicted_s) - shift)[program.labelled])
-
-
-def _correlation(programs: Sequence[ContextProgram], shifts: Sequence[np.ndarray]) -> float:
-    """Correlation of what is left of the errors between distinct kernels of a program."""
-    errors = []
-    for program, shift in zip(programs, shifts, strict=True):
-        first = np.unique(program.hashes[program.labelled], return_index=True)[1]
-        errors.append(_left(program, shift)[first])
-    return pair_correlation(errors)
-
-
-def _figures(
-    model: ProgramModel, programs: Sequence[ContextProgram], shifts: Sequence[np.ndarray]
-) -> dict[str, float]:
-    left = [_left(p, shift) for p, shift in zip(programs, shifts, strict=True)]
-    errors = [c.error["chosen"] for c in model.corrections.values()]
-    return {
-        "family_error": float(np.mean(errors)),
-        "kernel_error": float(np.abs(np.concatenate(left)).mean()),
-        "kernel_correlation": _correlation(programs, shifts),
-    }
+    labelled = [own[p.labelled] for own, p in zip(left, programs, strict=True)]
+    figures = {"kernel_correlation": correlation}
+    if sum(map(len, labelled)):
+        figures["kernel_error"] = float(np.abs(np.concatenate(labelled)).mean())
+    if model.corrections:
+        errors = [c.error["chosen"] for c in model.corrections.values()]
+        figures["family_error"] = float(np.mean(errors))
+    return model, figures

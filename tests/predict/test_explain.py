@@ -32,6 +32,7 @@ def test_costliest_kernels_come_first(found, predictor, device, step) -> None:
     by_name = {k.name: k for k in again.kernels}
     for k in found.kernels:
         assert k.explanation.latency_us == pytest.approx(by_name[k.name].latency_us)
+        assert k.in_program_us == pytest.approx(by_name[k.name].latency_us)
 
 
 def test_equal_kernels_count_as_one(predictor, device, step) -> None:
@@ -59,6 +60,13 @@ def altered(found: ProgramExplanation, **values: object) -> ProgramExplanation:
     kernel = found.kernels[0]
     explanation: KernelExplanation = replace(kernel.explanation, **values)  # type: ignore[arg-type]
     return replace(found, kernels=(replace(kernel, explanation=explanation),))
+
+
+def test_screen_tells_a_kernel_by_itself_from_the_kernel_in_its_program(found) -> None:
+    assert "for its place" not in shown(found)  # this model does not correct
+    kernel = found.kernels[0]
+    moved = replace(kernel, in_program_us=0.8 * kernel.explanation.latency_us)
+    assert "× 0.80 for its place" in shown(replace(found, kernels=(moved,)))
 
 
 def test_screen_says_why_a_kernel_is_outside(found) -> None:
