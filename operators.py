@@ -72,7 +72,7 @@ def run_train_operators(
         exclude: Devices to leave out of training; the model is judged on all of their rows.
         seed: Of draws and estimators.
         threads: Of the estimators.
-        final: Learn from every row, judged or not, and print no figures.
+        final: Save a model that then learned from every row, judged or not.
         track: Whether to log to MLflow.
         max_rows: Most rows of a family.
         params: Of the estimator.
@@ -83,17 +83,29 @@ def run_train_operators(
     from .models.ops import OpModel, rows_of_dataset
     from .models.ops.model import default_settings
     from .models.ops.report import judge, left_out_table, settings_of
+    from .workflows import print_frame
 
     rows = rows_of_dataset(dataset)
     outside = _excluded(rows, exclude)
-    learn = ~outside & (final | rows["split"].isin(TRAINING).to_numpy())
+    learn = ~outside & rows["split"].isin(TRAINING).to_numpy()
     if not learn.any():
         raise DatasetError("no row is left to train on", hint="splits to learn from: train")
     settings = default_settings(model, threads, seed, max_rows, **dict(params or {}))
-    found = OpModel().fit(
-        rows[learn], dataset.devices, settings,
-        lambda key, seconds: console.print(f"{key}: {seconds:.0f} s", highlight=False),
-    )  # fmt: skip
+
+    def fit(mask: np.ndarray) -> OpModel:
+        def tell(key: str, seconds: float) -> None:
+            console.print(f"{key}: {seconds:.0f} s", highlight=False)
+
+        return OpModel().fit(rows[mask], dataset.devices, settings, tell)
+
+    found = fit(learn)
+    metrics, left_out = judge(found, rows[~learn]), left_out_table(found)
+    print_frame(console, metrics, f"{model}: splits that it was not trained on")
+    print_frame(console, left_out, f"{model}: each chip left out of training in turn")
+    if final:
+        console.print("fitting to all rows", highlight=False)
+        learn = ~outside
+        found = fit(learn)
     found.info = {
         "dataset_hash": dataset.hash,
         "rows": int(learn.sum()),
@@ -101,17 +113,9 @@ def run_train_operators(
         "splits": "all" if final else list(TRAINING),
         "estimator": model,
         "seed": seed,
+        "metrics": metrics.to_dict("records"),
+        "metrics_of": "the same settings, fitted to the rows of split train alone",
     }
-    metrics = pd.DataFrame()
-    if not final:
-        metrics = judge(found, rows[~learn])
-        found.info["metrics"] = metrics.to_dict("records")
-        from .workflows import print_frame
-
-        print_frame(console, metrics, f"{model}: splits that it was not trained on")
-        left_out = left_out_table(found)
-        if len(left_out):
-            print_frame(console, left_out, f"{model}: each chip left out of training in turn")
     if out is not None:
         found.save(out)
         console.print(f"saved to {out}", highlight=False)
