@@ -7,7 +7,7 @@ whole families held out, on the training part of ``unseen_family``::
     python tests/bench/context_network.py
 
 prints the family error of the plain sum, of the trees, and of networks with 0, 1 and 2 rounds of
-messages. It takes several minutes; the network is not part of the package, because it loses.
+messages. It takes several minutes. The network is not part of the package: messages do harm.
 """
 
 from __future__ import annotations
