@@ -82,7 +82,7 @@ def run_train_operators(
     """
     from .models.ops import OpModel, rows_of_dataset
     from .models.ops.model import default_settings
-    from .models.ops.report import judge, left_out_table, settings_of
+    from .models.ops.report import left_out_table, predictions, settings_of, summary
     from .workflows import print_frame
 
     rows = rows_of_dataset(dataset)
@@ -99,8 +99,10 @@ def run_train_operators(
         return OpModel().fit(rows[mask], dataset.devices, settings, tell)
 
     found = fit(learn)
-    metrics, left_out = judge(found, rows[~learn]), left_out_table(found)
-    print_frame(console, metrics, f"{model}: splits that it was not trained on")
+    table = predictions(found, rows[~learn])
+    metrics, left_out = summary(table), left_out_table(found)
+    print_frame(console, metrics, f"{model}: rows that it was not trained on")
+    print_frame(console, summary(table, ("split", "key")), f"{model}: the same by family")
     print_frame(console, left_out, f"{model}: each chip left out of training in turn")
     if final:
         console.print("fitting to all rows", highlight=False)

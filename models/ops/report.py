@@ -39,13 +39,8 @@ def predictions(model: OpModel, rows: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def judge(model: OpModel, rows: pd.DataFrame, by: Sequence[str] = BY) -> pd.DataFrame:
-    """Errors of predictions, one row a group."""
-    return summary(predictions(model, rows), by) if len(rows) else pd.DataFrame()
-
-
 def summary(found: pd.DataFrame, by: Sequence[str] = BY) -> pd.DataFrame:
-    """Figures of :func:`predictions` by groups."""
+    """Figures of :func:`predictions`, one row a group."""
     measured, predicted = found["measured_us"], found["predicted_us"]
     table = found.assign(
         error=predicted / measured - 1,
