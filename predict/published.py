@@ -54,15 +54,17 @@ class PublishedPredictions:
     calibrated: dict[str, int] = field(default_factory=dict)
 
     def summary(self) -> pd.DataFrame:
-        """Figures of the judged rows by table, family, device and split."""
+        """Figures of the judged rows by table, family, device and split, and of whole tables."""
         if not len(self.judged):
             return pd.DataFrame()
         judged = self.judged[~self.judged["calibration"]]
         judged = judged.assign(size=judged["error"].abs())
-        grouped = judged.groupby(["table", "family", "device", "split"], sort=True)
+        whole = judged.assign(family="all", device="all", split="all", scope="")
+        grouped = pd.concat([judged, whole]).groupby(["table", "family", "device", "split"])
         return grouped.agg(
             n=("size", "size"), mape=("size", "mean"), median_ape=("size", "median"),
-            bias=("error", "median"), coverage=("covered", "mean"), scope=("scope", "first"),
+            largest=("size", "max"), bias=("error", "median"), coverage=("covered", "mean"),
+            scope=("scope", "first"),
         ).reset_index()  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Boosted trees as small files."""
 
-import gzip
+import lzma
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ def test_saving_again_changes_nothing(models, make_table, tmp_path):
 def test_file_is_compressed_ubjson(models, tmp_path):
     models[True].save(tmp_path / "m")
     data = (tmp_path / "m" / f"joint{SUFFIX}").read_bytes()
-    assert expand(data) == gzip.decompress(data)
+    assert expand(data) == lzma.decompress(data)
     assert expand(data)[:1] == b"{"
 
 
