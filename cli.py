@@ -359,7 +359,7 @@ def evaluate(
         bool, typer.Option("--calibrate", help="Learn from answered rows of calib_* splits.")
     ] = False,
     limit: Annotated[
-        int | None, typer.Option(help="Most rows of each operator table, drawn at random.")
+        int | None, typer.Option(min=1, help="Most rows of each operator table, drawn at random.")
     ] = None,
 ) -> None:
     """Predict every row of published tables; judge those whose latency is given."""

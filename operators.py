@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 #: Splits of a published table that a model may learn from when it is to be judged on the others.
 TRAINING = ("train",)
+#: Columns that are printed in per cent.
+PERCENTAGES = ("mape", "median_ape", "largest", "bias", "coverage", "in_domain")
 #: Rows among which calibration samples are chosen.
 POOL = 1200
 #: The shipped model.
@@ -101,9 +103,12 @@ def run_train_operators(
     found = fit(learn)
     table = predictions(found, rows[~learn])
     metrics, left_out = summary(table), left_out_table(found)
-    print_frame(console, metrics, f"{model}: rows that it was not trained on")
-    print_frame(console, summary(table, ("split", "key")), f"{model}: the same by family")
-    print_frame(console, left_out, f"{model}: each chip left out of training in turn")
+    by_family = summary(table, ("split", "key"))
+    print_frame(
+        console, in_percent(metrics), f"{model}: rows that it did not learn from, errors in %"
+    )
+    print_frame(console, in_percent(by_family), f"{model}: the same by family")
+    print_frame(console, in_percent(left_out), f"{model}: each chip left out of training in turn")
     if final:
         console.print("fitting to all rows", highlight=False)
         learn = ~outside
@@ -176,7 +181,7 @@ def run_evaluate(
         console.print(f"calibrated {what}: {count} rows", highlight=False)
     summary = found.summary()
     if len(summary):
-        print_frame(console, summary, "rows whose latency is given")
+        print_frame(console, in_percent(summary), "rows whose latency is given, errors in %")
     console.print(f"{out}: {len(found.frame)} rows", highlight=False)
 
 
@@ -227,8 +232,10 @@ def run_calibrate(
             f"no family has {samples} rows of {spec.name} to learn from and others to be judged on",
             hint="ask for fewer --samples, or import more",
         )
-    print_frame(console, _curve_table(curves), f"{spec.name}: MAPE by number of samples a family")
-    if out is not None:
+    print_frame(console, _curve_table(curves), f"{spec.name}: MAPE in % by samples of each family")
+    if out is None:
+        console.print("the adapted model is not kept: give --out to save it", highlight=False)
+    else:
         found.devices[spec.name] = spec
         found.save(out)
         console.print(f"saved to {out}", highlight=False)
@@ -247,6 +254,12 @@ def _pool(rows: pd.DataFrame, seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     if not mine.any() or mine.all():
         mine = np.random.default_rng(seed).random(len(rows)) < 0.5
     return rows[mine], rows[~mine]
+
+
+def in_percent(figures: pd.DataFrame) -> pd.DataFrame:
+    """Shares as percentages with one decimal, for printing."""
+    shares = [c for c in PERCENTAGES if c in figures]
+    return figures.assign(**{c: (100 * figures[c]).round(1) for c in shares})
 
 
 def _curve_table(curves: Sequence[Curve]) -> pd.DataFrame:

@@ -18,6 +18,7 @@ import pandas as pd
 from ..features.catalogue import find_device
 from ..features.errors import DatasetError
 from ..models.ops import OpModel, rows_of_published
+from ..models.ops.report import only_or_mixed
 from ..simulate.collective import CollectiveModel
 from ..simulate.links import Links
 from .published_e2e import compose
@@ -64,7 +65,7 @@ class PublishedPredictions:
         return grouped.agg(
             n=("size", "size"), mape=("size", "mean"), median_ape=("size", "median"),
             largest=("size", "max"), bias=("error", "median"), coverage=("covered", "mean"),
-            scope=("scope", "first"),
+            scope=("scope", only_or_mixed),
         ).reset_index()  # fmt: skip
 
 
@@ -88,11 +89,13 @@ def predict_published(
         DatasetError: The folder holds none of the tables, or a table lacks a column.
         DeviceError: A device is in no catalogue entry.
     """
+    if not folder.is_dir():
+        raise DatasetError("no such folder", where=str(folder))
     links = collectives or CollectiveModel.load()
     job = _Job(folder, model, links, calibrate, limit)
     parts = [*job.operators(), *job.collective_tables(), *job.programs()]
     if not parts:
-        wanted = ", ".join((OPERATORS[0], COLLECTIVES[0], PROGRAMS[0]))
+        wanted = ", ".join((*OPERATORS, *COLLECTIVES, *PROGRAMS))
         raise DatasetError("no table to predict", where=str(folder), hint=f"expected {wanted}")
     frame = pd.concat([part.frame for part in parts], ignore_index=True)
     judged = pd.concat([part.judged for part in parts], ignore_index=True)
@@ -232,7 +235,7 @@ def _part(
             "id": found["id"],
             "table": path.name.split(".")[0],
             "family": family.astype(str).to_numpy(),
-            "device": frame["device"].astype(str).to_numpy(),
+            "device": frame["device" if "device" in frame else "platform"].astype(str).to_numpy(),
             "split": frame["split"].astype(str).to_numpy() if "split" in frame else "",
             "scope": scope.to_numpy(),
             "error": found["latency_us"] / label - 1,

@@ -30,6 +30,11 @@ MIN_OWN = 50
 LEAST_NOISE = 0.06
 #: More samples than this do not change the correction and cost their cube.
 MAX_SAMPLES = 1500
+#: Factors on amplitudes and noise that the samples of a device choose among, from so many samples
+#: on, and the samples that are looked at for it.
+AMPLITUDE_FACTORS, NOISE_FACTORS = (0.3, 0.6, 1.0), (1.0, 2.5, 6.0)
+SMALLEST = 0.05
+LEAST_CHOICE, MAX_CHOICE = 8, 400
 _AMPLITUDES = 7  # three of slopes, three of smooth terms, noise
 _START = (0.25, 0.15, 0.15, 0.15, 0.15, 0.2, 0.1)
 _REACH = 2.5
@@ -156,6 +161,34 @@ def noise_variance(params: np.ndarray) -> float:
     return float(max(np.exp(params[_AMPLITUDES - 1]), LEAST_NOISE) ** 2)
 
 
+def chosen_params(params: np.ndarray, sites: Sites, errors: np.ndarray) -> np.ndarray:
+    """Parameters with amplitudes and noise scaled so that left-out samples are predicted best.
+
+    A device may be closer to the known ones than they are to each other, or its errors rougher:
+    then the fitted amplitudes would trust the samples too little or too much. Each sample is
+    predicted from the others in closed form (Rasmussen and Williams, equation 5.12); if no
+    correction is better than any, the smallest amplitudes are taken.
+    """
+    best, least = _scaled(params, SMALLEST, 1.0), float(np.abs(errors).mean())
+    for amplitude in AMPLITUDE_FACTORS:
+        for noise in NOISE_FACTORS:
+            scaled = _scaled(params, amplitude, noise)
+            matrix = covariance(sites, sites, scaled)
+            inverse = np.linalg.inv(matrix + noise_variance(scaled) * np.eye(len(errors)))
+            left_out = inverse @ errors / np.diag(inverse)
+            loss = float(np.abs(left_out).mean())
+            if loss < least:
+                best, least = scaled, loss
+    return best
+
+
+def _scaled(params: np.ndarray, amplitude: float, noise: float) -> np.ndarray:
+    found = params.copy()
+    found[: _AMPLITUDES - 1] += np.log(amplitude)
+    found[_AMPLITUDES - 1] = 0.5 * np.log(noise_variance(params)) + np.log(noise)
+    return found
+
+
 @dataclass
 class Correction:
     """What is known of a model's errors on one device.
@@ -179,13 +212,16 @@ class Correction:
     errors: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     @classmethod
-    def fit(cls, params: np.ndarray, sites: Sites, errors: np.ndarray) -> Correction:
+    def fit(
+        cls, params: np.ndarray, sites: Sites, errors: np.ndarray, choose: bool = True
+    ) -> Correction:
         """Condition on samples.
 
         Args:
             params: From :func:`fit_params`.
             sites: Of the samples.
             errors: ``log(measured / predicted)`` of the samples by the uncorrected model.
+            choose: Whether to let the samples choose how far to trust ``params``.
         """
         if len(errors) > MAX_SAMPLES:
             keep = np.random.default_rng(0).choice(len(errors), MAX_SAMPLES, replace=False)
@@ -193,6 +229,9 @@ class Correction:
         bounded = errors
         if len(errors) > 20:
             bounded = np.clip(errors, *np.quantile(errors, [0.01, 0.99]))
+        if choose and len(errors) >= LEAST_CHOICE:
+            some = np.arange(min(len(errors), MAX_CHOICE))
+            params = chosen_params(params, sites.take(some), bounded[some])
         matrix = covariance(sites, sites, params) + noise_variance(params) * np.eye(len(errors))
         inverse = np.linalg.inv(matrix)
         found = cls(params, sites, inverse @ bounded, inverse, 1.0, len(errors), errors)
@@ -254,4 +293,4 @@ def correction_from(arrays: Mapping[str, np.ndarray]) -> Correction:
         arrays["coarse"].astype(object),
         arrays["fine"].astype(object),
     )
-    return Correction.fit(arrays["params"], sites, arrays["errors"])
+    return Correction.fit(arrays["params"], sites, arrays["errors"], choose=False)

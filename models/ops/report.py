@@ -58,10 +58,15 @@ def summary(found: pd.DataFrame, by: Sequence[str] = BY) -> pd.DataFrame:
             coverage=("covered", "mean"),
             width_ratio=("width", "median"),
             in_domain=("in_domain", "mean"),
-            scope=("scope", "first"),
+            scope=("scope", only_or_mixed),
         )
         .reset_index()
     )
+
+
+def only_or_mixed(values: pd.Series) -> str:
+    """The value that all rows have, or ``mixed``."""
+    return str(values.iloc[0]) if values.nunique() == 1 else "mixed"
 
 
 def flat(metrics: pd.DataFrame) -> dict[str, float]:

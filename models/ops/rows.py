@@ -56,7 +56,16 @@ def rows_of_dataset(dataset: Dataset) -> pd.DataFrame:
 
 
 def rows_of_published(frame: pd.DataFrame, find: Callable[[str], DeviceSpec]) -> pd.DataFrame:
-    """Operator rows of a published table, with the catalogue's device names."""
+    """Operator rows of a published table, with the catalogue's device names.
+
+    Raises:
+        DatasetError: A column is missing, or a family is unknown.
+        DeviceError: A device is in no catalogue entry.
+    """
+    for column in ("op", "family", "dtype", "device", "source"):
+        if column not in frame:
+            what = f"column {column!r} of the operator table is missing"
+            raise DatasetError(what, hint="give op, family, dtype, device and source of each row")
     devices = {name: find(name).name for name in frame["device"].unique()}
     rows = frame.assign(key=family_keys(frame), device=frame["device"].map(devices))
     unknown = sorted(set(rows["key"]) - set(FAMILIES))

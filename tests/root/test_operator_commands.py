@@ -158,6 +158,32 @@ def test_an_operator_model_predicts_no_program(model: Path, tmp_path: Path) -> N
         _run("predict", program, "--model", model)
 
 
+def test_collectives_name_a_platform_instead_of_a_device(model: Path, tmp_path: Path) -> None:
+    rows = pd.DataFrame(
+        {
+            "id": ["C1", "C2"], "source": "vidur", "op": "all_reduce", "platform": "a100_dgx",
+            "bytes": [1 << 16, 1 << 24], "world_size": 4, "devices_per_node": 4,
+            "latency_us": [20.0, 300.0], "split": "train",
+        }
+    )  # fmt: skip
+    rows.to_csv(tmp_path / "collectives.csv.gz", index=False)
+    out = tmp_path / "p.parquet"
+    result = _run("evaluate", "--published", tmp_path, "--model", model, "--out", out)
+    assert "a100_dgx" in result.output
+    found = pd.read_parquet(out)["latency_us"]
+    assert 5 < found[0] < found[1] < 3000
+
+
+@pytest.mark.parametrize("column", ["op", "family", "dtype", "device"])
+def test_a_missing_column_is_named(column: str, folder: Path, model: Path, tmp_path: Path) -> None:
+    table = pd.read_parquet(folder / "ops_tc.parquet").head(5).drop(columns=column)
+    table.to_parquet(tmp_path / "queries_ops_tc.parquet")
+    with pytest.raises(Exception, match=f"column '{column}'"):
+        _run("evaluate", "--published", tmp_path, "--model", model, "--out", tmp_path / "x.parquet")
+
+
 def test_a_folder_without_tables(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="no such folder"):
+        _run("evaluate", "--published", tmp_path / "no", "--model", model, "--out", tmp_path / "x")
     with pytest.raises(Exception, match="no table to predict"):
         _run("evaluate", "--published", tmp_path, "--model", model, "--out", tmp_path / "x.parquet")
