@@ -160,15 +160,6 @@ class FamilyModel:
             if own.sum() >= 10:
                 self.intervals.fit_device(name, scores[own], predicted[own])
 
-    def refit_general(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> None:
-        """Learn only the model of unseen devices again, from rows as for :meth:`fit`."""
-        rows = rows.reset_index(drop=True)
-        features = self._features(rows, devices)
-        rng = np.random.default_rng(self.settings.seed)
-        fitting = np.flatnonzero(~self._held(rows, rng))
-        device = rows["device"].to_numpy(object)
-        self._fit_general(rows, features, device, target_of(rows, features), fitting, rng)
-
     def _fit_general(
         self, rows: pd.DataFrame, features: OpFeatures, device: np.ndarray, target: np.ndarray,
         fitting: np.ndarray, rng: np.random.Generator,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
@@ -13,7 +13,6 @@ from ...features.device import DeviceSpec
 from ...features.errors import DatasetError
 from ...features.ops import FAMILIES, family_keys
 from ...features.ops.ir import op_frame
-from ...features.ops.schema import NAMES, PARAMETERS
 
 #: Columns that make a group: a layer, a head configuration, a model. Rows of a group are alike, so
 #: they are held out together.
@@ -112,17 +111,6 @@ def codes(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     """Two levels of what runs a row: (op, dtype, backend), and the kernel and its cache besides."""
     coarse = _joined(rows, ("op", "dtype", "backend"))
     return coarse, coarse + "|" + _joined(rows, ("kernel", "kv_dtype", "distribution"))
-
-
-def parameters_of(rows: pd.DataFrame, key: str) -> pd.DataFrame:
-    """The columns of a family, without those of others."""
-    wanted = [c for c in (*PARAMETERS[FAMILIES[key]], *NAMES, "id", "device") if c in rows]
-    return rows[wanted]
-
-
-def known_devices(rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> tuple[str, ...]:
-    """Names of the devices of rows that have a description, in order."""
-    return tuple(sorted(set(rows["device"]) & set(devices)))
 
 
 def _joined(rows: pd.DataFrame, columns: tuple[str, ...]) -> np.ndarray:

@@ -13,9 +13,7 @@ from opcast.models.ops.rows import (
     codes,
     faulty,
     group_draw,
-    known_devices,
     misleading,
-    parameters_of,
     rows_of_dataset,
     rows_of_published,
 )
@@ -61,13 +59,6 @@ def test_codes_say_what_runs_a_row():
     coarse, fine = codes(rows)
     assert coarse[0] == coarse[1] != coarse[2]
     assert len(set(fine)) == 3
-
-
-def test_known_devices_and_parameters(op_rows):
-    rows = op_rows("eager/conv", 3).assign(device=["b", "a", "c"], rows=1)
-    assert known_devices(rows, {"a": None, "b": None, "z": None}) == ("a", "b")
-    assert "rows" not in parameters_of(rows, "eager/conv")
-    assert {"cin", "ksize", "dtype", "id", "device"} <= set(parameters_of(rows, "eager/conv"))
 
 
 def dataset(make_frame, rows, **columns):
