@@ -19,7 +19,7 @@ from .base import Estimator, KernelPrediction
 from .context_correction import ContextCorrection
 from .program_model import ProgramModel, ProgramPrediction
 from .registry import estimator_class
-from .store import read_files, read_manifest, write_folder
+from .store import OPERATORS, read_files, read_manifest, write_folder
 
 if TYPE_CHECKING:
     from .neighbours import NeighbourTable
@@ -159,7 +159,7 @@ class CostModel:
         """
         path = Path(path)
         manifest = read_manifest(path)
-        if manifest.get("kind") == "operators":
+        if manifest.get("kind") == OPERATORS:
             raise ModelError(
                 "holds a model of library operators, which predicts no programs",
                 where=str(path),

@@ -25,6 +25,8 @@ from ..features.errors import ModelError
 FORMAT = 1
 READS = (1,)
 MANIFEST = "manifest.json"
+#: Value of ``kind`` in the manifest of a model of library operators.
+OPERATORS = "operators"
 _LIBRARIES = (
     "opcast", "numpy", "xgboost-cpu", "xgboost", "scikit-learn", "jax", "flax", "torch",
     "torch-geometric",

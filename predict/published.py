@@ -7,7 +7,6 @@ gets a prediction; rows whose latency is given are judged.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +22,6 @@ from ..simulate.collective import CollectiveModel
 from ..simulate.links import Links
 from .published_e2e import compose
 
-logger = logging.getLogger(__name__)
-
 #: Tables by what they hold, queries first; the first pattern with a match counts.
 OPERATORS = ("queries_ops_*.parquet", "ops_*.parquet")
 COLLECTIVES = ("queries_collectives*.csv.gz", "collectives*.csv.gz")
@@ -34,7 +31,6 @@ GRAPHS = "opgraphs.parquet"
 CALIBRATION = "calib"
 #: Sources by the first letter of an operator's id.
 SOURCES = {"N": "neusight", "V": "vidur", "T": "aiconfigurator"}
-COLUMNS = ("id", "latency_us", "lo_us", "hi_us")
 _ROWS = 200_000
 
 

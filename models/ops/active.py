@@ -17,7 +17,6 @@ import pandas as pd
 
 from ...features.device import DeviceSpec
 from ...features.errors import DatasetError
-from ...features.ops import op_features
 from .family import FamilyModel
 from .kriging import Sites, covariance, noise_variance
 
@@ -73,19 +72,6 @@ class Curve:
     active: tuple[float, ...]
     random: tuple[float, ...]
 
-    def needed(self, error: float, which: str = "active") -> float:
-        """Samples at which the error is first reached, interpolated; infinite if never."""
-        values = getattr(self, which)
-        for place, value in enumerate(values):
-            if value <= error:
-                if place == 0:
-                    return 0.0
-                before = values[place - 1]
-                share = (before - error) / (before - value) if before > value else 1.0
-                low, high = self.counts[place - 1], self.counts[place]
-                return float(low + share * (high - low))
-        return float("inf")
-
 
 def error_curve(
     model: FamilyModel,
@@ -131,8 +117,7 @@ def order_of(
     model: FamilyModel, pool: pd.DataFrame, devices: Mapping[str, DeviceSpec], count: int
 ) -> np.ndarray:
     """Positions in ``pool`` of the rows to measure, most telling first."""
-    features = op_features(pool, model.family, devices)
-    sites = model.sites(pool, features)
+    sites = model.sites(pool, model.features(pool, devices))
     return choose(sites, model.params, count, np.ones(len(pool)) / len(pool))
 
 

@@ -118,7 +118,7 @@ class FamilyModel:
         rows = rows.reset_index(drop=True)
         self.devices = tuple(sorted(set(rows["device"])))
         self.chips = {name: chip_of(devices[name]) for name in self.devices}
-        features = self._features(rows, devices)
+        features = self.features(rows, devices)
         ratio = target_of(rows, features)
         rng = np.random.default_rng(self.settings.seed)
         held = self._held(rows, rng)
@@ -230,7 +230,7 @@ class FamilyModel:
         if self.known is None or self.general is None or self.scale is None:
             raise ModelError(f"the model of {self.family} has not been fitted")
         rows = rows.reset_index(drop=True)
-        features = self._features(rows, devices)
+        features = self.features(rows, devices)
         device = rows["device"].to_numpy(object)
         stand_in, scope = self._stand_ins(device, devices)
         own = scope != "unseen"
@@ -340,7 +340,7 @@ class FamilyModel:
             DatasetError: A row lacks a parameter, or has no positive latency.
         """
         rows = rows.reset_index(drop=True)
-        features = self._features(rows, devices)
+        features = self.features(rows, devices)
         plain = self.predict(rows, devices, corrected=False)
         errors = np.log(latency_s(rows)) - np.log(plain.latency)
         found = Correction.fit(self.params, self.sites(rows, features), errors)
@@ -364,7 +364,8 @@ class FamilyModel:
 
     # Tables
 
-    def _features(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> OpFeatures:
+    def features(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> OpFeatures:
+        """Features of rows, with the kernels' texts if the estimator looks at their graphs."""
         texts = getattr(estimator_class(self.settings.estimator), "needs_graphs", False)
         return op_features(rows, self.family, devices, texts=texts)
 

@@ -6,7 +6,7 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pandas as pd
 from ...features.catalogue import find_device, in_catalogue
 from ...features.device import DeviceSpec
 from ...features.errors import ModelError
-from ..store import pack, read_files, read_manifest, unpack, write_folder
+from ..store import OPERATORS, pack, read_files, read_manifest, unpack, write_folder
 from .family import FamilyModel, FamilyPrediction
 from .kriging import arrays_of, correction_from
 from .material import FamilySettings
@@ -25,8 +25,6 @@ from .rows import faulty
 
 logger = logging.getLogger(__name__)
 
-#: Marks a model folder as one of operators.
-KIND = "operators"
 #: Families with fewer rows are not learned.
 MIN_ROWS = 200
 
@@ -128,12 +126,11 @@ class OpModel:
                 getattr(found, name)[at] = getattr(part, name)
         return found
 
-    def calibrate(self, rows: pd.DataFrame, families: Sequence[str] = ()) -> dict[str, int]:
+    def calibrate(self, rows: pd.DataFrame) -> dict[str, int]:
         """Adapt to the devices of measured rows.
 
         Args:
             rows: ``key``, ``device``, ``latency_us`` and parameters.
-            families: Families to adapt; all if empty.
 
         Returns:
             Number of rows used by ``family @ device``.
@@ -144,7 +141,7 @@ class OpModel:
         """
         used = {}
         for (key, device), part in rows.groupby(["key", "device"], sort=True):
-            if key not in self.families or (families and key not in families):
+            if key not in self.families:
                 continue
             spec = self.spec(str(device))
             self.devices[str(device)] = spec
@@ -167,7 +164,7 @@ class OpModel:
             files = {p.relative_to(root).as_posix(): p.read_bytes() for p in inner}
         manifest = {
             **self.info,
-            "kind": KIND,
+            "kind": OPERATORS,
             "units": {"latency": "s"},
             "devices": {name: _spec_data(spec) for name, spec in sorted(self.devices.items())},
             "families": families,
@@ -183,7 +180,7 @@ class OpModel:
         """
         path = Path(path)
         manifest = read_manifest(path)
-        if manifest.get("kind") != KIND:
+        if manifest.get("kind") != OPERATORS:
             raise ModelError(
                 "holds no model of library operators",
                 where=str(path),
@@ -222,7 +219,7 @@ class OpModel:
 def is_op_model(path: Path) -> bool:
     """Whether a model folder holds a model of operators."""
     try:
-        return bool(json.loads((path / "manifest.json").read_text()).get("kind") == KIND)
+        return bool(json.loads((path / "manifest.json").read_text()).get("kind") == OPERATORS)
     except (OSError, ValueError, AttributeError):
         return False
 

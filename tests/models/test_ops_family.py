@@ -12,7 +12,8 @@ from opcast.models.ops import OpModel
 from opcast.models.ops.family import FamilyModel
 from opcast.models.ops.kriging import time_shares
 from opcast.models.ops.material import FamilySettings
-from opcast.models.ops.model import KIND, default_settings, is_op_model
+from opcast.models.ops.model import default_settings, is_op_model
+from opcast.models.store import OPERATORS
 
 FAMILY = "kernel/linear"
 FEW = {"rounds": 60, "max_depth": 4, "learning_rate": 0.15, "stop_rounds": 0, "compact": True}
@@ -268,7 +269,7 @@ def test_damaged_folders(folder, tmp_path):
     manifest = folder / "manifest.json"
     text = manifest.read_text()
     for damaged in (
-        text.replace(f'"kind": "{KIND}"', '"kind": "kernels"'),
+        text.replace(f'"kind": "{OPERATORS}"', '"kind": "kernels"'),
         text.replace('"slopes"', '"slope"'),
         text.replace('"families"', '"family"'),
         text[:-30],
