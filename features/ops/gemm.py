@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from .physics import (
@@ -34,6 +36,26 @@ SPLIT_DEPTH = 256
 #: Copies of the weights that the frameworks' benchmarks rotate through.
 ROTATION = 6.0
 TRT_ROTATION = 5.0
+#: What narrowing 16-bit activations costs before a product, by (dtype, framework): cycles of its
+#: launches, cycles of a core for each of its rows, bytes moved an element, and cycles of a core an
+#: element. Read off products with few columns on Hopper; RTX PRO 6000 agrees within a quarter but
+#: for the kernels that its architecture lacks.
+QUANTISATION = {
+    ("fp8", "sglang"): (4300.0, 130.0, 5.0, 0.0),
+    ("fp8", "trtllm"): (20000.0, 0.0, 3.0, 0.35),
+    ("fp8", "vllm"): (4200.0, 1650.0, 4.0, 0.2),
+    ("fp8_block", "sglang"): (600.0, 60.0, 2.5, 0.0),
+    ("fp8_block", "trtllm"): (2200.0, 100.0, 3.5, 0.0),
+    ("nvfp4", "sglang"): (3500.0, 200.0, 2.5, 0.1),
+    ("nvfp4", "trtllm"): (3500.0, 200.0, 2.5, 0.1),
+    ("nvfp4", "vllm"): (8500.0, 200.0, 2.5, 0.1),
+    ("int8_wo", "trtllm"): (8000.0, 0.0, 0.0, 0.0),
+    ("int4_wo", "trtllm"): (8000.0, 0.0, 0.0, 0.0),
+    ("int8_sq", "trtllm"): (7500.0, 0.0, 0.0, 0.0),
+}
+#: Cycles of one step of a reduction that is not split, by depth: libraries that split it (cuBLAS)
+#: and kernels that do not.
+DEPTH_SPLIT, DEPTH_WHOLE = 0.33, 2.0
 DTYPES = ("bf16", "fp8", "fp8_block", "nvfp4", "int8_sq", "int8_wo", "int4_wo")
 
 
@@ -50,8 +72,9 @@ def gemm(table: OpTable) -> Physics:
     t_tiles, waves, tile_use = _tiles(b, m, n, k, peak, mc)
     t_compute = 2 * b * m * n * k / peak
     floor = floor_s(table, mc)
-    t_quant = _quantisation(table, b * m * k, small, floor, mc)
-    base = floor + combine(t_tiles, t_memory, power=4.0) + t_quant
+    t_quant = _quantisation(table, b * m, k, small, mc)
+    t_depth = k * _depth_cycles(table) / mc.clock
+    base = floor + combine(t_tiles, t_memory, power=4.0) + t_depth + t_quant
     roofline = np.maximum(t_compute, (weights + activations + out) / mc.bandwidth)
     features = {
         **flags(table, DTYPES),
@@ -59,6 +82,7 @@ def gemm(table: OpTable) -> Physics:
         "log_memory_base": log2(t_memory / base),
         "log_compute_base": log2(t_compute / base),
         "quant_base": t_quant / base,
+        "depth_base": t_depth / base,
         "floor_base": floor / base,
         "weights_base": t_weights / base,
         "log_cycles": log2(base * mc.clock),
@@ -153,13 +177,31 @@ def _tiles(
 
 
 def _quantisation(
-    table: OpTable, elements: np.ndarray, resident: np.ndarray, floor: np.ndarray, mc: Machine
+    table: OpTable, rows: np.ndarray, k: np.ndarray, resident: np.ndarray, mc: Machine
 ) -> np.ndarray:
-    """Time of the kernel that narrows 16-bit activations before the product, where one runs."""
-    narrow = table.activation_bytes
-    dynamic = (narrow < 2) & ~table.is_("dtype", "int8_sq") & (table.family == "graph/linear")
-    moved = stream_seconds(elements * (2 + narrow), resident, mc)
-    return np.asarray(np.where(dynamic, 0.8 * floor + moved, 0.0))
+    """Time of the kernels that narrow 16-bit activations before the product, where they run."""
+    launch, row, moved, element = (_by_library(table, QUANTISATION, place) for place in range(4))
+    cycles = launch + row * np.ceil(rows / mc.cores) + element * rows * k / mc.cores
+    return np.asarray(cycles / mc.clock + stream_seconds(rows * k * moved, resident, mc))
+
+
+def _depth_cycles(table: OpTable) -> np.ndarray:
+    """Cycles of one step of the reduction."""
+    whole = (table.activation_bytes < 2) & (table.family == "graph/linear")
+    whole &= ~(table.is_("dtype", "fp8") & table.is_("backend", "trtllm"))
+    return np.where(whole, DEPTH_WHOLE, DEPTH_SPLIT)
+
+
+def _by_library(
+    table: OpTable, figures: Mapping[tuple[str, str], tuple[float, ...]], place: int
+) -> np.ndarray:
+    """A figure looked up by dtype and framework; 0 for products that nothing precedes."""
+    found = np.zeros(len(table))
+    if table.family != "graph/linear":
+        return found
+    for (dtype, framework), values in figures.items():
+        found[table.is_("dtype", dtype) & table.is_("backend", framework)] = values[place]
+    return found
 
 
 def _waves(b: np.ndarray, m: np.ndarray, n: np.ndarray, mc: Machine) -> dict[str, np.ndarray]:

@@ -17,13 +17,13 @@ from ...features.ops.features import ops_schema_hash
 from ..registry import estimator_class
 from ..tables import KernelTable
 from ..tabular import TabularEstimator
-from .intervals import DeviceIntervals, twins
+from .intervals import FOREIGN, DeviceIntervals, twins
+from .kin import Kin
 from .kriging import Correction, Scale, Sites, fit_params, start_params, time_shares
 from .material import (
     FamilySettings,
     GeneralFit,
     balanced_weights,
-    chip_of,
     draw_rows,
     general_table,
     known_table,
@@ -33,8 +33,9 @@ from .material import (
     sized,
     target_of,
 )
-from .rows import codes, group_draw, misleading
+from .rows import codes, group_draw, libraries, misleading
 from .slopes import Slopes
+from .trust import chips_by_library, trust
 
 #: Share of the groups and of the single rows that are kept from fitting, for intervals.
 HELD_GROUPS, HELD_ROWS = 0.05, 0.03
@@ -83,6 +84,7 @@ class FamilyModel:
 
     Attributes:
         devices: Names of the devices that it was fitted to, in order.
+        seen: Number of chips from which the model of unseen devices knows each library.
         corrections: Corrections of devices that were calibrated.
         intervals: Interval ends.
     """
@@ -91,7 +93,8 @@ class FamilyModel:
         self.family = family
         self.settings = settings or FamilySettings()
         self.devices: tuple[str, ...] = ()
-        self.chips: dict[str, tuple[object, ...]] = {}
+        self.kin = Kin()
+        self.seen: dict[str, int] = {}
         self.slopes = Slopes()
         self.known: TabularEstimator | None = None
         self.general: TabularEstimator | None = None
@@ -117,7 +120,7 @@ class FamilyModel:
         """
         rows = rows.reset_index(drop=True)
         self.devices = tuple(sorted(set(rows["device"])))
-        self.chips = {name: chip_of(devices[name]) for name in self.devices}
+        self.kin = Kin.of({name: devices[name] for name in self.devices})
         features = self.features(rows, devices)
         ratio = target_of(rows, features)
         rng = np.random.default_rng(self.settings.seed)
@@ -167,18 +170,21 @@ class FamilyModel:
         """The model of unseen devices, with its errors on each device when that is left out.
 
         It learns the ratio itself, or what is left of it within each device; leaving out one chip
-        after the other says which of them carries further.
+        after the other says which of them carries further. Chips of other vendors teach it nothing
+        where those of the most common one suffice.
         """
         self.scale = Scale.of(features)
         coarse, fine = codes(rows)
         sites = self.scale.sites(features, coarse, fine)
         honest = ~misleading(rows)
-        fitting = fitting[honest[fitting]]
+        fitting = fitting[(honest & self.kin.native(device))[fitting]]
+        library, chip = libraries(rows), self.kin.chip_names(device)
+        self.seen = chips_by_library(library[fitting], chip[fitting])
         self.params = start_params(sites.place.shape[1])
-        balanced = balanced_weights(device[fitting], self.devices, self.chips)
+        balanced = balanced_weights(device[fitting], self.devices, self.kin.chips)
         job = GeneralFit(self.family, self.settings, features, target, device, coarse)
         drawn = draw_rows(rng, fitting, balanced, min(GENERAL_ROWS, self.settings.max_rows))
-        groups = twins(self.devices, self.chips)
+        groups = twins(self.devices, self.kin.chips)
         if len(groups) < 2:
             self.general, self.general_slopes = job.fit(drawn, within=False)
             return
@@ -189,7 +195,10 @@ class FamilyModel:
             learn = draw_rows(rng, fitting[outside], balanced[outside], count)
             own = np.flatnonzero(np.isin(device, group) & honest)
             own = rng.choice(own, min(len(own), 4000), replace=False)
-            folds[group] = (own, {w: job.left_out(learn, own, within=w) for w in (False, True)})
+            known = fitting[outside]
+            sure = trust(library[own], chips_by_library(library[known], chip[known]))
+            found = {w: sure * job.left_out(learn, own, within=w) for w in (False, True)}
+            folds[group] = (own, found)
         loss = {
             w: float(np.mean([np.mean(np.abs(target[own] - e[w])) for own, e in folds.values()]))
             for w in (False, True)
@@ -209,7 +218,7 @@ class FamilyModel:
             self.left_out["+".join(group)] = {
                 "mape": float(ape.mean()), "median": float(np.median(ape)), "rows": float(len(own))
             }  # fmt: skip
-        self.intervals.fit_unseen(scores)
+        self.intervals.fit_unseen(scores, self.kin.foreign)
         self.params = fit_params(tasks)
 
     # Predicting
@@ -232,8 +241,8 @@ class FamilyModel:
         rows = rows.reset_index(drop=True)
         features = self.features(rows, devices)
         device = rows["device"].to_numpy(object)
-        stand_in, scope = self._stand_ins(device, devices)
-        own = scope != "unseen"
+        stand_in, scope = self.kin.stand_ins(device, devices)
+        own = np.isin(stand_in, self.devices)
         latency = np.empty(len(rows))
         inside = np.zeros(len(rows), bool)
         for mask, model in ((own, self.known), (~own, self.general)):
@@ -247,12 +256,13 @@ class FamilyModel:
                 )
                 latency[at] = model.point(part)
                 library, share = codes(rows.iloc[at])[0], time_shares(some)
-                linear = (
-                    self.slopes.predict(share, stand_in[at], library)
-                    if model is self.known
-                    else self.general_slopes.unseen(share, library)
-                )
-                latency[at] *= np.exp(linear)
+                if model is self.known:
+                    latency[at] *= np.exp(self.slopes.predict(share, stand_in[at], library))
+                else:
+                    linear = self.general_slopes.unseen(share, library)
+                    ratio = np.log(latency[at] / some.base_s) + linear
+                    sure = trust(libraries(rows.iloc[at]), self.seen)
+                    latency[at] = some.base_s * np.exp(sure * ratio)
                 inside[at] = model.domain.contains(part) if model.domain is not None else True
         lo, hi = np.empty(len(rows)), np.empty(len(rows))
         for name in dict.fromkeys(device):
@@ -266,8 +276,13 @@ class FamilyModel:
         return found
 
     def _ends(self, device: str, scope: str, latency: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Interval ends; a sibling's are those of the known device, stretched towards unseen."""
-        lo, hi = self.intervals.of(device if scope != "unseen" else "", latency)
+        """Interval ends of rows that a device stands for.
+
+        A sibling's are those of the known device, stretched towards unseen.
+        """
+        if scope == "unseen":
+            return self.intervals.of(FOREIGN if device in self.kin.foreign else "", latency)
+        lo, hi = self.intervals.of(device, latency)
         if scope != "sibling":
             return lo, hi
         wide_lo, wide_hi = self.intervals.of("", latency)
@@ -294,6 +309,7 @@ class FamilyModel:
         general = self.general.point(general_table(self.family, features))
         ratio = np.log(general) - np.log(features.base_s)
         ratio = ratio + self.general_slopes.unseen(time_shares(features), coarse)
+        ratio = ratio * trust(libraries(rows), self.seen)
         found.share = self._with_likes(found.share, self._likes(features, coarse), ratio, ())
         return found
 
@@ -302,7 +318,7 @@ class FamilyModel:
         assert self.known is not None
         share = time_shares(features)
         found = []
-        for group in twins(self.devices, self.chips):
+        for group in twins(self.devices, self.kin.chips):
             device = np.full(len(library), group[0], object)
             table = self._known_table(features, device)
             ratio = np.log(self.known.point(table)) - np.log(table.base_s)
@@ -321,7 +337,7 @@ class FamilyModel:
             own: Devices of the chip that is left out, which must not stand for itself.
         """
         apart = LIKENESS * (likes - general[:, None])
-        for place, group in enumerate(twins(self.devices, self.chips)):
+        for place, group in enumerate(twins(self.devices, self.kin.chips)):
             if group == own:
                 apart[:, place] = 0.0
         return np.concatenate([share, np.clip(apart, -2, 2)], axis=1)
@@ -347,21 +363,6 @@ class FamilyModel:
         self.corrections[device] = found
         return found
 
-    def _stand_ins(
-        self, device: np.ndarray, devices: Mapping[str, DeviceSpec]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """For each row the known device that stands for its own, and the scope of that."""
-        by_chip = {chip: name for name, chip in reversed(self.chips.items())}
-        names, scopes = {}, {}
-        for name in dict.fromkeys(device):
-            sibling = by_chip.get(chip_of(devices[name]))
-            names[name] = name if name in self.chips else (sibling or name)
-            scopes[name] = "known" if name in self.chips else "sibling" if sibling else "unseen"
-        return (
-            np.array([names[d] for d in device], object),
-            np.array([scopes[d] for d in device], object),
-        )
-
     # Tables
 
     def features(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> OpFeatures:
@@ -381,7 +382,9 @@ class FamilyModel:
         self.general.save(path / "general")
         return {
             "devices": list(self.devices),
-            "chips": {name: list(chip) for name, chip in self.chips.items()},
+            "chips": {name: list(chip) for name, chip in self.kin.chips.items()},
+            "vendors": self.kin.vendors,
+            "seen_chips": self.seen,
             "intervals": self.intervals.to_dict(),
             "scale": {
                 "centre": self.scale.centre.tolist(), "spread": self.scale.spread.tolist(),
@@ -409,7 +412,9 @@ class FamilyModel:
         model.known = kind.load(path / "known", schema)
         model.general = kind.load(path / "general", schema)
         model.devices = tuple(manifest["devices"])
-        model.chips = {name: tuple(chip) for name, chip in manifest["chips"].items()}
+        chips = {name: tuple(chip) for name, chip in manifest["chips"].items()}
+        model.kin = Kin(chips, dict(manifest["vendors"]))
+        model.seen = {name: int(count) for name, count in manifest["seen_chips"].items()}
         model.intervals = DeviceIntervals.from_dict(manifest["intervals"])
         scale = manifest["scale"]
         model.scale = Scale(np.array(scale["centre"]), np.array(scale["spread"]))

@@ -113,6 +113,11 @@ def codes(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     return coarse, coarse + "|" + _joined(rows, ("kernel", "kv_dtype", "distribution"))
 
 
+def libraries(rows: pd.DataFrame) -> np.ndarray:
+    """Who runs a row, with which numbers: op, dtype, backend and the cache's type."""
+    return _joined(rows, ("op", "dtype", "backend", "kv_dtype"))
+
+
 def _joined(rows: pd.DataFrame, columns: tuple[str, ...]) -> np.ndarray:
     """Values joined by bars; a column that a table lacks counts as empty."""
     text = pd.Series("", index=rows.index, dtype=object)

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from opcast.features.catalogue import device_names, find_device
-from opcast.features.ops import FAMILIES, op_features
+from opcast.features.ops import FAMILIES, gemm, op_features
 from opcast.features.ops.attention import visible_pairs
 from opcast.features.ops.moe import active_experts
 from opcast.features.ops.physics import combine, fill, quantised, resident_share
@@ -51,6 +51,22 @@ def test_batched_product_in_true_fp32(estimate):
     assert found.floor_s[0] == pytest.approx(38e-6)  # a call from the host, whatever the device
 
 
+def test_narrowing_activations_costs_launches_rows_and_bytes(estimate):
+    found = estimate("graph/linear", PRODUCT, m=4096, k=512, dtype="fp8", backend="vllm")
+    seconds = found.X[0, found.names.index("quant_base")] * found.base_s[0]
+    launch, row, moved, element = gemm.QUANTISATION["fp8", "vllm"]
+    cores, clock, bandwidth = 100, 1e9, 1e12
+    # 41 rows a core; the operands exceed the cache of 1 MB, so that all bytes come from memory.
+    cycles = launch + row * 41 + element * 4096 * 512 / cores
+    streamed = moved * 4096 * 512 / (0.85 * bandwidth)
+    assert seconds == pytest.approx(cycles / clock + streamed, rel=1e-5)
+
+
+def test_nothing_precedes_products_of_wide_numbers(estimate):
+    found = estimate("graph/linear", PRODUCT, dtype="bf16", backend="vllm")
+    assert found.X[0, found.names.index("quant_base")] == 0
+
+
 def test_product_of_scaled_blocks(estimate):
     found = estimate("graph/linear", PRODUCT, dtype="nvfp4", backend="trtllm")
     # 4 bits and a scale of 8 bits for each 16 values; the result is 16 bits wide.
@@ -65,7 +81,8 @@ def test_large_product_is_bound_by_compute(estimate):
     tiles = 20.6 * 100 * 128 * 256 * 8192 * 2 / 1e15
     weights = 2 * 8192 * 8192
     memory = 3 * weights / (0.85 * 1e12)
-    assert found.base_s[0] == pytest.approx(4.5e-6 + (tiles**4 + memory**4) ** 0.25)
+    depth = 0.33 * 8192 / 1e9
+    assert found.base_s[0] == pytest.approx(4.5e-6 + (tiles**4 + memory**4) ** 0.25 + depth)
 
 
 def test_convolution(estimate):
