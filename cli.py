@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from . import cli_lower
+
 if TYPE_CHECKING:
     from .predict.predictor import Predictor
 
@@ -60,6 +62,9 @@ def predict(
     timeline: Annotated[
         Path | None, typer.Option(help="Write a Chrome trace of the predicted schedule.")
     ] = None,
+    fallback: Annotated[
+        str, typer.Option(help="Lowering where the device's compiler is missing or fails.")
+    ] = "",
 ) -> None:
     """Predict a program's time on a device: total, kernels, memory."""
     from .predict.predictor import load
@@ -67,8 +72,9 @@ def predict(
     predictor = load(model)
     _measure_once(device, predictor)
     prediction = predictor.predict(
-        program, device=device, lowering=lowering, strict=strict, trip_counts=_trips(trip_count)
-    )
+        program, device=device, lowering=lowering, strict=strict, trip_counts=_trips(trip_count),
+        fallback=fallback,
+    )  # fmt: skip
     if timeline is not None:
         from .predict.timeline import write_chrome_trace
 
@@ -386,6 +392,9 @@ def calibrate(
         _console(), Dataset.load(*data), device, model, samples=samples, out=out, plot=plot,
         seed=seed,
     )  # fmt: skip
+
+
+cli_lower.register(app)
 
 
 def main() -> NoReturn:

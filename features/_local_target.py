@@ -85,6 +85,11 @@ def environment_hash() -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
+def accelerator_present() -> bool:
+    """Whether this machine has files of a GPU or TPU, found without starting JAX."""
+    return any(True for pattern in _DEVICE_FILES for _ in Path("/dev").glob(pattern))
+
+
 def _version(package: str) -> str:
     try:
         return metadata.version(package)

@@ -10,6 +10,8 @@ import difflib
 from functools import cache
 from pathlib import Path
 
+from .compile_limits import CAPABILITIES, COMPILER_KEYS, NEAREST
+from .compile_limits import SOURCE as CAPABILITY_SOURCE
 from .device import DeviceSpec, MemoryLevel, device_slug
 from .device_file import NUMBERS, RATES, TERA, Sheet, overlay, read_sheet
 from .device_rules import Values, fill, matrix_rates, rules_of, vector_rates
@@ -128,6 +130,7 @@ def device_of_sheet(sheet: Sheet) -> DeviceSpec:
     platform, architecture = texts["platform"], texts.get("architecture", "")
     values, why = fill(sheet.values, rules_of(architecture, platform))
     _check_lanes(values, sheet)
+    _fill_capability(texts.get("compiler_target", ""), values, why)
     si = {key: values[key] * scale for key, scale in NUMBERS.items() if key in values}
     matrix, vector = ({d: r * TERA for d, r in rates.items()} for rates in _rates(values))
     extra = {"notes": texts["notes"]} if "notes" in texts else {}
@@ -155,10 +158,27 @@ def device_of_sheet(sheet: Sheet) -> DeviceSpec:
         host_bandwidth=si.get("pcie_gbps", 0.0),
         devices_per_node=int(si["devices_per_node"]),
         shared_bytes_per_core=si.get("shared_kb_per_core", 0.0),
+        compiler=_compiler(texts.get("compiler_target", ""), si),
         aliases=sheet.aliases,
         provenance={**sheet.sources, **{key: f"default: {text}" for key, text in why.items()}},
         defaulted=tuple(why),
     )
+
+
+def _fill_capability(target: str, values: Values, why: dict[str, str]) -> None:
+    """Fill what a core holds from the compute capability that the compiler is to follow."""
+    rules = NEAREST.get(target, target).removeprefix("sm_")
+    table = CAPABILITIES.get(int(rules), {}) if rules.isdigit() else {}
+    for key, value in table.items():
+        if key not in values:
+            values[key], why[key] = value, f"of sm_{rules}: {CAPABILITY_SOURCE}"
+
+
+def _compiler(target: str, si: Values) -> dict[str, float | str]:
+    """What only a compiler asks for; empty if the file names no target."""
+    if not target:
+        return {}
+    return {"target": target, **{key: si[key] for key in COMPILER_KEYS if key in si}}
 
 
 def _rates(values: Values) -> tuple[Values, Values]:

@@ -55,6 +55,8 @@ class DeviceSpec:
         host_bandwidth: Bytes/s in one direction to the host.
         devices_per_node: Devices of a node; 0 if not known.
         shared_bytes_per_core: Shared memory (LDS, VMEM) of a core in bytes; 0 if not known.
+        compiler: What a compiler is told beside the rest: ``target`` (``sm_90``, ``v5e``), and of a
+            GPU's core threads, registers and shared memory in bytes, by key of the device file.
         aliases: Other names of the device, such as JAX's device kind.
         provenance: Where each figure comes from, by key of the device file.
         defaulted: Keys that the device file left out and that a rule filled.
@@ -82,6 +84,7 @@ class DeviceSpec:
     host_bandwidth: float = 0.0
     devices_per_node: int = 0
     shared_bytes_per_core: float = 0.0
+    compiler: dict[str, Any] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     provenance: dict[str, str] = field(default_factory=dict)
     defaulted: tuple[str, ...] = ()

@@ -22,15 +22,20 @@ NUMBERS: dict[str, float] = {
     "l2_mb": 2.0**20, "l2_bandwidth_gbps": 1e9, "hbm_bandwidth_gbps": 1e9, "memory_gb": 2.0**30,
     "power_w": 1.0, "link_gbps": 1e9, "pair_link_gbps": 1e9, "inter_node_gbps": 1e9,
     "pcie_gbps": 1e9, "devices_per_node": 1.0, "launch_floor_us": 1e-6, "launch_gap_us": 1e-6,
-    "dispatch_us": 1e-6,
+    "dispatch_us": 1e-6, "threads_per_core": 1.0, "threads_per_block": 1.0,
+    "shared_kb_per_block": 2.0**10, "shared_kb_per_block_optin": 2.0**10,
+    "registers_per_core": 1.0, "registers_per_block": 1.0,
 }  # fmt: skip
 #: Figures by dtype: the types that may be listed.
 RATES: dict[str, tuple[str, ...]] = {"peak_tflops": MATRIX_TYPES, "vector_tflops": VECTOR_TYPES}
 #: FLOP/s of one unit of a rate.
 TERA = 1e12
-TEXTS = ("name", "base", "platform", "vendor", "architecture", "notes")
+TEXTS = ("name", "base", "platform", "vendor", "architecture", "compiler_target", "notes")
 PLATFORMS = ("cpu", "gpu", "tpu")
-_WHOLE = {"core_count", "lanes_per_core", "devices_per_node"}
+_WHOLE = {
+    "core_count", "lanes_per_core", "devices_per_node", "threads_per_core", "threads_per_block",
+    "registers_per_core", "registers_per_block",
+}  # fmt: skip
 #: May be zero: a device need not lose time between kernels.
 _MAY_BE_ZERO = {"launch_gap_us", "dispatch_us"}
 _KEYS = (*TEXTS, "aliases", *NUMBERS, *RATES, "sources")

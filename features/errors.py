@@ -36,6 +36,10 @@ class LoweringError(OpcastError):
     """A program cannot be lowered to kernels for the target."""
 
 
+class CompilerError(LoweringError):
+    """A target compiler is not installed, does not start, crashes, or exceeds its limits."""
+
+
 class DeviceError(OpcastError):
     """A device is unknown, not present, or described incompletely."""
 

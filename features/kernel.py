@@ -112,6 +112,7 @@ class LoweredProgram:
         memory_source: ``compiler`` or ``liveness``.
         notes: What the user should know (loops without a known trip count …).
         hlo: Optimised module text; empty for ``op``.
+        compile_seconds: Time that the compiler took when it made this; 0 if not known.
     """
 
     kernels: list[Kernel]
@@ -122,3 +123,4 @@ class LoweredProgram:
     memory_source: str = ""
     notes: list[str] = field(default_factory=list)
     hlo: str = ""
+    compile_seconds: float = 0.0

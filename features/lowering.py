@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from .cache import LoweringCache
-from .device import DeviceSpec
-from .errors import LoweringError
+from .device import DeviceSpec, device_slug
+from .errors import DeviceError, LoweringError
 from .kernel import LoweredProgram
-from .reader import TripCounts, read_program
+from .reader import SourceProgram, TripCounts, read_program
+
+if TYPE_CHECKING:
+    from .compile_process import CompileSettings
 
 #: Lowerings by falling fidelity.
 LOWERINGS = ("xla", "op")
@@ -22,29 +25,39 @@ def lower(
     cache: LoweringCache | Literal[False] | None = None,
     trip_counts: TripCounts = None,
     device: DeviceSpec | None = None,
+    fallback: str = "",
+    settings: CompileSettings | None = None,
 ) -> LoweredProgram:
     """Lower a program to kernels.
 
     Args:
         source: A :class:`SourceProgram`, or whatever :func:`read_program` takes.
-        lowering: ``xla`` compiles with JAX's default backend; ``op`` makes every op a kernel.
-            HLO that is optimised and scheduled already is taken as it is by ``xla``.
+        lowering: ``xla`` compiles with the compiler of ``device``, or JAX's default backend if that
+            is the device or none is given; ``op`` makes every op a kernel. HLO that is optimised
+            and scheduled already is taken as it is by ``xla``.
         cache: Cache of compiled programs; ``None`` takes the default one, ``False`` none.
         trip_counts: Trips of loops whose count cannot be found: one number for all, or by name or
             source line (``model.py:12``).
-        device: What the prediction is for; another platform than the compiler's is noted.
+        device: What the prediction is for. A GPU or TPU that is not JAX's default device is
+            compiled for by its own compiler, which needs neither the device nor a driver.
+        fallback: Lowering to take where that compiler is missing, fails or exceeds its limits; a
+            note says so. By default it is an error.
+        settings: Limits and options of that compiler.
 
     Returns:
         Kernels in schedule order with peak memory and notes.
 
     Raises:
         LoweringError: The name is unknown, or the compiler does not take the program.
+        CompilerError: The device's compiler is not installed, crashed, or exceeded its limits.
+        DeviceError: The compiler needs a figure that the device's description lacks.
         ProgramError: The program cannot be read.
     """
-    if lowering not in LOWERINGS:
-        raise LoweringError(
-            f"unknown lowering {lowering!r}", hint=f"choose one of {', '.join(LOWERINGS)}"
-        )
+    for name in (lowering, fallback or lowering):
+        if name not in LOWERINGS:
+            raise LoweringError(
+                f"unknown lowering {name!r}", hint=f"choose one of {', '.join(LOWERINGS)}"
+            )
     program = read_program(source, trip_counts=trip_counts)
     if trip_counts is not None and program.trip_counts != trip_counts:
         program = replace(program, trip_counts=trip_counts)
@@ -52,12 +65,39 @@ def lower(
         from .lowering_op import lower_op
 
         return lower_op(program)
+    store = LoweringCache() if cache is None else cache or None
+    if device is not None and _is_absent(program, device):
+        from .lowering_target import lower_absent
+
+        try:
+            return lower_absent(program, device, store, trip_counts, settings)
+        except (LoweringError, DeviceError) as error:
+            if not fallback:
+                raise
+            found = lower(program, fallback, cache=cache, trip_counts=trip_counts, device=device)
+            found.notes.append(f"lowering {fallback} instead of {lowering}: {error.what}")
+            return found
     from .lowering_xla import lower_xla
 
-    store = LoweringCache() if cache is None else cache or None
     lowered = lower_xla(program, store, trip_counts)
     _note_platform(lowered, device)
     return lowered
+
+
+def _is_absent(program: SourceProgram, device: DeviceSpec) -> bool:
+    """Whether a device needs a compiler of its own: a GPU or TPU that is not JAX's default one."""
+    if device.platform not in ("gpu", "tpu") or _is_compiled(program):
+        return False
+    from ._local_target import accelerator_present, local_target
+
+    if not accelerator_present():
+        return True
+    names = {device_slug(name) for name in (device.name, *device.aliases)}
+    return local_target().device not in names
+
+
+def _is_compiled(program: SourceProgram) -> bool:
+    return program.kind == "hlo" and program.program.is_scheduled
 
 
 def _note_platform(lowered: LoweredProgram, device: DeviceSpec | None) -> None:

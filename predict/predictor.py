@@ -17,6 +17,7 @@ from .locate import find_model
 
 if TYPE_CHECKING:
     from ..features.cache import LoweringCache
+    from ..features.compile_process import CompileSettings
     from ..features.device import DeviceSpec
     from ..models.cost_model import CostModel
 
@@ -79,6 +80,8 @@ class Prediction:
         model: Name of the estimator.
         device: Name of the device.
         notes: What limits trust in the figures.
+        compiler: Compiler and version, if a compiler made the kernels.
+        device_memory_bytes: Memory of the device; 0 if not known.
     """
 
     latency_us: float
@@ -91,6 +94,15 @@ class Prediction:
     model: str
     device: str
     notes: tuple[str, ...] = field(default=())
+    compiler: str = ""
+    device_memory_bytes: float = 0.0
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is within the device's memory; ``None`` if that is not known."""
+        if not self.device_memory_bytes:
+            return None
+        return self.peak_memory_bytes <= self.device_memory_bytes
 
     @property
     def share_by_kind(self) -> dict[str, float]:
@@ -124,6 +136,9 @@ class Prediction:
             "in_domain_share": self.in_domain_share,
             "peak_memory_bytes": self.peak_memory_bytes,
             "memory_source": self.memory_source,
+            "device_memory_bytes": self.device_memory_bytes,
+            "fits": self.fits,
+            "compiler": self.compiler,
             "lowering": self.lowering,
             "model": self.model,
             "device": self.device,
@@ -152,6 +167,8 @@ class Predictor:
         lowering: str = "xla",
         trip_counts: dict[str, int] | int | None = None,
         strict: bool = False,
+        fallback: str = "",
+        settings: CompileSettings | None = None,
     ) -> Prediction:
         """Predict a whole program.
 
@@ -160,9 +177,11 @@ class Predictor:
                 or a jitted function followed by its example ``args``.
             args: Example arguments of a jitted function.
             device: Name, path of a device file, or description.
-            lowering: ``xla`` or ``op``.
+            lowering: ``xla`` (the device's own compiler, present or not) or ``op``.
             trip_counts: Trips of loops whose count cannot be found: one number for all, or by name.
             strict: Raise instead of falling back to the roofline for a kernel.
+            fallback: Lowering to take where the device's compiler is missing or fails.
+            settings: Limits and options of that compiler.
 
         Raises:
             OpcastError: The program, device or lowering is not usable, or ``strict`` is not met.
@@ -172,7 +191,10 @@ class Predictor:
 
         spec = resolve_device(device, self.model.devices)
         source = read_program(program, *args, trip_counts=trip_counts)
-        lowered = lower(source, lowering, cache=self.cache, trip_counts=trip_counts, device=spec)
+        lowered = lower(
+            source, lowering, cache=self.cache, trip_counts=trip_counts, device=spec,
+            fallback=fallback, settings=settings,
+        )  # fmt: skip
         return self.predict_lowered(lowered, spec, strict=strict)
 
     def predict_lowered(
@@ -208,6 +230,8 @@ class Predictor:
             model=self.model.name,
             device=device.name,
             notes=(*lowered.notes, *self._unknown_device(device)),
+            compiler=lowered.compiler,
+            device_memory_bytes=device.memory_bytes,
         )
 
     def _unknown_device(self, device: DeviceSpec) -> tuple[str, ...]:

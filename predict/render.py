@@ -40,13 +40,19 @@ def print_prediction(console: Console, prediction: Prediction, top: int = 10) ->
     executions = sum(k.multiplicity for k in p.kernels)
     console.print(
         f"{len(p.kernels)} kernels, {executions:.0f} executions; lowering {p.lowering}; "
-        f"model {p.model}; peak memory {size(p.peak_memory_bytes)} ({p.memory_source})"
+        f"model {p.model}; peak memory {size(p.peak_memory_bytes)} ({p.memory_source}){_fit(p)}"
     )
     console.print(kernel_table(p.top(top), sum(k.total_us for k in p.kernels)))
     shares = ", ".join(f"{kind} {share:.0%}" for kind, share in p.share_by_kind.items())
     console.print(f"by kind: {shares}; in domain: {p.in_domain_share:.0%} of the time")
     for note in p.notes:
         console.print(Text(f"note: {note}", style="yellow"))
+
+
+def _fit(p: Prediction) -> str:
+    if p.fits is None:
+        return ""
+    return f", {'fits' if p.fits else 'does NOT fit'} in {size(p.device_memory_bytes)}"
 
 
 def kernel_table(kernels: Iterable[KernelEstimate], total_us: float) -> Table:

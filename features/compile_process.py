@@ -1,0 +1,268 @@
+"""Compiles for an absent device in a process of its own, within limits of time and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .compile_target import CompileTarget
+from .compile_worker import Job
+from .errors import CompilerError, LoweringError
+
+#: Settings of the user's shell that would change what the compiler makes.
+_UNSET = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORM_NAME", "CUDA_VISIBLE_DEVICES")
+#: libtpu is not to look for the machine that it is not on.
+_SET = {
+    "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}  # fmt: skip
+_OUT_OF_MEMORY = re.compile(
+    r"bad_alloc|cannot allocate memory|out of memory|memoryerror|failed to allocate|mmap\(",
+    re.IGNORECASE,
+)
+#: Of an error message, what stands for the compiler refusing memory on the device.
+_DEVICE_MEMORY = re.compile(r"RESOURCE_EXHAUSTED")
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """Limits and options of a compilation.
+
+    Attributes:
+        timeout_s: Seconds after which the compiler counts as stuck.
+        memory_bytes: Most private memory of the compile process; 0 for four fifths of what the
+            machine has.
+        flags: Options of XLA by name without dashes, on top of the target's own.
+        progress: Whether to show that it is at work, if a person looks.
+    """
+
+    timeout_s: float = 3600.0
+    memory_bytes: int = 0
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    progress: bool = True
+
+
+@dataclass(frozen=True)
+class CompiledModule:
+    """What a target compiler made of a program.
+
+    Attributes:
+        hlo: Optimised, scheduled module text.
+        seconds: Time that compiling took, without the start of the process.
+        memory: The compiler's memory statistics in bytes, by name.
+        version: What the compiler says of itself.
+    """
+
+    hlo: str
+    seconds: float
+    memory: dict[str, int]
+    version: str
+
+
+def compile_programs(
+    programs: Sequence[bytes],
+    shapes: Sequence[tuple[int, int]],
+    target: CompileTarget,
+    settings: CompileSettings | None = None,
+    *,
+    origin: str = "",
+) -> list[CompiledModule | LoweringError]:
+    """Compile programs for an absent device, one after the other in one process.
+
+    Args:
+        programs: StableHLO as text or bytecode.
+        shapes: Replicas and partitions of each.
+        target: What to compile for.
+        settings: Limits and options.
+        origin: Where the program came from, for messages.
+
+    Returns:
+        For each program what became of it: the module, or the error that it met. A crash counts
+        for the program that met it; those after it are compiled in a new process.
+
+    Raises:
+        CompilerError: The compiler does not start, or it ran out of time.
+    """
+    settings = settings or CompileSettings()
+    found: list[CompiledModule | LoweringError] = []
+    while len(found) < len(programs):
+        rest = slice(len(found), None)
+        found += _one_process(programs[rest], shapes[rest], target, settings, origin)
+    return found
+
+
+def _one_process(
+    programs: Sequence[bytes],
+    shapes: Sequence[tuple[int, int]],
+    target: CompileTarget,
+    settings: CompileSettings,
+    origin: str,
+) -> list[CompiledModule | LoweringError]:
+    """Results up to the end of the process: of all programs, or up to one that crashed it."""
+    with tempfile.TemporaryDirectory(prefix="opcast-compile-") as name:
+        folder = Path(name)
+        for number, program in enumerate(programs):
+            (folder / f"program{number}").write_bytes(program)
+        job = Job(
+            platform=target.platform,
+            topology=target.topology(max(r * p for r, p in shapes)),
+            target_config=target.config,
+            folder=str(target.compiler.folder or ""),
+            shapes=tuple(shapes),
+            flags={**dict(target.flags), **settings.flags},
+            memory_bytes=settings.memory_bytes or _memory_limit(),
+        )
+        (folder / "job.json").write_text(json.dumps(asdict(job)))
+        code = _run(folder, target, settings, len(programs), origin)
+        found = list(_results(folder, len(programs), origin, target))
+        if len(found) < len(programs):
+            found.append(_crash(folder, code, job, origin, target))
+        return found
+
+
+def _run(
+    folder: Path, target: CompileTarget, settings: CompileSettings, count: int, origin: str
+) -> int:
+    root = Path(__file__).resolve().parents[1]
+    command = [sys.executable, "-m", f"{__package__}.compile_worker", str(folder)]
+    with (folder / "stderr").open("wb") as errors:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
+            env=_environment(root), start_new_session=True,
+        )  # fmt: skip
+        try:
+            return _wait(process, folder, target, settings, count, origin)
+        finally:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _wait(
+    process: subprocess.Popen[bytes],
+    folder: Path,
+    target: CompileTarget,
+    settings: CompileSettings,
+    count: int,
+    origin: str,
+) -> int:
+    # The limit is one program's: a new one starts whenever a result appears.
+    started, done = time.monotonic(), 0
+    with _shown(f"compiling for {target.device}", count, settings.progress) as show:
+        while (code := process.poll()) is None:
+            time.sleep(_POLL_S)
+            while done < count and (folder / f"result{done}.json").is_file():
+                started, done = time.monotonic(), done + 1
+                show(done)
+            if time.monotonic() - started > settings.timeout_s:
+                raise CompilerError(
+                    f"the compiler for {target.device} did not end within "
+                    f"{settings.timeout_s:.0f} s",
+                    where=origin,
+                    hint="give it more time with --compile-timeout, or use another lowering",
+                )
+    return code
+
+
+@contextlib.contextmanager
+def _shown(what: str, count: int, show: bool) -> Iterator[Any]:
+    """A bar where a person looks: of one program only that it is at work, and how long."""
+    if not (show and sys.stderr.isatty()):
+        yield lambda done: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(),
+        console=Console(stderr=True), transient=True,
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task(what, total=count if count > 1 else None)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def _results(
+    folder: Path, count: int, origin: str, target: CompileTarget
+) -> Iterator[CompiledModule | LoweringError]:
+    for number in range(count):
+        path = folder / f"result{number}.json"
+        if not path.is_file():
+            return
+        data = json.loads(path.read_text())
+        if data.get("stage") == "start":
+            raise CompilerError(
+                f"the compiler for {target.device} does not start: {_first_line(data['error'])}",
+                hint=f"install it anew: opcast compilers install {target.compiler.platform}",
+            )
+        if "error" in data:
+            yield _refusal(data["error"], origin, target)
+        else:
+            hlo = (folder / f"hlo{number}.txt").read_text()
+            yield CompiledModule(hlo, data["seconds"], data["memory"], data["version"])
+
+
+def _refusal(error: str, origin: str, target: CompileTarget) -> LoweringError:
+    hint = "another lowering, such as --lowering op, works without the compiler"
+    if _DEVICE_MEMORY.search(error):
+        hint = f"it does not fit into the memory of {target.device}: use smaller sizes or more "
+        hint += "devices, or another lowering"
+    what = f"the compiler for {target.device} refuses the program: {_first_line(error)}"
+    return LoweringError(what, where=origin, hint=hint)
+
+
+def _crash(folder: Path, code: int, job: Job, origin: str, target: CompileTarget) -> CompilerError:
+    text = (folder / "stderr").read_text(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if code == -signal.SIGKILL or _OUT_OF_MEMORY.search(text):
+        limit = f"{job.memory_bytes / 2**30:.1f} GiB"
+        return CompilerError(
+            f"the compiler for {target.device} ran out of memory (limit {limit})",
+            where=origin,
+            hint="give it more with --compile-memory, or use another lowering",
+        )
+    how = f"exit code {code}"
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            how = f"signal {signal.Signals(-code).name}"
+    telling = [line for line in lines if re.match(r"F\d{4} |.*(Check failed|Error:)", line)]
+    last = (telling or lines)[-1:]
+    return CompilerError(
+        f"the compiler for {target.device} crashed ({how}){': ' if last else ''}"
+        f"{last[0][:300] if last else ''}",
+        where=origin,
+        hint="use another lowering, such as --lowering op",
+    )
+
+
+def _environment(root: Path) -> dict[str, str]:
+    """This process's own, without what would change the result, with the same packages."""
+    kept = {k: v for k, v in os.environ.items() if k not in _UNSET}
+    paths = [p for p in (*sys.path, str(root.parent)) if p]
+    return {**kept, **_SET, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _memory_limit() -> int:
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return 0
+    return int(0.8 * total)
+
+
+def _first_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[0][:500] if lines else text[:500]
