@@ -82,7 +82,23 @@ def summary(lowered: LoweredProgram, device: DeviceSpec | None) -> dict[str, Any
         "device_memory_bytes": memory,
         "fits": lowered.peak_memory_bytes <= memory if memory else None,
         "notes": lowered.notes,
+        **_cycles(lowered, device),
     }
+
+
+def _cycles(lowered: LoweredProgram, device: DeviceSpec | None) -> dict[str, Any]:
+    """The compiler's own estimate, if it gives one, and how much it leaves out."""
+    kernels = [k for k in lowered.kernels if k.takes_time]
+    cycles = sum(k.cycles * k.multiplicity for k in kernels)
+    if not cycles:
+        return {}
+    found: dict[str, Any] = {
+        "estimated_cycles": cycles,
+        "kernels_without_estimate": sum(not k.cycles for k in kernels),
+    }
+    if device is not None and device.clock_hz:
+        found["estimated_us"] = cycles / device.clock_hz * 1e6
+    return found
 
 
 def _print_summary(data: dict[str, Any]) -> None:
@@ -97,6 +113,12 @@ def _print_summary(data: dict[str, Any]) -> None:
     of = f" of {size(data['device_memory_bytes'])}" if data["device_memory_bytes"] else ""
     peak = size(data["peak_memory_bytes"])
     echo(f"peak memory {peak}{of}{fits} ({data['memory_source']})")
+    if "estimated_cycles" in data:
+        time = f", {data['estimated_us']:.4g} µs" if "estimated_us" in data else ""
+        echo(
+            f"the compiler's own estimate: {data['estimated_cycles']:.4g} cycles{time}, without "
+            f"{data['kernels_without_estimate']} kernels"
+        )
     if data["compile_seconds"]:
         echo(f"compiled in {data['compile_seconds']:.1f} s")
     for note in data["notes"]:

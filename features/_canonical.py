@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any
 
+from ._library_calls import plain_form
 from .ir import Computation, Op, Program, TensorType
 
 #: Attributes that say where, when or for whom an instruction runs, not what it does.
@@ -55,7 +56,8 @@ def canonical_body(op: Op, operands: Iterable[Op], program: Program) -> Program:
         The module, names and attributes canonical: equal work gives an equal module.
     """
     body = Program(name="kernel", entry="main", dialect="hlo")
-    calls = _Calls(program, body)
+    op, operands, added = plain_form(op, list(operands), program)
+    calls = _Calls(program, body, added)
     names = tuple(calls.add(name) for name in op.called)
     entry = Computation("main")
     positions: dict[int, int] = {}
@@ -140,8 +142,9 @@ def _parameter(number: int, like: Op) -> Op:
 class _Calls:
     """Copies called computations under canonical names, callees first."""
 
-    def __init__(self, program: Program, body: Program) -> None:
+    def __init__(self, program: Program, body: Program, added: Computation | None = None) -> None:
         self.program = program
+        self.added = added
         self.body = body
         self.names: dict[str, str] = {}
         self.count = 0
@@ -150,7 +153,8 @@ class _Calls:
         """Copy computation ``name`` and what it calls; returns its new name."""
         if name in self.names:
             return self.names[name]
-        source = self.program.computations[name]
+        is_added = self.added is not None and self.added.name == name
+        source = self.added if is_added and self.added else self.program.computations[name]
         # Parameters come first and in order: their place in the text says nothing.
         order = _parameters_first(source.ops)
         place = {old: new for new, old in enumerate(order)}

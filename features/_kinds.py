@@ -52,7 +52,11 @@ def is_free(op: Op) -> bool:
 
 def is_collective(opcode: str) -> bool:
     """Whether an opcode is a collective, or the start or end of one."""
-    return opcode.removesuffix("-start").removesuffix("-done") in COLLECTIVES
+    return _synchronous(opcode) in COLLECTIVES
+
+
+def _synchronous(opcode: str) -> str:
+    return opcode.removesuffix("-start").removesuffix("-done")
 
 
 def kernel_kind(op: Op, program: Program) -> str:
@@ -73,7 +77,9 @@ def kernel_kind(op: Op, program: Program) -> str:
         return target_kind(str(op.attrs.get("target", "")))
     if opcode in _CONTAINERS and op.called and opcode not in _DIRECT:
         return _fused_kind(op, program)
-    return _DIRECT.get(opcode, "fusion")
+    opcode = _plain(op)
+    # An asynchronous slice, update or gather is of the kind of what it does.
+    return _DIRECT.get(opcode) or _DIRECT.get(_synchronous(opcode), "fusion")
 
 
 def target_kind(target: str) -> str:
@@ -106,9 +112,10 @@ def _fused_kind(op: Op, program: Program) -> str:
         ops = program.computations[name].ops
         for inner in ops:
             code = inner.opcode
-            codes.add(code)
+            codes.add(_plain(inner))
             if code == "custom-call":
-                targets.add(kernel_kind(inner, program))
+                if not is_annotation(inner):
+                    targets.add(kernel_kind(inner, program))
             elif code in ("gather", "scatter"):
                 accessed = max(accessed, inner.type.size if code == "gather" else 1 << 62)
             elif code in ("dynamic-slice", "dynamic-update-slice"):
@@ -125,6 +132,13 @@ def _fused_kind(op: Op, program: Program) -> str:
     if (accessed and accessed >= made) or sliced > made:
         return "gather_scatter"
     return "fusion" if made else "copy"
+
+
+def _plain(op: Op) -> str:
+    """Opcode; of a convolution without spatial dimensions, as TPUs write products, ``dot``."""
+    if op.opcode == "convolution" and len(str(op.attrs.get("dim_labels", "")).split("_")[0]) == 2:
+        return "dot"
+    return op.opcode
 
 
 def _containers(op: Op, program: Program) -> Iterator[str]:

@@ -11,7 +11,7 @@ from .kernel import LoweredProgram
 from .schedule import schedule_from_json, schedule_to_json
 
 #: Raised whenever the same module would give other kernels, so that older data is not used.
-EXTRACTION_VERSION = 1
+EXTRACTION_VERSION = 2
 
 
 def to_data(lowered: LoweredProgram) -> dict[str, Any]:
@@ -25,6 +25,7 @@ def to_data(lowered: LoweredProgram) -> dict[str, Any]:
         "schedule": schedule_to_json(lowered),
         "names": [k.name for k in lowered.kernels],
         "sources": [[s.index for s in k.sources] for k in lowered.kernels],
+        "cycles": [k.cycles for k in lowered.kernels],
     }
 
 
@@ -40,9 +41,10 @@ def from_data(data: Mapping[str, Any], ops: Sequence[Source], hlo: str) -> Lower
         if data["version"] != EXTRACTION_VERSION:
             return None
         lowered = schedule_from_json(data["schedule"], {})
-        rows = zip(lowered.kernels, data["names"], data["sources"], strict=True)
-        for kernel, name, indices in rows:
+        columns = (data["names"], data["sources"], data["cycles"])
+        for kernel, name, indices, cycles in zip(lowered.kernels, *columns, strict=True):
             kernel.name = name
+            kernel.cycles = float(cycles)
             kernel.sources = tuple([ops[i] for i in indices])
     except (DatasetError, KeyError, ValueError, TypeError, IndexError):
         return None

@@ -23,6 +23,10 @@ _GEMM = re.compile(r"cublas\$(?:gemm|lt\$)|onednn\$matmul|triton\$gemm|Matmul|Ma
 _CONV = re.compile(r"(?:cudnn|onednn)\$conv|DnnConv")
 #: Attention and experts of published tables; their quantised products are counted as GEMMs.
 _PUBLISHED = ("opcast.op.attention", "opcast.op.moe")
+#: Sorts by CUB: n · ⌈log2 n⌉ comparisons, as every sort counts.
+_SORT = re.compile(r"cub\$DeviceRadixSort|cub_sort")
+#: Mean, variance, subtraction, scaling by deviation, scale and shift: about eight an element.
+_NORM_FLOPS = 8.0
 _TOP_K = re.compile(r"top_?k", re.IGNORECASE)
 _ROUTINE = re.compile(
     r"potrf|trsm|getrf|geqrf|orgqr|ungqr|syevd?|heevd?|gesdd|gesvdj?|geev|gehrd|gees|sytrd|hetrd"
@@ -44,7 +48,7 @@ _BY_ROUTINE = {name: rule for names, rule in _FACTORISATIONS for name in names.s
 #: Targets that annotate values and run nothing.
 ANNOTATIONS = frozenset((
     "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "AllocateBuffer",
-    "annotate_device_placement", "LayoutConstraint", "AssumeGatherIndicesInBound",
+    "annotate_device_placement", "LayoutConstraint", "AssumeGatherIndicesInBound", "ConcatBitcast",
 ))  # fmt: skip
 
 
@@ -77,6 +81,11 @@ def custom_call_flops(op: Op, operands: Sequence[TensorType]) -> Work:
         return _gemm(op, operands), 0.0
     if _TOP_K.search(target):
         return top_k_flops(operands[0], op.results[0]), 0.0
+    if target.startswith("__cudnn$norm"):
+        return _NORM_FLOPS * operands[0].size, 0.0
+    if _SORT.search(target):
+        n = operands[0].size
+        return float(n * max(0, n - 1).bit_length()), 0.0
     if "fft" in target.lower():
         return _library_fft(op, operands[0]), 0.0
     found = _ROUTINE.search(target)

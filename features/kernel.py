@@ -36,6 +36,7 @@ class Kernel:
         scope: Names of the enclosing loops and branches, outermost first.
         async_role: ``start``, ``done`` or empty.
         async_peer: Position of the matching done or start; -1 if none.
+        cycles: The compiler's own estimate of one execution in cycles (TPU); 0 if it gives none.
         row: Cache of the device-independent feature row.
     """
 
@@ -54,6 +55,7 @@ class Kernel:
     scope: tuple[str, ...] = ()
     async_role: str = ""
     async_peer: int = -1
+    cycles: float = 0.0
     row: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     @property

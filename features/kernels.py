@@ -12,6 +12,7 @@ from .cost import op_cost
 from .ir import Computation, Op, Program, Source
 from .kernel import Kernel
 
+_NO_CYCLES = 2.0**62
 _TAG = re.compile(r"(?:^|/)op(\d+)(?=/|$)")
 
 
@@ -150,6 +151,7 @@ class _Schedule:
         kernel.scope = scope
         kernel.sources = self._sources(op, facts.kind)
         kernel.async_role = _async_role(op.opcode)
+        kernel.cycles = estimated_cycles(op)
         if kernel.async_role == "done":
             self._pair(kernel, position)
         self.kernels.append(kernel)
@@ -251,6 +253,19 @@ def tagged_ops(name: str) -> list[int]:
     """
     found = (_TAG.findall(part) for part in name.split(";"))
     return [int(numbers[-1]) for numbers in found if numbers]
+
+
+def estimated_cycles(op: Op) -> float:
+    """Cycles that the TPU's compiler expects of an instruction; 0 if it does not say."""
+    config = op.attrs.get("backend_config")
+    if not isinstance(config, dict):
+        return 0.0
+    inner = config.get("window_config")
+    found = inner.get("estimated_cycles") if isinstance(inner, dict) else None
+    found = config.get("estimated_cycles", 0) if found is None else found
+    cycles = float(found)
+    # Unknown is written as the largest integer, or as a negative one.
+    return cycles if 0 < cycles < _NO_CYCLES else 0.0
 
 
 def _counted_by_compiler(op: Op) -> bool:

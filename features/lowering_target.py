@@ -9,12 +9,14 @@ from typing import Any
 from ._local_target import LocalTarget
 from ._source_ops import SourceOps
 from ._stored import from_data, to_data
+from ._work_check import work_notes
 from .cache import LoweringCache
 from .compile_process import CompiledModule, CompileSettings, compile_programs
 from .compile_target import CompileTarget, target_of
 from .device import DeviceSpec
 from .hlo import parse_hlo
 from .kernel import LoweredProgram
+from .lowering_op import lower_op
 from .lowering_xla import _as_stablehlo, _unknown_loops, lower_compiled
 from .reader import SourceProgram, TripCounts
 
@@ -66,6 +68,8 @@ def lower_absent(
     program = parse_hlo(compiled.hlo, source.origin)
     settled = not _unknown_loops(program)
     lowered = lower_compiled(program, compiled.hlo, stablehlo, local, meta, trip_counts)
+    devices = prod(device_counts(stablehlo.module))
+    lowered.notes += work_notes(lower_op(stablehlo).kernels, lowered.kernels, devices)
     if cache:
         stored_meta = {**meta, "kernels": to_data(lowered)} if settled else meta
         cache.put(key, compiled.hlo, stored_meta)

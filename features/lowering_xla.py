@@ -12,6 +12,7 @@ from ._local_target import LocalTarget, environment_hash, local_target
 from ._orphans import adopt
 from ._source_ops import SourceOps
 from ._stored import from_data, to_data
+from ._work_check import uncosted_notes
 from .cache import LoweringCache
 from .errors import LoweringError
 from .hlo import parse_hlo
@@ -197,7 +198,7 @@ def lower_compiled(
         compiler=str(meta.get("compiler", "")),
         peak_memory_bytes=stated or peak_memory(program),
         memory_source="compiler" if stated else "liveness",
-        notes=notes,
+        notes=[*notes, *uncosted_notes(kernels)],
         hlo=hlo,
     )
 
