@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .features.quiet import keep_plugins_quiet
+
 if TYPE_CHECKING:
     from .features.dataset import Dataset as Dataset
     from .features.device import DeviceSpec as DeviceSpec
@@ -45,6 +47,8 @@ __all__ = [
     "lower",
     "read_program",
 ]
+
+keep_plugins_quiet()
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 from .device import local_device_name
 from .errors import LoweringError
 from .paths import home
+from .quiet import device_files
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,6 @@ _SETTINGS = (
 _PACKAGES = (
     "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "libtpu",
 )  # fmt: skip
-_DEVICE_FILES = ("nvidia[0-9]*", "accel*", "kfd", "vfio/*")
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,10 @@ def environment_hash() -> str:
     parts += [f"{name}={os.environ.get(name, '')}" for name in _SETTINGS]
     parts += [f"{name}={_version(name)}" for name in _PACKAGES]
     parts.append(str(getattr(jax.config, "jax_platforms", "")))
-    parts += sorted(str(p) for pattern in _DEVICE_FILES for p in Path("/dev").glob(pattern))
+    parts += device_files()
     if hasattr(os, "sched_getaffinity"):
         parts.append(str(len(os.sched_getaffinity(0))))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def accelerator_present() -> bool:
-    """Whether this machine has files of a GPU or TPU, found without starting JAX."""
-    return any(True for pattern in _DEVICE_FILES for _ in Path("/dev").glob(pattern))
 
 
 def _version(package: str) -> str:

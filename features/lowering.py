@@ -9,6 +9,7 @@ from .cache import LoweringCache
 from .device import DeviceSpec, device_slug
 from .errors import DeviceError, LoweringError
 from .kernel import LoweredProgram
+from .quiet import device_files
 from .reader import SourceProgram, TripCounts, read_program
 
 if TYPE_CHECKING:
@@ -88,9 +89,9 @@ def _is_absent(program: SourceProgram, device: DeviceSpec) -> bool:
     """Whether a device needs a compiler of its own: a GPU or TPU that is not JAX's default one."""
     if device.platform not in ("gpu", "tpu") or _is_compiled(program):
         return False
-    from ._local_target import accelerator_present, local_target
+    from ._local_target import local_target
 
-    if not accelerator_present():
+    if not device_files():
         return True
     names = {device_slug(name) for name in (device.name, *device.aliases)}
     return local_target().device not in names

@@ -1,0 +1,42 @@
+"""Keeps compilers of absent devices from disturbing this process.
+
+Where they are installed in the same environment, JAX would load them when it looks for its devices,
+wait for a machine that is not there, and print pages about it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+#: Files by which Linux shows GPUs and TPUs.
+_DEVICE_FILES = ("nvidia[0-9]*", "accel*", "kfd", "vfio/*")
+_PLUGINS = ("jax_plugins", "libtpu")
+
+
+def device_files() -> list[str]:
+    """Files of GPUs and TPUs on this machine, found without starting JAX."""
+    return sorted(str(p) for pattern in _DEVICE_FILES for p in Path("/dev").glob(pattern))
+
+
+def keep_plugins_quiet() -> bool:
+    """Let JAX use the CPU alone if there are plug-ins but nothing that they could run on.
+
+    A choice of the user (``JAX_PLATFORMS``) stays. Called when the package is imported.
+
+    Returns:
+        Whether JAX was told so.
+    """
+    if "JAX_PLATFORMS" in os.environ or "JAX_PLATFORM_NAME" in os.environ:
+        return False
+    if not any(find_spec(name) is not None for name in _PLUGINS) or device_files():
+        return False
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if "jax" in sys.modules:  # it has read its settings already
+        import jax
+
+        if not jax.config.jax_platforms:
+            jax.config.update("jax_platforms", "cpu")
+    return True
