@@ -9,7 +9,6 @@ import os
 import platform
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from pathlib import Path
 
 from .device import local_device_name
 from .errors import LoweringError

@@ -136,10 +136,9 @@ def _run(
     folder: Path, target: CompileTarget, settings: CompileSettings, count: int, origin: str
 ) -> int:
     root = Path(__file__).resolve().parents[1]
-    command = [sys.executable, "-m", f"{__package__}.compile_worker", str(folder)]
     with (folder / "stderr").open("wb") as errors:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
+            _command(folder), stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
             env=_environment(root), start_new_session=True,
         )  # fmt: skip
         try:
@@ -149,6 +148,10 @@ def _run(
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def _command(folder: Path) -> list[str]:
+    return [sys.executable, "-m", f"{__package__}.compile_worker", str(folder)]
 
 
 def _wait(

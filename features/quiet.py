@@ -37,6 +37,6 @@ def keep_plugins_quiet() -> bool:
     if "jax" in sys.modules:  # it has read its settings already
         import jax
 
-        if not jax.config.jax_platforms:
-            jax.config.update("jax_platforms", "cpu")
+        if not getattr(jax.config, "jax_platforms", None):
+            jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
     return True
