@@ -41,6 +41,9 @@ def lower(
     xla_flag: Annotated[
         list[str] | None, typer.Option(help="Option of XLA, NAME=VALUE; may be given again.")
     ] = None,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Compile all layers, even if they are equal.")
+    ] = False,
     cache: Annotated[bool, typer.Option(help="Use the cache of compiled programs.")] = True,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -52,7 +55,8 @@ def lower(
     spec = None if device == "local" else resolve_device(device, {})
     found = lower_program(
         read_program(program), lowering, cache=None if cache else False, device=spec,
-        fallback=fallback, settings=_settings(compile_timeout, compile_memory, xla_flag or []),
+        fallback=fallback,
+        settings=_settings(compile_timeout, compile_memory, xla_flag or [], whole),
     )  # fmt: skip
     if out is not None:
         out.write_text(found.hlo)
@@ -157,7 +161,9 @@ def list_compilers() -> None:
             typer.echo(f"{name}: {found.version} in {found.folder or 'this environment'}")
 
 
-def _settings(timeout_s: float, memory_gib: float, flags: list[str]) -> CompileSettings:
+def _settings(
+    timeout_s: float, memory_gib: float, flags: list[str], whole: bool
+) -> CompileSettings:
     from .features.compile_process import CompileSettings
 
     given: dict[str, Any] = {}
@@ -166,7 +172,7 @@ def _settings(timeout_s: float, memory_gib: float, flags: list[str]) -> CompileS
         if not equals:
             raise typer.BadParameter(f"write --xla-flag NAME=VALUE, not {flag!r}")
         given[name] = _flag_value(value)
-    return CompileSettings(timeout_s, int(memory_gib * 2**30), given)
+    return CompileSettings(timeout_s, int(memory_gib * 2**30), given, repeats=not whole)
 
 
 def _flag_value(text: str) -> str | int | bool | float:

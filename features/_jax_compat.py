@@ -116,13 +116,19 @@ def tag_locations(module: Any) -> Any:
     Compilers hand an op's name on to what they make of it, so that every optimised instruction
     says which ops it came from.
     """
+    copy = copy_module(module)
     with module.context:
-        copy = ir.Module.parse(write_bytecode(module))
         for position, op in enumerate(walk_ops(copy)):
             if position:
                 name = f"op{position}/{op.name.rsplit('.', 1)[-1]}"
                 op.location = ir.Location.name(name, op.location)
     return copy
+
+
+def copy_module(module: Any) -> Any:
+    """A copy in the same context, locations included."""
+    with module.context:
+        return ir.Module.parse(write_bytecode(module))
 
 
 def rename_module(module: Any, name: str) -> None:

@@ -46,12 +46,14 @@ class CompileSettings:
             machine has.
         flags: Options of XLA by name without dashes, on top of the target's own.
         progress: Whether to show that it is at work, if a person looks.
+        repeats: Whether a program of many equal layers is compiled with a few of them.
     """
 
     timeout_s: float = 3600.0
     memory_bytes: int = 0
     flags: Mapping[str, Any] = field(default_factory=dict)
     progress: bool = True
+    repeats: bool = True
 
 
 @dataclass(frozen=True)

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
+from ._jax_compat import module_counts, tag_locations, walk_ops, write_bytecode
 from ._local_target import LocalTarget
 from ._source_ops import SourceOps
 from ._stored import from_data, to_data
 from ._work_check import work_notes
 from .cache import LoweringCache
-from .compile_process import CompiledModule, CompileSettings, compile_programs
+from .compile_process import CompileSettings, compile_programs
 from .compile_target import CompileTarget, target_of
 from .device import DeviceSpec
+from .errors import CompilerError, LoweringError
 from .hlo import parse_hlo
 from .kernel import LoweredProgram
 from .lowering_op import lower_op
+from .lowering_repeats import MIN_LAYERS, extrapolate, shorten
 from .lowering_xla import _as_stablehlo, _unknown_loops, lower_compiled
 from .reader import SourceProgram, TripCounts
+
+logger = logging.getLogger(__name__)
 
 _MESH_AXIS = re.compile(r'"[^"]+"\s*=\s*(\d+)')
 _TILES = re.compile(r"devices=\[([\d,]+)\]")
@@ -51,29 +58,112 @@ def lower_absent(
     stablehlo = _as_stablehlo(source)
     key = _key(stablehlo, target, settings)
     found = cache.get(key) if cache else None
-    local = LocalTarget(target.device, target.compiler.platform, _compiler(target), 1)
+    job = _Job(stablehlo, target, settings, trip_counts)
     if found is not None:
         stored = from_data(found.meta.get("kernels", {}), SourceOps(stablehlo), found.hlo)
-        if stored is not None:
-            return _finish(stored, found.meta, target)
-        program = parse_hlo(found.hlo, source.origin)
-        lowered = lower_compiled(program, found.hlo, stablehlo, local, found.meta, trip_counts)
-        return _finish(lowered, found.meta, target)
-    compiled = _compile(stablehlo, target, settings)
+        if stored is None:
+            stored = job.read(CachedHlo(found.hlo, found.meta))
+        return _finish(stored, found.meta, target)
+    lowered = job.by_layers() if settings.repeats else None
+    lowered = lowered or job.whole()
     meta = {
-        "peak_memory_bytes": compiled.memory.get("peak_memory_in_bytes", 0),
-        "compiler": _compiler(target),
-        "seconds": compiled.seconds,
+        "peak_memory_bytes": lowered.peak_memory_bytes,
+        "compiler": lowered.compiler,
+        "seconds": lowered.compile_seconds,
     }
-    program = parse_hlo(compiled.hlo, source.origin)
-    settled = not _unknown_loops(program)
-    lowered = lower_compiled(program, compiled.hlo, stablehlo, local, meta, trip_counts)
-    devices = prod(device_counts(stablehlo.module))
-    lowered.notes += work_notes(lower_op(stablehlo).kernels, lowered.kernels, devices)
     if cache:
-        stored_meta = {**meta, "kernels": to_data(lowered)} if settled else meta
-        cache.put(key, compiled.hlo, stored_meta)
+        kept = {**meta, "kernels": to_data(lowered)} if job.settled else meta
+        cache.put(key, lowered.hlo, kept)
     return _finish(lowered, meta, target)
+
+
+class CachedHlo(NamedTuple):
+    """A compiled module and what the compiler said of it."""
+
+    hlo: str
+    meta: Mapping[str, Any]
+
+
+class _Job:
+    """One program to be compiled for one target.
+
+    Attributes:
+        settled: Whether the trips of all loops are known without the user.
+    """
+
+    def __init__(
+        self,
+        source: SourceProgram,
+        target: CompileTarget,
+        settings: CompileSettings,
+        trip_counts: TripCounts,
+    ) -> None:
+        self.source = source
+        self.target = target
+        self.settings = settings
+        self.trip_counts = trip_counts
+        self.settled = True
+        self.shape = device_counts(source.module)
+
+    def whole(self) -> LoweredProgram:
+        """Compile the program as it is."""
+        (lowered,) = self._compile([tag_locations(self.source.module)])
+        lowered.notes += self._work_notes(lowered)
+        return lowered
+
+    def by_layers(self) -> LoweredProgram | None:
+        """Compile it with fewer layers, if it has enough equal ones and nothing speaks against."""
+        module, least = self.source.module, MIN_LAYERS[self.target.platform]
+        short = shorten(module, tag_locations(module), least)
+        if short is None:
+            return None
+        try:
+            full, half = self._compile(short.modules)
+        except CompilerError:
+            raise
+        except LoweringError as error:
+            logger.info("the program is compiled whole: with fewer layers %s", error)
+            return None
+        lowered = extrapolate(full, half, short.layers)
+        if not self.settled or (notes := self._work_notes(lowered)):
+            logger.info("the program is compiled whole: %s", notes if self.settled else "loops")
+            self.settled = True
+            return None
+        return lowered
+
+    def read(self, compiled: CachedHlo) -> LoweredProgram:
+        """Kernels of a compiled module."""
+        program = parse_hlo(compiled.hlo, self.source.origin)
+        self.settled &= not _unknown_loops(program)
+        local = LocalTarget(
+            self.target.device, self.target.compiler.platform, _compiler(self.target), 1
+        )
+        lowered = lower_compiled(
+            program, compiled.hlo, self.source, local, compiled.meta, self.trip_counts
+        )
+        lowered.compile_seconds = float(compiled.meta.get("seconds", 0.0))
+        return lowered
+
+    def _compile(self, modules: Sequence[Any]) -> list[LoweredProgram]:
+        programs = [write_bytecode(module) for module in modules]
+        results = compile_programs(
+            programs, [self.shape] * len(programs), self.target, self.settings,
+            origin=self.source.origin,
+        )  # fmt: skip
+        found = []
+        for result in results:
+            if isinstance(result, LoweringError):
+                raise result
+            meta = {
+                "peak_memory_bytes": result.memory.get("peak_memory_in_bytes", 0),
+                "compiler": _compiler(self.target),
+                "seconds": result.seconds,
+            }
+            found.append(self.read(CachedHlo(result.hlo, meta)))
+        return found
+
+    def _work_notes(self, lowered: LoweredProgram) -> list[str]:
+        return work_notes(lower_op(self.source).kernels, lowered.kernels, prod(self.shape))
 
 
 def device_counts(module: Any) -> tuple[int, int]:
@@ -82,8 +172,6 @@ def device_counts(module: Any) -> tuple[int, int]:
     Args:
         module: MLIR module.
     """
-    from ._jax_compat import module_counts, walk_ops
-
     replicas, partitions = module_counts(module)
     if replicas * partitions > 1:
         return replicas, partitions
@@ -102,25 +190,12 @@ def _tiles(text: str) -> list[int]:
     return [prod(map(int, tiles.split(","))) for tiles in _TILES.findall(text)]
 
 
-def _compile(
-    source: SourceProgram, target: CompileTarget, settings: CompileSettings
-) -> CompiledModule:
-    from ._jax_compat import tag_locations, write_bytecode
-
-    program = write_bytecode(tag_locations(source.module))
-    shape = device_counts(source.module)
-    (compiled,) = compile_programs([program], [shape], target, settings, origin=source.origin)
-    if isinstance(compiled, Exception):
-        raise compiled
-    return compiled
-
-
 def _key(source: SourceProgram, target: CompileTarget, settings: CompileSettings) -> str:
     options = sorted((name, repr(value)) for name, value in settings.flags.items())
     described = target.config or target.architecture
     return LoweringCache.key(
         source.content_hash, described, target.compiler.version, repr(options),
-        str(target.devices_per_node), "xla-absent",
+        str(target.devices_per_node), f"xla-absent repeats={settings.repeats}",
     )  # fmt: skip
 
 
@@ -128,7 +203,9 @@ def _compiler(target: CompileTarget) -> str:
     return f"xla {target.compiler.version} for {target.architecture}"
 
 
-def _finish(lowered: LoweredProgram, meta: dict[str, Any], target: CompileTarget) -> LoweredProgram:
+def _finish(
+    lowered: LoweredProgram, meta: Mapping[str, Any], target: CompileTarget
+) -> LoweredProgram:
     lowered.target = target.device
     lowered.compile_seconds = float(meta.get("seconds", 0.0))
     lowered.notes += [note for note in target.notes if note not in lowered.notes]
