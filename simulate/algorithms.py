@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from ..features.errors import DeviceError
 from .algorithms_dim import IN_DIMENSION, Cost, flow_rate, leaves
@@ -141,6 +142,13 @@ def dims_cost(
     return min(found, key=lambda c: c.total)
 
 
+def fitting_algorithms(
+    kind: str, size: float, dims: tuple[Dimension, ...]
+) -> list[tuple[str, float]]:
+    """Algorithms that do ``kind`` over ``dims``, each with its seconds without launch cost."""
+    return [(name, sum(cost)) for name, cost in _candidates(kind, size, dims)]
+
+
 def _candidates(kind: str, size: float, dims: tuple[Dimension, ...]) -> Iterator[tuple[str, Cost]]:
     if kind in _POINT_TO_POINT:
         yield "direct", _neighbour(size, dims)
@@ -161,18 +169,15 @@ def _neighbour(size: float, dims: tuple[Dimension, ...]) -> Cost:
     """From each rank to the next: every latency on the way, and the slowest of the links.
 
     A message takes one link of a ring, of a torus's axis or of a fully connected dimension, and the
-    whole port of a switch; all ranks of a leaf may send to the spine at once.
+    whole port of a switch.
     """
-    latency = sum(d.latency * (2 if leaves(d) > 1 else 1) for d in dims)
-    return latency, size / min(_link_rate(d) for d in dims)
+    axes = [ring for d in dims for ring in d.rings() if ring.size > 1]
+    latency = sum(d.latency * (2 if leaves(d) > 1 else 1) for d in axes)
+    return latency, size / min(_link_rate(d) for d in axes)
 
 
 def _link_rate(dim: Dimension) -> float:
-    if dim.kind == "fully_connected":
-        return dim.rate / max(dim.size - 1, 1)
-    if dim.kind in ("ring", "torus"):
-        return min(ring.rate / (1 if ring.size == 2 else 2) for ring in dim.rings())
-    return dim.rate / (dim.oversubscription if leaves(dim) > 1 else 1.0)
+    return dim.rate / 2 if dim.kind == "ring" and dim.size > 2 else flow_rate(dim)
 
 
 def hierarchical(kind: str, size: float, dims: tuple[Dimension, ...]) -> Cost:
@@ -211,9 +216,10 @@ def multi_ring(kind: str, size: float, dims: tuple[Dimension, ...]) -> Cost | No
     """Rings over all ranks of two switched dimensions, one for each rank of a box.
 
     Each of the ``g`` rings takes ``1/g`` of the bytes and leaves a box by another rank, so that all
-    network ports are busy; ``n = g N`` ranks in all, messages of ``m`` bytes. Three bounds, of which
-    the largest holds: the port to the network sends ``n-1`` messages, the port inside ``(g-1)(n-1)``,
-    and a message passes ``n-1`` ranks, ``N`` times between boxes (rings as in [P] of
+    network ports are busy; ``n = g N`` ranks in all, messages of ``m`` bytes. Three bounds, of
+    which the largest holds: the port to the network sends ``n-1`` messages, the port inside
+    ``(g-1)(n-1)``, and a message passes ``n-1`` ranks, every ``g``-th time between boxes; one that
+    begins farthest from the network waits there for those ahead of it (rings as in [P] of
     ``algorithms_dim``; ports as NVIDIA's *NCCL* forms its channels).
     """
     if len(dims) != 2 or any(d.kind not in ("switch", "fat_tree") for d in dims):
@@ -223,25 +229,41 @@ def multi_ring(kind: str, size: float, dims: tuple[Dimension, ...]) -> Cost | No
     inner, outer = dims
     g, n = inner.size, inner.size * outer.size
     message = (size if kind == "all_gather" else size / n) / g
-    passes = 2 if kind == "all_reduce" else 1
-    far, port = outer.size, flow_rate(outer)
-    spine = min(leaves(outer), far) if leaves(outer) > 1 else 0
-    latency = passes * ((n - 1 - far) * inner.latency + (far + spine) * outer.latency)
-    serial = passes * (n - 1) * max(message / port, (g - 1) * message / inner.rate)
-    travel = passes * ((n - 1 - far) * message / inner.rate + far * message / port)
-    if serial >= latency + travel:
-        return 0.0, serial
-    return latency, max(serial - latency, travel)
+    edges, port = (2 if kind == "all_reduce" else 1) * (n - 1), flow_rate(outer)
+    inside, step = message / inner.rate, inner.latency + message / inner.rate
+    across = message / port
+    hop = outer.latency * (2 if leaves(outer) > 1 else 1)
+    spine = leaves(outer) / outer.size if leaves(outer) > 1 else 0.0
+    serial = edges * max(across, (g - 1) * inside) + hop
+    ways: list[Cost] = []
+    for away in {0, g - 1}:
+        far = (edges - away - 1) // g + 1 if edges > away else 0
+        latency = (edges - far) * inner.latency + (far + ceil(far * spine)) * outer.latency
+        wait = away * max(across - step, 0.0)
+        ways.append((latency, max((edges - far) * inside + far * across + wait, serial - latency)))
+    return max(ways, key=sum)
 
 
 def direct_over(kind: str, size: float, dims: tuple[Dimension, ...]) -> Cost | None:
     """All-to-all at once: inside to the rank with the same number as the receiver, then across.
 
-    Every switched dimension carries all blocks whose receiver differs in it, at the same time:
-    ``max((n_d - 1)/n_d b / B_d)``, as each one's :func:`~.algorithms_dim.direct`.
+    Every switched dimension carries all blocks whose receiver differs in it, at the same time, each
+    as in :func:`~.algorithms_dim.direct`; the outermost begins with blocks that it alone carries.
     """
     if kind != "all_to_all" or any(d.kind not in ("switch", "fat_tree") for d in dims):
         return None
-    costs = [IN_DIMENSION["direct"](kind, d, size) for d in dims]
-    known = [c for c in costs if c is not None]
-    return sum(c[0] for c in known), max(c[1] for c in known)
+    known = [c for d in dims if (c := IN_DIMENSION["direct"](kind, d, size)) is not None]
+    latency = sum(c[0] for c in known)
+    inside = max(c[1] for c in known[:-1])
+    return latency, max(inside, sum(known[-1]) - latency)
+
+
+def ring_seat(ring: int, place: int, per_box: int) -> int:
+    """Rank at a place of ring number ``ring`` of :func:`multi_ring`.
+
+    Even boxes are passed upwards from rank ``ring``, odd ones downwards from the rank before it, so
+    that a ring enters the next box at the rank with the same number.
+    """
+    box, step = divmod(place, per_box)
+    inside = ring + step if box % 2 == 0 else ring - 1 - step
+    return box * per_box + inside % per_box

@@ -16,20 +16,24 @@ Geijn, *Collective communication: theory, practice, and experience*, CCPE 19 (20
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from math import ceil, log2
 
 from .topology import Dimension
 
 #: Seconds that do not depend on the bytes, and seconds that do.
 Cost = tuple[float, float]
-#: A pipeline cuts a buffer into chunks of this many bytes, into at most :data:`MOST_CHUNKS`.
-CHUNK_BYTES = 65536.0
+#: A pipeline cuts a buffer into chunks of this many bytes (a slot of NCCL's buffer: an eighth of
+#: 4 MiB), into at most :data:`MOST_CHUNKS`; below :data:`LEAST_CHUNKS` it is not worth it.
+CHUNK_BYTES = 2.0**19
 MOST_CHUNKS = 64
+LEAST_CHUNKS = 4
 
 
 def chunk_count(size: float) -> int:
     """Chunks into which a pipeline cuts ``size`` bytes."""
-    return min(max(ceil(size / CHUNK_BYTES), 1), MOST_CHUNKS)
+    chunks = min(ceil(size / CHUNK_BYTES), MOST_CHUNKS)
+    return chunks if chunks >= LEAST_CHUNKS else 1
 
 
 def leaves(dim: Dimension) -> int:
@@ -55,10 +59,15 @@ def flow_rate(dim: Dimension) -> float:
     return dim.rate
 
 
-def _ring_latency(dim: Dimension) -> float:
-    """``n - 1`` steps; those between leaves of a fat tree take twice as long."""
-    far = min(leaves(dim), dim.size - 1) if leaves(dim) > 1 else 0
-    return (dim.size - 1 + far) * dim.latency
+def _path_latency(dim: Dimension, edges: int) -> float:
+    """Of a message over ``edges`` neighbours in a row, from where most lie between leaves.
+
+    An edge between leaves of a fat tree takes twice as long; every ``radix``-th one is one.
+    """
+    if leaves(dim) == 1:
+        return edges * dim.latency
+    whole, rest = divmod(edges, dim.size)
+    return (edges + whole * leaves(dim) + ceil(rest / dim.radix)) * dim.latency
 
 
 def ring(kind: str, dim: Dimension, size: float) -> Cost | None:
@@ -71,13 +80,12 @@ def ring(kind: str, dim: Dimension, size: float) -> Cost | None:
       at distance ``k`` or more; ``floor(n/2) a + floor(n^2/4) b/n / B``, the load of its links.
     """
     n, rate = dim.size, flow_rate(dim)
-    latency = _ring_latency(dim)
     if kind in ("all_gather", "reduce_scatter", "all_reduce"):
-        passes = 2 if kind == "all_reduce" else 1
-        moved = (n - 1) * shard_bytes(kind, dim, size) / rate
-        return passes * latency, passes * moved
+        steps = (2 if kind == "all_reduce" else 1) * (n - 1)
+        return _path_latency(dim, steps), steps * shard_bytes(kind, dim, size) / rate
     if kind == "broadcast":
         chunks = chunk_count(size)
+        latency = (n - 1 + leaves(dim) - 1) * dim.latency
         return latency, (n - 2 + chunks) / chunks * size / rate
     if kind == "all_to_all" and dim.kind == "ring":
         return n // 2 * dim.latency, (n * n // 4) * size / n / rate
@@ -90,7 +98,8 @@ def direct(kind: str, dim: Dimension, size: float) -> Cost | None:
     All-gather ``a + (n-1) b / B``, reduce-scatter and all-to-all ``a + (n-1)/n b / B``, all-reduce
     as reduce-scatter and all-gather, broadcast ``a + (n-1) b / B`` from the root's links [T, long
     messages; C]. Between leaves of a fat tree with ``r`` ranks each, the links to the spine take
-    ``(n-r) oversubscription`` blocks of time where a rank's own take ``n-1``.
+    ``(n-r) oversubscription`` blocks of time where a rank's own take ``n-1``; ranks that have their
+    sums early then gain a block, or a latency if that is less.
     """
     n = dim.size
     if dim.kind in ("ring", "torus") or kind not in DIRECT_KINDS:
@@ -98,10 +107,15 @@ def direct(kind: str, dim: Dimension, size: float) -> Cost | None:
     far = leaves(dim) > 1
     step = dim.latency * (2 if far else 1)
     if kind == "broadcast":
-        return step, (n - 1) * size / dim.rate
+        rate = dim.rate if dim.kind == "fully_connected" else flow_rate(dim)
+        return step, (n - 1) * size / rate
     blocks = max(n - 1.0, (n - dim.radix) * dim.oversubscription if far else 0.0)
-    moved = blocks * shard_bytes(kind, dim, size) / dim.rate
-    return (2 * step, 2 * moved) if kind == "all_reduce" else (step, moved)
+    block = shard_bytes(kind, dim, size) / dim.rate
+    if kind != "all_reduce":
+        return step, blocks * block
+    if dim.oversubscription == 1 or not far or dim.radix == 1:
+        return 2 * step, 2 * blocks * block
+    return 2 * step, max((2 * blocks - 1) * block, 2 * blocks * block - dim.latency)
 
 
 #: What :func:`direct` does.
@@ -114,23 +128,60 @@ def one_shot(kind: str, dim: Dimension, size: float) -> Cost | None:
 
 
 def tree(kind: str, dim: Dimension, size: float) -> Cost | None:
-    """Trees.
+    """Trees, on switches and fat trees that are not oversubscribed.
 
     - Broadcast along a binomial tree: ``ceil(log2 n) (a + b / B)`` [T].
-    - All-reduce along two binary trees with half of the bytes each; a rank that has children in one
-      is a leaf in the other [S]. In a step, each rank sends and receives one chunk of both halves
-      upwards, later downwards: with ``h = ceil(log2 n)`` levels ``2 h a + 2 (c+h-1)/c b / B``.
+    - All-reduce along two binary trees with half of the bytes each, up and down; a rank that has
+      children in one is a leaf in the other, so that all send and receive alike [S]. With ``h =
+      ceil(log2 n)`` levels ``2 h a + (2c+2h-3)/c b / B``. In a fat tree the way with most latencies
+      is not the one with most children, which gains half a chunk or a latency.
     """
     levels = ceil(log2(dim.size))
-    if dim.kind not in ("switch", "fat_tree"):
+    if dim.kind not in ("switch", "fat_tree") or dim.oversubscription > 1:
         return None
-    step = dim.latency * (2 if leaves(dim) > 1 else 1)
     if kind == "broadcast":
-        return levels * step, levels * size / dim.rate
-    if kind == "all_reduce":
+        far = levels - int(log2(dim.radix)) if leaves(dim) > 1 else 0
+        return (levels + far) * dim.latency, levels * size / dim.rate
+    if kind == "all_reduce" and dim.size > 3:
         chunks = chunk_count(size)
-        return 2 * levels * step, 2 * (chunks + levels - 1) / chunks * size / dim.rate
+        filled = (2 * chunks + 2 * levels - 3) * size / chunks / dim.rate
+        gained = min(dim.latency, size / chunks / dim.rate / 2) if leaves(dim) > 1 else 0.0
+        return 2 * _climb(dim.size, dim.radix) * dim.latency - gained, filled
     return None
+
+
+@cache
+def _climb(n: int, radix: int) -> int:
+    """Latencies from the lowest leaf of :func:`binary_tree` to its root, two between switches."""
+    parents, worst = binary_tree(n), 0
+    for shift in (0, 1):
+        for place in range(n):
+            total, at = 0, place
+            while parents[at] >= 0:
+                a, b = ((p + shift) % n for p in (at, parents[at]))
+                total += 2 if radix and a // radix != b // radix else 1
+                at = parents[at]
+            worst = max(worst, total)
+    return worst
+
+
+def binary_tree(n: int) -> list[int]:
+    """Parents of ``n`` places, -1 for the root: place ``n-1`` above an in-order binary tree.
+
+    Places with even numbers below ``n-1`` have no children; moved on by one, the tree has its leaves
+    where the other one has none [S].
+    """
+    parents = [-1] * n
+
+    def grow(low: int, high: int, parent: int) -> None:
+        if low < high:
+            middle = low + (1 << ((high - low).bit_length() - 1)) - 1
+            parents[middle] = parent
+            grow(low, middle, middle)
+            grow(middle + 1, high, middle)
+
+    grow(0, n - 1, n - 1)
+    return parents
 
 
 def halving_doubling(kind: str, dim: Dimension, size: float) -> Cost | None:
@@ -138,18 +189,17 @@ def halving_doubling(kind: str, dim: Dimension, size: float) -> Cost | None:
 
     Reduce-scatter exchanges ``b/2`` with the nearest partner, then ``b/4`` at twice the distance,
     and so on; all-gather goes the other way; all-reduce is both: ``2 log2(n) a + 2 (n-1)/n b / B``
-    on a switch. A fully connected dimension has one of its ``n-1`` links in use at a time; far
-    steps share the links to a fat tree's spine.
+    on a switch. A fully connected dimension has one of its ``n-1`` links in use at a time; on
+    oversubscribed trees the partners would queue, and this is not offered.
     """
     n = dim.size
     whole = {"all_reduce": size, "reduce_scatter": size, "all_gather": n * size}.get(kind)
-    if whole is None or n & (n - 1) or dim.kind in ("ring", "torus"):
+    if whole is None or n & (n - 1) or dim.kind in ("ring", "torus") or dim.oversubscription > 1:
         return None
     latency, moved, distance = 0.0, 0.0, 1
     while distance < n:
         near = leaves(dim) == 1 or distance < dim.radix
-        rate = dim.rate / (1.0 if near else dim.oversubscription)
-        rate = rate / (n - 1) if dim.kind == "fully_connected" else rate
+        rate = dim.rate / (n - 1) if dim.kind == "fully_connected" else dim.rate
         latency += dim.latency * (1 if near else 2)
         moved += whole / (2 * distance) / rate
         distance *= 2
@@ -164,14 +214,14 @@ def in_network(kind: str, dim: Dimension, size: float) -> Cost | None:
       times of a chunk on each link in a row ``s_i``: ``sum s_i + (c-1) max s_i`` and one latency
       through the tree.
     - ``multicast``: each rank owns ``1/n`` of the buffer, reads the sum of it from the switch, and
-      writes it to all through the switch; a link carries ``b`` and ``b/n`` each way:
-      ``2 a + (1 + 1/n) b / B``, plus one chunk to fill (Ishii and Wells, *The NVLink-Network
-      Switch*, Hot Chips 34, 2022).
+      writes it to all through the switch, so that a link carries ``b`` and ``b/n`` each way. With
+      chunks of ``m = b/c`` bytes, writes of one beside reads of the next: ``2 a + (1 + 1/n) (c+1)
+      m/B``, and for one chunk the later of its first and last owner, ``max(a + (2 + 1/n) m/B, 2 a +
+      (1 + 3/n) m/B)`` (Ishii and Wells, *The NVLink-Network Switch*, Hot Chips 34, 2022).
     """
-    chunks = chunk_count(size)
     if kind == "all_reduce" and dim.reduction == "multicast":
-        fill = (chunks + 1) / chunks
-        return 2 * dim.latency, fill * (1 + 1 / dim.size) * size / dim.rate
+        return _multicast(dim, size)
+    chunks = chunk_count(size)
     if kind not in ("all_reduce", "broadcast") or dim.reduction != "tree":
         return None
     chunk = size / chunks
@@ -182,21 +232,28 @@ def in_network(kind: str, dim: Dimension, size: float) -> Cost | None:
     return latency, sum(stages) + (chunks - 1) * max(stages)
 
 
+def _multicast(dim: Dimension, size: float) -> Cost:
+    chunks, own = chunk_count(size), 1 / dim.size
+    time = size / chunks / dim.rate
+    if chunks > 1:
+        return 2 * dim.latency, (1 + own) * (chunks + 1) * time
+    first, last = (dim.latency, (2 + own) * time), (2 * dim.latency, (1 + 3 * own) * time)
+    return max(first, last, key=sum)
+
+
 def scatter_gather(kind: str, dim: Dimension, size: float) -> Cost | None:
     """Broadcast of long messages: scatter, then direct all-gather; ``2 a + 2 (n-1)/n b / B`` [C]."""
     gather = direct("all_gather", dim, size / dim.size)
-    if kind != "broadcast" or gather is None:
+    if kind != "broadcast" or gather is None or leaves(dim) > 1:
         return None
-    far = leaves(dim) > 1
-    scatter = (dim.size - 1) * size / dim.size / dim.rate
-    return gather[0] + dim.latency * (2 if far else 1), gather[1] + scatter
+    return 2 * gather[0], 2 * gather[1]
 
 
 def torus(kind: str, dim: Dimension, size: float) -> Cost | None:
     """Rings along all axes at once: part ``p`` of the bytes takes the axes in turn from ``p`` on.
 
     With ``d`` axes there are ``d`` parts, so that every link is busy; a phase takes as long as its
-    longest part. All-reduce is reduce-scatter and then all-gather; in a cube, both together reach
+    longest part. A broadcast takes one axis after the other. All-reduce is reduce-scatter and then all-gather; in a cube, both together reach
     the bound ``2 (n-1)/n b / B`` (Jain, Sabharwal, *Optimal bucket algorithms for large MPI
     collectives on torus interconnects*, ICS 2010).
     """
@@ -206,6 +263,8 @@ def torus(kind: str, dim: Dimension, size: float) -> Cost | None:
         halves = torus("reduce_scatter", dim, size), torus("all_gather", dim, size / dim.size)
         return _sum([h for h in halves if h])
     rings, axes = dim.rings(), len(dim.axes)
+    if kind == "broadcast":
+        return _sum([c for r in rings if r.size > 1 and (c := ring(kind, r, size))])
     own = [size / axes] * axes
     total: Cost = (0.0, 0.0)
     for phase in range(axes):

@@ -133,7 +133,7 @@ def _from_astra(data: dict[str, Any], where: str) -> Topology:
         what = f"{', '.join(_ASTRA_KEYS)} must be lists with an entry for each dimension"
         raise DeviceError(what, where=where)
     dims = []
-    for i, (kind, size, speed, delay) in enumerate(zip(*lists, strict=True)):  # type: ignore[arg-type]
+    for i, (kind, size, speed, delay) in enumerate(zip(*lists, strict=True)):
         at = f"{where}: dimension {i}"
         if kind not in _ASTRA_KINDS:
             hint = f"one of {', '.join(_ASTRA_KINDS)}"
