@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from . import cli_lower
+from . import cli_cluster
 
 if TYPE_CHECKING:
     from .predict.predictor import Predictor
@@ -26,6 +27,7 @@ zoo_app = typer.Typer(no_args_is_help=True, help="Workloads of the zoo.", rich_m
 data_app = typer.Typer(no_args_is_help=True, help="Datasets.", rich_markup_mode=None)
 app.add_typer(zoo_app, name="zoo")
 app.add_typer(data_app, name="data")
+cli_cluster.register(app)
 
 Out = Annotated[Path, typer.Option("--out", help="Folder or file to write.")]
 Data = Annotated[list[Path], typer.Option("--data", help="Dataset folder; may be given again.")]

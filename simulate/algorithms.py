@@ -5,18 +5,18 @@ follow each other, and the bytes over the bandwidth of what limits. Formulas ins
 are in ``algorithms_dim``, over several dimensions here.
 
 **Bytes** are what *each rank puts in*: the whole buffer for ``all_reduce``, ``reduce_scatter``,
-``all_to_all`` (all blocks, its own included), ``broadcast`` (the root's), ``collective_permute`` and
-``send_recv``; one rank's share for ``all_gather``.
+``all_to_all`` (all blocks, its own included), ``broadcast`` (the root's), ``collective_permute``
+and ``send_recv``; one rank's share for ``all_gather``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 
 from ..features.errors import DeviceError
-from .algorithms_dim import IN_DIMENSION, Cost, flow_rate, leaves
+from .algorithms_dim import IN_DIMENSION, Cost, allowed, fastest, flow_rate, leaves
 from .topology import Cluster, Dimension, Topology
 
 #: Collectives that can be estimated.
@@ -128,10 +128,12 @@ def dims_cost(
     if not dims:
         return CollectiveCost("none", 0.0, 0.0, 0.0)
     launch = max(d.launch for d in dims)
+    alone = len(dims) == 1 and kind not in _POINT_TO_POINT
+    taken = set(allowed(kind, dims[0], size)) if alone and algorithm == "auto" else {algorithm}
     found = [
         CollectiveCost(name, launch, *cost)
         for name, cost in _candidates(kind, size, dims)
-        if algorithm in ("auto", name) or kind in _POINT_TO_POINT
+        if name in taken or (algorithm == "auto" and not alone) or kind in _POINT_TO_POINT
     ]
     if not found:
         fitting = sorted({name for name, _ in _candidates(kind, size, dims)})
@@ -192,24 +194,19 @@ def hierarchical(kind: str, size: float, dims: tuple[Dimension, ...]) -> Cost:
     if kind == "all_reduce":
         left = size
         for dim in dims[:-1]:
-            parts.append(_best("reduce_scatter", dim, left))
+            parts.append(fastest("reduce_scatter", dim, left)[1])
             left /= dim.size
-        parts.append(_best("all_reduce", dims[-1], left))
+        parts.append(fastest("all_reduce", dims[-1], left)[1])
         for dim in reversed(dims[:-1]):
-            parts.append(_best("all_gather", dim, left))
+            parts.append(fastest("all_gather", dim, left)[1])
             left *= dim.size
     else:
         inwards = kind in ("all_gather", "broadcast")
         growth = {"all_gather": 1, "reduce_scatter": -1}.get(kind, 0)
         for dim in reversed(dims) if inwards else dims:
-            parts.append(_best(kind, dim, size))
+            parts.append(fastest(kind, dim, size)[1])
             size *= float(dim.size) ** growth
     return sum(p[0] for p in parts), sum(p[1] for p in parts)
-
-
-def _best(kind: str, dim: Dimension, size: float) -> Cost:
-    costs = (cost(kind, dim, size) for cost in IN_DIMENSION.values())
-    return min((c for c in costs if c is not None), key=sum)
 
 
 def multi_ring(kind: str, size: float, dims: tuple[Dimension, ...]) -> Cost | None:
@@ -248,14 +245,16 @@ def direct_over(kind: str, size: float, dims: tuple[Dimension, ...]) -> Cost | N
     """All-to-all at once: inside to the rank with the same number as the receiver, then across.
 
     Every switched dimension carries all blocks whose receiver differs in it, at the same time, each
-    as in :func:`~.algorithms_dim.direct`; the outermost begins with blocks that it alone carries.
+    as in :func:`~.algorithms_dim.direct`; the outermost begins with the blocks that it alone
+    carries, and is idle if those from inside are not there yet when it has sent them.
     """
     if kind != "all_to_all" or any(d.kind not in ("switch", "fat_tree") for d in dims):
         return None
     known = [c for d in dims if (c := IN_DIMENSION["direct"](kind, d, size)) is not None]
-    latency = sum(c[0] for c in known)
-    inside = max(c[1] for c in known[:-1])
-    return latency, max(inside, sum(known[-1]) - latency)
+    inside = sum(c[0] for c in known[:-1])
+    alone = known[-1][1] * dims[-1].size / prod(d.size for d in dims)
+    latency, idle = inside + known[-1][0], max(inside - alone, 0.0)
+    return latency, max(*(c[1] for c in known[:-1]), known[-1][1] + idle - inside)
 
 
 def ring_seat(ring: int, place: int, per_box: int) -> int:

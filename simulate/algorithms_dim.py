@@ -168,8 +168,8 @@ def _climb(n: int, radix: int) -> int:
 def binary_tree(n: int) -> list[int]:
     """Parents of ``n`` places, -1 for the root: place ``n-1`` above an in-order binary tree.
 
-    Places with even numbers below ``n-1`` have no children; moved on by one, the tree has its leaves
-    where the other one has none [S].
+    Places with even numbers below ``n-1`` have no children; moved on by one, the tree has its
+    leaves where the other one has none [S].
     """
     parents = [-1] * n
 
@@ -242,7 +242,7 @@ def _multicast(dim: Dimension, size: float) -> Cost:
 
 
 def scatter_gather(kind: str, dim: Dimension, size: float) -> Cost | None:
-    """Broadcast of long messages: scatter, then direct all-gather; ``2 a + 2 (n-1)/n b / B`` [C]."""
+    """Broadcast of long messages: scatter, direct all-gather; ``2 a + 2 (n-1)/n b / B`` [C]."""
     gather = direct("all_gather", dim, size / dim.size)
     if kind != "broadcast" or gather is None or leaves(dim) > 1:
         return None
@@ -253,9 +253,9 @@ def torus(kind: str, dim: Dimension, size: float) -> Cost | None:
     """Rings along all axes at once: part ``p`` of the bytes takes the axes in turn from ``p`` on.
 
     With ``d`` axes there are ``d`` parts, so that every link is busy; a phase takes as long as its
-    longest part. A broadcast takes one axis after the other. All-reduce is reduce-scatter and then all-gather; in a cube, both together reach
-    the bound ``2 (n-1)/n b / B`` (Jain, Sabharwal, *Optimal bucket algorithms for large MPI
-    collectives on torus interconnects*, ICS 2010).
+    longest part. A broadcast takes one axis after the other. All-reduce is reduce-scatter and then
+    all-gather; in a cube, both together reach the bound ``2 (n-1)/n b / B`` (Jain, Sabharwal,
+    *Optimal bucket algorithms for large MPI collectives on torus interconnects*, ICS 2010).
     """
     if dim.kind != "torus":
         return ring(kind, dim, size)
@@ -298,3 +298,16 @@ IN_DIMENSION: dict[str, Callable[[str, Dimension, float], Cost | None]] = {
     "scatter_gather": scatter_gather,
     "in_network": in_network,
 }
+
+
+def allowed(kind: str, dim: Dimension, size: float) -> dict[str, Cost]:
+    """Costs of the algorithms that the dimension's library takes for ``kind``, by name."""
+    every = {name: cost(kind, dim, size) for name, cost in IN_DIMENSION.items()}
+    found = {name: cost for name, cost in every.items() if cost is not None}
+    own = {name: cost for name, cost in found.items() if name in dim.algorithms}
+    return own or found
+
+
+def fastest(kind: str, dim: Dimension, size: float) -> tuple[str, Cost]:
+    """The fastest of :func:`allowed`, and its cost."""
+    return min(allowed(kind, dim, size).items(), key=lambda item: sum(item[1]))

@@ -1,9 +1,9 @@
 """The catalogue of clusters: a name comes in, devices and their links go out.
 
 ``<device>-x<n>`` is ``n`` devices of one box or slice, such as ``h100-sxm-x4`` and ``tpu-v3-x8``;
-``dgx-<gpu>-x<total>`` is several boxes over InfiniBand, such as ``dgx-h100-x128``. Both follow rules
-that are data (``simulate/clusters/*.yaml``), with a source for every figure. The figures of links
-inside a box are those of the device file.
+``dgx-<gpu>-x<total>`` is several boxes over InfiniBand, such as ``dgx-h100-x128``. Both follow
+rules that are data (``simulate/clusters/*.yaml``), with a source for every figure. The figures of
+links inside a box are those of the device file.
 """
 
 from __future__ import annotations
@@ -129,6 +129,7 @@ def _box_dimension(
     dim = Dimension(
         rule["kind"], count, bandwidth, rule["latency_us"] * 1e-6, rule["launch_us"] * 1e-6,
         efficiency=rule["efficiency"], name=rule["name"],
+        algorithms=tuple(rule.get("algorithms", ())),
     )  # fmt: skip
     return dim, _sources(rule, rule["name"], device, rule["bandwidth"])
 
@@ -164,7 +165,8 @@ def _boxes(gpu: str, total: int, name: str) -> Cluster:
 
 
 def _network(boxes: int, rule: dict[str, Any]) -> Dimension:
-    fields = {field: rule[key] * si for key, (field, si) in _FIGURES.items()}
+    fields: dict[str, Any] = {field: rule[key] * si for key, (field, si) in _FIGURES.items()}
+    fields["algorithms"] = tuple(rule["algorithms"])
     radix = max(n for n in range(1, rule["radix"] + 1) if boxes % n == 0)
     if boxes <= rule["radix"]:
         return Dimension("switch", boxes, name="infiniband", **fields)

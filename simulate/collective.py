@@ -10,7 +10,7 @@ and clock. The parameters that ship with the package are made by
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,13 @@ import numpy as np
 import pandas as pd
 
 from ..features.errors import DatasetError, ModelError
+from .collective_cluster import CollectiveEstimate, estimate_collective
 from .collective_curve import PARAMETERS
 from .collective_fit import CurveTree, fit_tree, refine_tree
 from .collective_intervals import Intervals
 from .collective_table import CollectiveTable, collective_table
 from .links import Links
+from .topology import Cluster
 
 #: Format of the file that :meth:`CollectiveModel.save` writes.
 FORMAT = 1
@@ -50,6 +52,9 @@ class CollectiveModel:
     intervals: Intervals = field(default_factory=Intervals)
     calibrated_machines: tuple[str, ...] = ()
     provenance: dict[str, Any] = field(default_factory=dict)
+    _answers: dict[Any, CollectiveEstimate] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def predict(self, frame: pd.DataFrame, find: FindLinks) -> pd.DataFrame:
         """Latencies of collectives.
@@ -78,6 +83,39 @@ class CollectiveModel:
         }
         return pd.DataFrame(columns, index=frame.index)
 
+    def latency(
+        self,
+        collective: str,
+        bytes_per_rank: float,
+        group: Sequence[int] | int,
+        cluster: Cluster,
+        backend: str = "nccl",
+    ) -> float:
+        """Seconds of a collective on a cluster: the latency of :meth:`estimate`."""
+        return self.estimate(collective, bytes_per_rank, group, cluster, backend).latency
+
+    def estimate(
+        self,
+        collective: str,
+        bytes_per_rank: float,
+        group: Sequence[int] | int,
+        cluster: Cluster,
+        backend: str = "nccl",
+        algorithm: str = "auto",
+        skew: float = 1.0,
+    ) -> CollectiveEstimate:
+        """A collective on a cluster, by curves where they apply, else by formulas.
+
+        Arguments are those of :func:`~.collective_cluster.estimate_collective`; answers are kept.
+        """
+        ranks = group if isinstance(group, int | range) else tuple(int(r) for r in group)
+        key = (collective, bytes_per_rank, ranks, cluster, backend, algorithm, skew)
+        if key not in self._answers:
+            self._answers[key] = estimate_collective(
+                self, collective, bytes_per_rank, ranks, cluster, backend, algorithm, skew
+            )
+        return self._answers[key]
+
     def calibrated(self, rows: pd.DataFrame, find: FindLinks) -> CollectiveModel:
         """A model that also knows the machines of measured ``rows`` (with ``latency_us``)."""
         table, latency = measured_table(rows, find)
@@ -96,6 +134,10 @@ class CollectiveModel:
             "format": FORMAT,
             "parameters": PARAMETERS,
             "curves": {k: np.round(v, 4).tolist() for k, v in sorted(self.tree.curves.items())},
+            "residuals": {
+                k: [np.round(part, 4).tolist() for part in v]
+                for k, v in sorted(self.tree.residuals.items())
+            },
             "intervals": {
                 k: np.round(v, 4).tolist() for k, v in sorted(self.intervals.ends.items())
             },
@@ -123,9 +165,12 @@ class CollectiveModel:
                 )
             curves = {k: np.array(v, dtype=float) for k, v in content["curves"].items()}
             ends = {k: (float(v[0]), float(v[1])) for k, v in content["intervals"].items()}
+            tables = content.get("residuals", {}).items()
+            residuals = {k: (np.array(v[0]), np.array(v[1])) for k, v in tables}
             machines = tuple(content["calibrated_machines"])
-            return cls(CurveTree(curves), Intervals(ends), machines, content["provenance"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            tree = CurveTree(curves, residuals)
+            return cls(tree, Intervals(ends), machines, content["provenance"])
+        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
             raise ModelError(
                 f"collective parameters cannot be read: {error}", where=str(path)
             ) from None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .collective_curve import SPREAD, START, curve_us
+from .collective_residual import Table, cell_key, cells, fit_residual, read_residual
 from .collective_table import CollectiveTable
 
 #: Residual, in log latency, that costs as much as one spread of a parameter.
@@ -30,9 +31,11 @@ class CurveTree:
 
     Attributes:
         curves: Parameters of every group, shape ``(17,)`` each; the key ``""`` is everything.
+        residuals: What machines' own rows leave over, by group and number of devices.
     """
 
     curves: dict[str, np.ndarray] = field(default_factory=lambda: {"": START.copy()})
+    residuals: dict[str, Table] = field(default_factory=dict)
 
     def find(self, path: tuple[str, ...]) -> str:
         """Key of the closest group: itself, then its ancestors, then the same without fabric."""
@@ -53,6 +56,11 @@ class CurveTree:
         for path, rows in groups(table, depth=4).items():
             key = self.find(path if known else path[:3])
             result[rows] = curve_us(self.curves[key], table.points.take(rows))
+            for world, own in cells(table, rows).items() if known else ():
+                found = self.residuals.get(cell_key(path, world))
+                if found is not None:
+                    octaves = np.log2(table.points.size[own])
+                    result[own] *= np.exp(read_residual(found, octaves))
         return result
 
     def knows(self, table: CollectiveTable, depth: int = 4) -> np.ndarray:
@@ -87,7 +95,7 @@ def refine_tree(
     depths: tuple[int, ...],
 ) -> CurveTree:
     """A copy of ``tree`` with the groups of ``table`` at ``depths`` fitted near their parents."""
-    grown = CurveTree(dict(tree.curves))
+    grown = CurveTree(dict(tree.curves), dict(tree.residuals))
     for depth in depths:
         for path, rows in groups(table, depth).items():
             if len(rows) < MIN_ROWS and depth < 4:
@@ -99,7 +107,23 @@ def refine_tree(
             spread = 1.0 if depth < 2 else CHILD_SPREAD
             fitted = fit_curve(part.take(some), latency_us[rows][some], parent, spread)
             grown.curves["/".join(path)] = fitted
+            if depth == 4:
+                _keep_residuals(grown, path, table, latency_us, rows)
     return grown
+
+
+def _keep_residuals(
+    tree: CurveTree,
+    path: tuple[str, ...],
+    table: CollectiveTable,
+    latency_us: np.ndarray,
+    rows: np.ndarray,
+) -> None:
+    """Tables of what the machine's curve leaves over of its rows."""
+    for world, own in cells(table, rows).items():
+        points = table.points.take(own)
+        left = np.log(latency_us[own] / curve_us(tree.curves["/".join(path)], points))
+        tree.residuals[cell_key(path, world)] = fit_residual(np.log2(points.size), left)
 
 
 def fit_curve(

@@ -1,7 +1,7 @@
 """Formulas beside message-level simulation, for every collective, algorithm and kind of topology.
 
-``python -m opcast.simulate.message_check [--devices 4,8,16,64] [--all]`` prints the largest
-differences by topology and collective.
+``python -m opcast.simulate.message_check [--devices 4,8,16,64]`` prints, in per cent, the largest
+difference of each algorithm on each topology over the sizes.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def cases(n: int, sizes: Sequence[float] = SIZES) -> Iterator[Case]:
                 continue  # the same messages
             group = 2 if kind == "send_recv" else n
             for size in sizes:
-                for algorithm, seconds in fitting_algorithms(kind, size, topology.group_dims(group)):
+                for algorithm, seconds in fitting_algorithms(
+                    kind, size, topology.group_dims(group)
+                ):
                     sent = message_seconds(kind, size, topology, algorithm)
                     yield Case(name, n, kind, algorithm, size, seconds, sent)
 
@@ -91,23 +93,19 @@ def cases(n: int, sizes: Sequence[float] = SIZES) -> Iterator[Case]:
 def main(arguments: Sequence[str]) -> None:
     """Print the table."""
     words = list(arguments)
-    devices = DEVICES
+    devices: Sequence[int] = DEVICES
     if "--devices" in words:
-        devices = tuple(int(n) for n in words[words.index("--devices") + 1].split(","))
+        devices = [int(n) for n in words[words.index("--devices") + 1].split(",")]
     rows = pd.DataFrame(
         {**case.__dict__, "error_percent": 100 * case.error} for n in devices for case in cases(n)
     )
-    wide = {"display.width": 200, "display.max_rows": 2000, "display.max_columns": 20}
-    with pd.option_context(*(x for pair in wide.items() for x in pair)):
-        if "--all" in words:
-            sys.stdout.write(f"{rows.round(8)}\n\n")
-        worst = rows.pivot_table(
-            index=["topology", "collective", "algorithm"], columns="devices",
-            values="error_percent", aggfunc=lambda errors: max(errors, key=abs),
-        )  # fmt: skip
-        if "--worst" in words:
-            worst = worst[worst.abs().max(axis=1) >= 0.005]
-        sys.stdout.write(f"largest difference, %\n{worst.round(2)}\n")
+    worst = rows.pivot_table(
+        index=["topology", "collective", "algorithm"], columns="devices",
+        values="error_percent", aggfunc=lambda errors: max(errors, key=abs),
+    )  # fmt: skip
+    table = worst.round(2).reset_index().to_string(index=False, na_rep="")
+    largest = rows["error_percent"].abs().max()
+    sys.stdout.write(f"{table}\n{len(rows)} comparisons, largest difference {largest:.2f} %\n")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..features.errors import DeviceError
 from .algorithms import ring_seat
-from .algorithms_dim import IN_DIMENSION
+from .algorithms_dim import fastest
 from .message_schedules import PHASES, Schedule, run_phase
 from .messages import Links
 from .topology import Dimension, Topology
@@ -17,24 +17,26 @@ def message_seconds(kind: str, size: float, topology: Topology, algorithm: str) 
         kind: As in ``algorithms``, ragged all-to-all apart.
         size: Bytes that each rank puts in.
         topology: Where.
-        algorithm: As in ``algorithms``; ``hierarchical`` takes the fastest in each dimension, as the
-            formula does.
+        algorithm: As in ``algorithms``; ``hierarchical`` takes the fastest in each dimension, as
+            the formula does.
 
     Raises:
         DeviceError: The algorithm has no schedule for it.
     """
     schedule = Schedule(Links(topology))
-    if len(topology.dims) == 1 and topology.dims[0].kind != "torus" and algorithm in PHASES:
-        if kind not in ("collective_permute", "send_recv"):
-            run_phase(schedule, [(PHASES[algorithm], 0, kind, size)])
-            return schedule.seconds()
+    alone = len(topology.dims) == 1 and topology.dims[0].kind != "torus"
+    if alone and algorithm in PHASES and kind not in ("collective_permute", "send_recv"):
+        run_phase(schedule, [(PHASES[algorithm], 0, kind, size)])
+        return schedule.seconds()
     _compose(schedule, kind, size, topology, algorithm)
     if not schedule.messages:
         raise DeviceError(f"no schedule of {algorithm} for {kind}", where="topology")
     return schedule.seconds()
 
 
-def _compose(schedule: Schedule, kind: str, size: float, topology: Topology, algorithm: str) -> None:
+def _compose(
+    schedule: Schedule, kind: str, size: float, topology: Topology, algorithm: str
+) -> None:
     if kind in ("collective_permute", "send_recv"):
         _shift(schedule, size, topology.size if kind == "collective_permute" else 2)
     elif algorithm == "hierarchical":
@@ -82,8 +84,7 @@ def _phase(schedule: Schedule, kind: str, size: float, dim: Dimension, at: int) 
     if dim.kind == "torus":
         _torus(schedule, kind, size, dim, at)
         return
-    costs = {name: cost(kind, dim, size) for name, cost in IN_DIMENSION.items()}
-    best = min((sum(c), name) for name, c in costs.items() if c is not None)[1]
+    best = fastest(kind, dim, size)[0]
     run_phase(schedule, [(PHASES[best], at, kind, size)])
 
 
@@ -113,11 +114,11 @@ def _multi_ring(schedule: Schedule, kind: str, size: float, topology: Topology) 
     g, boxes = (d.size for d in topology.dims)
     n = g * boxes
     message = (size if kind == "all_gather" else size / n) / g
-    for ring in range(g):
-        seats = [ring_seat(ring, place, g) for place in range(n)]
-        last: list[tuple[int, ...]] = [()] * n
-        for _ in range((2 if kind == "all_reduce" else 1) * (n - 1)):
+    seats = [[ring_seat(ring, place, g) for place in range(n)] for ring in range(g)]
+    last: list[list[tuple[int, ...]]] = [[()] * n for _ in range(g)]
+    for _ in range((2 if kind == "all_reduce" else 1) * (n - 1)):
+        for ring, seat in enumerate(seats):
             sent = [
-                schedule.send(seats[p], seats[(p + 1) % n], message, last[p]) for p in range(n)
+                schedule.send(seat[p], seat[(p + 1) % n], message, last[ring][p]) for p in range(n)
             ]
-            last = [(sent[p - 1],) for p in range(n)]
+            last[ring] = [(sent[p - 1],) for p in range(n)]

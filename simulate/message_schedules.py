@@ -290,4 +290,3 @@ PHASES: dict[str, Phase] = {
     "scatter_gather": scatter_gather_phase,
     "in_network": in_network_phase,
 }
-

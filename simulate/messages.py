@@ -13,6 +13,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -105,12 +106,10 @@ class Links:
         here, shape = self.coordinates(device), self.dims[dim]
         line = (dim, *here[:dim], -1, *here[dim + 1 :])
         share = shape.radix / shape.oversubscription
-        key = (*line, direction, here[dim] // shape.radix)
+        key: tuple[int | str, ...] = (*line, direction, here[dim] // shape.radix)
         return self._link(shape, key, 2, share, max(int(share), 1))
 
-    def _along(
-        self, d: int, line: tuple[int, ...], a: int, b: int, way: int
-    ) -> list[int]:
+    def _along(self, d: int, line: tuple[int, ...], a: int, b: int, way: int) -> list[int]:
         dim = self.dims[d]
         if dim.kind == "fully_connected":
             return [self._link(dim, (*line, a, b), 1, 1 / (dim.size - 1))]
@@ -126,9 +125,7 @@ class Links:
         fall = self._link(dim, (*line, "fall", b // dim.radix), 2, share, lanes)
         return [first, rise, fall, last]
 
-    def _around(
-        self, dim: Dimension, line: tuple[int, ...], a: int, b: int, way: int
-    ) -> list[int]:
+    def _around(self, dim: Dimension, line: tuple[int, ...], a: int, b: int, way: int) -> list[int]:
         n = dim.size
         if n == 2:
             return [self._link(dim, (*line, a, b), 1)]
@@ -136,7 +133,7 @@ class Links:
         step = way or (UP if up <= n - up else DOWN)
         hops = up if step == UP else n - up
         stops = [(a + step * k) % n for k in range(hops + 1)]
-        return [self._link(dim, (*line, x, y), 1, 0.5) for x, y in zip(stops, stops[1:])]  # noqa: B905
+        return [self._link(dim, (*line, x, y), 1, 0.5) for x, y in pairwise(stops)]
 
     def _link(
         self,
@@ -212,9 +209,7 @@ class _Run:
         self.tails[number] = max(end, self.tails[number]) + latency
         self.hops[number] += 1
         last = self.hops[number] == len(message.path)
-        heapq.heappush(
-            self.events, (self.tails[number] if last else time + latency, _HEAD, number)
-        )
+        heapq.heappush(self.events, (self.tails[number] if last else time + latency, _HEAD, number))
 
     def _arrive(self, number: int, time: float) -> None:
         for j in self.next_ones[number]:

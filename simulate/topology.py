@@ -1,8 +1,8 @@
 """Topologies as data: dimensions of links in, what a group of devices spans out.
 
-A topology is a product of dimensions, innermost first: rank ``r`` has the coordinate ``r % size`` in
-the first one, ``r // size % size`` in the second, and so on. Every dimension is a network of its own
-kind between the devices that differ only in its coordinate:
+A topology is a product of dimensions, innermost first: rank ``r`` has the coordinate ``r % size``
+in the first one, ``r // size % size`` in the second, and so on. Every dimension is a network of its
+own kind between the devices that differ only in its coordinate:
 
 - ``ring``: each device has links to both neighbours;
 - ``fully_connected``: a link from each device to every other;
@@ -29,6 +29,11 @@ KINDS = ("ring", "fully_connected", "switch", "torus", "fat_tree")
 #: and writes to many devices at a device's request (NVLink SHARP, NVLS).
 REDUCTIONS = ("", "tree", "multicast")
 
+#: Algorithms inside a dimension (``algorithms_dim``).
+ALGORITHMS = (
+    "ring", "direct", "one_shot", "tree", "halving_doubling", "scatter_gather", "in_network",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Dimension:
@@ -47,6 +52,8 @@ class Dimension:
         oversubscription: Bandwidth of a leaf's devices over that of its links to the spine.
         reduction: Who adds up inside the network, one of :data:`REDUCTIONS`.
         efficiency: Share of ``bandwidth`` that collectives reach.
+        algorithms: Those of :data:`ALGORITHMS` that the library has here, for collectives that
+            one of them does; empty for all.
         name: For people, such as ``nvlink``.
 
     Raises:
@@ -63,6 +70,7 @@ class Dimension:
     oversubscription: float = 1.0
     reduction: str = ""
     efficiency: float = 1.0
+    algorithms: tuple[str, ...] = ()
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -74,18 +82,24 @@ class Dimension:
         torus, tree = self.kind == "torus", self.kind == "fat_tree"
         fits = len(self.shape) in (2, 3) and prod(self.shape) == self.size and min(self.shape) > 0
         leaves = self.radix > 0 and self.size % max(self.radix, 1) == 0
+        shape = f"shape {list(self.shape)} is not {self.size} devices in 2 or 3 axes"
+        under = f"radix {self.radix} does not divide {self.size} devices"
+        reduces = not self.reduction or self.kind in ("switch", "fat_tree")
+        others = [a for a in self.algorithms if a not in ALGORITHMS]
         return [
             (self.kind not in KINDS, f"unknown kind {self.kind!r}", f"one of {', '.join(KINDS)}"),
             (self.size < 1, f"size {self.size} is below 1", "count the devices along it"),
             (not self.bandwidth > 0, f"bandwidth {self.bandwidth} is not above 0", "bytes/s"),
-            (self.latency < 0, f"latency {self.latency} is below 0", "seconds"),
-            (self.launch < 0, f"launch {self.launch} is below 0", "seconds"),
+            (not self.latency >= 0, f"latency {self.latency} is below 0", "seconds"),
+            (not self.launch >= 0, f"launch {self.launch} is below 0", "seconds"),
             (not 0 < self.efficiency <= 1, f"efficiency {self.efficiency}", "above 0, at most 1"),
-            (self.oversubscription < 1, f"oversubscription {self.oversubscription}", "at least 1"),
-            (torus and not fits, f"shape {list(self.shape)} is not {self.size} devices in 2 or 3 axes", "give the shape, such as [4, 4]"),
-            (tree and not leaves, f"radix {self.radix} does not divide {self.size} devices", "give the devices under a leaf switch"),
-            (self.reduction not in REDUCTIONS, f"unknown reduction {self.reduction!r}", "tree, multicast, or none"),
-            (bool(self.reduction) and self.kind not in ("switch", "fat_tree"), f"a {self.kind} cannot reduce", "only switches do"),
+            (not self.oversubscription >= 1, f"oversubscription {self.oversubscription}", "from 1"),
+            (torus and not fits, shape, "give the shape, such as [4, 4]"),
+            (tree and not leaves, under, "give the devices under a leaf switch"),
+            (self.reduction not in REDUCTIONS, f"unknown reduction {self.reduction!r}",
+             "tree, multicast, or none"),
+            (not reduces, f"a {self.kind} cannot reduce", "only switches do"),
+            (bool(others), f"unknown algorithms {others}", f"some of {', '.join(ALGORITHMS)}"),
         ]  # fmt: skip
 
     @property

@@ -1,13 +1,14 @@
 """Clusters in files: opcast's YAML, and ASTRA-sim's ``network.yml``.
 
 Every key carries its unit: ``bandwidth_gbps`` is 1e9 bytes/s in one direction of all links of a
-device in the dimension together, ``latency_us`` and ``launch_us`` are microseconds. ASTRA-sim counts
-the bandwidth of *one link* in 2^30 bytes/s and the latency of one link in nanoseconds; a message
-through its switch takes two links.
+device in the dimension together, ``latency_us`` and ``launch_us`` are microseconds. ASTRA-sim
+counts the bandwidth of *one link* in 2^30 bytes/s and the latency of one link in nanoseconds; a
+message through its switch takes two links.
 """
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ _KEYS: dict[str, tuple[str, type, float]] = {
     "oversubscription": ("oversubscription", float, 1),
     "reduction": ("reduction", str, 0),
     "efficiency": ("efficiency", float, 1),
+    "algorithms": ("algorithms", list, 0),
 }
 _NEEDED = ("kind", "bandwidth_gbps")
 #: Bytes/s of ASTRA-sim's GB/s.
@@ -161,19 +163,13 @@ def _dimension(item: Any, where: str) -> Dimension:
         field, kind, scale = _KEYS[key]
         typed = _typed(value, kind, f"{where}.{key}")
         fields[field] = typed * scale if kind is float else typed
-    fields["shape"] = tuple(_typed(n, int, f"{where}.shape") for n in fields.get("shape", ()))
+    for key, kind in (("shape", int), ("algorithms", str)):
+        fields[key] = tuple(_typed(x, kind, f"{where}.{key}") for x in fields.get(key, ()))
     if "size" not in fields:
         if not fields["shape"]:
             raise DeviceError("key 'size' is missing", where=where)
-        fields["size"] = _product(fields["shape"])
+        fields["size"] = prod(fields["shape"])
     return _checked(where, **fields)
-
-
-def _product(numbers: tuple[int, ...]) -> int:
-    result = 1
-    for n in numbers:
-        result *= n
-    return result
 
 
 def _dimension_data(dim: Dimension) -> dict[str, Any]:
@@ -184,8 +180,9 @@ def _dimension_data(dim: Dimension) -> dict[str, Any]:
         if value in ("", (), 0) or value == plain.get(field):
             continue
         result[key] = float(f"{value / scale:.10g}") if kind is float else value
-    if dim.shape:
-        result["shape"] = list(dim.shape)
+    for key in ("shape", "algorithms"):
+        if key in result:
+            result[key] = list(result[key])
     return result
 
 
