@@ -16,7 +16,7 @@ Geijn, *Collective communication: theory, practice, and experience*, CCPE 19 (20
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from math import ceil, log2
 
 from .topology import Dimension
@@ -59,15 +59,22 @@ def flow_rate(dim: Dimension) -> float:
     return dim.rate
 
 
-def _path_latency(dim: Dimension, edges: int) -> float:
-    """Of a message over ``edges`` neighbours in a row, from where most lie between leaves.
+def _passed_on(dim: Dimension, edges: int, size: float) -> Cost:
+    """Messages that all ranks hand on ``edges`` times.
 
-    An edge between leaves of a fat tree takes twice as long; every ``radix``-th one is one.
+    An edge between leaves of a fat tree has two latencies; every ``radix``-th one is one. If it is
+    slower than the others, messages queue there, or they do not, and the later of both counts.
     """
+    rate = flow_rate(dim)
     if leaves(dim) == 1:
-        return edges * dim.latency
+        return edges * dim.latency, edges * size / rate
     whole, rest = divmod(edges, dim.size)
-    return (edges + whole * leaves(dim) + ceil(rest / dim.radix)) * dim.latency
+    far = whole * leaves(dim) + ceil(rest / dim.radix)
+    latency = (edges + far) * dim.latency
+    travel = far * size / rate + (edges - far) * size / dim.rate
+    return latency, max(
+        travel, edges * size / rate - (latency - 2 * dim.latency) * (rate < dim.rate)
+    )
 
 
 def ring(kind: str, dim: Dimension, size: float) -> Cost | None:
@@ -82,11 +89,12 @@ def ring(kind: str, dim: Dimension, size: float) -> Cost | None:
     n, rate = dim.size, flow_rate(dim)
     if kind in ("all_gather", "reduce_scatter", "all_reduce"):
         steps = (2 if kind == "all_reduce" else 1) * (n - 1)
-        return _path_latency(dim, steps), steps * shard_bytes(kind, dim, size) / rate
+        return _passed_on(dim, steps, shard_bytes(kind, dim, size))
     if kind == "broadcast":
         chunks = chunk_count(size)
         latency = (n - 1 + leaves(dim) - 1) * dim.latency
-        return latency, (n - 2 + chunks) / chunks * size / rate
+        near = (n - leaves(dim)) * (1 / dim.rate - 1 / rate) if leaves(dim) > 1 else 0.0
+        return latency, ((n - 2 + chunks) / rate + near) * size / chunks
     if kind == "all_to_all" and dim.kind == "ring":
         return n // 2 * dim.latency, (n * n // 4) * size / n / rate
     return None
@@ -107,8 +115,8 @@ def direct(kind: str, dim: Dimension, size: float) -> Cost | None:
     far = leaves(dim) > 1
     step = dim.latency * (2 if far else 1)
     if kind == "broadcast":
-        rate = dim.rate if dim.kind == "fully_connected" else flow_rate(dim)
-        return step, (n - 1) * size / rate
+        beyond = (n - dim.radix) * size / flow_rate(dim) if far else 0.0
+        return step, max((n - 1) * size / dim.rate, beyond)
     blocks = max(n - 1.0, (n - dim.radix) * dim.oversubscription if far else 0.0)
     block = shard_bytes(kind, dim, size) / dim.rate
     if kind != "all_reduce":
@@ -130,39 +138,70 @@ def one_shot(kind: str, dim: Dimension, size: float) -> Cost | None:
 def tree(kind: str, dim: Dimension, size: float) -> Cost | None:
     """Trees, on switches and fat trees that are not oversubscribed.
 
-    - Broadcast along a binomial tree: ``ceil(log2 n) (a + b / B)`` [T].
+    - Broadcast along a binomial tree: ``ceil(log2 n) (a + b / B)`` for powers of two [T]. Rank
+      ``i`` has it after as many sends as ``i`` has binary digits, and a latency for each that is 1.
     - All-reduce along two binary trees with half of the bytes each, up and down; a rank that has
-      children in one is a leaf in the other, so that all send and receive alike [S]. With ``h =
-      ceil(log2 n)`` levels ``2 h a + (2c+2h-3)/c b / B``. In a fat tree the way with most latencies
-      is not the one with most children, which gains half a chunk or a latency.
+      children in one is a leaf in the other, so that all send and receive alike [S]. The first
+      chunk is followed up and down, child after child; the others come at two chunks of time each.
+      For powers of two with ``h = log2 n``, ``2 h a + (2c+2h-3)/c b / B`` on a switch.
     """
-    levels = ceil(log2(dim.size))
     if dim.kind not in ("switch", "fat_tree") or dim.oversubscription > 1:
         return None
+    radix = dim.radix if leaves(dim) > 1 else 0
     if kind == "broadcast":
-        far = levels - int(log2(dim.radix)) if leaves(dim) > 1 else 0
-        return (levels + far) * dim.latency, levels * size / dim.rate
+        ways = [(hops * dim.latency, k * size / dim.rate) for k, hops in _farthest(dim.size, radix)]
+        return max(ways, key=sum)
     if kind == "all_reduce" and dim.size > 3:
         chunks = chunk_count(size)
-        filled = (2 * chunks + 2 * levels - 3) * size / chunks / dim.rate
-        gained = min(dim.latency, size / chunks / dim.rate / 2) if leaves(dim) > 1 else 0.0
-        return 2 * _climb(dim.size, dim.radix) * dim.latency - gained, filled
+        time = size / chunks / dim.rate
+        latency = 2 * ceil(log2(dim.size)) * dim.latency
+        first = _there_and_back(dim.size, radix, dim.latency, time / 2)
+        return latency, first - latency + 2 * (chunks - 1) * time
     return None
 
 
 @cache
-def _climb(n: int, radix: int) -> int:
-    """Latencies from the lowest leaf of :func:`binary_tree` to its root, two between switches."""
-    parents, worst = binary_tree(n), 0
-    for shift in (0, 1):
-        for place in range(n):
-            total, at = 0, place
-            while parents[at] >= 0:
-                a, b = ((p + shift) % n for p in (at, parents[at]))
-                total += 2 if radix and a // radix != b // radix else 1
-                at = parents[at]
-            worst = max(worst, total)
-    return worst
+def _farthest(n: int, radix: int) -> list[tuple[int, int]]:
+    """Sends and, at most, latencies until ranks of a binomial tree have a broadcast."""
+    hops, most = [0] * n, dict[int, int]()
+    for i in range(1, n):
+        sends = i.bit_length()
+        parent = i - (1 << (sends - 1))
+        hops[i] = hops[parent] + (2 if radix and i // radix != parent // radix else 1)
+        most[sends] = max(most.get(sends, 0), hops[i])
+    return list(most.items())
+
+
+@lru_cache(maxsize=4096)
+def _there_and_back(n: int, radix: int, latency: float, time: float) -> float:
+    """Seconds of half a chunk, ``time`` on a link, up and down the slower of the two trees."""
+    parents = binary_tree(n)
+    children: list[list[int]] = [[] for _ in range(n)]
+    for place, parent in enumerate(parents):
+        if parent >= 0:
+            children[parent].append(place)
+    order = [n - 1]
+    for place in order:
+        order += children[place]
+
+    def one(shift: int) -> float:
+        def hop(a: int, b: int) -> float:
+            far = radix and (a + shift) % n // radix != (b + shift) % n // radix
+            return latency * (2 if far else 1)
+
+        risen = [0.0] * n
+        for place in reversed(order):
+            free = 0.0
+            for start, delay in sorted((risen[c], hop(place, c)) for c in children[place]):
+                free = max(free, start + delay) + time
+            risen[place] = free
+        fallen = {n - 1: risen[n - 1]}
+        for place in order:
+            for i, child in enumerate(children[place]):
+                fallen[child] = fallen[place] + (i + 1) * time + hop(place, child)
+        return max(fallen.values())
+
+    return max(one(0), one(1))
 
 
 def binary_tree(n: int) -> list[int]:

@@ -75,8 +75,9 @@ def knots_us(table: CollectiveTable, latency_us: np.ndarray, others: CollectiveT
 
 
 def _hats(x: np.ndarray, y: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Least squares over hat functions, held together by a trace of their second differences."""
-    knots = np.linspace(x.min(), x.max() + 1e-9, KNOTS)
+    """Least squares over hat functions, held together by a trace of second differences."""
+    low, high = min(x.min(), at.min()), max(x.max(), at.max())
+    knots = np.linspace(low, high + 1e-9, KNOTS)
     basis = np.stack([np.interp(x, knots, row) for row in np.eye(KNOTS)], axis=1)
     smooth = 0.03 * np.diff(np.eye(KNOTS), 2, axis=0)
     matrix = np.concatenate([basis, smooth])

@@ -1,8 +1,8 @@
 """How well collectives are predicted: held-out sizes, machines left out, and simpler forms.
 
 Figures are absolute percentage errors. ``fitted`` is the model fitted to the other rows,
-``three_parameters`` and ``knots`` are simpler forms fitted to the same rows, ``ring`` is the plain
-ring. ``left_out`` saw no machine of the architecture; ``four_sizes`` saw, beside that, four sizes
+``three`` (parameters) and ``knots`` are simpler forms fitted to the same rows, ``ring`` is the
+plain ring. ``left_out`` saw no machine of the architecture; ``four_sizes`` saw, beside that, four sizes
 of each cell, which do not count; ``from_a100`` saw machines with A100 only.
 """
 
@@ -22,7 +22,7 @@ from .collective_residual import cells
 from .collective_table import CollectiveTable
 
 #: What is compared on held-out rows, and on machines that were left out.
-KNOWN = ("fitted", "three_parameters", "knots", "ring")
+KNOWN = ("fitted", "three", "knots", "ring")
 UNSEEN = ("left_out", "four_sizes", "from_a100")
 #: Sizes of a cell that ``four_sizes`` is given, in octaves.
 FOUR = (12.0, 18.0, 23.0, 28.0)
@@ -69,7 +69,7 @@ def _known(
 ) -> None:
     rest, rest_us, part = table.take(~held), latency[~held], table.take(held)
     found["fitted"][held] = fit_tree(rest, rest_us).predict_us(part)
-    found["three_parameters"][held] = predict_three(fit_three(rest, rest_us), part)
+    found["three"][held] = predict_three(fit_three(rest, rest_us), part)
     found["knots"][held] = knots_us(rest, rest_us, part)
     found["ring"][held] = naive_ring_us(part)
 
