@@ -233,7 +233,7 @@ def multi_ring(kind: str, size: float, dims: tuple[Dimension, ...]) -> Cost | No
     spine = leaves(outer) / outer.size if leaves(outer) > 1 else 0.0
     serial = edges * max(across, (g - 1) * inside) + hop
     ways: list[Cost] = []
-    for away in {0, g - 1}:
+    for away in range(g):
         far = (edges - away - 1) // g + 1 if edges > away else 0
         latency = (edges - far) * inner.latency + (far + ceil(far * spine)) * outer.latency
         wait = away * max(across - step, 0.0)

@@ -1,9 +1,9 @@
 """How well collectives are predicted: held-out sizes, machines left out, and simpler forms.
 
-Figures are absolute percentage errors. ``fitted`` is the model fitted to the other rows,
-``three`` (parameters) and ``knots`` are simpler forms fitted to the same rows, ``ring`` is the
-plain ring. ``left_out`` saw no machine of the architecture; ``four_sizes`` saw, beside that, four sizes
-of each cell, which do not count; ``from_a100`` saw machines with A100 only.
+Figures are absolute percentage errors. ``fitted`` is the model fitted to the other rows, ``three``
+(parameters) and ``knots`` are simpler forms fitted to the same rows, ``ring`` is the plain ring.
+``left_out`` saw no machine of the architecture; ``four_sizes`` saw, beside that, four sizes of each
+cell, which do not count; ``from_a100`` saw machines with A100 only.
 """
 
 from __future__ import annotations
