@@ -129,7 +129,7 @@ def _box_dimension(
     dim = Dimension(
         rule["kind"], count, bandwidth, rule["latency_us"] * 1e-6, rule["launch_us"] * 1e-6,
         efficiency=rule["efficiency"], name=rule["name"],
-        algorithms=tuple(rule.get("algorithms", ())),
+        algorithms=tuple(rule["algorithms"]), reduction=rule.get("reduction", ""),
     )  # fmt: skip
     return dim, _sources(rule, rule["name"], device, rule["bandwidth"])
 
