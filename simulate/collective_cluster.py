@@ -1,14 +1,14 @@
 """Collectives on a cluster: by what was measured where it was, by the analytical form elsewhere.
 
-Inside one box of GPUs, the fitted curves of ``collective`` know the library's protocols; across
-boxes, on other links and for other algorithms, the formulas of ``algorithms`` count.
+Inside one box of GPUs, the fitted curves of ``collective`` know the library's protocols, and across
+whole boxes where the machine was measured so; everywhere else the formulas of ``algorithms`` count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp
+from math import exp, prod
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -16,6 +16,7 @@ import pandas as pd
 from ..features.catalogue import find_device, in_catalogue
 from .algorithms import collective_name, dims_cost
 from .collective_intervals import UNKNOWN
+from .collective_residual import cell_key
 from .links import Links
 from .topology import Cluster, Dimension
 
@@ -85,9 +86,9 @@ def estimate_collective(
     plain = name.removeprefix("ragged_")
     size = float(bytes_per_rank) * (skew if plain == "all_to_all" else 1.0)
     dims = cluster.topology.group_dims(group)
-    if algorithm == "auto" and size > 0 and plain in _TABLE and _in_a_box(cluster, dims):
+    if algorithm == "auto" and size > 0 and plain in _TABLE and _of_gpus(cluster, dims):
         for library in _LIKE.get(backend, (backend,)):
-            found = _learned(model, plain, size, dims[0], cluster, library)
+            found = _learned(model, plain, size, dims, cluster, library)
             if found is not None:
                 return found
     cost = dims_cost(plain, size, dims, algorithm)
@@ -96,40 +97,47 @@ def estimate_collective(
     return CollectiveEstimate(cost.total, low, high, "analytical", cost.algorithm)
 
 
-def _in_a_box(cluster: Cluster, dims: tuple[Dimension, ...]) -> bool:
+def _of_gpus(cluster: Cluster, dims: tuple[Dimension, ...]) -> bool:
+    """Whether a group of GPUs lies in one box, or is made of whole boxes."""
     first = cluster.topology.dims[0]
-    same = len(dims) == 1 and dims[0].name == first.name and dims[0].kind == first.kind
-    if not same or not in_catalogue(cluster.device):
+    whole = len(dims) == 2 and dims[0] == first
+    if not (len(dims) == 1 and dims[0].name == first.name) and not whole:
         return False
-    return find_device(cluster.device).platform == "gpu" and dims[0].size <= first.size
+    return in_catalogue(cluster.device) and find_device(cluster.device).platform == "gpu"
 
 
 def _learned(
-    model: CollectiveModel, kind: str, size: float, dim: Dimension, cluster: Cluster, library: str
+    model: CollectiveModel,
+    kind: str,
+    size: float,
+    dims: tuple[Dimension, ...],
+    cluster: Cluster,
+    library: str,
 ) -> CollectiveEstimate | None:
-    """By the curves, if the library's operation was measured on such links."""
-    spec = find_device(cluster.device)
-    links = Links.from_spec(
-        spec, link=cluster.topology.dims[0].bandwidth, devices_per_node=dim.size
-    )
+    """By the curves, if the library's operation was measured on such links.
+
+    Across boxes the machine itself must have been measured with as many devices.
+    """
+    spec, first = find_device(cluster.device), cluster.topology.dims[0]
+    world, inside = prod(d.size for d in dims), dims[0].size
+    links = Links.from_spec(spec, link=first.bandwidth, devices_per_node=inside)
     operation, gathered = _TABLE[kind]
     machines = {key.split("/", 3)[3] for key in model.tree.curves if key.count("/") >= 3}
     machine = next((m for m in (cluster.name, spec.name, *spec.aliases) if m in machines), "")
     row = {
         "op": operation,
-        "bytes": max(size * (dim.size if gathered else 1), 1.0),
-        "world_size": dim.size,
+        "bytes": max(size * (world if gathered else 1), 1.0),
+        "world_size": world,
+        "devices_per_node": inside,
         "device": machine or spec.name,
         "backend": library,
     }
+    cell = cell_key(("network", operation, library, machine), world)
+    if len(dims) > 1 and cell not in model.tree.residuals:
+        return None
     found = model.predict(pd.DataFrame([row]), lambda _: links).iloc[0]
     measured = found["scope"] in ("known", "calibrated")
-    if found["scope"] == "foreign" or (dim.size > MOST_DEVICES and not measured):
+    if found["scope"] == "foreign" or (world > MOST_DEVICES and not measured):
         return None
-    return CollectiveEstimate(
-        float(found["latency_s"]),
-        float(found["lo_s"]),
-        float(found["hi_s"]),
-        "learned",
-        str(found["scope"]),
-    )
+    values = (float(found[c]) for c in ("latency_s", "lo_s", "hi_s"))
+    return CollectiveEstimate(*values, "learned", str(found["scope"]))

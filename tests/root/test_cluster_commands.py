@@ -71,6 +71,18 @@ def test_calibrated_collectives_are_used_on_the_cluster(rows, tmp_path):
     assert own.estimate("all_reduce", 2**24, 4, box).detail == "calibrated"
 
 
+def test_measured_pods_are_known_for_whole_boxes(tmp_path):
+    sizes = 2.0 ** np.arange(12, 29)
+    frame = pd.DataFrame({"op": "all_reduce", "bytes": sizes, "world_size": 32, "device": "b200"})
+    frame.assign(devices_per_node=8, latency_us=50 + sizes / 1e5).to_csv(tmp_path / "pod.csv")
+    run("calibrate-collectives", tmp_path / "pod.csv", "--out", tmp_path / "own.json")
+    own, pod = CollectiveModel.load(tmp_path / "own.json"), find_cluster("dgx-b200-x64")
+    found = own.estimate("all_reduce", 2**24, range(32), pod)
+    assert (found.source, found.detail) == ("learned", "calibrated")
+    assert found.latency == pytest.approx(218e-6, rel=0.1)
+    assert own.estimate("all_reduce", 2**24, 64, pod).source == "analytical"
+
+
 def test_report_and_json(rows):
     tables = json.loads(run("calibrate-collectives", rows, "--report", "--known-only", "--json"))
     assert tables["op"][0]["op"] == "all_reduce" and tables["op"][0]["fitted mean"] >= 0
