@@ -1,0 +1,127 @@
+"""Kernels in the making: sets of nodes that one kernel computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from .classify import is_free, source_of
+from .graph import Graph, Node, topological
+
+
+@dataclass(slots=True, eq=False)
+class Cluster:
+    """One kernel.
+
+    Attributes:
+        roots: Nodes whose values it writes, in topological order.
+        members: All nodes that it computes, by position in the graph's order.
+        library: Whether a library or another fixed kernel runs it, so that nothing more fits in.
+    """
+
+    roots: list[Node]
+    members: dict[int, Node] = field(default_factory=dict)
+    library: bool = False
+
+    @property
+    def root(self) -> Node:
+        """The first root."""
+        return self.roots[0]
+
+
+class Clusters:
+    """All kernels of a graph, and who reads whose result.
+
+    Args:
+        graph: The graph; its nodes stay as they are while clusters change.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.nodes = topological(graph.outputs, graph.parameters)
+        self.position = {id(node): i for i, node in enumerate(self.nodes)}
+        self.by_root: dict[int, Cluster] = {}
+        self.kept: set[int] = {id(source_of(node)) for node in graph.outputs}
+        #: Clusters that read a node's value, by the node's id.
+        self.readers: dict[int, dict[int, Cluster]] = {}
+        for node in self.nodes:
+            if not is_free(node):
+                self.add(Cluster([node], {self.position[id(node)]: node}))
+            elif node.opcode == "get-tuple-element":
+                self.kept.add(id(source_of(node.operands[0])))
+
+    def all(self) -> list[Cluster]:
+        """Every cluster once, by the position of its last root."""
+        found = {id(c): c for c in self.by_root.values()}
+        return sorted(found.values(), key=lambda c: self.position[id(c.roots[-1])])
+
+    def members(self, cluster: Cluster) -> list[Node]:
+        """A cluster's nodes, operands first."""
+        return [cluster.members[i] for i in sorted(cluster.members)]
+
+    def inputs(self, cluster: Cluster) -> list[Node]:
+        """Nodes outside whose values a cluster reads, constants left out."""
+        inside = {id(node) for node in cluster.members.values()}
+        found: dict[int, Node] = {}
+        for node in cluster.members.values():
+            for operand in node.operands:
+                source = source_of(operand)
+                if id(source) not in inside and source.opcode != "constant":
+                    found[id(source)] = source
+        return list(found.values())
+
+    def add(self, cluster: Cluster) -> None:
+        """Register a cluster."""
+        for root in cluster.roots:
+            self.by_root[id(root)] = cluster
+        for node in self.inputs(cluster):
+            self.readers.setdefault(id(node), {})[id(cluster)] = cluster
+
+    def remove(self, cluster: Cluster) -> None:
+        """Forget a cluster."""
+        for root in cluster.roots:
+            del self.by_root[id(root)]
+        for node in self.inputs(cluster):
+            self.readers[id(node)].pop(id(cluster), None)
+
+    def users(self, cluster: Cluster) -> list[Cluster]:
+        """Clusters that read any of a cluster's results."""
+        found: dict[int, Cluster] = {}
+        for root in cluster.roots:
+            found.update(self.readers.get(id(root), {}))
+        return list(found.values())
+
+    def producers(self, cluster: Cluster) -> list[Cluster]:
+        """Clusters whose results a cluster reads."""
+        found: dict[int, Cluster] = {}
+        for node in self.inputs(cluster):
+            maker = self.by_root.get(id(owner(node)))
+            if maker is not None:
+                found[id(maker)] = maker
+        return list(found.values())
+
+    def merge(self, first: Cluster, second: Cluster, *, library: bool = False) -> Cluster:
+        """One cluster with the members of two and the roots of both that someone still reads."""
+        self.remove(first)
+        self.remove(second)
+        members = {**first.members, **second.members}
+        roots = sorted([*first.roots, *second.roots], key=lambda n: self.position[id(n)])
+        made = Cluster(list(dict.fromkeys(roots)), members, library)
+        self.add(made)
+        return made
+
+    def absorb(self, producer: Cluster, consumers: Iterable[Cluster]) -> None:
+        """Compute a producer inside each of its consumers instead."""
+        for consumer in consumers:
+            self.remove(consumer)
+            consumer.members.update(producer.members)
+            self.add(consumer)
+        self.remove(producer)
+
+
+def owner(node: Node) -> Node:
+    """The node whose kernel makes a value: of a tuple's element, the tuple."""
+    node = source_of(node)
+    while node.opcode == "get-tuple-element":
+        node = source_of(node.operands[0])
+    return node

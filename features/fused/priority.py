@@ -1,0 +1,108 @@
+"""Producers into consumers: the fusion that saves most goes first (as XLA's priority fusion)."""
+
+from __future__ import annotations
+
+import heapq
+
+from .classify import IN_PLACE, is_consumer, is_loop, source_of
+from .clusters import Cluster, Clusters
+from .machine import LAUNCH_S, Machine, Work
+
+#: Most arrays that one kernel reads and writes.
+MAX_OPERANDS = 96
+_EXPENSIVE = frozenset(
+    ("exponential", "tanh", "power", "log", "logistic", "divide", "sine", "cosine", "erf",
+     "reduce", "reduce-window", "log-plus-one", "exponential-minus-one")
+)  # fmt: skip
+
+
+class PriorityFusion:
+    """Fuses until no fusion saves time.
+
+    Args:
+        clusters: Changed in place.
+        machine: What decides whether a fusion pays.
+    """
+
+    def __init__(self, clusters: Clusters, machine: Machine) -> None:
+        self.clusters = clusters
+        self.machine = machine
+        self._seconds: dict[int, tuple[int, float]] = {}
+        self._queue: list[tuple[float, int, int, Cluster]] = []
+        self._version: dict[int, int] = {}
+        self._count = 0
+
+    def run(self) -> None:
+        """Fuse."""
+        for cluster in self.clusters.all():
+            self._push(cluster)
+        while self._queue:
+            _, _, version, cluster = heapq.heappop(self._queue)
+            if self._version.get(id(cluster)) != version:
+                continue
+            consumers = self.clusters.users(cluster)
+            touched = {id(c): c for c in (*consumers, *self.clusters.producers(cluster))}
+            self.clusters.absorb(cluster, consumers)
+            self._version.pop(id(cluster), None)
+            for consumer in consumers:
+                self._seconds.pop(id(consumer), None)
+                for producer in self.clusters.producers(consumer):
+                    touched[id(producer)] = producer
+            for other in touched.values():
+                self._push(other)
+
+    def _push(self, cluster: Cluster) -> None:
+        """Queue a producer if fusing it pays."""
+        self._count += 1
+        self._version[id(cluster)] = self._count
+        gain = self._gain(cluster)
+        if gain is not None and gain > 0.0:
+            heapq.heappush(self._queue, (-gain, self._count, self._count, cluster))
+
+    def _gain(self, producer: Cluster) -> float | None:
+        """Seconds that fusing a cluster into all that read it saves; ``None`` if it cannot be."""
+        clusters = self.clusters
+        root = producer.root
+        if producer.library or len(producer.roots) > 1 or id(root) in clusters.kept:
+            return None
+        if not all(is_loop(node) for node in producer.members.values()):
+            return None
+        consumers = clusters.users(producer)
+        if not consumers or not all(self._fits(producer, c) for c in consumers):
+            return None
+        apart = self._time(producer) + LAUNCH_S * (1 + len(consumers))
+        together = LAUNCH_S * len(consumers)
+        for consumer in consumers:
+            apart += self._time(consumer)
+            together += self._joined(producer, consumer)
+        return apart - together
+
+    def _time(self, cluster: Cluster) -> float:
+        found = self._seconds.get(id(cluster))
+        if found is not None and found[0] == len(cluster.members):
+            return found[1]
+        work = Work(self.clusters.members(cluster), cluster.roots)
+        seconds = work.seconds(self.machine)
+        self._seconds[id(cluster)] = (len(cluster.members), seconds)
+        return seconds
+
+    def _joined(self, producer: Cluster, consumer: Cluster) -> float:
+        both = {**producer.members, **consumer.members}
+        work = Work([both[i] for i in sorted(both)], consumer.roots)
+        return work.seconds(self.machine)
+
+    def _fits(self, producer: Cluster, consumer: Cluster) -> bool:
+        """Whether the consumer's kernel can compute the producer."""
+        if consumer.library or not all(is_consumer(node) for node in consumer.members.values()):
+            return False
+        root = producer.root
+        heavy = any(node.opcode in _EXPENSIVE for node in producer.members.values())
+        for node in consumer.members.values():
+            if node.opcode in IN_PLACE:
+                written = (len(node.operands) - 1) // 2 if node.opcode == "scatter" else 1
+                if any(source_of(operand) is root for operand in node.operands[:written]):
+                    return False
+            if heavy and node.opcode == "reduce-window" and source_of(node.operands[0]) is root:
+                return False
+        inputs = {id(n) for c in (producer, consumer) for n in self.clusters.inputs(c)}
+        return len(inputs) <= MAX_OPERANDS

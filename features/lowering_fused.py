@@ -1,0 +1,72 @@
+"""Lowering by our own fusion rules: what XLA's GPU pipeline would roughly make of a program."""
+
+from __future__ import annotations
+
+from .device import DeviceSpec
+from .fused.clusters import Clusters
+from .fused.convs import canonical_convs
+from .fused.dots import canonical_dots, merge_dots
+from .fused.emit import ComputationWriter, Emitter
+from .fused.graph import Graph, build_graph
+from .fused.machine import Machine, machine_of
+from .fused.priority import PriorityFusion
+from .fused.simplify import simplify
+from .kernel import LoweredProgram
+from .kernels import extract_kernels
+from .liveness import peak_memory
+from .reader import SourceProgram
+
+
+def lower_fused(source: SourceProgram, device: DeviceSpec | None = None) -> LoweredProgram:
+    """List the kernels that a GPU compiler would roughly make.
+
+    Args:
+        source: StableHLO or HLO that is not optimised yet.
+        device: Decides what pays and what the libraries can do; an H100 if it is no GPU.
+
+    Raises:
+        ProgramError: The program is malformed.
+    """
+    machine = machine_of(device)
+    program = source.program
+    graph = build_graph(program)
+    emitter = Emitter(program)
+    simplify(graph, program)
+    prepare(graph, machine)
+    simplify(graph, program)
+    writer = _fused(graph, machine, emitter)
+    emitter.add(writer.write("main"))
+    kernels, notes = extract_kernels(emitter.program)
+    return LoweredProgram(
+        kernels=kernels,
+        lowering="fused",
+        target="gpu",
+        peak_memory_bytes=peak_memory(emitter.program),
+        memory_source="liveness",
+        notes=notes,
+    )
+
+
+def prepare(graph: Graph, machine: Machine) -> None:
+    """Bring products and convolutions into the libraries' form, in loops and branches too."""
+    for node in graph.nodes():
+        for inner in node.graphs:
+            prepare(inner, machine)
+    canonical_dots(graph)
+    merge_dots(graph)
+    canonical_convs(graph, machine.channels_last)
+
+
+def _fused(graph: Graph, machine: Machine, emitter: Emitter) -> ComputationWriter:
+    bodies: dict[int, tuple[str, ...]] = {}
+    for node in graph.nodes():
+        if node.graphs:
+            names = []
+            for inner in node.graphs:
+                writer = _fused(inner, machine, emitter)
+                writer.one_parameter = node.opcode == "conditional"
+                names.append(emitter.add(writer.write(emitter.name("body"))))
+            bodies[id(node)] = tuple(names)
+    clusters = Clusters(graph)
+    PriorityFusion(clusters, machine).run()
+    return ComputationWriter(emitter, clusters, bodies)
