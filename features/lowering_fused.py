@@ -7,10 +7,14 @@ from .fused.clusters import Clusters
 from .fused.convs import canonical_convs
 from .fused.dots import canonical_dots, merge_dots
 from .fused.emit import ComputationWriter, Emitter
+from .fused.epilogues import fuse_epilogues
 from .fused.graph import Graph, build_graph
 from .fused.machine import Machine, machine_of
+from .fused.multi_output import MultiOutputFusion
 from .fused.priority import PriorityFusion
+from .fused.reductions import split_reductions
 from .fused.simplify import simplify
+from .fused.softmax import fuse_softmax
 from .kernel import LoweredProgram
 from .kernels import extract_kernels
 from .liveness import peak_memory
@@ -31,9 +35,9 @@ def lower_fused(source: SourceProgram, device: DeviceSpec | None = None) -> Lowe
     program = source.program
     graph = build_graph(program)
     emitter = Emitter(program)
-    simplify(graph, program)
+    simplify(graph)
     prepare(graph, machine)
-    simplify(graph, program)
+    simplify(graph)
     writer = _fused(graph, machine, emitter)
     emitter.add(writer.write("main"))
     kernels, notes = extract_kernels(emitter.program)
@@ -53,8 +57,10 @@ def prepare(graph: Graph, machine: Machine) -> None:
         for inner in node.graphs:
             prepare(inner, machine)
     canonical_dots(graph)
-    merge_dots(graph)
     canonical_convs(graph, machine.channels_last)
+    simplify(graph)
+    merge_dots(graph)
+    split_reductions(graph)
 
 
 def _fused(graph: Graph, machine: Machine, emitter: Emitter) -> ComputationWriter:
@@ -68,5 +74,9 @@ def _fused(graph: Graph, machine: Machine, emitter: Emitter) -> ComputationWrite
                 names.append(emitter.add(writer.write(emitter.name("body"))))
             bodies[id(node)] = tuple(names)
     clusters = Clusters(graph)
+    fuse_epilogues(clusters)
+    if machine.tensor_fusion:
+        fuse_softmax(clusters)
     PriorityFusion(clusters, machine).run()
+    MultiOutputFusion(clusters, machine).run()
     return ComputationWriter(emitter, clusters, bodies)

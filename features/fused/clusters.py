@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from .classify import is_free, source_of
+from .classify import is_consumer, is_free, is_loop, source_of
 from .graph import Graph, Node, topological
 
 
@@ -17,11 +17,21 @@ class Cluster:
         roots: Nodes whose values it writes, in topological order.
         members: All nodes that it computes, by position in the graph's order.
         library: Whether a library or another fixed kernel runs it, so that nothing more fits in.
+        rows: Whether it normalises rows in one pass: it takes producers in, but cannot be one.
+        inputs: Nodes outside whose values it reads, constants left out.
+        loops: Whether every member can be computed inside of another kernel.
+        consumes: Whether producers can be computed inside of this one.
+        version: Grows with every change.
     """
 
     roots: list[Node]
     members: dict[int, Node] = field(default_factory=dict)
     library: bool = False
+    rows: bool = False
+    inputs: list[Node] = field(default_factory=list)
+    loops: bool = False
+    consumes: bool = False
+    version: int = 0
 
     @property
     def root(self) -> Node:
@@ -59,29 +69,34 @@ class Clusters:
         """A cluster's nodes, operands first."""
         return [cluster.members[i] for i in sorted(cluster.members)]
 
-    def inputs(self, cluster: Cluster) -> list[Node]:
-        """Nodes outside whose values a cluster reads, constants left out."""
-        inside = {id(node) for node in cluster.members.values()}
+    def add(self, cluster: Cluster) -> None:
+        """Register a cluster."""
+        self._describe(cluster)
+        for root in cluster.roots:
+            self.by_root[id(root)] = cluster
+        for node in cluster.inputs:
+            self.readers.setdefault(id(node), {})[id(cluster)] = cluster
+
+    @staticmethod
+    def _describe(cluster: Cluster) -> None:
+        nodes = cluster.members.values()
+        inside = {id(node) for node in nodes}
         found: dict[int, Node] = {}
-        for node in cluster.members.values():
+        for node in nodes:
             for operand in node.operands:
                 source = source_of(operand)
                 if id(source) not in inside and source.opcode != "constant":
                     found[id(source)] = source
-        return list(found.values())
-
-    def add(self, cluster: Cluster) -> None:
-        """Register a cluster."""
-        for root in cluster.roots:
-            self.by_root[id(root)] = cluster
-        for node in self.inputs(cluster):
-            self.readers.setdefault(id(node), {})[id(cluster)] = cluster
+        cluster.inputs = list(found.values())
+        cluster.loops = not (cluster.library or cluster.rows) and all(map(is_loop, nodes))
+        cluster.consumes = cluster.loops or (not cluster.library and all(map(is_consumer, nodes)))
+        cluster.version += 1
 
     def remove(self, cluster: Cluster) -> None:
         """Forget a cluster."""
         for root in cluster.roots:
             del self.by_root[id(root)]
-        for node in self.inputs(cluster):
+        for node in cluster.inputs:
             self.readers[id(node)].pop(id(cluster), None)
 
     def users(self, cluster: Cluster) -> list[Cluster]:
@@ -94,7 +109,7 @@ class Clusters:
     def producers(self, cluster: Cluster) -> list[Cluster]:
         """Clusters whose results a cluster reads."""
         found: dict[int, Cluster] = {}
-        for node in self.inputs(cluster):
+        for node in cluster.inputs:
             maker = self.by_root.get(id(owner(node)))
             if maker is not None:
                 found[id(maker)] = maker

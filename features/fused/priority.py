@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from .classify import IN_PLACE, is_consumer, is_loop, source_of
+from .classify import IN_PLACE, source_of
 from .clusters import Cluster, Clusters
 from .machine import LAUNCH_S, Machine, Work
 
@@ -28,6 +28,7 @@ class PriorityFusion:
         self.clusters = clusters
         self.machine = machine
         self._seconds: dict[int, tuple[int, float]] = {}
+        self._pairs: dict[tuple[int, int], tuple[int, int, float | None]] = {}
         self._queue: list[tuple[float, int, int, Cluster]] = []
         self._version: dict[int, int] = {}
         self._count = 0
@@ -45,7 +46,6 @@ class PriorityFusion:
             self.clusters.absorb(cluster, consumers)
             self._version.pop(id(cluster), None)
             for consumer in consumers:
-                self._seconds.pop(id(consumer), None)
                 for producer in self.clusters.producers(consumer):
                     touched[id(producer)] = producer
             for other in touched.values():
@@ -65,36 +65,48 @@ class PriorityFusion:
         root = producer.root
         if producer.library or len(producer.roots) > 1 or id(root) in clusters.kept:
             return None
-        if not all(is_loop(node) for node in producer.members.values()):
+        if not producer.loops:
             return None
         consumers = clusters.users(producer)
-        if not consumers or not all(self._fits(producer, c) for c in consumers):
+        if not consumers:
             return None
         apart = self._time(producer) + LAUNCH_S * (1 + len(consumers))
         together = LAUNCH_S * len(consumers)
         for consumer in consumers:
+            if not consumer.consumes:
+                return None
+            joined = self._joined(producer, consumer)
+            if joined is None:
+                return None
             apart += self._time(consumer)
-            together += self._joined(producer, consumer)
+            together += joined
         return apart - together
 
     def _time(self, cluster: Cluster) -> float:
         found = self._seconds.get(id(cluster))
-        if found is not None and found[0] == len(cluster.members):
+        if found is not None and found[0] == cluster.version:
             return found[1]
         work = Work(self.clusters.members(cluster), cluster.roots)
         seconds = work.seconds(self.machine)
-        self._seconds[id(cluster)] = (len(cluster.members), seconds)
+        self._seconds[id(cluster)] = (cluster.version, seconds)
         return seconds
 
-    def _joined(self, producer: Cluster, consumer: Cluster) -> float:
-        both = {**producer.members, **consumer.members}
-        work = Work([both[i] for i in sorted(both)], consumer.roots)
-        return work.seconds(self.machine)
+    def _joined(self, producer: Cluster, consumer: Cluster) -> float | None:
+        """Seconds of the consumer's kernel with the producer inside; ``None`` if it cannot be."""
+        key = (id(producer), id(consumer))
+        found = self._pairs.get(key)
+        if found is not None and found[:2] == (producer.version, consumer.version):
+            return found[2]
+        seconds = None
+        if self._fits(producer, consumer):
+            both = {**producer.members, **consumer.members}
+            work = Work([both[i] for i in sorted(both)], consumer.roots)
+            seconds = work.seconds(self.machine)
+        self._pairs[key] = (producer.version, consumer.version, seconds)
+        return seconds
 
     def _fits(self, producer: Cluster, consumer: Cluster) -> bool:
         """Whether the consumer's kernel can compute the producer."""
-        if consumer.library or not all(is_consumer(node) for node in consumer.members.values()):
-            return False
         root = producer.root
         heavy = any(node.opcode in _EXPENSIVE for node in producer.members.values())
         for node in consumer.members.values():
@@ -104,5 +116,5 @@ class PriorityFusion:
                     return False
             if heavy and node.opcode == "reduce-window" and source_of(node.operands[0]) is root:
                 return False
-        inputs = {id(n) for c in (producer, consumer) for n in self.clusters.inputs(c)}
+        inputs = {id(n) for c in (producer, consumer) for n in c.inputs}
         return len(inputs) <= MAX_OPERANDS

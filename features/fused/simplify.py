@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..ir import Program
 from .folding import fold, is_splat, splat, splat_node
 from .graph import Graph, Node, topological
 from .views import simplify_view
@@ -18,18 +17,17 @@ _MAX_ROUNDS = 4
 _FLOATS = ("f", "b", "c")
 
 
-def simplify(graph: Graph, program: Program) -> None:
+def simplify(graph: Graph) -> None:
     """Simplify a graph and the bodies of its loops and branches in place.
 
     Args:
         graph: The graph.
-        program: Holds the computations that reductions and the like call.
     """
     for _ in range(_MAX_ROUNDS):
         changed = _round(graph)
         for node in graph.nodes():
             for inner in node.graphs:
-                simplify(inner, program)
+                simplify(inner)
         if not changed:
             return
 
@@ -49,6 +47,7 @@ def _round(graph: Graph) -> bool:
         target = node if found is None else found
         for new_node in _fresh(target, known):
             keep.append(new_node)
+        keep.append(target)
         same = known.setdefault(_key(target), target) if _pure(target) else target
         if same is not node:
             replaced[id(node)] = same
@@ -108,6 +107,14 @@ def _add(node: Node) -> Node | None:
     return rhs if is_splat(lhs, 0) else None
 
 
+def _maximum(node: Node) -> Node | None:
+    """The larger of a value and the least one."""
+    for this, other in (node.operands, node.operands[::-1]):
+        if splat(this) == float("-inf"):
+            return other
+    return None
+
+
 def _subtract(node: Node) -> Node | None:
     return node.operands[0] if is_splat(node.operands[1], 0) else None
 
@@ -132,7 +139,7 @@ def _divide(node: Node) -> Node | None:
     if isinstance(value, float | int) and value and value not in (float("inf"), float("-inf")):
         return _binary("multiply", node, lhs, splat_node(1.0 / value, node.type))
     if rhs.opcode == "sqrt":
-        inverse = Node("rsqrt", rhs.operands, rhs.results, source=rhs.source)
+        inverse = Node("rsqrt", list(rhs.operands), rhs.results, source=rhs.source)
         return inverse if is_splat(lhs, 1) else _binary("multiply", node, lhs, inverse)
     return None
 
@@ -240,7 +247,7 @@ def _tuple_element(node: Node) -> Node | None:
 _RULES: dict[str, Callable[[Node], Node | None]] = {
     "add": _add, "subtract": _subtract, "multiply": _multiply, "divide": _divide,
     "power": _power, "chlo.square": _square, "convert": _convert, "select": _select,
-    "and": _and, "negate": _negate, "reduce": _reduce, "dynamic-slice": _dynamic_slice,
+    "and": _and, "negate": _negate, "maximum": _maximum, "reduce": _reduce, "dynamic-slice": _dynamic_slice,
     "get-tuple-element": _tuple_element,
 }  # fmt: skip
 

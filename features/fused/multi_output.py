@@ -1,0 +1,139 @@
+"""Kernels with several results: siblings that read the same array, producers with a consumer."""
+
+from __future__ import annotations
+
+from .classify import IN_PLACE, is_loop_reduction, reduction, source_of
+from .clusters import Cluster, Clusters
+from .graph import Node
+from .machine import LAUNCH_S, Machine, Work
+from .priority import MAX_OPERANDS
+
+
+class MultiOutputFusion:
+    """Joins clusters that run over the same elements.
+
+    Args:
+        clusters: Changed in place.
+        machine: What decides whether a fusion pays.
+    """
+
+    def __init__(self, clusters: Clusters, machine: Machine) -> None:
+        self.clusters = clusters
+        self.machine = machine
+
+    def run(self) -> None:
+        """Go through the graph from its results to its arguments."""
+        for node in reversed(self.clusters.nodes):
+            self._siblings(node)
+            producer = self.clusters.by_root.get(id(node))
+            if producer is not None:
+                self._with_consumer(producer)
+
+    def _siblings(self, node: Node) -> None:
+        """Join clusters that all read ``node``."""
+        if node.size <= 1:
+            return
+        readers = [c for c in self.clusters.readers.get(id(node), {}).values() if _joins(c)]
+        readers.sort(key=lambda c: self.clusters.position[id(c.root)])
+        i = 0
+        while i < len(readers):
+            j = i + 1
+            while j < len(readers):
+                if self._alike(readers[i], readers[j]) and self._apart(readers[i], readers[j]):
+                    readers[i] = self.clusters.merge(readers[i], readers[j])
+                    del readers[j]
+                else:
+                    j += 1
+            i += 1
+
+    def _with_consumer(self, producer: Cluster) -> None:
+        """Join a producer with one that reads it, though others read it too."""
+        if not _joins(producer):
+            return
+        consumers = sorted(
+            self.clusters.users(producer), key=lambda c: self.clusters.position[id(c.root)]
+        )
+        for consumer in consumers:
+            if not (_joins(consumer) and self._alike(producer, consumer)):
+                continue
+            if self._between(producer, consumer) or not self._pays(producer, consumer):
+                continue
+            self.clusters.merge(producer, consumer)
+            return
+
+    def _alike(self, first: Cluster, second: Cluster) -> bool:
+        """Whether both run over the same elements in the same way."""
+        if first is second or _frame(first) is None or _frame(first) != _frame(second):
+            return False
+        inputs = {id(n) for c in (first, second) for n in c.inputs}
+        return len(inputs) + len(first.roots) + len(second.roots) <= MAX_OPERANDS
+
+    def _pays(self, producer: Cluster, consumer: Cluster) -> bool:
+        apart = sum(
+            Work(self.clusters.members(c), c.roots).seconds(self.machine) + LAUNCH_S
+            for c in (producer, consumer)
+        )
+        both = {**producer.members, **consumer.members}
+        members = [both[i] for i in sorted(both)]
+        roots = [*producer.roots, *consumer.roots]
+        return Work(members, roots).seconds(self.machine) + LAUNCH_S <= apart
+
+    def _apart(self, first: Cluster, second: Cluster) -> bool:
+        """Whether neither needs the other."""
+        return not (self._reaches(first, second) or self._reaches(second, first))
+
+    def _between(self, producer: Cluster, consumer: Cluster) -> bool:
+        """Whether the consumer also needs the producer by way of a third kernel."""
+        others = [p for p in self.clusters.producers(consumer) if p is not producer]
+        return any(other is not consumer and self._reaches(other, producer) for other in others)
+
+    def _reaches(self, start: Cluster, target: Cluster) -> bool:
+        """Whether ``start`` needs a result of ``target``, directly or not."""
+        first = min(self.clusters.position[id(root)] for root in target.roots)
+        stack, seen = [start], {id(start)}
+        while stack:
+            for producer in self.clusters.producers(stack.pop()):
+                if producer is target:
+                    return True
+                last = max(self.clusters.position[id(root)] for root in producer.roots)
+                if id(producer) not in seen and last > first:
+                    seen.add(id(producer))
+                    stack.append(producer)
+        return False
+
+
+def _joins(cluster: Cluster) -> bool:
+    """Whether a cluster can share a kernel: no library call, no update in place."""
+    return cluster.consumes and not any(root.opcode in IN_PLACE for root in cluster.roots)
+
+
+def _frame(cluster: Cluster) -> tuple[object, ...] | None:
+    """What the threads of a cluster run over; equal frames fit one kernel."""
+    for root in cluster.roots:
+        hero = hero_of(root, cluster)
+        if hero.opcode == "reduce" and not is_loop_reduction(hero):
+            source = hero.operands[0].type
+            found = reduction(hero)
+            return ("reduce", found, source.size)
+        if hero.opcode == "transpose":
+            return ("transpose", hero.operands[0].type.shape, tuple(hero.attrs["dimensions"]))
+    root = cluster.root
+    if root.opcode in ("concatenate", "reduce-window"):
+        return None
+    return ("loop", root.size)
+
+
+def hero_of(root: Node, cluster: Cluster) -> Node:
+    """The op that decides how a kernel runs: a root, or what it is a unary function of."""
+    inside = {id(node) for node in cluster.members.values()}
+    node = root
+    while True:
+        if node.opcode in ("reduce", "transpose"):
+            return node
+        sources = [source_of(o) for o in node.operands if source_of(o).opcode != "constant"]
+        if len(sources) != 1 or id(sources[0]) not in inside:
+            return root
+        if sources[0].size != root.size and sources[0].opcode != "reduce":
+            return root
+        node = sources[0]
+
