@@ -131,15 +131,23 @@ class _Epilogue:
             waiting = [c for c in front if c not in ready]
             follow = [u for c in ready for u in self.clusters.users(c)]
             front = list({id(c): c for c in (*waiting, *follow) if id(c.root) not in inside}.values())
-            codes = [c.root.opcode for c in chain]
-            last = [c for c in chain if not all(id(u.root) in inside for u in self.clusters.users(c))]
-            if codes.count("tanh") == 1 and len(last) == 1 and codes[-1] == "multiply":
-                complete = len(self._readers_of(root)) + 6 <= len(chain) + 3
-                return chain if complete and all(id(c.root) in inside for c in chain) else None
+            if self._is_complete(root, chain, inside):
+                return chain
         return None
 
-    def _readers_of(self, node: Node) -> list[Cluster]:
-        return list(self.clusters.readers.get(id(node), {}).values())
+    def _is_complete(self, root: Node, chain: list[Cluster], inside: dict[int, Node]) -> bool:
+        """Whether a chain has one tanh, and one result that others read."""
+        codes = [c.root.opcode for c in chain]
+        if codes.count("tanh") != 1 or codes[-1] != "multiply":
+            return False
+        readers = {id(c): self.clusters.users(c) for c in chain}
+        readers[0] = list(self.clusters.readers.get(id(root), {}).values())
+        read_outside = [
+            key
+            for key, users in readers.items()
+            if not users or any(id(u.root) not in inside for u in users)
+        ]
+        return read_outside == [id(chain[-1])]
 
     def _ready(self, cluster: Cluster, inside: dict[int, Node]) -> bool:
         node = cluster.root

@@ -77,11 +77,14 @@ class Work:
     Args:
         members: Nodes of the kernel, operands before users.
         roots: Nodes whose values it writes.
+        shared: Whether each value is computed once, however often it is read (softmax kernels).
     """
 
     __slots__ = ("cycles", "reads", "strided", "written", "threads")
 
-    def __init__(self, members: Iterable[Node], roots: Iterable[Node]) -> None:
+    def __init__(
+        self, members: Iterable[Node], roots: Iterable[Node], shared: bool = False
+    ) -> None:
         self.cycles = 0.0
         self.reads: dict[int, list[float]] = {}
         self.written = 0.0
@@ -99,6 +102,8 @@ class Work:
         heads = {id(root) for root in roots}
         for node in reversed(ordered):
             count = whole.get(id(node), 0.0) + parts.get(id(node), 0.0)
+            if shared:
+                count = min(count, float(node.size))
             if count:
                 self._visit(node, count, inside, whole, parts, turned, heads)
 

@@ -39,7 +39,9 @@ class MultiOutputFusion:
         while i < len(readers):
             j = i + 1
             while j < len(readers):
-                if self._alike(readers[i], readers[j]) and self._apart(readers[i], readers[j]):
+                first, second = readers[i], readers[j]
+                fits = self._alike(first, second) and _overlaps(node, first, second)
+                if fits and self._apart(first, second):
                     readers[i] = self.clusters.merge(readers[i], readers[j])
                     del readers[j]
                 else:
@@ -104,7 +106,7 @@ class MultiOutputFusion:
 
 def _joins(cluster: Cluster) -> bool:
     """Whether a cluster can share a kernel: no library call, no update in place."""
-    return cluster.consumes and not any(root.opcode in IN_PLACE for root in cluster.roots)
+    return cluster.consumes and not cluster.rows and not any(root.opcode in IN_PLACE for root in cluster.roots)
 
 
 def _frame(cluster: Cluster) -> tuple[object, ...] | None:
@@ -137,3 +139,18 @@ def hero_of(root: Node, cluster: Cluster) -> Node:
             return root
         node = sources[0]
 
+
+
+def _overlaps(node: Node, first: Cluster, second: Cluster) -> bool:
+    """Whether two clusters read the same part of a value, not two slices of it."""
+    parts = []
+    for cluster in (first, second):
+        readers = [
+            member
+            for member in cluster.members.values()
+            if any(source_of(operand) is node for operand in member.operands)
+        ]
+        if any(reader.opcode != "slice" for reader in readers):
+            return True
+        parts.append({reader.attrs["slice"] for reader in readers})
+    return bool(parts[0] & parts[1])

@@ -86,7 +86,7 @@ class PriorityFusion:
         found = self._seconds.get(id(cluster))
         if found is not None and found[0] == cluster.version:
             return found[1]
-        work = Work(self.clusters.members(cluster), cluster.roots)
+        work = Work(self.clusters.members(cluster), cluster.roots, cluster.rows)
         seconds = work.seconds(self.machine)
         self._seconds[id(cluster)] = (cluster.version, seconds)
         return seconds
@@ -100,7 +100,7 @@ class PriorityFusion:
         seconds = None
         if self._fits(producer, consumer):
             both = {**producer.members, **consumer.members}
-            work = Work([both[i] for i in sorted(both)], consumer.roots)
+            work = Work([both[i] for i in sorted(both)], consumer.roots, consumer.rows)
             seconds = work.seconds(self.machine)
         self._pairs[key] = (producer.version, consumer.version, seconds)
         return seconds
