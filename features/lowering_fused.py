@@ -14,6 +14,7 @@ from .fused.multi_output import MultiOutputFusion
 from .fused.priority import PriorityFusion
 from .fused.reductions import split_reductions
 from .fused.simplify import simplify
+from .fused.sinking import sink_transposes
 from .fused.softmax import fuse_softmax
 from .kernel import LoweredProgram
 from .kernels import extract_kernels
@@ -58,6 +59,8 @@ def prepare(graph: Graph, machine: Machine) -> None:
             prepare(inner, machine)
     canonical_dots(graph)
     canonical_convs(graph, machine.channels_last)
+    simplify(graph)
+    sink_transposes(graph)
     simplify(graph)
     merge_dots(graph)
     split_reductions(graph)

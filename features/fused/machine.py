@@ -25,9 +25,9 @@ _L1_BYTES = 8192
 _SECTOR = 32
 _ELEMENTS_PER_BLOCK = 512.0
 _CYCLES: dict[str, float] = {
-    "divide": 16.0, "power": 80.0, "exponential": 24.0, "exponential-minus-one": 40.0, "log": 36.0,
-    "log-plus-one": 48.0, "tanh": 36.0, "logistic": 40.0, "sine": 50.0, "cosine": 50.0,
-    "tan": 70.0, "sqrt": 20.0, "rsqrt": 16.0, "cbrt": 40.0, "erf": 40.0, "atan2": 60.0,
+    "divide": 16.0, "power": 400.0, "exponential": 24.0, "exponential-minus-one": 40.0, "log": 36.0,
+    "log-plus-one": 48.0, "tanh": 36.0, "logistic": 40.0, "sine": 200.0, "cosine": 200.0,
+    "tan": 300.0, "sqrt": 20.0, "rsqrt": 16.0, "cbrt": 40.0, "erf": 40.0, "atan2": 60.0,
     "remainder": 30.0,
     "broadcast": 0.0, "reshape": 0.0, "slice": 0.0, "transpose": 0.0, "iota": 1.0,
     "concatenate": 2.0, "pad": 3.0, "gather": 4.0, "constant": 0.0, "parameter": 0.0,

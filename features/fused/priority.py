@@ -6,6 +6,7 @@ import heapq
 
 from .classify import IN_PLACE, source_of
 from .clusters import Cluster, Clusters
+from .folding import is_elementwise
 from .machine import LAUNCH_S, Machine, Work
 
 #: Most arrays that one kernel reads and writes.
@@ -14,6 +15,8 @@ _EXPENSIVE = frozenset(
     ("exponential", "tanh", "power", "log", "logistic", "divide", "sine", "cosine", "erf",
      "reduce", "reduce-window", "log-plus-one", "exponential-minus-one")
 )  # fmt: skip
+#: Ops that become dozens of others and read their operand many times.
+_MANY_READS = frozenset(("chlo.erfc", "chlo.lgamma", "chlo.digamma", "chlo.erf_inv"))
 
 
 class PriorityFusion:
@@ -43,6 +46,8 @@ class PriorityFusion:
                 continue
             consumers = self.clusters.users(cluster)
             touched = {id(c): c for c in (*consumers, *self.clusters.producers(cluster))}
+            if cluster.rows:
+                consumers[0].rows = True
             self.clusters.absorb(cluster, consumers)
             self._version.pop(id(cluster), None)
             for consumer in consumers:
@@ -65,7 +70,7 @@ class PriorityFusion:
         root = producer.root
         if producer.library or len(producer.roots) > 1 or id(root) in clusters.kept:
             return None
-        if not producer.loops:
+        if not producer.loops and not (producer.rows and self._extends(producer)):
             return None
         consumers = clusters.users(producer)
         if not consumers:
@@ -100,10 +105,21 @@ class PriorityFusion:
         seconds = None
         if self._fits(producer, consumer):
             both = {**producer.members, **consumer.members}
-            work = Work([both[i] for i in sorted(both)], consumer.roots, consumer.rows)
+            work = Work([both[i] for i in sorted(both)], consumer.roots, consumer.rows or producer.rows)
             seconds = work.seconds(self.machine)
         self._pairs[key] = (producer.version, consumer.version, seconds)
         return seconds
+
+    def _extends(self, rows: Cluster) -> bool:
+        """Whether a softmax kernel can take in the one elementwise op that reads it."""
+        users = self.clusters.users(rows)
+        return (
+            len(users) == 1
+            and not users[0].rows
+            and len(users[0].members) <= 8
+            and all(is_elementwise(node) for node in users[0].members.values())
+            and users[0].root.size == rows.root.size
+        )
 
     def _fits(self, producer: Cluster, consumer: Cluster) -> bool:
         """Whether the consumer's kernel can compute the producer."""
@@ -114,6 +130,8 @@ class PriorityFusion:
                 written = (len(node.operands) - 1) // 2 if node.opcode == "scatter" else 1
                 if any(source_of(operand) is root for operand in node.operands[:written]):
                     return False
+            if node.opcode in _MANY_READS and source_of(node.operands[0]) is root:
+                return False
             if heavy and node.opcode == "reduce-window" and source_of(node.operands[0]) is root:
                 return False
         inputs = {id(n) for c in (producer, consumer) for n in c.inputs}

@@ -71,10 +71,23 @@ def _diamond(clusters: Clusters, node: Node) -> tuple[Node, list[Node]] | None:
             continue
         if reduction(inner).shape is not Shape.ROW or len(inner.attrs["dimensions"]) != 1:
             continue
-        if source_of(inner.operands[0]) is wide and _two_users(clusters, wide):
-            chain += [inner, *_constants(clusters, chain)]
-            return wide, chain
+        top, between = _top(clusters, source_of(inner.operands[0]), wide)
+        if top is wide and _two_users(clusters, wide):
+            chain += [inner, *between]
+            return wide, [*chain, *_constants(clusters, chain)]
     return None
+
+
+def _top(clusters: Clusters, node: Node, wanted: Node) -> tuple[Node, list[Node]]:
+    """Climb from a reduction through ops on one value that only it needs."""
+    chain: list[Node] = []
+    while node is not wanted and is_elementwise(node) and _single(clusters, node):
+        following = {id(source_of(o)): source_of(o) for o in node.operands if splat(o) is None}
+        if len(following) != 1:
+            break
+        chain.append(node)
+        node = next(iter(following.values()))
+    return node, chain
 
 
 def _two_users(clusters: Clusters, node: Node) -> bool:
