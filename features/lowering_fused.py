@@ -16,6 +16,8 @@ from .fused.reductions import split_reductions
 from .fused.simplify import simplify
 from .fused.sinking import sink_transposes
 from .fused.softmax import fuse_softmax
+from .fused.vectors import pad_products, reduce_vector_products
+from .ir import Program
 from .kernel import LoweredProgram
 from .kernels import extract_kernels
 from .liveness import peak_memory
@@ -37,7 +39,7 @@ def lower_fused(source: SourceProgram, device: DeviceSpec | None = None) -> Lowe
     graph = build_graph(program)
     emitter = Emitter(program)
     simplify(graph)
-    prepare(graph, machine)
+    prepare(graph, machine, program)
     simplify(graph)
     writer = _fused(graph, machine, emitter)
     emitter.add(writer.write("main"))
@@ -52,17 +54,19 @@ def lower_fused(source: SourceProgram, device: DeviceSpec | None = None) -> Lowe
     )
 
 
-def prepare(graph: Graph, machine: Machine) -> None:
+def prepare(graph: Graph, machine: Machine, program: Program) -> None:
     """Bring products and convolutions into the libraries' form, in loops and branches too."""
     for node in graph.nodes():
         for inner in node.graphs:
-            prepare(inner, machine)
+            prepare(inner, machine, program)
     canonical_dots(graph)
     canonical_convs(graph, machine.channels_last)
     simplify(graph)
+    reduce_vector_products(graph, program)
     sink_transposes(graph)
     simplify(graph)
     merge_dots(graph)
+    pad_products(graph)
     split_reductions(graph)
 
 

@@ -176,7 +176,7 @@ def merge_dots(graph: Graph) -> None:
     position = {id(node): i for i, node in enumerate(nodes)}
     groups: dict[Any, list[Node]] = {}
     for node in nodes:
-        if node.opcode != "dot" or len(node.type.shape) != 2:
+        if node.opcode != "dot":
             continue
         for side in (0, 1):
             attrs = tuple(sorted((k, repr(v)) for k, v in node.attrs.items()))
@@ -227,7 +227,8 @@ def _merge(dots: list[Node], side: int, replaced: dict[int, Node]) -> None:
     shared = first.operands[side]
     others = [dot.operands[1 - side] for dot in dots]
     key = "rhs" if side == 0 else "lhs"
-    along = 1 - first.attrs[f"{key}_contracting_dims"][0]
+    used = {*first.attrs[f"{key}_contracting_dims"], *first.attrs[f"{key}_batch_dims"]}
+    along = next(d for d in range(len(first.type.shape)) if d not in used)
     shape = list(others[0].type.shape)
     shape[along] = sum(other.type.shape[along] for other in others)
     joined = Node(
@@ -237,7 +238,7 @@ def _merge(dots: list[Node], side: int, replaced: dict[int, Node]) -> None:
         {"dimensions": (along,)},
         source=first.source,
     )
-    column = 1 - side
+    column = len(first.type.shape) - 1 - side
     result = list(first.type.shape)
     result[column] = shape[along]
     operands = [shared, joined] if side == 0 else [joined, shared]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from .classify import IN_PLACE, is_loop_reduction, reduction, source_of
 from .clusters import Cluster, Clusters
 from .graph import Node
@@ -65,7 +67,7 @@ class MultiOutputFusion:
 
     def _alike(self, first: Cluster, second: Cluster) -> bool:
         """Whether both run over the same elements in the same way."""
-        if first is second or _frame(first) is None or _frame(first) != _frame(second):
+        if first is second or not _fit(_frame(first), _frame(second)):
             return False
         inputs = {id(n) for c in (first, second) for n in c.inputs}
         return len(inputs) + len(first.roots) + len(second.roots) <= MAX_OPERANDS
@@ -109,20 +111,35 @@ def _joins(cluster: Cluster) -> bool:
     return cluster.consumes and not cluster.rows and not any(root.opcode in IN_PLACE for root in cluster.roots)
 
 
-def _frame(cluster: Cluster) -> tuple[object, ...] | None:
-    """What the threads of a cluster run over; equal frames fit one kernel."""
+class _Frame(NamedTuple):
+    """What the threads of a cluster run over."""
+
+    kind: str
+    size: int
+    detail: object = None
+
+
+def _fit(first: _Frame | None, second: _Frame | None) -> bool:
+    """Whether two clusters fit one kernel: a loop fits anything over as many elements."""
+    if first is None or second is None or first.size != second.size:
+        return False
+    if "loop" in (first.kind, second.kind):
+        return True
+    return first.kind == second.kind and first.detail == second.detail
+
+
+def _frame(cluster: Cluster) -> _Frame | None:
     for root in cluster.roots:
         hero = hero_of(root, cluster)
         if hero.opcode == "reduce" and not is_loop_reduction(hero):
-            source = hero.operands[0].type
-            found = reduction(hero)
-            return ("reduce", found, source.size)
+            return _Frame("reduce", hero.operands[0].size, reduction(hero))
         if hero.opcode == "transpose":
-            return ("transpose", hero.operands[0].type.shape, tuple(hero.attrs["dimensions"]))
+            detail = (hero.operands[0].type.shape, tuple(hero.attrs["dimensions"]))
+            return _Frame("transpose", hero.size, detail)
     root = cluster.root
-    if root.opcode in ("concatenate", "reduce-window"):
+    if root.opcode == "reduce-window":
         return None
-    return ("loop", root.size)
+    return _Frame("loop", root.size)
 
 
 def hero_of(root: Node, cluster: Cluster) -> Node:

@@ -5,51 +5,80 @@ from __future__ import annotations
 from math import isqrt
 
 from ..ir import TensorType
-from .classify import Shape, is_loop_reduction, reduction
+from .classify import Reduction, Shape, is_loop_reduction, reduction
 from .graph import Graph, Node
 from .views import reshape
 
 #: Most elements that one pass sums without atomics: 1024 threads of 16, 32 threads of 128.
 MAX_ROW = 16_384
 MAX_COLUMN = 4_096
-MAX_BATCHED = 8
 
 
 def split_reductions(graph: Graph) -> None:
     """Replace each long reduction by one of parts and one of the parts' results."""
-    replaced: dict[int, Node] = {}
     for node in graph.nodes():
-        node.operands = [replaced.get(id(o), o) for o in node.operands]
-        if node.opcode == "reduce" and len(node.operands) == 2:
-            made = _split(node)
-            if made is not None:
-                replaced[id(node)] = made
-    graph.outputs = [replaced.get(id(node), node) for node in graph.outputs]
+        if node.opcode == "reduce":
+            _split(node)
 
 
-def _split(node: Node) -> Node | None:
-    if is_loop_reduction(node):
-        return None
+def parts_of(length: int) -> tuple[int, int]:
+    """Number of parts and elements in each: the least padding from a power of two to the root."""
+    root = isqrt(length)
+    candidates = range(1 << (root.bit_length() - 1), root + 1)
+    parts = min(candidates, key=lambda k: (-(-length // k) * k - length, k))
+    return parts, -(-length // parts)
+
+
+def _split(node: Node) -> None:
+    """Turn ``node`` into the second step, with a new first step as its operands."""
     found = reduction(node)
     limit = MAX_ROW if found.shape is Shape.ROW else MAX_COLUMN
+    if found.shape is Shape.SCATTERED or found.length <= limit or is_loop_reduction(node):
+        return
+    count = len(node.operands) // 2
     dims = sorted(node.attrs["dimensions"])
-    source, start = node.operands
-    if found.length <= limit or found.shape is Shape.SCATTERED:
-        return None
-    parts = 1 << (isqrt(found.length).bit_length() - 1)
-    if found.length % parts:
-        return None
-    # The run of summed dimensions becomes two: parts, and what is summed first.
-    kept_before = [s for d, s in enumerate(source.type.shape) if d < dims[0]]
-    kept_after = [s for d, s in enumerate(source.type.shape) if d > dims[-1]]
-    if len(kept_before) + len(kept_after) + len(dims) != len(source.type.shape):
-        return None
-    rest = found.length // parts
-    inner = (rest, parts) if found.shape is Shape.COLUMN else (parts, rest)
-    view = reshape(source, (*kept_before, *inner, *kept_after))
-    along = len(kept_before) + (0 if found.shape is Shape.COLUMN else 1)
-    kind = TensorType(node.type.dtype, (*kept_before, parts, *kept_after))
+    shape = node.operands[0].type.shape
+    before = tuple(s for d, s in enumerate(shape) if d < dims[0])
+    after = tuple(s for d, s in enumerate(shape) if d > dims[-1])
+    if len(before) + len(after) + len(dims) != len(shape):
+        return
+    starts = node.operands[count:]
+    values = [
+        _in_parts(value, start, before, after, found)
+        for value, start in zip(node.operands[:count], starts, strict=True)
+    ]
+    parts = parts_of(found.length)[0]
+    kinds = tuple(TensorType(t.dtype, (*before, parts, *after)) for t in node.results)
+    along = len(before) + (0 if found.shape is Shape.COLUMN else 1)
     attrs = {**node.attrs, "dimensions": (along,)}
-    first = Node("reduce", [view, start], (kind,), attrs, node.called, source=node.source)
-    attrs = {**node.attrs, "dimensions": (len(kept_before),)}
-    return Node("reduce", [first, start], node.results, attrs, node.called, source=node.source)
+    first = Node(
+        "reduce", [*values, *starts], kinds, attrs, node.called, [], node.is_tuple, node.source
+    )
+    partial = [first]
+    if node.is_tuple:
+        partial = [
+            Node("get-tuple-element", [first], (kind,), {"index": i}, source=node.source)
+            for i, kind in enumerate(kinds)
+        ]
+    node.operands = [*partial, *starts]
+    node.attrs = {**node.attrs, "dimensions": (len(before),)}
+
+
+def _in_parts(
+    value: Node,
+    start: Node,
+    before: tuple[int, ...],
+    after: tuple[int, ...],
+    found: Reduction,
+) -> Node:
+    """The operand with its summed dimensions as parts and what is summed first."""
+    parts, rest = parts_of(found.length)
+    flat = reshape(value, (*before, found.length, *after))
+    if parts * rest != found.length:
+        config = [(0, 0, 0)] * len(flat.type.shape)
+        config[len(before)] = (0, parts * rest - found.length, 0)
+        kind = TensorType(flat.type.dtype, (*before, parts * rest, *after))
+        attrs = {"padding": tuple(config)}
+        flat = Node("pad", [flat, start], (kind,), attrs, source=value.source)
+    inner = (rest, parts) if found.shape is Shape.COLUMN else (parts, rest)
+    return reshape(flat, (*before, *inner, *after))

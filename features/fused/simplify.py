@@ -101,10 +101,15 @@ def _binary(opcode: str, like: Node, *operands: Node) -> Node:
 
 
 def _add(node: Node) -> Node | None:
-    lhs, rhs = node.operands
-    if is_splat(rhs, 0):
-        return lhs
-    return rhs if is_splat(lhs, 0) else None
+    """``a + 0`` is ``a``; what is scattered into zeros is scattered into what it is added to."""
+    for this, other in (node.operands, node.operands[::-1]):
+        if is_splat(this, 0):
+            return other
+        into_zeros = this.opcode == "scatter" and is_splat(this.operands[0], 0)
+        if into_zeros and not this.is_tuple and this is not other:
+            operands = [other, *this.operands[1:]]
+            return Node("scatter", operands, this.results, this.attrs, this.called, source=this.source)
+    return None
 
 
 def _maximum(node: Node) -> Node | None:
