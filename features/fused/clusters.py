@@ -25,7 +25,7 @@ class Cluster:
     """
 
     roots: list[Node]
-    members: dict[int, Node] = field(default_factory=dict)
+    members: dict[float, Node] = field(default_factory=dict)
     library: bool = False
     rows: bool = False
     inputs: list[Node] = field(default_factory=list)
@@ -49,7 +49,8 @@ class Clusters:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.nodes = topological(graph.outputs, graph.parameters)
-        self.position = {id(node): i for i, node in enumerate(self.nodes)}
+        self.inserted: list[Node] = []
+        self.position = {id(node): float(i) for i, node in enumerate(self.nodes)}
         self.by_root: dict[int, Cluster] = {}
         self.kept: set[int] = {id(source_of(node)) for node in graph.outputs}
         #: Clusters that read a node's value, by the node's id.
@@ -68,6 +69,14 @@ class Clusters:
     def members(self, cluster: Cluster) -> list[Node]:
         """A cluster's nodes, operands first."""
         return [cluster.members[i] for i in sorted(cluster.members)]
+
+    def insert(self, node: Node, before: Node) -> Cluster:
+        """A cluster for a new node that stands just before another one in the order."""
+        self.position[id(node)] = self.position[id(before)] - 0.5
+        self.inserted.append(node)
+        made = Cluster([node], {self.position[id(node)]: node})
+        self.add(made)
+        return made
 
     def add(self, cluster: Cluster) -> None:
         """Register a cluster."""

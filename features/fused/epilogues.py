@@ -6,6 +6,7 @@ from .classify import source_of
 from .clusters import Cluster, Clusters
 from .folding import is_elementwise, is_splat, splat
 from .graph import Node
+from .views import reshape
 
 _GELU = frozenset(("multiply", "add", "tanh", "power"))
 
@@ -95,7 +96,29 @@ class _Epilogue:
         if source.type.dtype != self.call.root.type.dtype:
             return False
         self._take(cluster)
+        if self._read_later(source):
+            self._copy(cluster.root, source)
         return True
+
+    def _read_later(self, source: Node) -> bool:
+        """Whether the library, which adds in place, would destroy what someone still reads."""
+        clusters = self.clusters
+        if source.opcode in ("parameter", "constant") or id(source) in clusters.kept:
+            return True
+        start = clusters.position[id(self.call.root)]
+        readers = clusters.readers.get(id(source), {}).values()
+        return any(clusters.position[id(c.roots[-1])] > start for c in readers)
+
+    def _copy(self, add: Node, source: Node) -> None:
+        """Give the library a copy of the residual to add to."""
+        clusters = self.clusters
+        copy = Node("copy", [source], source.results, source=source.source)
+        clusters.insert(copy, before=add)
+        clusters.remove(self.call)
+        add.operands = [
+            reshape(copy, o.type.shape) if source_of(o) is source else o for o in add.operands
+        ]
+        clusters.add(self.call)
 
     def _relu(self) -> None:
         cluster = self._reader()

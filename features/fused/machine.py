@@ -35,6 +35,9 @@ _CYCLES: dict[str, float] = {
 }  # fmt: skip
 _OPAQUE = frozenset(("broadcast", "slice", "concatenate", "pad", "gather", "transpose", "reverse",
                      "dynamic-slice"))  # fmt: skip
+#: Ops whose code branches, and how many branches one kernel's code may have (XLA's limit).
+_BRANCHING = frozenset(("concatenate", "pad", "reduce", "reduce-window"))
+MAX_BRANCHES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ class Work:
         shared: Whether each value is computed once, however often it is read (softmax kernels).
     """
 
-    __slots__ = ("cycles", "reads", "strided", "written", "threads")
+    __slots__ = ("branches", "cycles", "paths", "reads", "strided", "threads", "written")
 
     def __init__(
         self, members: Iterable[Node], roots: Iterable[Node], shared: bool = False
@@ -90,6 +93,9 @@ class Work:
         self.written = 0.0
         self.threads = 1.0
         self.strided: set[int] = set()
+        #: Branches in the code of one element, those of values computed twice counted twice.
+        self.branches = 0.0
+        self.paths: dict[int, float] = {}
         ordered = list(members)
         inside = {id(node) for node in ordered}
         whole: dict[int, float] = {}
@@ -131,6 +137,9 @@ class Work:
             factor = 1.0
             self.cycles += per_element * count
         adds = opcode in _OPAQUE
+        paths = self.paths.get(id(node), 1.0)
+        if opcode in _BRANCHING:
+            self.branches += paths * (len(operands) - 1 if opcode == "concatenate" else 1)
         turn = turned.get(id(node), False)
         if opcode == "transpose" and id(node) not in heads:
             order = node.attrs["dimensions"]
@@ -152,6 +161,11 @@ class Work:
                 wanted = float(operand.size)
             key = id(source)
             if key in inside:
+                known_paths = self.paths.get(key)
+                if known_paths is None:
+                    self.paths[key] = paths
+                else:
+                    self.paths[key] = known_paths + paths if adds else max(known_paths, paths)
                 if adds:
                     parts[key] = parts.get(key, 0.0) + wanted
                 elif wanted > whole.get(key, 0.0):

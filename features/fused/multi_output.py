@@ -42,7 +42,7 @@ class MultiOutputFusion:
             j = i + 1
             while j < len(readers):
                 first, second = readers[i], readers[j]
-                fits = self._alike(first, second) and _overlaps(node, first, second)
+                fits = self._alike(first, second) and _shares(node, first, second)
                 if fits and self._apart(first, second):
                     readers[i] = self.clusters.merge(readers[i], readers[j])
                     del readers[j]
@@ -52,7 +52,8 @@ class MultiOutputFusion:
 
     def _with_consumer(self, producer: Cluster) -> None:
         """Join a producer with one that reads it, though others read it too."""
-        if not _joins(producer):
+        frame = _frame(producer)
+        if not _joins(producer) or frame is None or frame.kind != "loop":
             return
         consumers = sorted(
             self.clusters.users(producer), key=lambda c: self.clusters.position[id(c.root)]
@@ -158,8 +159,11 @@ def hero_of(root: Node, cluster: Cluster) -> Node:
 
 
 
-def _overlaps(node: Node, first: Cluster, second: Cluster) -> bool:
-    """Whether two clusters read the same part of a value, not two slices of it."""
+def _shares(node: Node, first: Cluster, second: Cluster) -> bool:
+    """Whether two clusters read the same part of a value; transposes of two slices do not."""
+    frames = (_frame(first), _frame(second))
+    if any(frame is not None and frame.kind != "transpose" for frame in frames):
+        return True
     parts = []
     for cluster in (first, second):
         readers = [

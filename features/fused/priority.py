@@ -7,7 +7,7 @@ import heapq
 from .classify import IN_PLACE, source_of
 from .clusters import Cluster, Clusters
 from .folding import is_elementwise
-from .machine import LAUNCH_S, Machine, Work
+from .machine import LAUNCH_S, MAX_BRANCHES, Machine, Work
 
 #: Most arrays that one kernel reads and writes.
 MAX_OPERANDS = 96
@@ -106,7 +106,8 @@ class PriorityFusion:
         if self._fits(producer, consumer):
             both = {**producer.members, **consumer.members}
             work = Work([both[i] for i in sorted(both)], consumer.roots, consumer.rows or producer.rows)
-            seconds = work.seconds(self.machine)
+            if work.branches <= MAX_BRANCHES:
+                seconds = work.seconds(self.machine)
         self._pairs[key] = (producer.version, consumer.version, seconds)
         return seconds
 
