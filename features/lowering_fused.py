@@ -9,6 +9,7 @@ from .fused.dots import canonical_dots, merge_dots
 from .fused.emit import ComputationWriter, Emitter
 from .fused.epilogues import fuse_epilogues
 from .fused.graph import Graph, build_graph
+from .fused.loops import copy_loop_state, drop_dead_state
 from .fused.machine import Machine, machine_of
 from .fused.multi_output import MultiOutputFusion
 from .fused.priority import PriorityFusion
@@ -39,6 +40,7 @@ def lower_fused(source: SourceProgram, device: DeviceSpec | None = None) -> Lowe
     graph = build_graph(program)
     emitter = Emitter(program)
     simplify(graph)
+    drop_dead_state(graph)
     prepare(graph, machine, program)
     simplify(graph)
     writer = _fused(graph, machine, emitter)
@@ -71,6 +73,7 @@ def prepare(graph: Graph, machine: Machine, program: Program) -> None:
 
 
 def _fused(graph: Graph, machine: Machine, emitter: Emitter) -> ComputationWriter:
+    copy_loop_state(graph)
     bodies: dict[int, tuple[str, ...]] = {}
     for node in graph.nodes():
         if node.graphs:

@@ -1,0 +1,95 @@
+"""State of loops: what nobody reads goes, what changes places or starts from a shared value is copied."""
+
+from __future__ import annotations
+
+from .classify import source_of
+from .graph import Graph, Node, topological
+
+
+def drop_dead_state(graph: Graph) -> None:
+    """Stop loops from computing state that only feeds itself."""
+    nodes = graph.nodes()
+    used: dict[int, set[int]] = {}
+    for node in nodes:
+        if node.opcode == "get-tuple-element":
+            used.setdefault(id(node.operands[0]), set()).add(int(node.attrs["index"]))
+    for node in nodes:
+        if node.opcode == "while" and len(node.graphs) == 2:
+            _drop(node.graphs, set(used.get(id(node), set())))
+        for inner in node.graphs:
+            drop_dead_state(inner)
+
+
+def _drop(graphs: list[Graph], live: set[int]) -> None:
+    condition, body = graphs
+    places = {id(node): i for i, node in enumerate(body.parameters)}
+    tested = {id(node) for node in topological(condition.outputs)}
+    live |= {i for i, node in enumerate(condition.parameters) if id(node) in tested}
+    waiting = list(live)
+    while waiting:
+        index = waiting.pop()
+        if index >= len(body.outputs):
+            continue
+        for node in topological([body.outputs[index]]):
+            place = places.get(id(node))
+            if place is not None and place not in live:
+                live.add(place)
+                waiting.append(place)
+    for index in range(len(body.outputs)):
+        if index not in live:
+            body.outputs[index] = body.parameters[index]
+
+
+def copy_loop_state(graph: Graph) -> None:
+    """Add the copies that loops need to keep their state in place.
+
+    Values that change places within the state go through copies, one more than there are in each
+    cycle; so does a start that is an argument, a constant or read by others.
+    """
+    nodes = graph.nodes()
+    readers: dict[int, int] = {}
+    for node in nodes:
+        for operand in node.operands:
+            source = id(source_of(operand))
+            readers[source] = readers.get(source, 0) + 1
+    for node in nodes:
+        if node.opcode == "while" and len(node.graphs) == 2:
+            body = node.graphs[1]
+            _copy_exchanges(body)
+            for i, output in enumerate(body.outputs):
+                start = node.operands[i]
+                source = source_of(start)
+                shared = source.opcode in ("parameter", "constant") or readers[id(source)] > 1
+                if shared and output is not body.parameters[i]:
+                    node.operands[i] = Node("copy", [start], start.results, source=node.source)
+
+
+def _copy_exchanges(body: Graph) -> None:
+    places = {id(node): i for i, node in enumerate(body.parameters)}
+    moves = {
+        i: places[id(output)]
+        for i, output in enumerate(body.outputs)
+        if id(output) in places and places[id(output)] != i
+    }
+    closing = {max(cycle) for cycle in _cycles(moves)}
+    for i in moves:
+        value = body.outputs[i]
+        for _ in range(2 if i in closing else 1):
+            value = Node("copy", [value], value.results)
+        body.outputs[i] = value
+
+
+def _cycles(moves: dict[int, int]) -> list[list[int]]:
+    """Cycles of a partial permutation."""
+    found = []
+    seen: set[int] = set()
+    for start in moves:
+        path: list[int] = []
+        place = start
+        while place in moves and place not in seen:
+            seen.add(place)
+            path.append(place)
+            place = moves[place]
+        if place in path:
+            found.append(path[path.index(place) :])
+    return found
