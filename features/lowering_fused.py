@@ -9,7 +9,7 @@ from .fused.dots import canonical_dots, merge_dots
 from .fused.emit import ComputationWriter, Emitter
 from .fused.epilogues import fuse_epilogues
 from .fused.graph import Graph, build_graph
-from .fused.loops import copy_loop_state, drop_dead_state
+from .fused.loops import copy_loop_state, drop_dead_state, merge_counters
 from .fused.machine import Machine, machine_of
 from .fused.multi_output import MultiOutputFusion
 from .fused.priority import PriorityFusion
@@ -40,6 +40,7 @@ def lower_fused(source: SourceProgram, device: DeviceSpec | None = None) -> Lowe
     graph = build_graph(program)
     emitter = Emitter(program)
     simplify(graph)
+    merge_counters(graph)
     drop_dead_state(graph)
     prepare(graph, machine, program)
     simplify(graph)

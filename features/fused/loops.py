@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from ..ir import TensorType
 from .classify import source_of
+from .folding import splat, splat_node
 from .graph import Graph, Node, topological
 
 
@@ -40,6 +44,42 @@ def _drop(graphs: list[Graph], live: set[int]) -> None:
             body.outputs[index] = body.parameters[index]
 
 
+def merge_counters(graph: Graph) -> None:
+    """Let loops count once: elements that start and step alike become one."""
+    nodes = graph.nodes()
+    loops = [node for node in nodes if node.opcode == "while" and len(node.graphs) == 2]
+    for loop in loops:
+        same = _equal_counters(loop)
+        for inner in loop.graphs:
+            replaced = {id(inner.parameters[j]): inner.parameters[i] for j, i in same.items()}
+            for node in topological(inner.outputs):
+                node.operands = [replaced.get(id(o), o) for o in node.operands]
+            merge_counters(inner)
+        for node in nodes:
+            if node.opcode == "get-tuple-element" and node.operands[0] is loop:
+                index = int(node.attrs["index"])
+                node.attrs["index"] = same.get(index, index)
+
+
+def _equal_counters(loop: Node) -> dict[int, int]:
+    """Elements that equal an earlier one, by their index."""
+    body = loop.graphs[1]
+    known: dict[object, int] = {}
+    same: dict[int, int] = {}
+    for i, output in enumerate(body.outputs):
+        parameter = body.parameters[i]
+        if output.opcode != "add" or parameter not in output.operands:
+            continue
+        steps = [splat(o) for o in output.operands if o is not parameter]
+        start = splat(loop.operands[i])
+        if parameter.type.shape or len(steps) != 1 or steps[0] is None or start is None:
+            continue
+        first = known.setdefault((parameter.type, steps[0], start), i)
+        if first != i:
+            same[i] = first
+    return same
+
+
 def copy_loop_state(graph: Graph) -> None:
     """Add the copies that loops need to keep their state in place.
 
@@ -61,7 +101,19 @@ def copy_loop_state(graph: Graph) -> None:
                 source = source_of(start)
                 shared = source.opcode in ("parameter", "constant") or readers[id(source)] > 1
                 if shared and output is not body.parameters[i]:
-                    node.operands[i] = Node("copy", [start], start.results, source=node.source)
+                    node.operands[i] = _own_start(start, node)
+
+
+def _own_start(start: Node, loop: Node) -> Node:
+    """A loop's own copy of a start value; a constant is written again instead."""
+    if splat(start) is not None and start.type.shape:
+        return Node("broadcast", *_parts(start), source=loop.source)
+    return Node("copy", [start], start.results, source=loop.source)
+
+
+def _parts(start: Node) -> tuple[list[Node], tuple[TensorType, ...], dict[str, Any]]:
+    value = splat_node(splat(start), start.type)
+    return value.operands, start.results, {"dimensions": ()}
 
 
 def _copy_exchanges(body: Graph) -> None:

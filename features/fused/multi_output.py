@@ -8,7 +8,7 @@ from .classify import IN_PLACE, is_loop_reduction, reduction, source_of
 from .clusters import Cluster, Clusters
 from .graph import Node
 from .machine import LAUNCH_S, Machine, Work
-from .priority import MAX_OPERANDS
+from .priority import MAX_OPERANDS, narrow_reduction
 
 
 class MultiOutputFusion:
@@ -25,11 +25,26 @@ class MultiOutputFusion:
 
     def run(self) -> None:
         """Go through the graph from its results to its arguments."""
+        self._fills()
         for node in reversed(self.clusters.nodes):
             self._siblings(node)
             producer = self.clusters.by_root.get(id(node))
             if producer is not None:
                 self._with_consumer(producer)
+
+    def _fills(self) -> None:
+        """Join arrays of one size that are filled with a constant to start the same loop."""
+        known: dict[object, Cluster] = {}
+        for loop in [node for node in self.clusters.nodes if node.opcode == "while"]:
+            for operand in dict.fromkeys(map(source_of, loop.operands)):
+                own = self.clusters.by_root.get(id(operand))
+                if own is None or own.inputs or operand.opcode != "broadcast":
+                    continue
+                key = (id(loop), operand.type.shape)
+                if key in known and known[key] is not own:
+                    known[key] = self.clusters.merge(known[key], own)
+                else:
+                    known[key] = own
 
     def _siblings(self, node: Node) -> None:
         """Join clusters that all read ``node``."""
@@ -60,6 +75,8 @@ class MultiOutputFusion:
         )
         for consumer in consumers:
             if not (_joins(consumer) and self._alike(producer, consumer)):
+                continue
+            if narrow_reduction(consumer, self.machine) is not None:
                 continue
             if self._between(producer, consumer) or not self._pays(producer, consumer):
                 continue
@@ -160,9 +177,11 @@ def hero_of(root: Node, cluster: Cluster) -> Node:
 
 
 def _shares(node: Node, first: Cluster, second: Cluster) -> bool:
-    """Whether two clusters read the same part of a value; transposes of two slices do not."""
-    frames = (_frame(first), _frame(second))
-    if any(frame is not None and frame.kind != "transpose" for frame in frames):
+    """Whether two clusters read the same part of a value, not one slice each.
+
+    The compiler sees this only while each has a single result; so does this.
+    """
+    if len(first.roots) + len(second.roots) > 2:
         return True
     parts = []
     for cluster in (first, second):

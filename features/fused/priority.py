@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import heapq
 
-from .classify import IN_PLACE, source_of
+from .classify import IN_PLACE, Shape, is_loop_reduction, reduction, source_of
 from .clusters import Cluster, Clusters
 from .folding import is_elementwise
-from .machine import LAUNCH_S, MAX_BRANCHES, Machine, Work
+from .graph import Node
+from .machine import LAUNCH_S, MAX_BRANCHES, Machine, Work, blocks_of
 
 #: Most arrays that one kernel reads and writes.
 MAX_OPERANDS = 96
@@ -17,6 +18,19 @@ _EXPENSIVE = frozenset(
 )  # fmt: skip
 #: Ops that become dozens of others and read their operand many times.
 _MANY_READS = frozenset(("chlo.erfc", "chlo.lgamma", "chlo.digamma", "chlo.erf_inv"))
+
+
+def narrow_reduction(cluster: Cluster, machine: Machine) -> Node | None:
+    """A column reduction of a cluster that starts fewer blocks than there are multiprocessors.
+
+    The compiler gives such a reduction no second large array to read.
+    """
+    for root in cluster.roots:
+        if root.opcode == "reduce" and not root.is_tuple and not is_loop_reduction(root):
+            column = reduction(root).shape is Shape.COLUMN
+            if column and blocks_of(root) < machine.cores:
+                return root
+    return None
 
 
 class PriorityFusion:
@@ -135,5 +149,12 @@ class PriorityFusion:
                 return False
             if heavy and node.opcode == "reduce-window" and source_of(node.operands[0]) is root:
                 return False
-        inputs = {id(n) for c in (producer, consumer) for n in c.inputs}
-        return len(inputs) <= MAX_OPERANDS
+        inputs = {id(n): n for c in (producer, consumer) for n in c.inputs}
+        inputs.pop(id(root), None)
+        if len(inputs) > MAX_OPERANDS:
+            return False
+        narrow = narrow_reduction(consumer, self.machine)
+        if narrow is None:
+            return True
+        size = narrow.operands[0].size
+        return sum(2 * node.size >= size for node in inputs.values()) <= 1
