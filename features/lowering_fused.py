@@ -8,6 +8,7 @@ from .fused.convs import canonical_convs
 from .fused.dots import canonical_dots, merge_dots
 from .fused.emit import ComputationWriter, Emitter
 from .fused.epilogues import fuse_epilogues
+from .fused.expand import expand_ops
 from .fused.graph import Graph, build_graph
 from .fused.loops import copy_loop_state, drop_dead_state, merge_counters
 from .fused.machine import Machine, machine_of
@@ -39,6 +40,7 @@ def lower_fused(source: SourceProgram, device: DeviceSpec | None = None) -> Lowe
     program = source.program
     graph = build_graph(program)
     emitter = Emitter(program)
+    expand_ops(graph, program)
     simplify(graph)
     merge_counters(graph)
     drop_dead_state(graph)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 
 from ..ir import Computation, Op, Program
-from .classify import source_of
+from .classify import is_consumer
 from .clusters import Cluster, Clusters
 from .graph import Node
 
@@ -193,7 +193,6 @@ class _Fused:
         self.writer = writer
         self.cluster = cluster
         self.members = members
-        self.inside = {id(node) for node in members}
         self.outside: list[int] = []
         self.ops: list[Op] = []
         self.place: dict[int, int] = {}
@@ -228,9 +227,7 @@ class _Fused:
             op = Op("", "constant", (), node.results, node.attrs, source=node.source)
             self.place[id(node)] = position = self._append(op)
             return position
-        if node.opcode in ("reshape", "bitcast") and (
-            id(source_of(node)) in self.inside or source_of(node).opcode == "constant"
-        ):
+        if node.opcode in ("reshape", "bitcast"):
             inner = self._value(node.operands[0])
             op = Op("", "bitcast", (inner,), node.results, source=node.source)
             self.place[id(node)] = position = self._append(op)
@@ -238,7 +235,7 @@ class _Fused:
         return self._parameter(node)
 
     def _parameter(self, node: Node) -> int:
-        """A parameter for a value from outside; a view of it stays outside."""
+        """A parameter for a value from outside; views of it are taken inside."""
         outer = self.writer._value(node)
         found = self.parameters.get(outer)
         if found is None:
@@ -252,20 +249,24 @@ class _Fused:
 
 def _is_fusion(node: Node) -> bool:
     """Whether a kernel of one node is written as a fusion, as compilers wrap lone ops."""
-    return False
+    return is_consumer(node)
 
 
 def _kind(cluster: Cluster) -> str:
-    if cluster.library:
+    if cluster.library or cluster.rows:
         return "kCustom"
     codes = {root.opcode for root in cluster.roots}
     return "kInput" if codes & {"reduce", "scatter", "transpose"} else "kLoop"
 
 
 def _name(cluster: Cluster) -> str:
+    if len(cluster.members) == 1:
+        return f"wrapped_{cluster.root.opcode.replace('-', '_')}"
     base = "input" if _kind(cluster) == "kInput" else "loop"
     if cluster.library:
         base = "library"
+    elif cluster.rows:
+        base = "rows"
     names = dict.fromkeys(root.opcode.replace("-", "_").replace(".", "_") for root in cluster.roots)
     return f"{base}_{'_'.join(list(names)[:3])}_fusion"
 
