@@ -8,6 +8,10 @@ from ..ir import TensorType, WindowDim
 from .graph import Graph, Node
 
 
+#: Attribute of convolutions whose filter was reversed: gradients of an input.
+REVERSED = "input_gradient"
+
+
 def canonical_convs(graph: Graph, channels_last: bool) -> None:
     """Bring every convolution into the library's layout, with transposes and pads around it.
 
@@ -55,6 +59,8 @@ def _canonical(conv: Node, channels_last: bool) -> Node:
         want_out = want_lhs
     attrs = {**conv.attrs, "dim_labels": f"{want_lhs}_{want_rhs}->{want_out}"}
     attrs["window"] = _window(conv, data)
+    if kernel is not conv.operands[1]:
+        attrs[REVERSED] = True
     shape = tuple(conv.type.shape[out.index(c)] for c in want_out)
     operands = [_ordered(data, lhs, want_lhs), _ordered(kernel, rhs, want_rhs)]
     result = TensorType(conv.type.dtype, shape)

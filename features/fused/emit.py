@@ -7,6 +7,7 @@ from __future__ import annotations
 from ..ir import Computation, Op, Program
 from .classify import is_consumer
 from .clusters import Cluster, Clusters
+from .convs import REVERSED
 from .graph import Node
 
 
@@ -171,7 +172,7 @@ class ComputationWriter:
         """A node that is a kernel as it stands: a product, a sort, a loop."""
         operands = [self._value(operand) for operand in node.operands]
         called = tuple(self.emitter.called(name) for name in node.called)
-        attrs = dict(node.attrs)
+        attrs = {k: v for k, v in node.attrs.items() if k != REVERSED}
         if id(node) in self.bodies:
             called = self.bodies[id(node)]
             if node.opcode == "conditional":
@@ -215,8 +216,9 @@ class _Fused:
     def _copy(self, node: Node) -> Op:
         operands = tuple(self._value(operand) for operand in node.operands)
         called = tuple(self.writer.emitter.called(name) for name in node.called)
+        attrs = {k: v for k, v in node.attrs.items() if k != REVERSED}
         return Op(
-            "", node.opcode, operands, node.results, node.attrs, called, node.is_tuple, node.source
+            "", node.opcode, operands, node.results, attrs, called, node.is_tuple, node.source
         )
 
     def _value(self, node: Node) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .classify import source_of
 from .clusters import Cluster, Clusters
+from .convs import REVERSED
 from .folding import is_elementwise, is_splat, splat
 from .graph import Node
 from .views import reshape
@@ -32,12 +33,19 @@ class _Epilogue:
     def run(self) -> None:
         """Bias, then either a residual or an activation."""
         biased = self._add(self._bias)
-        if self.is_dot and self._add(self._residual):
+        if (self.is_dot or self._is_forward()) and self._add(self._residual) and self.is_dot:
             return
         if biased:
             self._relu()
             if self.is_dot:
                 self._gelu()
+
+    def _is_forward(self) -> bool:
+        """Whether a convolution is one that the library runs forwards, with a second input."""
+        conv = next(n for n in self.call.members.values() if n.opcode == "convolution")
+        dilated = any(w.lhs_dilation != 1 for w in conv.attrs.get("window", ()))
+        turned = str(conv.attrs.get("dim_labels", "")).startswith("f")
+        return not (dilated or turned or conv.attrs.get(REVERSED, False))
 
     def _reader(self) -> Cluster | None:
         """The only cluster that reads the result, if it is one op that nothing was fused into."""
@@ -96,7 +104,7 @@ class _Epilogue:
         if source.type.dtype != self.call.root.type.dtype:
             return False
         self._take(cluster)
-        if self._read_later(source):
+        if self.is_dot and self._read_later(source):
             self._copy(cluster.root, source)
         return True
 

@@ -181,6 +181,8 @@ def _shares(node: Node, first: Cluster, second: Cluster) -> bool:
 
     The compiler sees this only while each has a single result; so does this.
     """
+    if _through_view(node, first) != _through_view(node, second):
+        return False
     if len(first.roots) + len(second.roots) > 2:
         return True
     parts = []
@@ -194,3 +196,15 @@ def _shares(node: Node, first: Cluster, second: Cluster) -> bool:
             return True
         parts.append({reader.attrs["slice"] for reader in readers})
     return bool(parts[0] & parts[1])
+
+
+def _through_view(node: Node, cluster: Cluster) -> bool:
+    """Whether a cluster reads a value by way of a reshape, which makes it another array.
+
+    A reshape within a function of this value alone moves up to the value itself.
+    """
+    members = cluster.members.values()
+    if not any(operand is node for member in members for operand in member.operands):
+        return True
+    reshaped = cluster.root.opcode == "reduce" and cluster.root.operands[0].opcode == "reshape"
+    return reshaped and sum(2 * other.size >= node.size for other in cluster.inputs) == 1
