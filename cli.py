@@ -42,7 +42,7 @@ DeviceOpt = Annotated[
     str, typer.Option("--device", help="Name (opcast device --list), device file, or 'local'.")
 ]
 ModelOpt = Annotated[str, typer.Option("--model", help="Model name or folder.")]
-LoweringOpt = Annotated[str, typer.Option("--lowering", help="xla or op.")]
+LoweringOpt = Annotated[str, typer.Option("--lowering", help="auto, xla, fused or op.")]
 Trips = Annotated[
     list[str] | None,
     typer.Option("--trip-count", help="Trips of a loop, LOOP=N, or N for all unknown loops."),
@@ -54,7 +54,7 @@ def predict(
     program: ProgramArg,
     device: DeviceOpt = "local",
     model: ModelOpt = "default",
-    lowering: LoweringOpt = "xla",
+    lowering: LoweringOpt = "auto",
     top: Annotated[int, typer.Option(help="Kernels to print.")] = 10,
     json_output: Json = False,
     strict: Annotated[
@@ -94,7 +94,7 @@ def explain(
     program: ProgramArg,
     device: DeviceOpt = "local",
     model: ModelOpt = "default",
-    lowering: LoweringOpt = "xla",
+    lowering: LoweringOpt = "auto",
     kernel: Annotated[
         str | None, typer.Option("--kernel", help="Explain the kernel of this name.")
     ] = None,

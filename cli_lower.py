@@ -29,7 +29,7 @@ def register(app: typer.Typer) -> None:
 def lower(
     program: Annotated[Path, typer.Argument(help="StableHLO text, bytecode, export, or HLO text.")],
     device: Annotated[str, typer.Option(help="Name, device file, or 'local'.")] = "local",
-    lowering: Annotated[str, typer.Option(help="xla or op.")] = "xla",
+    lowering: Annotated[str, typer.Option(help="auto, xla, fused or op.")] = "xla",
     out: Annotated[Path | None, typer.Option(help="Write the optimised HLO.")] = None,
     fallback: Annotated[
         str, typer.Option(help="Lowering where the compiler is missing or fails.")

@@ -9,14 +9,14 @@ from .cache import LoweringCache
 from .device import DeviceSpec, device_slug
 from .errors import DeviceError, LoweringError
 from .kernel import LoweredProgram
+from .lowering_choice import LOWERINGS as LOWERINGS
+from .lowering_choice import check_lowering, choose_lowering
 from .quiet import device_files
 from .reader import SourceProgram, TripCounts, read_program
 
 if TYPE_CHECKING:
     from .compile_process import CompileSettings
 
-#: Lowerings by falling fidelity.
-LOWERINGS = ("xla", "op")
 
 
 def lower(
@@ -34,8 +34,9 @@ def lower(
     Args:
         source: A :class:`SourceProgram`, or whatever :func:`read_program` takes.
         lowering: ``xla`` compiles with the compiler of ``device``, or JAX's default backend if that
-            is the device or none is given; ``op`` makes every op a kernel. HLO that is optimised
-            and scheduled already is taken as it is by ``xla``.
+            is the device or none is given; ``fused`` applies our own fusion rules; ``op`` makes
+            every op a kernel; ``auto`` is ``xla``, or ``fused`` where the device's compiler is not
+            installed. HLO that is optimised and scheduled already is taken as it is by ``xla``.
         cache: Cache of compiled programs; ``None`` takes the default one, ``False`` none.
         trip_counts: Trips of loops whose count cannot be found: one number for all, or by name or
             source line (``model.py:12``).
@@ -55,19 +56,25 @@ def lower(
         ProgramError: The program cannot be read.
     """
     for name in (lowering, fallback or lowering):
-        if name not in LOWERINGS:
-            raise LoweringError(
-                f"unknown lowering {name!r}", hint=f"choose one of {', '.join(LOWERINGS)}"
-            )
+        check_lowering(name)
     program = read_program(source, trip_counts=trip_counts)
     if trip_counts is not None and program.trip_counts != trip_counts:
         program = replace(program, trip_counts=trip_counts)
-    if lowering == "op":
+    absent = device is not None and lowering in ("auto", "xla") and _is_absent(program, device)
+    choice = choose_lowering(lowering, device, absent=absent)
+    if choice.lowering == "op":
         from .lowering_op import lower_op
 
         return lower_op(program)
+    if choice.lowering == "fused":
+        from .lowering_fused import lower_fused
+
+        lowered = lower_fused(program, device)
+        if choice.note:
+            lowered.notes.insert(0, choice.note)
+        return lowered
     store = LoweringCache() if cache is None else cache or None
-    if device is not None and _is_absent(program, device):
+    if device is not None and absent:
         from .lowering_target import lower_absent
 
         try:

@@ -49,10 +49,20 @@ def lower_fused(source: SourceProgram, device: DeviceSpec | None = None) -> Lowe
     writer = _fused(graph, machine, emitter)
     emitter.add(writer.write("main"))
     kernels, notes = extract_kernels(emitter.program)
+    if program.num_partitions > 1 and not any(k.kind == "collective" for k in kernels):
+        notes.append(
+            f"the program is to be partitioned over {program.num_partitions} devices, "
+            "but without a compiler it is counted whole"
+        )
+    if device is not None and device.platform != "gpu":
+        notes.append(
+            f"{device.name} is a {device.platform}, but lowering fused has the fusion rules of "
+            "GPUs only"
+        )
     return LoweredProgram(
         kernels=kernels,
         lowering="fused",
-        target="gpu",
+        target=device.name if device is not None else "gpu",
         peak_memory_bytes=peak_memory(emitter.program),
         memory_source="liveness",
         notes=notes,
@@ -65,7 +75,7 @@ def prepare(graph: Graph, machine: Machine, program: Program) -> None:
         for inner in node.graphs:
             prepare(inner, machine, program)
     canonical_dots(graph)
-    canonical_convs(graph, machine.channels_last)
+    canonical_convs(graph, machine)
     simplify(graph)
     reduce_vector_products(graph, program)
     sink_transposes(graph)

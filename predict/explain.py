@@ -85,7 +85,7 @@ def explain(
     program: Any,
     *args: Any,
     device: str | Path | DeviceSpec = "local",
-    lowering: str = "xla",
+    lowering: str = "auto",
     trip_counts: dict[str, int] | int | None = None,
     kernel: str | None = None,
     top: int = DEFAULT_KERNELS,
@@ -98,7 +98,7 @@ def explain(
         program: As :meth:`Predictor.predict` takes it.
         args: Example arguments of a jitted function.
         device: Name, path of a device file, or description.
-        lowering: ``xla`` or ``op``.
+        lowering: ``auto``, ``xla``, ``fused`` or ``op``.
         trip_counts: Trips of loops whose count cannot be found.
         kernel: Explain the kernel of this name alone.
         top: Costliest kernels to explain; equal kernels count as one.

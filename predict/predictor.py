@@ -164,7 +164,7 @@ class Predictor:
         program: Any,
         *args: Any,
         device: str | Path | DeviceSpec = "local",
-        lowering: str = "xla",
+        lowering: str = "auto",
         trip_counts: dict[str, int] | int | None = None,
         strict: bool = False,
         fallback: str = "",
@@ -177,7 +177,8 @@ class Predictor:
                 or a jitted function followed by its example ``args``.
             args: Example arguments of a jitted function.
             device: Name, path of a device file, or description.
-            lowering: ``xla`` (the device's own compiler, present or not) or ``op``.
+            lowering: ``xla`` (the device's own compiler, present or not), ``fused`` (our own
+                fusion rules), ``op``, or ``auto``: ``xla`` where that compiler is installed.
             trip_counts: Trips of loops whose count cannot be found: one number for all, or by name.
             strict: Raise instead of falling back to the roofline for a kernel.
             fallback: Lowering to take where the device's compiler is missing or fails.

@@ -6,24 +6,27 @@ from math import prod
 
 from ..ir import TensorType, WindowDim
 from .graph import Graph, Node
+from .machine import Machine
 
 
 #: Attribute of convolutions whose filter was reversed: gradients of an input.
 REVERSED = "input_gradient"
 
 
-def canonical_convs(graph: Graph, channels_last: bool) -> None:
+def canonical_convs(graph: Graph, machine: Machine) -> None:
     """Bring every convolution into the library's layout, with transposes and pads around it.
 
     Args:
         graph: The graph.
-        channels_last: Whether features are innermost (NHWC) or outside of space (NCHW).
+        machine: Says for which types features are innermost (NHWC), not outside of space (NCHW).
     """
     replaced: dict[int, Node] = {}
     for node in graph.nodes():
         node.operands = [replaced.get(id(o), o) for o in node.operands]
         if node.opcode == "convolution" and "dim_labels" in node.attrs:
-            replaced[id(node)] = _canonical(node, channels_last)
+            half = node.operands[0].type.dtype in ("bf16", "f16")
+            last = machine.half_channels_last if half else machine.channels_last
+            replaced[id(node)] = _canonical(node, last)
     graph.outputs = [replaced.get(id(node), node) for node in graph.outputs]
 
 

@@ -53,6 +53,7 @@ class Machine:
         lanes: Vector lanes of a multiprocessor.
         tensor_fusion: Whether softmax becomes one kernel (Triton: compute capability 8.0 up).
         channels_last: Whether convolutions in 32-bit floats run with channels innermost.
+        half_channels_last: The same for 16-bit floats.
     """
 
     bandwidth: float = 3.35e12
@@ -62,17 +63,32 @@ class Machine:
     lanes: int = 128
     tensor_fusion: bool = True
     channels_last: bool = True
+    half_channels_last: bool = True
 
 
 def machine_of(device: DeviceSpec | None) -> Machine:
-    """The machine of a device description; an H100 if there is none or it is no GPU."""
-    if device is None or device.platform != "gpu":
-        return Machine()
-    return _from_spec(device)
+    """The machine of a device description; an H100 if there is none or it is no GPU.
 
-
-def _from_spec(device: DeviceSpec) -> Machine:
-    return Machine()
+    What the description leaves out is that of an H100.
+    """
+    usual = Machine()
+    if device is None or device.platform != "gpu" or not device.levels:
+        return usual
+    target = str(device.compiler.get("target", ""))
+    capability = int(target[3:5]) if target.startswith("sm_") and target[3:5].isdigit() else 0
+    # Without a target (or on another vendor's GPU) units for bf16 tell the generation.
+    modern = capability >= 80 if capability else "bf16" in device.peak_flops
+    cache = device.levels[-2].capacity if len(device.levels) > 1 else usual.cache
+    return Machine(
+        bandwidth=device.levels[-1].bandwidth,
+        cache=cache,
+        cores=device.core_count or usual.cores,
+        clock=device.clock_hz or usual.clock,
+        lanes=device.lanes_per_core or usual.lanes,
+        tensor_fusion=modern,
+        channels_last=modern,
+        half_channels_last=capability >= 70 if capability else True,
+    )
 
 
 class Work:
