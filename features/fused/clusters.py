@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from .classify import is_consumer, is_free, is_loop, source_of
+from .classify import FREE, is_consumer, is_free, is_loop, source_of
 from .graph import Graph, Node, topological
 
 
@@ -19,6 +19,8 @@ class Cluster:
         library: Whether a library or another fixed kernel runs it, so that nothing more fits in.
         rows: Whether it normalises rows in one pass: it takes producers in, but cannot be one.
         inputs: Nodes outside whose values it reads, constants left out.
+        makers: Nodes whose kernels make the inputs.
+        last: Position of the last root.
         loops: Whether every member can be computed inside of another kernel.
         consumes: Whether producers can be computed inside of this one.
         version: Grows with every change.
@@ -29,6 +31,8 @@ class Cluster:
     library: bool = False
     rows: bool = False
     inputs: list[Node] = field(default_factory=list)
+    makers: list[Node] = field(default_factory=list)
+    last: float = 0.0
     loops: bool = False
     consumes: bool = False
     version: int = 0
@@ -64,7 +68,7 @@ class Clusters:
     def all(self) -> list[Cluster]:
         """Every cluster once, by the position of its last root."""
         found = {id(c): c for c in self.by_root.values()}
-        return sorted(found.values(), key=lambda c: self.position[id(c.roots[-1])])
+        return sorted(found.values(), key=lambda c: c.last)
 
     def members(self, cluster: Cluster) -> list[Node]:
         """A cluster's nodes, operands first."""
@@ -86,8 +90,7 @@ class Clusters:
         for node in cluster.inputs:
             self.readers.setdefault(id(node), {})[id(cluster)] = cluster
 
-    @staticmethod
-    def _describe(cluster: Cluster) -> None:
+    def _describe(self, cluster: Cluster) -> None:
         nodes = cluster.members.values()
         inside = {id(node) for node in nodes}
         found: dict[int, Node] = {}
@@ -97,6 +100,9 @@ class Clusters:
                 if id(source) not in inside and source.opcode != "constant":
                     found[id(source)] = source
         cluster.inputs = list(found.values())
+        makers = {id(maker): maker for maker in map(owner, cluster.inputs)}
+        cluster.makers = [maker for maker in makers.values() if maker.opcode not in FREE]
+        cluster.last = max(self.position[id(root)] for root in cluster.roots)
         cluster.loops = not (cluster.library or cluster.rows) and all(map(is_loop, nodes))
         cluster.consumes = cluster.loops or (not cluster.library and all(map(is_consumer, nodes)))
         cluster.version += 1
@@ -117,11 +123,7 @@ class Clusters:
 
     def producers(self, cluster: Cluster) -> list[Cluster]:
         """Clusters whose results a cluster reads."""
-        found: dict[int, Cluster] = {}
-        for node in cluster.inputs:
-            maker = self.by_root.get(id(owner(node)))
-            if maker is not None:
-                found[id(maker)] = maker
+        found = {id(c): c for c in [self.by_root.get(id(node)) for node in cluster.makers] if c}
         return list(found.values())
 
     def merge(self, first: Cluster, second: Cluster, *, library: bool = False) -> Cluster:

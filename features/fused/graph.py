@@ -40,6 +40,7 @@ class Node:
     graphs: list[Graph] = field(default_factory=list)
     is_tuple: bool = False
     source: Source | None = None
+    _size: int = field(default=-1, repr=False)
 
     @property
     def type(self) -> TensorType:
@@ -49,7 +50,9 @@ class Node:
     @property
     def size(self) -> int:
         """Elements of the first result."""
-        return prod(self.results[0].shape) if self.results else 0
+        if self._size < 0:
+            self._size = prod(self.results[0].shape) if self.results else 0
+        return self._size
 
     @property
     def nbytes(self) -> int:
@@ -82,18 +85,20 @@ def topological(roots: Iterable[Node], first: Sequence[Node] = ()) -> list[Node]
     order: list[Node] = list(first)
     done = {id(node) for node in first}
     for root in roots:
-        stack = [(root, 0)]
+        if id(root) in done:
+            continue
+        stack = [(root, iter(root.operands))]
         while stack:
-            node, position = stack.pop()
-            if id(node) in done:
-                continue
-            if position < len(node.operands):
-                stack.append((node, position + 1))
-                if id(node.operands[position]) not in done:
-                    stack.append((node.operands[position], 0))
+            node, rest = stack[-1]
+            for operand in rest:
+                if id(operand) not in done:
+                    stack.append((operand, iter(operand.operands)))
+                    break
             else:
-                done.add(id(node))
-                order.append(node)
+                stack.pop()
+                if id(node) not in done:
+                    done.add(id(node))
+                    order.append(node)
     return order
 
 

@@ -161,6 +161,7 @@ class Work:
         if opcode == "transpose" and id(node) not in heads:
             order = node.attrs["dimensions"]
             turn = turn or (order[-1] != len(order) - 1 and node.type.shape[-1] > 1)
+        in_place = opcode in IN_PLACE
         for position, operand in enumerate(operands):
             source = operand
             while source.opcode == "reshape":
@@ -170,7 +171,7 @@ class Work:
             wanted = count * factor
             if opcode in ("concatenate", "pad"):
                 wanted = count * (operand.size / max(1, node.size)) if position == 0 or adds else 0.0
-            elif opcode in IN_PLACE:
+            elif in_place:
                 if position == 0:
                     continue
                 wanted = float(operand.size)

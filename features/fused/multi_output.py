@@ -112,13 +112,14 @@ class MultiOutputFusion:
     def _reaches(self, start: Cluster, target: Cluster) -> bool:
         """Whether ``start`` needs a result of ``target``, directly or not."""
         first = min(self.clusters.position[id(root)] for root in target.roots)
+        by_root = self.clusters.by_root
         stack, seen = [start], {id(start)}
         while stack:
-            for producer in self.clusters.producers(stack.pop()):
+            for node in stack.pop().makers:
+                producer = by_root.get(id(node))
                 if producer is target:
                     return True
-                last = max(self.clusters.position[id(root)] for root in producer.roots)
-                if id(producer) not in seen and last > first:
+                if producer is not None and producer.last > first and id(producer) not in seen:
                     seen.add(id(producer))
                     stack.append(producer)
         return False
