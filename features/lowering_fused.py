@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .device import DeviceSpec
+from .errors import LoweringError
 from .fused.clusters import Clusters
 from .fused.convs import canonical_convs
 from .fused.dots import canonical_dots, merge_dots
@@ -35,7 +36,12 @@ def lower_fused(source: SourceProgram, device: DeviceSpec | None = None) -> Lowe
 
     Raises:
         ProgramError: The program is malformed.
+        LoweringError: It is optimised already.
     """
+    if source.program.is_scheduled:
+        raise LoweringError(
+            "the program is optimised already", where=source.origin, hint="use --lowering xla"
+        )
     machine = machine_of(device)
     program = source.program
     graph = build_graph(program)
