@@ -29,6 +29,7 @@ _KEPT: dict[str, frozenset[str]] = {
     ),
     "cudnn_fmha_backend_config": frozenset(
         ("bmm1_dot_dimension_numbers", "bmm2_dot_dimension_numbers", "dropout_rate", "mask_type",
+         "intermediate_tensor_shape",
          "is_flash_attention", "is_causal_mask", "sliding_window_length",
          "bmm1_grad_gemm1_dot_dimension_numbers", "bmm1_grad_gemm2_dot_dimension_numbers",
          "bmm2_grad_gemm1_dot_dimension_numbers", "bmm2_grad_gemm2_dot_dimension_numbers")

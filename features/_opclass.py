@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ._precision import REDUCED
 from .ir import DTYPE_BITS, TensorType
 
-#: Types in a fixed order; a dtype's code is its position.
-DTYPES = tuple(DTYPE_BITS)
+#: Types in a fixed order; a dtype's code is its position. The last one is no HLO type, but the rate
+#: of products whose f32 operands may be rounded.
+DTYPES = (*DTYPE_BITS, REDUCED)
 DTYPE_CODE = {name: code for code, name in enumerate(DTYPES)}
 
 FAMILIES = ("float", "half", "float8", "integer", "pred", "complex", "none")

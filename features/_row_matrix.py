@@ -9,6 +9,7 @@ from typing import Any
 
 from ._columns import CODE
 from ._opclass import DTYPE_CODE, type_facts
+from ._precision import matrix_rate
 from .ir import DTYPE_BITS, Op, Program, TensorType, WindowDim
 
 Row = dict[str, float]
@@ -26,14 +27,14 @@ def dot_row(row: Row, op: Op, ops: list[Op], program: Program) -> float:
     gemm(
         row, lhs.type, rhs.type, op.type,
         get("lhs_contracting_dims", ()), get("rhs_contracting_dims", ()),
-        get("lhs_batch_dims", ()), get("rhs_batch_dims", ()),
+        get("lhs_batch_dims", ()), get("rhs_batch_dims", ()), rate=matrix_rate(lhs.type.dtype, op.attrs),
     )  # fmt: skip
     return 0.0
 
 
 def gemm(
     row: Row, lhs: TensorType, rhs: TensorType, out: TensorType,
-    lhs_k: Dims, rhs_k: Dims, lhs_batch: Dims, rhs_batch: Dims,
+    lhs_k: Dims, rhs_k: Dims, lhs_batch: Dims, rhs_batch: Dims, rate: str,
 ) -> None:  # fmt: skip
     """Enter ``out[batch, m, n] = lhs[batch, m, k] · rhs[batch, k, n]``, dimensions in any order."""
     batch = k = 1
@@ -48,7 +49,7 @@ def gemm(
     row["dense_flops"] += flops
     if 2 * flops < row["dense_flops"]:
         return
-    _sizes(row, m, n, k, batch, lhs, rhs, out)
+    _sizes(row, m, n, k, batch, lhs, rhs, out, rate)
     row["gemm_lhs_k_minor"] = a.minor in lhs_k
     row["gemm_lhs_batch_minor"] = a.minor in lhs_batch
     row["gemm_rhs_k_minor"] = b.minor in rhs_k
@@ -58,15 +59,16 @@ def gemm(
 
 
 def _sizes(
-    row: Row, m: int, n: int, k: int, batch: int, lhs: TensorType, rhs: TensorType, out: TensorType
-) -> None:
+    row: Row, m: int, n: int, k: int, batch: int, lhs: TensorType, rhs: TensorType,
+    out: TensorType, rate: str,
+) -> None:  # fmt: skip
     row["gemm_m"], row["gemm_n"], row["gemm_k"], row["gemm_batch"] = m, n, k, batch
     row["gemm_min"] = min(m, n, k)
     row["gemm_vector"] = m == 1 or n == 1
     row["gemm_outer_product"] = k == 1
     row["gemm_lhs_bytes"], row["gemm_rhs_bytes"] = lhs.nbytes, rhs.nbytes
     row["gemm_accumulates_wide"] = DTYPE_BITS[out.dtype] > DTYPE_BITS[lhs.dtype]
-    row["matrix_dtype"] = DTYPE_CODE[lhs.dtype]
+    row["matrix_dtype"] = DTYPE_CODE[rate]
 
 
 class Labels:
@@ -133,7 +135,7 @@ def _convolution(
         row["grouped_flops"] += flops
     if 2 * flops < row["dense_flops"]:
         return
-    _sizes(row, m, n, k, n_groups, data, kernel, out)
+    _sizes(row, m, n, k, n_groups, data, kernel, out, matrix_rate(data.dtype, attrs))
     row["conv_spatial"] = data.size // max(data.shape[at.in_b] * channels, 1)
     row["conv_out_spatial"], row["conv_window"] = space, taps
     row["conv_channels"], row["conv_features"] = channels, features
@@ -211,7 +213,8 @@ def _library_gemm(row: Row, op: Op, operands: list[TensorType]) -> None:
     numbers = config.get("dot_dimension_numbers", {})
     keys = ("lhs_contracting", "rhs_contracting", "lhs_batch", "rhs_batch")
     dims = [tuple(int(d) for d in numbers.get(f"{key}_dimensions", ())) for key in keys]
-    gemm(row, operands[0], operands[1], op.type, *dims)
+    rate = matrix_rate(operands[0].dtype, op.attrs)
+    gemm(row, operands[0], operands[1], op.type, *dims, rate=rate)
 
 
 def linalg_row(row: Row, op: Op, ops: list[Op], program: Program) -> float:

@@ -1,0 +1,280 @@
+"""Kernels of XLA on any GPU with a description, from published operators and passes over memory."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from ...features.dataset import Dataset
+from ...features.device import DeviceSpec
+from ...features.errors import DatasetError, ModelError
+from ...features.kernel import Kernel
+from ..base import KernelPrediction
+from ..store import read_files, read_manifest, write_folder
+from ..tables import KernelTable, kernel_table
+from .answers import Answer, unknown
+from .attention import attention_answer
+from .correction import Correction
+from .describe import (
+    ATTENTION,
+    CONV,
+    OTHER,
+    PASS,
+    PRODUCT,
+    Described,
+    describe,
+    irregular,
+    products,
+    traffic,
+)
+from .library import SHIPPED, Operators
+from .products import Products
+from .traffic import MemoryParams, launch_seconds, pass_seconds
+
+#: Log half-widths added to the intervals of passes: XLA's fusions are not the published kernels;
+#: what they do besides streaming rests on estimates.
+FUSED, IRREGULAR = 0.15, 0.4
+#: A radix sort reads and writes its keys this often (four digits and their histograms).
+SORT_PASSES = 5.0
+#: Footprint up to which published passes go, bytes.
+LARGEST = 2.0**34
+_CORRECTION = "correction"
+
+
+class GpuEstimator:
+    """Predicts the kernels of XLA on GPUs without having seen one.
+
+    Products, convolutions and attention are asked of published operator models; fusions, reductions
+    and copies of constants of memory traffic fitted to published passes; the rest is left to the
+    roofline with a wide interval. Nothing is predicted below the roofline. Kernels measured under
+    XLA, if there are any, teach a correction on top.
+
+    Args:
+        operators: Folder of the operator model; ``None`` takes the shipped one.
+        params: Parameters of the estimator that learns the correction.
+    """
+
+    name = "gpu-xla"
+
+    def __init__(self, operators: str | Path | None = None, **params: Any) -> None:
+        self.operators_path = Path(operators) if operators else SHIPPED
+        self.params = params
+        self.memory = MemoryParams()
+        self.known_ends = (-0.3, 0.3)
+        self.unseen_ends = (-0.8, 0.8)
+        self.correction: Correction | None = None
+
+    @cached_property
+    def operators(self) -> Operators:
+        """Published families, read on first use.
+
+        Raises:
+            ModelError: There is no operator model in the folder.
+        """
+        return Operators(self.operators_path)
+
+    def fit(self, dataset: Dataset) -> Self:
+        """Learn a correction from kernels measured under XLA; the rest of the model stays.
+
+        Raises:
+            DatasetError: The dataset has no kernel measured on a GPU.
+        """
+        from ..prepared import prepare
+        from ..splits import fold_groups
+
+        data = prepare(dataset, programs=False)
+        rows = data.kernel_rows(np.arange(len(data.frame)))
+        devices = data.frame["device"].to_numpy(object)[rows]
+        gpu = np.array([data.devices[str(d)].platform == "gpu" for d in devices], bool)
+        if not gpu.any():
+            raise DatasetError(
+                "no kernel was measured on a GPU", hint="measure some with: opcast profile"
+            )
+        rows, devices = rows[gpu], devices[gpu]
+        from ..crossfit import predict_entries
+
+        plain = self._clone_without_correction()
+        entries = data.entry[rows]
+        predicted = predict_entries(plain, data, entries).latency
+        frame = data.frame.iloc[rows].reset_index(drop=True)
+        groups = np.unique(fold_groups(frame, "unseen_family").astype(str), return_inverse=True)[1]
+        table = data.table.take(entries)
+        self.correction = Correction.fit(
+            table, predicted, data.latency_s[rows], groups, sorted(set(devices)), **self.params
+        )
+        return self
+
+    def _clone_without_correction(self) -> GpuEstimator:
+        other = GpuEstimator(self.operators_path, **self.params)
+        other.memory = self.memory
+        other.known_ends, other.unseen_ends = self.known_ends, self.unseen_ends
+        other.__dict__["operators"] = self.operators
+        return other
+
+    def table(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelTable:
+        """Feature table of kernels with roofline and floor as this estimator understands them."""
+        return kernel_table(kernels, device)
+
+    def predict(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
+        """Predict every kernel on the device; equal kernels are computed once."""
+        first: dict[str, int] = {}
+        index = np.array([first.setdefault(k.hash, len(first)) for k in kernels], np.intp)
+        by_hash = {k.hash: k for k in kernels}
+        unique = [by_hash[h] for h in first]
+        if not unique:
+            empty, names = np.zeros(0), np.zeros(0, object)
+            return KernelPrediction(empty, empty, empty, names, names, np.zeros(0, bool))
+        table = kernel_table(unique, device)
+        found = self._predict(unique, device, table)
+        if self.correction is not None:
+            found = self.correction.apply(found, table, device.name)
+        found = _guarded(found, table, device)
+        return KernelPrediction(
+            *(getattr(found, name)[index] for name in KernelPrediction.__slots__)
+        )
+
+    def _predict(
+        self, kernels: Sequence[Kernel], device: DeviceSpec, table: KernelTable
+    ) -> KernelPrediction:
+        described = describe(kernels)
+        answer = Answer.empty(len(kernels))
+        for route in (PRODUCT, CONV, ATTENTION, PASS, OTHER):
+            at = np.flatnonzero(described.route == route)
+            if len(at):
+                answer.put(at, self._route(route, described, at, device, table))
+        return KernelPrediction(
+            answer.latency, answer.lo, answer.hi, table.bound.copy(), answer.source,
+            answer.in_domain,
+        )  # fmt: skip
+
+    def _route(
+        self, route: str, found: Described, at: np.ndarray, device: DeviceSpec, table: KernelTable
+    ) -> Answer:
+        if route == PRODUCT:
+            return Products(self.operators, device, self.memory).gemms(products(found, at))
+        if route == CONV:
+            return Products(self.operators, device, self.memory).convs(products(found, at))
+        if route == ATTENTION:
+            calls = [found.attention[i] for i in at.tolist()]
+            return attention_answer(calls, self.operators, device)
+        if route == PASS:
+            return self._passes(found.row[at], device)
+        return self._others(found.row[at], device, table.base_s[at])
+
+    def _passes(self, row: np.ndarray, device: DeviceSpec) -> Answer:
+        passes = traffic(row)
+        times = pass_seconds(passes, device, self.memory)
+        known = device.name in self.memory.device_log
+        lo, hi = self.known_ends if known else self.unseen_ends
+        odd = irregular(row)
+        extra = np.where(odd, IRREGULAR, FUSED)
+        inside = ~odd & (passes.moved < LARGEST)
+        return Answer.around(
+            times.total, np.hypot(-lo, extra), np.hypot(hi, extra), "learned:passes", inside
+        )
+
+    def _others(self, row: np.ndarray, device: DeviceSpec, base_s: np.ndarray) -> Answer:
+        from ...features._columns import INDEX
+
+        launch = launch_seconds(device, self.memory)
+        sorts = row[:, INDEX["sort_length"]] > 1
+        streamed = pass_seconds(traffic(row), device, self.memory).memory
+        latency = np.where(sorts, SORT_PASSES * (launch + streamed), base_s - device.floor + launch)
+        return unknown(np.maximum(latency, launch))
+
+    def notes(self, kernels: Sequence[Kernel], device: DeviceSpec) -> tuple[str, ...]:
+        """What a user should know of predictions on a device."""
+        if self.correction is not None and device.name in self.correction.devices:
+            return ()
+        found = ["kernels are predicted from published library operators, not from XLA's own"]
+        if device.name not in self.devices():
+            known = ", ".join(sorted(self.devices()))
+            found.append(
+                f"no published rows of {device.name}: intervals are those of devices that were "
+                f"left out in turn (rows exist of {known})"
+            )
+        described = describe(kernels)
+        rounded = device.matrix_peak("tf32") > device.matrix_peak("f32")
+        if rounded and bool((described.rate[described.column("gemm_m") > 0] == "tf32").any()):
+            found.append(
+                "f32 products at default precision run as TF32 on this device, as XLA does; ask "
+                "for precision 'highest' for true FP32"
+            )
+        return tuple(found)
+
+    def devices(self) -> frozenset[str]:
+        """Devices of which published rows were learned from."""
+        return frozenset(self.operators.devices) | frozenset(self.memory.device_log)
+
+    def save(self, path: Path) -> None:
+        """Write the model folder. The operator model is named, not copied."""
+        files: dict[str, bytes] = {}
+        stored = None
+        with tempfile.TemporaryDirectory() as scratch:
+            if self.correction is not None:
+                root = Path(scratch) / _CORRECTION
+                stored = self.correction.save(root)
+                inner = [p for p in sorted(root.rglob("*")) if p.is_file()]
+                files = {p.relative_to(scratch).as_posix(): p.read_bytes() for p in inner}
+        shipped = self.operators_path.resolve() == SHIPPED
+        write_folder(Path(path), {
+            "estimator": self.name,
+            "units": {"latency": "s"},
+            "operators": None if shipped else str(self.operators_path.resolve()),
+            "params": self.params,
+            "memory": self.memory.to_dict(),
+            "known_ends_log": list(self.known_ends),
+            "unseen_ends_log": list(self.unseen_ends),
+            "correction": stored,
+        }, files)  # fmt: skip
+
+    @classmethod
+    def load(cls, path: Path, schema: str | None = None) -> Self:
+        """Read a model folder.
+
+        Args:
+            path: The folder.
+            schema: Feature schema to expect of a correction; ``None`` takes today's.
+
+        Raises:
+            ModelError: The folder is missing, damaged or of another estimator.
+        """
+        path = Path(path)
+        manifest = read_manifest(path)
+        if manifest.get("estimator") != cls.name:
+            raise ModelError(
+                f"holds a {manifest.get('estimator')!r} model, not {cls.name!r}", where=str(path)
+            )
+        read_files(path, manifest)
+        try:
+            return cls._from_manifest(path, manifest, schema)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ModelError(f"model folder is incomplete: {error!r}", where=str(path)) from None
+
+    @classmethod
+    def _from_manifest(cls, path: Path, manifest: Mapping[str, Any], schema: str | None) -> Self:
+        model = cls(manifest["operators"], **manifest["params"])
+        model.memory = MemoryParams.from_dict(manifest["memory"])
+        lo, hi = manifest["known_ends_log"]
+        model.known_ends = (float(lo), float(hi))
+        lo, hi = manifest["unseen_ends_log"]
+        model.unseen_ends = (float(lo), float(hi))
+        if manifest["correction"] is not None:
+            model.correction = Correction.load(path / _CORRECTION, manifest["correction"], schema)
+        return model
+
+
+def _guarded(
+    found: KernelPrediction, table: KernelTable, device: DeviceSpec
+) -> KernelPrediction:
+    """Nothing is faster than the roofline with its cache; the interval holds the prediction."""
+    least = table.base_s - device.floor
+    latency = np.maximum(found.latency, least)
+    lo = np.clip(found.lo, np.minimum(least, latency), latency)
+    hi = np.maximum(found.hi, latency)
+    return KernelPrediction(latency, lo, hi, found.bound, found.source, found.in_domain)

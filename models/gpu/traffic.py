@@ -1,0 +1,142 @@
+"""Passes over memory: what the time of a fusion, reduction or copy on a GPU depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...features.device import DeviceSpec
+
+#: Elements that a thread block of a vectorised pass takes.
+BLOCK = 1024.0
+#: Octaves of footprint over cache within which a working set leaves the cache.
+SPILL = 0.5
+#: Power of the soft maximum of times that overlap.
+POWER = 4.0
+#: Clock of a device whose file gives none, Hz.
+CLOCK = 1.5e9
+
+
+@dataclass(slots=True)
+class Traffic:
+    """``n`` passes over memory; arrays of shape ``(n,)``.
+
+    Attributes:
+        moved: Bytes read and written.
+        again: Bytes that are read once more, where they are not in the cache any more.
+        blocks: Independent thread blocks.
+        work: Vector operations.
+        penalty: Factor on the time of memory: 1 for streams, more for transposes and the like.
+    """
+
+    moved: np.ndarray
+    again: np.ndarray
+    blocks: np.ndarray
+    work: np.ndarray
+    penalty: np.ndarray
+
+    def __len__(self) -> int:
+        """Number of passes."""
+        return len(self.moved)
+
+    def take(self, rows: np.ndarray) -> Traffic:
+        """The given rows, by position or mask."""
+        return Traffic(
+            self.moved[rows], self.again[rows], self.blocks[rows], self.work[rows],
+            self.penalty[rows],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MemoryParams:
+    """Fitted constants of :func:`pass_seconds`; all are dimensionless.
+
+    Attributes:
+        hbm: Share of the data-sheet bandwidth that long streams reach.
+        cache: Share of the described cache bandwidth.
+        edge: Footprint over cache capacity at which half of it still hits.
+        launch_cycles: Cycles of a kernel without work, from one graph-replayed kernel to the next.
+        core_bytes: Bytes per clock that one core moves at most.
+        vector: Vector instructions for a unit of work.
+        device_log: Log factor on the time of main memory by device; 0 for others.
+    """
+
+    hbm: float = 0.85
+    cache: float = 0.8
+    edge: float = 0.8
+    launch_cycles: float = 2600.0
+    core_bytes: float = 48.0
+    vector: float = 1.0
+    device_log: Mapping[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a manifest."""
+        plain = {
+            name: getattr(self, name)
+            for name in ("hbm", "cache", "edge", "launch_cycles", "core_bytes", "vector")
+        }
+        return {**plain, "device_log": dict(self.device_log)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> MemoryParams:
+        """Read :meth:`to_dict`'s data.
+
+        Raises:
+            TypeError: A key is unknown.
+        """
+        return cls(**data)
+
+
+@dataclass(slots=True)
+class PassTimes:
+    """Parts of the time of ``n`` passes, seconds, shape ``(n,)`` each."""
+
+    launch: np.ndarray
+    memory: np.ndarray
+    vector: np.ndarray
+
+    @property
+    def total(self) -> np.ndarray:
+        """Launch, and what overlaps after it."""
+        return np.asarray(self.launch + soft_maximum(self.memory, self.vector))
+
+
+def soft_maximum(*limits: np.ndarray) -> np.ndarray:
+    """Soft maximum of times that overlap but compete; never falls when one of them grows."""
+    return np.asarray(sum(limit**POWER for limit in limits) ** (1 / POWER))
+
+
+def launch_seconds(device: DeviceSpec, params: MemoryParams) -> float:
+    """Time of a kernel without work, seconds."""
+    slow = 1.0 if device.vendor.upper() in ("NVIDIA", "") else device.floor / 2e-6
+    return params.launch_cycles / (device.clock_hz or CLOCK) * max(slow, 1.0)
+
+
+def pass_seconds(traffic: Traffic, device: DeviceSpec, params: MemoryParams) -> PassTimes:
+    """Time of passes over memory on a device.
+
+    ``memory = penalty · max(moved / bandwidth(footprint), moved / (active cores · core rate))``,
+    where the bandwidth goes over from the cache's to main memory's as the footprint outgrows the
+    cache; ``vector = work / vector rate``. All terms grow with the size of a tensor.
+
+    Args:
+        traffic: ``n`` passes.
+        device: Where they run.
+        params: Fitted constants.
+    """
+    clock, cores = device.clock_hz or CLOCK, float(max(device.core_count, 1))
+    main = np.exp(params.device_log.get(device.name, 0.0)) / (device.bandwidth * params.hbm)
+    cache = min(1.0 / (device.levels[0].bandwidth * params.cache), float(main))
+    footprint = np.maximum(traffic.moved, 1.0) / max(device.cache_bytes * params.edge, 1.0)
+    outside = np.clip(np.log2(footprint) / (2 * SPILL) + 0.5, 0.0, 1.0)
+    moved = traffic.moved + traffic.again * outside
+    stream = moved * (cache + outside * (main - cache))
+    active = np.clip(traffic.blocks, 1.0, cores)
+    narrow = moved / (active * params.core_bytes * clock)
+    vector = params.vector * traffic.work / device.vector_peak("f32")
+    starved = vector * cores / active
+    launch = np.full(len(traffic), launch_seconds(device, params))
+    return PassTimes(launch, traffic.penalty * np.maximum(stream, narrow), starved)
