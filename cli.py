@@ -11,6 +11,7 @@ import typer
 
 from . import cli_lower
 from . import cli_cluster
+from . import cli_models
 
 if TYPE_CHECKING:
     from .predict.predictor import Predictor
@@ -28,6 +29,7 @@ data_app = typer.Typer(no_args_is_help=True, help="Datasets.", rich_markup_mode=
 app.add_typer(zoo_app, name="zoo")
 app.add_typer(data_app, name="data")
 cli_cluster.register(app)
+cli_models.register(app)
 
 Out = Annotated[Path, typer.Option("--out", help="Folder or file to write.")]
 Data = Annotated[list[Path], typer.Option("--data", help="Dataset folder; may be given again.")]
@@ -216,6 +218,11 @@ def train(
 
         chosen = read_params(params, model)
     dataset, operators = load_for_training(data, exclude_device or ())
+    if operators and model == "gpu-xla":
+        from .shipped import run_train_passes
+
+        run_train_passes(_console(), dataset, out=out, seed=seed, register=register)
+        return
     if operators:
         run_train_operators(
             _console(), dataset, model, out=out, exclude=exclude_device or (), seed=seed,

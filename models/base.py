@@ -23,7 +23,8 @@ class KernelPrediction:
         lo: Lower end of the 90 % interval.
         hi: Upper end of the 90 % interval.
         bound: What limits it: ``compute``, ``memory``, ``latency`` or ``communication``.
-        source: ``measured``, ``learned``, ``roofline`` or ``compiler``.
+        source: ``measured``, ``learned``, ``roofline`` or ``compiler``; an estimator with several
+            routes adds a colon and the route (``learned:graph/linear``).
         in_domain: Whether the kernel lies within what the model was trained on.
     """
 

@@ -49,7 +49,7 @@ class ContextCorrection:
             base_s = roofline(lowered.kernels, device).latency_s + device.floor
         features = context_features(kernels.latency, base_s, lowered, device)
         shift = np.mean([trees.shift(features) for trees in self.trees], axis=0)
-        factor = np.where(kernels.source == "learned", np.exp(shift), 1.0)
+        factor = np.where(kernels.source != "roofline", np.exp(shift), 1.0)
         return replace(
             kernels,
             latency=kernels.latency * factor,

@@ -10,7 +10,7 @@ kernel's kind. Ablations of single groups need not add up; what they leave is li
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,8 @@ NO_TABLE = (
 _NO_MEDIANS = "without the neighbour table there are no medians to set feature groups to"
 _NO_KIND = "the model was not trained on kernels of this kind on this platform: roofline and floor"
 _NO_GROUPS = "this estimator does not learn from the feature table: no contributions by group"
+#: Notes that say nothing of an estimator that explains its own routes.
+_OF_TABLES = (NO_TABLE, _NO_MEDIANS, _NO_KIND, _NO_GROUPS)
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,15 @@ def explain_kernels(
         return []
     found = model.predict_kernels(kernels, device)
     table = kernel_table(kernels, device)
-    return explain_table(model, table, found, [kernel.hash for kernel in kernels], device, k)
+    digests = [kernel.hash for kernel in kernels]
+    explained = explain_table(model, table, found, digests, device, k)
+    routes = getattr(model.estimator, "routes", None)
+    if routes is None:
+        return explained
+    return [
+        replace(own, notes=(route, *(n for n in own.notes if n not in _OF_TABLES)))
+        for own, route in zip(explained, routes(kernels, device), strict=True)
+    ]
 
 
 def explain_table(

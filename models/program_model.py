@@ -31,6 +31,7 @@ import numpy as np
 from ..features.device import DeviceSpec
 from ..features.kernel import KINDS, LoweredProgram
 from .conformal import UNCALIBRATED, Conformal
+from .program_overhead import Overhead
 from .robust import huber_ridge
 from .schedule_cost import SMALLEST, ScheduleCost, schedule_cost
 
@@ -106,10 +107,12 @@ class ProgramModel:
 
     Attributes:
         corrections: By platform.
+        overheads: By platform; they count where no correction was fitted.
     """
 
     def __init__(self) -> None:
         self.corrections: dict[str, Correction] = {}
+        self.overheads: dict[str, Overhead] = {}
 
     def fit(
         self,
@@ -169,12 +172,16 @@ class ProgramModel:
         if kernels_lo is None or kernels_hi is None:
             reach = float(np.exp(UNCALIBRATED))
             return ProgramPrediction(middle, middle / reach, middle * reach)
-        ends = [schedule_cost(k, lowered, device).baseline for k in (kernels_lo, kernels_hi)]
-        return ProgramPrediction(middle, min(ends[0], middle), max(ends[1], middle))
+        low, high = (schedule_cost(k, lowered, device) for k in (kernels_lo, kernels_hi))
+        overhead = self.overheads.get(device.platform)
+        if overhead is not None:
+            return ProgramPrediction(overhead.wall(cost), *overhead.ends(cost, low, high))
+        return ProgramPrediction(middle, min(low.baseline, middle), max(high.baseline, middle))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the manifest."""
-        return {platform: _to_dict(c) for platform, c in self.corrections.items()}
+        overheads = {name: {"overhead": o.to_dict()} for name, o in self.overheads.items()}
+        return overheads | {platform: _to_dict(c) for platform, c in self.corrections.items()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ProgramModel:
@@ -185,6 +192,9 @@ class ProgramModel:
         """
         model = cls()
         for platform, stored in data.items():
+            if "overhead" in stored:
+                model.overheads[platform] = Overhead.from_dict(stored["overhead"])
+                continue
             if tuple(stored["features"]) != CORRECTION:
                 raise ValueError("program model has other features than this version's")
             physics = stored["physics"]

@@ -20,6 +20,7 @@ _OWN = {
     "mlp": ".neural.mlp:MLPEstimator",
     "gnn-flax": ".neural.gnn_flax:FlaxGraphEstimator",
     "gnn-pyg": ".neural.gnn_pyg:PygGraphEstimator",
+    "gpu-xla": ".gpu.estimator:GpuEstimator",
 }
 
 

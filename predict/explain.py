@@ -110,7 +110,7 @@ def explain(
     from ..features.lowering import lower
     from ..features.reader import read_program
 
-    spec = resolve_device(device, predictor.model.devices)
+    spec = resolve_device(device, predictor.devices)
     source = read_program(program, *args, trip_counts=trip_counts)
     lowered = lower(source, lowering, cache=predictor.cache, trip_counts=trip_counts, device=spec)
     return explain_lowered(predictor, lowered, spec, kernel=kernel, top=top, neighbours=neighbours)
@@ -136,7 +136,7 @@ def explain_lowered(
     prediction = predictor.predict_lowered(lowered, device)
     groups = _chosen(lowered, prediction, kernel, top)
     found = explain_kernels(
-        predictor.model, [lowered.kernels[group[0]] for group in groups], device, neighbours
+        predictor.model_for(device), [lowered.kernels[group[0]] for group in groups], device, neighbours
     )
     total = sum(k.total_us for k in prediction.kernels) or 1.0
     explained = []

@@ -10,6 +10,8 @@ from ..features.paths import home
 #: Models that come with the package.
 SHIPPED = Path(__file__).resolve().parent.parent / "models" / "pretrained"
 DEFAULT = "cpu-xgboost"
+#: Models that answer by default for devices of other platforms.
+PLATFORM_DEFAULTS = {"gpu": "gpu-xla"}
 
 
 def registered() -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ import numpy as np
 from ..features.errors import StrictError
 from ..features.kernel import Kernel, LoweredProgram
 from .devices import resolve_device
-from .locate import find_model
+from .locate import PLATFORM_DEFAULTS, find_model
 
 if TYPE_CHECKING:
     from ..features.cache import LoweringCache
@@ -37,7 +37,8 @@ class KernelEstimate:
         hi_us: Upper end of the 90 % interval.
         multiplicity: Executions per program run.
         bound: ``compute``, ``memory``, ``latency`` or ``communication``.
-        source: ``measured``, ``learned``, ``roofline`` or ``compiler``.
+        source: ``measured``, ``learned``, ``roofline`` or ``compiler``; a colon and what it was
+            learned from may follow.
         in_domain: Whether the model was trained on kernels like it.
         flops: Floating-point operations of one execution.
         bytes: Bytes touched by one execution.
@@ -152,12 +153,34 @@ class Predictor:
     Args:
         model: A loaded cost model.
         cache: Cache of lowered programs; ``None`` takes the default folder.
+        by_platform: Models for devices of a platform that ``model`` was not trained on.
     """
 
-    def __init__(self, model: CostModel, cache: LoweringCache | None = None) -> None:
+    def __init__(
+        self,
+        model: CostModel,
+        cache: LoweringCache | None = None,
+        by_platform: Mapping[str, CostModel] | None = None,
+    ) -> None:
         self.model = model
         self.cache = cache
+        self.by_platform = dict(by_platform or {})
         self._memo: dict[tuple[str, str], float] = {}
+
+    @property
+    def devices(self) -> dict[str, DeviceSpec]:
+        """Devices that any of the models was trained on, by name."""
+        others = [model.devices for model in self.by_platform.values()]
+        found: dict[str, DeviceSpec] = {}
+        for known in (*others, self.model.devices):
+            found.update(known)
+        return found
+
+    def model_for(self, device: DeviceSpec) -> CostModel:
+        """The model that answers for a device."""
+        if any(d.platform == device.platform for d in self.model.devices.values()):
+            return self.model
+        return self.by_platform.get(device.platform, self.model)
 
     def predict(
         self,
@@ -190,7 +213,7 @@ class Predictor:
         from ..features.lowering import lower
         from ..features.reader import read_program
 
-        spec = resolve_device(device, self.model.devices)
+        spec = resolve_device(device, self.devices)
         source = read_program(program, *args, trip_counts=trip_counts)
         lowered = lower(
             source, lowering, cache=self.cache, trip_counts=trip_counts, device=spec,
@@ -206,10 +229,11 @@ class Predictor:
         Raises:
             StrictError: ``strict`` is set and a kernel has no learned estimate.
         """
-        kernels = self.model.predict_kernels(lowered.kernels, device)
+        model = self.model_for(device)
+        kernels = model.predict_kernels(lowered.kernels, device)
         if strict:
             _require_learned(lowered.kernels, kernels.source)
-        kernels, program = self.model.predict_in_program(lowered, device, kernels)
+        kernels, program = model.predict_in_program(lowered, device, kernels)
         rows = zip(
             lowered.kernels,
             (kernels.latency * 1e6).tolist(),
@@ -228,20 +252,11 @@ class Predictor:
             peak_memory_bytes=lowered.peak_memory_bytes,
             memory_source=lowered.memory_source,
             lowering=lowered.lowering,
-            model=self.model.name,
+            model=model.name,
             device=device.name,
-            notes=(*lowered.notes, *self._unknown_device(device)),
+            notes=(*lowered.notes, *_model_notes(model, lowered.kernels, device)),
             compiler=lowered.compiler,
             device_memory_bytes=device.memory_bytes,
-        )
-
-    def _unknown_device(self, device: DeviceSpec) -> tuple[str, ...]:
-        if device.name in self.model.devices:
-            return ()
-        known = ", ".join(sorted(self.model.devices)) or "no device"
-        return (
-            f"the model was trained on {known}, not on {device.name}: errors may exceed the "
-            "intervals; profile this device and train on it",
         )
 
     def latency_us(self, kernel: Kernel, device: str | DeviceSpec = "local") -> float:
@@ -261,24 +276,45 @@ class Predictor:
 
     def latencies_us(self, kernels: Sequence[Kernel], device: str | DeviceSpec) -> np.ndarray:
         """Latencies of many kernels, in microseconds, shape ``(n_kernels,)``."""
-        spec = resolve_device(device, self.model.devices)
-        return self.model.predict_kernels(kernels, spec).latency * 1e6
+        spec = resolve_device(device, self.devices)
+        return self.model_for(spec).predict_kernels(kernels, spec).latency * 1e6
 
 
 def load(model: str | Path = "default", *, cache: LoweringCache | None = None) -> Predictor:
     """Load a model by name (shipped or registered) or from its folder.
+
+    ``default`` is the shipped model of each platform: a device decides which one answers.
 
     Raises:
         ModelError: No such model, or its folder is damaged or of another version.
     """
     from ..models.cost_model import CostModel
 
-    return Predictor(CostModel.load(find_model(model)), cache)
+    others = PLATFORM_DEFAULTS if str(model) == "default" else {}
+    by_platform = {name: CostModel.load(find_model(other)) for name, other in others.items()}
+    return Predictor(CostModel.load(find_model(model)), cache, by_platform)
+
+
+def _model_notes(
+    model: CostModel, kernels: Sequence[Kernel], device: DeviceSpec
+) -> tuple[str, ...]:
+    """What limits the model on this device: its own words, or that it does not know it."""
+    own = getattr(model.estimator, "notes", None)
+    if own is not None:
+        found: tuple[str, ...] = own(kernels, device)
+        return found
+    if device.name in model.devices:
+        return ()
+    known = ", ".join(sorted(model.devices)) or "no device"
+    return (
+        f"the model was trained on {known}, not on {device.name}: errors may exceed the "
+        "intervals; profile this device and train on it",
+    )
 
 
 def _require_learned(kernels: Sequence[Kernel], source: np.ndarray) -> None:
     for kernel, origin in zip(kernels, source.tolist(), strict=True):
-        if origin not in ("learned", "measured") and kernel.kind != "control":
+        if origin.split(":")[0] not in ("learned", "measured") and kernel.kind != "control":
             where = f"{kernel.sources[0].file}:{kernel.sources[0].line}" if kernel.sources else ""
             raise StrictError(
                 f"kernel {kernel.name} ({kernel.kind}) has only a {origin} estimate",

@@ -15,6 +15,7 @@ from ...features.device import DeviceSpec
 from ...features.errors import DatasetError, ModelError
 from ...features.kernel import Kernel
 from ..base import KernelPrediction
+from ..conformal import Ends
 from ..store import read_files, read_manifest, write_folder
 from ..tables import KernelTable, kernel_table
 from .answers import Answer, unknown
@@ -44,6 +45,7 @@ SORT_PASSES = 5.0
 #: Footprint up to which published passes go, bytes.
 LARGEST = 2.0**34
 _CORRECTION = "correction"
+_CONSTANTS = SHIPPED.parent / "gpu-xla" / "estimator"
 
 
 class GpuEstimator:
@@ -64,9 +66,7 @@ class GpuEstimator:
     def __init__(self, operators: str | Path | None = None, **params: Any) -> None:
         self.operators_path = Path(operators) if operators else SHIPPED
         self.params = params
-        self.memory = MemoryParams()
-        self.known_ends = (-0.3, 0.3)
-        self.unseen_ends = (-0.8, 0.8)
+        self.memory, self.known_ends, self.unseen_ends = _shipped_constants()
         self.correction: Correction | None = None
 
     @cached_property
@@ -115,10 +115,6 @@ class GpuEstimator:
         other.known_ends, other.unseen_ends = self.known_ends, self.unseen_ends
         other.__dict__["operators"] = self.operators
         return other
-
-    def table(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelTable:
-        """Feature table of kernels with roofline and floor as this estimator understands them."""
-        return kernel_table(kernels, device)
 
     def predict(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
         """Predict every kernel on the device; equal kernels are computed once."""
@@ -186,6 +182,32 @@ class GpuEstimator:
         streamed = pass_seconds(traffic(row), device, self.memory).memory
         latency = np.where(sorts, SORT_PASSES * (launch + streamed), base_s - device.floor + launch)
         return unknown(np.maximum(latency, launch))
+
+    def routes(self, kernels: Sequence[Kernel], device: DeviceSpec) -> list[str]:
+        """For each kernel what it was asked as, in words."""
+        described = describe(kernels)
+        times = pass_seconds(traffic(described.row), device, self.memory)
+        found = []
+        for i, kernel in enumerate(kernels):
+            route = str(described.route[i])
+            if route in (PRODUCT, CONV):
+                row = products(described, np.array([i])).iloc[0]
+                text = (
+                    f"asked as a {'product' if route == PRODUCT else 'convolution, a product of'} "
+                    f"b={row.b} m={row.m} n={row.n} k={row.k} at the rate of {row.rate}"
+                )
+            elif route == ATTENTION:
+                own = described.attention[i]
+                text = "asked as attention " + " ".join(f"{k}={v}" for k, v in own.items())
+            elif route == PASS:
+                text = (
+                    f"asked as a pass: launch {times.launch[i] * 1e6:.1f} us, memory "
+                    f"{times.memory[i] * 1e6:.1f} us, arithmetic {times.vector[i] * 1e6:.1f} us"
+                )
+            else:
+                text = "no published operator is like it: roofline"
+            found.append(f"{kernel.name}: {text}")
+        return found
 
     def notes(self, kernels: Sequence[Kernel], device: DeviceSpec) -> tuple[str, ...]:
         """What a user should know of predictions on a device."""
@@ -259,14 +281,25 @@ class GpuEstimator:
     @classmethod
     def _from_manifest(cls, path: Path, manifest: Mapping[str, Any], schema: str | None) -> Self:
         model = cls(manifest["operators"], **manifest["params"])
-        model.memory = MemoryParams.from_dict(manifest["memory"])
-        lo, hi = manifest["known_ends_log"]
-        model.known_ends = (float(lo), float(hi))
-        lo, hi = manifest["unseen_ends_log"]
-        model.unseen_ends = (float(lo), float(hi))
+        model.memory, model.known_ends, model.unseen_ends = _constants(manifest)
         if manifest["correction"] is not None:
             model.correction = Correction.load(path / _CORRECTION, manifest["correction"], schema)
         return model
+
+
+def _shipped_constants() -> tuple[MemoryParams, Ends, Ends]:
+    """Constants of the shipped model; rough ones where it is not there."""
+    if not (_CONSTANTS / "manifest.json").is_file():
+        return MemoryParams(), (-0.3, 0.3), (-0.8, 0.8)
+    return _constants(read_manifest(_CONSTANTS))
+
+
+def _constants(manifest: Mapping[str, Any]) -> tuple[MemoryParams, Ends, Ends]:
+    known, unseen = (
+        (float(lo), float(hi))
+        for lo, hi in (manifest["known_ends_log"], manifest["unseen_ends_log"])
+    )
+    return MemoryParams.from_dict(manifest["memory"]), known, unseen
 
 
 def _guarded(
