@@ -193,7 +193,9 @@ def custom_call_row(row: Row, op: Op, ops: list[Op], program: Program) -> float:
     operands = [ops[i].type for i in op.operands if ops[i].results]
     if "dim_labels" in op.attrs and "window" in op.attrs:
         return convolution_row(row, op, ops, program)
-    if library == "cublas" and len(operands) > 1 and op.results:
+    if "fmha" in str(op.attrs.get("target", "")) and len(operands) > 2:
+        _attention(row, op, operands)
+    elif library == "cublas" and len(operands) > 1 and op.results:
         _library_gemm(row, op, operands)
     elif library == "linalg":
         return linalg_row(row, op, ops, program)
@@ -210,11 +212,29 @@ def _library_gemm(row: Row, op: Op, operands: list[TensorType]) -> None:
     if not isinstance(config, dict):
         return
     config = config.get("gemm_backend_config", config)
-    numbers = config.get("dot_dimension_numbers", {})
-    keys = ("lhs_contracting", "rhs_contracting", "lhs_batch", "rhs_batch")
-    dims = [tuple(int(d) for d in numbers.get(f"{key}_dimensions", ())) for key in keys]
+    dims = _numbers(config.get("dot_dimension_numbers", {}))
     rate = matrix_rate(operands[0].dtype, op.attrs)
     gemm(row, operands[0], operands[1], op.type, *dims, rate=rate)
+
+
+def _attention(row: Row, op: Op, operands: list[TensorType]) -> None:
+    """A fused attention by its first product; all of its work is that of matrix products."""
+    config = op.attrs.get("backend_config")
+    own = config.get("cudnn_fmha_backend_config") if isinstance(config, dict) else None
+    numbers = own.get("bmm1_dot_dimension_numbers") if isinstance(own, dict) else None
+    query, key = operands[:2]
+    if not numbers or len(query.shape) != 4 or len(key.shape) != 4:
+        return
+    before = row["dense_flops"]
+    gemm(row, query, key, op.type, *_numbers(numbers), rate=query.dtype)
+    row["dense_flops"] = before + row["flops"]
+
+
+def _numbers(numbers: dict[str, Any]) -> tuple[Dims, Dims, Dims, Dims]:
+    """Contracted and batched dimensions of both sides, from a backend's configuration."""
+    keys = ("lhs_contracting", "rhs_contracting", "lhs_batch", "rhs_batch")
+    a, b, c, d = (tuple(int(d) for d in numbers.get(f"{key}_dimensions", ())) for key in keys)
+    return a, b, c, d
 
 
 def linalg_row(row: Row, op: Op, ops: list[Op], program: Program) -> float:

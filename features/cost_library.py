@@ -158,13 +158,16 @@ def _library_conv(op: Op, operands: Sequence[TensorType], target: str) -> float:
 
 
 def _attention(op: Op, operands: Sequence[TensorType], target: str) -> Work:
-    """Two products forward, five backward, and one exp for each score."""
+    """Two products forward, five backward, and one exp for each score that the mask lets see."""
     config = _config(op, "cudnn_fmha_backend_config")
     shape = config.get("intermediate_tensor_shape", {})
     dims = [int(d) for d in (shape.get("dimensions", ()) if isinstance(shape, dict) else ())]
-    scores = prod(dims)
+    scores: float = prod(dims)
     if len(dims) != 4 or not scores:
         return 0.0, 0.0
+    queries, keys = dims[2:]
+    if "CAUSAL" in str(config.get("mask_type", "")) and queries <= keys:
+        scores *= 1.0 - (queries - 1) / (2.0 * keys)
     head_size = operands[0].size / (dims[0] * dims[1] * dims[2])
     products = 5 if "Backward" in target else 2
     return products * 2.0 * scores * head_size, float(scores)

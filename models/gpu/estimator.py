@@ -217,8 +217,8 @@ class GpuEstimator:
         if device.name not in self.devices():
             known = ", ".join(sorted(self.devices()))
             found.append(
-                f"no published rows of {device.name}: intervals are those of devices that were "
-                f"left out in turn (rows exist of {known})"
+                f"no published rows of {device.name}, so intervals are wider: errors on devices "
+                f"that were left out in turn (rows exist of {known})"
             )
         described = describe(kernels)
         rounded = device.matrix_peak("tf32") > device.matrix_peak("f32")

@@ -32,6 +32,8 @@ GATHERING = 1.25
 #: An fp8 rate counts as a unit of its own from this factor over bf16 on.
 _NARROW = 1.2
 _FP8 = ("f8e4m3fn", "f8e5m2", "f8e4m3", "f8e4m3fnuz", "f8e5m2fnuz", "f8e4m3b11fnuz")
+#: Types that are computed in f32 where the device has nothing faster.
+_BY_F32 = ("tf32", "bf16", "f16", *_FP8)
 _DIMS = ("b", "m", "n", "k")
 
 
@@ -100,11 +102,9 @@ class Products:
         return np.asarray(rate.to_numpy(object) + "/" + batched)
 
     def _rate(self, name: str) -> str:
-        """The rate that counts on this device."""
+        """The rate that counts on this device: f32 for a type that has no unit of its own."""
         peak = self.device.matrix_peak
-        if name == "tf32" and peak("tf32") <= peak("f32"):
-            return "f32"
-        return name
+        return "f32" if name in _BY_F32 and peak(name) <= peak("f32") else name
 
     def _ask(self, way: str, rows: pd.DataFrame) -> Answer:
         rate, shape = way.split("/")
