@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from .features.errors import ModelError
-
 if TYPE_CHECKING:
     from rich.console import Console
 
     from .features.dataset import Dataset
 
-#: Name of a model's card in its folder.
+#: Name of a model's card in its folder, and where the cards of the shipped ones are: training a
+#: model again replaces its folder.
 CARD = "MODEL_CARD.md"
+CARDS = Path(__file__).resolve().parent / "models" / "pretrained" / "cards"
 
 
 def run_train_passes(
@@ -32,8 +32,9 @@ def run_train_passes(
     from .predict.locate import registered
     from .workflows import print_frame
 
-    rows = pass_rows(dataset)
-    model, fit = build_gpu_model(rows, dataset.devices, {"rows": len(rows)}, seed)
+    rows, digest = pass_rows(dataset)
+    about = {"rows": len(rows), "dataset_hash": digest}
+    model, fit = build_gpu_model(rows, dataset.devices, about, seed)
     table = pd.DataFrame([
         {"left out": name, "rows": int(e["rows"]), "median %": 100 * e["median"],
          "mean %": 100 * e["mape"]}
@@ -59,22 +60,16 @@ def model_rows() -> list[dict[str, Any]]:
     found = []
     for name, folder in available().items():
         manifest = read_manifest(folder)
-        predicts = "operators" if manifest.get("kind") else "programs"
+        operators = manifest.get("kind") is not None
         found.append({
             "name": name,
-            "predicts": predicts,
-            "estimator": str(manifest.get("estimator") or _estimators(manifest)),
-            "devices": ", ".join(sorted(manifest.get("devices", {}))),
+            "predicts": "operators" if operators else "programs",
             "default for": by_default.get(name, ""),
-            "card": (folder / CARD).is_file(),
+            "rows": int(manifest.get("rows", 0)),
+            "learned from": ", ".join(sorted(manifest.get("devices", {}))) or "gpu-operators",
             "folder": str(folder),
         })  # fmt: skip
     return found
-
-
-def _estimators(manifest: Mapping[str, Any]) -> str:
-    families = manifest.get("families", {}).values()
-    return ", ".join(sorted({str(family.get("estimator", "")) for family in families}))
 
 
 def list_models(console: Console, *, as_json: bool) -> None:
@@ -86,27 +81,56 @@ def list_models(console: Console, *, as_json: bool) -> None:
         print(json.dumps(rows))
         return
     shown = pd.DataFrame(rows).drop(columns=["folder"])
-    shown["card"] = ["yes" if own else "–" for own in shown["card"]]
     print_frame(console, shown, "models; the card of one: opcast models NAME")
 
 
 def show_model(console: Console, name: str, *, as_json: bool) -> None:
-    """Print a model's card, and the figures of its manifest.
+    """Print a model's card, if it has one, and the figures of its manifest.
 
     Raises:
         ModelError: There is no such model.
     """
     from .models.store import read_manifest
     from .predict.locate import find_model
+    from .workflows import print_frame
 
     folder = find_model(name)
     manifest = read_manifest(folder)
+    card = card_of(folder)
     if as_json:
-        print(json.dumps(manifest))
+        print(json.dumps({"name": folder.name, "card": card, "manifest": manifest}))
         return
-    card = folder / CARD
-    if not card.is_file():
-        raise ModelError(
-            "the model has no card", where=str(card), hint="its figures: opcast models NAME --json"
-        )
-    console.print(card.read_text(), markup=False, highlight=False)
+    if card:
+        console.print(card, markup=False, highlight=False)
+    table = figures(manifest)
+    if len(table):
+        print_frame(console, table, "figures of its manifest, errors in %")
+
+
+def card_of(folder: Path) -> str:
+    """Text of a model's card: in its folder, or beside the shipped models; empty if none."""
+    places = (folder / CARD, CARDS / f"{folder.name}.md")
+    return next((place.read_text() for place in places if place.is_file()), "")
+
+
+def figures(manifest: Mapping[str, Any]) -> pd.DataFrame:
+    """Errors that a manifest keeps: on each split, and on each chip that was left out."""
+    found = []
+    for key, family in manifest.get("families", {}).items():
+        for chip, errors in family.get("left_out", {}).items():
+            found.append(_figure(f"{key}, {chip} left out", errors))
+    metrics = manifest.get("metrics", {})
+    if isinstance(metrics, Mapping):
+        for split, errors in metrics.items():
+            found.append(_figure(split, errors))
+            programs = {k.removeprefix("program/"): v for k, v in errors.items() if "program/" in k}
+            if programs:
+                found.append(_figure(f"{split}, programs", programs))
+    return pd.DataFrame(found)
+
+
+def _figure(name: str, errors: Mapping[str, float]) -> dict[str, Any]:
+    median = errors.get("median", errors.get("median_ape", float("nan")))
+    count = errors.get("rows", errors.get("n", 0))
+    return {"judged on": name, "rows": int(count), "median": 100 * median,
+            "mean": 100 * errors.get("mape", float("nan"))}  # fmt: skip

@@ -27,7 +27,8 @@ def dot_row(row: Row, op: Op, ops: list[Op], program: Program) -> float:
     gemm(
         row, lhs.type, rhs.type, op.type,
         get("lhs_contracting_dims", ()), get("rhs_contracting_dims", ()),
-        get("lhs_batch_dims", ()), get("rhs_batch_dims", ()), rate=matrix_rate(lhs.type.dtype, op.attrs),
+        get("lhs_batch_dims", ()), get("rhs_batch_dims", ()),
+        rate=matrix_rate(lhs.type.dtype, op.attrs),
     )  # fmt: skip
     return 0.0
 

@@ -157,6 +157,7 @@ def fit_bundle(
         crossed = cross_fit(factory, data, rows, split, folds, seed)
         estimator = estimator.fit(data.subset(data.kernel_rows(rows)))
     choice = choose_context(data, crossed, seed=seed, n_jobs=n_jobs)
+    choice.program_model.overheads.update(getattr(estimator, "overheads", {}))
     used = sorted(set(data.frame["device"].iloc[rows]))
     return CostModel(
         estimator=estimator,

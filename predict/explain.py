@@ -136,7 +136,10 @@ def explain_lowered(
     prediction = predictor.predict_lowered(lowered, device)
     groups = _chosen(lowered, prediction, kernel, top)
     found = explain_kernels(
-        predictor.model_for(device), [lowered.kernels[group[0]] for group in groups], device, neighbours
+        predictor.model_for(device),
+        [lowered.kernels[group[0]] for group in groups],
+        device,
+        neighbours,
     )
     total = sum(k.total_us for k in prediction.kernels) or 1.0
     explained = []

@@ -12,7 +12,7 @@ from ...features.device import DeviceSpec
 from ..cost_model import CostModel
 from ..ops.rows import rows_of_dataset
 from ..program_model import ProgramModel
-from ..program_overhead import Overhead
+from .constants import Constants
 from .estimator import GpuEstimator
 from .traffic_fit import FAMILIES, MemoryFit, fit_memory
 
@@ -21,12 +21,17 @@ from .traffic_fit import FAMILIES, MemoryFit, fit_memory
 LEAST_CORRELATION = 0.5
 
 
-def pass_rows(dataset: Dataset) -> pd.DataFrame:
-    """Rows of a published dataset from which constants of passes can be learned."""
+def pass_rows(dataset: Dataset) -> tuple[pd.DataFrame, str]:
+    """Rows of a published dataset that pass over memory, and the digest of their samples.
+
+    Raises:
+        DatasetError: There is none.
+    """
     names = sorted({family.split("/")[1] for family in FAMILIES})
     mark = '"family":"(?:' + "|".join(names) + ')"'
     some = dataset.frame["kernel_ir"].str.contains(mark, regex=True)
-    return rows_of_dataset(dataset.select(some.to_numpy()))
+    part = dataset.select(some.to_numpy())
+    return rows_of_dataset(part), part.hash
 
 
 def build_gpu_model(
@@ -44,13 +49,11 @@ def build_gpu_model(
         DatasetError: No row is a pass over memory.
     """
     fit = fit_memory(rows, devices, seed)
-    estimator = GpuEstimator()
-    estimator.memory = fit.params
-    estimator.known_ends, estimator.unseen_ends = fit.known, fit.left_out
+    together = max(fit.correlation, LEAST_CORRELATION)
+    constants = Constants(fit.params, fit.known, fit.left_out, together)
+    estimator = GpuEstimator(constants=constants)
     program_model = ProgramModel()
-    program_model.overheads["gpu"] = Overhead(
-        correlation=max(fit.correlation, LEAST_CORRELATION)
-    )
+    program_model.overheads.update(estimator.overheads)
     metrics = {f"passes, {name} left out": errors for name, errors in fit.errors.items()}
     about = {**info, "metrics": metrics, "pass_correlation": fit.correlation, "seed": seed}
     return CostModel(estimator, program_model, {}, about), fit

@@ -15,7 +15,7 @@ from ...features._opclass import DTYPES
 from ...features._row import rows
 from ...features.ir import DTYPE_BITS
 from ...features.kernel import Kernel
-from .traffic import BLOCK, Traffic
+from .traffic import Traffic
 
 PRODUCT, CONV, ATTENTION, PASS, OTHER = "product", "conv", "attention", "pass", "other"
 #: Kinds of kernel that only pass over memory.
@@ -138,6 +138,7 @@ def products(found: Described, at: np.ndarray) -> pd.DataFrame:
 
 def traffic(row: np.ndarray) -> Traffic:
     """Traffic of kernels that pass over memory, from their rows ``(n, columns)``."""
+
     def c(name: str) -> np.ndarray:
         return np.asarray(row[:, INDEX[name]])
 
@@ -158,8 +159,7 @@ def traffic(row: np.ndarray) -> Traffic:
                and name != "work_integer")  # fmt: skip
     work = np.asarray(work + c("dense_flops"))
     wide = np.where(c("dtype_wide") > 0, 2.0, 1.0)
-    return Traffic(moved + dragged, np.zeros(len(row)), np.ceil(elements / BLOCK), work * wide,
-                   penalty)  # fmt: skip
+    return Traffic(moved + dragged, np.zeros(len(row)), work * wide, penalty)
 
 
 def irregular(row: np.ndarray) -> np.ndarray:

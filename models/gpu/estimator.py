@@ -15,11 +15,12 @@ from ...features.device import DeviceSpec
 from ...features.errors import DatasetError, ModelError
 from ...features.kernel import Kernel
 from ..base import KernelPrediction
-from ..conformal import Ends
+from ..program_overhead import Overhead
 from ..store import read_files, read_manifest, write_folder
 from ..tables import KernelTable, kernel_table
 from .answers import Answer, unknown
 from .attention import attention_answer
+from .constants import Constants, shipped_constants
 from .correction import Correction
 from .describe import (
     ATTENTION,
@@ -36,6 +37,7 @@ from .describe import (
 from .library import SHIPPED, Operators
 from .products import Products
 from .traffic import MemoryParams, launch_seconds, pass_seconds
+from .words import limits_in_words, routes_in_words
 
 #: Log half-widths added to the intervals of passes: XLA's fusions are not the published kernels;
 #: what they do besides streaming rests on estimates.
@@ -45,7 +47,6 @@ SORT_PASSES = 5.0
 #: Footprint up to which published passes go, bytes.
 LARGEST = 2.0**34
 _CORRECTION = "correction"
-_CONSTANTS = SHIPPED.parent / "gpu-xla" / "estimator"
 
 
 class GpuEstimator:
@@ -58,16 +59,34 @@ class GpuEstimator:
 
     Args:
         operators: Folder of the operator model; ``None`` takes the shipped one.
+        constants: Of passes over memory; ``None`` takes those of the shipped model.
         params: Parameters of the estimator that learns the correction.
     """
 
     name = "gpu-xla"
 
-    def __init__(self, operators: str | Path | None = None, **params: Any) -> None:
+    def __init__(
+        self, operators: str | Path | None = None, constants: Constants | None = None,
+        **params: Any,
+    ) -> None:  # fmt: skip
         self.operators_path = Path(operators) if operators else SHIPPED
+        self.constants = constants or shipped_constants()
         self.params = params
-        self.memory, self.known_ends, self.unseen_ends = _shipped_constants()
         self.correction: Correction | None = None
+
+    @property
+    def memory(self) -> MemoryParams:
+        """Constants of passes over memory."""
+        return self.constants.memory
+
+    @property
+    def overheads(self) -> dict[str, Overhead]:
+        """What programs cost beyond their kernels, by platform, until measured ones say so.
+
+        Times of kernels replayed as a graph hold the gap to the next one. XLA records most kernels
+        into graphs, but not all: half of a gap is expected besides.
+        """
+        return {"gpu": Overhead(correlation=self.constants.correlation)}
 
     @cached_property
     def operators(self) -> Operators:
@@ -110,9 +129,7 @@ class GpuEstimator:
         return self
 
     def _clone_without_correction(self) -> GpuEstimator:
-        other = GpuEstimator(self.operators_path, **self.params)
-        other.memory = self.memory
-        other.known_ends, other.unseen_ends = self.known_ends, self.unseen_ends
+        other = GpuEstimator(self.operators_path, self.constants, **self.params)
         other.__dict__["operators"] = self.operators
         return other
 
@@ -166,7 +183,7 @@ class GpuEstimator:
         passes = traffic(row)
         times = pass_seconds(passes, device, self.memory)
         known = device.name in self.memory.device_log
-        lo, hi = self.known_ends if known else self.unseen_ends
+        lo, hi = self.constants.known if known else self.constants.unseen
         odd = irregular(row)
         extra = np.where(odd, IRREGULAR, FUSED)
         inside = ~odd & (passes.moved < LARGEST)
@@ -184,50 +201,14 @@ class GpuEstimator:
         return unknown(np.maximum(latency, launch))
 
     def routes(self, kernels: Sequence[Kernel], device: DeviceSpec) -> list[str]:
-        """For each kernel what it was asked as, in words."""
-        described = describe(kernels)
-        times = pass_seconds(traffic(described.row), device, self.memory)
-        found = []
-        for i, kernel in enumerate(kernels):
-            route = str(described.route[i])
-            if route in (PRODUCT, CONV):
-                row = products(described, np.array([i])).iloc[0]
-                text = (
-                    f"asked as a {'product' if route == PRODUCT else 'convolution, a product of'} "
-                    f"b={row.b} m={row.m} n={row.n} k={row.k} at the rate of {row.rate}"
-                )
-            elif route == ATTENTION:
-                own = described.attention[i]
-                text = "asked as attention " + " ".join(f"{k}={v}" for k, v in own.items())
-            elif route == PASS:
-                text = (
-                    f"asked as a pass: launch {times.launch[i] * 1e6:.1f} us, memory "
-                    f"{times.memory[i] * 1e6:.1f} us, arithmetic {times.vector[i] * 1e6:.1f} us"
-                )
-            else:
-                text = "no published operator is like it: roofline"
-            found.append(f"{kernel.name}: {text}")
-        return found
+        """For each kernel what it is asked as, in words."""
+        return routes_in_words(kernels, device, self.memory)
 
     def notes(self, kernels: Sequence[Kernel], device: DeviceSpec) -> tuple[str, ...]:
         """What a user should know of predictions on a device."""
         if self.correction is not None and device.name in self.correction.devices:
             return ()
-        found = ["kernels are predicted from published library operators, not from XLA's own"]
-        if device.name not in self.devices():
-            known = ", ".join(sorted(self.devices()))
-            found.append(
-                f"no published rows of {device.name}, so intervals are wider: errors on devices "
-                f"that were left out in turn (rows exist of {known})"
-            )
-        described = describe(kernels)
-        rounded = device.matrix_peak("tf32") > device.matrix_peak("f32")
-        if rounded and bool((described.rate[described.column("gemm_m") > 0] == "tf32").any()):
-            found.append(
-                "f32 products at default precision run as TF32 on this device, as XLA does; ask "
-                "for precision 'highest' for true FP32"
-            )
-        return tuple(found)
+        return limits_in_words(kernels, device, self.devices())
 
     def devices(self) -> frozenset[str]:
         """Devices of which published rows were learned from."""
@@ -249,9 +230,7 @@ class GpuEstimator:
             "units": {"latency": "s"},
             "operators": None if shipped else str(self.operators_path.resolve()),
             "params": self.params,
-            "memory": self.memory.to_dict(),
-            "known_ends_log": list(self.known_ends),
-            "unseen_ends_log": list(self.unseen_ends),
+            "constants": self.constants.to_dict(),
             "correction": stored,
         }, files)  # fmt: skip
 
@@ -280,31 +259,14 @@ class GpuEstimator:
 
     @classmethod
     def _from_manifest(cls, path: Path, manifest: Mapping[str, Any], schema: str | None) -> Self:
-        model = cls(manifest["operators"], **manifest["params"])
-        model.memory, model.known_ends, model.unseen_ends = _constants(manifest)
+        constants = Constants.from_dict(manifest["constants"])
+        model = cls(manifest["operators"], constants, **manifest["params"])
         if manifest["correction"] is not None:
             model.correction = Correction.load(path / _CORRECTION, manifest["correction"], schema)
         return model
 
 
-def _shipped_constants() -> tuple[MemoryParams, Ends, Ends]:
-    """Constants of the shipped model; rough ones where it is not there."""
-    if not (_CONSTANTS / "manifest.json").is_file():
-        return MemoryParams(), (-0.3, 0.3), (-0.8, 0.8)
-    return _constants(read_manifest(_CONSTANTS))
-
-
-def _constants(manifest: Mapping[str, Any]) -> tuple[MemoryParams, Ends, Ends]:
-    known, unseen = (
-        (float(lo), float(hi))
-        for lo, hi in (manifest["known_ends_log"], manifest["unseen_ends_log"])
-    )
-    return MemoryParams.from_dict(manifest["memory"]), known, unseen
-
-
-def _guarded(
-    found: KernelPrediction, table: KernelTable, device: DeviceSpec
-) -> KernelPrediction:
+def _guarded(found: KernelPrediction, table: KernelTable, device: DeviceSpec) -> KernelPrediction:
     """Nothing is faster than the roofline with its cache; the interval holds the prediction."""
     least = table.base_s - device.floor
     latency = np.maximum(found.latency, least)

@@ -72,9 +72,7 @@ class Operators:
         return key in self.families and device in self._stored[key]["devices"]
 
 
-def base_seconds(
-    key: str, rows: pd.DataFrame, device: DeviceSpec
-) -> tuple[np.ndarray, np.ndarray]:
+def base_seconds(key: str, rows: pd.DataFrame, device: DeviceSpec) -> tuple[np.ndarray, np.ndarray]:
     """Analytical estimate of rows of a family, and the fixed cost within it, seconds."""
     found = op_features(rows.assign(device=device.name), key, {device.name: device})
     return found.base_s, found.floor_s

@@ -9,6 +9,9 @@ with the quantisation of the activations, a kernel of its own in XLA, taken out.
 
 from __future__ import annotations
 
+from itertools import product
+from math import prod
+
 import numpy as np
 import pandas as pd
 
@@ -29,6 +32,8 @@ LIBRARY, MOVED, IMPLICIT = 0.1, 0.2, 0.35
 #: A convolution on matrix units over the product that it is: gathering its input costs cycles. An
 #: engineering estimate; no published row is a convolution on matrix units.
 GATHERING = 1.25
+#: Products of no more operations are mostly launch on every device (about 2 µs at 100 TFLOP/s).
+SMALL_FLOPS = 2e8
 #: An fp8 rate counts as a unit of its own from this factor over bf16 on.
 _NARROW = 1.2
 _FP8 = ("f8e4m3fn", "f8e5m2", "f8e4m3", "f8e4m3fnuz", "f8e5m2fnuz", "f8e4m3b11fnuz")
@@ -66,7 +71,8 @@ class Products:
         for name in dict.fromkeys(way):
             at = np.flatnonzero(way == name)
             chains, owner = _chains(rows.iloc[at])
-            answer = self._ask(name, chains)
+            code, first_of = _distinct(chains)
+            answer = _taken(self._ask(name, chains.iloc[first_of]), code)
             highest = np.full(len(at), 0.0)
             np.maximum.at(highest, owner, answer.latency)
             first = np.searchsorted(owner, np.arange(len(at)))
@@ -91,8 +97,7 @@ class Products:
 
     def _stream(self, moved: np.ndarray) -> np.ndarray:
         zero = np.zeros(len(moved))
-        blocks = np.full(len(moved), np.inf)
-        traffic = Traffic(moved, zero, blocks, zero, np.ones(len(moved)))
+        traffic = Traffic(moved, zero, zero, np.ones(len(moved)))
         return pass_seconds(traffic, self.device, self.params).memory
 
     def _ways(self, rows: pd.DataFrame) -> np.ndarray:
@@ -127,9 +132,7 @@ class Products:
         lower, upper = spread(found.latency, found.lo, found.hi, LIBRARY if same else MOVED)
         return Answer.around(found.latency, lower, upper, f"learned:{key}", found.in_domain)
 
-    def _alike(
-        self, key: str, rate: str, rows: pd.DataFrame
-    ) -> tuple[pd.DataFrame, DeviceSpec]:
+    def _alike(self, key: str, rate: str, rows: pd.DataFrame) -> tuple[pd.DataFrame, DeviceSpec]:
         """Rows and device of bf16 products with the same bytes and the same arithmetic time."""
         scale = rows["width"].to_numpy(np.float64) / 2
         deep = np.maximum(np.round(rows["k"].to_numpy(np.float64) * scale), 1).astype(np.int64)
@@ -171,26 +174,46 @@ class Products:
 
 
 def _chains(rows: pd.DataFrame) -> tuple[pd.DataFrame, np.ndarray]:
-    """Every product, followed by those that it becomes when a dimension is halved again and again.
+    """Every product, followed by those that it becomes when its dimensions are halved.
+
+    Small products, whose time is mostly launch, are halved in all dimensions at once; of larger
+    ones each dimension by itself, since halving another one shortens them anyway.
 
     Returns:
         The rows, and the position of the product that each belongs to, ascending.
     """
     sizes = rows[list(_DIMS)].to_numpy(np.int64)
-    found, owner = [], []
+    found: list[list[int]] = []
+    owner: list[int] = []
     for place, size in enumerate(sizes.tolist()):
-        found.append(size)
-        for axis, start in enumerate(size):
-            least = 2 if axis == 0 and start > 1 else 1  # a batched product stays one
-            value = start // 2
-            while value >= least:
-                found.append([*size[:axis], value, *size[axis + 1 :]])
-                value //= 2
+        axes = [_halved(value, 2 if axis == 0 and value > 1 else 1)
+                for axis, value in enumerate(size)]  # fmt: skip
+        if 2 * prod(size) <= SMALL_FLOPS:
+            found += [list(combination) for combination in product(*axes)]
+        else:
+            found.append(size)
+            for axis, values in enumerate(axes):
+                found += [[*size[:axis], value, *size[axis + 1 :]] for value in values[1:]]
         owner += [place] * (len(found) - len(owner))
     at = np.array(owner, np.int64)
     table = rows.iloc[at].reset_index(drop=True)
     table[list(_DIMS)] = np.array(found, np.int64).reshape(-1, len(_DIMS))
     return table, at
+
+
+def _halved(value: int, least: int) -> list[int]:
+    """The value and its halves down to a least one."""
+    found = [value]
+    while found[-1] // 2 >= least:
+        found.append(found[-1] // 2)
+    return found
+
+
+def _distinct(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """For each row the number of its sizes, and the first row of each number."""
+    sizes = rows[[*_DIMS, "width"]].to_numpy(np.float64)
+    _, first, code = np.unique(sizes, axis=0, return_index=True, return_inverse=True)
+    return code.reshape(-1), first
 
 
 def _taken(answer: Answer, at: np.ndarray) -> Answer:
@@ -200,6 +223,4 @@ def _taken(answer: Answer, at: np.ndarray) -> Answer:
 def _scaled(answer: Answer, latency: np.ndarray) -> Answer:
     """The answer moved to other latencies, ends in proportion."""
     factor = latency / answer.latency
-    return Answer(
-        latency, answer.lo * factor, answer.hi * factor, answer.source, answer.in_domain
-    )
+    return Answer(latency, answer.lo * factor, answer.hi * factor, answer.source, answer.in_domain)

@@ -10,8 +10,6 @@ import numpy as np
 
 from ...features.device import DeviceSpec
 
-#: Elements that a thread block of a vectorised pass takes.
-BLOCK = 1024.0
 #: Octaves of footprint over cache within which a working set leaves the cache.
 SPILL = 0.5
 #: Power of the soft maximum of times that overlap.
@@ -27,14 +25,12 @@ class Traffic:
     Attributes:
         moved: Bytes read and written.
         again: Bytes that are read once more, where they are not in the cache any more.
-        blocks: Independent thread blocks.
         work: Vector operations.
         penalty: Factor on the time of memory: 1 for streams, more for transposes and the like.
     """
 
     moved: np.ndarray
     again: np.ndarray
-    blocks: np.ndarray
     work: np.ndarray
     penalty: np.ndarray
 
@@ -44,10 +40,7 @@ class Traffic:
 
     def take(self, rows: np.ndarray) -> Traffic:
         """The given rows, by position or mask."""
-        return Traffic(
-            self.moved[rows], self.again[rows], self.blocks[rows], self.work[rows],
-            self.penalty[rows],
-        )  # fmt: skip
+        return Traffic(self.moved[rows], self.again[rows], self.work[rows], self.penalty[rows])
 
 
 @dataclass(frozen=True)
@@ -59,7 +52,6 @@ class MemoryParams:
         cache: Share of the described cache bandwidth.
         edge: Footprint over cache capacity at which half of it still hits.
         launch_cycles: Cycles of a kernel without work, from one graph-replayed kernel to the next.
-        core_bytes: Bytes per clock that one core moves at most.
         vector: Vector instructions for a unit of work.
         device_log: Log factor on the time of main memory by device; 0 for others.
     """
@@ -68,7 +60,6 @@ class MemoryParams:
     cache: float = 0.8
     edge: float = 0.8
     launch_cycles: float = 2600.0
-    core_bytes: float = 48.0
     vector: float = 1.0
     device_log: Mapping[str, float] = field(default_factory=dict)
 
@@ -76,7 +67,7 @@ class MemoryParams:
         """Plain data for a manifest."""
         plain = {
             name: getattr(self, name)
-            for name in ("hbm", "cache", "edge", "launch_cycles", "core_bytes", "vector")
+            for name in ("hbm", "cache", "edge", "launch_cycles", "vector")
         }
         return {**plain, "device_log": dict(self.device_log)}
 
@@ -118,25 +109,22 @@ def launch_seconds(device: DeviceSpec, params: MemoryParams) -> float:
 def pass_seconds(traffic: Traffic, device: DeviceSpec, params: MemoryParams) -> PassTimes:
     """Time of passes over memory on a device.
 
-    ``memory = penalty · max(moved / bandwidth(footprint), moved / (active cores · core rate))``,
-    where the bandwidth goes over from the cache's to main memory's as the footprint outgrows the
-    cache; ``vector = work / vector rate``. All terms grow with the size of a tensor.
+    ``memory = penalty · moved / bandwidth(footprint)``, where the bandwidth goes over from the
+    cache's to main memory's as the footprint outgrows the cache; ``vector = work / vector rate``.
+    All terms grow with the size of a tensor. How many thread blocks there are does not count: a
+    limit on what one core moves, when fitted, went away.
 
     Args:
         traffic: ``n`` passes.
         device: Where they run.
         params: Fitted constants.
     """
-    clock, cores = device.clock_hz or CLOCK, float(max(device.core_count, 1))
     main = np.exp(params.device_log.get(device.name, 0.0)) / (device.bandwidth * params.hbm)
     cache = min(1.0 / (device.levels[0].bandwidth * params.cache), float(main))
     footprint = np.maximum(traffic.moved, 1.0) / max(device.cache_bytes * params.edge, 1.0)
     outside = np.clip(np.log2(footprint) / (2 * SPILL) + 0.5, 0.0, 1.0)
     moved = traffic.moved + traffic.again * outside
     stream = moved * (cache + outside * (main - cache))
-    active = np.clip(traffic.blocks, 1.0, cores)
-    narrow = moved / (active * params.core_bytes * clock)
     vector = params.vector * traffic.work / device.vector_peak("f32")
-    starved = vector * cores / active
     launch = np.full(len(traffic), launch_seconds(device, params))
-    return PassTimes(launch, traffic.penalty * np.maximum(stream, narrow), starved)
+    return PassTimes(launch, traffic.penalty * stream, vector)

@@ -10,9 +10,9 @@ import pandas as pd
 
 from ...features.device import DeviceSpec
 from ...features.errors import DatasetError
-from ...features.ops.pointwise import WORK
+from ...features.ops.pointwise import IN_REGISTERS, WORK
 from ..conformal import Ends, ends
-from .traffic import BLOCK, MemoryParams, Traffic, pass_seconds
+from .traffic import MemoryParams, Traffic, pass_seconds
 
 #: Families that say how a streaming kernel runs.
 FAMILIES = (
@@ -31,8 +31,7 @@ PER_GROUP = 700
 LAUNCH_SHARE = 0.5
 #: Prior on the log factors of devices and launches, in rows of their own weight.
 PRIOR = 0.15
-_START = {"hbm": 0.85, "cache": 0.7, "edge": 0.7, "launch_cycles": 2600.0, "core_bytes": 48.0,
-          "vector": 1.0}  # fmt: skip
+_START = {"hbm": 0.85, "cache": 0.7, "edge": 0.7, "launch_cycles": 2600.0, "vector": 1.0}
 #: Factors by which a constant may leave its start.
 _REACH = 4.0
 #: Launch of one call from the host in eager timing, seconds.
@@ -79,12 +78,11 @@ def traffic_of_rows(rows: pd.DataFrame) -> Traffic:
     inputs = rows["n_in"].fillna(1).to_numpy(np.float64)
     quantised = (rows["key"] == "graph/quantize").to_numpy()
     softmax, norm = ((rows["op"] == name).to_numpy() for name in ("softmax", "ln"))
-    wide = (rows["cols"] > BLOCK).to_numpy()
+    wide = (rows["cols"] > IN_REGISTERS).to_numpy()
     again = size * width * (2.0 * (softmax & wide) + norm)
-    blocks = np.where(softmax | norm, rows["rows"].to_numpy(np.float64), np.ceil(size / BLOCK))
     work = rows["op"].map(WORK).fillna(4.0).to_numpy(np.float64)
     moved = np.where(quantised, 3.0, (inputs + 1) * width) * size
-    return Traffic(moved, again, blocks, work * size, np.ones(len(rows)))
+    return Traffic(moved, again, work * size, np.ones(len(rows)))
 
 
 def fit_memory(rows: pd.DataFrame, devices: Mapping[str, DeviceSpec], seed: int = 0) -> MemoryFit:
@@ -163,7 +161,8 @@ def _fit(
     weight = np.empty(len(rows))
     for own in place.values():
         weight[own] = 1 / np.sqrt(len(own))
-    launch_code = pd.Categorical(_launch_keys(rows), categories=keys).codes
+    number = {key: i for i, key in enumerate(keys)}
+    launch_code = _launch_keys(rows).map(number).fillna(-1).to_numpy(np.int64)
     first = np.array([_EAGER_S[k.split(" ")[1]] for k in keys])
 
     def unpack(x: np.ndarray) -> tuple[MemoryParams, np.ndarray]:
