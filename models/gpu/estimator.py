@@ -34,7 +34,7 @@ from .describe import (
     products,
     traffic,
 )
-from .library import SHIPPED, Operators
+from .library import SHIPPED, Operators, canonical
 from .products import Products
 from .traffic import MemoryParams, launch_seconds, pass_seconds
 from .words import limits_in_words, routes_in_words
@@ -143,7 +143,7 @@ class GpuEstimator:
             empty, names = np.zeros(0), np.zeros(0, object)
             return KernelPrediction(empty, empty, empty, names, names, np.zeros(0, bool))
         table = kernel_table(unique, device)
-        found = self._predict(unique, device, table)
+        found = self._predict(unique, canonical(device), table)
         if self.correction is not None:
             found = self.correction.apply(found, table, device.name)
         found = _guarded(found, table, device)
@@ -208,7 +208,7 @@ class GpuEstimator:
         """What a user should know of predictions on a device."""
         if self.correction is not None and device.name in self.correction.devices:
             return ()
-        return limits_in_words(kernels, device, self.devices())
+        return limits_in_words(kernels, canonical(device), self.devices())
 
     def devices(self) -> frozenset[str]:
         """Devices of which published rows were learned from."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ...features.catalogue import find_device, in_catalogue
 from ...features.device import DeviceSpec, MemoryLevel
 from ...features.errors import ModelError
 from ...features.ops import op_features
@@ -70,6 +71,17 @@ class Operators:
     def knows(self, key: str, device: str) -> bool:
         """Whether a family was fitted to a device."""
         return key in self.families and device in self._stored[key]["devices"]
+
+
+def canonical(device: DeviceSpec) -> DeviceSpec:
+    """The device under the catalogue's name, if that lists it under another one (JAX's)."""
+    if not in_catalogue(device.name):
+        return device
+    listed = find_device(device.name)
+    return replace(
+        device, name=listed.name, vendor=listed.vendor, architecture=listed.architecture,
+        lanes_per_core=listed.lanes_per_core,
+    )  # fmt: skip
 
 
 def base_seconds(key: str, rows: pd.DataFrame, device: DeviceSpec) -> tuple[np.ndarray, np.ndarray]:

@@ -149,6 +149,17 @@ def test_a_chip_of_ones_own_is_predicted(model: CostModel, by_name: dict[str, Ke
     assert width[1] > width[0]  # no samples of it
 
 
+def test_a_device_under_the_name_that_jax_gives_it(
+    model: CostModel, by_name: dict[str, Kernel]
+) -> None:
+    listed = find_device("h100-sxm")
+    measured = replace(listed, name="nvidia-h100-80gb-hbm3", architecture="", lanes_per_core=0)
+    kernels = [by_name["triton_gemm"], by_name["gelu"]]
+    ours, theirs = (model.predict_kernels(kernels, d) for d in (listed, measured))
+    np.testing.assert_allclose(theirs.latency, ours.latency)
+    np.testing.assert_allclose(theirs.hi, ours.hi)
+
+
 def test_unknown_devices_have_wider_intervals(model: CostModel, by_name: dict[str, Kernel]) -> None:
     kernels = [by_name["triton_gemm"], by_name["gelu"]]
     known, unseen = (model.predict_kernels(kernels, find_device(d)) for d in ("h100-sxm", "b200"))

@@ -77,19 +77,44 @@ def test_bad_choices_give_one_line_and_fail(program, args, text):
     assert text in done.stderr
 
 
-def test_predict_for_a_device_of_the_catalogue_is_a_roofline_that_says_so(program):
-    """The shipped model knows no GPU: the answer is the roofline, marked, with a wide interval."""
-    done = opcast("predict", program, "--device", "h100-sxm", "--lowering", "op", "--json")
+def test_predict_for_a_gpu_of_the_catalogue_asks_the_gpu_model(program):
+    done = opcast("predict", program, "--device", "l4", "--lowering", "op", "--json")
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
-    assert data["device"] == "h100-sxm"
+    assert (data["device"], data["model"]) == ("l4", "gpu-xla")
+    assert {k["source"].split(":")[0] for k in data["kernels"]} == {"learned"}
+    assert 0 < data["lo_us"] < data["latency_us"] < data["hi_us"]
+    assert any("no published rows of l4" in note for note in data["notes"])
+
+
+def test_predict_for_a_tpu_of_the_catalogue_is_a_roofline_that_says_so(program):
+    """The shipped models know no TPU: the answer is the roofline, marked, with a wide interval."""
+    done = opcast("predict", program, "--device", "tpu-v4", "--lowering", "op", "--json")
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert data["device"] == "tpu-v4"
     assert {k["source"] for k in data["kernels"]} == {"roofline"}
     assert data["in_domain_share"] == 0.0
     assert 0 < data["lo_us"] <= data["latency_us"] / 2 < 2 * data["latency_us"] <= data["hi_us"]
-    assert any("not on h100-sxm" in note for note in data["notes"])
-    strict = opcast("predict", program, "--device", "h100-sxm", "--lowering", "op", "--strict")
+    assert any("not on tpu-v4" in note for note in data["notes"])
+    strict = opcast("predict", program, "--device", "tpu-v4", "--lowering", "op", "--strict")
     assert strict.returncode == 1
     assert "roofline" in strict.stderr
+
+
+def test_models_lists_what_ships_and_prints_a_card():
+    rows = {row["name"]: row for row in json.loads(opcast("models", "--json").stdout)}
+    assert {"cpu-xgboost", "gpu-operators", "gpu-xla"} <= set(rows)
+    assert rows["gpu-xla"]["default for"] == "gpu"
+    for name in ("cpu-xgboost", "gpu-operators", "gpu-xla"):
+        done = opcast("models", name)
+        assert done.returncode == 0, done.stderr
+        for heading in ("## Data", "## Splits", "## Errors", "## Known gaps"):
+            assert heading in done.stdout, name
+        assert "left out" in done.stdout or "unseen_family" in done.stdout
+    assert max(map(len, opcast("models").stdout.splitlines())) <= 120
+    missing = opcast("models", "no-such-model")
+    assert missing.returncode == 1 and "no-such-model" in missing.stderr
 
 
 def test_device_prints_a_device_with_sources_and_marks_defaults():
