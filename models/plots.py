@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from .ops.active import Curve
+    from .ops.curves import Curve
 
+#: Panels in a row.
+_PANELS = 4
 #: Nominal coverage of the intervals.
 NOMINAL = 0.9
 
@@ -111,9 +113,13 @@ def calibration_plot(curves: Sequence[Curve]) -> Figure:
     """Error against number of samples on a device, chosen and random, one panel a family."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4 * len(curves), 3.2), layout="constrained")
-    panels = figure.subplots(1, len(curves), squeeze=False)[0]
-    for axes, curve in zip(panels, curves, strict=True):
+    across = min(len(curves), _PANELS)
+    down = -(-len(curves) // across)
+    figure = Figure(figsize=(3.2 * across, 2.6 * down), layout="constrained")
+    panels = figure.subplots(down, across, squeeze=False).ravel()
+    for axes in panels[len(curves) :]:
+        axes.set_visible(False)
+    for axes, curve in zip(panels, curves, strict=False):
         for choice in ("active", "random"):
             errors = 100 * np.array(getattr(curve, choice))
             axes.plot(curve.counts, errors, marker="o", label=choice)

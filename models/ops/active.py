@@ -2,138 +2,93 @@
 
 Measuring a kernel lowers the variance of the error of every kernel that errs like it. The choice is
 greedy: the candidate whose measurement is expected to lower the variance most, summed over what the
-device is to be asked, each kernel weighted by its share of time (active learning of Cohn, Neural
-Networks 9, 1996, with the covariance of :mod:`~opcast.models.ops.kriging`). It needs no labels, so
-the whole order is known before anything is measured.
+device is to be asked (active learning of Cohn, Neural Networks 9, 1996, with the covariance of
+:mod:`~opcast.models.ops.kriging`). The covariance was fitted to other devices, so the gain is taken
+over variants of it: what serves only one of them is not chosen. No labels are needed: the whole
+order is known before anything is measured. Families compete for samples by their share of the time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 
-from ...features.device import DeviceSpec
-from ...features.errors import DatasetError
-from .family import FamilyModel
-from .kriging import Sites, covariance, noise_variance
+from .kriging import Sites, covariance, noise_variance, scaled_params
 
-#: Candidates and targets that are looked at; more are drawn down to so many.
-MAX_CANDIDATES = 1200
-COUNTS = (0, 10, 25, 50, 100)
-#: Repeats of the random choice that the active one is compared with.
-RANDOM_DRAWS = 5
+#: Factors on the amplitude of slopes, on the deviation of noise, and on length scales: errors of a
+#: device may be less of one piece than those of the devices that the covariance was fitted to.
+VARIANTS = ((1.0, 1.0, 1.0), (0.3, 1.0, 1.0), (1.0, 2.5, 0.5), (0.3, 2.5, 0.5))
 
 
-def choose(sites: Sites, params: np.ndarray, count: int, weight: np.ndarray) -> np.ndarray:
+def choose(
+    sites: Sites, params: np.ndarray, count: int, weight: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Order in which to measure kernels.
 
     Args:
-        sites: Candidates; they stand for what will be asked, too.
+        sites: ``n`` candidates; they stand for what will be asked, too.
         params: Of the covariance.
         count: How many to choose.
-        weight: Importance of each, shape ``(n,)``, such as its share of time.
+        weight: Importance of each, shape ``(n,)``, such as its share of time; equal by default.
 
     Returns:
-        Positions of the chosen ones, most telling first.
+        Positions of the chosen ones, most telling first, and by how much each is expected to lower
+        the mean variance (in log space) of what is left, shape ``(count,)`` each.
     """
-    posterior = covariance(sites, sites, params)
-    noise = noise_variance(params)
+    weight = np.full(len(sites), 1 / max(len(sites), 1)) if weight is None else weight
+    variants = [scaled_params(params, *factors) for factors in VARIANTS]
+    noise = [noise_variance(own) for own in variants]
+    posterior = [covariance(sites, sites, own) for own in variants]
     chosen: list[int] = []
+    gains: list[float] = []
     open_ = np.ones(len(sites), bool)
     for _ in range(min(count, len(sites))):
-        own = np.diag(posterior)
-        gain = (weight[:, None] * posterior**2).sum(axis=0) / (own + noise)
+        gain = np.mean(
+            [(weight @ p**2) / (np.diag(p) + v) for p, v in zip(posterior, noise, strict=True)],
+            axis=0,
+        )
         best = int(np.argmax(np.where(open_, gain, -1.0)))
         chosen.append(best)
+        gains.append(float(gain[best]))
         open_[best] = False
-        column = posterior[:, best].copy()
-        posterior -= np.outer(column, column) / (column[best] + noise)
-    return np.array(chosen, np.int64)
+        for own, variance in zip(posterior, noise, strict=True):
+            column = own[:, best].copy()
+            own -= np.outer(column, column / (column[best] + variance))
+    return np.array(chosen, np.int64), np.array(gains)
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Error against number of samples for one family on one device.
-
-    Attributes:
-        family: The family.
-        device: The device.
-        counts: Numbers of samples.
-        active: MAPE on the other rows with chosen samples, one a count.
-        random: The same with random samples, mean over draws.
-    """
-
-    family: str
-    device: str
-    counts: tuple[int, ...]
-    active: tuple[float, ...]
-    random: tuple[float, ...]
-
-
-def error_curve(
-    model: FamilyModel,
-    device: str,
-    pool: pd.DataFrame,
-    test: pd.DataFrame,
-    devices: Mapping[str, DeviceSpec],
-    counts: Sequence[int] = COUNTS,
-    seed: int = 0,
-) -> Curve:
-    """Compare active with random choice of samples.
+def allocate(
+    gains: Mapping[str, np.ndarray], shares: Mapping[str, float], total: int
+) -> dict[str, int]:
+    """How many samples each family gets: the next one goes where share × gain is largest.
 
     Args:
-        model: Fitted without the device; its correction of the device is replaced and removed.
-        device: Name of the device.
-        pool: Rows that may be measured, with ``latency_us``.
-        test: Rows that the error is taken on.
-        devices: Descriptions by name.
-        counts: Numbers of samples.
-        seed: Of the random draws.
+        gains: By family, of its samples in their order, from :func:`choose`.
+        shares: Share of the time by family.
+        total: Samples of all families together.
 
-    Raises:
-        DatasetError: The pool or the test rows are empty.
+    Returns:
+        Samples by family; together fewer than ``total`` if no family has more to choose from.
     """
-    if not len(pool) or not len(test):
-        raise DatasetError(f"no rows of {model.family} to measure or to test on {device}")
-    rng = np.random.default_rng(seed)
-    pool, test = _some(pool, MAX_CANDIDATES, rng), _some(test, 4000, rng)
-    order = order_of(model, pool, devices, max(counts))
-    before = model.corrections.pop(device, None)
-    active = [_error(model, device, pool.iloc[order[:n]], test, devices) for n in counts]
-    random = np.zeros((RANDOM_DRAWS, len(counts)))
-    for draw in range(RANDOM_DRAWS):
-        shuffled = rng.permutation(len(pool))
-        for place, n in enumerate(counts):
-            random[draw, place] = _error(model, device, pool.iloc[shuffled[:n]], test, devices)
-    if before is not None:
-        model.corrections[device] = before
-    return Curve(model.family, device, tuple(counts), tuple(active), tuple(random.mean(axis=0)))
+    counts = dict.fromkeys(gains, 0)
+    worth = [
+        (shares[name] * gain, name)
+        for name, own in gains.items()
+        for gain in np.minimum.accumulate(own)
+    ]
+    for _, name in sorted(worth, key=lambda pair: -pair[0])[:total]:
+        counts[name] += 1
+    return counts
 
 
-def order_of(
-    model: FamilyModel, pool: pd.DataFrame, devices: Mapping[str, DeviceSpec], count: int
-) -> np.ndarray:
-    """Positions in ``pool`` of the rows to measure, most telling first."""
-    sites = model.sites(pool, model.features(pool, devices))
-    return choose(sites, model.params, count, np.ones(len(pool)) / len(pool))
+def shares_of(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Share of each family in the time of all of them."""
+    total = sum(seconds.values())
+    return {name: value / total for name, value in seconds.items()}
 
 
-def _some(rows: pd.DataFrame, count: int, rng: np.random.Generator) -> pd.DataFrame:
-    if len(rows) <= count:
-        return rows.reset_index(drop=True)
-    return rows.iloc[rng.choice(len(rows), count, replace=False)].reset_index(drop=True)
-
-
-def _error(
-    model: FamilyModel, device: str, samples: pd.DataFrame, test: pd.DataFrame,
-    devices: Mapping[str, DeviceSpec],
-) -> float:  # fmt: skip
-    """MAPE on the test rows after learning from the samples; leaves no correction behind."""
-    if len(samples):
-        model.calibrate(device, samples, devices)
-    predicted = model.predict(test, devices).latency * 1e6
-    model.corrections.pop(device, None)
-    return float(np.mean(np.abs(predicted / test["latency_us"].to_numpy(np.float64) - 1)))
+def spread_evenly(names: Sequence[str], total: int) -> dict[str, int]:
+    """The same number of samples for every family; the first ones get what is left over."""
+    each, over = divmod(total, max(len(names), 1))
+    return {name: each + (place < over) for place, name in enumerate(names)}

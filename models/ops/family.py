@@ -236,10 +236,23 @@ class FamilyModel:
         Raises:
             ModelError: The model was not fitted.
         """
-        if self.known is None or self.general is None or self.scale is None:
-            raise ModelError(f"the model of {self.family} has not been fitted")
+        self._require_fitted()
         rows = rows.reset_index(drop=True)
         features = self.features(rows, devices)
+        found = self._plain(rows, features, devices)
+        if corrected and self.corrections:
+            self._correct(found, rows, features, rows["device"].to_numpy(object))
+        return found
+
+    def _require_fitted(self) -> None:
+        if self.known is None or self.general is None or self.scale is None:
+            raise ModelError(f"the model of {self.family} has not been fitted")
+
+    def _plain(
+        self, rows: pd.DataFrame, features: OpFeatures, devices: Mapping[str, DeviceSpec]
+    ) -> FamilyPrediction:
+        """Predictions without corrections."""
+        assert self.known is not None and self.general is not None
         device = rows["device"].to_numpy(object)
         stand_in, scope = self.kin.stand_ins(device, devices)
         own = np.isin(stand_in, self.devices)
@@ -268,12 +281,9 @@ class FamilyModel:
         for name in dict.fromkeys(device):
             at = np.flatnonzero(device == name)
             lo[at], hi[at] = self._ends(str(stand_in[at[0]]), str(scope[at[0]]), latency[at])
-        found = FamilyPrediction(
+        return FamilyPrediction(
             latency, lo, hi, features.roofline_s, features.bound, scope, inside
         )
-        if corrected and self.corrections:
-            self._correct(found, rows, features, device)
-        return found
 
     def _ends(self, device: str, scope: str, latency: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Interval ends of rows that a device stands for.
@@ -355,13 +365,33 @@ class FamilyModel:
         Raises:
             DatasetError: A row lacks a parameter, or has no positive latency.
         """
-        rows = rows.reset_index(drop=True)
-        features = self.features(rows, devices)
-        plain = self.predict(rows, devices, corrected=False)
-        errors = np.log(latency_s(rows)) - np.log(plain.latency)
-        found = Correction.fit(self.params, self.sites(rows, features), errors)
+        sites, errors, _ = self.site_errors(rows, devices)
+        found = Correction.fit(self.params, sites, errors)
         self.corrections[device] = found
         return found
+
+    def site_errors(
+        self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]
+    ) -> tuple[Sites, np.ndarray, np.ndarray]:
+        """Where measured rows lie, and how the model without corrections errs on them.
+
+        Args:
+            rows: Rows of the family, with ``latency_us``.
+            devices: Descriptions by name.
+
+        Returns:
+            Sites, ``log(measured / predicted)`` of shape ``(n,)`` and predictions in seconds.
+
+        Raises:
+            DatasetError: A row lacks a parameter, or has no positive latency.
+            ModelError: The model was not fitted.
+        """
+        self._require_fitted()
+        rows = rows.reset_index(drop=True)
+        features = self.features(rows, devices)
+        latency = self._plain(rows, features, devices).latency
+        errors = np.log(latency_s(rows)) - np.log(latency)
+        return self.sites(rows, features), errors, latency
 
     # Tables
 

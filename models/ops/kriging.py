@@ -182,11 +182,28 @@ def chosen_params(params: np.ndarray, sites: Sites, errors: np.ndarray) -> np.nd
     return best
 
 
-def _scaled(params: np.ndarray, amplitude: float, noise: float) -> np.ndarray:
+def scaled_params(
+    params: np.ndarray, slopes: float, noise: float, reach: float = 1.0, smooth: float = 1.0
+) -> np.ndarray:
+    """Parameters with factors on what they say.
+
+    Args:
+        params: Of the covariance.
+        slopes: Factor on the amplitudes of slopes.
+        noise: Factor on the standard deviation of noise.
+        reach: Factor on the length scales.
+        smooth: Factor on the amplitudes of the smooth terms.
+    """
     found = params.copy()
-    found[: _AMPLITUDES - 1] += np.log(amplitude)
+    found[:3] += np.log(slopes)
+    found[3 : _AMPLITUDES - 1] += np.log(smooth)
     found[_AMPLITUDES - 1] = 0.5 * np.log(noise_variance(params)) + np.log(noise)
+    found[_AMPLITUDES:] += np.log(reach)
     return found
+
+
+def _scaled(params: np.ndarray, amplitude: float, noise: float) -> np.ndarray:
+    return scaled_params(params, amplitude, noise, smooth=amplitude)
 
 
 @dataclass
