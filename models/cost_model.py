@@ -17,9 +17,10 @@ from ..features.errors import ModelError
 from ..features.kernel import Kernel, LoweredProgram
 from .base import Estimator, KernelPrediction
 from .context_correction import ContextCorrection
+from .device_correction import DeviceCorrection
 from .program_model import ProgramModel, ProgramPrediction
 from .registry import estimator_class
-from .store import OPERATORS, read_files, read_manifest, write_folder
+from .store import OPERATORS, pack, read_files, read_manifest, unpack, write_folder
 
 if TYPE_CHECKING:
     from .neighbours import NeighbourTable
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _ESTIMATOR = "estimator"
 _NEIGHBOURS = "neighbours.npz"
 _CONTEXT = "context-{}.ubj"
+_CORRECTION = "correction-{}.npz"
 
 
 @dataclass
@@ -41,6 +43,7 @@ class CostModel:
         neighbour_file: Packed table of training kernels; empty if there is none.
         context: Correction of kernels for their place in a program; ``None`` if the sum of kernels
             as they are was no worse, or the model was made by an earlier version.
+        corrections: What was learned from few samples of single devices, by device.
     """
 
     estimator: Estimator
@@ -49,6 +52,7 @@ class CostModel:
     info: dict[str, Any] = field(default_factory=dict)
     neighbour_file: bytes = field(default=b"", repr=False)
     context: ContextCorrection | None = None
+    corrections: dict[str, DeviceCorrection] = field(default_factory=dict)
 
     @cached_property
     def neighbours(self) -> NeighbourTable | None:
@@ -81,7 +85,9 @@ class CostModel:
 
     def predict_kernels(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
         """Predict one execution of every kernel."""
-        return self.estimator.predict(kernels, device)
+        found = self.estimator.predict(kernels, device)
+        correction = self.corrections.get(device.name)
+        return found if correction is None else correction.correct(found, kernels, device)
 
     def predict_program(
         self,
@@ -135,6 +141,9 @@ class CostModel:
         if self.context is not None:
             trees = self.context.trees
             files |= {_CONTEXT.format(i): own.raw for i, own in enumerate(trees)}
+        corrected = sorted(self.corrections)
+        for place, name in enumerate(corrected):
+            files[_CORRECTION.format(place)] = pack(self.corrections[name].to_arrays())
         manifest = {
             **self.info,
             "estimator": self.name,
@@ -142,6 +151,7 @@ class CostModel:
             "devices": {name: asdict(spec) for name, spec in sorted(self.devices.items())},
             "program_model": self.program_model.to_dict(),
             "context": None if self.context is None else self.context.to_dict(),
+            "corrections": corrected,
         }
         write_folder(Path(path), manifest, files)
 
@@ -171,6 +181,10 @@ class CostModel:
             program_model = ProgramModel.from_dict(manifest["program_model"])
             context = _context(manifest.get("context"), files)
             stored = manifest["devices"]
+            corrections = {
+                name: DeviceCorrection.from_arrays(unpack(files[_CORRECTION.format(place)]))
+                for place, name in enumerate(manifest.get("corrections", ()))
+            }
         except (KeyError, TypeError, ValueError) as error:
             raise ModelError(f"manifest is incomplete: {error!r}", where=str(path)) from None
         devices = {name: DeviceSpec.from_dict(data, where=name) for name, data in stored.items()}
@@ -179,10 +193,10 @@ class CostModel:
             extra["schema"] = schema
         estimator = kind.load(path / _ESTIMATOR, **extra)
         fixed = {"format", "files", "libraries", "program_model", "context", "devices"}
-        fixed |= {"estimator", "units"}
+        fixed |= {"estimator", "units", "corrections"}
         info = {k: v for k, v in manifest.items() if k not in fixed}
         neighbours = files.get(_NEIGHBOURS, b"")
-        return cls(estimator, program_model, devices, info, neighbours, context)
+        return cls(estimator, program_model, devices, info, neighbours, context, corrections)
 
 
 def _context(

@@ -29,6 +29,8 @@ DEFAULT_NEIGHBOURS = 3
 TREESHAP, ABLATION, NONE = "treeshap", "ablation", "none"
 #: What ablations of single groups leave, and what the limit on log-ratios cuts off.
 INTERACTIONS, LIMIT = "interactions", "limit"
+#: What was learned from samples of the device, on top of the estimator.
+CALIBRATION = "calibration"
 #: Contributions below this are rounding; sums of single-precision contributions leave up to more.
 _ROUNDING, _FLOAT32 = 1e-9, 1e-4
 NO_TABLE = (
@@ -174,7 +176,12 @@ def explain_table(
     """
     nearby = model.neighbours
     ratio = np.log(found.latency / table.base_s)
-    method, baseline, parts = _split(model, table, ratio, nearby)
+    learned_ratio, correction = ratio, model.corrections.get(device.name)
+    if correction is not None:
+        learned_ratio = ratio - correction.mean(table, device)
+    method, baseline, parts = _split(model, table, learned_ratio, nearby)
+    if correction is not None and method != NONE:
+        parts = {**parts, CALIBRATION: ratio - learned_ratio}
     near = nearby.nearest(table, list(hashes), k) if nearby is not None else [[] for _ in hashes]
     domain = getattr(model.estimator, "domain", None)
     floor = np.minimum(device.floor, table.base_s)

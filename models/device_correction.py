@@ -1,0 +1,151 @@
+"""Adapts a kernel model to a device from a few measured kernels there.
+
+The errors of a model on a device that it was not trained on, or on another machine of the same
+kind, are mostly systematic. They are taken as a Gaussian process over a few key features, with the
+covariance of :mod:`~opcast.models.ops.kriging`: slopes of compute, memory and launch, and errors
+that kernels share which lie close to each other or are of the same kind and dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..features.device import DeviceSpec
+from ..features.kernel import Kernel
+from .base import KernelPrediction
+from .conformal import Ends, ends
+from .ops.kriging import (
+    MIN_OWN,
+    Correction,
+    Sites,
+    arrays_of,
+    correction_from,
+    start_params,
+)
+from .tables import CELLS, KernelTable, kernel_table
+
+#: Features that say how close two kernels are, with their typical spread over kernels of models.
+KEYS = {
+    "log_roofline_floor": 4.0,
+    "compute_over_memory": 3.0,
+    "log_n_ops": 2.0,
+    "log_out_minor": 3.0,
+    "log_out_outer": 4.0,
+    "log_n_inputs": 1.0,
+    "log_reduce_length": 4.0,
+}
+_DTYPES = "dtype_"
+
+
+@dataclass
+class DeviceCorrection:
+    """What is known of a model's errors on one device.
+
+    Attributes:
+        correction: The Gaussian process.
+        stretch: Interval ends in units of the model's own half-width, from the errors of samples
+            that are predicted from the others; (-1, 1) for too few of them.
+        half: The model's half-widths at the samples in log space, shape ``(n,)``.
+    """
+
+    correction: Correction
+    stretch: Ends
+    half: np.ndarray
+
+    @classmethod
+    def fit(
+        cls, table: KernelTable, device: DeviceSpec, found: KernelPrediction, measured_s: np.ndarray
+    ) -> DeviceCorrection:
+        """Learn from measured kernels.
+
+        Args:
+            table: Features of ``n`` kernels.
+            device: Where they were measured.
+            found: Their predictions by the model without correction.
+            measured_s: Measured latencies in seconds, shape ``(n,)``, positive.
+        """
+        errors = np.log(measured_s / found.latency)
+        own = Correction.fit(start_params(len(KEYS)), kernel_sites(table, device), errors)
+        half = half_width(found)
+        if own.count != len(half):  # it was thinned
+            half = np.full(own.count, float(np.median(half)))
+        return cls(own, _stretch(own, half), half)
+
+    @property
+    def count(self) -> int:
+        """Number of samples."""
+        return self.correction.count
+
+    def mean(self, table: KernelTable, device: DeviceSpec) -> np.ndarray:
+        """Expected ``log(measured / predicted)`` of kernels, shape ``(n,)``."""
+        return self.correction.apply(kernel_sites(table, device))[0]
+
+    def correct(
+        self, found: KernelPrediction, kernels: Sequence[Kernel], device: DeviceSpec
+    ) -> KernelPrediction:
+        """Predictions with the expected error taken off; equal kernels are computed once."""
+        if not kernels:
+            return found
+        first: dict[str, int] = {}
+        index = np.array([first.setdefault(k.hash, len(first)) for k in kernels])
+        by_hash = {k.hash: k for k in kernels}
+        mean = self.mean(kernel_table([by_hash[h] for h in first], device), device)[index]
+        return self.shifted(found, mean)
+
+    def shifted(self, found: KernelPrediction, mean: np.ndarray) -> KernelPrediction:
+        """Predictions with the error ``mean`` taken off, and the device's own intervals."""
+        latency = found.latency * np.exp(mean)
+        half = half_width(found)
+        lo, hi = latency * np.exp(self.stretch[0] * half), latency * np.exp(self.stretch[1] * half)
+        return replace(found, latency=latency, lo=lo, hi=hi)
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """Arrays to save."""
+        return {**arrays_of(self.correction), "half": self.half}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> DeviceCorrection:
+        """Read :meth:`to_arrays`'s arrays."""
+        own = correction_from(arrays)
+        return cls(own, _stretch(own, arrays["half"]), arrays["half"])
+
+
+def half_width(found: KernelPrediction) -> np.ndarray:
+    """Half the width of intervals in log space, shape ``(n,)``."""
+    return np.asarray(0.5 * np.log(found.hi / np.maximum(found.lo, 1e-12)) + 1e-6)
+
+
+def kernel_sites(table: KernelTable, device: DeviceSpec) -> Sites:
+    """Where kernels lie for the covariance of errors."""
+    columns = [table.names.index(name) for name in KEYS]
+    place = table.X[:, columns].astype(np.float64) / np.array(list(KEYS.values()))
+    kind = np.array([CELLS[c] for c in table.cell], object)
+    return Sites(place, _shares(table, device), kind, kind + "|" + _dtypes(table))
+
+
+def _shares(table: KernelTable, device: DeviceSpec) -> np.ndarray:
+    """Shares of compute, memory and launch in roofline plus floor, shape ``(n, 3)``."""
+    launch = np.clip(device.floor / table.base_s, 0, 1)
+    over = table.X[:, table.names.index("compute_over_memory")].astype(np.float64)
+    compute = 1 / (1 + np.exp2(-2 * over))  # as squares, so that the larger one counts for more
+    return np.stack([compute * (1 - launch), (1 - compute) * (1 - launch), launch], axis=1)
+
+
+def _dtypes(table: KernelTable) -> np.ndarray:
+    names = [n for n in table.names if n.startswith(_DTYPES)]
+    values = table.X[:, [table.names.index(n) for n in names]]
+    found, code = np.unique(values, axis=0, return_inverse=True)
+    texts = np.array([",".join(f"{v:g}" for v in row) for row in found], object)
+    return np.asarray(texts[code.reshape(-1)], object)
+
+
+def _stretch(own: Correction, half: np.ndarray) -> Ends:
+    """Conformal ends of left-out errors over the model's half-widths (Rasmussen, 5.12)."""
+    if own.count < MIN_OWN:
+        return -1.0, 1.0
+    left_out = own.weights / np.diag(own.inverse)
+    lo, hi = ends(left_out / half)
+    return min(lo, 0.0), max(hi, 0.0)
