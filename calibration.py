@@ -317,6 +317,7 @@ def run_calibrate_budget(
         DeviceError: The device is not the one at hand.
         ProfileError: Nothing could be measured within the budget.
     """
+    from .calibration_data import save_adapted
     from .models.cost_model import CostModel
     from .predict.locate import find_model
     from .workflows import print_frame
@@ -332,11 +333,7 @@ def run_calibrate_budget(
         + (f", {len(run.failed)} programs failed" if run.failed else ""),
         highlight=False,
     )
-    if out is None:
-        console.print("the adapted model is not kept: give --out to save it", highlight=False)
-    else:
-        found.save(out)
-        console.print(f"saved to {out}", highlight=False)
+    save_adapted(console, found, out)
     return rounds
 
 

@@ -12,6 +12,8 @@ import typer
 from . import cli_lower
 from . import cli_cluster
 from . import cli_models
+from .cli_calibrate import register as register_calibrate
+from .cli_calibrate import seconds_of
 
 if TYPE_CHECKING:
     from .predict.predictor import Predictor
@@ -156,7 +158,9 @@ def profile(
     """Measure kernels and programs on a device into a dataset. Stop it any time; it resumes."""
     from .workflows import run_profile
 
-    run_profile(out, device, _seconds(budget), seed=seed, suite=suite, mix=mix, progress=not quiet)
+    run_profile(
+        out, device, seconds_of(budget), seed=seed, suite=suite, mix=mix, progress=not quiet
+    )
 
 
 @app.command()
@@ -263,7 +267,7 @@ def tune(
 
     run_tune(
         _console(), data, model, split, trials=trials, folds=folds, objective=objective,
-        timeout_s=None if timeout is None else _seconds(timeout), seed=seed, threads=threads,
+        timeout_s=None if timeout is None else seconds_of(timeout), seed=seed, threads=threads,
         study=study, out=out, track=track,
     )  # fmt: skip
 
@@ -308,7 +312,7 @@ def demo(
     """Profile this machine, train, predict unseen programs, run them, compare."""
     from .demo import run_demo
 
-    run_demo(_console(), out, _seconds(budget))
+    run_demo(_console(), out, seconds_of(budget))
 
 
 @zoo_app.command("list")
@@ -383,24 +387,7 @@ def evaluate(
     run_evaluate(_console(), published, out, model, calibrate=calibrate, limit=limit)
 
 
-@app.command()
-def calibrate(
-    device: Annotated[str, typer.Option(help="Name of the device to adapt to.")],
-    data: Data,
-    model: ModelOpt = "default",
-    samples: Annotated[int, typer.Option(help="Samples of each family to learn from.")] = 100,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for the model.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write error against samples.")] = None,
-    seed: Seed = 0,
-) -> None:
-    """Adapt an operator model to a device from few samples; compare with samples at random."""
-    from .features.dataset import Dataset
-    from .operators import run_calibrate
-
-    run_calibrate(
-        _console(), Dataset.load(*data), device, model, samples=samples, out=out, plot=plot,
-        seed=seed,
-    )  # fmt: skip
+register_calibrate(app)
 
 
 cli_lower.register(app)
@@ -440,15 +427,6 @@ def _measure_once(device: str, predictor: Predictor) -> None:
 
 def _print_json(data: Any) -> None:
     sys.stdout.write(json.dumps(data) + "\n")
-
-
-def _seconds(text: str) -> float:
-    scale = {"s": 1.0, "m": 60.0, "h": 3600.0}
-    number, unit = (text[:-1], text[-1]) if text[-1:] in scale else (text, "s")
-    try:
-        return float(number) * scale[unit]
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a time: write 90s, 10m or 2h") from None
 
 
 def _trips(values: list[str] | None) -> dict[str, int] | int | None:

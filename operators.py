@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from .features.dataset import Dataset
-    from .features.device import DeviceSpec
     from .models.ops import OpModel
-    from .models.ops.curves import Curve, Trial
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +24,6 @@ logger = logging.getLogger(__name__)
 TRAINING = ("train",)
 #: Columns that are printed in per cent.
 PERCENTAGES = ("mape", "median_ape", "largest", "bias", "coverage", "in_domain")
-#: Most samples of a family over the mean of all, where its share of the time decides.
-FAVOURED = 3
 #: The shipped model.
 DEFAULT = "gpu-operators"
 
@@ -186,124 +182,7 @@ def run_evaluate(
     console.print(f"{out}: {len(found.frame)} rows", highlight=False)
 
 
-def run_calibrate(
-    console: Console,
-    dataset: Dataset,
-    device: str,
-    model: str,
-    *,
-    samples: int,
-    out: Path | None,
-    plot: Path | None,
-    seed: int,
-    by_time: bool = False,
-) -> list[Curve]:
-    """Adapt a model to a device, and print the error against the number of samples.
-
-    Samples are chosen among the rows of training and calibration splits, by what they are expected
-    to say; errors are taken on the others.
-
-    Args:
-        console: Where to print.
-        dataset: Published operators.
-        device: Name of the device.
-        model: Name or folder of the model.
-        samples: Samples of each family, or of each in the mean.
-        out: Folder for the adapted model.
-        plot: Image of the errors against the numbers of samples.
-        seed: Of draws.
-        by_time: Whether families get samples by their share of the time and what they are
-            expected to say, rather than ``samples`` each.
-
-    Raises:
-        DatasetError: The dataset has too few rows of the device.
-    """
-    from .features.catalogue import find_device
-    from .models.ops import OpModel, rows_of_dataset
-    from .models.ops.active import allocate, shares_of, spread_evenly
-    from .models.ops.curves import COUNTS, error_curve, joint_curve
-    from .predict.locate import find_model
-    from .workflows import print_frame
-
-    found = OpModel.load(find_model(DEFAULT if model == "default" else model))
-    spec = find_device(device)
-    rows = rows_of_dataset(dataset)
-    rows = rows[(rows["device"] == spec.name) & rows["key"].isin(list(found.families))]
-    trials = _trials(console, found, rows, spec, samples, seed)
-    counts = (*(n for n in COUNTS if n < samples), samples)
-    curves = [error_curve(trial, spec.name, counts, seed) for trial in trials]
-    if len(trials) > 1:
-        curves.append(joint_curve(trials, spec.name, counts, seed))
-    print_frame(console, _curve_table(curves), f"{spec.name}: MAPE in % by samples of each family")
-    shares = shares_of({trial.family: trial.seconds for trial in trials})
-    gains = {trial.family: trial.gains for trial in trials}
-    total = samples * len(trials)
-    numbers = allocate(gains, shares, total) if by_time else spread_evenly(list(gains), total)
-    for trial in trials:
-        chosen = trial.rows.iloc[trial.order[: numbers[trial.family]]]
-        if len(chosen):
-            found.families[trial.family].calibrate(spec.name, chosen, {spec.name: spec})
-    if out is None:
-        console.print("the adapted model is not kept: give --out to save it", highlight=False)
-    else:
-        found.devices[spec.name] = spec
-        found.save(out)
-        console.print(f"saved to {out}", highlight=False)
-    if plot is not None:
-        from .models.plots import calibration_plot, save_figure
-
-        save_figure(calibration_plot(curves), plot)
-        console.print(f"plot: {plot}", highlight=False)
-    return curves
-
-
-def _trials(
-    console: Console, model: OpModel, rows: pd.DataFrame, spec: DeviceSpec, samples: int, seed: int
-) -> list[Trial]:
-    """One trial for each family that has enough rows."""
-    from .models.ops.curves import Trial
-
-    found = []
-    for key in sorted(set(rows["key"])):
-        pool, test = _pool(rows[rows["key"] == key].reset_index(drop=True), seed)
-        if len(pool) < samples or not len(test):
-            console.print(f"{key}: only {len(pool)} rows to choose from, left out", highlight=False)
-            continue
-        family = model.families[key]
-        # By time, a family may get more than its even part.
-        found.append(Trial.of(family, pool, test, {spec.name: spec}, FAVOURED * samples, seed))
-    if not found:
-        raise DatasetError(
-            f"no family has {samples} rows of {spec.name} to learn from and others to be judged on",
-            hint="ask for fewer --samples, or import more",
-        )
-    return found
-
-
-def _pool(rows: pd.DataFrame, seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Rows that may be measured and rows to be judged on: by split, or half and half."""
-    split = rows["split"].astype(str)
-    mine = (split.isin(TRAINING) | split.str.startswith("calib")).to_numpy()
-    if not mine.any() or mine.all():
-        mine = np.random.default_rng(seed).random(len(rows)) < 0.5
-    return rows[mine], rows[~mine]
-
-
 def in_percent(figures: pd.DataFrame) -> pd.DataFrame:
     """Shares as percentages with one decimal, for printing."""
     shares = [c for c in PERCENTAGES if c in figures]
     return figures.assign(**{c: (100 * figures[c]).round(1) for c in shares})
-
-
-def _curve_table(curves: Sequence[Curve]) -> pd.DataFrame:
-    """Errors by family and choice; ``needed`` are the samples for random choice's last error."""
-    records = []
-    for curve in curves:
-        needed = curve.needed(curve.counts[-1])
-        for choice in ("active", "random"):
-            errors = getattr(curve, choice)
-            figures = {f"{n}": round(100 * e, 1) for n, e in zip(curve.counts, errors, strict=True)}
-            own = f"{needed:.0f}" if np.isfinite(needed) else "more"
-            last = own if choice == "active" else f"{curve.counts[-1]}"
-            records.append({"family": curve.family, "choice": choice, **figures, "needed": last})
-    return pd.DataFrame(records)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -88,8 +88,8 @@ class Trial:
     test_errors: np.ndarray
     rows: pd.DataFrame
     seconds: float
-    order: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    gains: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    order: np.ndarray
+    gains: np.ndarray
 
     @classmethod
     def of(
@@ -116,12 +116,30 @@ class Trial:
         pool, test = _some(pool, MAX_CANDIDATES, rng), _some(test, MAX_TEST, rng)
         sites, errors, seconds = model.site_errors(pool, devices)
         other, judged, _ = model.site_errors(test, devices)
-        sites, other = _coded(sites, other)
-        order, gains = choose(sites, model.params, count)
-        return cls(
-            model.family, model.params, sites, errors, other, judged, pool,
-            float(seconds.mean()) * number, order, gains,
+        return cls.of_sites(
+            model.family, model.params, pool, (sites, errors), (other, judged),
+            float(seconds.mean()) * number, count,
         )  # fmt: skip
+
+    @classmethod
+    def of_sites(
+        cls, family: str, params: np.ndarray, rows: pd.DataFrame,
+        pool: tuple[Sites, np.ndarray], test: tuple[Sites, np.ndarray], seconds: float, count: int,
+    ) -> Trial:  # fmt: skip
+        """Prepare a trial from what is known of its rows.
+
+        Args:
+            family: Name.
+            params: Of the covariance.
+            rows: The candidates.
+            pool: Their sites and errors.
+            test: Sites and errors of the rows to be judged on.
+            seconds: Predicted time of all rows together.
+            count: Candidates to put in order.
+        """
+        sites, other = _coded(pool[0], test[0])
+        order, gains = choose(sites, params, count)
+        return cls(family, params, sites, pool[1], other, test[1], rows, seconds, order, gains)
 
     def error(self, chosen: np.ndarray) -> float:
         """MAPE on the test rows after learning from some of the candidates."""
@@ -137,7 +155,9 @@ def error_curve(trial: Trial, device: str, counts: Sequence[int], seed: int = 0)
     return _curve(trial.family, device, [trial], counts, seed, {trial.family: 1.0})
 
 
-def joint_curve(trials: Sequence[Trial], device: str, counts: Sequence[int], seed: int = 0) -> Curve:
+def joint_curve(
+    trials: Sequence[Trial], device: str, counts: Sequence[int], seed: int = 0
+) -> Curve:
     """Compare them over all families, whose errors count by their shares of the time.
 
     The active choice divides the samples by share × gain, the random one evenly. A count ``n``

@@ -281,9 +281,7 @@ class FamilyModel:
         for name in dict.fromkeys(device):
             at = np.flatnonzero(device == name)
             lo[at], hi[at] = self._ends(str(stand_in[at[0]]), str(scope[at[0]]), latency[at])
-        return FamilyPrediction(
-            latency, lo, hi, features.roofline_s, features.bound, scope, inside
-        )
+        return FamilyPrediction(latency, lo, hi, features.roofline_s, features.bound, scope, inside)
 
     def _ends(self, device: str, scope: str, latency: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Interval ends of rows that a device stands for.
