@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from . import cli_lower
-from . import cli_cluster
-from . import cli_models
+from . import cli_cluster, cli_lower, cli_models
 from .cli_calibrate import register as register_calibrate
 from .cli_calibrate import seconds_of
 

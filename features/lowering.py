@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from .compile_process import CompileSettings
 
 
-
 def lower(
     source: Any,
     lowering: str = "xla",

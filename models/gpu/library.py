@@ -14,7 +14,8 @@ from ...features.catalogue import find_device, in_catalogue
 from ...features.device import DeviceSpec, MemoryLevel
 from ...features.errors import ModelError
 from ...features.ops import op_features
-from ..ops.family import FamilyModel, FamilyPrediction
+from ..ops.family import FamilyModel
+from ..ops.prediction import FamilyPrediction
 from ..store import OPERATORS, read_manifest
 
 #: The operator model that comes with the package.

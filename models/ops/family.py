@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,8 @@ from .material import (
     sized,
     target_of,
 )
-from .rows import codes, group_draw, libraries, misleading
+from .prediction import FamilyPrediction
+from .rows import codes, group_draw, libraries, misleading, named_columns, unnamed
 from .slopes import Slopes
 from .trust import chips_by_library, trust
 
@@ -51,30 +51,6 @@ COVARIANCE_ROWS = 200
 LIKENESS = 2.0
 
 
-@dataclass(slots=True)
-class FamilyPrediction:
-    """Latencies in seconds with 90 % intervals, shape ``(n,)`` each.
-
-    Attributes:
-        latency: Predicted.
-        lo: Lower end.
-        hi: Upper end.
-        roofline: Bound from FLOPs and bytes.
-        bound: What limits the analytical estimate.
-        scope: ``known``, ``calibrated``, ``sibling`` (another device with the same chip is known)
-            or ``unseen``.
-        in_domain: Whether training rows are near.
-    """
-
-    latency: np.ndarray
-    lo: np.ndarray
-    hi: np.ndarray
-    roofline: np.ndarray
-    bound: np.ndarray
-    scope: np.ndarray
-    in_domain: np.ndarray
-
-
 class FamilyModel:
     """Learns and predicts one family.
 
@@ -85,6 +61,7 @@ class FamilyModel:
     Attributes:
         devices: Names of the devices that it was fitted to, in order.
         seen: Number of chips from which the model of unseen devices knows each library.
+        named: Text parameters that every training row of the family gives.
         corrections: Corrections of devices that were calibrated.
         intervals: Interval ends.
     """
@@ -95,6 +72,7 @@ class FamilyModel:
         self.devices: tuple[str, ...] = ()
         self.kin = Kin()
         self.seen: dict[str, int] = {}
+        self.named: tuple[str, ...] = ()
         self.slopes = Slopes()
         self.known: TabularEstimator | None = None
         self.general: TabularEstimator | None = None
@@ -121,6 +99,7 @@ class FamilyModel:
         rows = rows.reset_index(drop=True)
         self.devices = tuple(sorted(set(rows["device"])))
         self.kin = Kin.of({name: devices[name] for name in self.devices})
+        self.named = named_columns(rows)
         features = self.features(rows, devices)
         ratio = target_of(rows, features)
         rng = np.random.default_rng(self.settings.seed)
@@ -281,6 +260,12 @@ class FamilyModel:
         for name in dict.fromkeys(device):
             at = np.flatnonzero(device == name)
             lo[at], hi[at] = self._ends(str(stand_in[at[0]]), str(scope[at[0]]), latency[at])
+        nameless = unnamed(rows, self.named)
+        if nameless.any():  # what runs it may matter as much as the device
+            wide_lo, wide_hi = self.intervals.of("", latency)
+            lo[nameless] = np.minimum(lo, wide_lo)[nameless]
+            hi[nameless] = np.maximum(hi, wide_hi)[nameless]
+            inside &= ~nameless
         return FamilyPrediction(latency, lo, hi, features.roofline_s, features.bound, scope, inside)
 
     def _ends(self, device: str, scope: str, latency: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -391,6 +376,50 @@ class FamilyModel:
         errors = np.log(latency_s(rows)) - np.log(latency)
         return self.sites(rows, features), errors, latency
 
+    def regressor_of(
+        self, rows: pd.DataFrame, features: OpFeatures, devices: Mapping[str, DeviceSpec]
+    ) -> tuple[TabularEstimator, KernelTable]:
+        """The regressor that speaks for rows, all of one device, and its table of them."""
+        assert self.known is not None and self.general is not None
+        stand_in, _ = self.kin.stand_ins(rows["device"].to_numpy(object), devices)
+        if stand_in[0] in self.devices:
+            return self.known, self._known_table(features, stand_in)
+        return self.general, general_table(self.family, features)
+
+    def linear_parts(
+        self, rows: pd.DataFrame, features: OpFeatures, devices: Mapping[str, DeviceSpec]
+    ) -> dict[str, float]:
+        """What the slopes add to the log-ratio of one row, by what has the effect."""
+        stand_in, _ = self.kin.stand_ins(rows["device"].to_numpy(object), devices)
+        library, share = codes(rows)[0], time_shares(features)
+        if stand_in[0] in self.devices:
+            return self.slopes.parts(share, str(stand_in[0]), str(library[0]))
+        return {"mean of known devices": float(self.general_slopes.unseen(share, library)[0])}
+
+    def carried(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
+        """Share of the learned log-ratio that is taken, 1 on known devices, shape ``(n,)``."""
+        stand_in, _ = self.kin.stand_ins(rows["device"].to_numpy(object), devices)
+        return np.where(np.isin(stand_in, self.devices), 1.0, trust(libraries(rows), self.seen))
+
+    def distance(
+        self, features: OpFeatures, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]
+    ) -> np.ndarray:
+        """How far rows lie from one operator, in its key features.
+
+        Args:
+            features: Of the operator.
+            rows: ``n`` rows of the family.
+            devices: Descriptions by name.
+
+        Returns:
+            Root mean square differences in standard deviations of training, shape ``(n,)``.
+        """
+        assert self.scale is not None
+        own = features.X[:, features.keys].astype(np.float64)
+        others = self.features(rows, devices).X[:, features.keys].astype(np.float64)
+        gap = (others - own) / self.scale.spread
+        return np.asarray(np.sqrt((gap**2).mean(axis=1)))
+
     # Tables
 
     def features(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> OpFeatures:
@@ -413,6 +442,7 @@ class FamilyModel:
             "chips": {name: list(chip) for name, chip in self.kin.chips.items()},
             "vendors": self.kin.vendors,
             "seen_chips": self.seen,
+            "named": list(self.named),
             "intervals": self.intervals.to_dict(),
             "scale": {
                 "centre": self.scale.centre.tolist(), "spread": self.scale.spread.tolist(),
@@ -443,6 +473,7 @@ class FamilyModel:
         chips = {name: tuple(chip) for name, chip in manifest["chips"].items()}
         model.kin = Kin(chips, dict(manifest["vendors"]))
         model.seen = {name: int(count) for name, count in manifest["seen_chips"].items()}
+        model.named = tuple(manifest.get("named", ()))
         model.intervals = DeviceIntervals.from_dict(manifest["intervals"])
         scale = manifest["scale"]
         model.scale = Scale(np.array(scale["centre"]), np.array(scale["spread"]))

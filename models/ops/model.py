@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,10 @@ from ...features.catalogue import find_device, in_catalogue
 from ...features.device import DeviceSpec
 from ...features.errors import ModelError
 from ..store import OPERATORS, pack, read_files, read_manifest, unpack, write_folder
-from .family import FamilyModel, FamilyPrediction
+from .family import FamilyModel
 from .kriging import arrays_of, correction_from
 from .material import FamilySettings
+from .prediction import FamilyPrediction
 from .rows import faulty
 
 logger = logging.getLogger(__name__)
@@ -172,8 +172,12 @@ class OpModel:
         write_folder(Path(path), manifest, files)
 
     @classmethod
-    def load(cls, path: Path | str) -> OpModel:
+    def load(cls, path: Path | str, only: Sequence[str] | None = None) -> OpModel:
         """Read a model folder.
+
+        Args:
+            path: The folder.
+            only: Families to read, which takes less time; all by default.
 
         Raises:
             ModelError: The folder is missing, damaged, or holds another kind of model.
@@ -188,7 +192,7 @@ class OpModel:
             )
         files = read_files(path, manifest)
         try:
-            return cls._read(path, manifest, files)
+            return cls._read(path, manifest, files, only)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ModelError(
                 f"damaged model: {type(error).__name__}: {error}",
@@ -197,13 +201,18 @@ class OpModel:
             ) from None
 
     @classmethod
-    def _read(cls, path: Path, manifest: Mapping[str, Any], files: Mapping[str, bytes]) -> OpModel:
+    def _read(
+        cls, path: Path, manifest: Mapping[str, Any], files: Mapping[str, bytes],
+        only: Sequence[str] | None,
+    ) -> OpModel:  # fmt: skip
         model = cls()
         model.devices = {
             name: find_device(name) if data is None else DeviceSpec.from_dict(data, where=name)
             for name, data in manifest["devices"].items()
         }
         for key, data in manifest["families"].items():
+            if only is not None and key not in only:
+                continue
             family = FamilyModel.load(key, path / _folder(key), data)
             prefix = f"{_folder(key)}/correction-"
             for name, content in files.items():
@@ -214,14 +223,6 @@ class OpModel:
         fixed = {"format", "files", "libraries", "kind", "units", "devices", "families"}
         model.info = {k: v for k, v in manifest.items() if k not in fixed}
         return model
-
-
-def is_op_model(path: Path) -> bool:
-    """Whether a model folder holds a model of operators."""
-    try:
-        return bool(json.loads((path / "manifest.json").read_text()).get("kind") == OPERATORS)
-    except (OSError, ValueError, AttributeError):
-        return False
 
 
 def default_settings(

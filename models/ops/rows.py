@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pandas as pd
@@ -116,6 +116,23 @@ def codes(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
 def libraries(rows: pd.DataFrame) -> np.ndarray:
     """Who runs a row, with which numbers: op, dtype, backend and the cache's type."""
     return _joined(rows, ("op", "dtype", "backend", "kv_dtype"))
+
+
+def named_columns(rows: pd.DataFrame) -> tuple[str, ...]:
+    """Which of the names of what runs a row every row gives."""
+    return tuple(c for c in ("backend", "kernel") if c in rows and not _empty(rows[c]).any())
+
+
+def unnamed(rows: pd.DataFrame, columns: Sequence[str]) -> np.ndarray:
+    """Rows that lack one of the names, bool, shape ``(n,)``."""
+    found = np.zeros(len(rows), bool)
+    for column in columns:
+        found |= _empty(rows[column]) if column in rows else True
+    return found
+
+
+def _empty(values: pd.Series) -> np.ndarray:
+    return np.asarray(values.astype(object).fillna("").astype(str) == "", bool)
 
 
 def _joined(rows: pd.DataFrame, columns: tuple[str, ...]) -> np.ndarray:

@@ -62,6 +62,13 @@ class Slopes:
                 found[rows[some]] = share[rows[some]] @ effect
         return found
 
+    def parts(self, share: np.ndarray, device: str, library: str) -> dict[str, float]:
+        """What each level adds to the log-ratio of one row, which has ``share`` of shape (1, 3)."""
+        levels = {"all devices": "", "device": device,
+                  "library on the device": f"{device}{_SEPARATOR}{library}"}  # fmt: skip
+        none = np.zeros(3)
+        return {what: float(share[0] @ self.table.get(at, none)) for what, at in levels.items()}
+
     def unseen(self, share: np.ndarray, library: np.ndarray) -> np.ndarray:
         """Linear part for a device that was not fitted: the mean over those that were."""
         found = np.zeros(len(share))

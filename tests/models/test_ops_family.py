@@ -12,7 +12,7 @@ from opcast.models.ops import OpModel
 from opcast.models.ops.family import FamilyModel
 from opcast.models.ops.kriging import time_shares
 from opcast.models.ops.material import FamilySettings
-from opcast.models.ops.model import default_settings, is_op_model
+from opcast.models.ops.model import default_settings
 from opcast.models.store import OPERATORS
 
 FAMILY = "kernel/linear"
@@ -199,6 +199,21 @@ def test_graph_networks_read_the_kernels(training, measured, chips):
     assert again.latency[::-1] == pytest.approx(found.latency, rel=1e-4)
 
 
+def test_a_row_without_the_kernels_name_is_outside(training, measured, chips):
+    """All training rows say which kernel runs them, so a row that does not may be any of them."""
+    named = [rows.assign(kernel="sgemm") for rows in (training, measured("a", 30, 63))]
+    model = FamilyModel(FAMILY, SETTINGS).fit(named[0], chips)
+    assert "kernel" in model.named
+    known = model.predict(named[1], chips)
+    half = named[1].assign(kernel=np.where(np.arange(30) < 15, "sgemm", ""))
+    found = model.predict(half, chips)
+    assert found.in_domain[:15].tolist() == known.in_domain[:15].tolist()
+    assert not found.in_domain[15:].any()
+    assert found.lo[:15] == pytest.approx(known.lo[:15])
+    assert (found.hi / found.lo)[15:].min() > (known.hi / known.lo)[15:].max()
+    assert not model.predict(named[1].drop(columns="kernel"), chips).in_domain.any()
+
+
 # The bundle
 
 
@@ -206,7 +221,6 @@ def test_round_trip(bundle, measured, chips, tmp_path):
     bundle.info = {"dataset": "made up"}
     assert bundle.calibrate(measured("slow", 60, 61).assign(device="t4")) == {f"{FAMILY} @ t4": 60}
     bundle.save(tmp_path / "m")
-    assert is_op_model(tmp_path / "m") and not is_op_model(tmp_path)
     loaded = OpModel.load(tmp_path / "m")
     assert loaded.info == bundle.info
     assert loaded.devices == bundle.devices
@@ -218,6 +232,7 @@ def test_round_trip(bundle, measured, chips, tmp_path):
         for name in ("bound", "scope", "in_domain"):
             assert (getattr(left, name) == getattr(right, name)).all()
     assert set(loaded.predict(rows.assign(device="t4")).scope) == {"calibrated"}
+    assert not OpModel.load(tmp_path / "m", only=["graph/moe"]).families
     loaded.save(tmp_path / "again")
     again = OpModel.load(tmp_path / "again")
     assert (again.predict(rows).latency == loaded.predict(rows).latency).all()

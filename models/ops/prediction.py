@@ -1,0 +1,31 @@
+"""What a model of a family of operators predicts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(slots=True)
+class FamilyPrediction:
+    """Latencies in seconds with 90 % intervals, shape ``(n,)`` each.
+
+    Attributes:
+        latency: Predicted.
+        lo: Lower end.
+        hi: Upper end.
+        roofline: Bound from FLOPs and bytes.
+        bound: What limits the analytical estimate.
+        scope: ``known``, ``calibrated``, ``sibling`` (another device with the same chip is known)
+            or ``unseen``.
+        in_domain: Whether training rows are near.
+    """
+
+    latency: np.ndarray
+    lo: np.ndarray
+    hi: np.ndarray
+    roofline: np.ndarray
+    bound: np.ndarray
+    scope: np.ndarray
+    in_domain: np.ndarray
