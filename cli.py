@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -40,6 +41,15 @@ Settings = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ProgramArg = Annotated[Path, typer.Argument(help="StableHLO text, bytecode, export, or HLO text.")]
+ProgramOrNone = Annotated[
+    Path | None, typer.Argument(help="StableHLO text, bytecode, export, or HLO text.")
+]
+OpOpt = Annotated[
+    str | None,
+    typer.Option(
+        "--op", help="Instead: a library operator, 'linear m=1 n=4096 k=4096 dtype=bf16'."
+    ),
+]
 DeviceOpt = Annotated[
     str, typer.Option("--device", help="Name (opcast device --list), device file, or 'local'.")
 ]
@@ -53,7 +63,7 @@ Trips = Annotated[
 
 @app.command()
 def predict(
-    program: ProgramArg,
+    program: ProgramOrNone = None,
     device: DeviceOpt = "local",
     model: ModelOpt = "default",
     lowering: LoweringOpt = "auto",
@@ -69,8 +79,15 @@ def predict(
     fallback: Annotated[
         str, typer.Option(help="Lowering where the device's compiler is missing or fails.")
     ] = "",
+    op: OpOpt = None,
 ) -> None:
     """Predict a program's time on a device: total, kernels, memory."""
+    if _one_of(program, op):
+        from .predict.operator import predict_op, print_op
+
+        estimate = predict_op(str(op), device, model)
+        _print_json(asdict(estimate)) if json_output else print_op(_console(), estimate)
+        return
     from .predict.predictor import load
 
     predictor = load(model)
@@ -93,7 +110,7 @@ def predict(
 
 @app.command()
 def explain(
-    program: ProgramArg,
+    program: ProgramOrNone = None,
     device: DeviceOpt = "local",
     model: ModelOpt = "default",
     lowering: LoweringOpt = "auto",
@@ -104,8 +121,19 @@ def explain(
     neighbours: Annotated[int, typer.Option(help="Measured kernels to show beside each.")] = 3,
     trip_count: Trips = None,
     json_output: Json = False,
+    op: OpOpt = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option("--data", help="With --op: dataset to look for measured neighbours in."),
+    ] = None,
 ) -> None:
-    """Say why the costliest kernels of a program take what they take."""
+    """Say why the costliest kernels of a program, or an operator, take what they take."""
+    if _one_of(program, op):
+        from .predict.operator import explain_operator, print_op_explanation
+
+        reasons = explain_operator(str(op), device, model, data or (), neighbours)
+        _print_json(reasons.to_dict()) if json_output else print_op_explanation(_console(), reasons)
+        return
     from .predict.explain import explain as explain_program
     from .predict.predictor import load
 
@@ -410,6 +438,13 @@ def _console() -> Any:
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 120)
+
+
+def _one_of(program: Path | None, op: str | None) -> bool:
+    """Whether it is an operator, of a program or an operator."""
+    if (program is None) == (op is None):
+        raise typer.BadParameter("give a PROGRAM, or an operator with --op")
+    return op is not None
 
 
 def _measure_once(device: str, predictor: Predictor) -> None:

@@ -30,9 +30,12 @@ from .rows import unnamed
 #: Groups of features and the names that belong to them; the first match counts.
 _RULES = (
     ("library and dtype", r"backend_|kernel_|dtype_|op_|kv_|skew|ungated"),
-    ("device", r"on_|log_cores|log_n_cores|log_balance|log_core_bandwidth"),
+    ("device", r"on_|log_cores|log_balance|log_core_bandwidth"),
     ("limits", r".*_base$|log_intensity|log_cycles"),
-    ("tiles and waves", r".*waves|wave_fill|tile_use|.*_fill|log_split|log_tile_cycles|fill_"),
+    (
+        "tiles and waves",
+        r".*waves|wave_fill|log_n_cores|tile_use|.*_fill|log_split|log_tile_cycles|fill_",
+    ),
     ("cache", r"resident|activations_resident|.*_cache$|copies|again|.*repeat"),
     ("alignment", r".*_of_\d+$"),
 )

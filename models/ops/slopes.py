@@ -64,8 +64,11 @@ class Slopes:
 
     def parts(self, share: np.ndarray, device: str, library: str) -> dict[str, float]:
         """What each level adds to the log-ratio of one row, which has ``share`` of shape (1, 3)."""
-        levels = {"all devices": "", "device": device,
-                  "library on the device": f"{device}{_SEPARATOR}{library}"}  # fmt: skip
+        levels = {
+            "all devices": "",
+            "this device": device,
+            "library on this device": f"{device}{_SEPARATOR}{library}",
+        }
         none = np.zeros(3)
         return {what: float(share[0] @ self.table.get(at, none)) for what, at in levels.items()}
 
