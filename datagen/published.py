@@ -25,6 +25,7 @@ from ..features.errors import DatasetError
 from ..features.ops import FAMILIES, family_keys, op_features
 from ..features.ops.ir import op_texts
 from ..features.ops.schema import METHODS
+from .clones import CloneFile, clone_files
 from .progress import tracked
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,8 @@ def import_published(folder: Path, out: Path, show: bool = False) -> Imported:
     """Turn the operator tables of a folder into a dataset.
 
     Args:
-        folder: Holds :data:`OPERATOR_FILES`, itself or in its subfolders.
+        folder: Holds :data:`OPERATOR_FILES`, itself or in its subfolders; or is a clone of a
+            repository that :mod:`~opcast.datagen.clones` knows.
         out: Dataset folder; shards that are there already are kept.
         show: Whether to show a progress bar.
 
@@ -72,14 +74,13 @@ def import_published(folder: Path, out: Path, show: bool = False) -> Imported:
         DatasetError: No table is there, or one lacks a column or names an unknown operator.
         DeviceError: A device is in no catalogue entry.
     """
-    files = _files(folder)
-    total = sum(-(-_open(p).metadata.num_rows // ROWS_PER_SHARD) for p in files)
+    total, parts = _tables(folder)
     out.mkdir(parents=True, exist_ok=True)
     rows = skipped = shards = kept = 0
     devices: dict[str, DeviceSpec] = {}
-    for path, number, part in tracked(_parts(files), total, "importing", show):
+    for name, number, part in tracked(parts, total, "importing", show):
         devices |= {d: find_device(d) for d in part["device"].unique() if d not in devices}
-        target = out / f"{path.stem}-{number:04d}.parquet"
+        target = out / f"{name}-{number:04d}.parquet"
         good = part["latency_us"].to_numpy(np.float64) > 0
         skipped += int((~good).sum())
         rows += int(good.sum())
@@ -92,8 +93,31 @@ def import_published(folder: Path, out: Path, show: bool = False) -> Imported:
             continue
         write_shard(samples(part[good].reset_index(drop=True), devices), target)
         shards += 1
-    names = tuple(sorted({spec.name for spec in devices.values()}))
-    return Imported(rows, skipped, shards, kept, names)
+    known = tuple(sorted({spec.name for spec in devices.values()}))
+    return Imported(rows, skipped, shards, kept, known)
+
+
+def _tables(folder: Path) -> tuple[int, Iterator[tuple[str, int, pd.DataFrame]]]:
+    """How many parts there are to import (of a clone, how many files), and the parts."""
+    files = _files(folder)
+    if files:
+        total = sum(-(-_open(p).metadata.num_rows // ROWS_PER_SHARD) for p in files)
+        return total, _parts(files)
+    found = clone_files(folder)
+    if found:
+        return len(found), _cut(found)
+    expected = "expected " + ", ".join(OPERATOR_FILES) + ", or a clone of NeuSight, Vidur or "
+    raise DatasetError(
+        "no operator table here", where=str(folder), hint=expected + "aiconfigurator"
+    )
+
+
+def _cut(files: Sequence[CloneFile]) -> Iterator[tuple[str, int, pd.DataFrame]]:
+    for file in files:
+        rows = file.read()
+        for number in range(-(-len(rows) // ROWS_PER_SHARD)):
+            part = rows.iloc[number * ROWS_PER_SHARD : (number + 1) * ROWS_PER_SHARD]
+            yield file.name, number, part.reset_index(drop=True)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -106,9 +130,6 @@ def _files(folder: Path) -> list[Path]:
                 where=str(twin),
                 hint="import them apart",
             )
-    if not files:
-        expected = "expected " + ", ".join(OPERATOR_FILES)
-        raise DatasetError("no operator table here", where=str(folder), hint=expected)
     return list(files.values())
 
 
@@ -119,14 +140,14 @@ def _open(path: Path) -> pq.ParquetFile:
         raise DatasetError(f"cannot be read as parquet: {error}", where=str(path)) from None
 
 
-def _parts(files: Sequence[Path]) -> Iterator[tuple[Path, int, pd.DataFrame]]:
+def _parts(files: Sequence[Path]) -> Iterator[tuple[str, int, pd.DataFrame]]:
     for path in files:
         file = _open(path)
         missing = [c for c in REQUIRED if c not in file.schema_arrow.names]
         if missing:
             raise DatasetError(f"column {missing[0]!r} is missing", where=str(path))
         for number, batch in enumerate(file.iter_batches(ROWS_PER_SHARD)):
-            yield path, number, batch.to_pandas(integer_object_nulls=False)
+            yield path.stem, number, batch.to_pandas(integer_object_nulls=False)
 
 
 def samples(part: pd.DataFrame, devices: dict[str, DeviceSpec]) -> pd.DataFrame:
