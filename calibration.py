@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .features.device import DeviceSpec
     from .features.kernel import Kernel
     from .models.cost_model import CostModel
+    from .models.next_program import Choice
 
 logger = logging.getLogger(__name__)
 
@@ -209,34 +210,34 @@ class Calibration:
 
     def _chosen(self, candidates: Sequence[Candidate]) -> list[int]:
         """Positions of the candidates of the next round."""
-        from .models.device_correction import half_width, kernel_sites
-        from .models.next_program import Choice, choose_programs
-        from .models.ops.kriging import start_params
-        from .models.tables import kernel_table
+        from .models.next_program import choose_programs
 
-        hashes: dict[str, int] = {}
-        kernels: list[Kernel] = []
-        for kernel in (k for c in candidates for k in c.kernels):
-            if kernel.hash not in hashes:
-                hashes[kernel.hash] = len(kernels)
-                kernels.append(kernel)
-        blocks = [np.array([hashes[k.hash] for k in c.kernels]) for c in candidates]
-        half = half_width(self.model.predict_kernels(kernels, self.device))
-        weight = np.zeros(len(kernels))
+        unique = {k.hash: k for c in candidates for k in c.kernels}
+        place = {digest: i for i, digest in enumerate(unique)}
+        blocks = [np.array([place[k.hash] for k in c.kernels]) for c in candidates]
+        weight = np.zeros(len(unique))
         for candidate, block in zip(candidates, blocks, strict=True):
             if candidate.item.stream == "zoo":
                 np.add.at(weight, block, candidate.share)
-        if not weight.any():
-            weight[:] = 1.0
-        correction = self.model.corrections.get(self.device.name)
-        params, measured = start_params(_keys()), None
-        if correction is not None:
-            params, measured = correction.correction.params, correction.correction.sites
-        sites = kernel_sites(kernel_table(kernels, self.device), self.device)
-        choice = Choice.of(sites, params, weight * half**2, measured)
+        choice = self._doubts(list(unique.values()), weight if weight.any() else weight + 1.0)
         seconds = [self._expected(c.item.stream) for c in candidates]
         most = ROUNDS[min(len(self.rounds), len(ROUNDS) - 1)]
         return choose_programs(choice, blocks, seconds, max(self._left(), 0.0), most)
+
+    def _doubts(self, kernels: Sequence[Kernel], share: np.ndarray) -> Choice:
+        """What is uncertain of kernels; they weigh by their share and the model's interval."""
+        from .models.device_correction import KEYS, half_width, kernel_sites
+        from .models.next_program import Choice
+        from .models.ops.kriging import start_params
+        from .models.tables import kernel_table
+
+        half = half_width(self.model.predict_kernels(kernels, self.device))
+        sites = kernel_sites(kernel_table(kernels, self.device), self.device)
+        known = self.model.corrections.get(self.device.name)
+        if known is None:
+            return Choice.of(sites, start_params(len(KEYS)), share * half**2)
+        own = known.correction
+        return Choice.of(sites, own.params, share * half**2, own.sites)
 
     def _expected(self, stream: str) -> float:
         """Seconds that measuring a program takes, as seen so far."""
@@ -285,12 +286,6 @@ class Calibration:
         self.model.corrections[self.device.name] = DeviceCorrection.fit(
             table, self.device, plain, measured
         )
-
-
-def _keys() -> int:
-    from .models.device_correction import KEYS
-
-    return len(KEYS)
 
 
 def _median_ape(predicted: np.ndarray, measured: np.ndarray) -> float:

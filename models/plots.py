@@ -115,19 +115,20 @@ def calibration_plot(curves: Sequence[Curve]) -> Figure:
 
     across = min(len(curves), _PANELS)
     down = -(-len(curves) // across)
-    figure = Figure(figsize=(3.2 * across, 2.6 * down), layout="constrained")
+    figure = Figure(figsize=(2.4 * across, 1.9 * down + 0.5), layout="constrained")
     panels = figure.subplots(down, across, squeeze=False).ravel()
     for axes in panels[len(curves) :]:
         axes.set_visible(False)
     for axes, curve in zip(panels, curves, strict=False):
         for choice in ("active", "random"):
             errors = 100 * np.array(getattr(curve, choice))
-            axes.plot(curve.counts, errors, marker="o", label=choice)
-        axes.set_title(f"{curve.family} on {curve.device}", fontsize=9)
-        axes.set_xlabel("samples")
-        axes.set_ylabel("MAPE (%)")
+            axes.plot(curve.counts, errors, marker="o", markersize=3, label=choice)
+        axes.set_title(curve.family, fontsize=9)
         axes.set_ylim(bottom=0)
-        axes.legend()
+    panels[0].legend(fontsize=8)
+    figure.suptitle(curves[0].device, fontsize=10)
+    figure.supxlabel("samples of each family", fontsize=9)
+    figure.supylabel("MAPE (%)", fontsize=9)
     return figure
 
 
