@@ -5,6 +5,8 @@ DEMO_BUDGET ?= 4m
 # Installed before the extras, which would bring gigabytes of CUDA. Where the package index has no
 # CPU build: TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
+# Folder of the published operator tables, for the report.
+PUBLISHED ?= $(or $(OPCAST_PUBLISHED_DATA),../shared/data)
 BIN := $(VENV)/bin
 export MYPYPATH := $(VENV)/typing
 
@@ -45,9 +47,12 @@ lint: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python tests/bench/run_all.py
 
-## Accuracy figures on the committed dataset, with splits and label noise.
+## Accuracy figures on the committed dataset and, if PUBLISHED is there, on published operator tables
+## (it may take an hour, and resumes), with splits and label noise.
 report: $(VENV)/.installed
 	$(BIN)/opcast report
+	@if [ -d '$(PUBLISHED)' ]; then $(BIN)/opcast report --published '$(PUBLISHED)'; \
+	else echo "operators: no published tables at $(PUBLISHED); make report PUBLISHED=DIR"; fi
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo-out
+	rm -rf $(VENV) build dist *.egg-info demo-out report-out

@@ -321,13 +321,50 @@ def report(
         list[Path] | None,
         typer.Option("--data", help="Dataset; default: the committed one."),
     ] = None,
+    published: Annotated[
+        Path | None,
+        typer.Option(help="Report on the operator tables of this folder instead."),
+    ] = None,
+    study: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--study",
+            help="Of operator tables: estimators, left-out, tensor-core, "
+            "tensor-core-left-out; may be given again. Default: all.",
+        ),
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option("--model", help="Of operator tables: estimator; may be given again."),
+    ] = None,
+    max_rows: Annotated[
+        int | None,
+        typer.Option(
+            min=200,
+            help="Of operator tables: most rows of a family to learn from, and "
+            "of a split to judge on.",
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Also write them as JSON.")] = None,
+    seed: Seed = 0,
     threads: Threads = 2,
+    track: Annotated[bool, typer.Option(help="Log operator reports to MLflow.")] = True,
 ) -> None:
     """Print the accuracy figures: every model and split beside the label noise."""
-    from .workflows import run_report
+    if published is None:
+        from .workflows import run_report
 
-    run_report(_console(), data, out=out, threads=threads)
+        if study or model or max_rows:
+            raise typer.BadParameter("--study, --model and --max-rows need --published DIR")
+        run_report(_console(), data, out=out, threads=threads)
+        typer.echo("operators of GPUs are not in this report: give --published DIR")
+        return
+    from .operator_report import OUT, Request, run_operator_report
+
+    if data:
+        raise typer.BadParameter("give --data or --published, not both")
+    request = Request(tuple(study or ()), tuple(model or ()), max_rows, seed, threads)
+    run_operator_report(_console(), published, request, out=out or OUT, track=track)
 
 
 @app.command()

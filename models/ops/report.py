@@ -64,6 +64,29 @@ def summary(found: pd.DataFrame, by: Sequence[str] = BY) -> pd.DataFrame:
     )
 
 
+def side_by_side(
+    found: pd.DataFrame, by: Sequence[str], figure: str, across: str = "estimator"
+) -> pd.DataFrame:
+    """One figure of :func:`summary`, a column for each estimator.
+
+    Args:
+        found: Predictions with the columns of ``by`` and ``across``.
+        by: What makes a row.
+        figure: ``mape``, ``median_ape``, ``coverage`` …
+        across: What makes a column; columns keep the order in which values first appear.
+
+    Returns:
+        ``by``, ``n`` (of the column with most rows) and the columns, nan where a group has no rows.
+    """
+    figures = summary(found, (*by, across))
+    wide = figures.pivot(index=list(by), columns=across, values=figure)
+    counts = figures.groupby(list(by))["n"].max().reindex(wide.index)
+    wide = wide[list(dict.fromkeys(found[across]))]
+    wide.columns = pd.Index([str(name) for name in wide.columns])
+    wide.insert(0, "n", counts)
+    return wide.reset_index()
+
+
 def only_or_mixed(values: pd.Series) -> str:
     """The value that all rows have, or ``mixed``."""
     return str(values.iloc[0]) if values.nunique() == 1 else "mixed"

@@ -1,0 +1,319 @@
+"""The report on published operator tables: studies part by part, tables side by side, MLflow."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from .features.errors import DatasetError, ModelError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .features.device import DeviceSpec
+    from .models.ops.parts import Part
+
+logger = logging.getLogger(__name__)
+
+#: Where the figures go unless told otherwise; parts are kept beside.
+OUT = Path("report-out") / "operators.json"
+#: Second measurements of rows of the tensor-core pack.
+REPEATS = "repeats_tc.parquet"
+#: What one row of the figures in the file is.
+CELL = ("study", "estimator", "left_out", "samples", "split", "key", "dtype", "device")
+#: Figures of printed tables: title, and the noise that belongs beside.
+FIGURES = {
+    "mape": ("mean APE", "noise_mape"),
+    "median_ape": ("median APE", "noise_median_ape"),
+    "coverage": ("inside the 90 % interval", None),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for.
+
+    Attributes:
+        studies: Names, of ``models.ops.studies.STUDIES``; none asks for all.
+        estimators: Instead of those of the studies, if any.
+        max_rows: Instead of theirs.
+        seed: Of draws and regressors.
+        threads: Of the estimators.
+    """
+
+    studies: tuple[str, ...]
+    estimators: tuple[str, ...] = ()
+    max_rows: int | None = None
+    seed: int = 0
+    threads: int = 1
+
+
+def run_operator_report(
+    console: Console, folder: Path, request: Request, *, out: Path = OUT, track: bool = True
+) -> pd.DataFrame:
+    """Fit and judge all parts that are not there yet, print the tables, write and track them.
+
+    Args:
+        console: Where to print.
+        folder: Published tables, itself or in its subfolders.
+        request: What is asked for.
+        out: JSON file; the parts go into a folder of its name with ``-parts``.
+        track: Whether to log to MLflow.
+
+    Returns:
+        The figures, one row a study, estimator, left-out chip, split, family, dtype and device.
+
+    Raises:
+        DatasetError: No table is there, or none has rows for the studies.
+        ModelError: A study or an estimator is unknown.
+    """
+    from .models.ops.report import summary
+    from .models.ops.studies import STUDIES
+
+    request = replace(request, studies=request.studies or tuple(STUDIES))
+    rows, devices = _load(folder, _methods(request.studies))
+    noise = _noise(folder, rows)
+    parts = _parts(console, request, rows, devices)
+    found = _judge(console, parts, rows, devices, parts_folder(out), request.threads)
+    figures = summary(found, CELL).drop(columns="scope")
+    print_studies(console, found, noise)
+    _write(out, request, figures, noise)
+    console.print(f"{out}: {len(figures)} figures; parts in {parts_folder(out)}", highlight=False)
+    if track:
+        _track(console, request, found, _digest(rows))
+    return figures
+
+
+def parts_folder(out: Path) -> Path:
+    """Where the parts of a report are kept."""
+    return out.with_name(f"{out.stem}-parts")
+
+
+def _methods(studies: Sequence[str]) -> set[str]:
+    from .models.ops.studies import STUDIES
+
+    for name in studies:
+        if name not in STUDIES:
+            known = ", ".join(STUDIES)
+            raise ModelError(f"no study {name!r}", hint=f"choose from: {known}")
+    return {method for name in studies for method in STUDIES[name].methods}
+
+
+def _load(folder: Path, methods: set[str]) -> tuple[pd.DataFrame, dict[str, DeviceSpec]]:
+    """Rows with a latency whose labels were taken by one of the methods, and their devices."""
+    from .datagen.published import OPERATOR_FILES
+    from .features.catalogue import find_device
+    from .features.ops.schema import METHODS
+    from .models.ops import rows_of_published
+
+    files = [p for name in OPERATOR_FILES for p in sorted(folder.rglob(name))]
+    if not files:
+        expected = "expected " + ", ".join(OPERATOR_FILES)
+        raise DatasetError("no operator table here", where=str(folder), hint=expected)
+    wanted = [("source", "in", [s for s, method in METHODS.items() if method in methods])]
+    tables = [t for t in (_table(path, wanted) for path in files) if len(t)]
+    if not tables:
+        raise DatasetError(
+            f"no rows for this study: labels taken by {' or '.join(sorted(methods))}",
+            where=str(folder),
+            hint="choose another --study",
+        )
+    rows = rows_of_published(pd.concat(tables, ignore_index=True), find_device)
+    rows = rows[rows["latency_us"].to_numpy(float) > 0].reset_index(drop=True)
+    return rows, {name: find_device(name) for name in sorted(set(rows["device"]))}
+
+
+def _table(path: Path, wanted: list[tuple[str, str, list[str]]]) -> pd.DataFrame:
+    try:
+        frame = pd.read_parquet(path, filters=wanted)
+    except Exception as error:  # pyarrow raises many types for a damaged file
+        raise DatasetError(f"cannot be read as parquet: {error}", where=str(path)) from None
+    for column in ("id", "split", "latency_us"):
+        if column not in frame:
+            raise DatasetError(f"column {column!r} is missing", where=str(path))
+    return frame
+
+
+def _noise(folder: Path, rows: pd.DataFrame) -> pd.DataFrame:
+    """Differences between repeated measurements: second versions if there are any, else twins."""
+    from .models.ops.studies import repeat_noise, replicate_noise
+
+    found = [repeat_noise(pd.read_parquet(path)) for path in sorted(folder.rglob(REPEATS))]
+    repeated = {key for table in found for key in set(table["key"])}
+    return pd.concat(
+        [*found, replicate_noise(rows[~rows["key"].isin(repeated)])], ignore_index=True
+    )
+
+
+def _digest(rows: pd.DataFrame) -> str:
+    labels = rows[["id", "latency_us"]].astype({"id": str})
+    hashes = pd.util.hash_pandas_object(labels, index=False).to_numpy()
+    return hashlib.sha256(hashes.tobytes()).hexdigest()[:16]
+
+
+def _parts(
+    console: Console, request: Request, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]
+) -> list[Part]:
+    """All parts; estimators that nobody asked for by name and that are not installed are skipped.
+
+    Raises:
+        ModelError: An estimator that was asked for is unknown or not installed.
+    """
+    from .models.ops.studies import parts_of
+    from .models.registry import make_estimator
+
+    parts = list(
+        parts_of(request.studies, rows, devices, request.estimators, request.max_rows, request.seed)
+    )
+    missing = set()
+    for name in dict.fromkeys(part.estimator for part in parts):
+        try:
+            make_estimator(name)
+        except ModelError as error:
+            if request.estimators:
+                raise
+            missing.add(name)
+            console.print(f"left out {name}: {error}", highlight=False)
+    return [part for part in parts if part.estimator not in missing]
+
+
+def _judge(
+    console: Console, parts: Sequence[Part], rows: pd.DataFrame,
+    devices: Mapping[str, DeviceSpec], folder: Path, threads: int,
+) -> pd.DataFrame:  # fmt: skip
+    """Predictions of all parts, from their files where those are there."""
+    from .datagen.progress import tracked
+    from .models.ops.parts import PartStore, draw, judge, possible
+
+    store, tables, kept = PartStore(folder), [], 0
+    families = {str(key): own for key, own in rows.groupby("key")}
+    for number, part in enumerate(tracked(parts, len(parts), "fitting"), 1):
+        found = draw(part, families.get(part.key, rows.iloc[:0]))
+        if not possible(found):
+            continue
+        path = store.path(part, found)
+        table = store.read(path)
+        if table is None:
+            table = judge(part, found, devices, threads)
+            store.keep(path, table)
+            spent = f"{table['fit_s'].iloc[0]:.0f} s"
+            console.print(f"{number} of {len(parts)}  {part.title}: {spent}", highlight=False)
+        else:
+            kept += 1
+        tables.append(table)
+    if kept:
+        console.print(f"{kept} parts were there", highlight=False)
+    if not tables:
+        raise DatasetError(
+            "no family has enough rows", where=str(folder), hint="raise --max-rows, or import more"
+        )
+    return pd.concat(tables, ignore_index=True)
+
+
+def print_studies(console: Console, found: pd.DataFrame, noise: pd.DataFrame) -> None:
+    """Print every study's tables, errors in per cent, the labels' own noise beside."""
+    from .models.ops.studies import STUDIES
+
+    for name, own in found.groupby("study", sort=False):
+        study = STUDIES[str(name)]
+        plain = own[own["samples"] == 0]
+        column = "left_out" if study.leaves_out else "split"
+        finer = "device" if name == "estimators" else "dtype"
+        for value, part in plain.groupby(column, sort=True):
+            title = f"{study.title}: {value}"
+            for figure in FIGURES:
+                _print(console, title, part, ("key",), figure, noise)
+            _print(console, title, part, ("key", finer), "mape", noise)
+        if study.leaves_out:
+            _print_samples(console, study.title, own)
+
+
+def _print(
+    console: Console, title: str, found: pd.DataFrame, by: tuple[str, ...], figure: str,
+    noise: pd.DataFrame,
+) -> None:  # fmt: skip
+    from .models.ops.report import side_by_side
+    from .models.ops.studies import noise_table
+    from .workflows import print_frame
+
+    what, floor = FIGURES[figure]
+    wide = side_by_side(found, by, figure)
+    if floor is not None:
+        columns = [c for c in by if c in noise]
+        floors = noise_table(noise, columns)[[*columns, floor]]
+        wide = wide.merge(floors.rename(columns={floor: "noise"}), how="left", on=columns)
+    print_frame(console, percent(wide, (*by, "n")), f"{title}, {what} in %")
+
+
+def _print_samples(console: Console, title: str, found: pd.DataFrame) -> None:
+    from .models.ops.report import side_by_side
+    from .workflows import print_frame
+
+    by = ("left_out", "key", "estimator")
+    wide = side_by_side(found, by, "mape", "samples")
+    print_frame(console, percent(wide, (*by, "n")), f"{title}, mean APE in % by samples")
+
+
+def percent(wide: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
+    """Shares as text in per cent with one decimal, ``–`` where there is none."""
+    shown = wide.copy()
+    for column in (c for c in wide.columns if c not in names):
+        shown[column] = [f"{100 * v:.1f}" if v == v else "–" for v in wide[column]]
+    return shown
+
+
+def _write(out: Path, request: Request, figures: pd.DataFrame, noise: pd.DataFrame) -> None:
+    from .features.dataset import write_text
+    from .models.ops.studies import noise_table
+
+    tables = {"figures": figures, "noise": noise_table(noise, ("key", "dtype"))}
+    data: dict[str, Any] = {k: json.loads(t.to_json(orient="records")) for k, t in tables.items()}
+    data["settings"] = {
+        "studies": list(request.studies), "max_rows": request.max_rows, "seed": request.seed
+    }  # fmt: skip
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(out, json.dumps(data, indent=1))
+
+
+def _track(console: Console, request: Request, found: pd.DataFrame, digest: str) -> None:
+    """One run with a run below it for each estimator: figures by family, tables by device."""
+    from .models.ops.report import summary
+    from .models.tracking import RunLog, parent_run
+
+    by = ("study", "left_out", "samples", "split", "key")
+    shared = {
+        "studies": ",".join(request.studies), "dataset_hash": digest, "seed": request.seed,
+        "max_rows": request.max_rows,
+    }  # fmt: skip
+    try:
+        with parent_run("operators-report") as parent:
+            whole = summary(found, (*by, "estimator"))
+            parent.log(RunLog("operators-report", shared, {}, {"figures": whole}))
+            for name, own in found.groupby("estimator", sort=False):
+                figures = summary(own, by)
+                parts = own.drop_duplicates(["study", "key", "left_out"])
+                metrics = metric_names(figures) | {"fit_seconds": float(parts["fit_s"].sum())}
+                tables = {"families": figures, "devices": summary(own, CELL)}
+                parent.log_child(RunLog(str(name), {"model": name, **shared}, metrics, tables))
+    except ModelError as error:
+        logger.warning("not tracked: %s", error)
+        return
+    console.print(f"logged to MLflow as {parent.run_id}; see it with: opcast ui", highlight=False)
+
+
+def metric_names(figures: pd.DataFrame) -> dict[str, float]:
+    """Figures by names that MLflow allows: ``study/left_out/split/family/samples/figure``."""
+    found = {}
+    for row in figures.to_dict("records"):
+        words = [row["study"], row["left_out"], row["split"], row["key"]]
+        words += [f"{row['samples']} samples"] if row["samples"] else []
+        prefix = "/".join(str(w).replace("/", ".").replace("+", " ") for w in words if w)
+        found |= {f"{prefix}/{name}": float(row[name]) for name in FIGURES}
+    return found

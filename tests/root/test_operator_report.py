@@ -1,0 +1,139 @@
+"""The report on published tables, on operators drawn from the physics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from opcast.cli import app
+from opcast.features.catalogue import find_device
+from opcast.features.errors import DatasetError, ModelError
+from opcast.features.ops import op_features
+from opcast.models.tracking import runs
+from opcast.operator_report import metric_names, parts_folder, percent
+
+#: Of MLflow's own queries.
+pytestmark = pytest.mark.filterwarnings("ignore:.*noload.*deprecated")
+
+DEVICES = {"Tesla T4": 1.2, "Tesla V100-PCIE-32GB": 1.4, "NVIDIA A100 80GB PCIe": 1.6}
+KEY = "eager/linear"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, op_rows: Callable[..., pd.DataFrame]) -> Path:
+    """Products on two GPUs, and on a third that only a test split has."""
+    tables = []
+    for seed, (device, factor) in enumerate(DEVICES.items()):
+        rows = op_rows(KEY, 300, seed).assign(device=device, source="neusight")
+        base = op_features(rows, KEY, {device: find_device(device)}).base_s
+        split = np.where(np.arange(300) % 3 == 0, "val", "train")
+        rows["split"] = "dev_unseen_gpu" if "A100" in device else split
+        tables.append(rows.assign(latency_us=base * 1e6 * factor))
+    table = pd.concat(tables, ignore_index=True).drop(columns=["key", "method"])
+    table["id"] = [f"N{i}" for i in range(len(table))]
+    root = tmp_path_factory.mktemp("tables")
+    table.to_parquet(root / "ops_neusight.parquet")
+    return root
+
+
+def report(*arguments: object) -> str:
+    result = CliRunner().invoke(
+        app, ["report", *(str(a) for a in arguments)], catch_exceptions=False
+    )
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def first(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    out = tmp_path_factory.mktemp("report") / "figures.json"
+    options = ("--published", folder, "--model", "roofline", "--model", "ridge", "--out", out)
+    return out, report(*options)
+
+
+def test_it_prints_estimators_side_by_side(first: tuple[Path, str]) -> None:
+    out, text = first
+    assert "estimators side by side: val" in text
+    assert "inside the 90 % interval" in text
+    assert "each chip left out, fp32 and fp16: t4" in text
+    figures = pd.DataFrame(json.loads(out.read_text())["figures"])
+    own = figures[(figures["study"] == "estimators") & (figures["split"] == "val")]
+    assert set(own["estimator"]) == {"roofline", "ridge"}
+    assert set(own["device"]) == {"t4", "v100-pcie"}
+    # The labels are the physics times a factor for each device, which slopes take up.
+    assert (own["mape"] < 0.05).all()
+    unseen = figures[(figures["split"] == "dev_unseen_gpu") & (figures["samples"] == 0)]
+    assert (unseen["mape"] > 0.05).all()
+
+
+def test_samples_help_a_left_out_device(first: tuple[Path, str]) -> None:
+    figures = pd.DataFrame(json.loads(first[0].read_text())["figures"])
+    own = figures[(figures["study"] == "left-out") & (figures["left_out"] == "t4")]
+    own = own[own["estimator"] == "ridge"].set_index("samples")["mape"]
+    assert own[100] <= own[50] < 0.3 * own[0]
+
+
+def test_a_second_run_fits_nothing(folder: Path, first: tuple[Path, str]) -> None:
+    out, text = first
+    kept = sorted(parts_folder(out).iterdir())
+    again = report(
+        "--published", folder, "--model", "roofline", "--model", "ridge", "--out", out, "--no-track"
+    )
+    assert f"{len(kept)} parts were there" in again
+    assert "fitting" not in again and " of " not in again.split("parts were there")[0]
+    assert sorted(parts_folder(out).iterdir()) == kept
+    tables = text.split("estimators side by side", 1)[1].split("figures; parts in")[0]
+    assert tables in again
+
+
+def test_one_run_holds_a_run_for_each_estimator(first: tuple[Path, str]) -> None:
+    run_id = first[1].split("logged to MLflow as ")[1].split(";")[0]
+    found = runs()
+    own = found[found["tags.mlflow.parentRunId"] == run_id]
+    assert set(own["params.model"]) == {"roofline", "ridge"}
+    assert (own["metrics.estimators/val/eager.linear/mape"] < 0.05).all()
+    assert own["metrics.left-out/t4/val/eager.linear/50 samples/coverage"].notna().all()
+
+
+def test_a_folder_without_tables(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="no operator table here"):
+        report("--published", tmp_path, "--out", tmp_path / "x.json")
+
+
+def test_wrong_names_list_the_choices(folder: Path, tmp_path: Path) -> None:
+    common = ("--published", folder, "--out", tmp_path / "x.json")
+    with pytest.raises(ModelError, match="tensor-core-left-out"):
+        report(*common, "--study", "all")
+    with pytest.raises(ModelError, match="xgboost"):
+        report(*common, "--study", "estimators", "--model", "magic")
+    with pytest.raises(DatasetError, match="another --study"):
+        report(*common, "--study", "tensor-core")
+
+
+def test_its_options_need_the_tables() -> None:
+    result = CliRunner().invoke(app, ["report", "--study", "estimators"])
+    assert result.exit_code != 0
+    assert "--published" in result.output
+
+
+def test_names_that_mlflow_allows() -> None:
+    row = {"study": "left-out", "left_out": "a+b", "samples": 50, "split": "val", "key": "eager/ln",
+           "mape": 0.1, "median_ape": 0.2, "coverage": 0.9}  # fmt: skip
+    assert metric_names(pd.DataFrame([row])) == {
+        "left-out/a b/val/eager.ln/50 samples/mape": 0.1,
+        "left-out/a b/val/eager.ln/50 samples/median_ape": 0.2,
+        "left-out/a b/val/eager.ln/50 samples/coverage": 0.9,
+    }
+
+
+def test_missing_figures_are_dashes() -> None:
+    wide = pd.DataFrame({"key": ["a"], "n": [3], "x": [0.1234], "w": [float("nan")]})
+    assert percent(wide, ("key", "n")).to_dict("records") == [
+        {"key": "a", "n": 3, "x": "12.3", "w": "–"}
+    ]
