@@ -1,4 +1,4 @@
-"""The report on published operator tables: studies part by part, tables side by side, MLflow."""
+"""The report on published operator tables: fits part by part, figures in a file and in MLflow."""
 
 from __future__ import annotations
 
@@ -28,12 +28,6 @@ OUT = Path("report-out") / "operators.json"
 REPEATS = "repeats_tc.parquet"
 #: What one row of the figures in the file is.
 CELL = ("study", "estimator", "left_out", "samples", "split", "key", "dtype", "device")
-#: Figures of printed tables: title, and the noise that belongs beside.
-FIGURES = {
-    "mape": ("mean APE", "noise_mape"),
-    "median_ape": ("median APE", "noise_median_ape"),
-    "coverage": ("inside the 90 % interval", None),
-}
 
 
 @dataclass(frozen=True)
@@ -76,6 +70,7 @@ def run_operator_report(
     """
     from .models.ops.report import summary
     from .models.ops.studies import STUDIES
+    from .operator_tables import print_shipped, print_studies
 
     request = replace(request, studies=request.studies or tuple(STUDIES))
     rows, devices = _load(folder, _methods(request.studies))
@@ -84,6 +79,7 @@ def run_operator_report(
     found = _judge(console, parts, rows, devices, parts_folder(out), request.threads)
     figures = summary(found, CELL).drop(columns="scope")
     print_studies(console, found, noise)
+    print_shipped(console, sorted(set(rows["key"].str.split("/").str[0])))
     _write(out, request, figures, noise)
     console.print(f"{out}: {len(figures)} figures; parts in {parts_folder(out)}", highlight=False)
     if track:
@@ -117,8 +113,9 @@ def _load(folder: Path, methods: set[str]) -> tuple[pd.DataFrame, dict[str, Devi
     if not files:
         expected = "expected " + ", ".join(OPERATOR_FILES)
         raise DatasetError("no operator table here", where=str(folder), hint=expected)
+    columns = ("id", "source", "split", "latency_us")
     wanted = [("source", "in", [s for s, method in METHODS.items() if method in methods])]
-    tables = [t for t in (_table(path, wanted) for path in files) if len(t)]
+    tables = [t for t in (_table(path, columns, wanted) for path in files) if len(t)]
     if not tables:
         raise DatasetError(
             f"no rows for this study: labels taken by {' or '.join(sorted(methods))}",
@@ -130,12 +127,14 @@ def _load(folder: Path, methods: set[str]) -> tuple[pd.DataFrame, dict[str, Devi
     return rows, {name: find_device(name) for name in sorted(set(rows["device"]))}
 
 
-def _table(path: Path, wanted: list[tuple[str, str, list[str]]]) -> pd.DataFrame:
+def _table(
+    path: Path, columns: Sequence[str], wanted: list[tuple[str, str, list[str]]] | None = None
+) -> pd.DataFrame:
     try:
         frame = pd.read_parquet(path, filters=wanted)
     except Exception as error:  # pyarrow raises many types for a damaged file
         raise DatasetError(f"cannot be read as parquet: {error}", where=str(path)) from None
-    for column in ("id", "split", "latency_us"):
+    for column in columns:
         if column not in frame:
             raise DatasetError(f"column {column!r} is missing", where=str(path))
     return frame
@@ -145,7 +144,8 @@ def _noise(folder: Path, rows: pd.DataFrame) -> pd.DataFrame:
     """Differences between repeated measurements: second versions if there are any, else twins."""
     from .models.ops.studies import repeat_noise, replicate_noise
 
-    found = [repeat_noise(pd.read_parquet(path)) for path in sorted(folder.rglob(REPEATS))]
+    columns = ("family", "dtype", "latency_first_us", "latency_us")
+    found = [repeat_noise(_table(path, columns)) for path in sorted(folder.rglob(REPEATS))]
     repeated = {key for table in found for key in set(table["key"])}
     return pd.concat(
         [*found, replicate_noise(rows[~rows["key"].isin(repeated)])], ignore_index=True
@@ -217,58 +217,6 @@ def _judge(
     return pd.concat(tables, ignore_index=True)
 
 
-def print_studies(console: Console, found: pd.DataFrame, noise: pd.DataFrame) -> None:
-    """Print every study's tables, errors in per cent, the labels' own noise beside."""
-    from .models.ops.studies import STUDIES
-
-    for name, own in found.groupby("study", sort=False):
-        study = STUDIES[str(name)]
-        plain = own[own["samples"] == 0]
-        column = "left_out" if study.leaves_out else "split"
-        finer = "device" if name == "estimators" else "dtype"
-        for value, part in plain.groupby(column, sort=True):
-            title = f"{study.title}: {value}"
-            for figure in FIGURES:
-                _print(console, title, part, ("key",), figure, noise)
-            _print(console, title, part, ("key", finer), "mape", noise)
-        if study.leaves_out:
-            _print_samples(console, study.title, own)
-
-
-def _print(
-    console: Console, title: str, found: pd.DataFrame, by: tuple[str, ...], figure: str,
-    noise: pd.DataFrame,
-) -> None:  # fmt: skip
-    from .models.ops.report import side_by_side
-    from .models.ops.studies import noise_table
-    from .workflows import print_frame
-
-    what, floor = FIGURES[figure]
-    wide = side_by_side(found, by, figure)
-    if floor is not None:
-        columns = [c for c in by if c in noise]
-        floors = noise_table(noise, columns)[[*columns, floor]]
-        wide = wide.merge(floors.rename(columns={floor: "noise"}), how="left", on=columns)
-    print_frame(console, percent(wide, (*by, "n")), f"{title}, {what} in %")
-
-
-def _print_samples(console: Console, title: str, found: pd.DataFrame) -> None:
-    from .models.ops.report import side_by_side
-    from .workflows import print_frame
-
-    by = ("left_out", "key", "estimator")
-    wide = side_by_side(found, by, "mape", "samples")
-    print_frame(console, percent(wide, (*by, "n")), f"{title}, mean APE in % by samples")
-
-
-def percent(wide: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
-    """Shares as text in per cent with one decimal, ``–`` where there is none."""
-    shown = wide.copy()
-    for column in (c for c in wide.columns if c not in names):
-        shown[column] = [f"{100 * v:.1f}" if v == v else "–" for v in wide[column]]
-    return shown
-
-
 def _write(out: Path, request: Request, figures: pd.DataFrame, noise: pd.DataFrame) -> None:
     from .features.dataset import write_text
     from .models.ops.studies import noise_table
@@ -286,6 +234,7 @@ def _track(console: Console, request: Request, found: pd.DataFrame, digest: str)
     """One run with a run below it for each estimator: figures by family, tables by device."""
     from .models.ops.report import summary
     from .models.tracking import RunLog, parent_run
+    from .operator_tables import metric_names
 
     by = ("study", "left_out", "samples", "split", "key")
     shared = {
@@ -306,14 +255,3 @@ def _track(console: Console, request: Request, found: pd.DataFrame, digest: str)
         logger.warning("not tracked: %s", error)
         return
     console.print(f"logged to MLflow as {parent.run_id}; see it with: opcast ui", highlight=False)
-
-
-def metric_names(figures: pd.DataFrame) -> dict[str, float]:
-    """Figures by names that MLflow allows: ``study/left_out/split/family/samples/figure``."""
-    found = {}
-    for row in figures.to_dict("records"):
-        words = [row["study"], row["left_out"], row["split"], row["key"]]
-        words += [f"{row['samples']} samples"] if row["samples"] else []
-        prefix = "/".join(str(w).replace("/", ".").replace("+", " ") for w in words if w)
-        found |= {f"{prefix}/{name}": float(row[name]) for name in FIGURES}
-    return found

@@ -16,7 +16,8 @@ from opcast.features.catalogue import find_device
 from opcast.features.errors import DatasetError, ModelError
 from opcast.features.ops import op_features
 from opcast.models.tracking import runs
-from opcast.operator_report import metric_names, parts_folder, percent
+from opcast.operator_report import parts_folder
+from opcast.operator_tables import metric_names, percent, pooled
 
 #: Of MLflow's own queries.
 pytestmark = pytest.mark.filterwarnings("ignore:.*noload.*deprecated")
@@ -137,3 +138,18 @@ def test_missing_figures_are_dashes() -> None:
     assert percent(wide, ("key", "n")).to_dict("records") == [
         {"key": "a", "n": 3, "x": "12.3", "w": "–"}
     ]
+
+
+def test_figures_of_groups_are_pooled_by_their_rows() -> None:
+    parts = pd.DataFrame(
+        {"key": "a", "dtype": ["x", "y"], "n": [30, 10], "mape": [0.1, 0.3], "coverage": [0.9, 0.5]}
+    )
+    (found,) = pooled(parts, ("key",)).to_dict("records")
+    assert found["n"] == 40
+    assert found["mape"] == pytest.approx((30 * 0.1 + 10 * 0.3) / 40)
+    assert found["coverage"] == pytest.approx((30 * 0.9 + 10 * 0.5) / 40)
+
+
+def test_the_shipped_models_own_figures_are_printed(first: tuple[Path, str]) -> None:
+    own = first[1].split("fitted to all rows of split train: dev_unseen_gpu")[1]
+    assert "eager/linear" in own and "graph/" not in own

@@ -1,0 +1,115 @@
+"""Printed tables of the report on published operator tables, and names for tracking."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+#: Figures of printed tables: title, and the noise that belongs beside.
+FIGURES = {
+    "mape": ("mean APE", "noise_mape"),
+    "median_ape": ("median APE", "noise_median_ape"),
+    "coverage": ("inside the 90 % interval", None),
+}
+
+
+def print_studies(console: Console, found: pd.DataFrame, noise: pd.DataFrame) -> None:
+    """Print every study's tables, errors in per cent, the labels' own noise beside."""
+    from .models.ops.studies import STUDIES
+
+    for name, own in found.groupby("study", sort=False):
+        study = STUDIES[str(name)]
+        plain = own[own["samples"] == 0]
+        column = "left_out" if study.leaves_out else "split"
+        finer = "device" if name == "estimators" else "dtype"
+        for value, part in plain.groupby(column, sort=True):
+            title = f"{study.title}: {value}"
+            for figure in FIGURES:
+                _print(console, title, part, ("key",), figure, noise)
+            _print(console, title, part, ("key", finer), "mape", noise)
+        if study.leaves_out:
+            _print_samples(console, study.title, own)
+
+
+def _print(
+    console: Console, title: str, found: pd.DataFrame, by: tuple[str, ...], figure: str,
+    noise: pd.DataFrame,
+) -> None:  # fmt: skip
+    from .models.ops.report import side_by_side
+    from .models.ops.studies import noise_table
+    from .workflows import print_frame
+
+    what, floor = FIGURES[figure]
+    wide = side_by_side(found, by, figure)
+    if floor is not None:
+        columns = [c for c in by if c in noise]
+        floors = noise_table(noise, columns)[[*columns, floor]]
+        wide = wide.merge(floors.rename(columns={floor: "noise"}), how="left", on=columns)
+    print_frame(console, percent(wide, (*by, "n")), f"{title}, {what} in %")
+
+
+def _print_samples(console: Console, title: str, found: pd.DataFrame) -> None:
+    from .models.ops.report import side_by_side
+    from .workflows import print_frame
+
+    by = ("left_out", "key", "estimator")
+    wide = side_by_side(found, by, "mape", "samples")
+    print_frame(console, percent(wide, (*by, "n")), f"{title}, mean APE in % by samples")
+
+
+def percent(wide: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
+    """Shares as text in per cent with one decimal, ``–`` where there is none."""
+    shown = wide.copy()
+    for column in (c for c in wide.columns if c not in names):
+        shown[column] = [f"{100 * v:.1f}" if v == v else "–" for v in wide[column]]
+    return shown
+
+
+def metric_names(figures: pd.DataFrame) -> dict[str, float]:
+    """Figures by names that MLflow allows: ``study/left_out/split/family/samples/figure``."""
+    found: dict[str, float] = {}
+    for row in figures.to_dict("records"):
+        words = [row["study"], row["left_out"], row["split"], row["key"]]
+        words += [f"{row['samples']} samples"] if row["samples"] else []
+        prefix = "/".join(str(w).replace("/", ".").replace("+", " ") for w in words if w)
+        found |= {f"{prefix}/{name}": float(row[name]) for name in FIGURES}
+    return found
+
+
+def print_shipped(console: Console, methods: Sequence[str]) -> None:
+    """Print what the shipped model's manifest keeps: errors when fitted to split ``train`` alone.
+
+    Args:
+        console: Where to print.
+        methods: How the labels were taken of the families to print.
+    """
+    from .models.store import read_manifest
+    from .operators import DEFAULT
+    from .predict.locate import find_model
+    from .workflows import print_frame
+
+    metrics = pd.DataFrame(read_manifest(find_model(DEFAULT)).get("metrics", []))
+    if not len(metrics):
+        return
+    own = metrics[metrics["key"].str.split("/").str[0].isin(methods)]
+    for split, part in own.groupby("split", sort=True):
+        fine = pooled(part, ("key", "dtype"))
+        several = fine[fine["key"].duplicated(keep=False)]
+        both = pd.concat([pooled(part, ("key",)).assign(dtype="all"), several])
+        wide = both[["key", "dtype", "n", "mape", "coverage"]].sort_values(["key", "dtype"])
+        title = f"shipped model's settings, fitted to all rows of split train: {split}, in %"
+        print_frame(console, percent(wide, ("key", "dtype", "n")), title)
+
+
+def pooled(figures: pd.DataFrame, by: tuple[str, ...]) -> pd.DataFrame:
+    """Mean APE and coverage of groups of groups: means weighted by ``n``."""
+    sums = figures.assign(
+        mape=figures["mape"] * figures["n"], coverage=figures["coverage"] * figures["n"]
+    )
+    found = sums.groupby(list(by), sort=True)[["n", "mape", "coverage"]].sum().reset_index()
+    return found.assign(mape=found["mape"] / found["n"], coverage=found["coverage"] / found["n"])
