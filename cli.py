@@ -337,6 +337,10 @@ def report(
         list[str] | None,
         typer.Option("--model", help="Of operator tables: estimator; may be given again."),
     ] = None,
+    family: Annotated[
+        list[str] | None,
+        typer.Option(help="Of operator tables: such as eager/bmm; may be given again."),
+    ] = None,
     max_rows: Annotated[
         int | None,
         typer.Option(
@@ -354,8 +358,8 @@ def report(
     if published is None:
         from .workflows import run_report
 
-        if study or model or max_rows:
-            raise typer.BadParameter("--study, --model and --max-rows need --published DIR")
+        if study or model or family or max_rows:
+            raise typer.BadParameter("--study, --model, --family, --max-rows need --published DIR")
         run_report(_console(), data, out=out, threads=threads)
         typer.echo("operators of GPUs are not in this report: give --published DIR")
         return
@@ -363,7 +367,9 @@ def report(
 
     if data:
         raise typer.BadParameter("give --data or --published, not both")
-    request = Request(tuple(study or ()), tuple(model or ()), max_rows, seed, threads)
+    request = Request(
+        tuple(study or ()), tuple(model or ()), tuple(family or ()), max_rows, seed, threads
+    )
     run_operator_report(_console(), published, request, out=out or OUT, track=track)
 
 

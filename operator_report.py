@@ -37,6 +37,7 @@ class Request:
     Attributes:
         studies: Names, of ``models.ops.studies.STUDIES``; none asks for all.
         estimators: Instead of those of the studies, if any.
+        families: Alone, if any.
         max_rows: Instead of theirs.
         seed: Of draws and regressors.
         threads: Of the estimators.
@@ -44,6 +45,7 @@ class Request:
 
     studies: tuple[str, ...]
     estimators: tuple[str, ...] = ()
+    families: tuple[str, ...] = ()
     max_rows: int | None = None
     seed: int = 0
     threads: int = 1
@@ -164,14 +166,22 @@ def _parts(
     """All parts; estimators that nobody asked for by name and that are not installed are skipped.
 
     Raises:
+        DatasetError: A family that was asked for has no rows.
         ModelError: An estimator that was asked for is unknown or not installed.
     """
     from .models.ops.studies import parts_of
     from .models.registry import make_estimator
 
+    unknown = sorted(set(request.families) - set(rows["key"]))
+    if unknown:
+        hint = "there are: " + ", ".join(sorted(set(rows["key"])))
+        raise DatasetError(f"no rows of family {unknown[0]!r} for this study", hint=hint)
     parts = list(
-        parts_of(request.studies, rows, devices, request.estimators, request.max_rows, request.seed)
-    )
+        parts_of(
+            request.studies, rows, devices, request.estimators, request.families,
+            request.max_rows, request.seed,
+        )
+    )  # fmt: skip
     missing = set()
     for name in dict.fromkeys(part.estimator for part in parts):
         try:

@@ -42,7 +42,6 @@ def _print(
 ) -> None:  # fmt: skip
     from .models.ops.report import side_by_side
     from .models.ops.studies import noise_table
-    from .workflows import print_frame
 
     what, floor = FIGURES[figure]
     wide = side_by_side(found, by, figure)
@@ -50,16 +49,23 @@ def _print(
         columns = [c for c in by if c in noise]
         floors = noise_table(noise, columns)[[*columns, floor]]
         wide = wide.merge(floors.rename(columns={floor: "noise"}), how="left", on=columns)
-    print_frame(console, percent(wide, (*by, "n")), f"{title}, {what} in %")
+    _show(console, percent(wide, (*by, "n")), f"{title}, {what} in %")
 
 
 def _print_samples(console: Console, title: str, found: pd.DataFrame) -> None:
     from .models.ops.report import side_by_side
-    from .workflows import print_frame
 
     by = ("left_out", "key", "estimator")
     wide = side_by_side(found, by, "mape", "samples")
-    print_frame(console, percent(wide, (*by, "n")), f"{title}, mean APE in % by samples")
+    _show(console, percent(wide, (*by, "n")), f"{title}, mean APE in % by samples")
+
+
+def _show(console: Console, frame: pd.DataFrame, title: str) -> None:
+    """A table below its title, which may be wider than the table."""
+    from .workflows import print_frame
+
+    console.print(f"\n[italic]{title}[/italic]", highlight=False)
+    print_frame(console, frame, "")
 
 
 def percent(wide: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
@@ -91,7 +97,6 @@ def print_shipped(console: Console, methods: Sequence[str]) -> None:
     from .models.store import read_manifest
     from .operators import DEFAULT
     from .predict.locate import find_model
-    from .workflows import print_frame
 
     metrics = pd.DataFrame(read_manifest(find_model(DEFAULT)).get("metrics", []))
     if not len(metrics):
@@ -103,7 +108,7 @@ def print_shipped(console: Console, methods: Sequence[str]) -> None:
         both = pd.concat([pooled(part, ("key",)).assign(dtype="all"), several])
         wide = both[["key", "dtype", "n", "mape", "coverage"]].sort_values(["key", "dtype"])
         title = f"shipped model's settings, fitted to all rows of split train: {split}, in %"
-        print_frame(console, percent(wide, ("key", "dtype", "n")), title)
+        _show(console, percent(wide, ("key", "dtype", "n")), title)
 
 
 def pooled(figures: pd.DataFrame, by: tuple[str, ...]) -> pd.DataFrame:

@@ -63,7 +63,8 @@ STUDIES = {
 
 def parts_of(
     names: Iterable[str], rows: pd.DataFrame, devices: Mapping[str, DeviceSpec],
-    estimators: Sequence[str] = (), max_rows: int | None = None, seed: int = 0,
+    estimators: Sequence[str] = (), families: Sequence[str] = (), max_rows: int | None = None,
+    seed: int = 0,
 ) -> Iterator[Part]:  # fmt: skip
     """Parts of studies, in the order in which they are to be made.
 
@@ -72,12 +73,14 @@ def parts_of(
         rows: Operators, with ``key`` and ``device``.
         devices: Descriptions by name.
         estimators: Instead of those of the studies.
+        families: Alone, if any.
         max_rows: Instead of theirs.
         seed: Of draws and regressors.
     """
     for name in names:
         study = STUDIES[name]
         keys = [k for k in FAMILIES if k.split("/")[0] in study.methods]
+        keys = [k for k in keys if not families or k in families]
         for estimator in estimators or study.estimators:
             for key in keys:
                 own = sorted(set(rows.loc[rows["key"] == key, "device"]))

@@ -119,6 +119,8 @@ def test_parts_of_a_study_without_left_out_chips(rows, devices):
     parts = list(parts_of(["estimators"], rows, devices, max_rows=77, seed=3))
     assert list(dict.fromkeys(p.estimator for p in parts)) == list(ESTIMATORS)
     assert {(p.rows, p.left_out, p.samples, p.seed) for p in parts} == {(77, (), (0,), 3)}
+    own = list(parts_of(["estimators"], rows, devices, ["mlp"], ["eager/ln", "graph/moe"]))
+    assert [p.key for p in own] == ["eager/ln"], "experts are not in this study"
     chosen = list(parts_of(["tensor-core"], rows, devices, ["mlp"]))
     assert {p.estimator for p in chosen} == {"mlp"}
     assert all(p.key.startswith("graph/") for p in chosen)

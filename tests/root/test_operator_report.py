@@ -58,6 +58,7 @@ def first(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     return out, report(*options)
 
 
+@pytest.mark.slow
 def test_it_prints_estimators_side_by_side(first: tuple[Path, str]) -> None:
     out, text = first
     assert "estimators side by side: val" in text
@@ -73,6 +74,7 @@ def test_it_prints_estimators_side_by_side(first: tuple[Path, str]) -> None:
     assert (unseen["mape"] > 0.05).all()
 
 
+@pytest.mark.slow
 def test_samples_help_a_left_out_device(first: tuple[Path, str]) -> None:
     figures = pd.DataFrame(json.loads(first[0].read_text())["figures"])
     own = figures[(figures["study"] == "left-out") & (figures["left_out"] == "t4")]
@@ -80,6 +82,7 @@ def test_samples_help_a_left_out_device(first: tuple[Path, str]) -> None:
     assert own[100] <= own[50] < 0.3 * own[0]
 
 
+@pytest.mark.slow
 def test_a_second_run_fits_nothing(folder: Path, first: tuple[Path, str]) -> None:
     out, text = first
     kept = sorted(parts_folder(out).iterdir())
@@ -93,6 +96,7 @@ def test_a_second_run_fits_nothing(folder: Path, first: tuple[Path, str]) -> Non
     assert tables in again
 
 
+@pytest.mark.slow
 def test_one_run_holds_a_run_for_each_estimator(first: tuple[Path, str]) -> None:
     run_id = first[1].split("logged to MLflow as ")[1].split(";")[0]
     found = runs()
@@ -113,6 +117,8 @@ def test_wrong_names_list_the_choices(folder: Path, tmp_path: Path) -> None:
         report(*common, "--study", "all")
     with pytest.raises(ModelError, match="xgboost"):
         report(*common, "--study", "estimators", "--model", "magic")
+    with pytest.raises(DatasetError, match="there are: eager/linear"):
+        report(*common, "--study", "estimators", "--family", "eager/ln")
     with pytest.raises(DatasetError, match="another --study"):
         report(*common, "--study", "tensor-core")
 
@@ -150,6 +156,7 @@ def test_figures_of_groups_are_pooled_by_their_rows() -> None:
     assert found["coverage"] == pytest.approx((30 * 0.9 + 10 * 0.5) / 40)
 
 
+@pytest.mark.slow
 def test_the_shipped_models_own_figures_are_printed(first: tuple[Path, str]) -> None:
     own = first[1].split("fitted to all rows of split train: dev_unseen_gpu")[1]
     assert "eager/linear" in own and "graph/" not in own
