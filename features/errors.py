@@ -44,6 +44,10 @@ class DeviceError(OpcastError):
     """A device is unknown, not present, or described incompletely."""
 
 
+class PlanError(OpcastError):
+    """A parallel plan or workload is malformed, or does not fit the model or the cluster."""
+
+
 class DatasetError(OpcastError):
     """A dataset is missing, has another schema, or holds bad rows."""
 

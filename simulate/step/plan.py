@@ -1,0 +1,198 @@
+"""How a model is spread over devices.
+
+Ranks are numbered with the tensor-parallel index innermost, then context, FSDP and data-parallel,
+and pipeline stages outermost, so that the busiest groups have the closest devices (Narayanan et
+al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021). Expert parallelism
+divides the data-parallel ranks and adds no devices (Rajbhandari et al., DeepSpeed-MoE, ICML 2022).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+from ...features.errors import PlanError
+from .settings import build, read_pairs
+
+#: Order of micro-batches in a pipeline.
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
+#: What is computed again in the backward pass instead of being kept.
+RECOMPUTE = ("none", "selective", "full")
+#: What lies in the host's memory.
+OFFLOAD = ("none", "optimizer", "activations")
+#: Other names of keys.
+ALIASES = {
+    "microbatch": "microbatches", "accumulation": "microbatches", "m": "microbatches",
+    "data": "dp", "tensor": "tp", "pipeline": "pp", "expert": "ep", "context": "cp",
+    "chunks": "virtual", "recompute_granularity": "recompute",
+}  # fmt: skip
+
+
+class Group(NamedTuple):
+    """Devices that talk: ``size`` of them, ``stride`` apart in rank order."""
+
+    size: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A parallel plan; the product of ``dp``, ``fsdp``, ``tp``, ``cp`` and ``pp`` is all devices.
+
+    Attributes:
+        dp: Data-parallel replicas.
+        fsdp: Devices over which parameters, gradients and optimiser state are sharded (ZeRO 3);
+            each holds its own part of the batch. With ``dp`` besides, shards are replicated.
+        tp: Tensor-parallel devices of a layer.
+        sp: Whether norms and residuals are split along the sequence where ``tp`` is above 1
+            (Korthikanti et al., Reducing Activation Recomputation, MLSys 2023).
+        pp: Pipeline stages.
+        ep: Expert-parallel devices; divides ``dp * fsdp``.
+        cp: Context-parallel devices: parts of the sequence (ring attention).
+        zero: ZeRO stage over the ``dp`` ranks, 0 to 3 (Rajbhandari et al., ZeRO, SC 2020).
+        microbatches: Micro-batches that a replica processes one after the other in a step, whose
+            gradients add up; 0 chooses: about 8192 tokens each.
+        schedule: One of :data:`SCHEDULES`.
+        virtual: Model chunks of a device under ``interleaved``.
+        recompute: One of :data:`RECOMPUTE`.
+        offload: One of :data:`OFFLOAD`.
+        overlap: Whether communication may run beside computation.
+    """
+
+    dp: int = 1
+    fsdp: int = 1
+    tp: int = 1
+    sp: bool = True
+    pp: int = 1
+    ep: int = 1
+    cp: int = 1
+    zero: int = 0
+    microbatches: int = 0
+    schedule: str = "1f1b"
+    virtual: int = 1
+    recompute: str = "none"
+    offload: str = "none"
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        """Check what does not depend on a model or a cluster.
+
+        Raises:
+            PlanError: A degree is not positive, or settings contradict one another.
+        """
+        for name in ("dp", "fsdp", "tp", "pp", "ep", "cp", "virtual"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name}={getattr(self, name)} must be at least 1", where="plan")
+        for name, allowed in (
+            ("schedule", SCHEDULES), ("recompute", RECOMPUTE), ("offload", OFFLOAD),
+        ):  # fmt: skip
+            if getattr(self, name) not in allowed:
+                raise PlanError(
+                    f"{name}={getattr(self, name)!r} is not known", where="plan",
+                    hint="choose one of: " + ", ".join(allowed),
+                )  # fmt: skip
+        if self.zero not in (0, 1, 2, 3) or self.microbatches < 0:
+            raise PlanError(
+                f"zero={self.zero}, microbatches={self.microbatches}", where="plan",
+                hint="zero is 0 to 3, microbatches at least 1 (0 chooses)",
+            )  # fmt: skip
+        if self.fsdp > 1 and self.zero in (1, 2):
+            raise PlanError(
+                "fsdp shards parameters, which zero=1 and zero=2 do not", where="plan",
+                hint="leave zero out, or write dp instead of fsdp",
+            )  # fmt: skip
+        if (self.dp * self.fsdp) % self.ep:
+            raise PlanError(
+                f"ep={self.ep} does not divide dp*fsdp={self.dp * self.fsdp}", where="plan",
+                hint="expert-parallel groups are made of data-parallel ranks",
+            )  # fmt: skip
+        if (self.schedule == "interleaved") != (self.virtual > 1):
+            raise PlanError(
+                f"schedule={self.schedule} with virtual={self.virtual}", where="plan",
+                hint="schedule=interleaved needs virtual=2 or more, and no other takes it",
+            )  # fmt: skip
+
+    @property
+    def devices(self) -> int:
+        """Devices that take part."""
+        return self.dp * self.fsdp * self.tp * self.cp * self.pp
+
+    @property
+    def batch_ranks(self) -> int:
+        """Parts that the batch is cut into."""
+        return self.dp * self.fsdp
+
+    @property
+    def sequence_parallel(self) -> int:
+        """Parts of a sequence in norms and residuals, besides ``cp``."""
+        return self.tp if self.sp else 1
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage; 3 for ``fsdp``."""
+        return 3 if self.fsdp > 1 else self.zero
+
+    @property
+    def tensor_group(self) -> Group:
+        """Ranks that hold parts of a layer."""
+        return Group(self.tp, 1)
+
+    @property
+    def context_group(self) -> Group:
+        """Ranks that hold parts of a sequence."""
+        return Group(self.cp, self.tp)
+
+    @property
+    def shard_group(self) -> Group:
+        """Ranks over which state is sharded: FSDP or ZeRO ranks, with those of the context."""
+        if self.fsdp > 1:
+            return Group(self.fsdp * self.cp, self.tp)
+        return Group(self.dp * self.cp if self.zero else 1, self.tp)
+
+    @property
+    def replica_group(self) -> Group:
+        """Ranks with the same shard, whose gradients are all-reduced."""
+        stride = self.tp * self.shard_group.size
+        same = self.dp * self.fsdp * self.cp // self.shard_group.size
+        return Group(same, stride)
+
+    @property
+    def expert_group(self) -> Group:
+        """Ranks among which the experts of a layer are spread."""
+        return Group(self.ep, self.tp * self.cp)
+
+    @property
+    def stage_hop(self) -> Group:
+        """A device and its partner in the next stage."""
+        return Group(2, self.devices // self.pp)
+
+    def changed(self, **changes: Any) -> Plan:
+        """The plan with other settings."""
+        return replace(self, **changes)
+
+    def text(self) -> str:
+        """As ``tp=8,pp=4``: what differs from the default."""
+        default = Plan()
+        parts = [
+            f"{f.name}={str(getattr(self, f.name)).lower()}"
+            for f in fields(self)
+            if getattr(self, f.name) != getattr(default, f.name)
+        ]
+        return ",".join(parts) or "dp=1"
+
+
+def parse_plan(text: str) -> Plan:
+    """Read a plan from ``tp=8,pp=4,dp=4`` or a YAML file.
+
+    Raises:
+        PlanError: The text is malformed, or a key or value is not known.
+    """
+    values = {ALIASES.get(k.lower(), k.lower()): v for k, v in read_pairs(text, "plan").items()}
+    if str(values.get("sp", "")).isdigit() and int(values["sp"]) > 1:
+        if int(values["sp"]) != int(str(values.get("tp", 1))):
+            raise PlanError(
+                f"sp={values['sp']} is not tp", where="plan",
+                hint="sequence parallelism runs over the tensor-parallel ranks: write sp=true",
+            )  # fmt: skip
+        values["sp"] = True
+    return build(Plan, values, "plan")

@@ -1,0 +1,83 @@
+"""Settings as text or YAML: ``tp=8,pp=4`` and files of the same keys, checked by field types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...features.errors import PlanError
+
+T = TypeVar("T")
+_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def read_pairs(text: str, what: str) -> dict[str, Any]:
+    """Settings from ``key=value`` pairs with commas between them, or from a YAML file of that name.
+
+    Args:
+        text: Such as ``tp=8,pp=4``; a name that ends in ``.yaml`` or ``.yml`` is a file.
+        what: What the settings are of, for messages.
+
+    Raises:
+        PlanError: The file cannot be read, or a part is no pair.
+    """
+    if text.lower().endswith((".yaml", ".yml")):
+        return _read_yaml(Path(text), what)
+    found: dict[str, Any] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise PlanError(
+                f"{part!r} is not of the form key=value", where=what, hint=f"as in {what}=tp=8,pp=4"
+            )
+        found[key.strip()] = value.strip()
+    return found
+
+
+def _read_yaml(path: Path, what: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise PlanError(f"the {what} cannot be read: {error}", where=str(path)) from None
+    if not isinstance(data, dict):
+        raise PlanError(f"the {what} holds no mapping", where=str(path), hint="write key: value")
+    return {str(k): v for k, v in data.items()}
+
+
+def build(kind: type[T], values: Mapping[str, Any], what: str, **known: Any) -> T:
+    """A record from settings, every value converted to the type of its field.
+
+    Args:
+        kind: A dataclass with int, float, bool and str fields that have defaults.
+        values: Settings.
+        what: For messages.
+        known: Fields that are set already; settings win.
+
+    Raises:
+        PlanError: A key is unknown, or a value has the wrong type.
+    """
+    types = {f.name: str(f.type) for f in fields(kind)}  # type: ignore[arg-type]
+    unknown = [key for key in values if key not in types]
+    if unknown:
+        raise PlanError(f"{what} has no key {unknown[0]!r}", hint="keys: " + ", ".join(types))
+    converted = {k: _converted(k, v, types[k], what) for k, v in values.items()}
+    return kind(**{**known, **converted})
+
+
+def _converted(key: str, value: Any, kind: str, what: str) -> Any:
+    try:
+        if kind == "bool":
+            word = str(value).lower()
+            return _WORDS[word] if word in _WORDS else bool(int(word))
+        if kind == "int":
+            number = float(str(value))
+            if number != int(number):
+                raise ValueError(value)
+            return int(number)
+        return float(value) if kind == "float" else str(value)
+    except (ValueError, TypeError, OverflowError):
+        raise PlanError(f"{key}={value!r} is not of type {kind}", where=what) from None
