@@ -1,0 +1,138 @@
+"""Calls: operators that a device runs and collectives that it takes part in, by their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from .plan import Group
+
+#: Parameters of an operator by kind; ``move`` stands for anything that only moves bytes.
+SHAPES = {
+    "linear": ("m", "n", "k"),
+    "attention": ("batch", "q_heads", "kv_heads", "head_dim", "q_len", "kv_len", "causal"),
+    "moe": ("tokens", "hidden", "inter", "topk", "experts", "tp", "ep"),
+    "rmsnorm": ("rows", "cols"),
+    "layernorm": ("rows", "cols"),
+    "silu_and_mul": ("rows", "cols"),
+    "gelu": ("rows", "cols"),
+    "rope": ("rows", "cols"),
+    "add": ("rows", "cols"),
+    "move": ("bytes",),
+}
+#: Tensors of ``rows × cols`` that a pass over memory touches.
+_TENSORS = {
+    "rmsnorm": 2.0, "layernorm": 2.0, "silu_and_mul": 1.5, "gelu": 2.0, "rope": 2.0, "add": 3.0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """One operator of a device.
+
+    Attributes:
+        name: What it is in the model, such as ``qkv``.
+        op: A key of :data:`SHAPES`.
+        shape: Its parameters.
+        dtype: Element type.
+        scale: Its time over that of the operator of this shape: backward passes of operators that
+            are only known forward.
+    """
+
+    name: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: str = "bf16"
+    scale: float = 1.0
+
+    def flops(self) -> float:
+        """Matrix FLOPs, ``scale`` included."""
+        if self.op == "linear":
+            m, n, k = self.shape
+            return 2.0 * m * n * k * self.scale
+        if self.op == "attention":
+            batch, heads, _, dim, q_len, kv_len, causal = self.shape
+            pairs = q_len * (kv_len - (q_len - 1) / 2) if causal else float(q_len) * kv_len
+            return 4.0 * batch * heads * dim * pairs * self.scale
+        if self.op == "moe":
+            tokens, hidden, inter, topk, _, tp, ep = self.shape
+            return 6.0 * tokens * topk / ep * hidden * inter / tp * self.scale
+        return 0.0
+
+    def moved(self, width: int) -> float:
+        """Bytes that have to be read or written once, ``scale`` included.
+
+        Args:
+            width: Bytes of an element.
+        """
+        if self.op == "move":
+            return float(self.shape[0]) * self.scale
+        if self.op == "linear":
+            m, n, k = self.shape
+            return float(width) * (m * n + m * k + n * k) * self.scale
+        if self.op == "attention":
+            batch, heads, groups, dim, q_len, kv_len, _ = self.shape
+            rows = 2 * heads * q_len + 2 * groups * kv_len
+            return float(width) * batch * dim * rows * self.scale
+        if self.op == "moe":
+            tokens, hidden, inter, topk, experts, tp, ep = self.shape
+            weights = 3.0 * experts / ep * hidden * inter / tp
+            return (
+                width * (weights + tokens * topk / ep * (2 * hidden + 3 * inter / tp)) * self.scale
+            )
+        rows, cols = self.shape
+        return width * _TENSORS[self.op] * rows * cols * self.scale
+
+
+@dataclass(frozen=True, slots=True)
+class CommCall:
+    """One collective that a device takes part in.
+
+    Attributes:
+        name: What it is for, such as ``tensor``.
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``alltoall`` or ``send_recv``.
+        size: Bytes: the buffer of an all-reduce and of a transfer, the full buffer of a gather and
+            of a scatter, one device's send buffer of an all-to-all (as nccl-tests counts).
+        group: Devices that take part.
+        times: How often.
+    """
+
+    name: str
+    kind: str
+    size: float
+    group: Group
+    times: float = 1.0
+
+    @property
+    def needed(self) -> bool:
+        """Whether anything is sent."""
+        return self.group.size > 1 and self.size > 0 and self.times > 0
+
+
+class Estimate(NamedTuple):
+    """Seconds, with the ends of a 90 % interval."""
+
+    seconds: float
+    lo: float
+    hi: float
+
+    def times(self, factor: float) -> Estimate:
+        """All three multiplied."""
+        return Estimate(self.seconds * factor, self.lo * factor, self.hi * factor)
+
+
+class OpLatency(Protocol):
+    """Latencies of operators on the device of interest."""
+
+    def __call__(self, calls: Sequence[OpCall]) -> np.ndarray:
+        """Seconds and both ends of the interval, shape ``(n, 3)``."""
+
+
+class Network(Protocol):
+    """Latencies of collectives in the cluster of interest."""
+
+    def __call__(self, kind: str, size: float, group: Group) -> Estimate:
+        """Time of one collective; ``size`` as in :class:`CommCall`."""
