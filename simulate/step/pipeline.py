@@ -1,0 +1,118 @@
+"""Runs the orders of a pipeline: one track a stage, whatever the number of devices in it.
+
+A task starts when its stage is free and what it needs has arrived. Times may be arrays, one entry
+for each random draw, so that a whole sample of pipelines runs at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .schedules import BACKWARD, FORWARD, WEIGHTS, Order, Task
+
+#: Seconds as a number, or as an array of draws.
+Seconds = Any
+#: Seconds of a task by stage and task.
+Duration = Callable[[int, Task], Seconds]
+
+
+@dataclass(frozen=True)
+class PipelineRun:
+    """When each task runs.
+
+    Attributes:
+        tasks: By stage, in the order in which they run: task, start and end in seconds.
+        makespan: End of the last task.
+    """
+
+    tasks: tuple[tuple[tuple[Task, Seconds, Seconds], ...], ...]
+    makespan: Seconds
+
+    def end(self, stage: int) -> Seconds:
+        """End of a stage's last task."""
+        return self.tasks[stage][-1][2]
+
+    def busy(self, stage: int) -> Seconds:
+        """Seconds in which a stage computes."""
+        return sum(end - start for _, start, end in self.tasks[stage])
+
+
+def run_pipeline(
+    orders: Sequence[Order], duration: Duration, hop: float = 0.0, chunks: int = 1
+) -> PipelineRun:
+    """Place all tasks.
+
+    Args:
+        orders: What each stage runs, from :func:`~.schedules.orders`.
+        duration: Seconds of a task; arrays of one shape run that many pipelines at once.
+        hop: Seconds from one stage to the next, beside the computation.
+        chunks: Chunks of a device; the last stage's chunk goes on to the first stage's next one.
+
+    Raises:
+        ValueError: The orders wait for one another.
+    """
+    stages = len(orders)
+    done: dict[tuple[int, Task], Seconds] = {}
+    tracks: list[list[tuple[Task, Seconds, Seconds]]] = [[] for _ in orders]
+    place = [0] * stages
+    free: list[Seconds] = [0.0] * stages
+    left = sum(len(order) for order in orders)
+    while left:
+        before = left
+        for stage, order in enumerate(orders):
+            while place[stage] < len(order):
+                task = order[place[stage]]
+                ready = _ready(done, stage, task, stages, chunks, hop)
+                if ready is None:
+                    break
+                start = _later(free[stage], ready)
+                free[stage] = start + duration(stage, task)
+                done[stage, task] = free[stage]
+                tracks[stage].append((task, start, free[stage]))
+                place[stage] += 1
+                left -= 1
+        if left == before:
+            raise ValueError("the orders of the stages wait for one another")
+    makespan: Seconds = 0.0
+    for end in free:
+        makespan = _later(makespan, end)
+    return PipelineRun(tuple(tuple(t) for t in tracks), makespan)
+
+
+def _ready(
+    done: Mapping[tuple[int, Task], Seconds], stage: int, task: Task, stages: int, chunks: int,
+    hop: float,
+) -> Seconds | None:  # fmt: skip
+    """When a task's input is there; ``None`` if its producer has not been placed."""
+    needs = _producers(stage, task, stages, chunks)
+    ready: Seconds = 0.0
+    for other, source in needs:
+        end = done.get((other, source))
+        if end is None:
+            return None
+        ready = _later(ready, end + (hop if other != stage else 0.0))
+    return ready
+
+
+def _producers(stage: int, task: Task, stages: int, chunks: int) -> list[tuple[int, Task]]:
+    kind, micro, chunk = task
+    if kind == WEIGHTS:
+        return [(stage, Task(BACKWARD, micro, chunk))]
+    if kind == FORWARD:
+        if stage > 0:
+            return [(stage - 1, task)]
+        return [(stages - 1, Task(FORWARD, micro, chunk - 1))] if chunk > 0 else []
+    own = (stage, Task(FORWARD, micro, chunk))
+    if stage < stages - 1:
+        return [own, (stage + 1, task)]
+    return [own, (0, Task(BACKWARD, micro, chunk + 1))] if chunk < chunks - 1 else [own]
+
+
+def _later(a: Seconds, b: Seconds) -> Seconds:
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return np.maximum(a, b)
+    return a if a >= b else b

@@ -1,0 +1,136 @@
+"""Orders of micro-batches in a pipeline, and the closed forms of their bubbles.
+
+- ``gpipe``: all forwards, then all backwards (Huang et al., GPipe, NeurIPS 2019).
+- ``1f1b``: as many forwards as there are stages ahead, then one backward and one forward in turn
+  (Narayanan et al., PipeDream, SOSP 2019; memory-efficient form: PipeDream-2BW, ICML 2021).
+- ``interleaved``: each device holds several chunks of layers (Narayanan et al., SC 2021).
+- ``zero-bubble``: gradients of weights fill the bubble: ZB-H1 (Qi et al., Zero Bubble Pipeline
+  Parallelism, ICLR 2024).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
+
+
+class Task(NamedTuple):
+    """One micro-batch through one chunk: ``kind`` is ``F``, ``B`` or ``W``."""
+
+    kind: str
+    micro: int
+    chunk: int = 0
+
+
+Order = tuple[Task, ...]
+
+
+@lru_cache(maxsize=64)
+def orders(schedule: str, stages: int, micros: int, chunks: int = 1) -> tuple[Order, ...]:
+    """What each stage runs, in order.
+
+    Args:
+        schedule: One of :data:`~.plan.SCHEDULES`.
+        stages: Devices of the pipeline.
+        micros: Micro-batches; a multiple of ``stages`` for ``interleaved``.
+        chunks: Chunks of a device, for ``interleaved``.
+    """
+    make = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward, "zero-bubble": _zero_bubble}
+    if schedule == "interleaved":
+        return tuple(_interleaved(stage, stages, micros, chunks) for stage in range(stages))
+    return tuple(make[schedule](stage, stages, micros) for stage in range(stages))
+
+
+def forward_orders(stages: int, micros: int, chunks: int = 1) -> tuple[Order, ...]:
+    """What each stage runs where there is no backward pass."""
+    if chunks == 1:
+        return tuple(tuple(Task(FORWARD, m) for m in range(micros)) for _ in range(stages))
+    one = tuple(_virtual(k, stages, chunks, FORWARD) for k in range(micros * chunks))
+    return tuple(one for _ in range(stages))
+
+
+def bubble_seconds(
+    schedule: str, stages: int, micros: int, forward: float, backward: float,
+    weights: float = 0.0, chunks: int = 1,
+) -> float:  # fmt: skip
+    """Idle time of a device in a pipeline of equal stages and free transfers.
+
+    ``(p - 1)(F + B)`` for GPipe and 1F1B, that over ``v`` for interleaved chunks, and
+    ``(p - 1)(F + B - W)`` for ZB-H1, where ``B`` is the backward pass without the gradients of
+    weights ``W`` (1F1B: ``B + W``); with ``m < p`` micro-batches ZB-H1 has less to fill it with.
+
+    Args:
+        schedule: One of :data:`~.plan.SCHEDULES`.
+        stages: Devices ``p``.
+        micros: Micro-batches ``m``.
+        forward: Seconds ``F`` of a micro-batch through a device.
+        backward: Seconds ``B`` of its backward pass, without ``weights`` for ``zero-bubble`` and
+            whole for the others.
+        weights: Seconds ``W``; only for ``zero-bubble``.
+        chunks: Chunks ``v`` of a device.
+    """
+    if schedule == "zero-bubble":
+        return (stages - 1) * (forward + backward - weights)
+    return (stages - 1) * (forward + backward) / chunks
+
+
+def in_flight(schedule: str, stage: int, stages: int, micros: int, chunks: int = 1) -> float:
+    """Most micro-batches whose activations a stage keeps at a time, in whole stages' worth.
+
+    GPipe keeps all; 1F1B ``p - stage``; ZB-H1 ``p`` (inputs wait for the gradients of weights);
+    interleaving ``(2 (p - stage - 1) + (v - 1) p + 1) / v``.
+    """
+    if schedule == "gpipe":
+        return micros
+    if schedule == "interleaved":
+        return (min(_warm_up(stage, stages, micros, chunks) + 1, micros * chunks)) / chunks
+    return min(micros, stages if schedule == "zero-bubble" else stages - stage)
+
+
+def _gpipe(stage: int, stages: int, micros: int) -> Order:
+    forward = tuple(Task(FORWARD, m) for m in range(micros))
+    return forward + tuple(Task(BACKWARD, m) for m in reversed(range(micros)))
+
+
+def _one_forward_one_backward(stage: int, stages: int, micros: int) -> Order:
+    ahead = min(stages - stage - 1, micros)
+    found = [Task(FORWARD, m) for m in range(ahead)]
+    for m in range(micros - ahead):
+        found += [Task(FORWARD, m + ahead), Task(BACKWARD, m)]
+    return (*found, *(Task(BACKWARD, m) for m in range(micros - ahead, micros)))
+
+
+def _zero_bubble(stage: int, stages: int, micros: int) -> Order:
+    """1F1B whose gradients of weights come ``stage`` micro-batches late."""
+    found: list[Task] = []
+    done = 0
+    for task in _one_forward_one_backward(stage, stages, micros):
+        found.append(task)
+        if task.kind == BACKWARD and task.micro >= stage:
+            found.append(Task(WEIGHTS, done))
+            done += 1
+    return (*found, *(Task(WEIGHTS, m) for m in range(done, micros)))
+
+
+def _warm_up(stage: int, stages: int, micros: int, chunks: int) -> int:
+    return int(min(2 * (stages - stage - 1) + (chunks - 1) * stages, micros * chunks))
+
+
+def _virtual(index: int, stages: int, chunks: int, kind: str) -> Task:
+    """The ``index``-th task of one kind: groups of ``stages`` micro-batches, chunk by chunk."""
+    turn, place = divmod(index, stages * chunks)
+    chunk, micro = divmod(place, stages)
+    chunk = chunk if kind == FORWARD else chunks - 1 - chunk
+    return Task(kind, turn * stages + micro, chunk)
+
+
+def _interleaved(stage: int, stages: int, micros: int, chunks: int) -> Order:
+    total, ahead = micros * chunks, _warm_up(stage, stages, micros, chunks)
+    found = [_virtual(k, stages, chunks, FORWARD) for k in range(ahead)]
+    for k in range(total - ahead):
+        found.append(_virtual(k + ahead, stages, chunks, FORWARD))
+        found.append(_virtual(k, stages, chunks, BACKWARD))
+    rest = (_virtual(k, stages, chunks, BACKWARD) for k in range(total - ahead, total))
+    return (*found, *rest)
