@@ -1,0 +1,134 @@
+"""Whether a plan fits the memory of its devices, and the smallest change that would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ...features.errors import PlanError
+from .memory import StageMemory, stage_memory
+from .plan import Plan
+from .workload import Workload, resolved
+
+#: Most settings that are changed together.
+MOST_CHANGES = 3
+#: Plans of one number of changes whose step times are compared.
+COMPARED = 24
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Memory of a plan.
+
+    Attributes:
+        memory: By stage.
+        capacity: Bytes of a device.
+        change: Settings that would make it fit, such as ``recompute=full``; empty if it fits, or
+            if no change was found.
+        plan: The plan with these settings; ``None`` as for ``change``.
+    """
+
+    memory: tuple[StageMemory, ...]
+    capacity: float
+    change: str = ""
+    plan: Plan | None = None
+
+    @property
+    def worst(self) -> StageMemory:
+        """Of the fullest stage."""
+        return max(self.memory, key=lambda m: m.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage fits."""
+        return self.worst.total <= self.capacity
+
+    def reason(self) -> str:
+        """What does not fit and what would help; empty if it fits."""
+        if self.fits:
+            return ""
+        parts = {k: v for k, v in self.worst.to_dict().items() if k not in ("total", "reserved")}
+        largest = sorted(parts.items(), key=lambda item: -item[1])[:2]
+        listed = " and ".join(f"{name} {value / 2**30:.1f} GiB" for name, value in largest)
+        over = f"needs {self.worst.total / 2**30:.1f} GiB of {self.capacity / 2**30:.1f} GiB"
+        help_ = f"would fit with {self.change}" if self.change else "no small change would fit"
+        return f"{over}: {listed}; {help_}"
+
+
+def memory_of(workload: Workload, plan: Plan) -> tuple[StageMemory, ...]:
+    """Memory of every stage of a resolved plan."""
+    return tuple(stage_memory(workload, plan, stage) for stage in range(plan.pp))
+
+
+def find_fit(
+    workload: Workload, plan: Plan, capacity: float, seconds: Callable[[Plan], float]
+) -> Fit:
+    """Memory of a plan, and if it does not fit, the smallest change that would.
+
+    Fewest changed settings first; among those the fastest.
+
+    Args:
+        workload: The model.
+        plan: Resolved.
+        capacity: Bytes of a device.
+        seconds: Step time of a plan.
+    """
+    memory = memory_of(workload, plan)
+    fit = Fit(memory, capacity)
+    if fit.fits:
+        return fit
+    seen, front = {plan}, [plan]
+    for _ in range(MOST_CHANGES):
+        nearby = [p for old in front for p in _neighbours(workload, old)]
+        front = [p for p in dict.fromkeys(nearby) if p not in seen]
+        seen.update(front)
+        fitting = [p for p in front if max(_totals(workload, p)) <= capacity]
+        if fitting:
+            best = min(_emptiest(workload, fitting), key=seconds)
+            return Fit(memory, capacity, _difference(plan, best), best)
+    return fit
+
+
+def _totals(workload: Workload, plan: Plan) -> list[float]:
+    return [m.total for m in memory_of(workload, plan)]
+
+
+def _emptiest(workload: Workload, plans: list[Plan]) -> list[Plan]:
+    return sorted(plans, key=lambda p: max(_totals(workload, p)))[:COMPARED]
+
+
+def _neighbours(workload: Workload, plan: Plan) -> Iterator[Plan]:
+    """Valid plans on the same devices that differ in one setting."""
+    for changes in _changes(plan):
+        try:
+            yield resolved(workload, plan.changed(**changes), plan.devices)
+        except PlanError:
+            continue
+
+
+def _changes(plan: Plan) -> Iterator[Mapping[str, object]]:
+    if plan.recompute == "none":
+        yield {"recompute": "selective"}
+    if plan.recompute != "full":
+        yield {"recompute": "full"}
+    if plan.fsdp == 1 and plan.dp > 1:
+        yield from ({"zero": stage} for stage in (1, 2, 3) if stage > plan.zero)
+    yield {"microbatches": plan.microbatches * 2}
+    if plan.tp > 1 and not plan.sp:
+        yield {"sp": True}
+    data = "fsdp" if plan.fsdp > 1 else "dp"
+    if getattr(plan, data) % 2 == 0:
+        # Half the replicas have twice the sequences, so the micro-batch keeps its size.
+        fewer = {data: getattr(plan, data) // 2, "microbatches": plan.microbatches * 2}
+        yield from ({**fewer, axis: getattr(plan, axis) * 2} for axis in ("tp", "pp", "cp"))
+    if plan.offload == "none":
+        yield from ({"offload": what} for what in ("optimizer", "activations"))
+
+
+def _difference(old: Plan, new: Plan) -> str:
+    names = [
+        f"{name}={str(getattr(new, name)).lower()}"
+        for name in Plan.__dataclass_fields__
+        if getattr(old, name) != getattr(new, name)
+    ]
+    return ",".join(names)

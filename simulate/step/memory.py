@@ -1,0 +1,164 @@
+"""Bytes on a device of each pipeline stage, and whether they fit.
+
+State in mixed precision: a parameter and its gradient in the model's dtype, and 12 bytes of
+optimiser state in f32: master weight and two moments of Adam (Rajbhandari et al., ZeRO, SC 2020).
+Gradients are f32 where several micro-batches are added up. Activations are the tensors that the
+backward pass reads, with fused attention, which keeps no scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from .layer_ops import micro_tokens
+from .plan import Plan
+from .schedules import in_flight
+from .traffic import (
+    Parameters,
+    gradient_bytes,
+    layer_held,
+    local_parameters,
+    parameter_groups,
+    table_held,
+)
+from .workload import Workload, stage_layers
+
+#: Optimiser state of a parameter, bytes.
+OPTIMIZER_BYTES = 12
+#: What the driver, libraries and fragments take; an estimate.
+RESERVED_BYTES = 2.0 * 2**30
+#: Bucket in which gradients are reduced, bytes; two are in use at a time.
+BUCKET_BYTES = 25.0 * 2**20
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on one device of a stage.
+
+    Attributes:
+        parameters: In the model's dtype.
+        gradients: Of the parameters.
+        optimizer: Master weights and moments.
+        activations: What waits for the backward pass, of all micro-batches in flight.
+        temporary: Working set of one layer and of the head, and parameters gathered for use.
+        buffers: For communication.
+        reserved: :data:`RESERVED_BYTES`.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    temporary: float
+    buffers: float
+    reserved: float = RESERVED_BYTES
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return float(sum(asdict(self).values()))
+
+    def to_dict(self) -> dict[str, float]:
+        """Plain data, the total included."""
+        return {**asdict(self), "total": self.total}
+
+
+def stage_held(workload: Workload, plan: Plan, stage: int) -> Parameters:
+    """Parameters of one device of a stage before sharding over data-parallel ranks."""
+    held = layer_held(workload, plan).times(stage_layers(workload.layers, plan)[stage])
+    ends = (stage == 0) + (stage == plan.pp - 1)
+    if plan.pp == 1 and workload.tied:
+        ends = 1
+    return held + table_held(workload, plan).times(ends)
+
+
+def stage_memory(workload: Workload, plan: Plan, stage: int) -> StageMemory:
+    """Bytes on one device of a stage.
+
+    Args:
+        workload: The model.
+        plan: Resolved: ``microbatches`` is set.
+        stage: From 0.
+    """
+    held = stage_held(workload, plan, stage)
+    train = workload.mode == "train"
+    own = local_parameters(held, plan)
+    zero = plan.stage
+    kept = own if zero >= 3 else held.total
+    summed = own if zero >= 2 else held.total
+    layers = stage_layers(workload.layers, plan)[stage]
+    return StageMemory(
+        parameters=kept * workload.width,
+        gradients=summed * gradient_bytes(workload, plan) * train,
+        optimizer=own * OPTIMIZER_BYTES * (train and plan.offload != "optimizer"),
+        activations=_activations(workload, plan, stage, layers) if train else 0.0,
+        temporary=_temporary(workload, plan, stage),
+        buffers=_buffers(workload, plan),
+    )
+
+
+def layer_activations(workload: Workload, plan: Plan) -> float:
+    """Bytes that the backward pass of a layer needs of one micro-batch, on one device.
+
+    ``none`` keeps the inputs of both norms, of the first product of both blocks, queries, keys,
+    values and the result of attention, both results of the first feed-forward product and the input
+    of the second. ``selective`` makes the results of norms and activation again, ``full`` all but
+    the layer's input.
+    """
+    tokens, width = micro_tokens(workload, plan), workload.width
+    residual = tokens * workload.d_model / plan.sequence_parallel
+    if plan.recompute == "full":
+        return residual * width
+    heads = workload.heads / plan.tp
+    groups = max(1.0, workload.groups / plan.tp)
+    attention = tokens * workload.head * (2 * heads + 2 * groups)
+    rows = tokens * max(1, workload.top_k)
+    inner = rows * workload.d_ff / plan.tp
+    selective = plan.recompute == "selective"
+    normed = 0.0 if selective else 2 * residual
+    fed = inner * (workload.matrices - 1 + (0 if selective else 1))
+    routed = rows * workload.d_model / plan.sequence_parallel * (2 if workload.experts else 0)
+    statistics = 4.0 * tokens * heads
+    return (2 * residual + normed + attention + fed + routed) * width + statistics
+
+
+def _activations(workload: Workload, plan: Plan, stage: int, layers: int) -> float:
+    if plan.offload == "activations":
+        # Two layers' worth: the one in use and the one on its way.
+        return 2.0 * layer_activations(workload, plan)
+    flying = in_flight(plan.schedule, stage, plan.pp, plan.microbatches, plan.virtual)
+    if plan.pp == 1:
+        flying = 1.0
+    return flying * layers * layer_activations(workload, plan)
+
+
+def _temporary(workload: Workload, plan: Plan, stage: int) -> float:
+    """Largest working set: of a layer that is computed again, or of the loss."""
+    tokens, width = micro_tokens(workload, plan), workload.width
+    inner = tokens * max(1, workload.top_k) * workload.d_ff / plan.tp
+    layer = width * (inner * workload.matrices + 2.0 * tokens * workload.d_model)
+    if plan.recompute == "full" and workload.mode == "train":
+        layer += layer_activations(workload, plan.changed(recompute="none"))
+    gathered = 0.0
+    if plan.stage >= 3:
+        # The layer in use and the one that is gathered ahead.
+        gathered = 2.0 * layer_held(workload, plan).total * width
+    loss = 0.0
+    if stage == plan.pp - 1:
+        # Logits, and their softmax in f32.
+        loss = tokens * workload.head_share * workload.vocab / plan.tp * (width + 4)
+    return max(layer, loss) + gathered
+
+
+def _buffers(workload: Workload, plan: Plan) -> float:
+    size = float(micro_tokens(workload, plan)) * workload.d_model * workload.width
+    tensor = size if plan.tp > 1 and plan.sp else 0.0
+    hops = 2.0 * size / plan.sequence_parallel if plan.pp > 1 else 0.0
+    shared = any(
+        s.size * r.size > 1 for _, s, r in parameter_groups(layer_held(workload, plan), plan)
+    )
+    reduced = 2.0 * BUCKET_BYTES if shared and workload.mode == "train" else 0.0
+    routed = 0.0
+    if plan.ep > 1:
+        routed = 2.0 * size * workload.top_k / plan.sequence_parallel
+    return tensor + hops + reduced + routed

@@ -1,0 +1,243 @@
+"""Times of one device of a pipeline stage: a micro-batch, the reduction of gradients, the update.
+
+A stage is a row of units: the embedding, layers, the head. Each has its computation, the exposed
+collectives of its activations, and parameters that may have to be gathered and reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .calls import CommCall, OpCall
+from .costs import Costs, Part
+from .layer_ops import PassOps, embedding_ops, head_ops, layer_ops, update_ops
+from .memory import layer_activations, stage_held
+from .overlap import exposed, ring, scattered
+from .plan import Plan
+from .traffic import (
+    Parameters,
+    expert_calls,
+    gather_calls,
+    hop_call,
+    layer_held,
+    local_parameters,
+    replica_calls,
+    ring_call,
+    scatter_calls,
+    table_held,
+    tensor_calls,
+)
+from .workload import Workload, stage_layers
+
+#: Collectives that some parameters need.
+ParameterCalls = Callable[[Parameters, Workload, Plan], list[CommCall]]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A layer, the embedding or the head.
+
+    Attributes:
+        forward: Of one micro-batch.
+        backward: Recomputation included, gradients of weights not.
+        weights: Gradients of weights.
+        held: Parameters on this device before sharding over data-parallel ranks.
+    """
+
+    forward: Part
+    backward: Part
+    weights: Part
+    held: Parameters
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of one device of a stage, all its chunks together.
+
+    Attributes:
+        forward: One micro-batch forward.
+        backward: One micro-batch backward; without ``weights`` for zero-bubble schedules.
+        weights: Gradients of weights, where they are apart.
+        reduction: Reduction of gradients that the last backward pass does not hide.
+        update: The optimiser, with what ZeRO gathers after it and what offloading costs.
+    """
+
+    forward: Part
+    backward: Part
+    weights: Part
+    reduction: float
+    update: Part
+
+    @property
+    def micro(self) -> Part:
+        """One micro-batch, all passes."""
+        return self.forward + self.backward + self.weights
+
+    @property
+    def tail(self) -> float:
+        """What follows the pipeline."""
+        return self.reduction + self.update.total
+
+
+class StageCost:
+    """Works out the times of one stage.
+
+    Args:
+        workload: The model.
+        plan: Resolved.
+        costs: Times of calls.
+        stage: From 0.
+    """
+
+    def __init__(self, workload: Workload, plan: Plan, costs: Costs, stage: int) -> None:
+        self.workload, self.plan, self.costs, self.stage = workload, plan, costs, stage
+        self.layers = stage_layers(workload.layers, plan)[stage]
+        self.train = workload.mode == "train"
+        self.units = self._units()
+
+    def times(self) -> StageTimes:
+        """Times of a micro-batch, the reduction and the update."""
+        split = self.plan.schedule == "zero-bubble"
+        backward = [u.backward if split else u.backward + u.weights for u in self.units]
+        weights = Part()
+        for unit in self.units if split else ():
+            weights = weights + unit.weights
+        return StageTimes(
+            forward=self._pass([u.forward for u in self.units], self._gathers(), None),
+            backward=self._backward(backward) if self.train else Part(),
+            weights=weights if self.train else Part(),
+            reduction=self._reduction(backward) if self.train else 0.0,
+            update=self._update() if self.train else Part(),
+        )
+
+    def _units(self) -> list[Unit]:
+        w, p = self.workload, self.plan
+        table = table_held(w, p)
+        found = [self._layer()] * self.layers
+        if self.stage == 0:
+            found.insert(0, self._end(embedding_ops(w, p), table))
+        if self.stage == p.pp - 1:
+            own = Parameters(0.0) if w.tied and p.pp == 1 else table
+            found.append(self._end(head_ops(w, p), own))
+        return found
+
+    def _end(self, ops: PassOps, held: Parameters) -> Unit:
+        parts = [Part(self.costs.compute(c)) for c in (ops.forward, ops.backward, ops.weights)]
+        return Unit(parts[0], parts[1], parts[2], held)
+
+    def _layer(self) -> Unit:
+        w, p, c = self.workload, self.plan, self.costs
+        ops = layer_ops(w, p)
+        c.prepare((*ops.forward, *ops.backward, *ops.weights))
+        sent = c.comm(tensor_calls(w, p)) + c.comm(expert_calls(w, p))
+        forward = Part(c.compute(ops.forward), sent + self._ring(ops.forward, backward=False))
+        backward = Part(c.compute(ops.backward), sent + self._ring(ops.backward, backward=True))
+        if p.recompute == "full":
+            backward = backward + forward
+        elif p.recompute == "selective":
+            backward = backward + Part(c.compute(ops.selective))
+        if p.offload == "activations" and self.train:
+            forward, backward = self._offloaded(forward), self._offloaded(backward)
+        return Unit(forward, backward, Part(c.compute(ops.weights)), layer_held(w, p))
+
+    def _ring(self, calls: Sequence[OpCall], *, backward: bool) -> float:
+        """Exchange of keys and values that attention does not hide."""
+        steps = self.plan.cp
+        if steps == 1:
+            return 0.0
+        send = self.costs.link(ring_call(self.workload, self.plan, backward=backward))
+        if not self.plan.overlap:
+            return (steps - 1) * send
+        core = self.costs.compute([c for c in calls if c.op == "attention"])
+        return exposed(ring(core / steps, send, steps), core)
+
+    def _offloaded(self, part: Part) -> Part:
+        moved = layer_activations(self.workload, self.plan) / self.costs.host_bandwidth
+        hidden = part.total if self.plan.overlap else 0.0
+        return Part(part.compute, part.exposed + exposed(moved, hidden))
+
+    def _gathers(self) -> list[float] | None:
+        """Gather of each unit's parameters, where they are sharded."""
+        return self._each(gather_calls) if self.plan.stage >= 3 else None
+
+    def _each(self, calls: ParameterCalls) -> list[float]:
+        """Seconds of some collectives of every unit."""
+        make: dict[Parameters, float] = {}
+        for unit in self.units:
+            if unit.held not in make:
+                make[unit.held] = self.costs.comm(calls(unit.held, self.workload, self.plan))
+        return [make[unit.held] for unit in self.units]
+
+    def _backward(self, parts: list[Part]) -> Part:
+        gathers, scatters = self._gathers(), None
+        if self.plan.stage >= 2:
+            scatters = self._each(scatter_calls)[::-1]
+        return self._pass(parts[::-1], gathers[::-1] if gathers else None, scatters)
+
+    def _pass(
+        self, parts: list[Part], gathers: list[float] | None, scatters: list[float] | None
+    ) -> Part:
+        """A pass over the units, with gathers before and scatters after each."""
+        whole = Part()
+        for part in parts:
+            whole = whole + part
+        sent = sum(gathers or ()) + sum(scatters or ())
+        if not sent:
+            return whole
+        if not self.plan.overlap:
+            return Part(whole.compute, whole.exposed + sent)
+        each = [part.total for part in parts]
+        total = scattered(each, scatters or [0.0] * len(each), gathers)
+        return Part(whole.compute, whole.exposed + exposed(total, whole.total))
+
+    def _reduction(self, backward: list[Part]) -> float:
+        """Reduction of gradients beside the last backward pass: what that does not hide."""
+        sums = self._each(replica_calls)
+        if self.plan.stage == 1:
+            sums = [a + b for a, b in zip(sums, self._each(scatter_calls), strict=True)]
+        return self._pass(backward[::-1], None, sums[::-1]).exposed - sum(
+            part.exposed for part in backward
+        )
+
+    def _update(self) -> Part:
+        w, p, c = self.workload, self.plan, self.costs
+        held = stage_held(w, p, self.stage)
+        own = local_parameters(held, p)
+        moved = 0.0
+        if p.stage in (1, 2):
+            # Gathered again for the next step, whose first forward pass may hide it.
+            forward = [u.forward for u in self.units]
+            hidden = sum(part.exposed for part in forward)
+            moved = self._pass(forward, self._each(gather_calls), None).exposed - hidden
+        if p.offload == "optimizer":
+            moved += own * (w.width + 4) / c.host_bandwidth
+        if p.pp > 1 and w.tied and self.stage in (0, p.pp - 1):
+            size = table_held(w, p).total * w.width
+            moved += c.link(CommCall("tied", "all_reduce", size, p.stage_hop))
+        return Part(c.compute(update_ops(own, w)), moved)
+
+    def traffic(self) -> dict[str, float]:
+        """Seconds of all communication of a step, hidden or not, by name."""
+        w, p, c, train = self.workload, self.plan, self.costs, self.train
+        count, held = p.microbatches, stage_held(w, p, self.stage)
+        passes = (2.0 + (p.recompute == "full")) if train else 1.0
+        both = 2.0 if train else 1.0
+        found = {
+            "tensor": passes * count * self.layers * c.comm(tensor_calls(w, p)),
+            "expert": passes * count * self.layers * c.comm(expert_calls(w, p)),
+            "pipeline": both * count * c.link(hop_call(w, p)),
+        }
+        if p.cp > 1:
+            sends = c.link(ring_call(w, p, backward=False))
+            sends += c.link(ring_call(w, p, backward=True)) if train else 0.0
+            found["context"] = (p.cp - 1) * count * self.layers * sends
+        if p.stage:
+            gathers = both * count if p.stage >= 3 else 1.0
+            found["gather"] = gathers * c.comm(gather_calls(held, w, p))
+        if train and p.stage:
+            scatters = count if p.stage >= 2 else 1
+            found["scatter"] = scatters * c.comm(scatter_calls(held, w, p))
+        if train:
+            found["gradient"] = c.comm(replica_calls(held, w, p))
+        return {name: value for name, value in found.items() if value > 0}

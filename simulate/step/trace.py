@@ -1,0 +1,71 @@
+"""A step as a Chrome trace: a track of computation and one of communication for each stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .compose import StepTime
+from .plan import Plan
+from .schedules import BACKWARD, FORWARD, WEIGHTS
+
+NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "weight gradients"}
+#: Stages that get a track; those between the first and the last ones are left out.
+MOST_STAGES = 64
+
+
+def step_events(step: StepTime, plan: Plan) -> list[dict[str, Any]]:
+    """Spans of a step: ``stage``, ``track``, ``name``, ``kind``, ``start`` and ``end`` (us).
+
+    A task's exposed communication is shown at its end; where within the task it lies is not said.
+    """
+    spans: list[dict[str, Any]] = []
+    for stage, track in enumerate(step.run.tasks[:MOST_STAGES]):
+        times = step.stages[stage]
+        parts = {FORWARD: times.forward, BACKWARD: times.backward, WEIGHTS: times.weights}
+        for task, start, end in track:
+            part = parts[task.kind]
+            share = part.compute / part.total if part.total else 1.0
+            middle = start + (end - start) * share
+            chunk = f" chunk {task.chunk}" if plan.virtual > 1 else ""
+            name = f"{NAMES[task.kind]} {task.micro}{chunk}"
+            spans.append(_span(stage, "compute", name, NAMES[task.kind], start, middle))
+            if end > middle:
+                spans.append(_span(stage, "communication", name, "exposed", middle, end))
+        now = step.run.end(stage)
+        for name, kind, length in (
+            ("gradients", "exposed", times.reduction),
+            ("update", "update", times.update.compute),
+            ("after update", "exposed", times.update.exposed),
+        ):
+            if length > 0:
+                track_name = "communication" if kind == "exposed" else "compute"
+                spans.append(_span(stage, track_name, name, kind, now, now + length))
+                now += length
+    return spans
+
+
+def step_trace(step: StepTime, plan: Plan, title: str) -> dict[str, Any]:
+    """Trace events for Perfetto and chrome://tracing."""
+    events: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title}}
+    ]
+    places = {"compute": 0, "communication": 1}
+    for stage in range(min(len(step.run.tasks), MOST_STAGES)):
+        for track, place in places.items():
+            tid = 2 * stage + place
+            label = {"name": f"stage {stage}: {track}"}
+            events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": label})
+    for span in step_events(step, plan):
+        events.append({
+            "name": span["name"], "cat": span["kind"], "ph": "X", "pid": 0,
+            "tid": 2 * span["stage"] + places[span["track"]], "ts": span["start"],
+            "dur": span["end"] - span["start"],
+        })  # fmt: skip
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _span(stage: int, track: str, name: str, kind: str, start: float, end: float) -> dict[str, Any]:
+    return {
+        "stage": stage, "track": track, "name": name, "kind": kind, "start": start * 1e6,
+        "end": end * 1e6,
+    }  # fmt: skip
