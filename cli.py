@@ -13,6 +13,7 @@ import typer
 from . import cli_cluster, cli_lower, cli_models
 from .cli_calibrate import register as register_calibrate
 from .cli_calibrate import seconds_of
+from . import cli_simulate
 
 if TYPE_CHECKING:
     from .predict.predictor import Predictor
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 zoo_app = typer.Typer(no_args_is_help=True, help="Workloads of the zoo.", rich_markup_mode=None)
 data_app = typer.Typer(no_args_is_help=True, help="Datasets.", rich_markup_mode=None)
+cli_simulate.register(app)
 app.add_typer(zoo_app, name="zoo")
 app.add_typer(data_app, name="data")
 cli_cluster.register(app)

@@ -10,13 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .calls import OpCall
 from .costs import Costs
+from .layer_ops import embedding_ops, head_ops, layer_ops, update_ops
+from .memory import stage_held
 from .pipeline import PipelineRun, run_pipeline
 from .plan import Plan
 from .schedules import FORWARD, WEIGHTS, Task, forward_orders, orders
 from .stage_times import StageCost, StageTimes
-from .traffic import hop_call
+from .traffic import hop_call, local_parameters
 from .workload import Workload, stage_layers
+
+#: Tasks of a pipeline up to which every one is placed.
+MOST_TASKS = 8192
+#: Rounds of ``pp`` micro-batches that are placed of a longer one.
+STEADY_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,7 @@ class StepTime:
         bubble: The rest: waiting for other stages.
         communication: All communication of that device, hidden or not, by name.
         stages: Times of each stage.
-        run: The pipeline.
+        run: The pipeline; of a very long one its first micro-batches.
         worst: The stage that is busy longest.
         hop: Seconds from one stage to the next.
     """
@@ -54,6 +62,7 @@ def step_time(workload: Workload, plan: Plan, costs: Costs) -> StepTime:
         plan: Resolved by :func:`~.workload.resolved`.
         costs: Times of calls.
     """
+    costs.prepare(c for s in range(plan.pp) for c in operator_counts(workload, plan, s))
     known: dict[tuple[int, bool, bool], StageTimes] = {}
     stages = []
     for stage, layers in enumerate(stage_layers(workload.layers, plan)):
@@ -62,10 +71,10 @@ def step_time(workload: Workload, plan: Plan, costs: Costs) -> StepTime:
             known[key] = StageCost(workload, plan, costs, stage).times()
         stages.append(known[key])
     hop = costs.link(hop_call(workload, plan))
-    run = run_stages(workload, plan, stages, hop)
-    still = run_stages(workload, plan, stages, 0.0) if hop else run
-    total = max(run.end(i) + s.tail for i, s in enumerate(stages))
-    free = max(still.end(i) + s.tail for i, s in enumerate(stages))
+    run, ends = _ends(workload, plan, stages, hop)
+    still = _ends(workload, plan, stages, 0.0)[1] if hop else ends
+    total = max(end + s.tail for end, s in zip(ends, stages, strict=True))
+    free = max(end + s.tail for end, s in zip(still, stages, strict=True))
     count = plan.microbatches
     worst = max(range(len(stages)), key=lambda i: stages[i].micro.total * count + stages[i].tail)
     mine = stages[worst]
@@ -82,6 +91,54 @@ def step_time(workload: Workload, plan: Plan, costs: Costs) -> StepTime:
         worst=worst,
         hop=hop,
     )
+
+
+def operator_counts(workload: Workload, plan: Plan, stage: int) -> dict[OpCall, float]:
+    """How often a device of a stage runs each operator in a step.
+
+    Args:
+        workload: The model.
+        plan: Resolved.
+        stage: From 0.
+    """
+    layer, found = layer_ops(workload, plan), dict[OpCall, float]()
+    layers = stage_layers(workload.layers, plan)[stage]
+    parts = [(layer, float(layers * plan.microbatches))]
+    if stage == 0:
+        parts.append((embedding_ops(workload, plan), float(plan.microbatches)))
+    if stage == plan.pp - 1:
+        parts.append((head_ops(workload, plan), float(plan.microbatches)))
+    train = workload.mode == "train"
+    for ops, times in parts:
+        again = {"none": (), "selective": ops.selective, "full": ops.forward}[plan.recompute]
+        again = again if ops is layer else ()
+        run = (*ops.forward, *((*ops.backward, *ops.weights, *again) if train else ()))
+        for call in run:
+            found[call] = found.get(call, 0.0) + times
+    for call in update_ops(local_parameters(stage_held(workload, plan, stage), plan), workload):
+        found[call] = found.get(call, 0.0) + 1.0
+    return found
+
+
+def _ends(
+    workload: Workload, plan: Plan, stages: Sequence[StageTimes], hop: float
+) -> tuple[PipelineRun, list[float]]:
+    """The pipeline, and when each stage has run its last micro-batch.
+
+    A pipeline with very many tasks is run with fewer micro-batches, twice: in the steady state
+    every further round of ``pp`` micro-batches takes as long as the one before.
+    """
+    tasks = plan.pp * plan.microbatches * plan.virtual * 2
+    rounds = plan.microbatches // plan.pp
+    if tasks <= MOST_TASKS or rounds <= STEADY_ROUNDS:
+        run = run_stages(workload, plan, stages, hop)
+        return run, [float(run.end(i)) for i in range(plan.pp)]
+    rest = plan.microbatches % plan.pp
+    counts = [plan.pp * r + rest for r in (STEADY_ROUNDS - 1, STEADY_ROUNDS)]
+    less, run = (run_stages(workload, plan.changed(microbatches=m), stages, hop) for m in counts)
+    more = rounds - STEADY_ROUNDS
+    ends = [float(run.end(i) + more * (run.end(i) - less.end(i))) for i in range(plan.pp)]
+    return run, ends
 
 
 def task_seconds(plan: Plan, times: StageTimes, kind: str) -> float:

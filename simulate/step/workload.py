@@ -8,7 +8,7 @@ from typing import Any
 
 from ...features.errors import PlanError
 from .plan import Plan
-from .settings import build
+from .settings import build, read_pairs
 
 #: Bytes of an element by dtype.
 WIDTH = {"bf16": 2, "f16": 2, "f32": 4, "fp8": 1}
@@ -197,6 +197,26 @@ def make_workload(family: str, settings: Mapping[str, Any]) -> Workload:
         )
     values = {ALIASES.get(k, k): v for k, v in settings.items()}
     return build(Workload, values, f"workload {family}", **FAMILIES[family])
+
+
+def read_workload(text: str, settings: Sequence[str] = ()) -> Workload:
+    """A workload from a family's name or a YAML file, and settings that win over it.
+
+    Args:
+        text: A key of :data:`FAMILIES`, or a file with ``family`` and sizes.
+        settings: Texts such as ``layers=32,d_model=4096``.
+
+    Raises:
+        PlanError: The file cannot be read, the family or a key is unknown, or sizes do not fit.
+    """
+    values: dict[str, Any] = {}
+    family = text
+    if text.lower().endswith((".yaml", ".yml")):
+        values = read_pairs(text, "workload")
+        family = str(values.pop("family", "llama"))
+    for part in settings:
+        values |= read_pairs(part, "--set")
+    return make_workload(family, values)
 
 
 def stage_layers(layers: int, plan: Plan) -> list[int]:

@@ -1,0 +1,90 @@
+"""Commands for clusters: the time of one step of a model under a parallel plan."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Sizes such as layers=32,d_model=4096; may be given again."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command()(simulate)
+
+
+def simulate(
+    workload: Annotated[
+        str, typer.Option(help="llama, moe, gpt or bert; or a YAML file with family and sizes.")
+    ],
+    cluster: Annotated[
+        str, typer.Option(help="Such as dgx-h100-x128 or tpu-v5e-x16, or a YAML file.")
+    ],
+    plan: Annotated[str, typer.Option(help="Such as tp=8,pp=2,dp=8, or a YAML file.")] = "",
+    settings: Settings = None,
+    model: Annotated[
+        str, typer.Option(help="Model of operators; 'roofline' for none.")
+    ] = "gpu-operators",
+    jitter: Annotated[
+        float, typer.Option(min=0.0, help="Relative noise of a task's time on one device.")
+    ] = 0.0,
+    speed: Annotated[
+        list[str] | None, typer.Option("--speed", help="Relative speed of a rank, RANK=0.9.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    timeline: Annotated[Path | None, typer.Option(help="Write a Chrome trace.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with timeline.")] = None,
+) -> None:
+    """Predict one training step on a cluster: time, its parts, memory, efficiency."""
+    from .features.dataset import write_text
+    from .predict.step import StepPredictor
+    from .simulate.cluster_catalogue import find_cluster
+    from .simulate.step.plan import Plan, parse_plan
+    from .simulate.step.trace import step_trace
+    from .simulate.step.workload import read_workload
+
+    work = read_workload(workload, settings or [])
+    where = find_cluster(cluster)
+    chosen = parse_plan(plan) if plan else Plan(dp=where.size)
+    predictor = StepPredictor(where, _operators(model))
+    found = predictor.predict(work, chosen, jitter, _speeds(speed or []), seed=seed)
+    if timeline is not None:
+        title = f"{found.plan.text()} on {found.cluster}"
+        write_text(timeline, json.dumps(step_trace(found.step, found.plan, title)))
+    if html is not None:
+        from .predict.step_html import step_html
+
+        write_text(html, step_html(found))
+    if json_output:
+        sys.stdout.write(json.dumps(found.to_dict()) + "\n")
+        return
+    from rich.console import Console
+
+    from .predict.render_step import print_step
+
+    print_step(Console(width=None if sys.stdout.isatty() else 120), found)
+
+
+def _operators(model: str) -> Any:
+    """The model of operators; ``None`` for rooflines."""
+    if model == "roofline":
+        return None
+    from .models.ops import OpModel
+    from .predict.locate import find_model
+
+    return OpModel.load(find_model(model))
+
+
+def _speeds(pairs: list[str]) -> dict[int, float]:
+    try:
+        return {int(rank): float(value) for rank, value in (p.split("=", 1) for p in pairs)}
+    except ValueError:
+        raise typer.BadParameter("write --speed RANK=0.9") from None
