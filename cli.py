@@ -89,6 +89,16 @@ def predict(
 
         estimate = predict_op(str(op), device, model)
         _print_json(asdict(estimate)) if json_output else print_op(_console(), estimate)
+    cluster: Annotated[
+        str, typer.Option(help="For a partitioned program: its devices, such as h100-sxm-x4.")
+    ] = "",
+) -> None:
+    """Predict a program's time on a device or a cluster: total, kernels, memory."""
+    if cluster:
+        cli_simulate.predict_on_cluster(
+            program, cluster, model, lowering, trips=_trips(trip_count), top=top,
+            timeline=timeline, json_output=json_output,
+        )  # fmt: skip
         return
     from .predict.predictor import load
 

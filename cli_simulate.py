@@ -73,6 +73,33 @@ def simulate(
     print_step(Console(width=None if sys.stdout.isatty() else 120), found)
 
 
+def predict_on_cluster(
+    program: Path, cluster: str, model: str, lowering: str, *, trips: Any, top: int,
+    timeline: Path | None, json_output: bool,
+) -> None:  # fmt: skip
+    """Predict a partitioned program; what ``opcast predict --cluster`` does."""
+    from .features.dataset import write_text
+    from .predict.partitioned import predict_partitioned, stream_trace
+    from .simulate.cluster_catalogue import find_cluster
+
+    operators = _operators("gpu-operators" if model == "default" else model)
+    # Programs that are not scheduled are taken op by op: the native compiler is of another target.
+    how = "op" if lowering == "xla" else lowering
+    found = predict_partitioned(
+        program, find_cluster(cluster), operators, lowering=how, trip_counts=trips
+    )
+    if timeline is not None:
+        write_text(timeline, json.dumps(stream_trace(found)))
+    if json_output:
+        sys.stdout.write(json.dumps(found.to_dict()) + "\n")
+        return
+    from rich.console import Console
+
+    from .predict.render_partitioned import print_partitioned
+
+    print_partitioned(Console(width=None if sys.stdout.isatty() else 120), found, top)
+
+
 def _operators(model: str) -> Any:
     """The model of operators; ``None`` for rooflines."""
     if model == "roofline":

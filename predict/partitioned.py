@@ -1,0 +1,269 @@
+"""A partitioned program on a cluster: kernels and collectives of one device, overlapped.
+
+Every device runs the same program, so one is simulated, with the collectives of one group of each
+kind standing for all. A scheduled program keeps its order, its start/done pairs and what is marked
+synchronous; of one that comes unoptimised the collectives are first changed as XLA would.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..features.catalogue import find_device
+from ..features.device import DeviceSpec
+from ..features.errors import DeviceError, ProgramError
+from ..features.kernel import LoweredProgram
+from ..features.lowering import lower
+from ..features.reader import read_program
+from ..models.ops import OpModel
+from ..simulate.algorithms import collective_latency_s
+from ..simulate.collective_passes import optimise_collectives
+from ..simulate.nodes import Node, check_devices, program_nodes
+from ..simulate.streams import StreamRun, run_streams
+from ..simulate.topology import Cluster
+from .cluster_network import FACTOR, CollectiveSeconds
+from .kernel_seconds import operator_seconds
+from .published_e2e import COMPOSITION_ERROR, RHO, combined_spread
+
+
+@dataclass(frozen=True)
+class PartitionedPrediction:
+    """Time of a partitioned program on a cluster; seconds.
+
+    Attributes:
+        run: When each node runs.
+        nodes: Kernels and collectives of one device.
+        transfer: Seconds of each node's collective, alone, all executions.
+        lo: Lower end of the 90 % interval of the time.
+        hi: Upper end.
+        cluster: Name of the cluster.
+        device: Name of its device.
+        lowering: How the program became kernels.
+        peak_memory_bytes: Of one device.
+        capacity_bytes: Memory of the device.
+        notes: What limits trust.
+        sources: Share of the computation by who estimated it.
+    """
+
+    run: StreamRun
+    nodes: tuple[Node, ...]
+    transfer: np.ndarray
+    lo: float
+    hi: float
+    cluster: str
+    device: str
+    lowering: str
+    peak_memory_bytes: float
+    capacity_bytes: float
+    notes: tuple[str, ...]
+    sources: dict[str, float]
+
+    @property
+    def fits(self) -> bool:
+        """Whether one device's memory suffices."""
+        return not self.capacity_bytes or self.peak_memory_bytes <= self.capacity_bytes
+
+    def by_collective(self) -> dict[str, tuple[float, float, float]]:
+        """Number, bytes put in and seconds alone of all executions, by kind."""
+        found: dict[str, tuple[float, float, float]] = {}
+        for node, seconds in zip(self.nodes, self.transfer.tolist(), strict=True):
+            own = node.collective
+            if own is not None:
+                count, size, time = found.get(own.kind, (0.0, 0.0, 0.0))
+                more = own.size * node.times
+                found[own.kind] = (count + node.times, size + more, time + seconds)
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as ``opcast predict --cluster --json`` prints it."""
+        r = self.run
+        return {
+            "step_us": r.makespan * 1e6,
+            "lo_us": self.lo * 1e6,
+            "hi_us": self.hi * 1e6,
+            "compute_us": r.compute * 1e6,
+            "communication_us": float(self.transfer.sum()) * 1e6,
+            "exposed_communication_us": r.exposed * 1e6,
+            "collectives": {
+                kind: {"count": n, "bytes": size, "alone_us": time * 1e6}
+                for kind, (n, size, time) in self.by_collective().items()
+            },
+            "critical_path": [self.nodes[p].name for p in r.critical],
+            "memory_bytes_per_device": self.peak_memory_bytes,
+            "fits": self.fits,
+            "sources": self.sources,
+            "cluster": self.cluster,
+            "device": self.device,
+            "lowering": self.lowering,
+            "notes": list(self.notes),
+        }
+
+
+def predict_partitioned(
+    program: Any,
+    cluster: Cluster,
+    model: OpModel | None,
+    *,
+    lowering: str = "op",
+    trip_counts: dict[str, int] | int | None = None,
+    collective: CollectiveSeconds = collective_latency_s,
+    device: DeviceSpec | None = None,
+) -> PartitionedPrediction:
+    """Predict a program that is partitioned already.
+
+    Args:
+        program: Path, text or bytes of StableHLO with explicit collectives or of HLO.
+        cluster: Devices, as many as the program is partitioned for.
+        model: Model of library operators; ``None`` for rooflines.
+        lowering: How StableHLO becomes kernels; scheduled HLO is taken as it is.
+        trip_counts: Trips of loops whose count cannot be found.
+        collective: Seconds of a collective.
+        device: The device, if not the one that the cluster names.
+
+    Raises:
+        ProgramError: The program cannot be read, is for more devices than the cluster has, or has
+            shardings but no collectives.
+        DeviceError: The cluster names no device, and none is given.
+    """
+    source = read_program(program, trip_counts=trip_counts)
+    own = source.program
+    scheduled = own.dialect == "hlo" and own.is_scheduled
+    if device is None and not cluster.device:
+        raise DeviceError("the cluster does not name its device", where=cluster.name)
+    spec = device or find_device(cluster.device)
+    how = "op" if scheduled else lowering
+    lowered = lower(source, how, trip_counts=trip_counts, device=spec)
+    devices = own.num_replicas * own.num_partitions
+    _check_partitioned(lowered, devices, source.origin)
+    seconds, who = operator_seconds(lowered.kernels, spec, model)
+    job = _Job(lowered, cluster, collective, devices, scheduled)
+    nodes, transfer, run = job.run(seconds[:, 0], 1.0)
+    lo, hi = job.interval(seconds, run)
+    return PartitionedPrediction(
+        run=run,
+        nodes=tuple(nodes),
+        transfer=transfer,
+        lo=lo,
+        hi=hi,
+        cluster=cluster.name,
+        device=spec.name,
+        lowering="scheduled" if scheduled else how,
+        peak_memory_bytes=lowered.peak_memory_bytes,
+        capacity_bytes=spec.memory_bytes,
+        notes=tuple(_notes(lowered, scheduled, devices, cluster)),
+        sources=_shares(lowered, seconds[:, 0], who),
+    )
+
+
+@dataclass
+class _Job:
+    """One program on one cluster, to be run with several latencies."""
+
+    lowered: LoweredProgram
+    cluster: Cluster
+    collective: CollectiveSeconds
+    devices: int
+    scheduled: bool
+
+    def run(self, seconds: np.ndarray, slower: float) -> tuple[list[Node], np.ndarray, StreamRun]:
+        """Nodes, seconds of their collectives times ``slower``, and when all of them run."""
+        nodes = program_nodes(
+            self.lowered.kernels, seconds.tolist(), self.devices, scheduled=self.scheduled
+        )
+        check_devices(nodes, self.cluster.size)
+        if not self.scheduled:
+            nodes = optimise_collectives(nodes)
+        transfer = np.array([self._transfer(node) * slower for node in nodes])
+        links = [self._links(node) for node in nodes]
+        return nodes, transfer, run_streams(nodes, transfer, links, scheduled=self.scheduled)
+
+    def interval(self, seconds: np.ndarray, run: StreamRun) -> tuple[float, float]:
+        """90 % interval, as for plans: kernels, collectives and the composition err apart."""
+        counts = np.array([k.multiplicity for k in self.lowered.kernels])[:, None]
+        times = seconds * counts
+        ends = np.stack([times[:, 0] - times[:, 1], times[:, 2] - times[:, 0]], axis=1)
+        down, up = combined_spread(ends, RHO)
+        compute, total = max(run.compute, 1e-12), run.makespan
+        found = []
+        for kernels, links in (
+            (1.0 - min(down / compute, 0.95), 1.0 / FACTOR), (1.0 + up / compute, FACTOR),
+        ):  # fmt: skip
+            shifts = [
+                self.run(seconds[:, 0] * kernels, 1.0)[2].makespan - total,
+                self.run(seconds[:, 0], links)[2].makespan - total,
+                COMPOSITION_ERROR * total,
+            ]
+            found.append(float(np.sqrt(np.square(shifts).sum())))
+        return max(total - found[0], 0.05 * total), total + found[1]
+
+    def _transfer(self, node: Node) -> float:
+        own = node.collective
+        if own is None:
+            return 0.0
+        return node.times * self.collective(own.kind, own.size, own.group, self.cluster)
+
+    def _links(self, node: Node) -> frozenset[Any]:
+        if node.collective is None:
+            return frozenset()
+        dims = self.cluster.topology.group_dims(node.collective.group)
+        return frozenset((d.kind, d.name) for d in dims)
+
+
+def _check_partitioned(lowered: LoweredProgram, devices: int, origin: str) -> None:
+    if devices > 1 and not any(k.kind == "collective" for k in lowered.kernels):
+        raise ProgramError(
+            f"the program is for {devices} devices but has no collectives", where=origin,
+            hint="partition it first: opcast zoo export --mesh writes such programs, and a "
+            "compiler's optimised HLO is one",
+        )  # fmt: skip
+
+
+def _notes(lowered: LoweredProgram, scheduled: bool, devices: int, cluster: Cluster) -> list[str]:
+    found = list(lowered.notes)
+    if not scheduled:
+        found.append(
+            "the program is not scheduled: its collectives were combined and overlapped as XLA "
+            "would, and its ops counted by the lowering " + lowered.lowering
+        )
+    if devices < cluster.size:
+        found.append(f"the program uses {devices} of {cluster.size} devices")
+    return found
+
+
+def _shares(lowered: LoweredProgram, seconds: np.ndarray, who: np.ndarray) -> dict[str, float]:
+    counts = np.array([k.multiplicity for k in lowered.kernels])
+    times = seconds * counts
+    total = float(times.sum()) or 1.0
+    return {
+        str(name): float(times[who == name].sum()) / total for name in np.unique(who.astype(str))
+        if name
+    }  # fmt: skip
+
+
+def stream_trace(found: PartitionedPrediction) -> dict[str, Any]:
+    """Chrome trace of one device: computation, and communication beside it."""
+    title = f"{found.device} of {found.cluster}"
+    events: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title}}
+    ]
+    for tid, name in enumerate(("compute", "communication")):
+        events.append(
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": name}}
+        )
+    critical = set(found.run.critical)
+    for place, node in enumerate(found.nodes):
+        start, end = found.run.start[place] * 1e6, found.run.end[place] * 1e6
+        if end <= start:
+            continue
+        own = node.collective
+        args: dict[str, Any] = {"critical": place in critical, "runs": node.times}
+        if own is not None:
+            args |= {"bytes": own.size, "devices": len(own.group)}
+        events.append({
+            "name": node.name, "cat": own.kind if own else node.opcode, "ph": "X", "pid": 0,
+            "tid": int(own is not None), "ts": start, "dur": end - start, "args": args,
+        })  # fmt: skip
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -1,0 +1,161 @@
+"""What XLA's GPU and TPU compilers do to collectives, for programs that come unoptimised.
+
+An all-reduce of which each device keeps a slice becomes a reduce-scatter (ReduceScatterCreator),
+and collectives of one kind over the same devices are combined as long as none needs another and
+their sum stays below a threshold (AllReduceCombiner, AllGatherCombiner, ReduceScatterCombiner).
+That all of them run beside the computation (AsyncCollectiveCreator, LatencyHidingScheduler) is the
+matter of :mod:`~opcast.simulate.streams`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .nodes import Collective, Node
+
+#: Bytes up to which collectives are combined: XLA's defaults on GPUs.
+THRESHOLDS = {
+    "all_reduce": 30.0 * 2**20, "all_gather": 30.0 * 2**20, "reduce_scatter": 30.0 * 2**20,
+}  # fmt: skip
+_SLICES = ("dynamic-slice", "slice")
+
+
+def optimise_collectives(nodes: Sequence[Node]) -> list[Node]:
+    """Apply all passes; the order of nodes stays topological."""
+    found = fold_reduce_scatters(nodes)
+    for kind, threshold in THRESHOLDS.items():
+        found = combine(found, kind, threshold)
+    return found
+
+
+def fold_reduce_scatters(nodes: Sequence[Node]) -> list[Node]:
+    """Turn each all-reduce whose only reader takes one device's share into a reduce-scatter."""
+    readers: dict[int, list[int]] = {}
+    for place, node in enumerate(nodes):
+        for operand in node.operands:
+            readers.setdefault(operand, []).append(place)
+    found = list(nodes)
+    for place, node in enumerate(nodes):
+        own, after = node.collective, readers.get(place, [])
+        if own is None or own.kind != "all_reduce" or len(after) != 1:
+            continue
+        reader = nodes[after[0]]
+        if reader.opcode in _SLICES and reader.result_bytes * len(own.group) == own.size:
+            found[place] = replace(
+                node, collective=replace(own, kind="reduce_scatter"), opcode="reduce-scatter"
+            )
+            found[after[0]] = replace(found[after[0]], seconds=0.0)
+    return found
+
+
+def combine(nodes: Sequence[Node], kind: str, threshold: float) -> list[Node]:
+    """Combine collectives of a kind over the same devices.
+
+    Args:
+        nodes: In topological order.
+        kind: Which collectives.
+        threshold: Bytes that a combined one may have; of an all-gather, what it returns.
+    """
+    below = _below(nodes)
+    target = list(range(len(nodes)))
+    open_: dict[tuple[object, ...], list[int]] = {}
+    for place, node in enumerate(nodes):
+        if node.collective is None or node.collective.kind != kind:
+            continue
+        key = (node.collective.group, node.times, node.collective.waits)
+        members = open_.get(key, [])
+        size = sum(_bytes(nodes[m]) for m in members) + _bytes(node)
+        if members and size <= threshold and not _needs(below, members, place):
+            target[place] = members[0]
+            members.append(place)
+            _join(below, members)
+        else:
+            open_[key] = [place]
+    return _rebuilt(nodes, target)
+
+
+def _bytes(node: Node) -> float:
+    assert node.collective is not None
+    many = len(node.collective.group) if node.collective.kind == "all_gather" else 1
+    return node.collective.size * many
+
+
+def _below(nodes: Sequence[Node]) -> list[int]:
+    """Nodes that each node needs, itself included, as bits."""
+    found: list[int] = []
+    for place, node in enumerate(nodes):
+        bits = 1 << place
+        for operand in node.operands:
+            bits |= found[operand]
+        found.append(bits)
+    return found
+
+
+def _needs(below: Sequence[int], members: Sequence[int], place: int) -> bool:
+    """Whether the node needs a member, or a member, combined as it is, needs the node."""
+    mask = sum(1 << m for m in members)
+    return bool(below[place] & mask) or any(below[m] >> place & 1 for m in members)
+
+
+def _join(below: list[int], members: Sequence[int]) -> None:
+    """Who needs one member now needs all that any of them needs."""
+    mask, everything = sum(1 << m for m in members), 0
+    for m in members:
+        everything |= below[m]
+    for place, bits in enumerate(below):
+        if bits & mask:
+            below[place] = bits | everything
+
+
+def _rebuilt(nodes: Sequence[Node], target: Sequence[int]) -> list[Node]:
+    """Merge nodes into their targets and restore the topological order."""
+    groups: dict[int, list[int]] = {}
+    for place, to in enumerate(target):
+        groups.setdefault(to, []).append(place)
+    if len(groups) == len(nodes):
+        return list(nodes)
+    merged = {to: _merged(nodes, members, target) for to, members in groups.items()}
+    order = _ordered(merged, {to: max(members) for to, members in groups.items()})
+    where = {to: i for i, to in enumerate(order)}
+    return [
+        replace(merged[to], operands=tuple(sorted(where[o] for o in merged[to].operands)))
+        for to in order
+    ]
+
+
+def _merged(nodes: Sequence[Node], members: Sequence[int], target: Sequence[int]) -> Node:
+    first = nodes[members[0]]
+    operands = {target[o] for m in members for o in nodes[m].operands}
+    own = first.collective
+    if own is not None and len(members) > 1:
+        sizes = [c.size for m in members if (c := nodes[m].collective) is not None]
+        own = Collective(own.kind, sum(sizes), own.group, own.waits)
+    return replace(
+        first,
+        operands=tuple(operands),
+        collective=own,
+        result_bytes=sum(nodes[m].result_bytes for m in members),
+        members=tuple(k for m in members for k in nodes[m].members),
+    )
+
+
+def _ordered(merged: dict[int, Node], rank: dict[int, int]) -> list[int]:
+    """Topological order, earliest rank first (Kahn, CACM 5, 1962)."""
+    left = {to: len(node.operands) for to, node in merged.items()}
+    readers: dict[int, list[int]] = {}
+    for to, node in merged.items():
+        for operand in node.operands:
+            readers.setdefault(operand, []).append(to)
+    ready = [(rank[to], to) for to, count in left.items() if count == 0]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, to = heapq.heappop(ready)
+        order.append(to)
+        for reader in readers.get(to, ()):
+            left[reader] -= 1
+            if left[reader] == 0:
+                heapq.heappush(ready, (rank[reader], reader))
+    return order
