@@ -416,11 +416,20 @@ def zoo_export(
     form: Annotated[
         str, typer.Option("--format", help="text, bytecode, portable or jax-export.")
     ] = "text",
+    mesh: Annotated[
+        str, typer.Option(help="Partition it over devices that need not be there: fsdp=4,tp=2.")
+    ] = "",
 ) -> None:
     """Write a workload of the zoo as StableHLO."""
     from .datagen.zoo import export, parse_settings
 
-    export(name, parse_settings(name, settings or []), out, format=form)
+    chosen = parse_settings(name, settings or [])
+    if mesh:
+        from .datagen.zoo.partition import export_partitioned
+
+        export_partitioned(name, chosen, mesh, out, format=form)
+    else:
+        export(name, chosen, out, format=form)
     typer.echo(f"{out}: {out.stat().st_size} bytes", err=True)
 
 

@@ -183,6 +183,15 @@ def hlo_to_stablehlo(text: str) -> bytes:
     return bytes(jax_mlir.hlo_to_stablehlo(module.as_serialized_hlo_module_proto()))
 
 
+def with_partitions(data: bytes, count: int) -> Any:
+    """The module of some bytecode, marked as written for that many partitions."""
+    module = parse_module(data)
+    with module.context:
+        number = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), count)
+        module.operation.attributes["mhlo.num_partitions"] = number
+    return module
+
+
 def backends_started() -> bool:
     """Whether JAX has started a backend in this process."""
     return bool(_xla_bridge.backends_are_initialized())

@@ -137,7 +137,7 @@ def predict_partitioned(
     how = "op" if scheduled else lowering
     lowered = lower(source, how, trip_counts=trip_counts, device=spec)
     devices = own.num_replicas * own.num_partitions
-    _check_partitioned(lowered, devices, source.origin)
+    _check_partitioned(lowered, devices, cluster, source.origin)
     seconds, who = operator_seconds(lowered.kernels, spec, model)
     job = _Job(lowered, cluster, collective, devices, scheduled)
     nodes, transfer, run = job.run(seconds[:, 0], 1.0)
@@ -212,7 +212,14 @@ class _Job:
         return frozenset((d.kind, d.name) for d in dims)
 
 
-def _check_partitioned(lowered: LoweredProgram, devices: int, origin: str) -> None:
+def _check_partitioned(
+    lowered: LoweredProgram, devices: int, cluster: Cluster, origin: str
+) -> None:
+    if devices > cluster.size:
+        raise ProgramError(
+            f"the program is for {devices} devices, the cluster has {cluster.size}", where=origin,
+            hint="take a cluster of as many devices as the program was partitioned for",
+        )  # fmt: skip
     if devices > 1 and not any(k.kind == "collective" for k in lowered.kernels):
         raise ProgramError(
             f"the program is for {devices} devices but has no collectives", where=origin,

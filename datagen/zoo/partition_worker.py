@@ -1,0 +1,89 @@
+"""Partitions one workload with XLA's own partitioner; runs in a process with pretended devices.
+
+Started by :mod:`.partition` as ``python -m opcast.datagen.zoo.partition_worker``, with a JSON job
+on standard input. Devices are pretended by a flag that only counts before JAX starts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    """Read the job, compile, leave the partitioner's dump in the job's folder."""
+    job = json.loads(sys.stdin.read())
+    partition(job["family"], job["settings"], job["mesh"], job["dump"])
+
+
+def partition(family: str, settings: dict[str, Any], mesh: dict[str, int], dump: str) -> None:
+    """Compile a workload over a mesh and dump what the partitioner makes of it.
+
+    Args:
+        family: Of the zoo.
+        settings: Its settings.
+        mesh: Sizes by axis.
+        dump: Folder for the dump.
+    """
+    import jax
+    import numpy as np
+
+    from .registry import build
+    from .sharding import batch_spec, parameter_spec
+
+    workload = build(family, **settings)
+    devices = np.array(jax.devices()).reshape(tuple(mesh.values()))
+    grid = jax.sharding.Mesh(devices, tuple(mesh))
+    *held, batch = workload.abstract_args
+
+    def cut(path: Any, leaf: Any) -> Any:
+        names = "/".join(str(getattr(k, "key", getattr(k, "name", k))) for k in path)
+        return _sharded(leaf, grid, parameter_spec(names, leaf.shape, mesh))
+
+    def cut_batch(path: Any, leaf: Any) -> Any:
+        names = "/".join(str(getattr(k, "key", k)) for k in path)
+        split = not names.startswith("dropout_key")
+        return _sharded(leaf, grid, batch_spec(leaf.shape, mesh, names) if split else ())
+
+    args = [jax.tree_util.tree_map_with_path(cut, arg) for arg in held]
+    args.append(jax.tree_util.tree_map_with_path(cut_batch, batch))
+    outputs = jax.eval_shape(workload.function, *workload.abstract_args)
+    out = _out_shardings(outputs, args, settings.get("mode", "forward"), grid)
+    jitted = jax.jit(
+        workload.function, donate_argnums=workload.donate_argnums, keep_unused=True,
+        out_shardings=out,
+    )  # fmt: skip
+    Path(dump).mkdir(parents=True, exist_ok=True)
+    jitted.lower(*args).compile(
+        compiler_options={
+            "xla_dump_to": dump,
+            "xla_dump_hlo_as_text": True,
+            "xla_dump_hlo_pass_re": "spmd-partitioning|shardy-xla",
+            "xla_backend_optimization_level": 0,
+            "xla_llvm_disable_expensive_passes": True,
+        }
+    )
+
+
+def _sharded(leaf: Any, grid: Any, spec: Any) -> Any:
+    import jax
+
+    sharding = jax.sharding.NamedSharding(grid, jax.sharding.PartitionSpec(*spec))
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _out_shardings(outputs: Any, args: list[Any], mode: str, grid: Any) -> Any:
+    """Updated parameters and state lie where they came from; the rest as the partitioner likes."""
+    import jax
+
+    if mode != "train":
+        return None
+    kept = [jax.tree.map(lambda leaf: leaf.sharding, arg) for arg in args[:3]]
+    whole = jax.sharding.NamedSharding(grid, jax.sharding.PartitionSpec())
+    return (*kept, jax.tree.map(lambda _: whole, outputs[3]))
+
+
+if __name__ == "__main__":
+    main()
