@@ -56,22 +56,29 @@ def partition(family: str, settings: dict[str, Any], mesh: dict[str, int], dump:
         out_shardings=out,
     )  # fmt: skip
     Path(dump).mkdir(parents=True, exist_ok=True)
-    jitted.lower(*args).compile(
-        compiler_options={
-            "xla_dump_to": dump,
-            "xla_dump_hlo_as_text": True,
-            "xla_dump_hlo_pass_re": "spmd-partitioning|shardy-xla",
-            "xla_backend_optimization_level": 0,
-            "xla_llvm_disable_expensive_passes": True,
-        }
-    )
+    options: dict[str, Any] = {
+        "xla_dump_to": dump,
+        "xla_dump_hlo_as_text": True,
+        "xla_dump_hlo_pass_re": "spmd-partitioning|shardy-xla",
+        "xla_backend_optimization_level": 0,
+        "xla_llvm_disable_expensive_passes": True,
+    }
+    jitted.lower(*args).compile(compiler_options=options)
 
 
 def _sharded(leaf: Any, grid: Any, spec: Any) -> Any:
     import jax
 
-    sharding = jax.sharding.NamedSharding(grid, jax.sharding.PartitionSpec(*spec))
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    # JAX has no annotations for these, and a strict checker refuses calls of such functions.
+    struct: Any = jax.ShapeDtypeStruct
+    return struct(leaf.shape, leaf.dtype, sharding=_sharding(grid, spec))
+
+
+def _sharding(grid: Any, spec: Any) -> Any:
+    import jax
+
+    partition: Any = jax.sharding.PartitionSpec
+    return jax.sharding.NamedSharding(grid, partition(*spec))
 
 
 def _out_shardings(outputs: Any, args: list[Any], mode: str, grid: Any) -> Any:
@@ -81,7 +88,7 @@ def _out_shardings(outputs: Any, args: list[Any], mode: str, grid: Any) -> Any:
     if mode != "train":
         return None
     kept = [jax.tree.map(lambda leaf: leaf.sharding, arg) for arg in args[:3]]
-    whole = jax.sharding.NamedSharding(grid, jax.sharding.PartitionSpec())
+    whole = _sharding(grid, ())
     return (*kept, jax.tree.map(lambda _: whole, outputs[3]))
 
 

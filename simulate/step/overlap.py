@@ -6,59 +6,75 @@ at most both together.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 
-def prefetched(compute: Sequence[float], gather: Sequence[float], ahead: int = 1) -> float:
-    """Time of layers whose parameters are gathered before they run.
+class Pass(NamedTuple):
+    """A pass over layers, in the order in which they run.
+
+    Attributes:
+        compute: Seconds of each layer.
+        gather: Gather of each layer's parameters before it runs; empty for none.
+        scatter: Reduction of each layer's gradients after it has run; empty for none.
+    """
+
+    compute: Sequence[float]
+    gather: Sequence[float] = ()
+    scatter: Sequence[float] = ()
+
+
+class PassRun(NamedTuple):
+    """When passes end.
+
+    Attributes:
+        ends: End of each pass's computation.
+        links: End of the last collective.
+    """
+
+    ends: tuple[float, ...]
+    links: float
+
+    @property
+    def total(self) -> float:
+        """End of everything."""
+        return max(self.ends[-1], self.links)
+
+
+def run_passes(passes: Sequence[Pass], ahead: int = 1) -> PassRun:
+    """Passes one after another, with collectives beside them on one stream.
 
     The gather of layer ``i`` may start when layer ``i - 1 - ahead`` has ended, so that at most
-    ``1 + ahead`` layers lie gathered at a time (Zhao et al., PyTorch FSDP, VLDB 2023).
+    ``1 + ahead`` layers lie gathered at a time (Zhao et al., PyTorch FSDP, VLDB 2023); the first
+    ones of a pass wait for the pass before. A layer's gather goes before the reduction of the one
+    that runs before it; reductions go on beside later passes.
 
     Args:
-        compute: Of each layer in the order in which they run.
-        gather: Of each layer's parameters.
+        passes: At least one.
         ahead: Layers that are gathered ahead.
     """
-    return _gathered(compute, gather, [0.0] * len(compute), ahead)
-
-
-def scattered(
-    compute: Sequence[float], scatter: Sequence[float], gather: Sequence[float] | None = None,
-    ahead: int = 1,
-) -> float:  # fmt: skip
-    """Time of a backward pass whose gradients are reduced as they are made.
-
-    Args:
-        compute: Of each layer in the order of the backward pass.
-        scatter: Reduction of each layer's gradients, after it has run.
-        gather: Gather of each layer's parameters, before it runs; on the same links.
-        ahead: As for :func:`prefetched`.
-    """
-    return _gathered(compute, gather or [0.0] * len(compute), scatter, ahead)
-
-
-def _gathered(
-    compute: Sequence[float], gather: Sequence[float], scatter: Sequence[float], ahead: int
-) -> float:
-    """Two streams; of what waits for the links, a gather goes first."""
-    ends: list[float] = []
-    links = device = 0.0
-    waiting = 0
-    for layer, own in enumerate(compute):
-        if gather[layer] > 0.0:
-            free = ends[layer - 1 - ahead] if layer > ahead else 0.0
-            while waiting < layer and scatter[waiting] > 0.0 and ends[waiting] <= max(links, free):
-                links = max(links, ends[waiting]) + scatter[waiting]
-                waiting += 1
-            links = max(links, free) + gather[layer]
-            device = max(device, links)
-        device += own
-        ends.append(device)
-    for layer in range(waiting, len(compute)):
-        if scatter[layer] > 0.0:
-            links = max(links, ends[layer]) + scatter[layer]
-    return max(device, links)
+    device = links = 0.0
+    waiting: deque[tuple[float, float]] = deque()
+    found = []
+    for compute, gather, scatter in passes:
+        begin, ends = device, list[float]()
+        for layer, own in enumerate(compute):
+            if gather and gather[layer] > 0.0:
+                free = ends[layer - 1 - ahead] if layer > ahead else begin
+                while waiting and waiting[0][0] <= free:
+                    ready, seconds = waiting.popleft()
+                    links = max(links, ready) + seconds
+                links = max(links, free) + gather[layer]
+                device = max(device, links)
+            device += own
+            ends.append(device)
+            if scatter and scatter[layer] > 0.0:
+                waiting.append((device, scatter[layer]))
+        found.append(device)
+    for ready, seconds in waiting:
+        links = max(links, ready) + seconds
+    return PassRun(tuple(found), links)
 
 
 def exposed(total: float, compute: float) -> float:

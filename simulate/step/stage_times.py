@@ -13,7 +13,7 @@ from .calls import CommCall, OpCall
 from .costs import Costs, Part
 from .layer_ops import PassOps, embedding_ops, head_ops, layer_ops, update_ops
 from .memory import layer_activations, stage_held
-from .overlap import exposed, ring, scattered
+from .overlap import Pass, exposed, ring, run_passes
 from .plan import Plan
 from .traffic import (
     Parameters,
@@ -99,17 +99,57 @@ class StageCost:
     def times(self) -> StageTimes:
         """Times of a micro-batch, the reduction and the update."""
         split = self.plan.schedule == "zero-bubble"
-        backward = [u.backward if split else u.backward + u.weights for u in self.units]
-        weights = Part()
-        for unit in self.units if split else ():
-            weights = weights + unit.weights
+        forward = [u.forward for u in self.units]
+        backward = [u.backward if split else u.backward + u.weights for u in self.units[::-1]]
+        weights = [u.weights for u in self.units] if split else []
+        ahead, back, tail = self._passes(forward, backward)
         return StageTimes(
-            forward=self._pass([u.forward for u in self.units], self._gathers(), None),
-            backward=self._backward(backward) if self.train else Part(),
-            weights=weights if self.train else Part(),
-            reduction=self._reduction(backward) if self.train else 0.0,
-            update=self._update() if self.train else Part(),
+            forward=ahead,
+            backward=back,
+            weights=_sum(weights) if self.train else Part(),
+            reduction=tail,
+            update=self._update(forward) if self.train else Part(),
         )
+
+    def _passes(self, forward: list[Part], backward: list[Part]) -> tuple[Part, Part, float]:
+        """A micro-batch in the steady state, and what the last one leaves to be reduced.
+
+        Reductions of one micro-batch (ZeRO 2 and 3) go on beside the next one, so up to three are
+        run; if they still pile up, they go on doing so. The last backward pass also has the
+        reductions that are made once a step.
+        """
+        gathers = self._each(gather_calls) if self.plan.stage >= 3 else []
+        scatters = self._each(scatter_calls)[::-1] if self.plan.stage >= 2 and self.train else []
+        ahead, back = _sum(forward), _sum(backward) if self.train else Part()
+        once = self._once()[::-1] if self.train else []
+        if not self.plan.overlap:
+            sent = sum(gathers)
+            more = Part(0.0, (sent + sum(scatters)) if self.train else 0.0)
+            return ahead + Part(0.0, sent), back + more, sum(once)
+        up = Pass([p.total for p in forward], gathers)
+        if not self.train:
+            return Part(ahead.compute, run_passes([up]).total - ahead.compute), Part(), 0.0
+        down = Pass([p.total for p in backward], gathers[::-1], scatters)
+        count = min(self.plan.microbatches, 3)
+        steady = run_passes([up, down] * count)
+        both = [a + b for a, b in zip(scatters or [0.0] * len(once), once, strict=True)]
+        last = run_passes([*[up, down] * (count - 1), up, down._replace(scatter=both)])
+        ends = (0.0, *steady.ends)[-3:]
+        left = steady.total - steady.ends[-1]
+        fewer = run_passes([up, down] * max(1, count - 1))
+        piled = max(0.0, left - (fewer.total - fewer.ends[-1])) * (self.plan.microbatches - count)
+        return (
+            Part(ahead.compute, max(0.0, ends[1] - ends[0] - ahead.compute)),
+            Part(back.compute, max(0.0, ends[2] - ends[1] - back.compute)),
+            max(0.0, last.total - ends[2]) + piled,
+        )
+
+    def _once(self) -> list[float]:
+        """Reductions of each unit's gradients that are made once a step."""
+        sums = self._each(replica_calls)
+        if self.plan.stage == 1:
+            sums = [a + b for a, b in zip(sums, self._each(scatter_calls), strict=True)]
+        return sums
 
     def _units(self) -> list[Unit]:
         w, p = self.workload, self.plan
@@ -157,10 +197,6 @@ class StageCost:
         hidden = part.total if self.plan.overlap else 0.0
         return Part(part.compute, part.exposed + exposed(moved, hidden))
 
-    def _gathers(self) -> list[float] | None:
-        """Gather of each unit's parameters, where they are sharded."""
-        return self._each(gather_calls) if self.plan.stage >= 3 else None
-
     def _each(self, calls: ParameterCalls) -> list[float]:
         """Seconds of some collectives of every unit."""
         make: dict[Parameters, float] = {}
@@ -169,47 +205,17 @@ class StageCost:
                 make[unit.held] = self.costs.comm(calls(unit.held, self.workload, self.plan))
         return [make[unit.held] for unit in self.units]
 
-    def _backward(self, parts: list[Part]) -> Part:
-        gathers, scatters = self._gathers(), None
-        if self.plan.stage >= 2:
-            scatters = self._each(scatter_calls)[::-1]
-        return self._pass(parts[::-1], gathers[::-1] if gathers else None, scatters)
-
-    def _pass(
-        self, parts: list[Part], gathers: list[float] | None, scatters: list[float] | None
-    ) -> Part:
-        """A pass over the units, with gathers before and scatters after each."""
-        whole = Part()
-        for part in parts:
-            whole = whole + part
-        sent = sum(gathers or ()) + sum(scatters or ())
-        if not sent:
-            return whole
-        if not self.plan.overlap:
-            return Part(whole.compute, whole.exposed + sent)
-        each = [part.total for part in parts]
-        total = scattered(each, scatters or [0.0] * len(each), gathers)
-        return Part(whole.compute, whole.exposed + exposed(total, whole.total))
-
-    def _reduction(self, backward: list[Part]) -> float:
-        """Reduction of gradients beside the last backward pass: what that does not hide."""
-        sums = self._each(replica_calls)
-        if self.plan.stage == 1:
-            sums = [a + b for a, b in zip(sums, self._each(scatter_calls), strict=True)]
-        return self._pass(backward[::-1], None, sums[::-1]).exposed - sum(
-            part.exposed for part in backward
-        )
-
-    def _update(self) -> Part:
+    def _update(self, forward: list[Part]) -> Part:
         w, p, c = self.workload, self.plan, self.costs
         held = stage_held(w, p, self.stage)
         own = local_parameters(held, p)
         moved = 0.0
         if p.stage in (1, 2):
             # Gathered again for the next step, whose first forward pass may hide it.
-            forward = [u.forward for u in self.units]
-            hidden = sum(part.exposed for part in forward)
-            moved = self._pass(forward, self._each(gather_calls), None).exposed - hidden
+            gathers = self._each(gather_calls)
+            own_time = [part.total for part in forward]
+            hidden = run_passes([Pass(own_time, gathers)]).total - sum(own_time)
+            moved = hidden if p.overlap else sum(gathers)
         if p.offload == "optimizer":
             moved += own * (w.width + 4) / c.host_bandwidth
         if p.pp > 1 and w.tied and self.stage in (0, p.pp - 1):
@@ -241,3 +247,10 @@ class StageCost:
         if train:
             found["gradient"] = c.comm(replica_calls(held, w, p))
         return {name: value for name, value in found.items() if value > 0}
+
+
+def _sum(parts: Sequence[Part]) -> Part:
+    total = Part()
+    for part in parts:
+        total = total + part
+    return total

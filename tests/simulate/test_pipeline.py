@@ -1,6 +1,6 @@
 import pytest
 
-from opcast.simulate.step.overlap import prefetched, ring, scattered
+from opcast.simulate.step.overlap import Pass, ring, run_passes
 from opcast.simulate.step.pipeline import run_pipeline
 from opcast.simulate.step.schedules import (
     BACKWARD,
@@ -65,17 +65,20 @@ def test_orders_that_wait_for_each_other_are_refused():
 
 def test_prefetch_by_hand():
     # Gathers of 2 s, layers of 3 s: 2 exposed, then 3 + 3 + 3 with the gathers hidden.
-    assert prefetched([3.0, 3.0, 3.0], [2.0, 2.0, 2.0]) == 2 + 9
+    assert run_passes([Pass([3.0] * 3, [2.0] * 3)]).total == 2 + 9
     # Layers of 1 s: the links are busy all the time, and the last layer runs after its gather.
-    assert prefetched([1.0, 1.0, 1.0], [2.0, 2.0, 2.0]) == 6 + 1
-    assert prefetched([1.0, 1.0], [0.0, 0.0]) == 2.0
+    assert run_passes([Pass([1.0] * 3, [2.0] * 3)]).total == 6 + 1
+    assert run_passes([Pass([1.0, 1.0], [0.0, 0.0])]).total == 2.0
 
 
 def test_scatter_by_hand():
     # All but the last layer's reduction hides behind the next layer.
-    assert scattered([3.0, 3.0], [2.0, 2.0]) == 6 + 2
+    assert run_passes([Pass([3.0, 3.0], (), [2.0, 2.0])]).total == 6 + 2
     # Reductions of 4 s: they follow one another after the first layer.
-    assert scattered([3.0, 3.0], [4.0, 4.0]) == 3 + 8
+    assert run_passes([Pass([3.0, 3.0], (), [4.0, 4.0])]).total == 3 + 8
+    # In a second pass of the same layers the first one's last reduction is hidden.
+    twice = run_passes([Pass([3.0, 3.0], (), [2.0, 2.0])] * 2)
+    assert (twice.ends, twice.total) == ((6.0, 12.0), 12 + 2)
 
 
 @pytest.mark.parametrize("compute", [0.1, 1.0, 5.0])
@@ -83,9 +86,11 @@ def test_scatter_by_hand():
 @pytest.mark.parametrize("scatter", [0.0, 0.5, 3.0])
 @pytest.mark.parametrize("layers", [1, 2, 7])
 def test_overlap_lies_between_the_longer_part_and_the_sum(compute, gather, scatter, layers):
-    total = scattered([compute] * layers, [scatter] * layers, [gather] * layers)
+    one = Pass([compute] * layers, [gather] * layers, [scatter] * layers)
     sent = layers * (gather + scatter)
-    assert max(layers * compute, sent) - 1e-9 <= total <= layers * compute + sent + 1e-9
+    for count in (1, 3):
+        total = run_passes([one] * count).total / count
+        assert max(layers * compute, sent) - 1e-9 <= total <= layers * compute + sent + 1e-9
 
 
 def test_ring_hides_transfers_behind_blocks():
