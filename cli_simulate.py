@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +20,7 @@ Settings = Annotated[
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command()(simulate)
+    app.command()(sweep)
 
 
 def simulate(
@@ -71,6 +74,64 @@ def simulate(
     from .predict.render_step import print_step
 
     print_step(Console(width=None if sys.stdout.isatty() else 120), found)
+
+
+def sweep(
+    workload: Annotated[str, typer.Option(help="As for simulate.")],
+    cluster: Annotated[list[str], typer.Option(help="Cluster or file; may be given again.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder; a sweep resumes from it.")],
+    settings: Settings = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Batch size; may be given again.")] = None,
+    grid: Annotated[
+        str, typer.Option(help="Values by axis, such as tp=4/8,recompute=none/full; or YAML.")
+    ] = "",
+    trials: Annotated[
+        int, typer.Option(min=0, help="Search with Optuna for so many plans; 0 tries all.")
+    ] = 0,
+    model: Annotated[str, typer.Option(help="As for simulate.")] = "gpu-operators",
+    workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    ray: Annotated[str, typer.Option(help="Address of a Ray cluster; 'local' starts one.")] = "",
+    seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
+    top: Annotated[int, typer.Option(help="Rows to print.")] = 15,
+    plot: Annotated[Path | None, typer.Option(help="Write memory against time.")] = None,
+) -> None:
+    """Judge many plans on one or more clusters; print the Pareto front of those that fit."""
+    from rich.console import Console
+
+    from .predict import sweep as sweeps
+    from .predict.render_step import print_front
+    from .predict.sweep_job import SweepJob
+    from .predict.sweep_space import axis_values, parse_grid
+    from .simulate.cluster_catalogue import find_cluster
+    from .simulate.step.workload import read_workload
+
+    work = read_workload(workload, settings or [])
+    batches = batch or [work.batch]
+    given = parse_grid(grid) if grid else {}
+    job = sweeps.Sweep(SweepJob(work, model), out, workers, ray)
+    with _bar() as advance:
+        if trials:
+            values = axis_values(work, find_cluster(cluster[0]), given)
+            found = sweeps.search(job, cluster, batches, values, trials, seed, advance)
+        else:
+            found = sweeps.grid(job, cluster, batches, given, advance)
+    if plot is not None:
+        sweeps.plot(found, plot)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    print_front(console, sweeps.pareto(found), len(found), int(found["fits"].sum()), top)
+    console.print(f"all results: {out / 'sweep.parquet'}", highlight=False)
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr, told how many of how many are done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("plans", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def predict_on_cluster(

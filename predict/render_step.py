@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pandas as pd
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -35,6 +36,32 @@ def print_step(console: Console, found: StepPrediction) -> None:
         console.print(f"with jitter: {listed}", highlight=False)
     for note in found.notes():
         console.print(Text(f"note: {note}", style="yellow"))
+
+
+def print_front(console: Console, front: pd.DataFrame, judged: int, fitting: int, top: int) -> None:
+    """Print the Pareto front of a sweep, fastest first.
+
+    Args:
+        console: Where to.
+        front: Rows of :func:`~.sweep.pareto`.
+        judged: Number of plans that were judged.
+        fitting: How many of them fit.
+        top: Rows to print.
+    """
+    console.print(f"{judged} plans, {fitting} fit the memory, {len(front)} on the Pareto front")
+    table = _table("step", "memory", "MFU", "energy", "batch", "cluster", "plan")
+    for row in front.head(top).to_dict("records"):
+        energy = row["energy_j"]
+        table.add_row(
+            duration(row["step_us"]),
+            size(row["memory_bytes_per_device"]),
+            f"{row['mfu']:.1%}",
+            "" if energy != energy else f"{energy / 1e3:.4g} kJ",
+            str(row["batch"]),
+            Text(str(row["cluster"])),
+            Text(str(row["plan"])),
+        )
+    console.print(table)
 
 
 def breakdown(found: StepPrediction) -> list[tuple[str, float]]:

@@ -15,7 +15,7 @@ from ..models.ops import OpModel
 from ..simulate.step.calls import Estimate, OpCall
 from ..simulate.step.compose import StepTime, operator_counts, step_time
 from ..simulate.step.costs import Costs
-from ..simulate.step.fitting import Fit, find_fit
+from ..simulate.step.fitting import Fit, find_fit, memory_of
 from ..simulate.step.jitter import StepSpread, sample_steps
 from ..simulate.step.plan import Group, Plan
 from ..simulate.step.workload import Workload, resolved
@@ -136,7 +136,8 @@ class StepPredictor:
 
     def predict(
         self, workload: Workload, plan: Plan, jitter: float = 0.0,
-        speeds: Mapping[int, float] | None = None, draws: int = 1000, seed: int = 0,
+        speeds: Mapping[int, float] | None = None, draws: int = 1000, seed: int = 0, *,
+        remedy: bool = True,
     ) -> StepPrediction:  # fmt: skip
         """Time and memory of a step.
 
@@ -147,6 +148,7 @@ class StepPredictor:
             speeds: Relative speeds of devices by rank; 1 if left out.
             draws: Samples, if ``jitter`` or ``speeds`` is given.
             seed: Of the samples.
+            remedy: Whether to look for a change if the plan does not fit the memory.
 
         Raises:
             PlanError: The plan does not fit the model or the cluster.
@@ -157,7 +159,9 @@ class StepPredictor:
         lo, hi = self._interval(workload, plan, step, counts)
         seconds = {c: float(self._costs.ops[c][0]) * n for c, n in counts.items()}
         capacity = self.spec.memory_bytes
-        fit = find_fit(workload, plan, capacity or np.inf, self._seconds(workload))
+        fit = Fit(memory_of(workload, plan), capacity or np.inf)
+        if remedy and not fit.fits:
+            fit = find_fit(workload, plan, fit.capacity, self._seconds(workload))
         spread = None
         if jitter or speeds:
             spread = sample_steps(workload, plan, step, jitter, speeds, draws, seed)
