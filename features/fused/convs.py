@@ -8,6 +8,7 @@ from ..ir import TensorType, WindowDim
 from .graph import Graph, Node
 from .machine import Machine
 
+
 #: Attribute of convolutions whose filter was reversed: gradients of an input.
 REVERSED = "input_gradient"
 

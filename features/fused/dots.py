@@ -65,9 +65,9 @@ def _canonical(dot: Node, swap: bool) -> Node:
         sides.reverse()
     (lhs, left), (rhs, right) = (_prepared(side, position) for position, side in enumerate(sides))
     first, second = sides
-    sizes = [prod(first.node.type.shape[d] for d in dims) for dims in (first.batch, first.free)] + [
-        prod(second.node.type.shape[d] for d in second.free)
-    ]
+    sizes = [
+        prod(first.node.type.shape[d] for d in dims) for dims in (first.batch, first.free)
+    ] + [prod(second.node.type.shape[d] for d in second.free)]
     attrs: dict[str, Any] = {
         k: v for k, v in dot.attrs.items() if k in ("operand_precision", "algorithm")
     }
@@ -136,7 +136,9 @@ def _through_transpose(side: _Operand) -> _Operand | None:
 def _transposed(side: _Operand, order: tuple[int, ...]) -> _Operand:
     shape = tuple(side.node.type.shape[d] for d in order)
     result = TensorType(side.node.type.dtype, shape)
-    node = Node("transpose", [side.node], (result,), {"dimensions": order}, source=side.node.source)
+    node = Node(
+        "transpose", [side.node], (result,), {"dimensions": order}, source=side.node.source
+    )
     place = {old: new for new, old in enumerate(order)}
     batch, free, contract = (
         tuple(place[d] for d in dims) for dims in (side.batch, side.free, side.contract)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+
+
 from ..ir import Computation, Op, Program
 from .classify import is_consumer
 from .clusters import Cluster, Clusters
@@ -269,3 +271,5 @@ def _name(cluster: Cluster) -> str:
         base = "rows"
     names = dict.fromkeys(root.opcode.replace("-", "_").replace(".", "_") for root in cluster.roots)
     return f"{base}_{'_'.join(list(names)[:3])}_fusion"
+
+

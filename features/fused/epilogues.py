@@ -161,9 +161,7 @@ class _Epilogue:
                     chain.append(cluster)
             waiting = [c for c in front if c not in ready]
             follow = [u for c in ready for u in self.clusters.users(c)]
-            front = list(
-                {id(c): c for c in (*waiting, *follow) if id(c.root) not in inside}.values()
-            )
+            front = list({id(c): c for c in (*waiting, *follow) if id(c.root) not in inside}.values())
             if self._is_complete(root, chain, inside):
                 return chain
         return None

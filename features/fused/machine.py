@@ -170,9 +170,7 @@ class Work:
                 continue
             wanted = count * factor
             if opcode in ("concatenate", "pad"):
-                wanted = (
-                    count * (operand.size / max(1, node.size)) if position == 0 or adds else 0.0
-                )
+                wanted = count * (operand.size / max(1, node.size)) if position == 0 or adds else 0.0
             elif in_place:
                 if position == 0:
                     continue

@@ -127,11 +127,7 @@ class MultiOutputFusion:
 
 def _joins(cluster: Cluster) -> bool:
     """Whether a cluster can share a kernel: no library call, no update in place."""
-    return (
-        cluster.consumes
-        and not cluster.rows
-        and not any(root.opcode in IN_PLACE for root in cluster.roots)
-    )
+    return cluster.consumes and not cluster.rows and not any(root.opcode in IN_PLACE for root in cluster.roots)
 
 
 class _Frame(NamedTuple):
@@ -178,6 +174,7 @@ def hero_of(root: Node, cluster: Cluster) -> Node:
         if sources[0].size != root.size and sources[0].opcode != "reduce":
             return root
         node = sources[0]
+
 
 
 def _shares(node: Node, first: Cluster, second: Cluster) -> bool:

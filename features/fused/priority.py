@@ -119,9 +119,7 @@ class PriorityFusion:
         seconds = None
         if self._fits(producer, consumer):
             both = {**producer.members, **consumer.members}
-            work = Work(
-                [both[i] for i in sorted(both)], consumer.roots, consumer.rows or producer.rows
-            )
+            work = Work([both[i] for i in sorted(both)], consumer.roots, consumer.rows or producer.rows)
             if work.branches <= MAX_BRANCHES:
                 seconds = work.seconds(self.machine)
         self._pairs[key] = (producer.version, consumer.version, seconds)

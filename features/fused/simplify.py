@@ -108,9 +108,7 @@ def _add(node: Node) -> Node | None:
         into_zeros = this.opcode == "scatter" and is_splat(this.operands[0], 0)
         if into_zeros and not this.is_tuple and this is not other:
             operands = [other, *this.operands[1:]]
-            return Node(
-                "scatter", operands, this.results, this.attrs, this.called, source=this.source
-            )
+            return Node("scatter", operands, this.results, this.attrs, this.called, source=this.source)
     return None
 
 
@@ -257,3 +255,5 @@ _RULES: dict[str, Callable[[Node], Node | None]] = {
     "and": _and, "negate": _negate, "maximum": _maximum, "reduce": _reduce, "dynamic-slice": _dynamic_slice,
     "get-tuple-element": _tuple_element,
 }  # fmt: skip
+
+

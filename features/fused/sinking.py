@@ -52,7 +52,9 @@ def _sunk(node: Node, sinkable: set[int]) -> Node | None:
     shape = operands[node.operands.index(first)].type.shape
     kind = TensorType(node.type.dtype, shape)
     inner = Node(node.opcode, operands, (kind,), dict(node.attrs), source=node.source)
-    return Node("transpose", [inner], node.results, {"dimensions": order}, source=node.source)
+    return Node(
+        "transpose", [inner], node.results, {"dimensions": order}, source=node.source
+    )
 
 
 def _sunk_reduce(node: Node, order: tuple[int, ...]) -> Node | None:

@@ -96,9 +96,7 @@ def _vector_along(dot: Node, side: int, matrix: Node, key: str) -> Node:
         batch = dot.attrs[f"{key}_batch_dims"][0]
         first = dot.attrs[f"{own}_batch_dims"][0] < dot.attrs[f"{own}_contracting_dims"][0]
         size = matrix.type.shape[batch]
-        dims, sizes = (
-            ([batch, along], [size, *sizes]) if first else ([along, batch], [*sizes, size])
-        )
+        dims, sizes = ([batch, along], [size, *sizes]) if first else ([along, batch], [*sizes, size])
     small = reshape(vector, tuple(sizes))
     if dims != sorted(dims):
         kind = TensorType(small.type.dtype, tuple(reversed(sizes)))

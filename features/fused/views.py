@@ -99,8 +99,7 @@ def _slice(node: Node) -> Node | None:
     limits = node.attrs["slice"]
     if inner.opcode == "slice" and all(s == 1 for _, _, s in (*limits, *inner.attrs["slice"])):
         joined = tuple(
-            (a + c, a + d, 1)
-            for (a, _, _), (c, d, _) in zip(inner.attrs["slice"], limits, strict=True)
+            (a + c, a + d, 1) for (a, _, _), (c, d, _) in zip(inner.attrs["slice"], limits, strict=True)
         )
         return Node("slice", [inner.operands[0]], node.results, {"slice": joined})
     return _slice_of_concatenate(node, inner) if inner.opcode == "concatenate" else None

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from opcast.datagen.zoo.registry import build, parse_settings
-from opcast.features.catalogue import find_device
 from opcast.features.compile_process import CompileSettings
+from opcast.features.catalogue import find_device
 from opcast.features.device import DeviceSpec
 from opcast.features.errors import OpcastError
 from opcast.features.kernel import LoweredProgram
