@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from . import cli_cluster, cli_lower, cli_models
+from . import cli_cluster, cli_lower, cli_models, cli_simulate
 from .cli_calibrate import register as register_calibrate
 from .cli_calibrate import seconds_of
-from . import cli_simulate
 
 if TYPE_CHECKING:
     from .predict.predictor import Predictor
@@ -82,18 +81,18 @@ def predict(
         str, typer.Option(help="Lowering where the device's compiler is missing or fails.")
     ] = "",
     op: OpOpt = None,
-) -> None:
-    """Predict a program's time on a device: total, kernels, memory."""
-    if _one_of(program, op):
-        from .predict.operator import predict_op, print_op
-
-        estimate = predict_op(str(op), device, model)
-        _print_json(asdict(estimate)) if json_output else print_op(_console(), estimate)
     cluster: Annotated[
         str, typer.Option(help="For a partitioned program: its devices, such as h100-sxm-x4.")
     ] = "",
 ) -> None:
     """Predict a program's time on a device or a cluster: total, kernels, memory."""
+    if _one_of(program, op):
+        from .predict.operator import predict_op, print_op
+
+        estimate = predict_op(str(op), device, model)
+        _print_json(asdict(estimate)) if json_output else print_op(_console(), estimate)
+        return
+    assert program is not None
     if cluster:
         cli_simulate.predict_on_cluster(
             program, cluster, model, lowering, trips=_trips(trip_count), top=top,
