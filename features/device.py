@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ._precision import REDUCED
 from .errors import DeviceError
 from .ir import DTYPE_BITS
 
@@ -140,6 +141,8 @@ class DeviceSpec:
 def _lookup(table: dict[str, float], dtype: str) -> float:
     if dtype in table:
         return table[dtype]
+    if dtype == REDUCED and "f32" in table:
+        return table["f32"]
     if not table:
         raise DeviceError("device lists no peak FLOP/s", hint="add peak_flops")
     bits = DTYPE_BITS.get(dtype, 32)

@@ -8,6 +8,7 @@ import pytest
 
 from opcast.features._precision import matrix_rate
 from opcast.features.catalogue import find_device
+from opcast.features.device import DeviceSpec, MemoryLevel
 from opcast.features.kernels import kernel_from_ir
 from opcast.features.roofline import roofline
 
@@ -53,3 +54,10 @@ def test_the_roofline_counts_tf32_where_there_is_a_unit() -> None:
     assert exact == pytest.approx(FLOPS / 19.49e12)
     old = roofline([default, highest], v100).latency_s
     assert old[0] == old[1] == pytest.approx(FLOPS / v100.matrix_peak("f32"))
+
+
+def test_a_device_without_the_rate_takes_that_of_f32() -> None:
+    table = {"s32": 1.0, "f32": 2.0, "bf16": 4.0}
+    levels = (MemoryLevel(1e9, 1e9),)
+    device = DeviceSpec("d", "cpu", table, table, levels, 1e-6)
+    assert device.matrix_peak("tf32") == 2.0
