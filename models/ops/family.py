@@ -51,6 +51,15 @@ COVARIANCE_ROWS = 200
 LIKENESS = 2.0
 
 
+#: The model of unseen devices: within each device or not, shrunk or not.
+WAYS = ((False, False), (False, True), (True, False), (True, True))
+
+
+def _ape(errors: np.ndarray) -> float:
+    """Mean absolute percentage error of ``log(measured / predicted)``."""
+    return float(np.abs(np.exp(-errors) - 1).mean())
+
+
 class FamilyModel:
     """Learns and predicts one family.
 
@@ -61,6 +70,7 @@ class FamilyModel:
     Attributes:
         devices: Names of the devices that it was fitted to, in order.
         seen: Number of chips from which the model of unseen devices knows each library.
+        shrinks: Whether its ratios are shrunk by what that number deserves.
         named: Text parameters that every training row of the family gives.
         corrections: Corrections of devices that were calibrated.
         intervals: Interval ends.
@@ -72,6 +82,7 @@ class FamilyModel:
         self.devices: tuple[str, ...] = ()
         self.kin = Kin()
         self.seen: dict[str, int] = {}
+        self.shrinks = False
         self.named: tuple[str, ...] = ()
         self.slopes = Slopes()
         self.known: TabularEstimator | None = None
@@ -176,26 +187,26 @@ class FamilyModel:
             own = rng.choice(own, min(len(own), 4000), replace=False)
             known = fitting[outside]
             sure = trust(library[own], chips_by_library(library[known], chip[known]))
-            found = {w: sure * job.left_out(learn, own, within=w) for w in (False, True)}
-            folds[group] = (own, found)
-        loss = {
-            w: float(np.mean([np.mean(np.abs(target[own] - e[w])) for own, e in folds.values()]))
-            for w in (False, True)
-        }
-        within = bool(loss[True] < loss[False])
+            plain = {w: job.left_out(learn, own, within=w) for w in (False, True)}
+            folds[group] = (own, {(w, s): plain[w] * (sure if s else 1.0) for w, s in WAYS})
+        judges = [g for g in groups if g[0] not in self.kin.foreign] or groups
+        loss = {way: np.mean([_ape(target[own] - e[way]) for own, e in (folds[g] for g in judges)])
+                for way in WAYS}  # fmt: skip
+        way = min(WAYS, key=lambda w: float(loss[w]))
+        within, self.shrinks = way
         self.general, self.general_slopes = job.fit(drawn, within)
         likes = self._likes(features, coarse)
         tasks, scores = [], {}
         for group, (own, found) in folds.items():
-            errors = target[own] - found[within]
+            errors = target[own] - found[way]
             scores[group[0]] = errors
             some = np.arange(min(len(own), COVARIANCE_ROWS))
             task = sites.take(own[some])
-            task.share = self._with_likes(task.share, likes[own[some]], found[within][some], group)
+            task.share = self._with_likes(task.share, likes[own[some]], found[way][some], group)
             tasks.append((task, errors[some]))
-            ape = np.abs(np.exp(-errors) - 1)
             self.left_out["+".join(group)] = {
-                "mape": float(ape.mean()), "median": float(np.median(ape)), "rows": float(len(own))
+                "mape": _ape(errors), "median": float(np.median(np.abs(np.exp(-errors) - 1))),
+                "rows": float(len(own)),
             }  # fmt: skip
         self.intervals.fit_unseen(scores, self.kin.foreign)
         self.params = fit_params(tasks)
@@ -253,7 +264,7 @@ class FamilyModel:
                 else:
                     linear = self.general_slopes.unseen(share, library)
                     ratio = np.log(latency[at] / some.base_s) + linear
-                    sure = trust(libraries(rows.iloc[at]), self.seen)
+                    sure = self._trust(libraries(rows.iloc[at]))
                     latency[at] = some.base_s * np.exp(sure * ratio)
                 inside[at] = model.domain.contains(part) if model.domain is not None else True
         lo, hi = np.empty(len(rows)), np.empty(len(rows))
@@ -302,7 +313,7 @@ class FamilyModel:
         general = self.general.point(general_table(self.family, features))
         ratio = np.log(general) - np.log(features.base_s)
         ratio = ratio + self.general_slopes.unseen(time_shares(features), coarse)
-        ratio = ratio * trust(libraries(rows), self.seen)
+        ratio = ratio * self._trust(libraries(rows))
         found.share = self._with_likes(found.share, self._likes(features, coarse), ratio, ())
         return found
 
@@ -399,7 +410,10 @@ class FamilyModel:
     def carried(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
         """Share of the learned log-ratio that is taken, 1 on known devices, shape ``(n,)``."""
         stand_in, _ = self.kin.stand_ins(rows["device"].to_numpy(object), devices)
-        return np.where(np.isin(stand_in, self.devices), 1.0, trust(libraries(rows), self.seen))
+        return np.where(np.isin(stand_in, self.devices), 1.0, self._trust(libraries(rows)))
+
+    def _trust(self, library: np.ndarray) -> np.ndarray:
+        return trust(library, self.seen) if self.shrinks else np.ones(len(library))
 
     def distance(
         self, features: OpFeatures, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]
@@ -442,6 +456,7 @@ class FamilyModel:
             "chips": {name: list(chip) for name, chip in self.kin.chips.items()},
             "vendors": self.kin.vendors,
             "seen_chips": self.seen,
+            "shrinks": self.shrinks,
             "named": list(self.named),
             "intervals": self.intervals.to_dict(),
             "scale": {
@@ -474,6 +489,7 @@ class FamilyModel:
         model.kin = Kin(chips, dict(manifest["vendors"]))
         model.seen = {name: int(count) for name, count in manifest["seen_chips"].items()}
         model.named = tuple(manifest.get("named", ()))
+        model.shrinks = bool(manifest["shrinks"])
         model.intervals = DeviceIntervals.from_dict(manifest["intervals"])
         scale = manifest["scale"]
         model.scale = Scale(np.array(scale["centre"]), np.array(scale["spread"]))
