@@ -86,6 +86,7 @@ class Samples:
 
     kernels: dict[str, Kernel] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    programs: dict[str, str] = field(default_factory=dict)
 
     def add(self, rows: Sequence[dict[str, Any]]) -> list[str]:
         """Take over the kernel rows of a measurement; returns the hashes of new kernels."""
@@ -95,6 +96,7 @@ class Samples:
         new = [r for r in own if r["kernel_hash"] not in self.kernels]
         read = kernels_from_irs([r["kernel_ir"] for r in new])
         self.kernels |= {r["kernel_hash"]: k for r, k in zip(new, read, strict=True)}
+        self.programs |= {r["kernel_hash"]: r["program"] for r in new}
         self.seconds |= {r["kernel_hash"]: r["latency_us_p50"] * 1e-6 for r in own}
         return list(dict.fromkeys(r["kernel_hash"] for r in new))
 
@@ -226,16 +228,15 @@ class Calibration:
 
     def _doubts(self, kernels: Sequence[Kernel], share: np.ndarray) -> Choice:
         """What is uncertain of kernels; they weigh by their share and the model's interval."""
-        from .models.device_correction import KEYS, half_width, kernel_sites
+        from .models.device_correction import half_width, kernel_sites, prior_params
         from .models.next_program import Choice
-        from .models.ops.kriging import start_params
         from .models.tables import kernel_table
 
         half = half_width(self.model.predict_kernels(kernels, self.device))
         sites = kernel_sites(kernel_table(kernels, self.device), self.device)
         known = self.model.corrections.get(self.device.name)
         if known is None:
-            return Choice.of(sites, start_params(len(KEYS)), share * half**2)
+            return Choice.of(sites, prior_params(), share * half**2)
         own = known.correction
         return Choice.of(sites, own.params, share * half**2, own.sites)
 
@@ -284,7 +285,7 @@ class Calibration:
         table = kernel_table(kernels, self.device)
         plain = self.model.estimator.predict(kernels, self.device)
         self.model.corrections[self.device.name] = DeviceCorrection.fit(
-            table, self.device, plain, measured
+            table, self.device, plain, measured, np.array(list(self.samples.programs.values()))
         )
 
 

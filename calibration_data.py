@@ -158,8 +158,10 @@ def run_calibrate_kernels(
     counts = (*(n for n in COUNTS if n < samples), samples)
     curves = [error_curve(trial, spec.name, counts, seed)]
     _print_curves(console, curves, "MAPE in % by kernels learned")
-    table, plain, measured = _featurised(found, trial.rows.iloc[trial.order[:samples]], spec)
-    found.corrections[spec.name] = DeviceCorrection.fit(table, spec, plain, measured)
+    chosen = trial.rows.iloc[trial.order[:samples]]
+    table, plain, measured = _featurised(found, chosen, spec)
+    programs = chosen["program"].to_numpy(object).astype(str)
+    found.corrections[spec.name] = DeviceCorrection.fit(table, spec, plain, measured, programs)
     found.devices[spec.name] = spec
     save_adapted(console, found, out)
     _plot(console, curves, plot)
@@ -205,9 +207,8 @@ def _featurised(
 def _kernel_trial(
     model: CostModel, rows: pd.DataFrame, spec: DeviceSpec, samples: int, seed: int
 ) -> Trial:
-    from .models.device_correction import KEYS, kernel_sites
+    from .models.device_correction import kernel_sites, prior_params
     from .models.ops.curves import MAX_CANDIDATES, MAX_TEST, Trial
-    from .models.ops.kriging import start_params
 
     rng = np.random.default_rng(seed)
     programs = rng.permutation(rows["program"].unique())
@@ -222,9 +223,10 @@ def _kernel_trial(
         errors = np.log(measured / plain.latency)
         parts.append((own, kernel_sites(table, spec), errors, float(measured.sum())))
     (own, sites, errors, seconds), (_, other, judged, _) = parts
+    chosen = rows.iloc[own].reset_index(drop=True)
     return Trial.of_sites(
-        "kernels", start_params(len(KEYS)), rows.iloc[own].reset_index(drop=True),
-        (sites, errors), (other, judged), seconds, samples,
+        "kernels", prior_params(), chosen, (sites, errors), (other, judged), seconds, samples,
+        pd.factorize(chosen["program"])[0],
     )  # fmt: skip
 
 

@@ -18,11 +18,14 @@ from ..features.kernel import Kernel
 from .base import KernelPrediction
 from .conformal import Ends, ends
 from .ops.kriging import (
+    MAX_SAMPLES,
     MIN_OWN,
     Correction,
     Sites,
     arrays_of,
     correction_from,
+    left_out_errors,
+    scaled_params,
     start_params,
 )
 from .tables import CELLS, KernelTable, kernel_table
@@ -47,18 +50,17 @@ class DeviceCorrection:
     Attributes:
         correction: The Gaussian process.
         stretch: Interval ends in units of the model's own half-width, from the errors of samples
-            that are predicted from the others; (-1, 1) for too few of them.
-        half: The model's half-widths at the samples in log space, shape ``(n,)``.
+            that are predicted from those of other programs; (-1, 1) for too few of them.
     """
 
     correction: Correction
     stretch: Ends
-    half: np.ndarray
 
     @classmethod
     def fit(
-        cls, table: KernelTable, device: DeviceSpec, found: KernelPrediction, measured_s: np.ndarray
-    ) -> DeviceCorrection:
+        cls, table: KernelTable, device: DeviceSpec, found: KernelPrediction,
+        measured_s: np.ndarray, programs: np.ndarray | None = None,
+    ) -> DeviceCorrection:  # fmt: skip
         """Learn from measured kernels.
 
         Args:
@@ -66,13 +68,17 @@ class DeviceCorrection:
             device: Where they were measured.
             found: Their predictions by the model without correction.
             measured_s: Measured latencies in seconds, shape ``(n,)``, positive.
+            programs: Program of each, shape ``(n,)``: kernels of one are alike, and say too much
+                of each other. Each by itself by default.
         """
-        errors = np.log(measured_s / found.latency)
-        own = Correction.fit(start_params(len(KEYS)), kernel_sites(table, device), errors)
-        half = half_width(found)
-        if own.count != len(half):  # it was thinned
-            half = np.full(own.count, float(np.median(half)))
-        return cls(own, _stretch(own, half), half)
+        errors, groups = np.log(measured_s / found.latency), programs
+        sites, half = kernel_sites(table, device), half_width(found)
+        if len(errors) > MAX_SAMPLES:
+            keep = np.random.default_rng(0).choice(len(errors), MAX_SAMPLES, replace=False)
+            sites, errors, half = sites.take(keep), errors[keep], half[keep]
+            groups = None if groups is None else groups[keep]
+        own = Correction.fit(prior_params(), sites, errors, groups=groups)
+        return cls(own, _stretch(own, half, groups))
 
     @property
     def count(self) -> int:
@@ -104,13 +110,22 @@ class DeviceCorrection:
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """Arrays to save."""
-        return {**arrays_of(self.correction), "half": self.half}
+        return {**arrays_of(self.correction), "stretch": np.array(self.stretch)}
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> DeviceCorrection:
         """Read :meth:`to_arrays`'s arrays."""
-        own = correction_from(arrays)
-        return cls(own, _stretch(own, arrays["half"]), arrays["half"])
+        low, high = arrays["stretch"].tolist()
+        return cls(correction_from(arrays), (low, high))
+
+
+def prior_params() -> np.ndarray:
+    """Parameters of the covariance before any sample.
+
+    Kernels of compiled programs err more by themselves, and less by the device, than operators of
+    libraries do, for which the covariance was made.
+    """
+    return scaled_params(start_params(len(KEYS)), slopes=0.6, noise=3.0, smooth=0.5)
 
 
 def half_width(found: KernelPrediction) -> np.ndarray:
@@ -142,10 +157,9 @@ def _dtypes(table: KernelTable) -> np.ndarray:
     return np.asarray(texts[code.reshape(-1)], object)
 
 
-def _stretch(own: Correction, half: np.ndarray) -> Ends:
-    """Conformal ends of left-out errors over the model's half-widths (Rasmussen, 5.12)."""
+def _stretch(own: Correction, half: np.ndarray, programs: np.ndarray | None) -> Ends:
+    """Conformal ends of left-out errors over the model's half-widths."""
     if own.count < MIN_OWN:
         return -1.0, 1.0
-    left_out = own.weights / np.diag(own.inverse)
-    lo, hi = ends(left_out / half)
+    lo, hi = ends(left_out_errors(own.inverse, own.weights, programs) / half)
     return min(lo, 0.0), max(hi, 0.0)

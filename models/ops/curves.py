@@ -78,6 +78,7 @@ class Trial:
         seconds: Predicted time of all of the device's rows together.
         order: Candidates, most telling first.
         gains: What each is expected to say.
+        groups: Groups of candidates that are alike, shape ``(n,)``; ``None`` for none.
     """
 
     family: str
@@ -90,6 +91,7 @@ class Trial:
     seconds: float
     order: np.ndarray
     gains: np.ndarray
+    groups: np.ndarray | None = None
 
     @classmethod
     def of(
@@ -125,6 +127,7 @@ class Trial:
     def of_sites(
         cls, family: str, params: np.ndarray, rows: pd.DataFrame,
         pool: tuple[Sites, np.ndarray], test: tuple[Sites, np.ndarray], seconds: float, count: int,
+        groups: np.ndarray | None = None,
     ) -> Trial:  # fmt: skip
         """Prepare a trial from what is known of its rows.
 
@@ -136,16 +139,21 @@ class Trial:
             test: Sites and errors of the rows to be judged on.
             seconds: Predicted time of all rows together.
             count: Candidates to put in order.
+            groups: Groups of candidates that are alike, such as kernels of one program.
         """
         sites, other = _coded(pool[0], test[0])
         order, gains = choose(sites, params, count)
-        return cls(family, params, sites, pool[1], other, test[1], rows, seconds, order, gains)
+        return cls(
+            family, params, sites, pool[1], other, test[1], rows, seconds, order, gains, groups
+        )
 
     def error(self, chosen: np.ndarray) -> float:
         """MAPE on the test rows after learning from some of the candidates."""
         mean = np.zeros(len(self.test_errors))
         if len(chosen):
-            found = Correction.fit(self.params, self.pool.take(chosen), self.pool_errors[chosen])
+            own = None if self.groups is None else self.groups[chosen]
+            some = self.pool.take(chosen)
+            found = Correction.fit(self.params, some, self.pool_errors[chosen], groups=own)
             mean = covariance(self.test, found.sites, found.params) @ found.weights
         return float(np.mean(np.abs(np.exp(mean - self.test_errors) - 1)))
 

@@ -161,13 +161,36 @@ def noise_variance(params: np.ndarray) -> float:
     return float(max(np.exp(params[_AMPLITUDES - 1]), LEAST_NOISE) ** 2)
 
 
-def chosen_params(params: np.ndarray, sites: Sites, errors: np.ndarray) -> np.ndarray:
+def left_out_errors(
+    inverse: np.ndarray, weights: np.ndarray, groups: np.ndarray | None = None
+) -> np.ndarray:
+    """What is left of each sample's error when it is predicted from the samples of other groups.
+
+    In closed form (Rasmussen and Williams, equation 5.12, and the same for blocks).
+
+    Args:
+        inverse: Inverse covariance of the samples, shape ``(n, n)``.
+        weights: Its product with their errors, shape ``(n,)``.
+        groups: Group of each, shape ``(n,)``; each by itself by default.
+    """
+    if groups is None:
+        return np.asarray(weights / np.diag(inverse))
+    found = np.empty(len(weights))
+    for group in np.unique(groups):
+        own = np.flatnonzero(groups == group)
+        found[own] = np.linalg.solve(inverse[np.ix_(own, own)], weights[own])
+    return found
+
+
+def chosen_params(
+    params: np.ndarray, sites: Sites, errors: np.ndarray, groups: np.ndarray | None = None
+) -> np.ndarray:
     """Parameters with amplitudes and noise scaled so that left-out samples are predicted best.
 
     A device may be closer to the known ones than they are to each other, or its errors rougher:
     then the fitted amplitudes would trust the samples too little or too much. Each sample is
-    predicted from the others in closed form (Rasmussen and Williams, equation 5.12); if no
-    correction is better than any, the smallest amplitudes are taken.
+    predicted from those of other groups (:func:`left_out_errors`); if no correction is better than
+    any, the smallest amplitudes are taken.
     """
     best, least = _scaled(params, SMALLEST, 1.0), float(np.abs(errors).mean())
     for amplitude in AMPLITUDE_FACTORS:
@@ -175,7 +198,7 @@ def chosen_params(params: np.ndarray, sites: Sites, errors: np.ndarray) -> np.nd
             scaled = _scaled(params, amplitude, noise)
             matrix = covariance(sites, sites, scaled)
             inverse = np.linalg.inv(matrix + noise_variance(scaled) * np.eye(len(errors)))
-            left_out = inverse @ errors / np.diag(inverse)
+            left_out = left_out_errors(inverse, inverse @ errors, groups)
             loss = float(np.abs(left_out).mean())
             if loss < least:
                 best, least = scaled, loss
@@ -230,8 +253,9 @@ class Correction:
 
     @classmethod
     def fit(
-        cls, params: np.ndarray, sites: Sites, errors: np.ndarray, choose: bool = True
-    ) -> Correction:
+        cls, params: np.ndarray, sites: Sites, errors: np.ndarray, choose: bool = True,
+        groups: np.ndarray | None = None,
+    ) -> Correction:  # fmt: skip
         """Condition on samples.
 
         Args:
@@ -239,16 +263,20 @@ class Correction:
             sites: Of the samples.
             errors: ``log(measured / predicted)`` of the samples by the uncorrected model.
             choose: Whether to let the samples choose how far to trust ``params``.
+            groups: Groups of samples that are alike, such as kernels of one program, shape
+                ``(n,)``: a sample is not predicted from its own group in that choice.
         """
         if len(errors) > MAX_SAMPLES:
             keep = np.random.default_rng(0).choice(len(errors), MAX_SAMPLES, replace=False)
             sites, errors = sites.take(keep), errors[keep]
+            groups = None if groups is None else groups[keep]
         bounded = errors
         if len(errors) > 20:
             bounded = np.clip(errors, *np.quantile(errors, [0.01, 0.99]))
         if choose and len(errors) >= LEAST_CHOICE:
             some = np.arange(min(len(errors), MAX_CHOICE))
-            params = chosen_params(params, sites.take(some), bounded[some])
+            own = None if groups is None else groups[some]
+            params = chosen_params(params, sites.take(some), bounded[some], own)
         matrix = covariance(sites, sites, params) + noise_variance(params) * np.eye(len(errors))
         inverse = np.linalg.inv(matrix)
         found = cls(params, sites, inverse @ bounded, inverse, 1.0, len(errors), errors)
@@ -262,9 +290,8 @@ class Correction:
         Left-out mean and variance of a Gaussian process in closed form: Rasmussen and Williams,
         equations 5.12.
         """
-        precision = np.diag(self.inverse)
-        left_out = self.weights / precision
-        deviation = left_out * np.sqrt(precision)
+        left_out = left_out_errors(self.inverse, self.weights)
+        deviation = left_out * np.sqrt(np.diag(self.inverse))
         lo, hi = ends(deviation, COVERAGE)
         return float(max(-lo, hi) / _NORMAL_90)
 

@@ -13,6 +13,8 @@ from opcast.models.ops.kriging import (
     correction_from,
     covariance,
     fit_params,
+    left_out_errors,
+    noise_variance,
     start_params,
     time_shares,
 )
@@ -117,6 +119,36 @@ def test_fitting_finds_where_the_errors_come_from(params):
     fitted = fit_params(tasks, iterations=8)
     assert fitted[0] > params[0]
     assert fitted[3] < params[3] and fitted[6] < params[6]
+
+
+def test_left_out_errors_are_those_without_the_group(params):
+    """In closed form as by conditioning on the other groups one after the other."""
+    some, errors = sites(12), device_errors(sites(12), 0)
+    groups = np.arange(12) // 4
+    matrix = covariance(some, some, params) + noise_variance(params) * np.eye(12)
+    inverse = np.linalg.inv(matrix)
+    found = left_out_errors(inverse, inverse @ errors, groups)
+    for group in range(3):
+        own, rest = np.flatnonzero(groups == group), np.flatnonzero(groups != group)
+        weights = np.linalg.solve(matrix[np.ix_(rest, rest)], errors[rest])
+        expected = errors[own] - matrix[np.ix_(own, rest)] @ weights
+        assert found[own] == pytest.approx(expected)
+    single = left_out_errors(inverse, inverse @ errors)
+    assert single == pytest.approx(left_out_errors(inverse, inverse @ errors, np.arange(12)))
+
+
+def test_kernels_that_repeat_one_program_are_not_trusted(params):
+    """Sixty samples of three programs, each with an error of its own, say little of a fourth."""
+    rng = np.random.default_rng(0)
+    groups = np.arange(60) % 3
+    place = 3.0 * np.eye(KEYS)[groups] + 0.05 * rng.normal(size=(60, KEYS))
+    share, names = np.tile([1.0, 0.0, 0.0], (60, 1)), np.full(60, "gemm", object)
+    some, new = Sites(place, share, names, names), sites(200, 9)
+    new = Sites(new.place, np.tile([1.0, 0.0, 0.0], (200, 1)), *[np.full(200, "gemm", object)] * 2)
+    errors = np.array([0.8, -0.9, 0.1])[groups] + 0.02 * rng.normal(size=60)
+    alone = Correction.fit(params, some, errors).apply(new)[0]
+    grouped = Correction.fit(params, some, errors, groups=groups).apply(new)[0]
+    assert np.abs(grouped).mean() < 0.5 * np.abs(alone).mean()
 
 
 def test_large_samples_are_thinned(params):
