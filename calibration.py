@@ -125,6 +125,7 @@ class Calibration:
         self.samples = Samples()
         self.rounds: list[Round] = []
         self.failed: list[str] = []
+        self.disturbed = 0
         self._start = time.monotonic()
         self._budget_s = budget_s
         self._seed, self._suite, self._ops = seed, suite, ops
@@ -259,6 +260,7 @@ class Calibration:
             if "rows" in reply:
                 rows += reply["rows"]
                 names.append(candidate.item.key)
+                self.disturbed += bool(reply["disturbed"])
             else:
                 logger.info("%s failed: %s", candidate.item.key, reply["failed"])
                 self.failed.append(str(reply["failed"]))
@@ -326,7 +328,8 @@ def run_calibrate_budget(
     print_frame(console, rounds_table(rounds), title)
     console.print(
         f"{len(run.samples)} kernels of {sum(len(r.programs) for r in rounds)} programs learned"
-        + (f", {len(run.failed)} programs failed" if run.failed else ""),
+        + (f", {len(run.failed)} programs failed" if run.failed else "")
+        + (f", {run.disturbed} measured on a disturbed machine" if run.disturbed else ""),
         highlight=False,
     )
     save_adapted(console, found, out)
