@@ -22,8 +22,6 @@ from .kriging import Correction, Scale, Sites, fit_params, start_params, time_sh
 from .material import (
     FamilySettings,
     GeneralFit,
-    balanced_weights,
-    draw_rows,
     general_table,
     known_table,
     latency_s,
@@ -35,7 +33,8 @@ from .material import (
 from .prediction import FamilyPrediction
 from .rows import codes, group_draw, libraries, misleading, named_columns, unnamed
 from .slopes import Slopes
-from .trust import chips_by_library, trust
+from .trust import trust
+from .unseen import UnseenFit, Way, mean_ape
 
 #: Share of the groups and of the single rows that are kept from fitting, for intervals.
 HELD_GROUPS, HELD_ROWS = 0.05, 0.03
@@ -43,21 +42,10 @@ HELD_GROUPS, HELD_ROWS = 0.05, 0.03
 MIN_GROUPS = 8
 #: Groups that are held at least, up to a fifth of them.
 LEAST_GROUPS = 5
-#: Rows from which the model for unseen devices learns, and each of its leave-one-device-out copies.
-GENERAL_ROWS, FOLD_ROWS = 120_000, 40_000
 #: Errors per left-out device from which the covariance is fitted.
 COVARIANCE_ROWS = 200
 #: Weight of "this device is like that chip" beside a factor on compute, memory or launch.
 LIKENESS = 2.0
-
-
-#: The model of unseen devices: within each device or not, shrunk or not.
-WAYS = ((False, False), (False, True), (True, False), (True, True))
-
-
-def _ape(errors: np.ndarray) -> float:
-    """Mean absolute percentage error of ``log(measured / predicted)``."""
-    return float(np.abs(np.exp(-errors) - 1).mean())
 
 
 class FamilyModel:
@@ -70,7 +58,7 @@ class FamilyModel:
     Attributes:
         devices: Names of the devices that it was fitted to, in order.
         seen: Number of chips from which the model of unseen devices knows each library.
-        shrinks: Whether its ratios are shrunk by what that number deserves.
+        way: How the model of unseen devices was made.
         named: Text parameters that every training row of the family gives.
         corrections: Corrections of devices that were calibrated.
         intervals: Interval ends.
@@ -82,7 +70,7 @@ class FamilyModel:
         self.devices: tuple[str, ...] = ()
         self.kin = Kin()
         self.seen: dict[str, int] = {}
-        self.shrinks = False
+        self.way = Way(False, False, True)
         self.named: tuple[str, ...] = ()
         self.slopes = Slopes()
         self.known: TabularEstimator | None = None
@@ -157,55 +145,28 @@ class FamilyModel:
         self, rows: pd.DataFrame, features: OpFeatures, device: np.ndarray, target: np.ndarray,
         fitting: np.ndarray, rng: np.random.Generator,
     ) -> None:  # fmt: skip
-        """The model of unseen devices, with its errors on each device when that is left out.
-
-        It learns the ratio itself, or what is left of it within each device; leaving out one chip
-        after the other says which of them carries further. Chips of other vendors teach it nothing
-        where those of the most common one suffice.
-        """
+        """The model of unseen devices, with its errors on each device when that is left out."""
         self.scale = Scale.of(features)
         coarse, fine = codes(rows)
         sites = self.scale.sites(features, coarse, fine)
-        honest = ~misleading(rows)
-        fitting = fitting[(honest & self.kin.native(device))[fitting]]
-        library, chip = libraries(rows), self.kin.chip_names(device)
-        self.seen = chips_by_library(library[fitting], chip[fitting])
         self.params = start_params(sites.place.shape[1])
-        balanced = balanced_weights(device[fitting], self.devices, self.kin.chips)
         job = GeneralFit(self.family, self.settings, features, target, device, coarse)
-        drawn = draw_rows(rng, fitting, balanced, min(GENERAL_ROWS, self.settings.max_rows))
-        groups = twins(self.devices, self.kin.chips)
-        if len(groups) < 2:
-            self.general, self.general_slopes = job.fit(drawn, within=False)
+        made = UnseenFit(job, self.kin, libraries(rows), ~misleading(rows), rng).make(fitting)
+        self.general, self.general_slopes = made.general, made.slopes
+        self.way, self.seen = made.way, made.seen
+        if not made.folds:
             return
-        folds = {}
-        for group in groups:
-            outside = ~np.isin(device[fitting], group)
-            count = min(FOLD_ROWS, self.settings.max_rows)
-            learn = draw_rows(rng, fitting[outside], balanced[outside], count)
-            own = np.flatnonzero(np.isin(device, group) & honest)
-            own = rng.choice(own, min(len(own), 4000), replace=False)
-            known = fitting[outside]
-            sure = trust(library[own], chips_by_library(library[known], chip[known]))
-            plain = {w: job.left_out(learn, own, within=w) for w in (False, True)}
-            folds[group] = (own, {(w, s): plain[w] * (sure if s else 1.0) for w, s in WAYS})
-        judges = [g for g in groups if g[0] not in self.kin.foreign] or groups
-        loss = {way: np.mean([_ape(target[own] - e[way]) for own, e in (folds[g] for g in judges)])
-                for way in WAYS}  # fmt: skip
-        way = min(WAYS, key=lambda w: float(loss[w]))
-        within, self.shrinks = way
-        self.general, self.general_slopes = job.fit(drawn, within)
         likes = self._likes(features, coarse)
         tasks, scores = [], {}
-        for group, (own, found) in folds.items():
-            errors = target[own] - found[way]
+        for group, (own, ratio) in made.folds.items():
+            errors = target[own] - ratio
             scores[group[0]] = errors
             some = np.arange(min(len(own), COVARIANCE_ROWS))
             task = sites.take(own[some])
-            task.share = self._with_likes(task.share, likes[own[some]], found[way][some], group)
+            task.share = self._with_likes(task.share, likes[own[some]], ratio[some], group)
             tasks.append((task, errors[some]))
             self.left_out["+".join(group)] = {
-                "mape": _ape(errors), "median": float(np.median(np.abs(np.exp(-errors) - 1))),
+                "mape": mean_ape(errors), "median": float(np.median(np.abs(np.exp(-errors) - 1))),
                 "rows": float(len(own)),
             }  # fmt: skip
         self.intervals.fit_unseen(scores, self.kin.foreign)
@@ -413,7 +374,7 @@ class FamilyModel:
         return np.where(np.isin(stand_in, self.devices), 1.0, self._trust(libraries(rows)))
 
     def _trust(self, library: np.ndarray) -> np.ndarray:
-        return trust(library, self.seen) if self.shrinks else np.ones(len(library))
+        return trust(library, self.seen) if self.way.shrunk else np.ones(len(library))
 
     def distance(
         self, features: OpFeatures, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]
@@ -456,7 +417,7 @@ class FamilyModel:
             "chips": {name: list(chip) for name, chip in self.kin.chips.items()},
             "vendors": self.kin.vendors,
             "seen_chips": self.seen,
-            "shrinks": self.shrinks,
+            "way": self.way._asdict(),
             "named": list(self.named),
             "intervals": self.intervals.to_dict(),
             "scale": {
@@ -489,7 +450,7 @@ class FamilyModel:
         model.kin = Kin(chips, dict(manifest["vendors"]))
         model.seen = {name: int(count) for name, count in manifest["seen_chips"].items()}
         model.named = tuple(manifest.get("named", ()))
-        model.shrinks = bool(manifest["shrinks"])
+        model.way = Way(**manifest["way"])
         model.intervals = DeviceIntervals.from_dict(manifest["intervals"])
         scale = manifest["scale"]
         model.scale = Scale(np.array(scale["centre"]), np.array(scale["spread"]))
