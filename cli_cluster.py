@@ -133,7 +133,8 @@ def _report(rows: pd.DataFrame, find: Any, unseen: bool, json_output: bool) -> N
         for by in (["source"], ["architecture"], ["size"], ["op"], ["fabric"]):
             tables[f"unseen by {', '.join(by)}"] = summary(errors, by, UNSEEN)
     if json_output:
-        content = {k: t.reset_index().to_dict("records") for k, t in tables.items()}
+        plain = {k: t.reset_index().astype(object) for k, t in tables.items()}
+        content = {k: t.where(t.notna(), None).to_dict("records") for k, t in plain.items()}
         sys.stdout.write(json.dumps(content) + "\n")
         return
     for name, table in tables.items():

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from math import ceil, prod
 
 from ..features.errors import DeviceError
-from .algorithms_dim import IN_DIMENSION, Cost, allowed, fastest, flow_rate, leaves
+from .algorithms_dim import IN_DIMENSION, allowed, fastest
+from .algorithms_parts import Cost, flow_rate, leaves
 from .topology import Cluster, Dimension, Topology
 
 #: Collectives that can be estimated.

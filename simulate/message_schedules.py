@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from .algorithms_dim import binary_tree, chunk_count
+from .algorithms_parts import chunk_count
+from .algorithms_tree import binary_tree
 from .messages import DOWN, SHORTEST, UP, Links, Message, arrivals
 
 _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}

@@ -2,9 +2,10 @@ import pytest
 
 from opcast.features.errors import DeviceError
 from opcast.simulate.algorithms import fitting_algorithms
-from opcast.simulate.algorithms_dim import binary_tree
+from opcast.simulate.algorithms_tree import binary_tree
 from opcast.simulate.message_check import cases, main
 from opcast.simulate.message_composed import message_seconds
+from opcast.simulate.message_schedules import PHASES, Schedule, run_phase
 from opcast.simulate.messages import DOWN, Links, Message, arrivals
 from opcast.simulate.topology import Dimension, Topology
 
@@ -112,3 +113,24 @@ def test_the_table_names_topologies_and_the_largest_difference(capsys):
 def test_what_has_no_schedule():
     with pytest.raises(DeviceError, match="no schedule of hierarchical"):
         message_seconds("all_reduce", 1.0, topology(size=1), "hierarchical")
+
+
+@pytest.mark.parametrize(
+    ("collective", "algorithm", "copies"),
+    [
+        # Bytes on all links over the bytes of one buffer: 4 devices, two links a message.
+        ("all_reduce", "ring", 2 * 4 * 2 * 3 / 4),
+        ("all_reduce", "halving_doubling", 2 * 4 * 2 * 3 / 4),
+        ("all_reduce", "direct", 2 * 4 * 2 * 3 / 4),
+        ("all_reduce", "tree", 2 * 2 * 3),  # up and down three edges, half of the bytes each tree
+        ("all_reduce", "in_network", 4 * (1 + 1 / 4 + 1 / 4 + 1)),
+        ("all_to_all", "direct", 2 * 4 * 3 / 4),
+        ("broadcast", "tree", 2 * 3),
+        ("broadcast", "ring", 2 * 3),
+    ],
+)
+def test_algorithms_send_no_byte_too_many(collective, algorithm, copies):
+    schedule = Schedule(Links(topology(reduction="multicast")))
+    run_phase(schedule, [(PHASES[algorithm], 0, collective, 1e6)])
+    sent = sum(m.size * len(m.path) for m in schedule.messages)
+    assert sent == pytest.approx(copies * 1e6)
