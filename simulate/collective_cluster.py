@@ -139,5 +139,5 @@ def _learned(
     measured = found["scope"] in ("known", "calibrated")
     if found["scope"] == "foreign" or (world > MOST_DEVICES and not measured):
         return None
-    values = (float(found[c]) for c in ("latency_s", "lo_s", "hi_s"))
-    return CollectiveEstimate(*values, "learned", str(found["scope"]))
+    latency, lo, hi = (float(found[c]) for c in ("latency_s", "lo_s", "hi_s"))
+    return CollectiveEstimate(latency, lo, hi, "learned", str(found["scope"]))
