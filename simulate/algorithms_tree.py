@@ -8,6 +8,9 @@ from math import ceil, log2
 from .algorithms_parts import Cost, chunk_count, leaves
 from .topology import Dimension
 
+#: Ranks of a tree that is followed rank by rank.
+MOST_FOLLOWED = 256
+
 
 def tree(kind: str, dim: Dimension, size: float) -> Cost | None:
     """Trees, on switches and fat trees that are not oversubscribed.
@@ -17,7 +20,8 @@ def tree(kind: str, dim: Dimension, size: float) -> Cost | None:
     - All-reduce along two binary trees with half of the bytes each, up and down; a rank that has
       children in one is a leaf in the other, so that all send and receive alike [S]. The first
       chunk is followed up and down, child after child; the others come at two chunks of time each.
-      For powers of two with ``h = log2 n``, ``2 h a + (2c+2h-3)/c b / B`` on a switch.
+      For powers of two with ``h = log2 n``, ``2 h a + (2c+2h-3)/c b / B`` on a switch; beyond
+      :data:`MOST_FOLLOWED` ranks this counts for all, with two latencies between leaves.
     """
     if dim.kind not in ("switch", "fat_tree") or dim.oversubscription > 1:
         return None
@@ -28,8 +32,13 @@ def tree(kind: str, dim: Dimension, size: float) -> Cost | None:
     if kind == "all_reduce" and dim.size > 3:
         chunks = chunk_count(size)
         time = size / chunks / dim.rate
-        latency = 2 * ceil(log2(dim.size)) * dim.latency
+        levels = ceil(log2(dim.size))
+        if dim.size > MOST_FOLLOWED:
+            far = levels - int(log2(radix)) if radix else 0
+            filled = 2 * (chunks - 1) + 2 * levels - 1
+            return 2 * (levels + far) * dim.latency, filled * time
         first = _there_and_back(dim.size, radix, dim.latency, time / 2)
+        latency = 2 * levels * dim.latency
         return latency, first - latency + 2 * (chunks - 1) * time
     return None
 

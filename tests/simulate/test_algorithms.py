@@ -156,3 +156,12 @@ def test_what_cannot_be_asked():
     with pytest.raises(DeviceError, match="skew"):
         collective_cost("all_to_all", 1, 4, one(), skew=0.5)
     assert dims_cost("all_reduce", 1.0, ()).algorithm == "none"
+
+
+def test_large_trees_continue_small_ones():
+    for kind, more in (("switch", {}), ("fat_tree", {"radix": 32})):
+        small, large = one(kind, 256, **more), one(kind, 512, **more)
+        before = collective_cost("all_reduce", 1e6, 256, small, "tree").total
+        after = collective_cost("all_reduce", 1e6, 512, large, "tree").total
+        # One more level: 20 µs of transfer, and two latencies there and back.
+        assert after - before == pytest.approx(24 * US, abs=8 * US)
