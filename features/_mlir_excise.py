@@ -74,7 +74,8 @@ def write_excised(module: Any, table: OpTable, excision: Excision) -> bool:
     ops = [op.operation for op in block.operations]
     with module.context:
         for (reader, number), (source, result) in excision.rewired.items():
-            ops[reader].operands[number] = ops[source].results[result]
+            values = ops[source].results if source >= 0 else block.arguments
+            ops[reader].operands[number] = values[result]
         kept_results = _shorten_return(ops, len(table.reads), excision)
         for number in sorted(excision.removed, reverse=True):
             ops[number].erase()
@@ -82,8 +83,8 @@ def write_excised(module: Any, table: OpTable, excision: Excision) -> bool:
             read[1]
             for op, reads in enumerate(table.reads)
             if op not in excision.removed
-            for read in reads
-            if read[0] < 0
+            for number, old in enumerate(reads)
+            if (read := excision.rewired.get((op, number), old))[0] < 0
         }
         was_used = {read[1] for reads in table.reads for read in reads if read[0] < 0}
         gone = {i for i in range(len(block.arguments)) if i in was_used and i not in used}

@@ -177,7 +177,7 @@ def _wait(
                     f"the compiler for {target.device} did not end within "
                     f"{settings.timeout_s:.0f} s",
                     where=origin,
-                    hint="give it more time with --compile-timeout, or use another lowering",
+                    hint="give it more time with opcast lower --compile-timeout, or use another lowering",
                 )
     return code
 
@@ -237,7 +237,7 @@ def _crash(folder: Path, code: int, job: Job, origin: str, target: CompileTarget
         return CompilerError(
             f"the compiler for {target.device} ran out of memory (limit {limit})",
             where=origin,
-            hint="give it more with --compile-memory, or use another lowering",
+            hint="give it more with opcast lower --compile-memory, or use another lowering",
         )
     how = f"exit code {code}"
     if code < 0:

@@ -228,6 +228,7 @@ sys.stdout.write(lowered.as_text())
 """
 
 
+@pytest.mark.slow
 def test_real_gpu_compiler_partitions(tmp_path) -> None:
     """A program with sharding annotations over four devices gets an all-reduce."""
     import subprocess
