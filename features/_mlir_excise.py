@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .repeats import Excision, OpTable, Read
+from .excision import Excision
+from .layer_runs import OpTable, Read
 
 _RETURN = ("func.return", "return")
 
@@ -61,7 +62,7 @@ def _body(block: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def write_excised(module: Any, table: OpTable, excision: Excision) -> bool:
+def write_excised(module: Any, function: Any, table: OpTable, excision: Excision) -> bool:
     """Take ops out of a module's main function, in place.
 
     Arguments that nothing reads any more and results that went are taken from its type.
@@ -69,7 +70,6 @@ def write_excised(module: Any, table: OpTable, excision: Excision) -> bool:
     Returns:
         Whether the module is still valid; if not, it must not be used.
     """
-    function = main_function(module)
     block = function.regions[0].blocks[0]
     ops = [op.operation for op in block.operations]
     with module.context:

@@ -177,7 +177,7 @@ def _wait(
                     f"the compiler for {target.device} did not end within "
                     f"{settings.timeout_s:.0f} s",
                     where=origin,
-                    hint="give it more time with opcast lower --compile-timeout, or use another lowering",
+                    hint="more time: opcast lower --compile-timeout; or use another lowering",
                 )
     return code
 

@@ -47,7 +47,8 @@ def shorten(module: Any, tagged: Any, least: int) -> ShortPrograms | None:
     """
     from ._jax_compat import copy_module
     from ._mlir_excise import main_function, read_table, write_excised
-    from .repeats import excise, find_repeats
+    from .excision import excise
+    from .repeats import find_repeats
 
     function = main_function(module)
     table = read_table(function) if function is not None else None
@@ -58,7 +59,7 @@ def shorten(module: Any, tagged: Any, least: int) -> ShortPrograms | None:
     for keep in (FULL, HALF):
         excision = excise(table, repeats, keep)
         short = copy_module(tagged)
-        if excision is None or not write_excised(short, table, excision):
+        if excision is None or not write_excised(short, main_function(short), table, excision):
             return None
         modules.append(short)
     return ShortPrograms(repeats.layers, (modules[0], modules[1]))

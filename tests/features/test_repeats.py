@@ -15,11 +15,13 @@ from opcast.features.compile_process import CompileSettings
 from opcast.features.compilers import find_compiler
 from opcast.features.cost import program_cost
 from opcast.features.errors import CompilerError
+from opcast.features.excision import excise
 from opcast.features.kernel import LoweredProgram
+from opcast.features.layer_runs import OpTable, Run
 from opcast.features.lowering import lower
 from opcast.features.lowering_repeats import extrapolate, shorten
 from opcast.features.reader import SourceProgram, read_program
-from opcast.features.repeats import OpTable, Run, excise, find_repeats
+from opcast.features.repeats import find_repeats
 
 WIDTH, BATCH = 64, 32
 
