@@ -9,14 +9,20 @@ program ``result<i>.json`` and ``hlo<i>.txt`` are made, or ``result<i>.json`` wi
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import resource
+import signal
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+#: Of Linux's <sys/prctl.h>.
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,14 @@ def _write(path: Path, data: dict[str, Any]) -> None:
     partial.replace(path)
 
 
+def _die_with_parent() -> None:
+    """End when the main process ends, however that happens (on Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 if __name__ == "__main__":
+    _die_with_parent()
     # The plug-in reads its settings when it is loaded; nothing of the user's shell may reach it.
     os.environ["JAX_PLATFORMS"] = "cpu"
     run(Path(sys.argv[1]))
