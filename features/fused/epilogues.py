@@ -31,7 +31,9 @@ class _Epilogue:
         self.call.library = True
 
     def run(self) -> None:
-        """Bias, then either a residual or an activation."""
+        """A factor; or bias, then either a residual or an activation."""
+        if self.is_dot:
+            self._factor()
         biased = self._add(self._bias)
         if (self.is_dot or self._is_forward()) and self._add(self._residual) and self.is_dot:
             return
@@ -82,6 +84,13 @@ class _Epilogue:
             return False
         other = rhs if source_of(lhs) is root else lhs
         return bool(rule(cluster, other))  # type: ignore[operator]
+
+    def _factor(self) -> None:
+        """A constant that the product is multiplied by, if it is nothing else's."""
+        cluster = self._reader()
+        if cluster is not None and cluster.root.opcode == "multiply":
+            if any(splat(operand) is not None for operand in cluster.root.operands):
+                self._take(cluster, *self._splats(cluster.root))
 
     def _bias(self, cluster: Cluster, other: Node) -> bool:
         """A vector along the last dimension; of a convolution, along its features."""

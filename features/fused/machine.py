@@ -26,10 +26,10 @@ _L1_BYTES = 8192
 _SECTOR = 32
 _ELEMENTS_PER_BLOCK = 512.0
 _CYCLES: dict[str, float] = {
-    "divide": 16.0, "power": 3000.0, "exponential": 24.0, "exponential-minus-one": 40.0, "log": 36.0,
-    "log-plus-one": 48.0, "tanh": 36.0, "logistic": 40.0, "sine": 200.0, "cosine": 200.0,
-    "tan": 300.0, "sqrt": 20.0, "rsqrt": 16.0, "cbrt": 40.0, "erf": 40.0, "atan2": 60.0,
-    "remainder": 30.0,
+    "divide": 48.0, "power": 3000.0, "exponential": 72.0, "exponential-minus-one": 120.0, "log": 108.0,
+    "log-plus-one": 144.0, "tanh": 108.0, "logistic": 120.0, "sine": 200.0, "cosine": 200.0,
+    "tan": 300.0, "sqrt": 60.0, "rsqrt": 48.0, "cbrt": 120.0, "erf": 120.0, "atan2": 180.0,
+    "remainder": 90.0,
     "broadcast": 0.0, "reshape": 0.0, "slice": 0.0, "transpose": 0.0, "iota": 1.0,
     "concatenate": 2.0, "pad": 3.0, "gather": 4.0, "constant": 0.0, "parameter": 0.0,
     "reverse": 1.0, "dynamic-slice": 2.0, "bitcast-convert": 0.0,
