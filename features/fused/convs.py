@@ -8,7 +8,6 @@ from ..ir import TensorType, WindowDim
 from .graph import Graph, Node
 from .machine import Machine
 
-
 #: Attribute of convolutions whose filter was reversed: gradients of an input.
 REVERSED = "input_gradient"
 
@@ -31,7 +30,7 @@ def canonical_convs(graph: Graph, machine: Machine) -> None:
 
 
 def is_weight_gradient(conv: Node) -> bool:
-    """Whether a library computes it as a filter's gradient: its window is larger than its result."""
+    """Whether a library computes it as a filter's gradient: a window larger than the result."""
     lhs, _, out = _labels(conv)
     if lhs.index("f") >= lhs.index("b"):
         return False
@@ -84,7 +83,7 @@ def _ordered(node: Node, labels: str, wanted: str) -> Node:
 
 
 def _unreversed(conv: Node) -> Node:
-    """The filter as it is stored; an input's gradient reverses it, which the library does itself."""
+    """The filter as it is stored; for an input's gradient the library reverses it itself."""
     kernel = conv.operands[1]
     return kernel.operands[0] if kernel.opcode == "reverse" else kernel
 

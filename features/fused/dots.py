@@ -1,4 +1,6 @@
-"""Matrix products as GEMM libraries take them: three dimensions, transposes folded, shared ones merged.
+"""Matrix products as GEMM libraries take them: three dimensions, transposes folded.
+
+Products that share an operand are merged.
 
 A library reads an operand in any order of batch, rows and columns as long as each of the three is
 one run of memory and batches are not innermost. Other orders need a transpose of their own.
@@ -48,7 +50,7 @@ def canonical_dots(graph: Graph) -> None:
 
 
 def _is_swap(transpose: Node, dot: Node) -> bool:
-    """Whether a transpose of a product exchanges its rows and columns, as swapping operands does."""
+    """Whether a transpose of a product exchanges rows and columns, as swapping operands does."""
     if transpose.opcode != "transpose":
         return False
     batch = len(dot.attrs.get("lhs_batch_dims", ()))
@@ -65,9 +67,9 @@ def _canonical(dot: Node, swap: bool) -> Node:
         sides.reverse()
     (lhs, left), (rhs, right) = (_prepared(side, position) for position, side in enumerate(sides))
     first, second = sides
-    sizes = [
-        prod(first.node.type.shape[d] for d in dims) for dims in (first.batch, first.free)
-    ] + [prod(second.node.type.shape[d] for d in second.free)]
+    sizes = [prod(first.node.type.shape[d] for d in dims) for dims in (first.batch, first.free)] + [
+        prod(second.node.type.shape[d] for d in second.free)
+    ]
     attrs: dict[str, Any] = {
         k: v for k, v in dot.attrs.items() if k in ("operand_precision", "algorithm")
     }
@@ -136,9 +138,7 @@ def _through_transpose(side: _Operand) -> _Operand | None:
 def _transposed(side: _Operand, order: tuple[int, ...]) -> _Operand:
     shape = tuple(side.node.type.shape[d] for d in order)
     result = TensorType(side.node.type.dtype, shape)
-    node = Node(
-        "transpose", [side.node], (result,), {"dimensions": order}, source=side.node.source
-    )
+    node = Node("transpose", [side.node], (result,), {"dimensions": order}, source=side.node.source)
     place = {old: new for new, old in enumerate(order)}
     batch, free, contract = (
         tuple(place[d] for d in dims) for dims in (side.batch, side.free, side.contract)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-
-
 from ..ir import Computation, Op, Program
 from .classify import is_consumer
 from .clusters import Cluster, Clusters
@@ -271,5 +269,3 @@ def _name(cluster: Cluster) -> str:
         base = "rows"
     names = dict.fromkeys(root.opcode.replace("-", "_").replace(".", "_") for root in cluster.roots)
     return f"{base}_{'_'.join(list(names)[:3])}_fusion"
-
-

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from .classify import source_of
 from .clusters import Cluster, Clusters
 from .convs import REVERSED
@@ -74,7 +76,7 @@ class _Epilogue:
         self.call.roots = [cluster.root]
         self.clusters.add(self.call)
 
-    def _add(self, rule: object) -> bool:
+    def _add(self, rule: Callable[[Cluster, Node], bool]) -> bool:
         cluster = self._reader()
         if cluster is None or cluster.root.opcode != "add":
             return False
@@ -83,14 +85,15 @@ class _Epilogue:
         if source_of(lhs) is source_of(rhs):
             return False
         other = rhs if source_of(lhs) is root else lhs
-        return bool(rule(cluster, other))  # type: ignore[operator]
+        return rule(cluster, other)
 
     def _factor(self) -> None:
         """A constant that the product is multiplied by, if it is nothing else's."""
         cluster = self._reader()
-        if cluster is not None and cluster.root.opcode == "multiply":
-            if any(splat(operand) is not None for operand in cluster.root.operands):
-                self._take(cluster, *self._splats(cluster.root))
+        if cluster is None or cluster.root.opcode != "multiply":
+            return
+        if any(splat(operand) is not None for operand in cluster.root.operands):
+            self._take(cluster, *self._splats(cluster.root))
 
     def _bias(self, cluster: Cluster, other: Node) -> bool:
         """A vector along the last dimension; of a convolution, along its features."""
@@ -170,7 +173,9 @@ class _Epilogue:
                     chain.append(cluster)
             waiting = [c for c in front if c not in ready]
             follow = [u for c in ready for u in self.clusters.users(c)]
-            front = list({id(c): c for c in (*waiting, *follow) if id(c.root) not in inside}.values())
+            front = list(
+                {id(c): c for c in (*waiting, *follow) if id(c.root) not in inside}.values()
+            )
             if self._is_complete(root, chain, inside):
                 return chain
         return None

@@ -61,7 +61,9 @@ def _scattered(node: Node, program: Program) -> Node:
         "indices_are_sorted": False, "unique_indices": False,
     }  # fmt: skip
     called = (node.called[1],)
-    return Node("scatter", [zeros, indices, updates], node.results, attrs, called, source=node.source)
+    return Node(
+        "scatter", [zeros, indices, updates], node.results, attrs, called, source=node.source
+    )
 
 
 def _chooser(program: Program, dtype: str, rank: int) -> str:
@@ -70,13 +72,9 @@ def _chooser(program: Program, dtype: str, rank: int) -> str:
     if name in program.computations:
         return name
     types = [TensorType(dtype), *[TensorType(_INDEX)] * rank]
-    ops = [
-        Op(f"{name}.p{i}", "parameter", (), (t,), {"index": i}) for i, t in enumerate(types * 2)
-    ]
+    ops = [Op(f"{name}.p{i}", "parameter", (), (t,), {"index": i}) for i, t in enumerate(types * 2)]
     count = len(types)
-    ops.append(
-        Op(f"{name}.c", "compare", (0, count), (TensorType("pred"),), {"direction": "GE"})
-    )
+    ops.append(Op(f"{name}.c", "compare", (0, count), (TensorType("pred"),), {"direction": "GE"}))
     chosen = []
     for i, t in enumerate(types):
         chosen.append(len(ops))

@@ -1,4 +1,4 @@
-"""State of loops: what nobody reads goes, what changes places or starts from a shared value is copied."""
+"""State of loops: what nobody reads goes, what changes places is copied."""
 
 from __future__ import annotations
 

@@ -7,8 +7,9 @@ from typing import NamedTuple
 from .classify import IN_PLACE, is_loop_reduction, reduction, source_of
 from .clusters import Cluster, Clusters
 from .graph import Node
-from .machine import LAUNCH_S, Machine, Work
+from .machine import LAUNCH_S, Machine
 from .priority import MAX_OPERANDS, narrow_reduction
+from .work import Work
 
 
 class MultiOutputFusion:
@@ -127,7 +128,11 @@ class MultiOutputFusion:
 
 def _joins(cluster: Cluster) -> bool:
     """Whether a cluster can share a kernel: no library call, no update in place."""
-    return cluster.consumes and not cluster.rows and not any(root.opcode in IN_PLACE for root in cluster.roots)
+    return (
+        cluster.consumes
+        and not cluster.rows
+        and not any(root.opcode in IN_PLACE for root in cluster.roots)
+    )
 
 
 class _Frame(NamedTuple):
@@ -174,7 +179,6 @@ def hero_of(root: Node, cluster: Cluster) -> Node:
         if sources[0].size != root.size and sources[0].opcode != "reduce":
             return root
         node = sources[0]
-
 
 
 def _shares(node: Node, first: Cluster, second: Cluster) -> bool:

@@ -8,7 +8,8 @@ from .classify import IN_PLACE, Shape, is_loop_reduction, reduction, source_of
 from .clusters import Cluster, Clusters
 from .folding import is_elementwise
 from .graph import Node
-from .machine import LAUNCH_S, MAX_BRANCHES, Machine, Work, blocks_of
+from .machine import LAUNCH_S, Machine
+from .work import MAX_BRANCHES, Work, blocks_of
 
 #: Most arrays that one kernel reads and writes.
 MAX_OPERANDS = 96
@@ -119,7 +120,9 @@ class PriorityFusion:
         seconds = None
         if self._fits(producer, consumer):
             both = {**producer.members, **consumer.members}
-            work = Work([both[i] for i in sorted(both)], consumer.roots, consumer.rows or producer.rows)
+            work = Work(
+                [both[i] for i in sorted(both)], consumer.roots, consumer.rows or producer.rows
+            )
             if work.branches <= MAX_BRANCHES:
                 seconds = work.seconds(self.machine)
         self._pairs[key] = (producer.version, consumer.version, seconds)

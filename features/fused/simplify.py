@@ -1,4 +1,4 @@
-"""Simplifications that change kernels: what XLA's algebraic simplifier, CSE and DCE do before fusing.
+"""Simplifications that change kernels: what XLA's simplifier, CSE and DCE do before fusing.
 
 Rewrites run over a graph in topological order until nothing changes. Only those are here that
 change what is computed or moved; a rewrite that fusion would hide anyway is left out.
@@ -108,7 +108,9 @@ def _add(node: Node) -> Node | None:
         into_zeros = this.opcode == "scatter" and is_splat(this.operands[0], 0)
         if into_zeros and not this.is_tuple and this is not other:
             operands = [other, *this.operands[1:]]
-            return Node("scatter", operands, this.results, this.attrs, this.called, source=this.source)
+            return Node(
+                "scatter", operands, this.results, this.attrs, this.called, source=this.source
+            )
     return None
 
 
@@ -252,8 +254,7 @@ def _tuple_element(node: Node) -> Node | None:
 _RULES: dict[str, Callable[[Node], Node | None]] = {
     "add": _add, "subtract": _subtract, "multiply": _multiply, "divide": _divide,
     "power": _power, "chlo.square": _square, "convert": _convert, "select": _select,
-    "and": _and, "negate": _negate, "maximum": _maximum, "reduce": _reduce, "dynamic-slice": _dynamic_slice,
+    "and": _and, "negate": _negate, "maximum": _maximum, "reduce": _reduce,
+    "dynamic-slice": _dynamic_slice,
     "get-tuple-element": _tuple_element,
 }  # fmt: skip
-
-

@@ -52,9 +52,7 @@ def _sunk(node: Node, sinkable: set[int]) -> Node | None:
     shape = operands[node.operands.index(first)].type.shape
     kind = TensorType(node.type.dtype, shape)
     inner = Node(node.opcode, operands, (kind,), dict(node.attrs), source=node.source)
-    return Node(
-        "transpose", [inner], node.results, {"dimensions": order}, source=node.source
-    )
+    return Node("transpose", [inner], node.results, {"dimensions": order}, source=node.source)
 
 
 def _sunk_reduce(node: Node, order: tuple[int, ...]) -> Node | None:
@@ -71,7 +69,7 @@ def _sunk_reduce(node: Node, order: tuple[int, ...]) -> Node | None:
 
 
 def _turned(node: Node, order: tuple[int, ...], depth: int) -> Node | None:
-    """A value in the order from before a transpose by ``order``; ``None`` if that costs something."""
+    """A value in the order from before a transpose by ``order``; ``None`` if that costs."""
     if not node.type.shape:
         return node
     if node.opcode == "transpose" and tuple(node.attrs["dimensions"]) == order:

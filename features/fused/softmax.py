@@ -100,9 +100,9 @@ def _constants(clusters: Clusters, nodes: list[Node]) -> list[Node]:
     for node in nodes:
         for operand in node.operands:
             source = source_of(operand)
-            if source.opcode == "broadcast" and splat(source) is not None:
-                if _single(clusters, source):
-                    found[id(source)] = source
+            filled = source.opcode == "broadcast" and splat(source) is not None
+            if filled and _single(clusters, source):
+                found[id(source)] = source
     return list(found.values())
 
 

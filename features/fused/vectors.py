@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..ir import Computation, Op, Program, TensorType
 from .folding import splat_node
 from .graph import Graph, Node
@@ -30,12 +32,12 @@ def pad_products(graph: Graph) -> None:
     _replace(graph, _padded)
 
 
-def _replace(graph: Graph, rule: object) -> None:
+def _replace(graph: Graph, rule: Callable[[Node], Node | None]) -> None:
     replaced: dict[int, Node] = {}
     for node in graph.nodes():
         node.operands = [replaced.get(id(o), o) for o in node.operands]
         if node.opcode == "dot":
-            made = rule(node)  # type: ignore[operator]
+            made = rule(node)
             if made is not None:
                 replaced[id(node)] = made
     graph.outputs = [replaced.get(id(node), node) for node in graph.outputs]
@@ -52,7 +54,7 @@ def _sizes(dot: Node) -> tuple[int, int, int, int]:
 def _as_reduction(dot: Node, program: Program) -> Node | None:
     batch, rows, columns, depth = _sizes(dot)
     if depth == 1:
-        lhs, rhs = (_spread(dot, side, ()) for side in (0, 1))
+        lhs, rhs = (_spread(dot, side) for side in (0, 1))
         return Node("multiply", [lhs, rhs], dot.results, source=dot.source)
     if min(rows, columns) > 1 or batch * rows * columns * depth >= SMALL_PRODUCT:
         return None
@@ -78,7 +80,7 @@ def _as_reduction(dot: Node, program: Program) -> Node | None:
         source=dot.source,
     )
     batch_dims = dot.attrs[f"{key}_batch_dims"]
-    if batch_dims and [d for d in range(3) if d != along][0] != batch_dims[0]:
+    if batch_dims and next(d for d in range(3) if d != along) != batch_dims[0]:
         turned = TensorType(dot.type.dtype, (shape[1], shape[0]))
         total = Node("transpose", [total], (turned,), {"dimensions": (1, 0)}, source=dot.source)
     return reshape(total, dot.type.shape)
@@ -96,7 +98,9 @@ def _vector_along(dot: Node, side: int, matrix: Node, key: str) -> Node:
         batch = dot.attrs[f"{key}_batch_dims"][0]
         first = dot.attrs[f"{own}_batch_dims"][0] < dot.attrs[f"{own}_contracting_dims"][0]
         size = matrix.type.shape[batch]
-        dims, sizes = ([batch, along], [size, *sizes]) if first else ([along, batch], [*sizes, size])
+        dims, sizes = (
+            ([batch, along], [size, *sizes]) if first else ([along, batch], [*sizes, size])
+        )
     small = reshape(vector, tuple(sizes))
     if dims != sorted(dims):
         kind = TensorType(small.type.dtype, tuple(reversed(sizes)))
@@ -105,7 +109,7 @@ def _vector_along(dot: Node, side: int, matrix: Node, key: str) -> Node:
     return Node("broadcast", [small], (kind,), {"dimensions": tuple(sorted(dims))})
 
 
-def _spread(dot: Node, side: int, _: tuple[int, ...]) -> Node:
+def _spread(dot: Node, side: int) -> Node:
     """One side of an outer product as an array of the result's shape."""
     operand = dot.operands[side]
     shape = dot.type.shape

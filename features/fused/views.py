@@ -76,7 +76,7 @@ def _broadcast(node: Node) -> Node | None:
     shape = node.type.shape
     if inner.type.shape == shape:
         return inner
-    kept = [i for i, d in enumerate(dims) if not (inner.type.shape[i] == 1)]
+    kept = [i for i, d in enumerate(dims) if inner.type.shape[i] != 1]
     if len(kept) < len(dims):
         small = reshape(inner, tuple(inner.type.shape[i] for i in kept), node)
         attrs = {"dimensions": tuple(dims[i] for i in kept)}
@@ -99,7 +99,8 @@ def _slice(node: Node) -> Node | None:
     limits = node.attrs["slice"]
     if inner.opcode == "slice" and all(s == 1 for _, _, s in (*limits, *inner.attrs["slice"])):
         joined = tuple(
-            (a + c, a + d, 1) for (a, _, _), (c, d, _) in zip(inner.attrs["slice"], limits, strict=True)
+            (a + c, a + d, 1)
+            for (a, _, _), (c, d, _) in zip(inner.attrs["slice"], limits, strict=True)
         )
         return Node("slice", [inner.operands[0]], node.results, {"slice": joined})
     return _slice_of_concatenate(node, inner) if inner.opcode == "concatenate" else None

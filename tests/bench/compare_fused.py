@@ -1,8 +1,9 @@
 """Kernels of the lowering ``fused`` beside those of the real compiler, over the zoo.
 
-    python -m tests.bench.compare_fused --device h100-sxm [--op] [--only llama] [--json FILE]
+    python tests/bench/compare_fused.py --device h100-sxm [--op] [--only llama] [--hlo FOLDER]
 
-Needs the compiler of the device (``opcast compilers install gpu``). Rules were tuned on the families
+Needs the compiler of the device (``opcast compilers install gpu``), or the modules that it made,
+which ``--hlo`` keeps. Rules were tuned on the families
 in ``TUNED``; the others were looked at only here. Times are rooflines on the catalogue's device, no
 kernel under its floor, summed without overlap.
 """
@@ -19,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from opcast.datagen.zoo.registry import build, parse_settings
-from opcast.features.compile_process import CompileSettings
 from opcast.features.catalogue import find_device
+from opcast.features.compile_process import CompileSettings
 from opcast.features.device import DeviceSpec
 from opcast.features.errors import OpcastError
 from opcast.features.kernel import LoweredProgram
@@ -118,12 +119,25 @@ def programs(only: str) -> Iterable[tuple[str, str, SourceProgram]]:
             yield family, workload.name, read_program(workload.mlir())
 
 
+def compiled(name: str, source: SourceProgram, device: DeviceSpec, folder: Path | None) -> Totals:
+    """Totals of what the compiler makes of a program, or made of it before."""
+    path = folder / f"{name}.hlo" if folder else None
+    if path is not None and path.is_file():
+        return totals(lower(path.read_text(), "xla"), device)
+    found = lower(source, "xla", device=device, settings=LIBRARY)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(found.hlo)
+    return totals(found, device)
+
+
 def main() -> None:
     """Print a line for each program, and the deviations by part of the zoo."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="h100-sxm")
     parser.add_argument("--only", default="", help="part of a program's name")
     parser.add_argument("--op", action="store_true", help="compare the lowering op too")
+    parser.add_argument("--hlo", type=Path, help="folder of compiled modules")
     parser.add_argument("--json", type=Path, help="file to write")
     given = parser.parse_args()
     device = find_device(given.device)
@@ -131,7 +145,7 @@ def main() -> None:
     print(f"{'program':60} {'kernels':>12} {'MB':>16} {'FLOPs':>6} {'us':>14}  s", flush=True)
     for family, name, source in programs(given.only):
         try:
-            real = totals(lower(source, "xla", device=device, settings=LIBRARY), device)
+            real = compiled(name, source, device, given.hlo)
         except OpcastError as error:
             print(f"{name:60} not compiled: {error}", flush=True)
             continue

@@ -1,0 +1,214 @@
+"""Properties of the fusion rules over the zoo, and single rules on small graphs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from opcast.datagen.zoo.registry import build
+from opcast.datagen.zoo.suites import suite
+from opcast.features.catalogue import find_device
+from opcast.features.errors import LoweringError
+from opcast.features.fused.classify import Shape, is_loop, is_loop_reduction, reduction
+from opcast.features.fused.clusters import Clusters
+from opcast.features.fused.epilogues import fuse_epilogues
+from opcast.features.fused.graph import Node, build_graph
+from opcast.features.fused.loops import drop_dead_state, merge_counters
+from opcast.features.fused.machine import Machine, machine_of
+from opcast.features.fused.multi_output import MultiOutputFusion
+from opcast.features.fused.priority import PriorityFusion
+from opcast.features.fused.reductions import parts_of
+from opcast.features.fused.simplify import simplify
+from opcast.features.fused.softmax import fuse_softmax
+from opcast.features.ir import TensorType
+from opcast.features.kernels import kernel_from_ir
+from opcast.features.lowering import lower
+from opcast.features.lowering_choice import AUTO, choose_lowering
+from opcast.features.reader import read_program
+
+H100 = find_device("h100-sxm")
+QUICK = [(name, tuple(sorted(settings.items()))) for name, settings in suite("quick")]
+
+
+def graph_of(function, *shapes):
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    source = read_program(jax.jit(function).lower(*arguments).as_text())
+    graph = build_graph(source.program)
+    simplify(graph)
+    return graph
+
+
+def opcodes(graph):
+    return [n.opcode for n in graph.nodes() if n.opcode not in ("parameter", "constant")]
+
+
+def reduce_node(shape, dims):
+    kept = tuple(size for d, size in enumerate(shape) if d not in dims)
+    source = Node("parameter", [], (TensorType("f32", shape),), {"index": 0})
+    return Node("reduce", [source, source], (TensorType("f32", kept),), {"dimensions": dims})
+
+
+@pytest.fixture(scope="module", params=QUICK, ids=lambda item: item[0])
+def program(request):
+    name, settings = request.param
+    return read_program(build(name, **dict(settings)).mlir(debug_info=False))
+
+
+def test_work_is_conserved_and_traffic_falls(program):
+    op, fused = (lower(program, name, device=H100) for name in ("op", "fused"))
+
+    def total(lowered, what):
+        return sum(k.multiplicity * getattr(k, what) for k in lowered.kernels if k.takes_time)
+
+    # What is computed twice adds a little; the weights of merged products are joined by copies.
+    copied = sum(k.multiplicity * k.bytes for k in fused.kernels if k.kind == "copy")
+    assert total(fused, "flops") == pytest.approx(total(op, "flops"), rel=0.35)
+    assert total(fused, "bytes") - copied <= total(op, "bytes")
+    assert len(fused.kernels) <= len(op.kernels)
+
+
+def test_kernels_can_be_made_again_from_their_text(program):
+    for kernel in lower(program, "fused", device=H100).kernels:
+        again = kernel_from_ir(kernel.ir)
+        assert (again.hash, again.kind, again.flops, again.bytes) == (
+            kernel.hash, kernel.kind, kernel.flops, kernel.bytes,
+        )  # fmt: skip
+
+
+def test_kernels_read_only_what_came_before(program):
+    kernels = lower(program, "fused", device=H100).kernels
+    assert all(max(k.operands, default=-1) < i for i, k in enumerate(kernels))
+
+
+def test_every_op_is_in_one_kernel_or_may_be_repeated(program):
+    graph = build_graph(program.program)
+    simplify(graph)
+    clusters = Clusters(graph)
+    ops = {id(n): n for c in clusters.all() for n in c.members.values()}
+    fuse_epilogues(clusters)
+    fuse_softmax(clusters)
+    PriorityFusion(clusters, Machine()).run()
+    MultiOutputFusion(clusters, Machine()).run()
+    seen: dict[int, int] = {}
+    for cluster in clusters.all():
+        for node in cluster.members.values():
+            seen[id(node)] = seen.get(id(node), 0) + 1
+    assert set(ops) <= set(seen)
+    assert all(is_loop(ops[key]) for key, count in seen.items() if count > 1 and key in ops)
+
+
+@pytest.mark.parametrize(
+    ("function", "left"),
+    [
+        (lambda x: x * 1.0 + 0.0, []),
+        (lambda x: x.T.T, []),
+        (lambda x: jnp.negative(-x), []),
+        (lambda x: x / 4.0, ["broadcast", "multiply"]),
+        (lambda x: x.reshape(-1).reshape(8, 16), []),
+        (lambda x: jnp.concatenate([x, x + 1.0])[:8], []),
+        (lambda x: jnp.square(x) - x * x, ["multiply", "subtract"]),
+        (lambda x: x**2, ["multiply"]),
+        (lambda x: jnp.where(True, x, 0.0), []),
+        (lambda x: jnp.pad(x, 0), []),
+        (lambda x: x[None].transpose(1, 0, 2).reshape(8, 16), []),
+    ],
+)
+def test_simplification_leaves_what_is_needed(function, left):
+    assert opcodes(graph_of(function, (8, 16))) == left
+
+
+def test_constants_are_computed_beforehand():
+    graph = graph_of(lambda x: x * (jnp.float32(2.0) * 3.0 + jnp.sqrt(jnp.float32(9.0))), (8,))
+    (constant,) = [n for n in graph.nodes() if n.opcode == "constant"]
+    assert constant.attrs["value"] == 9.0
+
+
+def test_what_is_scattered_into_zeros_is_scattered_into_the_sum():
+    def both(x, i, y):
+        return x + jnp.zeros_like(x).at[i.astype(jnp.int32)].add(y)
+
+    codes = opcodes(graph_of(both, (64, 8), (4,), (4, 8)))
+    assert codes.count("scatter") == 1
+    assert codes[-1] == "scatter"
+
+
+def test_dead_state_and_second_counters_go():
+    def loop(x):
+        def step(s):
+            i, j, dead, y = s
+            return i + 1, j + 1, dead * 2.0, y * 1.5 + j
+
+        return jax.lax.while_loop(lambda s: s[0] < 9, step, (0, 0, x, x))[3]
+
+    graph = graph_of(loop, (16,))
+    merge_counters(graph)
+    drop_dead_state(graph)
+    (node,) = [n for n in graph.nodes() if n.opcode == "while"]
+    body = node.graphs[1]
+    kept = [o is p for o, p in zip(body.outputs, body.parameters, strict=False)]
+    assert kept == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "expected"),
+    [
+        ((64, 32), (1,), (Shape.ROW, 1, 32, 1)),
+        ((64, 32), (0,), (Shape.COLUMN, 1, 64, 32)),
+        ((4, 64, 32), (0, 1), (Shape.COLUMN, 1, 256, 32)),
+        ((4, 64, 32), (1,), (Shape.COLUMN, 4, 64, 32)),
+        ((4, 64, 32), (0, 2), (Shape.ROW, 4, 32, 1)),
+        ((4, 64, 1), (1,), (Shape.ROW, 1, 64, 1)),
+        ((2, 3, 4, 5), (0, 2), (Shape.SCATTERED, 1, 8, 1)),
+    ],
+)
+def test_reductions_are_grouped_by_memory_order(shape, dims, expected):
+    assert tuple(reduction(reduce_node(shape, dims))) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "loop"),
+    [
+        ((64, 10), (1,), True), ((64, 16), (1,), False), ((9, 64), (0,), True),
+        ((64, 64), (0,), False),
+    ],
+)  # fmt: skip
+def test_short_reductions_are_loops(shape, dims, loop):
+    assert is_loop_reduction(reduce_node(shape, dims)) is loop
+
+
+@pytest.mark.parametrize(
+    ("length", "parts"),
+    [(32_000, (128, 250)), (30_522, (131, 233)), (73_728, (256, 288)), (4_608, (64, 72))],
+)
+def test_parts_of_long_reductions_are_the_compilers(length, parts):
+    assert parts_of(length) == parts
+
+
+def test_a_machine_is_read_from_its_description():
+    v100, h100 = machine_of(find_device("v100-pcie")), machine_of(H100)
+    assert (v100.cores, v100.bandwidth, v100.tensor_fusion) == (80, 900e9, False)
+    assert (h100.cores, h100.lanes, h100.tensor_fusion) == (132, 128, True)
+    assert machine_of(find_device("tpu-v4")) == Machine()
+
+
+def test_without_its_compiler_a_device_gets_fused_and_a_note(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPCAST_COMPILERS", str(tmp_path))
+    monkeypatch.setattr("opcast.features.compilers._versions", lambda folder: {})
+    chosen = choose_lowering(AUTO, H100, absent=True)
+    assert chosen.lowering == "fused"
+    assert "no gpu compiler" in chosen.note
+    assert "opcast compilers install gpu" in chosen.note
+    text = jax.jit(lambda x: x + 1.0).lower(jax.ShapeDtypeStruct((8,), jnp.float32)).as_text()
+    found = lower(text, AUTO, device=H100)
+    assert (found.lowering, found.notes[0]) == ("fused", chosen.note)
+
+
+def test_the_local_device_keeps_its_compiler():
+    assert choose_lowering(AUTO, None, absent=False) == ("xla", "")
+    assert choose_lowering("op", H100, absent=True).lowering == "op"
+
+
+def test_an_unknown_lowering_is_refused_with_the_choices():
+    with pytest.raises(LoweringError, match="auto, xla, fused, op"):
+        lower("module {}", "fuzed")
