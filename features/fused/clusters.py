@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .classify import FREE, is_consumer, is_free, is_loop, source_of
-from .graph import Graph, Node, topological
+from .graph import Graph, Node
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +52,7 @@ class Clusters:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.nodes = topological(graph.outputs, graph.parameters)
+        self.nodes = graph.nodes()
         self.inserted: list[Node] = []
         self.position = {id(node): float(i) for i, node in enumerate(self.nodes)}
         self.by_root: dict[int, Cluster] = {}

@@ -15,6 +15,8 @@ _NAMES = frozenset(
     ("opt-barrier", "optimization-barrier", "bitcast", "copy", "sdy.sharding_constraint",
      "sdy.reshard", "add-dependency", "domain")
 )  # fmt: skip
+#: Ops that run whether or not their result is read.
+_EFFECTS = frozenset(("infeed", "outfeed", "send", "recv", "custom-call"))
 
 
 @dataclass(slots=True, eq=False)
@@ -67,14 +69,16 @@ class Graph:
     Attributes:
         parameters: Its parameters in order.
         outputs: What it returns, one node an element.
+        effects: Nodes that run though nobody reads them: transfers, calls with side effects.
     """
 
     parameters: list[Node] = field(default_factory=list)
     outputs: list[Node] = field(default_factory=list)
+    effects: list[Node] = field(default_factory=list)
 
     def nodes(self) -> list[Node]:
-        """Nodes that the outputs depend on, operands first; parameters always included."""
-        return topological(self.outputs, self.parameters)
+        """Nodes that the outputs and effects need, operands first; all parameters included."""
+        return topological([*self.outputs, *self.effects], self.parameters)
 
 
 Value = Node | list["Value"]
@@ -129,6 +133,7 @@ def constant(value: Any, like: TensorType) -> Node:
 class _Builder:
     def __init__(self, program: Program) -> None:
         self.program = program
+        self.effects: list[Node] = []
 
     def graph(self, comp: Computation, constants: dict[int, Node] | None = None) -> Graph:
         """A computation of its own; parameters in ``constants`` become copies of those."""
@@ -142,8 +147,10 @@ class _Builder:
             if known is not None:
                 node = Node("constant", [], known.results, dict(known.attrs), source=known.source)
             arguments.append(node)
+        outside, self.effects = self.effects, []
         value = self.inline(comp, arguments)
-        return Graph(parameters, flatten(value))
+        found, self.effects = self.effects, outside
+        return Graph(parameters, flatten(value), found)
 
     def inline(self, comp: Computation, arguments: list[Value]) -> Value:
         """The value of a computation's root, with nodes for its ops."""
@@ -169,7 +176,10 @@ class _Builder:
             return self._control(op, inputs)
         nodes = [node for value in inputs for node in flatten(value)]
         called = op.called
-        return Node(opcode, nodes, op.results, dict(op.attrs), called, [], op.is_tuple, op.source)
+        made = Node(opcode, nodes, op.results, dict(op.attrs), called, [], op.is_tuple, op.source)
+        if opcode in _EFFECTS:
+            self.effects.append(made)
+        return made
 
     def _control(self, op: Op, inputs: list[Value]) -> Value:
         """A loop or conditional: constants that its bodies capture are sunk into them."""

@@ -90,8 +90,8 @@ def copy_loop_state(graph: Graph) -> None:
     readers: dict[int, int] = {}
     for node in nodes:
         for operand in node.operands:
-            source = id(source_of(operand))
-            readers[source] = readers.get(source, 0) + 1
+            key = id(source_of(operand))
+            readers[key] = readers.get(key, 0) + 1
     for node in nodes:
         if node.opcode == "while" and len(node.graphs) == 2:
             body = node.graphs[1]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .folding import fold, is_splat, splat, splat_node
-from .graph import Graph, Node, topological
+from .graph import Graph, Node
 from .views import simplify_view
 
 _MAX_ROUNDS = 4
@@ -37,7 +37,7 @@ def _round(graph: Graph) -> bool:
     known: dict[Any, Node] = {}
     keep: list[Node] = []
     changed = False
-    for node in topological(graph.outputs, graph.parameters):
+    for node in graph.nodes():
         for i, operand in enumerate(node.operands):
             new = replaced.get(id(operand))
             if new is not None:

@@ -72,8 +72,8 @@ def _turned(node: Node, order: tuple[int, ...], depth: int) -> Node | None:
     """A value in the order from before a transpose by ``order``; ``None`` if that costs."""
     if not node.type.shape:
         return node
-    if node.opcode == "transpose" and tuple(node.attrs["dimensions"]) == order:
-        return node.operands[0]
+    if node.opcode == "transpose":
+        return _turned_transpose(node, order)
     shape = [0] * len(order)
     for d, size in enumerate(node.type.shape):
         shape[order[d]] = size
@@ -92,6 +92,18 @@ def _turned(node: Node, order: tuple[int, ...], depth: int) -> Node | None:
             return None
         operands.append(turned)
     return Node(node.opcode, operands, (kind,), dict(node.attrs), source=node.source)
+
+
+def _turned_transpose(node: Node, order: tuple[int, ...]) -> Node:
+    """Another transpose of the same value: at worst it takes a kernel, as this one would."""
+    inner = node.operands[0]
+    dims = [0] * len(order)
+    for d, place in zip(node.attrs["dimensions"], order, strict=True):
+        dims[place] = d
+    if dims == sorted(dims):
+        return inner
+    kind = TensorType(node.type.dtype, tuple(inner.type.shape[d] for d in dims))
+    return Node("transpose", [inner], (kind,), {"dimensions": tuple(dims)}, source=node.source)
 
 
 def _turned_broadcast(node: Node, order: tuple[int, ...], kind: TensorType) -> Node | None:

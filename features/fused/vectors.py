@@ -173,13 +173,13 @@ def _padded(dot: Node) -> Node | None:
         zero = splat_node(0, TensorType(operand.type.dtype))
         attrs = {"padding": tuple(config)}
         operands.append(Node("pad", [operand, zero], (kind,), attrs, source=dot.source))
-    shape = dot.type.shape
-    full = (*shape[:-2], _up(shape[-2]), _up(shape[-1]))
+    wanted = dot.type.shape
+    full = (*wanted[:-2], _up(wanted[-2]), _up(wanted[-1]))
     kind = TensorType(dot.type.dtype, full)
     product = Node("dot", operands, (kind,), dict(dot.attrs), source=dot.source)
-    if full == shape:
+    if full == wanted:
         return product
-    limits = tuple((0, size, 1) for size in shape)
+    limits = tuple((0, size, 1) for size in wanted)
     return Node("slice", [product], dot.results, {"slice": limits}, source=dot.source)
 
 
