@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from opcast.datagen.randomprog import random_program
 from opcast.datagen.zoo.registry import build
 from opcast.datagen.zoo.suites import suite
 from opcast.features.catalogue import find_device
 from opcast.features.errors import LoweringError
+from opcast.features.fused import graph as graphs
 from opcast.features.fused.classify import Shape, is_loop, is_loop_reduction, reduction
 from opcast.features.fused.clusters import Clusters
 from opcast.features.fused.epilogues import fuse_epilogues
@@ -28,6 +33,7 @@ from opcast.features.lowering_choice import AUTO, choose_lowering
 from opcast.features.reader import read_program
 
 H100 = find_device("h100-sxm")
+ALL_OPS = Path(__file__).parent / "data" / "all_ops.mlir"
 QUICK = [(name, tuple(sorted(settings.items()))) for name, settings in suite("quick")]
 
 
@@ -66,6 +72,52 @@ def test_work_is_conserved_and_traffic_falls(program):
     assert total(fused, "flops") == pytest.approx(total(op, "flops"), rel=0.35)
     assert total(fused, "bytes") - copied <= total(op, "bytes")
     assert len(fused.kernels) <= len(op.kernels)
+
+
+def test_work_of_every_kind_of_op_is_conserved(monkeypatch):
+    """Of the file with all ops, whose results nobody reads: each op counts as an effect."""
+    visit = graphs._Builder._visit
+
+    def keep(self, op, values, arguments):
+        value = visit(self, op, values, arguments)
+        if isinstance(value, Node) and op.opcode != "parameter":
+            self.effects.append(value)
+        return value
+
+    source = read_program(ALL_OPS)
+    before = lower(source, "op")
+    monkeypatch.setattr(graphs._Builder, "_visit", keep)
+    after = lower(source, "fused", device=H100)
+    flops = [sum(k.flops for k in found.kernels) for found in (before, after)]
+    assert flops[1] == pytest.approx(flops[0], rel=0.05)
+    kinds = [{k.kind for k in found.kernels} for found in (before, after)]
+    # The program's loop is empty, so that it goes.
+    assert kinds[0] - kinds[1] <= {"copy"}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_programs_move_less_than_their_ops(seed):
+    text = random_program(np.random.default_rng(seed)).mlir
+    op, fused = (lower(text, name, device=H100) for name in ("op", "fused"))
+    moved = [sum(k.multiplicity * k.bytes for k in found.kernels) for found in (op, fused)]
+    flops = [sum(k.multiplicity * k.flops for k in found.kernels) for found in (op, fused)]
+    assert moved[1] <= moved[0]
+    assert 0.7 * flops[0] <= flops[1] <= 2.0 * flops[0]
+
+
+def test_a_result_that_nobody_reads_is_not_computed_unless_it_is_a_call():
+    text = """
+    module @m {
+      func.func public @main(%a: tensor<64x64xf32>) -> tensor<64x64xf32> {
+        %0 = stablehlo.exponential %a : tensor<64x64xf32>
+        %1 = stablehlo.custom_call @mine(%a) : (tensor<64x64xf32>) -> tensor<64x64xf32>
+        %2 = stablehlo.add %a, %a : tensor<64x64xf32>
+        return %2 : tensor<64x64xf32>
+      }
+    }"""
+    found = lower(text, "fused", device=H100)
+    assert sorted(k.kind for k in found.kernels) == ["custom_call", "fusion"]
+    assert sum(k.transcendentals for k in found.kernels) == 0
 
 
 def test_kernels_can_be_made_again_from_their_text(program):
