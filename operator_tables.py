@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -88,7 +88,10 @@ def metric_names(figures: pd.DataFrame) -> dict[str, float]:
 
 
 def print_shipped(console: Console, methods: Sequence[str]) -> None:
-    """Print what the shipped model's manifest keeps: errors when fitted to split ``train`` alone.
+    """Print what the shipped model's manifest keeps of its training.
+
+    Errors of the same settings fitted to split ``train`` alone, and those on the devices of each
+    chip while it was left out.
 
     Args:
         console: Where to print.
@@ -98,17 +101,38 @@ def print_shipped(console: Console, methods: Sequence[str]) -> None:
     from .operators import DEFAULT
     from .predict.locate import find_model
 
-    metrics = pd.DataFrame(read_manifest(find_model(DEFAULT)).get("metrics", []))
-    if not len(metrics):
-        return
-    own = metrics[metrics["key"].str.split("/").str[0].isin(methods)]
-    for split, part in own.groupby("split", sort=True):
-        fine = pooled(part, ("key", "dtype"))
-        several = fine[fine["key"].duplicated(keep=False)]
-        both = pd.concat([pooled(part, ("key",)).assign(dtype="all"), several])
-        wide = both[["key", "dtype", "n", "mape", "coverage"]].sort_values(["key", "dtype"])
-        title = f"shipped model's settings, fitted to all rows of split train: {split}, in %"
-        _show(console, percent(wide, ("key", "dtype", "n")), title)
+    manifest = read_manifest(find_model(DEFAULT))
+    metrics = pd.DataFrame(manifest.get("metrics", []))
+    if len(metrics):
+        own = metrics[metrics["key"].str.split("/").str[0].isin(methods)]
+        for split, part in own.groupby("split", sort=True):
+            title = f"shipped model's settings, fitted to all rows of split train: {split}, in %"
+            _show(console, percent(_by_dtype(part), ("key", "dtype", "n")), title)
+    keys = [key for key in manifest["families"] if key.split("/")[0] in methods]
+    title = "shipped model, each chip left out while it was trained, mean APE in %"
+    for method in methods:
+        own_keys = [key for key in keys if key.startswith(f"{method}/")]
+        errors = left_out_errors({key: manifest["families"][key] for key in own_keys})
+        if len(errors):
+            _show(console, percent(errors, ("key",)), f"{title}: {method}")
+
+
+def left_out_errors(families: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
+    """Mean errors on left-out chips from a manifest's families: a row a family, a column a chip."""
+    rows = {
+        key: {chip: found["mape"] for chip, found in data.get("left_out", {}).items()}
+        for key, data in families.items()
+    }
+    table = pd.DataFrame.from_dict(rows, orient="index")
+    return table.rename_axis("key").reset_index() if table.size else table
+
+
+def _by_dtype(figures: pd.DataFrame) -> pd.DataFrame:
+    """Figures of each family, and by dtype of those that have several."""
+    fine = pooled(figures, ("key", "dtype"))
+    several = fine[fine["key"].duplicated(keep=False)]
+    both = pd.concat([pooled(figures, ("key",)).assign(dtype="all"), several])
+    return both[["key", "dtype", "n", "mape", "coverage"]].sort_values(["key", "dtype"])
 
 
 def pooled(figures: pd.DataFrame, by: tuple[str, ...]) -> pd.DataFrame:

@@ -17,7 +17,7 @@ from opcast.features.errors import DatasetError, ModelError
 from opcast.features.ops import op_features
 from opcast.models.tracking import runs
 from opcast.operator_report import parts_folder
-from opcast.operator_tables import metric_names, percent, pooled
+from opcast.operator_tables import left_out_errors, metric_names, percent, pooled
 
 #: Of MLflow's own queries.
 pytestmark = pytest.mark.filterwarnings("ignore:.*noload.*deprecated")
@@ -160,3 +160,15 @@ def test_figures_of_groups_are_pooled_by_their_rows() -> None:
 def test_the_shipped_models_own_figures_are_printed(first: tuple[Path, str]) -> None:
     own = first[1].split("fitted to all rows of split train: dev_unseen_gpu")[1]
     assert "eager/linear" in own and "graph/" not in own
+
+
+def test_errors_on_left_out_chips_by_family_and_chip() -> None:
+    families = {
+        "eager/ln": {"left_out": {"t4": {"mape": 0.1, "rows": 9}, "p4": {"mape": 0.2, "rows": 9}}},
+        "eager/conv": {"left_out": {"t4": {"mape": 0.3, "rows": 9}}},
+        "eager/bmm": {},
+    }
+    table = left_out_errors(families).set_index("key")
+    assert table.loc["eager/ln"].to_dict() == {"t4": 0.1, "p4": 0.2}
+    assert table.loc["eager/conv", "t4"] == 0.3 and np.isnan(table.loc["eager/conv", "p4"])
+    assert not len(left_out_errors({"eager/bmm": {}}))
