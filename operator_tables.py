@@ -124,7 +124,7 @@ def left_out_errors(families: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
         for key, data in families.items()
     }
     table = pd.DataFrame.from_dict(rows, orient="index")
-    return table.rename_axis("key").reset_index() if table.size else table
+    return table.rename_axis("key").reset_index() if table.size else pd.DataFrame()
 
 
 def _by_dtype(figures: pd.DataFrame) -> pd.DataFrame:
