@@ -21,6 +21,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command()(simulate)
     app.command()(sweep)
+    app.command("simulate-serving")(simulate_serving)
 
 
 def simulate(
@@ -120,6 +121,45 @@ def sweep(
     console = Console(width=None if sys.stdout.isatty() else 120)
     print_front(console, sweeps.pareto(found), len(found), int(found["fits"].sum()), top)
     console.print(f"all results: {out / 'sweep.parquet'}", highlight=False)
+
+
+def simulate_serving(
+    workload: Annotated[str, typer.Option(help="As for simulate.")],
+    cluster: Annotated[str, typer.Option(help="As for simulate.")],
+    plan: Annotated[str, typer.Option(help="tp and dp only, such as tp=4,dp=2.")] = "",
+    settings: Settings = None,
+    requests: Annotated[
+        Path | None, typer.Option(help="CSV with arrival_s, prompt and output.")
+    ] = None,
+    rate: Annotated[float, typer.Option(help="Without a trace: requests a second.")] = 1.0,
+    count: Annotated[int, typer.Option(help="Number of requests.")] = 200,
+    prompt: Annotated[int, typer.Option(help="Mean tokens of a prompt.")] = 1024,
+    output: Annotated[int, typer.Option(help="Mean tokens of an output.")] = 256,
+    max_batch: Annotated[int, typer.Option(min=1, help="Most requests at a time.")] = 256,
+    token_budget: Annotated[int, typer.Option(min=1, help="Most tokens of an iteration.")] = 2048,
+    model: Annotated[str, typer.Option(help="As for simulate.")] = "gpu-operators",
+    seed: Annotated[int, typer.Option(help="Seed of the requests.")] = 0,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Serve requests with continuous batching: TTFT, TPOT, throughput, size of the cache."""
+    from .predict.serving import ServingPredictor, poisson_requests, read_requests
+    from .simulate.cluster_catalogue import find_cluster
+    from .simulate.step.plan import Plan, parse_plan
+    from .simulate.step.workload import read_workload
+
+    work, where = read_workload(workload, settings or []), find_cluster(cluster)
+    chosen = parse_plan(plan) if plan else Plan(tp=where.size)
+    predictor = ServingPredictor(work, chosen, where, _operators(model))
+    if requests is not None:
+        trace = read_requests(requests)
+    else:
+        trace = poisson_requests(rate, count, prompt, output, seed)
+    data = predictor.predict(trace, max_batch, token_budget).to_dict()
+    if json_output:
+        sys.stdout.write(json.dumps(data) + "\n")
+        return
+    for name, value in data.items():
+        typer.echo(f"{name:<22} {value:.5g}" if isinstance(value, float) else f"{name:<22} {value}")
 
 
 @contextmanager

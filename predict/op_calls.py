@@ -87,6 +87,8 @@ def op_row(call: OpCall, spec: DeviceSpec) -> dict[str, Any]:
         return {**row, **_table("graph/linear", "vllm", kernel), "b": 1, **sizes}
     if call.op == "attention":
         return {**row, **_attention(sizes, spec), "dtype": "bf16", "kv_dtype": "bf16"}
+    if call.op == "decode":
+        return {**row, **_decode(sizes, spec), "dtype": "bf16", "kv_dtype": "bf16"}
     if call.op == "moe":
         experts = _table("graph/moe", "sglang", "sglang_fused_moe_triton")
         return {**row, **experts, "distribution": "balanced", **sizes}
@@ -105,6 +107,13 @@ def _attention(sizes: dict[str, Any], spec: DeviceSpec) -> dict[str, Any]:
     else:
         found = _table("graph/encoder_attention", "vllm", f"vllm_vit_flash_attn_{version}")
     return {**found, **sizes, "v_head_dim": sizes["head_dim"], "window": 0}
+
+
+def _decode(sizes: dict[str, Any], spec: DeviceSpec) -> dict[str, Any]:
+    version = "fa3" if spec.architecture in _FA3 else "fa2"
+    found = _table("graph/generation_attention", "vllm", f"vllm_flash_attn_{version}")
+    shape = {"v_head_dim": sizes["head_dim"], "window": 0, "q_len": 1, "causal": 1}
+    return {**found, **sizes, **shape}
 
 
 def _pass(call: OpCall, sizes: dict[str, Any]) -> dict[str, Any]:

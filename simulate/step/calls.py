@@ -14,6 +14,7 @@ from .plan import Group
 SHAPES = {
     "linear": ("m", "n", "k"),
     "attention": ("batch", "q_heads", "kv_heads", "head_dim", "q_len", "kv_len", "causal"),
+    "decode": ("batch", "q_heads", "kv_heads", "head_dim", "kv_len"),
     "moe": ("tokens", "hidden", "inter", "topk", "experts", "tp", "ep"),
     "rmsnorm": ("rows", "cols"),
     "layernorm": ("rows", "cols"),
@@ -57,6 +58,9 @@ class OpCall:
             batch, heads, _, dim, q_len, kv_len, causal = self.shape
             pairs = q_len * (kv_len - (q_len - 1) / 2) if causal else float(q_len) * kv_len
             return 4.0 * batch * heads * dim * pairs * self.scale
+        if self.op == "decode":
+            batch, heads, _, dim, kv_len = self.shape
+            return 4.0 * batch * heads * dim * kv_len * self.scale
         if self.op == "moe":
             tokens, hidden, inter, topk, _, tp, ep = self.shape
             return 6.0 * tokens * topk / ep * hidden * inter / tp * self.scale
@@ -77,6 +81,9 @@ class OpCall:
             batch, heads, groups, dim, q_len, kv_len, _ = self.shape
             rows = 2 * heads * q_len + 2 * groups * kv_len
             return float(width) * batch * dim * rows * self.scale
+        if self.op == "decode":
+            batch, heads, groups, dim, kv_len = self.shape
+            return float(width) * batch * dim * (2 * heads + 2 * groups * kv_len) * self.scale
         if self.op == "moe":
             tokens, hidden, inter, topk, experts, tp, ep = self.shape
             weights = 3.0 * experts / ep * hidden * inter / tp

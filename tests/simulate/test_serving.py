@@ -1,0 +1,74 @@
+import pytest
+
+from opcast.features.errors import PlanError
+from opcast.simulate.serving import Request, serve
+
+
+def second(tokens, reach, batch, length):
+    return 1.0
+
+
+def by_tokens(tokens, reach, batch, length):
+    return 0.001 * (tokens + batch)
+
+
+def test_one_request_by_hand():
+    # One iteration for the prompt, which makes the first token, and one for each further token.
+    found = serve([Request(2.0, 5, 3)], second, 100)
+    assert found.first_token.tolist() == [1.0]
+    assert found.per_token.tolist() == [1.0]
+    assert found.makespan == 2 + 1 + 2
+    assert (found.iterations, found.largest_batch, found.largest_cache) == (3, 1, 8)
+
+
+def test_requests_join_a_running_batch():
+    found = serve([Request(0.0, 5, 4), Request(1.5, 5, 2)], second, 100)
+    # The second comes during the second iteration and runs in the third and fourth.
+    assert found.first_token.tolist() == [1.0, 1.5]
+    assert found.makespan == 4.0
+    assert found.largest_batch == 2
+
+
+def test_prompts_are_cut_to_the_budget():
+    found = serve([Request(0.0, 10, 1)], second, 100, token_budget=4)
+    assert found.iterations == 3
+    seen = []
+
+    def watch(tokens, reach, batch, length):
+        seen.append((tokens, reach, batch, length))
+        return 1.0
+
+    serve([Request(0.0, 10, 2)], watch, 100, token_budget=4)
+    assert seen == [(4, 2.0, 0, 0.0), (4, 6.0, 0, 0.0), (2, 9.0, 0, 0.0), (0, 0.0, 1, 11.0)]
+
+
+def test_the_cache_holds_back_what_does_not_fit():
+    both = [Request(0.0, 5, 5), Request(0.0, 5, 5)]
+    wide, narrow = serve(both, second, 20), serve(both, second, 19)
+    assert wide.makespan == 5.0
+    assert narrow.makespan == 10.0
+    assert (narrow.largest_batch, narrow.largest_cache) == (1, 10)
+    assert serve(both, second, 20, max_batch=1).makespan == 10.0
+
+
+def test_more_load_means_more_waiting_and_all_are_served():
+    times = []
+    for gap in (1.0, 0.05):
+        requests = [Request(i * gap, 50, 10) for i in range(40)]
+        found = serve(requests, by_tokens, 300)
+        assert (found.finished > 0).all()
+        assert found.output_tokens == 400
+        times.append(found.first_token.mean())
+    assert times[1] > times[0]
+    data = found.to_dict()
+    assert data["ttft_p50_ms"] <= data["ttft_p95_ms"] <= data["ttft_p99_ms"]
+    assert data["output_tokens_per_s"] == pytest.approx(400 / found.makespan)
+
+
+@pytest.mark.parametrize(
+    ("requests", "said"),
+    [([], "no requests"), ([Request(0.0, 0, 1)], "at least 1"), ([Request(0.0, 90, 20)], "110")],
+)
+def test_bad_traces(requests, said):
+    with pytest.raises(PlanError, match=said):
+        serve(requests, second, 100)
