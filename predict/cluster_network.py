@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from ..simulate.algorithms import collective_latency_s
+from ..simulate.collective import CollectiveModel
 from ..simulate.step.calls import Estimate
 from ..simulate.step.plan import Group
 from ..simulate.topology import Cluster
 
-#: Seconds of a collective: name, bytes that each rank puts in, ranks, cluster.
-CollectiveSeconds = Callable[[str, float, Sequence[int], Cluster], float]
-#: Width of the interval of a collective, as a factor either way: mean error of nominal figures.
+#: Time of a collective: name, bytes that each rank puts in, ranks, cluster.
+CollectiveTime = Callable[[str, float, Sequence[int], Cluster], Estimate]
+#: Width of the interval of a closed form, as a factor either way; an estimate.
 FACTOR = 1.4
+
+
+def learned_time(kind: str, size: float, ranks: Sequence[int], cluster: Cluster) -> Estimate:
+    """By the shipped measurements where they apply, else by closed forms."""
+    found = _collectives().estimate(kind, size, ranks, cluster)
+    return Estimate(found.latency, found.lo, found.hi)
+
+
+def analytical_time(kind: str, size: float, ranks: Sequence[int], cluster: Cluster) -> Estimate:
+    """By closed forms alone."""
+    found = collective_latency_s(kind, size, ranks, cluster)
+    return Estimate(found, found / FACTOR, found * FACTOR)
 
 
 class ClusterNetwork:
@@ -20,19 +34,19 @@ class ClusterNetwork:
 
     Args:
         cluster: Where the ranks are.
-        seconds: Cost of a collective; analytical by default.
-        factor: Width of the interval, as a factor either way.
+        time: Time of a collective.
     """
 
-    def __init__(
-        self, cluster: Cluster, seconds: CollectiveSeconds = collective_latency_s,
-        factor: float = FACTOR,
-    ) -> None:  # fmt: skip
-        self.cluster, self.seconds, self.factor = cluster, seconds, factor
+    def __init__(self, cluster: Cluster, time: CollectiveTime = learned_time) -> None:
+        self.cluster, self.time = cluster, time
 
     def __call__(self, kind: str, size: float, group: Group) -> Estimate:
         """Time of a collective, ``size`` as in :class:`~opcast.simulate.step.calls.CommCall`."""
         ranks = range(0, group.size * group.stride, group.stride)
         own = size / group.size if kind == "all_gather" else size
-        found = self.seconds(kind, own, ranks, self.cluster)
-        return Estimate(found, found / self.factor, found * self.factor)
+        return self.time(kind, own, ranks, self.cluster)
+
+
+@lru_cache(maxsize=1)
+def _collectives() -> CollectiveModel:
+    return CollectiveModel.load()

@@ -19,12 +19,11 @@ from ..features.kernel import LoweredProgram
 from ..features.lowering import lower
 from ..features.reader import read_program
 from ..models.ops import OpModel
-from ..simulate.algorithms import collective_latency_s
 from ..simulate.collective_passes import optimise_collectives
 from ..simulate.nodes import Node, check_devices, program_nodes
 from ..simulate.streams import StreamRun, run_streams
 from ..simulate.topology import Cluster
-from .cluster_network import FACTOR, CollectiveSeconds
+from .cluster_network import CollectiveTime, learned_time
 from .kernel_seconds import operator_seconds
 from .published_e2e import COMPOSITION_ERROR, RHO, combined_spread
 
@@ -109,7 +108,7 @@ def predict_partitioned(
     *,
     lowering: str = "op",
     trip_counts: dict[str, int] | int | None = None,
-    collective: CollectiveSeconds = collective_latency_s,
+    collective: CollectiveTime = learned_time,
     device: DeviceSpec | None = None,
 ) -> PartitionedPrediction:
     """Predict a program that is partitioned already.
@@ -120,7 +119,7 @@ def predict_partitioned(
         model: Model of library operators; ``None`` for rooflines.
         lowering: How StableHLO becomes kernels; scheduled HLO is taken as it is.
         trip_counts: Trips of loops whose count cannot be found.
-        collective: Seconds of a collective.
+        collective: Time of a collective.
         device: The device, if not the one that the cluster names.
 
     Raises:
@@ -140,7 +139,7 @@ def predict_partitioned(
     _check_partitioned(lowered, devices, cluster, source.origin)
     seconds, who = operator_seconds(lowered.kernels, spec, model)
     job = _Job(lowered, cluster, collective, devices, scheduled)
-    nodes, transfer, run = job.run(seconds[:, 0], 1.0)
+    nodes, transfer, run = job.run(seconds[:, 0])
     lo, hi = job.interval(seconds, run)
     return PartitionedPrediction(
         run=run,
@@ -164,19 +163,24 @@ class _Job:
 
     lowered: LoweredProgram
     cluster: Cluster
-    collective: CollectiveSeconds
+    collective: CollectiveTime
     devices: int
     scheduled: bool
 
-    def run(self, seconds: np.ndarray, slower: float) -> tuple[list[Node], np.ndarray, StreamRun]:
-        """Nodes, seconds of their collectives times ``slower``, and when all of them run."""
+    def run(self, seconds: np.ndarray, side: int = 0) -> tuple[list[Node], np.ndarray, StreamRun]:
+        """Nodes, seconds of their collectives, and when all of them run.
+
+        Args:
+            seconds: Of the kernels.
+            side: Which of a collective's times counts: 0 the estimate, 1 and 2 its interval's ends.
+        """
         nodes = program_nodes(
             self.lowered.kernels, seconds.tolist(), self.devices, scheduled=self.scheduled
         )
         check_devices(nodes, self.cluster.size)
         if not self.scheduled:
             nodes = optimise_collectives(nodes)
-        transfer = np.array([self._transfer(node) * slower for node in nodes])
+        transfer = np.array([self._transfer(node, side) for node in nodes])
         links = [self._links(node) for node in nodes]
         return nodes, transfer, run_streams(nodes, transfer, links, scheduled=self.scheduled)
 
@@ -188,22 +192,20 @@ class _Job:
         down, up = combined_spread(ends, RHO)
         compute, total = max(run.compute, 1e-12), run.makespan
         found = []
-        for kernels, links in (
-            (1.0 - min(down / compute, 0.95), 1.0 / FACTOR), (1.0 + up / compute, FACTOR),
-        ):  # fmt: skip
+        for side, kernels in ((1, 1.0 - min(down / compute, 0.95)), (2, 1.0 + up / compute)):
             shifts = [
-                self.run(seconds[:, 0] * kernels, 1.0)[2].makespan - total,
-                self.run(seconds[:, 0], links)[2].makespan - total,
+                self.run(seconds[:, 0] * kernels)[2].makespan - total,
+                self.run(seconds[:, 0], side)[2].makespan - total,
                 COMPOSITION_ERROR * total,
             ]
             found.append(float(np.sqrt(np.square(shifts).sum())))
         return max(total - found[0], 0.05 * total), total + found[1]
 
-    def _transfer(self, node: Node) -> float:
+    def _transfer(self, node: Node, side: int) -> float:
         own = node.collective
         if own is None:
             return 0.0
-        return node.times * self.collective(own.kind, own.size, own.group, self.cluster)
+        return node.times * self.collective(own.kind, own.size, own.group, self.cluster)[side]
 
     def _links(self, node: Node) -> frozenset[Any]:
         if node.collective is None:

@@ -6,12 +6,13 @@ import pytest
 from opcast.features.errors import ProgramError
 from opcast.predict.partitioned import predict_partitioned, stream_trace
 from opcast.simulate.cluster_catalogue import find_cluster
+from opcast.simulate.step.calls import Estimate
 
 HLO = Path(__file__).parent.parent / "features" / "data" / "gpu_schedule.hlo"
 
 
 def constant(seconds):
-    return lambda kind, size, group, cluster: seconds
+    return lambda kind, size, group, cluster: Estimate(seconds, seconds, seconds)
 
 
 def test_scheduled_program_overlaps_only_its_asynchronous_pair():

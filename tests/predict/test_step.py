@@ -9,7 +9,7 @@ import pytest
 from opcast.features.catalogue import find_device
 from opcast.features.errors import DeviceError, PlanError
 from opcast.models.ops import OpModel
-from opcast.predict.cluster_network import ClusterNetwork
+from opcast.predict.cluster_network import ClusterNetwork, analytical_time, learned_time
 from opcast.predict.locate import find_model
 from opcast.predict.op_calls import OperatorLatency, op_row, roofline_seconds
 from opcast.predict.step import StepPredictor
@@ -68,11 +68,20 @@ def test_devices_that_no_model_knows_take_the_roofline(operators):
 
 def test_gathers_are_asked_with_one_rank_s_share():
     cluster = find_cluster("dgx-h100-x16")
-    network = ClusterNetwork(cluster)
+    network = ClusterNetwork(cluster, analytical_time)
     found = network("all_gather", 8e6, Group(8, 1)).seconds
     assert found == collective_latency_s("all_gather", 1e6, range(8), cluster)
     across = network("all_reduce", 8e6, Group(2, 8)).seconds
     assert across == collective_latency_s("all_reduce", 8e6, range(0, 16, 8), cluster)
+
+
+def test_measured_collectives_count_inside_a_box():
+    cluster = find_cluster("h100-sxm-x8")
+    learned = learned_time("all_reduce", 64e6, range(8), cluster)
+    formula = analytical_time("all_reduce", 64e6, range(8), cluster)
+    assert learned.lo < learned.seconds < learned.hi
+    assert learned.seconds != formula.seconds
+    assert 0.5 < learned.seconds / formula.seconds < 2.0
 
 
 def test_prediction_adds_up_and_its_interval_holds_it(operators):
