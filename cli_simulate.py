@@ -95,6 +95,9 @@ def sweep(
     seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
     top: Annotated[int, typer.Option(help="Rows to print.")] = 15,
     plot: Annotated[Path | None, typer.Option(help="Write memory against time.")] = None,
+    scaling: Annotated[
+        Path | None, typer.Option(help="Write strong and weak scaling over the clusters.")
+    ] = None,
 ) -> None:
     """Judge many plans on one or more clusters; print the Pareto front of those that fit."""
     from rich.console import Console
@@ -102,6 +105,7 @@ def sweep(
     from .predict import sweep as sweeps
     from .predict.render_step import print_front
     from .predict.sweep_job import SweepJob
+    from .predict.sweep_reasons import reasons
     from .predict.sweep_space import axis_values, parse_grid
     from .simulate.cluster_catalogue import find_cluster
     from .simulate.step.workload import read_workload
@@ -118,8 +122,14 @@ def sweep(
             found = sweeps.grid(job, cluster, batches, given, advance)
     if plot is not None:
         sweeps.plot(found, plot)
+    if scaling is not None:
+        from .predict.scaling import plot_scaling
+
+        plot_scaling(found, scaling)
     console = Console(width=None if sys.stdout.isatty() else 120)
     print_front(console, sweeps.pareto(found), len(found), int(found["fits"].sum()), top)
+    for line in reasons(found):
+        console.print(f"because of {line}", highlight=False, markup=False)
     console.print(f"all results: {out / 'sweep.parquet'}", highlight=False)
 
 

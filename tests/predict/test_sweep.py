@@ -11,8 +11,10 @@ import pytest
 
 from opcast.features.errors import DatasetError, PlanError
 from opcast.predict import sweep_workers
+from opcast.predict.scaling import best_by_size, plot_scaling
 from opcast.predict.sweep import Sweep, grid, pareto, plot, search
 from opcast.predict.sweep_job import SweepJob, judge
+from opcast.predict.sweep_reasons import reasons
 from opcast.predict.sweep_space import axis_values, candidates, chunks, parse_grid
 from opcast.simulate.cluster_catalogue import find_cluster
 from opcast.simulate.step.workload import make_workload
@@ -106,6 +108,44 @@ def test_pareto_by_hand(tmp_path):
     pytest.importorskip("matplotlib")
     plot(frame, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 1000
+
+
+def test_reasons_by_hand():
+    frame = pd.DataFrame({
+        "tp": [1, 2, 4], "recompute": ["none", "none", "full"], "batch": [8, 8, 8],
+        "step_us": [100.0, 120.0, 150.0], "compute_us": [90.0, 90.0, 130.0],
+        "exposed_communication_us": [10.0, 30.0, 20.0], "bubble_us": [0.0, 0.0, 0.0],
+        "memory_bytes_per_device": [4 * 2.0**30, 3 * 2.0**30, 2.0**30],
+        "fits": [True, True, True],
+    })  # fmt: skip
+    assert reasons(frame) == [
+        "recomputation none: the best with full is 50.0% slower (computation +40.0%, exposed "
+        "communication +10.0% of the step), memory -3.0 GiB",
+        "tensor parallelism 1: the best with 2 is 20.0% slower (exposed communication +20.0% of "
+        "the step), memory -1.0 GiB",
+    ]
+    alone = frame.assign(fits=[False, False, True])
+    assert reasons(alone)[0] == (
+        "tensor parallelism 4: no other value fits, the least needs 3.0 GiB"
+    )
+    assert reasons(frame.assign(fits=False)) == []
+
+
+def test_scaling_by_hand(tmp_path):
+    frame = pd.DataFrame({
+        "devices": [8, 8, 16, 16, 16], "batch": [32, 32, 32, 64, 64], "plan": list("abcde"),
+        "step_us": [100.0, 90.0, 60.0, 100.0, 50.0], "fits": [True, True, True, True, False],
+    })  # fmt: skip
+    found = best_by_size(frame)
+    assert found["plan"].tolist() == ["b", "c", "d"]
+    # Twice the devices: 90 us become 60 for the same batch, 100 for twice the batch.
+    assert found["strong"].tolist() == [1.0, pytest.approx(90 / 60 / 2), 1.0]
+    assert found["weak"].tolist() == [1.0, 1.0, pytest.approx(90 / 100)]
+    pytest.importorskip("matplotlib")
+    plot_scaling(frame, tmp_path / "s.png")
+    assert (tmp_path / "s.png").stat().st_size > 1000
+    with pytest.raises(DatasetError, match="two sizes"):
+        plot_scaling(frame[:2], tmp_path / "t.png")
 
 
 @pytest.mark.slow
