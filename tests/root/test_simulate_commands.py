@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 from typer.testing import CliRunner
 
@@ -49,3 +50,37 @@ def test_bad_speed_is_a_usage_error():
         "--speed", "fast",
     )  # fmt: skip
     assert result.exit_code == 2
+
+
+def test_predict_takes_a_cluster_for_a_partitioned_program(tmp_path):
+    trace = tmp_path / "trace.json"
+    program = str(Path(__file__).parent.parent / "features" / "data" / "gpu_schedule.hlo")
+    arguments = ["predict", program, "--cluster", "h100-sxm-x4", "--model", "roofline"]
+    result = CliRunner().invoke(app, [*arguments, "--json", "--timeline", str(trace)])
+    data = json.loads(result.stdout)
+    assert data["collectives"]["all_reduce"]["count"] == 2
+    assert data["step_us"] >= data["compute_us"]
+    names = {e["name"] for e in json.loads(trace.read_text())["traceEvents"]}
+    assert "ar.start" in names
+    assert "critical path" in CliRunner().invoke(app, arguments).stdout
+
+
+def test_sweep_prints_the_front_and_its_reasons(tmp_path):
+    arguments = [
+        "sweep", "--workload", "llama", "--set", SMALL, "--cluster", "tpu-v5e-x4", "--model",
+        "roofline", "--grid", "tp=1/2,pp=1,recompute=none,split=1", "--out", str(tmp_path),
+    ]  # fmt: skip
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert "6 plans" in result.stdout
+    assert "because of tensor parallelism" in result.stdout
+    assert (tmp_path / "sweep.parquet").is_file()
+
+
+def test_serving_prints_latencies():
+    arguments = [
+        "simulate-serving", "--workload", "llama", "--set", SMALL, "--cluster", "h100-sxm-x2",
+        "--model", "roofline", "--count", "20", "--prompt", "64", "--output", "8", "--json",
+    ]  # fmt: skip
+    data = json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)
+    assert 0 < data["ttft_p50_ms"] < data["ttft_p99_ms"]
+    assert data["cache_tokens"] > 10_000
