@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from ..features.catalogue import find_device
 from ..features.device import DeviceSpec
 from ..features.errors import DeviceError, ProgramError
 from ..features.kernel import LoweredProgram
@@ -24,6 +23,7 @@ from ..simulate.nodes import Node, check_devices, program_nodes
 from ..simulate.streams import StreamRun, run_streams
 from ..simulate.topology import Cluster
 from .cluster_network import CollectiveTime, learned_time
+from .devices import resolve_device
 from .kernel_seconds import operator_seconds
 from .published_e2e import COMPOSITION_ERROR, RHO, combined_spread
 
@@ -132,7 +132,7 @@ def predict_partitioned(
     scheduled = own.dialect == "hlo" and own.is_scheduled
     if device is None and not cluster.device:
         raise DeviceError("the cluster does not name its device", where=cluster.name)
-    spec = device or find_device(cluster.device)
+    spec = device or resolve_device(cluster.device, {})
     how = "op" if scheduled else lowering
     lowered = lower(source, how, trip_counts=trip_counts, device=spec)
     devices = own.num_replicas * own.num_partitions

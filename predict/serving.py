@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ..features.catalogue import find_device
 from ..features.errors import DatasetError, PlanError
 from ..models.ops import OpModel
 from ..simulate.serving import Request, ServingResult, serve
@@ -27,6 +26,7 @@ from ..simulate.step.plan import Plan
 from ..simulate.step.workload import Workload, resolved
 from ..simulate.topology import Cluster
 from .cluster_network import ClusterNetwork
+from .devices import resolve_device
 from .op_calls import OperatorLatency
 
 #: Columns of a trace.
@@ -90,7 +90,7 @@ class ServingPredictor:
         own = replace(workload, mode="forward", seq=1, batch=plan.dp)
         self.plan = resolved(own, plan.changed(sp=False), cluster.size)
         self.workload, self.cluster = own, cluster
-        spec = find_device(cluster.device)
+        spec = resolve_device(cluster.device, {})
         self.memory = spec.memory_bytes
         network = ClusterNetwork(cluster)
         self._costs = Costs(OperatorLatency(spec, model), network)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from ..features.catalogue import find_device
 from ..features.device import DeviceSpec
 from ..features.errors import DeviceError
 from ..models.ops import OpModel
@@ -21,6 +20,7 @@ from ..simulate.step.plan import Group, Plan
 from ..simulate.step.workload import Workload, resolved
 from ..simulate.topology import Cluster
 from .cluster_network import ClusterNetwork
+from .devices import resolve_device
 from .op_calls import OperatorLatency
 from .published_e2e import COMPOSITION_ERROR, RHO, combined_spread
 
@@ -77,7 +77,7 @@ class StepPrediction:
             "communication_us": {k: v * 1e6 for k, v in s.communication.items()},
             "memory_bytes_per_device": self.fit.worst.total,
             "memory_bytes": self.fit.worst.to_dict(),
-            "capacity_bytes": self.fit.capacity,
+            "capacity_bytes": self.fit.capacity if np.isfinite(self.fit.capacity) else None,
             "fits": self.fit.fits,
             "change_to_fit": self.fit.change,
             "tflops_per_device": self.flops_per_device / 1e12,
@@ -129,7 +129,7 @@ class StepPredictor:
                 hint="add device: NAME to its file",
             )  # fmt: skip
         self.cluster = cluster
-        self.spec = device or find_device(cluster.device)
+        self.spec = device or resolve_device(cluster.device, {})
         self.latency = OperatorLatency(self.spec, model)
         self.network = ClusterNetwork(cluster)
         self._costs = Costs(self.latency, self.network, self.spec.host_bandwidth or 32e9)

@@ -127,6 +127,19 @@ def test_page_stands_alone_and_draws_every_task(operators):
     assert len(re.findall(r"forward \d+, compute", page)) == 4 * 8
 
 
+def test_a_device_of_one_s_own_makes_its_cluster_faster(tmp_path, operators):
+    chip = tmp_path / "big.yaml"
+    chip.write_text("name: big-h100\nbase: h100-sxm\ncore_count: 264\nhbm_bandwidth_gbps: 6700\n")
+    box = find_cluster("h100-sxm-x8")
+    own = type(box)("big-box", str(chip), box.topology)
+    w = make_workload("llama", {**LLAMA, "layers": 2, "batch": 8, "vocab": 32000})
+    times = [
+        StepPredictor(cluster, operators).predict(w, parse_plan("dp=8")).step.compute
+        for cluster in (box, own)
+    ]
+    assert 0.4 < times[1] / times[0] < 0.75
+
+
 def test_unknown_devices_and_plans_are_refused(operators):
     cluster = find_cluster("h100-sxm-x8")
     with pytest.raises(PlanError, match="8"):
