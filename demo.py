@@ -87,9 +87,10 @@ def print_absent(console: Console, program: Path) -> None:
     predictor = load()
     for device in ABSENT:
         p = predictor.predict(program, device=device)
+        span = f"{duration(p.lo_us)} to {duration(p.hi_us)}"
         console.print(
-            f"{program.stem} on {device}: {duration(p.latency_us)} ({duration(p.lo_us)} to "
-            f"{duration(p.hi_us)}), {len(p.kernels)} kernels, lowering {p.lowering}, model {p.model}",
+            f"{program.stem} on {device}: {duration(p.latency_us)} ({span}), "
+            f"{len(p.kernels)} kernels, lowering {p.lowering}, model {p.model}",
             highlight=False,
         )
 

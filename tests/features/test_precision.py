@@ -17,10 +17,11 @@ DOT = """HloModule kernel
 ENTRY main {{
   p0 = f32[4096,4096]{{1,0}} parameter(0)
   p1 = f32[4096,4096]{{1,0}} parameter(1)
-  ROOT r = f32[4096,4096]{{1,0}} dot(p0, p1), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}{more}
+  ROOT r = f32[4096,4096]{{1,0}} dot(p0, p1), {dims}{more}
 }}
 """
 FLOPS = 2.0 * 4096**3
+DIMS = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
 
 
 @pytest.mark.parametrize(
@@ -46,8 +47,8 @@ def test_rate(dtype: str, attrs: dict[str, Any], rate: str) -> None:
 
 
 def test_the_roofline_counts_tf32_where_there_is_a_unit() -> None:
-    default = kernel_from_ir(DOT.format(more=""))
-    highest = kernel_from_ir(DOT.format(more=", operand_precision={highest,highest}"))
+    default = kernel_from_ir(DOT.format(dims=DIMS, more=""))
+    highest = kernel_from_ir(DOT.format(dims=DIMS, more=", operand_precision={highest,highest}"))
     a100, v100 = find_device("a100-sxm-80gb"), find_device("v100-sxm")
     fast, exact = roofline([default, highest], a100).latency_s
     assert fast == pytest.approx(FLOPS / 156e12)
