@@ -15,14 +15,14 @@ _DEPTH = 6
 
 
 def sink_transposes(graph: Graph) -> None:
-    """Move transposes of products below the elementwise ops and reductions that read them."""
+    """Move transposes of products and convolutions below elementwise ops and reductions."""
     replaced: dict[int, Node] = {}
     sinkable: set[int] = set()
     keep: list[Node] = []
     for node in graph.nodes():
         node.operands = [replaced.get(id(o), o) for o in node.operands]
         if node.opcode == "transpose":
-            if source_of(node.operands[0]).opcode == "dot":
+            if source_of(node.operands[0]).opcode in ("dot", "convolution"):
                 sinkable.add(id(node))
             continue
         made = _sunk(node, sinkable)
