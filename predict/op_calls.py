@@ -90,7 +90,7 @@ def op_row(call: OpCall, spec: DeviceSpec) -> dict[str, Any]:
     if call.op == "decode":
         return {**row, **_decode(sizes, spec), "dtype": "bf16", "kv_dtype": "bf16"}
     if call.op == "moe":
-        experts = _table("graph/moe", "sglang", "sglang_fused_moe_triton")
+        experts = _table("graph/moe", "trtllm", "moe_torch_flow_cutlass")
         return {**row, **experts, "distribution": "balanced", **sizes}
     return {**row, "dtype": "fp16", **_pass(call, sizes)}
 
