@@ -28,6 +28,8 @@ MIN_OWN = 50
 #: Least standard deviation of a label's noise, in log space: errors are heavier in the tails than
 #: a Gaussian's, and a smaller one lets single outliers bend the correction.
 LEAST_NOISE = 0.06
+#: How far fitted parameters may lie from :func:`start_params`, in log space.
+FARTHEST = 5.0
 #: More samples than this do not change the correction and cost their cube.
 MAX_SAMPLES = 1500
 #: Factors on amplitudes and noise that the samples of a device choose among, from so many samples
@@ -142,7 +144,10 @@ def fit_params(tasks: Sequence[tuple[Sites, np.ndarray]], iterations: int = 15) 
         prior = 0.5 * float(((params - start) ** 2).sum())
         return prior + sum(_negative_log_likelihood(params, *task) for task in tasks)
 
-    found = minimize(loss, start, method="L-BFGS-B", options={"maxiter": iterations})
+    bounds = [(value - FARTHEST, value + FARTHEST) for value in start]
+    found = minimize(
+        loss, start, method="L-BFGS-B", bounds=bounds, options={"maxiter": iterations}
+    )
     return np.asarray(found.x)
 
 
