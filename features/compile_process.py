@@ -22,10 +22,10 @@ from .errors import CompilerError, LoweringError
 
 #: Settings of the user's shell that would change what the compiler makes.
 _UNSET = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORM_NAME", "CUDA_VISIBLE_DEVICES")
-#: libtpu is not to look for the machine that it is not on.
+#: libtpu is not to look for the machine that it is not on, nor to be the only one to load.
 _SET = {
     "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
-    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TF_CPP_MIN_LOG_LEVEL": "2",
 }  # fmt: skip
 _OUT_OF_MEMORY = re.compile(
     r"bad_alloc|cannot allocate memory|out of memory|memoryerror|failed to allocate|mmap\(",
