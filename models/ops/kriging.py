@@ -145,9 +145,7 @@ def fit_params(tasks: Sequence[tuple[Sites, np.ndarray]], iterations: int = 15) 
         return prior + sum(_negative_log_likelihood(params, *task) for task in tasks)
 
     bounds = [(value - FARTHEST, value + FARTHEST) for value in start]
-    found = minimize(
-        loss, start, method="L-BFGS-B", bounds=bounds, options={"maxiter": iterations}
-    )
+    found = minimize(loss, start, method="L-BFGS-B", bounds=bounds, options={"maxiter": iterations})
     return np.asarray(found.x)
 
 
