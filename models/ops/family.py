@@ -232,9 +232,12 @@ class FamilyModel:
         for name in dict.fromkeys(device):
             at = np.flatnonzero(device == name)
             lo[at], hi[at] = self._ends(str(stand_in[at[0]]), str(scope[at[0]]), latency[at])
+        wide_lo, wide_hi = self.intervals.of("", latency)
+        far = ~inside & own  # halfway to a device that was never seen
+        lo[far] = np.minimum(lo, np.sqrt(lo * wide_lo))[far]
+        hi[far] = np.maximum(hi, np.sqrt(hi * wide_hi))[far]
         nameless = unnamed(rows, self.named)
         if nameless.any():  # what runs it may matter as much as the device
-            wide_lo, wide_hi = self.intervals.of("", latency)
             lo[nameless] = np.minimum(lo, wide_lo)[nameless]
             hi[nameless] = np.maximum(hi, wide_hi)[nameless]
             inside &= ~nameless

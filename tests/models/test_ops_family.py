@@ -144,6 +144,17 @@ def test_far_outside_is_not_in_the_domain(model, measured, chips):
     assert np.isfinite(far.latency).all() and (far.latency > 0).all()
 
 
+def test_intervals_widen_outside_the_domain(model, measured, chips):
+    rows = measured("a", 50, 12)
+    far = model.predict(rows.assign(m=2_000_000, n=2_000_000, k=1), chips)
+    near = model.predict(rows, chips)
+    lo, hi = model.intervals.of("a", far.latency)
+    wide_lo, wide_hi = model.intervals.of("", far.latency)
+    assert far.lo == pytest.approx(np.minimum(lo, np.sqrt(lo * wide_lo)))
+    assert far.hi == pytest.approx(np.maximum(hi, np.sqrt(hi * wide_hi)))
+    assert np.median(far.hi / far.lo) > np.median(near.hi / near.lo)
+
+
 def test_large_products_extrapolate_by_their_slopes(model, measured, chips):
     """Compute alone takes the time of these; its factor on ``b`` is exp(0.1)."""
     rows = measured("b", 5, 55).assign(m=30_000, n=30_000, k=30_000)
