@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from . import cli_cluster, cli_lower, cli_models, cli_simulate
+from . import cli_cluster, cli_export, cli_lower, cli_models, cli_simulate
 from .cli_calibrate import register as register_calibrate
 from .cli_calibrate import seconds_of
 
@@ -32,6 +32,7 @@ app.add_typer(zoo_app, name="zoo")
 app.add_typer(data_app, name="data")
 cli_cluster.register(app)
 cli_models.register(app)
+cli_export.register(app)
 
 Out = Annotated[Path, typer.Option("--out", help="Folder or file to write.")]
 Data = Annotated[list[Path], typer.Option("--data", help="Dataset folder; may be given again.")]

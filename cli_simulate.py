@@ -58,7 +58,7 @@ def simulate(
     work = read_workload(workload, settings or [])
     where = find_cluster(cluster)
     chosen = parse_plan(plan) if plan else Plan(dp=where.size)
-    predictor = StepPredictor(where, _operators(model))
+    predictor = StepPredictor(where, operators(model))
     found = predictor.predict(work, chosen, jitter, _speeds(speed or []), seed=seed)
     if timeline is not None:
         title = f"{found.plan.text()} on {found.cluster}"
@@ -193,11 +193,11 @@ def predict_on_cluster(
     from .predict.partitioned import predict_partitioned, stream_trace
     from .simulate.cluster_catalogue import find_cluster
 
-    operators = _operators("gpu-operators" if model == "default" else model)
+    learned = operators("gpu-operators" if model == "default" else model)
     # Programs that are not scheduled are taken op by op: the native compiler is of another target.
     how = "op" if lowering == "xla" else lowering
     found = predict_partitioned(
-        program, find_cluster(cluster), operators, lowering=how, trip_counts=trips
+        program, find_cluster(cluster), learned, lowering=how, trip_counts=trips
     )
     if timeline is not None:
         write_text(timeline, json.dumps(stream_trace(found)))
@@ -211,7 +211,7 @@ def predict_on_cluster(
     print_partitioned(Console(width=None if sys.stdout.isatty() else 120), found, top)
 
 
-def _operators(model: str) -> Any:
+def operators(model: str) -> Any:
     """The model of operators; ``None`` for rooflines."""
     if model == "roofline":
         return None

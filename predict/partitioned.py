@@ -14,7 +14,7 @@ import numpy as np
 
 from ..features.device import DeviceSpec
 from ..features.errors import DeviceError, ProgramError
-from ..features.kernel import LoweredProgram
+from ..features.kernel import Kernel, LoweredProgram
 from ..features.lowering import lower
 from ..features.reader import read_program
 from ..models.ops import OpModel
@@ -45,6 +45,9 @@ class PartitionedPrediction:
         capacity_bytes: Memory of the device.
         notes: What limits trust.
         sources: Share of the computation by who estimated it.
+        kernels: What ``members`` of the nodes point to.
+        devices: Devices that the program was partitioned for.
+        scheduled: Whether collectives are issued in their place in the order.
     """
 
     run: StreamRun
@@ -59,6 +62,9 @@ class PartitionedPrediction:
     capacity_bytes: float
     notes: tuple[str, ...]
     sources: dict[str, float]
+    kernels: tuple[Kernel, ...] = ()
+    devices: int = 1
+    scheduled: bool = False
 
     @property
     def fits(self) -> bool:
@@ -154,6 +160,9 @@ def predict_partitioned(
         capacity_bytes=spec.memory_bytes,
         notes=tuple(_notes(lowered, scheduled, devices, cluster)),
         sources=_shares(lowered, seconds[:, 0], who),
+        kernels=tuple(lowered.kernels),
+        devices=devices,
+        scheduled=scheduled,
     )
 
 

@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .nodes import Collective, Node
+from .nodes import Node
 
 #: Bytes up to which collectives are combined: XLA's defaults on GPUs.
 THRESHOLDS = {
@@ -64,7 +64,8 @@ def combine(nodes: Sequence[Node], kind: str, threshold: float) -> list[Node]:
     for place, node in enumerate(nodes):
         if node.collective is None or node.collective.kind != kind:
             continue
-        key = (node.collective.group, node.times, node.collective.waits)
+        own = node.collective
+        key = (own.group, own.groups, node.times, own.waits)
         members = open_.get(key, [])
         size = sum(_bytes(nodes[m]) for m in members) + _bytes(node)
         if members and size <= threshold and not _needs(below, members, place):
@@ -131,7 +132,7 @@ def _merged(nodes: Sequence[Node], members: Sequence[int], target: Sequence[int]
     own = first.collective
     if own is not None and len(members) > 1:
         sizes = [c.size for m in members if (c := nodes[m].collective) is not None]
-        own = Collective(own.kind, sum(sizes), own.group, own.waits)
+        own = replace(own, size=sum(sizes))
     return replace(
         first,
         operands=tuple(operands),

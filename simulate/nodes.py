@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..features.errors import ProgramError
 from ..features.kernel import Kernel
@@ -19,12 +19,14 @@ class Collective:
         size: Bytes that each rank puts in.
         group: Ranks; one group stands for all.
         waits: Whether the device waits for it where it stands in the schedule.
+        groups: All groups; of transfers from device to device, a source and a target each.
     """
 
     kind: str
     size: float
     group: tuple[int, ...]
     waits: bool = False
+    groups: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,14 @@ def _collective(kernel: Kernel, devices: int, *, scheduled: bool) -> Collective 
     if len(group) < 2 or size <= 0:
         return None
     waits = scheduled and (kernel.async_role != "start" or _is_sync(kernel))
-    return Collective(collective_name(opcode), size, group, waits)
+    return Collective(collective_name(opcode), size, group, waits, _groups(kernel, group))
+
+
+def _groups(kernel: Kernel, group: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """All groups in the order of the program; ``group`` if it names none."""
+    attrs = kernel.op.attrs
+    named = attrs.get("source_target_pairs") or attrs.get("replica_groups") or (group,)
+    return tuple(tuple(int(d) for d in g) for g in named)
 
 
 def _partners(kernel: Kernel, devices: int) -> tuple[int, ...]:

@@ -1,0 +1,110 @@
+"""A folder that ASTRA-sim runs as it is: traces, process groups, network, system, remote memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ...features.dataset import write_text
+from ...features.device import DeviceSpec
+from ...features.errors import DatasetError
+from ..topology import Cluster, Dimension
+from ..topology_file import astra_network
+from .messages import EtNode, decode, encode
+
+#: Traces are ``trace.<rank>.et``; ASTRA-sim is told the part before the rank.
+PREFIX = "trace"
+GROUPS, NETWORK, SYSTEM, MEMORY = (
+    "comm_group.json", "network.yml", "system.json", "remote_memory.json",
+)  # fmt: skip
+
+
+def write_folder(
+    out: Path, traces: Sequence[Sequence[EtNode]], groups: Mapping[tuple[int, ...], str],
+    cluster: Cluster, device: DeviceSpec,
+) -> None:  # fmt: skip
+    """Write a folder.
+
+    Args:
+        out: The folder; it is made.
+        traces: Of all ranks.
+        groups: Names of process groups.
+        cluster: Where the ranks are.
+        device: What they are.
+
+    Raises:
+        DeviceError: ASTRA-sim cannot describe the network.
+    """
+    network = astra_network(cluster.topology)
+    out.mkdir(parents=True, exist_ok=True)
+    for old in out.glob(f"{PREFIX}.*.et"):
+        old.unlink()
+    for rank, trace in enumerate(traces):
+        (out / f"{PREFIX}.{rank}.et").write_bytes(encode(trace))
+    write_text(out / GROUPS, json.dumps({name: list(g) for g, name in groups.items()}) + "\n")
+    write_text(out / NETWORK, network)
+    write_text(out / SYSTEM, json.dumps(astra_system(cluster, device), indent=2) + "\n")
+    write_text(out / MEMORY, json.dumps({"memory-type": "NO_MEMORY_EXPANSION"}) + "\n")
+
+
+def read_folder(folder: Path) -> tuple[list[list[EtNode]], dict[str, list[int]]]:
+    """Traces of all ranks, in their order, and the ranks of each process group.
+
+    Raises:
+        DatasetError: There are no traces, ranks are missing, or a file cannot be read.
+    """
+    files = {f.name.split(".")[-2]: f for f in folder.glob("*.et")}
+    ranks = [str(r) for r in range(len(files))]
+    if not files or set(files) != set(ranks):
+        raise DatasetError(
+            "no traces of ranks 0, 1 …", where=str(folder), hint="files are named trace.RANK.et"
+        )
+    traces = [decode(files[r].read_bytes(), str(files[r])) for r in ranks]
+    return traces, _groups(folder / GROUPS)
+
+
+def _groups(path: Path) -> dict[str, list[int]]:
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return {str(name): [int(r) for r in ranks] for name, ranks in data.items()}
+    except (ValueError, TypeError, AttributeError):
+        raise DatasetError(
+            "no process groups", where=str(path), hint='write {"1": [0, 1]}: ranks by name'
+        ) from None
+
+
+def astra_system(cluster: Cluster, device: DeviceSpec) -> dict[str, object]:
+    """ASTRA-sim's system: an algorithm for each dimension; durations are taken from the traces.
+
+    ``local-mem-bw`` is in GB/s, ``peak-perf`` in TFLOP/s.
+    """
+    dims = [ring for d in cluster.topology.dims for ring in d.rings()]
+    reduce = [_algorithm(d) for d in dims]
+    scatter = ["direct" if name == "halvingDoubling" else name for name in reduce]
+    return {
+        "scheduling-policy": "LIFO",
+        "endpoint-delay": 10,
+        "active-chunks-per-dimension": 1,
+        "preferred-dataset-splits": 4,
+        "all-reduce-implementation": reduce,
+        "all-gather-implementation": reduce,
+        "reduce-scatter-implementation": reduce,
+        "all-to-all-implementation": scatter,
+        "collective-optimization": "localBWAware",
+        "local-mem-bw": device.bandwidth / 1e9,
+        "boost-mode": 0,
+        "roofline-enabled": 0,
+        "peak-perf": device.matrix_peak("bf16") / 1e12,
+    }
+
+
+def _algorithm(dim: Dimension) -> str:
+    """Its name in ASTRA-sim; halving and doubling needs a power of two."""
+    if dim.kind == "ring":
+        return "ring"
+    if dim.kind == "fully_connected":
+        return "direct"
+    return "halvingDoubling" if dim.size & (dim.size - 1) == 0 else "ring"

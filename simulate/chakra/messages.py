@@ -1,0 +1,194 @@
+"""Messages of Chakra's schema 0.0.4: metadata and nodes, to bytes and back.
+
+Field numbers are those of ``et_def.proto`` of the MLCommons Chakra working group
+(https://github.com/mlcommons/chakra). A file is the metadata and then the nodes, each message
+behind its length as a varint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from ...features.errors import DatasetError
+from .wire import fields, number, numbers, packed, read_varint, signed, text, varint
+
+VERSION = "0.0.4"
+#: Values of attributes that are written and read.
+Value = int | str | bool
+
+
+class NodeType(IntEnum):
+    """What a node does."""
+
+    INVALID = 0
+    METADATA = 1
+    MEM_LOAD = 2
+    MEM_STORE = 3
+    COMP = 4
+    COMM_SEND = 5
+    COMM_RECV = 6
+    COMM_COLL = 7
+
+
+class CommType(IntEnum):
+    """Collectives."""
+
+    ALL_REDUCE = 0
+    REDUCE = 1
+    ALL_GATHER = 2
+    GATHER = 3
+    SCATTER = 4
+    BROADCAST = 5
+    ALL_TO_ALL = 6
+    REDUCE_SCATTER = 7
+    REDUCE_SCATTER_BLOCK = 8
+    BARRIER = 9
+
+
+#: Fields of an attribute's value that hold one number: signed, unsigned, zigzag.
+_SIGNED, _UNSIGNED, _ZIGZAG = (7, 9), (11, 13), (15, 17)
+_INT32, _INT64, _UINT64, _BOOL, _STRING = 7, 9, 13, 27, 29
+#: Attributes of 32 bits, and unsigned ones; other whole numbers are ``int64``.
+_OF_32_BITS = ("comm_src", "comm_dst", "comm_tag")
+_OF_UNSIGNED = ("tensor_size",)
+
+
+@dataclass(frozen=True)
+class EtNode:
+    """A node of an execution trace.
+
+    Attributes:
+        id: Its number; ASTRA-sim issues what is ready in this order.
+        name: For people.
+        type: What it does.
+        deps: Nodes whose results it needs.
+        micros: Duration in whole microseconds.
+        attrs: ``comm_size`` and its like.
+    """
+
+    id: int
+    name: str
+    type: NodeType
+    deps: tuple[int, ...] = ()
+    micros: int = 0
+    attrs: Mapping[str, Value] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the rank puts in, of communication."""
+        return int(self.attrs.get("comm_size", 0))
+
+    @property
+    def collective(self) -> str:
+        """Name of the collective, or of the transfer; empty for computation."""
+        if self.type == NodeType.COMM_COLL:
+            return CommType(int(self.attrs["comm_type"])).name.lower()
+        sends = self.type in (NodeType.COMM_SEND, NodeType.COMM_RECV)
+        return self.type.name.removeprefix("COMM_").lower() if sends else ""
+
+
+def encode(nodes: Iterable[EtNode]) -> bytes:
+    """The bytes of a trace."""
+    messages = [text(1, VERSION), *map(_node, nodes)]
+    return b"".join(varint(len(m)) + m for m in messages)
+
+
+def decode(data: bytes, where: str = "") -> list[EtNode]:
+    """Nodes of a trace.
+
+    Args:
+        data: Content of the file.
+        where: Its name, for messages.
+
+    Raises:
+        DatasetError: It is no trace, or of another version.
+    """
+    try:
+        messages = list(_messages(data))
+        version = dict(fields(messages[0])).get(1, b"") if messages else b""
+        if version != VERSION.encode():
+            raise DatasetError(f"the trace is of version {version!r}, not {VERSION}")
+        return [_read_node(m) for m in messages[1:]]
+    except (DatasetError, ValueError, KeyError, TypeError, AttributeError) as error:
+        what = error.what if isinstance(error, DatasetError) else str(error)
+        raise DatasetError(
+            f"no Chakra trace: {what}", where=where, hint="files of opcast export chakra end in .et"
+        ) from None
+
+
+def _messages(data: bytes) -> Iterable[bytes]:
+    at = 0
+    while at < len(data):
+        size, at = read_varint(data, at)
+        if at + size > len(data):
+            raise DatasetError(f"a message of {size} bytes at byte {at} is cut off")
+        yield data[at : at + size]
+        at += size
+
+
+def _node(node: EtNode) -> bytes:
+    parts = [number(1, node.id), text(2, node.name), number(3, node.type), packed(5, node.deps)]
+    if node.micros:
+        parts.append(number(7, node.micros))
+    parts += [text(10, _attribute(name, value)) for name, value in node.attrs.items()]
+    return b"".join(parts)
+
+
+def _attribute(name: str, value: Value) -> bytes:
+    if isinstance(value, bool):
+        content = number(_BOOL, value)
+    elif isinstance(value, str):
+        content = text(_STRING, value)
+    else:
+        short = _INT32 if name in _OF_32_BITS else _INT64
+        content = number(_UINT64 if name in _OF_UNSIGNED else short, value)
+    return text(1, name) + content
+
+
+def _read_node(data: bytes) -> EtNode:
+    single: dict[int, int | bytes] = {1: 0, 2: b"", 3: 0, 7: 0}
+    deps: list[int] = []
+    attrs: dict[str, Value] = {}
+    for key, value in fields(data):
+        if key in single:
+            single[key] = value
+        elif key in (4, 5):
+            deps += numbers(value)
+        elif key == 10 and isinstance(value, bytes):
+            attrs.update(_read_attribute(value))
+    name = single[2]
+    return EtNode(
+        id=_whole(single[1]),
+        name=name.decode("utf-8") if isinstance(name, bytes) else "",
+        type=NodeType(_whole(single[3])),
+        deps=tuple(sorted(set(deps))),
+        micros=_whole(single[7]),
+        attrs=attrs,
+    )
+
+
+def _read_attribute(data: bytes) -> dict[str, Value]:
+    """The attribute; lists, fractions and bytes are left out."""
+    name, found = "", dict[str, Value]()
+    for key, value in fields(data):
+        if key == 1 and isinstance(value, bytes):
+            name = value.decode("utf-8")
+        elif key == _STRING and isinstance(value, bytes):
+            found[name] = value.decode("utf-8")
+        elif key == _BOOL:
+            found[name] = bool(value)
+        elif key in _SIGNED and isinstance(value, int):
+            found[name] = signed(value)
+        elif key in _UNSIGNED and isinstance(value, int):
+            found[name] = value
+        elif key in _ZIGZAG and isinstance(value, int):
+            found[name] = (value >> 1) ^ -(value & 1)
+    return found
+
+
+def _whole(value: int | bytes) -> int:
+    if isinstance(value, bytes):
+        raise TypeError("a number is expected where bytes are")
+    return value

@@ -1,0 +1,226 @@
+"""From the nodes of a partitioned program to one execution trace a rank.
+
+Computation is one stream: kernels follow each other in the order of the program and wait where
+they read what a collective brings. Durations are whole microseconds: kernels are gathered until
+they fill one, and what rounding leaves is carried on, so that the sum is right to half a
+microsecond. A kernel too short to fill one before a collective reads it counts into the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ...features.errors import ProgramError
+from ..nodes import Collective, Node
+from .messages import CommType, EtNode, NodeType, Value
+
+#: Collectives as Chakra names them; transfers from device to device are sends and receives.
+COMM_TYPES = {
+    "all_reduce": CommType.ALL_REDUCE, "all_gather": CommType.ALL_GATHER,
+    "reduce_scatter": CommType.REDUCE_SCATTER, "all_to_all": CommType.ALL_TO_ALL,
+    "ragged_all_to_all": CommType.ALL_TO_ALL, "broadcast": CommType.BROADCAST,
+}  # fmt: skip
+TRANSFERS = ("collective_permute", "send_recv")
+#: ASTRA-sim takes group 0 for all ranks, whatever the file says.
+FIRST_GROUP = 1
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a node computes, all executions.
+
+    Attributes:
+        flops: Floating-point operations.
+        bytes: Bytes read and written.
+    """
+
+    flops: float = 0.0
+    bytes: float = 0.0
+
+
+def process_groups(nodes: Sequence[Node]) -> dict[tuple[int, ...], str]:
+    """Names of all groups of two ranks or more, in the order in which they appear."""
+    found: dict[tuple[int, ...], str] = {}
+    for node in nodes:
+        own = node.collective
+        if own is None or own.kind in TRANSFERS:
+            continue
+        for group in own.groups or (own.group,):
+            if len(group) > 1 and group not in found:
+                found[group] = str(FIRST_GROUP + len(found))
+    return found
+
+
+def rank_trace(
+    nodes: Sequence[Node], rank: int, groups: Mapping[tuple[int, ...], str],
+    transfer: Sequence[float], work: Sequence[Work], *, scheduled: bool,
+) -> list[EtNode]:  # fmt: skip
+    """The trace of one rank.
+
+    Args:
+        nodes: Of the program, in topological order.
+        rank: Which rank.
+        groups: Names of process groups.
+        transfer: Seconds of each node's collective, all executions; kept as its duration.
+        work: What each node computes.
+        scheduled: Whether a collective starts in its place in the order, or when its operands
+            are there.
+
+    Raises:
+        ProgramError: A collective has no counterpart in Chakra.
+    """
+    return _Rank(rank, groups, scheduled).run(nodes, transfer, work)
+
+
+@dataclass
+class _Rank:
+    """A trace in the making.
+
+    Attributes:
+        found: Nodes so far.
+        result: Trace nodes that bring the result of a program node, where not the stream does.
+        waits: Trace nodes that the next node of the stream has to wait for.
+        awaited: Trace nodes that the stream has waited for.
+        last: Position in ``found`` of the stream's last node; -1 before it.
+        micros: Time not yet written.
+        members: Kernels not yet written: microseconds and name.
+        gathered: What they compute.
+    """
+
+    rank: int
+    groups: Mapping[tuple[int, ...], str]
+    scheduled: bool
+    found: list[EtNode] = field(default_factory=list)
+    result: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    waits: set[int] = field(default_factory=set)
+    awaited: set[int] = field(default_factory=set)
+    last: int = -1
+    micros: float = 0.0
+    members: list[tuple[float, str]] = field(default_factory=list)
+    gathered: list[Work] = field(default_factory=list)
+    pending: set[int] = field(default_factory=set)
+    place_of: dict[int, int] = field(default_factory=dict)
+    tags: int = 0
+
+    def run(
+        self, nodes: Sequence[Node], transfer: Sequence[float], work: Sequence[Work]
+    ) -> list[EtNode]:
+        """Go through the program once."""
+        for place, node in enumerate(nodes):
+            if node.collective is not None:
+                self._communicate(place, node, node.collective, float(transfer[place]))
+            else:
+                self._compute(place, node, work[place])
+        self._end()
+        return self.found
+
+    def _compute(self, place: int, node: Node, work: Work) -> None:
+        needed = {i for o in node.operands for i in self.result.get(o, ())}
+        self.waits |= needed - self.awaited
+        self.awaited |= needed
+        self.pending.add(place)
+        if node.seconds <= 0:
+            return
+        self.micros += node.seconds * 1e6
+        self.members.append((node.seconds, node.name))
+        self.gathered.append(work)
+        if self.micros >= 1.0:
+            self._write(round(self.micros))
+
+    def _write(self, micros: int) -> None:
+        """Write what is gathered as one node of the stream."""
+        attrs: dict[str, Value] = {
+            "is_cpu_op": False,
+            "num_ops": round(sum(w.flops for w in self.gathered)),
+            "tensor_size": round(sum(w.bytes for w in self.gathered)),
+            "kernels": len(self.members),
+        }
+        self.last = self._add(max(self.members)[1], NodeType.COMP, self._stream(), micros, attrs)
+        self.micros -= micros
+        self.members, self.gathered, self.waits = [], [], set()
+        self.place_of.update(dict.fromkeys(self.pending, self.last))
+        self.pending = set()
+
+    def _stream(self) -> set[int]:
+        """What has to end before what the stream does next."""
+        return self.waits | ({self.last} if self.last >= 0 else set())
+
+    def _add(
+        self, name: str, kind: NodeType, deps: set[int], micros: int, attrs: dict[str, Value]
+    ) -> int:
+        place = len(self.found)
+        self.found.append(EtNode(place, name, kind, tuple(sorted(deps)), micros, attrs))
+        return place
+
+    def _needs(self, node: Node) -> set[int]:
+        """Trace nodes that bring the operands of a collective."""
+        found = self._stream() if self.scheduled else set[int]()
+        for operand in node.operands:
+            if operand in self.result:
+                found.update(self.result[operand])
+            elif operand in self.place_of:
+                found.add(self.place_of[operand])
+            else:
+                found |= self._stream()
+        return found
+
+    def _communicate(self, place: int, node: Node, own: Collective, seconds: float) -> None:
+        deps, times = self._needs(node), max(1, round(node.times))
+        micros = max(1, round(seconds * 1e6 / times))
+        for _ in range(times):
+            ends = self._once(node, own, deps, micros)
+            deps = ends or deps
+        self.result[place] = tuple(sorted(deps))
+        if own.waits:
+            self.waits |= deps - self.awaited
+            self.awaited |= deps
+
+    def _once(self, node: Node, own: Collective, deps: set[int], micros: int) -> set[int]:
+        """One execution; nothing if this rank takes no part."""
+        size = round(own.size)
+        if own.kind in TRANSFERS:
+            return self._transfers(node, own, deps, micros)
+        if own.kind not in COMM_TYPES:
+            raise ProgramError(f"Chakra has no collective {own.kind!r}", where=node.name)
+        group = next((g for g in own.groups or (own.group,) if self.rank in g), ())
+        if len(group) < 2:
+            return set()
+        attrs: dict[str, Value] = {
+            "is_cpu_op": False, "comm_type": int(COMM_TYPES[own.kind]), "comm_size": size,
+            "pg_name": self.groups[group],
+        }  # fmt: skip
+        return {self._add(node.name, NodeType.COMM_COLL, deps, micros, attrs)}
+
+    def _transfers(self, node: Node, own: Collective, deps: set[int], micros: int) -> set[int]:
+        self.tags += 1
+        found = set()
+        pairs = own.groups or tuple(zip(own.group, own.group[1:], strict=False))
+        for source, target in ((p[0], p[1]) for p in pairs if p[0] != p[1]):
+            attrs: dict[str, Value] = {
+                "is_cpu_op": False, "comm_size": round(own.size), "comm_src": source,
+                "comm_dst": target, "comm_tag": self.tags,
+            }  # fmt: skip
+            if self.rank == source:
+                found.add(self._add(node.name, NodeType.COMM_SEND, deps, micros, attrs))
+            elif self.rank == target:
+                found.add(self._add(node.name, NodeType.COMM_RECV, deps, micros, attrs))
+        return found
+
+    def _end(self) -> None:
+        """Write what is left, or count it into the last node if it rounds to nothing."""
+        if not self.members:
+            return
+        if self.micros >= 0.5 or self.last < 0:
+            self._write(max(1, round(self.micros)))
+            return
+        old = self.found[self.last]
+        more: dict[str, Value] = {
+            "num_ops": int(old.attrs["num_ops"]) + round(sum(w.flops for w in self.gathered)),
+            "tensor_size": int(old.attrs["tensor_size"])
+            + round(sum(w.bytes for w in self.gathered)),
+            "kernels": int(old.attrs["kernels"]) + len(self.members),
+        }
+        self.found[self.last] = EtNode(
+            old.id, old.name, old.type, old.deps, old.micros, {**old.attrs, **more}
+        )

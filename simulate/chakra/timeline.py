@@ -1,0 +1,172 @@
+"""Runs traces with the durations that they hold: when each node of each rank starts and ends.
+
+A rank computes one node at a time, as they become ready. A collective starts when all ranks of its
+group have come to it and the group's earlier one is over, a transfer when both sides have; its
+longest duration counts. Contention for links is not looked at: ASTRA-sim does that.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...features.errors import DatasetError
+from .messages import EtNode, NodeType
+
+#: What nodes of several ranks do together: kind, group or pair, and which of its kind it is.
+Meeting = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class TraceRun:
+    """Traces with their times.
+
+    Attributes:
+        traces: Nodes of each rank.
+        start: Of each rank, microseconds, shape ``(n_nodes,)``.
+        end: Likewise.
+    """
+
+    traces: Sequence[Sequence[EtNode]]
+    start: list[np.ndarray]
+    end: list[np.ndarray]
+
+    @property
+    def makespan_us(self) -> float:
+        """Last end."""
+        return float(max((e.max(initial=0.0) for e in self.end), default=0.0))
+
+    def summary(self) -> dict[str, Any]:
+        """Ranks, time, and of rank 0: computation, and count and bytes by collective."""
+        first = self.traces[0]
+        count: Counter[str] = Counter(n.collective for n in first if n.collective)
+        size: Counter[str] = Counter()
+        for node in first:
+            size[node.collective] += node.bytes
+        return {
+            "ranks": len(self.traces),
+            "step_us": self.makespan_us,
+            "nodes": sum(map(len, self.traces)),
+            "compute_us": float(sum(n.micros for n in first if n.type == NodeType.COMP)),
+            "kernels": sum(int(n.attrs.get("kernels", 1)) for n in first if not n.collective),
+            "collectives": {k: {"count": count[k], "bytes": size[k]} for k in sorted(count)},
+        }
+
+    def chrome_trace(self) -> dict[str, Any]:
+        """Trace events for Perfetto and chrome://tracing, a process for each rank."""
+        events: list[dict[str, Any]] = []
+        for rank, nodes in enumerate(self.traces):
+            events.append(_named("process_name", rank, 0, f"rank {rank}"))
+            events.append(_named("thread_name", rank, 0, "compute"))
+            events.append(_named("thread_name", rank, 1, "communication"))
+            for node, start, end in zip(nodes, self.start[rank], self.end[rank], strict=True):
+                events.append({
+                    "name": node.name, "cat": node.collective or "compute", "ph": "X",
+                    "pid": rank, "tid": int(bool(node.collective)), "ts": float(start),
+                    "dur": float(end - start), "args": dict(node.attrs),
+                })  # fmt: skip
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def run_traces(traces: Sequence[Sequence[EtNode]], groups: Mapping[str, Sequence[int]]) -> TraceRun:
+    """Run the traces of all ranks.
+
+    Args:
+        traces: By rank.
+        groups: Ranks by name of a process group; others are all ranks.
+
+    Raises:
+        DatasetError: A node needs one that is not there, or ranks wait for each other for ever.
+    """
+    run = _Run(traces, groups)
+    run.go()
+    return TraceRun(traces, run.start, run.end)
+
+
+class _Run:
+    """State of one run: events in the order of their times."""
+
+    def __init__(
+        self, traces: Sequence[Sequence[EtNode]], groups: Mapping[str, Sequence[int]]
+    ) -> None:
+        self.traces, self.groups = traces, groups
+        self.place = [{n.id: i for i, n in enumerate(nodes)} for nodes in traces]
+        self.start = [np.full(len(nodes), np.nan) for nodes in traces]
+        self.end = [np.full(len(nodes), np.nan) for nodes in traces]
+        self.free = [0.0] * len(traces)
+        self.over: dict[Meeting, float] = {}
+        self.seen: Counter[Meeting] = Counter()
+        self.here: dict[Meeting, list[tuple[float, int, int]]] = {}
+        self.events: list[tuple[float, int, int]] = []
+        self.left = [[len(n.deps) for n in nodes] for nodes in traces]
+        self.readers: list[list[list[int]]] = [[[] for _ in nodes] for nodes in traces]
+        for rank, nodes in enumerate(traces):
+            for at, node in enumerate(nodes):
+                for dep in node.deps:
+                    self._reads(rank, at, dep)
+                if not node.deps:
+                    heapq.heappush(self.events, (0.0, rank, at))
+
+    def _reads(self, rank: int, at: int, dep: int) -> None:
+        if dep not in self.place[rank]:
+            raise DatasetError(f"node {at} needs node {dep}, which is not there", where=_of(rank))
+        self.readers[rank][self.place[rank][dep]].append(at)
+
+    def go(self) -> None:
+        """Take events until none is left."""
+        while self.events:
+            ready, rank, at = heapq.heappop(self.events)
+            node = self.traces[rank][at]
+            if node.collective:
+                self._meet(ready, rank, at, node)
+                continue
+            start = max(ready, self.free[rank])
+            self.free[rank] = start + node.micros
+            self._done(rank, at, start, start + node.micros)
+        for rank, ends in enumerate(self.end):
+            if np.isnan(ends).any():
+                name = self.traces[rank][int(np.isnan(ends).argmax())].name
+                raise DatasetError(f"{name} waits for ever", where=_of(rank))
+
+    def _meet(self, ready: float, rank: int, at: int, node: EtNode) -> None:
+        channel, many = self._channel(node)
+        order = self.seen[(rank, node.type, *channel)]
+        self.seen[(rank, node.type, *channel)] += 1
+        here = self.here.setdefault((*channel, order), [])
+        here.append((ready, rank, at))
+        if len(here) < many:
+            return
+        start = max(self.over.get(channel, 0.0), *(r for r, _, _ in here))
+        end = start + max(self.traces[r][i].micros for _, r, i in here)
+        self.over[channel] = end
+        for _, r, i in here:
+            self._done(r, i, start, end)
+
+    def _channel(self, node: EtNode) -> tuple[Meeting, int]:
+        """Who takes part, and how many nodes have to be there."""
+        if node.type == NodeType.COMM_COLL:
+            name = str(node.attrs.get("pg_name", ""))
+            return (name,), len(self.groups.get(name, range(len(self.traces))))
+        return tuple(node.attrs.get(k, 0) for k in ("comm_src", "comm_dst", "comm_tag")), 2
+
+    def _done(self, rank: int, at: int, start: float, end: float) -> None:
+        self.start[rank][at], self.end[rank][at] = start, end
+        for reader in self.readers[rank][at]:
+            self.left[rank][reader] -= 1
+            if not self.left[rank][reader]:
+                deps = (self.place[rank][d] for d in self.traces[rank][reader].deps)
+                ready = max(float(self.end[rank][d]) for d in deps)
+                heapq.heappush(self.events, (ready, rank, reader))
+
+
+def _named(what: str, rank: int, thread: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}}
+
+
+def _of(rank: int) -> str:
+    return f"trace of rank {rank}"

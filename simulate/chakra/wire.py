@@ -1,0 +1,102 @@
+"""Protocol buffers on the wire, as far as traces need them: varints and length-delimited fields.
+
+The encoding is that of https://protobuf.dev/programming-guides/encoding. A field is a key,
+``number << 3 | type``, and a value: a varint (type 0), 8 bytes (1), a length and bytes (2), or
+4 bytes (5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ...features.errors import DatasetError
+
+#: A field: its number and its value, a whole number or bytes.
+Field = tuple[int, int | bytes]
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+_MASK = 2**64 - 1
+#: No varint of 64 bits has more bytes.
+_LONGEST = 10
+
+
+def varint(value: int) -> bytes:
+    """Bytes of a whole number; a negative one counts in two's complement of 64 bits."""
+    value &= _MASK
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
+
+
+def number(field: int, value: int) -> bytes:
+    """A field with a whole number."""
+    return varint(field << 3 | VARINT) + varint(value)
+
+
+def text(field: int, value: str | bytes) -> bytes:
+    """A field with text, or with an encoded message."""
+    content = value.encode() if isinstance(value, str) else value
+    return varint(field << 3 | BYTES) + varint(len(content)) + content
+
+
+def packed(field: int, values: Iterable[int]) -> bytes:
+    """A repeated field of whole numbers; nothing if there are none."""
+    content = b"".join(map(varint, values))
+    return text(field, content) if content else b""
+
+
+def read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """A whole number and where it ends.
+
+    Raises:
+        DatasetError: The data ends in it, or it is longer than 64 bits.
+    """
+    found = 0
+    for place, byte in enumerate(data[at : at + _LONGEST]):
+        found |= (byte & 0x7F) << (7 * place)
+        if byte < 0x80:
+            return found & _MASK, at + place + 1
+    raise DatasetError(f"no whole number at byte {at}", hint="the file is cut off or no trace")
+
+
+def signed(value: int) -> int:
+    """The signed number that a varint of 64 bits stands for."""
+    return value - 2**64 if value >> 63 else value
+
+
+def fields(data: bytes) -> Iterator[Field]:
+    """Fields of a message, in their order.
+
+    Raises:
+        DatasetError: It is no message.
+    """
+    at = 0
+    while at < len(data):
+        key, at = read_varint(data, at)
+        kind = key & 7
+        if kind == VARINT:
+            value, at = read_varint(data, at)
+            yield key >> 3, value
+            continue
+        if kind not in (FIXED64, BYTES, FIXED32):
+            raise DatasetError(f"unknown wire type {kind} at byte {at}")
+        size = {FIXED64: 8, FIXED32: 4}.get(kind, -1)
+        if size < 0:
+            size, at = read_varint(data, at)
+        if at + size > len(data):
+            raise DatasetError(f"a field of {size} bytes at byte {at} is cut off")
+        yield key >> 3, data[at : at + size]
+        at += size
+
+
+def numbers(value: int | bytes) -> list[int]:
+    """Elements of a repeated field of whole numbers, packed or one by one."""
+    if isinstance(value, int):
+        return [value]
+    found, at = [], 0
+    while at < len(value):
+        one, at = read_varint(value, at)
+        found.append(one)
+    return found
