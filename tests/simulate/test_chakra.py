@@ -61,15 +61,17 @@ def test_protobuf_reads_the_same():
     file = descriptor.FileDescriptorProto(name="et.proto", package="et", syntax="proto3")
     types = {"u64": 4, "i64": 3, "i32": 5, "flag": 8, "text": 9}
 
-    def define(name, **fields):
-        own = file.message_type.add(name=name)
+    def define(message, fields):
+        own = file.message_type.add(name=message)
         for label, (number, kind) in fields.items():
             own.field.add(name=label, number=number, type=types[kind], label=1)
         return own
 
     one = {"i32": (7, "i32"), "i64": (9, "i64"), "u64": (13, "u64"), "flag": (27, "flag")}
-    define("Attr", name=(1, "text"), **one, text=(29, "text"))
-    node = define("Node", id=(1, "u64"), name=(2, "text"), type=(3, "i32"), micros=(7, "u64"))
+    define("Attr", {"name": (1, "text"), **one, "text": (29, "text")})
+    node = define(
+        "Node", {"id": (1, "u64"), "name": (2, "text"), "type": (3, "i32"), "micros": (7, "u64")}
+    )
     node.field.add(name="data_deps", number=5, type=4, label=3)
     node.field.add(name="attr", number=10, type=11, label=3, type_name=".et.Attr")
     pool = descriptor_pool.DescriptorPool()
