@@ -1,5 +1,7 @@
 """The catalogue: accelerators described by vendors, as data files in ``features/devices``.
 
+Other packages add folders of such files by entry points of the group ``opcast.devices``.
+
 A name comes in, a :class:`DeviceSpec` goes out. Nothing here was measured by opcast: a measurement
 of the device itself (``opcast device --save``) is always better.
 """
@@ -10,6 +12,7 @@ import difflib
 from functools import cache
 from pathlib import Path
 
+from . import plugins
 from .compile_limits import CAPABILITIES, COMPILER_KEYS, NEAREST
 from .compile_limits import SOURCE as CAPABILITY_SOURCE
 from .device import DeviceSpec, MemoryLevel, device_slug
@@ -17,6 +20,7 @@ from .device_file import NUMBERS, RATES, TERA, Sheet, overlay, read_sheet
 from .device_rules import Values, fill, matrix_rates, rules_of, vector_rates
 from .errors import DeviceError
 
+GROUP = "opcast.devices"
 _FOLDER = Path(__file__).resolve().parent / "devices"
 #: The vector rate may differ from 2 × lanes × cores × clock by this share.
 _RATE_TOLERANCE = 0.1
@@ -25,7 +29,14 @@ _REQUIRED = ("hbm_bandwidth_gbps", "memory_gb")
 
 def device_names() -> list[str]:
     """Canonical names of all devices of the catalogue, sorted."""
-    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+    return sorted(_files())
+
+
+@cache
+def _files() -> dict[str, Path]:
+    """Device files by canonical name; ours win over those of other packages."""
+    folders = [Path(plugins.load(point)) for point in plugins.found(GROUP).values()]
+    return {path.stem: path for folder in (*folders, _FOLDER) for path in folder.glob("*.yaml")}
 
 
 def find_device(name: str) -> DeviceSpec:
@@ -80,7 +91,7 @@ def _load_device_file(path: Path, *_: int | None) -> DeviceSpec:
 
 @cache
 def _catalogue_sheet(name: str) -> Sheet:
-    return read_sheet(_FOLDER / f"{name}.yaml")
+    return read_sheet(_files()[name])
 
 
 @cache
@@ -101,7 +112,7 @@ def _with_base(sheet: Sheet, above: tuple[str, ...] = ()) -> Sheet:
 
 def _canonical(name: str) -> str | None:
     slug = device_slug(name)
-    if (_FOLDER / f"{slug}.yaml").is_file():
+    if slug in _files():
         return slug
     return _index().get(slug)
 

@@ -7,9 +7,13 @@ import os
 import platform
 import re
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from ._opclass import DTYPES
 from ._precision import REDUCED
 from .errors import DeviceError
 from .ir import DTYPE_BITS
@@ -99,6 +103,16 @@ class DeviceSpec:
     def cache_bytes(self) -> float:
         """Capacity of the last cache before main memory; 0 if none is described."""
         return self.levels[-2].capacity if len(self.levels) > 1 else 0.0
+
+    @cached_property
+    def rates(self) -> np.ndarray:
+        """Matrix and vector FLOP/s by code of a dtype, shape ``(2, len(DTYPES))``.
+
+        Raises:
+            DeviceError: The device lists no peaks.
+        """
+        asked = (self.matrix_peak, self.vector_peak)
+        return np.array([[peak(dtype) for dtype in DTYPES] for peak in asked])
 
     def matrix_peak(self, dtype: str) -> float:
         """Dense matrix FLOP/s for ``dtype``; the nearest wider type if it is not listed."""

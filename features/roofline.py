@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from ._columns import CODE, INDEX
-from ._opclass import DTYPES
 from ._row import rows
 from .device import DeviceSpec
 from .kernel import Kernel
@@ -78,8 +77,7 @@ def compute_seconds(row: np.ndarray, device: DeviceSpec) -> tuple[np.ndarray, np
 
 def peaks(row: np.ndarray, device: DeviceSpec) -> tuple[np.ndarray, np.ndarray]:
     """Matrix and vector FLOP/s for each row's dtypes, each of shape ``(n,)``."""
-    matrix = np.array([device.matrix_peak(dtype) for dtype in DTYPES])
-    vector = np.array([device.vector_peak(dtype) for dtype in DTYPES])
+    matrix, vector = device.rates
     matrix_code = row[:, INDEX["matrix_dtype"]].astype(np.intp)
     vector_code = row[:, INDEX["vector_dtype"]].astype(np.intp)
     return matrix[matrix_code], vector[vector_code]

@@ -12,6 +12,8 @@ SHIPPED = Path(__file__).resolve().parent.parent / "models" / "pretrained"
 DEFAULT = "cpu-xgboost"
 #: Models that answer by default for devices of other platforms.
 PLATFORM_DEFAULTS = {"gpu": "gpu-xla"}
+#: The shipped model of library operators.
+OPERATOR_MODEL = "gpu-operators"
 
 
 def registered() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +14,14 @@ import numpy as np
 from ..features.errors import StrictError
 from ..features.kernel import Kernel, LoweredProgram
 from .devices import resolve_device
-from .locate import PLATFORM_DEFAULTS, find_model
+from .locate import OPERATOR_MODEL, PLATFORM_DEFAULTS, find_model
 
 if TYPE_CHECKING:
     from ..features.cache import LoweringCache
     from ..features.compile_process import CompileSettings
     from ..features.device import DeviceSpec
     from ..models.cost_model import CostModel
+    from ..models.ops import OpModel
 
 #: How many single-kernel answers :meth:`Predictor.latency_us` remembers.
 MEMO_SIZE = 200_000
@@ -154,6 +156,9 @@ class Predictor:
         model: A loaded cost model.
         cache: Cache of lowered programs; ``None`` takes the default folder.
         by_platform: Models for devices of a platform that ``model`` was not trained on.
+        operators: Name or folder of the model that answers for operators of libraries.
+
+    Single latencies may be asked from several threads.
     """
 
     def __init__(
@@ -161,11 +166,16 @@ class Predictor:
         model: CostModel,
         cache: LoweringCache | None = None,
         by_platform: Mapping[str, CostModel] | None = None,
+        operators: str | Path = OPERATOR_MODEL,
     ) -> None:
         self.model = model
         self.cache = cache
         self.by_platform = dict(by_platform or {})
-        self._memo: dict[tuple[str, str], float] = {}
+        self._memo: dict[tuple[str, str | int], float] = {}
+        self._described: dict[int, DeviceSpec] = {}
+        self._operators = operators
+        self._bundle: OpModel | None = None
+        self._lock = threading.RLock()
 
     @property
     def devices(self) -> dict[str, DeviceSpec]:
@@ -259,40 +269,86 @@ class Predictor:
             device_memory_bytes=device.memory_bytes,
         )
 
-    def latency_us(self, kernel: Kernel, device: str | DeviceSpec = "local") -> float:
-        """Latency of one execution of a kernel, in microseconds; repeated queries are remembered.
+    def latency_us(self, what: Kernel | str, device: str | DeviceSpec = "local") -> float:
+        """Latency of one execution, in microseconds; repeated queries are remembered.
+
+        Args:
+            what: A kernel, or an operator as :func:`~opcast.features.ops.query.parse_op` takes it.
+            device: Name, path of a device file, or description.
 
         Raises:
             DeviceError: The device is not known.
+            ProgramError: The text is no operator.
+            ModelError: The model knows no such operators.
         """
-        key = (kernel.hash, device if isinstance(device, str) else device.name)
+        ask = what if isinstance(what, str) else what.hash
+        key = (ask, device if isinstance(device, str) else id(device))
         found = self._memo.get(key)
         if found is None:
-            found = float(self.latencies_us([kernel], device)[0])
-            if len(self._memo) >= MEMO_SIZE:
-                self._memo.clear()
-            self._memo[key] = found
+            with self._lock:
+                found = float(self.latencies_us([what], device)[0])
+                if len(self._memo) >= MEMO_SIZE:
+                    self._memo.clear()
+                    self._described.clear()
+                if not isinstance(device, str):
+                    # Kept alive, so that its id stays its own.
+                    self._described[id(device)] = device
+                self._memo[key] = found
         return found
 
-    def latencies_us(self, kernels: Sequence[Kernel], device: str | DeviceSpec) -> np.ndarray:
-        """Latencies of many kernels, in microseconds, shape ``(n_kernels,)``."""
+    def latencies_us(
+        self, what: Sequence[Kernel | str], device: str | DeviceSpec = "local"
+    ) -> np.ndarray:
+        """Latencies of many kernels or operators, in microseconds, shape ``(n,)``.
+
+        Raises:
+            OpcastError: As :meth:`latency_us`.
+        """
         spec = resolve_device(device, self.devices)
-        return self.model_for(spec).predict_kernels(kernels, spec).latency * 1e6
+        kernels = [(i, w) for i, w in enumerate(what) if not isinstance(w, str)]
+        texts = [(i, w) for i, w in enumerate(what) if isinstance(w, str)]
+        found = np.empty(len(what))
+        with self._lock:
+            if kernels:
+                own = self.model_for(spec).predict_kernels([k for _, k in kernels], spec)
+                found[[i for i, _ in kernels]] = own.latency * 1e6
+            if texts:
+                found[[i for i, _ in texts]] = self._operators_us([t for _, t in texts], spec)
+        return found
+
+    def _operators_us(self, texts: Sequence[str], spec: DeviceSpec) -> np.ndarray:
+        import pandas as pd
+
+        from ..features.ops.query import parse_op
+        from ..models.ops import OpModel
+
+        rows = pd.DataFrame([{**parse_op(t), "device": spec.name} for t in texts])
+        if self._bundle is None:
+            self._bundle = OpModel.load(find_model(self._operators))
+        self._bundle.devices[spec.name] = spec
+        latency: np.ndarray = self._bundle.predict(rows).latency
+        return latency * 1e6
 
 
 def load(model: str | Path = "default", *, cache: LoweringCache | None = None) -> Predictor:
     """Load a model by name (shipped or registered) or from its folder.
 
-    ``default`` is the shipped model of each platform: a device decides which one answers.
+    ``default`` is the shipped model of each platform: a device decides which one answers. A model
+    of library operators comes with those of ``default``, which answer for programs.
 
     Raises:
         ModelError: No such model, or its folder is damaged or of another version.
     """
     from ..models.cost_model import CostModel
+    from ..models.store import OPERATORS, read_manifest
 
+    folder = find_model(model)
+    operators: str | Path = OPERATOR_MODEL
+    if read_manifest(folder).get("kind") == OPERATORS:
+        operators, model, folder = folder, "default", find_model("default")
     others = PLATFORM_DEFAULTS if str(model) == "default" else {}
     by_platform = {name: CostModel.load(find_model(other)) for name, other in others.items()}
-    return Predictor(CostModel.load(find_model(model)), cache, by_platform)
+    return Predictor(CostModel.load(folder), cache, by_platform, operators)
 
 
 def _model_notes(

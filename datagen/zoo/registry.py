@@ -7,19 +7,24 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from ...features import plugins
 from ...features.errors import OpcastError
 from .catalog import FAMILIES, Family, Setting
 
 if TYPE_CHECKING:
     from .workload import Workload
 
+GROUP = "opcast.workloads"
+"""Entry points of modules with a ``FAMILY`` and a ``model``, by the family's name."""
+
 FORMATS = ("text", "bytecode", "portable", "jax-export")
 """Formats that ``export`` writes."""
 
 
 def families() -> dict[str, Family]:
-    """Every family by name."""
-    return dict(FAMILIES)
+    """Every family by name, those of other packages after ours."""
+    own = dict(FAMILIES)
+    return own | {name: family(name) for name in plugins.found(GROUP) if name not in own}
 
 
 def family(name: str) -> Family:
@@ -28,11 +33,16 @@ def family(name: str) -> Family:
     Raises:
         OpcastError: There is none.
     """
-    if name not in FAMILIES:
-        raise OpcastError(
-            f"unknown program family {name!r}", hint="families: " + ", ".join(sorted(FAMILIES))
-        )
-    return FAMILIES[name]
+    if name in FAMILIES:
+        return FAMILIES[name]
+    others = plugins.found(GROUP)
+    if name not in others:
+        known = ", ".join(sorted({*FAMILIES, *others}))
+        raise OpcastError(f"unknown program family {name!r}", hint="families: " + known)
+    found = getattr(plugins.load(others[name]), "FAMILY", None)
+    if not isinstance(found, Family):
+        raise OpcastError(f"{name!r} names no FAMILY", where=f"{GROUP}: {others[name].value}")
+    return found
 
 
 def parse_settings(name: str, pairs: Iterable[str]) -> dict[str, Setting]:
@@ -91,7 +101,7 @@ def build(name: str, **settings: Setting) -> Workload:
         OpcastError: The family or a setting is unknown, or values do not fit one another.
     """
     chosen, full = family(name), resolve(name, settings)
-    module = import_module(f".{chosen.module}", __package__)
+    module = _module(chosen)
     programs = import_module(".programs", __package__)
     maker = getattr(module, "model_" + name, None) or module.model
     built: Workload = programs.make_workload(workload_name(name, settings), name, full, maker(full))
@@ -139,6 +149,13 @@ def describe() -> str:
             own.append(f"`{key}`={_text(value)}{'' if key == 'optimizer' else listed}")
         lines.append(f"| `{item.name}` | {item.summary} | {'; '.join(own)} |")
     return "\n".join([f"Every family takes {common}.", "", *lines, ""])
+
+
+def _module(chosen: Family) -> Any:
+    """The module that makes a family's model."""
+    if chosen.name in FAMILIES:
+        return import_module(f".{chosen.module}", __package__)
+    return plugins.load(plugins.found(GROUP)[chosen.name])
 
 
 def _checked(chosen: Family, settings: Mapping[str, Setting]) -> dict[str, Setting]:

@@ -156,3 +156,27 @@ def test_a_device_that_the_model_never_saw_is_noted(predictor, device, step):
     other = replace(device, name="another-cpu")
     (note,) = predictor.predict(step, device=other).notes
     assert device.name in note and "another-cpu" in note
+
+
+def test_threads_get_the_answers_of_one(predictor, device):
+    from concurrent.futures import ThreadPoolExecutor
+
+    fresh = opcast.Predictor(predictor.model)
+    text = (
+        "HloModule m\nENTRY e {{\n  p = f32[{n}] parameter(0)\n  ROOT r = f32[{n}] add(p, p)\n}}\n"
+    )
+    kernels = [kernel_from_ir(text.format(n=2**i)) for i in range(8, 20)]
+    alone = predictor.latencies_us(kernels, device)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda k: fresh.latency_us(k, device), kernels * 20))
+    assert np.allclose(found, np.tile(alone, 20))
+
+
+def test_devices_of_one_name_are_told_apart(predictor, device):
+    kernel = kernel_from_ir(
+        "HloModule m\nENTRY e {\n  p = f32[4194304] parameter(0)\n"
+        "  ROOT r = f32[4194304] add(p, p)\n}\n"
+    )
+    levels = tuple(replace(x, bandwidth=x.bandwidth / 4) for x in device.levels)
+    slow = replace(device, levels=levels)
+    assert predictor.latency_us(kernel, slow) > 1.5 * predictor.latency_us(kernel, device)
