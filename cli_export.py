@@ -21,9 +21,22 @@ Operators = Annotated[str, typer.Option("--model", help="Model of operators; 'ro
 
 
 def register(app: typer.Typer) -> None:
-    """Add the groups ``export`` and ``import``."""
+    """Add the groups ``export`` and ``import``, and ``hespas``."""
     app.add_typer(export_app, name="export")
     app.add_typer(import_app, name="import")
+    app.command("hespas", context_settings={"ignore_unknown_options": True})(hespas)
+
+
+def hespas(
+    config: Annotated[Path, typer.Argument(help="Its configuration, with method opcast.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Further arguments of HESPAS.")
+    ] = None,
+) -> None:
+    """Run HESPAS with opcast as its estimator."""
+    from .predict.plugins.hespas_run import run_hespas
+
+    run_hespas(config, arguments or [])
 
 
 @export_app.command("chakra")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from ..features.errors import ModelError
@@ -50,3 +51,19 @@ def find_model(model: str | Path) -> Path:
         f"no model {str(model)!r}",
         hint=f"give a model folder or one of: {choices}; train one with: opcast train",
     )
+
+
+def model_hash(model: str | Path) -> str:
+    """Digest of a model: of its manifest, which has the digests of its files.
+
+    Args:
+        model: Name or folder; ``default`` stands for the models of all platforms.
+
+    Raises:
+        ModelError: There is no such model.
+    """
+    others = PLATFORM_DEFAULTS.values() if str(model) == "default" else ()
+    digest = hashlib.sha256()
+    for name in (model, *others):
+        digest.update((find_model(name) / "manifest.json").read_bytes())
+    return digest.hexdigest()[:16]

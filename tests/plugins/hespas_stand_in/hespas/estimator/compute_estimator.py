@@ -1,0 +1,5 @@
+from .estimator import Estimator
+
+
+class ComputeEstimator(Estimator):
+    compute_estimator = True
