@@ -61,6 +61,80 @@ def export_chakra(
     _print(result, f"{out}: {{ranks}} traces, {{nodes}} nodes", json_output)
 
 
+@export_app.command("table")
+def export_table(
+    device: Annotated[list[str], typer.Option(help="Device or file; may be given again.")],
+    out: Out,
+    programs: Annotated[
+        list[Path] | None, typer.Argument(help="Programs whose kernels are to be in it.")
+    ] = None,
+    op: Annotated[
+        list[str] | None,
+        typer.Option("--op", help="Operators, 'linear m=1/64 n=4096 k=4096 dtype=bf16'."),
+    ] = None,
+    model: Operators = "gpu-operators",
+    kernels: Annotated[str, typer.Option(help="Model of kernels.")] = "default",
+    lowering: Annotated[str, typer.Option(help="auto, xla, fused or op.")] = "auto",
+) -> None:
+    """Write latencies with intervals as parquet: operators of grids, kernels of programs."""
+    import pandas as pd
+
+    from .cli_simulate import operators
+    from .features.errors import DatasetError
+    from .features.lowering import lower
+    from .predict.devices import resolve_device
+    from .predict.latency_table import expand_ops, kernel_table, operator_table, write_table
+    from .predict.predictor import load
+
+    if not op and not programs:
+        raise DatasetError("nothing to tabulate", hint="give --op, or programs")
+    parts = []
+    if op:
+        specs = [resolve_device(d, {}) for d in device]
+        texts = [t for grid in op for t in expand_ops(grid)]
+        parts.append(operator_table(texts, {s.name: s for s in specs}, operators(model)))
+    if programs:
+        predictor = load(kernels)
+        for spec in (resolve_device(d, predictor.devices) for d in device):
+            for program in programs:
+                lowered = lower(program, lowering, device=spec, fallback="op")
+                parts.append(kernel_table(lowered, spec, predictor.model_for(spec)))
+    table = pd.concat(parts, ignore_index=True).drop_duplicates(["op", "shape", "dtype", "device"])
+    write_table(table, out)
+    typer.echo(f"{out}: {len(table)} rows")
+
+
+@export_app.command("vidur")
+def export_vidur(
+    workload: Annotated[str, typer.Option(help="llama, gpt …, or a YAML file.")],
+    device: Annotated[str, typer.Option(help="Device of the catalogue, or a file.")],
+    out: Out,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Sizes, layers=32,d_model=4096.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="Name of the model in Vidur.")] = "",
+    tp: Annotated[list[int] | None, typer.Option(help="Workers; may be given again.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=32, help="Of a batch and a sequence.")] = 4096,
+    cluster: Annotated[str, typer.Option(help="For all_reduce.csv and send_recv.csv.")] = "",
+    model: Operators = "gpu-operators",
+) -> None:
+    """Write the tables that Vidur's random forests train on."""
+    from .cli_simulate import operators
+    from .predict.devices import resolve_device
+    from .predict.op_calls import OperatorLatency
+    from .predict.vidur import write_vidur
+    from .simulate.cluster_catalogue import find_cluster
+    from .simulate.step.workload import read_workload
+
+    spec = resolve_device(device, {})
+    rows = write_vidur(
+        out, name or workload, spec.name, read_workload(workload, settings or []), tp or [1],
+        max_tokens, OperatorLatency(spec, operators(model)),
+        find_cluster(cluster) if cluster else None, lambda file: typer.echo(file, err=True),
+    )  # fmt: skip
+    typer.echo("\n".join(f"{file}: {count} rows" for file, count in rows.items()))
+
+
 @import_app.command("chakra")
 def import_chakra(
     folder: Annotated[Path, typer.Argument(help="Folder with trace.RANK.et.")],

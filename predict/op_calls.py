@@ -102,7 +102,9 @@ def _table(key: str, backend: str = "", kernel: str = "") -> dict[str, Any]:
 
 def _attention(sizes: dict[str, Any], spec: DeviceSpec) -> dict[str, Any]:
     version = "fa3" if spec.architecture in _FA3 else "fa2"
-    if sizes["causal"]:
+    if sizes["causal"] and sizes["q_len"] == 1:
+        found = _table("graph/generation_attention", "vllm", f"vllm_flash_attn_{version}")
+    elif sizes["causal"]:
         found = _table("graph/context_attention", "vllm", f"vllm_flash_attn_{version}")
     else:
         found = _table("graph/encoder_attention", "vllm", f"vllm_vit_flash_attn_{version}")
