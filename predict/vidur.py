@@ -141,7 +141,7 @@ def write_vidur(
         PlanError: The model or its sizes do not fit Vidur.
     """
     compute = out / "compute" / device / name
-    tables = {
+    tables: dict[Path, Callable[[], pd.DataFrame]] = {
         compute / "mlp.csv": lambda: mlp_table(work, tensor_parallel, max_tokens, latency),
         compute / "attention.csv": lambda: attention_table(
             work, tensor_parallel, max_tokens, latency
