@@ -62,7 +62,7 @@ def summary(traces: list[list[EtNode]]) -> dict[str, Any]:
         "ranks": len(traces),
         "nodes": sum(map(len, traces)),
         "compute_nodes": len(computes),
-        "kernels": sum(int(n.attrs["kernels"]) for n in computes),
+        "kernels": sum(n.kernels for n in first),
         "compute_us": sum(n.micros for n in computes),
         "collectives": collectives,
     }

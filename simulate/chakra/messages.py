@@ -81,6 +81,11 @@ class EtNode:
         return int(self.attrs.get("comm_size", 0))
 
     @property
+    def kernels(self) -> int:
+        """Kernels that it stands for; 1 if the trace does not say, 0 for communication."""
+        return 0 if self.collective else int(self.attrs.get("kernels", 1))
+
+    @property
     def collective(self) -> str:
         """Name of the collective, or of the transfer; empty for computation."""
         if self.type == NodeType.COMM_COLL:
@@ -110,12 +115,19 @@ def decode(data: bytes, where: str = "") -> list[EtNode]:
         version = dict(fields(messages[0])).get(1, b"") if messages else b""
         if version != VERSION.encode():
             raise DatasetError(f"the trace is of version {version!r}, not {VERSION}")
-        return [_read_node(m) for m in messages[1:]]
+        return [_checked(_read_node(m)) for m in messages[1:]]
     except (DatasetError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = error.what if isinstance(error, DatasetError) else str(error)
         raise DatasetError(
             f"no Chakra trace: {what}", where=where, hint="files of opcast export chakra end in .et"
         ) from None
+
+
+def _checked(node: EtNode) -> EtNode:
+    """The node itself, once its attributes are found to be of the right kinds."""
+    if min(node.bytes, node.kernels) < 0:
+        raise ValueError(f"node {node.id} has a negative size")
+    return node
 
 
 def _messages(data: bytes) -> Iterable[bytes]:

@@ -53,7 +53,7 @@ class TraceRun:
             "step_us": self.makespan_us,
             "nodes": sum(map(len, self.traces)),
             "compute_us": float(sum(n.micros for n in first if n.type == NodeType.COMP)),
-            "kernels": sum(int(n.attrs.get("kernels", 1)) for n in first if not n.collective),
+            "kernels": sum(n.kernels for n in first),
             "collectives": {k: {"count": count[k], "bytes": size[k]} for k in sorted(count)},
         }
 

@@ -1,4 +1,5 @@
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -6,6 +7,7 @@ import yaml
 
 from opcast.features.catalogue import find_device
 from opcast.features.errors import DatasetError, ProgramError
+from opcast.features.reader import read_program
 from opcast.predict.chakra_export import export_chakra
 from opcast.predict.partitioned import predict_partitioned
 from opcast.simulate.chakra.folder import read_folder
@@ -72,6 +74,16 @@ def test_a_cluster_of_another_size_and_missing_ranks_are_refused(tmp_path):
         read_folder(tmp_path)
 
 
+def bytes_put_in(path):
+    """Bytes of the operands of collectives, as the program's text has them."""
+    found = Counter()
+    for computation in read_program(path).program.computations.values():
+        for op in computation.ops:
+            if op.opcode in ("all-reduce", "all-gather"):
+                found[op.opcode] += sum(computation.ops[i].result_bytes for i in op.operands)
+    return found
+
+
 @pytest.mark.slow
 def test_a_training_step_on_four_devices(tmp_path):
     from opcast.datagen.zoo.partition import export_partitioned
@@ -83,6 +95,10 @@ def test_a_training_step_on_four_devices(tmp_path):
     step = export_partitioned("llama", settings, "fsdp=2,tp=2", tmp_path / "step.mlir")
     found, said = export(step, tmp_path / "out")
     traces, groups, _ = compare(found, said, tmp_path / "out")
+    put_in = bytes_put_in(step)
+    assert said["collectives"]["all_gather"]["bytes"] == put_in["all-gather"]
+    reduced = (said["collectives"].get(k, {"bytes": 0}) for k in ("all_reduce", "reduce_scatter"))
+    assert sum(r["bytes"] for r in reduced) == put_in["all-reduce"]
     pairs = {tuple(ranks) for ranks in groups.values()}
     assert {(0, 1), (2, 3)} <= pairs
     assert {(0, 2), (1, 3)} <= pairs

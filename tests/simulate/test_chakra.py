@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from opcast.features.errors import DatasetError
@@ -52,6 +53,19 @@ def test_traces_read_back_as_they_were_and_damage_is_named():
     for bad in (b"", data[:-3], b"\xff" * 30, data[1:], encode(NODES).replace(b"0.0.4", b"0.0.3")):
         with pytest.raises(DatasetError, match=r"here\.et: no Chakra trace"):
             decode(bad, "here.et")
+
+
+def test_mutated_traces_raise_nothing_else():
+    data, rng, refused = encode(NODES * 3), np.random.default_rng(0), 0
+    for _ in range(2000):
+        damaged = bytearray(data)
+        for _ in range(rng.integers(1, 4)):
+            damaged[rng.integers(len(damaged))] = rng.integers(256)
+        try:
+            run_traces([decode(bytes(damaged))], {}).summary()
+        except DatasetError:
+            refused += 1
+    assert refused > 1000
 
 
 def test_protobuf_reads_the_same():
