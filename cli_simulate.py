@@ -159,7 +159,7 @@ def simulate_serving(
 
     work, where = read_workload(workload, settings or []), find_cluster(cluster)
     chosen = parse_plan(plan) if plan else Plan(tp=where.size)
-    predictor = ServingPredictor(work, chosen, where, _operators(model))
+    predictor = ServingPredictor(work, chosen, where, operators(model))
     if requests is not None:
         trace = read_requests(requests)
     else:
