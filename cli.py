@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from . import cli_cluster, cli_export, cli_lower, cli_models, cli_simulate
+from . import cli_cluster, cli_compile, cli_lower, cli_models, cli_simulate
 from .cli_calibrate import register as register_calibrate
 from .cli_calibrate import seconds_of
 
@@ -31,6 +32,7 @@ cli_simulate.register(app)
 app.add_typer(zoo_app, name="zoo")
 app.add_typer(data_app, name="data")
 cli_cluster.register(app)
+cli_compile.register(data_app)
 cli_models.register(app)
 cli_export.register(app)
 

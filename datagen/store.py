@@ -74,11 +74,11 @@ class Store:
             self._rows = []
         if self._failures:
             lines = "".join(json.dumps(f, sort_keys=True) + "\n" for f in self._failures)
-            _append(self.folder / FAILURES, lines)
+            append_lines(self.folder / FAILURES, lines)
             self._failures = []
 
 
-def _append(path: Path, text: str) -> None:
+def append_lines(path: Path, text: str) -> None:
     """Append whole lines; a half line left by a kill is closed first."""
     with path.open("ab+") as file:
         if file.tell():

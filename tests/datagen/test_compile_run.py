@@ -1,0 +1,104 @@
+"""Compile runs: they resume, survive refusals, and work with the real compiler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from opcast.datagen import compile_run
+from opcast.datagen.compile_plan import CompilePlan
+from opcast.datagen.compile_rows import SOURCE
+from opcast.datagen.compile_run import compile_dataset, merge_dataset
+from opcast.datagen.store import read_failures
+from opcast.features.catalogue import find_device
+from opcast.features.compile_process import CompiledModule
+from opcast.features.compile_target import CompileTarget
+from opcast.features.compilers import Compiler, find_compiler
+from opcast.features.dataset import Dataset
+from opcast.features.errors import CompilerError, DatasetError, LoweringError
+
+HLO = Path(__file__).parents[1] / "features" / "data" / "absent" / "v5e_bmm.hlo"
+PLAN = CompilePlan(ops=1, random=0, suite="")
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Replaces the compiler by one that always answers with the same module."""
+    target = CompileTarget("tpu-v5e", "tpu", "v5e", "", 8, (), Compiler("tpu", None, "fake 1"))
+    calls: list[int] = []
+
+    def answer(programs, *rest):
+        calls.append(len(programs))
+        return [CompiledModule(HLO.read_text(), 0.1, {}, "fake 1") for _ in programs]
+
+    monkeypatch.setattr(compile_run, "target_of", lambda device: target)
+    monkeypatch.setattr(compile_run, "compile_programs", answer)
+    return calls
+
+
+def test_a_run_goes_on_where_it_stopped(compiler, tmp_path: Path) -> None:
+    device = find_device("tpu-v5e")
+    for _ in range(2):
+        compile_dataset(tmp_path, [device], 1e-3, plan=PLAN, progress=False)
+    dataset = Dataset.load(tmp_path)
+    assert set(dataset.frame["program"]) == {"op-0-000000", "op-0-000001"}
+    (record,) = dataset.runs.values()
+    assert record["rounds"] == 2
+    assert record["compiler"] == "fake 1"
+    merged = merge_dataset(tmp_path)
+    assert len(merged) == merged.frame["kernel_hash"].nunique() == len(Dataset.load(tmp_path))
+    assert set(merged.frame["repeats"]) == {2}
+
+
+def test_a_refused_program_does_not_spoil_the_others(compiler, tmp_path: Path, monkeypatch) -> None:
+    plan = CompilePlan(ops=3, random=0, suite="")
+    bad = plan.round(0)[1].mlir
+    good = compile_run.compile_programs
+    spoilt = compile_run.merge_programs
+
+    def merge(programs):
+        found = spoilt(programs)
+        if bad in programs:
+            object.__setattr__(found, "data", b"bad")
+        return found
+
+    def answer(programs, *rest):
+        return [LoweringError("no") if p == b"bad" else good([p])[0] for p in programs]
+
+    monkeypatch.setattr(compile_run, "merge_programs", merge)
+    monkeypatch.setattr(compile_run, "compile_programs", answer)
+    result = compile_dataset(tmp_path, [find_device("tpu-v5e")], 1e-3, plan=plan, progress=False)
+    assert result.failed == 1
+    assert [f["program"] for f in read_failures(tmp_path)] == ["op-0-000001"]
+    assert set(Dataset.load(tmp_path).frame["program"]) >= {"op-0-000000"}
+
+
+def test_only_tpus_have_such_labels(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="no TPU"):
+        compile_dataset(tmp_path, [find_device("h100-sxm")], 1.0, progress=False)
+
+
+def test_rounds_are_the_same_again() -> None:
+    plan = CompilePlan(ops=2, random=1, suite="quick", seed=3)
+    first, second = plan.round(1), plan.round(1)
+    assert first[:3] == second[:3]
+    assert [item.key for item in first] == [item.key for item in second]
+    assert [item.merged for item in first] == [True, True, True, False]
+    assert plan.round(2)[0].key == "op-3-000004"
+
+
+@pytest.mark.slow
+def test_the_real_compiler_labels_a_tiny_round(tmp_path: Path) -> None:
+    try:
+        find_compiler("tpu")
+    except CompilerError as error:
+        pytest.skip(f"no TPU compiler: {error.what}")
+    plan = CompilePlan(ops=2, random=1, suite="")
+    device = find_device("tpu-v5e")
+    result = compile_dataset(tmp_path, [device], 1.0, plan=plan, progress=False)
+    frame = Dataset.load(tmp_path).frame
+    assert result.samples == len(frame) > 0
+    assert (frame["latency_us_p50"] > 0).all()
+    assert set(frame["source"]) == {SOURCE}
+    assert set(frame["family"].str.split(":").str[0]) <= {"op", "random"}
