@@ -1,7 +1,10 @@
-"""The command that makes datasets from the TPU compiler's own estimates."""
+"""Commands about the TPU compiler's own estimates: datasets of them, and models beside them."""
 
 from __future__ import annotations
 
+import json
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -14,8 +17,9 @@ GENERATIONS = ("tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e")
 
 
 def register(data_app: typer.Typer) -> None:
-    """Add the command ``data compile``."""
+    """Add the commands ``data compile`` and ``data agree``."""
     data_app.command("compile")(data_compile)
+    data_app.command("agree")(data_agree)
 
 
 def data_compile(
@@ -51,3 +55,30 @@ def data_compile(
         raise KeyboardInterrupt
     if merge and result.samples:
         typer.echo(f"{len(merge_dataset(result.folder))} kernels once each; estimates of libtpu")
+
+
+def data_agree(
+    program: Annotated[list[Path], typer.Argument(help="StableHLO programs.")],
+    device: Annotated[
+        list[str] | None, typer.Option(help="TPU of the catalogue; may be given again.")
+    ] = None,
+    model: Annotated[str, typer.Option("--model", help="Model name or folder.")] = "default",
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compile programs for TPUs; print the compiler's estimates beside the model's."""
+    from rich.console import Console
+
+    from .compiler_check import agreement, print_agreement
+    from .features.catalogue import find_device
+    from .predict.predictor import load
+
+    predictor = load(model)
+    found = [
+        agreement(path, find_device(name), predictor)
+        for path in program
+        for name in device or GENERATIONS
+    ]
+    if json_output:
+        sys.stdout.write(json.dumps([asdict(own) for own in found]) + "\n")
+    else:
+        print_agreement(Console(), found)

@@ -21,16 +21,22 @@ class Overhead:
         gap: Expected share.
         gap_high: Largest share (every kernel launched on its own).
         correlation: Of the log errors of two kernels of a program.
+        overlap: Share of the overlap that the schedule allows: 1 where asynchronous kernels run
+            beside the others.
     """
 
     gap_low: float = 0.0
     gap: float = 0.5
     gap_high: float = 1.0
     correlation: float = 1.0
+    overlap: float = 0.0
 
     def wall(self, cost: ScheduleCost) -> float:
         """Expected wall time in seconds."""
-        return cost.total + self.gap * cost.gaps + cost.dispatch
+        return self._busy(cost) + self.gap * cost.gaps + cost.dispatch
+
+    def _busy(self, cost: ScheduleCost) -> float:
+        return (1.0 - self.overlap) * cost.total + self.overlap * cost.makespan
 
     def ends(self, cost: ScheduleCost, low: ScheduleCost, high: ScheduleCost) -> tuple[
         float, float
@@ -48,8 +54,11 @@ class Overhead:
         rho = self.correlation
         together = float(np.sqrt(rho + (1.0 - rho) * cost.concentration))
         wall = self.wall(cost)
-        below = together * max(cost.total - low.total, 0.0) + (self.gap - self.gap_low) * cost.gaps
-        above = together * max(high.total - cost.total, 0.0)
+        below = (
+            together * max(self._busy(cost) - self._busy(low), 0.0)
+            + (self.gap - self.gap_low) * cost.gaps
+        )
+        above = together * max(self._busy(high) - self._busy(cost), 0.0)
         return wall - below, wall + above + (self.gap_high - self.gap) * cost.gaps
 
     def to_dict(self) -> dict[str, Any]:

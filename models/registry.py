@@ -21,6 +21,7 @@ _OWN = {
     "gnn-flax": ".neural.gnn_flax:FlaxGraphEstimator",
     "gnn-pyg": ".neural.gnn_pyg:PygGraphEstimator",
     "gpu-xla": ".gpu.estimator:GpuEstimator",
+    "tpu-xgboost": ".tpu:TpuEstimator",
 }
 
 

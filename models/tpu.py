@@ -1,0 +1,93 @@
+"""Kernels of TPUs as their compiler expects them, in milliseconds instead of a compilation.
+
+The labels are the compiler's own estimates of cycles; nothing was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..features.catalogue import in_catalogue
+from ..features.device import DeviceSpec
+from ..features.kernel import Kernel
+from .base import KernelPrediction
+from .boosted import XGBoostEstimator
+from .program_overhead import Overhead
+from .tables import kernel_table
+
+#: Opcodes of which the compiler says nothing.
+UNESTIMATED = frozenset(("select-and-scatter", "custom-call"))
+
+
+def is_estimated(kernel: Kernel) -> bool:
+    """Whether the TPU's compiler estimates kernels such as this one.
+
+    It does not for collectives, asynchronous copies and slices between HBM and VMEM, calls of its
+    library, and select-and-scatter.
+    """
+    silent = kernel.kind == "collective" or kernel.opcode in UNESTIMATED
+    return not (silent or kernel.async_role)
+
+
+class TpuEstimator(XGBoostEstimator):
+    """Boosted trees of the compiler's estimates; the roofline for kernels without any.
+
+    A kernel that the compiler leaves out is never free: it takes ``roofline + floor``, marked
+    ``roofline`` and outside of the domain, with a wide interval. Kinds of kernel of which too few
+    have an estimate are left to the roofline as well.
+
+    Args:
+        params: As of :class:`XGBoostEstimator`; by default fewer and smaller trees, saved compact.
+    """
+
+    name = "tpu-xgboost"
+    #: Asynchronous copies run beside the other kernels; nothing is launched from the host.
+    overheads: ClassVar[Mapping[str, Overhead]] = {
+        "tpu": Overhead(gap_low=0.0, gap=0.0, gap_high=0.0, overlap=1.0)
+    }
+
+    def __init__(
+        self,
+        rounds: int = 400,
+        max_depth: int = 8,
+        learning_rate: float = 0.08,
+        min_child_weight: float = 3.0,
+        compact: bool = True,
+        seed: int = 0,
+        n_jobs: int = 1,
+        **params: Any,
+    ) -> None:
+        super().__init__(
+            rounds=rounds, max_depth=max_depth, learning_rate=learning_rate,
+            min_child_weight=min_child_weight, compact=compact, seed=seed, n_jobs=n_jobs, **params,
+        )  # fmt: skip
+
+    def predict(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
+        """Predict every kernel on the device; those that no compiler estimates by the roofline."""
+        found = super().predict(kernels, device)
+        silent = np.array([not is_estimated(kernel) for kernel in kernels], bool)
+        if not silent.any():
+            return found
+        left = kernel_table([k for k, own in zip(kernels, silent, strict=True) if own], device)
+        latency, lo, hi = found.latency.copy(), found.lo.copy(), found.hi.copy()
+        latency[silent] = left.base_s
+        lo[silent] = left.base_s * np.exp(self.fallback[0])
+        hi[silent] = left.base_s * np.exp(self.fallback[1])
+        return KernelPrediction(
+            latency, lo, hi, found.bound,
+            source=np.where(silent, "roofline", found.source).astype(object),
+            in_domain=found.in_domain & ~silent,
+        )  # fmt: skip
+
+    def notes(self, kernels: Sequence[Kernel], device: DeviceSpec) -> tuple[str, ...]:
+        """What limits the answer, for the prediction's notes."""
+        found = ["learned from estimates of the TPU's compiler, not from measurements"]
+        if not in_catalogue(device.name):
+            found.append(f"the estimates are of TPUs of the catalogue, not of {device.name}")
+        left = sum(not is_estimated(k) for k in kernels if k.takes_time)
+        if left:
+            found.append(f"{left} kernels of which it estimates nothing take their roofline")
+        return tuple(found)
