@@ -21,7 +21,7 @@ from ..features.compile_process import CompiledModule, CompileSettings, compile_
 from ..features.compile_target import CompileTarget, target_of
 from ..features.dataset import Dataset, sample_frame, write_shard
 from ..features.device import DeviceSpec
-from ..features.errors import CompilerError, DatasetError, LoweringError
+from ..features.errors import CompilerError, CompilerStartError, DatasetError, LoweringError
 from .compile_plan import CompileItem, CompilePlan
 from .compile_rows import SOURCE, estimated_rows, without_doubles
 from .merge import MergedModule, merge_programs
@@ -213,6 +213,8 @@ class _DeviceRun:
         data = [module.data for module in merged]
         try:
             return compile_programs(data, [(1, 1)] * len(data), self._target, self._settings)
+        except CompilerStartError:
+            raise
         except CompilerError as error:
             if len(data) == 1:
                 return [error]

@@ -18,11 +18,11 @@ from typing import Any
 
 from .compile_target import CompileTarget
 from .compile_worker import Job
-from .errors import CompilerError, LoweringError
+from .errors import CompilerError, CompilerStartError, LoweringError
 
 #: Settings of the user's shell that would change what the compiler makes.
 _UNSET = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORM_NAME", "CUDA_VISIBLE_DEVICES")
-#: libtpu is not to look for the machine that it is not on, nor to be the only one to load.
+#: libtpu is not to look for the machine that it is not on, nor to lock it for one process.
 _SET = {
     "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -209,7 +209,7 @@ def _results(
             return
         data = json.loads(path.read_text())
         if data.get("stage") == "start":
-            raise CompilerError(
+            raise CompilerStartError(
                 f"the compiler for {target.device} does not start: {_first_line(data['error'])}",
                 hint=f"install it anew: opcast compilers install {target.compiler.platform}",
             )

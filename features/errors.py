@@ -40,6 +40,10 @@ class CompilerError(LoweringError):
     """A target compiler is not installed, does not start, crashes, or exceeds its limits."""
 
 
+class CompilerStartError(CompilerError):
+    """A target compiler does not start, whatever the program."""
+
+
 class DeviceError(OpcastError):
     """A device is unknown, not present, or described incompletely."""
 

@@ -16,7 +16,7 @@ from opcast.features.compile_process import CompiledModule
 from opcast.features.compile_target import CompileTarget
 from opcast.features.compilers import Compiler, find_compiler
 from opcast.features.dataset import Dataset
-from opcast.features.errors import CompilerError, DatasetError, LoweringError
+from opcast.features.errors import CompilerError, CompilerStartError, DatasetError, LoweringError
 
 HLO = Path(__file__).parents[1] / "features" / "data" / "absent" / "v5e_bmm.hlo"
 PLAN = CompilePlan(ops=1, random=0, suite="")
@@ -72,6 +72,16 @@ def test_a_refused_program_does_not_spoil_the_others(compiler, tmp_path: Path, m
     assert result.failed == 1
     assert [f["program"] for f in read_failures(tmp_path)] == ["op-0-000001"]
     assert set(Dataset.load(tmp_path).frame["program"]) >= {"op-0-000000"}
+
+
+def test_a_compiler_that_does_not_start_ends_the_run(compiler, tmp_path: Path, monkeypatch) -> None:
+    def answer(*rest):
+        raise CompilerStartError("does not start")
+
+    monkeypatch.setattr(compile_run, "compile_programs", answer)
+    with pytest.raises(CompilerStartError):
+        compile_dataset(tmp_path, [find_device("tpu-v5e")], 1.0, plan=PLAN, progress=False)
+    assert read_failures(tmp_path) == []
 
 
 def test_only_tpus_have_such_labels(tmp_path: Path) -> None:
