@@ -46,15 +46,16 @@ class CompilePlan:
     Attributes:
         ops: Programs of a single op, merged into one module.
         random: Random programs, merged into one module.
-        suite: Suite of the zoo, of which a round takes one program until all are done; empty for
-            none.
+        suite: Suite of the zoo, of which rounds take programs until all are done; empty for none.
         seed: Of everything random.
+        zoo: Programs of the zoo, each a module of its own.
     """
 
     ops: int = 16
     random: int = 8
     suite: str = "quick"
     seed: int = 0
+    zoo: int = 1
 
     def round(self, number: int) -> list[CompileItem]:
         """The programs of a round, ops first.
@@ -85,16 +86,15 @@ class CompilePlan:
         from .zoo import build
 
         programs = zoo_suite(self.suite)
-        if number >= len(programs):
-            return []
         # Shuffled, so that a short run sees many families.
-        index = int(
-            np.random.default_rng([self.seed, _STREAMS["zoo"]]).permutation(len(programs))[number]
-        )
-        family, settings = programs[index]
-        workload = build(family, **settings)
-        key = f"zoo-{self.suite}-{index:04d}"
-        return [CompileItem(key, workload.family, workload.mlir(), merged=False)]
+        order = np.random.default_rng([self.seed, _STREAMS["zoo"]]).permutation(len(programs))
+        found = []
+        for index in order[number * self.zoo : (number + 1) * self.zoo].tolist():
+            family, settings = programs[index]
+            workload = build(family, **settings)
+            key = f"zoo-{self.suite}-{index:04d}"
+            found.append(CompileItem(key, workload.family, workload.mlir(), merged=False))
+        return found
 
     def _rng(self, stream: str, index: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, _STREAMS[stream], index])

@@ -41,7 +41,7 @@ class CompileResult:
         programs: Programs compiled, one for each device.
         failed: Programs that the compiler refused.
         elapsed_s: Seconds that it took.
-        stopped: ``budget`` or ``interrupted``.
+        stopped: ``budget``, ``done`` (nothing is left of the plan) or ``interrupted``.
     """
 
     folder: Path
@@ -87,7 +87,9 @@ def compile_dataset(
         try:
             while time.monotonic() - start < budget_s:
                 run = min(runs, key=lambda own: own.rounds)
-                run.one_round()
+                if not run.one_round():
+                    stopped = "done"
+                    break
                 bar.update(time.monotonic() - start, **_totals(runs), note=run.device.name)
         except KeyboardInterrupt:
             stopped = "interrupted"
@@ -169,10 +171,16 @@ class _DeviceRun:
         path = self._folder / f"run-{self._run_id()}.json"
         return dict(json.loads(path.read_text())) if path.is_file() else None
 
-    def one_round(self) -> None:
-        """Compile a round, then write its rows, then the record that says it is done."""
+    def one_round(self) -> bool:
+        """Compile a round, then write its rows, then the record that says it is done.
+
+        Returns:
+            Whether there was something left to do.
+        """
         start = time.monotonic()
         items = self._plan.round(self.rounds)
+        if not items:
+            return False
         rows = self._compile(_groups(items))
         name = f"samples-{self._run_id()}-{self.rounds:05d}.parquet"
         if rows:
@@ -186,6 +194,7 @@ class _DeviceRun:
         self.counts["samples"] += len(rows)
         self.counts["programs"] += len(items)
         write_record(self._folder, self._record)
+        return True
 
     def _row(self, row: dict[str, Any]) -> dict[str, Any]:
         run_id = self._run_id()

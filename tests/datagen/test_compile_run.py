@@ -51,6 +51,12 @@ def test_a_run_goes_on_where_it_stopped(compiler, tmp_path: Path) -> None:
     assert set(merged.frame["repeats"]) == {2}
 
 
+def test_a_plan_without_programs_is_done(compiler, tmp_path: Path) -> None:
+    plan = CompilePlan(ops=0, random=0, suite="")
+    result = compile_dataset(tmp_path, [find_device("tpu-v5e")], 60.0, plan=plan, progress=False)
+    assert (result.stopped, result.samples, compiler) == ("done", 0, [])
+
+
 def test_a_refused_program_does_not_spoil_the_others(compiler, tmp_path: Path, monkeypatch) -> None:
     plan = CompilePlan(ops=3, random=0, suite="")
     bad = plan.round(0)[1].mlir
