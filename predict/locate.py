@@ -12,7 +12,7 @@ from ..features.paths import home
 SHIPPED = Path(__file__).resolve().parent.parent / "models" / "pretrained"
 DEFAULT = "cpu-xgboost"
 #: Models that answer by default for devices of other platforms.
-PLATFORM_DEFAULTS = {"gpu": "gpu-xla"}
+PLATFORM_DEFAULTS = {"gpu": "gpu-xla", "tpu": "tpu-xgboost"}
 #: The shipped model of library operators.
 OPERATOR_MODEL = "gpu-operators"
 

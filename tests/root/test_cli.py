@@ -87,26 +87,24 @@ def test_predict_for_a_gpu_of_the_catalogue_asks_the_gpu_model(program):
     assert any("no published rows of l4" in note for note in data["notes"])
 
 
-def test_predict_for_a_tpu_of_the_catalogue_is_a_roofline_that_says_so(program):
-    """The shipped models know no TPU: the answer is the roofline, marked, with a wide interval."""
+def test_predict_for_a_tpu_of_the_catalogue_says_whose_estimates_it_learned(program):
     done = opcast("predict", program, "--device", "tpu-v4", "--lowering", "op", "--json")
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
     assert data["device"] == "tpu-v4"
-    assert {k["source"] for k in data["kernels"]} == {"roofline"}
-    assert data["in_domain_share"] == 0.0
-    assert 0 < data["lo_us"] <= data["latency_us"] / 2 < 2 * data["latency_us"] <= data["hi_us"]
-    assert any("not on tpu-v4" in note for note in data["notes"])
-    strict = opcast("predict", program, "--device", "tpu-v4", "--lowering", "op", "--strict")
-    assert strict.returncode == 1
-    assert "roofline" in strict.stderr
+    assert data["model"] == "tpu-xgboost"
+    assert {k["source"] for k in data["kernels"]} <= {"learned", "roofline"}
+    assert all(k["latency_us"] > 0 for k in data["kernels"] if k["kind"] != "control")
+    assert 0 < data["lo_us"] < data["latency_us"] < data["hi_us"]
+    assert any("not from measurements" in note for note in data["notes"])
 
 
 def test_models_lists_what_ships_and_prints_a_card():
     rows = {row["name"]: row for row in json.loads(opcast("models", "--json").stdout)}
-    assert {"cpu-xgboost", "gpu-operators", "gpu-xla"} <= set(rows)
+    assert {"cpu-xgboost", "gpu-operators", "gpu-xla", "tpu-xgboost"} <= set(rows)
     assert rows["gpu-xla"]["default for"] == "gpu"
-    for name in ("cpu-xgboost", "gpu-operators", "gpu-xla"):
+    assert rows["tpu-xgboost"]["default for"] == "tpu"
+    for name in ("cpu-xgboost", "gpu-operators", "gpu-xla", "tpu-xgboost"):
         done = opcast("models", name)
         assert done.returncode == 0, done.stderr
         for heading in ("## Data", "## Splits", "## Errors", "## Known gaps"):

@@ -1,0 +1,43 @@
+"""The committed dataset of the TPU compiler's estimates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from opcast.datagen.compile_rows import SOURCE
+from opcast.features.catalogue import find_device
+from opcast.features.dataset import Dataset
+
+FOLDER = Path(__file__).parents[2] / "datagen" / "datasets" / "tpu"
+GENERATIONS = {"tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e"}
+
+
+@pytest.fixture(scope="module")
+def dataset() -> Dataset:
+    return Dataset.load(FOLDER)
+
+
+def test_every_label_says_that_it_is_an_estimate(dataset: Dataset) -> None:
+    assert set(dataset.frame["source"]) == {SOURCE}
+    assert set(dataset.frame["device"]) == GENERATIONS
+    assert (dataset.frame["latency_us_p50"] > 0).all()
+    for record in dataset.runs.values():
+        assert "libtpu" in record["compiler"]
+        assert "nothing was measured" in record["labels"]
+
+
+def test_kernels_are_there_once_for_each_device(dataset: Dataset) -> None:
+    assert not dataset.frame.duplicated(["device", "kernel_hash"]).any()
+
+
+def test_single_labels_are_whole_cycles_of_the_catalogue_clock(dataset: Dataset) -> None:
+    single = dataset.frame[dataset.frame["repeats"] == 1]
+    for name, rows in single.groupby("device"):
+        cycles = rows["latency_us_p50"] * find_device(str(name)).clock_hz / 1e6
+        assert (cycles - cycles.round()).abs().max() < 1e-3
+
+
+def test_it_is_small() -> None:
+    assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 10e6
