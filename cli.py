@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from . import cli_cluster, cli_export, cli_lower, cli_models, cli_simulate
-from . import cli_cluster, cli_compile, cli_lower, cli_models, cli_simulate
+from . import cli_cluster, cli_compile, cli_export, cli_lower, cli_models, cli_simulate
 from .cli_calibrate import register as register_calibrate
 from .cli_calibrate import seconds_of
 
