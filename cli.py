@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from . import cli_cluster, cli_compile, cli_export, cli_lower, cli_models, cli_simulate
+from . import cli_cluster, cli_data, cli_export, cli_lower, cli_models, cli_simulate
 from .cli_calibrate import register as register_calibrate
 from .cli_calibrate import seconds_of
 
@@ -25,13 +25,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Predict how long an ML program takes on a device, why, and how sure that is.",
 )
-zoo_app = typer.Typer(no_args_is_help=True, help="Workloads of the zoo.", rich_markup_mode=None)
-data_app = typer.Typer(no_args_is_help=True, help="Datasets.", rich_markup_mode=None)
 cli_simulate.register(app)
-app.add_typer(zoo_app, name="zoo")
-app.add_typer(data_app, name="data")
+cli_data.register(app)
 cli_cluster.register(app)
-cli_compile.register(data_app)
 cli_models.register(app)
 cli_export.register(app)
 
@@ -39,9 +35,6 @@ Out = Annotated[Path, typer.Option("--out", help="Folder or file to write.")]
 Data = Annotated[list[Path], typer.Option("--data", help="Dataset folder; may be given again.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 Threads = Annotated[int, typer.Option("--threads", help="Threads for training.")]
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="Setting of the workload, such as batch=8.")
-]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ProgramArg = Annotated[Path, typer.Argument(help="StableHLO text, bytecode, export, or HLO text.")]
 ProgramOrNone = Annotated[
@@ -395,69 +388,6 @@ def demo(
     from .demo import run_demo
 
     run_demo(_console(), out, seconds_of(budget))
-
-
-@zoo_app.command("list")
-def zoo_list() -> None:
-    """List the families and their settings."""
-    from .datagen.zoo import families
-
-    console = _console()
-    for family in families().values():
-        console.print(f"[bold]{family.name}[/bold]  {family.summary}")
-        settings = " ".join(f"{k}={v}" for k, v in family.defaults.items())
-        console.print(f"  {settings}", markup=False, highlight=False)
-
-
-@zoo_app.command("export")
-def zoo_export(
-    name: Annotated[str, typer.Argument(help="Family.")],
-    out: Out,
-    settings: Settings = None,
-    form: Annotated[
-        str, typer.Option("--format", help="text, bytecode, portable or jax-export.")
-    ] = "text",
-    mesh: Annotated[
-        str, typer.Option(help="Partition it over devices that need not be there: fsdp=4,tp=2.")
-    ] = "",
-) -> None:
-    """Write a workload of the zoo as StableHLO."""
-    from .datagen.zoo import export, parse_settings
-
-    chosen = parse_settings(name, settings or [])
-    if mesh:
-        from .datagen.zoo.partition import export_partitioned
-
-        export_partitioned(name, chosen, mesh, out, format=form)
-    else:
-        export(name, chosen, out, format=form)
-    typer.echo(f"{out}: {out.stat().st_size} bytes", err=True)
-
-
-@data_app.command("show")
-def data_show(
-    data: Annotated[list[Path], typer.Argument(help="Dataset folders.")],
-    plot: Annotated[Path | None, typer.Option(help="Write a histogram image.")] = None,
-    json_output: Json = False,
-) -> None:
-    """Print a dataset's counts by kind, ranges and noise floor."""
-    from .workflows import show_data
-
-    show_data(_console(), data, plot=plot, as_json=json_output)
-
-
-@data_app.command("import")
-def data_import(
-    kind: Annotated[str, typer.Argument(help="What to import: published.")],
-    folder: Annotated[Path, typer.Argument(help="Folder with the tables.")],
-    out: Out,
-) -> None:
-    """Turn tables of latencies that others published into a dataset. It resumes if stopped."""
-    from .operators import run_import
-
-    if kind != "published":
-        raise typer.BadParameter(f"cannot import {kind!r}; choose: published")
-    run_import(_console(), folder, out)
 
 
 @app.command()
