@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ._hlo_attrs import ATTRIBUTE, QUOTED, read_backend_config, unquote
+from ._mlir_locations import FRAMEWORK
 from .ir import Program, Source
 
 _MODULE = re.compile(r"HloModule\s+([^\s,]+)")
 _ALIAS = re.compile(r"\{([\d,\s]*)\}:\s*\((\d+)")
 _FIELD = re.compile(rf"(\w+)=({QUOTED}|\S+)")
-_FRAMEWORK = re.compile(r"(?:site|dist)-packages/|/jax/_src/|/jaxlib/|<frozen ")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 Tables = dict[str, dict[int, str]]
@@ -111,7 +111,7 @@ def _user_frame(
 ) -> Frame:
     innermost = places.get(rows[key].get("file_location_id", 0), Frame())
     frame, seen = innermost, {key}
-    while _FRAMEWORK.search(frame.file):
+    while FRAMEWORK.search(frame.file):
         key = rows[key].get("parent_frame_id", 0) - shift
         if key in seen or key not in rows:
             return innermost

@@ -6,7 +6,14 @@ import re
 from typing import NamedTuple
 
 _FILE = re.compile(r'"([^"\n]+)":(\d+):\d+')
-_LIBRARY = re.compile(r"(?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3|<frozen ")
+#: Files of frameworks and of Python itself: never the line that somebody looks for. Other installed
+#: packages may well be the user's model.
+FRAMEWORK = re.compile(
+    r"(?:site|dist)-packages[/\\](?:jax|jaxlib|flax|optax|orbax|chex|haiku|equinox|torch\w*|numpy"
+    r"|einops|typer|click|pytest|_pytest|pluggy)(?:[/\\.]|$)"
+    r"|[/\\]lib[/\\]python3[\d.]*[/\\](?!site-packages|dist-packages)"
+    r"|[/\\]jax[/\\]_src[/\\]|[/\\]jaxlib[/\\]|<frozen "
+)
 #: How MLIR names the file of text that was given without one.
 ANONYMOUS = "-"
 _TEXT_POSITION = f'loc("{ANONYMOUS}":'
@@ -24,7 +31,7 @@ def user_line(location: str, origin: str) -> Line:
     """File and line of a location.
 
     Locations nest: names and call sites wrap file positions, and are printed innermost first.
-    The innermost position outside installed libraries wins; if all are inside, the innermost.
+    The innermost position outside of frameworks wins; if all are inside, the innermost.
 
     Args:
         location: Printed location, ``loc(…)``.
@@ -39,7 +46,7 @@ def user_line(location: str, origin: str) -> Line:
     first: Line | None = None
     for found in _FILE.finditer(location):
         file = origin if found[1] == ANONYMOUS else found[1]
-        if not _LIBRARY.search(file):
+        if not FRAMEWORK.search(file):
             return Line(file, int(found[2]), True)
         first = first or Line(file, int(found[2]), False)
     return first or Line(origin, 0, False)

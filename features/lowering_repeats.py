@@ -84,8 +84,8 @@ def extrapolate(full: LoweredProgram, half: LoweredProgram, layers: int) -> Lowe
     ]
     peak = full.peak_memory_bytes + steps * (full.peak_memory_bytes - half.peak_memory_bytes)
     note = (
-        f"{layers} equal layers: compiled with {FULL} and with {HALF} of them; the executions of "
-        "kernels and the peak memory are extrapolated"
+        f"{layers} equal runs of ops (layers): compiled with {FULL} and with {HALF} of them; "
+        "the executions of kernels and the peak memory are extrapolated"
     )
     return replace(
         full,

@@ -123,9 +123,16 @@ def _short(value: float) -> str:
     return f"{value:.4g}" if value < 1e4 else f"{value:.0f}"
 
 
+#: First columns hold names, which are no use when cut off.
+NAME_WIDTH = 18
+
+
 def _table(*names: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index, name in enumerate(names):
         right = index > 0 and name not in ("", "source", "also")
-        table.add_column(name, justify="right" if right else "left", no_wrap=name != "source")
+        table.add_column(
+            name, justify="right" if right else "left", no_wrap=name != "source",
+            min_width=NAME_WIDTH if index == 0 else None,
+        )  # fmt: skip
     return table

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from ..features.errors import DatasetError, ModelError
+from ..features.errors import DatasetError, DeviceError, ModelError
 from ..features.ops.query import parse_op
 from .devices import resolve_device
 from .locate import find_model
@@ -71,6 +71,11 @@ def predict_op(text: str, device: str, model: str | Path = DEFAULT) -> OpEstimat
     from ..models.ops import OpModel
 
     row = parse_op(text)
+    if device == "local":
+        raise DeviceError(
+            "an operator needs a device",
+            hint="name one with --device, such as h100-sxm; list them with: opcast device --list",
+        )
     bundle = OpModel.load(_folder(model), only=[row["key"]])
     family = _family(bundle, row["key"], model)
     spec = resolve_device(device, bundle.devices)

@@ -30,6 +30,8 @@ def print_step(console: Console, found: StepPrediction) -> None:
     console.print(f"plan {found.plan.text()} on {found.cluster}", highlight=False)
     console.print(_times(found))
     console.print(_memory(found))
+    if not found.fit.fits:
+        console.print("[bold]does NOT fit[/bold] in the devices' memory: this step cannot run")
     if found.spread is not None:
         parts = found.spread.to_dict()
         listed = ", ".join(f"{k[:-3]} {duration(v)}" for k, v in parts.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import ProgramError
+from .physics import BACKENDS
 from .schema import FAMILIES, NAMES, PARAMETERS
 from .table import WEIGHT_BITS
 
@@ -66,6 +67,8 @@ def parse_op(text: str) -> dict[str, Any]:
         raise _wrong(text, f"{key} needs " + ", ".join(missing))
     if row["dtype"] not in WEIGHT_BITS:
         raise _wrong(text, f"no dtype {row['dtype']!r}", "dtypes: " + ", ".join(WEIGHT_BITS))
+    if row.get("backend", BACKENDS[0]) not in BACKENDS:
+        raise _wrong(text, f"no backend {row['backend']!r}", "backends: " + ", ".join(BACKENDS))
     method, family = key.split("/")
     return {"op": family, **row, "key": key, "method": method, "family": family}
 
@@ -102,6 +105,7 @@ def _fill(row: dict[str, Any], key: str, group: str) -> None:
     row.setdefault("causal", int("encoder" not in key))
     if "generation" in key:
         row.setdefault("q_len", 1)
+        return
     for name, other in (("q_len", "kv_len"), ("kv_len", "q_len")):
         if other in row:
             row.setdefault(name, row[other])

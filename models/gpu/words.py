@@ -33,7 +33,7 @@ def routes_in_words(
         elif route == PASS:
             parts = {"launch": times.launch, "memory": times.memory, "arithmetic": times.vector}
             text = "asked as a pass: " + ", ".join(
-                f"{name} {seconds[i] * 1e6:.1f} us" for name, seconds in parts.items()
+                f"{name} {seconds[i] * 1e6:.1f} µs" for name, seconds in parts.items()
             )
         else:
             text = "no published operator is like it: roofline"

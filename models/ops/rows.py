@@ -13,6 +13,7 @@ from ...features.device import DeviceSpec
 from ...features.errors import DatasetError
 from ...features.ops import FAMILIES, family_keys
 from ...features.ops.ir import op_frame
+from ...features.ops.physics import BACKENDS, KERNEL_WORDS
 
 #: Columns that make a group: a layer, a head configuration, a model. Rows of a group are alike, so
 #: they are held out together.
@@ -124,11 +125,19 @@ def named_columns(rows: pd.DataFrame) -> tuple[str, ...]:
 
 
 def unnamed(rows: pd.DataFrame, columns: Sequence[str]) -> np.ndarray:
-    """Rows that lack one of the names, bool, shape ``(n,)``."""
+    """Rows that lack one of the names or give one that says nothing, bool, shape ``(n,)``."""
     found = np.zeros(len(rows), bool)
     for column in columns:
-        found |= _empty(rows[column]) if column in rows else True
+        found |= ~_telling(rows[column], column) if column in rows else True
     return found
+
+
+def _telling(values: pd.Series, column: str) -> np.ndarray:
+    """Whether names are among those that features are made of."""
+    code, names = pd.factorize(values.astype(object).fillna("").astype(str).str.lower())
+    words = (*BACKENDS, *(KERNEL_WORDS if column == "kernel" else ()), "static_scaled")
+    known = [n in BACKENDS if column == "backend" else any(w in n for w in words) for n in names]
+    return np.array(known, bool)[code] if len(names) else np.zeros(0, bool)
 
 
 def _empty(values: pd.Series) -> np.ndarray:

@@ -23,6 +23,8 @@ from .workload import Workload, stage_layers
 
 #: Tasks of a pipeline up to which every one is placed.
 MOST_TASKS = 8192
+#: Share of a step below which a bubble is a rounding error.
+ROUNDING = 1e-9
 #: Rounds of ``pp`` micro-batches that are placed of a longer one.
 STEADY_ROUNDS = 4
 
@@ -84,7 +86,7 @@ def step_time(workload: Workload, plan: Plan, costs: Costs) -> StepTime:
         total=total,
         compute=compute,
         exposed=sent + (total - free),
-        bubble=max(0.0, free - compute - sent),
+        bubble=free - compute - sent if free - compute - sent > ROUNDING * free else 0.0,
         communication=StageCost(workload, plan, costs, worst).traffic(),
         stages=tuple(stages),
         run=run,

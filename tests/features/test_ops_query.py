@@ -73,3 +73,13 @@ def test_what_is_parsed_has_features(text, round_gpu):
 def test_what_is_wrong_is_named(text, what):
     with pytest.raises(ProgramError, match=what):
         parse_op(text)
+
+
+def test_decode_needs_the_length_of_its_cache():
+    with pytest.raises(ProgramError, match="generation_attention needs kv_len"):
+        parse_op("generation_attention batch=4 q_heads=32 head_dim=128 dtype=bf16")
+
+
+def test_unknown_backends_are_refused():
+    with pytest.raises(ProgramError, match=r"no backend 'foo' \(backends: sglang, trtllm, vllm\)"):
+        parse_op("linear m=1 n=8 k=8 dtype=bf16 backend=foo")

@@ -121,7 +121,7 @@ def test_extrapolated_kernels_are_those_of_the_whole() -> None:
     gemms = [sum(k.multiplicity for k in p.kernels if k.kind == "gemm") for p in (found, whole)]
     assert gemms[0] == gemms[1]
     assert found.peak_memory_bytes == pytest.approx(whole.peak_memory_bytes, rel=0.02)
-    assert any("13 equal layers" in note for note in found.notes)
+    assert any("13 equal runs of ops" in note for note in found.notes)
 
 
 def test_programs_without_equal_layers_are_left_alone() -> None:
@@ -187,4 +187,4 @@ def test_real_compiler_by_layers_and_whole() -> None:
     assert len(found.kernels) < len(whole.kernels) / 2
     assert totals(found) == pytest.approx(totals(whole), rel=0.02)
     assert found.peak_memory_bytes == pytest.approx(whole.peak_memory_bytes, rel=0.05)
-    assert any("14 equal layers" in note for note in found.notes) and whole.notes == []
+    assert any("14 equal runs of ops" in note for note in found.notes) and whole.notes == []

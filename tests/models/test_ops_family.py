@@ -212,11 +212,11 @@ def test_graph_networks_read_the_kernels(training, measured, chips):
 
 def test_a_row_without_the_kernels_name_is_outside(training, measured, chips):
     """All training rows say which kernel runs them, so a row that does not may be any of them."""
-    named = [rows.assign(kernel="sgemm") for rows in (training, measured("a", 30, 63))]
+    named = [rows.assign(kernel="cutlass") for rows in (training, measured("a", 30, 63))]
     model = FamilyModel(FAMILY, SETTINGS).fit(named[0], chips)
     assert "kernel" in model.named
     known = model.predict(named[1], chips)
-    half = named[1].assign(kernel=np.where(np.arange(30) < 15, "sgemm", ""))
+    half = named[1].assign(kernel=np.where(np.arange(30) < 15, "cutlass", ""))
     found = model.predict(half, chips)
     assert found.in_domain[:15].tolist() == known.in_domain[:15].tolist()
     assert not found.in_domain[15:].any()

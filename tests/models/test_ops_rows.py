@@ -16,6 +16,7 @@ from opcast.models.ops.rows import (
     misleading,
     rows_of_dataset,
     rows_of_published,
+    unnamed,
 )
 
 
@@ -110,3 +111,13 @@ def test_codes_do_not_depend_on_which_columns_a_table_has():
     for narrow, full in zip(codes(rows), codes(wide), strict=True):
         assert list(narrow) == list(full)
     assert codes(rows)[0][0] == "|add|fp32|"
+
+
+def test_names_that_say_nothing_count_as_none():
+    rows = pd.DataFrame(
+        {"backend": ["vllm", "foo", "", "sglang"], "kernel": ["vllm_fa3", "fa2", "fa2", "xyzzy"]}
+    )
+    assert unnamed(rows, ("backend", "kernel")).tolist() == [False, True, True, True]
+    assert unnamed(rows, ("kernel",)).tolist() == [False, False, False, True]
+    assert unnamed(rows.drop(columns="kernel"), ("kernel",)).all()
+    assert not unnamed(rows, ()).any()
