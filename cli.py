@@ -94,9 +94,9 @@ def predict(
             timeline=timeline, json_output=json_output,
         )  # fmt: skip
         return
-    from .predict.predictor import load
+    from .predict.predictor import load_for_programs
 
-    predictor = load(model)
+    predictor = load_for_programs(model)
     _measure_once(device, predictor)
     prediction = predictor.predict(
         program, device=device, lowering=lowering, strict=strict, trip_counts=_trips(trip_count),
@@ -141,9 +141,9 @@ def explain(
         _print_json(reasons.to_dict()) if json_output else print_op_explanation(_console(), reasons)
         return
     from .predict.explain import explain as explain_program
-    from .predict.predictor import load
+    from .predict.predictor import load_for_programs
 
-    predictor = load(model)
+    predictor = load_for_programs(model)
     _measure_once(device, predictor)
     found = explain_program(
         predictor, program, device=device, lowering=lowering, trip_counts=_trips(trip_count),
@@ -166,9 +166,9 @@ def check(
 ) -> None:
     """Run a program on this machine and print predicted beside measured, kernel by kernel."""
     from .checking import check_programs, print_check
-    from .predict.predictor import load
+    from .predict.predictor import load_for_programs
 
-    (result,) = check_programs([program], load(model))
+    (result,) = check_programs([program], load_for_programs(model))
     if json_output:
         _print_json(result.to_dict())
     else:

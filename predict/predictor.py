@@ -351,6 +351,21 @@ def load(model: str | Path = "default", *, cache: LoweringCache | None = None) -
     return Predictor(CostModel.load(folder), cache, by_platform, operators)
 
 
+def load_for_programs(model: str | Path = "default") -> Predictor:
+    """:func:`load` where a program is asked for, which no model of operators can answer.
+
+    Raises:
+        ModelError: As :func:`load`, or the model is one of library operators.
+    """
+    from ..models.cost_model import CostModel
+    from ..models.store import OPERATORS, read_manifest
+
+    folder = find_model(model)
+    if read_manifest(folder).get("kind") == OPERATORS:
+        CostModel.load(folder)  # says what the folder holds and where it is of use
+    return load(model)
+
+
 def _model_notes(
     model: CostModel, kernels: Sequence[Kernel], device: DeviceSpec
 ) -> tuple[str, ...]:

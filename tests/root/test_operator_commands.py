@@ -153,7 +153,7 @@ def test_calibrate_saves_the_adapted_model(
 
 def test_an_operator_model_predicts_no_program(model: Path, tmp_path: Path) -> None:
     program = tmp_path / "p.mlir"
-    program.write_text("module {}")
+    program.write_text("func.func @main() { return }")
     with pytest.raises(Exception, match="library operators"):
         _run("predict", program, "--model", model)
 
