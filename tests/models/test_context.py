@@ -134,7 +134,7 @@ def test_leaves_the_roofline_and_other_platforms_alone(
     base = prepared.table.base_s[sample.entries]
     bare = kept.correction.apply(prediction(latency, "roofline"), sample.lowered, cpu, base)
     np.testing.assert_array_equal(bare.latency, latency)
-    gpu = DeviceSpec(**{**cpu.__dict__, "platform": "gpu"})
+    gpu = replace(cpu, platform="gpu")
     other = kept.correction.apply(prediction(latency, "learned"), sample.lowered, gpu, base)
     np.testing.assert_array_equal(other.latency, latency)
 

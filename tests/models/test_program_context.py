@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ def test_kernels_beside_each_other(make_kernel: MakeKernel, cpu: DeviceSpec) -> 
     found = columns(chain(make_kernel), cpu, [1e-5, 2e-5, 1e-5])
     np.testing.assert_allclose(found["beside"], [1.0, 0.5, 0.0], atol=1e-5)
     assert found["overlap"][0] == pytest.approx(1 - 3 / 4)
-    gpu = DeviceSpec(**{**cpu.__dict__, "platform": "gpu"})
+    gpu = replace(cpu, platform="gpu")
     alone = columns(chain(make_kernel), gpu, [1e-5, 2e-5, 1e-5])["beside"]
     np.testing.assert_allclose(alone, 0.0, atol=1e-6)
 

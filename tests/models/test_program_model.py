@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -62,7 +63,7 @@ def test_asynchronous_collective_overlaps_with_compute(
 
 
 def test_gpu_runs_one_kernel_at_a_time(make_kernel: MakeKernel, cpu: DeviceSpec) -> None:
-    gpu = DeviceSpec(**{**cpu.__dict__, "platform": "gpu", "core_count": 132})
+    gpu = replace(cpu, platform="gpu", core_count=132)
     cost = schedule_cost(np.array([1.0, 2.0, 3.0, 4.0]), diamond(make_kernel), gpu)
     assert cost.makespan == pytest.approx(13.0)
 
@@ -189,7 +190,7 @@ def test_programs_of_many_kernels_get_narrower_intervals(
         latencies.append(times)
         lowered.append(LoweredProgram(kernels, "xla", "gpu"))
         walls.append(true.sum())
-    gpu = DeviceSpec(**{**cpu.__dict__, "platform": "gpu"})
+    gpu = replace(cpu, platform="gpu")
     model = ProgramModel()
     names = [f"f{i % 20}" for i in range(400)]
     model.fit(latencies, lowered, [gpu] * 400, np.array(walls), names, correlation=0.0)
