@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from . import plugins
-from .compile_limits import CAPABILITIES, COMPILER_KEYS, NEAREST
+from .compile_limits import CAPABILITIES, COMPILER_KEYS, NEAREST, capability_of
 from .compile_limits import SOURCE as CAPABILITY_SOURCE
 from .device import DeviceSpec, MemoryLevel, device_slug
 from .device_file import NUMBERS, RATES, TERA, Sheet, overlay, read_sheet
@@ -178,11 +178,11 @@ def device_of_sheet(sheet: Sheet) -> DeviceSpec:
 
 def _fill_capability(target: str, values: Values, why: dict[str, str]) -> None:
     """Fill what a core holds from the compute capability that the compiler is to follow."""
-    rules = NEAREST.get(target, target).removeprefix("sm_")
-    table = CAPABILITIES.get(int(rules), {}) if rules.isdigit() else {}
+    rules = NEAREST.get(target, target)
+    table = CAPABILITIES.get(capability_of(rules) or 0, {})
     for key, value in table.items():
         if key not in values:
-            values[key], why[key] = value, f"of sm_{rules}: {CAPABILITY_SOURCE}"
+            values[key], why[key] = value, f"of {rules}: {CAPABILITY_SOURCE}"
 
 
 def _compiler(target: str, si: Values) -> dict[str, float | str]:

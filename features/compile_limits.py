@@ -7,12 +7,20 @@ SOURCE = "CUDA C++ programming guide, technical specifications by compute capabi
 
 #: Nearest NVIDIA architecture to AMD's: HBM, a large L2 and bf16 in the matrix unit, as an A100.
 NEAREST = {"gfx908": "sm_80", "gfx90a": "sm_80"}
+#: How NVIDIA's architectures are named.
+NVIDIA = "sm_"
 _KEYS = (
     "threads_per_core", "shared_kb_per_block_optin", "shared_kb_per_block", "threads_per_block",
     "registers_per_core", "registers_per_block",
 )  # fmt: skip
 #: Keys of a device file that only a compiler asks for.
 COMPILER_KEYS = _KEYS
+
+
+def capability_of(architecture: str) -> int | None:
+    """Compute capability × 10 of ``sm_90`` or ``sm_120``; ``None`` for what is not NVIDIA's."""
+    digits = architecture.removeprefix(NVIDIA)
+    return int(digits) if architecture.startswith(NVIDIA) and digits.isdigit() else None
 
 
 def _row(threads: float, shared_optin: float) -> dict[str, float]:

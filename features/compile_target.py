@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .compile_limits import NEAREST
+from .compile_limits import NEAREST, capability_of
 from .compilers import Compiler, find_compiler
 from .device import DeviceSpec
 from .errors import CompilerError, DeviceError
 
-_NVIDIA = "sm_"
 #: Figures that XLA is told of a GPU, by field, with the key of the device file that gives each.
 _FIELDS = {
     "core_count": "core_count",
@@ -220,15 +219,15 @@ def gpu_figures(spec: DeviceSpec) -> dict[str, float | int]:
 
 
 def _capability(architecture: str, spec: DeviceSpec) -> int:
-    digits = architecture.removeprefix(_NVIDIA)
-    if not architecture.startswith(_NVIDIA) or not digits.isdigit():
+    found = capability_of(architecture)
+    if found is None:
         raise DeviceError(
             f"compiler_target {architecture!r} is no architecture that XLA compiles for",
             where=f"device {spec.name}",
             hint=f"sm_90 and the like for NVIDIA; {', '.join(NEAREST)} for AMD; for a TPU one of "
             f"{', '.join(_TPU)}, with platform: tpu",
         )
-    return int(digits)
+    return found
 
 
 def _assembler(compiler: Compiler, wanted: int) -> tuple[Path, int]:

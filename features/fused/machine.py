@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..compile_limits import capability_of
 from ..device import DeviceSpec
 
 #: Seconds that one more kernel costs, as the compiler assumes.
@@ -43,8 +44,7 @@ def machine_of(device: DeviceSpec | None) -> Machine:
     usual = Machine()
     if device is None or device.platform != "gpu" or not device.levels:
         return usual
-    target = str(device.compiler.get("target", ""))
-    capability = int(target[3:5]) if target.startswith("sm_") and target[3:5].isdigit() else 0
+    capability = capability_of(str(device.compiler.get("target", "")))
     # Without a target (or on another vendor's GPU) units for bf16 tell the generation.
     modern = capability >= 80 if capability else "bf16" in device.peak_flops
     cache = device.levels[-2].capacity if len(device.levels) > 1 else usual.cache
