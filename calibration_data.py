@@ -14,7 +14,8 @@ import numpy as np
 import pandas as pd
 
 from .features.errors import DatasetError
-from .operators import DEFAULT, TRAINING
+from .operators import TRAINING
+from .predict.locate import OPERATOR_MODEL
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,7 +70,7 @@ def run_calibrate_operators(
     from .models.ops.curves import COUNTS, error_curve, joint_curve
     from .predict.locate import find_model
 
-    found = OpModel.load(find_model(DEFAULT if model == "default" else model))
+    found = OpModel.load(find_model(OPERATOR_MODEL if model == "default" else model))
     spec = find_device(device)
     rows = rows_of_dataset(dataset)
     rows = rows[(rows["device"] == spec.name) & rows["key"].isin(list(found.families))]

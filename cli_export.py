@@ -80,10 +80,11 @@ def export_table(
     import pandas as pd
 
     from .cli_simulate import operators
+    from .features.dataset import write_table
     from .features.errors import DatasetError
     from .features.lowering import lower
     from .predict.devices import resolve_device
-    from .predict.latency_table import expand_ops, kernel_table, operator_table, write_table
+    from .predict.latency_table import expand_ops, kernel_table, operator_table
     from .predict.predictor import load
 
     if not op and not programs:
@@ -100,6 +101,7 @@ def export_table(
                 lowered = lower(program, lowering, device=spec, fallback="op")
                 parts.append(kernel_table(lowered, spec, predictor.model_for(spec)))
     table = pd.concat(parts, ignore_index=True).drop_duplicates(["op", "shape", "dtype", "device"])
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_table(table, out)
     typer.echo(f"{out}: {len(table)} rows")
 

@@ -98,10 +98,9 @@ def print_shipped(console: Console, methods: Sequence[str]) -> None:
         methods: How the labels were taken of the families to print.
     """
     from .models.store import read_manifest
-    from .operators import DEFAULT
-    from .predict.locate import find_model
+    from .predict.locate import OPERATOR_MODEL, find_model
 
-    manifest = read_manifest(find_model(DEFAULT))
+    manifest = read_manifest(find_model(OPERATOR_MODEL))
     metrics = pd.DataFrame(manifest.get("metrics", []))
     if len(metrics):
         own = metrics[metrics["key"].str.split("/").str[0].isin(methods)]

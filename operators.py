@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 TRAINING = ("train",)
 #: Columns that are printed in per cent.
 PERCENTAGES = ("mape", "median_ape", "largest", "bias", "coverage", "in_domain")
-#: The shipped model.
-DEFAULT = "gpu-operators"
 
 
 def run_import(console: Console, folder: Path, out: Path) -> None:
@@ -161,19 +159,18 @@ def run_evaluate(
     console: Console, folder: Path, out: Path, model: str, *, calibrate: bool, limit: int | None
 ) -> None:
     """Predict every row of a folder of published tables, and judge the answered ones."""
+    from .features.dataset import write_table
     from .models.ops import OpModel
-    from .predict.locate import find_model
+    from .predict.locate import OPERATOR_MODEL, find_model
     from .predict.published import predict_published
     from .workflows import print_frame
 
-    name = DEFAULT if model == "default" else model
+    name = OPERATOR_MODEL if model == "default" else model
     found = predict_published(
         folder, OpModel.load(find_model(name)), calibrate=calibrate, limit=limit
     )
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(out.name + ".partial")
-    found.frame.to_parquet(partial, index=False)
-    partial.replace(out)
+    write_table(found.frame, out)
     for what, count in found.calibrated.items():
         console.print(f"calibrated {what}: {count} rows", highlight=False)
     summary = found.summary()

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..features.device import DeviceSpec, MemoryLevel, local_device_name
+from ..features.device import DeviceSpec, MemoryLevel, local_device_name, usable_cores
 from . import host
 from .runner import Runner, wait
 from .trace import trace
@@ -61,7 +61,7 @@ def probe_device(budget_s: float = 35.0) -> DeviceSpec:
         floor=floor,
         launch_gap=gap,
         dispatch=_dispatch(),
-        core_count=int(getattr(device, "core_count", 0) or host.usable_cores()),
+        core_count=int(getattr(device, "core_count", 0) or usable_cores()),
         clock_hz=host.clock_hz(),
         memory_bytes=memory,
         source="measured",
@@ -180,7 +180,7 @@ def _axpy(x: Any, y: Any) -> Any:
 
 def _cache_capacities() -> list[float]:
     """Bytes of the caches from L2 outwards, of all cores that this process uses together."""
-    cores = host.usable_cores()
+    cores = usable_cores()
     caches = sorted(host.cpu_caches().items())
     return [size * max(1, cores // shared) for level, (size, shared) in caches if level >= 2]
 

@@ -21,7 +21,7 @@ def describe_host() -> dict[str, Any]:
     """Device, compiler and host of this process, as plain data for a run record."""
     import jax
 
-    from ..features.device import local_device_name
+    from ..features.device import local_device_name, usable_cores
 
     device = jax.devices()[0]
     return {
@@ -104,13 +104,6 @@ def last_cache_bytes() -> float:
     if device.platform == "cpu":
         return max((size for size, _ in cpu_caches().values()), default=0.0)
     return float(getattr(device, "l2_cache_size", 0) or (64e6 if device.platform == "gpu" else 0))
-
-
-def usable_cores() -> int:
-    """Logical cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def clock_hz() -> float:

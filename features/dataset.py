@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -131,8 +131,15 @@ def sample_frame(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
 
 def write_shard(frame: pd.DataFrame, path: Path) -> None:
     """Write a parquet shard through a temporary file and a rename."""
+    write_table(frame[_columns(frame)], path, compression="zstd")
+
+
+def write_table(
+    frame: pd.DataFrame, path: Path, compression: Literal["snappy", "zstd"] = "snappy"
+) -> None:
+    """Write any table as parquet through a temporary file and a rename."""
     partial = path.with_name(path.name + ".partial")
-    frame[_columns(frame)].to_parquet(partial, index=False, compression="zstd")
+    frame.to_parquet(partial, index=False, compression=compression)
     partial.replace(path)
 
 

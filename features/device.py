@@ -180,7 +180,7 @@ def local_device_name() -> str:
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device_slug(device.device_kind)
-    return f"cpu-{device_slug(_cpu_model())}-{_usable_cores()}c"
+    return f"cpu-{device_slug(_cpu_model())}-{usable_cores()}c"
 
 
 def device_slug(text: str) -> str:
@@ -198,7 +198,8 @@ def _cpu_model() -> str:
     return next(names, "") or platform.processor() or platform.machine()
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """Logical cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

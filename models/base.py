@@ -35,6 +35,18 @@ class KernelPrediction:
     source: np.ndarray
     in_domain: np.ndarray
 
+    def take(self, index: np.ndarray) -> KernelPrediction:
+        """The given kernels, by position or mask."""
+        return KernelPrediction(*(getattr(self, name)[index] for name in self.__slots__))
+
+
+def distinct(kernels: Sequence[Kernel]) -> tuple[list[Kernel], np.ndarray]:
+    """Every kernel once, and for each of ``kernels`` its place among those, shape ``(n,)``."""
+    first: dict[str, int] = {}
+    index = np.array([first.setdefault(k.hash, len(first)) for k in kernels], np.intp)
+    by_hash = {k.hash: k for k in kernels}
+    return [by_hash[h] for h in first], index
+
 
 @runtime_checkable
 class Estimator(Protocol):

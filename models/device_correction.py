@@ -15,7 +15,7 @@ import numpy as np
 
 from ..features.device import DeviceSpec
 from ..features.kernel import Kernel
-from .base import KernelPrediction
+from .base import KernelPrediction, distinct
 from .conformal import Ends, ends
 from .ops.kriging import (
     MAX_SAMPLES,
@@ -95,10 +95,8 @@ class DeviceCorrection:
         """Predictions with the expected error taken off; equal kernels are computed once."""
         if not kernels:
             return found
-        first: dict[str, int] = {}
-        index = np.array([first.setdefault(k.hash, len(first)) for k in kernels])
-        by_hash = {k.hash: k for k in kernels}
-        mean = self.mean(kernel_table([by_hash[h] for h in first], device), device)[index]
+        unique, index = distinct(kernels)
+        mean = self.mean(kernel_table(unique, device), device)[index]
         return self.shifted(found, mean)
 
     def shifted(self, found: KernelPrediction, mean: np.ndarray) -> KernelPrediction:

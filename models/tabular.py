@@ -17,7 +17,7 @@ from ..features.dataset import Dataset
 from ..features.device import DeviceSpec
 from ..features.errors import ModelError
 from ..features.kernel import Kernel
-from .base import KernelPrediction
+from .base import KernelPrediction, distinct
 from .conformal import UNCALIBRATED, Conformal, ends
 from .domain import Domain
 from .store import check_schema, pack, read_files, read_manifest, unpack, write_folder
@@ -186,19 +186,9 @@ class TabularEstimator(ABC):
             empty = np.zeros(0)
             names = np.zeros(0, dtype=object)
             return KernelPrediction(empty, empty, empty, names, names, np.zeros(0, bool))
-        first: dict[str, int] = {}
-        index = np.array([first.setdefault(k.hash, len(first)) for k in kernels])
-        by_hash = {k.hash: k for k in kernels}
-        unique = [by_hash[h] for h in first]
+        unique, index = distinct(kernels)
         found = self.predict_table(kernel_table(unique, device, graphs=self.needs_graphs))
-        return KernelPrediction(
-            found.latency[index],
-            found.lo[index],
-            found.hi[index],
-            found.bound[index],
-            found.source[index],
-            found.in_domain[index],
-        )
+        return found.take(index)
 
     def save(self, path: Path) -> None:
         """Write the model folder: ``manifest.json`` and weights."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -94,14 +93,6 @@ def kernel_table(lowered: LoweredProgram, device: DeviceSpec, model: CostModel) 
     )
     times = np.stack([found.latency, found.lo, found.hi], axis=1)
     return _frame(names, times, found.source, found.in_domain)
-
-
-def write_table(table: pd.DataFrame, path: Path) -> None:
-    """Write a table as parquet, through a temporary file and a rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    table.to_parquet(partial, index=False)
-    partial.replace(path)
 
 
 def _analytical(rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> np.ndarray:

@@ -88,7 +88,8 @@ def op_row(call: OpCall, spec: DeviceSpec) -> dict[str, Any]:
     if call.op == "attention":
         return {**row, **_attention(sizes, spec), "dtype": "bf16", "kv_dtype": "bf16"}
     if call.op == "decode":
-        return {**row, **_decode(sizes, spec), "dtype": "bf16", "kv_dtype": "bf16"}
+        one = {**sizes, "q_len": 1, "causal": 1}
+        return {**row, **_attention(one, spec), "dtype": "bf16", "kv_dtype": "bf16"}
     if call.op == "moe":
         experts = _table("graph/moe", "trtllm", "moe_torch_flow_cutlass")
         return {**row, **experts, "distribution": "balanced", **sizes}
@@ -109,13 +110,6 @@ def _attention(sizes: dict[str, Any], spec: DeviceSpec) -> dict[str, Any]:
     else:
         found = _table("graph/encoder_attention", "vllm", f"vllm_vit_flash_attn_{version}")
     return {**found, **sizes, "v_head_dim": sizes["head_dim"], "window": 0}
-
-
-def _decode(sizes: dict[str, Any], spec: DeviceSpec) -> dict[str, Any]:
-    version = "fa3" if spec.architecture in _FA3 else "fa2"
-    found = _table("graph/generation_attention", "vllm", f"vllm_flash_attn_{version}")
-    shape = {"v_head_dim": sizes["head_dim"], "window": 0, "q_len": 1, "causal": 1}
-    return {**found, **sizes, **shape}
 
 
 def _pass(call: OpCall, sizes: dict[str, Any]) -> dict[str, Any]:

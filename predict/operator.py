@@ -13,7 +13,7 @@ import pandas as pd
 from ..features.errors import DatasetError, DeviceError, ModelError
 from ..features.ops.query import parse_op
 from .devices import resolve_device
-from .locate import find_model
+from .locate import OPERATOR_MODEL, find_model
 from .render import duration
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ..models.ops.explain import OpExplanation
     from ..models.ops.family import FamilyModel
 
-#: The shipped model of operators.
-DEFAULT = "gpu-operators"
 #: Measured rows to look for neighbours among.
 MAX_MEASURED = 20_000
 
@@ -55,7 +53,7 @@ class OpEstimate:
     in_domain: bool
 
 
-def predict_op(text: str, device: str, model: str | Path = DEFAULT) -> OpEstimate:
+def predict_op(text: str, device: str, model: str | Path = OPERATOR_MODEL) -> OpEstimate:
     """Predict an operator.
 
     Args:
@@ -95,7 +93,11 @@ def predict_op(text: str, device: str, model: str | Path = DEFAULT) -> OpEstimat
 
 
 def explain_operator(
-    text: str, device: str, model: str | Path = DEFAULT, data: Sequence[Path] = (), k: int = 3
+    text: str,
+    device: str,
+    model: str | Path = OPERATOR_MODEL,
+    data: Sequence[Path] = (),
+    k: int = 3,
 ) -> OpExplanation:
     """Explain the prediction of an operator; see :func:`predict_op`.
 
@@ -121,7 +123,7 @@ def explain_operator(
 
 
 def _folder(model: str | Path) -> Path:
-    return find_model(DEFAULT if str(model) == "default" else model)
+    return find_model(OPERATOR_MODEL if str(model) == "default" else model)
 
 
 def _family(bundle: Any, key: str, model: str | Path) -> FamilyModel:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ..features.dataset import write_text
+from ..features.dataset import write_table, write_text
 from ..features.errors import DatasetError
 from ..simulate.cluster_catalogue import find_cluster
 from .sweep_job import SweepJob, judge
@@ -68,7 +68,7 @@ class Sweep:
         wanted = {item.key for item in items}
         found = found[found["key"].isin(wanted)].sort_values(["step_us", "key"])
         found = found.reset_index(drop=True)
-        _replace(self.folder / _RESULT, found)
+        write_table(found, self.folder / _RESULT)
         return found
 
     def known(self) -> dict[str, dict[str, Any]]:
@@ -100,7 +100,7 @@ class Sweep:
 
     def _write(self, rows: Rows) -> None:
         if rows:
-            _replace(self.folder / _PARTS / f"{rows[0]['key']}.parquet", pd.DataFrame(rows))
+            write_table(pd.DataFrame(rows), self.folder / _PARTS / f"{rows[0]['key']}.parquet")
 
     def _claim(self) -> None:
         """Write what the folder is for, or check that it is for this."""
@@ -181,13 +181,6 @@ def pareto(frame: pd.DataFrame, objectives: Sequence[str] = OBJECTIVES) -> pd.Da
         beaten = (values <= row).all(axis=1) & (values < row).any(axis=1)
         keep[i] = not beaten.any()
     return fitting[keep].sort_values("step_us").reset_index(drop=True)
-
-
-def _replace(path: Path, frame: pd.DataFrame) -> None:
-    """Write a table so that it is either there in full or not at all."""
-    scratch = path.with_name(path.name + ".tmp")
-    frame.to_parquet(scratch, index=False)
-    scratch.replace(path)
 
 
 def plot(frame: pd.DataFrame, path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from ..features.dataset import write_text
 from ..features.errors import PlanError
 from ..simulate.algorithms import collective_latency_s
 from ..simulate.step.calls import OpCall, OpLatency
@@ -156,9 +157,7 @@ def write_vidur(
     for path, make in tables.items():
         table = make()
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        table.to_csv(partial, index=False)
-        partial.replace(path)
+        write_text(path, table.to_csv(index=False))
         rows[str(path.relative_to(out))] = len(table)
         progress(str(path.relative_to(out)))
     return rows

@@ -14,7 +14,7 @@ from ...features.dataset import Dataset
 from ...features.device import DeviceSpec
 from ...features.errors import DatasetError, ModelError
 from ...features.kernel import Kernel
-from ..base import KernelPrediction
+from ..base import KernelPrediction, distinct
 from ..program_overhead import Overhead
 from ..store import read_files, read_manifest, write_folder
 from ..tables import KernelTable, kernel_table
@@ -135,10 +135,7 @@ class GpuEstimator:
 
     def predict(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
         """Predict every kernel on the device; equal kernels are computed once."""
-        first: dict[str, int] = {}
-        index = np.array([first.setdefault(k.hash, len(first)) for k in kernels], np.intp)
-        by_hash = {k.hash: k for k in kernels}
-        unique = [by_hash[h] for h in first]
+        unique, index = distinct(kernels)
         if not unique:
             empty, names = np.zeros(0), np.zeros(0, object)
             return KernelPrediction(empty, empty, empty, names, names, np.zeros(0, bool))
@@ -146,10 +143,7 @@ class GpuEstimator:
         found = self._predict(unique, canonical(device), table)
         if self.correction is not None:
             found = self.correction.apply(found, table, device.name)
-        found = _guarded(found, table, device)
-        return KernelPrediction(
-            *(getattr(found, name)[index] for name in KernelPrediction.__slots__)
-        )
+        return _guarded(found, table, device).take(index)
 
     def _predict(
         self, kernels: Sequence[Kernel], device: DeviceSpec, table: KernelTable

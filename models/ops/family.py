@@ -219,14 +219,12 @@ class FamilyModel:
                     else general_table(self.family, some)
                 )
                 latency[at] = model.point(part)
-                library, share = codes(rows.iloc[at])[0], time_shares(some)
                 if model is self.known:
+                    library, share = codes(rows.iloc[at])[0], time_shares(some)
                     latency[at] *= np.exp(self.slopes.predict(share, stand_in[at], library))
                 else:
-                    linear = self.general_slopes.unseen(share, library)
-                    ratio = np.log(latency[at] / some.base_s) + linear
-                    sure = self._trust(libraries(rows.iloc[at]))
-                    latency[at] = some.base_s * np.exp(sure * ratio)
+                    ratio = self._general_ratio(rows.iloc[at], some, latency[at])
+                    latency[at] = some.base_s * np.exp(ratio)
                 inside[at] = model.domain.contains(part) if model.domain is not None else True
         lo, hi = np.empty(len(rows)), np.empty(len(rows))
         for name in dict.fromkeys(device):
@@ -242,6 +240,14 @@ class FamilyModel:
             hi[nameless] = np.maximum(hi, wide_hi)[nameless]
             inside &= ~nameless
         return FamilyPrediction(latency, lo, hi, features.roofline_s, features.bound, scope, inside)
+
+    def _general_ratio(
+        self, rows: pd.DataFrame, features: OpFeatures, point_s: np.ndarray
+    ) -> np.ndarray:
+        """Log-ratios of rows as on a device that was never seen, by the regressor's ``point_s``."""
+        linear = self.general_slopes.unseen(time_shares(features), codes(rows)[0])
+        ratio = np.log(point_s / features.base_s) + linear
+        return np.asarray(self._trust(libraries(rows)) * ratio)
 
     def _ends(self, device: str, scope: str, latency: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Interval ends of rows that a device stands for.
@@ -274,10 +280,8 @@ class FamilyModel:
         assert self.scale is not None and self.general is not None
         coarse, fine = codes(rows)
         found = self.scale.sites(features, coarse, fine)
-        general = self.general.point(general_table(self.family, features))
-        ratio = np.log(general) - np.log(features.base_s)
-        ratio = ratio + self.general_slopes.unseen(time_shares(features), coarse)
-        ratio = ratio * self._trust(libraries(rows))
+        table = general_table(self.family, features)
+        ratio = self._general_ratio(rows, features, self.general.point(table))
         found.share = self._with_likes(found.share, self._likes(features, coarse), ratio, ())
         return found
 

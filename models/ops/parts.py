@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from ...features.dataset import write_table
 from ...features.device import DeviceSpec
 from ...features.errors import DatasetError
 from ...features.ops.features import ops_schema_hash
@@ -194,6 +195,4 @@ class PartStore:
     def keep(self, path: Path, table: pd.DataFrame) -> None:
         """Write a part's predictions through a temporary file and a rename."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        table.to_parquet(partial, index=False)
-        partial.replace(path)
+        write_table(table, path)

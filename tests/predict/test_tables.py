@@ -7,9 +7,10 @@ import pandas as pd
 import pytest
 
 from opcast.features.catalogue import find_device
+from opcast.features.dataset import write_table
 from opcast.features.errors import PlanError, ProgramError
 from opcast.features.lowering import lower
-from opcast.predict.latency_table import expand_ops, kernel_table, operator_table, write_table
+from opcast.predict.latency_table import expand_ops, kernel_table, operator_table
 from opcast.predict.op_calls import OperatorLatency
 from opcast.predict.vidur import sizes, write_vidur
 from opcast.simulate.algorithms import collective_latency_s
