@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from . import cli_cluster, cli_data, cli_export, cli_lower, cli_models, cli_simulate
 from .cli_calibrate import register as register_calibrate
-from .cli_calibrate import seconds_of
+from .cli_common import Json, make_console, print_json, seconds_of
 
 if TYPE_CHECKING:
     from .predict.predictor import Predictor
@@ -35,7 +34,6 @@ Out = Annotated[Path, typer.Option("--out", help="Folder or file to write.")]
 Data = Annotated[list[Path], typer.Option("--data", help="Dataset folder; may be given again.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 Threads = Annotated[int, typer.Option("--threads", help="Threads for training.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ProgramArg = Annotated[Path, typer.Argument(help="StableHLO text, bytecode, export, or HLO text.")]
 ProgramOrNone = Annotated[
     Path | None, typer.Argument(help="StableHLO text, bytecode, export, or HLO text.")
@@ -85,7 +83,7 @@ def predict(
         from .predict.operator import predict_op, print_op
 
         estimate = predict_op(str(op), device, model)
-        _print_json(asdict(estimate)) if json_output else print_op(_console(), estimate)
+        print_json(asdict(estimate)) if json_output else print_op(make_console(), estimate)
         return
     assert program is not None
     if cluster:
@@ -107,11 +105,11 @@ def predict(
 
         write_chrome_trace(prediction, timeline)
     if json_output:
-        _print_json(prediction.to_dict())
+        print_json(prediction.to_dict())
         return
     from .predict.render import print_prediction
 
-    print_prediction(_console(), prediction, top)
+    print_prediction(make_console(), prediction, top)
 
 
 @app.command()
@@ -138,7 +136,9 @@ def explain(
         from .predict.operator import explain_operator, print_op_explanation
 
         reasons = explain_operator(str(op), device, model, data or (), neighbours)
-        _print_json(reasons.to_dict()) if json_output else print_op_explanation(_console(), reasons)
+        print_json(reasons.to_dict()) if json_output else print_op_explanation(
+            make_console(), reasons
+        )
         return
     from .predict.explain import explain as explain_program
     from .predict.predictor import load_for_programs
@@ -150,11 +150,11 @@ def explain(
         kernel=kernel, top=top, neighbours=neighbours,
     )  # fmt: skip
     if json_output:
-        _print_json(found.to_dict())
+        print_json(found.to_dict())
         return
     from .predict.render_explain import print_explanation
 
-    print_explanation(_console(), found)
+    print_explanation(make_console(), found)
 
 
 @app.command()
@@ -170,9 +170,9 @@ def check(
 
     (result,) = check_programs([program], load_for_programs(model))
     if json_output:
-        _print_json(result.to_dict())
+        print_json(result.to_dict())
     else:
-        print_check(_console(), result, top)
+        print_check(make_console(), result, top)
 
 
 @app.command()
@@ -210,9 +210,9 @@ def device(
     if sum((name is not None, save, listed)) > 1:
         raise typer.BadParameter("give a NAME, --save or --list")
     if listed:
-        list_devices(_console(), as_json=json_output)
+        list_devices(make_console(), as_json=json_output)
     elif name is not None:
-        show_device(_console(), name, as_json=json_output)
+        show_device(make_console(), name, as_json=json_output)
     else:
         sys.stdout.write(measure_device(save=save).to_json() + "\n")
 
@@ -257,16 +257,16 @@ def train(
     if operators and model == "gpu-xla":
         from .shipped import run_train_passes
 
-        run_train_passes(_console(), dataset, out=out, seed=seed, register=register)
+        run_train_passes(make_console(), dataset, out=out, seed=seed, register=register)
         return
     if operators:
         run_train_operators(
-            _console(), dataset, model, out=out, exclude=exclude_device or (), seed=seed,
+            make_console(), dataset, model, out=out, exclude=exclude_device or (), seed=seed,
             threads=threads, final=final, track=track, max_rows=max_rows, params=chosen,
         )  # fmt: skip
         return
     run_train(
-        _console(), dataset, model, split, out=out, seed=seed, threads=threads, track=track,
+        make_console(), dataset, model, split, out=out, seed=seed, threads=threads, track=track,
         register=register, final=final, params=chosen,
     )  # fmt: skip
 
@@ -298,7 +298,7 @@ def tune(
     from .search import run_tune
 
     run_tune(
-        _console(), data, model, split, trials=trials, folds=folds, objective=objective,
+        make_console(), data, model, split, trials=trials, folds=folds, objective=objective,
         timeout_s=None if timeout is None else seconds_of(timeout), seed=seed, threads=threads,
         study=study, out=out, track=track,
     )  # fmt: skip
@@ -310,7 +310,7 @@ def compare(limit: Annotated[int, typer.Option(help="Newest runs to show.")] = 2
     from .models.tracking import compare as compare_runs
     from .workflows import print_frame
 
-    print_frame(_console(), compare_runs(limit=limit), "runs")
+    print_frame(make_console(), compare_runs(limit=limit), "runs")
 
 
 @app.command()
@@ -366,7 +366,7 @@ def report(
 
         if study or model or family or max_rows:
             raise typer.BadParameter("--study, --model, --family, --max-rows need --published DIR")
-        run_report(_console(), data, out=out, threads=threads)
+        run_report(make_console(), data, out=out, threads=threads)
         typer.echo("operators of GPUs are not in this report: give --published DIR")
         return
     from .operator_report import OUT, Request, run_operator_report
@@ -376,7 +376,7 @@ def report(
     request = Request(
         tuple(study or ()), tuple(model or ()), tuple(family or ()), max_rows, seed, threads
     )
-    run_operator_report(_console(), published, request, out=out or OUT, track=track)
+    run_operator_report(make_console(), published, request, out=out or OUT, track=track)
 
 
 @app.command()
@@ -387,7 +387,7 @@ def demo(
     """Profile this machine, train, predict unseen programs, run them, compare."""
     from .demo import run_demo
 
-    run_demo(_console(), out, seconds_of(budget))
+    run_demo(make_console(), out, seconds_of(budget))
 
 
 @app.command()
@@ -405,7 +405,7 @@ def evaluate(
     """Predict every row of published tables; judge those whose latency is given."""
     from .operators import run_evaluate
 
-    run_evaluate(_console(), published, out, model, calibrate=calibrate, limit=limit)
+    run_evaluate(make_console(), published, out, model, calibrate=calibrate, limit=limit)
 
 
 register_calibrate(app)
@@ -429,12 +429,6 @@ def main() -> NoReturn:
     raise SystemExit(0)
 
 
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 120)
-
-
 def _one_of(program: Path | None, op: str | None) -> bool:
     """Whether it is an operator, of a program or an operator."""
     if (program is None) == (op is None):
@@ -451,10 +445,6 @@ def _measure_once(device: str, predictor: Predictor) -> None:
 
         typer.echo("measuring this machine's ceilings, once", err=True)
         measure_device(save=True)
-
-
-def _print_json(data: Any) -> None:
-    sys.stdout.write(json.dumps(data) + "\n")
 
 
 def _trips(values: list[str] | None) -> dict[str, int] | int | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from .cli_common import make_console, seconds_of
 
 
 class Allocation(StrEnum):
@@ -19,20 +20,6 @@ class Allocation(StrEnum):
 
     FAMILY = "family"
     TIME = "time"
-
-
-def seconds_of(text: str) -> float:
-    """Seconds of a time such as ``90s``, ``10m`` or ``2h``.
-
-    Raises:
-        typer.BadParameter: It is no time.
-    """
-    scale = {"s": 1.0, "m": 60.0, "h": 3600.0}
-    number, unit = (text[:-1], text[-1]) if text[-1:] in scale else (text, "s")
-    try:
-        return float(number) * scale[unit]
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a time: write 90s, 10m or 2h") from None
 
 
 def calibrate(
@@ -57,9 +44,8 @@ def calibrate(
     """Adapt a model to a device from few samples, of a dataset or measured here, chosen to tell."""
     if bool(data) == (budget is not None):
         raise typer.BadParameter("give either --data or --budget")
-    from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = make_console()
     if budget is not None:
         from .calibration import run_calibrate_budget
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from .cli_common import Json, make_console, print_json
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,7 +28,7 @@ def cluster(
         typer.Argument(help="Name, YAML file, or ASTRA-sim's network.yml; all ranks as one group."),
     ] = None,
     list_all: Annotated[bool, typer.Option("--list", help="List names of common sizes.")] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_output: Json = False,
     save: Annotated[Path | None, typer.Option(help="Write the cluster as YAML.")] = None,
     astra: Annotated[Path | None, typer.Option(help="Write ASTRA-sim's network.yml.")] = None,
 ) -> None:
@@ -38,7 +39,10 @@ def cluster(
 
     if list_all:
         names = cluster_names()
-        sys.stdout.write(json.dumps(names) + "\n" if json_output else "\n".join(names) + "\n")
+        if json_output:
+            print_json(names)
+        else:
+            sys.stdout.write("\n".join(names) + "\n")
         return
     if name is None:
         raise DeviceError("no cluster is named", hint="opcast cluster NAME, or --list")
@@ -49,7 +53,7 @@ def cluster(
         astra.write_text(astra_network(found.topology), encoding="utf-8")
     if json_output:
         content = cluster_data(found) | {"devices": found.size, "sources": found.sources}
-        sys.stdout.write(json.dumps(content) + "\n")
+        print_json(content)
         return
     _print_cluster(found)
 
@@ -59,7 +63,7 @@ def _print_cluster(found: Cluster) -> None:
 
     from .simulate.algorithms import COLLECTIVES, collective_cost
 
-    console = _console()
+    console = make_console(140)
     title = f"{found.name}: {found.size} × {found.device or 'device not named'}"
     table = Table("dimension", "kind", "size", "GB/s", "reached", "latency µs", "launch µs",
                   title=title)  # fmt: skip
@@ -99,7 +103,7 @@ def calibrate_collectives(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Fit everything to DATA, not only its machines.")
     ] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Fit collectives to measurements; with --report, say how well that predicts others."""
     from .features.errors import DatasetError
@@ -135,7 +139,7 @@ def _report(rows: pd.DataFrame, find: Any, unseen: bool, json_output: bool) -> N
     if json_output:
         plain = {k: t.reset_index().astype(object) for k, t in tables.items()}
         content = {k: t.where(t.notna(), None).to_dict("records") for k, t in plain.items()}
-        sys.stdout.write(json.dumps(content) + "\n")
+        print_json(content)
         return
     for name, table in tables.items():
         _print_frame(table, f"error in %, by {name}")
@@ -158,7 +162,7 @@ def _print_fit(rows: pd.DataFrame, find: Any, model: Any, json_output: bool) -> 
     for i, key in enumerate(("launch_us", "latency_us", "efficiency")):
         result[key] = [round(float(three[f, o, b, m][i]), 3) for m, f, o, b in result.index]
     if json_output:
-        sys.stdout.write(json.dumps(result.reset_index().to_dict("records")) + "\n")
+        print_json(result.reset_index().to_dict("records"))
         return
     _print_frame(result, "fitted rows: error in %; launch, latency of a step, share of the link")
 
@@ -171,10 +175,4 @@ def _print_frame(frame: pd.DataFrame, title: str) -> None:
     for values in flat.to_numpy(dtype=object):
         table.add_row(*("–" if v != v else f"{v:g}" if isinstance(v, float) else str(v)
                         for v in values))  # fmt: skip
-    _console().print(table)
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 140)
+    make_console(140).print(table)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .cli_calibrate import seconds_of
+from .cli_common import Json, print_json, seconds_of
 
 #: TPUs of the catalogue that libtpu compiles for.
 GENERATIONS = ("tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e")
@@ -64,7 +62,7 @@ def data_agree(
         list[str] | None, typer.Option(help="TPU of the catalogue; may be given again.")
     ] = None,
     model: Annotated[str, typer.Option("--model", help="Model name or folder.")] = "default",
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Compile programs for TPUs; print the compiler's estimates beside the model's."""
     from rich.console import Console
@@ -80,6 +78,6 @@ def data_agree(
         for name in device or GENERATIONS
     ]
     if json_output:
-        sys.stdout.write(json.dumps([asdict(own) for own in found]) + "\n")
+        print_json([asdict(own) for own in found])
     else:
         print_agreement(Console(), found)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from . import cli_compile
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from .cli_common import Json, make_console
 
 Out = Annotated[Path, typer.Option("--out", help="Folder or file to write.")]
 Settings = Annotated[
@@ -36,7 +33,7 @@ def zoo_list() -> None:
     """List the families and their settings."""
     from .datagen.zoo import families
 
-    console = _console()
+    console = make_console()
     for family in families().values():
         console.print(f"[bold]{family.name}[/bold]  {family.summary}")
         settings = " ".join(f"{k}={v}" for k, v in family.defaults.items())
@@ -70,12 +67,12 @@ def zoo_export(
 def data_show(
     data: Annotated[list[Path], typer.Argument(help="Dataset folders.")],
     plot: Annotated[Path | None, typer.Option(help="Write a histogram image.")] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Print a dataset's counts by kind, ranges and noise floor."""
     from .workflows import show_data
 
-    show_data(_console(), data, plot=plot, as_json=json_output)
+    show_data(make_console(), data, plot=plot, as_json=json_output)
 
 
 def data_import(
@@ -88,10 +85,4 @@ def data_import(
 
     if kind != "published":
         raise typer.BadParameter(f"cannot import {kind!r}; choose: published")
-    run_import(_console(), folder, out)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 120)
+    run_import(make_console(), folder, out)

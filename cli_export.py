@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from .cli_common import Json, print_json
 
 export_app = typer.Typer(
     no_args_is_help=True, help="Files for other simulators.", rich_markup_mode=None
@@ -16,7 +17,6 @@ import_app = typer.Typer(
     no_args_is_help=True, help="Files of other simulators.", rich_markup_mode=None
 )
 Out = Annotated[Path, typer.Option("--out", help="Folder or file to write.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Operators = Annotated[str, typer.Option("--model", help="Model of operators; 'roofline' for none.")]
 
 
@@ -157,7 +157,7 @@ def import_chakra(
 
 def _print(result: dict[str, Any], title: str, json_output: bool) -> None:
     if json_output:
-        sys.stdout.write(json.dumps(result) + "\n")
+        print_json(result)
         return
     work = f"{result['compute_us']:,.0f} µs of {result['kernels']} kernels"
     lines = [title.format(**result), work]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from .cli_common import Json, print_json
 
 if TYPE_CHECKING:
     from .features.compile_process import CompileSettings
@@ -45,7 +45,7 @@ def lower(
         bool, typer.Option("--whole", help="Compile all layers, even if they are equal.")
     ] = False,
     cache: Annotated[bool, typer.Option(help="Use the cache of compiled programs.")] = True,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Lower a program to the kernels of a device, which need not be here."""
     from .features.lowering import lower as lower_program
@@ -62,7 +62,7 @@ def lower(
         out.write_text(found.hlo)
     data = summary(found, spec)
     if json_output:
-        sys.stdout.write(json.dumps(data) + "\n")
+        print_json(data)
     else:
         _print_summary(data)
 

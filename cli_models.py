@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+
+from .cli_common import Json, make_console
 
 
 def register(app: typer.Typer) -> None:
@@ -17,18 +18,12 @@ def models(
     name: Annotated[
         str | None, typer.Argument(help="Model whose card to print; without it all are listed.")
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_output: Json = False,
 ) -> None:
     """List the models that ship or were registered, or print one's model card."""
     from .shipped import list_models, show_model
 
     if name is None:
-        list_models(_console(), as_json=json_output)
+        list_models(make_console(), as_json=json_output)
     else:
-        show_model(_console(), name, as_json=json_output)
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 120)
+        show_model(make_console(), name, as_json=json_output)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from .cli_common import Json, make_console, print_json
 
 Settings = Annotated[
     list[str] | None,
@@ -43,7 +44,7 @@ def simulate(
         list[str] | None, typer.Option("--speed", help="Relative speed of a rank, RANK=0.9.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_output: Json = False,
     timeline: Annotated[Path | None, typer.Option(help="Write a Chrome trace.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with timeline.")] = None,
 ) -> None:
@@ -68,13 +69,12 @@ def simulate(
 
         write_text(html, step_html(found))
     if json_output:
-        sys.stdout.write(json.dumps(found.to_dict()) + "\n")
+        print_json(found.to_dict())
         return
-    from rich.console import Console
 
     from .predict.render_step import print_step
 
-    print_step(Console(width=None if sys.stdout.isatty() else 120), found)
+    print_step(make_console(), found)
 
 
 def sweep(
@@ -100,8 +100,6 @@ def sweep(
     ] = None,
 ) -> None:
     """Judge many plans on one or more clusters; print the Pareto front of those that fit."""
-    from rich.console import Console
-
     from .predict import sweep as sweeps
     from .predict.render_step import print_front
     from .predict.sweep_job import SweepJob
@@ -126,7 +124,7 @@ def sweep(
         from .predict.scaling import plot_scaling
 
         plot_scaling(found, scaling)
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = make_console()
     print_front(console, sweeps.pareto(found), len(found), int(found["fits"].sum()), top)
     for line in reasons(found):
         console.print(f"because of {line}", highlight=False, markup=False)
@@ -149,7 +147,7 @@ def simulate_serving(
     token_budget: Annotated[int, typer.Option(min=1, help="Most tokens of an iteration.")] = 2048,
     model: Annotated[str, typer.Option(help="As for simulate.")] = "gpu-operators",
     seed: Annotated[int, typer.Option(help="Seed of the requests.")] = 0,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Serve requests with continuous batching: TTFT, TPOT, throughput, size of the cache."""
     from .predict.serving import ServingPredictor, poisson_requests, read_requests
@@ -166,7 +164,7 @@ def simulate_serving(
         trace = poisson_requests(rate, count, prompt, output, seed)
     data = predictor.predict(trace, max_batch, token_budget).to_dict()
     if json_output:
-        sys.stdout.write(json.dumps(data) + "\n")
+        print_json(data)
         return
     for name, value in data.items():
         typer.echo(f"{name:<22} {value:.5g}" if isinstance(value, float) else f"{name:<22} {value}")
@@ -202,13 +200,12 @@ def predict_on_cluster(
     if timeline is not None:
         write_text(timeline, json.dumps(stream_trace(found)))
     if json_output:
-        sys.stdout.write(json.dumps(found.to_dict()) + "\n")
+        print_json(found.to_dict())
         return
-    from rich.console import Console
 
     from .predict.render_partitioned import print_partitioned
 
-    print_partitioned(Console(width=None if sys.stdout.isatty() else 120), found, top)
+    print_partitioned(make_console(), found, top)
 
 
 def operators(model: str) -> Any:

@@ -1,0 +1,40 @@
+"""What commands share: the console, JSON on standard output, times given as options."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def make_console(width: int = 120) -> Console:
+    """A console as wide as the terminal, or ``width`` columns where there is none."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else width)
+
+
+def print_json(data: Any) -> None:
+    """Print plain data as one line of JSON."""
+    sys.stdout.write(json.dumps(data) + "\n")
+
+
+def seconds_of(text: str) -> float:
+    """Seconds of a time such as ``90s``, ``10m`` or ``2h``.
+
+    Raises:
+        typer.BadParameter: It is no time.
+    """
+    scale = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    number, unit = (text[:-1], text[-1]) if text[-1:] in scale else (text, "s")
+    try:
+        return float(number) * scale[unit]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a time: write 90s, 10m or 2h") from None
