@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import numpy as np
 
 from .physics import (
@@ -15,15 +18,75 @@ from .physics import (
     resident_share,
     stream_seconds,
 )
-from .table import OpTable
+from .table import Machine, OpTable
 
-#: Cycles of a kernel without work: prefill, and decode with its reduction over splits.
-PREFILL_FLOOR, DECODE_FLOOR = 18_000.0, 15_000.0
+#: Cycles of a kernel without work: prefill, and decode with its reduction over splits. Those of
+#: TensorRT-LLM come with kernels that rearrange the queries first.
+PREFILL_FLOOR, DECODE_FLOOR, TRT_PREFILL = 13_000.0, 14_000.0, 1.6
 #: Cycles that a thread block costs besides its arithmetic.
-PREFILL_BLOCK, DECODE_BLOCK, DECODE_BLOCK_TRT = 800.0, 5500.0, 8500.0
+PREFILL_BLOCK, DECODE_BLOCK, DECODE_BLOCK_TRT = 5000.0, 4000.0, 1500.0
 #: Query rows and keys of a tile.
 ROWS, KEYS = 128.0, 64.0
+#: Share of the matrix peak that the two products of a tile reach.
+PRODUCTS = 0.72
+#: Cycles of a core for the exponential of one (query, key) pair: 16 special-function lanes. It does
+#: not overlap with the products of its own tile (Shah et al., FlashAttention-3, 2024).
+EXPONENTIAL = 1.0 / 16
+#: Keys of the smallest split of a decode, and cycles to merge the partial results.
+SPLIT, MERGE = 128.0, 4000.0
+#: Bytes per cycle that one core can stream, and that it can where every query head reads the keys.
+CORE_RATE, LONE_RATE = 16.0, 26.0
+#: Times that partial results are moved; bytes that an fp8 key costs in a core, as it is converted.
+PARTIALS, CONVERTED = 4.0, 1.4
+#: Cycles of a core for one sequence, and of the kernels before a decode from an fp8 cache.
+SEQUENCE, CONVERT = 3000.0, 5000.0
+#: Query heads of a group beyond which TensorRT-LLM has no grouped decode kernel.
+MOST_GROUPED = 32
 DTYPES = ("bf16", "fp8")
+
+
+@dataclass(slots=True)
+class _Work:
+    """Attention of ``n`` rows, shapes ``(n,)``; times in seconds."""
+
+    table: OpTable
+    mc: Machine
+    peak: np.ndarray
+    batch: np.ndarray
+    heads: np.ndarray
+    groups: np.ndarray
+    d_key: np.ndarray
+    d_value: np.ndarray
+    q_len: np.ndarray
+    kv_len: np.ndarray
+    window: np.ndarray
+    keys: np.ndarray
+    pairs: np.ndarray
+    flops: np.ndarray
+    kv_width: np.ndarray
+    resident: np.ndarray
+    t_memory: np.ndarray
+    trt: np.ndarray
+
+    @property
+    def repeat(self) -> np.ndarray:
+        """Query heads that share keys."""
+        return self.heads / self.groups
+
+
+class _Tiles(NamedTuple):
+    """How the work is cut: blocks, their splits, and what all that costs in seconds.
+
+    Tiles, blocks and memory overlap (``t_both``); what comes before or after is added.
+    """
+
+    blocks: np.ndarray
+    split: np.ndarray
+    t_tiles: np.ndarray
+    t_blocks: np.ndarray
+    t_both: np.ndarray
+    t_extra: np.ndarray
+    floor: np.ndarray
 
 
 def visible_pairs(q_len: np.ndarray, kv_len: np.ndarray, window: np.ndarray) -> np.ndarray:
@@ -58,28 +121,16 @@ def attention(table: OpTable) -> Physics:
     moved = batch * heads * q_len * (d_key + d_value) * 2 + kv_bytes
     resident = resident_share(moved, mc.cache, 1.15, 0.15)
     t_memory = stream_seconds(moved, resident, mc)
-    repeat = heads / groups
-    trt = table.is_("backend", "trtllm")
-    if decode:
-        blocks = batch * groups * np.ceil(repeat / 64)
-        split = np.clip(np.floor(mc.cores * 2 / blocks), 1, np.maximum(1, np.ceil(keys / 128)))
-        cycles = np.where(trt, DECODE_BLOCK_TRT, DECODE_BLOCK)
-        t_blocks = blocks / mc.cores * cycles / mc.clock
-        rows = np.maximum(16, np.ceil(repeat / 16) * 16)
-        padded = 2 * batch * groups * rows * keys * (d_key + d_value)
-        t_tiles = np.minimum(padded / peak / 0.35, t_blocks + flops / peak / 0.2)
-        floor = DECODE_FLOOR / mc.clock
-    else:
-        tile = np.where(q_len < 64, 64.0, ROWS)
-        blocks = batch * heads * np.ceil(q_len / tile)
-        split = np.ones(len(table))
-        t_blocks = blocks / mc.cores * PREFILL_BLOCK / mc.clock
-        seen = np.maximum(pairs / q_len + 32, KEYS)
-        one = 2 * tile * seen * (d_key + d_value) / (peak / mc.cores) / 0.6
-        t_tiles = np.maximum(quantised(blocks / mc.cores, 0.5), 1.0) * one
-        floor = PREFILL_FLOOR / mc.clock
+    work = _Work(
+        table, mc, peak, batch, heads, groups, d_key, d_value, q_len, kv_len, window, keys, pairs,
+        flops, kv_width, resident, t_memory, table.is_("backend", "trtllm"),
+    )  # fmt: skip
+    blocks, split, t_tiles, t_blocks, t_both, t_extra, floor = (
+        _decode(work, latent) if decode else _prefill(work, causal)
+    )
     floor = floor * np.where(non_nvidia(table) > 0, 3.0, 1.0)
-    base = floor + combine(t_tiles, t_memory, t_blocks)
+    base = floor + t_extra + t_both
+    repeat = work.repeat
     t_compute = flops / peak
     t_least = moved / np.maximum(mc.bandwidth, mc.cache_bandwidth * resident)
     waves = blocks * split / mc.cores
@@ -87,6 +138,7 @@ def attention(table: OpTable) -> Physics:
         **flags(table, DTYPES),
         "kv_fp8": (kv_width == 1) * 1.0,
         "log_tiles_base": log2(t_tiles / base), "log_memory_base": log2(t_memory / base),
+        "extra_base": t_extra / base,
         "log_compute_base": log2(t_compute / base), "log_blocks_base": log2(t_blocks / base),
         "floor_base": floor / base, "log_cycles": log2(base * mc.clock),
         "log_intensity": log2(t_compute / t_memory), "log_waves": log2(waves),
@@ -125,3 +177,104 @@ def _waves(
         found[f"log_waves_{rows}"], found[f"wave_fill_{rows}"] = log2(own), fill(own)
         found[f"log_packed_{rows}"], found[f"packed_fill_{rows}"] = log2(packed), fill(packed)
     return found | {"sequence_fill": fill(batch * groups / cores)}
+
+
+def _prefill(work: _Work, causal: np.ndarray) -> _Tiles:
+    """Tiles of 128 query rows, in waves over the cores; before it, keys go into the cache."""
+    w, mc = work, work.mc
+    sharing = np.where(_packs_heads(w), w.repeat, 1.0)
+    blocks = w.batch * w.heads / sharing * np.ceil(w.q_len * sharing / ROWS)
+    span = np.where(causal, np.minimum(ROWS, w.q_len), 0.0)
+    seen = visited_keys(w.pairs / w.q_len, span, w.keys, w.window)
+    products = 2 * (w.d_key + w.d_value) / (w.peak / mc.cores) / PRODUCTS
+    one = PREFILL_BLOCK / mc.clock + ROWS * seen * (products + EXPONENTIAL / mc.clock)
+    t_tiles = np.maximum(quantised(blocks / mc.cores, 0.5), 1.0) * one
+    t_blocks = blocks / mc.cores * PREFILL_BLOCK / mc.clock
+    floor = PREFILL_FLOOR * np.where(w.trt, TRT_PREFILL, 1.0) / mc.clock
+    t_both = combine(t_tiles, w.t_memory)
+    split = np.ones(len(blocks))
+    return _Tiles(blocks, split, t_tiles, t_blocks, t_both, _cache_write(work), floor)
+
+
+def _packs_heads(work: _Work) -> np.ndarray:
+    """Whether query heads that share keys are rows of one tile, bool.
+
+    FlashAttention 2 does so only for a single query.
+    """
+    table = work.table
+    always = table.says("kernel", "fa3", "fa4", "flashinfer", "fiprefill", "fidecode")
+    always |= table.is_("backend", "sglang") & table.says("kernel", "flash_attention")
+    never = work.trt | table.says("kernel", "triton")
+    return np.asarray(always | (~never & (work.q_len == 1)))
+
+
+def visited_keys(
+    mean: np.ndarray, span: np.ndarray, keys: np.ndarray, window: np.ndarray
+) -> np.ndarray:
+    """Keys that a tile of queries reads, masked ones at its edges included, shape ``(n,)``.
+
+    Args:
+        mean: Keys visible to a query on average.
+        span: Positions that the tile spans; 0 without a mask.
+        keys: Keys visible to the last query.
+        window: Of sliding attention; 0 is none.
+    """
+    edge = np.where(window > 0, np.minimum(span, keys) + KEYS, span / 2)
+    return np.asarray(np.maximum(mean + edge, KEYS))
+
+
+def _cache_write(work: _Work) -> np.ndarray:
+    """Seconds to write keys and values to the cache; TensorRT-LLM rewrites the queries, too."""
+    w, width = work, work.d_key + work.d_value
+    if w.table.family != "graph/context_attention":
+        return np.zeros(len(w.table))
+    rewritten = w.batch * w.groups * w.kv_len * width * (2 + w.kv_width)
+    rewritten = rewritten + np.where(w.trt, 2.0, 0.0) * w.batch * w.heads * w.q_len * width
+    return stream_seconds(rewritten, w.resident, w.mc)
+
+
+def _decode(work: _Work, latent: bool) -> _Tiles:
+    """Blocks of up to 64 query heads, split over the keys for idle cores where that pays."""
+    w, mc = work, work.mc
+    sliding, many = _ungrouped(work, latent)
+    blocks = w.batch * np.where(sliding | many, w.heads, w.groups * np.ceil(w.repeat / 64))
+    cycles = np.where(w.trt, DECODE_BLOCK_TRT, DECODE_BLOCK)
+    rows = np.maximum(16, np.ceil(w.repeat / 16) * 16)
+    padded = 2 * w.batch * w.groups * rows * w.keys * (w.d_key + w.d_value)
+    scalar = blocks / mc.cores * cycles / mc.clock + w.flops / w.peak / 0.2
+    t_tiles = np.minimum(padded / w.peak / 0.35, scalar)
+    rate = np.maximum(CORE_RATE, 1.5 * mc.bandwidth / mc.cores / mc.clock)
+    rate = np.where(many, LONE_RATE, rate)
+    width = w.d_key if latent else w.d_key + w.d_value
+    streamed = w.keys * np.maximum(w.kv_width, CONVERTED) * width / rate
+
+    def cut(split: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        turns = np.maximum(quantised(blocks * split / mc.cores, 0.5), 1.0)
+        serial = turns * (cycles + streamed / split) + w.batch / mc.cores * SEQUENCE
+        return serial / mc.clock, combine(t_tiles, w.t_memory, serial / mc.clock)
+
+    most = np.where(sliding, 1, np.maximum(1, w.keys / SPLIT))
+    split = np.clip(mc.cores / blocks, 1, most)
+    partial = w.batch * w.heads * split * w.d_value * 4 * PARTIALS / mc.cache_bandwidth
+    merge = MERGE / mc.clock + partial
+    (whole, t_whole), (parts, t_parts) = cut(np.ones(len(split))), cut(split)
+    pays = (split > 1) & (t_parts + merge < t_whole)
+    floor = (DECODE_FLOOR + np.where(w.kv_width == 1, CONVERT, 0.0)) / mc.clock
+    return _Tiles(
+        blocks, np.where(pays, split, 1.0), t_tiles, np.where(pays, parts, whole),
+        np.where(pays, t_parts, t_whole), np.where(pays, merge, 0.0), floor,
+    )  # fmt: skip
+
+
+def _ungrouped(work: _Work, latent: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Where each query head reads the keys for itself, bool: in a window, and in large groups.
+
+    FlashAttention 2 neither groups heads nor splits keys under a window. TensorRT-LLM's grouped
+    kernel takes up to 32 heads.
+    """
+    table = work.table
+    if latent:
+        return np.zeros(len(table), bool), np.zeros(len(table), bool)
+    second = table.says("kernel", "flash_attn", "fa2") & ~table.says("kernel", "fa3", "fa4")
+    second &= table.is_("backend", "vllm") & (non_nvidia(table) == 0)
+    return second & (work.window > 0), work.trt & (work.repeat > MOST_GROUPED)

@@ -17,8 +17,16 @@ from .physics import (
 )
 from .table import Machine, OpTable
 
-#: Cycles of the group of kernels without work (sort, two products, activation, sum).
-FLOOR_CYCLES = 45_000.0
+#: Cycles of the group of kernels without work (sort, two products, activation, sum), and what 4-bit
+#: activations add.
+FLOOR_CYCLES, FLOOR_NARROW = 58_000.0, 45_000.0
+#: Cycles of a 64 × 128 tile besides its arithmetic, and of a core to route one row; Triton kernels
+#: sort all rows of the model.
+BLOCK, ROUTE, ROUTE_TRITON = 2000.0, 350.0, 1300.0
+#: Times that Triton kernels move a hidden vector for each row of the model, whoever computes it.
+PASSES = 1.2
+#: Share of the tokens that the most loaded expert of a skewed draw gets at most.
+MOST_LOADED = 0.8
 TILES = ((16, 128, 0.25), (64, 128, 0.7), (128, 128, 0.9), (128, 256, 1.0))
 SPLIT_DEPTH = 512
 DTYPES = ("bf16", "fp8", "fp8_block", "nvfp4", "int4_wo", "w4a16_mxfp4", "w4a8_mxfp4_mxfp8")
@@ -26,26 +34,33 @@ SKEW = {"power_law_1.01": 1.01, "power_law_1.2": 1.2}
 
 
 def moe(table: OpTable) -> Physics:
-    """Physics of the experts of one rank: ``tokens × topk / ep`` rows over ``experts / ep``."""
+    """Physics of the experts of one rank, the busiest where draws are skewed."""
     tokens, hidden, full, topk, experts, tp, ep = table.numbers(
         "tokens", "hidden", "inter", "topk", "experts", "tp", "ep"
     )
     mc, peak = table.machine(), table.matrix_peak()
-    inner, local, rows = full / tp, experts / ep, tokens * topk / ep
+    inner, local = full / tp, experts / ep
+    skew = table.mapped("distribution", SKEW, 0.0)
+    rows, active = busy_rank(tokens, topk, experts, ep, skew)
+    rows = np.where(_everywhere(table), tokens * topk, rows)
+    triton = table.says("kernel", "triton", "fused_moe", "marlin")
     ungated = table.says("kernel", "nongated")
     matrices = np.where(ungated, 2.0, 3.0)
-    skew = table.mapped("distribution", SKEW, 0.0)
-    active = active_experts(local, rows, skew)
     depth = np.maximum(rows / active, 1)
-    flops = 2 * rows * hidden * inner * matrices
+    flops = 2 * tokens * topk / ep * hidden * inner * matrices
     weights = active * hidden * inner * matrices * table.weight_bytes
     streams = _streams(table, tokens, rows, hidden, inner)
+    again = np.where(triton, PASSES * 2 * tokens * topk * hidden, 0.0)
     footprint = weights + streams
     resident = resident_share(footprint, mc.cache, 1.1, 0.2)
-    t_memory = stream_seconds(footprint, resident, mc)
+    t_memory = stream_seconds(weights, resident, mc)
+    t_streams = stream_seconds(streams + again, resident, mc)
     t_tiles, waves, use = _tiles(active, depth, inner, hidden, matrices, peak, mc)
-    floor = FLOOR_CYCLES / mc.clock * np.where(non_nvidia(table) > 0, 2.0, 1.0)
-    base = floor + combine(t_tiles, t_memory)
+    blocks = active * np.ceil(depth / 64) * np.ceil(((matrices - 1) * inner + hidden) / 128)
+    t_blocks = blocks / mc.cores * BLOCK / mc.clock
+    t_route = tokens * topk / mc.cores * np.where(triton, ROUTE_TRITON, ROUTE) / mc.clock
+    floor = _floor(table, mc)
+    base = floor + t_streams + t_route + combine(t_tiles + t_blocks, t_memory)
     t_compute = flops / peak
     t_least = footprint / np.maximum(mc.bandwidth, mc.cache_bandwidth * resident)
     features = {
@@ -63,7 +78,9 @@ def moe(table: OpTable) -> Physics:
         "log_experts": log2(experts), "weights_share": weights / footprint,
         "log_blocks": log2(np.ceil(inner / 128) * active / mc.cores),
         "inner_fill": inner / (np.ceil(inner / 128) * 128), "inner_of_64": (inner % 64 == 0) * 1.0,
-        "streams_base": streams / mc.bandwidth / base,
+        "streams_base": t_streams / base, "route_base": t_route / base,
+        "log_blocks_base": log2(t_blocks / base),
+        "log_busy": log2(rows * ep / (tokens * topk)),
         "log_local_cores": log2(local / mc.cores),
     }  # fmt: skip
     return Physics(
@@ -77,15 +94,57 @@ def moe(table: OpTable) -> Physics:
     )  # fmt: skip
 
 
-def active_experts(local: np.ndarray, rows: np.ndarray, skew: np.ndarray) -> np.ndarray:
-    """Experts that get a row.
+def busy_rank(
+    tokens: np.ndarray, topk: np.ndarray, experts: np.ndarray, ep: np.ndarray, skew: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of the busiest rank, and its experts that get any, shape ``(n,)`` each.
 
-    All that can when rows are balanced, else as many as random draws reach on average,
-    ``local × (1 - exp(-rate))``, with a rate below ``rows / local`` since the draws are skewed.
+    A balanced draw gives each rank ``tokens × topk / ep`` rows and each expert one as long as there
+    are any. A skewed one gives experts loads with a density ``∝ x^-skew`` between a row and 0.8 of
+    the tokens; the busiest rank has the most loaded expert and average ones, and an expert of load
+    ``x`` gets a row with probability ``1 - exp(-x)``.
+
+    Args:
+        tokens: Before the experts are chosen.
+        topk: Experts of a token.
+        experts: Of the layer.
+        ep: Ranks that they are divided over.
+        skew: Exponent; 0 is balanced.
     """
-    drawn = local * (1 - np.exp(-0.8 * rows / local))
-    found = np.where(skew > 0, drawn, np.minimum(local, rows))
-    return np.asarray(np.clip(found, 1, np.maximum(local, 1)))
+    rows, local = tokens * topk / ep, experts / ep
+    active = np.minimum(local, rows)
+    skewed = np.flatnonzero(skew > 0)
+    keys = np.stack([tokens, topk, experts, ep, skew], axis=1)[skewed]
+    unique, place = np.unique(keys, axis=0, return_inverse=True)
+    found = np.array([_busiest(*map(float, key)) for key in unique]).reshape(-1, 2)
+    rows[skewed], active[skewed] = found[place.ravel()].T
+    return rows, np.clip(active, 1, np.maximum(local, 1))
+
+
+def _busiest(
+    tokens: float, topk: float, experts: float, ep: float, skew: float
+) -> tuple[float, float]:
+    count, total = max(round(experts), 1), tokens * topk
+    place = (np.arange(count) + 0.5) / count
+    most = max(MOST_LOADED * tokens, 1.5)
+    load = (1 + place * (most ** (1 - skew) - 1)) ** (1 / (1 - skew))
+    for _ in range(3):  # nobody gets a token twice
+        load = np.minimum(load * total / load.sum(), tokens)
+    local = max(count / ep, 1.0)
+    others = (load.sum() - load[-1]) / max(count - 1, 1)
+    rows = float(np.clip(load[-1] + (local - 1) * others, total / ep, total))
+    return rows, max(1.0, local * float((1 - np.exp(-load)).mean()))
+
+
+def _everywhere(table: OpTable) -> np.ndarray:
+    """Where every rank computes the rows of all, bool: TensorRT-LLM's Triton kernel."""
+    return np.asarray(table.is_("backend", "trtllm") & table.says("kernel", "triton_fp8"))
+
+
+def _floor(table: OpTable, mc: Machine) -> np.ndarray:
+    narrow = table.is_("dtype", "nvfp4") | table.is_("dtype", "w4a8_mxfp4_mxfp8")
+    cycles = FLOOR_CYCLES + np.where(narrow, FLOOR_NARROW, 0.0)
+    return np.asarray(cycles / mc.clock * np.where(non_nvidia(table) > 0, 2.0, 1.0))
 
 
 def _streams(

@@ -70,7 +70,7 @@ class FamilyModel:
         self.devices: tuple[str, ...] = ()
         self.kin = Kin()
         self.seen: dict[str, int] = {}
-        self.way = Way(False, False, True)
+        self.way = Way(False, 0.0, True)
         self.named: tuple[str, ...] = ()
         self.slopes = Slopes()
         self.known: TabularEstimator | None = None
@@ -381,7 +381,7 @@ class FamilyModel:
         return np.where(np.isin(stand_in, self.devices), 1.0, self._trust(libraries(rows)))
 
     def _trust(self, library: np.ndarray) -> np.ndarray:
-        return trust(library, self.seen) if self.way.shrunk else np.ones(len(library))
+        return trust(library, self.seen) ** self.way.shrunk
 
     def distance(
         self, features: OpFeatures, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]
@@ -457,7 +457,8 @@ class FamilyModel:
         model.kin = Kin(chips, dict(manifest["vendors"]))
         model.seen = {name: int(count) for name, count in manifest["seen_chips"].items()}
         model.named = tuple(manifest.get("named", ()))
-        model.way = Way(**manifest["way"])
+        way = manifest["way"]
+        model.way = Way(way["within"], float(way["shrunk"]), way["alien"])
         model.intervals = DeviceIntervals.from_dict(manifest["intervals"])
         scale = manifest["scale"]
         model.scale = Scale(np.array(scale["centre"]), np.array(scale["spread"]))

@@ -20,18 +20,22 @@ from .trust import chips_by_library, trust
 #: and those that judge a copy.
 GENERAL_ROWS, FOLD_ROWS, JUDGE_ROWS = 120_000, 40_000, 4000
 
+#: Powers of the trust that are tried.
+SHRINKING = (0.0, 1.0, 2.0, 3.0)
+
 
 class Way(NamedTuple):
     """A way to make the model.
 
     Attributes:
         within: Whether it learns what is left of a ratio within each device.
-        shrunk: Whether ratios are shrunk by :func:`~opcast.models.ops.trust.trust`.
+        shrunk: Power of :func:`~opcast.models.ops.trust.trust` by which ratios are shrunk; 0 does
+            not.
         alien: Whether it learns from other vendors' chips, too.
     """
 
     within: bool
-    shrunk: bool
+    shrunk: float
     alien: bool
 
 
@@ -83,7 +87,7 @@ class UnseenFit:
         groups = twins(list(self.kin.chips), self.kin.chips)
         if len(groups) < 2:
             general, slopes = self.job.fit(self._drawn(fitting, GENERAL_ROWS), within=False)
-            return Unseen(general, slopes, Way(False, False, True), self._seen(fitting), {})
+            return Unseen(general, slopes, Way(False, 0.0, True), self._seen(fitting), {})
         folds = {group: self._left_out(fitting, group) for group in groups}
         way = self._best(folds)
         pool = self._pool(fitting, way.alien)
@@ -106,14 +110,14 @@ class UnseenFit:
             sure = trust(self.library[own], self._seen(pool))
             for within in (False, True):
                 plain = self.job.left_out(learn, own, within=within)
-                found[Way(within, False, alien)] = plain
-                found[Way(within, True, alien)] = sure * plain
+                for power in SHRINKING:
+                    found[Way(within, power, alien)] = sure**power * plain
         return own, found
 
     def _best(self, folds: dict[tuple[str, ...], tuple[np.ndarray, dict[Way, np.ndarray]]]) -> Way:
         """The way with the least mean error over the left-out chips of the common vendor."""
         judges = [g for g in folds if g[0] not in self.kin.foreign] or list(folds)
-        ways = [Way(*flags) for flags in product((False, True), repeat=3)]
+        ways = [Way(*p) for p in product((False, True), SHRINKING, (False, True))]
         ways = [way for way in ways if all(way in folds[g][1] for g in judges)]
         return min(ways, key=lambda way: np.mean([self._ape(folds[g], way) for g in judges]))
 

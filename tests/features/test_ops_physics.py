@@ -7,7 +7,7 @@ import pytest
 from opcast.features.catalogue import device_names, find_device
 from opcast.features.ops import FAMILIES, gemm, op_features
 from opcast.features.ops.attention import visible_pairs
-from opcast.features.ops.moe import active_experts
+from opcast.features.ops.moe import busy_rank
 from opcast.features.ops.physics import combine, fill, quantised, resident_share
 
 ATTENTION = {
@@ -149,13 +149,30 @@ def test_experts(estimate):
     assert ungated.flops[0] == found.flops[0] * 2 / 3
 
 
-def test_active_experts():
-    def of(local, rows, skew):
-        return active_experts(*(np.array([float(v)]) for v in (local, rows, skew)))[0]
+def busy(tokens, topk, experts, ep, skew):
+    found = busy_rank(*(np.array([float(v)]) for v in (tokens, topk, experts, ep, skew)))
+    return found[0][0], found[1][0]
 
-    assert of(8, 4, 0) == 4 and of(8, 100, 0) == 8
-    assert of(8, 8, 1.2) == pytest.approx(8 * (1 - np.exp(-0.8)))
-    assert of(8, 0.01, 1.2) == 1
+
+def test_balanced_ranks():
+    assert busy(8, 1, 16, 2, 0) == (4, 4)
+    assert busy(100, 2, 16, 2, 0) == (100, 8)
+    assert busy(1, 1, 16, 64, 0) == (1 / 64, 1)
+
+
+def test_the_busiest_rank_of_a_skewed_draw():
+    # Two experts, one row each on average: quantiles 1/4 and 3/4 of a density x^-2 between 1 and 8.
+    loads = np.array([1 / (1 - q * (1 - 1 / 8)) for q in (0.25, 0.75)])
+    loads *= 10 / loads.sum()
+    assert busy(10, 1, 2, 2, 2.0) == (pytest.approx(loads[1]), pytest.approx(1))
+    rows, active = busy(10, 1, 2, 1, 2.0)
+    assert rows == pytest.approx(10)  # one rank has them all
+    assert active == pytest.approx((1 - np.exp(-loads)).sum())
+
+
+def test_no_expert_gets_a_token_twice():
+    rows, _ = busy(100, 6, 8, 8, 1.2)
+    assert rows == pytest.approx(100, rel=0.02)
 
 
 def test_visible_pairs_by_counting():
