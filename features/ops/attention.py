@@ -27,11 +27,14 @@ PREFILL_FLOOR, DECODE_FLOOR, TRT_PREFILL = 13_000.0, 14_000.0, 1.6
 PREFILL_BLOCK, DECODE_BLOCK, DECODE_BLOCK_TRT = 5000.0, 4000.0, 1500.0
 #: Query rows and keys of a tile.
 ROWS, KEYS = 128.0, 64.0
-#: Share of the matrix peak that the two products of a tile reach.
-PRODUCTS = 0.72
-#: Cycles of a core for the exponential of one (query, key) pair: 16 special-function lanes. It does
-#: not overlap with the products of its own tile (Shah et al., FlashAttention-3, 2024).
-EXPONENTIAL = 1.0 / 16
+#: Share of the matrix peak that the two products of a tile reach; TensorRT-LLM has kernels made for
+#: the data-centre chips from Hopper on.
+PRODUCTS, PRODUCTS_TRITON, PRODUCTS_TRT = 0.72, 0.37, 0.49
+TRT_TUNED = ("hopper", "blackwell", "blackwell-ultra")
+#: Exponentials of a core in a cycle, one for each (query, key) pair: special-function lanes, which
+#: Blackwell Ultra has twice. They do not overlap with the products of their own tile (Shah et al.,
+#: FlashAttention-3, 2024).
+EXPONENTIALS, EXPONENTIALS_ULTRA = 16.0, 32.0
 #: Keys of the smallest split of a decode, and cycles to merge the partial results.
 SPLIT, MERGE = 128.0, 4000.0
 #: Bytes per cycle that one core can stream, and that it can where every query head reads the keys.
@@ -186,14 +189,27 @@ def _prefill(work: _Work, causal: np.ndarray) -> _Tiles:
     blocks = w.batch * w.heads / sharing * np.ceil(w.q_len * sharing / ROWS)
     span = np.where(causal, np.minimum(ROWS, w.q_len), 0.0)
     seen = visited_keys(w.pairs / w.q_len, span, w.keys, w.window)
-    products = 2 * (w.d_key + w.d_value) / (w.peak / mc.cores) / PRODUCTS
-    one = PREFILL_BLOCK / mc.clock + ROWS * seen * (products + EXPONENTIAL / mc.clock)
+    products = 2 * (w.d_key + w.d_value) / (w.peak / mc.cores) / _efficiency(work)
+    one = PREFILL_BLOCK / mc.clock + ROWS * seen * (products + 1 / (_lanes(w.table) * mc.clock))
     t_tiles = np.maximum(quantised(blocks / mc.cores, 0.5), 1.0) * one
     t_blocks = blocks / mc.cores * PREFILL_BLOCK / mc.clock
     floor = PREFILL_FLOOR * np.where(w.trt, TRT_PREFILL, 1.0) / mc.clock
     t_both = combine(t_tiles, w.t_memory)
     split = np.ones(len(blocks))
     return _Tiles(blocks, split, t_tiles, t_blocks, t_both, _cache_write(work), floor)
+
+
+def _lanes(table: OpTable) -> np.ndarray:
+    """Special-function lanes of a core."""
+    ultra = [d.architecture == "blackwell-ultra" for d in table.devices]
+    return table.of_device([EXPONENTIALS_ULTRA if u else EXPONENTIALS for u in ultra])
+
+
+def _efficiency(work: _Work) -> np.ndarray:
+    """Share of the matrix peak that products reach."""
+    tuned = work.table.of_device([float(d.architecture in TRT_TUNED) for d in work.table.devices])
+    found = np.where(work.table.says("kernel", "triton"), PRODUCTS_TRITON, PRODUCTS)
+    return np.asarray(np.where(work.trt & (tuned == 0), PRODUCTS_TRT, found))
 
 
 def _packs_heads(work: _Work) -> np.ndarray:
