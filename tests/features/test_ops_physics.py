@@ -6,7 +6,7 @@ import pytest
 
 from opcast.features.catalogue import device_names, find_device
 from opcast.features.ops import FAMILIES, gemm, op_features
-from opcast.features.ops.attention import visible_pairs
+from opcast.features.ops.attention import visible_pairs, visited_keys
 from opcast.features.ops.moe import busy_rank
 from opcast.features.ops.physics import combine, fill, quantised, resident_share
 
@@ -136,6 +136,84 @@ def test_attention(estimate, family, changes, pairs, cached, kv_dtype, width):
     assert found.flops[0] == 2 * 2 * 4 * pairs * (8 + 6)
     queries_and_result = 2 * 4 * q_len * (8 + 6) * 2
     assert found.moved[0] == queries_and_result + 2 * 2 * cached * width
+
+
+LONG = {
+    "op": "attention", "dtype": "bf16", "batch": 1, "q_heads": 4, "kv_heads": 4, "head_dim": 128,
+    "v_head_dim": 128, "q_len": 6400, "kv_len": 6400, "window": 0, "causal": 1,
+}  # fmt: skip
+
+
+def test_long_prefill(estimate):
+    """200 tiles are two waves on 100 cores; a tile has 64 masked keys beside those of a query."""
+    found = estimate("graph/context_attention", LONG)
+    keys = (1 + 6400) / 2 + 128 / 2
+    products = 2 * (128 + 128) / 1e4 / 0.72  # cycles of a pair, at 10,000 FLOP a cycle and core
+    tiles = 2 * (5000 + 128 * keys * (products + 1 / 16)) / 1e9
+    tensor = 4 * 6400 * (128 + 128) * 2  # bytes of the queries and the result
+    memory, cache = 2 * tensor / 0.85e12, 2 * tensor / 0.85e12
+    assert found.base_s[0] == pytest.approx(13e-6 + cache + combine(tiles, memory), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "products", "lanes"),
+    [
+        ("hopper", {"backend": "trtllm"}, 0.72, 16),
+        ("ampere", {"backend": "trtllm"}, 0.49, 16),
+        ("ampere", {"backend": "sglang", "kernel": "triton"}, 0.37, 16),
+        ("blackwell-ultra", {"backend": "vllm"}, 0.72, 32),
+    ],
+)
+def test_what_tiles_reach(round_gpu, architecture, changes, products, lanes):
+    frame = pd.DataFrame([{**LONG, **changes, "causal": 0, "device": "d"}])
+    device = round_gpu("d", architecture=architecture)
+    found = op_features(frame, "graph/encoder_attention", {"d": device})
+    tiles = found.base_s[0] * 2 ** found.X[0, found.names.index("log_tiles_base")]
+    pair = 2 * 256 / 1e4 / products + 1 / lanes
+    assert tiles == pytest.approx(2 * (5000 + 128 * 6400 * pair) / 1e9, rel=1e-6)
+
+
+def test_keys_at_the_edges_of_a_tile():
+    mean, span, keys, window = (
+        np.array(v, float)
+        for v in ((100, 100, 1, 4), (128, 0, 5, 128), (200, 100, 5, 4), (0, 0, 0, 4))
+    )
+    assert list(visited_keys(mean, span, keys, window)) == [164, 100, 64, 72]
+
+
+DECODE = {**LONG, "q_heads": 1, "kv_heads": 1, "head_dim": 64, "v_head_dim": 64, "q_len": 1,
+          "kv_len": 12_800}  # fmt: skip
+
+
+def test_decode_is_split_over_idle_cores(estimate):
+    found = estimate("graph/generation_attention", DECODE)
+    assert found.X[0, found.names.index("log_split")] == pytest.approx(np.log2(100))
+    serial = (4000 + 128 * 128 * 2 / 16 + 3000 / 100) / 1e9  # 128 keys a core, 16 bytes a cycle
+    memory = (12_800 + 1) * 128 * 2 / 0.85e12
+    tiles = 4000 / 100 / 1e9 + 2 * 12_800 * 128 / 1e15 / 0.2
+    merge = 4000 / 1e9 + 100 * 64 * 4 * 4 / 1e13
+    assert found.base_s[0] == pytest.approx(
+        14e-6 + merge + combine(tiles, memory, serial), rel=1e-6
+    )
+    short = estimate("graph/generation_attention", DECODE, kv_len=256)  # merging costs more
+    assert short.X[0, short.names.index("log_split")] == 0
+
+
+def test_heads_that_read_the_keys_for_themselves(estimate):
+    row = {**DECODE, "q_heads": 32, "kv_heads": 2, "backend": "vllm", "window": 1024}
+
+    def waves(**changes):
+        found = estimate("graph/generation_attention", row, **changes)
+        return {n: 2 ** found.X[0, found.names.index(n)] for n in ("log_waves", "log_split")}
+
+    assert waves(kernel="vllm_flash_attn_fa3")["log_waves"] > 0.1  # split
+    alone = waves(kernel="vllm_flash_attn_fa2")
+    assert alone == {"log_waves": pytest.approx(32 / 100), "log_split": 1}
+    grouped = waves(backend="trtllm", window=0, kv_len=64)
+    assert grouped["log_waves"] == pytest.approx(2 / 100)
+    assert waves(backend="trtllm", window=0, kv_len=64, q_heads=96)["log_waves"] == pytest.approx(
+        96 / 100
+    )
 
 
 def test_experts(estimate):
