@@ -45,6 +45,9 @@ PARTIALS, CONVERTED = 4.0, 1.4
 SEQUENCE, CONVERT = 3000.0, 5000.0
 #: Query heads of a group beyond which TensorRT-LLM has no grouped decode kernel.
 MOST_GROUPED = 32
+#: Latent keys and values of an absorbed head, 512 and 64 rotary ones; and the share of the matrix
+#: peak that TensorRT-LLM reaches with them in a decode where it has no kernel made for the chip.
+LATENT_WIDTH, UNTUNED = 512 + 64 + 512, 0.14
 DTYPES = ("bf16", "fp8")
 
 
@@ -189,7 +192,7 @@ def _prefill(work: _Work, causal: np.ndarray) -> _Tiles:
     blocks = w.batch * w.heads / sharing * np.ceil(w.q_len * sharing / ROWS)
     span = np.where(causal, np.minimum(ROWS, w.q_len), 0.0)
     seen = visited_keys(w.pairs / w.q_len, span, w.keys, w.window)
-    products = 2 * (w.d_key + w.d_value) / (w.peak / mc.cores) / _efficiency(work)
+    products = 2 * _width(work) / (w.peak / mc.cores) / _efficiency(work)
     one = PREFILL_BLOCK / mc.clock + ROWS * seen * (products + 1 / (_lanes(w.table) * mc.clock))
     t_tiles = np.maximum(quantised(blocks / mc.cores, 0.5), 1.0) * one
     t_blocks = blocks / mc.cores * PREFILL_BLOCK / mc.clock
@@ -197,6 +200,17 @@ def _prefill(work: _Work, causal: np.ndarray) -> _Tiles:
     t_both = combine(t_tiles, w.t_memory)
     split = np.ones(len(blocks))
     return _Tiles(blocks, split, t_tiles, t_blocks, t_both, _cache_write(work), floor)
+
+
+def _tuned(table: OpTable) -> np.ndarray:
+    """Whether TensorRT-LLM has kernels made for the chip, bool."""
+    return table.of_device([float(d.architecture in TRT_TUNED) for d in table.devices]) > 0
+
+
+def _width(work: _Work) -> np.ndarray:
+    """Multiplications of a pair; SGLang attends to latent keys in prefill, too."""
+    latent = work.table.family.endswith("mla") & work.table.is_("backend", "sglang")
+    return np.asarray(np.where(latent, LATENT_WIDTH, work.d_key + work.d_value))
 
 
 def _lanes(table: OpTable) -> np.ndarray:
@@ -207,9 +221,9 @@ def _lanes(table: OpTable) -> np.ndarray:
 
 def _efficiency(work: _Work) -> np.ndarray:
     """Share of the matrix peak that products reach."""
-    tuned = work.table.of_device([float(d.architecture in TRT_TUNED) for d in work.table.devices])
+    tuned = _tuned(work.table)
     found = np.where(work.table.says("kernel", "triton"), PRODUCTS_TRITON, PRODUCTS)
-    return np.asarray(np.where(work.trt & (tuned == 0), PRODUCTS_TRT, found))
+    return np.asarray(np.where(work.trt & ~tuned, PRODUCTS_TRT, found))
 
 
 def _packs_heads(work: _Work) -> np.ndarray:
@@ -259,6 +273,9 @@ def _decode(work: _Work, latent: bool) -> _Tiles:
     padded = 2 * w.batch * w.groups * rows * w.keys * (w.d_key + w.d_value)
     scalar = blocks / mc.cores * cycles / mc.clock + w.flops / w.peak / 0.2
     t_tiles = np.minimum(padded / w.peak / 0.35, scalar)
+    if latent:
+        untuned = 2 * w.batch * np.maximum(rows, 64) * w.keys * LATENT_WIDTH / w.peak / UNTUNED
+        t_tiles = np.where(w.trt & ~_tuned(w.table), untuned, t_tiles)
     rate = np.maximum(CORE_RATE, 1.5 * mc.bandwidth / mc.cores / mc.clock)
     rate = np.where(many, LONE_RATE, rate)
     width = w.d_key if latent else w.d_key + w.d_value
