@@ -34,6 +34,7 @@ def cluster(
 ) -> None:
     """Show a cluster: dimensions, collectives' times, and where each figure comes from."""
     from .features.errors import DeviceError
+    from .features.files import write_text
     from .simulate.cluster_catalogue import cluster_names, find_cluster
     from .simulate.topology_file import astra_network, cluster_data, save_cluster
 
@@ -50,7 +51,7 @@ def cluster(
     if save is not None:
         save_cluster(found, save)
     if astra is not None:
-        astra.write_text(astra_network(found.topology), encoding="utf-8")
+        write_text(astra, astra_network(found.topology))
     if json_output:
         content = cluster_data(found) | {"devices": found.size, "sources": found.sources}
         print_json(content)

@@ -144,7 +144,7 @@ def import_chakra(
     json_output: Json = False,
 ) -> None:
     """Read Chakra traces back and run them with the durations that they hold."""
-    from .features.dataset import write_text
+    from .features.files import write_text
     from .simulate.chakra.folder import read_folder
     from .simulate.chakra.timeline import run_traces
 

@@ -48,6 +48,7 @@ def lower(
     json_output: Json = False,
 ) -> None:
     """Lower a program to the kernels of a device, which need not be here."""
+    from .features.files import write_text
     from .features.lowering import lower as lower_program
     from .features.reader import read_program
     from .predict.devices import resolve_device
@@ -59,7 +60,7 @@ def lower(
         settings=_settings(compile_timeout, compile_memory, xla_flag or [], whole),
     )  # fmt: skip
     if out is not None:
-        out.write_text(found.hlo)
+        write_text(out, found.hlo)
     data = summary(found, spec)
     if json_output:
         print_json(data)

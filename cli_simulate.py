@@ -49,7 +49,7 @@ def simulate(
     html: Annotated[Path | None, typer.Option(help="Write a page with timeline.")] = None,
 ) -> None:
     """Predict one training step on a cluster: time, its parts, memory, efficiency."""
-    from .features.dataset import write_text
+    from .features.files import write_text
     from .predict.step import StepPredictor
     from .simulate.cluster_catalogue import find_cluster
     from .simulate.step.plan import Plan, parse_plan
@@ -187,7 +187,7 @@ def predict_on_cluster(
     timeline: Path | None, json_output: bool,
 ) -> None:  # fmt: skip
     """Predict a partitioned program; what ``opcast predict --cluster`` does."""
-    from .features.dataset import write_text
+    from .features.files import write_text
     from .predict.partitioned import predict_partitioned, stream_trace
     from .simulate.cluster_catalogue import find_cluster
 

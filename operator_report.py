@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from .features.errors import DatasetError, ModelError
+from .features.tables import read_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -132,10 +133,7 @@ def _load(folder: Path, methods: set[str]) -> tuple[pd.DataFrame, dict[str, Devi
 def _table(
     path: Path, columns: Sequence[str], wanted: list[tuple[str, str, list[str]]] | None = None
 ) -> pd.DataFrame:
-    try:
-        frame = pd.read_parquet(path, filters=wanted)
-    except Exception as error:  # pyarrow raises many types for a damaged file
-        raise DatasetError(f"cannot be read as parquet: {error}", where=str(path)) from None
+    frame = read_table(path, filters=wanted)
     for column in columns:
         if column not in frame:
             raise DatasetError(f"column {column!r} is missing", where=str(path))
@@ -228,7 +226,7 @@ def _judge(
 
 
 def _write(out: Path, request: Request, figures: pd.DataFrame, noise: pd.DataFrame) -> None:
-    from .features.dataset import write_text
+    from .features.files import write_text
     from .models.ops.studies import noise_table
 
     tables = {"figures": figures, "noise": noise_table(noise, ("key", "dtype"))}

@@ -72,7 +72,7 @@ def run_profile(
 def measure_device(*, save: bool) -> DeviceSpec:
     """Measure the local device; keep it for ``--device local`` if ``save``."""
     from .datagen.device_probe import probe_device
-    from .features.dataset import write_text
+    from .features.files import write_text
     from .predict.devices import measured_path
 
     spec = probe_device()
@@ -274,7 +274,7 @@ def run_report(
         columns = ["family", "measured_us", "predicted_us", "sum_us", "kernels", "error"]
         print_frame(console, zoo[columns], "each program of the zoo")
     if out is not None:
-        from .features.dataset import write_text
+        from .features.files import write_text
 
         found = {"kernels": kernels, "programs": programs.metrics, "each": programs.programs}
         data_out = {name: json.loads(t.to_json(orient="records")) for name, t in found.items()}

@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 
 from ..features.errors import DatasetError
+from ..features.tables import read_table
 from .clone_columns import NEUSIGHT_OPS, TABLES, neusight_rows, perf_rows, vidur_rows
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ def _file(stem: str, folder: Path, path: Path, read: Callable[[], pd.DataFrame])
 
 def _table(path: Path) -> pd.DataFrame:
     try:
-        return pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
+        return read_table(path) if path.suffix == ".parquet" else pd.read_csv(path)
     except (OSError, ValueError) as error:  # what pandas and pyarrow raise for a damaged table
         raise DatasetError(f"cannot be read as a table: {error}", where=str(path)) from None
 

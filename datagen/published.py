@@ -19,9 +19,10 @@ import pandas as pd
 import pyarrow.parquet as pq
 
 from ..features.catalogue import find_device
-from ..features.dataset import write_shard, write_text
+from ..features.dataset import write_shard
 from ..features.device import DeviceSpec
 from ..features.errors import DatasetError
+from ..features.files import write_text
 from ..features.ops import FAMILIES, family_keys, op_features
 from ..features.ops.ir import op_texts
 from ..features.ops.schema import METHODS

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import pyarrow.parquet as pq
 
-from ..features.dataset import Dataset, sample_frame, write_shard, write_text
+from ..features.dataset import Dataset, sample_frame, write_shard
 from ..features.errors import DatasetError
+from ..features.files import parse_json, replacing, write_text
+from ..features.tables import read_table
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ def done_programs(folder: Path) -> set[str]:
     """Keys of the programs that were measured or failed."""
     done: set[str] = set()
     for shard in folder.glob("*.parquet"):
-        done.update(pq.read_table(shard, columns=["program"])["program"].to_pylist())
+        done.update(read_table(shard, columns=["program"])["program"])
     return done | {failure["program"] for failure in read_failures(folder)}
 
 
@@ -112,10 +113,27 @@ def read_failures(folder: Path) -> list[dict[str, Any]]:
 
 
 def run_records(folder: Path) -> dict[str, dict[str, Any]]:
-    """Records of the runs in a folder, by run id, oldest first."""
-    records = [json.loads(path.read_text()) for path in folder.glob("run-*.json")]
+    """Records of the runs in a folder, by run id, oldest first.
+
+    Raises:
+        DatasetError: A file is no record, or of another run than its name says.
+    """
+    records = [_record(path) for path in sorted(folder.glob("run-*.json"))]
     records.sort(key=lambda record: str(record.get("date", "")))
     return {str(record["run_id"]): record for record in records}
+
+
+def _record(path: Path) -> dict[str, Any]:
+    try:
+        record = parse_json(path.read_text(encoding="utf-8"))
+        record["device"]["name"], record["run_id"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DatasetError(f"not a run record: {error}", where=str(path)) from None
+    if f"run-{record['run_id']}.json" != path.name:
+        raise DatasetError(
+            f"the record is of run {record['run_id']!r}", where=str(path), hint="name it after that"
+        )
+    return dict(record)
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:
@@ -140,22 +158,24 @@ def consolidate(folder: Path | str, *, max_bytes: float = 20e6) -> Path:
     root = Path(folder)
     frame = Dataset.load(root).frame
     target = root / _MERGED
-    partial = target.with_name(target.name + ".partial")
     ordered = frame.sort_values(["kind", "kernel_ir", "program"], kind="stable")
-    _write_small(ordered, partial)
-    if partial.stat().st_size > max_bytes:
+    with replacing(target) as partial:
+        _write_small(ordered, partial)
         size = partial.stat().st_size
-        partial.unlink()
-        raise DatasetError(
-            f"{len(frame)} samples take {size / 1e6:.1f} MB, more than {max_bytes / 1e6:.1f} MB",
-            where=str(root),
-            hint="raise max_bytes, or keep the shards",
-        )
-    partial.replace(target)
+        if size > max_bytes:
+            raise DatasetError(
+                f"{len(frame)} samples take {size / 1e6:.1f} MB, more than {max_bytes / 1e6:.1f} "
+                "MB",
+                where=str(root),
+                hint="raise max_bytes, or keep the shards",
+            )
     for shard in root.glob("samples-*.parquet"):
         shard.unlink()
     return target
 
 
 def _write_small(frame: pd.DataFrame, path: Path) -> None:
-    frame.to_parquet(path, index=False, compression="zstd", compression_level=19)
+    frame.to_parquet(
+        path, index=False, compression="zstd", compression_level=19,
+        write_page_checksum=True,
+    )  # fmt: skip

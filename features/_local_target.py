@@ -12,6 +12,7 @@ from importlib import metadata
 
 from .device import local_device_name
 from .errors import LoweringError
+from .files import parse_json, write_text
 from .paths import home
 from .quiet import device_files
 
@@ -56,15 +57,13 @@ def local_target() -> LocalTarget:
     path = home() / "targets" / f"{environment_hash()}.json"
     if not _is_started():
         try:
-            return LocalTarget(**json.loads(path.read_text()))
+            return LocalTarget(**parse_json(path.read_text()))
         except (OSError, ValueError, TypeError):
             logger.debug("no remembered target at %s", path)
     found = _ask()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(json.dumps(asdict(found)))
-        partial.replace(path)
+        write_text(path, json.dumps(asdict(found)))
     except OSError as error:
         logger.debug("cannot remember the target: %s", error)
     return found

@@ -7,12 +7,11 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .files import gunzip, parse_json, write_bytes
 from .paths import home
 
 logger = logging.getLogger(__name__)
@@ -64,11 +63,11 @@ class LoweringCache:
         """An entry, or ``None`` if there is none or it is damaged."""
         path = self._path(key)
         try:
-            data = json.loads(gzip.decompress(path.read_bytes()))
+            data = parse_json(gunzip(path.read_bytes()))
             found = CachedModule(str(data["hlo"]), dict(data["meta"]))
         except FileNotFoundError:
             return None
-        except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("ignored the damaged cache entry %s: %s", path, error)
             return None
         try:
@@ -83,7 +82,7 @@ class LoweringCache:
         data = gzip.compress(json.dumps({"hlo": hlo, "meta": meta}).encode(), compresslevel=3)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write(path, data)
+            write_bytes(path, data)
             self._evict()
         except OSError as error:
             logger.warning("cannot write to the cache %s: %s", self.root, error)
@@ -119,15 +118,3 @@ class LoweringCache:
                 break
             path.unlink(missing_ok=True)
             total -= size
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a file in one step, as far as other processes can see."""
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".partial")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        Path(name).replace(path)
-    except OSError:
-        Path(name).unlink(missing_ok=True)
-        raise

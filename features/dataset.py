@@ -12,8 +12,11 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
+from ._device_figures import check_name
 from .device import DeviceSpec
 from .errors import DatasetError
+from .files import parse_json, replacing, write_text
+from .tables import read_table
 
 #: Columns of a dataset, one row a sample; units in the names.
 COLUMNS: dict[str, str] = {
@@ -138,23 +141,12 @@ def write_table(
     frame: pd.DataFrame, path: Path, compression: Literal["snappy", "zstd"] = "snappy"
 ) -> None:
     """Write any table as parquet through a temporary file and a rename."""
-    partial = path.with_name(path.name + ".partial")
-    frame.to_parquet(partial, index=False, compression=compression)
-    partial.replace(path)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file through a temporary file and a rename."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
+    with replacing(path) as partial:
+        frame.to_parquet(partial, index=False, compression=compression, write_page_checksum=True)
 
 
 def _read_shard(path: Path) -> pd.DataFrame:
-    try:
-        frame = pd.read_parquet(path)
-    except Exception as error:  # pyarrow raises many types for a damaged file
-        raise DatasetError(f"cannot be read as parquet: {error}", where=str(path)) from None
+    frame = read_table(path)
     missing = [c for c in COLUMNS if c not in frame.columns]
     if missing:
         raise DatasetError(f"column {missing[0]!r} is missing", where=str(path))
@@ -167,8 +159,8 @@ def _columns(frame: pd.DataFrame) -> list[str]:
 
 def _read_record(path: Path) -> dict[str, Any]:
     try:
-        record = json.loads(path.read_text())
-        record["device"]["name"]
-    except (ValueError, KeyError, TypeError) as error:
+        record = parse_json(path.read_text(encoding="utf-8"))
+        check_name(record["device"]["name"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DatasetError(f"not a run record: {error}", where=str(path)) from None
     return dict(record)

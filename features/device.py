@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from ._device_figures import check_figures
 from ._opclass import DTYPES
 from ._precision import REDUCED
 from .errors import DeviceError
+from .files import parse_json
 from .ir import DTYPE_BITS
 
 
@@ -138,8 +140,10 @@ class DeviceSpec:
             values["levels"] = tuple(MemoryLevel(**level) for level in values["levels"])
             for name in ("aliases", "defaulted"):
                 values[name] = tuple(values.get(name, ()))
-            return cls(**values)
-        except (KeyError, TypeError) as error:
+            spec = cls(**values)
+            check_figures(spec)
+            return spec
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DeviceError(
                 f"device description is incomplete or has unknown keys: {error}",
                 where=where,
@@ -149,7 +153,7 @@ class DeviceSpec:
     @classmethod
     def from_file(cls, path: Path) -> DeviceSpec:
         """Read a JSON file written from :meth:`to_json`."""
-        return cls.from_dict(json.loads(path.read_text()), where=str(path))
+        return cls.from_dict(parse_json(path.read_text(encoding="utf-8")), where=str(path))
 
 
 def _lookup(table: dict[str, float], dtype: str) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 
 from .device_rules import MATRIX_TYPES, VECTOR_TYPES
 from .errors import DeviceError
+from .files import check_yaml, yaml_loader
 
 #: Figures by key, each with its size in SI units.
 NUMBERS: dict[str, float] = {
@@ -136,15 +137,17 @@ def _load(path: Path) -> tuple[dict[str, Any], _Lines]:
 
     try:
         text = path.read_text(encoding="utf-8")
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
+        check_yaml(text)
+        loader = yaml_loader()(text)
         node = loader.get_single_node()
         lines = dict(_key_lines(node, path))
         data = loader.construct_document(node) if node else None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         what = "no such device file" if isinstance(error, FileNotFoundError) else str(error)
         raise DeviceError(what, where=str(path)) from None
-    except yaml.YAMLError as error:
-        raise DeviceError(f"not YAML: {error}", where=str(path)) from None
+    except (yaml.YAMLError, ValueError) as error:
+        what = str(error) if isinstance(error, ValueError) else f"not YAML: {error}"
+        raise DeviceError(what, where=str(path)) from None
     if not isinstance(data, dict):
         raise DeviceError("a device file is a mapping of keys to figures", where=str(path))
     return data, lines

@@ -66,3 +66,7 @@ class ModelError(OpcastError):
 
 class StrictError(OpcastError):
     """Under ``strict``, a kernel has no learned estimate."""
+
+
+class FileError(OpcastError, OSError):
+    """A file cannot be written: the disk is full, or the place is read-only."""

@@ -16,6 +16,8 @@ import numpy as np
 SUFFIX = ".ubj.xz"
 #: Log-ratios of leaves are kept to so many decimals: 700 trees add up to an error below 0.1 %.
 DECIMALS = 6
+#: Bytes that a file may hold, and that reading it may take besides.
+MAX_BYTES, MAX_MEMORY = 2**30, 2**28
 _CLEARED = ("loss_changes", "sum_hessian")
 
 
@@ -39,5 +41,16 @@ def compact(booster: Any) -> bytes:
 
 
 def expand(data: bytes) -> bytes:
-    """UBJSON of a compressed booster."""
-    return lzma.decompress(data)
+    """UBJSON of a compressed booster.
+
+    Raises:
+        ValueError: It is damaged, or holds more than :data:`MAX_BYTES`.
+    """
+    unpacker = lzma.LZMADecompressor(memlimit=MAX_MEMORY)
+    try:
+        found = unpacker.decompress(data, MAX_BYTES)
+    except (lzma.LZMAError, EOFError, MemoryError) as error:
+        raise ValueError(f"not a compressed booster: {error}") from None
+    if not unpacker.eof:
+        raise ValueError("a compressed booster is cut off or too large")
+    return found

@@ -12,6 +12,8 @@ import json
 import platform
 import shutil
 import tempfile
+import zipfile
+import zlib
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..features.errors import ModelError
+from ..features.files import cannot_write, parse_json
 
 #: Format of the folders that this version writes, and of those that it reads.
 FORMAT = 1
@@ -27,6 +30,8 @@ READS = (1,)
 MANIFEST = "manifest.json"
 #: Value of ``kind`` in the manifest of a model of library operators.
 OPERATORS = "operators"
+#: Bytes of all arrays of a file.
+MAX_ARRAYS = 2**31
 _LIBRARIES = (
     "opcast", "numpy", "xgboost-cpu", "xgboost", "scikit-learn", "jax", "flax", "torch",
     "torch-geometric",
@@ -43,12 +48,16 @@ def write_folder(path: Path, manifest: Mapping[str, Any], files: Mapping[str, by
 
     Raises:
         ModelError: The place holds something that is no model.
+        FileError: The place cannot be written, or the disk is full.
     """
     path = Path(path)
     if path.exists() and not (path / MANIFEST).is_file() and not _is_empty(path):
         raise ModelError("will not overwrite: not a model folder", where=str(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    except OSError as error:
+        raise cannot_write(path, error) from error
     try:
         partial.chmod(0o755)
         for name, data in files.items():
@@ -62,6 +71,9 @@ def write_folder(path: Path, manifest: Mapping[str, Any], files: Mapping[str, by
         }
         (partial / MANIFEST).write_text(json.dumps(full, indent=1, sort_keys=True) + "\n")
         _swap(partial, path)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise cannot_write(path, error) from error
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -75,7 +87,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     file = Path(path) / MANIFEST
     try:
-        manifest = json.loads(file.read_text())
+        manifest = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError("not a model folder: no manifest.json", where=str(path)) from None
     except (OSError, ValueError) as error:
@@ -97,17 +109,22 @@ def read_files(path: Path, manifest: Mapping[str, Any]) -> dict[str, bytes]:
         ModelError: A file is missing or its digest differs.
     """
     contents = {}
-    for name, digest in manifest.get("files", {}).items():
-        file = Path(path) / name
-        if ".." in Path(name).parts or Path(name).is_absolute():
-            raise ModelError(f"manifest names a file outside the folder: {name}", where=str(path))
+    listed = manifest.get("files", {})
+    if not isinstance(listed, dict):
+        raise ModelError("manifest lists no files", where=str(path), hint="copy the model again")
+    for name, digest in listed.items():
+        file = _inside(Path(path), name)
         try:
             data = file.read_bytes()
         except OSError:
             raise ModelError("file of the model is missing", where=str(file)) from None
-        if hashlib.sha256(data).hexdigest() != digest:
+        found = hashlib.sha256(data).hexdigest()
+        if found != digest:
             raise ModelError(
-                "file differs from the manifest's digest", where=str(file), hint="train again"
+                f"file differs from the manifest's digest: SHA-256 {found[:16]}…, not "
+                f"{str(digest)[:16]}…",
+                where=str(file),
+                hint="copy the model again, or train it again",
             )
         contents[name] = data
     return contents
@@ -144,9 +161,19 @@ def pack(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 def unpack(data: bytes) -> dict[str, np.ndarray]:
-    """Arrays of a ``.npz``; pickled objects are refused."""
-    with np.load(io.BytesIO(data), allow_pickle=False) as archive:
-        return {name: archive[name] for name in archive.files}
+    """Arrays of a ``.npz``; pickled objects are refused.
+
+    Raises:
+        ValueError: It is none, is damaged, holds objects, or more than :data:`MAX_ARRAYS` bytes.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            if sum(entry.file_size for entry in archive.infolist()) > MAX_ARRAYS:
+                raise ValueError(f"its arrays take more than {MAX_ARRAYS} bytes")
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (zipfile.BadZipFile, zlib.error, EOFError, MemoryError, NotImplementedError) as error:
+        raise ValueError(f"not a .npz file: {error}") from None
 
 
 def pack_tensors(arrays: Mapping[str, np.ndarray]) -> bytes:
@@ -187,8 +214,28 @@ def _swap(partial: Path, path: Path) -> None:
     old = partial.with_name(partial.name + ".old")
     if path.exists():
         path.rename(old)
-    partial.rename(path)
+    try:
+        partial.rename(path)
+    except OSError:
+        if old.exists() and not path.exists():
+            old.rename(path)
+        raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """A file of a model folder; not a link to elsewhere, nor anything that is no file.
+
+    Raises:
+        ModelError: It lies outside the folder, or is a device, a pipe or a folder.
+    """
+    file = folder / name
+    outside = ".." in Path(name).parts or Path(name).is_absolute() or "\0" in name
+    if outside or not file.resolve().is_relative_to(folder.resolve()):
+        raise ModelError(f"manifest names a file outside the folder: {name}", where=str(folder))
+    if file.exists() and not file.is_file():
+        raise ModelError("this is no file", where=str(file), hint="copy the model again")
+    return file
 
 
 def _is_empty(path: Path) -> bool:

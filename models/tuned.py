@@ -9,8 +9,8 @@ from typing import Any
 
 import pandas as pd
 
-from ..features.dataset import write_text
 from ..features.errors import ModelError
+from ..features.files import parse_json, write_text
 
 #: What training is told by itself.
 _SETTINGS = {"dataset", "model", "split", "seed", "n_jobs", "folds", "held_out"}
@@ -94,7 +94,7 @@ def read_params(path: Path, model: str) -> dict[str, Any]:
         ModelError: The file is missing or no such object, or was tuned for another estimator.
     """
     try:
-        data = json.loads(path.read_text())
+        data = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError("no such parameter file", where=str(path)) from None
     except (OSError, ValueError) as error:

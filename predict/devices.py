@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -86,5 +85,5 @@ def _from_path(path: Path) -> DeviceSpec:
         return DeviceSpec.from_file(path)
     except FileNotFoundError:
         raise DeviceError("no such device file", where=str(path)) from None
-    except json.JSONDecodeError as error:
+    except (OSError, ValueError) as error:
         raise DeviceError(f"not JSON: {error}", where=str(path)) from None

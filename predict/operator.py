@@ -12,6 +12,7 @@ import pandas as pd
 
 from ..features.errors import DatasetError, DeviceError, ModelError
 from ..features.ops.query import parse_op
+from ..features.tables import read_table
 from .devices import resolve_device
 from .locate import OPERATOR_MODEL, find_model
 from .render import duration
@@ -151,7 +152,7 @@ def measured_rows(data: Sequence[Path], key: str, device: str) -> pd.DataFrame |
             raise DatasetError("no dataset here: expected *.parquet", where=str(folder))
         wanted = [("family", "==", f"op:{key}"), ("device", "==", device)]
         columns = ["program", "kernel_ir", "latency_us_p50", "device"]
-        parts += [pd.read_parquet(s, columns=columns, filters=wanted) for s in shards]
+        parts += [read_table(s, columns, wanted) for s in shards]
     found = pd.concat(parts, ignore_index=True)
     if not len(found):
         return None

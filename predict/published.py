@@ -16,6 +16,7 @@ import pandas as pd
 
 from ..features.catalogue import find_device
 from ..features.errors import DatasetError
+from ..features.tables import read_table
 from ..models.ops import OpModel, rows_of_published
 from ..models.ops.report import only_or_mixed
 from ..simulate.collective import CollectiveModel
@@ -108,7 +109,7 @@ class _Job:
     calibrated: dict[str, int] = field(default_factory=dict)
 
     def operators(self) -> Iterator[PublishedPredictions]:
-        tables = [(p, _sourced(p, _parquet(p))) for p in _files(self.folder, OPERATORS)]
+        tables = [(p, _sourced(p, read_table(p))) for p in _files(self.folder, OPERATORS)]
         if self.calibrate:
             given = [frame[_given(frame)] for _, frame in tables]
             known = [part for part in given if len(part)]
@@ -149,7 +150,7 @@ class _Job:
                     hint=f"put {GRAPHS} beside {path.name}",
                 )  # fmt: skip
             labels = pd.read_csv(path)
-            found = compose(labels, _parquet(graphs), self._op_latency, self._collective_latency)
+            found = compose(labels, read_table(graphs), self._op_latency, self._collective_latency)
             latency, lo, hi = (found[f"{c}_ms"].to_numpy() * 1e-3 for c in ("latency", "lo", "hi"))
             scope = pd.Series("composed", index=labels.index, dtype=object)
             if "e2e_ms" in labels:
@@ -182,13 +183,6 @@ def _files(folder: Path, patterns: Sequence[str]) -> list[Path]:
         if found:
             return found
     return []
-
-
-def _parquet(path: Path) -> pd.DataFrame:
-    try:
-        return pd.read_parquet(path)
-    except Exception as error:  # pyarrow raises many types for a damaged file
-        raise DatasetError(f"cannot be read as parquet: {error}", where=str(path)) from None
 
 
 def _sourced(path: Path, frame: pd.DataFrame) -> pd.DataFrame:

@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ..features.dataset import write_table, write_text
+from ..features.dataset import write_table
 from ..features.errors import DatasetError
+from ..features.files import parse_json, write_text
+from ..features.tables import read_table
 from ..simulate.cluster_catalogue import find_cluster
 from .sweep_job import SweepJob, judge
 from .sweep_space import Candidate, candidates, chunks, make_plan
@@ -86,7 +88,7 @@ class Sweep:
     def results(self) -> pd.DataFrame:
         """All results that were written."""
         parts = sorted((self.folder / _PARTS).glob("*.parquet"))
-        frames = [pd.read_parquet(part) for part in parts]
+        frames = [read_table(part) for part in parts]
         if not frames:
             return pd.DataFrame({"key": pd.Series(dtype=str)})
         return pd.concat(frames, ignore_index=True).drop_duplicates("key")
@@ -108,7 +110,7 @@ class Sweep:
         sizes.pop("batch")
         settings = {"workload": sizes, "model": self.job.model}
         path = self.folder / _SETTINGS
-        if path.is_file() and json.loads(path.read_text()) != settings:
+        if path.is_file() and parse_json(path.read_text(encoding="utf-8")) != settings:
             raise DatasetError(
                 "holds a sweep of another workload or model", where=str(self.folder),
                 hint="give another folder",

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..features.dataset import write_text
+from ..features.files import write_text
 from .predictor import Prediction
 
 

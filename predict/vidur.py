@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ..features.dataset import write_text
 from ..features.errors import PlanError
+from ..features.files import write_text
 from ..simulate.algorithms import collective_latency_s
 from ..simulate.step.calls import OpCall, OpLatency
 from ..simulate.step.workload import Workload

@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 
 from ..features.errors import DatasetError, ModelError
+from ..features.files import parse_json, write_text
 from .collective_cluster import CollectiveEstimate, estimate_collective
 from .collective_curve import PARAMETERS
 from .collective_fit import CurveTree, fit_tree, refine_tree
@@ -146,7 +147,7 @@ class CollectiveModel:
         }
         lines = json.dumps(content, indent=1).replace("\n   ", " ").replace("\n  ]", " ]")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(lines + "\n")
+        write_text(path, lines + "\n")
 
     @classmethod
     def load(cls, path: Path = PRETRAINED) -> CollectiveModel:
@@ -156,7 +157,7 @@ class CollectiveModel:
             ModelError: The file is missing, damaged, or of another format.
         """
         try:
-            content = json.loads(path.read_text())
+            content = parse_json(path.read_text(encoding="utf-8"))
             if content["format"] != FORMAT or tuple(content["parameters"]) != PARAMETERS:
                 raise ModelError(
                     "collective parameters of another format",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..features.errors import DeviceError
+from ..features.files import parse_yaml, write_text
 from .topology import Cluster, Dimension, Topology
 
 _TOP = ("name", "device", "devices_per_node", "dimensions", "sources", "notes")
@@ -93,7 +94,7 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
     import yaml
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(cluster_data(cluster), sort_keys=False), encoding="utf-8")
+    write_text(path, yaml.safe_dump(cluster_data(cluster), sort_keys=False))
 
 
 def astra_network(topology: Topology) -> str:
@@ -216,17 +217,15 @@ def _sources(value: Any, where: str) -> dict[str, str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    import yaml
-
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
         raise DeviceError(
             "no such cluster file" if missing else str(error), where=str(path)
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise DeviceError(f"not YAML: {error}", where=str(path)) from None
+    except ValueError as error:
+        raise DeviceError(str(error), where=str(path)) from None
     if not isinstance(data, dict):
         raise DeviceError("a cluster file is a mapping of keys to figures", where=str(path))
     return data

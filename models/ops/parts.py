@@ -21,6 +21,7 @@ from ...features.dataset import write_table
 from ...features.device import DeviceSpec
 from ...features.errors import DatasetError
 from ...features.ops.features import ops_schema_hash
+from ...features.tables import read_table
 from .model import MIN_ROWS, OpModel, default_settings
 from .report import predictions
 from .rows import faulty
@@ -186,11 +187,9 @@ class PartStore:
         if not path.is_file():
             return None
         try:
-            return pd.read_parquet(path)
-        except Exception as error:  # pyarrow raises many types for a damaged file
-            raise DatasetError(
-                f"cannot be read as parquet: {error}", where=str(path), hint="delete it"
-            ) from None
+            return read_table(path)
+        except DatasetError as error:
+            raise DatasetError(error.what, where=error.where, hint="delete it") from None
 
     def keep(self, path: Path, table: pd.DataFrame) -> None:
         """Write a part's predictions through a temporary file and a rename."""

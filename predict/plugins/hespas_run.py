@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...features.errors import DatasetError, OpcastError
+from ...features.files import parse_json, write_text
 from ..locate import model_hash
 
 #: Values of ``perf_estimator.method`` that are ours.
@@ -37,7 +38,7 @@ def run_hespas(config: Path, arguments: Sequence[str] = ()) -> None:
     register()
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / config.name
-        path.write_text(json.dumps(data), encoding="utf-8")
+        write_text(path, json.dumps(data))
         main([str(path), *arguments])
 
 
@@ -60,7 +61,7 @@ def configured(config: Path) -> dict[str, Any]:
         DatasetError: It cannot be read, or names another estimator.
     """
     try:
-        data = json.loads(config.read_text(encoding="utf-8"))
+        data = parse_json(config.read_text(encoding="utf-8"))
         estimator = data["perf_estimator"]
         method = str(estimator["method"]).lower()
         hardware = estimator.setdefault("hardware", {})

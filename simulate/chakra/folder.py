@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ...features.dataset import write_text
 from ...features.device import DeviceSpec
 from ...features.errors import DatasetError
+from ...features.files import parse_json, write_bytes, write_text
 from ..topology import Cluster, Dimension
 from ..topology_file import astra_network
 from .messages import EtNode, decode, encode
@@ -41,7 +41,7 @@ def write_folder(
     for old in out.glob(f"{PREFIX}.*.et"):
         old.unlink()
     for rank, trace in enumerate(traces):
-        (out / f"{PREFIX}.{rank}.et").write_bytes(encode(trace))
+        write_bytes(out / f"{PREFIX}.{rank}.et", encode(trace))
     write_text(out / GROUPS, json.dumps({name: list(g) for g, name in groups.items()}) + "\n")
     write_text(out / NETWORK, network)
     write_text(out / SYSTEM, json.dumps(astra_system(cluster, device), indent=2) + "\n")
@@ -68,7 +68,7 @@ def _groups(path: Path) -> dict[str, list[int]]:
     if not path.is_file():
         return {}
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_text(encoding="utf-8"))
         return {str(name): [int(r) for r in ranks] for name, ranks in data.items()}
     except (ValueError, TypeError, AttributeError):
         raise DatasetError(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...features.errors import PlanError
+from ...features.files import parse_yaml
 
 T = TypeVar("T")
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -37,11 +38,9 @@ def read_pairs(text: str, what: str) -> dict[str, Any]:
 
 
 def _read_yaml(path: Path, what: str) -> dict[str, Any]:
-    import yaml
-
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        data = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise PlanError(f"the {what} cannot be read: {error}", where=str(path)) from None
     if not isinstance(data, dict):
         raise PlanError(f"the {what} holds no mapping", where=str(path), hint="write key: value")
