@@ -200,7 +200,7 @@ def print_check(console: Console, result: CheckResult, top: int = 10) -> None:
             Text(k.origin),
         )
     p = result.prediction
-    console.print(f"[bold]{result.name}[/bold] on {p.device}", highlight=False)
+    console.print(Text.assemble((result.name, "bold"), f" on {p.device}"))
     console.print(table)
     errors = result.kernel_errors
     if len(errors):
@@ -209,9 +209,11 @@ def print_check(console: Console, result: CheckResult, top: int = 10) -> None:
             highlight=False,
         )
     console.print(
-        f"total: predicted [bold]{duration(p.latency_us)}[/bold] "
-        f"({duration(p.lo_us)}–{duration(p.hi_us)}), measured [bold]"
-        f"{duration(result.measured_us)}[/bold] "
-        f"({duration(result.p10_us)}–{duration(result.p90_us)}), error {result.error:+.0%}",
-        highlight=False,
+        Text.assemble(
+            "total: predicted ",
+            (duration(p.latency_us), "bold"),
+            f" ({duration(p.lo_us)}–{duration(p.hi_us)}), measured ",
+            (duration(result.measured_us), "bold"),
+            f" ({duration(result.p10_us)}–{duration(result.p90_us)}), error {result.error:+.0%}",
+        )
     )

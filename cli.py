@@ -11,7 +11,7 @@ import typer
 
 from . import cli_cluster, cli_data, cli_export, cli_lower, cli_models, cli_simulate
 from .cli_calibrate import register as register_calibrate
-from .cli_common import Json, make_console, print_json, seconds_of
+from .cli_common import Json, make_console, one_line, print_json, seconds_of
 
 if TYPE_CHECKING:
     from .predict.predictor import Predictor
@@ -55,13 +55,31 @@ Trips = Annotated[
 ]
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        from . import __version__
+
+        typer.echo(f"opcast {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Predict how long an ML program takes on a device, why, and how sure that is."""
+
+
 @app.command()
 def predict(
     program: ProgramOrNone = None,
     device: DeviceOpt = "local",
     model: ModelOpt = "default",
     lowering: LoweringOpt = "auto",
-    top: Annotated[int, typer.Option(help="Kernels to print.")] = 10,
+    top: Annotated[int, typer.Option(min=1, help="Kernels to print.")] = 10,
     json_output: Json = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Fail without learned estimate.")
@@ -121,8 +139,10 @@ def explain(
     kernel: Annotated[
         str | None, typer.Option("--kernel", help="Explain the kernel of this name.")
     ] = None,
-    top: Annotated[int, typer.Option(help="Costliest kernels to explain.")] = 3,
-    neighbours: Annotated[int, typer.Option(help="Measured kernels to show beside each.")] = 3,
+    top: Annotated[int, typer.Option(min=1, help="Costliest kernels to explain.")] = 3,
+    neighbours: Annotated[
+        int, typer.Option(min=0, help="Measured kernels to show beside each.")
+    ] = 3,
     trip_count: Trips = None,
     json_output: Json = False,
     op: OpOpt = None,
@@ -161,7 +181,7 @@ def explain(
 def check(
     program: ProgramArg,
     model: ModelOpt = "default",
-    top: Annotated[int, typer.Option(help="Kernels to print.")] = 10,
+    top: Annotated[int, typer.Option(min=1, help="Kernels to print.")] = 10,
     json_output: Json = False,
 ) -> None:
     """Run a program on this machine and print predicted beside measured, kernel by kernel."""
@@ -421,7 +441,7 @@ def main() -> NoReturn:
     try:
         app(standalone_mode=True)
     except OpcastError as error:
-        sys.stderr.write(f"opcast: error: {' '.join(str(error).split())}\n")
+        sys.stderr.write(f"opcast: error: {one_line(error)}\n")
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         sys.stderr.write("opcast: stopped\n")

@@ -75,7 +75,10 @@ def _print_cluster(found: Cluster) -> None:
         table.add_row(d.name, detail, shape, *(f"{x:g}" for x in figures))
     console.print(table)
     sizes = (2.0**16, 2.0**24, 2.0**30)
-    times = Table("µs, all ranks", *("64 KiB", "16 MiB", "1 GiB"), "algorithm at 1 GiB")
+    times = Table(
+        "µs, all ranks", *("64 KiB", "16 MiB", "1 GiB"), "algorithm at 1 GiB",
+        caption="sizes: bytes that each rank puts in (all_gather: its own share)",
+    )  # fmt: skip
     for kind in COLLECTIVES if found.size > 1 else ():
         group = 2 if kind == "send_recv" else found.size
         costs = [collective_cost(kind, size, group, found) for size in sizes]

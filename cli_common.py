@@ -11,14 +11,27 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+#: Characters of an error.
+LONGEST = 2000
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def make_console(width: int = 120) -> Console:
-    """A console as wide as the terminal, or ``width`` columns where there is none."""
-    from rich.console import Console
+    """A console as wide as the terminal, or ``width`` columns where there is none.
 
-    return Console(width=None if sys.stdout.isatty() else width)
+    It prints text as it is: no markup, no control sequences (:class:`.PlainConsole`).
+    """
+    from .predict.terminal import PlainConsole
+
+    return PlainConsole(width=None if sys.stdout.isatty() else width)
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, in one line of at most :data:`LONGEST` characters to print."""
+    from .features.files import printable
+
+    line = printable(" ".join(str(error).split()))
+    return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} […] {line[-LONGEST // 2 :]}"
 
 
 def print_json(data: Any) -> None:

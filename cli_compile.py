@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .cli_common import Json, print_json, seconds_of
+from .cli_common import Json, make_console, print_json, seconds_of
 
 #: TPUs of the catalogue that libtpu compiles for.
 GENERATIONS = ("tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e")
@@ -65,8 +65,6 @@ def data_agree(
     json_output: Json = False,
 ) -> None:
     """Compile programs for TPUs; print the compiler's estimates beside the model's."""
-    from rich.console import Console
-
     from .compiler_check import agreement, print_agreement
     from .features.catalogue import find_device
     from .predict.predictor import load
@@ -80,4 +78,4 @@ def data_agree(
     if json_output:
         print_json([asdict(own) for own in found])
     else:
-        print_agreement(Console(), found)
+        print_agreement(make_console(), found)

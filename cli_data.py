@@ -31,11 +31,13 @@ def register(app: typer.Typer) -> None:
 
 def zoo_list() -> None:
     """List the families and their settings."""
+    from rich.text import Text
+
     from .datagen.zoo import families
 
     console = make_console()
     for family in families().values():
-        console.print(f"[bold]{family.name}[/bold]  {family.summary}")
+        console.print(Text.assemble((family.name, "bold"), f"  {family.summary}"))
         settings = " ".join(f"{k}={v}" for k, v in family.defaults.items())
         console.print(f"  {settings}", markup=False, highlight=False)
 

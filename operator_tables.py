@@ -62,9 +62,11 @@ def _print_samples(console: Console, title: str, found: pd.DataFrame) -> None:
 
 def _show(console: Console, frame: pd.DataFrame, title: str) -> None:
     """A table below its title, which may be wider than the table."""
+    from rich.text import Text
+
     from .workflows import print_frame
 
-    console.print(f"\n[italic]{title}[/italic]", highlight=False)
+    console.print(Text.assemble("\n", (title, "italic")))
     print_frame(console, frame, "")
 
 

@@ -87,8 +87,9 @@ def show_device(console: Console, name: str, *, as_json: bool) -> None:
     """Print a device with its sources: measured here, of the catalogue, or of a device file."""
     from .predict.device_view import print_device
     from .predict.devices import resolve_device
+    from .predict.locate import trained_devices
 
-    spec = resolve_device(name, {})
+    spec = resolve_device(name, trained_devices())
     if as_json:
         print(spec.to_json())
     else:

@@ -99,6 +99,27 @@ class Domain:
         """Whether each kernel lies in the domain, bool, shape ``(n,)``."""
         return np.asarray(self.score(table) >= self.threshold - 1e-12)
 
+    def reasons(self, table: KernelTable) -> list[str]:
+        """Why the first row of a table lies outside: features out of range, then odd pairs.
+
+        Returns:
+            One text a feature, or a pair of features in range that no training row has together.
+        """
+        names = [table.names[column] for column in self.keys]
+        value = table.X[0, self.keys].astype(np.float64)
+        found, odd = [], set()
+        for place, name in enumerate(names):
+            if not self.low[place] <= value[place] <= self.high[place] * (1 + 1e-6) + 1e-12:
+                odd.add(place)
+                found.append(
+                    f"{name} is {value[place]:.3g}, trained from {self.low[place]:.3g} to "
+                    f"{self.high[place]:.3g}"
+                )
+        for (first, second), seen in zip(self.pairs, self.occupancy(table)[0], strict=True):
+            if not seen and not odd & {first, second}:
+                found.append(f"{names[first]} with {names[second]} as here was not seen")
+        return found
+
     def calibrate(self, scores: np.ndarray) -> None:
         """Set the threshold from the scores of held-out samples."""
         if len(scores):

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from pathlib import Path
 
-from ..features.errors import ModelError
+from ..features.device import DeviceSpec
+from ..features.errors import DeviceError, ModelError
+from ..features.files import parse_json
 from ..features.paths import home
+
+logger = logging.getLogger(__name__)
 
 #: Models that come with the package.
 SHIPPED = Path(__file__).resolve().parent.parent / "models" / "pretrained"
@@ -51,6 +56,23 @@ def find_model(model: str | Path) -> Path:
         f"no model {str(model)!r}",
         hint=f"give a model folder or one of: {choices}; train one with: opcast train",
     )
+
+
+def trained_devices() -> dict[str, DeviceSpec]:
+    """Devices that the shipped and registered models of programs describe, by name.
+
+    A model that cannot be read describes none: who asks for it is told then.
+    """
+    found: dict[str, DeviceSpec] = {}
+    for folder in available().values():
+        try:
+            stored = parse_json((folder / "manifest.json").read_text(encoding="utf-8"))["devices"]
+            known = {n: DeviceSpec.from_dict(d, where=n) for n, d in stored.items() if d}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, DeviceError) as error:
+            logger.info("no devices of the model %s: %s", folder, error)
+            continue
+        found |= known
+    return found
 
 
 def model_hash(model: str | Path) -> str:

@@ -15,16 +15,19 @@ from ..features.ops.query import parse_op
 from ..features.tables import read_table
 from .devices import resolve_device
 from .locate import OPERATOR_MODEL, find_model
-from .render import duration
+from .render import duration, headline
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from ..models.ops.explain import OpExplanation
     from ..models.ops.family import FamilyModel
 
 #: Measured rows to look for neighbours among.
 MAX_MEASURED = 20_000
+#: Reasons for being outside the domain that are printed.
+SHOWN_REASONS = 4
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class OpEstimate:
         bound: What limits the analytical estimate.
         scope: ``known``, ``sibling``, ``unseen`` or ``calibrated``.
         in_domain: Whether training rows are near.
+        outside: Why not, if they are not.
     """
 
     family: str
@@ -52,6 +56,7 @@ class OpEstimate:
     bound: str
     scope: str
     in_domain: bool
+    outside: tuple[str, ...] = ()
 
 
 def predict_op(text: str, device: str, model: str | Path = OPERATOR_MODEL) -> OpEstimate:
@@ -90,6 +95,7 @@ def predict_op(text: str, device: str, model: str | Path = OPERATOR_MODEL) -> Op
         bound=str(found.bound[0]),
         scope=str(found.scope[0]),
         in_domain=bool(found.in_domain[0]),
+        outside=() if found.in_domain[0] else tuple(family.why_outside(frame, {spec.name: spec})),
     )
 
 
@@ -170,6 +176,11 @@ def print_op(console: Console, found: OpEstimate) -> None:
         f"  roofline {duration(found.roofline_us)} [{found.bound}]; {_trust(found)}",
         highlight=False, markup=False,
     )  # fmt: skip
+    for reason in found.outside[:SHOWN_REASONS]:
+        console.print(f"  outside: {reason}", highlight=False, markup=False)
+    if len(found.outside) > SHOWN_REASONS:
+        rest = len(found.outside) - SHOWN_REASONS
+        console.print(f"  outside: {rest} more reasons (--json)", highlight=False)
 
 
 def print_op_explanation(console: Console, found: OpExplanation) -> None:
@@ -198,10 +209,11 @@ def print_op_explanation(console: Console, found: OpExplanation) -> None:
         console.print(Text(f"note: {note}", style="yellow"))
 
 
-def _headline(found: OpEstimate | OpExplanation, what: str) -> str:
-    return (
-        f"[bold]{duration(found.latency_us)}[/bold]  (90 % interval {duration(found.lo_us)} to "
-        f"{duration(found.hi_us)})  {what} on {found.device}"
+def _headline(found: OpEstimate | OpExplanation, what: str) -> Text:
+    return headline(
+        duration(found.latency_us),
+        f"  (90 % interval {duration(found.lo_us)} to {duration(found.hi_us)})"
+        f"  {what} on {found.device}",
     )
 
 

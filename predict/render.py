@@ -34,8 +34,10 @@ def print_prediction(console: Console, prediction: Prediction, top: int = 10) ->
     """Print the total, the kernels that take most time, and the shares by kind."""
     p = prediction
     console.print(
-        f"[bold]{duration(p.latency_us)}[/bold]  "
-        f"(90 % interval {duration(p.lo_us)} to {duration(p.hi_us)})  on {p.device}"
+        headline(
+            duration(p.latency_us),
+            f"  (90 % interval {duration(p.lo_us)} to {duration(p.hi_us)})  on {p.device}",
+        )
     )
     executions = sum(k.multiplicity for k in p.kernels)
     console.print(
@@ -47,6 +49,11 @@ def print_prediction(console: Console, prediction: Prediction, top: int = 10) ->
     console.print(f"by kind: {shares}; in domain: {p.in_domain_share:.0%} of the time")
     for note in p.notes:
         console.print(Text(f"note: {note}", style="yellow"))
+
+
+def headline(figure: str, rest: str) -> Text:
+    """A line that begins with a figure that matters."""
+    return Text.assemble((figure, "bold"), rest)
 
 
 def _fit(p: Prediction) -> str:

@@ -11,7 +11,7 @@ from rich.text import Text
 from ..models.explain import TREESHAP, KernelExplanation, Outside
 from ..models.neighbours import Neighbour
 from .explain import ExplainedKernel, ProgramExplanation
-from .render import duration
+from .render import duration, headline
 
 #: Contributions to print; the rest are summed.
 _SHOWN = 6
@@ -23,9 +23,10 @@ def print_explanation(console: Console, found: ProgramExplanation) -> None:
     """Print the total and, for each kernel, what its prediction is made of."""
     p = found.prediction
     console.print(
-        f"[bold]{duration(p.latency_us)}[/bold] on {p.device}, model {p.model}, "
-        f"lowering {p.lowering}",
-        highlight=False,
+        headline(
+            duration(p.latency_us),
+            f" on {p.device}, model {p.model}, lowering {p.lowering}",
+        )
     )
     for kernel in found.kernels:
         console.print()

@@ -7,15 +7,18 @@ from rich.table import Table
 from rich.text import Text
 
 from .partitioned import PartitionedPrediction
-from .render import duration, size
+from .render import duration, headline, size
 
 
 def print_partitioned(console: Console, found: PartitionedPrediction, top: int = 10) -> None:
     """Print the time, the collectives, and the longest nodes of the critical path."""
     r = found.run
     console.print(
-        f"[bold]{duration(r.makespan * 1e6)}[/bold]  (90 % interval {duration(found.lo * 1e6)} to "
-        f"{duration(found.hi * 1e6)})  on {found.cluster}"
+        headline(
+            duration(r.makespan * 1e6),
+            f"  (90 % interval {duration(found.lo * 1e6)} to {duration(found.hi * 1e6)})"
+            f"  on {found.cluster}",
+        )
     )
     console.print(
         f"computation {duration(r.compute * 1e6)}; collectives "

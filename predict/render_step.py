@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .render import duration, size
+from .render import duration, headline, size
 from .step import StepPrediction
 
 #: Operators that are listed.
@@ -18,8 +18,11 @@ def print_step(console: Console, found: StepPrediction) -> None:
     """Print the step's time, where it goes, what the devices hold, and notes."""
     s, n = found.step, found.plan.devices
     console.print(
-        f"[bold]{duration(s.total * 1e6)}[/bold] a step  (90 % interval "
-        f"{duration(found.lo * 1e6)} to {duration(found.hi * 1e6)})  on {n} × {found.device}"
+        headline(
+            duration(s.total * 1e6),
+            f" a step  (90 % interval {duration(found.lo * 1e6)} to {duration(found.hi * 1e6)})"
+            f"  on {n} × {found.device}",
+        )
     )
     mfu = found.flops_per_device / found.peak_flops
     tokens = found.workload.batch * found.workload.seq / s.total
@@ -31,7 +34,7 @@ def print_step(console: Console, found: StepPrediction) -> None:
     console.print(_times(found))
     console.print(_memory(found))
     if not found.fit.fits:
-        console.print("[bold]does NOT fit[/bold] in the devices' memory: this step cannot run")
+        console.print(headline("does NOT fit", " in the devices' memory: this step cannot run"))
     if found.spread is not None:
         parts = found.spread.to_dict()
         listed = ", ".join(f"{k[:-3]} {duration(v)}" for k, v in parts.items())

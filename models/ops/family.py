@@ -241,6 +241,25 @@ class FamilyModel:
             inside &= ~nameless
         return FamilyPrediction(latency, lo, hi, features.roofline_s, features.bound, scope, inside)
 
+    def why_outside(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> list[str]:
+        """Why the first of some rows is outside the training domain, a text a reason."""
+        self._require_fitted()
+        assert self.known is not None and self.general is not None
+        row = rows.iloc[:1].reset_index(drop=True)
+        features = self.features(row, devices)
+        stand_in, _ = self.kin.stand_ins(row["device"].to_numpy(object), devices)
+        own = bool(np.isin(stand_in, self.devices)[0])
+        table = (
+            self._known_table(features, stand_in) if own else general_table(self.family, features)
+        )
+        domain = (self.known if own else self.general).domain
+        found = []
+        if bool(unnamed(row, self.named)[0]):
+            found.append("what runs it is not named (backend=…, kernel=…), or was not seen")
+        if domain is not None and not bool(domain.contains(table)[0]):
+            found += domain.reasons(table)
+        return found
+
     def _general_ratio(
         self, rows: pd.DataFrame, features: OpFeatures, point_s: np.ndarray
     ) -> np.ndarray:
