@@ -12,6 +12,7 @@ import typer
 from . import cli_cluster, cli_data, cli_export, cli_lower, cli_models, cli_simulate
 from .cli_calibrate import register as register_calibrate
 from .cli_common import Json, make_console, one_line, print_json, seconds_of
+from .cli_guard import guarded
 
 if TYPE_CHECKING:
     from .predict.predictor import Predictor
@@ -436,6 +437,11 @@ cli_lower.register(app)
 
 def main() -> NoReturn:
     """Entry point: one line on stderr and status 1 for what the user can mend."""
+    guarded(sys.argv[1:], _main)
+    raise SystemExit(0)
+
+
+def _main() -> NoReturn:
     from .features.errors import OpcastError
 
     try:

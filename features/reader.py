@@ -17,6 +17,7 @@ from typing import Any, Literal
 from .errors import ProgramError
 from .ir import Program
 from .trip_count import apply_given
+from .untrusted import check_bytecode, check_text
 
 Kind = Literal["stablehlo", "hlo"]
 TripCounts = Mapping[str, int] | int | None
@@ -132,9 +133,12 @@ def _from_file(path: Path, trip_counts: TripCounts) -> SourceProgram:
 
 def _from_bytes(data: bytes, origin: str, trip_counts: TripCounts) -> SourceProgram:
     if data.startswith(_BYTECODE):
+        check_bytecode(data, origin)
         return _stablehlo(data, origin, trip_counts)
     if _BYTECODE in data:
-        return _from_object(_exported(data, origin), (), trip_counts, origin)
+        exported = _exported(data, origin)
+        check_bytecode(bytes(exported.mlir_module_serialized), origin)
+        return _from_object(exported, (), trip_counts, origin)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -149,6 +153,7 @@ def _from_text(text: str, origin: str, trip_counts: TripCounts) -> SourceProgram
     body = text[start.end() if start else 0 :]
     if not body:
         raise ProgramError("the program is empty", where=origin, hint=_HINT)
+    check_text(text, origin)
     if body.startswith("HloModule"):
         found = SourceProgram("hlo", origin, text, trip_counts)
         # HLO is read here and now, so that malformed text is refused at the door.

@@ -1,0 +1,115 @@
+"""Programs from files: a parser that crashes on a damaged one must not take the process with it.
+
+MLIR's reader of bytecode trusts its input: a flipped byte can end the process. So bytecode is read
+once in a process of its own (``_mlir_worker.py``), and only what passes there is read here. Text is
+safe but for nesting without end, which overflows the stack; only text that nests deep is tried so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from .errors import ProgramError
+
+#: Seconds that reading a module may take, and more for each megabyte.
+TIMEOUT_S, TIMEOUT_S_PER_MB = 30.0, 5.0
+#: Nesting of brackets up to which text is read at once. Programs nest less than 50.
+PLAIN_DEPTH = 200
+#: Nesting that no reader follows.
+MAX_DEPTH = 2000
+_WORKER = Path(__file__).with_name("_mlir_worker.py")
+_REFUSED = 1
+#: Digests of modules that passed; so many are kept.
+_passed: set[bytes] = set()
+_REMEMBERED = 4096
+_HINT = "copy the file again, or export the program anew"
+
+
+def check_bytecode(data: bytes, origin: str = "") -> None:
+    """Read MLIR bytecode in a process of its own.
+
+    What the parser refuses passes: it is refused again where the message is made. Takes a third to
+    half a second; what passed once in a process passes again at once.
+
+    Args:
+        data: The bytecode.
+        origin: File that it came from, for messages.
+
+    Raises:
+        ProgramError: Reading it crashes, takes too much memory, or does not end.
+    """
+    if outcome := _outcome(data):
+        raise ProgramError(
+            f"cannot parse the program: the bytecode is damaged ({outcome})",
+            where=origin,
+            hint=_HINT,
+        )
+
+
+def check_text(text: str, origin: str = "") -> None:
+    """Refuse a program's text that nests so deep that reading it would overflow the stack.
+
+    Raises:
+        ProgramError: It nests too deep.
+    """
+    depth = nesting(text)
+    if depth <= PLAIN_DEPTH:
+        return
+    if depth > MAX_DEPTH or _outcome(text.encode()):
+        raise ProgramError(
+            f"cannot parse the program: it nests {depth} brackets deep", where=origin, hint=_HINT
+        )
+
+
+def nesting(text: str) -> int:
+    """How deep brackets of one kind nest at most, strings and comments included."""
+    codes = np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
+    arrow = np.zeros(len(codes), bool)
+    arrow[1:] = (codes[1:] == ord(">")) & (codes[:-1] == ord("-"))
+    deepest = 0
+    for opening, closing in ("()", "[]", "{}", "<>"):
+        step = (codes == ord(opening)).astype(np.int8)
+        step -= (codes == ord(closing)) & ~arrow
+        level = np.cumsum(step, dtype=np.int64)
+        if len(level):
+            # Closing brackets without an opening one, as in comparisons, do not make up for others.
+            deepest = max(deepest, int((level - np.minimum.accumulate(np.minimum(level, 0))).max()))
+    return deepest
+
+
+def _outcome(data: bytes) -> str:
+    """How a module made its reader end; empty if it was read or refused in order."""
+    digest = hashlib.sha256(data).digest()
+    if digest in _passed:
+        return ""
+    found = _run(data)
+    if not found:
+        if len(_passed) >= _REMEMBERED:
+            _passed.clear()
+        _passed.add(digest)
+    return found
+
+
+def _run(data: bytes) -> str:
+    limit = TIMEOUT_S + TIMEOUT_S_PER_MB * len(data) / 1e6
+    paths = os.pathsep.join(p for p in sys.path if p)
+    try:
+        code = subprocess.run(
+            [sys.executable, "-P", str(_WORKER)], input=data, timeout=limit, check=False,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": paths},
+        ).returncode  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"reading it did not end within {limit:.0f} s"
+    if code in (0, _REFUSED):
+        return ""
+    if code < 0:
+        return f"reading it crashes: {signal.Signals(-code).name}"
+    return f"reading it fails with status {code}"
