@@ -19,6 +19,11 @@ from typing import Any
 
 from .errors import FileError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 #: Ending of files that are being written.
 PARTIAL = ".partial"
 #: Bytes of a YAML file, and how deep it may nest; those of opcast have a few thousand, and four.
@@ -51,6 +56,15 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         if partial is not None:
             partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock file while the block runs; other processes wait (where the system has locks)."""
+    with path.open("ab") as file:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def write_bytes(path: Path, data: bytes) -> None:

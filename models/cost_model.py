@@ -20,7 +20,7 @@ from .context_correction import ContextCorrection
 from .device_correction import DeviceCorrection
 from .program_model import ProgramModel, ProgramPrediction
 from .registry import estimator_class
-from .store import OPERATORS, pack, read_files, read_manifest, unpack, write_folder
+from .store import DAMAGE, OPERATORS, pack, read_files, read_manifest, unpack, write_folder
 
 if TYPE_CHECKING:
     from .neighbours import NeighbourTable
@@ -185,13 +185,18 @@ class CostModel:
                 name: DeviceCorrection.from_arrays(unpack(files[_CORRECTION.format(place)]))
                 for place, name in enumerate(manifest.get("corrections", ()))
             }
-        except (KeyError, TypeError, ValueError) as error:
+            devices = {
+                name: DeviceSpec.from_dict(data, where=name) for name, data in stored.items()
+            }
+        except DAMAGE as error:
             raise ModelError(f"manifest is incomplete: {error!r}", where=str(path)) from None
-        devices = {name: DeviceSpec.from_dict(data, where=name) for name, data in stored.items()}
         extra: dict[str, Any] = {}
         if schema is not None and "schema" in inspect.signature(kind.load).parameters:
             extra["schema"] = schema
-        estimator = kind.load(path / _ESTIMATOR, **extra)
+        try:
+            estimator = kind.load(path / _ESTIMATOR, **extra)
+        except DAMAGE as error:
+            raise ModelError(f"damaged estimator: {error!r}", where=str(path)) from None
         fixed = {"format", "files", "libraries", "program_model", "context", "devices"}
         fixed |= {"estimator", "units", "corrections"}
         info = {k: v for k, v in manifest.items() if k not in fixed}

@@ -30,6 +30,11 @@ READS = (1,)
 MANIFEST = "manifest.json"
 #: Value of ``kind`` in the manifest of a model of library operators.
 OPERATORS = "operators"
+#: What reading a manifest that says anything may raise.
+DAMAGE = (
+    KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError,
+    MemoryError,
+)  # fmt: skip
 #: Bytes of all arrays of a file.
 MAX_ARRAYS = 2**31
 _LIBRARIES = (

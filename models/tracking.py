@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from ..features.errors import ModelError
+from ..features.files import locked
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,6 +28,8 @@ EXPERIMENT = "opcast"
 #: Metrics that ``opcast compare`` prints, if a run has them.
 COMPARED = ("median_ape", "mape", "bias", "spearman", "coverage", "noise_median_ape")
 _PARENT = "tags.mlflow.parentRunId"
+#: Seconds that a process waits for another one that writes to the store.
+WAIT_S = 60
 
 
 @dataclass
@@ -59,7 +62,7 @@ def store_dir() -> Path:
 
 def store_uri(root: Path | None = None) -> str:
     """Tracking URI of the store."""
-    return f"sqlite:///{root or store_dir()}/mlflow.db"
+    return f"sqlite:///{root or store_dir()}/mlflow.db?timeout={WAIT_S}"
 
 
 def log_run(run: RunLog, *, register: str | None = None, root: Path | None = None) -> str:
@@ -74,16 +77,18 @@ def log_run(run: RunLog, *, register: str | None = None, root: Path | None = Non
         The run's id.
 
     Raises:
-        ModelError: MLflow is not installed, or ``register`` is given without a model folder.
+        ModelError: MLflow is not installed, the store cannot be written, or ``register`` is given
+            without a model folder.
     """
     mlflow = _connect(root)
     if register and run.model_dir is None:
         raise ModelError("cannot register a run without a model folder", where=run.name)
-    with mlflow.start_run(run_name=run.name, tags=dict(run.tags)) as active:
-        _log(mlflow, run)
-        run_id = str(active.info.run_id)
-    if register:
-        _register(mlflow, run_id, register)
+    with _explained(root or store_dir()):
+        with mlflow.start_run(run_name=run.name, tags=dict(run.tags)) as active:
+            _log(mlflow, run)
+            run_id = str(active.info.run_id)
+        if register:
+            _register(mlflow, run_id, register)
     return run_id
 
 
@@ -187,14 +192,39 @@ def _connect(root: Path | None) -> Any:
             "MLflow is not installed", hint="pip install 'opcast[track]', or pass --no-track"
         ) from None
     base = root or store_dir()
-    base.mkdir(parents=True, exist_ok=True)
     for noisy in ("mlflow", "alembic"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
-    mlflow.set_tracking_uri(store_uri(base))
-    if mlflow.get_experiment_by_name(EXPERIMENT) is None:
-        mlflow.create_experiment(EXPERIMENT, artifact_location=(base / "artifacts").as_uri())
-    mlflow.set_experiment(EXPERIMENT)
+    # One process at a time makes the tables and the experiment; MLflow itself does not wait.
+    with _explained(base):
+        base.mkdir(parents=True, exist_ok=True)
+        with locked(base / "opcast.lock"):
+            mlflow.set_tracking_uri(store_uri(base))
+            if mlflow.get_experiment_by_name(EXPERIMENT) is None:
+                place = (base / "artifacts").as_uri()
+                mlflow.create_experiment(EXPERIMENT, artifact_location=place)
+            mlflow.set_experiment(EXPERIMENT)
     return mlflow
+
+
+@contextmanager
+def _explained(base: Path) -> Iterator[None]:
+    """Errors of the store and its database as one that says what to do.
+
+    Raises:
+        ModelError: The store cannot be read or written.
+    """
+    try:
+        yield
+    except Exception as error:
+        families = (type(error).__module__ or "").split(".")[0]
+        if families not in ("mlflow", "sqlalchemy", "sqlite3") and not isinstance(error, OSError):
+            raise
+        lines = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
+        raise ModelError(
+            f"the MLflow store cannot be used: {lines[0][:300]}",
+            where=str(base),
+            hint="is it writable, and not full? set $OPCAST_MLRUNS, or pass --no-track",
+        ) from error
 
 
 def _register(mlflow: Any, run_id: str, name: str) -> None:

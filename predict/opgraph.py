@@ -66,8 +66,8 @@ def parse_ops(text: str, where: str = "") -> list[GraphOp]:
         DatasetError: The text is not a list of pairs of a name and numbers.
     """
     try:
-        return [GraphOp(str(kind), tuple(shape)) for kind, shape in ast.literal_eval(text)]
-    except (ValueError, SyntaxError, TypeError) as error:
+        return [GraphOp(str(kind), _numbers(shape)) for kind, shape in _literal(text)]
+    except (ValueError, TypeError) as error:
         raise DatasetError(
             f"operations cannot be read: {error}",
             where=where or text[:60],
@@ -78,12 +78,37 @@ def parse_ops(text: str, where: str = "") -> list[GraphOp]:
 def parse_shapes(text: str) -> list[tuple[int, ...]]:
     """Read shapes such as ``[(2, 3), (1,)]`` or ``(2, 3)``; empty if there is none."""
     try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError) as error:
+        value = _literal(text)
+        if isinstance(value, tuple):
+            return [tuple(int(d) for d in value)]
+        return [tuple(int(d) for d in shape) for shape in value]
+    except (ValueError, TypeError, OverflowError) as error:
         raise DatasetError(f"shapes cannot be read: {error}", where=text[:60]) from None
-    if isinstance(value, tuple):
-        return [tuple(int(d) for d in value)]
-    return [tuple(int(d) for d in shape) for shape in value]
+
+
+def _numbers(shape: Any) -> tuple[Any, ...]:
+    """A shape that holds numbers alone: of a list of bytes, or of lengths.
+
+    Raises:
+        ValueError: It holds something else.
+    """
+    found = tuple(shape)
+    plain = (n for part in found for n in (part if isinstance(part, list | tuple) else (part,)))
+    if not all(isinstance(n, int | float) and n == n and abs(n) < 2**63 for n in plain):
+        raise ValueError(f"{found!r} is no shape")
+    return found
+
+
+def _literal(text: str) -> Any:
+    """Plain data of a text as Python writes it.
+
+    Raises:
+        ValueError: It is none, or nests too deep.
+    """
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(str(error) or "it nests too deep") from None
 
 
 def node_kernels(node: dict[str, Any], phase: str, mode: str, width: int = 4) -> list[GraphOp]:
@@ -171,6 +196,10 @@ def op_rows(op: GraphOp, dtype: str) -> dict[str, Any]:
     """
     row: dict[str, Any] = dict.fromkeys(OP_COLUMNS)
     row["dtype"] = dtype
+    lengths = {"Linear": 3, "BMM": 4, "MOVE": 1, "JOIN": 1}
+    wanted = lengths.get(op.kind, 2 if op.kind.startswith("VEC") else len(op.shape))
+    if len(op.shape) != wanted or not all(isinstance(n, int | float) for n in op.shape):
+        raise DatasetError(f"{op.kind} of shape {op.shape} is not of {wanted} numbers")
     if op.kind == "Linear":
         m, k, n = op.shape
         return {**row, "op": "linear", "family": "linear", "b": 1, "m": m, "n": n, "k": k}

@@ -16,7 +16,7 @@ import pandas as pd
 from ...features.catalogue import find_device, in_catalogue
 from ...features.device import DeviceSpec
 from ...features.errors import ModelError
-from ..store import OPERATORS, pack, read_files, read_manifest, unpack, write_folder
+from ..store import DAMAGE, OPERATORS, pack, read_files, read_manifest, unpack, write_folder
 from .family import FamilyModel
 from .kriging import arrays_of, correction_from
 from .material import FamilySettings
@@ -193,7 +193,7 @@ class OpModel:
         files = read_files(path, manifest)
         try:
             return cls._read(path, manifest, files, only)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except DAMAGE as error:
             raise ModelError(
                 f"damaged model: {type(error).__name__}: {error}",
                 where=str(path),

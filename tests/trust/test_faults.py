@@ -1,0 +1,364 @@
+"""Kill -9, full disks, read-only folders, other processes, damaged files, dying compilers."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from opcast.features.cache import LoweringCache
+from opcast.features.catalogue import find_device
+from opcast.features.dataset import Dataset, write_table, write_text
+from opcast.features.errors import DatasetError, FileError, ModelError
+from opcast.features.files import PARTIAL, locked, write_bytes
+from opcast.features.ops import op_features
+from opcast.models.cost_model import CostModel
+from opcast.models.store import write_folder
+
+from .test_attacks import V1, dataset, schema
+
+DRIVER = Path(__file__).with_name("driver.py")
+DEVICE = "cpu-amd-epyc-2c"
+
+
+def drive(job: str, folder: Path, *fault: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", DRIVER, job, folder, *fault]
+    return subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def outcome(done: subprocess.CompletedProcess[str]) -> dict:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def opcast(*args: object, **env: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "opcast.cli", *map(str, args)]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=300,
+        env={**os.environ, **{k: str(v) for k, v in env.items()}},
+    )  # fmt: skip
+
+
+def whole(folder: Path) -> None:
+    """Every file in a folder that has its own name (and not that of a partial one) can be read."""
+    for path in folder.rglob("*"):
+        if path.name.endswith(PARTIAL) or any(p.startswith(".") for p in path.parts[-3:]):
+            continue
+        if path.suffix == ".parquet":
+            assert len(pd.read_parquet(path))
+        elif path.suffix == ".json":
+            json.loads(path.read_text())
+        elif path.suffix == ".gz":
+            assert LoweringCache(folder).get(path.name.removesuffix(".json.gz")) is not None
+
+
+@pytest.fixture
+def published(tmp_path, op_rows) -> Path:
+    """A folder with tables as published."""
+    rows = op_rows("graph/linear", 60, 1).assign(device="NVIDIA L40S", op="linear")
+    base = op_features(rows, "graph/linear", {"NVIDIA L40S": find_device("l40s")}).base_s
+    rows = rows.assign(latency_us=base * 2e6, source="aiconfigurator", split="train")
+    (tmp_path / "published").mkdir()
+    rows["id"] = [f"T{i}" for i in range(len(rows))]
+    rows.drop(columns=["key", "method"]).to_parquet(tmp_path / "published/ops_tc.parquet")
+    return tmp_path
+
+
+#: Job, and every how many of its operations on files it is killed.
+KILLS = [("cache", 4), ("profile", 8), ("import", 3), ("train", 3), ("sweep", 5)]
+
+
+@pytest.mark.parametrize(("job", "every"), KILLS)
+def test_kill_9_leaves_whole_files_and_the_job_ends_as_if_it_had_not_been(
+    job, every, published, tmp_path
+):
+    clean = outcome(drive(job, tmp_path / "clean"))
+    kills = 0
+    for number in range(1, clean["operations"] + 1, every):
+        folder = tmp_path / f"killed{number}"
+        done = drive(job, folder, "kill", number)
+        kills += done.returncode == -signal.SIGKILL
+        if folder.exists():
+            whole(folder)
+        assert outcome(drive(job, folder))["result"] == clean["result"]
+    assert kills >= 3
+
+
+def test_a_model_that_is_replaced_is_the_old_or_the_new_one(tmp_path):
+    """Killed anywhere but between two renames, a model is there; one save later in any case."""
+    missing = 0
+    for number in range(2, 15, 2):
+        folder = tmp_path / f"m{number}"
+        shutil.copytree(V1, folder)
+        assert drive("train", folder, "kill", number).returncode == -signal.SIGKILL
+        try:
+            CostModel.load(folder, schema())
+        except ModelError:
+            missing += 1
+            assert not folder.exists()  # never a part of one
+        assert outcome(drive("train", folder))["result"]["estimator"] == "ridge"
+    assert missing <= 2
+
+
+@pytest.mark.slow
+def test_kill_9_during_a_real_profile(tmp_path):
+    command = [sys.executable, "-m", "opcast.cli", "profile", "--out", tmp_path / "data",
+               "--budget", "60s", "--suite", "quick", "--quiet"]  # fmt: skip
+    process = subprocess.Popen(list(map(str, command)), stderr=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 120
+        while not list((tmp_path / "data").glob("*.parquet")) and time.monotonic() < until:
+            time.sleep(0.2)
+    finally:
+        process.kill()
+        process.wait()
+    whole(tmp_path / "data")
+    before = len(Dataset.load(tmp_path / "data"))
+    done = opcast("profile", "--out", tmp_path / "data", "--budget", "70s", "--suite", "quick",
+                  "--quiet")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    after = Dataset.load(tmp_path / "data")
+    assert len(after) > before > 0
+    assert not after.frame["sample_id"].duplicated().any()
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A file system with 64 KiB free, where the user may mount one."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)]
+    if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting needs root; the same is tested with a limit on file sizes")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(small_disk):
+    data, kept = os.urandom(200_000), small_disk / "kept.txt"
+    write_text(kept, "old")
+    frame = pd.DataFrame({"a": np.random.default_rng(0).random(50_000)})
+    for write in (
+        lambda: write_bytes(kept, data),
+        lambda: write_text(small_disk / "new.txt", data.hex()),
+        lambda: write_table(frame, small_disk / "t.parquet"),
+        lambda: write_folder(small_disk / "model", {}, {"weights": data}),
+    ):
+        with pytest.raises(FileError, match="No space left on device"):
+            write()
+    assert [p.name for p in small_disk.iterdir()] == ["kept.txt"]
+    assert kept.read_text() == "old"
+
+
+def test_a_cache_on_a_full_disk_only_logs(small_disk, caplog):
+    cache = LoweringCache(small_disk)
+    cache.put(cache.key("a"), os.urandom(200_000).hex(), {})
+    assert "cannot write to the cache" in caplog.text
+    assert cache.get(cache.key("a")) is None
+    assert not [p for p in small_disk.rglob("*") if p.is_file()]
+
+
+def test_commands_on_a_full_disk_end_with_one_line(small_disk, tmp_path):
+    program = tmp_path / "p.mlir"
+    assert opcast("zoo", "export", "mlp", "--set", "batch=8", "--out", program).returncode == 0
+    done = opcast("predict", program, "--device", DEVICE, "--json", OPCAST_CACHE=small_disk)
+    assert done.returncode == 0 and json.loads(done.stdout)["latency_us"] > 0
+    for command in (
+        ("lower", program, "--lowering", "xla", "--out", small_disk / "p.hlo"),
+        ("predict", program, "--device", DEVICE, "--timeline", small_disk / "t.json"),
+        ("zoo", "export", "llama", "--set", "layers=8", "--out", small_disk / "l.mlir"),
+    ):
+        done = opcast(*command)
+        assert done.returncode == 1, done.stdout
+        assert done.stderr.startswith("opcast: error:") and done.stderr.count("\n") == 1
+        assert "No space left" in done.stderr
+        assert not Path(command[-1]).exists()
+
+
+@pytest.mark.parametrize("job", ["cache", "profile", "import", "sweep", "train"])
+def test_files_that_cannot_grow_end_a_job_in_order(job, published, tmp_path):
+    done = drive(job, tmp_path / "out", "limit", 1500)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 0 or "FileError" in last, done.stderr
+    if (tmp_path / "out").exists():
+        whole(tmp_path / "out")
+        assert not list((tmp_path / "out").rglob(f"*{PARTIAL}"))
+    clean = outcome(drive(job, tmp_path / "clean"))
+    assert outcome(drive(job, tmp_path / "out"))["result"] == clean["result"]
+
+
+@pytest.fixture
+def read_only(tmp_path) -> Iterator[Path]:
+    """A folder that not even root can write, where the user may mount one."""
+    place = tmp_path / "fixed"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "ro,size=64k", "tmpfs", str(place)]
+    if os.geteuid():
+        place.chmod(0o555)
+        yield place
+        place.chmod(0o755)
+        return
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("root ignores permissions, and mounting is not allowed here")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_read_only_cache_costs_time_and_nothing_else(read_only, tmp_path):
+    program = tmp_path / "p.mlir"
+    assert opcast("zoo", "export", "mlp", "--set", "batch=8", "--out", program).returncode == 0
+    done = opcast("predict", program, "--device", DEVICE, "--json", OPCAST_CACHE=read_only)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["latency_us"] > 0
+    assert "Traceback" not in done.stderr
+
+
+def test_a_store_that_cannot_be_written_is_named(read_only):
+    from opcast.models.tracking import RunLog, log_run
+
+    with pytest.raises(ModelError, match=r"MLflow store cannot be used.*--no-track"):
+        log_run(RunLog("r", {}, {}), root=read_only / "mlruns")
+
+
+SHARED_CACHE = """
+import sys, os
+from opcast.features.cache import LoweringCache
+cache = LoweringCache(sys.argv[1], max_bytes=40_000)
+for i in range(300):
+    n = i % 7
+    entry = cache.get(cache.key(str(n)))
+    assert entry is None or entry.meta["n"] == n and entry.hlo.startswith(f"HloModule m{n} ")
+    cache.put(cache.key(str(n)), f"HloModule m{n} " + os.urandom(4000).hex(), {"n": n})
+"""
+SHARED_STORE = """
+import sys
+from pathlib import Path
+from opcast.models.tracking import RunLog, log_run
+for i in range(3):
+    log_run(RunLog(f"{sys.argv[2]}-{i}", {"model": "m"}, {"mape": 1.0 + i}), root=Path(sys.argv[1]))
+"""
+
+
+def together(code: str, *arguments: list[str]) -> None:
+    started = [
+        subprocess.Popen([sys.executable, "-W", "ignore", "-c", code, *own],
+                         stderr=subprocess.PIPE, text=True)
+        for own in arguments
+    ]  # fmt: skip
+    for process in started:
+        _, errors = process.communicate(timeout=280)
+        assert process.returncode == 0, errors
+
+
+def test_processes_share_a_cache_that_is_too_small(tmp_path):
+    together(SHARED_CACHE, [str(tmp_path)], [str(tmp_path)], [str(tmp_path)])
+    whole(tmp_path)
+    assert not list(tmp_path.rglob(f"*{PARTIAL}"))
+
+
+@pytest.mark.slow
+def test_processes_share_a_new_mlflow_store(tmp_path):
+    from opcast.models.tracking import runs
+
+    together(SHARED_STORE, [str(tmp_path), "a"], [str(tmp_path), "b"])
+    found = runs(tmp_path)
+    names = sorted(found["tags.mlflow.runName"])
+    assert names == ["a-0", "a-1", "a-2", "b-0", "b-1", "b-2"]
+    assert set(found["status"]) == {"FINISHED"}
+
+
+def test_a_lock_waits(tmp_path):
+    code = ("import sys, time; from pathlib import Path; from opcast.features.files import locked\n"
+            "with locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(1)")  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path / "l"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        started = time.monotonic()
+        with locked(tmp_path / "l"):
+            assert time.monotonic() - started > 0.5
+
+
+@pytest.mark.parametrize("name", ["estimator/ridge.npz", "estimator/manifest.json"])
+def test_a_damaged_file_of_a_model_is_named_with_its_digest(tmp_path, name):
+    folder = tmp_path / "model"
+    shutil.copytree(V1, folder)
+    data = bytearray((folder / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / name).write_bytes(data)
+    with pytest.raises(ModelError, match="SHA-256") as caught:
+        CostModel.load(folder, schema())
+    assert caught.value.where.endswith(name)
+    (folder / name).unlink()
+    with pytest.raises(ModelError, match="missing"):
+        CostModel.load(folder, schema())
+
+
+def test_a_damaged_shard_of_a_dataset_is_named_with_its_checksum(tmp_path):
+    folder = dataset(tmp_path)
+    frame = Dataset.load(folder).frame
+    frame["kernel_ir"] = [f"{i:0500d}" for i in range(len(frame))]
+    write_table(frame, folder / "samples.parquet")
+    data = bytearray((folder / "samples.parquet").read_bytes())
+    at = data.index(b"0" * 300)
+    data[at + 100] ^= 1
+    (folder / "samples.parquet").write_bytes(data)
+    with pytest.raises(DatasetError, match=r"samples\.parquet: .*CRC"):
+        Dataset.load(folder)
+
+
+def test_models_of_other_versions_say_which(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(V1, folder)
+    with pytest.raises(ModelError, match="trained on feature schema"):
+        CostModel.load(folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
+    with pytest.raises(ModelError, match="model format 99 is not one that this version reads"):
+        CostModel.load(folder, schema())
+
+
+def test_a_command_whose_native_code_crashes_says_so(tmp_path):
+    program = tmp_path / "p.mlir"
+    write_text(program, "module {}")
+    code = ("import sys, ctypes; from opcast import cli\n"
+            "sys.argv = ['opcast', 'predict', sys.argv[1]]\n"
+            "cli._main = lambda: ctypes.string_at(0)\ncli.main()")  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code, program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"opcast: error: {program}: native code crashed (SIGSEGV)")
+
+
+def test_a_killed_command_takes_its_child_along(tmp_path):
+    code = ("import sys, time; from opcast import cli\n"
+            "sys.argv = ['opcast', 'predict', 'x']\n"
+            "def slow():\n    import os; print(os.getpid(), flush=True); time.sleep(60)\n"
+            "cli._main = slow\ncli.main()")  # fmt: skip
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as own:
+        assert own.stdout is not None
+        child = int(own.stdout.readline())
+        own.kill()
+    until = time.monotonic() + 10
+    while time.monotonic() < until and _runs(child):
+        time.sleep(0.05)
+    assert not _runs(child)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
