@@ -7,11 +7,15 @@ safe but for nesting without end, which overflows the stack; only text that nest
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import hashlib
 import os
+import select
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -24,19 +28,82 @@ TIMEOUT_S, TIMEOUT_S_PER_MB = 30.0, 5.0
 PLAIN_DEPTH = 200
 #: Nesting that no reader follows.
 MAX_DEPTH = 2000
-_WORKER = Path(__file__).with_name("_mlir_worker.py")
-_REFUSED = 1
+_COMMAND = [sys.executable, "-P", str(Path(__file__).with_name("_mlir_worker.py"))]
 #: Digests of modules that passed; so many are kept.
 _passed: set[bytes] = set()
 _REMEMBERED = 4096
 _HINT = "copy the file again, or export the program anew"
 
 
+class Reader:
+    """A process that reads modules; another one is started where it ends.
+
+    Several threads may ask; one is answered at a time.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+
+    def outcome(self, data: bytes) -> str:
+        """How a module made the process end; empty if it was read or refused in order."""
+        limit = TIMEOUT_S + TIMEOUT_S_PER_MB * len(data) / 1e6
+        with self._lock:
+            process = self._started()
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                process.stdin.write(len(data).to_bytes(8, "little") + data)
+                process.stdin.flush()
+                ready, _, _ = select.select([process.stdout], [], [], limit)
+                if ready and process.stdout.read(1):
+                    return ""
+            except OSError:  # it ended while it was written to
+                ready = [True]
+            if not ready:
+                self._stop()
+                return f"reading it did not end within {limit:.0f} s"
+            code = process.wait(10)
+            self._stop()
+        if code < 0:
+            return f"reading it crashes: {signal.Signals(-code).name}"
+        return f"reading it fails with status {code}"
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._owner == os.getpid():
+            return self._process
+        paths = os.pathsep.join(p for p in sys.path if p)
+        self._process = subprocess.Popen(
+            _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": paths},
+        )  # fmt: skip
+        self._owner = os.getpid()
+        atexit.register(self.close)
+        return self._process
+
+    def close(self) -> None:
+        """End the process, if it is this process's own."""
+        if self._owner == os.getpid():
+            self._stop()
+
+    def _stop(self) -> None:
+        process, self._process = self._process, None
+        atexit.unregister(self.close)
+        if process is None:
+            return
+        process.kill()
+        with contextlib.suppress(OSError):
+            process.communicate()
+
+
+reader = Reader()
+
+
 def check_bytecode(data: bytes, origin: str = "") -> None:
     """Read MLIR bytecode in a process of its own.
 
-    What the parser refuses passes: it is refused again where the message is made. Takes a third to
-    half a second; what passed once in a process passes again at once.
+    What the parser refuses passes: it is refused again where the message is made. The first takes a
+    third of a second, more of them milliseconds; what passed once passes again at once.
 
     Args:
         data: The bytecode.
@@ -89,27 +156,9 @@ def _outcome(data: bytes) -> str:
     digest = hashlib.sha256(data).digest()
     if digest in _passed:
         return ""
-    found = _run(data)
+    found = reader.outcome(data)
     if not found:
         if len(_passed) >= _REMEMBERED:
             _passed.clear()
         _passed.add(digest)
     return found
-
-
-def _run(data: bytes) -> str:
-    limit = TIMEOUT_S + TIMEOUT_S_PER_MB * len(data) / 1e6
-    paths = os.pathsep.join(p for p in sys.path if p)
-    try:
-        code = subprocess.run(
-            [sys.executable, "-P", str(_WORKER)], input=data, timeout=limit, check=False,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": paths},
-        ).returncode  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"reading it did not end within {limit:.0f} s"
-    if code in (0, _REFUSED):
-        return ""
-    if code < 0:
-        return f"reading it crashes: {signal.Signals(-code).name}"
-    return f"reading it fails with status {code}"

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "trust"))
 
 #: Seconds of one file after which its reader counts as stuck, and its private memory.
 STUCK_S, MEMORY = 120, 6 * 2**30
-COUNTS = ("accepted", "refused", "faults", "crashes", "hangs")
+COUNTS = ("accepted", "refused", "contained", "faults", "crashes", "hangs")
 
 
 def main() -> None:

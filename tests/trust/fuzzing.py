@@ -465,7 +465,7 @@ TARGETS: dict[str, Target] = {
 
 
 def attempt(target: Target, data: bytes, folder: Path) -> str:
-    """Read once: ``accepted`` or ``refused``.
+    """Read once: ``accepted``, ``refused``, or ``contained``: MLIR's reader crashed, apart from us.
 
     Raises:
         Exception: What no reader may raise.
@@ -476,8 +476,8 @@ def attempt(target: Target, data: bytes, folder: Path) -> str:
 
     try:
         target.read(data, folder)
-    except (OpcastError, typer.BadParameter):
-        return "refused"
+    except (OpcastError, typer.BadParameter) as error:
+        return "contained" if "reading it crashes" in str(error) else "refused"
     return "accepted"
 
 
