@@ -1,8 +1,9 @@
 """Reads untrusted MLIR modules in a process of its own and says whether that went well.
 
 Run as a script. On standard input come modules, each behind its length in 8 bytes; for each a byte
-goes to standard output: 0 if it was read, walked and printed, 1 if the parser refuses it. A crash
-ends the process. It imports MLIR alone, which takes a third of the time that JAX would.
+goes to standard output: 0 if it was read, walked and printed, 1 if the parser refuses it; before
+all of them a 2. A crash ends the process. It imports MLIR alone, which takes a third of the time
+that JAX would.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir._mlir_libs import _jax_mlir_ext  # type: ignore[import-not-found]
 from jaxlib.mlir.dialects import chlo, mhlo, mpmd, sdy, stablehlo
 
-READ, REFUSED = 0, 1
+READ, REFUSED, READY = 0, 1, 2
 #: Private memory that reading may take.
 _MEMORY = 8 * 2**30
 
@@ -56,7 +57,9 @@ def check(data: bytes) -> int:
 
 
 def serve() -> None:
-    """Check modules until the input ends."""
+    """Say that we are there, then check modules until the input ends."""
+    sys.stdout.buffer.write(bytes([READY]))
+    sys.stdout.buffer.flush()
     while len(head := sys.stdin.buffer.read(8)) == 8:
         data = sys.stdin.buffer.read(int.from_bytes(head, "little"))
         sys.stdout.buffer.write(bytes([check(data)]))
@@ -64,5 +67,7 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = _MEMORY if most == resource.RLIM_INFINITY else min(_MEMORY, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     serve()

@@ -53,7 +53,10 @@ def run(folder: Path) -> None:
     data = json.loads((folder / "job.json").read_text())
     job = Job(**{**data, "shapes": tuple(tuple(shape) for shape in data["shapes"])})
     if job.memory_bytes:
-        resource.setrlimit(resource.RLIMIT_DATA, (job.memory_bytes, job.memory_bytes))
+        _, most = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = job.memory_bytes
+        limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     if job.folder:
         sys.path.append(job.folder)
     try:

@@ -13,6 +13,7 @@ from math import log2, prod, sqrt
 from typing import Any
 
 from .cost_conv import conv_flops
+from .custom_ops import plugin_flops
 from .ir import Op, TensorType
 from .ops.flops import op_flops
 
@@ -66,7 +67,7 @@ def custom_call_flops(op: Op, operands: Sequence[TensorType]) -> Work:
         operands: First leaf type of each operand.
 
     Returns:
-        Zeros if the target is unknown (its bytes still count).
+        Zeros if the target is unknown here and to other packages (its bytes still count).
     """
     target = str(op.attrs.get("target", ""))
     if not operands or not op.results or is_annotation(op):
@@ -89,7 +90,9 @@ def custom_call_flops(op: Op, operands: Sequence[TensorType]) -> Work:
     if "fft" in target.lower():
         return _library_fft(op, operands[0]), 0.0
     found = _ROUTINE.search(target)
-    return (_linear_algebra(found[0].lower(), op, operands), 0.0) if found else (0.0, 0.0)
+    if found:
+        return _linear_algebra(found[0].lower(), op, operands), 0.0
+    return plugin_flops(target, operands, op.results)
 
 
 def fft_flops(

@@ -1,7 +1,8 @@
 """What other installed packages add, by the entry points of a group.
 
-``opcast.estimators`` name classes of models, ``opcast.devices`` folders of device files and
-``opcast.workloads`` modules of the zoo. Nothing of a package is imported until it is asked for.
+``opcast.estimators`` name classes of models, ``opcast.devices`` folders of device files,
+``opcast.workloads`` modules of the zoo and ``opcast.ops`` costs of custom calls. Nothing of a
+package is imported until it is asked for.
 """
 
 from __future__ import annotations

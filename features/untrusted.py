@@ -50,7 +50,7 @@ class Reader:
         """How a module made the process end; empty if it was read or refused in order."""
         limit = TIMEOUT_S + TIMEOUT_S_PER_MB * len(data) / 1e6
         with self._lock:
-            process = self._started()
+            process = self._started(limit)
             assert process.stdin is not None and process.stdout is not None
             try:
                 process.stdin.write(len(data).to_bytes(8, "little") + data)
@@ -69,7 +69,7 @@ class Reader:
             return f"reading it crashes: {signal.Signals(-code).name}"
         return f"reading it fails with status {code}"
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _started(self, limit: float) -> subprocess.Popen[bytes]:
         if self._process is not None and self._owner == os.getpid():
             return self._process
         paths = os.pathsep.join(p for p in sys.path if p)
@@ -79,6 +79,15 @@ class Reader:
         )  # fmt: skip
         self._owner = os.getpid()
         atexit.register(self.close)
+        out = self._process.stdout
+        assert out is not None
+        ready, _, _ = select.select([out], [], [], limit)
+        if not ready or not out.read(1):
+            self._stop()
+            raise ProgramError(
+                "bytecode cannot be read: the process that checks it does not start",
+                hint="is there memory for it? or give the program as StableHLO text",
+            )
         return self._process
 
     def close(self) -> None:

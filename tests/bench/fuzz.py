@@ -90,11 +90,11 @@ def one_target(name: str, seconds: float, seed: int, keep: Path) -> dict[str, in
 
 def keep_file(keep: Path, name: str, case: Path, log: Path) -> None:
     """Keep a file that made a fault, with what was printed."""
-    if case.suffix == ".log" or not case.is_file():
+    if case.suffix == ".log":
         return
     keep.mkdir(parents=True, exist_ok=True)
     target = keep / f"{name.replace(' ', '-').strip('-')}-{len(list(keep.iterdir()))}"
-    target.write_bytes(case.read_bytes())
+    target.write_bytes(case.read_bytes() if case.is_file() else b"")
     target.with_name(target.name + ".log").write_text(log.read_text() if log.is_file() else "")
 
 

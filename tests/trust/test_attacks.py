@@ -324,8 +324,11 @@ def test_a_jax_export_with_a_planted_pickle_is_refused(canary):
     assert not canary.exists()
 
 
-CRASHES = "import os, signal, sys; sys.stdin.buffer.read(8); os.kill(os.getpid(), signal.SIGSEGV)"
-HANGS = "import time; time.sleep(60)"
+CRASHES = (
+    "import os, signal, sys; os.write(1, b'2'); sys.stdin.buffer.read(8); "
+    "os.kill(os.getpid(), signal.SIGSEGV)"
+)
+HANGS = "import os, time; os.write(1, b'2'); time.sleep(60)"
 
 
 def test_bytecode_that_crashes_its_parser_does_not_crash_us(monkeypatch):
@@ -344,6 +347,9 @@ def test_bytecode_that_crashes_its_parser_does_not_crash_us(monkeypatch):
     with pytest.raises(OpcastError, match="did not end within"):
         read_program(data)
     monkeypatch.setattr(untrusted, "TIMEOUT_S", 30)
+    monkeypatch.setattr(untrusted, "_COMMAND", [sys.executable, "-c", "raise SystemExit(3)"])
+    with pytest.raises(OpcastError, match="does not start"):
+        read_program(data)
     monkeypatch.setattr(untrusted, "_COMMAND", right)
     read_program(data)  # the next one is read by a new process
     untrusted.reader.close()

@@ -1,0 +1,31 @@
+# opcast with its extras, for CPUs: predicts for any device, measures and trains on this one.
+#
+#   docker build -t opcast .
+#   docker run --rm -v "$PWD:/work" opcast predict step.mlir --device h100-sxm
+#
+# Compilers of absent GPUs and TPUs are not in it (1.5 GB): --build-arg COMPILERS="gpu tpu" adds them.
+
+FROM python:3.12-slim-bookworm AS build
+ARG TORCH="torch==2.13.0"
+ARG TORCH_INDEX="https://download.pytorch.org/whl/cpu"
+ARG COMPILERS=""
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python -m venv /opt/opcast
+ENV PATH="/opt/opcast/bin:$PATH" OPCAST_COMPILERS="/opt/opcast/compilers"
+# Before the extras, which would bring gigabytes of CUDA.
+RUN pip install "$TORCH" --index-url "$TORCH_INDEX"
+COPY . /src
+RUN pip install "/src[track,tune,gnn,serve]"
+RUN mkdir -p "$OPCAST_COMPILERS" && if [ -n "$COMPILERS" ]; then opcast compilers install $COMPILERS; fi
+
+FROM python:3.12-slim-bookworm
+RUN useradd --create-home --uid 10001 opcast && mkdir /work && chown opcast:opcast /work
+COPY --from=build /opt/opcast /opt/opcast
+ENV PATH="/opt/opcast/bin:$PATH" \
+    OPCAST_COMPILERS="/opt/opcast/compilers" \
+    OPCAST_CACHE="/home/opcast/.cache/opcast" \
+    JAX_PLATFORMS="cpu"
+USER opcast
+WORKDIR /work
+ENTRYPOINT ["opcast"]
+CMD ["--help"]
