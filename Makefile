@@ -13,7 +13,7 @@ export MYPYPATH := $(VENV)/typing
 # Compilers of GPUs and TPUs that are not here: about 850 and 700 MB.
 export OPCAST_COMPILERS ?= $(CURDIR)/$(VENV)/compilers
 
-.PHONY: demo test lint bench report clean compilers
+.PHONY: demo test lint bench report clean compilers docs
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV) || { echo "python venv is missing: apt-get install python3-venv" >&2; exit 1; }
@@ -51,8 +51,13 @@ bench: $(VENV)/.installed
 ## (it may take an hour, and resumes), with splits and label noise.
 report: $(VENV)/.installed
 	$(BIN)/opcast report
+	$(BIN)/python tests/bench/trust_report.py --quick --minutes 2
 	@if [ -d '$(PUBLISHED)' ]; then $(BIN)/opcast report --published '$(PUBLISHED)'; \
 	else echo "operators: no published tables at $(PUBLISHED); make report PUBLISHED=DIR"; fi
 
+## The docs site, in site/.
+docs: $(VENV)/.installed
+	$(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo-out report-out
+	rm -rf $(VENV) build dist *.egg-info demo-out report-out site

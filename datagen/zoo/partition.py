@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...features.errors import LoweringError
+from ...features.files import write_bytes
 from ...features.replica_groups import parse_replica_groups
 from .catalog import Setting
 from .registry import resolve
@@ -61,7 +62,7 @@ def export_partitioned(
         raise LoweringError("data_parallel and a mesh do not go together", hint="use --mesh dp=4")
     text = expand_groups(partitioned_hlo(name, full, sizes))
     target = Path(path)
-    target.write_bytes(to_stablehlo(text, prod(sizes.values()), format))
+    write_bytes(target, to_stablehlo(text, prod(sizes.values()), format))
     return target
 
 

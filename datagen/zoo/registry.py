@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from ...features import plugins
 from ...features.errors import OpcastError
+from ...features.files import write_bytes
 from .catalog import FAMILIES, Family, Setting
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def export(
     from .serialize import serialize
 
     target = Path(path)
-    target.write_bytes(serialize(build(name, **settings), format))
+    write_bytes(target, serialize(build(name, **settings), format))
     return target
 
 
