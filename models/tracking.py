@@ -216,8 +216,9 @@ def _explained(base: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        families = (type(error).__module__ or "").split(".")[0]
-        if families not in ("mlflow", "sqlalchemy", "sqlite3") and not isinstance(error, OSError):
+        family = type(error).__module__.split(".")[0]
+        known = family in ("mlflow", "sqlalchemy", "sqlite3") or isinstance(error, OSError)
+        if isinstance(error, Warning) or not known:
             raise
         lines = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
         raise ModelError(

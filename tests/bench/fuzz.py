@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "trust"))
 
 #: Seconds of one file after which its reader counts as stuck, and its private memory.
-STUCK_S, MEMORY = 120, 6 * 2**30
+STUCK_S, MEMORY = 600, 6 * 2**30
 COUNTS = ("accepted", "refused", "contained", "faults", "crashes", "hangs")
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -236,10 +237,12 @@ def test_a_read_only_cache_costs_time_and_nothing_else(read_only, tmp_path):
 
 @pytest.mark.slow
 def test_a_store_that_cannot_be_written_is_named(read_only):
-    from opcast.models.tracking import RunLog, log_run
-
-    with pytest.raises(ModelError, match=r"MLflow store cannot be used.*--no-track"):
-        log_run(RunLog("r", {}, {}), root=read_only / "mlruns")
+    for store in (read_only / "mlruns", read_only):
+        code, errors = finished(started(SHARED_STORE, str(store), "a"))
+        assert code == 1
+        last = errors.strip().splitlines()[-1]
+        assert "ModelError" in last and "MLflow store cannot be used" in last, errors
+        assert "--no-track" in last
 
 
 SHARED_CACHE = """
@@ -261,15 +264,20 @@ for i in range(3):
 """
 
 
+def started(code: str, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "ignore", "-c", code, *arguments]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
+    _, errors = process.communicate(timeout=280)
+    return process.returncode, errors
+
+
 def together(code: str, *arguments: list[str]) -> None:
-    started = [
-        subprocess.Popen([sys.executable, "-W", "ignore", "-c", code, *own],
-                         stderr=subprocess.PIPE, text=True)
-        for own in arguments
-    ]  # fmt: skip
-    for process in started:
-        _, errors = process.communicate(timeout=280)
-        assert process.returncode == 0, errors
+    for process in [started(code, *own) for own in arguments]:
+        status, errors = finished(process)
+        assert status == 0, errors
 
 
 def test_processes_share_a_cache_that_is_too_small(tmp_path):
@@ -280,13 +288,12 @@ def test_processes_share_a_cache_that_is_too_small(tmp_path):
 
 @pytest.mark.slow
 def test_processes_share_a_new_mlflow_store(tmp_path):
-    from opcast.models.tracking import runs
-
     together(SHARED_STORE, [str(tmp_path), "a"], [str(tmp_path), "b"])
-    found = runs(tmp_path)
-    names = sorted(found["tags.mlflow.runName"])
-    assert names == ["a-0", "a-1", "a-2", "b-0", "b-1", "b-2"]
-    assert set(found["status"]) == {"FINISHED"}
+    database = sqlite3.connect(tmp_path / "mlflow.db")
+    found = database.execute("select name, status from runs").fetchall()
+    database.close()
+    names = ["a-0", "a-1", "a-2", "b-0", "b-1", "b-2"]
+    assert sorted(found) == [(name, "FINISHED") for name in names]
 
 
 def test_a_lock_waits(tmp_path):
