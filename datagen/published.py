@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 
+from ..features._device_figures import check_name
 from ..features.catalogue import find_device
 from ..features.dataset import write_shard
 from ..features.device import DeviceSpec
@@ -147,8 +148,32 @@ def _parts(files: Sequence[Path]) -> Iterator[tuple[str, int, pd.DataFrame]]:
         missing = [c for c in REQUIRED if c not in file.schema_arrow.names]
         if missing:
             raise DatasetError(f"column {missing[0]!r} is missing", where=str(path))
-        for number, batch in enumerate(file.iter_batches(ROWS_PER_SHARD)):
-            yield path.stem, number, batch.to_pandas(integer_object_nulls=False)
+        for number, part in enumerate(_batches(file, path)):
+            yield path.stem, number, _checked(part, path)
+
+
+def _batches(file: pq.ParquetFile, path: Path) -> Iterator[pd.DataFrame]:
+    try:
+        for batch in file.iter_batches(ROWS_PER_SHARD):
+            yield batch.to_pandas(integer_object_nulls=False)
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"cannot be read as parquet: {error}", where=str(path)) from None
+
+
+def _checked(part: pd.DataFrame, path: Path) -> pd.DataFrame:
+    """Rows whose texts are texts, and whose latencies are numbers.
+
+    Raises:
+        DatasetError: A latency is no number, or a source is no name.
+    """
+    texts = {c: part[c].astype(str) for c in ("id", "source", "device") if c in part}
+    try:
+        for source in texts["source"].unique() if "source" in texts else ():
+            check_name(source)
+        latency = part["latency_us"].to_numpy(np.float64, na_value=np.nan)
+    except (ValueError, TypeError) as error:
+        raise DatasetError(f"a row cannot be read: {error}", where=str(path)) from None
+    return part.assign(**texts, latency_us=latency)
 
 
 def samples(part: pd.DataFrame, devices: dict[str, DeviceSpec]) -> pd.DataFrame:

@@ -8,9 +8,12 @@ in a file can name code that is run.
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import json
 import os
 import secrets
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +29,8 @@ except ImportError:  # Windows
 
 #: Ending of files that are being written.
 PARTIAL = ".partial"
+#: Age in seconds after which such a file was left by a process that was killed.
+STALE_S = 3600.0
 #: Bytes of a YAML file, and how deep it may nest; those of opcast have a few thousand, and four.
 MAX_YAML_BYTES, MAX_YAML_DEPTH = 4_000_000, 32
 #: Bytes that a compressed file may hold.
@@ -174,8 +179,13 @@ def _escaped(char: str) -> str:
 
 
 def _new_file(path: Path) -> Path:
-    """An empty file beside ``path`` that no other process has."""
-    partial = path.with_name(f".{path.name[-80:]}.{os.getpid()}-{secrets.token_hex(4)}{PARTIAL}")
+    """An empty file beside ``path`` that no other process has; those of killed ones go."""
+    start = f".{path.name[-80:]}."
+    for old in path.parent.glob(f"{glob.escape(start)}*{PARTIAL}"):
+        with contextlib.suppress(OSError):
+            if time.time() - old.stat().st_mtime > STALE_S:
+                old.unlink()
+    partial = path.with_name(f"{start}{os.getpid()}-{secrets.token_hex(4)}{PARTIAL}")
     os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     return partial
 

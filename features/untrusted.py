@@ -58,12 +58,16 @@ class Reader:
                 ready, _, _ = select.select([process.stdout], [], [], limit)
                 if ready and process.stdout.read(1):
                     return ""
+                ended = bool(ready)
             except OSError:  # it ended while it was written to
-                ready = [True]
-            if not ready:
+                ended = True
+            if not ended:
                 self._stop()
                 return f"reading it did not end within {limit:.0f} s"
-            code = process.wait(10)
+            try:
+                code = process.wait(10)
+            except subprocess.TimeoutExpired:  # it closed its end and stays
+                code = -signal.SIGKILL
             self._stop()
         if code < 0:
             return f"reading it crashes: {signal.Signals(-code).name}"

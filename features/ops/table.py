@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from ..device import DeviceSpec
+from ..errors import DatasetError
 from .schema import NAMES
 
 #: Stored bits of a weight by dtype of a table; scales of blocks included (16 values of nvfp4 and 32
@@ -161,7 +162,12 @@ def _rate(spec: DeviceSpec, dtype: str) -> float:
 def _numbers(frame: pd.DataFrame, column: str, n: int) -> np.ndarray:
     if column not in frame:
         return np.full(n, np.nan)
-    return frame[column].to_numpy(np.float64, na_value=np.nan)
+    try:
+        return frame[column].to_numpy(np.float64, na_value=np.nan)
+    except (ValueError, TypeError) as error:
+        raise DatasetError(
+            f"column {column!r} holds what is no number: {error}", where=f"{n} rows of operators"
+        ) from None
 
 
 def _texts(frame: pd.DataFrame, column: str, n: int) -> np.ndarray:

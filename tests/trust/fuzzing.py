@@ -284,6 +284,25 @@ def _weights(data: bytes, folder: Path) -> None:
     CostModel.load(target, schema=_schema())
 
 
+def _operators(data: bytes, folder: Path) -> None:
+    """A table of operators whose cells hold anything that a CSV can say."""
+    import io
+
+    import pandas as pd
+
+    from opcast.datagen.published import import_published
+    from opcast.features.errors import DatasetError
+
+    try:
+        table = pd.read_csv(io.BytesIO(data))
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        table.to_parquet(folder / "ops_tc.parquet")
+    except (ValueError, OverflowError, TypeError) as error:  # of pandas, not of ours
+        raise DatasetError(str(error)) from None
+    import_published(folder, folder / "out")
+
+
 def _params(data: bytes, folder: Path) -> None:
     from opcast.models.tuned import read_params
 
@@ -453,6 +472,15 @@ TARGETS: dict[str, Target] = {
     "cache entry": Target(_cached, _cache),
     "dataset shard": Target(_shards, _dataset, 2, native=True),
     "run record": Target(_records, _record),
+    "operator table": Target(
+        _texts(
+            "id,device,source,op,family,dtype,backend,kernel,split,b,m,n,k,latency_us\n"
+            "T1,NVIDIA L40S,aiconfigurator,linear,linear,bf16,vllm,,train,1,64,4096,4096,31.5\n"
+            "T2,NVIDIA L40S,aiconfigurator,linear,linear,fp8,trtllm,,val,1,512,1024,4096,22.25\n"
+        ),
+        _operators,
+        weight=2,
+    ),
     "operation lists": Target(_texts("[['Linear', (64, 32, 16)], ['VECadd', (4, 8)]]"), _graph_ops),
     "model manifest": Target(_files("tests/models/data/v1/ridge/manifest.json"), _model, 2),
     "model weights": Target(_files("tests/models/data/v1/ridge/estimator/ridge.npz"), _weights),

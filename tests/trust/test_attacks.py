@@ -343,7 +343,7 @@ def test_bytecode_that_crashes_its_parser_does_not_crash_us(monkeypatch):
     with pytest.raises(OpcastError, match=r"bytecode is damaged \(reading it crashes: SIGSEGV\)"):
         read_program(data)
     monkeypatch.setattr(untrusted, "_COMMAND", [sys.executable, "-c", HANGS])
-    monkeypatch.setattr(untrusted, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(untrusted, "TIMEOUT_S", 6)
     with pytest.raises(OpcastError, match="did not end within"):
         read_program(data)
     monkeypatch.setattr(untrusted, "TIMEOUT_S", 30)
@@ -384,6 +384,37 @@ def test_names_from_files_reach_the_terminal_as_text(capsys):
     assert "\x1b" not in shown and r"\x1b]0;owned" in shown
 
 
+def test_names_of_runs_are_printed_as_text(capsys):
+    from opcast.cli_common import make_console
+    from opcast.workflows import print_frame
+
+    print_frame(make_console(), pd.DataFrame({"run": [ODD], "mape": [0.5]}), "runs")
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "[red]x[/red]" in shown
+
+
+@pytest.mark.slow
+def test_artefacts_of_mlflow_are_not_read(tmp_path, canary):
+    """A planted artefact, and a run whose parameters would be code, are listed and nothing more."""
+    artefacts = tmp_path / "artifacts/0/model"
+    artefacts.mkdir(parents=True)
+    (artefacts / "python_model.pkl").write_bytes(pickle.dumps(Payload(canary)))
+    (artefacts / "MLmodel").write_text(f"x: !!python/object/apply:os.system ['touch {canary}']")
+    code = (
+        "import sys; from pathlib import Path; from opcast.models.tracking import *\n"
+        "root = Path(sys.argv[1])\n"
+        "log_run(RunLog('r', {'model': \"__import__('os').system('true')\"}, {'mape': 1.0}),"
+        " root=root)\n"
+        "print(compare(root).to_csv())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, tmp_path],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "__import__" in done.stdout and not canary.exists()
+
+
 def test_a_kernel_and_a_file_with_odd_names_are_printed_as_text(tmp_path):
     name = "\x1b[31mred[bold]"
     program = tmp_path / "p.hlo"
@@ -414,6 +445,16 @@ def test_nothing_in_the_package_can_run_what_it_reads():
         text = path.read_text().replace("literal_eval(", "").replace(".eval(", "")
         for word in words:
             assert word not in text or (name, word) in allowed, f"{name}: {word}"
+
+
+def test_what_killed_writers_left_goes_with_the_next_write(tmp_path):
+    old, young, other = (tmp_path / f".{n}.partial" for n in ("a.1-x", "a.2-y", "b.1-x"))
+    for path in (old, young, other):
+        path.write_text("half")
+    for path in (old, other):
+        os.utime(path, (0, 0))
+    write_text(tmp_path / "a", "whole")
+    assert {p.name for p in tmp_path.iterdir()} == {"a", young.name, other.name}
 
 
 def test_texts_are_written_in_utf8_whole(tmp_path):
