@@ -1,7 +1,7 @@
 """Commands that run native code on files of others: a crash there ends in a message.
 
 Parsers and compilers of programs are native code. The command runs in a child of this process,
-which does nothing but wait: forked before anything heavy is imported, that takes a millisecond.
+which does nothing but wait: forked before anything heavy is imported, that takes milliseconds.
 """
 
 from __future__ import annotations

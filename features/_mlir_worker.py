@@ -12,7 +12,7 @@ import resource
 import sys
 
 from jaxlib.mlir import ir
-from jaxlib.mlir._mlir_libs import _jax_mlir_ext  # type: ignore[import-not-found]
+from jaxlib.mlir._mlir_libs import _jax_mlir_ext
 from jaxlib.mlir.dialects import chlo, mhlo, mpmd, sdy, stablehlo
 
 READ, REFUSED, READY = 0, 1, 2

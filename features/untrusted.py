@@ -48,27 +48,33 @@ class Reader:
 
     def outcome(self, data: bytes) -> str:
         """How a module made the process end; empty if it was read or refused in order."""
-        limit = TIMEOUT_S + TIMEOUT_S_PER_MB * len(data) / 1e6
         with self._lock:
-            process = self._started(limit)
-            assert process.stdin is not None and process.stdout is not None
-            try:
-                process.stdin.write(len(data).to_bytes(8, "little") + data)
-                process.stdin.flush()
-                ready, _, _ = select.select([process.stdout], [], [], limit)
-                if ready and process.stdout.read(1):
-                    return ""
-                ended = bool(ready)
-            except OSError:  # it ended while it was written to
-                ended = True
-            if not ended:
-                self._stop()
-                return f"reading it did not end within {limit:.0f} s"
-            try:
-                code = process.wait(10)
-            except subprocess.TimeoutExpired:  # it closed its end and stays
-                code = -signal.SIGKILL
+            used = self._process is not None
+            found = self._try(data)
+            # A process that waited may have been killed for reasons of its own.
+            return self._try(data) if found and used else found
+
+    def _try(self, data: bytes) -> str:
+        limit = TIMEOUT_S + TIMEOUT_S_PER_MB * len(data) / 1e6
+        process = self._started(limit)
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(len(data).to_bytes(8, "little") + data)
+            process.stdin.flush()
+            ready, _, _ = select.select([process.stdout], [], [], limit)
+            if ready and process.stdout.read(1):
+                return ""
+            ended = bool(ready)
+        except OSError:  # it ended while it was written to
+            ended = True
+        if not ended:
             self._stop()
+            return f"reading it did not end within {limit:.0f} s"
+        try:
+            code = process.wait(10)
+        except subprocess.TimeoutExpired:  # it closed its end and stays
+            code = -signal.SIGKILL
+        self._stop()
         if code < 0:
             return f"reading it crashes: {signal.Signals(-code).name}"
         return f"reading it fails with status {code}"

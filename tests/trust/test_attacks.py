@@ -352,6 +352,10 @@ def test_bytecode_that_crashes_its_parser_does_not_crash_us(monkeypatch):
         read_program(data)
     monkeypatch.setattr(untrusted, "_COMMAND", right)
     read_program(data)  # the next one is read by a new process
+    assert untrusted.reader._process is not None
+    untrusted.reader._process.kill()  # as the system does when memory runs out
+    monkeypatch.setattr(untrusted, "_passed", set())
+    read_program(data)
     untrusted.reader.close()
 
 
