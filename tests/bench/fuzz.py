@@ -76,7 +76,8 @@ def one_target(name: str, seconds: float, seed: int, keep: Path) -> dict[str, in
             command += ["--minutes", str(left / 60), "--worker", scratch]
             with (folder / "errors").open("w") as errors:
                 code = subprocess.run(command, stderr=errors, check=False).returncode
-            done = json.loads((folder / "counts").read_text() or "{}")
+            written = folder / "counts"
+            done = json.loads(written.read_text() or "{}") if written.is_file() else {}
             for key, count in done.items():
                 counts[key] += count
             for finding in folder.glob("fault-*"):
