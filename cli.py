@@ -108,7 +108,7 @@ def predict(
     if cluster:
         cli_simulate.predict_on_cluster(
             program, cluster, model, lowering, trips=_trips(trip_count), top=top,
-            timeline=timeline, json_output=json_output,
+            timeline=timeline, json_output=json_output, fallback=fallback,
         )  # fmt: skip
         return
     from .predict.predictor import load_for_programs

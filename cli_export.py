@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from .cli_common import Json, print_json
+from .models.names import OPERATOR_MODEL
 
 export_app = typer.Typer(
     no_args_is_help=True, help="Files for other simulators.", rich_markup_mode=None
@@ -44,19 +44,19 @@ def export_chakra(
     program: Annotated[Path, typer.Argument(help="A partitioned program, StableHLO or HLO.")],
     cluster: Annotated[str, typer.Option(help="Its devices, such as h100-sxm-x4, or a file.")],
     out: Out,
-    model: Operators = "gpu-operators",
-    lowering: Annotated[str, typer.Option(help="auto, fused or op.")] = "auto",
+    model: Annotated[str, typer.Option(help="Model of kernels; 'roofline' for none.")] = "default",
+    lowering: Annotated[str, typer.Option(help="auto, xla, fused or op.")] = "auto",
     json_output: Json = False,
 ) -> None:
     """Write one Chakra trace a rank, and all else that ASTRA-sim needs to run on the folder."""
-    from .cli_simulate import operators
+    from .cli_simulate import kernels
     from .features.catalogue import find_device
     from .predict.chakra_export import export_chakra as write
     from .predict.partitioned import predict_partitioned
     from .simulate.cluster_catalogue import find_cluster
 
     where = find_cluster(cluster)
-    found = predict_partitioned(program, where, operators(model), lowering=lowering)
+    found = predict_partitioned(program, where, kernels(model), lowering=lowering)
     result = write(found, where, find_device(found.device), out)
     _print(result, f"{out}: {{ranks}} traces, {{nodes}} nodes", json_output)
 
@@ -72,7 +72,7 @@ def export_table(
         list[str] | None,
         typer.Option("--op", help="Operators, 'linear m=1/64 n=4096 k=4096 dtype=bf16'."),
     ] = None,
-    model: Operators = "gpu-operators",
+    model: Operators = OPERATOR_MODEL,
     kernels: Annotated[str, typer.Option(help="Model of kernels.")] = "default",
     lowering: Annotated[str, typer.Option(help="auto, xla, fused or op.")] = "auto",
 ) -> None:
@@ -118,7 +118,7 @@ def export_vidur(
     tp: Annotated[list[int] | None, typer.Option(help="Workers; may be given again.")] = None,
     max_tokens: Annotated[int, typer.Option(min=32, help="Of a batch and a sequence.")] = 4096,
     cluster: Annotated[str, typer.Option(help="For all_reduce.csv and send_recv.csv.")] = "",
-    model: Operators = "gpu-operators",
+    model: Operators = OPERATOR_MODEL,
 ) -> None:
     """Write the tables that Vidur's random forests train on."""
     from .cli_simulate import operators
@@ -144,14 +144,14 @@ def import_chakra(
     json_output: Json = False,
 ) -> None:
     """Read Chakra traces back and run them with the durations that they hold."""
-    from .features.files import write_text
+    from .features.chrome_trace import write_trace
     from .simulate.chakra.folder import read_folder
     from .simulate.chakra.timeline import run_traces
 
     traces, groups = read_folder(folder)
     run = run_traces(traces, groups)
     if timeline is not None:
-        write_text(timeline, json.dumps(run.chrome_trace()))
+        write_trace(run.chrome_trace(), timeline)
     _print(run.summary(), "{ranks} ranks, {nodes} nodes, {step_us:,.0f} µs", json_output)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from .cli_common import Json, make_console, print_json
+from .models.names import OPERATOR_MODEL
 
 Settings = Annotated[
     list[str] | None,
@@ -36,7 +36,7 @@ def simulate(
     settings: Settings = None,
     model: Annotated[
         str, typer.Option(help="Model of operators; 'roofline' for none.")
-    ] = "gpu-operators",
+    ] = OPERATOR_MODEL,
     jitter: Annotated[
         float, typer.Option(min=0.0, help="Relative noise of a task's time on one device.")
     ] = 0.0,
@@ -49,6 +49,7 @@ def simulate(
     html: Annotated[Path | None, typer.Option(help="Write a page with timeline.")] = None,
 ) -> None:
     """Predict one training step on a cluster: time, its parts, memory, efficiency."""
+    from .features.chrome_trace import write_trace
     from .features.files import write_text
     from .predict.step import StepPredictor
     from .simulate.cluster_catalogue import find_cluster
@@ -63,7 +64,7 @@ def simulate(
     found = predictor.predict(work, chosen, jitter, _speeds(speed or []), seed=seed)
     if timeline is not None:
         title = f"{found.plan.text()} on {found.cluster}"
-        write_text(timeline, json.dumps(step_trace(found.step, found.plan, title)))
+        write_trace(step_trace(found.step, found.plan, title), timeline)
     if html is not None:
         from .predict.step_html import step_html
 
@@ -89,7 +90,7 @@ def sweep(
     trials: Annotated[
         int, typer.Option(min=0, help="Search with Optuna for so many plans; 0 tries all.")
     ] = 0,
-    model: Annotated[str, typer.Option(help="As for simulate.")] = "gpu-operators",
+    model: Annotated[str, typer.Option(help="As for simulate.")] = OPERATOR_MODEL,
     workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
     ray: Annotated[str, typer.Option(help="Address of a Ray cluster; 'local' starts one.")] = "",
     seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
@@ -145,7 +146,7 @@ def simulate_serving(
     output: Annotated[int, typer.Option(help="Mean tokens of an output.")] = 256,
     max_batch: Annotated[int, typer.Option(min=1, help="Most requests at a time.")] = 256,
     token_budget: Annotated[int, typer.Option(min=1, help="Most tokens of an iteration.")] = 2048,
-    model: Annotated[str, typer.Option(help="As for simulate.")] = "gpu-operators",
+    model: Annotated[str, typer.Option(help="As for simulate.")] = OPERATOR_MODEL,
     seed: Annotated[int, typer.Option(help="Seed of the requests.")] = 0,
     json_output: Json = False,
 ) -> None:
@@ -184,21 +185,19 @@ def _bar() -> Iterator[Callable[[int, int], None]]:
 
 def predict_on_cluster(
     program: Path, cluster: str, model: str, lowering: str, *, trips: Any, top: int,
-    timeline: Path | None, json_output: bool,
+    timeline: Path | None, json_output: bool, fallback: str = "",
 ) -> None:  # fmt: skip
     """Predict a partitioned program; what ``opcast predict --cluster`` does."""
-    from .features.files import write_text
+    from .features.chrome_trace import write_trace
     from .predict.partitioned import predict_partitioned, stream_trace
     from .simulate.cluster_catalogue import find_cluster
 
-    learned = operators("gpu-operators" if model == "default" else model)
-    # Programs that are not scheduled are taken op by op: the native compiler is of another target.
-    how = "op" if lowering == "xla" else lowering
     found = predict_partitioned(
-        program, find_cluster(cluster), learned, lowering=how, trip_counts=trips
-    )
+        program, find_cluster(cluster), kernels(model), lowering=lowering, trip_counts=trips,
+        fallback=fallback,
+    )  # fmt: skip
     if timeline is not None:
-        write_text(timeline, json.dumps(stream_trace(found)))
+        write_trace(stream_trace(found), timeline)
     if json_output:
         print_json(found.to_dict())
         return
@@ -206,6 +205,15 @@ def predict_on_cluster(
     from .predict.render_partitioned import print_partitioned
 
     print_partitioned(make_console(), found, top)
+
+
+def kernels(model: str) -> Any:
+    """Who answers for kernels of programs; ``None`` for rooflines."""
+    if model == "roofline":
+        return None
+    from .predict.predictor import load_for_programs
+
+    return load_for_programs(model)
 
 
 def operators(model: str) -> Any:

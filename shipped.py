@@ -53,6 +53,7 @@ def model_rows() -> list[dict[str, Any]]:
     Raises:
         ModelError: A manifest cannot be read.
     """
+    from .models.names import OPERATOR_MODEL
     from .models.store import read_manifest
     from .predict.locate import DEFAULT, PLATFORM_DEFAULTS, available
 
@@ -66,7 +67,7 @@ def model_rows() -> list[dict[str, Any]]:
             "predicts": "operators" if operators else "programs",
             "default for": by_default.get(name, ""),
             "rows": int(manifest.get("rows", 0)),
-            "learned from": ", ".join(sorted(manifest.get("devices", {}))) or "gpu-operators",
+            "learned from": ", ".join(sorted(manifest.get("devices", {}))) or OPERATOR_MODEL,
             "folder": str(folder),
         })  # fmt: skip
     return found

@@ -192,6 +192,37 @@ def with_partitions(data: bytes, count: int) -> Any:
     return module
 
 
+def partitions_as_replicas(module: Any, count: int) -> Any:
+    """A copy of a module that is partitioned already, its partitions renamed replicas.
+
+    XLA's partitioner runs on every module of several partitions, and refuses ``partition_id`` where
+    nothing is left to partition. With one partition, a collective's groups are of replicas once it
+    has no channel. Ops keep their places in the walk.
+
+    Args:
+        module: StableHLO with explicit collectives and no shardings.
+        count: Its partitions.
+    """
+    copy = copy_module(module)
+    with module.context, ir.Location.unknown():
+        for op in walk_ops(copy):
+            if op.name == "stablehlo.partition_id":
+                with ir.InsertionPoint(op):
+                    own = ir.Operation.create(
+                        "stablehlo.replica_id", results=[op.results[0].type], loc=op.location
+                    )
+                op.results[0].replace_all_uses_with(own.results[0])
+                op.erase()
+                continue
+            for name in ("channel_handle", "channel_id", "use_global_device_ids"):
+                if op.name.startswith("stablehlo.") and name in op.attributes:
+                    del op.attributes[name]
+        for key, number in (("mhlo.num_replicas", count), ("mhlo.num_partitions", 1)):
+            value = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), number)
+            copy.operation.attributes[key] = value
+    return copy
+
+
 def backends_started() -> bool:
     """Whether JAX has started a backend in this process."""
     return bool(_xla_bridge.backends_are_initialized())

@@ -5,10 +5,17 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
-from ._jax_compat import module_counts, tag_locations, walk_ops, write_bytecode
+from ._jax_compat import (
+    module_counts,
+    partitions_as_replicas,
+    tag_locations,
+    walk_ops,
+    write_bytecode,
+)
 from ._local_target import LocalTarget
 from ._source_ops import SourceOps
 from ._stored import from_data, to_data
@@ -29,6 +36,12 @@ logger = logging.getLogger(__name__)
 
 _MESH_AXIS = re.compile(r'"[^"]+"\s*=\s*(\d+)')
 _TILES = re.compile(r"devices=\[([\d,]+)\]")
+_SHARDING = ("mhlo.sharding", "sdy.sharding", "sdy.sharding_per_value")
+_COLLECTIVES = frozenset(
+    f"stablehlo.{name}"
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute",
+                 "collective_broadcast")
+)  # fmt: skip
 
 
 def lower_absent(
@@ -55,7 +68,7 @@ def lower_absent(
     """
     settings = settings or CompileSettings()
     target = target_of(device)
-    stablehlo = _as_stablehlo(source)
+    stablehlo = _replicated(_as_stablehlo(source))
     key = _key(stablehlo, target, settings)
     found = cache.get(key) if cache else None
     job = _Job(stablehlo, target, settings, trip_counts)
@@ -184,6 +197,27 @@ def device_counts(module: Any) -> tuple[int, int]:
         elif op.name == "func.func" and "arg_attrs" in op.attributes:
             sizes += _tiles(str(op.attributes["arg_attrs"]))
     return 1, max(sizes)
+
+
+def _replicated(source: SourceProgram) -> SourceProgram:
+    """The program as the compiler takes it: one that is partitioned already as replicas."""
+    replicas, partitions = module_counts(source.module)
+    if replicas > 1 or partitions == 1 or not is_partitioned(source.module):
+        return source
+    return replace(source, _module=partitions_as_replicas(source.module, partitions))
+
+
+def is_partitioned(module: Any) -> bool:
+    """Whether a module has collectives, and no op that a partitioner would still look at.
+
+    Shardings of arguments do not count: a partitioner leaves them as a record of what they were.
+    """
+    talks = False
+    for op in walk_ops(module):
+        if op.name.startswith("sdy.") or any(name in op.attributes for name in _SHARDING):
+            return False
+        talks |= op.name in _COLLECTIVES
+    return talks
 
 
 def _tiles(text: str) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -75,6 +75,12 @@ class SourceProgram:
         program = parse_hlo(_text(self.compile_input), self.origin)
         apply_given(program, self.trip_counts)
         return program
+
+    def with_program(self, program: Program) -> SourceProgram:
+        """The same program, read as the given IR instead; a compiler still gets the original."""
+        found = replace(self, _module=self.module if self.kind == "stablehlo" else None)
+        found.__dict__["program"] = program
+        return found
 
     @cached_property
     def content_hash(self) -> str:

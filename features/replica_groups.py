@@ -5,7 +5,8 @@
 - iota: ``[2,2]<=[4]`` and ``[4,2]<=[2,4]T(1,0)``: number the devices row-major in the second shape,
   transpose, reshape to the first (HLO's ``IotaReplicaGroupList``);
 - mesh axes: ``mesh['x'=4,'y'=2] {'x'}`` or ``@mesh {'x', 'y':(1)2}``: devices that differ only in
-  the named axes form a group (HLO's and StableHLO's ``replica_group_mesh_axes``).
+  the named axes form a group (HLO's and StableHLO's ``replica_group_mesh_axes``); the devices of
+  the mesh may be in another order, ``mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'x'}``.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _AXIS_REF = re.compile(
     r"['\"]([^'\"]+)['\"](?:\s*:?\s*(?:,\s*sub_axis_info\s*=\s*)?\(\s*(\d+)\s*\)\s*(\d+))?"
 )
 _DEVICE_IDS = re.compile(r"device_ids\s*=\s*(?:dense<)?[(\[]*([\d,\s]*)[)\]]*")
+_IOTA_IDS = re.compile(r"device_ids\s*=\s*\(\[([\d,\s]*)\]\s*(?:T\(([\d,\s]*)\))?")
 _DENSE = re.compile(r"dense<(.*?)>\s*:\s*tensor<(?:(\d+)x(\d+)x)?", re.DOTALL)
 _NUMBER = re.compile(r"-?\d+")
 
@@ -184,8 +186,7 @@ def _from_mesh_text(
         sizes, ids = dict(meshes[name]), device_ids.get(name, ())
     elif inline:
         sizes = {axis: int(size) for axis, size in _AXIS_SIZE.findall(inline[1])}
-        found = _DEVICE_IDS.search(text)
-        ids = _integers(found[1]) if found else ()
+        ids = _device_order(text)
     else:
         raise ProgramError(
             f"replica groups name the mesh {name!r}, which the program does not define",
@@ -197,6 +198,16 @@ def _from_mesh_text(
         for found in _AXIS_REF.finditer(axes_text)
     ]
     return mesh_groups(sizes, axes, ids)
+
+
+def _device_order(text: str) -> Sequence[int]:
+    """Devices in mesh order, listed or as ``[2,2]T(1,0)``; empty for 0, 1, 2 …."""
+    if found := _IOTA_IDS.search(text):
+        shape, order = _integers(found[1]), _integers(found[2] or "")
+        ids = np.arange(prod(shape)).reshape(shape).transpose(order or None).reshape(-1)
+        return [int(d) for d in ids]
+    listed = _DEVICE_IDS.search(text)
+    return _integers(listed[1]) if listed else ()
 
 
 def _mesh_name(text: str) -> str:

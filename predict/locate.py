@@ -10,16 +10,16 @@ from ..features.device import DeviceSpec
 from ..features.errors import DeviceError, ModelError
 from ..features.files import parse_json
 from ..features.paths import home
+from ..models.names import CPU_MODEL, GPU_MODEL, PRETRAINED, TPU_MODEL
+from ..models.names import OPERATOR_MODEL as OPERATOR_MODEL
 
 logger = logging.getLogger(__name__)
 
 #: Models that come with the package.
-SHIPPED = Path(__file__).resolve().parent.parent / "models" / "pretrained"
-DEFAULT = "cpu-xgboost"
+SHIPPED = PRETRAINED
+DEFAULT = CPU_MODEL
 #: Models that answer by default for devices of other platforms.
-PLATFORM_DEFAULTS = {"gpu": "gpu-xla", "tpu": "tpu-xgboost"}
-#: The shipped model of library operators.
-OPERATOR_MODEL = "gpu-operators"
+PLATFORM_DEFAULTS = {"gpu": GPU_MODEL, "tpu": TPU_MODEL}
 
 
 def registered() -> Path:

@@ -2,7 +2,8 @@
 
 Every device runs the same program, so one is simulated, with the collectives of one group of each
 kind standing for all. A scheduled program keeps its order, its start/done pairs and what is marked
-synchronous; of one that comes unoptimised the collectives are first changed as XLA would.
+synchronous; of one that comes unoptimised the collectives are first changed as XLA would. Kernels
+and what lies between them take the time that they take in a program of a single device.
 """
 
 from __future__ import annotations
@@ -12,20 +13,22 @@ from typing import Any
 
 import numpy as np
 
+from ..features.chrome_trace import ChromeTrace
+from ..features.collectives import optimise_collectives
 from ..features.device import DeviceSpec
 from ..features.errors import DeviceError, ProgramError
 from ..features.kernel import Kernel, LoweredProgram
 from ..features.lowering import lower
 from ..features.reader import read_program
-from ..models.ops import OpModel
-from ..simulate.collective_passes import optimise_collectives
+from ..simulate.collective_passes import combine_all
 from ..simulate.nodes import Node, check_devices, program_nodes
 from ..simulate.streams import StreamRun, run_streams
 from ..simulate.topology import Cluster
 from .cluster_network import CollectiveTime, learned_time
 from .devices import resolve_device
-from .kernel_seconds import operator_seconds
-from .published_e2e import COMPOSITION_ERROR, RHO, combined_spread
+from .predictor import Predictor, model_notes, roofline_predictor
+from .program_seconds import ProgramSeconds, program_seconds
+from .published_e2e import COMPOSITION_ERROR
 
 
 @dataclass(frozen=True)
@@ -110,43 +113,55 @@ class PartitionedPrediction:
 def predict_partitioned(
     program: Any,
     cluster: Cluster,
-    model: OpModel | None,
+    predictor: Predictor | None = None,
     *,
-    lowering: str = "op",
+    lowering: str = "auto",
     trip_counts: dict[str, int] | int | None = None,
     collective: CollectiveTime = learned_time,
     device: DeviceSpec | None = None,
+    fallback: str = "",
 ) -> PartitionedPrediction:
     """Predict a program that is partitioned already.
 
     Args:
         program: Path, text or bytes of StableHLO with explicit collectives or of HLO.
         cluster: Devices, as many as the program is partitioned for.
-        model: Model of library operators; ``None`` for rooflines.
-        lowering: How StableHLO becomes kernels; scheduled HLO is taken as it is.
+        predictor: Answers for kernels as it does for programs of one device; ``None`` for
+            rooflines.
+        lowering: How StableHLO becomes kernels, as for one device; scheduled HLO is taken as it is.
         trip_counts: Trips of loops whose count cannot be found.
         collective: Time of a collective.
         device: The device, if not the one that the cluster names.
+        fallback: Lowering to take where the device's compiler is missing or fails.
 
     Raises:
         ProgramError: The program cannot be read, is for more devices than the cluster has, or has
             shardings but no collectives.
         DeviceError: The cluster names no device, and none is given.
+        LoweringError: The compiler of the device refuses the program.
     """
-    source = read_program(program, trip_counts=trip_counts)
-    own = source.program
-    scheduled = own.dialect == "hlo" and own.is_scheduled
     if device is None and not cluster.device:
         raise DeviceError("the cluster does not name its device", where=cluster.name)
-    spec = device or resolve_device(cluster.device, {})
-    how = "op" if scheduled else lowering
-    lowered = lower(source, how, trip_counts=trip_counts, device=spec)
+    asked = predictor or roofline_predictor()
+    spec = device or resolve_device(cluster.device, asked.devices)
+    source = read_program(program, trip_counts=trip_counts)
+    own = source.program
     devices = own.num_replicas * own.num_partitions
+    if own.dialect == "hlo" and own.is_scheduled:
+        lowering = "xla"
+    else:
+        # A compiler takes the program as it came; the other lowerings read it with fewer
+        # collectives.
+        source = source.with_program(optimise_collectives(own))
+    lowered = lower(source, lowering, trip_counts=trip_counts, device=spec, fallback=fallback)
+    scheduled = lowered.lowering == "xla"
     _check_partitioned(lowered, devices, cluster, source.origin)
-    seconds, who = operator_seconds(lowered.kernels, spec, model)
+    times = program_seconds(lowered, spec, asked.model_for(spec))
     job = _Job(lowered, cluster, collective, devices, scheduled)
-    nodes, transfer, run = job.run(seconds[:, 0])
-    lo, hi = job.interval(seconds, run)
+    nodes, transfer, run = job.run(times.kernels)
+    lo, hi = job.interval(times, run)
+    notes = [*_notes(lowered, scheduled, devices, cluster)]
+    notes += model_notes(asked.model_for(spec), lowered.kernels, spec) if predictor else []
     return PartitionedPrediction(
         run=run,
         nodes=tuple(nodes),
@@ -155,11 +170,11 @@ def predict_partitioned(
         hi=hi,
         cluster=cluster.name,
         device=spec.name,
-        lowering="scheduled" if scheduled else how,
+        lowering="scheduled" if scheduled else lowered.lowering,
         peak_memory_bytes=lowered.peak_memory_bytes,
         capacity_bytes=spec.memory_bytes,
-        notes=tuple(_notes(lowered, scheduled, devices, cluster)),
-        sources=_shares(lowered, seconds[:, 0], who),
+        notes=tuple(notes),
+        sources=times.sources,
         kernels=tuple(lowered.kernels),
         devices=devices,
         scheduled=scheduled,
@@ -188,27 +203,27 @@ class _Job:
         )
         check_devices(nodes, self.cluster.size)
         if not self.scheduled:
-            nodes = optimise_collectives(nodes)
+            nodes = combine_all(nodes)
         transfer = np.array([self._transfer(node, side) for node in nodes])
         links = [self._links(node) for node in nodes]
         return nodes, transfer, run_streams(nodes, transfer, links, scheduled=self.scheduled)
 
-    def interval(self, seconds: np.ndarray, run: StreamRun) -> tuple[float, float]:
+    def interval(self, times: ProgramSeconds, run: StreamRun) -> tuple[float, float]:
         """90 % interval, as for plans: kernels, collectives and the composition err apart."""
-        counts = np.array([k.multiplicity for k in self.lowered.kernels])[:, None]
-        times = seconds * counts
-        ends = np.stack([times[:, 0] - times[:, 1], times[:, 2] - times[:, 0]], axis=1)
-        down, up = combined_spread(ends, RHO)
-        compute, total = max(run.compute, 1e-12), run.makespan
+        total = run.makespan
+        own = COMPOSITION_ERROR * total if self._talks() else 0.0
         found = []
-        for side, kernels in ((1, 1.0 - min(down / compute, 0.95)), (2, 1.0 + up / compute)):
+        for side, factor in ((1, times.low), (2, times.high)):
             shifts = [
-                self.run(seconds[:, 0] * kernels)[2].makespan - total,
-                self.run(seconds[:, 0], side)[2].makespan - total,
-                COMPOSITION_ERROR * total,
+                self.run(times.kernels * factor)[2].makespan - total,
+                self.run(times.kernels, side)[2].makespan - total,
+                own,
             ]
             found.append(float(np.sqrt(np.square(shifts).sum())))
         return max(total - found[0], 0.05 * total), total + found[1]
+
+    def _talks(self) -> bool:
+        return any(kernel.kind == "collective" for kernel in self.lowered.kernels)
 
     def _transfer(self, node: Node, side: int) -> float:
         own = node.collective
@@ -241,7 +256,7 @@ def _check_partitioned(
 
 def _notes(lowered: LoweredProgram, scheduled: bool, devices: int, cluster: Cluster) -> list[str]:
     found = list(lowered.notes)
-    if not scheduled:
+    if not scheduled and devices > 1:
         found.append(
             "the program is not scheduled: its collectives were combined and overlapped as XLA "
             "would, and its ops counted by the lowering " + lowered.lowering
@@ -251,37 +266,23 @@ def _notes(lowered: LoweredProgram, scheduled: bool, devices: int, cluster: Clus
     return found
 
 
-def _shares(lowered: LoweredProgram, seconds: np.ndarray, who: np.ndarray) -> dict[str, float]:
-    counts = np.array([k.multiplicity for k in lowered.kernels])
-    times = seconds * counts
-    total = float(times.sum()) or 1.0
-    return {
-        str(name): float(times[who == name].sum()) / total for name in np.unique(who.astype(str))
-        if name
-    }  # fmt: skip
-
-
 def stream_trace(found: PartitionedPrediction) -> dict[str, Any]:
     """Chrome trace of one device: computation, and communication beside it."""
-    title = f"{found.device} of {found.cluster}"
-    events: list[dict[str, Any]] = [
-        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title}}
-    ]
-    for tid, name in enumerate(("compute", "communication")):
-        events.append(
-            {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": name}}
-        )
+    trace = ChromeTrace()
+    trace.process(f"{found.device} of {found.cluster}")
+    for track, name in enumerate(("compute", "communication")):
+        trace.track(name, track)
     critical = set(found.run.critical)
     for place, node in enumerate(found.nodes):
         start, end = found.run.start[place] * 1e6, found.run.end[place] * 1e6
         if end <= start:
             continue
         own = node.collective
-        args: dict[str, Any] = {"critical": place in critical, "runs": node.times}
+        details: dict[str, Any] = {"critical": place in critical, "runs": node.times}
         if own is not None:
-            args |= {"bytes": own.size, "devices": len(own.group)}
-        events.append({
-            "name": node.name, "cat": own.kind if own else node.opcode, "ph": "X", "pid": 0,
-            "tid": int(own is not None), "ts": start, "dur": end - start, "args": args,
-        })  # fmt: skip
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+            details |= {"bytes": own.size, "devices": len(own.group)}
+        trace.span(
+            node.name, own.kind if own else node.opcode, start, end - start,
+            track=int(own is not None), details=details,
+        )  # fmt: skip
+    return trace.to_dict()

@@ -264,7 +264,7 @@ class Predictor:
             lowering=lowered.lowering,
             model=model.name,
             device=device.name,
-            notes=(*lowered.notes, *_model_notes(model, lowered.kernels, device)),
+            notes=(*lowered.notes, *model_notes(model, lowered.kernels, device)),
             compiler=lowered.compiler,
             device_memory_bytes=device.memory_bytes,
         )
@@ -351,6 +351,14 @@ def load(model: str | Path = "default", *, cache: LoweringCache | None = None) -
     return Predictor(CostModel.load(folder), cache, by_platform, operators)
 
 
+def roofline_predictor() -> Predictor:
+    """A predictor that knows nothing but rooflines, for any device."""
+    from ..models.cost_model import CostModel
+    from ..models.roofline import RooflineEstimator
+
+    return Predictor(CostModel(RooflineEstimator()))
+
+
 def load_for_programs(model: str | Path = "default") -> Predictor:
     """:func:`load` where a program is asked for, which no model of operators can answer.
 
@@ -366,9 +374,7 @@ def load_for_programs(model: str | Path = "default") -> Predictor:
     return load(model)
 
 
-def _model_notes(
-    model: CostModel, kernels: Sequence[Kernel], device: DeviceSpec
-) -> tuple[str, ...]:
+def model_notes(model: CostModel, kernels: Sequence[Kernel], device: DeviceSpec) -> tuple[str, ...]:
     """What limits the model on this device: its own words, or that it does not know it."""
     own = getattr(model.estimator, "notes", None)
     if own is not None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from ..features.files import write_text
+from ..features.chrome_trace import ChromeTrace, write_trace
 from .predictor import Prediction
 
 
@@ -18,25 +17,19 @@ def chrome_trace(prediction: Prediction) -> dict[str, Any]:
     """
     total = sum(k.total_us for k in prediction.kernels) or 1.0
     scale = prediction.latency_us / total
-    events: list[dict[str, Any]] = []
+    trace = ChromeTrace()
+    trace.process(f"{prediction.device} ({prediction.model}, {prediction.lowering})")
     now = 0.0
     for k in prediction.kernels:
-        length = k.total_us * scale
-        events.append({
-            "name": k.name, "cat": k.kind, "ph": "X", "pid": 0, "tid": 0, "ts": now, "dur": length,
-            "args": {
-                "latency_us": k.latency_us, "runs": k.multiplicity, "bound": k.bound,
-                "source": k.source, "from": f"{k.source_op} {k.source_line}".strip(),
-            },
-        })  # fmt: skip
-        now += length
-    names = [{
-        "name": "process_name", "ph": "M", "pid": 0,
-        "args": {"name": f"{prediction.device} ({prediction.model}, {prediction.lowering})"},
-    }]  # fmt: skip
-    return {"traceEvents": names + events, "displayTimeUnit": "ms"}
+        details = {
+            "latency_us": k.latency_us, "runs": k.multiplicity, "bound": k.bound,
+            "source": k.source, "from": f"{k.source_op} {k.source_line}".strip(),
+        }  # fmt: skip
+        trace.span(k.name, k.kind, now, k.total_us * scale, details=details)
+        now += k.total_us * scale
+    return trace.to_dict()
 
 
 def write_chrome_trace(prediction: Prediction, path: Path) -> None:
     """Write the trace as JSON."""
-    write_text(path, json.dumps(chrome_trace(prediction)))
+    write_trace(chrome_trace(prediction), path)

@@ -1,10 +1,10 @@
-"""What XLA's GPU and TPU compilers do to collectives, for programs that come unoptimised.
+"""Combining collectives as XLA's GPU and TPU compilers do, for programs that come unoptimised.
 
-An all-reduce of which each device keeps a slice becomes a reduce-scatter (ReduceScatterCreator),
-and collectives of one kind over the same devices are combined as long as none needs another and
-their sum stays below a threshold (AllReduceCombiner, AllGatherCombiner, ReduceScatterCombiner).
-That all of them run beside the computation (AsyncCollectiveCreator, LatencyHidingScheduler) is the
-matter of :mod:`~opcast.simulate.streams`.
+Collectives of one kind over the same devices are combined as long as none needs another and their
+sum stays below a threshold (AllReduceCombiner, AllGatherCombiner, ReduceScatterCombiner). What
+comes before, such as reduce-scatters out of all-reduces, is done in
+:mod:`opcast.features.collectives`. That all of them run beside the computation
+(AsyncCollectiveCreator, LatencyHidingScheduler) is the matter of :mod:`~opcast.simulate.streams`.
 """
 
 from __future__ import annotations
@@ -19,34 +19,13 @@ from .nodes import Node
 THRESHOLDS = {
     "all_reduce": 30.0 * 2**20, "all_gather": 30.0 * 2**20, "reduce_scatter": 30.0 * 2**20,
 }  # fmt: skip
-_SLICES = ("dynamic-slice", "slice")
 
 
-def optimise_collectives(nodes: Sequence[Node]) -> list[Node]:
-    """Apply all passes; the order of nodes stays topological."""
-    found = fold_reduce_scatters(nodes)
+def combine_all(nodes: Sequence[Node]) -> list[Node]:
+    """Combine collectives of every kind; the order of nodes stays topological."""
+    found = list(nodes)
     for kind, threshold in THRESHOLDS.items():
         found = combine(found, kind, threshold)
-    return found
-
-
-def fold_reduce_scatters(nodes: Sequence[Node]) -> list[Node]:
-    """Turn each all-reduce whose only reader takes one device's share into a reduce-scatter."""
-    readers: dict[int, list[int]] = {}
-    for place, node in enumerate(nodes):
-        for operand in node.operands:
-            readers.setdefault(operand, []).append(place)
-    found = list(nodes)
-    for place, node in enumerate(nodes):
-        own, after = node.collective, readers.get(place, [])
-        if own is None or own.kind != "all_reduce" or len(after) != 1:
-            continue
-        reader = nodes[after[0]]
-        if reader.opcode in _SLICES and reader.result_bytes * len(own.group) == own.size:
-            found[place] = replace(
-                node, collective=replace(own, kind="reduce_scatter"), opcode="reduce-scatter"
-            )
-            found[after[0]] = replace(found[after[0]], seconds=0.0)
     return found
 
 
@@ -56,7 +35,7 @@ def combine(nodes: Sequence[Node], kind: str, threshold: float) -> list[Node]:
     Args:
         nodes: In topological order.
         kind: Which collectives.
-        threshold: Bytes that a combined one may have; of an all-gather, what it returns.
+        threshold: Bytes that a combined one may return; larger ones stay as they are.
     """
     below = _below(nodes)
     target = list(range(len(nodes)))
@@ -65,6 +44,8 @@ def combine(nodes: Sequence[Node], kind: str, threshold: float) -> list[Node]:
         if node.collective is None or node.collective.kind != kind:
             continue
         own = node.collective
+        if _bytes(node) > threshold:
+            continue
         key = (own.group, own.groups, node.times, own.waits)
         members = open_.get(key, [])
         size = sum(_bytes(nodes[m]) for m in members) + _bytes(node)
@@ -79,8 +60,10 @@ def combine(nodes: Sequence[Node], kind: str, threshold: float) -> list[Node]:
 
 def _bytes(node: Node) -> float:
     assert node.collective is not None
-    many = len(node.collective.group) if node.collective.kind == "all_gather" else 1
-    return node.collective.size * many
+    many = len(node.collective.group)
+    return node.collective.size * {"all_gather": many, "reduce_scatter": 1 / many}.get(
+        node.collective.kind, 1.0
+    )
 
 
 def _below(nodes: Sequence[Node]) -> list[int]:

@@ -28,7 +28,8 @@ from .sharding import parse_mesh
 #: Seconds after which partitioning is given up.
 TIMEOUT_S = 1800
 _GROUPS = re.compile(
-    r"replica_groups=(mesh\[[^\]]*\]\s*\{[^}]*\}(?:,\s*device_ids=\([\d,]*\))?"
+    r"replica_groups=(mesh\[[^\]]*\](?:,\s*device_ids=\((?:\[[\d,]*\](?:T\([\d,]*\))?|[\d,]*)\))?"
+    r"\s*\{[^}]*\}"
     r"|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)"
 )
 

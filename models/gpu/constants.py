@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..conformal import Ends
+from ..names import GPU_MODEL, PRETRAINED
 from ..store import read_manifest
-from .library import SHIPPED
 from .traffic import MemoryParams
 
-_SHIPPED = SHIPPED.parent / "gpu-xla" / "estimator"
+_SHIPPED = PRETRAINED / GPU_MODEL / "estimator"
 
 
 @dataclass(frozen=True)

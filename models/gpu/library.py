@@ -14,12 +14,13 @@ from ...features.catalogue import find_device, in_catalogue
 from ...features.device import DeviceSpec, MemoryLevel
 from ...features.errors import ModelError
 from ...features.ops import op_features
+from ..names import OPERATOR_MODEL, PRETRAINED
 from ..ops.family import FamilyModel
 from ..ops.prediction import FamilyPrediction
 from ..store import OPERATORS, read_manifest
 
 #: The operator model that comes with the package.
-SHIPPED = Path(__file__).resolve().parent.parent / "pretrained" / "gpu-operators"
+SHIPPED = PRETRAINED / OPERATOR_MODEL
 #: Factor on bandwidths that takes memory out of the physics.
 _ENDLESS = 1e9
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ...features.chrome_trace import ChromeTrace
 from ...features.errors import DatasetError
 from .messages import EtNode, NodeType
 
@@ -59,18 +60,17 @@ class TraceRun:
 
     def chrome_trace(self) -> dict[str, Any]:
         """Trace events for Perfetto and chrome://tracing, a process for each rank."""
-        events: list[dict[str, Any]] = []
+        trace = ChromeTrace()
         for rank, nodes in enumerate(self.traces):
-            events.append(_named("process_name", rank, 0, f"rank {rank}"))
-            events.append(_named("thread_name", rank, 0, "compute"))
-            events.append(_named("thread_name", rank, 1, "communication"))
+            trace.process(f"rank {rank}", rank)
+            for track, name in enumerate(("compute", "communication")):
+                trace.track(name, track, rank)
             for node, start, end in zip(nodes, self.start[rank], self.end[rank], strict=True):
-                events.append({
-                    "name": node.name, "cat": node.collective or "compute", "ph": "X",
-                    "pid": rank, "tid": int(bool(node.collective)), "ts": float(start),
-                    "dur": float(end - start), "args": dict(node.attrs),
-                })  # fmt: skip
-        return {"traceEvents": events, "displayTimeUnit": "ms"}
+                trace.span(
+                    node.name, node.collective or "compute", start, end - start,
+                    track=int(bool(node.collective)), process=rank, details=node.attrs,
+                )  # fmt: skip
+        return trace.to_dict()
 
 
 def run_traces(traces: Sequence[Sequence[EtNode]], groups: Mapping[str, Sequence[int]]) -> TraceRun:
@@ -162,10 +162,6 @@ class _Run:
                 deps = (self.place[rank][d] for d in self.traces[rank][reader].deps)
                 ready = max(float(self.end[rank][d]) for d in deps)
                 heapq.heappush(self.events, (ready, rank, reader))
-
-
-def _named(what: str, rank: int, thread: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}}
 
 
 def _of(rank: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...features.chrome_trace import ChromeTrace
 from .compose import StepTime
 from .plan import Plan
 from .schedules import BACKWARD, FORWARD, WEIGHTS
@@ -46,22 +47,17 @@ def step_events(step: StepTime, plan: Plan) -> list[dict[str, Any]]:
 
 def step_trace(step: StepTime, plan: Plan, title: str) -> dict[str, Any]:
     """Trace events for Perfetto and chrome://tracing."""
-    events: list[dict[str, Any]] = [
-        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title}}
-    ]
+    trace = ChromeTrace()
+    trace.process(title)
     places = {"compute": 0, "communication": 1}
     for stage in range(min(len(step.run.tasks), MOST_STAGES)):
-        for track, place in places.items():
-            tid = 2 * stage + place
-            label = {"name": f"stage {stage}: {track}"}
-            events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": label})
+        for name, place in places.items():
+            trace.track(f"stage {stage}: {name}", 2 * stage + place)
     for span in step_events(step, plan):
-        events.append({
-            "name": span["name"], "cat": span["kind"], "ph": "X", "pid": 0,
-            "tid": 2 * span["stage"] + places[span["track"]], "ts": span["start"],
-            "dur": span["end"] - span["start"],
-        })  # fmt: skip
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+        length = span["end"] - span["start"]
+        track = 2 * span["stage"] + places[span["track"]]
+        trace.span(span["name"], span["kind"], span["start"], length, track=track)
+    return trace.to_dict()
 
 
 def _span(stage: int, track: str, name: str, kind: str, start: float, end: float) -> dict[str, Any]:

@@ -37,10 +37,15 @@ def test_replica_groups_are_written_out():
     text = (
         "a = all-reduce(x), replica_groups=mesh['x'=2,'y'=2] {'y'}, to_apply=%add\n"
         "b = all-reduce(x), replica_groups=[2,2]<=[2,2]T(1,0), to_apply=%add\n"
+        "c = all-reduce(x), replica_groups=mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'x'}, a=b\n"
+        "d = all-reduce(x), replica_groups=mesh['x'=2,'y'=2], device_ids=(0,2,1,3) {'y'}, a=b\n"
     )
     found = expand_groups(text).splitlines()
     assert "replica_groups={{0,1},{2,3}}, to_apply" in found[0]
     assert "replica_groups={{0,2},{1,3}}, to_apply" in found[1]
+    # Devices in mesh order are 0 2 1 3: along x (0, 1) and (2, 3), along y (0, 2) and (1, 3).
+    assert "replica_groups={{0,1},{2,3}}, a=b" in found[2]
+    assert "replica_groups={{0,2},{1,3}}, a=b" in found[3]
 
 
 def test_wrong_formats_and_double_parallelism(tmp_path):

@@ -3,12 +3,26 @@ from pathlib import Path
 
 import pytest
 
+from opcast.features.catalogue import find_device
 from opcast.features.errors import ProgramError
+from opcast.features.lowering import lower
+from opcast.features.reader import read_program
 from opcast.predict.partitioned import predict_partitioned, stream_trace
 from opcast.simulate.cluster_catalogue import find_cluster
 from opcast.simulate.step.calls import Estimate
 
-HLO = Path(__file__).parent.parent / "features" / "data" / "gpu_schedule.hlo"
+TESTS = Path(__file__).parent.parent
+HLO = TESTS / "features" / "data" / "gpu_schedule.hlo"
+KERNELS = TESTS / "models" / "data" / "gpu" / "kernels.hlo"
+WHOLE = """module attributes {mhlo.num_partitions = PARTITIONS : i32} {
+  func.func public @main(%x: tensor<512x512xf32>, %w: tensor<512x512xf32>) -> tensor<512x512xf32> {
+    %y = stablehlo.dot_general %x, %w, contracting_dims = [1] x [0]
+      : (tensor<512x512xf32>, tensor<512x512xf32>) -> tensor<512x512xf32>
+    %z = stablehlo.tanh %y : tensor<512x512xf32>
+    return %z : tensor<512x512xf32>
+  }
+}
+"""
 
 
 def constant(seconds):
@@ -41,13 +55,9 @@ def test_a_cluster_too_small_or_a_program_in_one_piece_is_refused(tmp_path):
     with pytest.raises(ProgramError, match="the cluster has 2"):
         predict_partitioned(HLO, find_cluster("h100-sxm-x2"), None)
     whole = tmp_path / "whole.mlir"
-    whole.write_text(
-        "module attributes {mhlo.num_partitions = 4 : i32} {\n"
-        "  func.func public @main(%x: tensor<8xf32>) -> tensor<8xf32> {\n"
-        "    %y = stablehlo.add %x, %x : tensor<8xf32>\n    return %y : tensor<8xf32>\n  }\n}\n"
-    )
+    whole.write_text(WHOLE.replace("PARTITIONS", "4"))
     with pytest.raises(ProgramError, match="no collectives"):
-        predict_partitioned(whole, find_cluster("h100-sxm-x4"), None)
+        predict_partitioned(whole, find_cluster("h100-sxm-x4"), None, lowering="op")
 
 
 def test_unoptimised_data_parallel_step_combines_and_hides_its_all_reduces():
@@ -57,9 +67,51 @@ def test_unoptimised_data_parallel_step_combines_and_hides_its_all_reduces():
         "mlp", mode="train", data_parallel=4, batch=64, features=64, width=64, layers=6
     )
     text = step.mlir(debug_info=False)
-    found = predict_partitioned(text, find_cluster("h100-sxm-x4"), None)
+    found = predict_partitioned(text, find_cluster("h100-sxm-x4"), None, lowering="op")
     count, size, _ = found.by_collective()["all_reduce"]
     assert count < text.count("stablehlo.all_reduce") / 4
     assert size >= 4 * step.n_params
-    slow = predict_partitioned(text, find_cluster("h100-sxm-x4"), None, collective=constant(1e-3))
+    slow = predict_partitioned(
+        text, find_cluster("h100-sxm-x4"), None, lowering="op", collective=constant(1e-3)
+    )
     assert slow.run.exposed <= count * 1.001e-3
+
+
+def test_without_collectives_a_program_takes_what_it_takes_on_one_device(predictor):
+    for lowering in ("op", "fused"):
+        program = WHOLE.replace("PARTITIONS", "1")
+        alone = predictor.predict(program, device="h100-sxm", lowering=lowering)
+        found = predict_partitioned(
+            program, find_cluster("h100-sxm-x1"), predictor, lowering=lowering
+        )
+        assert found.run.makespan * 1e6 == pytest.approx(alone.latency_us)
+        assert (found.lo * 1e6, found.hi * 1e6) == pytest.approx((alone.lo_us, alone.hi_us))
+        assert alone.notes == found.notes[: len(alone.notes)]
+
+
+@pytest.mark.parametrize("device", ["h100-sxm", "tpu-v5e"])
+def test_compiled_programs_cost_the_same_whoever_is_asked(predictor, device):
+    alone = predictor.predict(KERNELS, device=device)
+    found = predict_partitioned(KERNELS, find_cluster(f"{device}-x1"), predictor)
+    assert found.run.makespan * 1e6 == pytest.approx(alone.latency_us)
+    assert found.lowering == "scheduled"
+    assert sum(found.sources.values()) == pytest.approx(1.0)
+
+
+def test_collectives_come_on_top_of_the_same_kernels(predictor):
+    cluster = find_cluster("h100-sxm-x4")
+    free = predict_partitioned(HLO, cluster, predictor, collective=constant(0.0))
+    late = predict_partitioned(HLO, cluster, predictor, collective=constant(1e-3))
+    spec = find_device("h100-sxm")
+    lowered = lower(read_program(HLO), "xla")
+    own = predictor.model_for(spec).predict_kernels(lowered.kernels, spec).latency
+    busy = [k.takes_time and k.kind != "collective" for k in lowered.kernels]
+    kernels = sum(
+        t * k.multiplicity for t, k, b in zip(own, lowered.kernels, busy, strict=True) if b
+    )
+    # Kernels, half a gap for each execution of anything, and the dispatch.
+    runs = sum(k.multiplicity for k in lowered.kernels if k.takes_time)
+    gaps = 0.5 * runs * spec.launch_gap + spec.dispatch
+    assert free.run.makespan == pytest.approx(kernels + gaps)
+    assert late.run.compute == pytest.approx(free.run.compute)
+    assert late.run.makespan > free.run.makespan + 1e-3

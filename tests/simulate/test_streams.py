@@ -4,7 +4,7 @@ import pytest
 from opcast.features.errors import ProgramError
 from opcast.features.hlo import parse_hlo
 from opcast.features.kernels import extract_kernels
-from opcast.simulate.collective_passes import combine, fold_reduce_scatters, optimise_collectives
+from opcast.simulate.collective_passes import combine, combine_all
 from opcast.simulate.nodes import Collective, Node, check_devices, program_nodes
 from opcast.simulate.streams import run_streams
 
@@ -97,20 +97,6 @@ def test_makespan_lies_between_the_longer_stream_and_the_sum(seed, scheduled):
     assert all(np.diff(found.start[list(found.critical)]) >= -1e-9)
 
 
-def test_all_reduce_of_which_a_slice_is_kept_is_a_reduce_scatter():
-    nodes = [
-        compute("g", 1.0), send("s", 0, size=64.0),
-        Node("p", "dynamic-slice", (1,), 0.5, result_bytes=16.0),
-    ]  # fmt: skip
-    found = fold_reduce_scatters(nodes)
-    assert found[1].collective == Collective("reduce_scatter", 64.0, ALL)
-    assert found[2].seconds == 0.0
-    read_twice = [*nodes, compute("x", 1.0, 1)]
-    assert fold_reduce_scatters(read_twice)[1].collective.kind == "all_reduce"
-    smaller = [*nodes[:2], Node("p", "dynamic-slice", (1,), 0.5, result_bytes=8.0)]
-    assert fold_reduce_scatters(smaller)[1].collective.kind == "all_reduce"
-
-
 def test_independent_all_reduces_are_combined_up_to_the_threshold():
     nodes = [compute("a", 1.0), send("s", 0), compute("b", 1.0), send("t", 2), send("u", 2)]
     found = combine(nodes, "all_reduce", 16.0)
@@ -129,7 +115,7 @@ def test_collectives_that_need_one_another_stay_apart():
     crossed = [
         send("s1"), send("t1", group=(0, 1)), send("t2", 0, group=(0, 1)), send("s2", 1),
     ]  # fmt: skip
-    found = optimise_collectives(crossed)
+    found = combine_all(crossed)
     assert len(found) == 3
     assert run(found, {n.name: 1.0 for n in found}, scheduled=False).makespan <= 4.0
 
@@ -139,7 +125,7 @@ def test_groups_kinds_and_loops_are_not_mixed():
         send("s"), send("t", group=(0, 1)), send("u", kind="all_gather"),
         Node("v", "all-reduce", (), 0.0, Collective("all_reduce", 8.0, ALL), times=4.0),
     ]  # fmt: skip
-    assert len(optimise_collectives(nodes)) == 4
+    assert len(combine_all(nodes)) == 4
 
 
 HLO = """HloModule m, is_scheduled=true, num_partitions=4
