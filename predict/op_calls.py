@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from ..features.device import DeviceSpec
+from ..models.gpu.attention import attention_key, flash_attention
 from ..models.ops import OpModel
 from ..simulate.step.calls import SHAPES, OpCall
 from ..simulate.step.workload import WIDTH
@@ -25,8 +26,6 @@ ROOFLINE_FACTOR = 1.6
 #: Dtypes that operator tables hold, by dtype of a workload.
 TABLE_DTYPE = {"bf16": "bf16", "f16": "bf16", "fp8": "fp8"}
 _HLO_DTYPE = {"bf16": "bf16", "f16": "f16", "f32": "f32", "fp8": "f8e4m3fn"}
-#: Architectures that run the third version of FlashAttention.
-_FA3 = ("hopper",)
 #: Columns of the tensor that stands for moved bytes: an addition reads two and writes one.
 _MOVED_COLS = 8192
 
@@ -86,10 +85,9 @@ def op_row(call: OpCall, spec: DeviceSpec) -> dict[str, Any]:
             kernel = "CutlassFP8ScaledMMLinearKernel"
         return {**row, **_table("graph/linear", "vllm", kernel), "b": 1, **sizes}
     if call.op == "attention":
-        return {**row, **_attention(sizes, spec), "dtype": "bf16", "kv_dtype": "bf16"}
+        return {**row, **_attention(sizes, spec)}
     if call.op == "decode":
-        one = {**sizes, "q_len": 1, "causal": 1}
-        return {**row, **_attention(one, spec), "dtype": "bf16", "kv_dtype": "bf16"}
+        return {**row, **_attention({**sizes, "q_len": 1, "causal": 1}, spec)}
     if call.op == "moe":
         experts = _table("graph/moe", "trtllm", "moe_torch_flow_cutlass")
         return {**row, **experts, "distribution": "balanced", **sizes}
@@ -102,13 +100,7 @@ def _table(key: str, backend: str = "", kernel: str = "") -> dict[str, Any]:
 
 
 def _attention(sizes: dict[str, Any], spec: DeviceSpec) -> dict[str, Any]:
-    version = "fa3" if spec.architecture in _FA3 else "fa2"
-    if sizes["causal"] and sizes["q_len"] == 1:
-        found = _table("graph/generation_attention", "vllm", f"vllm_flash_attn_{version}")
-    elif sizes["causal"]:
-        found = _table("graph/context_attention", "vllm", f"vllm_flash_attn_{version}")
-    else:
-        found = _table("graph/encoder_attention", "vllm", f"vllm_vit_flash_attn_{version}")
+    found = {**_table(attention_key(sizes)), **flash_attention(sizes, spec)}
     return {**found, **sizes, "v_head_dim": sizes["head_dim"], "window": 0}
 
 

@@ -1,24 +1,43 @@
-"""Fused attention calls as published attention kernels."""
+"""Attention as published attention kernels: of fused calls in programs, and of models by size."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from ...features.device import DeviceSpec
+from ...simulate.step.layer_ops import ATTENTION_BACKWARD
 from .answers import Answer, spread
 from .library import Operators
 
 #: Whose kernels stand for cuDNN's; ``trtllm`` has most rows.
-LIBRARY = {"backend": "trtllm", "kernel": "torch_flow", "dtype": "bf16", "kv_dtype": "bf16"}
-#: Five products instead of two, with the scores made a second time, at a somewhat lower rate: an
-#: engineering estimate, since the tables hold forward passes alone.
-BACKWARD = 3.0
+CUDNN = {"backend": "trtllm", "kernel": "torch_flow", "dtype": "bf16", "kv_dtype": "bf16"}
+#: Architectures that run the third version of FlashAttention.
+_FA3 = ("hopper",)
 #: Log half-widths added for another library, and for a backward pass.
 OTHER_LIBRARY, OTHER_PASS = 0.25, 0.5
+
+
+def attention_key(sizes: Mapping[str, Any]) -> str:
+    """Family of published rows that an attention belongs to.
+
+    Args:
+        sizes: ``q_len`` and ``causal``; one causal query is a step of generation.
+    """
+    if not sizes["causal"]:
+        return "graph/encoder_attention"
+    return "graph/generation_attention" if sizes["q_len"] == 1 else "graph/context_attention"
+
+
+def flash_attention(sizes: Mapping[str, Any], device: DeviceSpec) -> dict[str, str]:
+    """Whose kernels a framework with FlashAttention runs, as columns of a row."""
+    version = "fa3" if device.architecture in _FA3 else "fa2"
+    name = "vllm_flash_attn" if sizes["causal"] else "vllm_vit_flash_attn"
+    kernel = f"{name}_{version}"
+    return {"backend": "vllm", "kernel": kernel, "dtype": "bf16", "kv_dtype": "bf16"}
 
 
 def attention_answer(
@@ -31,9 +50,9 @@ def attention_answer(
         operators: Published families.
         device: Where they run.
     """
-    rows = pd.DataFrame(list(calls)).assign(**LIBRARY)
+    rows = pd.DataFrame(list(calls)).assign(**CUDNN)
     answer = Answer.empty(len(rows))
-    key = np.where(rows["causal"] == 1, "graph/context_attention", "graph/encoder_attention")
+    key = np.array([attention_key(call) for call in calls], object)
     for family in dict.fromkeys(key.tolist()):
         at = np.flatnonzero(key == family)
         found = operators.predict(family, rows.iloc[at], device)
@@ -41,7 +60,7 @@ def attention_answer(
         plain = spread(found.latency, found.lo, found.hi, OTHER_LIBRARY)
         wide = spread(found.latency, found.lo, found.hi, OTHER_PASS)
         lower, upper = (np.where(back, w, p) for w, p in zip(wide, plain, strict=True))
-        latency = found.latency * np.where(back, BACKWARD, 1.0)
+        latency = found.latency * np.where(back, ATTENTION_BACKWARD, 1.0)
         inside = found.in_domain & ~back
         answer.put(at, Answer.around(latency, lower, upper, f"learned:{family}", inside))
     return answer

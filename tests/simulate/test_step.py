@@ -48,10 +48,10 @@ def step(workload, text):
 
 def test_one_device_takes_the_model_flops():
     _, found = step(small(), "dp=1")
-    assert found.total == pytest.approx(small().model_flops() / PEAK, rel=0.03)
-    # Attention's backward pass has five products where the model's count has four.
+    assert found.total == pytest.approx(small().model_flops() / PEAK, rel=0.04)
+    # Attention's backward pass takes three forward passes where the model's count has two.
     pairs = 16 * 512 * 513 / 2
-    extra = 4 * 0.5 * 4 * 512 * pairs
+    extra = 4 * 1.0 * 4 * 512 * pairs
     assert found.total == pytest.approx((small().model_flops() + extra) / PEAK, rel=1e-9)
     assert (found.exposed, found.bubble) == (0.0, 0.0)
 
