@@ -23,6 +23,10 @@ from ..simulate.step.workload import WIDTH
 MATRIX_SHARE, MEMORY_SHARE = 0.7, 0.85
 #: Width of its interval, as a factor either way.
 ROOFLINE_FACTOR = 1.6
+#: Clock that a GPU holds under minutes of arithmetic at its power limit, over that of the short
+#: measurements which the model of operators learned from, with its likely range; an engineering
+#: estimate, since the tables hold no sustained load.
+SUSTAINED, SUSTAINED_RANGE = 0.82, (0.95, 0.72)
 #: Dtypes that operator tables hold, by dtype of a workload.
 TABLE_DTYPE = {"bf16": "bf16", "f16": "bf16", "fp8": "fp8"}
 _HLO_DTYPE = {"bf16": "bf16", "f16": "f16", "f32": "f32", "fp8": "f8e4m3fn"}
@@ -36,16 +40,22 @@ class OperatorLatency:
     Args:
         spec: The device.
         model: Model of library operators; ``None`` for the roofline throughout.
+        sustained: Clock under the load of interest over that of short measurements: what the
+            arithmetic of learned operators is slowed by.
 
     Attributes:
+        slowed: Whether arithmetic bounds an operator, so that ``sustained`` applied to it.
         scopes: Scope of the model (``known``, ``unseen`` …, or ``roofline``) by operator.
     """
 
-    def __init__(self, spec: DeviceSpec, model: OpModel | None) -> None:
-        self.spec = spec
+    def __init__(
+        self, spec: DeviceSpec, model: OpModel | None, sustained: float = 1.0
+    ) -> None:  # fmt: skip
+        self.spec, self.sustained = spec, sustained
         learned = model is not None and spec.platform == "gpu" and spec.vendor == "NVIDIA"
         self.model = model if learned else None
         self.scopes: dict[OpCall, str] = {}
+        self.slowed: dict[OpCall, bool] = {}
         if self.model is not None and spec.name not in self.model.devices:
             self.model.devices[spec.name] = spec
 
@@ -58,11 +68,19 @@ class OperatorLatency:
             if at:
                 rows = pd.DataFrame([op_row(calls[i], self.spec) for i in at])
                 said = self.model.predict(rows)
+                bound = [self._is_arithmetic(calls[i]) for i in at]
+                self.slowed.update(zip((calls[i] for i in at), bound, strict=True))
                 scale = np.array([calls[i].scale for i in at])
+                scale = np.where(bound, scale / self.sustained, scale)
                 found[at] = np.stack([said.latency, said.lo, said.hi], axis=1) * scale[:, None]
                 scope[at] = said.scope
         self.scopes.update(zip(calls, map(str, scope), strict=True))
         return found
+
+    def _is_arithmetic(self, call: OpCall) -> bool:
+        """Whether the roofline of an operator is that of arithmetic."""
+        peak = self.spec.matrix_peak(_HLO_DTYPE.get(call.dtype, call.dtype))
+        return call.flops() / peak > call.moved(WIDTH[call.dtype]) / self.spec.bandwidth
 
 
 def roofline_seconds(calls: Sequence[OpCall], spec: DeviceSpec) -> np.ndarray:

@@ -21,9 +21,11 @@ from ..simulate.step.workload import Workload, resolved
 from ..simulate.topology import Cluster
 from .cluster_network import ClusterNetwork
 from .devices import resolve_device
-from .op_calls import OperatorLatency
+from .op_calls import SUSTAINED, SUSTAINED_RANGE, OperatorLatency
 from .published_e2e import COMPOSITION_ERROR, RHO, combined_spread
 
+#: Cores of a GPU that run collectives beside kernels: 16 channels of NCCL; an estimate.
+COLLECTIVE_CORES = 16
 _PEAK = {"bf16": "bf16", "f16": "f16", "f32": "f32", "fp8": "f8e4m3fn"}
 
 
@@ -130,9 +132,10 @@ class StepPredictor:
             )  # fmt: skip
         self.cluster = cluster
         self.spec = device or resolve_device(cluster.device, {})
-        self.latency = OperatorLatency(self.spec, model)
+        self.latency = OperatorLatency(self.spec, model, SUSTAINED)
         self.network = ClusterNetwork(cluster)
-        self._costs = Costs(self.latency, self.network, self.spec.host_bandwidth or 32e9)
+        host = self.spec.host_bandwidth or 32e9
+        self._costs = Costs(self.latency, self.network, host, _contention(self.spec))
 
     def predict(
         self, workload: Workload, plan: Plan, jitter: float = 0.0,
@@ -194,10 +197,11 @@ class StepPredictor:
     def _interval(
         self, workload: Workload, plan: Plan, step: StepTime, counts: dict[OpCall, float]
     ) -> tuple[float, float]:
-        """90 % interval: operators, collectives and the composition err independently.
+        """90 % interval: operators, collectives, clocks and the composition err independently.
 
-        Errors of operators correlate by ``RHO``; those of collectives are taken as common. Both
-        ends of each are composed anew, so that what is hidden does not count.
+        Errors of operators correlate by ``RHO``; those of collectives, and of the clock under
+        load, are taken as common. Both ends of each are composed anew, so that what is hidden does
+        not count.
         """
         costs, total = self._costs, step.total
         times = np.array([costs.ops[c] * n for c, n in counts.items()])
@@ -206,10 +210,13 @@ class StepPredictor:
         compute = float(times[:, 0].sum()) or 1.0
         own = COMPOSITION_ERROR * total
         ops = [1.0 - min(down / compute, 0.95), 1.0 + up / compute]
+        slowed = sum(t[0] for t, c in zip(times, counts, strict=True) if self.latency.slowed.get(c))
         found = []
         for side in (0, 1):
+            clock = 1.0 + float(slowed) / compute * (SUSTAINED / SUSTAINED_RANGE[side] - 1.0)
             shifts = [
                 step_time(workload, plan, _scaled(costs, ops[side], None)).total - total,
+                step_time(workload, plan, _scaled(costs, clock, None)).total - total,
                 step_time(workload, plan, _scaled(costs, 1.0, side)).total - total,
                 own,
             ]
@@ -234,4 +241,11 @@ def _scaled(costs: Costs, factor: float, side: int | None) -> Costs:
         found = costs.links[kind, size, group]
         return found if side is None else found._replace(seconds=found[1 + side])
 
-    return Costs(latency, network, costs.host_bandwidth)
+    return Costs(latency, network, costs.host_bandwidth, costs.contention)
+
+
+def _contention(spec: DeviceSpec) -> float:
+    """Share of a device that a collective takes: cores of a GPU, nothing of a TPU's engines."""
+    if spec.platform != "gpu" or not spec.core_count:
+        return 0.0
+    return min(0.5, COLLECTIVE_CORES / spec.core_count)

@@ -44,12 +44,17 @@ class Costs:
         latency: Of operators.
         network: Of collectives.
         host_bandwidth: Bytes/s between device and host, for offloading.
+        contention: Share of a device that a collective takes from what runs beside it, 0 to 1.
     """
 
-    def __init__(self, latency: OpLatency, network: Network, host_bandwidth: float = 32e9) -> None:
+    def __init__(
+        self, latency: OpLatency, network: Network, host_bandwidth: float = 32e9,
+        contention: float = 0.0,
+    ) -> None:  # fmt: skip
         self._latency = latency
         self._network = network
         self.host_bandwidth = host_bandwidth
+        self.contention = contention
         self.ops: dict[OpCall, np.ndarray] = {}
         self.links: dict[tuple[str, float, Group], Estimate] = {}
 

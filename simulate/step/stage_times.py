@@ -128,7 +128,8 @@ class StageCost:
             return ahead + Part(0.0, sent), back + more, sum(once)
         up = Pass([p.total for p in forward], gathers)
         if not self.train:
-            return Part(ahead.compute, run_passes([up]).total - ahead.compute), Part(), 0.0
+            wait = run_passes([up]).total - ahead.compute
+            return Part(ahead.compute, self._slowed(wait, gathers, forward)), Part(), 0.0
         down = Pass([p.total for p in backward], gathers[::-1], scatters)
         count = min(self.plan.microbatches, 3)
         steady = run_passes([up, down] * count)
@@ -138,11 +139,25 @@ class StageCost:
         left = steady.total - steady.ends[-1]
         fewer = run_passes([up, down] * max(1, count - 1))
         piled = max(0.0, left - (fewer.total - fewer.ends[-1])) * (self.plan.microbatches - count)
+        waits = (ends[1] - ends[0] - ahead.compute, ends[2] - ends[1] - back.compute)
+        tail = max(0.0, last.total - ends[2]) + piled
         return (
-            Part(ahead.compute, max(0.0, ends[1] - ends[0] - ahead.compute)),
-            Part(back.compute, max(0.0, ends[2] - ends[1] - back.compute)),
-            max(0.0, last.total - ends[2]) + piled,
+            Part(ahead.compute, self._slowed(waits[0], gathers, forward)),
+            Part(back.compute, self._slowed(waits[1], [*gathers, *scatters], backward)),
+            self._slowed(tail, once, []),
         )
+
+    def _slowed(self, wait: float, sent: Sequence[float], run: Sequence[Part]) -> float:
+        """Exposed time of a pass, with what hidden collectives take from the kernels beside them.
+
+        Args:
+            wait: Time that the pass takes beyond its computation.
+            sent: Collectives of parameters and gradients that run beside it.
+            run: Its units, whose own collectives hide nothing.
+        """
+        wait = max(0.0, wait)
+        own = sum(part.exposed for part in run)
+        return wait + self.costs.contention * max(0.0, sum(sent) - max(0.0, wait - own))
 
     def _once(self) -> list[float]:
         """Reductions of each unit's gradients that are made once a step."""

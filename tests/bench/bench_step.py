@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import resource
-import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "simulate"))
 
 from common import best, show
-from test_by_rank import PLANS, both
 
 from opcast.models.ops import OpModel
-from opcast.predict.locate import find_model
+from opcast.predict.locate import OPERATOR_MODEL, find_model
 from opcast.predict.step import StepPredictor
 from opcast.simulate.cluster_catalogue import find_cluster
 from opcast.simulate.step.by_rank import Wire
 from opcast.simulate.step.plan import parse_plan
+from opcast.simulate.step.rank_check import PLANS, compare_ranks
 from opcast.simulate.step.workload import make_workload
 
 DECODER = {
@@ -31,7 +27,7 @@ SIZES = {
 
 
 def main() -> None:
-    operators = OpModel.load(find_model("gpu-operators"))
+    operators = OpModel.load(find_model(OPERATOR_MODEL))
     loaded = peak_bytes()
     for devices, text in SIZES.items():
         workload = make_workload("llama", {**DECODER, "batch": max(32, devices // 4)})
@@ -52,9 +48,9 @@ def compare(wire: Wire) -> None:
     worst: dict[int, tuple[float, str]] = {}
     start = time.perf_counter()
     for text in PLANS:
-        composed, by_rank = both(text, wire)
+        error = abs(compare_ranks(text, wire).error)
         devices = parse_plan(text).devices
-        worst[devices] = max(worst.get(devices, (0.0, "")), (abs(composed / by_rank - 1), text))
+        worst[devices] = max(worst.get(devices, (0.0, "")), (error, text))
     for devices, (difference, text) in sorted(worst.items()):
         name = f"difference to every message, {devices} devices, {wire.bandwidth / 1e9:g} GB/s"
         print(f"{'ok  ' if difference < 0.03 else 'MISS'} {name:<58} {difference:10.2%}   {text}")
