@@ -48,12 +48,15 @@ bench: $(VENV)/.installed
 	$(BIN)/python tests/bench/run_all.py
 
 ## Accuracy figures on the committed dataset and, if PUBLISHED is there, on published operator tables
-## (it may take an hour, and resumes), with splits and label noise.
+## (it may take an hour, and resumes), with splits and label noise; then clusters: collectives, cost
+## and error of the composition, scaling, best plans (ten minutes, and resumes).
 report: $(VENV)/.installed
 	$(BIN)/opcast report
 	$(BIN)/python tests/bench/trust_report.py --quick --minutes 2
 	@if [ -d '$(PUBLISHED)' ]; then $(BIN)/opcast report --published '$(PUBLISHED)'; \
 	else echo "operators: no published tables at $(PUBLISHED); make report PUBLISHED=DIR"; fi
+	@if [ -d '$(PUBLISHED)' ]; then $(BIN)/opcast report --clusters --published '$(PUBLISHED)'; \
+	else $(BIN)/opcast report --clusters; fi
 
 ## The docs site, in site/.
 docs: $(VENV)/.installed

@@ -380,8 +380,25 @@ def report(
     seed: Seed = 0,
     threads: Threads = 2,
     track: Annotated[bool, typer.Option(help="Log operator reports to MLflow.")] = True,
+    clusters: Annotated[
+        bool,
+        typer.Option(
+            "--clusters",
+            help="Report on clusters instead; collectives from the tables of --published.",
+        ),
+    ] = False,
 ) -> None:
     """Print the accuracy figures: every model and split beside the label noise."""
+    if clusters:
+        from . import cluster_report
+
+        if data or study or model or family or max_rows:
+            raise typer.BadParameter("--clusters takes --published, --out and --threads only")
+        wanted = cluster_report.ClusterRequest(
+            published, out or cluster_report.OUT, workers=threads
+        )
+        cluster_report.run_cluster_report(make_console(), wanted)
+        return
     if published is None:
         from .workflows import run_report
 

@@ -79,7 +79,6 @@ def export_table(
     """Write latencies with intervals as parquet: operators of grids, kernels of programs."""
     import pandas as pd
 
-    from .cli_simulate import operators
     from .features.dataset import write_table
     from .features.errors import DatasetError
     from .features.lowering import lower
@@ -93,7 +92,7 @@ def export_table(
     if op:
         specs = [resolve_device(d, {}) for d in device]
         texts = [t for grid in op for t in expand_ops(grid)]
-        parts.append(operator_table(texts, {s.name: s for s in specs}, operators(model)))
+        parts.append(operator_table(texts, {s.name: s for s in specs}, _operators(model)))
     if programs:
         predictor = load(kernels)
         for spec in (resolve_device(d, predictor.devices) for d in device):
@@ -121,7 +120,6 @@ def export_vidur(
     model: Operators = OPERATOR_MODEL,
 ) -> None:
     """Write the tables that Vidur's random forests train on."""
-    from .cli_simulate import operators
     from .predict.devices import resolve_device
     from .predict.op_calls import OperatorLatency
     from .predict.vidur import write_vidur
@@ -131,7 +129,7 @@ def export_vidur(
     spec = resolve_device(device, {})
     rows = write_vidur(
         out, name or workload, spec.name, read_workload(workload, settings or []), tp or [1],
-        max_tokens, OperatorLatency(spec, operators(model)),
+        max_tokens, OperatorLatency(spec, _operators(model)),
         find_cluster(cluster) if cluster else None, lambda file: typer.echo(file, err=True),
     )  # fmt: skip
     typer.echo("\n".join(f"{file}: {count} rows" for file, count in rows.items()))
@@ -153,6 +151,16 @@ def import_chakra(
     if timeline is not None:
         write_trace(run.chrome_trace(), timeline)
     _print(run.summary(), "{ranks} ranks, {nodes} nodes, {step_us:,.0f} µs", json_output)
+
+
+def _operators(model: str) -> Any:
+    """The model of operators; ``None`` for rooflines."""
+    if model == "roofline":
+        return None
+    from .models.ops import OpModel
+    from .predict.locate import find_model
+
+    return OpModel.load(find_model(model))
 
 
 def _print(result: dict[str, Any], title: str, json_output: bool) -> None:

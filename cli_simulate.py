@@ -51,6 +51,7 @@ def simulate(
     """Predict one training step on a cluster: time, its parts, memory, efficiency."""
     from .features.chrome_trace import write_trace
     from .features.files import write_text
+    from .predict.op_calls import load_step_model
     from .predict.step import StepPredictor
     from .simulate.cluster_catalogue import find_cluster
     from .simulate.step.plan import Plan, parse_plan
@@ -60,7 +61,7 @@ def simulate(
     work = read_workload(workload, settings or [])
     where = find_cluster(cluster)
     chosen = parse_plan(plan) if plan else Plan(dp=where.size)
-    predictor = StepPredictor(where, operators(model))
+    predictor = StepPredictor(where, load_step_model(model))
     found = predictor.predict(work, chosen, jitter, _speeds(speed or []), seed=seed)
     if timeline is not None:
         title = f"{found.plan.text()} on {found.cluster}"
@@ -151,6 +152,7 @@ def simulate_serving(
     json_output: Json = False,
 ) -> None:
     """Serve requests with continuous batching: TTFT, TPOT, throughput, size of the cache."""
+    from .predict.op_calls import load_step_model
     from .predict.serving import ServingPredictor, poisson_requests, read_requests
     from .simulate.cluster_catalogue import find_cluster
     from .simulate.step.plan import Plan, parse_plan
@@ -158,7 +160,7 @@ def simulate_serving(
 
     work, where = read_workload(workload, settings or []), find_cluster(cluster)
     chosen = parse_plan(plan) if plan else Plan(tp=where.size)
-    predictor = ServingPredictor(work, chosen, where, operators(model))
+    predictor = ServingPredictor(work, chosen, where, load_step_model(model))
     if requests is not None:
         trace = read_requests(requests)
     else:
@@ -214,16 +216,6 @@ def kernels(model: str) -> Any:
     from .predict.predictor import load_for_programs
 
     return load_for_programs(model)
-
-
-def operators(model: str) -> Any:
-    """The model of operators; ``None`` for rooflines."""
-    if model == "roofline":
-        return None
-    from .models.ops import OpModel
-    from .predict.locate import find_model
-
-    return OpModel.load(find_model(model))
 
 
 def _speeds(pairs: list[str]) -> dict[int, float]:

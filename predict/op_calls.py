@@ -8,6 +8,7 @@ speaks, with the shares of the peak and of the bandwidth that well-tuned kernels
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ..models.gpu.attention import attention_key, flash_attention
 from ..models.ops import OpModel
 from ..simulate.step.calls import SHAPES, OpCall
 from ..simulate.step.workload import WIDTH
+from .locate import find_model
 
 #: Shares of the matrix peak and of the memory bandwidth where the roofline speaks; estimates.
 MATRIX_SHARE, MEMORY_SHARE = 0.7, 0.85
@@ -30,6 +32,11 @@ SUSTAINED, SUSTAINED_RANGE = 0.82, (0.95, 0.72)
 #: Dtypes that operator tables hold, by dtype of a workload.
 TABLE_DTYPE = {"bf16": "bf16", "f16": "bf16", "fp8": "fp8"}
 _HLO_DTYPE = {"bf16": "bf16", "f16": "f16", "f32": "f32", "fp8": "f8e4m3fn"}
+#: Families of the model that operators of a step belong to; the others need not be read.
+FAMILIES = (
+    "graph/linear", "graph/context_attention", "graph/encoder_attention",
+    "graph/generation_attention", "graph/moe", "kernel/norm", "kernel/elementwise",
+)  # fmt: skip
 #: Columns of the tensor that stands for moved bytes: an addition reads two and writes one.
 _MOVED_COLS = 8192
 
@@ -81,6 +88,17 @@ class OperatorLatency:
         """Whether the roofline of an operator is that of arithmetic."""
         peak = self.spec.matrix_peak(_HLO_DTYPE.get(call.dtype, call.dtype))
         return call.flops() / peak > call.moved(WIDTH[call.dtype]) / self.spec.bandwidth
+
+
+def load_step_model(model: str | Path) -> OpModel | None:
+    """The part of a model of operators that steps ask; ``None`` for the name ``roofline``.
+
+    Raises:
+        ModelError: There is no such model, or it is of another kind.
+    """
+    if str(model) == "roofline":
+        return None
+    return OpModel.load(find_model(model), only=FAMILIES)
 
 
 def roofline_seconds(calls: Sequence[OpCall], spec: DeviceSpec) -> np.ndarray:

@@ -11,7 +11,7 @@ from ..models.ops import OpModel
 from ..simulate.cluster_catalogue import find_cluster
 from ..simulate.step.plan import Plan
 from ..simulate.step.workload import Workload
-from .locate import find_model
+from .op_calls import load_step_model
 from .step import StepPredictor
 from .sweep_space import Candidate
 
@@ -78,4 +78,4 @@ def _predictor(cluster: str, model: str) -> StepPredictor:
 
 @lru_cache(maxsize=2)
 def _operators(model: str) -> OpModel | None:
-    return None if model == "roofline" else OpModel.load(find_model(model))
+    return load_step_model(model)

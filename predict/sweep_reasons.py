@@ -43,6 +43,35 @@ def reasons(frame: pd.DataFrame) -> list[str]:
     return [text for _, text in sorted(found, key=lambda item: -item[0])]
 
 
+def runner_up(frame: pd.DataFrame) -> list[str]:
+    """One sentence on the second-fastest plan that fits: what it loses to the fastest.
+
+    Args:
+        frame: Results of a sweep.
+
+    Returns:
+        Empty if fewer than two plans fit.
+    """
+    fitting = _per_sequence(frame[frame["fits"]]).sort_values("own_us")
+    if len(fitting) < 2:
+        return []
+    best, second = fitting.iloc[0], fitting.iloc[1]
+    share = float(second["own_us"] / best["own_us"] - 1.0)
+    told = _told(best, second) or "no part differs by 0.1%"
+    return [f"second, {second['plan']}: {share:.1%} slower than {best['plan']} ({told})"]
+
+
+def _told(best: pd.Series[Any], other: pd.Series[Any]) -> str:
+    """By how much each part of another plan's step is longer, in shares of the best step."""
+    changes = {
+        what: (other[part] / other["batch"] - best[part] / best["batch"]) / best["own_us"]
+        for part, what in _PARTS.items()
+    }
+    return ", ".join(
+        f"{what} {change:+.1%}" for what, change in changes.items() if abs(change) >= 0.001
+    )
+
+
 def _per_sequence(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.assign(own_us=frame["step_us"] / frame["batch"])
 
@@ -58,13 +87,7 @@ def _reason(
         return float("inf"), f"{kept}: no other value fits, the least needs {need:.1f} GiB"
     other = fitting.iloc[0]
     share = float(other["own_us"] / best["own_us"] - 1.0)
-    changes = {
-        what: (other[part] / other["batch"] - best[part] / best["batch"]) / best["own_us"]
-        for part, what in _PARTS.items()
-    }
-    told = ", ".join(
-        f"{what} {change:+.1%}" for what, change in changes.items() if abs(change) >= 0.001
-    )
+    told = _told(best, other)
     slower = "as fast" if share < 0.0005 else f"{share:.1%} slower"
     why = f" ({told} of the step)" if told and share >= 0.0005 else ""
     memory = (other["memory_bytes_per_device"] - best["memory_bytes_per_device"]) / 2**30

@@ -3,21 +3,24 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from opcast.features.catalogue import find_device
 from opcast.features.errors import DatasetError, PlanError
 from opcast.predict import sweep_workers
 from opcast.predict.scaling import best_by_size, plot_scaling
 from opcast.predict.sweep import Sweep, grid, pareto, plot, search
 from opcast.predict.sweep_job import SweepJob, judge
-from opcast.predict.sweep_reasons import reasons
+from opcast.predict.sweep_reasons import reasons, runner_up
 from opcast.predict.sweep_space import axis_values, candidates, chunks, parse_grid
 from opcast.simulate.cluster_catalogue import find_cluster
 from opcast.simulate.step.workload import make_workload
+from opcast.simulate.topology_file import save_cluster
 
 WORK = make_workload(
     "llama",
@@ -213,3 +216,39 @@ def _dying(flag):
         return judge(job, piece)
 
     return judge_or_die
+
+
+def test_a_hypothetical_device_in_a_sweep_takes_the_time_of_its_figures(tmp_path):
+    plain = find_device("tpu-v5e")
+    figures = {
+        "bf16": plain.peak_flops["bf16"] / 1e12, "hbm": plain.bandwidth / 1e9,
+        "floor": plain.floor * 1e6,
+    }  # fmt: skip
+    chip = tmp_path / "twice.yaml"
+    chip.write_text(
+        f"name: twice-v5e\nbase: tpu-v5e\npeak_tflops: {{bf16: {2 * figures['bf16']}}}\n"
+        f"hbm_bandwidth_gbps: {2 * figures['hbm']}\nlaunch_floor_us: {figures['floor'] / 2}\n"
+    )
+    box = find_cluster("tpu-v5e-x8")
+    save_cluster(replace(box, name="mine", device=str(chip)), tmp_path / "mine.yaml")
+    values = parse_grid("tp=1,pp=1,data=dp,recompute=none,schedule=1f1b,split=1")
+    names = ["tpu-v5e-x8", str(tmp_path / "mine.yaml")]
+    found = grid(Sweep(JOB, tmp_path / "out"), names, [32], values).set_index("device")
+    assert set(found.index) == {"tpu-v5e", "twice-v5e"}
+    # The roofline knows nothing but these figures, so every operator takes half its time.
+    half = found.loc["tpu-v5e", "compute_us"] / 2
+    assert found.loc["twice-v5e", "compute_us"] == pytest.approx(half, rel=1e-6)
+
+
+def test_what_holds_the_second_best_back():
+    frame = pd.DataFrame({
+        "plan": ["fsdp=8", "tp=2,fsdp=4", "tp=4"], "batch": [8, 8, 8],
+        "step_us": [100.0, 110.0, 90.0], "compute_us": [90.0, 95.0, 80.0],
+        "exposed_communication_us": [10.0, 15.0, 10.0], "bubble_us": [0.0, 0.0, 0.0],
+        "memory_bytes_per_device": [1.0, 1.0, 1.0], "fits": [True, True, False],
+    })  # fmt: skip
+    assert runner_up(frame) == [
+        "second, tp=2,fsdp=4: 10.0% slower than fsdp=8 (computation +5.0%, exposed communication "
+        "+5.0%)"
+    ]
+    assert runner_up(frame[:1]) == []
