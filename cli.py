@@ -397,7 +397,7 @@ def report(
         wanted = cluster_report.ClusterRequest(
             published, out or cluster_report.OUT, workers=threads
         )
-        cluster_report.run_cluster_report(make_console(), wanted)
+        cluster_report.run_cluster_report(make_console(170), wanted)
         return
     if published is None:
         from .workflows import run_report

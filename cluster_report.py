@@ -141,14 +141,14 @@ def collective_errors(console: Console, published: Path, folder: Path) -> pd.Dat
 
 def composition_errors() -> pd.DataFrame:
     """The composition beside the simulation of every message, over plans and bandwidths."""
+    from .simulate.step import rank_check
     from .simulate.step.by_rank import Wire
     from .simulate.step.plan import parse_plan
-    from .simulate.step.rank_check import PLANS, compare_ranks
 
     rows = []
     for bandwidth in BANDWIDTHS:
-        for text in PLANS:
-            pair = compare_ranks(text, Wire(LATENCY, bandwidth))
+        for text in rank_check.PLANS:
+            pair = rank_check.compare_ranks(text, Wire(LATENCY, bandwidth))
             rows.append({
                 "devices": parse_plan(text).devices, "plan": text,
                 "bandwidth_gbps": bandwidth / 1e9, "composed_ms": pair.composed * 1e3,

@@ -119,8 +119,8 @@ class _Rewriter:
                 self.ops[view] = replace(self.ops[view], operands=(source,))
                 source = view
             self.ops[way[-1]] = replace(
-                cut, opcode="reduce-scatter", operands=(source,), called=op.called,
-                attrs={**op.attrs, "dimension": dimension},
+                cut, name=f"{op.name}.scatter", opcode="reduce-scatter", operands=(source,),
+                called=op.called, attrs={**op.attrs, "dimension": dimension},
             )  # fmt: skip
             self.dropped.add(place)
 
