@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from . import cli_cluster, cli_data, cli_export, cli_lower, cli_models, cli_simulate
+from . import cli_cluster, cli_data, cli_export, cli_lower, cli_models, cli_partition, cli_simulate
 from .cli_calibrate import register as register_calibrate
 from .cli_common import Json, make_console, one_line, print_json, seconds_of
 from .cli_guard import guarded
@@ -30,6 +30,7 @@ cli_data.register(app)
 cli_cluster.register(app)
 cli_models.register(app)
 cli_export.register(app)
+cli_partition.register(app)
 
 Out = Annotated[Path, typer.Option("--out", help="Folder or file to write.")]
 Data = Annotated[list[Path], typer.Option("--data", help="Dataset folder; may be given again.")]

@@ -6,7 +6,7 @@ A new JAX version that moves one of these calls breaks this file and no other.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -147,13 +147,16 @@ def module_counts(module: Any) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def compile_module(module: Any, replicas: int, partitions: int) -> Any:
+def compile_module(
+    module: Any, replicas: int, partitions: int, flags: Mapping[str, Any] | None = None
+) -> Any:
     """Compile for JAX's default backend.
 
     Args:
         module: StableHLO.
         replicas: Number of replicas.
         partitions: Number of partitions; with more than one, the compiler's partitioner runs.
+        flags: Options of XLA by name without dashes.
 
     Returns:
         A loaded executable.
@@ -165,6 +168,7 @@ def compile_module(module: Any, replicas: int, partitions: int) -> Any:
     count = replicas * partitions
     assignment = np.array([d.id for d in client.devices()[:count]]).reshape(replicas, partitions)
     options = get_compile_options(replicas, partitions, device_assignment=assignment)
+    options.env_option_overrides = list((flags or {}).items())
     build = options.executable_build_options
     build.use_spmd_partitioning = partitions > 1
     build.use_shardy_partitioner = partitions > 1 and "sdy." in str(module)
@@ -190,6 +194,45 @@ def with_partitions(data: bytes, count: int) -> Any:
         number = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), count)
         module.operation.attributes["mhlo.num_partitions"] = number
     return module
+
+
+def with_shardings(
+    module: Any, arguments: Sequence[str], outputs: Mapping[int, int], count: int
+) -> Any:
+    """A copy of a module of one device whose arguments are cut over several.
+
+    Args:
+        module: StableHLO with a function ``main``.
+        arguments: Sharding of each argument, as XLA writes it.
+        outputs: Results that are cut as an argument is: number of the argument by that of the
+            result. The partitioner decides about the others.
+        count: Devices.
+    """
+    copy = copy_module(module)
+    with module.context:
+        (main,) = [
+            op for op in walk_ops(copy)
+            if op.name == "func.func" and ir.StringAttr(op.attributes["sym_name"]).value == "main"
+        ]  # fmt: skip
+        kind = ir.TypeAttr(main.attributes["function_type"]).value
+        texts = {number: arguments[own] for number, own in outputs.items()}
+        for side, total, known in (
+            ("arg_attrs", len(kind.inputs), dict(enumerate(arguments))),
+            ("res_attrs", len(kind.results), texts),
+        ):
+            old = list(main.attributes[side]) if side in main.attributes else [None] * total
+            new = [_with_sharding(own, known.get(n, "")) for n, own in enumerate(old)]
+            main.attributes[side] = ir.ArrayAttr.get(new)
+        number = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), count)
+        copy.operation.attributes["mhlo.num_partitions"] = number
+    return copy
+
+
+def _with_sharding(attributes: Any, text: str) -> Any:
+    kept = {own.name: own.attr for own in attributes} if attributes is not None else {}
+    if text:
+        kept["mhlo.sharding"] = ir.StringAttr.get(text)
+    return ir.DictAttr.get(kept)
 
 
 def partitions_as_replicas(module: Any, count: int) -> Any:

@@ -7,6 +7,7 @@ collectives over the same devices go one after another, as in one communicator.
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -55,8 +56,9 @@ def run_streams(
         nodes: In the order in which the device runs or issues them.
         transfer: Seconds of each node's collective when it is alone; 0 for others.
         links: Links that each node's collective takes.
-        scheduled: Whether collectives are issued in their place in the order; otherwise as soon as
-            their operands are there, as a scheduler that hides latency has them.
+        scheduled: Whether everything runs in its place in the order. Otherwise collectives are
+            issued as soon as their operands are there, and of the computation that waits for none
+            the earliest runs first, as a scheduler that hides latency has them.
     """
     return _Run(nodes, transfer, links, scheduled=scheduled).run()
 
@@ -75,20 +77,47 @@ class _Run:
         self.queues: dict[tuple[int, ...], deque[int]] = {}
         self.now = self.communication = 0.0
         self.waiting = [len(node.operands) for node in nodes]
+        self.ready: list[int] = []
         self.readers: list[list[int]] = [[] for _ in nodes]
         for place, node in enumerate(nodes):
             for operand in node.operands:
                 self.readers[operand].append(place)
 
     def run(self) -> StreamRun:
-        """Issue nodes in order; between two, let collectives progress."""
-        if not self.scheduled:
-            for place, node in enumerate(self.nodes):
-                if node.collective and not node.operands:
-                    self._issue(place)
+        """Run everything."""
+        self._in_order() if self.scheduled else self._as_ready()
+        while self.left:
+            self._advance(np.inf)
+        return self._result()
+
+    def _as_ready(self) -> None:
+        """The earliest node whose operands are there, else whatever collective ends next."""
         for place, node in enumerate(self.nodes):
-            if node.collective and not self.scheduled:
+            if not node.operands:
+                self._becomes_ready(place)
+        done = 0
+        total = sum(1 for node in self.nodes if not node.collective)
+        while done < total:
+            if not self.ready:
+                if not self.left:
+                    raise ValueError("nodes wait for one another")
+                self._advance(np.inf)
                 continue
+            place = heapq.heappop(self.ready)
+            self.start[place] = self.now
+            self._advance(self.now + self.nodes[place].seconds)
+            self._finish(place)
+            done += 1
+
+    def _becomes_ready(self, place: int) -> None:
+        if self.nodes[place].collective:
+            self._issue(place)
+        else:
+            heapq.heappush(self.ready, place)
+
+    def _in_order(self) -> None:
+        """Issue nodes in order; between two, let collectives progress."""
+        for place, node in enumerate(self.nodes):
             for operand in node.operands:
                 # A collective's own start is no reason to wait for its end unless it is read.
                 self._wait_for(operand)
@@ -100,9 +129,6 @@ class _Run:
             self.start[place] = self.now
             self._advance(self.now + node.seconds)
             self._finish(place)
-        while self.left:
-            self._advance(np.inf)
-        return self._result()
 
     def _issue(self, place: int) -> None:
         collective = self.nodes[place].collective
@@ -160,8 +186,8 @@ class _Run:
                 self._begin(queue[0])
         for reader in self.readers[place]:
             self.waiting[reader] -= 1
-            if not self.scheduled and self.waiting[reader] == 0 and self.nodes[reader].collective:
-                self._issue(reader)
+            if not self.scheduled and self.waiting[reader] == 0:
+                self._becomes_ready(reader)
 
     def _result(self) -> StreamRun:
         makespan = float(self.end.max(initial=0.0))

@@ -77,15 +77,24 @@ def partitioned_hlo(name: str, settings: Mapping[str, Setting], mesh: Mapping[st
     with tempfile.TemporaryDirectory() as scratch:
         dump = Path(scratch) / "dump"
         job = {"family": name, "settings": dict(settings), "mesh": dict(mesh), "dump": str(dump)}
-        _run_worker(job, devices)
-        found = sorted(dump.glob("*after_spmd-partitioning*")) or sorted(
-            dump.glob("*after_shardy-xla*")
+        run_worker("opcast.datagen.zoo.partition_worker", job, devices)
+        return read_dump(dump, name)
+
+
+def read_dump(folder: Path, name: str) -> str:
+    """HLO text that the partitioner left in a folder.
+
+    Raises:
+        LoweringError: There is none.
+    """
+    found = sorted(folder.glob("*after_spmd-partitioning*")) or sorted(
+        folder.glob("*after_shardy-xla*")
+    )
+    if not found:
+        raise LoweringError(
+            "the partitioner left no program", where=name, hint="try another version of jax"
         )
-        if not found:
-            raise LoweringError(
-                "the partitioner left no program", where=name, hint="try another version of jax"
-            )
-        return found[-1].read_text()
+    return found[-1].read_text()
 
 
 def expand_groups(text: str) -> str:
@@ -125,7 +134,12 @@ def to_stablehlo(text: str, devices: int, format: str = "text") -> bytes:
     return write_bytecode(module) if format == "bytecode" else str(module).encode()
 
 
-def _run_worker(job: dict[str, Any], devices: int) -> None:
+def run_worker(module: str, job: dict[str, Any], devices: int) -> None:
+    """Run a worker module on a job, with pretended devices.
+
+    Raises:
+        LoweringError: It fails, or takes too long.
+    """
     flags = os.environ.get("XLA_FLAGS", "")
     environment = {
         **os.environ,
@@ -133,7 +147,7 @@ def _run_worker(job: dict[str, Any], devices: int) -> None:
         "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={devices}".strip(),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
-    command = [sys.executable, "-m", "opcast.datagen.zoo.partition_worker"]
+    command = [sys.executable, "-m", module]
     try:
         done = subprocess.run(
             command, input=json.dumps(job), env=environment, capture_output=True, text=True,
@@ -145,4 +159,4 @@ def _run_worker(job: dict[str, Any], devices: int) -> None:
         ) from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise LoweringError(f"partitioning failed: {last}", where=str(job["family"]))
+        raise LoweringError(f"partitioning failed: {last}", where=str(job.get("family", "program")))

@@ -56,14 +56,18 @@ def partition(family: str, settings: dict[str, Any], mesh: dict[str, int], dump:
         out_shardings=out,
     )  # fmt: skip
     Path(dump).mkdir(parents=True, exist_ok=True)
-    options: dict[str, Any] = {
-        "xla_dump_to": dump,
+    jitted.lower(*args).compile(compiler_options=dump_flags(dump))
+
+
+def dump_flags(folder: str) -> dict[str, Any]:
+    """Options with which XLA writes what its partitioner makes into a folder."""
+    return {
+        "xla_dump_to": folder,
         "xla_dump_hlo_as_text": True,
         "xla_dump_hlo_pass_re": "spmd-partitioning|shardy-xla",
         "xla_backend_optimization_level": 0,
         "xla_llvm_disable_expensive_passes": True,
     }
-    jitted.lower(*args).compile(compiler_options=options)
 
 
 def _sharded(leaf: Any, grid: Any, spec: Any) -> Any:

@@ -74,6 +74,15 @@ def test_unscheduled_collectives_start_when_their_operands_are_there():
     assert run(nodes, {"s": 2.0}).makespan == 1 + 3 + 2 + 1
 
 
+def test_unscheduled_computation_that_waits_lets_other_computation_pass():
+    # The update u of a's gradient stands before b, but b does not wait for the reduction.
+    nodes = [compute("a", 1.0), send("s", 0), compute("u", 1.0, 1), compute("b", 3.0, 0)]
+    found = run(nodes, {"s": 2.0}, scheduled=False)
+    assert found.start[2:].tolist() == [4.0, 1.0]
+    assert found.makespan == 5.0
+    assert run(nodes, {"s": 2.0}).makespan == 1 + 2 + 1 + 3
+
+
 @pytest.mark.parametrize("scheduled", [True, False])
 @pytest.mark.parametrize("seed", range(20))
 def test_makespan_lies_between_the_longer_stream_and_the_sum(seed, scheduled):
