@@ -67,8 +67,8 @@ def print_sanity(console: Console, rows: pd.DataFrame) -> Rows:
 
 def print_scaling(console: Console, best: pd.DataFrame, path: Path) -> Rows:
     """The best plan at each size, with both efficiencies."""
-    table = best.sort_values(["batch", "devices"])[
-        ["devices", "batch", "step_us", "strong", "weak", "plan"]
+    table = best.assign(step_s=best["step_us"] / 1e6).sort_values(["batch", "devices"])[
+        ["devices", "batch", "step_s", "strong", "weak", "plan"]
     ]
     _print(console, table, "scaling of the 8B decoder, best plans")
     console.print(f"{path}: strong and weak scaling", highlight=False)
@@ -80,9 +80,13 @@ def print_best(console: Console, name: str, frame: pd.DataFrame, top: int = 5) -
     from .predict.sweep_reasons import reasons, runner_up
 
     fitting = frame[frame["fits"]].sort_values("step_us")
-    table = fitting.head(top)[
-        ["step_us", "compute_us", "exposed_communication_us", "bubble_us", "mfu", "plan"]
-    ].assign(gib=fitting["memory_bytes_per_device"] / 2**30)
+    table = pd.DataFrame({
+        "plan": fitting["plan"], "step_s": fitting["step_us"] / 1e6,
+        "compute_s": fitting["compute_us"] / 1e6,
+        "exposed_s": fitting["exposed_communication_us"] / 1e6,
+        "bubble_s": fitting["bubble_us"] / 1e6, "mfu": fitting["mfu"],
+        "gib": fitting["memory_bytes_per_device"] / 2**30,
+    }).head(top)  # fmt: skip
     cluster = str(frame["cluster"].iloc[0])
     title = f"{name}, batch {int(frame['batch'].iloc[0])}, on {cluster}"
     _print(console, table, f"{title}: best of {len(frame)} plans, {len(fitting)} of which fit")

@@ -69,8 +69,8 @@ def program_seconds(
 
 def _without(found: KernelPrediction, apart: np.ndarray) -> KernelPrediction:
     """The prediction with nothing for some kernels."""
-    times = (np.where(apart, 0.0, own) for own in (found.latency, found.lo, found.hi))
-    return KernelPrediction(*times, found.bound, found.source, found.in_domain)
+    latency, lo, hi = (np.where(apart, 0.0, own) for own in (found.latency, found.lo, found.hi))
+    return KernelPrediction(latency, lo, hi, found.bound, found.source, found.in_domain)
 
 
 def _shares(seconds: np.ndarray, source: np.ndarray) -> dict[str, float]:
