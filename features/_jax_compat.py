@@ -214,7 +214,7 @@ def with_shardings(
             op for op in walk_ops(copy)
             if op.name == "func.func" and ir.StringAttr(op.attributes["sym_name"]).value == "main"
         ]  # fmt: skip
-        kind = ir.TypeAttr(main.attributes["function_type"]).value
+        kind: Any = ir.TypeAttr(main.attributes["function_type"]).value
         texts = {number: arguments[own] for number, own in outputs.items()}
         for side, total, known in (
             ("arg_attrs", len(kind.inputs), dict(enumerate(arguments))),
