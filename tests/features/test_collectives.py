@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from opcast.features._jax_compat import module_counts, partitions_as_replicas, walk_ops
 from opcast.features.catalogue import find_device
 from opcast.features.collectives import optimise_collectives
 from opcast.features.compilers import find_compiler
@@ -13,6 +14,7 @@ from opcast.features.errors import CompilerError
 from opcast.features.hlo import parse_hlo
 from opcast.features.ir import Program
 from opcast.features.lowering import lower
+from opcast.features.lowering_target import is_partitioned
 from opcast.features.reader import read_program
 from opcast.simulate.collective_passes import combine_all
 from opcast.simulate.nodes import program_nodes
@@ -121,6 +123,44 @@ def test_sums_are_made_before_they_are_reduced() -> None:
     assert Counter(rewritten(*more))["all-reduce"] == 2
     pairs = lines[1].replace("{{0,1,2,3}}", "{{0,1},{2,3}}")
     assert Counter(rewritten(lines[0], pairs, lines[2]))["all-reduce"] == 2
+
+
+PARTITIONED = """module attributes {mhlo.num_partitions = 4 : i32} {
+  func.func public @main(%x: tensor<8xf32> {mhlo.sharding = "{devices=[4]<=[4]}"})
+      -> tensor<8xf32> {
+    %n = stablehlo.partition_id : tensor<ui32>
+    %y = "stablehlo.all_reduce"(%x) <{
+        channel_handle = #stablehlo.channel_handle<handle = 1, type = 0>,
+        replica_groups = dense<[[0, 1, 2, 3]]> : tensor<1x4xi64>, use_global_device_ids}> ({
+    ^bb0(%a: tensor<f32>, %b: tensor<f32>):
+      %s = stablehlo.add %a, %b : tensor<f32>
+      stablehlo.return %s : tensor<f32>
+    }) : (tensor<8xf32>) -> tensor<8xf32>
+    return %y : tensor<8xf32>
+  }
+}
+"""
+
+
+def test_a_partitioned_module_is_compiled_as_replicas() -> None:
+    module = read_program(PARTITIONED).module
+    assert is_partitioned(module)
+    found = partitions_as_replicas(module, 4)
+    assert module_counts(found) == (4, 1)
+    assert [op.name for op in walk_ops(found)] == [
+        "stablehlo.replica_id" if op.name == "stablehlo.partition_id" else op.name
+        for op in walk_ops(module)
+    ]
+    text = str(found)
+    assert "channel_handle" not in text and "use_global_device_ids" not in text
+    assert "stablehlo.partition_id" in str(module)
+    # What is still to be partitioned is left to the compiler.
+    sharded = PARTITIONED.replace(
+        "%n = stablehlo.partition_id : tensor<ui32>",
+        '%n = stablehlo.custom_call @Sharding(%x) {mhlo.sharding = "{devices=[4]<=[4]}"} '
+        ": (tensor<8xf32>) -> tensor<8xf32>",
+    )
+    assert not is_partitioned(read_program(sharded).module)
 
 
 def collectives(kernels: list, scheduled: bool) -> dict[tuple[str, int], tuple[float, float]]:
