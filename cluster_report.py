@@ -43,7 +43,7 @@ SIZES = {
 }  # fmt: skip
 #: Sizes of the scaling plots, and the batch of strong scaling; that of weak scaling is one
 #: sequence a device.
-SCALING, STRONG = (8, 16, 32, 64, 128, 256), 256
+SCALING, STRONG = (8, 16, 32, 64, 128, 256, 512), 64
 #: Axes of the searches.
 GRID = {"schedule": ["1f1b", "interleaved"], "split": ["1"], "recompute": ["none", "full"]}
 SCALING_GRID = {

@@ -50,13 +50,14 @@ def plot_scaling(frame: pd.DataFrame, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
+    top = 1.1 * max(1.0, float(best[["strong", "weak"]].max().max()))
     for side, kind, key in zip(axes, ("strong", "weak"), ("batch", "per_device"), strict=True):
         for value, part in best.groupby(key):
             if len(part) > 1:
                 label = f"batch {value:g}" + (" a device" if kind == "weak" else "")
                 side.plot(part["devices"], part[kind], "o-", label=label)
         side.axhline(1.0, color="grey", lw=0.5)
-        side.set(title=f"{kind} scaling", xlabel="devices", xscale="log", ylim=(0, None))
+        side.set(title=f"{kind} scaling", xlabel="devices", xscale="log", ylim=(0, top))
         side.set_xscale("log", base=2)
         if side.lines[:-1]:
             side.legend()
