@@ -60,13 +60,13 @@ class SourceOps(Sequence[Source]):
             found = self._lines[location] = user_line(str(location), self._origin)
         if found.own or depth > 50:
             return found
-        call = self._calls.get(_function_of(op))
+        call = self.first_calls.get(function_of(op))
         outer = self._line(call, depth + 1) if call is not None else found
         return outer if outer.own else found
 
     @cached_property
-    def _calls(self) -> dict[str, Any]:
-        """First call of each function."""
+    def first_calls(self) -> dict[str, Any]:
+        """First call of each function, by its name."""
         found: dict[str, Any] = {}
         for op in self._ops:
             if op.name in _CALLS:
@@ -74,7 +74,8 @@ class SourceOps(Sequence[Source]):
         return found
 
 
-def _function_of(op: Any) -> str:
+def function_of(op: Any) -> str:
+    """Name of the function that holds an operation; empty outside of any."""
     parent = op
     while parent is not None and parent.name != "func.func":
         parent = parent.parent

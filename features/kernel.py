@@ -113,8 +113,9 @@ class LoweredProgram:
         peak_memory_bytes: Peak device memory.
         memory_source: ``compiler`` or ``liveness``.
         notes: What the user should know (loops without a known trip count …).
-        hlo: Optimised module text; empty for ``op``.
+        hlo: Optimised module text; empty for ``fused`` and ``op``.
         compile_seconds: Time that the compiler took when it made this; 0 if not known.
+        module: The lowered program where no text is kept: of ``fused`` and ``op``.
     """
 
     kernels: list[Kernel]
@@ -126,3 +127,4 @@ class LoweredProgram:
     notes: list[str] = field(default_factory=list)
     hlo: str = ""
     compile_seconds: float = 0.0
+    module: Program | None = field(default=None, repr=False, compare=False)

@@ -1,6 +1,8 @@
-"""Peak memory of a program from the lifetimes of its buffers, where no compiler states it."""
+"""Memory of a program from the lifetimes of its buffers: the peak, and how it gets there."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from ._kinds import is_free
 from .ir import Computation, Op, Program
@@ -20,6 +22,20 @@ _FOREVER = 1 << 60
 _Leaves = list[int]
 
 
+class MemoryProfile(NamedTuple):
+    """Bytes in use while each op of a program's entry runs.
+
+    Attributes:
+        names: Names of the entry's ops, in their order.
+        bytes: Bytes in use while each runs, arguments and results included.
+        resident: Bytes of arguments and results, which live throughout.
+    """
+
+    names: tuple[str, ...]
+    bytes: tuple[float, ...]
+    resident: float
+
+
 def peak_memory(program: Program) -> float:
     """Most bytes that are in use at one time, arguments and results included.
 
@@ -34,12 +50,24 @@ def peak_memory(program: Program) -> float:
     Returns:
         Bytes. Compilers also pad, and keep scratch space for library calls.
     """
+    profile = memory_over_time(program)
+    return max(profile.bytes, default=profile.resident)
+
+
+def memory_over_time(program: Program) -> MemoryProfile:
+    """Bytes in use while each op of the entry runs; its largest value is :func:`peak_memory`.
+
+    Args:
+        program: As :func:`peak_memory` takes it.
+    """
     entry = program.entry_computation
     arguments = sum(op.result_bytes for op in entry.parameters)
     aliased = {parameter: output for output, parameter in program.aliases}
     shared = sum(op.result_bytes for op in entry.parameters if int(op.attrs["index"]) in aliased)
-    results, temporary = _Lifetimes(program, entry, {}).peak()
-    return float(arguments + max(0, results - shared) + temporary)
+    results, living = _Lifetimes(program, entry, {}).living()
+    resident = float(arguments + max(0, results - shared))
+    names = tuple(op.name for op in entry.ops)
+    return MemoryProfile(names, tuple(resident + now for now in living), resident)
 
 
 class _Lifetimes:
@@ -54,11 +82,11 @@ class _Lifetimes:
         self.leaves: list[_Leaves] = []
         self.outside: set[int] = set()
 
-    def peak(self) -> tuple[int, int]:
-        """Bytes of results made here, and the peak of what is neither a result nor an argument.
+    def living(self) -> tuple[int, list[int]]:
+        """Bytes of results made here, and over time of what is neither a result nor an argument.
 
         Returns:
-            Result bytes, peak of temporaries in bytes.
+            Result bytes, bytes of temporaries while each op runs.
         """
         last = self._last_uses()
         taken: dict[int, int] = {}
@@ -171,8 +199,8 @@ class _Lifetimes:
             buffer = taken[buffer]
         return buffer
 
-    def _sweep(self, last: list[int], taken: dict[int, int], kept: set[int]) -> int:
-        """Largest sum of living temporaries over time."""
+    def _sweep(self, last: list[int], taken: dict[int, int], kept: set[int]) -> list[int]:
+        """Bytes of living temporaries while each op runs."""
         change = [0] * (len(self.comp.ops) + 1)
         for buffer, size in enumerate(self.sizes):
             if buffer in self.outside or self._final(buffer, taken) in kept:
@@ -181,11 +209,11 @@ class _Lifetimes:
             # A successor in the same place starts at the op where this one ends.
             end = self.starts[taken[buffer]] - 1 if buffer in taken else last[self.starts[buffer]]
             change[end + 1] -= size
-        living = most = 0
+        living, found = 0, []
         for position, op in enumerate(self.comp.ops):
             living += change[position]
-            most = max(most, living + self._inside(op))
-        return most
+            found.append(living + self._inside(op))
+        return found
 
     def _inside(self, op: Op) -> int:
         """Peak of what a loop, branch or call needs beside its operands and results."""
@@ -196,7 +224,8 @@ class _Lifetimes:
     def _called(self, name: str) -> int:
         if name not in self.memo:
             comp = self.program.computations[name]
-            self.memo[name] = _Lifetimes(self.program, comp, self.memo).peak()[1]
+            inside = _Lifetimes(self.program, comp, self.memo).living()[1]
+            self.memo[name] = max(inside, default=0)
         return self.memo[name]
 
 

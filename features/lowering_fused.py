@@ -72,6 +72,7 @@ def lower_fused(source: SourceProgram, device: DeviceSpec | None = None) -> Lowe
         peak_memory_bytes=peak_memory(emitter.program),
         memory_source="liveness",
         notes=notes,
+        module=emitter.program,
     )
 
 

@@ -34,4 +34,5 @@ def lower_op(source: SourceProgram) -> LoweredProgram:
         peak_memory_bytes=peak_memory(program),
         memory_source="liveness",
         notes=notes,
+        module=program,
     )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from opcast.features.hlo import parse_hlo
-from opcast.features.liveness import peak_memory
+from opcast.features.liveness import memory_over_time, peak_memory
 
 F32 = jnp.float32
 KB = 256 * 4
@@ -162,3 +162,17 @@ def test_within_ten_percent_of_the_compiler(name):
         - stats.alias_size_in_bytes
     )
     assert peak_memory(parse_hlo(compiled.as_text())) == pytest.approx(stated, rel=0.10)
+
+
+def test_memory_over_time_rises_to_the_peak_and_falls():
+    text = module("""
+  a = f32[16,16] parameter(0)
+  t1 = f32[16,16] dot(a, a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  t2 = f32[16,16] dot(t1, a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT r = f32[16,16] dot(t2, a), lhs_contracting_dims={1}, rhs_contracting_dims={0}""")
+    profile = memory_over_time(parse_hlo(text))
+    assert profile.names == ("a", "t1", "t2", "r")
+    assert profile.resident == 2 * KB
+    # Beside argument and result: nothing, t1, t1 with t2, t2.
+    assert profile.bytes == (2 * KB, 3 * KB, 4 * KB, 3 * KB)
+    assert max(profile.bytes) == peak_memory(parse_hlo(text))
