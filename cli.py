@@ -5,17 +5,31 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
-from . import cli_cluster, cli_data, cli_export, cli_lower, cli_models, cli_partition, cli_simulate
+from . import (
+    cli_cluster,
+    cli_data,
+    cli_export,
+    cli_lower,
+    cli_models,
+    cli_partition,
+    cli_report,
+    cli_simulate,
+)
 from .cli_calibrate import register as register_calibrate
-from .cli_common import Json, make_console, one_line, print_json, seconds_of
+from .cli_common import (
+    Json,
+    make_console,
+    measure_once,
+    one_line,
+    print_json,
+    seconds_of,
+    trips_of,
+)
 from .cli_guard import guarded
-
-if TYPE_CHECKING:
-    from .predict.predictor import Predictor
 
 app = typer.Typer(
     name="opcast",
@@ -31,6 +45,7 @@ cli_cluster.register(app)
 cli_models.register(app)
 cli_export.register(app)
 cli_partition.register(app)
+cli_report.register(app)
 
 Out = Annotated[Path, typer.Option("--out", help="Folder or file to write.")]
 Data = Annotated[list[Path], typer.Option("--data", help="Dataset folder; may be given again.")]
@@ -108,16 +123,16 @@ def predict(
     assert program is not None
     if cluster:
         cli_simulate.predict_on_cluster(
-            program, cluster, model, lowering, trips=_trips(trip_count), top=top,
+            program, cluster, model, lowering, trips=trips_of(trip_count), top=top,
             timeline=timeline, json_output=json_output, fallback=fallback,
         )  # fmt: skip
         return
     from .predict.predictor import load_for_programs
 
     predictor = load_for_programs(model)
-    _measure_once(device, predictor)
+    measure_once(device, predictor)
     prediction = predictor.predict(
-        program, device=device, lowering=lowering, strict=strict, trip_counts=_trips(trip_count),
+        program, device=device, lowering=lowering, strict=strict, trip_counts=trips_of(trip_count),
         fallback=fallback,
     )  # fmt: skip
     if timeline is not None:
@@ -166,9 +181,9 @@ def explain(
     from .predict.predictor import load_for_programs
 
     predictor = load_for_programs(model)
-    _measure_once(device, predictor)
+    measure_once(device, predictor)
     found = explain_program(
-        predictor, program, device=device, lowering=lowering, trip_counts=_trips(trip_count),
+        predictor, program, device=device, lowering=lowering, trip_counts=trips_of(trip_count),
         kernel=kernel, top=top, neighbours=neighbours,
     )  # fmt: skip
     if json_output:
@@ -344,81 +359,6 @@ def ui(port: Annotated[int, typer.Option(help="Port on localhost.")] = 5000) -> 
 
 
 @app.command()
-def report(
-    data: Annotated[
-        list[Path] | None,
-        typer.Option("--data", help="Dataset; default: the committed one."),
-    ] = None,
-    published: Annotated[
-        Path | None,
-        typer.Option(help="Report on the operator tables of this folder instead."),
-    ] = None,
-    study: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--study",
-            help="Of operator tables: estimators, left-out, tensor-core, "
-            "tensor-core-left-out; may be given again. Default: all.",
-        ),
-    ] = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option("--model", help="Of operator tables: estimator; may be given again."),
-    ] = None,
-    family: Annotated[
-        list[str] | None,
-        typer.Option(help="Of operator tables: such as eager/bmm; may be given again."),
-    ] = None,
-    max_rows: Annotated[
-        int | None,
-        typer.Option(
-            min=200,
-            help="Of operator tables: most rows of a family to learn from, and "
-            "of a split to judge on.",
-        ),
-    ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Also write them as JSON.")] = None,
-    seed: Seed = 0,
-    threads: Threads = 2,
-    track: Annotated[bool, typer.Option(help="Log operator reports to MLflow.")] = True,
-    clusters: Annotated[
-        bool,
-        typer.Option(
-            "--clusters",
-            help="Report on clusters instead; collectives from the tables of --published.",
-        ),
-    ] = False,
-) -> None:
-    """Print the accuracy figures: every model and split beside the label noise."""
-    if clusters:
-        from . import cluster_report
-
-        if data or study or model or family or max_rows:
-            raise typer.BadParameter("--clusters takes --published, --out and --threads only")
-        wanted = cluster_report.ClusterRequest(
-            published, out or cluster_report.OUT, workers=threads
-        )
-        cluster_report.run_cluster_report(make_console(170), wanted)
-        return
-    if published is None:
-        from .workflows import run_report
-
-        if study or model or family or max_rows:
-            raise typer.BadParameter("--study, --model, --family, --max-rows need --published DIR")
-        run_report(make_console(), data, out=out, threads=threads)
-        typer.echo("operators of GPUs are not in this report: give --published DIR")
-        return
-    from .operator_report import OUT, Request, run_operator_report
-
-    if data:
-        raise typer.BadParameter("give --data or --published, not both")
-    request = Request(
-        tuple(study or ()), tuple(model or ()), tuple(family or ()), max_rows, seed, threads
-    )
-    run_operator_report(make_console(), published, request, out=out or OUT, track=track)
-
-
-@app.command()
 def demo(
     out: Out = Path("demo-out"),
     budget: Annotated[str, typer.Option(help="Time to spend on measuring.")] = "4m",
@@ -478,28 +418,6 @@ def _one_of(program: Path | None, op: str | None) -> bool:
     if (program is None) == (op is None):
         raise typer.BadParameter("give a PROGRAM, or an operator with --op")
     return op is not None
-
-
-def _measure_once(device: str, predictor: Predictor) -> None:
-    """Measure the local machine if neither the model nor the user's folder describes it."""
-    from .predict.devices import is_known
-
-    if device == "local" and not is_known(device, predictor.model.devices):
-        from .workflows import measure_device
-
-        typer.echo("measuring this machine's ceilings, once", err=True)
-        measure_device(save=True)
-
-
-def _trips(values: list[str] | None) -> dict[str, int] | int | None:
-    if not values:
-        return None
-    try:
-        if len(values) == 1 and "=" not in values[0]:
-            return int(values[0])
-        return {name: int(count) for name, count in (v.split("=", 1) for v in values)}
-    except ValueError:
-        raise typer.BadParameter("write --trip-count N or --trip-count LOOP=N") from None
 
 
 if __name__ == "__main__":

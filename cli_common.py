@@ -1,4 +1,4 @@
-"""What commands share: the console, JSON on standard output, times given as options."""
+"""What commands share: the console, JSON on standard output, options as values."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from .predict.predictor import Predictor
 
 #: Characters of an error.
 LONGEST = 2000
@@ -51,3 +53,30 @@ def seconds_of(text: str) -> float:
         return float(number) * scale[unit]
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a time: write 90s, 10m or 2h") from None
+
+
+def measure_once(device: str, predictor: Predictor) -> None:
+    """Measure the local machine if neither the model nor the user's folder describes it."""
+    from .predict.devices import is_known
+
+    if device == "local" and not is_known(device, predictor.model.devices):
+        from .workflows import measure_device
+
+        typer.echo("measuring this machine's ceilings, once", err=True)
+        measure_device(save=True)
+
+
+def trips_of(values: list[str] | None) -> dict[str, int] | int | None:
+    """Trip counts of loops given as ``LOOP=N``, or one ``N`` for all.
+
+    Raises:
+        typer.BadParameter: They are none.
+    """
+    if not values:
+        return None
+    try:
+        if len(values) == 1 and "=" not in values[0]:
+            return int(values[0])
+        return {name: int(count) for name, count in (v.split("=", 1) for v in values)}
+    except ValueError:
+        raise typer.BadParameter("write --trip-count N or --trip-count LOOP=N") from None

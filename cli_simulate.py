@@ -67,9 +67,9 @@ def simulate(
         title = f"{found.plan.text()} on {found.cluster}"
         write_trace(step_trace(found.step, found.plan, title), timeline)
     if html is not None:
-        from .predict.step_html import step_html
+        from .predict.page.step import step_page
 
-        write_text(html, step_html(found))
+        write_text(html, step_page(found))
     if json_output:
         print_json(found.to_dict())
         return

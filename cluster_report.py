@@ -95,7 +95,7 @@ def run_cluster_report(console: Console, request: ClusterRequest) -> dict[str, A
         DatasetError: ``request.published`` has no measured collectives.
     """
     from . import cluster_tables as tables
-    from .features.dataset import write_text
+    from .features.files import write_text
 
     request.folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}

@@ -258,8 +258,18 @@ def _track(console: Console, request: Request, found: pd.DataFrame, digest: str)
                 parts = own.drop_duplicates(["study", "key", "left_out"])
                 metrics = metric_names(figures) | {"fit_seconds": float(parts["fit_s"].sum())}
                 tables = {"families": figures, "devices": summary(own, CELL)}
-                parent.log_child(RunLog(str(name), {"model": name, **shared}, metrics, tables))
+                parameters = {"model": name, **shared}
+                parent.log_child(
+                    RunLog(str(name), parameters, metrics, tables, predictions=_rows(own))
+                )
     except ModelError as error:
         logger.warning("not tracked: %s", error)
         return
     console.print(f"logged to MLflow as {parent.run_id}; see it with: opcast ui", highlight=False)
+
+
+def _rows(found: pd.DataFrame) -> pd.DataFrame:
+    """Predictions of an estimator for accuracy pages; a split is named with its study."""
+    from .models.tracked import tidy
+
+    return tidy(found.assign(split=found["study"] + ": " + found["split"]), level="op")

@@ -122,7 +122,7 @@ def run_train_operators(
         found.save(out)
         console.print(f"saved to {out}", highlight=False)
     if track:
-        _track(console, model, settings_of(found), metrics)
+        _track(console, model, settings_of(found), metrics, table)
     return found
 
 
@@ -141,14 +141,19 @@ def _excluded(rows: pd.DataFrame, exclude: Sequence[str]) -> np.ndarray:
 
 
 def _track(
-    console: Console, model: str, settings: Mapping[str, Any], metrics: pd.DataFrame
-) -> None:
+    console: Console, model: str, settings: Mapping[str, Any], metrics: pd.DataFrame,
+    judged: pd.DataFrame,
+) -> None:  # fmt: skip
     from .models.ops.report import flat
+    from .models.tracked import tidy
     from .models.tracking import RunLog, log_run
 
     tables = {"metrics": metrics} if len(metrics) else {}
     try:
-        run = log_run(RunLog(f"operators-{model}", settings, flat(metrics), tables=tables))
+        rows = tidy(judged, level="op")
+        run = log_run(
+            RunLog(f"operators-{model}", settings, flat(metrics), tables=tables, predictions=rows)
+        )
     except ModelError as error:
         logger.warning("not tracked: %s", error)
         return

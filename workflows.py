@@ -234,8 +234,20 @@ def track_training(
         tables=tables,
         figures=all_figures(result.predictions, title),
         model_dir=folder,
+        predictions=_tracked_rows(result, split),
     )
     return log_run(run, register=register)
+
+
+def _tracked_rows(result: TrainResult, split: str) -> pd.DataFrame:
+    """Predictions of the test part, kernels and programs."""
+    from .models.tracked import tidy
+
+    kernels = tidy(result.predictions, split)
+    if not len(result.programs):
+        return kernels
+    programs = tidy(result.programs.drop(columns="kind", errors="ignore"), split, "program")
+    return pd.concat([kernels, programs], ignore_index=True)
 
 
 def run_report(

@@ -20,6 +20,7 @@ import pandas as pd
 
 from ..features.errors import ModelError
 from ..features.files import locked
+from .tracked import log_predictions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 EXPERIMENT = "opcast"
 #: Metrics that ``opcast compare`` prints, if a run has them.
 COMPARED = ("median_ape", "mape", "bias", "spearman", "coverage", "noise_median_ape")
-_PARENT = "tags.mlflow.parentRunId"
+#: Column of a table of runs with the run above.
+PARENT = "tags.mlflow.parentRunId"
 #: Seconds that a process waits for another one that writes to the store.
 WAIT_S = 60
 
@@ -44,6 +46,7 @@ class RunLog:
         figures: Figures by file name, without suffix.
         model_dir: Saved model folder.
         tags: Free labels.
+        predictions: Rows of :func:`~opcast.models.tracked.tidy`, for accuracy pages.
     """
 
     name: str
@@ -53,6 +56,7 @@ class RunLog:
     figures: Mapping[str, Figure] = field(default_factory=dict)
     model_dir: Path | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
+    predictions: pd.DataFrame | None = None
 
 
 def store_dir() -> Path:
@@ -80,7 +84,7 @@ def log_run(run: RunLog, *, register: str | None = None, root: Path | None = Non
         ModelError: MLflow is not installed, the store cannot be written, or ``register`` is given
             without a model folder.
     """
-    mlflow = _connect(root)
+    mlflow = connect(root)
     if register and run.model_dir is None:
         raise ModelError("cannot register a run without a model folder", where=run.name)
     with _explained(root or store_dir()):
@@ -103,7 +107,7 @@ def parent_run(name: str, root: Path | None = None) -> Iterator[ParentRun]:
     Raises:
         ModelError: MLflow is not installed.
     """
-    mlflow = _connect(root)
+    mlflow = connect(root)
     with mlflow.start_run(run_name=name) as active:
         yield ParentRun(mlflow, str(active.info.run_id))
 
@@ -140,7 +144,7 @@ def runs(root: Path | None = None) -> pd.DataFrame:
     base = root or store_dir()
     if not (base / "mlflow.db").is_file():
         raise ModelError("no MLflow store here", where=str(base), hint="run opcast train first")
-    found = _connect(root).search_runs(experiment_names=[EXPERIMENT])
+    found = connect(root).search_runs(experiment_names=[EXPERIMENT])
     if not isinstance(found, pd.DataFrame):
         raise ModelError("MLflow returned no table of runs", where=str(base))
     return found
@@ -152,8 +156,8 @@ def compare(root: Path | None = None, limit: int = 20) -> pd.DataFrame:
     Runs below another one, such as the trials of a search, are left out.
     """
     found = runs(root)
-    if _PARENT in found:
-        found = found[found[_PARENT].isna()]
+    if PARENT in found:
+        found = found[found[PARENT].isna()]
     found = found.head(limit)
     columns = {
         "run": "tags.mlflow.runName",
@@ -167,7 +171,7 @@ def compare(root: Path | None = None, limit: int = 20) -> pd.DataFrame:
 
 def serve_ui(port: int, root: Path | None = None) -> int:
     """Open MLflow's own server on the store; returns its exit status."""
-    _connect(root)
+    connect(root)
     command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", store_uri(root)]
     return subprocess.run([*command, "--port", str(port)], check=False).returncode
 
@@ -180,11 +184,18 @@ def _log(mlflow: Any, run: RunLog) -> None:
         mlflow.log_text(frame.to_csv(index=False), f"tables/{name}.csv")
     for name, figure in run.figures.items():
         mlflow.log_figure(figure, f"figures/{name}.png")
+    if run.predictions is not None:
+        log_predictions(mlflow, run.predictions)
     if run.model_dir is not None:
         mlflow.log_artifacts(str(run.model_dir), "model")
 
 
-def _connect(root: Path | None) -> Any:
+def connect(root: Path | None) -> Any:
+    """MLflow, connected to the store, which is made if it is not there.
+
+    Raises:
+        ModelError: MLflow is not installed.
+    """
     try:
         import mlflow
     except ImportError:

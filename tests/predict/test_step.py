@@ -12,8 +12,8 @@ from opcast.models.ops import OpModel
 from opcast.predict.cluster_network import ClusterNetwork, analytical_time, learned_time
 from opcast.predict.locate import find_model
 from opcast.predict.op_calls import OperatorLatency, op_row, roofline_seconds
+from opcast.predict.page.step import step_data, step_page
 from opcast.predict.step import StepPredictor
-from opcast.predict.step_html import step_html
 from opcast.simulate.algorithms import collective_latency_s
 from opcast.simulate.cluster_catalogue import find_cluster
 from opcast.simulate.step.calls import OpCall
@@ -121,10 +121,13 @@ def test_jitter_makes_samples(operators):
 def test_page_stands_alone_and_draws_every_task(operators):
     predictor = StepPredictor(find_cluster("h100-sxm-x8"), operators)
     w = make_workload("llama", {**LLAMA, "layers": 4, "batch": 8, "vocab": 32000})
-    page = step_html(predictor.predict(w, parse_plan("tp=2,pp=4")))
-    assert "prefers-color-scheme: dark" in page
-    assert not re.search(r"(?:src|href)\s*=|url\(|@import", page)
-    assert len(re.findall(r"forward \d+, compute", page)) == 4 * 8
+    found = predictor.predict(w, parse_plan("tp=2,pp=4"))
+    page = step_page(found)
+    assert not re.search(r"(?:src|href)=[\"'](?!data:)|url\(|@import", page)
+    spans = step_data(found)["spans"]
+    kinds = [spans["words"][code] for code in spans["kind"]]
+    assert kinds.count("forward") == 4 * 8
+    assert max(spans["end"]) == pytest.approx(found.step.total * 1e6, rel=1e-5)
 
 
 def test_a_device_of_one_s_own_makes_its_cluster_faster(tmp_path, operators):

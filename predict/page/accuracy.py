@@ -1,0 +1,110 @@
+"""The page of tracked runs: predicted against measured, errors by kind and device, coverage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...models.metrics import absolute_percentage_error, summary
+from ...models.tracked import TrackedRun, read_runs
+from .assemble import Page, assemble, rounded, short
+
+SCRIPTS = ("breakdown.js", "accuracy.js")
+#: Points of a run that are drawn; figures are of all rows that the run keeps.
+MOST_POINTS = 4000
+#: Groups of a kind of grouping that are listed, those with most rows.
+MOST_GROUPS = 40
+#: Quantiles of the absolute percentage error.
+QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
+_FIGURES = ("n", "median_ape", "mape", "bias", "spearman", "kendall", "coverage", "width_median")
+_SHOWN_PARAMS = ("model", "split", "dataset_hash", "seed", "rows", "devices", "studies")
+
+
+def accuracy_page(
+    run: str, tell: Callable[[str], None] = lambda what: None, root: Path | None = None
+) -> str:
+    """The page of a run, or of an experiment's newest runs.
+
+    Args:
+        run: As :func:`~opcast.models.tracked.read_runs` takes it.
+        tell: Told what is done next.
+        root: Folder of the MLflow store.
+
+    Raises:
+        ModelError: There is no such run, or it keeps no predictions.
+    """
+    tell("reading tracked runs")
+    runs = read_runs(run, root=root)
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} tracked runs"
+    data = {"title": title, "runs": [run_data(own) for own in runs]}
+    return assemble(Page(f"Accuracy: {title}", data, SCRIPTS))
+
+
+def run_data(run: TrackedRun) -> dict[str, Any]:
+    """A run as plain data, by level (``kernel``, ``program``, ``op``)."""
+    frame = run.predictions
+    usable = frame[(frame["measured_us"] > 0) & (frame["predicted_us"] > 0)]
+    return {
+        "id": run.run_id,
+        "name": run.name,
+        "when": run.when,
+        "params": {k: v for k, v in run.params.items() if k in _SHOWN_PARAMS},
+        "rows": run.rows,
+        "kept": len(frame),
+        "levels": {
+            str(level): _level(own, run.noise if level != "program" else {})
+            for level, own in usable.groupby("level", sort=False)
+        },
+    }
+
+
+def _level(frame: pd.DataFrame, noise: dict[str, float]) -> dict[str, Any]:
+    frame = frame.reset_index(drop=True)
+    return {
+        "all": _figures("all", frame, noise.get("all")),
+        **{column: _groups(frame, column, noise) for column in ("kind", "device", "split")},
+        "points": _points(frame),
+    }
+
+
+def _groups(frame: pd.DataFrame, column: str, noise: dict[str, float]) -> list[dict[str, Any]]:
+    """Figures by value of a column, the value with most rows first."""
+    counts = frame[column].value_counts()
+    return [
+        _figures(str(value), frame[frame[column] == value], noise.get(f"{column}={value}"))
+        for value in counts.index[:MOST_GROUPS]
+    ]
+
+
+def _figures(name: str, frame: pd.DataFrame, noise: float | None) -> dict[str, Any]:
+    columns = ("measured_us", "predicted_us", "lo_us", "hi_us")
+    measured, predicted, lo, hi = (frame[c].to_numpy(np.float64) for c in columns)
+    found = summary(measured, predicted, lo, hi)
+    spread = np.quantile(absolute_percentage_error(measured, predicted), QUANTILES)
+    return {
+        "name": name,
+        **{k: short(found[k]) for k in _FIGURES},
+        "quantiles": rounded(spread.tolist()),
+        "inside": short(float(frame["in_domain"].astype(bool).mean())),
+        "noise": None if noise is None else short(noise),
+    }
+
+
+def _points(frame: pd.DataFrame) -> dict[str, Any]:
+    """A fixed draw of rows to draw, with words in place of codes in ``names``."""
+    if len(frame) > MOST_POINTS:
+        drawn = np.random.default_rng(0).permutation(len(frame))[:MOST_POINTS]
+        frame = frame.iloc[np.sort(drawn)]
+    found: dict[str, Any] = {"names": {}}
+    for column in ("kind", "device"):
+        codes, words = pd.factorize(frame[column])
+        found[column] = codes.tolist()
+        found["names"][column] = [str(word) for word in words]
+    for column in ("measured_us", "predicted_us", "lo_us", "hi_us"):
+        found[column.removesuffix("_us")] = rounded(frame[column].tolist(), 4)
+    found["inside"] = frame["in_domain"].astype(bool).astype(int).tolist()
+    return found

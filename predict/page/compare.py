@@ -1,0 +1,72 @@
+"""One program on several devices, by one lowering, so that only the devices differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...features.errors import OpcastError
+from ...features.lowering import lower
+from ...features.reader import SourceProgram
+from ..devices import resolve_device
+from ..predictor import Prediction, Predictor
+from .assemble import short
+
+#: Devices that a program is compared on unless told otherwise.
+DEVICES = (
+    "h100-sxm", "a100-sxm-80gb", "v100-sxm", "l4", "tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p",
+)  # fmt: skip
+#: The lowering that needs no compiler.
+LOWERING = "fused"
+
+
+def compare_devices(
+    predictor: Predictor,
+    source: SourceProgram,
+    devices: Sequence[str],
+    lowering: str = LOWERING,
+    tell: Callable[[str], None] = lambda device: None,
+) -> list[dict[str, Any]]:
+    """Predict a program on devices; a device that fails says why.
+
+    Args:
+        predictor: With the model.
+        source: The program; kernels of one that is optimised already are taken as they are.
+        devices: Names or device files.
+        lowering: For all of them.
+        tell: Told the name of each device before it is predicted.
+
+    Returns:
+        One row a device, in the order given.
+    """
+    optimised = source.kind == "hlo" and source.program.is_scheduled
+    rows = []
+    for name in devices:
+        tell(name)
+        try:
+            device = resolve_device(name, predictor.devices)
+            lowered = lower(
+                source, "xla" if optimised else lowering, cache=predictor.cache,
+                trip_counts=source.trip_counts, device=device,
+            )  # fmt: skip
+            rows.append(_row(name, predictor.predict_lowered(lowered, device)))
+        except OpcastError as error:
+            rows.append({"device": name, "error": str(error)})
+    return rows
+
+
+def _row(name: str, found: Prediction) -> dict[str, Any]:
+    return {
+        "device": name,
+        "us": short(found.latency_us),
+        "lo": short(found.lo_us),
+        "hi": short(found.hi_us),
+        "inside": short(found.in_domain_share),
+        "peak_bytes": short(found.peak_memory_bytes),
+        "device_bytes": short(found.device_memory_bytes),
+        "fits": found.fits,
+        "lowering": found.lowering,
+        "model": found.model,
+        "notes": list(found.notes),
+        "error": "",
+    }

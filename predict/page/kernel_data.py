@@ -1,0 +1,175 @@
+"""Kernels of a prediction as columns for a page: times, work, origin, place in the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...features.device import DeviceSpec
+from ...features.kernel import LoweredProgram
+from ...features.module_paths import ModulePath, ModulePaths
+from ...features.roofline import roofline
+from ...models.schedule_cost import durations, reads
+from ...simulate.schedule import list_schedule
+from ..predictor import Prediction
+from .assemble import rounded, short
+
+#: Kernels that a page holds; of more, those that take most time, in schedule order.
+MOST_KERNELS = 20_000
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When kernels run, in microseconds; arrays have shape ``(n_kernels,)``.
+
+    Attributes:
+        start: Start of each kernel.
+        end: End, all executions and their gaps included.
+        busy: Time of all its executions, gaps left out.
+        stream: Worker that it runs on; ``streams - 1`` for the asynchronous channel, -1 for none.
+        workers: Workers of the device.
+        stretch: Factor on the kernels' times where the predicted total is below their makespan.
+    """
+
+    start: np.ndarray
+    end: np.ndarray
+    busy: np.ndarray
+    stream: np.ndarray
+    workers: int
+    stretch: float
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the streams."""
+        compute = [f"worker {i}" for i in range(self.workers)] if self.workers > 1 else ["compute"]
+        return [*compute, "asynchronous"]
+
+
+def schedule_of(
+    prediction: Prediction, lowered: LoweredProgram, device: DeviceSpec
+) -> Schedule:
+    """List schedule of the predicted kernels, ending at the predicted time of the program.
+
+    What the program takes beyond its kernels (gaps, dispatch) lies behind them, the same after each
+    execution; where it takes less, kernels overlap more than the schedule says, and all shrink.
+    """
+    kernels = lowered.kernels
+    counts = np.array([k.multiplicity for k in kernels], np.float64)
+    one = np.array([k.latency_us for k in prediction.kernels], np.float64)
+    times = durations(one, kernels) * counts
+    workers = max(1, device.core_count) if device.platform == "cpu" else 1
+    channel = [k.async_role == "start" for k in kernels]
+    plan = list_schedule(times, reads(kernels), workers, channel)
+    beyond = prediction.latency_us - plan.makespan
+    stretch = min(1.0, prediction.latency_us / plan.makespan) if plan.makespan > 0 else 1.0
+    runs = np.where(times > 0, counts, 0.0)
+    gap = max(beyond, 0.0) / max(float(runs.sum()), 1.0)
+    shift = gap * np.concatenate([[0.0], np.cumsum(runs)])
+    # The last executions' own gaps stay open behind each kernel.
+    inside = gap * np.maximum(runs - 1.0, 0.0)
+    start = plan.start * stretch + shift[:-1]
+    end = plan.end * stretch + shift[:-1] + inside
+    return Schedule(start, end, times * stretch, plan.worker, workers, stretch)
+
+
+def kernel_columns(
+    prediction: Prediction,
+    lowered: LoweredProgram,
+    device: DeviceSpec,
+    schedule: Schedule,
+    paths: ModulePaths,
+) -> dict[str, Any]:
+    """Columns of all kernels that take time, in schedule order.
+
+    Returns:
+        ``columns`` (lists of one length), ``names`` of the words that columns of codes point to,
+        ``left_out`` kernels and their time, and ``position``, by which others find a kernel's row.
+    """
+    kept = _kept(schedule.busy)
+    roofs = roofline(lowered.kernels, device)
+    own = [prediction.kernels[i] for i in kept]
+    below = [lowered.kernels[i] for i in kept]
+    places = [paths.of(kernel) for kernel in below]
+    words = _Words()
+    columns: dict[str, Any] = {
+        "name": [k.name for k in own],
+        "kind": words.codes("kind", [k.kind for k in own]),
+        "bound": words.codes("bound", [k.bound for k in own]),
+        "source": words.codes("source", [k.source for k in own]),
+        "dtype": words.codes("dtype", [k.dtype for k in below]),
+        "opcode": words.codes("opcode", [k.opcode for k in below]),
+        "op": words.codes("op", [k.source_op.removeprefix("stablehlo.") for k in own]),
+        "line": words.codes("line", [k.source_line for k in own]),
+        "module": words.codes("module", [_joined(place) for place in places]),
+        "phase": words.codes("phase", [place.phase for place in places]),
+        "inside": [int(k.in_domain) for k in own],
+        "one": rounded([k.latency_us for k in own]),
+        "lo": rounded([k.lo_us for k in own]),
+        "hi": rounded([k.hi_us for k in own]),
+        "runs": rounded([k.multiplicity for k in own]),
+        "busy": rounded(schedule.busy[kept].tolist()),
+        "flops": rounded([k.flops for k in own]),
+        "bytes": rounded([k.bytes for k in own]),
+        "compute": rounded((roofs.compute_s[kept] * 1e6).tolist()),
+        "memory": rounded((roofs.memory_s[kept] * 1e6).tolist()),
+        "start": rounded(schedule.start[kept].tolist(), 7),
+        "end": rounded(schedule.end[kept].tolist(), 7),
+        "stream": schedule.stream[kept].tolist(),
+    }
+    missing = np.ones(len(schedule.busy), bool)
+    missing[kept] = False
+    return {
+        "columns": columns,
+        "names": words.lists,
+        "left_out": {
+            "count": int((missing & (schedule.busy > 0)).sum()),
+            "us": short(float(schedule.busy[missing].sum())),
+        },
+        "position": {int(place): row for row, place in enumerate(kept)},
+    }
+
+
+def peak_lines(columns: dict[str, Any], device: DeviceSpec) -> list[dict[str, Any]]:
+    """Peaks that a program's kernels may reach: ``name`` and ``flops``, in FLOP/s.
+
+    One for each dtype of products and convolutions, and the vector unit's for f32.
+
+    Args:
+        columns: As :func:`kernel_columns` gives them.
+        device: Where they run.
+    """
+    names, codes = columns["names"]["dtype"], columns["columns"]["dtype"]
+    kinds, kind = columns["names"]["kind"], columns["columns"]["kind"]
+    used = {
+        names[d] for d, k in zip(codes, kind, strict=True) if kinds[k] in ("gemm", "conv")
+    }
+    matrix = [(f"{d} matrix", device.matrix_peak(d)) for d in sorted(used)]
+    lines = [*matrix, ("f32 vector", device.vector_peak("f32"))]
+    return [{"name": name, "flops": short(peak)} for name, peak in lines]
+
+
+def _kept(busy: np.ndarray) -> list[int]:
+    found = np.flatnonzero(busy > 0)
+    if len(found) > MOST_KERNELS:
+        found = np.sort(found[np.argsort(-busy[found], kind="stable")[:MOST_KERNELS]])
+    return [int(i) for i in found]
+
+
+def _joined(place: ModulePath) -> str:
+    return "/".join(place.modules)
+
+
+class _Words:
+    """Words by name of their column, so that columns hold codes."""
+
+    def __init__(self) -> None:
+        self.lists: dict[str, list[str]] = {}
+
+    def codes(self, column: str, values: Sequence[str]) -> list[int]:
+        known: dict[str, int] = {}
+        found = [known.setdefault(value, len(known)) for value in values]
+        self.lists[column] = list(known)
+        return found

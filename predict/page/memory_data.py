@@ -1,0 +1,74 @@
+"""Memory of a program over its predicted time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...features.hlo import parse_hlo
+from ...features.kernel import LoweredProgram
+from ...features.liveness import memory_over_time
+from ..predictor import Prediction
+from .assemble import rounded, short
+from .kernel_data import Schedule
+
+#: Points of the curve; of more, the largest of neighbouring ones.
+MOST_POINTS = 3000
+_EXTRAPOLATED = "layers were compiled once and extrapolated, so there is no course over time"
+_NO_MODULE = "there is no lowered module to take lifetimes from"
+
+
+def memory_data(
+    prediction: Prediction, lowered: LoweredProgram, schedule: Schedule
+) -> dict[str, Any]:
+    """Peak, capacity, and the bytes in use over time from the lifetimes of buffers.
+
+    Returns:
+        ``peak_bytes``, ``source``, ``device_bytes``, ``fits``, ``resident_bytes`` (arguments and
+        results), ``us`` and ``bytes`` of the curve, and ``why_not`` if there is none.
+    """
+    found: dict[str, Any] = {
+        "peak_bytes": short(prediction.peak_memory_bytes),
+        "source": prediction.memory_source,
+        "device_bytes": short(prediction.device_memory_bytes),
+        "fits": prediction.fits,
+        "why_not": "",
+    }
+    if any(k.multiplicity != 1 and not k.scope for k in lowered.kernels):
+        return {**found, "why_not": _EXTRAPOLATED}
+    module = lowered.module or (parse_hlo(lowered.hlo) if lowered.hlo else None)
+    if module is None:
+        return {**found, "why_not": _NO_MODULE}
+    profile = memory_over_time(module)
+    starts = _starts(lowered, schedule)
+    known = [starts.get(name, 0.0) for name in profile.names]
+    us = np.maximum.accumulate(np.array(known, np.float64)) if known else np.zeros(0)
+    us, used = _thinned(us, np.array(profile.bytes, np.float64))
+    return {
+        **found,
+        "resident_bytes": short(profile.resident),
+        "us": rounded(us.tolist(), 7),
+        "bytes": rounded(used.tolist()),
+    }
+
+
+def _starts(lowered: LoweredProgram, schedule: Schedule) -> dict[str, float]:
+    """Start of each kernel by name, and of each loop, which is that of its first kernel."""
+    found: dict[str, float] = {}
+    for kernel, start, busy in zip(
+        lowered.kernels, schedule.start.tolist(), schedule.busy.tolist(), strict=True
+    ):
+        if busy > 0:
+            found.setdefault(kernel.scope[0] if kernel.scope else kernel.name, start)
+    return found
+
+
+def _thinned(us: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The curve with one value a moment, the largest, and at most :data:`MOST_POINTS`."""
+    if not len(us):
+        return us, used
+    width = us[-1] / MOST_POINTS if len(us) > MOST_POINTS else 0.0
+    slot = np.floor(us / width) if width > 0 else us
+    first = np.flatnonzero(np.diff(slot, prepend=-1.0) != 0)
+    return us[first], np.maximum.reduceat(used, first)

@@ -1,0 +1,170 @@
+"""The page of a program on a device: total, where the time goes, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...features.device import DeviceSpec
+from ...features.kernel import LoweredProgram
+from ...features.lowering import lower
+from ...features.module_paths import ModulePaths
+from ...features.reader import SourceProgram, read_program
+from ..devices import resolve_device
+from ..explain import ProgramExplanation, explain_lowered
+from ..predictor import Predictor
+from .assemble import Page, assemble, rounded, short
+from .compare import DEVICES, LOWERING, compare_devices
+from .kernel_data import kernel_columns, peak_lines, schedule_of
+from .memory_data import memory_data
+
+SCRIPTS = ("breakdown.js", "timeline.js", "roofline.js", "whatif.js", "table.js", "report.js")
+#: Distinct kernels that are explained, costliest first, with neighbours each.
+EXPLAINED, NEIGHBOURS = 40, 3
+#: Characters of a kernel's text that the page shows.
+_TEXT = 2000
+_CONTRIBUTIONS, _OUTSIDE = 8, 4
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """What is asked for beside the program and the device.
+
+    Attributes:
+        lowering: ``auto``, ``xla``, ``fused`` or ``op``.
+        trip_counts: Trips of loops whose count cannot be found.
+        fallback: Lowering to take where the device's compiler is missing or fails.
+        compare: Devices to compare with; none for no comparison.
+        compare_lowering: Of the comparison.
+        title: Name of the program; by default that of its file.
+    """
+
+    lowering: str = "auto"
+    trip_counts: dict[str, int] | int | None = None
+    fallback: str = ""
+    compare: Sequence[str] = DEVICES
+    compare_lowering: str = LOWERING
+    title: str = ""
+
+
+def report_page(
+    predictor: Predictor,
+    program: Any,
+    device: str | Path | DeviceSpec = "local",
+    options: ReportOptions | None = None,
+    tell: Callable[[str], None] = lambda what: None,
+) -> str:
+    """Predict a program and make its page.
+
+    Args:
+        predictor: With the model.
+        program: As :meth:`Predictor.predict` takes it.
+        device: Name, path of a device file, or description.
+        options: What else is asked for.
+        tell: Told what is done next.
+
+    Returns:
+        HTML that needs nothing else.
+
+    Raises:
+        OpcastError: The program, device or lowering is not usable.
+    """
+    options = options or ReportOptions()
+    spec = resolve_device(device, predictor.devices)
+    source = read_program(program, trip_counts=options.trip_counts)
+    tell(f"kernels for {spec.name}")
+    lowered = lower(
+        source, options.lowering, cache=predictor.cache, trip_counts=options.trip_counts,
+        device=spec, fallback=options.fallback,
+    )  # fmt: skip
+    data = report_data(predictor, source, lowered, spec)
+    data["program"] = options.title or _name(source)
+    if options.compare:
+        rows = compare_devices(predictor, source, options.compare, options.compare_lowering, tell)
+        data["compare"] = {"rows": rows, "lowering": options.compare_lowering}
+    return assemble(Page(f"{data['program']} on {spec.name}", data, SCRIPTS))
+
+
+def report_data(
+    predictor: Predictor, source: SourceProgram, lowered: LoweredProgram, device: DeviceSpec
+) -> dict[str, Any]:
+    """Everything that the page shows of a lowered program, as plain data; times in microseconds."""
+    found = explain_lowered(
+        predictor, lowered, device, top=EXPLAINED, neighbours=NEIGHBOURS
+    )
+    p = found.prediction
+    schedule = schedule_of(p, lowered, device)
+    kernels = kernel_columns(p, lowered, device, schedule, ModulePaths(source))
+    position = kernels.pop("position")
+    return {
+        "device": _device(device),
+        "model": p.model,
+        "lowering": p.lowering,
+        "compiler": p.compiler,
+        "total": {"us": short(p.latency_us), "lo": short(p.lo_us), "hi": short(p.hi_us)},
+        "inside": short(p.in_domain_share),
+        "notes": list(p.notes),
+        "kernels": kernels,
+        "peaks": peak_lines(kernels, device),
+        "streams": schedule.names,
+        "stretch": short(schedule.stretch),
+        "memory": memory_data(p, lowered, schedule),
+        "explained": _explained(found, lowered, position),
+    }
+
+
+def _name(source: SourceProgram) -> str:
+    return Path(source.origin).name if source.origin else "program"
+
+
+def _device(device: DeviceSpec) -> dict[str, Any]:
+    return {
+        "name": device.name,
+        "vendor": device.vendor,
+        "platform": device.platform,
+        "bandwidth": short(device.bandwidth),
+        "levels": [[short(v.capacity), short(v.bandwidth)] for v in device.levels],
+        "cores": device.core_count,
+        "clock": short(device.clock_hz),
+        "floor": short(device.floor * 1e6),
+        "memory": short(device.memory_bytes),
+    }
+
+
+def _explained(
+    found: ProgramExplanation, lowered: LoweredProgram, position: dict[int, int]
+) -> list[dict[str, Any]]:
+    """Why the costliest distinct kernels take what they take, with the rows of equal ones."""
+    rows: dict[str, list[int]] = {}
+    for place, kernel in enumerate(lowered.kernels):
+        if place in position:
+            rows.setdefault(kernel.hash, []).append(position[place])
+    texts = {kernel.hash: kernel.ir for kernel in lowered.kernels}
+    listed = []
+    for kernel in found.kernels:
+        e = kernel.explanation
+        if e.kernel_hash not in rows:
+            continue
+        listed.append({
+            "rows": rows[e.kernel_hash],
+            "text": texts[e.kernel_hash][:_TEXT],
+            "cut": max(0, len(texts[e.kernel_hash]) - _TEXT),
+            "alone": short(e.latency_us),
+            "roofline": short(e.roofline_us),
+            "floor": short(e.floor_us),
+            "factor": short(e.factor),
+            "method": e.method,
+            "parts": [[c.group, short(c.log_ratio)] for c in e.contributions[:_CONTRIBUTIONS]],
+            "score": rounded([v for v in (e.domain_score, e.domain_threshold) if v is not None]),
+            "outside": [
+                [o.feature, *rounded([o.value, o.low, o.high])] for o in e.outside[:_OUTSIDE]
+            ],
+            "near": [
+                [n.label, n.device, *rounded([n.measured_us, n.predicted_us, n.distance])]
+                for n in e.neighbours
+            ],
+            "notes": list(e.notes),
+        })  # fmt: skip
+    return listed
