@@ -13,7 +13,7 @@ export MYPYPATH := $(VENV)/typing
 # Compilers of GPUs and TPUs that are not here: about 850 and 700 MB.
 export OPCAST_COMPILERS ?= $(CURDIR)/$(VENV)/compilers
 
-.PHONY: demo test lint bench report clean compilers docs
+.PHONY: demo test lint bench report clean compilers docs browser
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV) || { echo "python venv is missing: apt-get install python3-venv" >&2; exit 1; }
@@ -34,8 +34,15 @@ $(VENV)/.compilers: $(VENV)/.installed
 ## Compilers of absent GPUs and TPUs, for tests and predictions.
 compilers: $(VENV)/.compilers
 
+## A browser for the tests of pages, if there is none and we may install one; else they skip.
+browser:
+	@command -v chromium chromium-browser google-chrome >/dev/null || [ -n "$$OPCAST_BROWSER" ] || { \
+	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	  && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } \
+	|| echo "no browser: tests of pages will be skipped; install chromium or set OPCAST_BROWSER" >&2
+
 ## All tests, slow ones too; those that need a GPU skip themselves.
-test: $(VENV)/.installed $(VENV)/.compilers
+test: $(VENV)/.installed $(VENV)/.compilers browser
 	$(BIN)/python -m pytest tests --ignore=tests/bench
 
 lint: $(VENV)/.installed

@@ -23,8 +23,10 @@ class SourceOps(Sequence[Source]):
     def __init__(self, source: SourceProgram) -> None:
         from ._jax_compat import walk_ops
 
+        # Operations live as long as their module.
+        self._module = source.module
         self._origin = source.origin
-        self._ops: list[Any] = walk_ops(source.module)
+        self._ops: list[Any] = walk_ops(self._module)
         self._found: dict[int, Source] = {}
         self._lines: dict[Any, Line] = {}
 

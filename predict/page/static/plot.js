@@ -31,6 +31,18 @@ function canvas(label, height, draw, attributes = {}) {
   return { node, host, paint, later };
 }
 
+// Dark or light text, whichever is easier to read on a colour such as #3b6fe0.
+const inks = new Map();
+function inkOn(shade) {
+  if (!inks.has(shade)) {
+    const parts = [1, 3, 5].map((at) => parseInt(shade.slice(at, at + 2), 16) / 255)
+      .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+    const light = 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
+    inks.set(shade, light > 0.24 ? "#0b0f14" : "#ffffff");
+  }
+  return inks.get(shade);
+}
+
 // Place of a pointer on a node.
 function placeOf(event, node) {
   const box = node.getBoundingClientRect();

@@ -83,7 +83,7 @@ function timeline({ label, tracks, end, curve, selected }) {
     context.fillRect(left, top, right - left - gap, high);
     const first = Math.max(left, LABELS), room = Math.min(right, wide()) - first - 8;
     if (room > 26) {
-      context.fillStyle = document.documentElement.dataset.theme === "dark" ? "#0b0f14" : "#ffffff";
+      context.fillStyle = inkOn(colour(track.shade(i)));
       context.textAlign = "left";
       context.fillText(fitText(context, track.text(i), room), first + 4, top + high / 2 + 0.5);
     }
