@@ -203,6 +203,7 @@ def connect(root: Path | None) -> Any:
             "MLflow is not installed", hint="pip install 'opcast[track]', or pass --no-track"
         ) from None
     base = root or store_dir()
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     for noisy in ("mlflow", "alembic"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     # One process at a time makes the tables and the experiment; MLflow itself does not wait.

@@ -48,6 +48,7 @@ class Watched:
         self.tab = browser.new_page(
             viewport={"width": width, "height": height}, color_scheme=scheme
         )
+        self.tab.set_default_timeout(15_000)
         self.trouble: list[str] = []
         self.tab.on("console", lambda m: self.trouble.append(f"console: {m.text}"))
         self.tab.on("pageerror", lambda e: self.trouble.append(f"error: {e}"))
