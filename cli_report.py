@@ -77,7 +77,8 @@ def report(
     max_rows: Annotated[
         int | None,
         typer.Option(
-            min=200, help=_TABLES + "most rows of a family to learn from, and of a split to judge on."
+            min=200,
+            help=_TABLES + "most rows of a family to learn from, and of a split to judge on.",
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Also write them as JSON.")] = None,
@@ -176,6 +177,7 @@ def _write(page: str, path: Path) -> None:
 def _status() -> Iterator[Callable[[str], None]]:
     """A line on stderr that says what is done."""
     from rich.console import Console
+    from rich.markup import escape
 
     with Console(stderr=True).status("reading") as status:
-        yield status.update
+        yield lambda what: status.update(escape(what))

@@ -1,8 +1,9 @@
 """Where in the user's model a kernel belongs: modules and pass, from the names of MLIR locations.
 
 JAX names an op by the scopes that it was traced in, such as
-``jit(train_step)/transpose(jvp(Llama))/Block_0/attention/query/dot_general``: transformations around
-modules, the op's own name last. Flax adds a scope for each module, ``jax.named_scope`` any other.
+``jit(train_step)/transpose(jvp(Llama))/Block_0/attention/query/dot_general``: transformations
+around modules, the op's own name last. Flax adds a scope for each module, ``jax.named_scope`` any
+other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Predictions beside measurements as tracked runs keep them: one form, capped, read back for pages."""
+"""Predictions beside measurements as tracked runs keep them: one form, capped, for pages."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def tidy(frame: pd.DataFrame, split: str = "", level: str = "kernel") -> pd.Data
     """
     given = {
         "level": level, "split": split, "in_domain": True,
-        "kind": frame["key"] if "key" in frame else level,
+        "kind": frame.get("key", level),
     }  # fmt: skip
     missing = {name: value for name, value in given.items() if name not in frame}
     return frame.assign(**missing)[list(COLUMNS)].reset_index(drop=True)
@@ -80,7 +80,7 @@ def log_predictions(mlflow: Any, frame: pd.DataFrame) -> None:
         path = Path(scratch) / FILE
         small = capped(frame).astype(
             {name: "float32" for name in COLUMNS if name.endswith("_us")}
-            | {name: "category" for name in ("level", "kind", "device", "split")}
+            | dict.fromkeys(("level", "kind", "device", "split"), "category")
         )
         small.to_parquet(path, index=False)
         mlflow.log_artifact(str(path))

@@ -48,9 +48,7 @@ class Schedule:
         return [*compute, "asynchronous"]
 
 
-def schedule_of(
-    prediction: Prediction, lowered: LoweredProgram, device: DeviceSpec
-) -> Schedule:
+def schedule_of(prediction: Prediction, lowered: LoweredProgram, device: DeviceSpec) -> Schedule:
     """List schedule of the predicted kernels, ending at the predicted time of the program.
 
     What the program takes beyond its kernels (gaps, dispatch) lies behind them, the same after each
@@ -143,9 +141,7 @@ def peak_lines(columns: dict[str, Any], device: DeviceSpec) -> list[dict[str, An
     """
     names, codes = columns["names"]["dtype"], columns["columns"]["dtype"]
     kinds, kind = columns["names"]["kind"], columns["columns"]["kind"]
-    used = {
-        names[d] for d, k in zip(codes, kind, strict=True) if kinds[k] in ("gemm", "conv")
-    }
+    used = {names[d] for d, k in zip(codes, kind, strict=True) if kinds[k] in ("gemm", "conv")}
     matrix = [(f"{d} matrix", device.matrix_peak(d)) for d in sorted(used)]
     lines = [*matrix, ("f32 vector", device.vector_peak("f32"))]
     return [{"name": name, "flops": short(peak)} for name, peak in lines]

@@ -91,9 +91,7 @@ def report_data(
     predictor: Predictor, source: SourceProgram, lowered: LoweredProgram, device: DeviceSpec
 ) -> dict[str, Any]:
     """Everything that the page shows of a lowered program, as plain data; times in microseconds."""
-    found = explain_lowered(
-        predictor, lowered, device, top=EXPLAINED, neighbours=NEIGHBOURS
-    )
+    found = explain_lowered(predictor, lowered, device, top=EXPLAINED, neighbours=NEIGHBOURS)
     p = found.prediction
     schedule = schedule_of(p, lowered, device)
     kernels = kernel_columns(p, lowered, device, schedule, ModulePaths(source))

@@ -13,7 +13,7 @@ from opcast.features.reader import read_program
 @pytest.mark.parametrize(
     ("name", "modules", "phase"),
     [
-        ("jit(step)/jvp(Llama)/Block_0/attention/dot_general", "Llama Block_0 attention", "forward"),
+        ("jit(step)/jvp(Net)/Block_0/attention/dot_general", "Net Block_0 attention", "forward"),
         ("jit(step)/transpose(jvp(Llama))/Block_0/mul", "Llama Block_0", "backward"),
         ("jit(step)/transpose(jvp(vmap(Net)))/bqd,bkd->bqk/dot_general", "Net", "backward"),
         ("jit(step)/transpose(jvp(Net))/rematted_computation/Block_1/add", "Net Block_1",
@@ -51,12 +51,14 @@ def test_kernels_of_a_gradient_find_their_module(lowering):
 
 
 def test_optimised_hlo_names_modules_in_its_metadata():
-    text = """HloModule m, is_scheduled=true
+    dims = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    name = 'metadata={op_name="jit(f)/Net/up/dot_general"}'
+    text = f"""HloModule m, is_scheduled=true
 
-ENTRY main {
+ENTRY main {{
   a = f32[16,16] parameter(0)
-  ROOT t = f32[16,16] dot(a, a), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(f)/Net/up/dot_general"}
-}
+  ROOT t = f32[16,16] dot(a, a), {dims}, {name}
+}}
 """
     source = read_program(text)
     (kernel,) = lower(source, "xla", cache=False).kernels

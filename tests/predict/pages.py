@@ -63,9 +63,7 @@ class Watched:
 
     def settle(self) -> None:
         """Two frames, after which everything is drawn."""
-        self.tab.evaluate(
-            "new Promise(r => requestAnimationFrame(() => requestAnimationFrame(r)))"
-        )
+        self.tab.evaluate("new Promise(r => requestAnimationFrame(() => requestAnimationFrame(r)))")
 
     def pixels(self, selector: str | None = None) -> np.ndarray:
         """Red, green and blue of the page or an element, shape ``(height, width, 3)``."""

@@ -52,7 +52,7 @@ def data(predictor, step, gpu, found):
 
 
 def test_schedule_fills_the_predicted_time(found):
-    prediction, lowered, schedule = found
+    prediction, _, schedule = found
     assert schedule.names == ["compute", "asynchronous"]
     assert schedule.busy.sum() == pytest.approx(sum(k.total_us for k in prediction.kernels))
     one = np.flatnonzero(schedule.stream == 0)
@@ -90,9 +90,7 @@ def test_columns_agree_with_the_prediction(data, found):
 def test_long_programs_keep_the_costliest_kernels(found, gpu, step, monkeypatch):
     prediction, lowered, schedule = found
     monkeypatch.setattr(kernel_data_module, "MOST_KERNELS", 2)
-    kept = kernel_columns(
-        prediction, lowered, gpu, schedule, ModulePaths(read_program(step))
-    )
+    kept = kernel_columns(prediction, lowered, gpu, schedule, ModulePaths(read_program(step)))
     assert sorted(kept["columns"]["busy"], reverse=True) == pytest.approx(
         sorted(schedule.busy, reverse=True)[:2], rel=1e-4
     )
@@ -141,7 +139,8 @@ def test_json_cannot_leave_its_element():
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(1.23456789, "1.2346"), (3.0, "3"), (1e300, "1e+300"), (float("inf"), "None")]
+    ("value", "text"),
+    [(1.23456789, "1.2346"), (3.0, "3"), (1e300, "1e+300"), (float("inf"), "None")],
 )
 def test_short_numbers(value, text):
     assert str(short(value)) == text
@@ -150,9 +149,7 @@ def test_short_numbers(value, text):
 def test_planted_names_stay_text(predictor, tmp_path):
     path = tmp_path / "a<script>window.planted=3<script>.mlir"
     path.write_text(ATTACK)
-    page = report_page(
-        predictor, path, "h100-sxm", ReportOptions(lowering="fused", compare=())
-    )
+    page = report_page(predictor, path, "h100-sxm", ReportOptions(lowering="fused", compare=()))
     # The data and the script of the page, and nothing besides.
     assert page.count("<script") == 2 and page.count("</script") == 2
     assert "<img" not in page

@@ -27,7 +27,9 @@ DEVICES = ("h100-sxm", "l4", "tpu-v4")
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return x + nn.Dense(2048, name="down")(nn.gelu(nn.Dense(8192, name="up")(nn.LayerNorm()(x))))
+        return x + nn.Dense(2048, name="down")(
+            nn.gelu(nn.Dense(8192, name="up")(nn.LayerNorm()(x)))
+        )
 
 
 class Net(nn.Module):

@@ -164,16 +164,17 @@ function comparison() {
 const body = [
   card({ id: "overview", title: "At a glance", link: "Overview", says: "Errors are relative to the measured latency; label noise is the median difference of repeated measurements.", tools: [runPicker, levelHost].filter(Boolean) }, hosts.tiles, el("div", { class: "sub" }, hosts.notes)),
   el("div", { class: "two" },
-    card({ id: "parity", title: "Predicted against measured", link: "Parity", says: "Each point is a judged row; on the line a prediction is exact." }, parity.host, hosts.legend),
-    el("div", { class: "column" }, card({ id: "errors", title: "Error by group", link: "Errors", says: "Median, quartiles and 10 to 90 % of the absolute percentage error; red: label noise.", tools: [grouping] }, spread.host),
-      card({ id: "coverage", title: "Coverage", link: "Coverage", says: "Share of measurements inside their 90 % interval." }, hosts.coverage))),
+    el("div", { class: "column" },
+      card({ id: "parity", title: "Predicted against measured", link: "Parity", says: "Each point is a judged row; on the line a prediction is exact." }, parity.host, hosts.legend),
+      card({ id: "coverage", title: "Coverage", link: "Coverage", says: "Share of measurements inside their 90 % interval." }, hosts.coverage)),
+    card({ id: "errors", title: "Error by group", link: "Errors", says: "Median, quartiles and 10 to 90 % of the absolute percentage error; red: label noise.", tools: [grouping] }, spread.host)),
   card({ id: "figures", title: "Figures", link: "Figures" }, hosts.figures),
   RUNS.length > 1 ? comparison() : null,
 ].filter(Boolean);
 const params = RUNS[0].params;
 showPage({
   brand: "accuracy of tracked runs", title: DATA.title,
-  facts: RUNS.length === 1 ? [["model", params.model || "–"], ["split", params.split || "–"]] : [["runs", String(RUNS.length)]],
+  facts: RUNS.length === 1 ? [["model", params.model], ["split", params.split]].filter(([, value]) => value) : [["runs", String(RUNS.length)]],
   body, foot: ["Figures are of the rows that the run keeps, on rows that the model did not learn from, as the named split says."],
 });
 show();

@@ -44,8 +44,8 @@ const count = (value) => value === 0 ? "0" : withUnit(value, COUNTS).replace(/\u
 const rate = (value, unit) => value ? withUnit(value, COUNTS) + unit : "0\u00a0" + unit;
 const percent = (share) => {
   if (share === null || !Number.isFinite(share)) return "–";
-  const value = 100 * share;
-  return `${value >= 99.95 || value === 0 ? value.toFixed(0) : value.toFixed(value < 0.095 ? 2 : 1)}\u00a0%`;
+  const value = 100 * share, size = Math.abs(value);
+  return `${size >= 99.95 || value === 0 ? value.toFixed(0) : value.toFixed(size < 0.095 ? 2 : 1)}\u00a0%`;
 };
 const whole = (value) => Math.round(value).toLocaleString("en-GB");
 

@@ -1,0 +1,57 @@
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from opcast.cli import app
+
+PROGRAM = """
+module @m {
+  func.func public @main(%arg0: tensor<512x512xbf16>) -> tensor<512x512xbf16> {
+    %0 = stablehlo.dot_general %arg0, %arg0, contracting_dims = [1] x [0] : (tensor<512x512xbf16>, tensor<512x512xbf16>) -> tensor<512x512xbf16>
+    return %0 : tensor<512x512xbf16>
+  }
+}
+"""  # noqa: E501
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["report", *arguments], catch_exceptions=False)
+
+
+@pytest.fixture
+def program(tmp_path):
+    path = tmp_path / "square.mlir"
+    path.write_text(PROGRAM)
+    return path
+
+
+def data_of(path):
+    return json.loads(re.search(r'id="data">(.*?)</script>', path.read_text(), re.DOTALL)[1])
+
+
+def test_a_program_makes_its_page(program, tmp_path):
+    page = tmp_path / "page.html"
+    result = run(
+        str(program), "--device", "l4", "--lowering", "fused", "--compare", "h100-sxm, tpu-v4",
+        "--html", str(page),
+    )  # fmt: skip
+    assert result.exit_code == 0
+    assert str(page) in result.stdout
+    data = data_of(page)
+    assert data["program"] == "square.mlir"
+    assert data["device"]["name"] == "l4"
+    assert [row["device"] for row in data["compare"]["rows"]] == ["h100-sxm", "tpu-v4"]
+
+
+def test_the_page_is_named_after_the_program(program, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run(str(program), "--device", "l4", "--lowering", "op", "--compare", "none")
+    assert result.exit_code == 0
+    assert "compare" not in data_of(tmp_path / "square.html")
+
+
+def test_a_page_needs_something_to_show(program):
+    assert run("--html", "page.html").exit_code == 2
+    assert run(str(program), "--accuracy", "opcast").exit_code == 2
