@@ -58,7 +58,7 @@ def tidy(frame: pd.DataFrame, split: str = "", level: str = "kernel") -> pd.Data
         split: Name of the split, if the frame has none.
         level: ``kernel``, ``program`` or ``op``.
     """
-    given = {
+    given: dict[str, Any] = {
         "level": level, "split": split, "in_domain": True,
         "kind": frame.get("key", level),
     }  # fmt: skip
@@ -104,9 +104,9 @@ def read_runs(wanted: str, most: int = 8, root: Path | None = None) -> list[Trac
     table = runs(root)
     chosen = _chosen(table, wanted)
     mlflow = connect(root)
-    found = []
+    found: list[TrackedRun] = []
     for record in chosen.to_dict("records"):
-        own = _read(mlflow, record) if len(found) < most else None
+        own = _read(mlflow, {str(k): v for k, v in record.items()}) if len(found) < most else None
         if own is not None:
             found.append(own)
     if not found:
@@ -171,7 +171,9 @@ def _frame(path: Path, run_id: str) -> pd.DataFrame:
     if missing:
         raise ModelError(f"{FILE} has no column {missing[0]!r}", where=run_id)
     words = dict.fromkeys(("level", "kind", "device", "split"), str)
-    return frame.astype(words | {n: "float64" for n in COLUMNS if n.endswith("_us")})
+    times = {name: "float64" for name in COLUMNS if name.endswith("_us")}
+    typed: pd.DataFrame = frame.astype({**words, **times})
+    return typed
 
 
 def _noise(metrics: pd.DataFrame) -> dict[str, float]:

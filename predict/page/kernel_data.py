@@ -51,8 +51,8 @@ class Schedule:
 def schedule_of(prediction: Prediction, lowered: LoweredProgram, device: DeviceSpec) -> Schedule:
     """List schedule of the predicted kernels, ending at the predicted time of the program.
 
-    What the program takes beyond its kernels (gaps, dispatch) lies behind them, the same after each
-    execution; where it takes less, kernels overlap more than the schedule says, and all shrink.
+    What the program takes beyond its kernels (gaps, dispatch) lies behind those that are not
+    asynchronous, the same after each execution; where it takes less, kernels overlap more than the schedule says, and all shrink.
     """
     kernels = lowered.kernels
     counts = np.array([k.multiplicity for k in kernels], np.float64)
@@ -63,7 +63,7 @@ def schedule_of(prediction: Prediction, lowered: LoweredProgram, device: DeviceS
     plan = list_schedule(times, reads(kernels), workers, channel)
     beyond = prediction.latency_us - plan.makespan
     stretch = min(1.0, prediction.latency_us / plan.makespan) if plan.makespan > 0 else 1.0
-    runs = np.where(times > 0, counts, 0.0)
+    runs = np.where((times > 0) & ~np.array(channel, bool), counts, 0.0)
     gap = max(beyond, 0.0) / max(float(runs.sum()), 1.0)
     shift = gap * np.concatenate([[0.0], np.cumsum(runs)])
     # The last executions' own gaps stay open behind each kernel.

@@ -20,7 +20,10 @@ from .compare import DEVICES, LOWERING, compare_devices
 from .kernel_data import kernel_columns, peak_lines, schedule_of
 from .memory_data import memory_data
 
-SCRIPTS = ("breakdown.js", "timeline.js", "roofline.js", "whatif.js", "table.js", "report.js")
+SCRIPTS = (
+    "breakdown.js", "timeline.js", "roofline.js", "devices.js", "whatif.js", "table.js",
+    "report.js",
+)  # fmt: skip
 #: Distinct kernels that are explained, costliest first, with neighbours each.
 EXPLAINED, NEIGHBOURS = 40, 3
 #: Characters of a kernel's text that the page shows.

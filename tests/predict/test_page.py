@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from opcast.predict.page.kernel_data import kernel_columns, schedule_of
 from opcast.predict.page.memory_data import memory_data
 from opcast.predict.page.report import SCRIPTS, ReportOptions, report_data, report_page
 
+SCHEDULE = Path(__file__).parent.parent / "features" / "data" / "gpu_schedule.hlo"
 #: Every name that a program brings, written so that it would run if it were taken for markup.
 PLANTED = "</script><script>window.planted=1</script><img src=x onerror='window.planted=2'>"
 ATTACK = f"""
@@ -68,6 +70,18 @@ def test_schedule_shrinks_where_kernels_overlap_more(found, gpu):
     schedule = schedule_of(replace(prediction, latency_us=total / 2), lowered, gpu)
     assert schedule.stretch == pytest.approx(0.5)
     assert schedule.end.max() == pytest.approx(total / 2)
+
+
+def test_asynchronous_kernels_run_beside_the_others(predictor, gpu):
+    """Of a module with collectives that start before and end after others."""
+    source = read_program(SCHEDULE)
+    data = report_data(predictor, source, lower(source, "xla", device=gpu), gpu)
+    columns = data["kernels"]["columns"]
+    spans = list(zip(columns["start"], columns["end"], columns["stream"], strict=True))
+    beside = [s for s in spans if s[2] == 1]
+    compute = [s for s in spans if s[2] == 0]
+    assert data["streams"][1] == "asynchronous" and beside
+    assert any(a[0] < c[1] and c[0] < a[1] for a in beside for c in compute)
 
 
 def test_columns_agree_with_the_prediction(data, found):

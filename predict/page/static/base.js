@@ -30,21 +30,43 @@ function withUnit(value, units, digits = 3) {
   const size = Math.abs(value);
   let [scale, unit] = units[units.length - 1];
   for (const [own, name] of units) {
-    if (size >= own * 0.9995) { [scale, unit] = [own, name]; break; }
+    if (size >= own * 0.9995) {
+      [scale, unit] = [own, name];
+      break;
+    }
   }
   return `${significant(value / scale, digits)}\u00a0${unit}`;
 }
 
-const TIMES = [[1e6, "s"], [1e3, "ms"], [1, "µs"], [1e-3, "ns"]];
-const SIZES = [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [1, "B"]];
-const COUNTS = [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""]];
-const duration = (us) => us === 0 ? "0" : withUnit(us, TIMES);
-const size = (bytes) => bytes === 0 ? "0\u00a0B" : withUnit(bytes, SIZES);
-const count = (value) => value === 0 ? "0" : withUnit(value, COUNTS).replace(/\u00a0$/, "");
-const rate = (value, unit) => value ? withUnit(value, COUNTS) + unit : "0\u00a0" + unit;
+const TIMES = [
+  [1e6, "s"],
+  [1e3, "ms"],
+  [1, "µs"],
+  [1e-3, "ns"],
+];
+const SIZES = [
+  [2 ** 40, "TiB"],
+  [2 ** 30, "GiB"],
+  [2 ** 20, "MiB"],
+  [2 ** 10, "KiB"],
+  [1, "B"],
+];
+const COUNTS = [
+  [1e15, "P"],
+  [1e12, "T"],
+  [1e9, "G"],
+  [1e6, "M"],
+  [1e3, "k"],
+  [1, ""],
+];
+const duration = (us) => (us === 0 ? "0" : withUnit(us, TIMES));
+const size = (bytes) => (bytes === 0 ? "0\u00a0B" : withUnit(bytes, SIZES));
+const count = (value) => (value === 0 ? "0" : withUnit(value, COUNTS).replace(/\u00a0$/, ""));
+const rate = (value, unit) => (value ? withUnit(value, COUNTS) + unit : "0\u00a0" + unit);
 const percent = (share) => {
   if (share === null || !Number.isFinite(share)) return "–";
-  const value = 100 * share, size = Math.abs(value);
+  const value = 100 * share,
+    size = Math.abs(value);
   return `${size >= 99.95 || value === 0 ? value.toFixed(0) : value.toFixed(size < 0.095 ? 2 : 1)}\u00a0%`;
 };
 const whole = (value) => Math.round(value).toLocaleString("en-GB");
@@ -69,12 +91,43 @@ function colour(name) {
   return shades.get(name);
 }
 const KNOWN_COLOURS = new Set([
-  "gemm", "conv", "fusion", "reduce", "copy", "gather_scatter", "sort", "custom_call", "collective",
-  "control", "gap", "forward", "backward", "recomputed", "compute", "memory", "latency",
-  "communication", "weights", "exposed", "update", "bubble", "rest", "accent",
+  "gemm",
+  "conv",
+  "fusion",
+  "reduce",
+  "copy",
+  "gather_scatter",
+  "sort",
+  "custom_call",
+  "collective",
+  "control",
+  "gap",
+  "forward",
+  "backward",
+  "recomputed",
+  "compute",
+  "memory",
+  "latency",
+  "communication",
+  "weights",
+  "exposed",
+  "update",
+  "bubble",
+  "rest",
+  "accent",
 ]);
 const variable = (name) => `var(--${KNOWN_COLOURS.has(name) ? name : "rest"})`;
-const WHEEL = ["gemm", "reduce", "fusion", "conv", "gather_scatter", "custom_call", "collective", "sort", "copy"];
+const WHEEL = [
+  "gemm",
+  "reduce",
+  "fusion",
+  "conv",
+  "gather_scatter",
+  "custom_call",
+  "collective",
+  "sort",
+  "copy",
+];
 
 const redraws = new Set();
 function redrawAll() {
@@ -85,7 +138,11 @@ function redrawAll() {
 const MODES = ["auto", "light", "dark"];
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 let mode = "auto";
-try { mode = MODES.find((m) => m === localStorage.getItem("opcast-mode")) || "auto"; } catch { /* no storage */ }
+try {
+  mode = MODES.find((m) => m === localStorage.getItem("opcast-mode")) || "auto";
+} catch {
+  /* no storage */
+}
 
 function applyMode(printing = false) {
   const dark = !printing && (mode === "dark" || (mode === "auto" && prefersDark.matches));
@@ -97,29 +154,49 @@ addEventListener("beforeprint", () => applyMode(true));
 addEventListener("afterprint", () => applyMode());
 
 function modeSwitch() {
-  return choice("Colours", MODES.map((m) => [m, m[0].toUpperCase() + m.slice(1)]), mode, (chosen) => {
-    mode = chosen;
-    try { localStorage.setItem("opcast-mode", mode); } catch { /* no storage */ }
-    applyMode();
-  });
+  return choice(
+    "Colours",
+    MODES.map((m) => [m, m[0].toUpperCase() + m.slice(1)]),
+    mode,
+    (chosen) => {
+      mode = chosen;
+      try {
+        localStorage.setItem("opcast-mode", mode);
+      } catch {
+        /* no storage */
+      }
+      applyMode();
+    },
+  );
 }
 
 // Buttons of which one is pressed.
 function choice(label, options, chosen, onChoose) {
-  const buttons = options.map(([value, text]) => el("button", {
-    type: "button", "aria-pressed": String(value === chosen), "data-value": value,
-    onclick: () => {
-      buttons.forEach((b) => b.setAttribute("aria-pressed", String(b.dataset.value === value)));
-      onChoose(value);
-    },
-  }, text));
+  const buttons = options.map(([value, text]) =>
+    el(
+      "button",
+      {
+        type: "button",
+        "aria-pressed": String(value === chosen),
+        "data-value": value,
+        onclick: () => {
+          buttons.forEach((b) => b.setAttribute("aria-pressed", String(b.dataset.value === value)));
+          onChoose(value);
+        },
+      },
+      text,
+    ),
+  );
   return el("div", { class: "switch", role: "group", "aria-label": label }, buttons);
 }
 
 // A list to choose one of.
 function picker(label, options, onChange) {
-  const node = el("select", { "aria-label": label, onchange: () => onChange(node.value) },
-    options.map(([value, text]) => el("option", { value }, text)));
+  const node = el(
+    "select",
+    { "aria-label": label, onchange: () => onChange(node.value) },
+    options.map(([value, text]) => el("option", { value }, text)),
+  );
   return node;
 }
 
@@ -131,56 +208,124 @@ function showTip(x, y, lines) {
   tipNode.style.left = `${clamp(x + 14, 6, Math.max(6, innerWidth - width - 6))}px`;
   tipNode.style.top = `${y + 18 + height > innerHeight ? Math.max(6, y - height - 12) : y + 18}px`;
 }
-function hideTip() { tipNode.hidden = true; }
+function hideTip() {
+  tipNode.hidden = true;
+}
 
 // A section of the page: heading, a sentence, tools at its right, contents. Link: its name in the navigation.
 const sections = [];
 function card({ id, title, link, says, tools }, ...children) {
   if (link) sections.push([id, link]);
-  return el("section", { class: "card", id, "aria-labelledby": title ? `${id}-title` : null },
-    title && el("div", { class: "head" },
-      el("div", {}, el("h2", { id: `${id}-title` }, title), says ? el("p", { class: "says" }, says) : null),
-      tools && tools.length ? el("div", { class: "tools" }, tools) : null),
-    children);
+  return el(
+    "section",
+    { class: "card", id, "aria-labelledby": title ? `${id}-title` : null },
+    title &&
+      el(
+        "div",
+        { class: "head" },
+        el("div", {}, el("h2", { id: `${id}-title` }, title), says ? el("p", { class: "says" }, says) : null),
+        tools && tools.length ? el("div", { class: "tools" }, tools) : null,
+      ),
+    children,
+  );
 }
 
 function notes(list) {
   if (!list.length) return null;
-  return el("div", { class: "note", role: "note" },
-    list.length === 1 ? el("p", {}, el("b", {}, "Note: "), list[0]) : el("ul", {}, list.map((n) => el("li", {}, n))));
+  return el(
+    "div",
+    { class: "note", role: "note" },
+    list.length === 1
+      ? el("p", {}, el("b", {}, "Note: "), list[0])
+      : el(
+          "ul",
+          {},
+          list.map((n) => el("li", {}, n)),
+        ),
+  );
 }
 
 function tile(label, value, more, share) {
-  return el("div", { class: "tile" },
-    el("div", { class: "label" }, label), el("div", { class: "value" }, value),
-    share === undefined || share === null ? null : el("div", { class: "meter" },
-      el("i", { class: share > 1 ? "over" : null, style: { width: `${clamp(share, 0, 1) * 100}%` } })),
-    more ? el("div", { class: "more" }, more) : null);
+  return el(
+    "div",
+    { class: "tile" },
+    el("div", { class: "label" }, label),
+    el("div", { class: "value" }, value),
+    share === undefined || share === null
+      ? null
+      : el(
+          "div",
+          { class: "meter" },
+          el("i", { class: share > 1 ? "over" : null, style: { width: `${clamp(share, 0, 1) * 100}%` } }),
+        ),
+    more ? el("div", { class: "more" }, more) : null,
+  );
 }
 
 // A large time with its interval drawn below.
 function totalFigure(us, lo, hi, what) {
   const [value, unit] = duration(us).split("\u00a0");
-  const from = lo - 0.15 * (hi - lo), width = 1.3 * (hi - lo) || 1;
+  const from = lo - 0.15 * (hi - lo),
+    width = 1.3 * (hi - lo) || 1;
   const at = (v) => `${((v - from) / width) * 100}%`;
-  return el("div", { class: "total" },
+  return el(
+    "div",
+    { class: "total" },
     el("div", { class: "soft small" }, what),
     el("div", { class: "figure" }, value, el("span", { class: "unit" }, unit || "")),
-    el("div", { class: "interval", role: "img", "aria-label": `90 % interval from ${duration(lo)} to ${duration(hi)}` },
-      el("i", { style: { left: at(lo), right: `calc(100% - ${at(hi)})` } }), el("b", { style: { left: at(us) } })),
-    el("div", { class: "ends" }, el("span", {}, duration(lo)), el("span", {}, "90 % interval"), el("span", {}, duration(hi))));
+    el(
+      "div",
+      {
+        class: "interval",
+        role: "img",
+        "aria-label": `90 % interval from ${duration(lo)} to ${duration(hi)}`,
+      },
+      el("i", { style: { left: at(lo), right: `calc(100% - ${at(hi)})` } }),
+      el("b", { style: { left: at(us) } }),
+    ),
+    el(
+      "div",
+      { class: "ends" },
+      el("span", {}, duration(lo)),
+      el("span", {}, "90 % interval"),
+      el("span", {}, duration(hi)),
+    ),
+  );
 }
 
 // Puts the page together: head, navigation, sections, foot.
 function showPage({ brand, title, facts, body, foot }) {
-  const head = el("header", { class: "top" }, el("div", { class: "wrap" },
-    el("div", {}, el("div", { class: "brand" }, el("b", {}, "opcast"), " · ", brand), el("h1", {}, title),
-      el("div", { class: "facts" }, facts.map(([name, value]) => el("span", { class: "chip" }, name, " ", el("b", {}, value))))),
-    modeSwitch()));
+  const head = el(
+    "header",
+    { class: "top" },
+    el(
+      "div",
+      { class: "wrap" },
+      el(
+        "div",
+        {},
+        el("div", { class: "brand" }, el("b", {}, "opcast"), " · ", brand),
+        el("h1", {}, title),
+        el(
+          "div",
+          { class: "facts" },
+          facts.map(([name, value]) => el("span", { class: "chip" }, name, " ", el("b", {}, value))),
+        ),
+      ),
+      modeSwitch(),
+    ),
+  );
   const links = sections.map(([id, name]) => el("a", { href: `#${id}` }, name));
   const nav = el("nav", { class: "sections", "aria-label": "Sections" }, el("div", { class: "wrap" }, links));
-  document.getElementById("page").replaceChildren(head, nav,
-    el("main", { class: "wrap" }, body), el("footer", { class: "wrap" }, foot), tipNode);
+  document
+    .getElementById("page")
+    .replaceChildren(
+      head,
+      nav,
+      el("main", { class: "wrap" }, body),
+      el("footer", { class: "wrap" }, foot),
+      tipNode,
+    );
   followSections(links);
   applyMode();
 }

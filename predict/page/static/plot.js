@@ -24,7 +24,10 @@ function canvas(label, height, draw, attributes = {}) {
   const later = () => {
     if (waiting) return;
     waiting = true;
-    requestAnimationFrame(() => { waiting = false; paint(); });
+    requestAnimationFrame(() => {
+      waiting = false;
+      paint();
+    });
   };
   redraws.add(paint);
   new ResizeObserver(later).observe(host);
@@ -35,7 +38,8 @@ function canvas(label, height, draw, attributes = {}) {
 const inks = new Map();
 function inkOn(shade) {
   if (!inks.has(shade)) {
-    const parts = [1, 3, 5].map((at) => parseInt(shade.slice(at, at + 2), 16) / 255)
+    const parts = [1, 3, 5]
+      .map((at) => parseInt(shade.slice(at, at + 2), 16) / 255)
       .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
     const light = 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
     inks.set(shade, light > 0.24 ? "#0b0f14" : "#ffffff");
@@ -64,7 +68,8 @@ function linearTicks(from, to, wanted) {
 
 // Powers of ten between two values; every so many, so that labels do not touch.
 function logTicks(from, to, most) {
-  const low = Math.ceil(Math.log10(from) - 1e-9), high = Math.floor(Math.log10(to) + 1e-9);
+  const low = Math.ceil(Math.log10(from) - 1e-9),
+    high = Math.floor(Math.log10(to) + 1e-9);
   const every = Math.max(1, Math.ceil((high - low + 1) / most));
   const ticks = [];
   for (let power = low; power <= high; power += every) ticks.push(10 ** power);
@@ -73,14 +78,16 @@ function logTicks(from, to, most) {
 
 // A scale from values to pixels on a logarithmic axis.
 function logScale(from, to, start, end) {
-  const low = Math.log10(from), width = Math.log10(to) - low || 1;
+  const low = Math.log10(from),
+    width = Math.log10(to) - low || 1;
   return (value) => start + ((Math.log10(value) - low) / width) * (end - start);
 }
 
 // Text that is cut so that it fits.
 function fitText(context, text, width) {
   if (context.measureText(text).width <= width) return text;
-  let low = 0, high = text.length;
+  let low = 0,
+    high = text.length;
   while (low < high) {
     const middle = (low + high + 1) >> 1;
     if (context.measureText(text.slice(0, middle) + "…").width <= width) low = middle;
@@ -125,12 +132,16 @@ function line(context, x0, y0, x1, y1) {
 
 // Index of the nearest of some points to a place, within a reach in pixels; -1 if none is.
 function nearest(points, x, y, reach) {
-  let best = -1, least = reach * reach;
+  let best = -1,
+    least = reach * reach;
   for (let i = 0; i < points.length; i++) {
     const p = points[i];
     if (!p) continue;
     const distance = (p[0] - x) ** 2 + (p[1] - y) ** 2;
-    if (distance < least) { least = distance; best = i; }
+    if (distance < least) {
+      least = distance;
+      best = i;
+    }
   }
   return best;
 }

@@ -20,9 +20,17 @@ function rooflinePlot({ k, names, device, peaks, choose, selected }) {
 
   function draw(context, width, height) {
     const box = { left: 66, right: width - 14, top: 24, bottom: height - 44 };
-    const [x, y] = logAxes(context, box,
-      { from: least / 8, to: most, title: "FLOP per byte of memory traffic", format: (v) => (v < least ? "" : plain(v)) },
-      { from: low, to: peak * 2.2, title: "FLOP/s", format: (v) => count(v).replace(/\.0+/, "") });
+    const [x, y] = logAxes(
+      context,
+      box,
+      {
+        from: least / 8,
+        to: most,
+        title: "FLOP per byte of memory traffic",
+        format: (v) => (v < least ? "" : plain(v)),
+      },
+      { from: low, to: peak * 2.2, title: "FLOP/s", format: (v) => count(v).replace(/\.0+/, "") },
+    );
     drawRoofs(context, box, x, y);
     if (intensity.some((v) => v === 0)) {
       context.fillStyle = colour("soft");
@@ -46,12 +54,17 @@ function rooflinePlot({ k, names, device, peaks, choose, selected }) {
       context.lineWidth = 1;
     }
   }
-  const shadeOf = (i) => { const kind = names.kind[k.kind[i]]; return KNOWN_COLOURS.has(kind) ? kind : "rest"; };
+  const shadeOf = (i) => {
+    const kind = names.kind[k.kind[i]];
+    return KNOWN_COLOURS.has(kind) ? kind : "rest";
+  };
   const plain = (v) => (v >= 1 ? whole(v) : String(Number(v.toPrecision(1))));
 
   function place(i, x, y, box) {
     const at = intensity[i] > 0 ? intensity[i] : strip;
-    return achieved[i] > 0 ? [clamp(x(at), box.left, box.right), clamp(y(achieved[i]), box.top, box.bottom)] : null;
+    return achieved[i] > 0
+      ? [clamp(x(at), box.left, box.right), clamp(y(achieved[i]), box.top, box.bottom)]
+      : null;
   }
 
   function drawRoofs(context, box, x, y) {
@@ -64,13 +77,21 @@ function rooflinePlot({ k, names, device, peaks, choose, selected }) {
     device.levels.forEach(([, bandwidth], level) => {
       const main = level === device.levels.length - 1;
       context.setLineDash(main ? [] : [4, 4]);
-      const from = least / 8, to = peak / bandwidth;
+      const from = least / 8,
+        to = peak / bandwidth;
       context.beginPath();
       context.moveTo(x(from), y(from * bandwidth));
       context.lineTo(x(to), y(peak));
       context.stroke();
       context.setLineDash([]);
-      label(context, main ? `memory ${rate(bandwidth, "B/s")}` : `cache ${rate(bandwidth, "B/s")}`, x, y, bandwidth, !main);
+      label(
+        context,
+        main ? `memory ${rate(bandwidth, "B/s")}` : `cache ${rate(bandwidth, "B/s")}`,
+        x,
+        y,
+        bandwidth,
+        !main,
+      );
     });
     for (const { name, flops: own } of distinctPeaks()) {
       context.strokeStyle = colour("soft");
@@ -110,13 +131,20 @@ function rooflinePlot({ k, names, device, peaks, choose, selected }) {
     return found;
   }
 
-  const drawing = canvas(`Roofline of ${k.busy.length} kernels on ${device.name}; the table of kernels has the same figures`,
-    (width) => clamp(width * 0.5, 300, 520), draw, { tabindex: "0" });
+  const drawing = canvas(
+    `Roofline of ${k.busy.length} kernels on ${device.name}; the table of kernels has the same figures`,
+    (width) => clamp(width * 0.5, 300, 520),
+    draw,
+    { tabindex: "0" },
+  );
   const node = drawing.node;
   node.addEventListener("pointermove", (event) => {
     const i = nearest(dots.places, ...placeOf(event, node), 16);
     node.style.cursor = i >= 0 ? "pointer" : "default";
-    if (i < 0) { hideTip(); return; }
+    if (i < 0) {
+      hideTip();
+      return;
+    }
     showTip(event.clientX, event.clientY, kernelTip(i));
   });
   node.addEventListener("pointerleave", hideTip);

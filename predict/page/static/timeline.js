@@ -1,17 +1,27 @@
 // A timeline on a canvas: tracks of spans, an overview to choose a part, a curve below. Only what is in
 // view is drawn, spans narrower than a pixel as one, so that many thousands stay fluid.
 
-const LABELS = 96, TRACK = 26, MAIN = 38, OVERVIEW = 30, AXIS = 22, CURVE = 110;
+const LABELS = 96,
+  TRACK = 26,
+  MAIN = 38,
+  OVERVIEW = 30,
+  AXIS = 22,
+  CURVE = 110;
 
 // Tracks: { name, start, end, shade(i), text(i), tip(i), pick(i) }, sorted by start, without overlap in a track;
 // main ones are taller, and the first of them is the overview.
 // Curve: { name, us, value, format, limits: [[name, value]] } or null.
 function timeline({ label, tracks, end, curve, selected }) {
-  let from = 0, to = end || 1, drag = null, picked = null;
+  let from = 0,
+    to = end || 1,
+    drag = null,
+    picked = null;
   const tall = (track) => (track.main ? MAIN : TRACK);
   const height = () => OVERVIEW + 8 + sum(tracks.map(tall)) + AXIS + (curve ? CURVE + 14 : 0);
   const drawing = canvas(label, height, draw, {
-    tabindex: "0", "aria-describedby": "timeline-keys", role: "application",
+    tabindex: "0",
+    "aria-describedby": "timeline-keys",
+    role: "application",
   });
   const node = drawing.node;
   const wide = () => drawing.host.clientWidth;
@@ -50,7 +60,9 @@ function timeline({ label, tracks, end, curve, selected }) {
 
   // Spans in view; of those narrower than a pixel the longest of each pixel.
   function drawSpans(context, track, top, high, width) {
-    let pixel = -1, longest = 0, best = -1;
+    let pixel = -1,
+      longest = 0,
+      best = -1;
     const flush = () => {
       if (best >= 0) {
         context.fillStyle = colour(track.shade(best));
@@ -63,15 +75,23 @@ function timeline({ label, tracks, end, curve, selected }) {
     context.rect(LABELS, 0, width - LABELS, 1e4);
     context.clip();
     for (let i = firstAfter(track.end, from); i < track.start.length && track.start[i] < to; i++) {
-      const left = x(track.start[i]), right = x(track.end[i]);
+      const left = x(track.start[i]),
+        right = x(track.end[i]);
       if (right - left >= 1) {
         flush();
         drawSpan(context, track, i, left, right, top, high);
         continue;
       }
       const place = Math.floor(left);
-      if (place !== pixel) { flush(); pixel = place; longest = 0; }
-      if (track.end[i] - track.start[i] >= longest) { longest = track.end[i] - track.start[i]; best = i; }
+      if (place !== pixel) {
+        flush();
+        pixel = place;
+        longest = 0;
+      }
+      if (track.end[i] - track.start[i] >= longest) {
+        longest = track.end[i] - track.start[i];
+        best = i;
+      }
     }
     flush();
     context.restore();
@@ -81,7 +101,8 @@ function timeline({ label, tracks, end, curve, selected }) {
     context.fillStyle = colour(track.shade(i));
     const gap = right - left > 12 ? 0.7 : 0;
     context.fillRect(left, top, right - left - gap, high);
-    const first = Math.max(left, LABELS), room = Math.min(right, wide()) - first - 8;
+    const first = Math.max(left, LABELS),
+      room = Math.min(right, wide()) - first - 8;
     if (room > 26) {
       context.fillStyle = inkOn(colour(track.shade(i)));
       context.textAlign = "left";
@@ -101,12 +122,17 @@ function timeline({ label, tracks, end, curve, selected }) {
     context.fillStyle = colour("sunk");
     context.fillRect(LABELS, 0, inner, OVERVIEW);
     if (track) {
-      const longest = new Float64Array(Math.ceil(inner) + 1), best = new Int32Array(Math.ceil(inner) + 1).fill(-1);
+      const longest = new Float64Array(Math.ceil(inner) + 1),
+        best = new Int32Array(Math.ceil(inner) + 1).fill(-1);
       for (let i = 0; i < track.start.length; i++) {
-        const left = Math.floor((track.start[i] / end) * inner), right = Math.floor((track.end[i] / end) * inner);
+        const left = Math.floor((track.start[i] / end) * inner),
+          right = Math.floor((track.end[i] / end) * inner);
         for (let p = left; p <= right && p < best.length; p++) {
           const length = track.end[i] - track.start[i];
-          if (length >= longest[p]) { longest[p] = length; best[p] = i; }
+          if (length >= longest[p]) {
+            longest[p] = length;
+            best[p] = i;
+          }
         }
       }
       context.globalAlpha = 0.75;
@@ -117,7 +143,8 @@ function timeline({ label, tracks, end, curve, selected }) {
       }
       context.globalAlpha = 1;
     }
-    const left = LABELS + (from / end) * inner, right = LABELS + (to / end) * inner;
+    const left = LABELS + (from / end) * inner,
+      right = LABELS + (to / end) * inner;
     context.strokeStyle = colour("accent");
     context.lineWidth = 1.5;
     context.strokeRect(left + 0.75, 0.75, Math.max(right - left - 1.5, 3), OVERVIEW - 1.5);
@@ -183,7 +210,8 @@ function timeline({ label, tracks, end, curve, selected }) {
       context.strokeStyle = colour("soft");
       line(context, LABELS, y(value), width, y(value));
       context.fillStyle = colour("soft");
-      const text = `${name} ${curve.format(value)}`, place = y(value) + (y(value) < top + 14 ? 10 : -9);
+      const text = `${name} ${curve.format(value)}`,
+        place = y(value) + (y(value) < top + 14 ? 10 : -9);
       const room = context.measureText(text).width;
       context.fillStyle = colour("panel");
       context.globalAlpha = 0.8;
@@ -201,7 +229,10 @@ function timeline({ label, tracks, end, curve, selected }) {
     const first = Math.max(0, firstAfter(curve.us, from) - 1);
     for (let i = first; i < curve.us.length && curve.us[i] <= to; i++) {
       const next = i + 1 < curve.us.length ? curve.us[i + 1] : end;
-      steps.push([x(Math.max(curve.us[i], from)), y(curve.value[i])], [x(Math.min(next, to)), y(curve.value[i])]);
+      steps.push(
+        [x(Math.max(curve.us[i], from)), y(curve.value[i])],
+        [x(Math.min(next, to)), y(curve.value[i])],
+      );
     }
     return steps;
   }
@@ -211,7 +242,10 @@ function timeline({ label, tracks, end, curve, selected }) {
     if (px < LABELS || py < OVERVIEW + 8) return null;
     const at = us(px);
     let bottom = OVERVIEW + 8;
-    const track = tracks.find((own) => { bottom += tall(own); return py < bottom; });
+    const track = tracks.find((own) => {
+      bottom += tall(own);
+      return py < bottom;
+    });
     if (track) {
       const slack = (to - from) / wide();
       let i = firstAfter(track.end, at - slack);
@@ -230,13 +264,22 @@ function timeline({ label, tracks, end, curve, selected }) {
 
   node.addEventListener("pointermove", (event) => {
     const [px, py] = placeOf(event, node);
-    if (drag) { moveDrag(px); return; }
+    if (drag) {
+      moveDrag(px);
+      return;
+    }
     const found = below(px, py);
-    node.style.cursor = py < OVERVIEW ? "col-resize" : found && found.track && found.track.pick ? "pointer" : "grab";
-    if (!found) { hideTip(); return; }
+    node.style.cursor =
+      py < OVERVIEW ? "col-resize" : found && found.track && found.track.pick ? "pointer" : "grab";
+    if (!found) {
+      hideTip();
+      return;
+    }
     showTip(event.clientX, event.clientY, found.lines || found.track.tip(found.i));
   });
-  node.addEventListener("pointerleave", () => { if (!drag) hideTip(); });
+  node.addEventListener("pointerleave", () => {
+    if (!drag) hideTip();
+  });
   node.addEventListener("pointerdown", (event) => {
     if (event.button) return;
     const [px, py] = placeOf(event, node);
@@ -262,50 +305,75 @@ function timeline({ label, tracks, end, curve, selected }) {
     drag = null;
     if (!done || done.moved) return;
     if (done.overview) {
-      const about = ((placeOf(event, node)[0] - LABELS) / (wide() - LABELS)) * end, half = (to - from) / 2;
+      const about = ((placeOf(event, node)[0] - LABELS) / (wide() - LABELS)) * end,
+        half = (to - from) / 2;
       view(about - half, about + half);
     } else if (picked && picked.track && picked.track.pick) picked.track.pick(picked.i);
   });
-  node.addEventListener("pointercancel", () => { drag = null; });
+  node.addEventListener("pointercancel", () => {
+    drag = null;
+  });
   node.addEventListener("dblclick", (event) => {
     const found = below(...placeOf(event, node));
     if (!found || !found.track) return;
-    const low = found.track.start[found.i], high = found.track.end[found.i], more = (high - low) * 0.15;
+    const low = found.track.start[found.i],
+      high = found.track.end[found.i],
+      more = (high - low) * 0.15;
     view(low - more, high + more);
   });
-  node.addEventListener("wheel", (event) => {
-    if (!event.ctrlKey && !event.metaKey && document.activeElement !== node) return;
-    event.preventDefault();
-    if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
-      const shift = (event.deltaX / wide()) * (to - from);
-      view(from + shift, to + shift);
-    } else zoom(Math.exp(clamp(event.deltaY, -240, 240) * 0.003), us(placeOf(event, node)[0]));
-  }, { passive: false });
+  node.addEventListener(
+    "wheel",
+    (event) => {
+      if (!event.ctrlKey && !event.metaKey && document.activeElement !== node) return;
+      event.preventDefault();
+      if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
+        const shift = (event.deltaX / wide()) * (to - from);
+        view(from + shift, to + shift);
+      } else zoom(Math.exp(clamp(event.deltaY, -240, 240) * 0.003), us(placeOf(event, node)[0]));
+    },
+    { passive: false },
+  );
   node.addEventListener("keydown", (event) => {
     const step = (to - from) * 0.2;
     const act = {
-      ArrowLeft: () => view(from - step, to - step), ArrowRight: () => view(from + step, to + step),
-      "+": () => zoom(0.6), "=": () => zoom(0.6), "-": () => zoom(1 / 0.6), "0": () => view(0, end), Home: () => view(0, end),
+      ArrowLeft: () => view(from - step, to - step),
+      ArrowRight: () => view(from + step, to + step),
+      "+": () => zoom(0.6),
+      "=": () => zoom(0.6),
+      "-": () => zoom(1 / 0.6),
+      0: () => view(0, end),
+      Home: () => view(0, end),
     }[event.key];
-    if (act && !event.ctrlKey && !event.metaKey) { event.preventDefault(); act(); }
+    if (act && !event.ctrlKey && !event.metaKey) {
+      event.preventDefault();
+      act();
+    }
   });
 
   const shown = el("span", { class: "soft small", "aria-live": "polite" });
-  function changed() { shown.textContent = `${duration(to - from)} of ${duration(end)}`; }
+  function changed() {
+    shown.textContent = `${duration(to - from)} of ${duration(end)}`;
+  }
   changed();
-  const tools = [shown,
+  const tools = [
+    shown,
     el("button", { type: "button", "aria-label": "Zoom in", onclick: () => zoom(0.5) }, "+"),
     el("button", { type: "button", "aria-label": "Zoom out", onclick: () => zoom(2) }, "−"),
-    el("button", { type: "button", onclick: () => view(0, end) }, "All")];
-  const keys = el("p", { class: "hint", id: "timeline-keys" },
-    "Drag to move; drag in the upper strip to choose a part; Ctrl and wheel, + and − to zoom; double click for one span; "
-    + "arrow keys and 0 once it has the focus.");
+    el("button", { type: "button", onclick: () => view(0, end) }, "All"),
+  ];
+  const keys = el(
+    "p",
+    { class: "hint", id: "timeline-keys" },
+    "Drag to move; drag in the upper strip to choose a part; Ctrl and wheel, + and − to zoom; double click for one span; " +
+      "arrow keys and 0 once it has the focus.",
+  );
   return { tools, body: [drawing.host, keys], redraw: drawing.later, view, bounds: () => [from, to] };
 }
 
 // First index whose value is above a bound; values do not fall.
 function firstAfter(values, bound) {
-  let low = 0, high = values.length;
+  let low = 0,
+    high = values.length;
   while (low < high) {
     const middle = (low + high) >> 1;
     if (values[middle] > bound) high = middle;
@@ -316,7 +384,8 @@ function firstAfter(values, bound) {
 
 // A time on the axis with as many digits as its step needs.
 function timeAt(us, step) {
-  const [scale, unit] = step >= 2e5 ? [1e6, "s"] : step >= 200 ? [1e3, "ms"] : step >= 0.2 ? [1, "µs"] : [1e-3, "ns"];
+  const [scale, unit] =
+    step >= 2e5 ? [1e6, "s"] : step >= 200 ? [1e3, "ms"] : step >= 0.2 ? [1, "µs"] : [1e-3, "ns"];
   const places = clamp(Math.ceil(-Math.log10(step / scale) - 1e-9), 0, 6);
   return `${(us / scale).toFixed(places)} ${unit}`;
 }

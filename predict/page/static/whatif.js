@@ -17,23 +17,35 @@ function memorySeconds(bytes, levels) {
 function changedLevels(levels, factors) {
   return levels.map(([capacity, bandwidth], i) => {
     const main = i === levels.length - 1;
-    return [main || i < levels.length - 2 ? capacity : capacity * factors.cache,
-      main ? bandwidth * factors.bandwidth : bandwidth * factors.clock];
+    return [
+      main || i < levels.length - 2 ? capacity : capacity * factors.cache,
+      main ? bandwidth * factors.bandwidth : bandwidth * factors.clock,
+    ];
   });
 }
 
 // Times of all kernels on the changed chip, and what bounds each.
 function whatIf(k, device, factors) {
   const levels = changedLevels(device.levels, factors);
-  const busy = [], bound = [];
+  const busy = [],
+    bound = [];
   for (let i = 0; i < k.busy.length; i++) {
     const compute = k.compute[i] / (factors.cores * factors.clock);
     const old = memorySeconds(k.bytes[i], device.levels);
     const memory = old > 0 ? k.memory[i] * (memorySeconds(k.bytes[i], levels) / old) : k.memory[i];
     const before = Math.max(k.compute[i], k.memory[i]) + device.floor;
-    const roof = Math.max(compute, memory), after = roof + device.floor * factors.floor;
+    const roof = Math.max(compute, memory),
+      after = roof + device.floor * factors.floor;
     busy.push(k.collective[i] ? k.busy[i] : k.busy[i] * (after / before));
-    bound.push(k.collective[i] ? "communication" : roof < device.floor * factors.floor ? "latency" : compute >= memory ? "compute" : "memory");
+    bound.push(
+      k.collective[i]
+        ? "communication"
+        : roof < device.floor * factors.floor
+          ? "latency"
+          : compute >= memory
+            ? "compute"
+            : "memory",
+    );
   }
   return { busy, bound };
 }
@@ -60,17 +72,30 @@ function whatIfPanel({ k, device, total }) {
     const now = sum(found.busy) + beyond;
     figure.textContent = duration(now);
     const ratio = total / now;
-    compared.textContent = Math.abs(ratio - 1) < 5e-4 ? "as predicted"
-      : ratio > 1 ? `${significant(ratio)} times as fast` : `${significant(1 / ratio)} times as slow`;
+    compared.textContent =
+      Math.abs(ratio - 1) < 5e-4
+        ? "as predicted"
+        : ratio > 1
+          ? `${significant(ratio)} times as fast`
+          : `${significant(1 / ratio)} times as slow`;
     const parts = grouped(found.bound, found.busy).map(([name, value]) => [`${name}-bound`, value, name]);
     if (beyond > 0) parts.push(["between kernels", beyond, "gap"]);
-    result.replaceChildren(stackedBar(parts), el("div", { class: "sub" }, barTable("Time by bound on the changed chip", parts, now)));
+    result.replaceChildren(
+      stackedBar(parts),
+      el("div", { class: "sub" }, barTable("Time by bound on the changed chip", parts, now)),
+    );
   }
   const sliders = listed.map(([name, text, format]) => {
     const shown = el("b", {}, format(1));
     const id = `slider-${name}`;
     const input = el("input", {
-      type: "range", id, min: "-2", max: "2", step: "0.02", value: "0", "aria-valuetext": format(1),
+      type: "range",
+      id,
+      min: "-2",
+      max: "2",
+      step: "0.02",
+      value: "0",
+      "aria-valuetext": format(1),
       oninput: () => {
         factors[name] = 2 ** Number(input.value);
         const by = Math.abs(factors[name] - 1) < 1e-6 ? "" : `  (× ${significant(factors[name])})`;
@@ -80,12 +105,30 @@ function whatIfPanel({ k, device, total }) {
       },
     });
     inputs.push(input);
-    return el("div", { class: "slider" }, el("div", { class: "row" }, el("label", { for: id }, text), shown), input);
+    return el(
+      "div",
+      { class: "slider" },
+      el("div", { class: "row" }, el("label", { for: id }, text), shown),
+      input,
+    );
   });
-  const reset = el("button", {
-    type: "button", onclick: () => inputs.forEach((input) => { input.value = "0"; input.dispatchEvent(new Event("input")); }),
-  }, "Reset");
+  const reset = el(
+    "button",
+    {
+      type: "button",
+      onclick: () =>
+        inputs.forEach((input) => {
+          input.value = "0";
+          input.dispatchEvent(new Event("input"));
+        }),
+    },
+    "Reset",
+  );
   update();
-  return el("div", { class: "two" }, el("div", {}, el("div", { class: "sliders" }, sliders), el("p", {}, reset)),
-    el("div", {}, el("div", { class: "verdict", "aria-live": "polite" }, figure, compared), result));
+  return el(
+    "div",
+    { class: "two" },
+    el("div", {}, el("div", { class: "sliders" }, sliders), el("p", {}, reset)),
+    el("div", {}, el("div", { class: "verdict", "aria-live": "polite" }, figure, compared), result),
+  );
 }
