@@ -52,7 +52,8 @@ def schedule_of(prediction: Prediction, lowered: LoweredProgram, device: DeviceS
     """List schedule of the predicted kernels, ending at the predicted time of the program.
 
     What the program takes beyond its kernels (gaps, dispatch) lies behind those that are not
-    asynchronous, the same after each execution; where it takes less, kernels overlap more than the schedule says, and all shrink.
+    asynchronous, the same after each execution; where it takes less, kernels overlap more than the
+    schedule says, and all shrink.
     """
     kernels = lowered.kernels
     counts = np.array([k.multiplicity for k in kernels], np.float64)

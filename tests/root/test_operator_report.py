@@ -15,6 +15,7 @@ from opcast.cli import app
 from opcast.features.catalogue import find_device
 from opcast.features.errors import DatasetError, ModelError
 from opcast.features.ops import op_features
+from opcast.models.tracked import read_runs
 from opcast.models.tracking import runs
 from opcast.operator_report import parts_folder
 from opcast.operator_tables import left_out_errors, metric_names, percent, pooled
@@ -104,6 +105,12 @@ def test_one_run_holds_a_run_for_each_estimator(first: tuple[Path, str]) -> None
     assert set(own["params.model"]) == {"roofline", "ridge"}
     assert (own["metrics.estimators/val/eager.linear/mape"] < 0.05).all()
     assert own["metrics.left-out/t4/val/eager.linear/50 samples/coverage"].notna().all()
+    judged = read_runs(run_id)
+    assert {run.name for run in judged} == {"roofline", "ridge"}
+    assert all("eager/linear" in set(run.predictions["kind"]) for run in judged)
+    assert all(
+        run.predictions["split"].str.startswith(("estimators", "left-out")).all() for run in judged
+    )
 
 
 def test_a_folder_without_tables(tmp_path: Path) -> None:

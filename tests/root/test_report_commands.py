@@ -5,6 +5,8 @@ import pytest
 from typer.testing import CliRunner
 
 from opcast.cli import app
+from opcast.features.dataset import Dataset
+from opcast.workflows import COMMITTED
 
 PROGRAM = """
 module @m {
@@ -50,6 +52,28 @@ def test_the_page_is_named_after_the_program(program, tmp_path, monkeypatch):
     result = run(str(program), "--device", "l4", "--lowering", "op", "--compare", "none")
     assert result.exit_code == 0
     assert "compare" not in data_of(tmp_path / "square.html")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*noload.*deprecated")  # of MLflow's own queries
+def test_a_training_makes_its_page(tmp_path):
+    dataset = Dataset.load(COMMITTED)
+    kept = dataset.frame["family"].isin(["mlp", "dlrm", "gnn", "lstm", "vit"])
+    part = dataset.frame[kept].groupby(["family", "level"]).head(60).reset_index(drop=True)
+    Dataset(part, dataset.runs).save(tmp_path / "data")
+    trained = CliRunner().invoke(
+        app,
+        ["train", "--data", str(tmp_path / "data"), "--model", "ridge", "--split", "random",
+         "--out", str(tmp_path / "model")],
+    )  # fmt: skip
+    assert trained.exit_code == 0, trained.output
+    page = tmp_path / "accuracy.html"
+    assert run("--accuracy", "ridge-random", "--html", str(page)).exit_code == 0
+    (own,) = data_of(page)["runs"]
+    assert own["params"]["model"] == "ridge"
+    kernels = own["levels"]["kernel"]
+    assert [group["name"] for group in kernels["split"]] == ["random"]
+    assert kernels["all"]["n"] == sum(group["n"] for group in kernels["kind"])
 
 
 def test_a_page_needs_something_to_show(program):
