@@ -133,8 +133,9 @@ def _chosen(table: pd.DataFrame, wanted: str) -> pd.DataFrame:
         raise ModelError(f"no tracked run {wanted!r}", hint=f"newest: {known}; or {EXPERIMENT}")
     if PARENT in table:
         below = table[table[PARENT] == own["run_id"].iloc[0]]
-        return pd.concat([own, below])
-    return own
+        own = pd.concat([own, below])
+    chosen: pd.DataFrame = own
+    return chosen
 
 
 def _read(mlflow: Any, record: dict[str, Any]) -> TrackedRun | None:

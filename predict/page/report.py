@@ -144,8 +144,8 @@ def _explained(
             rows.setdefault(kernel.hash, []).append(position[place])
     texts = {kernel.hash: kernel.ir for kernel in lowered.kernels}
     listed = []
-    for kernel in found.kernels:
-        e = kernel.explanation
+    for own in found.kernels:
+        e = own.explanation
         if e.kernel_hash not in rows:
             continue
         listed.append({

@@ -67,6 +67,7 @@ const percent = (share) => {
   if (share === null || !Number.isFinite(share)) return "–";
   const value = 100 * share,
     size = Math.abs(value);
+  if (size > 0 && size < 0.005) return "<\u00a00.01\u00a0%";
   return `${size >= 99.95 || value === 0 ? value.toFixed(0) : value.toFixed(size < 0.095 ? 2 : 1)}\u00a0%`;
 };
 const whole = (value) => Math.round(value).toLocaleString("en-GB");

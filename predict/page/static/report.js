@@ -8,6 +8,8 @@ const TOTAL = DATA.total.us,
   BUSY = sum(K.busy),
   LEFT = DATA.kernels.left_out;
 const BEYOND = Math.max(0, TOTAL - BUSY - LEFT.us);
+// Kernels of several streams take more together than the run: shares are of what they take together.
+const SUMMED = BUSY + LEFT.us + BEYOND;
 
 const state = { row: -1 };
 const followers = [];
@@ -20,7 +22,7 @@ function choose(row, scroll = true) {
   for (const follow of followers) follow();
   detailsHost.replaceChildren();
   if (row < 0) return;
-  const shown = kernelDetails({ k: K, names: N, total: TOTAL, explained, close: () => choose(-1) }, row);
+  const shown = kernelDetails({ k: K, names: N, total: SUMMED, explained, close: () => choose(-1) }, row);
   detailsHost.append(shown);
   if (scroll) {
     shown.scrollIntoView({ block: "nearest" });
@@ -32,7 +34,7 @@ function kernelTip(i) {
   return [
     K.name[i],
     `${N.kind[K.kind[i]]}, ${N.bound[K.bound[i]]}-bound, ${percent(roofShare(K, i))} of its roofline`,
-    `${duration(K.busy[i])}, ${percent(K.busy[i] / TOTAL)}${K.runs[i] > 1 ? `, ${whole(K.runs[i])} runs` : ""}`,
+    `${duration(K.busy[i])}, ${percent(K.busy[i] / SUMMED)}${K.runs[i] > 1 ? `, ${whole(K.runs[i])} runs` : ""}`,
     `${count(K.flops[i])} FLOP, ${size(K.bytes[i])}`,
     [N.module[K.module[i]], shortLine(N.line[K.line[i]])].filter(Boolean).join(" · ") || "origin not known",
     ...(K.inside[i] ? [] : ["outside of the training domain"]),
@@ -92,7 +94,7 @@ function breakdownCards() {
   const left = card(
     { id: "kinds", title: "Where the time goes", link: "Breakdown" },
     stackedBar(kinds),
-    el("div", { class: "sub" }, barTable("Time by kind of kernel", kinds, TOTAL, "kind")),
+    el("div", { class: "sub" }, barTable("Time by kind of kernel", kinds, SUMMED, "kind")),
     barWithLegend("By what limits the kernels", bounds),
     phases.length > 1 ? barWithLegend("By pass", phases) : null,
   );
@@ -103,7 +105,7 @@ function breakdownCards() {
   const [layers, modules] = moduleTable(
     K.module.map((code) => N.module[code]),
     K.busy,
-    TOTAL,
+    SUMMED,
   );
   const lineTable = el(
     "div",
@@ -136,7 +138,7 @@ function breakdownCards() {
               el("td", { class: "name mono", title: name }, shortLine(name)),
               barCell(value / lines[0][1], "accent"),
               el("td", { class: "n" }, duration(value)),
-              el("td", { class: "n" }, percent(value / TOTAL)),
+              el("td", { class: "n" }, percent(value / SUMMED)),
             ),
           ),
       ),
@@ -329,7 +331,7 @@ function whatIfCard() {
 }
 
 function kernelsCard() {
-  const table = kernelTable({ k: K, names: N, total: TOTAL, choose, selected });
+  const table = kernelTable({ k: K, names: N, total: SUMMED, choose, selected });
   followers.push(() => table.show(state.row));
   const left = LEFT.count
     ? ` ${whole(LEFT.count)} shorter kernels, ${duration(LEFT.us)} together, are not listed.`

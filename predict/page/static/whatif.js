@@ -69,7 +69,8 @@ function whatIfPanel({ k, device, total }) {
 
   function update() {
     const found = whatIf(k, device, factors);
-    const now = sum(found.busy) + beyond;
+    const summed = sum(found.busy) + beyond;
+    const now = total * (summed / (sum(k.busy) + beyond));
     figure.textContent = duration(now);
     const ratio = total / now;
     compared.textContent =
@@ -82,7 +83,7 @@ function whatIfPanel({ k, device, total }) {
     if (beyond > 0) parts.push(["between kernels", beyond, "gap"]);
     result.replaceChildren(
       stackedBar(parts),
-      el("div", { class: "sub" }, barTable("Time by bound on the changed chip", parts, now)),
+      el("div", { class: "sub" }, barTable("Time by bound on the changed chip", parts, summed)),
     );
   }
   const sliders = listed.map(([name, text, format]) => {
