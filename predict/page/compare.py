@@ -18,6 +18,8 @@ DEVICES = (
 )  # fmt: skip
 #: The lowering that needs no compiler.
 LOWERING = "fused"
+#: What the page is told of a program that is optimised already.
+AS_GIVEN = "as given"
 
 
 def compare_devices(
@@ -39,20 +41,24 @@ def compare_devices(
     Returns:
         One row a device, in the order given.
     """
-    optimised = source.kind == "hlo" and source.program.is_scheduled
+    how = "xla" if is_optimised(source) else lowering
     rows = []
     for name in devices:
         tell(name)
         try:
             device = resolve_device(name, predictor.devices)
             lowered = lower(
-                source, "xla" if optimised else lowering, cache=predictor.cache,
-                trip_counts=source.trip_counts, device=device,
-            )  # fmt: skip
+                source, how, cache=predictor.cache, trip_counts=source.trip_counts, device=device
+            )
             rows.append(_row(name, predictor.predict_lowered(lowered, device)))
         except OpcastError as error:
             rows.append({"device": name, "error": str(error)})
     return rows
+
+
+def is_optimised(source: SourceProgram) -> bool:
+    """Whether a program is a compiler's result, whose kernels no lowering makes anew."""
+    return source.kind == "hlo" and source.program.is_scheduled
 
 
 def _row(name: str, found: Prediction) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ..devices import resolve_device
 from ..explain import ProgramExplanation, explain_lowered
 from ..predictor import Predictor
 from .assemble import Page, assemble, rounded, short
-from .compare import DEVICES, LOWERING, compare_devices
+from .compare import AS_GIVEN, DEVICES, LOWERING, compare_devices, is_optimised
 from .kernel_data import kernel_columns, peak_lines, schedule_of
 from .memory_data import memory_data
 
@@ -86,7 +86,8 @@ def report_page(
     data["program"] = options.title or _name(source)
     if options.compare:
         rows = compare_devices(predictor, source, options.compare, options.compare_lowering, tell)
-        data["compare"] = {"rows": rows, "lowering": options.compare_lowering}
+        how = AS_GIVEN if is_optimised(source) else options.compare_lowering
+        data["compare"] = {"rows": rows, "lowering": how}
     return assemble(Page(f"{data['program']} on {spec.name}", data, SCRIPTS))
 
 

@@ -50,8 +50,12 @@ function devicesCard({ rows, lowering }, device, ownLowering) {
   for (const r of good)
     for (const note of r.notes) remarks.set(note, [...(remarks.get(note) || []), r.device]);
   const head = (text, numbers = true) => el("th", { scope: "col", class: numbers ? "n" : null }, text);
+  const free = lowering === "fused" ? ", which needs no compiler" : "";
   const same = lowering === ownLowering ? "" : ` The total above is from the lowering ${ownLowering}.`;
-  const says = `The same program with the lowering ${lowering} for all${lowering === "fused" ? ", which needs no compiler" : ""}, so that only the devices differ.${same}`;
+  const says =
+    lowering === "as given"
+      ? "The kernels of the given module, taken as they are: other devices' compilers would make others."
+      : `The same program with the lowering ${lowering} for all${free}, so that only the devices differ.${same}`;
   return card(
     { id: "devices", title: "Other devices", link: "Devices", says },
     el(

@@ -15,7 +15,9 @@ function timeline({ label, tracks, end, curve, selected }) {
   let from = 0,
     to = end || 1,
     drag = null,
-    picked = null;
+    picked = null,
+    wide = 1;
+  let longestOf = { inner: -1, best: [] };
   const tall = (track) => (track.main ? MAIN : TRACK);
   const height = () => OVERVIEW + 8 + sum(tracks.map(tall)) + AXIS + (curve ? CURVE + 14 : 0);
   const drawing = canvas(label, height, draw, {
@@ -24,9 +26,8 @@ function timeline({ label, tracks, end, curve, selected }) {
     role: "application",
   });
   const node = drawing.node;
-  const wide = () => drawing.host.clientWidth;
-  const x = (us) => LABELS + ((us - from) / (to - from)) * (wide() - LABELS);
-  const us = (place) => from + ((place - LABELS) / (wide() - LABELS)) * (to - from);
+  const x = (us) => LABELS + ((us - from) / (to - from)) * (wide - LABELS);
+  const us = (place) => from + ((place - LABELS) / (wide - LABELS)) * (to - from);
 
   function view(low, high) {
     const least = Math.max(end * 1e-6, 1e-4);
@@ -42,6 +43,7 @@ function timeline({ label, tracks, end, curve, selected }) {
   }
 
   function draw(context, width) {
+    wide = width;
     drawOverview(context, width);
     let top = OVERVIEW + 8;
     context.textBaseline = "middle";
@@ -102,7 +104,7 @@ function timeline({ label, tracks, end, curve, selected }) {
     const gap = right - left > 12 ? 0.7 : 0;
     context.fillRect(left, top, right - left - gap, high);
     const first = Math.max(left, LABELS),
-      room = Math.min(right, wide()) - first - 8;
+      room = Math.min(right, wide) - first - 8;
     if (room > 26) {
       context.fillStyle = inkOn(colour(track.shade(i)));
       context.textAlign = "left";
@@ -122,19 +124,7 @@ function timeline({ label, tracks, end, curve, selected }) {
     context.fillStyle = colour("sunk");
     context.fillRect(LABELS, 0, inner, OVERVIEW);
     if (track) {
-      const longest = new Float64Array(Math.ceil(inner) + 1),
-        best = new Int32Array(Math.ceil(inner) + 1).fill(-1);
-      for (let i = 0; i < track.start.length; i++) {
-        const left = Math.floor((track.start[i] / end) * inner),
-          right = Math.floor((track.end[i] / end) * inner);
-        for (let p = left; p <= right && p < best.length; p++) {
-          const length = track.end[i] - track.start[i];
-          if (length >= longest[p]) {
-            longest[p] = length;
-            best[p] = i;
-          }
-        }
-      }
+      const best = longestByPixel(track, inner);
       context.globalAlpha = 0.75;
       for (let p = 0; p < inner; p++) {
         if (best[p] < 0) continue;
@@ -153,6 +143,26 @@ function timeline({ label, tracks, end, curve, selected }) {
     context.textAlign = "left";
     context.textBaseline = "middle";
     context.fillText("whole run", 0, OVERVIEW / 2);
+  }
+
+  // For each pixel of the overview the longest span in it; the same until the width changes.
+  function longestByPixel(track, inner) {
+    if (longestOf.inner === inner) return longestOf.best;
+    const longest = new Float64Array(Math.ceil(inner) + 1),
+      best = new Int32Array(Math.ceil(inner) + 1).fill(-1);
+    for (let i = 0; i < track.start.length; i++) {
+      const length = track.end[i] - track.start[i],
+        left = Math.floor((track.start[i] / end) * inner),
+        right = Math.min(Math.floor((track.end[i] / end) * inner), best.length - 1);
+      for (let p = left; p <= right; p++) {
+        if (length >= longest[p]) {
+          longest[p] = length;
+          best[p] = i;
+        }
+      }
+    }
+    longestOf = { inner, best };
+    return best;
   }
 
   function drawAxis(context, top, width) {
@@ -247,7 +257,7 @@ function timeline({ label, tracks, end, curve, selected }) {
       return py < bottom;
     });
     if (track) {
-      const slack = (to - from) / wide();
+      const slack = (to - from) / wide;
       let i = firstAfter(track.end, at - slack);
       if (i < track.start.length && track.start[i] <= at + slack) {
         while (i + 1 < track.start.length && track.end[i] < at && track.start[i + 1] <= at) i++;
@@ -291,7 +301,7 @@ function timeline({ label, tracks, end, curve, selected }) {
   function moveDrag(px) {
     if (Math.abs(px - drag.px) > 3) drag.moved = true;
     if (!drag.moved) return;
-    const inner = wide() - LABELS;
+    const inner = wide - LABELS;
     if (drag.overview) {
       const [a, b] = [drag.px, px].map((p) => clamp((p - LABELS) / inner, 0, 1) * end).sort((p, q) => p - q);
       view(a, b);
@@ -305,7 +315,7 @@ function timeline({ label, tracks, end, curve, selected }) {
     drag = null;
     if (!done || done.moved) return;
     if (done.overview) {
-      const about = ((placeOf(event, node)[0] - LABELS) / (wide() - LABELS)) * end,
+      const about = ((placeOf(event, node)[0] - LABELS) / (wide - LABELS)) * end,
         half = (to - from) / 2;
       view(about - half, about + half);
     } else if (picked && picked.track && picked.track.pick) picked.track.pick(picked.i);
@@ -327,7 +337,7 @@ function timeline({ label, tracks, end, curve, selected }) {
       if (!event.ctrlKey && !event.metaKey && document.activeElement !== node) return;
       event.preventDefault();
       if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
-        const shift = (event.deltaX / wide()) * (to - from);
+        const shift = (event.deltaX / wide) * (to - from);
         view(from + shift, to + shift);
       } else zoom(Math.exp(clamp(event.deltaY, -240, 240) * 0.003), us(placeOf(event, node)[0]));
     },
