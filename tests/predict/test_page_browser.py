@@ -285,6 +285,7 @@ def test_planted_markup_is_shown_and_not_run(browser, predictor, tmp_path):
     watched.close()
 
 
+@pytest.mark.slow
 def test_twenty_thousand_kernels_stay_fluid(browser, predictor, step, gpu, tmp_path):
     lowered = lower(read_program(step), "fused", device=gpu)
     data = report_data(predictor, read_program(step), lowered, gpu)

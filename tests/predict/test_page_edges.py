@@ -47,9 +47,9 @@ def show(browser, predictor, tmp_path):
     """Opens the page of a program; nothing may have gone wrong at the end."""
     opened = []
 
-    def open_page(program, **options):
+    def open_page(program, device="h100-sxm", **options):
         path = tmp_path / "page.html"
-        path.write_text(report_page(predictor, program, "h100-sxm", ReportOptions(**options)))
+        path.write_text(report_page(predictor, program, device, ReportOptions(**options)))
         opened.append(Watched(browser, path))
         return opened[-1].tab
 
@@ -65,6 +65,15 @@ def test_an_empty_program_has_a_page(show):
     tab.keyboard.press("+")
     assert "NaN" not in tab.locator("body").inner_text()
     assert "Infinity" not in tab.locator("body").inner_text()
+
+
+def test_neighbours_of_a_model_that_keeps_them(show, step, device):
+    tab = show(step, device, lowering="op", compare=())
+    assert "worker 1" in tab.locator("#timeline canvas").get_attribute("aria-label")
+    tab.locator("#kernels tbody tr", has_text="gemm").first.click()
+    details = tab.locator("#details").inner_text()
+    assert "Nearest measured kernels" in details and "learned factor" in details
+    assert tab.locator("#details table tbody tr").count() == 3
 
 
 def test_loops_count_their_runs(show):

@@ -43,6 +43,8 @@ def test_wheel_holds_only_the_package(tmp_path):
     assert tops == {"opcast", wheel.name.split("-py3")[0] + ".dist-info"}
     assert {"opcast/cli.py", "opcast/py.typed", "opcast/features/ir.py"} <= set(names)
     assert "opcast/features/devices/h100-sxm.yaml" in names
+    pages = {f"opcast/predict/page/static/{name}" for name in ("page.css", "report.js")}
+    assert pages <= set(names)
     assert not [n for n in names if n.startswith(("opcast/tests", "opcast/mlruns", "opcast/."))]
     # The shipped model comes along whole: it loads from where the wheel was unpacked.
     code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); import opcast;"

@@ -19,6 +19,7 @@ function el(tag, attributes = {}, ...children) {
 }
 
 function significant(value, digits = 3) {
+  if (value === null || !Number.isFinite(value)) return "–";
   if (value === 0) return "0";
   const places = Math.max(0, digits - 1 - Math.floor(Math.log10(Math.abs(value)) + 1e-9));
   return value.toFixed(Math.min(places, 8));

@@ -255,7 +255,7 @@ function timelineCard() {
         }
       : null;
   const drawn = timeline({
-    label: `Timeline of ${K.name.length} kernels`,
+    label: `Timeline of ${K.name.length} kernels; tracks: ${tracks.map((t) => t.name).join(", ")}`,
     tracks,
     end: Math.max(TOTAL, ...K.end),
     curve,

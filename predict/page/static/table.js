@@ -356,6 +356,8 @@ function explanation(found) {
       `${feature} ${significant(value)}, trained from ${significant(low)} to ${significant(high)}`,
     ]);
   for (const note of found.notes) pairs.push(["note", note]);
+  if (!found.near.length)
+    pairs.push(["compared with", "this model keeps no measured kernels to compare with"]);
   return el(
     "div",
     {},
