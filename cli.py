@@ -17,6 +17,7 @@ from . import (
     cli_models,
     cli_partition,
     cli_report,
+    cli_serve,
     cli_simulate,
 )
 from .cli_calibrate import register as register_calibrate
@@ -46,6 +47,7 @@ cli_models.register(app)
 cli_export.register(app)
 cli_partition.register(app)
 cli_report.register(app)
+cli_serve.register(app)
 
 Out = Annotated[Path, typer.Option("--out", help="Folder or file to write.")]
 Data = Annotated[list[Path], typer.Option("--data", help="Dataset folder; may be given again.")]

@@ -106,14 +106,14 @@ def _write(path: Path, data: dict[str, Any]) -> None:
     partial.replace(path)
 
 
-def _die_with_parent() -> None:
-    """End when the main process ends, however that happens (on Linux)."""
+def die_with_parent() -> None:
+    """End when the process that started this one ends, however that happens (on Linux)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    _die_with_parent()
+    die_with_parent()
     # The plug-in reads its settings when it is loaded; nothing of the user's shell may reach it.
     os.environ["JAX_PLATFORMS"] = "cpu"
     run(Path(sys.argv[1]))

@@ -186,6 +186,19 @@ class Predictor:
             found.update(known)
         return found
 
+    @property
+    def operators(self) -> OpModel:
+        """The model of library operators, loaded on first use.
+
+        Raises:
+            ModelError: It cannot be read.
+        """
+        if self._bundle is None:
+            from ..models.ops import OpModel
+
+            self._bundle = OpModel.load(find_model(self._operators))
+        return self._bundle
+
     def model_for(self, device: DeviceSpec) -> CostModel:
         """The model that answers for a device."""
         if any(d.platform == device.platform for d in self.model.devices.values()):
@@ -320,13 +333,10 @@ class Predictor:
         import pandas as pd
 
         from ..features.ops.query import parse_op
-        from ..models.ops import OpModel
 
         rows = pd.DataFrame([{**parse_op(t), "device": spec.name} for t in texts])
-        if self._bundle is None:
-            self._bundle = OpModel.load(find_model(self._operators))
-        self._bundle.devices[spec.name] = spec
-        latency: np.ndarray = self._bundle.predict(rows).latency
+        self.operators.devices[spec.name] = spec
+        latency: np.ndarray = self.operators.predict(rows).latency
         return latency * 1e6
 
 

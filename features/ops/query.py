@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from ..errors import ProgramError
 from .physics import BACKENDS
@@ -26,6 +29,9 @@ _DEFAULTS: dict[str, dict[str, int | str]] = {
 #: Families of several operators, of which one has to be named.
 _SEVERAL = {"eager/elementwise", "kernel/elementwise", "kernel/norm"}
 _OPTIONAL = frozenset(("n_in",))
+#: Parameters that may be zero, and the largest that any may be: beyond it, sizes overflow.
+_MAY_BE_ZERO = frozenset(("window", "causal", "pad"))
+_LARGEST = 2**40
 
 
 def parse_op(text: str) -> dict[str, Any]:
@@ -47,16 +53,56 @@ def parse_op(text: str) -> dict[str, Any]:
     for pair in pairs:
         name, mark, value = pair.partition("=")
         if not mark or not value:
-            raise _wrong(text, f"{pair!r} is not name=value")
+            raise _wrong(f"operator {text!r}"[:200], f"{pair!r} is not name=value")
         given[name] = value
+    return _completed(head, given, f"operator {text!r}"[:200])
+
+
+def parse_op_columns(
+    operator: str, given: Mapping[str, str | int | Sequence[int]]
+) -> dict[str, Any]:
+    """Parameters of many operators of one family, by column.
+
+    Args:
+        operator: A family, or ``method/family``.
+        given: Parameters by name: a number for all rows, or one a row, shape ``(n,)``; texts such
+            as the dtype hold for all rows.
+
+    Returns:
+        As :func:`parse_op`, with an int64 array of shape ``(n,)`` where numbers differ by row.
+
+    Raises:
+        ProgramError: As :func:`parse_op`, or columns differ in length or are empty.
+    """
+    where = f"columns of {operator!r}"[:200]
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        values[name] = value if isinstance(value, str | int) else _column(name, value, where)
+    lengths = {len(v) for v in values.values() if isinstance(v, np.ndarray)}
+    if len(lengths) > 1 or 0 in lengths:
+        raise _wrong(where, f"columns have {sorted(lengths)} rows", "give each as many, at least 1")
+    return _completed(operator, values, where)
+
+
+def _column(name: str, values: Sequence[int], where: str) -> np.ndarray:
+    try:
+        return np.array(values, np.int64)
+    except (OverflowError, ValueError, TypeError):
+        raise _wrong(where, f"{name} holds no whole numbers") from None
+
+
+def _completed(head: str, given: dict[str, Any], where: str) -> dict[str, Any]:
+    """The row of an operator, or a table of columns, with all parameters of its family."""
     given["dtype"] = _DTYPES.get(str(given.get("dtype")), given.get("dtype"))
-    key = _key(head, given["dtype"], text)
+    key = _key(head, given["dtype"], where)
     group = FAMILIES[key]
     known = (*PARAMETERS[group], *(n for n in NAMES if n != "family"))
-    for name in given:
+    for name, value in given.items():
         if name not in known:
-            raise _wrong(text, f"{key} has no parameter {name!r}", "it has: " + ", ".join(known))
-    row = _numbered(given, PARAMETERS[group], text)
+            raise _wrong(where, f"{key} has no parameter {name!r}", "it has: " + ", ".join(known))
+        if name in NAMES and not isinstance(value, str | None):
+            raise _wrong(where, f"{name} is a name, not a number")
+    row = _numbered(given, PARAMETERS[group], where)
     _fill(row, key, group)
     missing = [c for c in PARAMETERS[group] if c not in row and c not in _OPTIONAL]
     if key in _SEVERAL and "op" not in given:
@@ -64,16 +110,16 @@ def parse_op(text: str) -> dict[str, Any]:
     if row["dtype"] is None:
         missing.append("dtype")
     if missing:
-        raise _wrong(text, f"{key} needs " + ", ".join(missing))
+        raise _wrong(where, f"{key} needs " + ", ".join(missing))
     if row["dtype"] not in WEIGHT_BITS:
-        raise _wrong(text, f"no dtype {row['dtype']!r}", "dtypes: " + ", ".join(WEIGHT_BITS))
+        raise _wrong(where, f"no dtype {row['dtype']!r}", "dtypes: " + ", ".join(WEIGHT_BITS))
     if row.get("backend", BACKENDS[0]) not in BACKENDS:
-        raise _wrong(text, f"no backend {row['backend']!r}", "backends: " + ", ".join(BACKENDS))
+        raise _wrong(where, f"no backend {row['backend']!r}", "backends: " + ", ".join(BACKENDS))
     method, family = key.split("/")
     return {"op": family, **row, "key": key, "method": method, "family": family}
 
 
-def _key(head: str, dtype: str | None, text: str) -> str:
+def _key(head: str, dtype: str | None, where: str) -> str:
     if head in FAMILIES:
         return head
     wanted = _METHOD_OF.get(str(dtype), "graph")
@@ -81,17 +127,22 @@ def _key(head: str, dtype: str | None, text: str) -> str:
         if f"{method}/{head}" in FAMILIES:
             return f"{method}/{head}"
     names = dict.fromkeys(key.split("/")[1] for key in FAMILIES)
-    raise _wrong(text, f"no operator {head!r}", "operators: " + ", ".join(names))
+    raise _wrong(where, f"no operator {head!r}", "operators: " + ", ".join(names))
 
 
-def _numbered(given: dict[str, Any], numbers: tuple[str, ...], text: str) -> dict[str, Any]:
+def _numbered(given: dict[str, Any], numbers: tuple[str, ...], where: str) -> dict[str, Any]:
     row = dict(given)
-    for name in numbers:
-        if name in row:
+    for name in (n for n in numbers if n in row):
+        if not isinstance(row[name], np.ndarray):
             try:
                 row[name] = int(row[name])
             except ValueError:
-                raise _wrong(text, f"{name}={row[name]} is not a whole number") from None
+                raise _wrong(where, f"{name}={row[name]} is not a whole number") from None
+        least = 0 if name in _MAY_BE_ZERO else 1
+        low, high = np.min(row[name]), np.max(row[name])
+        if low < least or high > _LARGEST:
+            shown = low if low < least else high
+            raise _wrong(where, f"{name}={shown} is not from {least} to 2^40")
     return row
 
 
@@ -111,6 +162,6 @@ def _fill(row: dict[str, Any], key: str, group: str) -> None:
             row.setdefault(name, row[other])
 
 
-def _wrong(text: str, what: str, hint: str = "") -> ProgramError:
+def _wrong(where: str, what: str, hint: str = "") -> ProgramError:
     example = "such as: linear m=4096 n=4096 k=4096 dtype=bf16 backend=trtllm"
-    return ProgramError(what, where=f"operator {text!r}", hint=hint or example)
+    return ProgramError(what, where=where, hint=hint or example)

@@ -1,0 +1,226 @@
+"""The endpoints, documented by OpenAPI at ``/docs`` and ``/openapi.json``."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import gc
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import TypeAdapter, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from .. import __version__
+from ..features.errors import OpcastError
+from . import documents, schemas
+from .errors import RequestError, error_response, json_response
+from .guard import Guard
+from .metrics import CONTENT_TYPE
+from .service import Service
+from .settings import ServerSettings
+
+T = TypeVar("T")
+_JSON = "application/json"
+_RAW = ("application/octet-stream", "text/plain")
+_PROGRAM = TypeAdapter(schemas.ProgramQuery)
+_UPLOAD = TypeAdapter(schemas.ProgramOptions)
+_SIMULATE = TypeAdapter(schemas.SimulateQuery)
+
+
+def create_app(settings: ServerSettings) -> FastAPI:
+    """The application of a server; models are loaded when it starts.
+
+    Args:
+        settings: What it serves, and its limits.
+    """
+    service = Service(settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            service.load()
+            await service.sandbox.start()
+            _collect_rarely()
+            yield
+        finally:
+            service.close()
+
+    app = FastAPI(
+        title="opcast", version=__version__, lifespan=lifespan, redoc_url=None,
+        description="Predicts how long ML programs, kernels and training steps take on a device.",
+    )  # fmt: skip
+    app.state.service = service
+    _add_error_handlers(app)
+    _add_information(app, service)
+    _add_predictions(app, service)
+    paths = [str(getattr(route, "path", "")) for route in app.routes]
+    app.add_middleware(Guard, settings=settings, metrics=service.metrics, paths=paths)
+    documents.extend(app, secured=bool(settings.token))
+    return app
+
+
+def _collect_rarely() -> None:
+    """Leave models out of garbage collections, which would stop answers for a tenth of a second."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
+
+
+def _add_information(app: FastAPI, service: Service) -> None:
+    """Endpoints that tell what is there."""
+
+    @app.get("/health", responses=documents.FREE)
+    async def health() -> schemas.Health:
+        """Whether the server answers, and what it serves."""
+        models = list(service.predictors)
+        return schemas.Health(
+            status="ok", version=__version__, models=models,
+            compiles=service.settings.allow_compile,
+        )  # fmt: skip
+
+    @app.get("/metrics", responses=documents.METRICS, response_class=Response)
+    async def metrics() -> Response:
+        """Figures for Prometheus: requests, times, batches, cache, crashes."""
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/v1/devices", response_model=list[schemas.DeviceEntry], responses=documents.LIMITED)
+    async def devices() -> Response:
+        """Devices that predictions can be asked for."""
+        return json_response(service.devices())
+
+    @app.get("/v1/models", response_model=list[schemas.ModelEntry], responses=documents.LIMITED)
+    async def models() -> Response:
+        """Models that are served."""
+        return json_response(list(service.models.values()))
+
+
+def _add_predictions(app: FastAPI, service: Service) -> None:
+    """Endpoints that predict. Bodies are read by hand: FastAPI's way is several times slower."""
+
+    @app.post(
+        "/v1/predict/kernels", responses=documents.KERNELS, openapi_extra=documents.KERNELS_BODY,
+        response_class=Response,
+    )  # fmt: skip
+    async def predict_kernels(request: Request) -> Response:
+        """Predict many kernels or operators: as texts, by column, or as HLO modules."""
+        query = await _body(request, schemas.QUERY)
+        model = service.model(query.model)
+        device = service.device(model, query.device)
+        return json_response(await service.kernels.answer(query, model, device))
+
+    @app.post(
+        "/v1/predict/program", responses=documents.PROGRAM, openapi_extra=documents.PROGRAM_BODY,
+        response_class=Response,
+    )  # fmt: skip
+    async def predict_program(request: Request) -> Response:
+        """Predict a program: as JSON, or uploaded as it is with its options in the query."""
+        if _media_type(request) in _RAW:
+            options = _checked(_UPLOAD, dict(request.query_params))
+            payload = await request.body()
+        else:
+            _no_query(request)
+            query = await _body(request, _PROGRAM)
+            options, payload = query, _payload(query)
+        model = service.program_model(options.model)
+        device = service.check_device(model, options.device)
+        kept = options.model_dump(exclude={"program", "encoding"})
+        task = kept | {"kind": "program", "model": model, "device": device}
+        status, body = await service.sandbox.run(task, payload)
+        return json_response(body, status)
+
+    @app.post(
+        "/v1/simulate", responses=documents.SIMULATE, openapi_extra=documents.SIMULATE_BODY,
+        response_class=Response,
+    )  # fmt: skip
+    async def simulate(request: Request) -> Response:
+        """Predict one training step on a cluster under a parallel plan."""
+        query = await _body(request, _SIMULATE)
+        if query.cluster.lower().endswith((".yaml", ".yml")):
+            raise RequestError(422, "files of the server are not read", where="cluster")
+        model = service.operator_model(query.model)
+        task = query.model_dump() | {"kind": "simulate", "model": model}
+        status, body = await service.sandbox.run(task, b"")
+        return json_response(body, status)
+
+
+async def _body(request: Request, kind: TypeAdapter[T]) -> T:
+    """The body as JSON of a schema.
+
+    Raises:
+        RequestError: It is of another type or schema.
+    """
+    media = _media_type(request)
+    if media != _JSON:
+        raise RequestError(
+            415, f"a body of type {media[:80]!r}", where="header Content-Type",
+            hint="send application/json",
+        )  # fmt: skip
+    try:
+        return kind.validate_json(await request.body())
+    except ValidationError as error:
+        raise _malformed(error.errors(include_url=False, include_context=False)) from None
+
+
+def _checked(kind: TypeAdapter[T], values: Mapping[str, Any]) -> T:
+    try:
+        return kind.validate_python(values)
+    except ValidationError as error:
+        raise _malformed(error.errors(include_url=False, include_context=False)) from None
+
+
+def _no_query(request: Request) -> None:
+    if request.query_params:
+        name = next(iter(request.query_params))
+        raise RequestError(
+            400, "options of a JSON body belong into it", where=f"query {name[:80]!r}",
+            hint="only uploads have them in the query",
+        )  # fmt: skip
+
+
+def _payload(query: schemas.ProgramQuery) -> bytes:
+    if query.encoding == "text":
+        return query.program.encode("utf-8", "replace")
+    try:
+        return base64.b64decode(query.program, validate=True)
+    except (binascii.Error, ValueError):
+        raise RequestError(400, "the program is not base64", where="program") from None
+
+
+def _media_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _malformed(errors: Any) -> RequestError:
+    """The first error of a validation, with its place."""
+    first = errors[0]
+    place = list(first.get("loc", ()))
+    if len(place) > 1 and place[0] in ("ops", "columns", "kernels"):  # which form it is
+        place = place[1:]
+    where = ".".join(map(str, place))[:200]
+    status = 400 if first["type"] == "json_invalid" else 422
+    return RequestError(status, first["msg"][:300], where=where, hint="see /docs")
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """Every refusal has one form."""
+
+    @app.exception_handler(OpcastError)
+    async def refused(request: Request, error: OpcastError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return error_response(_malformed(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def known(request: Request, error: HTTPException) -> Response:
+        answer = error_response(
+            RequestError(error.status_code, str(error.detail), hint="see /docs")
+        )
+        answer.headers.update(error.headers or {})
+        return answer

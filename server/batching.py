@@ -1,0 +1,108 @@
+"""Micro-batching: what is asked while a batch is computed makes the next batch.
+
+Nothing waits for others to come: a single query on an idle server is a batch of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+from ..features.errors import OpcastError
+
+#: Most rows of a batch; a request with more is a batch of its own.
+BATCH_ROWS = 20_000
+
+
+class _Item(NamedTuple):
+    group: Hashable
+    work: Any
+    rows: int
+    answer: asyncio.Future[Any]
+
+
+class MicroBatcher:
+    """Collects queries and computes those of a group together, one batch at a time.
+
+    Args:
+        compute: Called with a group and the ``work`` of its queries; gives an answer for each. If
+            it raises an error that users can cause, every query is computed by itself, so that the
+            error meets only the one that caused it.
+        told: Called with the number of queries and rows of each batch.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[Any, Sequence[Any]], Awaitable[Sequence[Any]]],
+        told: Callable[[int, int], None] = lambda queries, rows: None,
+    ) -> None:
+        self._compute = compute
+        self._told = told
+        self._waiting: list[_Item] = []
+        self._running: asyncio.Task[None] | None = None
+
+    async def ask(self, group: Hashable, work: Any, rows: int) -> Any:
+        """The answer to a query.
+
+        Args:
+            group: Queries of one group can be computed together.
+            work: What ``compute`` takes.
+            rows: How large it is.
+
+        Raises:
+            OpcastError: The query cannot be answered.
+        """
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Item(group, work, rows, answer))
+        if self._running is None:
+            self._running = asyncio.create_task(self._run())
+        return await answer
+
+    async def _run(self) -> None:
+        try:
+            while self._waiting:
+                await self._one_batch(self._next())
+        finally:
+            self._running = None
+
+    def _next(self) -> list[_Item]:
+        """The oldest query and others of its group, up to the most rows of a batch."""
+        group, rows = self._waiting[0].group, 0
+        batch: list[_Item] = []
+        rest: list[_Item] = []
+        for item in self._waiting:
+            if item.answer.cancelled():
+                continue
+            if item.group == group and (not batch or rows + item.rows <= BATCH_ROWS):
+                batch.append(item)
+                rows += item.rows
+            else:
+                rest.append(item)
+        self._waiting = rest
+        return batch
+
+    async def _one_batch(self, batch: list[_Item]) -> None:
+        if not batch:
+            return
+        self._told(len(batch), sum(item.rows for item in batch))
+        try:
+            found = await self._compute(batch[0].group, [item.work for item in batch])
+        except OpcastError as error:
+            if len(batch) == 1:
+                _refuse(batch[0], error)
+                return
+            for item in batch:
+                await self._one_batch([item])
+        except Exception as error:  # the requests end with it, not the batches after it
+            for item in batch:
+                _refuse(item, error)
+        else:
+            for item, answer in zip(batch, found, strict=True):
+                if not item.answer.done():
+                    item.answer.set_result(answer)
+
+
+def _refuse(item: _Item, error: Exception) -> None:
+    if not item.answer.done():
+        item.answer.set_exception(error)

@@ -1,0 +1,108 @@
+"""What the OpenAPI document says beyond what FastAPI finds out by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel, TypeAdapter
+
+from . import schemas
+
+_REF = "#/components/schemas/{model}"
+_RETRY = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait."}}
+_WHY = {
+    400: "The body is no JSON.",
+    401: "The token is missing or wrong.",
+    403: "The program would have to be compiled, which the server was not allowed.",
+    404: "The device or model is not known.",
+    413: "The body, or the number of kernels, exceeds the limit.",
+    415: "The body is of another type.",
+    422: "The request, program, kernel or plan cannot be used; hint says what to do.",
+    503: "Too many requests are at work.",
+    504: "It takes longer than the server allows.",
+}
+
+Responses = dict[int | str, dict[str, Any]]
+
+
+def _errors(*statuses: int) -> Responses:
+    found: Responses = {}
+    for status in statuses:
+        found[status] = {"model": schemas.ErrorAnswer, "description": _WHY[status]}
+        if status == 503:
+            found[status]["headers"] = _RETRY
+    return found
+
+
+def _answer(model: type[BaseModel] | None, about: str) -> Responses:
+    schema = {"$ref": _REF.format(model=model.__name__)} if model else {"type": "object"}
+    return {200: {"description": about, "content": {"application/json": {"schema": schema}}}}
+
+
+def _body(schema: dict[str, Any], **others: dict[str, Any]) -> dict[str, Any]:
+    content = {"application/json": {"schema": schema}, **others}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+FREE = _errors(401)
+LIMITED = _errors(401, 413, 503, 504)
+METRICS: Responses = {
+    200: {"description": "Prometheus' text format.", "content": {"text/plain": {}}}, **FREE,
+}  # fmt: skip
+_ASKED = _errors(400, 401, 404, 413, 415, 422, 503, 504)
+KERNELS = _answer(schemas.KernelAnswers, "Predictions by column.") | _ASKED
+PROGRAM = _answer(None, "As `opcast predict --json` prints it.") | _ASKED | _errors(403)
+SIMULATE = _answer(None, "As `opcast simulate --json` prints it.") | _ASKED
+
+_PROGRAM_SCHEMA = {"$ref": _REF.format(model="ProgramQuery")}
+_UPLOAD = {"schema": {"type": "string", "format": "binary"}}
+_FORMS = ("OpsQuery", "ColumnsQuery", "KernelsQuery")
+KERNELS_BODY = _body({"oneOf": [{"$ref": _REF.format(model=name)} for name in _FORMS]})
+SIMULATE_BODY = _body({"$ref": _REF.format(model="SimulateQuery")})
+
+
+def _parameters() -> list[dict[str, Any]]:
+    """Options of an upload, which stand in the query."""
+    schema = schemas.ProgramOptions.model_json_schema()
+    return [
+        {
+            "name": name, "in": "query", "required": False,
+            "schema": {k: v for k, v in own.items() if k != "description"},
+            "description": f"Of an upload only. {own.get('description', '')}".strip(),
+        }
+        for name, own in schema["properties"].items()
+    ]  # fmt: skip
+
+
+PROGRAM_BODY = {
+    "parameters": _parameters(),
+    **_body(_PROGRAM_SCHEMA, **{"application/octet-stream": _UPLOAD, "text/plain": _UPLOAD}),
+}
+
+
+def extend(app: FastAPI, *, secured: bool) -> None:
+    """Add the schemas of bodies, and the token if there is one, to the document."""
+    plain = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is not None:
+            return app.openapi_schema
+        document = plain()
+        parts = document.setdefault("components", {}).setdefault("schemas", {})
+        for kind in (schemas.QUERY, *map(TypeAdapter, _BODIES)):
+            schema = kind.json_schema(ref_template=_REF)
+            parts |= schema.pop("$defs", {})
+            if "title" in schema:
+                parts[schema["title"]] = schema
+        if secured:
+            document["components"]["securitySchemes"] = {
+                "token": {"type": "http", "scheme": "bearer"}
+            }
+            document["security"] = [{"token": []}]
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+_BODIES = (schemas.ProgramQuery, schemas.SimulateQuery, schemas.KernelAnswers)

@@ -1,0 +1,64 @@
+"""Errors as responses: a status, and JSON that says what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.responses import Response
+
+from ..features.errors import DeviceError, ModelError, OpcastError
+
+#: Seconds after which a request that met a busy server may come again.
+RETRY_S = 1
+
+
+class RequestError(OpcastError):
+    """A request that is refused whatever the models would say.
+
+    Args:
+        status: HTTP status.
+        what: What is wrong.
+        where: Part of the request.
+        hint: What to do.
+        name: Class of the error as responses name it; its own by default.
+    """
+
+    def __init__(
+        self, status: int, what: str, *, where: str = "", hint: str = "", name: str = ""
+    ) -> None:
+        super().__init__(what, where=where, hint=hint)
+        self.status = status
+        self.name = name or type(self).__name__
+
+
+def status_of(error: OpcastError) -> int:
+    """HTTP status: a request's own, 404 for unknown devices and models, 422 for the rest."""
+    if isinstance(error, RequestError):
+        return error.status
+    return 404 if isinstance(error, DeviceError | ModelError) else 422
+
+
+def error_data(error: OpcastError) -> dict[str, Any]:
+    """What a response says of an error."""
+    name = error.name if isinstance(error, RequestError) else type(error).__name__
+    return {"error": name, "what": error.what, "where": error.where, "hint": error.hint}
+
+
+def error_response(error: OpcastError) -> Response:
+    """The response to a request that caused an error."""
+    status = status_of(error)
+    headers = {}
+    if status == 503:
+        headers["Retry-After"] = str(RETRY_S)
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if status == 413:  # the rest of the body is not read
+        headers["Connection"] = "close"
+    return json_response(error_data(error), status, headers)
+
+
+def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A response with plain data; surrogates that came in with a request are replaced."""
+    body = data if isinstance(data, bytes) else to_json(data)
+    return Response(body, status, headers, "application/json")

@@ -1,0 +1,132 @@
+"""Limits that every request meets first: token, number at a time, size, time."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import Collection
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..features.errors import OpcastError
+from .errors import RequestError, error_response
+from .metrics import Metrics
+from .sandbox import out_of_time
+from .settings import ServerSettings
+
+#: Answered without token, and not counted among requests at a time.
+_OPEN = "/health"
+_FREE = (_OPEN, "/metrics")
+
+
+class Guard:
+    """ASGI middleware with the limits of :class:`ServerSettings`.
+
+    Args:
+        app: What answers.
+        settings: The limits.
+        metrics: Told of every request.
+        paths: Paths to count by name; others count together.
+    """
+
+    def __init__(
+        self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, paths: Collection[str]
+    ) -> None:
+        self.app = app
+        self.settings = settings
+        self.metrics = metrics
+        self.paths = frozenset(paths)
+        self.in_flight = 0
+        self._token = f"Bearer {settings.token}".encode()
+        metrics.in_flight.set_function(lambda: self.in_flight)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or refuse it."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started, status = time.perf_counter(), 0
+
+        async def note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._limited(scope, receive, note)
+        except (OpcastError, TimeoutError) as error:
+            known = error if isinstance(error, OpcastError) else None
+            answer = error_response(known or out_of_time(self.settings.timeout_s))
+            if not status:
+                await answer(scope, receive, note)
+        finally:
+            path = scope["path"] if scope["path"] in self.paths else "other"
+            self.metrics.done(path, status or 500, time.perf_counter() - started)
+
+    async def _limited(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if self.settings.token and path != _OPEN:
+            self._authorise(scope)
+        if path in _FREE:
+            await self.app(scope, receive, send)
+            return
+        if self.in_flight >= self.settings.concurrency:
+            raise RequestError(
+                503, f"{self.in_flight} requests are at work", hint="come again later"
+            )
+        self.in_flight += 1
+        try:
+            async with asyncio.timeout(self.settings.timeout_s):
+                await self.app(scope, await self._with_body(scope, receive), send)
+        finally:
+            self.in_flight -= 1
+
+    def _authorise(self, scope: Scope) -> None:
+        shown = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
+        if not hmac.compare_digest(shown, self._token):
+            raise RequestError(
+                401, "the token is missing or wrong", where="header Authorization",
+                hint="send: Authorization: Bearer TOKEN",
+            )  # fmt: skip
+
+    async def _with_body(self, scope: Scope, receive: Receive) -> Receive:
+        """A ``receive`` that gives the body, which has been read up to the limit."""
+        limit = self.settings.max_body_bytes
+        length = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
+        if length.isdigit() and int(length[:20]) > limit:
+            raise _too_large(limit)
+        parts, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                return _once(message, receive)
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > limit:
+                raise _too_large(limit)
+            if not message.get("more_body"):
+                break
+        whole = {"type": "http.request", "body": b"".join(parts), "more_body": False}
+        return _once(whole, receive)
+
+
+def _once(first: Message, rest: Receive) -> Receive:
+    given = False
+
+    async def receive() -> Message:
+        nonlocal given
+        if given:
+            return await rest()
+        given = True
+        return first
+
+    return receive
+
+
+def _too_large(limit: int) -> RequestError:
+    return RequestError(
+        413, f"the body exceeds {limit / 2**20:g} MiB", where="body",
+        hint="split it, or start the server with: opcast serve --max-body",
+    )  # fmt: skip

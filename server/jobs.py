@@ -1,0 +1,154 @@
+"""What is done with untrusted programs, kernels and plans, in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..features.compile_process import CompileSettings
+from ..features.errors import LoweringError, OpcastError, ProgramError
+from ..predict.predictor import Predictor
+from .errors import RequestError, error_data, status_of
+
+logger = logging.getLogger(__name__)
+
+Predictors = Mapping[str, Predictor]
+Reply = tuple[int, bytes]
+
+
+def answer(predictors: Predictors, task: Mapping[str, Any], payload: bytes) -> Reply:
+    """Status and JSON of a task; whatever it raises becomes an answer.
+
+    Args:
+        predictors: Loaded models by name.
+        task: ``kind`` (``program``, ``kernels`` or ``simulate``) and its parameters.
+        payload: The program, or JSON.
+    """
+    try:
+        found = _KINDS[task["kind"]](predictors, task, payload)
+        return 200, json.dumps(found, allow_nan=False).encode()
+    except OpcastError as error:
+        return status_of(error), json.dumps(error_data(error)).encode()
+    except MemoryError:
+        return _refused("it needs more memory than the server allows", "split it, or start the "
+                        "server with more: opcast serve --memory")  # fmt: skip
+    except RecursionError:
+        return _refused("it is nested too deeply", "call fewer functions within each other")
+    except Exception as error:  # a reader met what it does not know: the log has the rest
+        logger.exception("unexpected error in a %s task", task["kind"])
+        return _refused(
+            f"it cannot be processed: {type(error).__name__}: {error}"[:300],
+            "is it complete? If it runs elsewhere, please report it",
+        )
+
+
+def predict_program(
+    predictors: Predictors, task: Mapping[str, Any], payload: bytes
+) -> dict[str, Any]:
+    """The prediction of a program, as ``opcast predict --json`` prints it.
+
+    Raises:
+        OpcastError: The program, device or lowering is not usable.
+        RequestError: It would have to be compiled, which the server was not allowed.
+    """
+    from ..features.reader import read_program
+
+    predictor, trips = predictors[task["model"]], task["trip_count"]
+    source = read_program(payload, trip_counts=trips)
+    compiled = source.kind == "hlo" and source.program.is_scheduled
+    lowering = task["lowering"]
+    if not (task["allow_compile"] or compiled):
+        if lowering == "xla":
+            raise RequestError(
+                403, "this server does not compile programs", where="lowering",
+                hint="ask for fused or op, or start it with --allow-compile",
+            )  # fmt: skip
+        lowering = "fused" if lowering == "auto" else lowering
+    found = predictor.predict(
+        source, device=task["device"], lowering=lowering, fallback=task["fallback"],
+        trip_counts=trips, strict=task["strict"], settings=_limits(task),
+    )  # fmt: skip
+    return found.to_dict()
+
+
+def predict_kernels(
+    predictors: Predictors, task: Mapping[str, Any], payload: bytes
+) -> dict[str, Any]:
+    """Columns of predictions of kernels given as HLO text.
+
+    Raises:
+        OpcastError: A text is no kernel, or the device is unknown.
+    """
+    from ..features.kernels import kernel_from_ir
+    from ..predict.devices import resolve_device
+
+    predictor, kernels = predictors[task["model"]], []
+    for row, text in enumerate(json.loads(payload)):
+        try:
+            kernels.append(kernel_from_ir(text))
+        except OpcastError as error:
+            raise type(error)(error.what, where=f"kernel {row}", hint=error.hint) from None
+        except (MemoryError, RecursionError):
+            raise
+        except Exception as error:
+            logger.exception("unexpected error in a kernel's text")
+            what = f"no kernel: {type(error).__name__}: {error}"[:300]
+            raise ProgramError(what, where=f"kernel {row}") from None
+    spec = resolve_device(task["device"], predictor.devices)
+    found = predictor.model_for(spec).predict_kernels(kernels, spec)
+    return {
+        "latency_us": (found.latency * 1e6).tolist(),
+        "lo_us": (found.lo * 1e6).tolist(),
+        "hi_us": (found.hi * 1e6).tolist(),
+        "bound": found.bound.tolist(),
+        "source": found.source.tolist(),
+        "in_domain": found.in_domain.tolist(),
+    }
+
+
+def simulate(predictors: Predictors, task: Mapping[str, Any], payload: bytes) -> dict[str, Any]:
+    """A step on a cluster, as ``opcast simulate --json`` prints it.
+
+    Raises:
+        OpcastError: The workload, plan, cluster or model does not fit.
+    """
+    from ..predict.step import StepPredictor
+    from ..simulate.cluster_catalogue import find_cluster
+    from ..simulate.step.plan import Plan, parse_plan
+    from ..simulate.step.workload import make_workload
+
+    cluster = find_cluster(task["cluster"])
+    plan = parse_plan(task["plan"]) if task["plan"] else Plan(dp=cluster.size)
+    name = task["model"]
+    model = None if name == "roofline" else predictors[name].operators
+    speed = {int(rank): value for rank, value in task["speed"].items()}
+    work = make_workload(task["workload"], task["settings"])
+    step = StepPredictor(cluster, model).predict(
+        work, plan, task["jitter"], speed, seed=task["seed"]
+    )
+    return step.to_dict()
+
+
+def _limits(task: Mapping[str, Any]) -> CompileSettings:
+    """What a target compiler gets: less time than the request, so that it can be told."""
+    return CompileSettings(
+        timeout_s=0.9 * task["timeout_s"], memory_bytes=task["memory_bytes"], progress=False
+    )
+
+
+def _refused(what: str, hint: str) -> Reply:
+    return 422, json.dumps(error_data(ProgramError(what, where="request", hint=hint))).encode()
+
+
+def ended(task: Mapping[str, Any]) -> OpcastError:
+    """The error of a task whose process died."""
+    what = "the process that read it crashed, or needed more memory than the server allows"
+    kind = LoweringError if task["kind"] == "simulate" else ProgramError
+    return kind(what, where=str(task["kind"]), hint="is it complete and well formed?")
+
+
+_KINDS: dict[str, Callable[[Predictors, Mapping[str, Any], bytes], dict[str, Any]]] = {
+    "program": predict_program, "kernels": predict_kernels, "simulate": simulate,
+}  # fmt: skip

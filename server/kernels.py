@@ -1,0 +1,200 @@
+"""Answers kernels and operators: from the cache, or computed together with others that wait."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from ..features.device import DeviceSpec
+from ..features.errors import ProgramError
+from ..features.ops.query import parse_op, parse_op_columns
+from ..predict.predictor import Predictor
+from .batching import MicroBatcher
+from .cache import LruCache
+from .errors import RequestError
+from .metrics import Metrics
+from .sandbox import Sandbox
+from .schemas import ColumnsQuery, KernelsQuery, OpsQuery
+from .settings import ServerSettings
+
+OP_COLUMNS = ("latency_us", "lo_us", "hi_us", "roofline_us", "bound", "scope", "in_domain")
+KERNEL_COLUMNS = ("latency_us", "lo_us", "hi_us", "bound", "source", "in_domain")
+AnyQuery = OpsQuery | ColumnsQuery | KernelsQuery
+
+
+class _Group(NamedTuple):
+    """What is computed together: operators (``kernels`` unset) or kernels of a model and device."""
+
+    model: str
+    device: str
+    kernels: bool
+
+
+class KernelService:
+    """Latencies of kernels and operators.
+
+    Args:
+        settings: Limits.
+        predictors: Loaded models by name.
+        sandbox: Reads kernels' texts.
+        metrics: Told of rows and batches.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        predictors: Mapping[str, Predictor],
+        sandbox: Sandbox,
+        metrics: Metrics,
+    ) -> None:
+        self.settings = settings
+        self.predictors = predictors
+        self.sandbox = sandbox
+        self.metrics = metrics
+        self.cache = LruCache(settings.cache_entries)
+        self._thread = ThreadPoolExecutor(1, "kernels")
+        self._batches = {
+            kernels: MicroBatcher(self._compute, self._told) for kernels in (False, True)
+        }
+
+    def close(self) -> None:
+        """End the thread that computes."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def answer(self, query: AnyQuery, model: str, device: DeviceSpec) -> dict[str, Any]:
+        """Predictions by column, as :class:`~opcast.server.schemas.KernelAnswers` has them.
+
+        Raises:
+            OpcastError: A row is no operator or kernel, or a field is unknown.
+        """
+        names = KERNEL_COLUMNS if isinstance(query, KernelsQuery) else OP_COLUMNS
+        wanted = _wanted(query.fields, names)
+        group = _Group(model, device.name, isinstance(query, KernelsQuery))
+        if isinstance(query, ColumnsQuery):
+            rows = await self._columns(query, group)
+        elif isinstance(query, OpsQuery):
+            rows = await self._texts(query.ops, group, query.ops)
+        else:
+            rows = await self._texts(query.kernels, group, [_digest(t) for t in query.kernels])
+        self.metrics.rows.inc(len(rows))
+        columns = dict(zip(names, zip(*rows, strict=True), strict=True))
+        found: dict[str, Any] = {"device": device.name, "model": model, "count": len(rows)}
+        return found | {name: columns[name] for name in wanted}
+
+    async def _texts(
+        self, texts: Sequence[str], group: _Group, marks: Sequence[Hashable]
+    ) -> list[Any]:
+        self._check_rows(len(texts))
+        keys = [(group, mark) for mark in marks]
+        found = self.cache.get_many(keys)
+        missing = [i for i, value in enumerate(found) if value is None]
+        if missing:
+            own = {keys[i]: i for i in missing}
+            work: Any = [texts[i] for i in own.values()]
+            if not group.kernels:
+                work = pd.DataFrame([_row(texts[i], i) for i in own.values()])
+            fresh = await self._fresh(group, work, list(own))
+            for i in missing:
+                found[i] = fresh[keys[i]]
+        return found
+
+    async def _columns(self, query: ColumnsQuery, group: _Group) -> list[Any]:
+        row = parse_op_columns(query.operator, query.columns)
+        varying = {k: v for k, v in row.items() if isinstance(v, np.ndarray)}
+        n = len(next(iter(varying.values()))) if varying else 1
+        self._check_rows(n)
+        same = tuple(sorted((k, v) for k, v in row.items() if k not in varying))
+        lists = [v.tolist() for v in varying.values()]
+        marks = zip(*lists, strict=True) if lists else [()]
+        mine = (group, tuple(varying), same)
+        keys = [(mine, mark) for mark in marks]
+        found = self.cache.get_many(keys)
+        missing = [i for i, value in enumerate(found) if value is None]
+        if missing:
+            own = {keys[i]: i for i in missing}
+            at = np.fromiter(own.values(), np.intp, len(own))
+            data = {k: v[at] if k in varying else v for k, v in row.items()}
+            work = pd.DataFrame(data, index=range(len(at)))
+            fresh = await self._fresh(group, work, list(own))
+            for i in missing:
+                found[i] = fresh[keys[i]]
+        return found
+
+    async def _fresh(
+        self, group: _Group, work: Any, keys: Sequence[Hashable]
+    ) -> dict[Hashable, Any]:
+        """Computed rows by key, remembered."""
+        columns = await self._batches[group.kernels].ask(group, work, len(keys))
+        found = dict(zip(keys, zip(*columns, strict=True), strict=True))
+        for key, value in found.items():
+            self.cache.put(key, value)
+        return found
+
+    def _check_rows(self, count: int) -> None:
+        if count > self.settings.max_rows:
+            raise RequestError(
+                413, f"{count} kernels, at most {self.settings.max_rows} of a request",
+                hint="split them, or start the server with: opcast serve --max-rows",
+            )  # fmt: skip
+
+    def _told(self, queries: int, rows: int) -> None:
+        self.metrics.batch.observe(rows)
+
+    async def _compute(self, group: _Group, works: Sequence[Any]) -> list[list[Sequence[Any]]]:
+        """Columns of each of the works of a group."""
+        ends = np.cumsum([len(work) for work in works])
+        if group.kernels:
+            columns = await self._read(group, [text for work in works for text in work])
+        else:
+            frame = works[0] if len(works) == 1 else pd.concat(works, ignore_index=True)
+            loop = asyncio.get_running_loop()
+            columns = await loop.run_in_executor(self._thread, self._operators, group, frame)
+        starts = [0, *ends[:-1]]
+        return [[column[a:b] for column in columns] for a, b in zip(starts, ends, strict=True)]
+
+    def _operators(self, group: _Group, frame: pd.DataFrame) -> list[list[Any]]:
+        bundle = self.predictors[group.model].operators
+        found = bundle.predict(frame.assign(device=group.device))
+        times = [found.latency * 1e6, found.lo * 1e6, found.hi * 1e6, found.roofline * 1e6]
+        if not all(np.isfinite(t).all() for t in times):
+            raise ProgramError("an operator has no finite latency", hint="give smaller sizes")
+        rest = (found.bound, found.scope, found.in_domain)
+        return [column.tolist() for column in (*times, *rest)]
+
+    async def _read(self, group: _Group, texts: Sequence[str]) -> list[list[Any]]:
+        task = {"kind": "kernels", "model": group.model, "device": group.device}
+        status, body = await self.sandbox.run(task, json.dumps(texts).encode())
+        data = json.loads(body)
+        if status != 200:
+            raise RequestError(
+                status, data["what"], where=data["where"], hint=data["hint"], name=data["error"]
+            )
+        return [data[name] for name in KERNEL_COLUMNS]
+
+
+def _wanted(fields: Sequence[str] | None, names: tuple[str, ...]) -> Sequence[str]:
+    unknown = [f for f in fields or () if f not in names]
+    if unknown:
+        raise RequestError(
+            422, f"no field {unknown[0]!r}", where="fields", hint="fields: " + ", ".join(names)
+        )
+    return names if fields is None else fields
+
+
+def _row(text: str, place: int) -> dict[str, Any]:
+    try:
+        return parse_op(text)
+    except ProgramError as error:
+        where = f"ops[{place}], {error.where}"
+        raise ProgramError(error.what, where=where, hint=error.hint) from None
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "replace")).digest()

@@ -1,0 +1,45 @@
+"""What the server counts, as Prometheus reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
+
+__all__ = ["CONTENT_TYPE", "Metrics"]
+
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 120.0)
+_ROWS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+
+class Metrics:
+    """Counters of one server."""
+
+    def __init__(self) -> None:
+        own = self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "opcast_requests", "Requests answered.", ("path", "status"), registry=own
+        )
+        self.seconds = Histogram(
+            "opcast_request_seconds", "Time of a request.", ("path",), registry=own,
+            buckets=_SECONDS,
+        )  # fmt: skip
+        self.in_flight = Gauge("opcast_requests_in_flight", "Requests at work.", registry=own)
+        self.rows = Counter("opcast_kernels", "Kernels and operators answered.", registry=own)
+        self.batch = Histogram(
+            "opcast_batch_rows", "Kernels computed together.", registry=own, buckets=_ROWS
+        )
+
+    def watch(self, name: str, about: str, read: Callable[[], float]) -> None:
+        """Add a figure that is read when someone asks."""
+        Gauge(name, about, registry=self.registry).set_function(read)
+
+    def done(self, path: str, status: int, seconds: float) -> None:
+        """Count a request."""
+        self.requests.labels(path, status).inc()
+        self.seconds.labels(path).observe(seconds)
+
+    def text(self) -> bytes:
+        """All figures in Prometheus' text format."""
+        return generate_latest(self.registry)

@@ -1,0 +1,62 @@
+"""Runs a server until it is told to stop; requests at work are answered first."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+
+import uvicorn
+
+from .app import create_app
+from .settings import ServeError, ServerSettings
+
+#: Seconds that requests at work get when the server is told to stop.
+_GRACE_S = 30
+
+
+def serve(settings: ServerSettings, ready: Callable[[str], None] = lambda url: None) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Args:
+        settings: What to serve, and where.
+        ready: Told of the address when it is bound; models are still to be loaded then.
+
+    Raises:
+        ServeError: The address cannot be bound.
+        ModelError: A model is missing or damaged.
+    """
+    with bound(settings) as listener:
+        address, port = listener.getsockname()[:2]
+        config = uvicorn.Config(
+            create_app(settings), log_level="warning", access_log=False, server_header=False,
+            timeout_graceful_shutdown=_GRACE_S, timeout_keep_alive=30, ws="none",
+            limit_concurrency=max(1024, 4 * settings.concurrency),
+        )  # fmt: skip
+        shown = f"[{address}]" if ":" in address else address
+        ready(f"http://{shown}:{port}")
+        server = uvicorn.Server(config)
+        server.run(sockets=[listener])
+        if not server.started:
+            raise ServeError("the server did not start", hint="the log above says why")
+
+
+def bound(settings: ServerSettings) -> socket.socket:
+    """A socket that listens at the address of the settings.
+
+    Raises:
+        ServeError: It is taken, not this machine's, or not permitted.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if os.name == "posix":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((settings.host, settings.port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ServeError(
+            f"cannot listen at {settings.host}:{settings.port}: {error}",
+            hint="choose another with --host and --port; --port 0 takes a free one",
+        ) from None
+    return listener

@@ -1,0 +1,172 @@
+"""Hands tasks to processes that may die without harm: the server's side of ``nursery.py``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..features.errors import OpcastError
+from .errors import RequestError
+from .jobs import Reply, ended
+from .nursery import READY, REPLY, TASK
+from .settings import ServeError, ServerSettings
+
+#: Seconds that models may take to load.
+_START_S = 300.0
+#: Share of a request's time that its process gets.
+_TIME_SHARE = 0.95
+
+
+class Sandbox:
+    """Runs tasks each in a process of its own, a few at a time.
+
+    Args:
+        settings: Models and limits.
+
+    Attributes:
+        crashes: Tasks whose process died.
+        starts: How often the process that they are forked from was started.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self.crashes = 0
+        self.starts = 0
+        self._free = asyncio.Semaphore(settings.workers)
+        self._waiting = 0
+        self._starting = asyncio.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    async def start(self) -> None:
+        """Start the process that tasks are forked from, unless it runs.
+
+        Raises:
+            ServeError: It does not start; its standard error says why.
+        """
+        async with self._starting:
+            if self._process is not None and self._process.poll() is None:
+                return
+            self.close()
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._process = self._spawn(theirs)
+            ours.setblocking(False)
+            self._control = ours
+            self.starts += 1
+            loop = asyncio.get_running_loop()
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(_START_S):
+                    if await loop.sock_recv(ours, len(READY)) == READY:
+                        ours.setblocking(True)
+                        return
+            self.close()
+            raise ServeError("the process for programs does not start", hint="see the log")
+
+    def _spawn(self, control: socket.socket) -> subprocess.Popen[bytes]:
+        own = self.settings
+        root = Path(__file__).resolve().parents[1]
+        paths = [p for p in (*sys.path, str(root.parent)) if p]
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        return subprocess.Popen(
+            [
+                sys.executable, "-m", f"{__package__}.nursery", str(control.fileno()),
+                str(own.memory_bytes), *own.models,
+            ],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[control.fileno()],
+            env={**os.environ, **threads, "PYTHONPATH": os.pathsep.join(paths)},
+            start_new_session=True,
+        )  # fmt: skip
+
+    async def run(self, task: Mapping[str, Any], payload: bytes) -> Reply:
+        """Status and JSON of a task.
+
+        Args:
+            task: As :func:`~opcast.server.jobs.answer` takes it; its limits are added.
+            payload: The program, or JSON.
+
+        Raises:
+            RequestError: Too many wait already, or it ran out of time.
+            OpcastError: Its process died.
+        """
+        if self._free.locked() and self._waiting >= self.settings.waiting:
+            raise RequestError(503, "too many programs are waiting", hint="come again")
+        self._waiting += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self._waiting -= 1
+        try:
+            return await self._one(dict(task), payload)
+        finally:
+            self._free.release()
+
+    async def _one(self, task: dict[str, Any], payload: bytes) -> Reply:
+        await self.start()
+        task["timeout_s"] = _TIME_SHARE * self.settings.timeout_s
+        task["memory_bytes"] = self.settings.memory_bytes
+        task["allow_compile"] = self.settings.allow_compile
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                self._hand_over(theirs)
+            ours.setblocking(False)
+            loop = asyncio.get_running_loop()
+            started = loop.time()
+            try:
+                head = json.dumps(task).encode()
+                lengths = TASK.pack(len(head), len(payload))
+                await loop.sock_sendall(ours, lengths + head + payload)
+                status, length = REPLY.unpack(await _exactly(ours, REPLY.size))
+                return status, await _exactly(ours, length)
+            except (OSError, EOFError):
+                if loop.time() - started >= task["timeout_s"] - 0.05:
+                    raise out_of_time(self.settings.timeout_s) from None
+                self.crashes += 1
+                raise ended(task) from None
+
+    def _hand_over(self, task: socket.socket) -> None:
+        assert self._control is not None
+        try:
+            socket.send_fds(self._control, [b"1"], [task.fileno()])
+        except OSError:
+            raise OpcastError("the process for programs died", hint="come again") from None
+
+    def close(self) -> None:
+        """End the process that tasks are forked from, and with it all of them."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+        if self._process is not None:
+            self._process.wait()
+            self._process = None
+
+
+def out_of_time(limit_s: float) -> RequestError:
+    """The error of a request that took too long."""
+    return RequestError(
+        504, f"it takes longer than {limit_s:g} s",
+        hint="ask for less, or start the server with more time: opcast serve --timeout",
+    )  # fmt: skip
+
+
+async def _exactly(connection: socket.socket, count: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    found = bytearray(count)
+    view = memoryview(found)
+    while view:
+        received = await loop.sock_recv_into(connection, view)
+        if not received:
+            raise EOFError
+        view = view[received:]
+    return bytes(found)

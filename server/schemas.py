@@ -1,0 +1,223 @@
+"""Bodies of requests and responses, with examples for the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter
+
+#: Names of devices, models, clusters and workloads: no path can be made of them.
+NAME = r"^[A-Za-z0-9][A-Za-z0-9 ()+._-]{0,79}$"
+LARGEST = 2**40
+
+Name = Annotated[str, Field(pattern=NAME)]
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Lowering = Literal["auto", "xla", "fused", "op"]
+Fallback = Literal["", "fused", "op"]
+
+OPERATOR = "linear m=64 n=4096 k=4096 dtype=bf16 backend=vllm"
+KERNEL = (
+    "HloModule k\nENTRY e {\n  a = f32[64,256]{1,0} parameter(0)\n"
+    "  ROOT r = f32[64,256]{1,0} tanh(a)\n}\n"
+)
+PROGRAM = (
+    "module {\n  func.func public @main(%a: tensor<64x256xf32>) -> tensor<64x256xf32> {\n"
+    "    %0 = stablehlo.tanh %a : tensor<64x256xf32>\n    return %0 : tensor<64x256xf32>\n  }\n}\n"
+)
+
+
+class Body(BaseModel):
+    """A body of a request: JSON types are taken as they are, unknown keys are refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class _Kernels(Body):
+    device: Name = Field(description="A device that GET /v1/devices lists, or an alias of it.")
+    model: Name | None = Field(
+        None, description="A model that GET /v1/models lists; else the first."
+    )
+    fields: list[str] | None = Field(
+        None, description="Columns of the answer; all of them if it is left out.", max_length=16
+    )
+
+
+class OpsQuery(_Kernels):
+    """Operators of libraries, each as ``opcast predict --op`` takes it."""
+
+    ops: list[Annotated[str, Field(max_length=1000)]] = Field(min_length=1)
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"device": "h100-sxm", "ops": [OPERATOR]}]}
+    )
+
+
+class ColumnsQuery(_Kernels):
+    """Operators of one family by column: a number, or one for each row; texts hold for all rows."""
+
+    operator: Annotated[str, Field(max_length=80)] = Field(
+        description="Family, or method/family, as the first word of an operator's text."
+    )
+    columns: dict[str, int | Annotated[str, Field(max_length=200)] | list[int]]
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "device": "h100-sxm", "operator": "linear", "fields": ["latency_us"],
+                    "columns": {
+                        "m": [1, 64, 4096], "n": 4096, "k": 4096, "dtype": "bf16",
+                        "backend": "vllm",
+                    },
+                }
+            ]
+        }
+    )  # fmt: skip
+
+
+class KernelsQuery(_Kernels):
+    """Kernels as one-instruction HLO modules: the column ``kernel_ir`` of datasets."""
+
+    kernels: list[str] = Field(min_length=1)
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"device": "a100-sxm-80gb", "kernels": [KERNEL]}]}
+    )
+
+
+def _form(value: Any) -> str:
+    """Which of the three bodies a body of kernels is."""
+    given = value if isinstance(value, dict) else {}
+    return next((name for name in ("ops", "kernels") if name in given), "columns")
+
+
+Query = Annotated[
+    Annotated[OpsQuery, Tag("ops")]
+    | Annotated[ColumnsQuery, Tag("columns")]
+    | Annotated[KernelsQuery, Tag("kernels")],
+    Discriminator(_form),
+]
+QUERY: TypeAdapter[OpsQuery | ColumnsQuery | KernelsQuery] = TypeAdapter(Query)
+
+
+class ProgramOptions(BaseModel):
+    """What to predict a program for, and how."""
+
+    model_config = ConfigDict(extra="forbid")
+    device: Name = Field(description="A device that GET /v1/devices lists, or an alias of it.")
+    model: Name | None = Field(
+        None, description="A model that GET /v1/models lists; else the first."
+    )
+    lowering: Lowering = Field(
+        "auto", description="xla compiles, which the server may not allow; then auto is fused."
+    )
+    fallback: Fallback = Field("", description="Lowering to take where the compiler fails.")
+    trip_count: Count | None = Field(None, description="Trips of loops whose count is not found.")
+    strict: bool = Field(False, description="Refuse kernels without a learned estimate.")
+
+
+class ProgramQuery(ProgramOptions):
+    """A program as text, or as base64 of bytes such as MLIR bytecode."""
+
+    program: str = Field(description="StableHLO or HLO.")
+    encoding: Literal["text", "base64"] = "text"
+    model_config = ConfigDict(
+        strict=True,
+        json_schema_extra={
+            "examples": [{"device": "h100-sxm", "lowering": "fused", "program": PROGRAM}]
+        },
+    )
+
+
+class SimulateQuery(Body):
+    """A training step on a cluster, as ``opcast simulate`` takes it."""
+
+    workload: Literal["llama", "moe", "gpt", "bert"]
+    cluster: Name = Field(description="Such as dgx-h100-x128.")
+    plan: str = Field("", max_length=200, pattern=r"^[A-Za-z0-9_=, -]*$")
+    settings: dict[Name, int | float | bool | Annotated[str, Field(max_length=40)]] = Field(
+        default_factory=dict, description="Sizes such as layers and d_model."
+    )
+    model: Name | None = Field(None, description="A model of operators, or roofline.")
+    jitter: float = Field(0.0, ge=0, le=10, allow_inf_nan=False)
+    speed: dict[Annotated[str, Field(pattern=r"^[0-9]{1,6}$")], float] = Field(
+        default_factory=dict, description="Relative speed by rank."
+    )
+    seed: int = Field(0, ge=0, le=2**32 - 1)
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "workload": "llama", "cluster": "dgx-h100-x16", "plan": "tp=8,dp=2",
+                    "settings": {"layers": 4, "batch": 16},
+                }
+            ]
+        }
+    )  # fmt: skip
+
+
+class KernelAnswers(BaseModel):
+    """Predictions by column, in the order of the request; times in microseconds.
+
+    Operators have ``roofline_us`` and ``scope`` (known, sibling, unseen or calibrated device),
+    kernels have ``source`` (learned, roofline or compiler).
+    """
+
+    device: str
+    model: str
+    count: int
+    latency_us: list[float] | None = None
+    lo_us: list[float] | None = None
+    hi_us: list[float] | None = None
+    roofline_us: list[float] | None = None
+    bound: list[str] | None = None
+    scope: list[str] | None = None
+    source: list[str] | None = None
+    in_domain: list[bool] | None = None
+
+
+class DeviceEntry(BaseModel):
+    """A device that predictions can be asked for."""
+
+    name: str
+    platform: str
+    vendor: str
+    architecture: str
+    aliases: list[str]
+    memory_bytes: float
+    learned: bool = Field(description="Whether a served model was trained on it.")
+
+
+class ModelEntry(BaseModel):
+    """A model that is served."""
+
+    name: str
+    predicts: Literal["operators", "programs"]
+    default: bool
+    devices: list[str]
+    digest: str
+
+
+class Health(BaseModel):
+    """Whether the server answers."""
+
+    status: Literal["ok"]
+    version: str
+    models: list[str]
+    compiles: bool
+
+
+class ErrorAnswer(BaseModel):
+    """Why a request was refused."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "error": "DeviceError", "what": "no device 'h1000'", "where": "",
+                    "hint": "list them with GET /v1/devices",
+                }
+            ]
+        }
+    )  # fmt: skip
+    error: str = Field(description="Class of the error.")
+    what: str = Field(description="What is wrong.")
+    where: str = Field("", description="Line, op, row or part of the request.")
+    hint: str = Field("", description="What to do.")

@@ -1,0 +1,141 @@
+"""What a running server holds: models, devices, cache, batches, processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..features.catalogue import device_names, find_device
+from ..features.device import DeviceSpec
+from ..features.errors import DeviceError, ModelError
+from ..models.store import OPERATORS, read_manifest
+from ..predict.devices import resolve_device
+from ..predict.locate import find_model, model_hash
+from ..predict.predictor import Predictor, load
+from .errors import RequestError
+from .kernels import KernelService
+from .metrics import Metrics
+from .sandbox import Sandbox
+from .settings import ServerSettings
+
+_FILES = (".json", ".yaml", ".yml")
+#: Device names that are remembered; there are endless spellings of each.
+_REMEMBERED = 4096
+
+
+class Service:
+    """Everything behind the endpoints.
+
+    Args:
+        settings: How the server was started.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.predictors: dict[str, Predictor] = {}
+        self.sandbox = Sandbox(settings)
+        self.kernels = KernelService(settings, self.predictors, self.sandbox, self.metrics)
+        self._devices: dict[tuple[str, str], DeviceSpec] = {}
+        cache, sandbox = self.kernels.cache, self.sandbox
+        watch = self.metrics.watch
+        watch("opcast_cache_entries", "Kernels remembered.", lambda: len(cache))
+        watch("opcast_cache_hits", "Kernels answered from the cache.", lambda: cache.hits)
+        watch("opcast_cache_misses", "Kernels not in the cache.", lambda: cache.misses)
+        watch("opcast_crashes", "Programs whose process died.", lambda: sandbox.crashes)
+
+    def load(self) -> None:
+        """Load the models.
+
+        Raises:
+            ModelError: One is missing or damaged.
+        """
+        for name in self.settings.models:
+            self.predictors[name] = load(name)
+            _ = self.predictors[name].operators
+
+    def close(self) -> None:
+        """End processes and threads."""
+        self.kernels.close()
+        self.sandbox.close()
+
+    def model(self, name: str | None) -> str:
+        """The model that a request names, or the first.
+
+        Raises:
+            ModelError: It is not served.
+        """
+        chosen = name or self.settings.models[0]
+        if chosen not in self.predictors:
+            served = ", ".join(self.predictors)
+            raise ModelError(f"no model {chosen!r} is served", hint=f"served: {served}")
+        return chosen
+
+    def device(self, model: str, name: str) -> DeviceSpec:
+        """The description of a device; files and the server's own device are not looked at.
+
+        Raises:
+            DeviceError: It is not known.
+        """
+        found = self._devices.get((model, name))
+        if found is not None:
+            return found
+        if name == "local" or name.lower().endswith(_FILES):
+            raise DeviceError(f"{name!r} is no device by name", hint="see GET /v1/devices")
+        predictor = self.predictors[model]
+        found = resolve_device(name, predictor.devices)
+        predictor.operators.devices[found.name] = found
+        if len(self._devices) >= _REMEMBERED:
+            self._devices.clear()
+        self._devices[model, name] = found
+        return found
+
+    def check_device(self, model: str, name: str) -> str:
+        """Name of a device that :meth:`device` knows."""
+        return self.device(model, name).name
+
+    def operator_model(self, name: str | None) -> str:
+        """The model of operators for a simulation: a served one's, or ``roofline`` for none."""
+        return "roofline" if name == "roofline" else self.model(name)
+
+    def program_model(self, name: str | None) -> str:
+        """The model for a program.
+
+        Raises:
+            RequestError: It is one of library operators.
+        """
+        chosen = self.model(name)
+        if self.models[chosen]["predicts"] == "operators":
+            raise RequestError(
+                422, f"model {chosen!r} is one of library operators, which predicts no programs",
+                where="model", hint="serve another: opcast serve --model default",
+            )  # fmt: skip
+        return chosen
+
+    @property
+    def models(self) -> Mapping[str, dict[str, Any]]:
+        """Entries of ``GET /v1/models`` by name."""
+        found = {}
+        for place, (name, predictor) in enumerate(self.predictors.items()):
+            operators = read_manifest(find_model(name)).get("kind") == OPERATORS
+            known = predictor.operators.families and predictor.devices
+            found[name] = {
+                "name": name, "predicts": "operators" if operators else "programs",
+                "default": place == 0, "devices": sorted(known), "digest": model_hash(name),
+            }  # fmt: skip
+        return found
+
+    def devices(self) -> list[dict[str, Any]]:
+        """Entries of ``GET /v1/devices``: those of the models and of the catalogue."""
+        specs = {name: find_device(name) for name in device_names()}
+        learned: dict[str, DeviceSpec] = {}
+        for predictor in self.predictors.values():
+            learned |= predictor.operators.devices | predictor.devices
+        return [
+            {
+                "name": name, "platform": spec.platform, "vendor": spec.vendor,
+                "architecture": spec.architecture, "aliases": list(spec.aliases),
+                "memory_bytes": spec.memory_bytes, "learned": name in learned,
+            }
+            for name, spec in sorted((learned | specs).items())
+        ]  # fmt: skip

@@ -1,0 +1,69 @@
+"""How a server was started: what it serves, where, to whom, and its limits."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from ..features.errors import OpcastError
+
+_LOOPBACK_NAME = "localhost"
+
+
+class ServeError(OpcastError):
+    """The server cannot be started as asked."""
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Settings of a server.
+
+    Attributes:
+        models: Names or folders of the models; the first answers where a request names none.
+        host: Address to bind.
+        port: Port to bind; 0 takes a free one.
+        token: What requests have to show as ``Authorization: Bearer``; empty for none.
+        allow_compile: Whether target compilers may be run.
+        max_body_bytes: Largest body of a request.
+        max_rows: Most kernels of a request.
+        timeout_s: Longest time of a request.
+        concurrency: Most requests at a time.
+        workers: Most programs and plans at a time.
+        waiting: Most programs and plans that wait for one of ``workers``.
+        memory_bytes: Most private memory of the process that works on a program or plan.
+        cache_entries: Kernels whose answers are remembered.
+    """
+
+    models: tuple[str, ...] = ("default",)
+    host: str = "127.0.0.1"
+    port: int = 8000
+    token: str = ""
+    allow_compile: bool = False
+    max_body_bytes: int = 64 * 2**20
+    max_rows: int = 100_000
+    timeout_s: float = 60.0
+    concurrency: int = 64
+    workers: int = 2
+    waiting: int = 16
+    memory_bytes: int = 4 * 2**30
+    cache_entries: int = 200_000
+
+    def __post_init__(self) -> None:
+        """Check that the address may be bound without a token.
+
+        Raises:
+            ServeError: It is not this machine's own, and there is no token.
+        """
+        if not self.token and not is_loopback(self.host):
+            raise ServeError(
+                f"{self.host} can be reached from other machines, and no token is set",
+                hint="set one: --token or OPCAST_TOKEN; or bind --host 127.0.0.1",
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address reaches no further than this machine; names other than localhost do."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == _LOOPBACK_NAME
