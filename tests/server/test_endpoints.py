@@ -1,0 +1,206 @@
+"""A running server, asked over loopback."""
+
+import base64
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import opcast
+from opcast.predict.operator import predict_op
+
+from . import malformed
+
+KERNELS, PROGRAM, SIMULATE = "/v1/predict/kernels", "/v1/predict/program", "/v1/simulate"
+LINEAR = "linear m={} n=4096 k=4096 dtype=bf16 backend=vllm"
+ALL_OPS = Path(__file__).parent.parent / "features" / "data" / "all_ops.mlir"
+
+
+def test_it_tells_what_it_serves(client):
+    health = client.get("/health").json()
+    assert health == {
+        "status": "ok", "version": opcast.__version__, "models": ["default"], "compiles": False,
+    }  # fmt: skip
+    (model,) = client.get("/v1/models").json()
+    assert model["name"] == "default" and model["predicts"] == "programs"
+    devices = {d["name"]: d for d in client.get("/v1/devices").json()}
+    assert devices["h100-sxm"]["learned"] and devices["h100-sxm"]["platform"] == "gpu"
+    assert {"tpu-v5e", "b200"} <= set(devices)
+
+
+def test_operators_are_answered_as_on_the_command_line(ask):
+    texts = [LINEAR.format(64), "conv batch=8 cin=64 cout=64 ksize=3 insize=56 dtype=fp32"]
+    status, found = ask(KERNELS, {"device": "h100-sxm", "ops": [*texts, texts[0]]})
+    assert status == 200 and found["count"] == 3
+    for row, text in enumerate(texts):
+        expected = predict_op(text, "h100-sxm")
+        for name in ("latency_us", "lo_us", "hi_us", "roofline_us"):
+            assert found[name][row] == pytest.approx(getattr(expected, name), rel=1e-6)
+        assert found["bound"][row] == expected.bound and found["scope"][row] == expected.scope
+        assert found["in_domain"][row] == expected.in_domain
+    again = ask(KERNELS, {"device": "h100-sxm", "ops": [*texts, texts[0]]})
+    assert again == (200, found)
+
+
+def test_columns_are_the_same_operators(ask):
+    texts = [LINEAR.format(m) for m in (3, 5, 3)]
+    _, by_text = ask(KERNELS, {"device": "l4", "ops": texts})
+    columns = {"m": [3, 5, 3], "n": 4096, "k": 4096, "dtype": "bf16", "backend": "vllm"}
+    query = {"device": "l4", "operator": "linear", "columns": columns}
+    assert ask(KERNELS, query) == (200, by_text)
+    status, some = ask(KERNELS, query | {"fields": ["latency_us"]})
+    assert status == 200 and set(some) == {"device", "model", "count", "latency_us"}
+    one = {"m": 3, "n": 4096, "k": 4096, "dtype": "bf16", "backend": "vllm"}
+    _, found = ask(KERNELS, query | {"columns": one})
+    assert found["latency_us"] == by_text["latency_us"][:1]
+
+
+def test_kernels_are_answered_as_datasets_hold_them(ask):
+    predictor = opcast.load()
+    lowered = opcast.lower(malformed.TEXT.encode(), "op")
+    kernels = [k for k in lowered.kernels if k.takes_time]
+    query = {"device": "tpu-v4", "kernels": [k.ir for k in kernels]}
+    status, found = ask(KERNELS, query)
+    assert status == 200
+    assert found["latency_us"] == pytest.approx(predictor.latencies_us(kernels, "tpu-v4"), rel=1e-6)
+    assert ask(KERNELS, query) == (200, found)
+    status, error = ask(KERNELS, query | {"kernels": [kernels[0].ir + " ", "HloModule"]})
+    assert status == 422 and error["error"] == "ProgramError"
+
+
+def test_programs_are_predicted_as_on_the_command_line(client, ask):
+    expected = opcast.load().predict(ALL_OPS, device="h100-sxm", lowering="fused").to_dict()
+    options = {"device": "h100-sxm", "lowering": "fused"}
+    status, found = ask(PROGRAM, options | {"program": ALL_OPS.read_text()})
+    assert status == 200
+    assert found["latency_us"] == pytest.approx(expected["latency_us"], rel=1e-9)
+    names = [k["name"] for k in expected["kernels"]]
+    assert list(found) == list(expected) and [k["name"] for k in found["kernels"]] == names
+    raw = {"content": ALL_OPS.read_bytes(), "headers": {"Content-Type": "text/plain"}}
+    assert client.post(PROGRAM, params=options, **raw).json() == found
+
+
+def test_bytecode_is_uploaded_or_encoded(client, ask):
+    code, options = malformed.bytecode(), {"device": "a100-pcie-40gb", "lowering": "op"}
+    text = base64.b64encode(code).decode()
+    status, found = ask(PROGRAM, options | {"program": text, "encoding": "base64"})
+    assert status == 200 and found["lowering"] == "op"
+    raw = {"content": code, "headers": {"Content-Type": "application/octet-stream"}}
+    assert client.post(PROGRAM, params=options, **raw).json() == found
+
+
+def test_nothing_is_compiled_unless_allowed(ask):
+    body = {"device": "h100-sxm", "program": malformed.TEXT}
+    status, error = ask(PROGRAM, body | {"lowering": "xla"})
+    assert status == 403 and "--allow-compile" in error["hint"]
+    assert ask(PROGRAM, body)[1]["lowering"] == "fused"
+    assert ask(PROGRAM, body | {"program": malformed.HLO})[1]["lowering"] == "xla"  # it is already
+
+
+def test_steps_are_simulated_as_on_the_command_line(ask):
+    sizes = {"layers": 2, "batch": 16}
+    status, found = ask(SIMULATE, {
+        "workload": "llama", "cluster": "dgx-h100-x16", "plan": "tp=8,dp=2", "settings": sizes,
+    })  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "opcast.cli", "simulate", "--workload", "llama", "--cluster",
+         "dgx-h100-x16", "--plan", "tp=8,dp=2", "--set", "layers=2,batch=16", "--json"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert status == 200 and found == json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "what"),
+    [
+        (KERNELS, {"device": "h1000", "ops": ["x"]}, 404, "h1000"),
+        (KERNELS, {"device": "h100-sxm", "ops": ["linear m=1"]}, 422, "needs n, k, dtype"),
+        (KERNELS, {"device": "h100-sxm", "ops": [LINEAR.format(0)]}, 422, "m=0 is not from 1"),
+        (KERNELS, {"device": "h100-sxm", "ops": []}, 422, "at least 1"),
+        (KERNELS, {"device": "h100-sxm", "ops": ["x"], "kernels": ["x"]}, 422, "not permitted"),
+        (KERNELS, {"device": "h100-sxm", "ops": ["x"] * 1001}, 413, "at most 1000"),
+        (KERNELS, {"device": "h100-sxm", "ops": ["x"], "model": "other"}, 404, "is served"),
+        (KERNELS, {"device": "h100-sxm", "ops": ["x"], "fields": ["time"]}, 422, "no field"),
+        (KERNELS, {"device": "x.yaml", "ops": ["x"]}, 404, "no device by name"),
+        (KERNELS, {"device": "../x", "ops": ["x"]}, 422, "pattern"),
+        (KERNELS, {"device": "h100-sxm", "operator": "linear",
+                   "columns": {"m": [1, 2], "n": [1], "k": 1, "dtype": "bf16"}}, 422, "rows"),
+        (PROGRAM, {"device": "h100-sxm", "program": ""}, 422, "empty"),
+        (PROGRAM, {"device": "h100-sxm", "program": "/etc/passwd"}, 422, "cannot parse"),
+        (PROGRAM, {"device": "h100-sxm", "program": "?", "encoding": "base64"}, 400, "base64"),
+        (PROGRAM, {"device": "h100-sxm"}, 422, "required"),
+        (SIMULATE, {"workload": "llama", "cluster": "dgx-h100-x16", "plan": "tp=3"}, 422, "3"),
+        (SIMULATE, {"workload": "llama", "cluster": "x.yaml"}, 422, "not read"),
+    ],
+)  # fmt: skip
+def test_refusals_say_what_is_wrong(ask, path, body, status, what):
+    found, error = ask(path, body)
+    assert found == status, error
+    assert set(error) == {"error", "what", "where", "hint"}
+    assert what in error["what"], error
+
+
+def test_what_is_no_request_of_ours_is_refused_alike(client):
+    for answer, status in (
+        (client.post(KERNELS, content=b"{"), 415),
+        (client.post(KERNELS, content=b"{", headers={"Content-Type": "application/json"}), 400),
+        (client.get("/nothing"), 404),
+        (client.delete("/health"), 405),
+        (client.post(KERNELS, content=b"x" * (17 * 2**20)), 413),
+    ):
+        assert answer.status_code == status
+        assert set(answer.json()) == {"error", "what", "where", "hint"}
+
+
+def test_metrics_are_read_by_prometheus(client, ask):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    ask(KERNELS, {"device": "h100-sxm", "ops": [LINEAR.format(77)] * 2})
+    text = client.get("/metrics").text
+    found = {s.name: s.value for f in text_string_to_metric_families(text) for s in f.samples}
+    assert found["opcast_kernels_total"] >= 2 and found["opcast_cache_entries"] >= 1
+    assert found["opcast_requests_in_flight"] == 0
+
+
+@pytest.mark.slow
+def test_it_answers_what_it_has_begun_and_ends(start):
+    big = {"device": "h100-sxm", "operator": "linear", "columns": {
+        "m": list(range(1, 40_001)), "n": 4096, "k": 4096, "dtype": "bf16", "backend": "vllm",
+    }}  # fmt: skip
+    import httpx
+
+    found = []
+    with start("--token", "t", "--memory", "2") as (url, process):
+        headers = {"Authorization": "Bearer t"}
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+
+        def ask():
+            found.append(httpx.post(url + KERNELS, json=big, headers=headers, timeout=90))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        while "requests_in_flight 1.0" not in httpx.get(f"{url}/metrics", headers=headers).text:
+            assert thread.is_alive()
+        process.send_signal(signal.SIGTERM)
+        thread.join(90)
+        assert process.wait(60) in (0, -signal.SIGTERM)
+    assert found[0].status_code == 200 and found[0].json()["count"] == 40_000
+
+
+def test_what_cannot_be_started_says_why():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for options, why in (
+            (("--host", "0.0.0.0"), "no token is set"),
+            (("--port", port), "cannot listen"),
+        ):
+            done = subprocess.run(
+                [sys.executable, "-m", "opcast.cli", "serve", *options],
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            assert done.returncode == 1 and why in done.stderr, done.stderr
