@@ -68,6 +68,8 @@ def _leaf(dtype: str, dims: str, layout: str) -> TensorType:
         raise ValueError(f"dimension without a static size in {dtype}[{dims}]")
     shape = tuple(map(int, _INTEGER.findall(dims)))
     order = tuple(map(int, _INTEGER.findall(layout)))
+    if order and sorted(order) != list(range(len(shape))):
+        raise ValueError(f"layout {{{layout}}} does not order the dimensions of {dtype}[{dims}]")
     row_major = order == tuple(range(len(shape) - 1, -1, -1))
     return TensorType(dtype, shape, None if row_major or not order else order)
 

@@ -59,6 +59,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys((f"{name}-start" for name in _COLLECTIVES), _COLLECTIVE_DEFAULTS),
 }  # fmt: skip
 
+#: Computations that an op has to call.
+_CALLS = {"fusion": 1, "call": 1}
+
 
 def parse_hlo(text: str, origin: str = "") -> Program:
     """Read an HLO module.
@@ -113,6 +116,8 @@ class _Reader:
         known = self.program.computations
         for computation in known.values():
             for op in computation.ops:
+                if len(op.called) < _CALLS.get(op.opcode, 0):
+                    raise self._error(f"{op.name} does not say which computation it calls")
                 for name in op.called:
                     if name not in known:
                         raise self._error(f"{op.name} calls {name}, which is not in the module")

@@ -447,3 +447,16 @@ def test_large_modules_are_read_fast() -> None:
     # Far above what it takes (5 to 20 µs an instruction), so that a busy machine passes.
     assert time.process_time() - start < 1.0
     assert program.op_count == 5000
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("r = f32[8,4]{1,5} copy(a)", "does not order the dimensions"),
+        ("r = f32[8,4]{0} copy(a)", "does not order the dimensions"),
+        ("r = f32[8,4]{1,0} fusion(a), kind=kLoop", "r does not say which computation it calls"),
+    ],
+)
+def test_layouts_and_calls_are_checked(line, what):
+    with pytest.raises(ProgramError, match=what):
+        _one(line)
