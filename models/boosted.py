@@ -10,6 +10,7 @@ import numpy as np
 from ..features.errors import ModelError
 from .compact import SUFFIX, compact, expand
 from .ranking import ScoreMap, device_queries, grow_pairwise
+from .row_trees import SmallBatches
 from .stopping import stop_rows
 from .store import pack, unpack
 from .tables import CELLS, KernelTable
@@ -96,6 +97,7 @@ class XGBoostEstimator(TabularEstimator):
             compact=compact,
         )
         self._boosters: dict[str, Any] = {}
+        self._small: dict[str, tuple[Any, SmallBatches]] = {}
         self._columns = np.zeros(0, np.int32)
         self._score_map: ScoreMap | None = None
         self._covers = True
@@ -216,13 +218,21 @@ class XGBoostEstimator(TabularEstimator):
             latency = self._score_map.log_latency(self._scores(table), table.cell)
             return np.asarray(latency - np.log(table.base_s))
         values = np.take(table.X, self._columns, axis=1)  # several times faster than X[:, columns]
-        ratio = _predict(self._boosters["joint"], values)
+        ratio = self._sums("joint", values)
         for cell in np.unique(table.cell):
-            booster = self._boosters.get(_file_stem(int(cell)))
-            if booster is not None:
+            if _file_stem(int(cell)) in self._boosters:
                 own = table.cell == cell
-                ratio[own] = _predict(booster, values[own])
+                ratio[own] = self._sums(_file_stem(int(cell)), values[own])
         return ratio
+
+    def _sums(self, stem: str, values: np.ndarray) -> np.ndarray:
+        """Log-ratios by one of the boosters, shape ``(n,)``."""
+        booster = self._boosters[stem]
+        small = self._small.get(stem)
+        if small is None or small[0] is not booster:
+            small = self._small[stem] = (booster, SmallBatches(booster))
+        found = small[1].predict(values) if len(values) else None
+        return _predict(booster, values) if found is None else found
 
     def contributions(self, table: KernelTable) -> np.ndarray | None:
         """TreeSHAP values (Lundberg et al., Nature Machine Intelligence 2, 2020) by feature.

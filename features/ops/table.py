@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
@@ -65,6 +65,7 @@ class OpTable:
     names: dict[str, np.ndarray]
     code: np.ndarray
     devices: tuple[DeviceSpec, ...]
+    _coded: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(
@@ -100,18 +101,25 @@ class OpTable:
 
     def mapped(self, column: str, table: Mapping[str, float], default: float) -> np.ndarray:
         """A figure looked up by a text column."""
-        code, values = pd.factorize(self.names[column])
+        code, values = self._codes(column)
         figures: np.ndarray = np.array([table.get(str(v), default) for v in values], np.float64)
         return np.asarray(figures[code])
 
     def says(self, column: str, *words: str) -> np.ndarray:
         """Whether a text column holds any of the words, bool."""
-        code, values = pd.factorize(self.names[column])
+        code, values = self._codes(column)
         return np.array([any(w in str(v).lower() for w in words) for v in values], bool)[code]
 
     def is_(self, column: str, value: str) -> np.ndarray:
         """Whether a text column has the value, bool."""
         return np.asarray(self.names[column] == value, bool)
+
+    def _codes(self, column: str) -> tuple[np.ndarray, np.ndarray]:
+        """For each row the place of its text among the distinct ones, and these."""
+        found = self._coded.get(column)
+        if found is None:
+            found = self._coded[column] = pd.factorize(self.names[column])
+        return found
 
     @property
     def weight_bytes(self) -> np.ndarray:
@@ -125,7 +133,7 @@ class OpTable:
 
     def matrix_peak(self) -> np.ndarray:
         """Dense FLOP/s of each row's dtype on its device."""
-        code, values = pd.factorize(self.names["dtype"])
+        code, values = self._codes("dtype")
         kinds = [RATE.get(str(v), "bf16") for v in values]
         rates = np.array([[_rate(d, k) for k in kinds] for d in self.devices])
         return np.asarray(rates[self.code, code])
@@ -173,5 +181,11 @@ def _numbers(frame: pd.DataFrame, column: str, n: int) -> np.ndarray:
 def _texts(frame: pd.DataFrame, column: str, n: int) -> np.ndarray:
     if column not in frame:
         return np.full(n, "", dtype=object)
-    found: np.ndarray = frame[column].astype(object).fillna("").to_numpy(object)
-    return found
+    return texts_of(frame[column])
+
+
+def texts_of(values: pd.Series) -> np.ndarray:
+    """Texts of a column, object, shape ``(n,)``; missing values are empty."""
+    found = values.to_numpy(object)
+    missing = pd.isna(found)
+    return np.where(missing, "", found) if missing.any() else found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from itertools import repeat
 
 import numpy as np
 import pandas as pd
@@ -14,6 +15,7 @@ from ...features.errors import DatasetError
 from ...features.ops import FAMILIES, family_keys
 from ...features.ops.ir import op_frame
 from ...features.ops.physics import BACKENDS, KERNEL_WORDS
+from ...features.ops.table import texts_of
 
 #: Columns that make a group: a layer, a head configuration, a model. Rows of a group are alike, so
 #: they are held out together.
@@ -134,23 +136,24 @@ def unnamed(rows: pd.DataFrame, columns: Sequence[str]) -> np.ndarray:
 
 def _telling(values: pd.Series, column: str) -> np.ndarray:
     """Whether names are among those that features are made of."""
-    code, names = pd.factorize(values.astype(object).fillna("").astype(str).str.lower())
+    code, names = pd.factorize(np.array([str(v).lower() for v in texts_of(values)], object))
     words = (*BACKENDS, *(KERNEL_WORDS if column == "kernel" else ()), "static_scaled")
     known = [n in BACKENDS if column == "backend" else any(w in n for w in words) for n in names]
     return np.array(known, bool)[code] if len(names) else np.zeros(0, bool)
 
 
 def _empty(values: pd.Series) -> np.ndarray:
-    return np.asarray(values.astype(object).fillna("").astype(str) == "", bool)
+    return np.asarray(texts_of(values) == "", bool)
 
 
 def _joined(rows: pd.DataFrame, columns: tuple[str, ...]) -> np.ndarray:
     """Values joined by bars; a column that a table lacks counts as empty."""
-    text = pd.Series("", index=rows.index, dtype=object)
-    for column in columns:
-        values = rows[column].astype(object).fillna("").astype(str) if column in rows else ""
-        text = text + "|" + values
-    return np.asarray(text, dtype=object)
+    parts = [map(str, texts_of(rows[c])) if c in rows else repeat("") for c in columns]
+    found = np.empty(len(rows), object)
+    found[:] = [
+        "|" + "|".join(values) for _, *values in zip(range(len(rows)), *parts, strict=False)
+    ]
+    return found
 
 
 def _draw(text: str) -> float:

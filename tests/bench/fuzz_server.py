@@ -1,6 +1,6 @@
 """Fuzzes a server of its own and prints what was sent and what came back.
 
-    python tests/bench/fuzz_server.py [--programs 2000] [--examples 200] [--seed 0]
+python tests/bench/fuzz_server.py [--programs 2000] [--examples 200] [--seed 0]
 """
 
 from __future__ import annotations
@@ -41,7 +41,13 @@ def main() -> None:
             show("kernels", lambda: fuzzing.fuzz_kernels(client, own.programs, own.seed))
             assert client.get("/health").status_code == 200
             lines = client.get("/metrics").text.splitlines()
-            print(*(line for line in lines if line.startswith(("opcast_crashes", "opcast_kernels_total"))))
+            print(
+                *(
+                    line
+                    for line in lines
+                    if line.startswith(("opcast_crashes", "opcast_kernels_total"))
+                )
+            )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
 
-START_S = 180
+START_S = 300
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def running(*options: str, **environment: str) -> Iterator[tuple[str, subprocess
     finally:
         if process.poll() is None:
             process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=START_S)
 
 
 def _wait(url: str, process: subprocess.Popen[str]) -> None:
