@@ -173,6 +173,7 @@ class Predictor:
         self.by_platform = dict(by_platform or {})
         self._memo: dict[tuple[str, str | int], float] = {}
         self._described: dict[int, DeviceSpec] = {}
+        self._specs: dict[str, DeviceSpec] = {}
         self._operators = operators
         self._bundle: OpModel | None = None
         self._lock = threading.RLock()
@@ -317,7 +318,7 @@ class Predictor:
         Raises:
             OpcastError: As :meth:`latency_us`.
         """
-        spec = resolve_device(device, self.devices)
+        spec = self._spec(device)
         kernels = [(i, w) for i, w in enumerate(what) if not isinstance(w, str)]
         texts = [(i, w) for i, w in enumerate(what) if isinstance(w, str)]
         found = np.empty(len(what))
@@ -327,6 +328,15 @@ class Predictor:
                 found[[i for i, _ in kernels]] = own.latency * 1e6
             if texts:
                 found[[i for i, _ in texts]] = self._operators_us([t for _, t in texts], spec)
+        return found
+
+    def _spec(self, device: str | DeviceSpec) -> DeviceSpec:
+        """Description of a device, remembered by name: looking for files takes a millisecond."""
+        if not isinstance(device, str):
+            return device
+        found = self._specs.get(device)
+        if found is None:
+            found = self._specs[device] = resolve_device(device, self.devices)
         return found
 
     def _operators_us(self, texts: Sequence[str], spec: DeviceSpec) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel
 
 from . import schemas
 
@@ -90,11 +90,9 @@ def extend(app: FastAPI, *, secured: bool) -> None:
             return app.openapi_schema
         document = plain()
         parts = document.setdefault("components", {}).setdefault("schemas", {})
-        for kind in (schemas.QUERY, *map(TypeAdapter, _BODIES)):
-            schema = kind.json_schema(ref_template=_REF)
-            parts |= schema.pop("$defs", {})
-            if "title" in schema:
-                parts[schema["title"]] = schema
+        parts |= schemas.QUERY.json_schema(ref_template=_REF)["$defs"]
+        for body in _BODIES:
+            parts[body.__name__] = body.model_json_schema(ref_template=_REF)
         if secured:
             document["components"]["securitySchemes"] = {
                 "token": {"type": "http", "scheme": "bearer"}

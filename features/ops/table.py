@@ -108,7 +108,8 @@ class OpTable:
     def says(self, column: str, *words: str) -> np.ndarray:
         """Whether a text column holds any of the words, bool."""
         code, values = self._codes(column)
-        return np.array([any(w in str(v).lower() for w in words) for v in values], bool)[code]
+        has: np.ndarray = np.array([any(w in str(v).lower() for w in words) for v in values], bool)
+        return np.asarray(has[code])
 
     def is_(self, column: str, value: str) -> np.ndarray:
         """Whether a text column has the value, bool."""
@@ -118,7 +119,8 @@ class OpTable:
         """For each row the place of its text among the distinct ones, and these."""
         found = self._coded.get(column)
         if found is None:
-            found = self._coded[column] = pd.factorize(self.names[column])
+            code, texts = pd.factorize(self.names[column])
+            found = self._coded[column] = code, np.asarray(texts)
         return found
 
     @property
@@ -170,8 +172,11 @@ def _rate(spec: DeviceSpec, dtype: str) -> float:
 def _numbers(frame: pd.DataFrame, column: str, n: int) -> np.ndarray:
     if column not in frame:
         return np.full(n, np.nan)
+    values = frame[column]
+    if isinstance(values.dtype, np.dtype) and values.dtype.kind in "iuf":
+        return values.to_numpy().astype(np.float64)
     try:
-        return frame[column].to_numpy(np.float64, na_value=np.nan)
+        return values.to_numpy(np.float64, na_value=np.nan)
     except (ValueError, TypeError) as error:
         raise DatasetError(
             f"column {column!r} holds what is no number: {error}", where=f"{n} rows of operators"
@@ -188,4 +193,4 @@ def texts_of(values: pd.Series) -> np.ndarray:
     """Texts of a column, object, shape ``(n,)``; missing values are empty."""
     found = values.to_numpy(object)
     missing = pd.isna(found)
-    return np.where(missing, "", found) if missing.any() else found
+    return np.asarray(np.where(missing, "", found) if missing.any() else found, object)

@@ -212,7 +212,8 @@ class FamilyModel:
         for mask, model in ((own, self.known), (~own, self.general)):
             at = np.flatnonzero(mask)
             if len(at):
-                some = features.take(at)
+                some = features.take(at) if len(at) < len(rows) else features
+                mine = rows.iloc[at] if len(at) < len(rows) else rows
                 part = (
                     self._known_table(some, stand_in[at])
                     if model is self.known
@@ -220,10 +221,10 @@ class FamilyModel:
                 )
                 latency[at] = model.point(part)
                 if model is self.known:
-                    library, share = codes(rows.iloc[at])[0], time_shares(some)
+                    library, share = codes(mine)[0], time_shares(some)
                     latency[at] *= np.exp(self.slopes.predict(share, stand_in[at], library))
                 else:
-                    ratio = self._general_ratio(rows.iloc[at], some, latency[at])
+                    ratio = self._general_ratio(mine, some, latency[at])
                     latency[at] = some.base_s * np.exp(ratio)
                 inside[at] = model.domain.contains(part) if model.domain is not None else True
         lo, hi = np.empty(len(rows)), np.empty(len(rows))

@@ -16,6 +16,7 @@ import pandas as pd
 from ...features.catalogue import find_device, in_catalogue
 from ...features.device import DeviceSpec
 from ...features.errors import ModelError
+from ...features.ops.table import texts_of
 from ..store import DAMAGE, OPERATORS, pack, read_files, read_manifest, unpack, write_folder
 from .family import FamilyModel
 from .kriging import arrays_of, correction_from
@@ -106,21 +107,24 @@ class OpModel:
             ModelError: A family was not learned; the message lists those that were.
             DatasetError: A row lacks a parameter.
         """
-        rows = rows.reset_index(drop=True)
-        missing = sorted(set(rows["key"]) - set(self.families))
+        keys = texts_of(rows["key"])
+        missing = sorted(set(keys) - set(self.families))
         if missing:
             known = ", ".join(sorted(self.families))
             raise ModelError(
                 f"the model knows no operators {missing[0]!r}", hint=f"it has: {known}"
             )
-        specs = {name: self.spec(name) for name in rows["device"].unique()}
+        specs = {name: self.spec(name) for name in dict.fromkeys(texts_of(rows["device"]))}
+        if len(set(keys)) == 1:
+            return self.families[keys[0]].predict(rows, specs)
+        rows = rows.reset_index(drop=True)
         n = len(rows)
         found = FamilyPrediction(
             np.empty(n), np.empty(n), np.empty(n), np.empty(n), np.empty(n, object),
             np.empty(n, object), np.empty(n, bool),
         )  # fmt: skip
-        for key in rows["key"].unique():
-            at = np.flatnonzero(rows["key"] == key)
+        for key in dict.fromkeys(keys):
+            at = np.flatnonzero(keys == key)
             part = self.families[key].predict(rows.iloc[at], specs)
             for name in FamilyPrediction.__slots__:
                 getattr(found, name)[at] = getattr(part, name)

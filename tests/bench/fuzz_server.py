@@ -14,8 +14,10 @@ from pathlib import Path
 
 import httpx
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "tests"), str(Path(__file__).parent)]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from load_server import server
+
 from server import fuzzing
 
 

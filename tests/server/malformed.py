@@ -48,7 +48,7 @@ def bytecode() -> bytes:
 
 def mutations(rng: np.random.Generator, programs: list[bytes]) -> Iterator[tuple[str, bytes]]:
     """Endless mutants of programs, with the kind of change."""
-    kinds = [k for k in _CHANGES]
+    kinds = list(_CHANGES)
     while True:
         kind = str(rng.choice(kinds))
         program = programs[rng.integers(len(programs))]
