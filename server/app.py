@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import gc
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -19,12 +19,13 @@ from .. import __version__
 from ..features.errors import OpcastError
 from . import documents, schemas
 from .errors import RequestError, error_response, json_response
-from .guard import Guard
+from .guard import Direct, Guard
 from .metrics import CONTENT_TYPE
 from .service import Service
 from .settings import ServerSettings
 
 T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
 _JSON = "application/json"
 _RAW = ("application/octet-stream", "text/plain")
 _PROGRAM = TypeAdapter(schemas.ProgramQuery)
@@ -57,8 +58,9 @@ def create_app(settings: ServerSettings) -> FastAPI:
     app.state.service = service
     _add_error_handlers(app)
     _add_information(app, service)
-    _add_predictions(app, service)
+    handlers = _add_predictions(app, service)
     paths = [str(getattr(route, "path", "")) for route in app.routes]
+    app.add_middleware(Direct, handlers=handlers)
     app.add_middleware(Guard, settings=settings, metrics=service.metrics, paths=paths)
     documents.extend(app, secured=bool(settings.token))
     return app
@@ -99,8 +101,12 @@ def _add_information(app: FastAPI, service: Service) -> None:
         return json_response(list(service.models.values()))
 
 
-def _add_predictions(app: FastAPI, service: Service) -> None:
-    """Endpoints that predict. Bodies are read by hand: FastAPI's way is several times slower."""
+def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
+    """Endpoints that predict. Bodies are read by hand: FastAPI's way is several times slower.
+
+    Returns:
+        Their handlers by path.
+    """
 
     @app.post(
         "/v1/predict/kernels", responses=documents.KERNELS, openapi_extra=documents.KERNELS_BODY,
@@ -146,6 +152,11 @@ def _add_predictions(app: FastAPI, service: Service) -> None:
         task = query.model_dump() | {"kind": "simulate", "model": model}
         status, body = await service.sandbox.run(task, b"")
         return json_response(body, status)
+
+    return {
+        "/v1/predict/kernels": predict_kernels, "/v1/predict/program": predict_program,
+        "/v1/simulate": simulate,
+    }  # fmt: skip
 
 
 async def _body(request: Request, kind: TypeAdapter[T]) -> T:

@@ -221,7 +221,7 @@ def main() -> None:
             measure_single(port, pid, own.requests, own.seconds, own.connections)
         measure_batches(port, pid, own.batches, own.seconds)
         if own.flat:
-            measure_memory(port, pid, own.flat, 4 * own.seconds)
+            measure_memory(port, pid, own.flat, 10 * own.seconds)
 
 
 if __name__ == "__main__":
