@@ -41,13 +41,15 @@ def open_devices(platform: str, topology: str, target_config: str = "") -> list[
         platform: ``cuda`` or ``tpu``.
         topology: For a GPU ``slices x hosts x devices of a host``; for a TPU a name such as
             ``v5e:2x2``.
-        target_config: For a GPU, XLA's text description of it.
+        target_config: For a GPU, XLA's text description of it; for a TPU the name of the
+            configuration of its chips (``megacore``: two cores as one device), or empty.
 
     Raises:
         Exception: Whatever the plug-in raises for a description that it does not know.
     """
     if platform == "tpu":
-        found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+        chips = {"chip_config_name": target_config} if target_config else {}
+        found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **chips)
     else:
         found = topologies.get_topology_desc(
             platform=platform, topology=topology, target_config=target_config

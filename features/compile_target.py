@@ -44,9 +44,11 @@ _LIBRARIES = (
 )
 #: Chips of a TPU host (x × y × z) by generation, and cores that JAX lists as devices of a chip.
 _TPU = {
-    "v3": ((2, 2), 2), "v4": ((2, 2, 1), 2), "v5e": ((2, 2), 1), "v5p": ((2, 2, 1), 1),
+    "v3": ((2, 2), 2), "v4": ((2, 2, 1), 1), "v5e": ((2, 2), 1), "v5p": ((2, 2, 1), 1),
     "v6e": ((2, 2), 1),
 }  # fmt: skip
+#: Generations whose two cores work as one device. libtpu does so unasked on v5p alone.
+_MEGACORE = {"v4": "megacore"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ class CompileTarget:
         device: Name of the device.
         platform: ``cuda`` or ``tpu``, as plug-ins call themselves.
         architecture: What the compiler's rules are for: ``sm_90``, ``v5e``.
-        config: XLA's text description of a GPU; empty for a TPU.
+        config: XLA's text description of a GPU; of a TPU how its cores work together, empty for
+            its default.
         devices_per_node: Devices of a host.
         flags: Options of XLA that belong to the target (where the assembler is).
         compiler: The compiler that is used.
@@ -148,8 +151,9 @@ def _tpu_target(spec: DeviceSpec, architecture: str) -> CompileTarget:
         )
     compiler = find_compiler("tpu")
     return CompileTarget(
-        spec.name, "tpu", architecture, "", spec.devices_per_node, (), compiler, tuple(notes)
-    )
+        spec.name, "tpu", architecture, _MEGACORE.get(architecture, ""), spec.devices_per_node, (),
+        compiler, tuple(notes),
+    )  # fmt: skip
 
 
 def _gpu_target(spec: DeviceSpec, architecture: str) -> CompileTarget:

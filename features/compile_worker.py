@@ -32,7 +32,7 @@ class Job:
     Attributes:
         platform: ``cuda`` or ``tpu``.
         topology: See :func:`opcast.features._pjrt_compat.open_devices`.
-        target_config: Description of a GPU.
+        target_config: See there, too.
         folder: Folder with the plug-in's packages; empty if they are in the environment.
         shapes: Replicas and partitions of each program.
         flags: Options of XLA.

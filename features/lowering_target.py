@@ -226,7 +226,9 @@ def _tiles(text: str) -> list[int]:
 
 def _key(source: SourceProgram, target: CompileTarget, settings: CompileSettings) -> str:
     options = sorted((name, repr(value)) for name, value in settings.flags.items())
-    described = target.config or target.architecture
+    described = target.config
+    if target.platform == "tpu":
+        described = f"{target.architecture} {target.config}".strip()
     return LoweringCache.key(
         source.content_hash, described, target.compiler.version, repr(options),
         str(target.devices_per_node), f"xla-absent repeats={settings.repeats}",

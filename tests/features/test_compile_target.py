@@ -136,8 +136,9 @@ def test_topologies() -> None:
     assert [tpu_topology("v5e", n) for n in (1, 4, 8, 16, 32)] == [
         "v5e:2x2", "v5e:2x2", "v5e:2x4", "v5e:4x4", "v5e:4x8",
     ]  # fmt: skip
-    # Two devices a chip on v4, one on v5p.
-    assert [tpu_topology("v4", n) for n in (8, 16)] == ["v4:2x2x1", "v4:2x2x2"]
+    # Two devices a chip on v3, one on v4, whose two cores work as one.
+    assert [tpu_topology("v3", n) for n in (8, 16)] == ["v3:2x2", "v3:2x4"]
+    assert [tpu_topology("v4", n) for n in (4, 8, 16)] == ["v4:2x2x1", "v4:2x2x2", "v4:2x2x4"]
     assert [tpu_topology("v5p", n) for n in (4, 8, 16, 64)] == [
         "v5p:2x2x1", "v5p:2x2x2", "v5p:2x2x4", "v5p:4x4x4",
     ]  # fmt: skip
