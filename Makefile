@@ -55,10 +55,12 @@ bench: $(VENV)/.installed
 	$(BIN)/python tests/bench/run_all.py
 
 ## Accuracy figures on the committed dataset and, if PUBLISHED is there, on published operator tables
-## (it may take an hour, and resumes), with splits and label noise; then clusters: collectives, cost
-## and error of the composition, scaling, best plans (ten minutes, and resumes).
-report: $(VENV)/.installed
+## (it may take an hour, and resumes), with splits and label noise; what is predicted for devices that
+## are not here (half an hour the first time, and resumes); faults with their outcomes; clusters:
+## collectives, cost and error of the composition, scaling, best plans (ten minutes, and resumes).
+report: $(VENV)/.installed $(VENV)/.compilers
 	$(BIN)/opcast report
+	$(BIN)/opcast report --devices
 	$(BIN)/python tests/bench/trust_report.py --quick --minutes 2
 	@if [ -d '$(PUBLISHED)' ]; then $(BIN)/opcast report --published '$(PUBLISHED)'; \
 	else echo "operators: no published tables at $(PUBLISHED); make report PUBLISHED=DIR"; fi

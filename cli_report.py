@@ -29,9 +29,15 @@ def report(
         Path | None, typer.Option("--html", help="File for the page; default: NAME.html.")
     ] = None,
     device: Annotated[
-        str, typer.Option(help=_PROGRAM + "name, device file, or 'local'.")
-    ] = "local",
-    lowering: Annotated[str, typer.Option(help=_PROGRAM + "auto, xla, fused or op.")] = "auto",
+        list[str] | None,
+        typer.Option(
+            help=_PROGRAM + "name, device file, or 'local'. With --devices: may be given again."
+        ),
+    ] = None,
+    lowering: Annotated[
+        str,
+        typer.Option(help=_PROGRAM + "auto, xla, fused or op. With --devices: xla, fused or op."),
+    ] = "",
     fallback: Annotated[
         str, typer.Option(help=_PROGRAM + "lowering where the compiler is missing or fails.")
     ] = "",
@@ -85,6 +91,13 @@ def report(
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     threads: Annotated[int, typer.Option("--threads", help="Threads for training.")] = 2,
     track: Annotated[bool, typer.Option(help="Log operator reports to MLflow.")] = True,
+    devices: Annotated[
+        bool, typer.Option("--devices", help="Report on devices that are not here instead.")
+    ] = False,
+    programs: Annotated[
+        list[str] | None,
+        typer.Option(help="With --devices: program by name; may be given again. Default: all."),
+    ] = None,
     clusters: Annotated[
         bool,
         typer.Option(
@@ -98,7 +111,8 @@ def report(
         raise typer.BadParameter("give a PROGRAM or --accuracy, not both")
     if program is not None:
         _program_page(
-            program, html, device, (model or ["default"])[0], lowering=lowering, compare=compare,
+            program, html, _only(device), (model or ["default"])[0], lowering=lowering or "auto",
+            compare=compare,
             compare_lowering=compare_lowering, fallback=fallback, trip_count=trip_count,
         )  # fmt: skip
         return
@@ -107,6 +121,17 @@ def report(
         return
     if html is not None:
         raise typer.BadParameter("--html needs a PROGRAM or --accuracy RUN")
+    if devices:
+        from .device_report import run_device_report
+
+        if data or published or study or model or family or max_rows:
+            raise typer.BadParameter("--devices goes with --programs, --device, --lowering, --out")
+        run_device_report(
+            make_console(160), programs or (), device or (), lowering=lowering or "xla", out=out
+        )
+        return
+    if programs or device:
+        raise typer.BadParameter("--programs needs --devices, --device that or a PROGRAM")
     if clusters:
         from . import cluster_report
 
@@ -133,6 +158,12 @@ def report(
         tuple(study or ()), tuple(model or ()), tuple(family or ()), max_rows, seed, threads
     )
     run_operator_report(make_console(), published, request, out=out or OUT, track=track)
+
+
+def _only(devices: list[str] | None) -> str:
+    if devices and len(devices) > 1:
+        raise typer.BadParameter("a page is of one --device; use --compare for others")
+    return devices[0] if devices else "local"
 
 
 def _program_page(

@@ -66,6 +66,25 @@ def roofline_of_rows(row: np.ndarray, device: DeviceSpec) -> Roofline:
     return Roofline(latency, compute, memory, bound)
 
 
+def least_seconds(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
+    """Time below which physics lets no kernel be, one execution each, shape ``(n,)``.
+
+    It is the roofline with its caches. A TPU's on-chip memory is no cache: the compiler fills it
+    ahead of use and hands values over in it, so up to its capacity operands need not come from main
+    memory. There only what is beyond counts: ``max(compute, (bytes - on-chip) / bandwidth)``.
+
+    Raises:
+        DeviceError: The device lists no peaks.
+    """
+    row = rows(kernels)
+    found = roofline_of_rows(row, device)
+    if device.platform != "tpu":
+        return found.latency_s
+    moved = row[:, INDEX["bytes_in"]] + row[:, INDEX["bytes_out"]]
+    beyond = moved - device.core_count * device.shared_bytes_per_core
+    return np.maximum(found.compute_s, memory_seconds(np.maximum(beyond, 0.0), device))
+
+
 def compute_seconds(row: np.ndarray, device: DeviceSpec) -> tuple[np.ndarray, np.ndarray]:
     """Seconds on the matrix unit and on the vector unit, each of shape ``(n,)``."""
     matmul = row[:, INDEX["matmul_flops"]]

@@ -6,6 +6,7 @@ The labels are the compiler's own estimates of cycles; nothing was measured.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from ..features.catalogue import in_catalogue
 from ..features.device import DeviceSpec
 from ..features.kernel import Kernel
+from ..features.roofline import least_seconds
 from .base import KernelPrediction
 from .boosted import XGBoostEstimator
 from .program_overhead import Overhead
@@ -37,7 +39,8 @@ class TpuEstimator(XGBoostEstimator):
 
     A kernel that the compiler leaves out is never free: it takes ``roofline + floor``, marked
     ``roofline`` and outside of the domain, with a wide interval. Kinds of kernel of which too few
-    have an estimate are left to the roofline as well.
+    have an estimate are left to the roofline as well. No kernel is faster than
+    :func:`~opcast.features.roofline.least_seconds`, whatever the trees say.
 
     Args:
         params: As of :class:`XGBoostEstimator`; by default fewer and smaller trees, saved compact.
@@ -68,9 +71,20 @@ class TpuEstimator(XGBoostEstimator):
     def predict(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
         """Predict every kernel on the device; those that no compiler estimates by the roofline."""
         found = super().predict(kernels, device)
-        silent = np.array([not is_estimated(kernel) for kernel in kernels], bool)
-        if not silent.any():
+        if not kernels:
             return found
+        silent = np.array([not is_estimated(kernel) for kernel in kernels], bool)
+        if silent.any():
+            found = self._with_rooflines(found, kernels, device, silent)
+        return _not_below(found, least_seconds(kernels, device))
+
+    def _with_rooflines(
+        self,
+        found: KernelPrediction,
+        kernels: Sequence[Kernel],
+        device: DeviceSpec,
+        silent: np.ndarray,
+    ) -> KernelPrediction:
         left = kernel_table([k for k, own in zip(kernels, silent, strict=True) if own], device)
         latency, lo, hi = found.latency.copy(), found.lo.copy(), found.hi.copy()
         latency[silent] = left.base_s
@@ -91,3 +105,11 @@ class TpuEstimator(XGBoostEstimator):
         if left:
             found.append(f"{left} kernels of which it estimates nothing take their roofline")
         return tuple(found)
+
+
+def _not_below(found: KernelPrediction, least: np.ndarray) -> KernelPrediction:
+    """The prediction with no kernel, and no end of an interval, below ``least`` seconds."""
+    return replace(
+        found, latency=np.maximum(found.latency, least), lo=np.maximum(found.lo, least),
+        hi=np.maximum(found.hi, least),
+    )  # fmt: skip

@@ -15,7 +15,7 @@ from opcast.features.dataset import Dataset, sample_frame
 from opcast.features.hlo import parse_hlo
 from opcast.features.kernel import Kernel, LoweredProgram
 from opcast.features.kernels import extract_kernels
-from opcast.features.roofline import roofline
+from opcast.features.roofline import least_seconds, roofline
 from opcast.models.program_overhead import Overhead
 from opcast.models.schedule_cost import schedule_cost
 from opcast.models.tpu import TpuEstimator, is_estimated
@@ -101,3 +101,27 @@ def test_it_comes_back_from_its_folder(model: TpuEstimator, tmp_path: Path) -> N
     again = TpuEstimator.load(tmp_path / "m").predict(own, V5E)
     # Compact trees keep fewer digits.
     np.testing.assert_allclose(again.latency, model.predict(own, V5E).latency, rtol=1e-5)
+
+
+def test_nothing_is_faster_than_physics_allows(model: TpuEstimator) -> None:
+    slow = replace(
+        V5E,
+        peak_flops=dict.fromkeys(V5E.peak_flops, 1e9),
+        levels=(replace(V5E.levels[0], bandwidth=1e6),),
+        shared_bytes_per_core=1e4,
+    )
+    own = [k for k in kernels("v5e_bmm") if k.takes_time]
+    found = model.predict(own, slow)
+    least = least_seconds(own, slow)
+    for k, seconds in zip(own, least, strict=True):
+        # 10 kB of the bytes may lie on the chip, the others come at 1 MB/s.
+        assert seconds >= max((k.bytes - 1e4) / 1e6, 0.0) * (1 - 1e-9)
+    assert (found.latency >= least).all() and (found.lo >= least).all()
+    assert (found.hi >= found.latency).all()
+
+
+def test_on_chip_memory_of_a_tpu_is_no_traffic() -> None:
+    own = [k for k in kernels("v5e_bmm") if k.takes_time]
+    assert (least_seconds(own, V5E) < roofline(own, V5E).latency_s).any()
+    gpu = find_device("a100-sxm-80gb")
+    np.testing.assert_array_equal(least_seconds(own, gpu), roofline(own, gpu).latency_s)
