@@ -403,7 +403,9 @@ def main() -> NoReturn:
 
 def _main() -> NoReturn:
     from .features.errors import OpcastError
+    from .models.lean import own_process
 
+    own_process()
     try:
         app(standalone_mode=True)
     except OpcastError as error:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..features.errors import ModelError
 from .compact import SUFFIX, compact, expand
+from .lean import xgboost
 from .ranking import ScoreMap, device_queries, grow_pairwise
 from .row_trees import SmallBatches
 from .stopping import stop_rows
@@ -265,8 +266,7 @@ class XGBoostEstimator(TabularEstimator):
         return files
 
     def _restore(self, files: Mapping[str, bytes]) -> None:
-        import xgboost as xgb
-
+        xgb = xgboost()
         stored = {n.removesuffix(".ubj"): data for n, data in files.items() if n.endswith(".ubj")}
         small = {n: data for n, data in files.items() if n.endswith(SUFFIX)}
         self._covers = not small
