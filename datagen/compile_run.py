@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..features.catalogue import find_device, in_catalogue
 from ..features.compile_process import CompiledModule, CompileSettings, compile_programs
 from ..features.compile_target import CompileTarget, target_of
 from ..features.dataset import Dataset, sample_frame, write_shard
@@ -107,17 +108,30 @@ def _totals(runs: Sequence[_DeviceRun]) -> dict[str, int]:
 def merge_dataset(folder: Path | str) -> Dataset:
     """Make one file of a dataset's shards, with one row for each kernel and device.
 
+    Records get the devices as the catalogue describes them now: of all its figures only the clock
+    is in a label, and where that has changed a record stays as it is.
+
     Raises:
         DatasetError: There is no dataset.
     """
     dataset = Dataset.load(folder)
-    merged = Dataset(without_doubles(dataset.frame), dataset.runs)
+    runs = {run_id: _described_anew(record) for run_id, record in dataset.runs.items()}
+    merged = Dataset(without_doubles(dataset.frame), runs)
     shards = list(Path(folder).glob("samples-*.parquet"))
     merged.save(folder)
     for shard in shards:
         shard.unlink()
     consolidate(folder)
     return merged
+
+
+def _described_anew(record: dict[str, Any]) -> dict[str, Any]:
+    known = record["device"]
+    if not in_catalogue(known["name"]):
+        return record
+    device = find_device(known["name"])
+    same = known["clock_hz"] == device.clock_hz
+    return record | {"device": asdict(device)} if same else record
 
 
 class _DeviceRun:

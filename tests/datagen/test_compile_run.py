@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,18 @@ def test_a_run_goes_on_where_it_stopped(compiler, tmp_path: Path) -> None:
     merged = merge_dataset(tmp_path)
     assert len(merged) == merged.frame["kernel_hash"].nunique() == len(Dataset.load(tmp_path))
     assert set(merged.frame["repeats"]) == {2}
+
+
+@pytest.mark.parametrize(("clock_hz", "bandwidth"), [(1.5e9, 819e9), (1.0e9, 1.0)])
+def test_records_describe_devices_as_the_catalogue_does_now(
+    compiler, tmp_path: Path, clock_hz: float, bandwidth: float
+) -> None:
+    device = find_device("tpu-v5e")
+    old = replace(device, clock_hz=clock_hz, levels=(replace(device.levels[0], bandwidth=1.0),))
+    compile_dataset(tmp_path, [old], 1e-3, plan=PLAN, progress=False)
+    merge_dataset(tmp_path)
+    # Labels are cycles over the clock: those of another clock keep their own description.
+    assert Dataset.load(tmp_path).devices["tpu-v5e"].bandwidth == bandwidth
 
 
 def test_a_plan_without_programs_is_done(compiler, tmp_path: Path) -> None:
