@@ -32,6 +32,9 @@ def data_compile(
     ops: Annotated[int, typer.Option(min=0, help="Single ops of a round.")] = 16,
     random: Annotated[int, typer.Option(min=0, help="Random programs of a round.")] = 8,
     zoo: Annotated[int, typer.Option(min=0, help="Programs of the zoo of a round.")] = 1,
+    large: Annotated[
+        int, typer.Option(min=0, help="Single ops of a round at the size of large models.")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     merge: Annotated[
         bool, typer.Option(help="At the end make one file with one row for each kernel.")
@@ -44,7 +47,7 @@ def data_compile(
 
     result = compile_dataset(
         out, [find_device(name) for name in device or GENERATIONS], seconds_of(budget),
-        plan=CompilePlan(ops, random, suite, seed, zoo),
+        plan=CompilePlan(ops, random, suite, seed, zoo, large),
     )  # fmt: skip
     typer.echo(
         f"{result.folder}: {result.samples} estimates of kernels of {result.programs} programs, "

@@ -19,7 +19,16 @@ MAX_BYTES, MAX_FLOPS = 256e6, 1e11
 #: Ops that are left out: the TPU's compiler refuses them as JAX writes them, gives no estimate, or
 #: takes ten times as long as for others.
 SKIPPED_OPS = frozenset(("fft", "cholesky", "triangular_solve", "select_and_scatter"))
-_STREAMS = {"op": 31, "random": 32, "zoo": 33}
+#: The same of a large op, which is a module of its own, and the least bytes or work that it has.
+LARGE_BYTES, LARGE_FLOPS = 4e9, 4e12
+LEAST_BYTES, LEAST_FLOPS = 1e8, 2e10
+#: Ops that are drawn large: those that big models spend their time in.
+LARGE_OPS = (
+    "dot_general", "dot_general", "convolution", "softmax", "layer_norm", "reduce", "add", "fused",
+    "activation", "convert",
+)  # fmt: skip
+_ATTEMPTS = 12
+_STREAMS = {"op": 31, "random": 32, "zoo": 33, "large": 34}
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,7 @@ class CompilePlan:
         suite: Suite of the zoo, of which rounds take programs until all are done; empty for none.
         seed: Of everything random.
         zoo: Programs of the zoo, each a module of its own.
+        large: Single ops at the size of large models, each a module of its own.
     """
 
     ops: int = 16
@@ -56,6 +66,7 @@ class CompilePlan:
     suite: str = "quick"
     seed: int = 0
     zoo: int = 1
+    large: int = 0
 
     def round(self, number: int) -> list[CompileItem]:
         """The programs of a round, ops first.
@@ -65,6 +76,7 @@ class CompilePlan:
         """
         found = [self._op(number * self.ops + i) for i in range(self.ops)]
         found += [self._random(number * self.random + i) for i in range(self.random)]
+        found += [self._large(number * self.large + i) for i in range(self.large)]
         return found + self._zoo(number)
 
     def _op(self, index: int) -> CompileItem:
@@ -74,6 +86,15 @@ class CompilePlan:
         opcode = str(rng.choice(list(kinds), p=shares))
         source = sample_op(rng, opcode, max_bytes=MAX_BYTES, max_flops=MAX_FLOPS)
         return CompileItem(f"op-{self.seed}-{index:06d}", source.family, source.mlir, True)
+
+    def _large(self, index: int) -> CompileItem:
+        rng = self._rng("large", index)
+        opcode = LARGE_OPS[index % len(LARGE_OPS)]
+        for _ in range(_ATTEMPTS):
+            source = sample_op(rng, opcode, max_bytes=LARGE_BYTES, max_flops=LARGE_FLOPS)
+            if source.est_bytes >= LEAST_BYTES or source.est_flops >= LEAST_FLOPS:
+                break
+        return CompileItem(f"large-{self.seed}-{index:06d}", source.family, source.mlir, False)
 
     def _random(self, index: int) -> CompileItem:
         rng = self._rng("random", index)

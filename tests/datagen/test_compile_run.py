@@ -117,6 +117,13 @@ def test_rounds_are_the_same_again() -> None:
     assert plan.round(2)[0].key == "op-3-000004"
 
 
+def test_large_ops_are_large_and_alone() -> None:
+    items = CompilePlan(ops=0, random=0, suite="", large=3).round(1)
+    assert [item.key for item in items] == [f"large-0-{n:06d}" for n in (3, 4, 5)]
+    assert [item.family for item in items] == ["op:softmax", "op:layer_norm", "op:reduce"]
+    assert not any(item.merged for item in items)
+
+
 @pytest.mark.slow
 def test_the_real_compiler_labels_a_tiny_round(tmp_path: Path) -> None:
     try:
