@@ -30,17 +30,17 @@ DEVICES = (
 PROGRAMS: dict[str, str] = {
     "mlp": "mlp batch=4096 width=4096 layers=4 dtype=bf16",
     "mlp-train": "mlp batch=256 width=1024 layers=4 mode=train",
-    "resnet50-train": "resnet depth=50 batch=32 mode=train",
-    "vit": "vit layers=12 batch=8 dtype=bf16",
-    "bert-train": "bert layers=4 batch=8 mode=train",
-    "llama-train": "llama layers=4 batch=2 seq=512 dtype=bf16 mode=train",
+    "dlrm-train": "dlrm batch=1024 mode=train",
+    "gnn-train": "gnn mode=train",
+    "lstm-train": "lstm layers=1 dim=512 seq=32 mode=train",
     "llama-decode": "llama_decode layers=8 batch=8 dtype=bf16",
+    "convnet-1d": "convnet_1d batch=8",
+    "vit": "vit layers=12 batch=8 dtype=bf16",
     "moe": "moe layers=3 seq=256",
     "ssm": "ssm layers=3 dim=512 seq=256",
-    "lstm-train": "lstm layers=1 dim=512 seq=32 mode=train",
-    "gnn-train": "gnn mode=train",
-    "dlrm-train": "dlrm batch=1024 mode=train",
-    "convnet-1d": "convnet_1d batch=8",
+    "bert-train": "bert layers=4 batch=8 mode=train",
+    "llama-train": "llama layers=4 batch=2 seq=512 dtype=bf16 mode=train",
+    "resnet50-train": "resnet depth=50 batch=32 mode=train",
 }
 
 

@@ -80,8 +80,8 @@ def without_doubles(frame: pd.DataFrame) -> pd.DataFrame:
     frame = frame.iloc[order]
     groups = frame.groupby(["device", "kernel_hash"], sort=False)
     first = groups.head(1).set_index(["device", "kernel_hash"])
-    latency = groups["latency_us_p50"]
+    # Of each row its own quantile: rows that were merged before keep what they say.
     for column, q in (("latency_us_p10", 0.1), ("latency_us_p50", 0.5), ("latency_us_p90", 0.9)):
-        first[column] = latency.quantile(q)
-    first["repeats"] = groups.size()
+        first[column] = groups[column].quantile(q)
+    first["repeats"] = groups["repeats"].sum()
     return first.reset_index()[list(frame.columns)]

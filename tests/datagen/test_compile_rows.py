@@ -53,7 +53,8 @@ def test_doubles_become_quantiles_and_go_to_the_model_family() -> None:
         {**common, "family": "bert", "latency_us_p50": 2.0},
         {**common, "family": "random", "latency_us_p50": 3.0},
         {**common, "family": "random", "latency_us_p50": 9.0, "device": "other"},
-    ]).assign(latency_us_p10=0.0, latency_us_p90=0.0)  # fmt: skip
+    ])  # fmt: skip
+    frame = frame.assign(latency_us_p10=frame.latency_us_p50, latency_us_p90=frame.latency_us_p50)
     found = without_doubles(frame).set_index("device")
     assert found.loc["d", "family"] == "bert"
     assert found.loc["d", "repeats"] == 3
@@ -62,3 +63,15 @@ def test_doubles_become_quantiles_and_go_to_the_model_family() -> None:
     assert found.loc["d", "latency_us_p50"] == pytest.approx(2.0)
     assert found.loc["d", "latency_us_p90"] == pytest.approx(2.8)
     assert found.loc["other", "latency_us_p50"] == pytest.approx(9.0)
+
+
+def test_merging_again_changes_nothing() -> None:
+    frame = pd.DataFrame({
+        "device": ["d"] * 3, "kernel_hash": ["k"] * 3, "family": ["random"] * 3,
+        "latency_us_p10": [1.0, 2.0, 3.0], "latency_us_p50": [1.0, 2.0, 3.0],
+        "latency_us_p90": [1.0, 2.0, 3.0], "repeats": [1] * 3,
+    })  # fmt: skip
+    once = without_doubles(frame)
+    pd.testing.assert_frame_equal(without_doubles(once), once)
+    again = without_doubles(pd.concat([once, frame.head(1)]))
+    assert again["repeats"].tolist() == [4]
