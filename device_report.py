@@ -121,9 +121,9 @@ def run_device_report(
     from .predict.predictor import load
 
     chosen = known_programs(programs)
-    specs = [resolve_device(name, {}) for name in devices or DEVICES]
-    _require_compilers(specs, lowering)
     predictor = load()
+    specs = [resolve_device(name, predictor.devices) for name in devices or DEVICES]
+    _require_compilers(specs, lowering)
     count = len(chosen) * len(specs)
     found = rows(predictor, chosen, specs, lowering)
     table = list(tracked(found, count, "programs on devices"))
