@@ -13,6 +13,7 @@ from . import (
     cli_cluster,
     cli_data,
     cli_export,
+    cli_fidelities,
     cli_lower,
     cli_models,
     cli_partition,
@@ -48,6 +49,7 @@ cli_export.register(app)
 cli_partition.register(app)
 cli_report.register(app)
 cli_serve.register(app)
+cli_fidelities.register(app)
 
 Out = Annotated[Path, typer.Option("--out", help="Folder or file to write.")]
 Data = Annotated[list[Path], typer.Option("--data", help="Dataset folder; may be given again.")]
@@ -66,7 +68,9 @@ OpOpt = Annotated[
 DeviceOpt = Annotated[
     str, typer.Option("--device", help="Name (opcast device --list), device file, or 'local'.")
 ]
-ModelOpt = Annotated[str, typer.Option("--model", help="Model name or folder.")]
+ModelOpt = Annotated[
+    str, typer.Option("--model", help="Model name or folder; predict: or several, comma-separated.")
+]
 LoweringOpt = Annotated[str, typer.Option("--lowering", help="auto, xla, fused or op.")]
 Trips = Annotated[
     list[str] | None,
@@ -127,6 +131,12 @@ def predict(
         cli_simulate.predict_on_cluster(
             program, cluster, model, lowering, trips=trips_of(trip_count), top=top,
             timeline=timeline, json_output=json_output, fallback=fallback,
+        )  # fmt: skip
+        return
+    if "," in model:
+        cli_fidelities.predict_side_by_side(
+            program, device, model, lowering, trips=trips_of(trip_count), fallback=fallback,
+            top=top, json_output=json_output,
         )  # fmt: skip
         return
     from .predict.predictor import load_for_programs

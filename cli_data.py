@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from . import cli_compile
+from . import cli_compile, cli_fidelities
 from .cli_common import Json, make_console
 
 Out = Annotated[Path, typer.Option("--out", help="Folder or file to write.")]
@@ -26,6 +26,7 @@ def register(app: typer.Typer) -> None:
     data.command("show")(data_show)
     data.command("import")(data_import)
     cli_compile.register(data)
+    cli_fidelities.register_data(data)
     app.add_typer(data, name="data")
 
 

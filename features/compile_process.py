@@ -166,7 +166,7 @@ def _wait(
 ) -> int:
     # The limit is one program's: a new one starts whenever a result appears.
     started, done = time.monotonic(), 0
-    with _shown(f"compiling for {target.device}", count, settings.progress) as show:
+    with shown(f"compiling for {target.device}", count, settings.progress) as show:
         while (code := process.poll()) is None:
             time.sleep(_POLL_S)
             while done < count and (folder / f"result{done}.json").is_file():
@@ -183,7 +183,7 @@ def _wait(
 
 
 @contextlib.contextmanager
-def _shown(what: str, count: int, show: bool) -> Iterator[Any]:
+def shown(what: str, count: int, show: bool) -> Iterator[Any]:
     """A bar where a person looks: of one program only that it is at work, and how long."""
     if not (show and sys.stderr.isatty()):
         yield lambda done: None

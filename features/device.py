@@ -62,6 +62,9 @@ class DeviceSpec:
         host_bandwidth: Bytes/s in one direction to the host.
         devices_per_node: Devices of a node; 0 if not known.
         shared_bytes_per_core: Shared memory (LDS, VMEM) of a core in bytes; 0 if not known.
+        array_rows: Rows of a systolic array, along which products accumulate; 0 if not known.
+        array_columns: Columns of a systolic array; 0 if not known.
+        arrays_per_core: Systolic arrays of a core; 0 if not known.
         compiler: What a compiler is told beside the rest: ``target`` (``sm_90``, ``v5e``), and of a
             GPU's core threads, registers and shared memory in bytes, by key of the device file.
         aliases: Other names of the device, such as JAX's device kind.
@@ -91,6 +94,9 @@ class DeviceSpec:
     host_bandwidth: float = 0.0
     devices_per_node: int = 0
     shared_bytes_per_core: float = 0.0
+    array_rows: int = 0
+    array_columns: int = 0
+    arrays_per_core: int = 0
     compiler: dict[str, Any] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     provenance: dict[str, str] = field(default_factory=dict)

@@ -26,6 +26,7 @@ NUMBERS: dict[str, float] = {
     "dispatch_us": 1e-6, "threads_per_core": 1.0, "threads_per_block": 1.0,
     "shared_kb_per_block": 2.0**10, "shared_kb_per_block_optin": 2.0**10,
     "registers_per_core": 1.0, "registers_per_block": 1.0,
+    "array_rows": 1.0, "array_columns": 1.0, "arrays_per_core": 1.0,
 }  # fmt: skip
 #: Figures by dtype: the types that may be listed.
 RATES: dict[str, tuple[str, ...]] = {"peak_tflops": MATRIX_TYPES, "vector_tflops": VECTOR_TYPES}
@@ -35,7 +36,7 @@ TEXTS = ("name", "base", "platform", "vendor", "architecture", "compiler_target"
 PLATFORMS = ("cpu", "gpu", "tpu")
 _WHOLE = {
     "core_count", "lanes_per_core", "devices_per_node", "threads_per_core", "threads_per_block",
-    "registers_per_core", "registers_per_block",
+    "registers_per_core", "registers_per_block", "array_rows", "array_columns", "arrays_per_core",
 }  # fmt: skip
 #: May be zero: a device need not lose time between kernels.
 _MAY_BE_ZERO = {"launch_gap_us", "dispatch_us"}

@@ -18,8 +18,9 @@ from ..features.kernel import Kernel, LoweredProgram
 from .base import Estimator, KernelPrediction
 from .context_correction import ContextCorrection
 from .device_correction import DeviceCorrection
+from .program_overhead import UNMEASURED
 from .program_model import ProgramModel, ProgramPrediction
-from .registry import estimator_class
+from .registry import estimator_class, make_estimator
 from .store import DAMAGE, OPERATORS, pack, read_files, read_manifest, unpack, write_folder
 
 if TYPE_CHECKING:
@@ -71,6 +72,17 @@ class CostModel:
             raise ModelError(
                 f"neighbour table cannot be read: {error!r}", where=_NEIGHBOURS
             ) from None
+
+    @classmethod
+    def untrained(cls, name: str) -> Self:
+        """The model of an estimator that learns nothing.
+
+        Raises:
+            ModelError: There is no such estimator.
+        """
+        model = cls(make_estimator(name))
+        model.program_model.overheads = dict(UNMEASURED)
+        return model
 
     @property
     def name(self) -> str:

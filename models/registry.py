@@ -22,7 +22,12 @@ _OWN = {
     "gnn-pyg": ".neural.gnn_pyg:PygGraphEstimator",
     "gpu-xla": ".gpu.estimator:GpuEstimator",
     "tpu-xgboost": ".tpu:TpuEstimator",
+    "scalesim": ".simulators.scalesim:ScaleSimEstimator",
+    "zigzag": ".simulators.zigzag:ZigZagEstimator",
+    "iree": ".simulators.iree:IreeEstimator",
 }
+#: Of ours, those that answer without having learned anything.
+UNTRAINED = ("roofline", "scalesim", "zigzag", "iree")
 
 
 def estimator_names() -> list[str]:

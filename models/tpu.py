@@ -17,7 +17,7 @@ from ..features.kernel import Kernel
 from ..features.roofline import least_seconds
 from .base import KernelPrediction
 from .boosted import XGBoostEstimator
-from .program_overhead import Overhead
+from .program_overhead import UNMEASURED, Overhead
 from .tables import kernel_table
 
 #: Opcodes of which the compiler says nothing.
@@ -47,10 +47,7 @@ class TpuEstimator(XGBoostEstimator):
     """
 
     name = "tpu-xgboost"
-    #: Asynchronous copies run beside the other kernels; nothing is launched from the host.
-    overheads: ClassVar[Mapping[str, Overhead]] = {
-        "tpu": Overhead(gap_low=0.0, gap=0.0, gap_high=0.0, overlap=1.0)
-    }
+    overheads: ClassVar[Mapping[str, Overhead]] = UNMEASURED
 
     def __init__(
         self,

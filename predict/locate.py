@@ -75,6 +75,14 @@ def trained_devices() -> dict[str, DeviceSpec]:
     return found
 
 
+def is_untrained(model: str | Path) -> bool:
+    """Whether a name stands for an estimator that needs no model folder, and no model has it."""
+    from ..models.registry import UNTRAINED
+
+    folder = (Path(model) / "manifest.json").is_file()
+    return str(model) in UNTRAINED and not folder and str(model) not in available()
+
+
 def model_hash(model: str | Path) -> str:
     """Digest of a model: of its manifest, which has the digests of its files.
 

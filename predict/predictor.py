@@ -14,7 +14,7 @@ import numpy as np
 from ..features.errors import StrictError
 from ..features.kernel import Kernel, LoweredProgram
 from .devices import resolve_device
-from .locate import OPERATOR_MODEL, PLATFORM_DEFAULTS, find_model
+from .locate import OPERATOR_MODEL, PLATFORM_DEFAULTS, find_model, is_untrained
 
 if TYPE_CHECKING:
     from ..features.cache import LoweringCache
@@ -354,7 +354,8 @@ def load(model: str | Path = "default", *, cache: LoweringCache | None = None) -
     """Load a model by name (shipped or registered) or from its folder.
 
     ``default`` is the shipped model of each platform: a device decides which one answers. A model
-    of library operators comes with those of ``default``, which answer for programs.
+    of library operators comes with those of ``default``, which answer for programs. The roofline
+    and simulators, which learn nothing, need no folder: their names are enough.
 
     Raises:
         ModelError: No such model, or its folder is damaged or of another version.
@@ -362,6 +363,8 @@ def load(model: str | Path = "default", *, cache: LoweringCache | None = None) -
     from ..models.cost_model import CostModel
     from ..models.store import OPERATORS, read_manifest
 
+    if is_untrained(model):
+        return Predictor(CostModel.untrained(str(model)), cache)
     folder = find_model(model)
     operators: str | Path = OPERATOR_MODEL
     if read_manifest(folder).get("kind") == OPERATORS:
@@ -388,9 +391,8 @@ def load_for_programs(model: str | Path = "default") -> Predictor:
     from ..models.cost_model import CostModel
     from ..models.store import OPERATORS, read_manifest
 
-    folder = find_model(model)
-    if read_manifest(folder).get("kind") == OPERATORS:
-        CostModel.load(folder)  # says what the folder holds and where it is of use
+    if not is_untrained(model) and read_manifest(find_model(model)).get("kind") == OPERATORS:
+        CostModel.load(find_model(model))  # says what the folder holds and where it is of use
     return load(model)
 
 
@@ -400,9 +402,11 @@ def model_notes(model: CostModel, kernels: Sequence[Kernel], device: DeviceSpec)
     if own is not None:
         found: tuple[str, ...] = own(kernels, device)
         return found
+    if not model.devices:
+        return ("nothing was learned or calibrated on any device",)
     if device.name in model.devices:
         return ()
-    known = ", ".join(sorted(model.devices)) or "no device"
+    known = ", ".join(sorted(model.devices))
     return (
         f"the model was trained on {known}, not on {device.name}: errors may exceed the "
         "intervals; profile this device and train on it",
@@ -411,7 +415,8 @@ def model_notes(model: CostModel, kernels: Sequence[Kernel], device: DeviceSpec)
 
 def _require_learned(kernels: Sequence[Kernel], source: np.ndarray) -> None:
     for kernel, origin in zip(kernels, source.tolist(), strict=True):
-        if origin.split(":")[0] not in ("learned", "measured") and kernel.kind != "control":
+        own = origin.split(":")[0] in ("learned", "measured", "simulator")
+        if not own and kernel.kind != "control":
             where = f"{kernel.sources[0].file}:{kernel.sources[0].line}" if kernel.sources else ""
             raise StrictError(
                 f"kernel {kernel.name} ({kernel.kind}) has only a {origin} estimate",

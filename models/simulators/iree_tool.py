@@ -1,0 +1,117 @@
+"""IREE, called in the worker process: a kernel compiled for this machine's CPU and run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...features._jax_compat import hlo_to_stablehlo, parse_module
+from ...features.hlo import parse_hlo
+from ...features.hlo_print import print_hlo
+from ...features.ir import Computation, Op, Program, TensorType
+
+#: HLO types by IREE's names; unsigned ones have the sign of their bits only.
+_TYPES = {
+    "pred": "i8", "s8": "i8", "u8": "i8", "s16": "i16", "u16": "i16", "s32": "i32", "u32": "i32",
+    "s64": "i64", "u64": "i64", "f16": "f16", "bf16": "bf16", "f32": "f32", "f64": "f64",
+}  # fmt: skip
+_COMPILE = (
+    "--iree-input-type=stablehlo", "--iree-hal-target-backends=llvm-cpu",
+    "--iree-llvmcpu-target-cpu=host",
+)  # fmt: skip
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Compile a kernel and time it.
+
+    Args:
+        job: ``ir`` of the kernel, ``opt`` (IREE's optimisation level), ``repeats`` and ``time_s``
+            of each of them.
+
+    Returns:
+        ``seconds`` of one run, the median of the repeats; or an ``error``.
+    """
+    program = unfused(parse_hlo(job["ir"]))
+    inputs = [_input(op.type) for op in program.entry_computation.parameters]
+    text = str(parse_module(hlo_to_stablehlo(print_hlo(program))))
+    if "mhlo." in text.split("\n", 1)[-1]:
+        name = text.split('"mhlo.', 1)[-1].split('"')[0] if '"mhlo.' in text else "an op of mhlo"
+        return {"error": f"StableHLO has no {name[:40]}"}
+    with tempfile.TemporaryDirectory(prefix="opcast-iree-") as scratch:
+        module = Path(scratch) / "kernel.vmfb"
+        (Path(scratch) / "kernel.mlir").write_text(text)
+        _tool(
+            compiler(), str(Path(scratch) / "kernel.mlir"), "-o", str(module), *_COMPILE,
+            f"--iree-opt-level={job['opt']}",
+        )  # fmt: skip
+        told = _tool(
+            benchmark(), f"--module={module}", "--function=main", "--device=local-sync",
+            "--benchmark_format=json", f"--benchmark_min_time={job['time_s']}s",
+            f"--benchmark_repetitions={job['repeats']}", *(f"--input={own}" for own in inputs),
+        )  # fmt: skip
+    return {"seconds": median_seconds(told)}
+
+
+def unfused(program: Program) -> Program:
+    """A kernel's module with the computation that its fusion calls as the entry.
+
+    Casts without work between layouts become reshapes: a program for another compiler has no
+    layouts.
+    """
+    op = program.entry_computation.root_op
+    computations = {
+        name: replace(own, ops=[_portable(inner) for inner in own.ops])
+        for name, own in program.computations.items()
+    }
+    if op.opcode == "fusion" and op.called:
+        own = computations.pop(op.called[0])
+        del computations[program.entry]
+        computations["main"] = Computation("main", own.ops, own.root)
+        return replace(program, computations=computations, entry="main")
+    return replace(program, computations=computations)
+
+
+def _portable(op: Op) -> Op:
+    return replace(op, opcode="reshape") if op.opcode == "bitcast" else op
+
+
+def _input(kind: TensorType) -> str:
+    name = _TYPES.get(kind.dtype)
+    if name is None:
+        raise ValueError(f"IREE's tools take no input of type {kind.dtype}")
+    return "x".join([*map(str, kind.shape), f"{name}=1"])
+
+
+def compiler() -> str:
+    """Path of ``iree-compile``."""
+    from iree.compiler.tools.binaries import find_tool
+
+    return str(find_tool("iree-compile"))
+
+
+def benchmark() -> str:
+    """Path of ``iree-benchmark-module``."""
+    import iree.runtime
+
+    return str(iree.runtime.benchmark_exe())
+
+
+def median_seconds(told: str) -> float:
+    """Median of the repeats in the JSON that ``iree-benchmark-module`` prints."""
+    unit = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+    rows = [row for row in json.loads(told)["benchmarks"] if row["run_type"] == "iteration"]
+    times = sorted(row["real_time"] * unit[row["time_unit"]] for row in rows)
+    return float(times[len(times) // 2])
+
+
+def _tool(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = [line.strip() for line in done.stderr.splitlines() if "error" in line.lower()]
+        said = (lines or done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
+        raise RuntimeError(said)
+    return done.stdout

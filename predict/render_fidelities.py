@@ -1,0 +1,57 @@
+"""Several estimators side by side as a screen of text."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .fidelities import Comparison
+from .render import duration
+
+#: Shown beside a kernel's time that is the roofline's for want of the estimator's own.
+_BORROWED = "*"
+
+
+def print_comparison(console: Console, found: Comparison, top: int = 10) -> None:
+    """Print times of the program and of the kernels that the estimators disagree on most."""
+    console.print(
+        f"[bold]{found.program}[/bold] on {found.device}; lowering {found.lowering}, "
+        f"{len(found.fidelities[0].own)} kernels",
+        highlight=False,
+    )
+    console.print(_table(found, top))
+    console.print(
+        f"time: of a run; covered: share of the time of kernels that the estimator models itself; "
+        f"{_BORROWED} the roofline, for want of its own",
+        highlight=False,
+    )
+    for fidelity in found.fidelities:
+        for note in fidelity.prediction.notes:
+            console.print(Text(f"{fidelity.name}: {note}", style="yellow"))
+
+
+def _table(found: Comparison, top: int) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    table.add_column("kind")
+    for fidelity in found.fidelities:
+        table.add_column(fidelity.name, justify="right", no_wrap=True)
+    table.add_column("largest / least", justify="right")
+    totals = list(found.total_us.values())
+    table.add_row("time", "", *map(duration, totals), _ratio(totals))
+    table.add_row("covered", "", *(f"{f.covered:.0%}" for f in found.fidelities), "")
+    times = found.times_us
+    for place in found.disputed(top):
+        kernel = found.fidelities[0].prediction.kernels[place]
+        cells = [
+            duration(us) + ("" if f.own[place] else _BORROWED)
+            for us, f in zip(times[:, place].tolist(), found.fidelities, strict=True)
+        ]
+        ratio = _ratio(times[:, place].tolist())
+        table.add_row(Text(kernel.name[:34]), kernel.kind, *cells, ratio)
+    return table
+
+
+def _ratio(times: list[float]) -> str:
+    return f"{max(times) / min(times):.2f}" if min(times) > 0 else "–"
