@@ -1,0 +1,262 @@
+"""Cross-fidelity table over the zoo: do estimators order programs and kernels alike?"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from .features.dataset import write_text
+from .features.errors import LoweringError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .features.device import DeviceSpec
+    from .predict.predictor import Predictor
+
+#: Raised when what is kept of a program changes.
+VERSION = 1
+#: Least programs or kernels for a rank correlation.
+LEAST = 3
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to compare.
+
+    Attributes:
+        devices: Names of devices.
+        models: Estimators, as of :func:`~opcast.predict.fidelities.compare_fidelities`.
+        suite: Suite of the zoo.
+        lowering: How programs become kernels.
+        limit: Most programs, drawn evenly from the suite; 0 for all.
+    """
+
+    devices: tuple[str, ...]
+    models: tuple[str, ...]
+    suite: str = "quick"
+    lowering: str = "auto"
+    limit: int = 0
+
+
+@dataclass
+class FidelityReport:
+    """Answers and the tables made of them.
+
+    Attributes:
+        answers: One of each device and program, see :func:`_ask`.
+        failures: Programs that could not be lowered, with the reason.
+        seconds: Time of this call.
+    """
+
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[dict[str, str]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def programs(self) -> pd.DataFrame:
+        """Times and covered shares: ``device program kernels <model>_us <model>_covered``."""
+        return pd.DataFrame([
+            {
+                "device": own["device"], "program": own["program"], "kernels": own["count"],
+                **{f"{name}_us": t["latency_us"] for name, t in own["totals"].items()},
+                **{f"{name}_covered": t["covered"] for name, t in own["totals"].items()},
+            }
+            for own in self.answers
+        ])  # fmt: skip
+
+    def kernels(self) -> pd.DataFrame:
+        """Distinct kernels: ``device hash kind``, and ``<model>`` in µs where it models them."""
+        rows = [{"device": a["device"], **row} for a in self.answers for row in a["kernels"]]
+        frame = pd.DataFrame(rows)
+        return frame.drop_duplicates(["device", "hash"]).reset_index(drop=True)
+
+    def correlations(self) -> pd.DataFrame:
+        """Spearman's ρ of each two models, by device, over programs and over kernels.
+
+        Kernels count that both models estimate themselves; ``products`` are those of them that are
+        matrix products or convolutions. ``ratio`` is the median of the second model's time over the
+        first one's, over programs.
+        """
+        if not self.answers:
+            return pd.DataFrame()
+        programs, kernels = self.programs(), self.kernels()
+        names = list(self.answers[0]["totals"])
+        rows = []
+        for device in programs["device"].unique():
+            own = programs[programs["device"] == device]
+            single = kernels[kernels["device"] == device]
+            product = single[single["kind"].isin(("gemm", "conv"))]
+            for first, second in combinations(names, 2):
+                times = own[[f"{first}_us", f"{second}_us"]]
+                rows.append({
+                    "device": device, "models": f"{first} / {second}",
+                    "programs": len(times), "rho_programs": rank_correlation(times),
+                    "kernels": _both(single, first, second),
+                    "rho_kernels": rank_correlation(single[[first, second]]),
+                    "products": _both(product, first, second),
+                    "rho_products": rank_correlation(product[[first, second]]),
+                    "ratio": float((times.iloc[:, 1] / times.iloc[:, 0]).median()),
+                })  # fmt: skip
+        return pd.DataFrame(rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "correlations": json.loads(self.correlations().to_json(orient="records")),
+            "programs": json.loads(self.programs().to_json(orient="records")),
+            "failures": self.failures,
+            "seconds": self.seconds,
+        }
+
+
+def rank_correlation(pairs: pd.DataFrame) -> float:
+    """Spearman's ρ of two columns, of the rows that have both; NaN for too few."""
+    from .models.metrics import spearman
+
+    both = pairs.dropna()
+    if len(both) < LEAST:
+        return float("nan")
+    return spearman(*(both.iloc[:, i].to_numpy(np.float64) for i in (0, 1)))
+
+
+def _both(frame: pd.DataFrame, first: str, second: str) -> int:
+    return int(frame[[first, second]].notna().all(axis=1).sum())
+
+
+def run_report(request: Request, out: Path, *, progress: bool = True) -> FidelityReport:
+    """Ask every model about every program; answers of earlier calls are taken from ``out``.
+
+    Args:
+        request: What to compare.
+        out: Folder of the answers, one file of each program and device.
+        progress: Whether to show progress.
+
+    Raises:
+        OpcastError: A device or model is not usable.
+    """
+    from .datagen.progress import tracked
+    from .predict.fidelities import device_for, load_fidelities
+
+    start = time.monotonic()
+    predictors = load_fidelities(request.models)
+    tasks = list(_tasks(request))
+    found = FidelityReport()
+    for name in request.devices:
+        device = device_for(name, predictors)
+        marks = _marks(predictors, device)
+        for title, mlir in tracked(tasks, len(tasks), f"programs on {device.name}", progress):
+            path = out / f"{_key(title, mlir, device, request.lowering, marks)}.json"
+            if not path.is_file():
+                out.mkdir(parents=True, exist_ok=True)
+                answer = _ask(title, mlir, device, request.lowering, predictors)
+                write_text(path, json.dumps(answer))
+            answer = json.loads(path.read_text())
+            if "reason" in answer:
+                found.failures.append(answer)
+            else:
+                found.answers.append(answer)
+    found.seconds = time.monotonic() - start
+    return found
+
+
+def _tasks(request: Request) -> Iterator[tuple[str, str]]:
+    """Titles and texts of the programs."""
+    from .datagen.zoo import build, suite, workload_name
+
+    programs = suite(request.suite)
+    if request.limit and request.limit < len(programs):
+        places = np.linspace(0, len(programs) - 1, request.limit).round().astype(int)
+        programs = [programs[i] for i in places.tolist()]
+    for family, settings in programs:
+        yield workload_name(family, settings), str(build(family, **settings).mlir())
+
+
+def _marks(predictors: Mapping[str, Predictor], device: DeviceSpec) -> list[str]:
+    """What an answer depends on besides the program: models, their parameters and versions."""
+    from .predict.fidelities import LEARNED
+    from .predict.locate import is_untrained, model_hash
+
+    marks = []
+    for name, predictor in predictors.items():
+        estimator = predictor.model_for(device).estimator
+        marks.append(f"{name} {getattr(estimator, 'version', '')} {_params(estimator)}")
+        if not is_untrained(name):
+            marks.append(model_hash("default" if name == LEARNED else name))
+    return marks
+
+
+def _params(estimator: object) -> str:
+    return json.dumps(getattr(estimator, "params", {}), sort_keys=True, default=str)
+
+
+def _key(title: str, mlir: str, device: DeviceSpec, lowering: str, marks: Sequence[str]) -> str:
+    described = json.dumps(asdict(device), sort_keys=True, default=str)
+    parts = (str(VERSION), title, mlir, described, lowering, *marks)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+
+def _ask(
+    title: str,
+    mlir: str,
+    device: DeviceSpec,
+    lowering: str,
+    predictors: Mapping[str, Predictor],
+) -> dict[str, Any]:
+    """Answers of all models for a program, its distinct kernels once each."""
+    from .features.lowering import lower
+    from .features.reader import read_program
+    from .predict.fidelities import fidelity
+
+    named = {"program": title, "device": device.name}
+    try:
+        lowered = lower(read_program(mlir), lowering, device=device)
+    except LoweringError as error:
+        return {**named, "reason": str(error)}
+    found = [fidelity(name, own, lowered, device) for name, own in predictors.items()]
+    first = {k.hash: i for i, k in reversed(list(enumerate(lowered.kernels))) if k.takes_time}
+    kernels = [
+        {
+            "hash": digest, "kind": lowered.kernels[place].kind,
+            **{
+                f.name: f.prediction.kernels[place].latency_us if f.own[place] else None
+                for f in found
+            },
+        }
+        for digest, place in first.items()
+    ]  # fmt: skip
+    totals = {
+        f.name: {"latency_us": f.prediction.latency_us, "covered": f.covered} for f in found
+    }
+    count = sum(kernel.takes_time for kernel in lowered.kernels)
+    return {
+        **named, "lowering": lowered.lowering, "count": count, "totals": totals,
+        "kernels": kernels,
+    }  # fmt: skip
+
+
+def print_report(console: Console, found: FidelityReport) -> None:
+    """Print the programs, then the rank correlations."""
+    from .workflows import print_frame
+
+    if found.answers:
+        programs = found.programs()
+        for column in programs.columns:
+            if column.endswith("_covered"):
+                programs[column] = [f"{v:.0%}" for v in programs[column]]
+        print_frame(console, programs, "programs")
+        correlations = found.correlations()
+        for column in ("rho_programs", "rho_kernels", "rho_products", "ratio"):
+            correlations[column] = [f"{v:.2f}" if v == v else "–" for v in correlations[column]]
+        print_frame(console, correlations, "rank correlation (Spearman) of each two estimators")
+    for failure in found.failures:
+        console.print(f"{failure['program']} on {failure['device']}: {failure['reason']}")
+    console.print(f"{found.seconds:.0f} s")
