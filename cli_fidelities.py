@@ -77,7 +77,9 @@ def fidelities(
     model: Annotated[
         str, typer.Option(help="Estimators, comma-separated.")
     ] = "roofline,scalesim,zigzag,learned",
-    suite: Annotated[str, typer.Option(help="Suite of the zoo.")] = "quick",
+    suite: Annotated[
+        str, typer.Option(help="Suite of the zoo: quick, standard, full; default: small programs.")
+    ] = "",
     lowering: Annotated[str, typer.Option(help="auto, xla, fused or op.")] = "auto",
     limit: Annotated[int, typer.Option(min=0, help="Most programs; 0 for all.")] = 0,
     out: Annotated[

@@ -25,6 +25,23 @@ if TYPE_CHECKING:
 
 #: Raised when what is kept of a program changes.
 VERSION = 1
+#: Programs that compile for a TPU in seconds, not all of them tiny: a family and its settings.
+PROGRAMS = (
+    "mlp batch=64 width=256 layers=3",
+    "mlp batch=512 width=1024 layers=3",
+    "mlp batch=2048 width=4096 layers=2",
+    "mlp batch=128 width=512 layers=3 mode=train",
+    "resnet depth=18 width=16 image=32 stem=cifar classes=10 batch=16",
+    "resnet depth=18 width=64 image=64 batch=4",
+    "vit layers=2 dim=192 heads=3 hidden=768 image=64 batch=4",
+    "vit layers=1 dim=768 heads=12 hidden=3072 image=224 batch=2",
+    "bert layers=1 dim=256 heads=4 hidden=1024 seq=128 batch=4",
+    "bert layers=1 dim=128 heads=2 hidden=512 seq=64 batch=4 mode=train",
+    "llama layers=1 dim=512 heads=8 kv_heads=4 hidden=1024 seq=128 vocab=2000 batch=2",
+    "lstm layers=1 dim=64 seq=16 vocab=500 batch=4",
+    "gnn nodes=256 edges=1024 features=32 dim=32 layers=2 heads=2",
+    "dlrm batch=16 tables=4 rows=100 dim=16 bottom=32 top=32",
+)
 #: Least programs or kernels for a rank correlation.
 LEAST = 3
 
@@ -36,14 +53,14 @@ class Request:
     Attributes:
         devices: Names of devices.
         models: Estimators, as of :func:`~opcast.predict.fidelities.compare_fidelities`.
-        suite: Suite of the zoo.
+        suite: Suite of the zoo; empty for :data:`PROGRAMS`.
         lowering: How programs become kernels.
         limit: Most programs, drawn evenly from the suite; 0 for all.
     """
 
     devices: tuple[str, ...]
     models: tuple[str, ...]
-    suite: str = "quick"
+    suite: str = ""
     lowering: str = "auto"
     limit: int = 0
 
@@ -170,14 +187,16 @@ def run_report(request: Request, out: Path, *, progress: bool = True) -> Fidelit
 
 def _tasks(request: Request) -> Iterator[tuple[str, str]]:
     """Titles and texts of the programs."""
-    from .datagen.zoo import build, suite, workload_name
+    from .datagen.zoo import build, parse_settings, suite, workload_name
 
-    programs = suite(request.suite)
+    split = (line.split() for line in PROGRAMS)
+    own = [(family, parse_settings(family, settings)) for family, *settings in split]
+    programs = suite(request.suite) if request.suite else own
     if request.limit and request.limit < len(programs):
         places = np.linspace(0, len(programs) - 1, request.limit).round().astype(int)
         programs = [programs[i] for i in places.tolist()]
     for family, settings in programs:
-        yield workload_name(family, settings), str(build(family, **settings).mlir())
+        yield workload_name(family, settings), build(family, **settings).mlir(debug_info=False)
 
 
 def _marks(predictors: Mapping[str, Predictor], device: DeviceSpec) -> list[str]:
@@ -233,9 +252,7 @@ def _ask(
         }
         for digest, place in first.items()
     ]  # fmt: skip
-    totals = {
-        f.name: {"latency_us": f.prediction.latency_us, "covered": f.covered} for f in found
-    }
+    totals = {f.name: {"latency_us": f.prediction.latency_us, "covered": f.covered} for f in found}
     count = sum(kernel.takes_time for kernel in lowered.kernels)
     return {
         **named, "lowering": lowered.lowering, "count": count, "totals": totals,

@@ -18,8 +18,8 @@ from ..features.kernel import Kernel, LoweredProgram
 from .base import Estimator, KernelPrediction
 from .context_correction import ContextCorrection
 from .device_correction import DeviceCorrection
-from .program_overhead import UNMEASURED
 from .program_model import ProgramModel, ProgramPrediction
+from .program_overhead import UNMEASURED
 from .registry import estimator_class, make_estimator
 from .store import DAMAGE, OPERATORS, pack, read_files, read_manifest, unpack, write_folder
 

@@ -161,9 +161,7 @@ def load_fidelities(names: Sequence[str]) -> dict[str, Predictor]:
     return {n: load_for_programs("default" if n == LEARNED else n) for n in names}
 
 
-def device_for(
-    device: str | Path | DeviceSpec, predictors: dict[str, Predictor]
-) -> DeviceSpec:
+def device_for(device: str | Path | DeviceSpec, predictors: dict[str, Predictor]) -> DeviceSpec:
     """A device as measured here or in the catalogue, else as a model was trained on it.
 
     Simulators need what the catalogue says of a device and older models may not have kept.

@@ -105,7 +105,9 @@ class SimulatorEstimator(ABC):
         """
         _, vector = compute_seconds(row, device)
         moved = row[:, INDEX["bytes_in"]] + row[:, INDEX["bytes_out"]]
-        return np.maximum(answered + vector, memory_seconds(moved, device)) + device.floor
+        return np.asarray(
+            np.maximum(answered + vector, memory_seconds(moved, device)) + device.floor
+        )
 
     @property
     def version(self) -> str:
@@ -167,7 +169,9 @@ class SimulatorEstimator(ABC):
         params = json.dumps(self.params, sort_keys=True)
         fixed = (str(ANSWER_VERSION), self.name, tool_version, params, described)
         return lambda kernel, job: LoweringCache.key(
-            *fixed, kernel.hash, hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
+            *fixed,
+            kernel.hash,
+            hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest(),
         )
 
     def _remembered(self, key: str) -> bool:

@@ -80,7 +80,7 @@ class ToolProcess:
     def _start(self) -> subprocess.Popen[bytes]:
         root = Path(__file__).resolve().parents[2]
         paths = [p for p in (*sys.path, str(root.parent)) if p]
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by stop)
         self._process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.worker", self._tool],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, bufsize=0,
