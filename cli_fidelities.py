@@ -76,7 +76,7 @@ def fidelities(
     ] = None,
     model: Annotated[
         str, typer.Option(help="Estimators, comma-separated.")
-    ] = "roofline,scalesim,zigzag,learned",
+    ] = "roofline,scalesim,zigzag,learned,compiler",
     suite: Annotated[
         str, typer.Option(help="Suite of the zoo: quick, standard, full; default: small programs.")
     ] = "",

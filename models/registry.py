@@ -25,9 +25,10 @@ _OWN = {
     "scalesim": ".simulators.scalesim:ScaleSimEstimator",
     "zigzag": ".simulators.zigzag:ZigZagEstimator",
     "iree": ".simulators.iree:IreeEstimator",
+    "compiler": ".simulators.compiler:CompilerEstimator",
 }
 #: Of ours, those that answer without having learned anything.
-UNTRAINED = ("roofline", "scalesim", "zigzag", "iree")
+UNTRAINED = ("roofline", "scalesim", "zigzag", "iree", "compiler")
 
 
 def estimator_names() -> list[str]:

@@ -123,7 +123,7 @@ def compare_fidelities(
         program: As of :meth:`Predictor.predict`.
         device: Name, path of a device file, or description.
         names: Model names or folders; ``learned`` is the device's default model, ``roofline``,
-            ``scalesim``, ``zigzag`` and ``iree`` need no training.
+            ``scalesim``, ``zigzag``, ``iree`` and ``compiler`` need no training.
         lowering: As of :meth:`Predictor.predict`.
         trip_counts: Likewise.
         fallback: Likewise.

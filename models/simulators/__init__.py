@@ -4,6 +4,7 @@ Kernels and a device go in, seconds of each kernel that the tool can model come 
 the roofline, with a reason. Tools run in a process of their own, answers stay on disk.
 """
 
-from .base import Answer, SimulatorEstimator
+from .answers import Answer, AnsweringEstimator
+from .base import SimulatorEstimator
 
-__all__ = ["Answer", "SimulatorEstimator"]
+__all__ = ["Answer", "AnsweringEstimator", "SimulatorEstimator"]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from abc import ABC, abstractmethod
-from collections import Counter
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -18,46 +16,24 @@ from ...features._columns import INDEX
 from ...features._row import rows
 from ...features.cache import LoweringCache
 from ...features.compile_process import shown
-from ...features.dataset import Dataset
 from ...features.device import DeviceSpec
 from ...features.errors import ModelError
 from ...features.kernel import Kernel
 from ...features.paths import home
 from ...features.roofline import compute_seconds, memory_seconds
-from ..base import KernelPrediction, distinct
-from ..conformal import UNCALIBRATED
-from ..store import read_manifest, write_folder
-from ..tables import SMALLEST, kernel_table
+from ..base import distinct
+from .answers import Answer, AnsweringEstimator
 from .tool_process import ToolProcess
 
 #: Raised when the drivers change what they ask a tool or make of its answer.
 ANSWER_VERSION = 1
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a tool says of a kernel.
+class SimulatorEstimator(AnsweringEstimator):
+    """An estimator whose answers a tool of others gives, run in a process of its own.
 
-    Attributes:
-        seconds: Its time of the part that it models; 0 if it models none.
-        reason: Why it models none; empty if it does.
-    """
-
-    seconds: float
-    reason: str = ""
-
-    @property
-    def covered(self) -> bool:
-        """Whether the tool models the kernel."""
-        return not self.reason
-
-
-class SimulatorEstimator(ABC):
-    """An estimator whose answers a tool of others gives; it learns nothing.
-
-    A kernel that the tool cannot model takes ``roofline + floor``, marked ``roofline`` and outside
-    of the domain; :meth:`reasons` says why. Answers are kept in the user's cache folder, by kernel,
-    device, parameters and version of the tool.
+    Answers are kept in the user's cache folder, by kernel, device, parameters and version of the
+    tool.
 
     Args:
         limit_s: Seconds that the tool may take for one kernel.
@@ -65,19 +41,16 @@ class SimulatorEstimator(ABC):
         params: Parameters of the tool; part of an answer's key.
     """
 
-    name: str = ""
     #: Extra of ``pyproject.toml`` that installs it, and the packages whose versions count.
     extra: ClassVar[str] = ""
     packages: ClassVar[tuple[str, ...]] = ()
     #: Module of this package that runs it.
     tool: ClassVar[str] = ""
-    #: ``source`` of its answers.
-    source: ClassVar[str] = ""
 
     def __init__(self, limit_s: float = 60.0, progress: bool = True, **params: Any) -> None:
+        super().__init__(**params)
         self.limit_s = float(limit_s)
         self.progress = progress
-        self.params = params
         self._cache = LoweringCache(home() / "simulated")
         self._known: dict[str, Answer] = {}
 
@@ -123,10 +96,6 @@ class SimulatorEstimator(ABC):
                 f"estimator {self.name!r} needs the package {error.name}, which is not installed",
                 hint=f"pip install 'opcast[{self.extra}]'",
             ) from None
-
-    def fit(self, dataset: Dataset) -> Self:
-        """Nothing is learned."""
-        return self
 
     def answers(self, kernels: Sequence[Kernel], device: DeviceSpec) -> list[Answer]:
         """What the tool says of each kernel: from the cache, or by running it.
@@ -200,60 +169,7 @@ class SimulatorEstimator(ABC):
                 self._cache.put(key, "", {**asdict(answer), **meta})
                 show(done)
 
-    def reasons(self, kernels: Sequence[Kernel], device: DeviceSpec) -> list[str]:
-        """Why each kernel takes its roofline; empty for those that the tool models."""
-        return [answer.reason for answer in self.answers(kernels, device)]
-
-    def predict(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
-        """Predict every kernel on the device.
-
-        Raises:
-            ModelError: The tool is not installed.
-            DeviceError: It cannot model the device.
-        """
-        answers = self.answers(kernels, device)
-        if not kernels:
-            empty, names = np.zeros(0), np.zeros(0, object)
-            return KernelPrediction(empty, empty, empty, names, names, np.zeros(0, bool))
-        table = kernel_table(kernels, device)
-        covered = np.array([answer.covered for answer in answers], bool)
-        simulated = np.array([answer.seconds for answer in answers])
-        own = np.maximum(self.latency(simulated, rows(kernels), device), SMALLEST)
-        latency = np.where(covered, own, table.base_s)
-        width = float(np.exp(UNCALIBRATED))
-        return KernelPrediction(
-            latency, latency / width, latency * width, table.bound,
-            source=np.where(covered, self.source, "roofline").astype(object), in_domain=covered,
-        )  # fmt: skip
-
-    def notes(self, kernels: Sequence[Kernel], device: DeviceSpec) -> tuple[str, ...]:
-        """How much the tool models and why not the rest, for the prediction's notes."""
-        own = [kernel for kernel in kernels if kernel.takes_time]
-        reasons = Counter(filter(None, self.reasons(own, device)))
-        covered = len(own) - sum(reasons.values())
-        found = [f"{self.version} models {covered} of {len(own)} kernels; nothing is calibrated"]
-        found += [f"{count} kernels take the roofline: {why}" for why, count in reasons.items()]
-        return tuple(found)
-
-    def save(self, path: Path) -> None:
-        """Write the model folder: a manifest, no weights."""
-        params = {"limit_s": self.limit_s, **self.params}
-        write_folder(
-            Path(path),
-            {"estimator": self.name, "params": params, "units": {"latency": "s"}},
-            {},
-        )
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read a model folder.
-
-        Raises:
-            ModelError: The folder is missing, damaged, or of another estimator.
-        """
-        manifest = read_manifest(Path(path))
-        if manifest.get("estimator") != cls.name:
-            raise ModelError(
-                f"holds a {manifest.get('estimator')!r} model, not {cls.name!r}", where=str(path)
-            )
-        return cls(**manifest.get("params", {}))
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Arguments that make the same estimator again."""
+        return {"limit_s": self.limit_s, **self.params}

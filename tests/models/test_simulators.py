@@ -15,8 +15,9 @@ import pytest
 from opcast.features._row import rows
 from opcast.features.catalogue import device_names, find_device, load_device_file
 from opcast.features.errors import DeviceError, ModelError
+from opcast.features.hlo import parse_hlo
 from opcast.features.kernel import Kernel
-from opcast.features.kernels import kernel_from_ir
+from opcast.features.kernels import extract_kernels, kernel_from_ir
 from opcast.features.roofline import roofline
 from opcast.models.registry import UNTRAINED, estimator_class, make_estimator
 from opcast.models.simulators import base, tool_process
@@ -108,7 +109,7 @@ def test_what_to_install_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_estimators_are_entry_points() -> None:
-    assert set(UNTRAINED) <= {"roofline", "scalesim", "zigzag", "iree"}
+    assert set(UNTRAINED) <= {"roofline", "scalesim", "zigzag", "iree", "compiler"}
     for name in UNTRAINED:
         assert estimator_class(name).name == name
     known = {point.name for point in entry_points(group="opcast.estimators")}
@@ -415,6 +416,24 @@ def test_model_folders(tmp_path: Path) -> None:
         ZigZagEstimator.load(tmp_path / "model")
 
 
+# The TPU's compiler
+
+
+def test_the_compilers_estimates() -> None:
+    text = (Path(__file__).parents[1] / "features" / "data" / "absent" / "v5e_pool.hlo").read_text()
+    kernels, _ = extract_kernels(parse_hlo(text))
+    spec = find_device("tpu-v5e")
+    found = make_estimator("compiler").predict(kernels, spec)
+    told = np.array([kernel.cycles > 0 for kernel in kernels])
+    assert told.any() and not told.all()
+    cycles = np.array([kernel.cycles for kernel in kernels])
+    np.testing.assert_allclose(found.latency[told], cycles[told] / spec.clock_hz)
+    assert set(found.source[told]) == {"compiler:libtpu"}
+    assert set(found.source[~told]) == {"roofline"}
+    with pytest.raises(DeviceError, match="only that of TPUs"):
+        make_estimator("compiler").predict(kernels, find_device("h100-sxm"))
+
+
 # IREE
 
 
@@ -430,7 +449,6 @@ def test_iree_runs_on_this_machine_alone() -> None:
 
 
 def test_a_fusion_becomes_its_computation() -> None:
-    from opcast.features.hlo import parse_hlo
     from opcast.models.simulators.iree_tool import unfused
 
     program = parse_hlo(

@@ -1,0 +1,144 @@
+"""What estimators share whose answers come from elsewhere, for some of the kernels."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from ...features._row import rows
+from ...features.dataset import Dataset
+from ...features.device import DeviceSpec
+from ...features.errors import ModelError
+from ...features.kernel import Kernel
+from ..base import KernelPrediction
+from ..conformal import UNCALIBRATED
+from ..store import read_manifest, write_folder
+from ..tables import SMALLEST, kernel_table
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a tool says of a kernel.
+
+    Attributes:
+        seconds: Its time of the part that it models; 0 if it models none.
+        reason: Why it models none; empty if it does.
+    """
+
+    seconds: float
+    reason: str = ""
+
+    @property
+    def covered(self) -> bool:
+        """Whether the tool models the kernel."""
+        return not self.reason
+
+
+class AnsweringEstimator(ABC):
+    """An estimator whose answers somebody else gives; it learns nothing.
+
+    A kernel without an answer takes ``roofline + floor``, marked ``roofline`` and outside of the
+    domain; :meth:`reasons` says why.
+
+    Args:
+        params: What it was made with, by keyword; saved with it.
+    """
+
+    name: str = ""
+    #: ``source`` of its answers.
+    source: ClassVar[str] = ""
+
+    def __init__(self, **params: Any) -> None:
+        self.params = params
+
+    @property
+    @abstractmethod
+    def version(self) -> str:
+        """Who answers, in which version."""
+
+    @abstractmethod
+    def answers(self, kernels: Sequence[Kernel], device: DeviceSpec) -> list[Answer]:
+        """What is said of each kernel.
+
+        Raises:
+            ModelError: Who answers is not installed.
+            DeviceError: It knows nothing of the device.
+        """
+
+    def latency(self, answered: np.ndarray, row: np.ndarray, device: DeviceSpec) -> np.ndarray:
+        """Seconds of whole kernels from the answers, shape ``(n,)``: the answers themselves.
+
+        Args:
+            answered: Seconds of the answers.
+            row: Feature rows of the kernels.
+            device: Where they run.
+        """
+        return answered
+
+    def fit(self, dataset: Dataset) -> Self:
+        """Nothing is learned."""
+        return self
+
+    def reasons(self, kernels: Sequence[Kernel], device: DeviceSpec) -> list[str]:
+        """Why each kernel takes its roofline; empty for those that the tool models."""
+        return [answer.reason for answer in self.answers(kernels, device)]
+
+    def predict(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
+        """Predict every kernel on the device.
+
+        Raises:
+            OpcastError: As :meth:`answers`.
+        """
+        answers = self.answers(kernels, device)
+        if not kernels:
+            empty, names = np.zeros(0), np.zeros(0, object)
+            return KernelPrediction(empty, empty, empty, names, names, np.zeros(0, bool))
+        table = kernel_table(kernels, device)
+        covered = np.array([answer.covered for answer in answers], bool)
+        simulated = np.array([answer.seconds for answer in answers])
+        own = np.maximum(self.latency(simulated, rows(kernels), device), SMALLEST)
+        latency = np.where(covered, own, table.base_s)
+        width = float(np.exp(UNCALIBRATED))
+        return KernelPrediction(
+            latency, latency / width, latency * width, table.bound,
+            source=np.where(covered, self.source, "roofline").astype(object), in_domain=covered,
+        )  # fmt: skip
+
+    def notes(self, kernels: Sequence[Kernel], device: DeviceSpec) -> tuple[str, ...]:
+        """How much the tool models and why not the rest, for the prediction's notes."""
+        own = [kernel for kernel in kernels if kernel.takes_time]
+        reasons = Counter(filter(None, self.reasons(own, device)))
+        covered = len(own) - sum(reasons.values())
+        found = [f"{self.version} models {covered} of {len(own)} kernels; nothing is calibrated"]
+        found += [f"{count} kernels take the roofline: {why}" for why, count in reasons.items()]
+        return tuple(found)
+
+    def save(self, path: Path) -> None:
+        """Write the model folder: a manifest, no weights."""
+        manifest = {"estimator": self.name, "params": self.settings, "units": {"latency": "s"}}
+        write_folder(Path(path), manifest, {})
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Arguments that make the same estimator again."""
+        return dict(self.params)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a model folder.
+
+        Raises:
+            ModelError: The folder is missing, damaged, or of another estimator.
+        """
+        manifest = read_manifest(Path(path))
+        if manifest.get("estimator") != cls.name:
+            raise ModelError(
+                f"holds a {manifest.get('estimator')!r} model, not {cls.name!r}", where=str(path)
+            )
+        return cls(**manifest.get("params", {}))
