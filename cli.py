@@ -134,6 +134,8 @@ def predict(
         )  # fmt: skip
         return
     if "," in model:
+        if strict or timeline:
+            raise typer.BadParameter("--strict and --timeline take a single --model")
         cli_fidelities.predict_side_by_side(
             program, device, model, lowering, trips=trips_of(trip_count), fallback=fallback,
             top=top, json_output=json_output,

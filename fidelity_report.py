@@ -32,14 +32,10 @@ PROGRAMS = (
     "mlp batch=2048 width=4096 layers=2",
     "mlp batch=128 width=512 layers=3 mode=train",
     "resnet depth=18 width=16 image=32 stem=cifar classes=10 batch=16",
-    "resnet depth=18 width=64 image=64 batch=4",
     "vit layers=2 dim=192 heads=3 hidden=768 image=64 batch=4",
     "vit layers=1 dim=768 heads=12 hidden=3072 image=224 batch=2",
     "bert layers=1 dim=256 heads=4 hidden=1024 seq=128 batch=4",
-    "bert layers=1 dim=128 heads=2 hidden=512 seq=64 batch=4 mode=train",
     "llama layers=1 dim=512 heads=8 kv_heads=4 hidden=1024 seq=128 vocab=2000 batch=2",
-    "lstm layers=1 dim=64 seq=16 vocab=500 batch=4",
-    "gnn nodes=256 edges=1024 features=32 dim=32 layers=2 heads=2",
     "dlrm batch=16 tables=4 rows=100 dim=16 bottom=32 top=32",
 )
 #: Least programs or kernels for a rank correlation.

@@ -83,6 +83,8 @@ def test_commands(programs: list[Path], tmp_path: Path) -> None:
     data = json.loads(invoke(*args, "--model", "roofline,scalesim", "--json"))
     assert set(data["fidelities"]) == {"roofline", "scalesim"}
     assert "covered" in invoke(*args, "--model", "roofline, scalesim")
+    refused = CliRunner().invoke(app, [*args, "--model", "roofline,scalesim", "--strict"])
+    assert refused.exit_code == 2 and "single --model" in refused.output
     alone = json.loads(invoke(*args, "--model", "scalesim", "--json"))
     assert alone["latency_us"] == data["fidelities"]["scalesim"]["latency_us"]
 
