@@ -40,6 +40,8 @@ PROGRAMS = (
 )
 #: Least programs or kernels for a rank correlation.
 LEAST = 3
+#: Characters of a program's name in the printed table.
+_TITLE = 38
 
 
 @dataclass(frozen=True)
@@ -261,11 +263,7 @@ def print_report(console: Console, found: FidelityReport) -> None:
     from .workflows import print_frame
 
     if found.answers:
-        programs = found.programs()
-        for column in programs.columns:
-            if column.endswith("_covered"):
-                programs[column] = [f"{v:.0%}" for v in programs[column]]
-        print_frame(console, programs, "programs")
+        print_frame(console, _shown(found), "programs: µs of a run, and the share modelled itself")
         correlations = found.correlations()
         for column in ("rho_programs", "rho_kernels", "rho_products", "ratio"):
             correlations[column] = [f"{v:.2f}" if v == v else "–" for v in correlations[column]]
@@ -273,3 +271,21 @@ def print_report(console: Console, found: FidelityReport) -> None:
     for failure in found.failures:
         console.print(f"{failure['program']} on {failure['device']}: {failure['reason']}")
     console.print(f"{found.seconds:.0f} s")
+
+
+def _shown(found: FidelityReport) -> pd.DataFrame:
+    """The programs with a column for each model, as text."""
+    return pd.DataFrame([
+        {
+            "device": own["device"], "program": _short(own["program"]), "kernels": own["count"],
+            **{
+                name: f"{told['latency_us']:.0f} {told['covered']:.0%}"
+                for name, told in own["totals"].items()
+            },
+        }
+        for own in found.answers
+    ])  # fmt: skip
+
+
+def _short(title: str) -> str:
+    return title if len(title) <= _TITLE else title[: _TITLE - 1] + "…"

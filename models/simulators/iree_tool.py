@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import tempfile
 from dataclasses import replace
@@ -38,9 +39,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     program = unfused(parse_hlo(job["ir"]))
     inputs = [_input(op.type) for op in program.entry_computation.parameters]
     text = str(parse_module(hlo_to_stablehlo(print_hlo(program))))
-    if "mhlo." in text.split("\n", 1)[-1]:
-        name = text.split('"mhlo.', 1)[-1].split('"')[0] if '"mhlo.' in text else "an op of mhlo"
-        return {"error": f"StableHLO has no {name[:40]}"}
+    foreign = re.search(r"(?:= |\")mhlo\.(\w+)", text)
+    if foreign:
+        return {"error": f"StableHLO has no {foreign[1]}"}
     with tempfile.TemporaryDirectory(prefix="opcast-iree-") as scratch:
         module = Path(scratch) / "kernel.vmfb"
         (Path(scratch) / "kernel.mlir").write_text(text)
