@@ -168,7 +168,8 @@ def _traced(
 
     from .features.reader import read_program
 
-    specs = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    make: Any = jax.ShapeDtypeStruct
+    specs = [make(shape, dtype) for shape in shapes]
     return read_program(jax.jit(function), *specs)
 
 

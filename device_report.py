@@ -116,7 +116,7 @@ def run_device_report(
     from .datagen.progress import tracked
     from .device_checks import physics_checks
     from .device_tables import markdown, print_report
-    from .features.dataset import write_text
+    from .features.files import write_text
     from .predict.devices import resolve_device
     from .predict.predictor import load
 

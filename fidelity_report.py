@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from .features.dataset import write_text
+from .features.files import write_text
 from .features.errors import LoweringError
 
 if TYPE_CHECKING:

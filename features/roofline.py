@@ -82,7 +82,7 @@ def least_seconds(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
         return found.latency_s
     moved = row[:, INDEX["bytes_in"]] + row[:, INDEX["bytes_out"]]
     beyond = moved - device.core_count * device.shared_bytes_per_core
-    return np.maximum(found.compute_s, memory_seconds(np.maximum(beyond, 0.0), device))
+    return np.asarray(np.maximum(found.compute_s, memory_seconds(np.maximum(beyond, 0.0), device)))
 
 
 def compute_seconds(row: np.ndarray, device: DeviceSpec) -> tuple[np.ndarray, np.ndarray]:

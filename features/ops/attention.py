@@ -77,7 +77,7 @@ class _Work:
     @property
     def repeat(self) -> np.ndarray:
         """Query heads that share keys."""
-        return self.heads / self.groups
+        return np.asarray(self.heads / self.groups)
 
 
 class _Tiles(NamedTuple):
