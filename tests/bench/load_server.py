@@ -11,13 +11,16 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -32,24 +35,33 @@ QUERIES_PER_S, P99_MS, KERNELS_PER_S = 3000, 20, 150_000
 
 @contextmanager
 def server(*options: str) -> Iterator[tuple[int, int]]:
-    """A server; gives its port and process id."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "opcast.cli", "serve", "--port", "0", *options],
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        assert process.stderr is not None
-        port = int(process.stderr.readline().split("/docs")[0].rpartition(":")[2])
-        for _ in range(START_S * 5):
+    """A server; gives its port and process id. Unexpected errors that it logs are printed."""
+    with tempfile.TemporaryFile("w+") as log:
+        command = [sys.executable, "-m", "opcast.cli", "serve", "--port", "0", *options]
+        process = subprocess.Popen(command, stderr=log)
+        try:
+            yield _port(process, log), process.pid
+        finally:
+            process.terminate()
+            process.wait(START_S)
+            log.seek(0)
+            print(*(line for line in log if "Error" in line), sep="", end="")
+
+
+def _port(process: subprocess.Popen, log: IO[str]) -> int:
+    """Port of a server, once it answers."""
+    for _ in range(START_S * 5):
+        time.sleep(0.2)
+        log.seek(0)
+        found = re.search(r":(\d+)/docs", log.read())
+        if found is not None:
             try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=60).read()
-                break
+                urllib.request.urlopen(f"http://127.0.0.1:{found[1]}/health", timeout=60).read()
+                return int(found[1])
             except OSError:
-                time.sleep(0.2)
-        yield port, process.pid
-    finally:
-        process.terminate()
-        process.wait(START_S)
+                pass
+        assert process.poll() is None, "the server did not start"
+    raise TimeoutError("the server did not start")
 
 
 class Connection(asyncio.Protocol):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import IO
 
 import pytest
 
@@ -18,31 +21,35 @@ START_S = 300
 
 
 @contextmanager
-def running(*options: str, **environment: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def running(*options: str, **environment: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A server process and its address, once it answers."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "opcast.cli", "serve", "--port", "0", *options],
-        stderr=subprocess.PIPE, text=True, env={**os.environ, **environment},
-    )  # fmt: skip
-    try:
-        assert process.stderr is not None
-        url = process.stderr.readline().split("/docs")[0]
-        _wait(url, process)
-        yield url, process
-    finally:
-        if process.poll() is None:
-            process.terminate()
-        process.communicate(timeout=START_S)
-
-
-def _wait(url: str, process: subprocess.Popen[str]) -> None:
-    for _ in range(10 * START_S):
-        assert process.poll() is None, process.communicate()[1]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "opcast.cli", "serve", "--port", "0", *options],
+            stderr=log, env={**os.environ, **environment},
+        )  # fmt: skip
         try:
-            assert httpx.get(f"{url}/health", timeout=30).status_code == 200
-            return
+            yield _address(process, log), process
+        finally:
+            if process.poll() is None:
+                process.terminate()
+            process.wait(START_S)
+
+
+def _address(process: subprocess.Popen[bytes], log: IO[str]) -> str:
+    for _ in range(10 * START_S):
+        time.sleep(0.1)
+        log.seek(0)
+        said = log.read()
+        assert process.poll() is None, said
+        found = re.search(r"(http://\S+)/docs", said)
+        if found is None:
+            continue
+        try:
+            assert httpx.get(f"{found[1]}/health", timeout=30).status_code == 200
+            return found[1]
         except httpx.TransportError:
-            time.sleep(0.1)
+            pass
     pytest.fail(f"the server did not start within {START_S} s")
 
 
