@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from .features.files import write_text
 from .features.errors import LoweringError
+from .features.files import write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
