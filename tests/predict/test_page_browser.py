@@ -286,7 +286,7 @@ def test_planted_markup_is_shown_and_not_run(browser, predictor, tmp_path):
 
 
 @pytest.mark.slow
-def test_twenty_thousand_kernels_stay_fluid(browser, predictor, step, gpu, tmp_path):
+def test_twenty_thousand_kernels_stay_fluid(browser, page_file, predictor, step, gpu, tmp_path):
     lowered = lower(read_program(step), "fused", device=gpu)
     data = report_data(predictor, read_program(step), lowered, gpu)
     columns = data["kernels"]["columns"]
@@ -300,13 +300,23 @@ def test_twenty_thousand_kernels_stay_fluid(browser, predictor, step, gpu, tmp_p
     data["program"] = "long"
     path = tmp_path / "long.html"
     path.write_text(assemble(Page("long", data, SCRIPTS)))
-    watched = Watched(browser, path)
-    best = watched.tab.evaluate("""async () => {
+    long, short = Watched(browser, path), Watched(browser, page_file)
+    # Both on the machine as it is now, whatever else it does; short ones first and last.
+    times = [shortest_frame(own.tab) for own in (short, long, short)]
+    assert times[1] < 4 * max(times[0], times[2])
+    long.close()
+    short.close()
+
+
+def shortest_frame(tab):
+    """Milliseconds from a key that zooms the timeline to the end of the next frame."""
+    tab.bring_to_front()
+    return tab.evaluate("""async () => {
       const node = document.querySelector("#timeline canvas");
       const frame = () => new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
       const spans = [];
       node.focus();
-      for (let i = 0; i < 12; i++) {
+      for (let i = 0; i < 16; i++) {
         const from = performance.now();
         node.dispatchEvent(new KeyboardEvent("keydown", { key: i % 2 ? "-" : "+", bubbles: true }));
         await frame();
@@ -314,8 +324,6 @@ def test_twenty_thousand_kernels_stay_fluid(browser, predictor, step, gpu, tmp_p
       }
       return Math.min(...spans);
     }""")
-    assert best < 100  # milliseconds; the best frame leaves out what else the machine does
-    watched.close()
 
 
 def test_colours_can_be_read():
