@@ -28,7 +28,7 @@ def answer(predictors: Predictors, task: Mapping[str, Any], payload: bytes) -> R
     """
     try:
         found = _KINDS[task["kind"]](predictors, task, payload)
-        return 200, json.dumps(found, allow_nan=False).encode()
+        return _reply(found)
     except OpcastError as error:
         return status_of(error), json.dumps(error_data(error)).encode()
     except MemoryError:
@@ -42,6 +42,13 @@ def answer(predictors: Predictors, task: Mapping[str, Any], payload: bytes) -> R
             f"it cannot be processed: {type(error).__name__}: {error}"[:300],
             "is it complete? If it runs elsewhere, please report it",
         )
+
+
+def _reply(found: dict[str, Any]) -> Reply:
+    try:
+        return 200, json.dumps(found, allow_nan=False).encode()
+    except ValueError:  # JSON has no infinity
+        return _refused("its sizes give figures that are not finite", "give smaller sizes")
 
 
 def predict_program(
