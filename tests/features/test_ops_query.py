@@ -1,10 +1,11 @@
 """Operators written by hand."""
 
+import numpy as np
 import pytest
 
 from opcast.features.errors import ProgramError
 from opcast.features.ops import op_features
-from opcast.features.ops.query import parse_op
+from opcast.features.ops.query import parse_op, parse_op_columns
 
 
 def test_a_product_with_defaults():
@@ -83,3 +84,30 @@ def test_decode_needs_the_length_of_its_cache():
 def test_unknown_backends_are_refused():
     with pytest.raises(ProgramError, match=r"no backend 'foo' \(backends: sglang, trtllm, vllm\)"):
         parse_op("linear m=1 n=8 k=8 dtype=bf16 backend=foo")
+
+
+def test_columns_are_rows_with_the_same_defaults():
+    columns = {"batch": [1, 4], "q_heads": [32, 8], "head_dim": 128, "kv_len": [99, 7]}
+    found = parse_op_columns("generation_attention", columns | {"dtype": "bfloat16"})
+    for row in range(2):
+        sizes = {k: v[row] if isinstance(v, list) else v for k, v in columns.items()}
+        text = " ".join(f"{k}={v}" for k, v in sizes.items())
+        expected = parse_op(f"generation_attention {text} dtype=bfloat16")
+        own = {k: v[row] if isinstance(v, np.ndarray) else v for k, v in found.items()}
+        assert own == expected
+
+
+@pytest.mark.parametrize(
+    ("columns", "what"),
+    [
+        ({"m": [1, 2], "n": [1]}, r"columns have \[1, 2\] rows"),
+        ({"m": [], "n": 1, "k": 1}, r"columns have \[0\] rows"),
+        ({"m": [1, 0], "n": 1, "k": 1}, "m=0 is not from 1"),
+        ({"m": [2**41], "n": 1, "k": 1}, "is not from 1 to"),
+        ({"m": [2**70], "n": 1, "k": 1}, "m holds no whole numbers"),
+        ({"m": 1, "n": 1, "backend": [1]}, "backend is a name"),
+    ],
+)
+def test_what_is_wrong_with_columns_is_named(columns, what):
+    with pytest.raises(ProgramError, match=what):
+        parse_op_columns("linear", columns | {"dtype": "bf16"})
