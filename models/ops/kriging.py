@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 
@@ -35,6 +36,7 @@ MAX_SAMPLES = 1500
 #: Factors on amplitudes and noise that the samples of a device choose among, from so many samples
 #: on, and the samples that are looked at for it.
 AMPLITUDE_FACTORS, NOISE_FACTORS = (0.3, 0.6, 1.0), (1.0, 2.5, 6.0)
+SHARED_FACTORS = (1.0, 0.3, 0.05)
 SMALLEST = 0.05
 LEAST_CHOICE, MAX_CHOICE = 8, 400
 _AMPLITUDES = 7  # three of slopes, three of smooth terms, noise
@@ -191,20 +193,21 @@ def chosen_params(
     """Parameters with amplitudes and noise scaled so that left-out samples are predicted best.
 
     A device may be closer to the known ones than they are to each other, or its errors rougher:
-    then the fitted amplitudes would trust the samples too little or too much. Each sample is
+    then the fitted amplitudes would trust the samples too little or too much. Or its libraries may
+    err apart, so that what they share says less. Each sample is
     predicted from those of other groups (:func:`left_out_errors`); if no correction is better than
     any, the smallest amplitudes are taken.
     """
     best, least = _scaled(params, SMALLEST, 1.0), float(np.abs(errors).mean())
-    for amplitude in AMPLITUDE_FACTORS:
-        for noise in NOISE_FACTORS:
-            scaled = _scaled(params, amplitude, noise)
-            matrix = covariance(sites, sites, scaled)
-            inverse = np.linalg.inv(matrix + noise_variance(scaled) * np.eye(len(errors)))
-            left_out = left_out_errors(inverse, inverse @ errors, groups)
-            loss = float(np.abs(left_out).mean())
-            if loss < least:
-                best, least = scaled, loss
+    for shared, amplitude, noise in product(SHARED_FACTORS, AMPLITUDE_FACTORS, NOISE_FACTORS):
+        scaled = _scaled(params, amplitude, noise)
+        scaled[[0, 3]] += np.log(shared)
+        matrix = covariance(sites, sites, scaled)
+        inverse = np.linalg.inv(matrix + noise_variance(scaled) * np.eye(len(errors)))
+        left_out = left_out_errors(inverse, inverse @ errors, groups)
+        loss = float(np.abs(left_out).mean())
+        if loss < least:
+            best, least = scaled, loss
     return best
 
 
