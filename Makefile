@@ -69,7 +69,7 @@ report: $(VENV)/.installed $(VENV)/.compilers
 
 ## The docs site, in site/.
 docs: $(VENV)/.installed
-	$(BIN)/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo-out report-out site

@@ -106,8 +106,11 @@ def _product(op: Op, operands: Sequence[Op], target: str) -> PlainForm | None:
         return None
     plain = _without_scratch(op)
     body = _Epilogue(config, operands, plain.results, target)
-    if not body.read():
-        return None
+    try:
+        if not body.read():
+            return None
+    except (ValueError, TypeError, AttributeError, KeyError, IndexError):
+        return None  # a configuration of other shape than XLA's
     if body.alone:
         return PlainForm(Op(op.name, "dot", (), plain.results, body.dot_attrs), operands[:2])
     computation = Computation(f"{op.name}.epilogue", body.ops, len(body.ops) - 1)

@@ -13,6 +13,7 @@ from .lowering_choice import LOWERINGS as LOWERINGS
 from .lowering_choice import check_lowering, choose_lowering
 from .quiet import device_files
 from .reader import SourceProgram, TripCounts, read_program
+from .untrusted import well_formed
 
 if TYPE_CHECKING:
     from .compile_process import CompileSettings
@@ -57,6 +58,19 @@ def lower(
     for name in (lowering, fallback or lowering):
         check_lowering(name)
     program = read_program(source, trip_counts=trip_counts)
+    with well_formed(program.origin):
+        return _lower(program, lowering, cache, trip_counts, device, fallback, settings)
+
+
+def _lower(
+    program: SourceProgram,
+    lowering: str,
+    cache: LoweringCache | Literal[False] | None,
+    trip_counts: TripCounts,
+    device: DeviceSpec | None,
+    fallback: str,
+    settings: CompileSettings | None,
+) -> LoweredProgram:
     if trip_counts is not None and program.trip_counts != trip_counts:
         program = replace(program, trip_counts=trip_counts)
     absent = device is not None and lowering in ("auto", "xla") and _is_absent(program, device)

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -29,10 +30,35 @@ PLAIN_DEPTH = 200
 #: Nesting that no reader follows.
 MAX_DEPTH = 2000
 _COMMAND = [sys.executable, "-P", str(Path(__file__).with_name("_mlir_worker.py"))]
+_ILL_FORMED = (
+    IndexError, KeyError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError,
+    RecursionError, MemoryError,
+)  # fmt: skip
 #: Digests of modules that passed; so many are kept.
 _passed: set[bytes] = set()
 _REMEMBERED = 4096
 _HINT = "copy the file again, or export the program anew"
+
+
+@contextlib.contextmanager
+def well_formed(origin: str = "") -> Iterator[None]:
+    """Turns what an ill-formed program makes of rules that expect a well-formed one into one error.
+
+    Attributes that do not fit shapes, operands that are missing and figures beyond all range show
+    where they are used, in any of the rules for costs, kernels and features.
+
+    Raises:
+        ProgramError: Something in the block failed so; the error below says where.
+    """
+    try:
+        yield
+    except _ILL_FORMED as error:
+        raise ProgramError(
+            f"the program is malformed: {type(error).__name__}: {str(error)[:300]}",
+            where=origin,
+            hint="an attribute does not fit its operands; if a compiler takes the program, that is "
+            "a fault of opcast",
+        ) from error
 
 
 class Reader:

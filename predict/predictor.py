@@ -236,6 +236,7 @@ class Predictor:
         """
         from ..features.lowering import lower
         from ..features.reader import read_program
+        from ..features.untrusted import well_formed
 
         spec = resolve_device(device, self.devices)
         source = read_program(program, *args, trip_counts=trip_counts)
@@ -243,7 +244,8 @@ class Predictor:
             source, lowering, cache=self.cache, trip_counts=trip_counts, device=spec,
             fallback=fallback, settings=settings,
         )  # fmt: skip
-        return self.predict_lowered(lowered, spec, strict=strict)
+        with well_formed(source.origin):
+            return self.predict_lowered(lowered, spec, strict=strict)
 
     def predict_lowered(
         self, lowered: LoweredProgram, device: DeviceSpec, *, strict: bool = False

@@ -70,3 +70,20 @@ def test_mutations_change_files_and_repeat_themselves():
     assert mutate(data, [("number", 0.0, 2)]) == b"name: x\nsize: 1\n"
     assert mutate(data, [("cut", 0.5, 0)]) == data[:9]
     assert mutate(b"a", [("nest", 0.0, 0)]) == b"((()))a"
+
+
+#: What fuzzing found, cut down: each raised something else than an error that users are told.
+FOUND = {
+    "a layout of another rank": "HloModule m, is_scheduled=true\n\nENTRY e {\n"
+    "  p = f32[8,4]{1,0} parameter(0)\n  ROOT r = f32[8]{3,0} reshape(p)\n}\n",
+    "dimensions of a product that are no numbers": "HloModule m, is_scheduled=true\n\nENTRY e {\n"
+    "  a = f32[8,8]{1,0} parameter(0)\n  b = f32[8,8]{1,0} parameter(1)\n"
+    '  ROOT c = f32[8,8]{1,0} custom-call(a, b), custom_call_target="__cublas$gemm", '
+    'backend_config={"gemm_backend_config":{"alpha_real":1,"beta":0,"dot_dimension_numbers":'
+    '{"lhs_contracting_dimensions":["\'\'"],"rhs_contracting_dimensions":["0"]}}}\n}\n',
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_fuzzing_found_is_mended(name, tmp_path):
+    assert attempt(TARGETS["HLO text"], FOUND[name].encode(), tmp_path) in ("refused", "accepted")
