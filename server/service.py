@@ -37,6 +37,7 @@ class Service:
         self.sandbox = Sandbox(settings)
         self.kernels = KernelService(settings, self.predictors, self.sandbox, self.metrics)
         self._devices: dict[tuple[str, str], DeviceSpec] = {}
+        self._learned: dict[str, DeviceSpec] = {}
         cache, sandbox = self.kernels.cache, self.sandbox
         watch = self.metrics.watch
         watch("opcast_cache_entries", "Kernels remembered.", lambda: len(cache))
@@ -51,8 +52,8 @@ class Service:
             ModelError: One is missing or damaged.
         """
         for name in self.settings.models:
-            self.predictors[name] = load(name)
-            _ = self.predictors[name].operators
+            found = self.predictors[name] = load(name)
+            self._learned |= found.operators.devices | found.devices
 
     def close(self) -> None:
         """End processes and threads."""
@@ -118,24 +119,22 @@ class Service:
         found = {}
         for place, (name, predictor) in enumerate(self.predictors.items()):
             operators = read_manifest(find_model(name)).get("kind") == OPERATORS
-            known = predictor.operators.families and predictor.devices
+            families = predictor.operators.families.values()
+            learned = {d for f in families for d in f.devices} if operators else predictor.devices
             found[name] = {
                 "name": name, "predicts": "operators" if operators else "programs",
-                "default": place == 0, "devices": sorted(known), "digest": model_hash(name),
+                "default": place == 0, "devices": sorted(learned), "digest": model_hash(name),
             }  # fmt: skip
         return found
 
     def devices(self) -> list[dict[str, Any]]:
         """Entries of ``GET /v1/devices``: those of the models and of the catalogue."""
         specs = {name: find_device(name) for name in device_names()}
-        learned: dict[str, DeviceSpec] = {}
-        for predictor in self.predictors.values():
-            learned |= predictor.operators.devices | predictor.devices
         return [
             {
                 "name": name, "platform": spec.platform, "vendor": spec.vendor,
                 "architecture": spec.architecture, "aliases": list(spec.aliases),
-                "memory_bytes": spec.memory_bytes, "learned": name in learned,
+                "memory_bytes": spec.memory_bytes, "learned": name in self._learned,
             }
-            for name, spec in sorted((learned | specs).items())
+            for name, spec in sorted((self._learned | specs).items())
         ]  # fmt: skip

@@ -33,6 +33,14 @@ def test_it_tells_what_it_serves(client):
     assert {"tpu-v5e", "b200"} <= set(devices)
 
 
+def test_asking_for_a_device_does_not_make_it_a_learned_one(client, ask):
+    devices = client.get("/v1/devices").json()
+    new = next(d["name"] for d in devices if d["platform"] == "gpu" and not d["learned"])
+    status, found = ask(KERNELS, {"device": new, "ops": [LINEAR.format(64)]})
+    assert status == 200 and found["scope"][0] in ("unseen", "sibling")
+    assert client.get("/v1/devices").json() == devices
+
+
 def test_operators_are_answered_as_on_the_command_line(ask):
     texts = [LINEAR.format(64), "conv batch=8 cin=64 cout=64 ksize=3 insize=56 dtype=fp32"]
     status, found = ask(KERNELS, {"device": "h100-sxm", "ops": [*texts, texts[0]]})
