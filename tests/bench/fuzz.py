@@ -72,7 +72,7 @@ def one_target(name: str, seconds: float, seed: int, keep: Path) -> dict[str, in
     while (left := end - time.monotonic()) > 0:
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
-            command = [sys.executable, __file__, "--target", name, "--seed", str(seed)]
+            command = [sys.executable, __file__, f"--target={name}", "--seed", str(seed)]
             command += ["--minutes", str(left / 60), "--worker", scratch]
             with (folder / "errors").open("w") as errors:
                 code = subprocess.run(command, stderr=errors, check=False).returncode
