@@ -212,3 +212,14 @@ def test_what_cannot_be_started_says_why():
                 capture_output=True, text=True, check=False,
             )  # fmt: skip
             assert done.returncode == 1 and why in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+def test_programs_are_compiled_where_that_is_allowed(start):
+    import httpx
+
+    body = {"device": "cpu-amd-epyc-2c", "lowering": "xla", "program": malformed.TEXT}
+    with start("--model", "cpu-xgboost", "--allow-compile") as (url, _):
+        answer = httpx.post(url + PROGRAM, json=body, timeout=90)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["compiler"].endswith("cpu") and answer.json()["lowering"] == "xla"
