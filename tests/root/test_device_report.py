@@ -199,8 +199,13 @@ def test_no_device_is_faster_with_twice_the_batch(predictor: Predictor) -> None:
 
 
 @pytest.mark.slow
-def test_devices_come_in_the_order_of_their_data_sheets(predictor: Predictor) -> None:
-    devices = [find_device(name) for name in DEVICES]
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_devices_come_in_the_order_of_their_data_sheets(
+    predictor: Predictor, platform: str
+) -> None:
+    # Labels of GPUs are measured times, those of TPUs a compiler's: between the two the report
+    # says what is out of order.
+    devices = [d for d in map(find_device, DEVICES) if d.platform == platform]
     for check in device_orders(predictor, devices, "fused"):
         assert check.passed, check.failures
-        assert check.cases == len(DEVICES) * (len(DEVICES) - 1) / 2
+        assert check.cases == len(devices) * (len(devices) - 1) / 2
