@@ -120,6 +120,7 @@ def _hlo(data: bytes, _: Path) -> None:
     from opcast.features.lowering import lower
     from opcast.features.reader import read_program
     from opcast.features.table import feature_table
+    from opcast.features.untrusted import well_formed
 
     source = read_program(data, trip_counts=2)
     found = lower(source, "op", cache=False)
@@ -127,7 +128,8 @@ def _hlo(data: bytes, _: Path) -> None:
         found = lower(source, "xla", cache=False)
     spec = DeviceSpec("round", "cpu", {"f32": 1e12}, {"f32": 1e11}, (MemoryLevel(1e9, 1e11),), 1e-6)
     if found.kernels:
-        feature_table(found.kernels, spec)
+        with well_formed():  # as Predictor.predict does
+            feature_table(found.kernels, spec)
 
 
 def _device_file(data: bytes, folder: Path) -> None:
