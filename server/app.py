@@ -18,7 +18,7 @@ from starlette.responses import Response
 from .. import __version__
 from ..features.errors import OpcastError
 from . import documents, schemas
-from .errors import RequestError, error_response, json_response
+from .errors import RequestError, error_response, json_response, page_response
 from .guard import Direct, Guard
 from .metrics import CONTENT_TYPE
 from .service import Service
@@ -125,19 +125,19 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
     )  # fmt: skip
     async def predict_program(request: Request) -> Response:
         """Predict a program: as JSON, or uploaded as it is with its options in the query."""
-        if _media_type(request) in _RAW:
-            options = _checked(_UPLOAD, dict(request.query_params))
-            payload = await request.body()
-        else:
-            _no_query(request)
-            query = await _body(request, _PROGRAM)
-            options, payload = query, _payload(query)
-        model = service.program_model(options.model)
-        device = service.check_device(model, options.device)
-        kept = options.model_dump(exclude={"program", "encoding"})
-        task = kept | {"kind": "program", "model": model, "device": device}
-        status, body = await service.sandbox.run(task, payload)
+        task, payload = await _program_task(request, service)
+        status, body = await service.sandbox.run(task | {"kind": "program"}, payload)
         return json_response(body, status)
+
+    @app.post(
+        "/v1/report", responses=documents.REPORT, openapi_extra=documents.PROGRAM_BODY,
+        response_class=Response,
+    )  # fmt: skip
+    async def report(request: Request) -> Response:
+        """The page of a program, with other devices beside; bodies as for a prediction."""
+        task, payload = await _program_task(request, service)
+        status, body = await service.sandbox.run(task | {"kind": "report"}, payload)
+        return page_response(body) if status == 200 else json_response(body, status)
 
     @app.post(
         "/v1/simulate", responses=documents.SIMULATE, openapi_extra=documents.SIMULATE_BODY,
@@ -155,8 +155,28 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
 
     return {
         "/v1/predict/kernels": predict_kernels, "/v1/predict/program": predict_program,
-        "/v1/simulate": simulate,
+        "/v1/report": report, "/v1/simulate": simulate,
     }  # fmt: skip
+
+
+async def _program_task(request: Request, service: Service) -> tuple[dict[str, Any], bytes]:
+    """What a request asks about a program, and the program.
+
+    Raises:
+        RequestError: It is of another type or schema.
+        OpcastError: The model or device is not known.
+    """
+    if _media_type(request) in _RAW:
+        options = _checked(_UPLOAD, dict(request.query_params))
+        payload = await request.body()
+    else:
+        _no_query(request)
+        query = await _body(request, _PROGRAM)
+        options, payload = query, _payload(query)
+    model = service.program_model(options.model)
+    device = service.check_device(model, options.device)
+    kept = options.model_dump(exclude={"program", "encoding"})
+    return kept | {"model": model, "device": device}, payload
 
 
 async def _body(request: Request, kind: TypeAdapter[T]) -> T:

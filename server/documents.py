@@ -53,6 +53,10 @@ METRICS: Responses = {
 _ASKED = _errors(400, 401, 404, 413, 415, 422, 503, 504)
 KERNELS = _answer(schemas.KernelAnswers, "Predictions by column.") | _ASKED
 PROGRAM = _answer(None, "As `opcast predict --json` prints it.") | _ASKED | _errors(403)
+REPORT: Responses = {
+    200: {"description": "A page that needs nothing else.", "content": {"text/html": {}}},
+    **_ASKED, **_errors(403),
+}  # fmt: skip
 SIMULATE = _answer(None, "As `opcast simulate --json` prints it.") | _ASKED
 
 _PROGRAM_SCHEMA = {"$ref": _REF.format(model="ProgramQuery")}

@@ -62,3 +62,8 @@ def json_response(data: Any, status: int = 200, headers: dict[str, str] | None =
     """A response with plain data; surrogates that came in with a request are replaced."""
     body = data if isinstance(data, bytes) else to_json(data)
     return Response(body, status, headers, "application/json")
+
+
+def page_response(page: bytes) -> Response:
+    """A response with a page; the page's own policy says what it may do."""
+    return Response(page, 200, None, "text/html; charset=utf-8")

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..features.compile_process import CompileSettings
 from ..features.errors import LoweringError, OpcastError, ProgramError
+from ..features.reader import SourceProgram, read_program
 from ..predict.predictor import Predictor
 from .errors import RequestError, error_data, status_of
 
@@ -23,12 +24,12 @@ def answer(predictors: Predictors, task: Mapping[str, Any], payload: bytes) -> R
 
     Args:
         predictors: Loaded models by name.
-        task: ``kind`` (``program``, ``kernels`` or ``simulate``) and its parameters.
+        task: ``kind`` (``program``, ``report``, ``kernels`` or ``simulate``) and its parameters.
         payload: The program, or JSON.
     """
     try:
         found = _KINDS[task["kind"]](predictors, task, payload)
-        return _reply(found)
+        return (200, found.encode()) if isinstance(found, str) else _reply(found)
     except OpcastError as error:
         return status_of(error), json.dumps(error_data(error)).encode()
     except MemoryError:
@@ -60,12 +61,39 @@ def predict_program(
         OpcastError: The program, device or lowering is not usable.
         RequestError: It would have to be compiled, which the server was not allowed.
     """
-    from ..features.reader import read_program
-
     predictor, trips = predictors[task["model"]], task["trip_count"]
-    source = read_program(payload, trip_counts=trips)
+    source, lowering = _read(task, payload)
+    found = predictor.predict(
+        source, device=task["device"], lowering=lowering, fallback=task["fallback"],
+        trip_counts=trips, strict=task["strict"], settings=_limits(task),
+    )  # fmt: skip
+    return found.to_dict()
+
+
+def report(predictors: Predictors, task: Mapping[str, Any], payload: bytes) -> str:
+    """The page of a program, as ``opcast report PROGRAM`` writes it.
+
+    Raises:
+        OpcastError: The program, device or lowering is not usable.
+        RequestError: It would have to be compiled, which the server was not allowed.
+    """
+    from ..predict.page.report import ReportOptions, report_page
+
+    source, lowering = _read(task, payload)
+    options = ReportOptions(lowering, task["trip_count"], task["fallback"])
+    return report_page(predictors[task["model"]], source, task["device"], options)
+
+
+def _read(task: Mapping[str, Any], payload: bytes) -> tuple[SourceProgram, str]:
+    """A program, and the lowering that it may have.
+
+    Raises:
+        ProgramError: It is none.
+        RequestError: It would have to be compiled, which the server was not allowed.
+    """
+    source = read_program(payload, trip_counts=task["trip_count"])
     compiled = source.kind == "hlo" and source.program.is_scheduled
-    lowering = task["lowering"]
+    lowering = str(task["lowering"])
     if not (task["allow_compile"] or compiled):
         if lowering == "xla":
             raise RequestError(
@@ -73,11 +101,7 @@ def predict_program(
                 hint="ask for fused or op, or start it with --allow-compile",
             )  # fmt: skip
         lowering = "fused" if lowering == "auto" else lowering
-    found = predictor.predict(
-        source, device=task["device"], lowering=lowering, fallback=task["fallback"],
-        trip_counts=trips, strict=task["strict"], settings=_limits(task),
-    )  # fmt: skip
-    return found.to_dict()
+    return source, lowering
 
 
 def predict_kernels(
@@ -156,6 +180,7 @@ def ended(task: Mapping[str, Any]) -> OpcastError:
     return kind(what, where=str(task["kind"]), hint="is it complete and well formed?")
 
 
-_KINDS: dict[str, Callable[[Predictors, Mapping[str, Any], bytes], dict[str, Any]]] = {
-    "program": predict_program, "kernels": predict_kernels, "simulate": simulate,
+_KINDS: dict[str, Callable[[Predictors, Mapping[str, Any], bytes], dict[str, Any] | str]] = {
+    "program": predict_program, "report": report, "kernels": predict_kernels,
+    "simulate": simulate,
 }  # fmt: skip

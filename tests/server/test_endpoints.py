@@ -93,6 +93,20 @@ def test_programs_are_predicted_as_on_the_command_line(client, ask):
     assert client.post(PROGRAM, params=options, **raw).json() == found
 
 
+def test_pages_of_programs(client, ask):
+    options = {"device": "h100-sxm", "lowering": "fused"}
+    raw = {"content": ALL_OPS.read_bytes(), "headers": {"Content-Type": "text/plain"}}
+    answer = client.post("/v1/report", params=options, timeout=120, **raw)
+    assert answer.status_code == 200, answer.text[:500]
+    assert answer.headers["content-type"].startswith("text/html")
+    expected = opcast.load().predict(ALL_OPS, **options)
+    assert "program on h100-sxm" in answer.text and "tpu-v5p" in answer.text
+    assert expected.kernels[0].name in answer.text
+    status, found = ask("/v1/report", {**options, "lowering": "xla", "program": malformed.TEXT})
+    assert status == 403 and "compile" in found["error"]
+    assert ask("/v1/report", {**options, "program": "no program"})[0] == 422
+
+
 def test_bytecode_is_uploaded_or_encoded(client, ask):
     code, options = malformed.bytecode(), {"device": "a100-pcie-40gb", "lowering": "op"}
     text = base64.b64encode(code).decode()
