@@ -103,7 +103,7 @@ def test_pages_of_programs(client, ask):
     assert "program on h100-sxm" in answer.text and "tpu-v5p" in answer.text
     assert expected.kernels[0].name in answer.text
     status, found = ask("/v1/report", {**options, "lowering": "xla", "program": malformed.TEXT})
-    assert status == 403 and "compile" in found["error"]
+    assert status == 403 and "compile" in found["what"]
     assert ask("/v1/report", {**options, "program": "no program"})[0] == 422
 
 
