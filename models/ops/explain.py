@@ -55,6 +55,11 @@ _TERMS = {
     "log_tiles_base": "compute", "log_memory_base": "memory", "log_vector_base": "vector",
     "log_blocks_base": "blocks",
 }  # fmt: skip
+#: Terms that are added, by the feature that has their share of the estimate.
+_ADDED = {
+    "quant_base": "quantising", "extra_base": "beside it", "streams_base": "streams",
+    "route_base": "routing",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -185,6 +190,11 @@ def _terms(features: OpFeatures) -> dict[str, float]:
         term: base * float(np.exp2(row[features.names.index(name)])) * 1e6
         for name, term in _TERMS.items()
         if name in features.names
+    }
+    found |= {
+        term: base * float(row[features.names.index(name)]) * 1e6
+        for name, term in _ADDED.items()
+        if name in features.names and row[features.names.index(name)] > 0
     }
     return {**found, "fixed": float(features.floor_s[0]) * 1e6}
 

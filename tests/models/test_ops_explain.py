@@ -47,6 +47,30 @@ def test_parts_add_up_to_the_prediction(bundle, device):
     assert ("this device" in names) == (found.scope != "unseen")
 
 
+@pytest.mark.parametrize(
+    ("text", "added", "overlapping"),
+    [
+        (
+            "context_attention batch=4 q_heads=32 kv_heads=8 head_dim=128 q_len=2048 kv_len=2048 "
+            "dtype=bf16 backend=vllm kernel=vllm_flash_attn_fa3",
+            {"beside it"}, lambda t: (t["compute"], t["memory"]),
+        ),
+        (
+            "moe tokens=512 hidden=4096 inter=14336 topk=2 experts=8 tp=1 ep=1 dtype=bf16 "
+            "backend=trtllm kernel=moe_torch_flow_cutlass",
+            {"streams", "routing"}, lambda t: (t["compute"] + t["blocks"], t["memory"]),
+        ),
+    ],
+)  # fmt: skip
+def test_terms_make_the_analytical_estimate(text, added, overlapping):
+    op = parse_op(text)
+    model = OpModel.load(find_model("gpu-operators"), only=[op["key"]])
+    found = explain_op(model.families[op["key"]], op, find_device("b200"))
+    both = sum(t**3 for t in overlapping(found.terms)) ** (1 / 3)
+    apart = sum(found.terms[name] for name in (*added, "fixed"))
+    assert found.base_us == pytest.approx(both + apart, rel=1e-5)
+
+
 def test_a_calibrated_device_shows_what_the_samples_add(bundle):
     family, spec = bundle.families[KEY], find_device("l4")
     row = parse_op(LINEAR)
