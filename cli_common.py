@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,13 +20,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def make_console(width: int = 120) -> Console:
-    """A console as wide as the terminal, or ``width`` columns where there is none.
+    """A console as wide as the terminal or ``COLUMNS`` says, else ``width`` columns.
 
     It prints text as it is: no markup, no control sequences (:class:`.PlainConsole`).
     """
     from .predict.terminal import PlainConsole
 
-    return PlainConsole(width=None if sys.stdout.isatty() else width)
+    own = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return PlainConsole(width=None if own else width)
 
 
 def one_line(error: Exception) -> str:
@@ -76,7 +78,27 @@ def trips_of(values: list[str] | None) -> dict[str, int] | int | None:
         return None
     try:
         if len(values) == 1 and "=" not in values[0]:
-            return int(values[0])
-        return {name: int(count) for name, count in (v.split("=", 1) for v in values)}
+            return _trips(values[0])
+        return {name: _trips(count) for name, count in (v.split("=", 1) for v in values)}
     except ValueError:
-        raise typer.BadParameter("write --trip-count N or --trip-count LOOP=N") from None
+        raise typer.BadParameter("write --trip-count N or --trip-count LOOP=N, N ≥ 0") from None
+
+
+def _trips(text: str) -> int:
+    if int(text) < 0:
+        raise ValueError(text)
+    return int(text)
+
+
+def require_plots() -> None:
+    """Refuse before the work where plots cannot be drawn.
+
+    Raises:
+        ModelError: matplotlib is missing.
+    """
+    from importlib.util import find_spec
+
+    from .features.errors import ModelError
+
+    if find_spec("matplotlib") is None:
+        raise ModelError("matplotlib is missing", hint="pip install 'opcast[track]'")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .cli_common import Json, make_console, print_json
+from .cli_common import Json, make_console, print_json, require_plots
 from .models.names import OPERATOR_MODEL
 
 Settings = Annotated[
@@ -110,6 +110,8 @@ def sweep(
     from .simulate.cluster_catalogue import find_cluster
     from .simulate.step.workload import read_workload
 
+    if plot is not None or scaling is not None:
+        require_plots()
     work = read_workload(workload, settings or [])
     batches = batch or [work.batch]
     given = parse_grid(grid) if grid else {}

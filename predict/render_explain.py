@@ -103,8 +103,8 @@ def _beyond_text(o: Outside) -> str:
 def _neighbours(neighbours: tuple[Neighbour, ...]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="bold")
     for name, justify in (
-        ("  nearest measured kernels", "left"), ("kind", "left"), ("device", "left"),
-        ("measured", "right"), ("predicted unseen", "right"), ("distance", "right"),
+        ("  nearest kernels of the dataset", "left"), ("kind", "left"), ("device", "left"),
+        ("label", "right"), ("predicted unseen", "right"), ("distance", "right"),
     ):  # fmt: skip
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for n in neighbours:

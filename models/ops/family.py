@@ -235,7 +235,8 @@ class FamilyModel:
         far = ~inside & own  # halfway to a device that was never seen
         lo[far] = np.minimum(lo, np.sqrt(lo * wide_lo))[far]
         hi[far] = np.maximum(hi, np.sqrt(hi * wide_hi))[far]
-        nameless = unnamed(rows, self.named)
+        other = {name: devices[name].platform != "gpu" for name in dict.fromkeys(device)}
+        nameless = unnamed(rows, self.named) | np.array([other[name] for name in device], bool)
         if nameless.any():  # what runs it may matter as much as the device
             lo[nameless] = np.minimum(lo, wide_lo)[nameless]
             hi[nameless] = np.maximum(hi, wide_hi)[nameless]
@@ -255,8 +256,10 @@ class FamilyModel:
         )
         domain = (self.known if own else self.general).domain
         found = []
+        if any(devices[str(name)].platform != "gpu" for name in row["device"]):
+            found.append("operators are known of GPUs alone")
         if bool(unnamed(row, self.named)[0]):
-            found.append("what runs it is not named (backend=…, kernel=…), or was not seen")
+            found.append("what runs it (backend=…, kernel=…) is not named, or was not seen")
         if domain is not None and not bool(domain.contains(table)[0]):
             found += domain.reasons(table)
         return found

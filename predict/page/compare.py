@@ -40,13 +40,16 @@ def compare_devices(
 
     Returns:
         One row a device, in the order given.
+
+    Raises:
+        DeviceError: A device is not known.
     """
     how = "xla" if is_optimised(source) else lowering
+    known = [resolve_device(name, predictor.devices) for name in devices]
     rows = []
-    for name in devices:
+    for name, device in zip(devices, known, strict=True):
         tell(name)
         try:
-            device = resolve_device(name, predictor.devices)
             lowered = lower(
                 source, how, cache=predictor.cache, trip_counts=source.trip_counts, device=device
             )
