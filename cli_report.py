@@ -170,6 +170,7 @@ def _program_page(
     program: Path, html: Path | None, device: str, model: str, *, lowering: str, compare: str,
     compare_lowering: str, fallback: str, trip_count: list[str] | None,
 ) -> None:  # fmt: skip
+    from .predict.devices import resolve_device
     from .predict.page.compare import DEVICES
     from .predict.page.report import ReportOptions, report_page
     from .predict.predictor import load_for_programs
@@ -177,6 +178,8 @@ def _program_page(
     predictor = load_for_programs(model)
     measure_once(device, predictor)
     names = tuple(name.strip() for name in compare.split(",") if name.strip())
+    for name in () if compare == "none" else names:
+        resolve_device(name, predictor.devices)  # a misspelt one is told before the work
     options = ReportOptions(
         lowering=lowering,
         trip_counts=trips_of(trip_count),

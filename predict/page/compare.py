@@ -40,16 +40,13 @@ def compare_devices(
 
     Returns:
         One row a device, in the order given.
-
-    Raises:
-        DeviceError: A device is not known.
     """
     how = "xla" if is_optimised(source) else lowering
-    known = [resolve_device(name, predictor.devices) for name in devices]
     rows = []
-    for name, device in zip(devices, known, strict=True):
+    for name in devices:
         tell(name)
         try:
+            device = resolve_device(name, predictor.devices)
             lowered = lower(
                 source, how, cache=predictor.cache, trip_counts=source.trip_counts, device=device
             )
