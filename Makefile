@@ -57,7 +57,8 @@ bench: $(VENV)/.installed
 ## Accuracy figures on the committed dataset and, if PUBLISHED is there, on published operator tables
 ## (it may take an hour, and resumes), with splits and label noise; what is predicted for devices that
 ## are not here (half an hour the first time, and resumes); faults with their outcomes; clusters:
-## collectives, cost and error of the composition, scaling, best plans (ten minutes, and resumes).
+## collectives, cost and error of the composition, scaling, best plans (ten minutes, and resumes); the
+## server under load; traces of a partitioned program.
 report: $(VENV)/.installed $(VENV)/.compilers
 	$(BIN)/opcast report
 	$(BIN)/opcast report --devices
@@ -66,6 +67,9 @@ report: $(VENV)/.installed $(VENV)/.compilers
 	else echo "operators: no published tables at $(PUBLISHED); make report PUBLISHED=DIR"; fi
 	@if [ -d '$(PUBLISHED)' ]; then $(BIN)/opcast report --clusters --published '$(PUBLISHED)'; \
 	else $(BIN)/opcast report --clusters; fi
+	$(BIN)/python tests/bench/load_server.py
+	$(BIN)/opcast zoo export llama --set layers=2 --set mode=train --mesh fsdp=4 --out report-out/llama-fsdp4.mlir
+	$(BIN)/opcast export chakra report-out/llama-fsdp4.mlir --cluster h100-sxm-x4 --lowering fused --out report-out/chakra
 
 ## The docs site, in site/.
 docs: $(VENV)/.installed
