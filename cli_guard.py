@@ -6,17 +6,16 @@ which does nothing but wait: forked before anything heavy is imported, that take
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from .features.parent import die_with_parent
+
 #: Commands that read programs.
 GUARDED = ("predict", "explain", "check", "lower", "export", "import", "report")
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-#: Of Linux's <sys/prctl.h>.
-_PR_SET_PDEATHSIG = 1
 
 
 def guarded(arguments: Sequence[str], command: Callable[[], None]) -> None:
@@ -34,7 +33,7 @@ def guarded(arguments: Sequence[str], command: Callable[[], None]) -> None:
     parent = os.getpid()
     child = os.fork()
     if child == 0:
-        _die_with(parent)
+        die_with_parent(parent)
         command()
         return
     raise SystemExit(_wait(child, arguments))
@@ -61,13 +60,3 @@ def _wait(child: int, arguments: Sequence[str]) -> int:
         return 1
     sys.stderr.write(f"opcast: error: the command was ended ({name})\n")
     return 128 + number
-
-
-def _die_with(parent: int) -> None:
-    """End when the parent ends, even by kill -9."""
-    try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    except (OSError, AttributeError):
-        return
-    if os.getppid() != parent:
-        os._exit(1)

@@ -9,20 +9,16 @@ program ``result<i>.json`` and ``hlo<i>.txt`` are made, or ``result<i>.json`` wi
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import os
 import resource
-import signal
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-#: Of Linux's <sys/prctl.h>.
-_PR_SET_PDEATHSIG = 1
+from .parent import die_with_parent
 
 
 @dataclass(frozen=True)
@@ -104,12 +100,6 @@ def _write(path: Path, data: dict[str, Any]) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(data))
     partial.replace(path)
-
-
-def die_with_parent() -> None:
-    """End when the process that started this one ends, however that happens (on Linux)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import struct
 import sys
 from typing import Any
 
-from ..features.compile_worker import die_with_parent
+from ..features.parent import die_with_parent
 from ..predict.predictor import Predictor, load
 from .jobs import answer
 

@@ -235,8 +235,7 @@ class FamilyModel:
         far = ~inside & own  # halfway to a device that was never seen
         lo[far] = np.minimum(lo, np.sqrt(lo * wide_lo))[far]
         hi[far] = np.maximum(hi, np.sqrt(hi * wide_hi))[far]
-        other = {name: devices[name].platform != "gpu" for name in dict.fromkeys(device)}
-        nameless = unnamed(rows, self.named) | np.array([other[name] for name in device], bool)
+        nameless = unnamed(rows, self.named) | _elsewhere(device, devices)
         if nameless.any():  # what runs it may matter as much as the device
             lo[nameless] = np.minimum(lo, wide_lo)[nameless]
             hi[nameless] = np.maximum(hi, wide_hi)[nameless]
@@ -256,7 +255,7 @@ class FamilyModel:
         )
         domain = (self.known if own else self.general).domain
         found = []
-        if any(devices[str(name)].platform != "gpu" for name in row["device"]):
+        if _elsewhere(row["device"].to_numpy(object), devices).any():
             found.append("operators are known of GPUs alone")
         if bool(unnamed(row, self.named)[0]):
             found.append("what runs it (backend=…, kernel=…) is not named, or was not seen")
@@ -490,3 +489,9 @@ class FamilyModel:
         model.params = np.array(manifest["covariance_log"])
         model.left_out = dict(manifest["left_out"])
         return model
+
+
+def _elsewhere(device: np.ndarray, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
+    """Rows on devices that are no GPUs, of which no operators are known, bool, shape ``(n,)``."""
+    other = {name: devices[name].platform != "gpu" for name in dict.fromkeys(device)}
+    return np.array([other[name] for name in device], bool)

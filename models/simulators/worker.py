@@ -6,17 +6,13 @@ its parent.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import os
-import signal
 import sys
 from importlib import import_module
 from typing import Any
 
-#: Of Linux's <sys/prctl.h>.
-_PR_SET_PDEATHSIG = 1
+from ...features.parent import die_with_parent
 
 
 def serve(tool: str) -> None:
@@ -40,12 +36,6 @@ def _answer(module: Any, job: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {first}"[:300]}
 
 
-def _die_with_parent() -> None:
-    """End when the main process ends, however that happens (on Linux)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 if __name__ == "__main__":
-    _die_with_parent()
+    die_with_parent()
     serve(sys.argv[1])
