@@ -165,7 +165,8 @@ class _Calls:
             called = tuple([self.add(n) for n in op.called]) if op.called else ()
             operands = tuple([place[i] for i in op.operands])
             attrs = canonical_attrs(op)
-            ops.append(Op("", op.opcode, operands, op.results, attrs, called, op.is_tuple))
+            results = _anywhere(op.results)
+            ops.append(Op("", op.opcode, operands, results, attrs, called, op.is_tuple))
         return self._store(name, Computation("", ops, place[source.root]))
 
     def _store(self, name: str, computation: Computation) -> str:
@@ -180,6 +181,13 @@ class _Calls:
             self.count += 1
         self.body.computations[computation.name] = computation
         return computation.name
+
+
+def _anywhere(types: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
+    """Types without memory spaces, which within a kernel only repeat those at its border."""
+    if not any(t.memory_space for t in types):
+        return types
+    return tuple(t._replace(memory_space=0) for t in types)
 
 
 def _parameters_first(ops: list[Op]) -> list[int]:

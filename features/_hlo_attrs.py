@@ -24,7 +24,8 @@ _BRACES = _braces(12)
 _PLAIN = r'(?:[^,\[\](){}"]++|\[[^\]]*+\]|\([^)]*+\)|\{[^}]*+\})++'
 #: One attribute: ``, key=value``.
 ATTRIBUTE = re.compile(rf",\s*([\w\-.]+)=({QUOTED}|{_BRACES}|{_PLAIN})", re.DOTALL)
-_LEAF = re.compile(r"([A-Za-z]\w*)\[([^\]]*)\](?:\{([\d,\s]*)[^}]*\})?")
+_LEAF = re.compile(r"([A-Za-z]\w*)\[([^\]]*)\](?:\{([\d,\s]*)([^}]*)\})?")
+_MEMORY_SPACE = re.compile(r"S\((\d+)\)")
 _INTEGER = re.compile(r"-?\d+")
 _INTEGER_TUPLE = re.compile(r"\{[\s\d,-]*\}")
 _SLICE = re.compile(r"\[\s*(\d+)\s*:\s*(\d+)\s*(?::\s*(\d+))?\s*\]")
@@ -46,7 +47,7 @@ def read_type(text: str) -> tuple[tuple[TensorType, ...], bool, str]:
 
     Returns:
         Leaf types, whether it is a tuple, and the nesting (``(*(*))``) if it is a tuple of
-        tuples, otherwise an empty string. Row-major layouts become ``None``.
+        tuples, otherwise an empty string. Row-major layouts become ``None``; tiles are left out.
 
     Raises:
         ValueError: The text is no type, or a dimension has no static size.
@@ -61,7 +62,7 @@ def read_type(text: str) -> tuple[tuple[TensorType, ...], bool, str]:
     return leaves, True, "" if flat else skeleton
 
 
-def _leaf(dtype: str, dims: str, layout: str) -> TensorType:
+def _leaf(dtype: str, dims: str, layout: str, tiles: str) -> TensorType:
     if dtype not in DTYPE_BITS:
         raise ValueError(f"unknown element type {dtype!r}")
     if "?" in dims:
@@ -71,7 +72,10 @@ def _leaf(dtype: str, dims: str, layout: str) -> TensorType:
     if order and sorted(order) != list(range(len(shape))):
         raise ValueError(f"layout {{{layout}}} does not order the dimensions of {dtype}[{dims}]")
     row_major = order == tuple(range(len(shape) - 1, -1, -1))
-    return TensorType(dtype, shape, None if row_major or not order else order)
+    space = _MEMORY_SPACE.search(tiles)
+    return TensorType(
+        dtype, shape, None if row_major or not order else order, int(space[1]) if space else 0
+    )
 
 
 def unquote(text: str) -> str:

@@ -30,9 +30,10 @@ _HIDDEN = frozenset(("index", "value", "nesting"))
 def print_hlo(program: Program) -> str:
     """HLO text that ``parse_hlo`` reads back to an equal program.
 
-    Layouts are printed only where they are not row-major, attributes in alphabetical order and
-    only where they differ from their default; sources and ``origin`` are left out. Equal programs
-    give equal text. Ops that HLO lacks keep their dialect's name (``chlo.erf_inv``).
+    Layouts are printed only where they are not row-major or tell a memory space, attributes in
+    alphabetical order and only where they differ from their default; sources and ``origin`` are
+    left out. Equal programs give equal text. Ops that HLO lacks keep their dialect's name
+    (``chlo.erf_inv``).
 
     Args:
         program: Any program, from StableHLO too.
@@ -89,10 +90,12 @@ def _instructions(computation: Computation) -> Iterable[str]:
 @lru_cache(maxsize=65536)
 def _type(leaf: TensorType) -> str:
     dims = ",".join(map(str, leaf.shape))
-    layout = leaf.layout
-    if layout is None or layout == tuple(range(len(leaf.shape) - 1, -1, -1)):
+    row_major = tuple(range(len(leaf.shape) - 1, -1, -1))
+    layout = row_major if leaf.layout is None else leaf.layout
+    space = f":S({leaf.memory_space})" if leaf.memory_space else ""
+    if layout == row_major and not space:
         return f"{leaf.dtype}[{dims}]"
-    return f"{leaf.dtype}[{dims}]{{{','.join(map(str, layout))}}}"
+    return f"{leaf.dtype}[{dims}]{{{','.join(map(str, layout))}{space}}}"
 
 
 def _result(op: Op) -> str:

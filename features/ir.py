@@ -30,11 +30,14 @@ class TensorType(NamedTuple):
         dtype: HLO name of the element type (``f32``, ``bf16``, ``pred``, ``token`` …).
         shape: Static dimension sizes.
         layout: Minor-to-major dimension order; ``None`` means row-major.
+        memory_space: Where the array lies, XLA's ``S(n)``: 0 is the device's main memory; on a TPU
+            1 is its on-chip memory (VMEM), on others 5 is the host's.
     """
 
     dtype: str
     shape: tuple[int, ...] = ()
     layout: tuple[int, ...] | None = None
+    memory_space: int = 0
 
     @property
     def size(self) -> int:

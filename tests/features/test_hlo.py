@@ -171,10 +171,23 @@ ENTRY %main.3 (x: f32[8,4]) -> f32[8,4] {
     assert (program.entry, program.origin) == ("main.3", "x.hlo")
 
 
-def test_layouts_keep_only_their_order() -> None:
+def test_layouts_keep_only_their_order_and_memory_space() -> None:
     op = _one("r = f32[4,8]{0,1:T(8,128)(2,1)S(1)} copy(f32[4,8]{1,0:T(8,128)} %b)")
-    assert op.type == TensorType("f32", (4, 8), (0, 1))
-    assert _one("r = f32[4,8]{1,0:T(8,128)S(1)} copy(b)").type.layout is None
+    assert op.type == TensorType("f32", (4, 8), (0, 1), 1)
+    assert _one("r = f32[4,8]{1,0:T(8,128)S(5)} copy(b)").type == TensorType(
+        "f32", (4, 8), None, 5
+    )
+    assert _one("r = f32[]{:T(128)} copy(b)").type == TensorType("f32")
+
+
+def test_memory_spaces_are_printed_and_read_back() -> None:
+    lines = [
+        "  p0 = f32[4,8]{1,0:S(1)} parameter(0)",
+        "  c = f32[]{:S(1)} copy(p0)",
+        "  ROOT r = (f32[4,8]{0,1:S(1)}, f32[4,8]) tuple(p0, p0)",
+    ]
+    text = "HloModule m\n\nENTRY e {\n" + "\n".join(lines) + "\n}\n"
+    assert print_hlo(parse_hlo(text)) == text
 
 
 def test_nested_tuples() -> None:
