@@ -3,7 +3,7 @@
 Groups by what the feature table makes of them: amounts enter ratios only, codes become one flag a
 choice, counts enter as ``log2(1 + count)``, flags and shares enter as they are. The common columns
 come first and the rare ones last, because most kernels have none of these: their rows are packed
-at half the price. A new column is a new schema: raise ``SCHEMA_VERSION`` in
+at half the price. A new column other than an amount is a new schema: raise ``SCHEMA_VERSION`` in
 :mod:`opcast.features.table`.
 """
 
@@ -20,7 +20,7 @@ AMOUNTS = (
     "work_convert", "work_move", "work_reduce", "work_random",
     "moved_transposed", "moved_strided", "moved_gathered", "moved_broadcast", "moved_scattered",
     "elements_all", "elements_max", "out_elements", "operand_bytes", "operand_bytes_max",
-    "result_bytes", "gemm_lhs_bytes", "gemm_rhs_bytes",
+    "result_bytes", "gemm_lhs_bytes", "gemm_rhs_bytes", "on_chip_in", "on_chip_out",
 )  # fmt: skip
 
 #: Choices by column; the column holds the position plus one, or 0 for none of them.

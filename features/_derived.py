@@ -8,7 +8,7 @@ import numpy as np
 
 from ._columns import CODE, INDEX
 from .device import DeviceSpec
-from .roofline import compute_seconds, memory_seconds, peaks
+from .roofline import compute_seconds, main_bytes, memory_seconds, peaks
 
 _MIN_FLOOR = 1e-9  # seconds; a device described without a floor
 _LIMIT = 30.0  # octaves; ratios beyond 2^30 say no more
@@ -121,7 +121,7 @@ def _times(
 ) -> Columns:
     matmul, vector = compute_seconds(row, device)
     matrix_peak, vector_peak = peaks(row, device)
-    moved = c["bytes_in"] + c["bytes_out"]
+    moved = main_bytes(row, device)
     memory = memory_seconds(moved, device)
     compute, weighted = matmul + vector, work / vector_peak
     serial = np.maximum((matmul + np.maximum(vector, weighted)) / used, memory)

@@ -27,6 +27,7 @@ from ._opclass import (
 )
 from ._row_matrix import Row
 from ._row_ops import HANDLERS, Handler
+from .border import border, on_chip_bytes
 from .ir import Computation, Op, Program, TensorType
 from .kernel import Kernel
 
@@ -100,7 +101,9 @@ def kernel_row(kernel: Kernel) -> np.ndarray:
     main = _visit(row, inner, body)
     dense = row["dense_flops"]
     row["matmul_flops"] = min(dense, kernel.flops) if kernel.flops > 0 else dense
-    _interface(row, op, entry.ops)
+    if _interface(row, op, entry.ops):
+        read, written = border(op, entry, body)
+        row["on_chip_in"], row["on_chip_out"] = on_chip_bytes(read), on_chip_bytes(written)
     _dtype(row, main or _largest_result(op))
     _root(row, inner)
     _instruction(row, op, kernel)
@@ -191,16 +194,18 @@ def _largest_result(op: Op) -> TensorType:
     return op.results[0] if len(op.results) == 1 else max(op.results, key=lambda t: t.nbytes)
 
 
-def _interface(row: Row, op: Op, entry: list[Op]) -> None:
-    """What goes in and out: sizes, layouts, types."""
+def _interface(row: Row, op: Op, entry: list[Op]) -> bool:
+    """What goes in and out: sizes, layouts, types; whether any is not in main memory."""
     out_type = _largest_result(op)
     out, rank = type_facts(out_type), len(out_type.shape)
     total = biggest = scalars = n_inputs = 0
     largest = NO_FACTS
     dtypes = {t.dtype for t in op.results}
+    elsewhere = any(t.memory_space for t in op.results)
     for i in op.operands:
         for t in entry[i].results:
             n_inputs += 1
+            elsewhere |= t.memory_space > 0
             facts = FACTS.get(t) or type_facts(t)
             total += facts.nbytes
             dtypes.add(t.dtype)
@@ -222,6 +227,7 @@ def _interface(row: Row, op: Op, entry: list[Op]) -> None:
     row["in_minor"] = largest.minor_length
     row["out_bits"], row["in_bits"] = out.bits, largest.bits
     row["dtype_count"], row["mixed_dtype"] = len(dtypes), len(dtypes) > 1
+    return elsewhere
 
 
 def _dtype(row: Row, main: TensorType) -> None:

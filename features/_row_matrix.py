@@ -121,22 +121,25 @@ def _convolution(
     window: tuple[WindowDim, ...] = attrs.get("window", ())
     groups = int(attrs.get("feature_group_count", 1))
     batch_groups = int(attrs.get("batch_group_count", 1))
-    taps = space = 1
+    taps = space = batch = 1
     for w in window:
-        taps *= w.size
+        if _is_batch(w):
+            batch *= w.size
+        else:
+            taps *= w.size
     for d in at.out_space:
         space *= out.shape[d]
     channels, features = data.shape[at.in_f], kernel.shape[at.k_o]
     n_groups = groups * batch_groups
-    m, n = out.shape[at.out_b] * space, features // n_groups
+    m, n = out.shape[at.out_b] * space // batch, features // n_groups
     k = kernel.shape[at.k_i] * taps
-    flops = 2.0 * m * n * k * n_groups
+    flops = 2.0 * m * n * k * n_groups * batch
     row["dense_flops"] += flops
     if n_groups > 1:
         row["grouped_flops"] += flops
     if 2 * flops < row["dense_flops"]:
         return
-    _sizes(row, m, n, k, n_groups, data, kernel, out, matrix_rate(data.dtype, attrs))
+    _sizes(row, m, n, k, n_groups * batch, data, kernel, out, matrix_rate(data.dtype, attrs))
     row["conv_spatial"] = data.size // max(data.shape[at.in_b] * channels, 1)
     row["conv_out_spatial"], row["conv_window"] = space, taps
     row["conv_channels"], row["conv_features"] = channels, features
@@ -151,6 +154,14 @@ def _convolution(
     row["conv_kernel_o_minor"] = type_facts(kernel).minor == at.k_o
     row["conv_output_f_minor"] = type_facts(out).minor == at.out_f
     _window_flags(row, window)
+
+
+def _is_batch(w: WindowDim) -> bool:
+    """Whether a spatial dimension is a batch of products, as a TPU's compiler writes them.
+
+    Every output meets one tap: ``size=B stride=B-1 lhs_dilate=B``.
+    """
+    return w.size > 1 and w.lhs_dilation == w.size and w.stride == max(w.size - 1, 1)
 
 
 def _window_flags(row: Row, window: tuple[WindowDim, ...]) -> None:

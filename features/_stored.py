@@ -11,7 +11,7 @@ from .kernel import LoweredProgram
 from .schedule import schedule_from_json, schedule_to_json
 
 #: Raised whenever the same module would give other kernels, so that older data is not used.
-EXTRACTION_VERSION = 2
+EXTRACTION_VERSION = 3
 
 
 def to_data(lowered: LoweredProgram) -> dict[str, Any]:

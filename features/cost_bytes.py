@@ -101,6 +101,19 @@ def _start_bytes(op: Op, operands: Sequence[Op]) -> tuple[float, float]:
 def fusion_bytes(inner: Computation) -> tuple[float, float]:
     """Bytes that a fusion reads and writes.
 
+    Args:
+        inner: The fused computation.
+
+    Returns:
+        Bytes read, bytes written.
+    """
+    read, written = fusion_traffic(inner)
+    return sum(read.values()), sum(written)
+
+
+def fusion_traffic(inner: Computation) -> tuple[dict[int, float], list[float]]:
+    """Bytes that a fusion reads of each parameter and writes of each result.
+
     What each op needs of its operands is followed from the results back to the parameters: a
     slice needs a part, an elementwise op the part that is needed of itself, a contraction
     everything. A parameter that a root ``dynamic-update-slice`` or ``scatter`` updates in place
@@ -110,26 +123,26 @@ def fusion_bytes(inner: Computation) -> tuple[float, float]:
         inner: The fused computation.
 
     Returns:
-        Bytes read, bytes written.
+        Bytes read by number of the parameter (none that are not read), bytes written by result.
     """
     ops = inner.ops
     root = ops[inner.root]
     outputs = root.operands if root.opcode == "tuple" else (inner.root % len(ops),)
-    written = 0.0
+    written = []
     in_place: set[int] = set()
     whole = [0.0] * len(ops)
     parts = [0.0] * len(ops)
     for output in outputs:
         whole[output] = 1.0
-        written += _written(ops, output, in_place)
-    read = 0.0
+        written.append(_written(ops, output, in_place))
+    read: dict[int, float] = {}
     for i in range(len(ops) - 1, -1, -1):
         share = min(1.0, whole[i] + parts[i])
         if share == 0.0:
             continue
         op = ops[i]
         if op.opcode == "parameter":
-            read += share * op.result_bytes
+            read[int(op.attrs["index"])] = share * op.result_bytes
         elif op.opcode not in _UNEVEN:
             for operand in op.operands:
                 if whole[operand] < share:

@@ -23,6 +23,10 @@ DTYPE_BITS: dict[str, int] = {
 }  # fmt: skip
 
 
+#: Memory spaces on a TPU's chip: VMEM, the CMEM of a v4, scalar memory.
+ON_CHIP = frozenset((1, 3, 6))
+
+
 class TensorType(NamedTuple):
     """Element type, shape and layout of one array value.
 
@@ -30,8 +34,8 @@ class TensorType(NamedTuple):
         dtype: HLO name of the element type (``f32``, ``bf16``, ``pred``, ``token`` …).
         shape: Static dimension sizes.
         layout: Minor-to-major dimension order; ``None`` means row-major.
-        memory_space: Where the array lies, XLA's ``S(n)``: 0 is the device's main memory; on a TPU
-            1 is its on-chip memory (VMEM), on others 5 is the host's.
+        memory_space: Where the array lies, XLA's ``S(n)``: 0 is the device's main memory, those of
+            :data:`ON_CHIP` are on a TPU's chip, 5 is the host's memory.
     """
 
     dtype: str

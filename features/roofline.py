@@ -40,7 +40,8 @@ def roofline(kernels: Sequence[Kernel], device: DeviceSpec) -> Roofline:
     """Rooflines of all kernels on one device (Williams et al. 2009, a peak per unit and dtype).
 
     ``compute = matmul FLOPs / matrix peak + (other FLOPs + 16 · transcendentals) / vector peak``;
-    ``memory = bytes / bandwidth(bytes)``, see :func:`memory_seconds`; ``latency = max`` of both.
+    ``memory = bytes / bandwidth(bytes)``, see :func:`memory_seconds`, without the arrays that a
+    TPU's compiler keeps in on-chip memory; ``latency = max`` of both.
 
     Args:
         kernels: ``n`` kernels.
@@ -56,8 +57,7 @@ def roofline_of_rows(row: np.ndarray, device: DeviceSpec) -> Roofline:
     """Rooflines from raw rows of shape ``(n, len(COLUMNS))``."""
     matmul_s, vector_s = compute_seconds(row, device)
     compute = matmul_s + vector_s
-    moved = row[:, INDEX["bytes_in"]] + row[:, INDEX["bytes_out"]]
-    memory = memory_seconds(moved, device)
+    memory = memory_seconds(main_bytes(row, device), device)
     latency = np.maximum(compute, memory)
     bound = np.where(compute >= memory, "compute", "memory").astype("<U13")
     bound[latency < device.floor] = "latency"
@@ -80,9 +80,17 @@ def least_seconds(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
     found = roofline_of_rows(row, device)
     if device.platform != "tpu":
         return found.latency_s
-    moved = row[:, INDEX["bytes_in"]] + row[:, INDEX["bytes_out"]]
-    beyond = moved - device.core_count * device.shared_bytes_per_core
+    beyond = main_bytes(row, device) - device.core_count * device.shared_bytes_per_core
     return np.asarray(np.maximum(found.compute_s, memory_seconds(np.maximum(beyond, 0.0), device)))
+
+
+def main_bytes(row: np.ndarray, device: DeviceSpec) -> np.ndarray:
+    """Bytes that go through the memory levels, shape ``(n,)``: on a TPU not those in VMEM."""
+    moved = row[:, INDEX["bytes_in"]] + row[:, INDEX["bytes_out"]]
+    if device.platform != "tpu":
+        return np.asarray(moved)
+    near = row[:, INDEX["on_chip_in"]] + row[:, INDEX["on_chip_out"]]
+    return np.asarray(np.maximum(moved - near, 0.0))
 
 
 def compute_seconds(row: np.ndarray, device: DeviceSpec) -> tuple[np.ndarray, np.ndarray]:

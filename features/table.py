@@ -44,12 +44,14 @@ class FeatureTable:
         names: Their ``d`` names.
         roofline_s: Roofline latency of one execution in seconds, shape ``(n,)``.
         bound: What limits it at the roofline, shape ``(n,)`` (see :class:`Roofline`).
+        base_s: What a learned ratio is relative to, in seconds, shape ``(n,)``: roofline and floor.
     """
 
     X: np.ndarray
     names: tuple[str, ...]
     roofline_s: np.ndarray
     bound: np.ndarray
+    base_s: np.ndarray
 
 
 def feature_table(kernels: Sequence[Kernel], device: DeviceSpec) -> FeatureTable:
@@ -75,7 +77,7 @@ def feature_table(kernels: Sequence[Kernel], device: DeviceSpec) -> FeatureTable
         line = roofline_of_rows(row, device)
         latency[part], bound[part] = line.latency_s, line.bound
         _fill(X[part], row, facts, device)
-    return FeatureTable(X, names, latency, bound)
+    return FeatureTable(X, names, latency, bound, latency + device.floor)
 
 
 def _fill(X: np.ndarray, row: np.ndarray, facts: DeviceFacts, device: DeviceSpec) -> None:
@@ -107,9 +109,13 @@ def feature_names() -> tuple[str, ...]:
 
 
 @cache
-def schema_hash() -> str:
-    """Digest of the schema: version and names. Models store it and refuse another."""
-    text = "\n".join((str(SCHEMA_VERSION), *feature_names()))
+def schema_hash(names: tuple[str, ...] = ()) -> str:
+    """Digest of a schema: version and names. Models store it and refuse another.
+
+    Args:
+        names: Names of the features; those of :func:`feature_names` if there are none.
+    """
+    text = "\n".join((str(SCHEMA_VERSION), *(names or feature_names())))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -145,6 +145,8 @@ def explain_kernels(
         return []
     found = model.predict_kernels(kernels, device)
     table = kernel_table(kernels, device)
+    if isinstance(model.estimator, TabularEstimator):
+        table = table.with_names(model.estimator.feature_names)
     digests = [kernel.hash for kernel in kernels]
     explained = explain_table(model, table, found, digests, device, k)
     routes = getattr(model.estimator, "routes", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,7 +26,8 @@ class KernelTable:
     Attributes:
         X: Features, float32, shape ``(n, d)``.
         names: Names of the features, length ``d``.
-        base_s: Roofline plus floor in seconds, shape ``(n,)``, positive.
+        base_s: What a learned ratio is relative to, in seconds, shape ``(n,)``, positive: roofline
+            plus floor, on a TPU the sum of parts of :func:`~opcast.features.tpu_table.tpu_parts`.
         bound: What limits the roofline, shape ``(n,)``.
         cell: Index into :data:`CELLS`, shape ``(n,)``.
         schema: Digest of the feature schema.
@@ -58,28 +59,49 @@ class KernelTable:
             None if self.graphs is None else self.graphs.take(rows),
         )
 
+    def with_names(self, names: tuple[str, ...]) -> KernelTable:
+        """The table with the features of another platform, for a model that was trained there.
+
+        Args:
+            names: Names of the features. Where they go on from this table's, those that are
+                missing are zero; where this table's go on, those that are too many are left out.
+        """
+        n, width = self.X.shape
+        shared = min(width, len(names))
+        if width == len(names) or not names or self.names[:shared] != names[:shared]:
+            return self
+        X = np.zeros((n, len(names)), np.float32)
+        X[:, :shared] = self.X[:, :shared]
+        return replace(self, X=X, names=names)
+
 
 def kernel_table(
     kernels: Sequence[Kernel], device: DeviceSpec, *, graphs: bool = False
 ) -> KernelTable:
     """Feature table of kernels on one device, with their graphs if wanted."""
     from ..features.table import feature_table, schema_hash
+    from ..features.tpu_table import tpu_feature_table
 
-    found = feature_table(kernels, device)
+    own = tpu_feature_table if device.platform == "tpu" else feature_table
+    found = own(kernels, device)
     return KernelTable(
         X=np.ascontiguousarray(found.X, np.float32),
         names=tuple(found.names),
-        base_s=np.maximum(np.asarray(found.roofline_s, np.float64) + device.floor, SMALLEST),
+        base_s=np.maximum(found.base_s, SMALLEST),
         bound=np.asarray(found.bound, dtype=object),
         cell=cells([k.kind for k in kernels], device.platform),
-        schema=schema_hash(),
+        schema=schema_hash(found.names),
         graphs=KernelGraphs.of([k.hash for k in kernels], kernels) if graphs else None,
     )
 
 
 def concatenate(tables: Sequence[KernelTable]) -> KernelTable:
-    """Tables of the same schema, one after the other; graphs are kept if all of them have some."""
-    first = tables[0]
+    """Tables one after the other; graphs are kept if all of them have some.
+
+    Features of the widest are kept: those of TPUs are zero for the other platforms.
+    """
+    first = max(tables, key=lambda table: len(table.names))
+    tables = [table.with_names(first.names) for table in tables]
     graphs = [t.graphs for t in tables if t.graphs is not None]
     return KernelTable(
         np.concatenate([t.X for t in tables]),

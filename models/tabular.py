@@ -157,6 +157,7 @@ class TabularEstimator(ABC):
 
         It is 0 for kernels of a cell that the estimator was not trained on.
         """
+        table = table.with_names(self.feature_names)
         ratio = np.clip(self._ratio(table).astype(np.float64), -MAX_LOG_RATIO, MAX_LOG_RATIO)
         return np.where(self.trained[table.cell], ratio, 0.0)
 
@@ -166,6 +167,7 @@ class TabularEstimator(ABC):
 
     def predict_table(self, table: KernelTable) -> KernelPrediction:
         """Predict the kernels of a table."""
+        table = table.with_names(self.feature_names)
         latency = self.point(table)
         known = self.trained[table.cell]
         lo, hi = self.conformal.interval(latency, table.cell)
@@ -239,9 +241,10 @@ class TabularEstimator(ABC):
     ) -> Self:
         model = cls(**manifest["params"])
         model.schema = str(manifest["schema_hash"])
-        if model.schema:
-            check_schema(path, manifest, current_schema() if schema is None else schema)
         model.feature_names = tuple(manifest["feature_names"])
+        if model.schema:
+            today = current_schema(model.feature_names) if schema is None else schema
+            check_schema(path, manifest, today)
         model.trained = np.array([name in manifest["trained_cells"] for name in CELLS])
         model.conformal = Conformal.from_dict(manifest["conformal"])
         lo, hi = manifest["roofline_interval_log"]
@@ -252,8 +255,11 @@ class TabularEstimator(ABC):
         return model
 
 
-def current_schema() -> str:
-    """Digest of today's feature schema."""
-    from ..features.table import schema_hash
+def current_schema(names: Sequence[str] = ()) -> str:
+    """Digest of today's feature schema, with TPUs' own features if ``names`` has them."""
+    from ..features.table import feature_names, schema_hash
+    from ..features.tpu_table import tpu_feature_names
 
-    return schema_hash()
+    own = tpu_feature_names()
+    wide = len(own) > 0 and tuple(names[-len(own) :]) == own
+    return schema_hash((*feature_names(), *own) if wide else ())

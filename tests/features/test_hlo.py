@@ -174,9 +174,7 @@ ENTRY %main.3 (x: f32[8,4]) -> f32[8,4] {
 def test_layouts_keep_only_their_order_and_memory_space() -> None:
     op = _one("r = f32[4,8]{0,1:T(8,128)(2,1)S(1)} copy(f32[4,8]{1,0:T(8,128)} %b)")
     assert op.type == TensorType("f32", (4, 8), (0, 1), 1)
-    assert _one("r = f32[4,8]{1,0:T(8,128)S(5)} copy(b)").type == TensorType(
-        "f32", (4, 8), None, 5
-    )
+    assert _one("r = f32[4,8]{1,0:T(8,128)S(5)} copy(b)").type == TensorType("f32", (4, 8), None, 5)
     assert _one("r = f32[]{:T(128)} copy(b)").type == TensorType("f32")
 
 
