@@ -14,6 +14,7 @@ from .fused.graph import Graph, build_graph
 from .fused.loops import copy_loop_state, drop_dead_state, merge_counters
 from .fused.machine import Machine, machine_of
 from .fused.multi_output import MultiOutputFusion
+from .fused.on_chip import on_chip_of, place_on_chip
 from .fused.priority import PriorityFusion
 from .fused.reductions import split_reductions
 from .fused.simplify import simplify
@@ -54,6 +55,9 @@ def lower_fused(source: SourceProgram, device: DeviceSpec | None = None) -> Lowe
     simplify(graph)
     writer = _fused(graph, machine, emitter)
     emitter.add(writer.write("main"))
+    memory = on_chip_of(device)
+    if memory is not None:
+        place_on_chip(emitter.program, memory)
     kernels, notes = extract_kernels(emitter.program)
     if program.num_partitions > 1 and not any(k.kind == "collective" for k in kernels):
         notes.append(
