@@ -15,23 +15,24 @@ _RULES: tuple[tuple[str, str], ...] = (
     ("kind and library", r"kind_|fusion_|library_|root_"),
     ("dtype", r"dtype_|mixed_dtype|out_bits|in_bits"),
     ("parallelism", r"log_partitions|partitions_|cores_used|.*_per_core|.*_per_part|.*waves?_"),
-    ("tile padding", r"fill_"),
+    ("tile padding", r"fill_|padding_"),
+    ("memory spaces", r"near_share_|largest_near$|result_near$|log_n_(main|near)$"),
     (
         "operands and layout",
         r"log_n_(inputs|outputs|scalar_inputs|shared)$|out_aligned|transposing|layouts_differ"
         r"|broadcast_minor|in_over_out|touched_share|largest_input_share|(?!log_).*_minor$"
-        r"|reduce_(major|all)$|conv_canonical|conv_window_over_output|share_moved_",
+        r"|reduce_(major|all)$|same_(sub)?lanes$|lanes_to_sublanes|conv_canonical|conv_window_over_output|share_moved_",
     ),
     (
         "arithmetic intensity",
-        r"compute_over_|weighted_over_|intensity_over_|work_over_|.*_per_output|work_per_element",
+        r"(main|registers|compute|start)_share$|padded_products_|compute_over_|weighted_over_|intensity_over_|work_over_|.*_per_output|work_per_element",
     ),
     ("loops", r"log_trip_count|log_loop_ops|trip_unknown"),
     ("size", r"log_\w+_floor$|set_over_|\w+_over_(first|middle|last)$"),
     ("op mix", r"log_n_|log_depth|share_|log_reducer_ops|log_sort_comparator|.*_ordered$"),
     (
         "shape",
-        r"log_(out|in|window|slice|reduce|gemm|conv|gather|scatter|sort|fft|linalg)_|gemm_|conv_"
+        r"log_(out|in|window|slice|reduced?|gemm|conv|gather|scatter|sort|fft|linalg)_|gemm_|conv_"
         r"|sort_|scatter_|fft_|pad_|window_",
     ),
 )  # fmt: skip

@@ -20,7 +20,15 @@ from ..features.kernel import Kernel
 from .base import KernelPrediction, distinct
 from .conformal import UNCALIBRATED, Conformal, ends
 from .domain import Domain
-from .store import check_schema, pack, read_files, read_manifest, unpack, write_folder
+from .store import (
+    MANIFEST,
+    check_schema,
+    pack,
+    read_files,
+    read_manifest,
+    unpack,
+    write_folder,
+)
 from .tables import CELLS, KernelTable, kernel_table
 
 TARGET = "log(latency_s / (roofline_s + floor_s))"
@@ -246,6 +254,7 @@ class TabularEstimator(ABC):
             today = current_schema(model.feature_names) if schema is None else schema
             check_schema(path, manifest, today)
         model.trained = np.array([name in manifest["trained_cells"] for name in CELLS])
+        _check_tpu(path, model)
         model.conformal = Conformal.from_dict(manifest["conformal"])
         lo, hi = manifest["roofline_interval_log"]
         model.fallback = (float(lo), float(hi))
@@ -253,6 +262,20 @@ class TabularEstimator(ABC):
             model.domain = Domain.from_arrays(unpack(files[_DOMAIN_FILE]))
         model._restore(files)
         return model
+
+
+def _check_tpu(path: Path, model: TabularEstimator) -> None:
+    """Refuse what was trained on TPUs before they had features, and a base, of their own."""
+    from ..features.tpu_table import tpu_feature_names
+
+    cells = [name for name, on in zip(CELLS, model.trained, strict=True) if on]
+    known = set(tpu_feature_names()) <= set(model.feature_names)
+    if model.schema and not known and any(name.startswith("tpu/") for name in cells):
+        raise ModelError(
+            "model was trained on TPUs without their own features",
+            where=str(path / MANIFEST),
+            hint="train again on the dataset: features are recomputed from its kernels",
+        )
 
 
 def current_schema(names: Sequence[str] = ()) -> str:

@@ -14,11 +14,10 @@ import numpy as np
 from ..features.catalogue import in_catalogue
 from ..features.device import DeviceSpec
 from ..features.kernel import Kernel
-from ..features.roofline import least_seconds
+from ..features.roofline import least_seconds, roofline
 from .base import KernelPrediction
 from .boosted import XGBoostEstimator
 from .program_overhead import UNMEASURED, Overhead
-from .tables import kernel_table
 
 #: Opcodes of which the compiler says nothing.
 UNESTIMATED = frozenset(("select-and-scatter", "custom-call"))
@@ -82,11 +81,12 @@ class TpuEstimator(XGBoostEstimator):
         device: DeviceSpec,
         silent: np.ndarray,
     ) -> KernelPrediction:
-        left = kernel_table([k for k, own in zip(kernels, silent, strict=True) if own], device)
+        left = [k for k, own in zip(kernels, silent, strict=True) if own]
+        base_s = roofline(left, device).latency_s + device.floor
         latency, lo, hi = found.latency.copy(), found.lo.copy(), found.hi.copy()
-        latency[silent] = left.base_s
-        lo[silent] = left.base_s * np.exp(self.fallback[0])
-        hi[silent] = left.base_s * np.exp(self.fallback[1])
+        latency[silent] = base_s
+        lo[silent] = base_s * np.exp(self.fallback[0])
+        hi[silent] = base_s * np.exp(self.fallback[1])
         return KernelPrediction(
             latency, lo, hi, found.bound,
             source=np.where(silent, "roofline", found.source).astype(object),
