@@ -14,6 +14,8 @@ from .kernel import Kernel
 
 #: Vector operations that one transcendental (exp, log, tanh …) stands for.
 TRANSCENDENTAL_FLOPS = 16.0
+#: Largest window of a reduction that a TPU goes through element by element.
+WINDOW = 16.0
 #: Octaves around a level's capacity over which its hit rate falls from one to zero.
 _SPILL_OCTAVES = 2.0
 
@@ -94,9 +96,16 @@ def main_bytes(row: np.ndarray, device: DeviceSpec) -> np.ndarray:
 
 
 def compute_seconds(row: np.ndarray, device: DeviceSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds on the matrix unit and on the vector unit, each of shape ``(n,)``."""
+    """Seconds on the matrix unit and on the vector unit, each of shape ``(n,)``.
+
+    A TPU's compiler writes reductions whose result is broadcast as windows over everything, which
+    count as a pass over the array for every element, but are made in a few passes: there a window
+    counts as no larger than :data:`WINDOW`.
+    """
     matmul = row[:, INDEX["matmul_flops"]]
     other = np.maximum(row[:, INDEX["flops"]] - matmul, 0.0)
+    if device.platform == "tpu":
+        other = other * np.minimum(1.0, WINDOW / np.maximum(row[:, INDEX["window_size"]], 1.0))
     other = other + TRANSCENDENTAL_FLOPS * row[:, INDEX["transcendentals"]]
     matrix_peak, vector_peak = peaks(row, device)
     return matmul / matrix_peak, other / vector_peak

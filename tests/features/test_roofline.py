@@ -3,10 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from opcast.features.catalogue import find_device
 from opcast.features.device import DeviceSpec, MemoryLevel
 from opcast.features.errors import DeviceError
 from opcast.features.hlo import parse_hlo
 from opcast.features.kernel import Kernel
+from opcast.features.kernels import kernel_from_ir
 from opcast.features.roofline import TRANSCENDENTAL_FLOPS, memory_seconds, roofline
 
 DEVICE = DeviceSpec(
@@ -110,3 +112,27 @@ def test_device_without_peaks() -> None:
     bare = DeviceSpec("d", "cpu", {}, {}, (MemoryLevel(1.0, 1.0),), floor=0.0)
     with pytest.raises(DeviceError, match="no peak"):
         roofline([dot(flops=1.0)], bare)
+
+
+def test_on_a_tpu_a_wide_window_is_a_few_passes() -> None:
+    text = """HloModule kernel
+
+c0 {
+  v0 = f32[] parameter(0)
+  v1 = f32[] parameter(1)
+  ROOT v2 = f32[] add(v0, v1)
+}
+
+ENTRY main {
+  p0 = f32[64,256] parameter(0)
+  p1 = f32[] parameter(1)
+  ROOT r = f32[64,256] reduce-window(p0, p1), to_apply=c0, window={WINDOW}
+}
+"""
+    tpu, gpu = find_device("tpu-v3"), find_device("v100-sxm")
+    wide = kernel_from_ir(text.replace("WINDOW", "size=1x511 pad=0_0x255_255"))
+    small = kernel_from_ir(text.replace("WINDOW", "size=1x5 pad=0_0x2_2"))
+    elements = 64 * 256
+    found = roofline([wide, small], tpu).compute_s * tpu.vector_peak("f32")
+    assert found == pytest.approx([510 * elements * 16 / 511, 4 * elements])
+    assert roofline([wide], gpu).compute_s * gpu.vector_peak("f32") == pytest.approx(510 * elements)
