@@ -255,11 +255,26 @@ def _products(
     return {
         "fill_n_array": fill_n,
         "fill_k_array": fill_k,
+        "array_fill": np.log2(_array_fill(rows, device)),
         "log_padded_products_floor": log_ratio(padded + _SMALL * floor, floor),
         "padded_products_over_main": log_ratio(
             padded + _SMALL * floor, parts["main"] + _SMALL * floor
         ),
     }
+
+
+def _array_fill(rows: np.ndarray, device: DeviceSpec) -> np.ndarray:
+    """Share of the systolic arrays' work that is a product's own, shape ``(n,)``; 1 without one.
+
+    Columns and depth are padded to the array, and its weights change no faster than a column of
+    rows passes; either operand may be the weights.
+    """
+    m, n, k = (rows[:, INDEX[f"gemm_{dim}"]] for dim in "mnk")
+    depth, width = device.array_rows or LANES, device.array_columns or LANES
+    usual = _fill(n, width) * np.minimum(m / depth, 1.0)
+    swapped = _fill(m, width) * np.minimum(n / depth, 1.0)
+    share = np.maximum(usual, swapped) * _fill(k, depth)
+    return np.asarray(np.where(m > 0, np.maximum(share, 2**-10), 1.0))
 
 
 def _fill(size: np.ndarray, step: int) -> np.ndarray:

@@ -15,7 +15,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     ("kind and library", r"kind_|fusion_|library_|root_"),
     ("dtype", r"dtype_|mixed_dtype|out_bits|in_bits"),
     ("parallelism", r"log_partitions|partitions_|cores_used|.*_per_core|.*_per_part|.*waves?_"),
-    ("tile padding", r"fill_|padding_"),
+    ("tile padding", r"fill_|padding_|array_fill"),
     ("memory spaces", r"near_share_|largest_near$|result_near$|log_n_(main|near)$"),
     (
         "operands and layout",
