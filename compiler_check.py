@@ -32,6 +32,9 @@ class Agreement:
         predicted_us: Sum of the predictions for the same kernels.
         left_us: Sum of the predictions for the others, which are never free.
         step_us: Predicted time of the whole program, its asynchronous copies beside the rest.
+        compiler_step_us: The same of the compiler's estimates, rooflines where it has none.
+        fused_step_us: The same of kernels by the lowering ``fused``, for which nothing is compiled;
+            none if the program is compiled already.
         compile_s: Seconds of the compilation.
         predict_s: Seconds of the prediction.
     """
@@ -44,6 +47,8 @@ class Agreement:
     predicted_us: float
     left_us: float
     step_us: float
+    compiler_step_us: float
+    fused_step_us: float | None
     compile_s: float
     predict_s: float
 
@@ -62,12 +67,14 @@ def agreement(program: Path, device: DeviceSpec, predictor: Predictor) -> Agreem
     """
     from .features.lowering import lower
     from .features.reader import read_program
+    from .predict.predictor import load
 
     if device.platform != "tpu":
         raise DeviceError(
             "is no TPU: only its compiler says how long kernels take", where=device.name
         )
-    lowered = lower(read_program(program), "xla", cache=predictor.cache, device=device)
+    source = read_program(program)
+    lowered = lower(source, "xla", cache=predictor.cache, device=device)
     start = time.perf_counter()
     found = predictor.predict_lowered(lowered, device)
     seconds = time.perf_counter() - start
@@ -76,6 +83,9 @@ def agreement(program: Path, device: DeviceSpec, predictor: Predictor) -> Agreem
         for k, e in zip(lowered.kernels, found.kernels, strict=True)
         if k.takes_time
     ]
+    fused = None
+    if not source.program.is_scheduled:
+        fused = predictor.predict(source, device=device, lowering="fused").latency_us
     return Agreement(
         program=program.stem,
         device=device.name,
@@ -85,6 +95,8 @@ def agreement(program: Path, device: DeviceSpec, predictor: Predictor) -> Agreem
         predicted_us=sum(own for expected, own in rows if expected),
         left_us=sum(own for expected, own in rows if not expected),
         step_us=found.latency_us,
+        compiler_step_us=load("compiler").predict_lowered(lowered, device).latency_us,
+        fused_step_us=fused,
         compile_s=lowered.compile_seconds,
         predict_s=seconds,
     )
@@ -96,7 +108,8 @@ def print_agreement(console: Console, found: Sequence[Agreement]) -> None:
 
     rows: list[dict[str, Any]] = []
     for own in found:
-        rows.append({**asdict(own), "error": f"{own.error:+.1%}"})
+        fused = "–" if own.fused_step_us is None else own.fused_step_us
+        rows.append({**asdict(own), "fused_step_us": fused, "error": f"{own.error:+.1%}"})
     print_frame(console, pd.DataFrame(rows), "the compiler's estimates (nothing is measured)")
     errors = [abs(own.error) for own in found]
     console.print(

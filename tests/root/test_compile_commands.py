@@ -48,6 +48,9 @@ def test_sums_are_of_the_kernels_with_an_estimate(compiled) -> None:
     assert found.left_us > 0
     assert found.error == pytest.approx(found.predicted_us / found.compiler_us - 1)
     assert found.compile_s == 2.0
+    # Copies and one roofline each way; the text is compiled already, so no other lowering goes.
+    assert found.compiler_step_us > found.compiler_us
+    assert found.fused_step_us is None
 
 
 def test_the_command_prints_the_error(compiled) -> None:
