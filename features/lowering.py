@@ -44,7 +44,8 @@ def lower(
             compiled for by its own compiler, which needs neither the device nor a driver.
         fallback: Lowering to take where that compiler is missing, fails or exceeds its limits; a
             note says so. By default it is an error.
-        settings: Limits and options of that compiler.
+        settings: Limits and options of that compiler; ``fused`` heeds its option of horizontal
+            fusion, ``xla_gpu_use_horizontal_fusion``.
 
     Returns:
         Kernels in schedule order with peak memory and notes.
@@ -80,9 +81,10 @@ def _lower(
 
         return lower_op(program)
     if choice.lowering == "fused":
-        from .lowering_fused import lower_fused
+        from .lowering_fused import HORIZONTAL, lower_fused
 
-        lowered = lower_fused(program, device)
+        wanted = settings is not None and bool(settings.flags.get(HORIZONTAL))
+        lowered = lower_fused(program, device, horizontal=wanted)
         if choice.note:
             lowered.notes.insert(0, choice.note)
         return lowered
@@ -95,7 +97,10 @@ def _lower(
         except (LoweringError, DeviceError) as error:
             if not fallback:
                 raise
-            found = lower(program, fallback, cache=cache, trip_counts=trip_counts, device=device)
+            found = lower(
+                program, fallback, cache=cache, trip_counts=trip_counts, device=device,
+                settings=settings,
+            )  # fmt: skip
             found.notes.append(f"lowering {fallback} instead of {lowering}: {error.what}")
             return found
     from .lowering_xla import lower_xla

@@ -10,7 +10,9 @@ from .fused.dots import canonical_dots, merge_dots
 from .fused.emit import ComputationWriter, Emitter
 from .fused.epilogues import fuse_epilogues
 from .fused.expand import expand_ops
+from .fused.fills import join_fills, own_fills
 from .fused.graph import Graph, build_graph
+from .fused.horizontal import HorizontalFusion
 from .fused.loops import copy_loop_state, drop_dead_state, merge_counters
 from .fused.machine import Machine, machine_of
 from .fused.multi_output import MultiOutputFusion
@@ -27,13 +29,19 @@ from .kernels import extract_kernels
 from .liveness import peak_memory
 from .reader import SourceProgram
 
+#: Option of compilers that had horizontal fusion, by which it is asked for here, too.
+HORIZONTAL = "xla_gpu_use_horizontal_fusion"
 
-def lower_fused(source: SourceProgram, device: DeviceSpec | None = None) -> LoweredProgram:
+
+def lower_fused(
+    source: SourceProgram, device: DeviceSpec | None = None, *, horizontal: bool = False
+) -> LoweredProgram:
     """List the kernels that a GPU compiler would roughly make.
 
     Args:
         source: StableHLO or HLO that is not optimised yet.
         device: Decides what pays and what the libraries can do; an H100 if it is no GPU.
+        horizontal: Whether independent work shares kernels, as in compilers before JAX 0.10.
 
     Raises:
         ProgramError: The program is malformed.
@@ -53,7 +61,7 @@ def lower_fused(source: SourceProgram, device: DeviceSpec | None = None) -> Lowe
     drop_dead_state(graph)
     prepare(graph, machine, program)
     simplify(graph)
-    writer = _fused(graph, machine, emitter)
+    writer = _fused(graph, machine, emitter, is_entry=True, horizontal=horizontal)
     emitter.add(writer.write("main"))
     memory = on_chip_of(device)
     if memory is not None:
@@ -96,8 +104,16 @@ def prepare(graph: Graph, machine: Machine, program: Program) -> None:
     split_reductions(graph)
 
 
-def _fused(graph: Graph, machine: Machine, emitter: Emitter) -> ComputationWriter:
+def _fused(
+    graph: Graph,
+    machine: Machine,
+    emitter: Emitter,
+    *,
+    is_entry: bool = False,
+    horizontal: bool = False,
+) -> ComputationWriter:
     copy_loop_state(graph)
+    own_fills(graph)
     bodies: dict[int, tuple[str, ...]] = {}
     for node in graph.nodes():
         if node.graphs:
@@ -112,5 +128,9 @@ def _fused(graph: Graph, machine: Machine, emitter: Emitter) -> ComputationWrite
     if machine.tensor_fusion:
         fuse_softmax(clusters)
     PriorityFusion(clusters, machine).run()
+    if is_entry:
+        join_fills(clusters)
     MultiOutputFusion(clusters, machine).run()
+    if horizontal and is_entry:
+        HorizontalFusion(clusters).run()
     return ComputationWriter(emitter, clusters, bodies)

@@ -26,26 +26,11 @@ class MultiOutputFusion:
 
     def run(self) -> None:
         """Go through the graph from its results to its arguments."""
-        self._fills()
         for node in reversed(self.clusters.nodes):
             self._siblings(node)
             producer = self.clusters.by_root.get(id(node))
             if producer is not None:
                 self._with_consumer(producer)
-
-    def _fills(self) -> None:
-        """Join arrays of one size that are filled with a constant to start the same loop."""
-        known: dict[object, Cluster] = {}
-        for loop in [node for node in self.clusters.nodes if node.opcode == "while"]:
-            for operand in dict.fromkeys(map(source_of, loop.operands)):
-                own = self.clusters.by_root.get(id(operand))
-                if own is None or own.inputs or operand.opcode != "broadcast":
-                    continue
-                key = (id(loop), operand.type.shape)
-                if key in known and known[key] is not own:
-                    known[key] = self.clusters.merge(known[key], own)
-                else:
-                    known[key] = own
 
     def _siblings(self, node: Node) -> None:
         """Join clusters that all read ``node``."""
@@ -68,7 +53,7 @@ class MultiOutputFusion:
 
     def _with_consumer(self, producer: Cluster) -> None:
         """Join a producer with one that reads it, though others read it too."""
-        frame = _frame(producer)
+        frame = frame_of(producer)
         if not _joins(producer) or frame is None or frame.kind != "loop":
             return
         consumers = sorted(
@@ -86,7 +71,7 @@ class MultiOutputFusion:
 
     def _alike(self, first: Cluster, second: Cluster) -> bool:
         """Whether both run over the same elements in the same way."""
-        if first is second or not _fit(_frame(first), _frame(second)):
+        if first is second or not _fit(frame_of(first), frame_of(second)):
             return False
         inputs = {id(n) for c in (first, second) for n in c.inputs}
         return len(inputs) + len(first.roots) + len(second.roots) <= MAX_OPERANDS
@@ -135,7 +120,7 @@ def _joins(cluster: Cluster) -> bool:
     )
 
 
-class _Frame(NamedTuple):
+class Frame(NamedTuple):
     """What the threads of a cluster run over."""
 
     kind: str
@@ -143,7 +128,7 @@ class _Frame(NamedTuple):
     detail: object = None
 
 
-def _fit(first: _Frame | None, second: _Frame | None) -> bool:
+def _fit(first: Frame | None, second: Frame | None) -> bool:
     """Whether two clusters fit one kernel: a loop fits anything over as many elements."""
     if first is None or second is None or first.size != second.size:
         return False
@@ -152,18 +137,19 @@ def _fit(first: _Frame | None, second: _Frame | None) -> bool:
     return first.kind == second.kind and first.detail == second.detail
 
 
-def _frame(cluster: Cluster) -> _Frame | None:
+def frame_of(cluster: Cluster) -> Frame | None:
+    """What a cluster's threads run over; ``None`` if that fits no other kernel."""
     for root in cluster.roots:
         hero = hero_of(root, cluster)
         if hero.opcode == "reduce" and not is_loop_reduction(hero):
-            return _Frame("reduce", hero.operands[0].size, reduction(hero))
+            return Frame("reduce", hero.operands[0].size, reduction(hero))
         if hero.opcode == "transpose":
             detail = (hero.operands[0].type.shape, tuple(hero.attrs["dimensions"]))
-            return _Frame("transpose", hero.size, detail)
+            return Frame("transpose", hero.size, detail)
     root = cluster.root
     if root.opcode == "reduce-window":
         return None
-    return _Frame("loop", root.size)
+    return Frame("loop", root.size)
 
 
 def hero_of(root: Node, cluster: Cluster) -> Node:
