@@ -29,7 +29,8 @@ def sink_transposes(graph: Graph) -> None:
         if made is not None:
             keep += [node, made]
             replaced[id(node)] = made
-            sinkable.add(id(made))
+            if made.type.shape:  # a scalar may stand beside operands of any shape
+                sinkable.add(id(made))
     graph.outputs = [replaced.get(id(node), node) for node in graph.outputs]
 
 

@@ -267,3 +267,17 @@ def test_the_local_device_keeps_its_compiler():
 def test_an_unknown_lowering_is_refused_with_the_choices():
     with pytest.raises(LoweringError, match="auto, xla, fused, op"):
         lower("module {}", "fuzed")
+
+
+def test_a_sum_of_a_transposed_product_may_choose_between_arrays():
+    """As clipping by the global norm does; a transpose of that scalar moves no further."""
+
+    def clipped(x, w, p):
+        g = jnp.einsum("bsd,dhk->bhsk", x, w)
+        return g, jax.lax.select((g * g).sum() > 0, p, 2 * p)
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 16, 32), (32, 8, 16), (7,))]
+    found = lower(jax.jit(clipped).lower(*shapes).as_text(), "fused", device=H100)
+    last = found.kernels[-1]
+    # Two arguments of one condition and seven elements each; the sum stays a scalar.
+    assert (last.bytes_in, last.bytes_out) == (4 + 7 * 4, 7 * 4)
