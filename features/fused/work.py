@@ -38,8 +38,9 @@ _CYCLES: dict[str, float] = {
 #: Ops of which each reader reads other elements, so that what they need adds up.
 _MOVING = frozenset(("broadcast", "slice", "concatenate", "pad", "gather", "transpose", "reverse",
      "dynamic-slice"))  # fmt: skip
-#: Ops whose code branches, and how many branches one kernel's code may have (XLA's limit).
-_BRANCHING = frozenset(("concatenate", "pad", "reduce", "reduce-window"))
+#: Ops whose code branches, and how many branches one kernel's code may have (XLA's limit). Short
+#: sums do not count: the compiler puts twelve of them into one concatenation.
+_BRANCHING = frozenset(("concatenate", "pad", "reduce-window"))
 MAX_BRANCHES = 10
 
 
@@ -96,7 +97,7 @@ class Work:
         opcode = node.opcode
         paths = self._paths.get(id(node), 1.0)
         if opcode in _BRANCHING:
-            self.branches += paths * (len(node.operands) - 1 if opcode == "concatenate" else 1)
+            self.branches += paths
         factor = 1.0
         if opcode == "reduce":
             factor = node.operands[0].size / max(1, node.size)
