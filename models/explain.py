@@ -84,7 +84,7 @@ class KernelExplanation:
         kernel_hash: Hash of the kernel.
         kind: Platform and kind, such as ``cpu/gemm``.
         latency_us: Predicted latency: ``(roofline_us + floor_us) · exp(log_ratio)``.
-        roofline_us: Roofline.
+        roofline_us: Roofline; on a TPU the base of its own features, without the floor.
         floor_us: Launch floor of the device.
         log_ratio: What was learned on top.
         bound: What limits the roofline.
@@ -122,7 +122,7 @@ class KernelExplanation:
 
     @property
     def factor(self) -> float:
-        """Predicted latency over roofline plus floor."""
+        """Predicted latency over roofline plus floor (on a TPU the base of its own features)."""
         return float(np.exp(self.log_ratio))
 
     def to_dict(self) -> dict[str, Any]:

@@ -33,6 +33,7 @@ class KernelTable:
         schema: Digest of the feature schema.
         graphs: Computation graphs of the kernels, for the estimators that look at them; they
             cost nothing before they are used.
+        line_s: Roofline plus floor in seconds, shape ``(n,)``, where that is not the base.
     """
 
     X: np.ndarray
@@ -42,6 +43,12 @@ class KernelTable:
     cell: np.ndarray
     schema: str
     graphs: KernelGraphs | None = None
+    line_s: np.ndarray | None = None
+
+    @property
+    def roofline_s(self) -> np.ndarray:
+        """Roofline plus floor in seconds, shape ``(n,)``."""
+        return self.base_s if self.line_s is None else self.line_s
 
     def __len__(self) -> int:
         """Number of kernels."""
@@ -57,6 +64,7 @@ class KernelTable:
             self.cell[rows],
             self.schema,
             None if self.graphs is None else self.graphs.take(rows),
+            None if self.line_s is None else self.line_s[rows],
         )
 
     def with_names(self, names: tuple[str, ...]) -> KernelTable:
@@ -84,6 +92,7 @@ def kernel_table(
 
     own = tpu_feature_table if device.platform == "tpu" else feature_table
     found = own(kernels, device)
+    line_s = np.maximum(np.asarray(found.roofline_s, np.float64) + device.floor, SMALLEST)
     return KernelTable(
         X=np.ascontiguousarray(found.X, np.float32),
         names=tuple(found.names),
@@ -92,6 +101,7 @@ def kernel_table(
         cell=cells([k.kind for k in kernels], device.platform),
         schema=schema_hash(found.names),
         graphs=KernelGraphs.of([k.hash for k in kernels], kernels) if graphs else None,
+        line_s=line_s if device.platform == "tpu" else None,
     )
 
 
@@ -103,6 +113,7 @@ def concatenate(tables: Sequence[KernelTable]) -> KernelTable:
     first = max(tables, key=lambda table: len(table.names))
     tables = [table.with_names(first.names) for table in tables]
     graphs = [t.graphs for t in tables if t.graphs is not None]
+    plain = all(t.line_s is None for t in tables)
     return KernelTable(
         np.concatenate([t.X for t in tables]),
         first.names,
@@ -111,6 +122,7 @@ def concatenate(tables: Sequence[KernelTable]) -> KernelTable:
         np.concatenate([t.cell for t in tables]),
         first.schema,
         KernelGraphs.concatenate(graphs) if len(graphs) == len(tables) else None,
+        None if plain else np.concatenate([t.roofline_s for t in tables]),
     )
 
 

@@ -103,7 +103,7 @@ class AnsweringEstimator(ABC):
         covered = np.array([answer.covered for answer in answers], bool)
         simulated = np.array([answer.seconds for answer in answers])
         own = np.maximum(self.latency(simulated, rows(kernels), device), SMALLEST)
-        latency = np.where(covered, own, table.base_s)
+        latency = np.where(covered, own, table.roofline_s)
         width = float(np.exp(UNCALIBRATED))
         return KernelPrediction(
             latency, latency / width, latency * width, table.bound,

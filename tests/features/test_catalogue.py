@@ -80,7 +80,7 @@ def test_figures_are_physical(spec: DeviceSpec) -> None:
     assert spec.levels[-1].capacity == spec.memory_bytes
     assert (len(spec.levels) == 2) == (spec.platform == "gpu")
     assert spec.link_bandwidth >= spec.host_bandwidth or spec.name in ("arc-b60", "mi250")
-    assert 0.5e-6 <= spec.floor <= 5e-6
+    assert 0.2e-6 <= spec.floor <= 5e-6
     if spec.lanes_per_core:
         lanes = 2 * spec.lanes_per_core * spec.core_count * spec.clock_hz
         assert vector["f32"] == pytest.approx(lanes, rel=0.1)
