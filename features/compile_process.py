@@ -65,12 +65,14 @@ class CompiledModule:
         seconds: Time that compiling took, without the start of the process.
         memory: The compiler's memory statistics in bytes, by name.
         version: What the compiler says of itself.
+        notes: How it was compiled otherwise than asked, if it was.
     """
 
     hlo: str
     seconds: float
     memory: dict[str, int]
     version: str
+    notes: tuple[str, ...] = ()
 
 
 def compile_programs(
@@ -217,7 +219,9 @@ def _results(
             yield _refusal(data["error"], origin, target)
         else:
             hlo = (folder / f"hlo{number}.txt").read_text()
-            yield CompiledModule(hlo, data["seconds"], data["memory"], data["version"])
+            yield CompiledModule(
+                hlo, data["seconds"], data["memory"], data["version"], tuple(data.get("notes", ()))
+            )
 
 
 def _refusal(error: str, origin: str, target: CompileTarget) -> LoweringError:

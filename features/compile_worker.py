@@ -20,6 +20,16 @@ from typing import Any
 
 from .parent import die_with_parent
 
+#: Faults of the compiler that other options avoid: words of its message, the options, and a note.
+#: Without timing on a device it takes default tiles for Triton's products, which odd sizes refuse.
+DETOURS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    (
+        "find output tile sizes",
+        {"xla_gpu_enable_triton_gemm": False},
+        "compiled without Triton's products, for which the compiler found no tiles",
+    ),
+)
+
 
 @dataclass(frozen=True)
 class Job:
@@ -79,17 +89,33 @@ def _compile(
 
     started = time.monotonic()
     target = folder / f"result{number}.json"
-    try:
-        program = (folder / f"program{number}").read_bytes()
-        compiled = compile_absent(devices, program, *shape, flags)
-    except MemoryError:
-        raise
-    except Exception as error:  # compilers raise several unrelated classes
-        _write(target, {"error": _message(error), "stage": "compile"})
-        return
+    notes: list[str] = []
+    while True:
+        try:
+            program = (folder / f"program{number}").read_bytes()
+            compiled = compile_absent(devices, program, *shape, flags)
+            break
+        except MemoryError:
+            raise
+        except Exception as error:  # compilers raise several unrelated classes
+            detour = _detour(_message(error), flags)
+            if detour is None:
+                _write(target, {"error": _message(error), "stage": "compile"})
+                return
+            flags = {**flags, **detour[0]}
+            notes.append(detour[1])
     (folder / f"hlo{number}.txt").write_text(compiled.hlo)
     seconds = time.monotonic() - started
-    _write(target, {"seconds": seconds, "memory": compiled.memory, "version": version})
+    found = {"seconds": seconds, "memory": compiled.memory, "version": version, "notes": notes}
+    _write(target, found)
+
+
+def _detour(message: str, flags: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
+    """Options, and a note, with which a refused program may go; none that the user has set."""
+    for words, options, note in DETOURS:
+        if words in message and not options.keys() & flags.keys():
+            return options, note
+    return None
 
 
 def _message(error: Exception) -> str:

@@ -172,7 +172,9 @@ class _Job:
                 "compiler": _compiler(self.target),
                 "seconds": result.seconds,
             }
-            found.append(self.read(CachedHlo(result.hlo, meta)))
+            lowered = self.read(CachedHlo(result.hlo, meta))
+            lowered.notes += [note for note in result.notes if note not in lowered.notes]
+            found.append(lowered)
         return found
 
     def _work_notes(self, lowered: LoweredProgram) -> list[str]:

@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from opcast.datagen.zoo import build
 from opcast.features import compile_process, compilers
 from opcast.features.cache import LoweringCache
 from opcast.features.catalogue import find_device
 from opcast.features.compile_process import CompileSettings, compile_programs
 from opcast.features.compile_target import CompileTarget
+from opcast.features.compile_worker import DETOURS
 from opcast.features.compilers import Compiler, find_compiler
 from opcast.features.cost import program_cost
 from opcast.features.errors import CompilerError, LoweringError
@@ -212,6 +214,20 @@ def test_real_gpu_compiler(tmp_path) -> None:
     assert found.kernels[0].flops == pytest.approx(source.flops, rel=0.01)
     assert found.peak_memory_bytes >= 4 * 8 * 512 * 512 * 2
     assert found.notes == [] and found.hlo.startswith("HloModule")
+
+
+def test_sizes_for_which_the_compiler_has_no_tiles_go_without_triton(tmp_path) -> None:
+    """A ViT of 197 tokens, which the compiler refuses without timing on a device."""
+    _real("gpu")
+    mlir = build("vit", layers=1, batch=8, dtype="bf16").mlir()
+    device = find_device("h100-sxm")
+    found = lower(mlir, device=device, cache=LoweringCache(tmp_path))
+    (note,) = [note for note in found.notes if "Triton" in note]
+    assert note == DETOURS[0][2]
+    # What the user sets stays, and then the refusal is told.
+    settings = CompileSettings(flags={"xla_gpu_enable_triton_gemm": True}, progress=False)
+    with pytest.raises(LoweringError, match="refuses the program"):
+        lower(mlir, device=device, cache=False, settings=settings)
 
 
 SHARDED = """
