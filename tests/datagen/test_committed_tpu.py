@@ -28,6 +28,28 @@ def test_every_label_says_that_it_is_an_estimate(dataset: Dataset) -> None:
         assert "nothing was measured" in record["labels"]
 
 
+def test_it_is_large_for_every_generation(dataset: Dataset) -> None:
+    assert len(dataset.frame) >= 20_000
+    assert dataset.frame["device"].value_counts().min() >= 3_000
+
+
+def test_kernels_say_what_lies_on_the_chip(dataset: Dataset) -> None:
+    entry = dataset.frame["kernel_ir"].str.partition("ENTRY")[2]
+    spaces = {"tpu-v3": "S(1)", "tpu-v4": "S(3)", "tpu-v5e": "S(1)", "tpu-v6e": "S(1)"}
+    share = {
+        name: entry[dataset.frame["device"] == name].str.contains(space, regex=False).mean()
+        for name, space in spaces.items()
+    }
+    assert share.pop("tpu-v3") == 0.0
+    assert min(share.values()) > 0.7
+
+
+def test_equal_kernels_have_equal_estimates(dataset: Dataset) -> None:
+    often = dataset.frame[dataset.frame["repeats"] > 1]
+    assert len(often) > 500
+    assert (often["latency_us_p90"] <= often["latency_us_p10"] * (1 + 1e-9)).all()
+
+
 def test_kernels_are_there_once_for_each_device(dataset: Dataset) -> None:
     assert not dataset.frame.duplicated(["device", "kernel_hash"]).any()
 
