@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,14 +48,17 @@ def seconds_of(text: str) -> float:
     """Seconds of a time such as ``90s``, ``10m`` or ``2h``.
 
     Raises:
-        typer.BadParameter: It is no time.
+        typer.BadParameter: It is no time, or none at all.
     """
     scale = {"s": 1.0, "m": 60.0, "h": 3600.0}
     number, unit = (text[:-1], text[-1]) if text[-1:] in scale else (text, "s")
     try:
-        return float(number) * scale[unit]
+        seconds = float(number) * scale[unit]
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a time: write 90s, 10m or 2h") from None
+        seconds = math.nan
+    if not 0.0 < seconds < math.inf:
+        raise typer.BadParameter(f"{text!r} is not a time: write 90s, 10m or 2h")
+    return seconds
 
 
 def measure_once(device: str, predictor: Predictor) -> None:

@@ -73,7 +73,9 @@ def least_seconds(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
 
     It is the roofline with its caches. A TPU's on-chip memory is no cache: the compiler fills it
     ahead of use and hands values over in it, so up to its capacity operands need not come from main
-    memory. There only what is beyond counts: ``max(compute, (bytes - on-chip) / bandwidth)``.
+    memory, and only what is beyond counts. Its units run beside each other, and transcendentals
+    have one of their own: ``max(products / peak, other FLOPs / peak, (bytes - on-chip) /
+    bandwidth)``.
 
     Raises:
         DeviceError: The device lists no peaks.
@@ -83,7 +85,9 @@ def least_seconds(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
     if device.platform != "tpu":
         return found.latency_s
     beyond = main_bytes(row, device) - device.core_count * device.shared_bytes_per_core
-    return np.asarray(np.maximum(found.compute_s, memory_seconds(np.maximum(beyond, 0.0), device)))
+    memory = memory_seconds(np.maximum(beyond, 0.0), device)
+    products, other = unit_seconds(row, device, transcendental=0.0)
+    return np.asarray(np.maximum(np.maximum(products, other), memory))
 
 
 def main_bytes(row: np.ndarray, device: DeviceSpec) -> np.ndarray:
@@ -96,17 +100,29 @@ def main_bytes(row: np.ndarray, device: DeviceSpec) -> np.ndarray:
 
 
 def compute_seconds(row: np.ndarray, device: DeviceSpec) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds on the matrix unit and on the vector unit, each of shape ``(n,)``."""
+    return unit_seconds(row, device, TRANSCENDENTAL_FLOPS)
+
+
+def unit_seconds(
+    row: np.ndarray, device: DeviceSpec, transcendental: float
+) -> tuple[np.ndarray, np.ndarray]:
     """Seconds on the matrix unit and on the vector unit, each of shape ``(n,)``.
 
     A TPU's compiler writes reductions whose result is broadcast as windows over everything, which
     count as a pass over the array for every element, but are made in a few passes: there a window
     counts as no larger than :data:`WINDOW`.
+
+    Args:
+        row: Rows, shape ``(n, len(COLUMNS))``.
+        device: Peaks.
+        transcendental: Vector operations that one transcendental counts as.
     """
     matmul = row[:, INDEX["matmul_flops"]]
     other = np.maximum(row[:, INDEX["flops"]] - matmul, 0.0)
     if device.platform == "tpu":
         other = other * np.minimum(1.0, WINDOW / np.maximum(row[:, INDEX["window_size"]], 1.0))
-    other = other + TRANSCENDENTAL_FLOPS * row[:, INDEX["transcendentals"]]
+    other = other + transcendental * row[:, INDEX["transcendentals"]]
     matrix_peak, vector_peak = peaks(row, device)
     return matmul / matrix_peak, other / vector_peak
 

@@ -155,6 +155,8 @@ def tpu_rows(kernels: Sequence[Kernel]) -> np.ndarray:
 def _enter(row: np.ndarray, kernel: Kernel) -> None:
     entry = kernel.body.entry_computation
     read, written = border(entry.root_op, entry, kernel.body)
+    if kernel.opcode == "reshape":  # of two layouts: free elsewhere, a pass over the array here
+        read, written = ([(t, float(t.nbytes)) for t, _ in arrays] for arrays in (read, written))
     for side, arrays in (("in", read), ("out", written)):
         for t, moved in arrays:
             padded = moved * tiles(t).padded_bytes / max(t.nbytes, 1)

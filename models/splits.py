@@ -188,7 +188,8 @@ def _by_family(frame: pd.DataFrame, seed: int) -> tuple[np.ndarray, tuple[str, .
     families = sorted(f for f in set(frame["family"]) if is_family(f))
     if len(families) < 2:
         raise DatasetError(
-            "unseen_family needs at least two model families", hint="profile more of the zoo"
+            "unseen_family needs at least two model families",
+            hint="choose another: --split random; or add programs of the zoo to the dataset",
         )
     first = (FAMILY_STRIDE - 1 - seed) % FAMILY_STRIDE % len(families)
     test = families[first::FAMILY_STRIDE]

@@ -12,6 +12,7 @@ from ..features.files import parse_json
 from ..features.paths import home
 from ..models.names import CPU_MODEL, GPU_MODEL, PRETRAINED, TPU_MODEL
 from ..models.names import OPERATOR_MODEL as OPERATOR_MODEL
+from ..models.registry import UNTRAINED
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,8 @@ def find_model(model: str | Path) -> Path:
     choices = ", ".join(sorted(names)) or "none yet"
     raise ModelError(
         f"no model {str(model)!r}",
-        hint=f"give a model folder or one of: {choices}; train one with: opcast train",
+        hint=f"give a model folder or one of: {choices}; without training: "
+        f"{', '.join(UNTRAINED)}; train one with: opcast train",
     )
 
 

@@ -15,20 +15,21 @@ _BORROWED = "*"
 
 def print_comparison(console: Console, found: Comparison, top: int = 10) -> None:
     """Print times of the program and of the kernels that the estimators disagree on most."""
-    console.print(
-        f"[bold]{found.program}[/bold] on {found.device}; lowering {found.lowering}, "
-        f"{len(found.fidelities[0].own)} kernels",
-        highlight=False,
-    )
+    rest = f" on {found.device}; lowering {found.lowering}, {len(found.fidelities[0].own)} kernels"
+    console.print(Text.assemble((found.program, "bold"), rest), highlight=False)
     console.print(_table(found, top))
     console.print(
         f"time: of a run; covered: share of the time of kernels that the estimator models itself; "
         f"{_BORROWED} the roofline, for want of its own",
         highlight=False,
     )
+    shared = set.intersection(*[set(f.prediction.notes) for f in found.fidelities])
+    for note in dict.fromkeys(n for n in found.fidelities[0].prediction.notes if n in shared):
+        console.print(Text(f"note: {note}", style="yellow"))
     for fidelity in found.fidelities:
         for note in fidelity.prediction.notes:
-            console.print(Text(f"{fidelity.name}: {note}", style="yellow"))
+            if note not in shared:
+                console.print(Text(f"{fidelity.name}: {note}", style="yellow"))
 
 
 def _table(found: Comparison, top: int) -> Table:

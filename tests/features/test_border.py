@@ -192,3 +192,42 @@ ENTRY main {
         table = tpu_feature_table([kernel], find_device("tpu-v3"))
         found = [table.X[0, table.names.index(name)] for name in names]
         assert found == pytest.approx([np.log2(1 + size) for size in sizes], rel=1e-6)
+
+
+def test_a_reshape_of_two_layouts_is_a_pass_over_the_array_on_a_tpu() -> None:
+    kernel = kernel_from_ir("""HloModule kernel
+
+ENTRY main {
+  p0 = f32[32,256] parameter(0)
+  ROOT r = f32[32,2,128] reshape(p0)
+}
+""")
+    tpu = find_device("tpu-v3")
+    parts = tpu_parts(kernel_row(kernel)[None, :], tpu_rows([kernel]), tpu)
+    # Rows of two are padded to two sublanes: no more than the array itself.
+    assert parts["main"][0] == pytest.approx(2 * 32 * 256 * 4 / tpu.bandwidth)
+    assert kernel.bytes == 0.0
+
+
+def test_no_kernel_is_slower_than_its_slowest_unit_at_least() -> None:
+    kernel = kernel_from_ir("""HloModule kernel
+
+c0 {
+  v0 = f32[512,512] parameter(0)
+  v1 = f32[512,512] parameter(1)
+  v2 = f32[512,512] dot(v0, v1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT v3 = f32[512,512] tanh(v2)
+}
+
+ENTRY main {
+  p0 = f32[512,512]{1,0:S(1)} parameter(0)
+  p1 = f32[512,512]{1,0:S(1)} parameter(1)
+  ROOT r = f32[512,512]{1,0:S(1)} fusion(p0, p1), calls=c0, kind=kOutput
+}
+""")
+    tpu = find_device("tpu-v5e")
+    products = 2 * 512**3 / tpu.matrix_peak("tf32")
+    assert least_seconds([kernel], tpu)[0] == pytest.approx(products)
+    # The roofline adds them up, sixteen operations for each tanh.
+    vector = 16 * 512 * 512 / tpu.vector_peak("f32")
+    assert roofline([kernel], tpu).latency_s[0] == pytest.approx(products + vector)
