@@ -29,6 +29,9 @@ LANES, SUBLANES = 128, 8
 REGISTER = SUBLANES * LANES * 4
 #: Cycles that a TPU's compiler says of a vector register that is read or written, in the middle.
 REGISTER_CYCLES = 8.0
+#: Vector operations that it says of a sine or cosine: those of f32 reduce their angle exactly.
+ANGLE_FLOPS = 200.0
+_ANGLES = frozenset(("sine", "cosine", "tan"))
 _SMALL = 2**-10  # share of a floor that is added, so that ratios say nothing far below it
 
 _COLUMNS = (
@@ -36,7 +39,7 @@ _COLUMNS = (
     "n_main", "n_near", "largest_near", "result_near",
     "in_lanes", "in_sublanes", "in_outer", "out_lanes", "out_sublanes", "out_outer",
     "same_lanes", "same_sublanes", "lanes_to_sublanes",
-    "reduced_lanes", "reduced_sublanes", "reduced_outer",
+    "reduced_lanes", "reduced_sublanes", "reduced_outer", "angles",
 )  # fmt: skip
 _AT = {name: place for place, name in enumerate(_COLUMNS)}
 
@@ -116,7 +119,8 @@ def tpu_parts(rows: np.ndarray, own: np.ndarray, device: DeviceSpec) -> dict[str
 
     ``main``: padded bytes that come from or go to main memory, over its bandwidth; ``registers``:
     :data:`REGISTER_CYCLES` for every vector register that is read or written, by each core;
-    ``compute``: products and other arithmetic at the peaks; ``start``: the device's floor.
+    ``compute``: products and other arithmetic at the peaks, :data:`ANGLE_FLOPS` for a sine or
+    cosine; ``start``: the device's floor.
 
     Args:
         rows: Rows of every platform, shape ``(n, columns)``.
@@ -128,7 +132,7 @@ def tpu_parts(rows: np.ndarray, own: np.ndarray, device: DeviceSpec) -> dict[str
     return {
         "main": (c["main_in"] + c["main_out"]) / device.bandwidth,
         "registers": REGISTER_CYCLES * c["registers"] * REGISTER / _near_rate(device),
-        "compute": products + other,
+        "compute": products + other + ANGLE_FLOPS * c["angles"] / device.vector_peak("f32"),
         "start": np.full(len(own), device.floor),
     }
 
@@ -179,6 +183,12 @@ def _enter(row: np.ndarray, kernel: Kernel) -> None:
         row[_AT["same_sublanes"]] = before[1:2] == after[1:2]
         row[_AT["lanes_to_sublanes"]] = before[:1] == after[1:2]
     _reduced(row, kernel.inner)
+    row[_AT["angles"]] = sum(
+        op.type.size
+        for computation in kernel.body.computations.values()
+        for op in computation.ops
+        if op.opcode in _ANGLES
+    )
 
 
 def _size(t: TensorType) -> int:

@@ -231,3 +231,20 @@ ENTRY main {
     # The roofline adds them up, sixteen operations for each tanh.
     vector = 16 * 512 * 512 / tpu.vector_peak("f32")
     assert roofline([kernel], tpu).latency_s[0] == pytest.approx(products + vector)
+
+
+def test_angles_are_dear_on_a_tpu() -> None:
+    text = """HloModule kernel
+
+ENTRY main {
+  p0 = f32[64,256] parameter(0)
+  ROOT r = f32[64,256] OP(p0)
+}
+"""
+    tpu = find_device("tpu-v3")
+    seconds = {}
+    for name in ("cosine", "tanh"):
+        kernel = kernel_from_ir(text.replace("OP", name))
+        parts = tpu_parts(kernel_row(kernel)[None, :], tpu_rows([kernel]), tpu)
+        seconds[name] = parts["compute"][0] * tpu.vector_peak("f32") / (64 * 256)
+    assert seconds == pytest.approx({"cosine": 216, "tanh": 16})
