@@ -188,7 +188,7 @@ def _shares(c: Columns, work: np.ndarray) -> Columns:
     return found
 
 
-def _padding(size: np.ndarray, tile: float) -> np.ndarray:
+def real_share(size: np.ndarray, tile: float) -> np.ndarray:
     """Share of a dimension rounded up to a tile that is real; 1 if there is none."""
     padded = np.ceil(size / tile) * tile
     return np.asarray(np.where(size > 0, size / np.maximum(padded, 1.0), 1.0))
@@ -196,10 +196,10 @@ def _padding(size: np.ndarray, tile: float) -> np.ndarray:
 
 def _tiles(c: Columns, facts: DeviceFacts) -> Columns:
     m, n, k, batch = c["gemm_m"], c["gemm_n"], c["gemm_k"], c["gemm_batch"]
-    found = {f"fill_m{tile}": _padding(m, tile) for tile in (4, 8, 16, 64)}
-    found |= {f"fill_n{tile}": _padding(n, tile) for tile in (8, 16, 32, 64)}
-    found |= {f"fill_k{tile}": _padding(k, tile) for tile in (8, 16, 32)}
-    found["fill_mn128"] = _padding(m, 128) * _padding(n, 128)
+    found = {f"fill_m{tile}": real_share(m, tile) for tile in (4, 8, 16, 64)}
+    found |= {f"fill_n{tile}": real_share(n, tile) for tile in (8, 16, 32, 64)}
+    found |= {f"fill_k{tile}": real_share(k, tile) for tile in (8, 16, 32)}
+    found["fill_mn128"] = real_share(m, 128) * real_share(n, 128)
     found["gemm_aspect"] = log_ratio(m + 1.0, n + 1.0)
     found["gemm_depth"] = log_ratio(k + 1.0, m + n + 1.0)
     elementwise = np.ceil(c["elements_max"] / _BLOCK)

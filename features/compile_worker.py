@@ -85,29 +85,39 @@ def _compile(
     flags: dict[str, Any],
     version: str,
 ) -> None:
-    from ._pjrt_compat import compile_absent
-
     started = time.monotonic()
     target = folder / f"result{number}.json"
-    notes: list[str] = []
-    while True:
-        try:
-            program = (folder / f"program{number}").read_bytes()
-            compiled = compile_absent(devices, program, *shape, flags)
-            break
-        except MemoryError:
-            raise
-        except Exception as error:  # compilers raise several unrelated classes
-            detour = _detour(_message(error), flags)
-            if detour is None:
-                _write(target, {"error": _message(error), "stage": "compile"})
-                return
-            flags = {**flags, **detour[0]}
-            notes.append(detour[1])
+    try:
+        program = (folder / f"program{number}").read_bytes()
+        compiled, notes = _compiled(devices, program, shape, flags)
+    except MemoryError:
+        raise
+    except Exception as error:  # compilers raise several unrelated classes
+        _write(target, {"error": _message(error), "stage": "compile"})
+        return
     (folder / f"hlo{number}.txt").write_text(compiled.hlo)
     seconds = time.monotonic() - started
     found = {"seconds": seconds, "memory": compiled.memory, "version": version, "notes": notes}
     _write(target, found)
+
+
+def _compiled(
+    devices: list[Any], program: bytes, shape: tuple[int, int], flags: dict[str, Any]
+) -> tuple[Any, list[str]]:
+    """The module of a program, with a note for each detour that it took."""
+    from ._pjrt_compat import compile_absent
+
+    try:
+        return compile_absent(devices, program, *shape, flags), []
+    except MemoryError:
+        raise
+    except Exception as error:
+        detour = _detour(_message(error), flags)
+        if detour is None:
+            raise
+    options, note = detour
+    compiled, notes = _compiled(devices, program, shape, {**flags, **options})
+    return compiled, [note, *notes]
 
 
 def _detour(message: str, flags: dict[str, Any]) -> tuple[dict[str, Any], str] | None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ._columns import INDEX
-from ._derived import log_ratio
+from ._derived import log_ratio, real_share
 from ._row import rows as kernel_rows
 from .border import border
 from .device import DeviceSpec, MemoryLevel
@@ -101,9 +101,9 @@ def tpu_feature_table(kernels: Sequence[Kernel], device: DeviceSpec) -> FeatureT
     found = feature_table(kernels, device)
     rows, own = kernel_rows(kernels), tpu_rows(kernels)
     parts = tpu_parts(rows, own, device)
-    columns = _features(rows, own, parts, device)
-    X = np.column_stack([found.X, *columns.values()]).astype(np.float32)
     base_s = base_seconds(parts)
+    columns = _features(rows, own, parts, base_s, device)
+    X = np.column_stack([found.X, *columns.values()]).astype(np.float32)
     return FeatureTable(X, (*found.names, *columns), found.roofline_s, found.bound, base_s)
 
 
@@ -111,7 +111,7 @@ def tpu_feature_table(kernels: Sequence[Kernel], device: DeviceSpec) -> FeatureT
 def tpu_feature_names() -> tuple[str, ...]:
     """Names of TPUs' own features, in order."""
     rows, own = np.zeros((0, len(INDEX))), np.zeros((0, len(_COLUMNS)))
-    return tuple(_features(rows, own, tpu_parts(rows, own, _ANY), _ANY))
+    return tuple(_features(rows, own, tpu_parts(rows, own, _ANY), np.zeros(0), _ANY))
 
 
 def tpu_parts(rows: np.ndarray, own: np.ndarray, device: DeviceSpec) -> dict[str, np.ndarray]:
@@ -213,12 +213,15 @@ def _reduced(row: np.ndarray, inner: Computation) -> None:
 
 
 def _features(
-    rows: np.ndarray, own: np.ndarray, parts: dict[str, np.ndarray], device: DeviceSpec
+    rows: np.ndarray,
+    own: np.ndarray,
+    parts: dict[str, np.ndarray],
+    base: np.ndarray,
+    device: DeviceSpec,
 ) -> dict[str, np.ndarray]:
     """Features by name, each of shape ``(n,)``, dimensionless and finite."""
     c = dict(zip(_COLUMNS, own.T, strict=True))
     floor = max(device.floor, 1e-9)
-    base = base_seconds(parts)
     near = (c["near_in"] + c["near_out"]) / _near_rate(device)
     padded_in, padded_out = c["main_in"] + c["near_in"], c["main_out"] + c["near_out"]
     return {
@@ -251,8 +254,8 @@ def _sides(c: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         found[f"log_{side}_lanes"] = np.log2(1.0 + lanes)
         found[f"log_{side}_sublanes"] = np.log2(1.0 + sublanes)
         found[f"log_{side}_outer_tiles"] = np.log2(1.0 + c[f"{side}_outer"])
-        found[f"fill_{side}_lanes"] = _fill(lanes, LANES)
-        found[f"fill_{side}_sublanes"] = _fill(sublanes, SUBLANES)
+        found[f"fill_{side}_lanes"] = real_share(lanes, LANES)
+        found[f"fill_{side}_sublanes"] = real_share(sublanes, SUBLANES)
     return found
 
 
@@ -262,8 +265,8 @@ def _products(
     """How products fill the systolic arrays."""
     m, n, k = (rows[:, INDEX[f"gemm_{dim}"]] for dim in "mnk")
     depth, width = device.array_rows or LANES, device.array_columns or LANES
-    fill_n, fill_k = _fill(n, width), _fill(k, depth)
-    padded = parts["compute"] / (_fill(m, SUBLANES) * fill_n * fill_k)
+    fill_n, fill_k = real_share(n, width), real_share(k, depth)
+    padded = parts["compute"] / (real_share(m, SUBLANES) * fill_n * fill_k)
     return {
         "fill_n_array": fill_n,
         "fill_k_array": fill_k,
@@ -283,16 +286,10 @@ def _array_fill(rows: np.ndarray, device: DeviceSpec) -> np.ndarray:
     """
     m, n, k = (rows[:, INDEX[f"gemm_{dim}"]] for dim in "mnk")
     depth, width = device.array_rows or LANES, device.array_columns or LANES
-    usual = _fill(n, width) * np.minimum(m / depth, 1.0)
-    swapped = _fill(m, width) * np.minimum(n / depth, 1.0)
-    share = np.maximum(usual, swapped) * _fill(k, depth)
+    usual = real_share(n, width) * np.minimum(m / depth, 1.0)
+    swapped = real_share(m, width) * np.minimum(n / depth, 1.0)
+    share = np.maximum(usual, swapped) * real_share(k, depth)
     return np.asarray(np.where(m > 0, np.maximum(share, 2**-10), 1.0))
-
-
-def _fill(size: np.ndarray, step: int) -> np.ndarray:
-    """Share of the padded dimension that is real; 1 where there is none."""
-    padded = np.maximum(np.ceil(size / step) * step, 1.0)
-    return np.asarray(np.where(size > 0, size / padded, 1.0))
 
 
 _ANY = DeviceSpec("any", "tpu", {"f32": 1.0}, {"f32": 1.0}, (MemoryLevel(1.0, 1.0),), 1.0)

@@ -90,9 +90,8 @@ def kernel_table(
     from ..features.table import feature_table, schema_hash
     from ..features.tpu_table import tpu_feature_table
 
-    own = tpu_feature_table if device.platform == "tpu" else feature_table
-    found = own(kernels, device)
-    line_s = np.maximum(np.asarray(found.roofline_s, np.float64) + device.floor, SMALLEST)
+    is_tpu = device.platform == "tpu"
+    found = (tpu_feature_table if is_tpu else feature_table)(kernels, device)
     return KernelTable(
         X=np.ascontiguousarray(found.X, np.float32),
         names=tuple(found.names),
@@ -101,7 +100,7 @@ def kernel_table(
         cell=cells([k.kind for k in kernels], device.platform),
         schema=schema_hash(found.names),
         graphs=KernelGraphs.of([k.hash for k in kernels], kernels) if graphs else None,
-        line_s=line_s if device.platform == "tpu" else None,
+        line_s=np.maximum(found.roofline_s + device.floor, SMALLEST) if is_tpu else None,
     )
 
 

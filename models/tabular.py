@@ -284,5 +284,5 @@ def current_schema(names: Sequence[str] = ()) -> str:
     from ..features.tpu_table import tpu_feature_names
 
     own = tpu_feature_names()
-    wide = len(own) > 0 and tuple(names[-len(own) :]) == own
+    wide = tuple(names[-len(own) :]) == own
     return schema_hash((*feature_names(), *own) if wide else ())

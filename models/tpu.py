@@ -18,6 +18,7 @@ from ..features.roofline import least_seconds, roofline
 from .base import KernelPrediction
 from .boosted import XGBoostEstimator
 from .program_overhead import UNMEASURED, Overhead
+from .tables import SMALLEST
 
 #: Opcodes of which the compiler says nothing.
 UNESTIMATED = frozenset(("select-and-scatter", "custom-call"))
@@ -82,7 +83,7 @@ class TpuEstimator(XGBoostEstimator):
         silent: np.ndarray,
     ) -> KernelPrediction:
         left = [k for k, own in zip(kernels, silent, strict=True) if own]
-        base_s = roofline(left, device).latency_s + device.floor
+        base_s = np.maximum(roofline(left, device).latency_s + device.floor, SMALLEST)
         latency, lo, hi = found.latency.copy(), found.lo.copy(), found.hi.copy()
         latency[silent] = base_s
         lo[silent] = base_s * np.exp(self.fallback[0])

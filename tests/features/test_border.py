@@ -25,6 +25,8 @@ from opcast.features.tpu_table import (
     tpu_rows,
 )
 
+from .kernel_texts import reducing
+
 FUSION = """HloModule kernel
 
 c0 {
@@ -172,20 +174,11 @@ window={size=16 stride=15 lhs_dilate=16}
 
 
 def test_where_a_reduction_reduces() -> None:
-    text = """HloModule kernel
-
-c0 {
-  v0 = f32[] parameter(0)
-  v1 = f32[] parameter(1)
-  ROOT v2 = f32[] add(v0, v1)
-}
-
-ENTRY main {
-  p0 = f32[4,16,256]{LAYOUT} parameter(0)
-  p1 = f32[] parameter(1)
-  ROOT r = f32[16] reduce(p0, p1), to_apply=c0, dimensions={0,2}
-}
-"""
+    text = reducing(
+        "p0 = f32[4,16,256]{LAYOUT} parameter(0)",
+        "p1 = f32[] parameter(1)",
+        "ROOT r = f32[16] reduce(p0, p1), to_apply=c0, dimensions={0,2}",
+    )
     names = ("log_reduced_lanes", "log_reduced_sublanes", "log_reduced_outer")
     for layout, sizes in (("2,1,0", (256, 0, 4)), ("2,0,1", (256, 4, 0)), ("1,0,2", (0, 4, 256))):
         kernel = kernel_from_ir(text.replace("LAYOUT", layout))

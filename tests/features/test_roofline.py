@@ -11,6 +11,8 @@ from opcast.features.kernel import Kernel
 from opcast.features.kernels import kernel_from_ir
 from opcast.features.roofline import TRANSCENDENTAL_FLOPS, memory_seconds, roofline
 
+from .kernel_texts import reducing
+
 DEVICE = DeviceSpec(
     "d", "cpu", {"f32": 100e9, "bf16": 400e9}, {"f32": 50e9},
     (MemoryLevel(1e6, 100e9), MemoryLevel(1e12, 10e9)), floor=1e-6, core_count=2,
@@ -115,20 +117,11 @@ def test_device_without_peaks() -> None:
 
 
 def test_on_a_tpu_a_wide_window_is_a_few_passes() -> None:
-    text = """HloModule kernel
-
-c0 {
-  v0 = f32[] parameter(0)
-  v1 = f32[] parameter(1)
-  ROOT v2 = f32[] add(v0, v1)
-}
-
-ENTRY main {
-  p0 = f32[64,256] parameter(0)
-  p1 = f32[] parameter(1)
-  ROOT r = f32[64,256] reduce-window(p0, p1), to_apply=c0, window={WINDOW}
-}
-"""
+    text = reducing(
+        "p0 = f32[64,256] parameter(0)",
+        "p1 = f32[] parameter(1)",
+        "ROOT r = f32[64,256] reduce-window(p0, p1), to_apply=c0, window={WINDOW}",
+    )
     tpu, gpu = find_device("tpu-v3"), find_device("v100-sxm")
     wide = kernel_from_ir(text.replace("WINDOW", "size=1x511 pad=0_0x255_255"))
     small = kernel_from_ir(text.replace("WINDOW", "size=1x5 pad=0_0x2_2"))
