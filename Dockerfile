@@ -1,9 +1,9 @@
-# opcast with its extras, for CPUs: predicts for any device, measures and trains on this one.
+# opcast with its extras, for CPUs: predicts for any device, measures and trains on the CPU.
 #
 #   docker build -t opcast .
 #   docker run --rm -v "$PWD:/work" opcast predict step.mlir --device h100-sxm
 #
-# Compilers of absent GPUs and TPUs are not in it (1.5 GB): --build-arg COMPILERS="gpu tpu" adds them.
+# The compilers of GPUs and TPUs are left out (1.5 GB): add them with --build-arg COMPILERS="gpu tpu".
 
 FROM python:3.12-slim-bookworm AS build
 ARG TORCH="torch==2.13.0"
@@ -12,7 +12,7 @@ ARG COMPILERS=""
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/opcast
 ENV PATH="/opt/opcast/bin:$PATH" OPCAST_COMPILERS="/opt/opcast/compilers"
-# Before the extras, which would bring gigabytes of CUDA.
+# Installed before the extras, which would pull in gigabytes of CUDA.
 RUN pip install "$TORCH" --index-url "$TORCH_INDEX"
 COPY . /src
 RUN pip install "/src[track,tune,gnn,serve]"

@@ -13,7 +13,12 @@ export MYPYPATH := $(VENV)/typing
 # Compilers of GPUs and TPUs that are not here: about 850 and 700 MB.
 export OPCAST_COMPILERS ?= $(CURDIR)/$(VENV)/compilers
 
-.PHONY: demo test lint bench report clean compilers docs browser
+# Processes that run tests. Each takes one thread: more would wait for each other.
+JOBS ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/bench \
+	--numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder
+
+.PHONY: demo test test-all lint bench report clean compilers docs browser
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV) || { echo "python venv is missing: apt-get install python3-venv" >&2; exit 1; }
@@ -41,9 +46,14 @@ browser:
 	  && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } \
 	|| echo "no browser: tests of pages will be skipped; install chromium or set OPCAST_BROWSER" >&2
 
-## All tests, slow ones too; those that need a GPU skip themselves.
+## All but the exhaustive tests; those that need a GPU skip themselves. What the
+## compilers of absent devices answer is kept in $OPCAST_TEST_CACHE (~/.cache/opcast-tests; empty: not).
 test: $(VENV)/.installed $(VENV)/.compilers browser
-	$(BIN)/python -m pytest tests --ignore=tests/bench
+	$(PYTEST) -m "not exhaustive"
+
+## All tests: every case of the matrices of which `test` takes one, long fuzzing, the docs site.
+test-all: $(VENV)/.installed $(VENV)/.compilers browser
+	$(PYTEST)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -60,13 +70,13 @@ bench: $(VENV)/.installed
 ## collectives, cost and error of the composition, scaling, best plans (ten minutes, and resumes); the
 ## server under load; traces of a partitioned program.
 report: $(VENV)/.installed $(VENV)/.compilers
-	$(BIN)/opcast report
-	$(BIN)/opcast report --devices
+	$(BIN)/opcast report accuracy
+	$(BIN)/opcast report devices
 	$(BIN)/python tests/bench/trust_report.py --quick --minutes 2
-	@if [ -d '$(PUBLISHED)' ]; then $(BIN)/opcast report --published '$(PUBLISHED)'; \
+	@if [ -d '$(PUBLISHED)' ]; then $(BIN)/opcast report operators --published '$(PUBLISHED)'; \
 	else echo "operators: no published tables at $(PUBLISHED); make report PUBLISHED=DIR"; fi
-	@if [ -d '$(PUBLISHED)' ]; then $(BIN)/opcast report --clusters --published '$(PUBLISHED)'; \
-	else $(BIN)/opcast report --clusters; fi
+	@if [ -d '$(PUBLISHED)' ]; then $(BIN)/opcast report clusters --published '$(PUBLISHED)'; \
+	else $(BIN)/opcast report clusters; fi
 	$(BIN)/python tests/bench/load_server.py
 	$(BIN)/opcast zoo export llama --set layers=2 --set mode=train --mesh fsdp=4 --out report-out/llama-fsdp4.mlir
 	$(BIN)/opcast export chakra report-out/llama-fsdp4.mlir --cluster h100-sxm-x4 --lowering fused --out report-out/chakra

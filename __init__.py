@@ -9,31 +9,31 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .features.quiet import keep_plugins_quiet
+from .common.jax_platforms import keep_plugins_quiet
 
 if TYPE_CHECKING:
+    from .common.errors import OpcastError as OpcastError
     from .features.dataset import Dataset as Dataset
-    from .features.device import DeviceSpec as DeviceSpec
-    from .features.errors import OpcastError as OpcastError
-    from .features.kernel import Kernel as Kernel
-    from .features.lowering import lower as lower
-    from .features.reader import read_program as read_program
-    from .predict.predictor import Prediction as Prediction
-    from .predict.predictor import Predictor as Predictor
-    from .predict.predictor import load as load
+    from .features.devices.device import DeviceSpec as DeviceSpec
+    from .features.ir.reader import read_program as read_program
+    from .features.kernels.kernel import Kernel as Kernel
+    from .features.lowering.lower import lower as lower
+    from .predict.program.predictor import Prediction as Prediction
+    from .predict.program.predictor import Predictor as Predictor
+    from .predict.program.predictor import load as load
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "Dataset": ".features.dataset",
-    "DeviceSpec": ".features.device",
-    "Kernel": ".features.kernel",
-    "OpcastError": ".features.errors",
-    "Prediction": ".predict.predictor",
-    "Predictor": ".predict.predictor",
-    "load": ".predict.predictor",
-    "lower": ".features.lowering",
-    "read_program": ".features.reader",
+    "DeviceSpec": ".features.devices.device",
+    "Kernel": ".features.kernels.kernel",
+    "OpcastError": ".common.errors",
+    "Prediction": ".predict.program.predictor",
+    "Predictor": ".predict.program.predictor",
+    "load": ".predict.program.predictor",
+    "lower": ".features.lowering.lower",
+    "read_program": ".features.ir.reader",
 }
 
 __all__ = [

@@ -1,6 +1,7 @@
-"""Programs and kernels: what goes in is StableHLO or HLO in any form, what comes out is features.
+"""Programs and kernels: StableHLO or HLO in any form goes in, features of kernels come out.
 
-Reads programs (``reader``), lowers them to the kernels of a target (``lowering``), counts FLOPs and
-bytes (``cost``), and turns kernels into a table of dimensionless features (``table``) or graphs
-(``graph``). Used by every other folder; imports none of them.
+Reads programs (``ir``), lowers them to the kernels of a target (``lowering``, ``kernels``), counts
+FLOPs and bytes (``cost``), and turns kernels into a table of dimensionless features or graphs
+(``table``) for a device (``devices``). ``operators`` does the same for calls of libraries. Every
+other folder uses this one, which imports only ``common``.
 """

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,11 +13,13 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from ._device_figures import check_name
-from .device import DeviceSpec
-from .errors import DatasetError
-from .files import parse_json, replacing, write_text
-from .tables import read_table
+from ..common.errors import DatasetError
+from ..common.files import parse_json, replacing, write_text
+from ..common.parquet import read_table
+from .devices.device import DeviceSpec, check_name
+from .devices.identity import base_name, distinct_runs
+
+logger = logging.getLogger(__name__)
 
 #: Columns of a dataset, one row a sample; units in the names.
 COLUMNS: dict[str, str] = {
@@ -38,9 +41,21 @@ COLUMNS: dict[str, str] = {
     "family": "str",
     "program": "str",
 }
-#: Columns that a dataset may have: ``split`` is the part that the publisher of a row put it in.
+#: Optional columns: ``split`` is the part that the publisher of a row assigned it to.
 OPTIONAL = ("split",)
-LEVELS = ("op", "kernel", "program")
+#: Columns that identify a sample of a simulator or a publisher, by the first part of ``source``;
+#: their joined values are hashed. They differ because each came with its own rows, and ids of
+#: datasets that exist must not change.
+IDENTITY: dict[str, tuple[str, ...]] = {
+    "simulator": ("kernel_hash", "program", "device", "run_id"),
+    "published": ("kernel_hash", "run_id", "program"),
+}
+#: The same of all other samples: one kernel may be measured alone and as a whole program.
+DEFAULT_IDENTITY = ("kernel_hash", "level", "program", "device", "run_id")
+#: What a row's latency measures.
+LEVELS = ("operator", "op", "kernel", "program")
+#: Key of the run records of imported tables alone, which name the device as its publisher does.
+PUBLISHED_NAME = "published_name"
 
 
 @dataclass
@@ -48,9 +63,11 @@ class Dataset:
     """Samples and the records of the runs that made them.
 
     Attributes:
-        frame: Columns as in :data:`COLUMNS`. ``level`` is ``op`` for a program of one op,
-            ``kernel`` for a kernel of a larger program, ``program`` for whole-program wall time.
-            A ``program`` row's ``kernel_ir`` is JSON (see :mod:`opcast.features.schedule`).
+        frame: Columns as in :data:`COLUMNS`. ``level`` is ``operator`` for a call of a library,
+            ``op`` for a program of one op, ``kernel`` for a kernel of a larger program,
+            ``program`` for whole-program wall time.
+            A ``program`` row's ``kernel_ir`` is JSON (see
+            :mod:`opcast.features.kernels.program_json`).
         runs: Run records by ``run_id``; each holds ``device`` (a :class:`DeviceSpec` as data).
     """
 
@@ -73,6 +90,22 @@ class Dataset:
         )
         return digest.hexdigest()[:16]
 
+    @property
+    def of_operators(self) -> bool:
+        """Whether its rows are of library operators, not of kernels and programs.
+
+        Raises:
+            DatasetError: Some are and some are not: no model learns from both.
+        """
+        operators = (self.frame["level"] == "operator").to_numpy()
+        if operators.any() and not operators.all():
+            raise DatasetError(
+                f"{operators.sum()} rows are of library operators, {(~operators).sum()} of kernels "
+                "and programs",
+                hint="give datasets of one kind",
+            )
+        return bool(operators.any())
+
     def select(self, mask: Sequence[bool] | np.ndarray | pd.Series) -> Dataset:
         """Rows where ``mask`` holds, with the same run records."""
         return Dataset(self.frame[np.asarray(mask)].reset_index(drop=True), self.runs)
@@ -89,6 +122,9 @@ class Dataset:
     def load(cls, *paths: Path | str) -> Dataset:
         """Read every ``*.parquet`` shard and ``run-*.json`` record of the given folders.
 
+        Runs on machines of one name that measure differently are of different devices: all but
+        those like the oldest one get a name of their own (:mod:`.devices.identity`).
+
         Raises:
             DatasetError: A folder holds no shard, a column is missing, or a run has no record.
         """
@@ -104,14 +140,19 @@ class Dataset:
                 )
             frames += [_read_shard(shard) for shard in shards]
             for record in sorted(root.glob("run-*.json")):
-                runs[record.stem.removeprefix("run-")] = _read_record(record)
+                runs[record.stem.removeprefix("run-")] = read_record(record)
         frame = pd.concat(frames, ignore_index=True).drop_duplicates("sample_id", keep="last")
-        orphans = sorted(set(frame["run_id"]) - set(runs))
-        if orphans:
+        missing = sorted(set(frame["run_id"]) - set(runs))
+        if missing:
             raise DatasetError(
-                f"run record run-{orphans[0]}.json is missing", where=", ".join(map(str, paths))
+                f"run record run-{missing[0]}.json is missing", where=", ".join(map(str, paths))
             )
-        return cls(frame.reset_index(drop=True), runs)
+        # Tables imported by earlier versions have the level of programs of one op.
+        imported = [run_id for run_id, record in runs.items() if PUBLISHED_NAME in record]
+        if imported:
+            old = frame["run_id"].isin(imported) & (frame["level"] == "op")
+            frame = frame.assign(level=frame["level"].mask(old, "operator"))
+        return cls(*_told_apart(frame.reset_index(drop=True), runs))
 
     def save(self, path: Path | str, shard: str = "samples.parquet") -> None:
         """Write one shard and the run records; a half-written file is never left behind."""
@@ -119,7 +160,29 @@ class Dataset:
         root.mkdir(parents=True, exist_ok=True)
         write_shard(self.frame, root / shard)
         for run_id, record in self.runs.items():
-            write_text(root / f"run-{run_id}.json", json.dumps(record, indent=1, sort_keys=True))
+            write_record(root, run_id, record)
+
+
+def _told_apart(
+    frame: pd.DataFrame, runs: dict[str, dict[str, Any]]
+) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
+    """Give each device a name of its own where runs of several devices share one."""
+    names = distinct_runs(runs)
+    runs = dict(runs)
+    for run_id, name in names.items():
+        own = frame["run_id"] == run_id
+        frame.loc[own & (frame["device"].map(base_name) == base_name(name)), "device"] = name
+        device = runs[run_id]["device"]
+        if device["name"] != name:
+            logger.warning(
+                "run %s was made on a machine that measures differently from the %s of earlier "
+                "runs: its device is called %s",
+                run_id,
+                device["name"],
+                name,
+            )
+            runs[run_id] = {**runs[run_id], "device": {**device, "name": name}}
+    return frame, runs
 
 
 def sample_frame(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
@@ -157,7 +220,38 @@ def _columns(frame: pd.DataFrame) -> list[str]:
     return [*COLUMNS, *(c for c in OPTIONAL if c in frame.columns)]
 
 
-def _read_record(path: Path) -> dict[str, Any]:
+def sample_ids(frame: pd.DataFrame) -> list[str]:
+    """Digests that identify samples, from :data:`IDENTITY` and :data:`DEFAULT_IDENTITY`.
+
+    Args:
+        frame: Rows with the dataset's columns, ``sample_id`` apart.
+    """
+    sources = frame["source"].str.split(":").str[0].tolist()
+    values = {c: frame[c].tolist() for c in {*DEFAULT_IDENTITY, *sum(IDENTITY.values(), ())}}
+    identities = (
+        "|".join(values[c][i] for c in IDENTITY.get(source, DEFAULT_IDENTITY))
+        for i, source in enumerate(sources)
+    )
+    return [hashlib.sha256(text.encode()).hexdigest()[:16] for text in identities]
+
+
+def record_path(folder: Path, run_id: str) -> Path:
+    """The file of a run's record."""
+    return folder / f"run-{run_id}.json"
+
+
+def write_record(folder: Path, run_id: str, record: Mapping[str, object]) -> None:
+    """Write the record of a run whole or not at all."""
+    text = json.dumps(record, indent=1, sort_keys=True)
+    write_text(record_path(folder, run_id), text)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The record of a run.
+
+    Raises:
+        DatasetError: It cannot be read, or does not name its device.
+    """
     try:
         record = parse_json(path.read_text(encoding="utf-8"))
         check_name(record["device"]["name"])

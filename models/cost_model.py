@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 import inspect
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from ..features.device import DeviceSpec
-from ..features.errors import ModelError
-from ..features.kernel import Kernel, LoweredProgram
-from .base import Estimator, KernelPrediction
-from .context_correction import ContextCorrection
-from .device_correction import DeviceCorrection
-from .program_model import ProgramModel, ProgramPrediction
-from .program_overhead import UNMEASURED
-from .registry import estimator_class, make_estimator
-from .store import DAMAGE, OPERATORS, pack, read_files, read_manifest, unpack, write_folder
+from ..common.errors import ModelError
+from ..features.devices.device import DeviceSpec
+from ..features.devices.identity import Comparison, unlike
+from ..features.kernels.kernel import Kernel, LoweredProgram
+from .adapt.device_correction import DeviceCorrection
+from .core.base import Estimator, KernelPrediction
+from .core.registry import estimator_class, make_estimator
+from .core.store import (
+    DAMAGE,
+    contents_of,
+    pack,
+    predicts_operators,
+    read_files,
+    read_manifest,
+    training_info,
+    unpack,
+    write_folder,
+)
+from .program.context_correction import ContextCorrection
+from .program.overhead import UNMEASURED
+from .program.program_model import ProgramModel, ProgramPrediction
 
 if TYPE_CHECKING:
-    from .neighbours import NeighbourTable
+    from .trust.neighbours import NeighbourTable
 
 _ESTIMATOR = "estimator"
 _NEIGHBOURS = "neighbours.npz"
 _CONTEXT = "context-{}.ubj"
 _CORRECTION = "correction-{}.npz"
+#: Entries of the manifest that say nothing of the training.
+_OWN_ENTRIES = ("estimator", "units", "devices", "program_model", "context", "corrections")
 
 
 @dataclass
@@ -40,11 +52,11 @@ class CostModel:
         estimator: Kernel latencies.
         program_model: From kernels in their program to wall time.
         devices: Devices that it was trained on, by name.
-        info: What is known of its training: dataset hash, split, seed, ``metrics`` by split, rows.
-        neighbour_file: Packed table of training kernels; empty if there is none.
-        context: Correction of kernels for their place in a program; ``None`` if the sum of kernels
-            as they are was no worse, or the model was made by an earlier version.
-        corrections: What was learned from few samples of single devices, by device.
+        info: Provenance of the training: dataset hash, split, seed, ``metrics`` by split, rows.
+        neighbour_file: Packed table of training kernels; empty without one.
+        context: Correction of kernels for their context in a program; ``None`` if it did not
+            improve on the plain sum of kernels, or if an earlier version made the model.
+        corrections: Calibration from a few samples of single devices, by device name.
     """
 
     estimator: Estimator
@@ -64,7 +76,7 @@ class CostModel:
         """
         if not self.neighbour_file:
             return None
-        from .neighbours import NeighbourTable
+        from .trust.neighbours import NeighbourTable
 
         try:
             return NeighbourTable.from_bytes(self.neighbour_file)
@@ -75,10 +87,10 @@ class CostModel:
 
     @classmethod
     def untrained(cls, name: str) -> Self:
-        """The model of an estimator that learns nothing.
+        """A cost model around an estimator that needs no training, such as the roofline.
 
         Raises:
-            ModelError: There is no such estimator.
+            ModelError: No estimator has that name.
         """
         model = cls(make_estimator(name))
         model.program_model.overheads = dict(UNMEASURED)
@@ -91,28 +103,45 @@ class CostModel:
 
     @property
     def metrics(self) -> Mapping[str, Mapping[str, float]]:
-        """Figures by split, measured when it was trained."""
-        found: Mapping[str, Mapping[str, float]] = self.info.get("metrics", {})
-        return found
+        """Error figures by split, measured after training."""
+        metrics: Mapping[str, Mapping[str, float]] = self.info.get("metrics", {})
+        return metrics
+
+    def unlike(self, device: DeviceSpec) -> Comparison | None:
+        """How a device differs from those of its name that the model was trained on.
+
+        Returns:
+            ``None`` if it is one of them, or has a name of its own.
+        """
+        return unlike(device, self.devices)
 
     def predict_kernels(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
-        """Predict one execution of every kernel."""
-        found = self.estimator.predict(kernels, device)
+        """Predict one execution of every kernel.
+
+        If a device has the name of a training device but other measured peaks, every kernel is out
+        of domain, and intervals are widened by the ratio of the peaks.
+        """
+        prediction = self.estimator.predict(kernels, device)
+        other = self.unlike(device)
+        if other is not None:
+            return replace(
+                prediction,
+                lo=prediction.lo / other.factor,
+                hi=prediction.hi * other.factor,
+                in_domain=np.zeros(len(prediction.latency), bool),
+            )
         correction = self.corrections.get(device.name)
-        return found if correction is None else correction.correct(found, kernels, device)
+        return prediction if correction is None else correction.correct(prediction, kernels, device)
 
     def predict_program(
-        self,
-        lowered: LoweredProgram,
-        device: DeviceSpec,
-        kernels: KernelPrediction | None = None,
+        self, lowered: LoweredProgram, device: DeviceSpec, kernels: KernelPrediction | None = None
     ) -> ProgramPrediction:
         """Predict the wall time of one run of a program.
 
         Args:
             lowered: The program as the target runs it.
             device: Where it runs.
-            kernels: Predictions of its kernels each by itself, if they are there already.
+            kernels: Predictions of its kernels in isolation; computed if not given.
         """
         return self.predict_in_program(lowered, device, kernels)[1]
 
@@ -123,38 +152,35 @@ class CostModel:
         kernels: KernelPrediction | None = None,
         base_s: np.ndarray | None = None,
     ) -> tuple[KernelPrediction, ProgramPrediction]:
-        """Predict a program's kernels in their place, and the wall time of one run.
+        """Predict a program's kernels in context, and the wall time of one run.
 
         Args:
             lowered: The program as the target runs it.
             device: Where it runs.
-            kernels: Predictions of its kernels each by itself, if they are there already.
-            base_s: Roofline plus floor of its kernels, likewise.
+            kernels: Predictions of its kernels in isolation; computed if not given.
+            base_s: Roofline plus floor of its kernels in seconds; computed if not given.
         """
-        found = kernels or self.predict_kernels(lowered.kernels, device)
+        in_place = kernels or self.predict_kernels(lowered.kernels, device)
         if self.context is not None:
-            found = self.context.apply(found, lowered, device, base_s)
-        wall = self.program_model.predict(found.latency, lowered, device, found.lo, found.hi)
-        return found, wall
+            in_place = self.context.apply(in_place, lowered, device, base_s)
+        wall = self.program_model.predict(
+            in_place.latency, lowered, device, in_place.lo, in_place.hi
+        )
+        other = self.unlike(device)
+        if other is not None and device.platform in self.program_model.corrections:
+            # Intervals fitted to programs ignore those of the kernels, so they are widened here.
+            wall = wall._replace(lo=wall.lo / other.factor, hi=wall.hi * other.factor)
+        return in_place, wall
 
-    def save(self, path: Path | str) -> None:
-        """Write the model folder; replaces an earlier model at the same place.
-
-        Raises:
-            ModelError: The place holds something that is no model.
-        """
-        with tempfile.TemporaryDirectory() as scratch:
-            root = Path(scratch)
-            self.estimator.save(root / _ESTIMATOR)
-            inner = [p for p in sorted(root.rglob("*")) if p.is_file()]
-            files = {p.relative_to(root).as_posix(): p.read_bytes() for p in inner}
+    def contents(self) -> tuple[dict[str, object], dict[str, bytes]]:
+        """Manifest and files of the model folder, as :class:`~.core.base.ModelBundle` says."""
+        files = contents_of(lambda root: self.estimator.save(root / _ESTIMATOR))
         if self.neighbour_file:
             files[_NEIGHBOURS] = self.neighbour_file
         if self.context is not None:
             trees = self.context.trees
             files |= {_CONTEXT.format(i): own.raw for i, own in enumerate(trees)}
-        corrected = sorted(self.corrections)
-        for place, name in enumerate(corrected):
+        for place, name in enumerate(sorted(self.corrections)):
             files[_CORRECTION.format(place)] = pack(self.corrections[name].to_arrays())
         manifest = {
             **self.info,
@@ -163,9 +189,17 @@ class CostModel:
             "devices": {name: asdict(spec) for name, spec in sorted(self.devices.items())},
             "program_model": self.program_model.to_dict(),
             "context": None if self.context is None else self.context.to_dict(),
-            "corrections": corrected,
+            "corrections": sorted(self.corrections),
         }
-        write_folder(Path(path), manifest, files)
+        return manifest, files
+
+    def save(self, path: Path | str) -> None:
+        """Write the model folder; replaces an earlier model at the same place.
+
+        Raises:
+            ModelError: The place holds something that is not a model.
+        """
+        write_folder(Path(path), *self.contents())
 
     @classmethod
     def load(cls, path: Path | str, schema: str | None = None) -> Self:
@@ -181,7 +215,7 @@ class CostModel:
         """
         path = Path(path)
         manifest = read_manifest(path)
-        if manifest.get("kind") == OPERATORS:
+        if predicts_operators(manifest):
             raise ModelError(
                 "holds a model of library operators, which predicts no programs",
                 where=str(path),
@@ -202,16 +236,14 @@ class CostModel:
             }
         except DAMAGE as error:
             raise ModelError(f"manifest is incomplete: {error!r}", where=str(path)) from None
-        extra: dict[str, Any] = {}
+        extra: dict[str, str] = {}
         if schema is not None and "schema" in inspect.signature(kind.load).parameters:
             extra["schema"] = schema
         try:
             estimator = kind.load(path / _ESTIMATOR, **extra)
         except DAMAGE as error:
             raise ModelError(f"damaged estimator: {error!r}", where=str(path)) from None
-        fixed = {"format", "files", "libraries", "program_model", "context", "devices"}
-        fixed |= {"estimator", "units", "corrections"}
-        info = {k: v for k, v in manifest.items() if k not in fixed}
+        info = training_info(manifest, _OWN_ENTRIES)
         neighbours = files.get(_NEIGHBOURS, b"")
         return cls(estimator, program_model, devices, info, neighbours, context, corrections)
 

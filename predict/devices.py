@@ -3,54 +3,91 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..features.catalogue import closest_names, find_device, in_catalogue, load_device_file
-from ..features.device import DeviceSpec, device_slug, local_device_name
-from ..features.errors import DeviceError
-from ..features.paths import home
+from ..common.errors import DeviceError
+from ..common.paths import home
+from ..features.devices.catalogue import closest_names, find_device, in_catalogue, load_device_file
+from ..features.devices.device import DeviceSpec, device_slug, local_device_name
+from ..features.devices.identity import BY_NAME, MEASURED_AT, base_name, identified, is_measured
+
+if TYPE_CHECKING:
+    from ..simulate.clusters.topology import Cluster
 
 
-def resolve_device(device: str | Path | DeviceSpec, known: Mapping[str, DeviceSpec]) -> DeviceSpec:
+def resolve_device(
+    device: str | Path | DeviceSpec | None, known: Mapping[str, DeviceSpec]
+) -> DeviceSpec:
     """Find a device description.
 
     Args:
-        device: A description, the path of a JSON or YAML file with one, a name, or ``local`` for
-            JAX's default device.
+        device: A description, the path of a JSON or YAML file with one, a name, or ``local`` or
+            ``None`` for JAX's default device.
         known: Devices that the model was trained on.
 
     Returns:
         The description. The user's own measurement of a device wins over the model's, and that
         over the catalogue's. A name of the catalogue also finds what was measured or trained
-        under another name of the same device.
+        under another name of the same device. A measurement whose ceilings differ from those of
+        the trained device of its name is another device, with a name of its own: ``local`` finds
+        it, the trained device's name does not.
 
     Raises:
         DeviceError: The name is not known; the message lists what is.
     """
     if isinstance(device, DeviceSpec):
         return device
+    device = "local" if device is None else device
     suffix = Path(device).suffix.lower()
     if suffix == ".json":
         return _from_path(Path(device))
     if suffix in (".yaml", ".yml"):
         return load_device_file(Path(device))
-    name = local_device_name() if device == "local" else str(device)
-    found = _measured_or_trained([name], known)
-    if found is None and in_catalogue(name):
+    if device == "local":
+        spec = _local(known)
+        name = local_device_name() if spec is None else spec.name
+    else:
+        name = str(device)
+        spec = _measured_or_trained([name], known)
+    if spec is None and in_catalogue(name):
         listed = find_device(name)
-        found = _measured_or_trained(_other_names(listed), known) or listed
-    if found is not None:
-        return found
+        spec = _measured_or_trained(_other_names(listed), known) or listed
+    if spec is not None:
+        return spec
     raise _unknown(name, known)
+
+
+def cluster_device(cluster: Cluster, known: Mapping[str, DeviceSpec] | None = None) -> DeviceSpec:
+    """The device that a cluster is made of.
+
+    Args:
+        cluster: The cluster.
+        known: Devices that the model was trained on.
+
+    Raises:
+        DeviceError: The cluster does not name its device, or the name is not known.
+    """
+    if not cluster.device:
+        raise DeviceError(
+            "the cluster does not name its device",
+            where=cluster.name,
+            hint="add device: NAME to its file",
+        )
+    return resolve_device(cluster.device, known or {})
 
 
 def is_known(device: str, known: Mapping[str, DeviceSpec]) -> bool:
     """Whether a device, given by name or as ``local``, was measured here or trained on.
 
-    The catalogue does not count: a machine that is at hand had better be measured.
+    The catalogue does not count: a machine that is at hand had better be measured. Nor does a
+    trained device of the local one's name: another machine may have it.
     """
-    name = local_device_name() if device == "local" else device
-    return name in known or measured_path(name).is_file()
+    if device == "local":
+        return measured_path(local_device_name()).is_file()
+    return device in known or measured_path(device).is_file()
 
 
 def measured_path(name: str) -> Path:
@@ -58,11 +95,42 @@ def measured_path(name: str) -> Path:
     return home() / "devices" / f"{name}.json"
 
 
+def _local(known: Mapping[str, DeviceSpec]) -> DeviceSpec | None:
+    """This machine as it was measured, else the trained device of its name, marked as such."""
+    name = local_device_name()
+    spec = _measured(name, known)
+    if spec is None and name in known:
+        trained = known[name]
+        if not is_measured(trained):
+            return trained
+        return replace(trained, extra={**trained.extra, BY_NAME: True})
+    return spec
+
+
 def _measured_or_trained(names: list[str], known: Mapping[str, DeviceSpec]) -> DeviceSpec | None:
-    for path in map(measured_path, names):
-        if path.is_file():
-            return _from_path(path)
+    for name in names:
+        spec = _measured(base_name(name), known)
+        # Another machine than the trained one is not what the name asks for.
+        if spec is not None and (spec.name == name or base_name(spec.name) == spec.name):
+            return spec
     return next((known[name] for name in names if name in known), None)
+
+
+def _measured(name: str, known: Mapping[str, DeviceSpec]) -> DeviceSpec | None:
+    """The user's own measurement of a device, under the name of the trained device that it is."""
+    path = measured_path(name)
+    if not path.is_file():
+        return None
+    spec = _from_path(path)
+    if is_measured(spec) and MEASURED_AT not in spec.extra:
+        taken = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+        spec = replace(spec, extra={**spec.extra, MEASURED_AT: time_text(taken)})
+    return identified(spec, known)
+
+
+def time_text(time: datetime) -> str:
+    """A time as notes say it."""
+    return f"{time:%Y-%m-%d %H:%M} UTC"
 
 
 def _other_names(listed: DeviceSpec) -> list[str]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from pathlib import Path
 
-from ..features.device import DeviceSpec
-from ..features.errors import DeviceError, ModelError
-from ..features.files import parse_json
-from ..features.paths import home
-from ..models.names import CPU_MODEL, GPU_MODEL, PRETRAINED, TPU_MODEL
-from ..models.names import OPERATOR_MODEL as OPERATOR_MODEL
-from ..models.registry import UNTRAINED
+from ..common.errors import DeviceError, ModelError
+from ..common.files import parse_json
+from ..common.paths import home
+from ..features.devices.device import DeviceSpec
+from ..models.core.registry import CPU_MODEL, GPU_MODEL, PRETRAINED, TPU_MODEL, UNTRAINED
+from ..models.core.registry import OPERATOR_MODEL as OPERATOR_MODEL
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +63,7 @@ def trained_devices() -> dict[str, DeviceSpec]:
 
     A model that cannot be read describes none: who asks for it is told then.
     """
-    found: dict[str, DeviceSpec] = {}
+    devices: dict[str, DeviceSpec] = {}
     for folder in available().values():
         try:
             stored = parse_json((folder / "manifest.json").read_text(encoding="utf-8"))["devices"]
@@ -73,13 +71,13 @@ def trained_devices() -> dict[str, DeviceSpec]:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, DeviceError) as error:
             logger.info("no devices of the model %s: %s", folder, error)
             continue
-        found |= known
-    return found
+        devices |= known
+    return devices
 
 
 def is_untrained(model: str | Path) -> bool:
     """Whether a name stands for an estimator that needs no model folder, and no model has it."""
-    from ..models.registry import UNTRAINED
+    from ..models.core.registry import UNTRAINED
 
     folder = (Path(model) / "manifest.json").is_file()
     return str(model) in UNTRAINED and not folder and str(model) not in available()
@@ -94,8 +92,7 @@ def model_hash(model: str | Path) -> str:
     Raises:
         ModelError: There is no such model.
     """
+    from ..models.core.store import folder_digest
+
     others = PLATFORM_DEFAULTS.values() if str(model) == "default" else ()
-    digest = hashlib.sha256()
-    for name in (model, *others):
-        digest.update((find_model(name) / "manifest.json").read_bytes())
-    return digest.hexdigest()[:16]
+    return folder_digest(*(find_model(name) for name in (model, *others)))

@@ -2,7 +2,7 @@
 
 ``app.py`` has the endpoints, ``guard.py`` the limits before them. Kernels are answered from a cache
 (``cache.py``) and in batches (``batching.py``); whatever has to be parsed runs in a process of its
-own (``sandbox.py``, ``nursery.py``, ``jobs.py``). ``cli_serve.py`` at the root starts it.
+own (``sandbox.py``, ``fork_server.py``, ``jobs.py``). ``cli/serve.py`` at the root starts it.
 """
 
 from .settings import ServerSettings

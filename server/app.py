@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from .. import __version__
-from ..features.errors import OpcastError
+from ..common.errors import OpcastError
 from . import documents, schemas
 from .errors import RequestError, error_response, json_response, page_response
 from .guard import Direct, Guard
@@ -52,9 +52,12 @@ def create_app(settings: ServerSettings) -> FastAPI:
             service.close()
 
     app = FastAPI(
-        title="opcast", version=__version__, lifespan=lifespan, redoc_url=None,
+        title="opcast",
+        version=__version__,
+        lifespan=lifespan,
+        redoc_url=None,
         description="Predicts how long ML programs, kernels and training steps take on a device.",
-    )  # fmt: skip
+    )
     app.state.service = service
     _add_error_handlers(app)
     _add_information(app, service)
@@ -81,9 +84,8 @@ def _add_information(app: FastAPI, service: Service) -> None:
         """Whether the server answers, and what it serves."""
         models = list(service.predictors)
         return schemas.Health(
-            status="ok", version=__version__, models=models,
-            compiles=service.settings.allow_compile,
-        )  # fmt: skip
+            status="ok", version=__version__, models=models, compiles=service.settings.allow_compile
+        )
 
     @app.get("/metrics", responses=documents.METRICS, response_class=Response)
     async def metrics() -> Response:
@@ -109,9 +111,11 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
     """
 
     @app.post(
-        "/v1/predict/kernels", responses=documents.KERNELS, openapi_extra=documents.KERNELS_BODY,
+        "/v1/predict/kernels",
+        responses=documents.KERNELS,
+        openapi_extra=documents.KERNELS_BODY,
         response_class=Response,
-    )  # fmt: skip
+    )
     async def predict_kernels(request: Request) -> Response:
         """Predict many kernels or operators: as texts, by column, or as HLO modules."""
         query = await _body(request, schemas.QUERY)
@@ -120,9 +124,11 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
         return json_response(await service.kernels.answer(query, model, device))
 
     @app.post(
-        "/v1/predict/program", responses=documents.PROGRAM, openapi_extra=documents.PROGRAM_BODY,
+        "/v1/predict/program",
+        responses=documents.PROGRAM,
+        openapi_extra=documents.PROGRAM_BODY,
         response_class=Response,
-    )  # fmt: skip
+    )
     async def predict_program(request: Request) -> Response:
         """Predict a program: as JSON, or uploaded as it is with its options in the query."""
         task, payload = await _program_task(request, service)
@@ -130,9 +136,11 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
         return json_response(body, status)
 
     @app.post(
-        "/v1/report", responses=documents.REPORT, openapi_extra=documents.PROGRAM_BODY,
+        "/v1/report",
+        responses=documents.REPORT,
+        openapi_extra=documents.PROGRAM_BODY,
         response_class=Response,
-    )  # fmt: skip
+    )
     async def report(request: Request) -> Response:
         """The page of a program, with other devices beside; bodies as for a prediction."""
         task, payload = await _program_task(request, service)
@@ -140,9 +148,11 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
         return page_response(body) if status == 200 else json_response(body, status)
 
     @app.post(
-        "/v1/simulate", responses=documents.SIMULATE, openapi_extra=documents.SIMULATE_BODY,
+        "/v1/simulate",
+        responses=documents.SIMULATE,
+        openapi_extra=documents.SIMULATE_BODY,
         response_class=Response,
-    )  # fmt: skip
+    )
     async def simulate(request: Request) -> Response:
         """Predict one training step on a cluster under a parallel plan."""
         query = await _body(request, _SIMULATE)
@@ -154,9 +164,11 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
         return json_response(body, status)
 
     return {
-        "/v1/predict/kernels": predict_kernels, "/v1/predict/program": predict_program,
-        "/v1/report": report, "/v1/simulate": simulate,
-    }  # fmt: skip
+        "/v1/predict/kernels": predict_kernels,
+        "/v1/predict/program": predict_program,
+        "/v1/report": report,
+        "/v1/simulate": simulate,
+    }
 
 
 async def _program_task(request: Request, service: Service) -> tuple[dict[str, Any], bytes]:
@@ -188,9 +200,11 @@ async def _body(request: Request, kind: TypeAdapter[T]) -> T:
     media = _media_type(request)
     if media != _JSON:
         raise RequestError(
-            415, f"a body of type {media[:80]!r}", where="header Content-Type",
+            415,
+            f"a body of type {media[:80]!r}",
+            where="header Content-Type",
             hint="send application/json",
-        )  # fmt: skip
+        )
     try:
         return kind.validate_json(await request.body())
     except ValidationError as error:
@@ -208,9 +222,11 @@ def _no_query(request: Request) -> None:
     if request.query_params:
         name = next(iter(request.query_params))
         raise RequestError(
-            400, "options of a JSON body belong into it", where=f"query {name[:80]!r}",
+            400,
+            "options of a JSON body belong into it",
+            where=f"query {name[:80]!r}",
             hint="only uploads have them in the query",
-        )  # fmt: skip
+        )
 
 
 def _payload(query: schemas.ProgramQuery) -> bytes:

@@ -1,6 +1,6 @@
-"""Micro-batching: what is asked while a batch is computed makes the next batch.
+"""Micro-batching: the queries that arrive while a batch is computed form the next batch.
 
-Nothing waits for others to come: a single query on an idle server is a batch of its own.
+No query waits for others to arrive: on an idle server, a single query is a batch of its own.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
-from ..features.errors import OpcastError
+from ..common.errors import OpcastError
 
-#: Most rows of a batch; a request with more is a batch of its own.
+#: Most rows of a batch, so that small queries do not wait long for large ones (by judgement); a
+#: request with more rows is a batch of its own.
 BATCH_ROWS = 20_000
 
 
@@ -47,8 +48,8 @@ class MicroBatcher:
 
         Args:
             group: Queries of one group can be computed together.
-            work: What ``compute`` takes.
-            rows: How large it is.
+            work: The query, as ``compute`` takes it.
+            rows: Number of its rows.
 
         Raises:
             OpcastError: The query cannot be answered.
@@ -87,7 +88,7 @@ class MicroBatcher:
             return
         self._told(len(batch), sum(item.rows for item in batch))
         try:
-            found = await self._compute(batch[0].group, [item.work for item in batch])
+            answers = await self._compute(batch[0].group, [item.work for item in batch])
         except OpcastError as error:
             if len(batch) == 1:
                 _refuse(batch[0], error)
@@ -98,7 +99,7 @@ class MicroBatcher:
             for item in batch:
                 _refuse(item, error)
         else:
-            for item, answer in zip(batch, found, strict=True):
+            for item, answer in zip(batch, answers, strict=True):
                 if not item.answer.done():
                     item.answer.set_result(answer)
 

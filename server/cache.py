@@ -1,4 +1,4 @@
-"""A cache of answers that forgets those that were not asked for longest."""
+"""A cache that drops the least recently used answers."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any
 
 
 class LruCache:
-    """Least recently used entries go when it is full. For one thread.
+    """Drops the least recently used entries when it is full. Not thread-safe.
 
     Args:
         entries: Most entries; 0 keeps none.
 
     Attributes:
-        hits: Look-ups that found something.
-        misses: Look-ups that did not.
+        hits: Look-ups that had an entry.
+        misses: Look-ups that had none.
     """
 
     def __init__(self, entries: int) -> None:
         self.entries = entries
         self.hits = 0
         self.misses = 0
-        self._found: OrderedDict[Hashable, Any] = OrderedDict()
+        self._entries: OrderedDict[Hashable, Any] = OrderedDict()
 
     def __len__(self) -> int:
         """Number of entries."""
-        return len(self._found)
+        return len(self._entries)
 
     def get_many(self, keys: Iterable[Hashable]) -> list[Any]:
-        """Value of each key, ``None`` where there is none."""
-        found, get, renew = [], self._found.get, self._found.move_to_end
+        """Value of each key, or ``None``."""
+        values, get, renew = [], self._entries.get, self._entries.move_to_end
         missing = 0
         for key in keys:
             value = get(key)
@@ -38,14 +38,14 @@ class LruCache:
                 missing += 1
             else:
                 renew(key)
-            found.append(value)
+            values.append(value)
         self.misses += missing
-        self.hits += len(found) - missing
-        return found
+        self.hits += len(values) - missing
+        return values
 
     def put(self, key: Hashable, value: Any) -> None:
         """Remember a value that is not ``None``."""
-        self._found[key] = value
-        self._found.move_to_end(key)
-        while len(self._found) > self.entries:
-            self._found.popitem(last=False)
+        self._entries[key] = value
+        self._entries.move_to_end(key)
+        while len(self._entries) > self.entries:
+            self._entries.popitem(last=False)

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says beyond what FastAPI finds out by itself."""
+"""Parts of the OpenAPI document that FastAPI does not derive from the code."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from . import schemas
 _REF = "#/components/schemas/{model}"
 _RETRY = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait."}}
 _WHY = {
-    400: "The body is no JSON.",
+    400: "The body is not JSON.",
     401: "The token is missing or wrong.",
     403: "The program would have to be compiled, which the server was not allowed.",
     404: "The device or model is not known.",
     413: "The body, or the number of kernels, exceeds the limit.",
     415: "The body is of another type.",
     422: "The request, program, kernel or plan cannot be used; hint says what to do.",
+    500: "opcast fails on a valid program: please report it.",
     503: "Too many requests are at work.",
     504: "It takes longer than the server allows.",
 }
@@ -27,12 +28,12 @@ Responses = dict[int | str, dict[str, Any]]
 
 
 def _errors(*statuses: int) -> Responses:
-    found: Responses = {}
+    responses: Responses = {}
     for status in statuses:
-        found[status] = {"model": schemas.ErrorAnswer, "description": _WHY[status]}
+        responses[status] = {"model": schemas.ErrorAnswer, "description": _WHY[status]}
         if status == 503:
-            found[status]["headers"] = _RETRY
-    return found
+            responses[status]["headers"] = _RETRY
+    return responses
 
 
 def _answer(model: type[BaseModel] | None, about: str) -> Responses:
@@ -48,15 +49,17 @@ def _body(schema: dict[str, Any], **others: dict[str, Any]) -> dict[str, Any]:
 FREE = _errors(401)
 LIMITED = _errors(401, 413, 503, 504)
 METRICS: Responses = {
-    200: {"description": "Prometheus' text format.", "content": {"text/plain": {}}}, **FREE,
-}  # fmt: skip
-_ASKED = _errors(400, 401, 404, 413, 415, 422, 503, 504)
+    200: {"description": "Prometheus' text format.", "content": {"text/plain": {}}},
+    **FREE,
+}
+_ASKED = _errors(400, 401, 404, 413, 415, 422, 500, 503, 504)
 KERNELS = _answer(schemas.KernelAnswers, "Predictions by column.") | _ASKED
 PROGRAM = _answer(None, "As `opcast predict --json` prints it.") | _ASKED | _errors(403)
 REPORT: Responses = {
     200: {"description": "A page that needs nothing else.", "content": {"text/html": {}}},
-    **_ASKED, **_errors(403),
-}  # fmt: skip
+    **_ASKED,
+    **_errors(403),
+}
 SIMULATE = _answer(None, "As `opcast simulate --json` prints it.") | _ASKED
 
 _PROGRAM_SCHEMA = {"$ref": _REF.format(model="ProgramQuery")}
@@ -71,12 +74,14 @@ def _parameters() -> list[dict[str, Any]]:
     schema = schemas.ProgramOptions.model_json_schema()
     return [
         {
-            "name": name, "in": "query", "required": False,
+            "name": name,
+            "in": "query",
+            "required": False,
             "schema": {k: v for k, v in own.items() if k != "description"},
             "description": f"Of an upload only. {own.get('description', '')}".strip(),
         }
         for name, own in schema["properties"].items()
-    ]  # fmt: skip
+    ]
 
 
 PROGRAM_BODY = {

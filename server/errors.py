@@ -7,7 +7,7 @@ from typing import Any
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from ..features.errors import DeviceError, ModelError, OpcastError
+from ..common.errors import DeviceError, InternalError, ModelError, OpcastError
 
 #: Seconds after which a request that met a busy server may come again.
 RETRY_S = 1
@@ -33,9 +33,15 @@ class RequestError(OpcastError):
 
 
 def status_of(error: OpcastError) -> int:
-    """HTTP status: a request's own, 404 for unknown devices and models, 422 for the rest."""
+    """HTTP status of an error.
+
+    That of a request's own error; 500 for faults of opcast, 404 for unknown devices and models, and
+    422 for everything else, which the sender can correct.
+    """
     if isinstance(error, RequestError):
         return error.status
+    if isinstance(error, InternalError):
+        return 500
     return 404 if isinstance(error, DeviceError | ModelError) else 422
 
 

@@ -1,4 +1,4 @@
-"""Limits that every request meets first: token, number at a time, size, time."""
+"""Limits checked before every request: token, concurrency, size and time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..features.errors import OpcastError
+from ..common.errors import OpcastError
 from .errors import RequestError, error_response
 from .metrics import Metrics
 from .sandbox import out_of_time
@@ -26,10 +26,10 @@ class Guard:
     """ASGI middleware with the limits of :class:`ServerSettings`.
 
     Args:
-        app: What answers.
+        app: The application behind the limits.
         settings: The limits.
-        metrics: Told of every request.
-        paths: Paths to count by name; others count together.
+        metrics: Counts every request.
+        paths: Paths that are counted by name; all others are counted together.
     """
 
     def __init__(
@@ -89,9 +89,11 @@ class Guard:
         shown = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
         if not hmac.compare_digest(shown, self._token):
             raise RequestError(
-                401, "the token is missing or wrong", where="header Authorization",
+                401,
+                "the token is missing or wrong",
+                where="header Authorization",
                 hint="send: Authorization: Bearer TOKEN",
-            )  # fmt: skip
+            )
 
     async def _with_body(self, scope: Scope, receive: Receive) -> Receive:
         """A ``receive`` that gives the body, which has been read up to the limit."""
@@ -117,11 +119,11 @@ class Guard:
 class Direct:
     """ASGI middleware that hands requests of some paths straight to their handlers.
 
-    The handlers are FastAPI's, too, which documents them and answers other methods; its own way to
-    them takes longer than a cached answer.
+    FastAPI has the same handlers, documents them and answers other methods, but its routing takes
+    longer than a cached answer.
 
     Args:
-        app: What answers other paths and methods.
+        app: Answers other paths and methods.
         handlers: Handlers of POST requests by path.
     """
 
@@ -159,6 +161,8 @@ def _once(first: Message, rest: Receive) -> Receive:
 
 def _too_large(limit: int) -> RequestError:
     return RequestError(
-        413, f"the body exceeds {limit / 2**20:g} MiB", where="body",
+        413,
+        f"the body exceeds {limit / 2**20:g} MiB",
+        where="body",
         hint="split it, or start the server with: opcast serve --max-body",
-    )  # fmt: skip
+    )

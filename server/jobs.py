@@ -1,4 +1,4 @@
-"""What is done with untrusted programs, kernels and plans, in a process of their own."""
+"""Tasks on untrusted programs, kernels and plans, which run in a child of the fork server."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..features.compile_process import CompileSettings
-from ..features.errors import LoweringError, OpcastError, ProgramError
-from ..features.reader import SourceProgram, read_program
-from ..predict.predictor import Predictor
+from ..common.errors import LoweringError, OpcastError, ProgramError
+from ..common.interval import latency_fields
+from ..features.ir.reader import SourceProgram, read_program
+from ..features.lowering.options import LoweringOptions
+from ..features.lowering.target_compiler.process import CompileSettings
+from ..predict.program.predictor import Predictor
 from .errors import RequestError, error_data, status_of
 
 logger = logging.getLogger(__name__)
@@ -28,13 +30,15 @@ def answer(predictors: Predictors, task: Mapping[str, Any], payload: bytes) -> R
         payload: The program, or JSON.
     """
     try:
-        found = _KINDS[task["kind"]](predictors, task, payload)
-        return (200, found.encode()) if isinstance(found, str) else _reply(found)
+        result = _KINDS[task["kind"]](predictors, task, payload)
+        return (200, result.encode()) if isinstance(result, str) else _reply(result)
     except OpcastError as error:
         return status_of(error), json.dumps(error_data(error)).encode()
     except MemoryError:
-        return _refused("it needs more memory than the server allows", "split it, or start the "
-                        "server with more: opcast serve --memory")  # fmt: skip
+        return _refused(
+            "it needs more memory than the server allows",
+            "split it, or start the server with more: opcast serve --memory",
+        )
     except RecursionError:
         return _refused("it is nested too deeply", "call fewer functions within each other")
     except Exception as error:  # a reader met what it does not know: the log has the rest
@@ -45,9 +49,9 @@ def answer(predictors: Predictors, task: Mapping[str, Any], payload: bytes) -> R
         )
 
 
-def _reply(found: dict[str, Any]) -> Reply:
+def _reply(result: dict[str, Any]) -> Reply:
     try:
-        return 200, json.dumps(found, allow_nan=False).encode()
+        return 200, json.dumps(result, allow_nan=False).encode()
     except ValueError:  # JSON has no infinity
         return _refused("its sizes give figures that are not finite", "give smaller sizes")
 
@@ -61,17 +65,13 @@ def predict_program(
         OpcastError: The program, device or lowering is not usable.
         RequestError: It would have to be compiled, which the server was not allowed.
     """
-    predictor, trips = predictors[task["model"]], task["trip_count"]
-    source, lowering = _read(task, payload)
-    found = predictor.predict(
-        source, device=task["device"], lowering=lowering, fallback=task["fallback"],
-        trip_counts=trips, strict=task["strict"], settings=_limits(task),
-    )  # fmt: skip
-    return found.to_dict()
+    predictor = predictors[task["model"]]
+    source, options = _read(task, payload)
+    return predictor.predict_with(source, options, strict=task["strict"]).to_dict()
 
 
 def report(predictors: Predictors, task: Mapping[str, Any], payload: bytes) -> str:
-    """The page of a program, as ``opcast report PROGRAM`` writes it.
+    """The page of a program, as ``opcast report program`` writes it.
 
     Raises:
         OpcastError: The program, device or lowering is not usable.
@@ -79,16 +79,15 @@ def report(predictors: Predictors, task: Mapping[str, Any], payload: bytes) -> s
     """
     from ..predict.page.report import ReportOptions, report_page
 
-    source, lowering = _read(task, payload)
-    options = ReportOptions(lowering, task["trip_count"], task["fallback"])
-    return report_page(predictors[task["model"]], source, task["device"], options)
+    source, options = _read(task, payload)
+    return report_page(predictors[task["model"]], source, ReportOptions(options))
 
 
-def _read(task: Mapping[str, Any], payload: bytes) -> tuple[SourceProgram, str]:
-    """A program, and the lowering that it may have.
+def _read(task: Mapping[str, Any], payload: bytes) -> tuple[SourceProgram, LoweringOptions]:
+    """A program, and how the server may lower it.
 
     Raises:
-        ProgramError: It is none.
+        ProgramError: It cannot be read.
         RequestError: It would have to be compiled, which the server was not allowed.
     """
     source = read_program(payload, trip_counts=task["trip_count"])
@@ -97,11 +96,15 @@ def _read(task: Mapping[str, Any], payload: bytes) -> tuple[SourceProgram, str]:
     if not (task["allow_compile"] or compiled):
         if lowering == "xla":
             raise RequestError(
-                403, "this server does not compile programs", where="lowering",
+                403,
+                "this server does not compile programs",
+                where="lowering",
                 hint="ask for fused or op, or start it with --allow-compile",
-            )  # fmt: skip
+            )
         lowering = "fused" if lowering == "auto" else lowering
-    return source, lowering
+    return source, LoweringOptions(
+        lowering, task["device"], task["trip_count"], task["fallback"], _limits(task)
+    )
 
 
 def predict_kernels(
@@ -110,9 +113,9 @@ def predict_kernels(
     """Columns of predictions of kernels given as HLO text.
 
     Raises:
-        OpcastError: A text is no kernel, or the device is unknown.
+        OpcastError: A text is not a kernel, or the device is unknown.
     """
-    from ..features.kernels import kernel_from_ir
+    from ..features.kernels.extract import kernel_from_ir
     from ..predict.devices import resolve_device
 
     predictor, kernels = predictors[task["model"]], []
@@ -128,14 +131,15 @@ def predict_kernels(
             what = f"no kernel: {type(error).__name__}: {error}"[:300]
             raise ProgramError(what, where=f"kernel {row}") from None
     spec = resolve_device(task["device"], predictor.devices)
-    found = predictor.model_for(spec).predict_kernels(kernels, spec)
+    estimates = predictor.model_for(spec).predict_kernels(kernels, spec)
     return {
-        "latency_us": (found.latency * 1e6).tolist(),
-        "lo_us": (found.lo * 1e6).tolist(),
-        "hi_us": (found.hi * 1e6).tolist(),
-        "bound": found.bound.tolist(),
-        "source": found.source.tolist(),
-        "in_domain": found.in_domain.tolist(),
+        **{
+            k: v.tolist()
+            for k, v in latency_fields(estimates.latency, estimates.lo, estimates.hi).items()
+        },
+        "bound": estimates.bound.tolist(),
+        "source": estimates.source.tolist(),
+        "in_domain": estimates.in_domain.tolist(),
     }
 
 
@@ -145,8 +149,8 @@ def simulate(predictors: Predictors, task: Mapping[str, Any], payload: bytes) ->
     Raises:
         OpcastError: The workload, plan, cluster or model does not fit.
     """
-    from ..predict.step import StepPredictor
-    from ..simulate.cluster_catalogue import find_cluster
+    from ..predict.cluster.step import StepPredictor
+    from ..simulate.clusters.catalogue import find_cluster
     from ..simulate.step.plan import Plan, parse_plan
     from ..simulate.step.workload import make_workload
 
@@ -181,6 +185,8 @@ def ended(task: Mapping[str, Any]) -> OpcastError:
 
 
 _KINDS: dict[str, Callable[[Predictors, Mapping[str, Any], bytes], dict[str, Any] | str]] = {
-    "program": predict_program, "report": report, "kernels": predict_kernels,
+    "program": predict_program,
+    "report": report,
+    "kernels": predict_kernels,
     "simulate": simulate,
-}  # fmt: skip
+}

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from ..features.device import DeviceSpec
-from ..features.errors import ProgramError
-from ..features.ops.query import parse_op, parse_op_columns
-from ..predict.predictor import Predictor
+from ..common.errors import ProgramError
+from ..common.interval import LATENCY_KEYS, latency_fields
+from ..features.devices.device import DeviceSpec
+from ..features.operators.query import parse_op, parse_op_columns
+from ..predict.program.predictor import Predictor
 from .batching import MicroBatcher
 from .cache import LruCache
 from .errors import RequestError
@@ -24,8 +25,8 @@ from .sandbox import Sandbox
 from .schemas import ColumnsQuery, KernelsQuery, OpsQuery
 from .settings import ServerSettings
 
-OP_COLUMNS = ("latency_us", "lo_us", "hi_us", "roofline_us", "bound", "scope", "in_domain")
-KERNEL_COLUMNS = ("latency_us", "lo_us", "hi_us", "bound", "source", "in_domain")
+OP_COLUMNS = (*LATENCY_KEYS, "roofline_us", "bound", "scope", "in_domain")
+KERNEL_COLUMNS = (*LATENCY_KEYS, "bound", "source", "in_domain")
 AnyQuery = OpsQuery | ColumnsQuery | KernelsQuery
 
 
@@ -44,7 +45,7 @@ class KernelService:
         settings: Limits.
         predictors: Loaded models by name.
         sandbox: Reads kernels' texts.
-        metrics: Told of rows and batches.
+        metrics: Counts rows and batches.
     """
 
     def __init__(
@@ -85,16 +86,16 @@ class KernelService:
             rows = await self._texts(query.kernels, group, [_digest(t) for t in query.kernels])
         self.metrics.rows.inc(len(rows))
         columns = dict(zip(names, zip(*rows, strict=True), strict=True))
-        found: dict[str, Any] = {"device": device.name, "model": model, "count": len(rows)}
-        return found | {name: columns[name] for name in wanted}
+        answer: dict[str, Any] = {"device": device.name, "model": model, "count": len(rows)}
+        return answer | {name: columns[name] for name in wanted}
 
     async def _texts(
         self, texts: Sequence[str], group: _Group, marks: Sequence[Hashable]
     ) -> list[Any]:
         self._check_rows(len(texts))
         keys = [(group, mark) for mark in marks]
-        found = self.cache.get_many(keys)
-        missing = [i for i, value in enumerate(found) if value is None]
+        answers = self.cache.get_many(keys)
+        missing = [i for i, value in enumerate(answers) if value is None]
         if missing:
             own = {keys[i]: i for i in missing}
             work: Any = [texts[i] for i in own.values()]
@@ -102,8 +103,8 @@ class KernelService:
                 work = pd.DataFrame([_row(texts[i], i) for i in own.values()])
             fresh = await self._fresh(group, work, list(own))
             for i in missing:
-                found[i] = fresh[keys[i]]
-        return found
+                answers[i] = fresh[keys[i]]
+        return answers
 
     async def _columns(self, query: ColumnsQuery, group: _Group) -> list[Any]:
         row = parse_op_columns(query.operator, query.columns)
@@ -115,8 +116,8 @@ class KernelService:
         marks = zip(*lists, strict=True) if lists else [()]
         mine = (group, tuple(varying), same)
         keys = [(mine, mark) for mark in marks]
-        found = self.cache.get_many(keys)
-        missing = [i for i, value in enumerate(found) if value is None]
+        answers = self.cache.get_many(keys)
+        missing = [i for i, value in enumerate(answers) if value is None]
         if missing:
             own = {keys[i]: i for i in missing}
             at = np.fromiter(own.values(), np.intp, len(own))
@@ -124,25 +125,26 @@ class KernelService:
             work = pd.DataFrame(data, index=range(len(at)))
             fresh = await self._fresh(group, work, list(own))
             for i in missing:
-                found[i] = fresh[keys[i]]
-        return found
+                answers[i] = fresh[keys[i]]
+        return answers
 
     async def _fresh(
         self, group: _Group, work: Any, keys: Sequence[Hashable]
     ) -> dict[Hashable, Any]:
         """Computed rows by key, remembered."""
         columns = await self._batches[group.kernels].ask(group, work, len(keys))
-        found = dict(zip(keys, zip(*columns, strict=True), strict=True))
-        for key, value in found.items():
+        rows = dict(zip(keys, zip(*columns, strict=True), strict=True))
+        for key, value in rows.items():
             self.cache.put(key, value)
-        return found
+        return rows
 
     def _check_rows(self, count: int) -> None:
         if count > self.settings.max_rows:
             raise RequestError(
-                413, f"{count} kernels, at most {self.settings.max_rows} of a request",
+                413,
+                f"{count} kernels, at most {self.settings.max_rows} of a request",
                 hint="split them, or start the server with: opcast serve --max-rows",
-            )  # fmt: skip
+            )
 
     def _told(self, queries: int, rows: int) -> None:
         self.metrics.batch.observe(rows)
@@ -161,11 +163,12 @@ class KernelService:
 
     def _operators(self, group: _Group, frame: pd.DataFrame) -> list[list[Any]]:
         bundle = self.predictors[group.model].operators
-        found = bundle.predict(frame.assign(device=group.device))
-        times = [found.latency * 1e6, found.lo * 1e6, found.hi * 1e6, found.roofline * 1e6]
+        estimates = bundle.predict(frame.assign(device=group.device))
+        own = latency_fields(estimates.latency, estimates.lo, estimates.hi)
+        times = [*own.values(), estimates.roofline * 1e6]
         if not all(np.isfinite(t).all() for t in times):
             raise ProgramError("an operator has no finite latency", hint="give smaller sizes")
-        rest = (found.bound, found.scope, found.in_domain)
+        rest = (estimates.bound, estimates.scope, estimates.in_domain)
         return [column.tolist() for column in (*times, *rest)]
 
     async def _read(self, group: _Group, texts: Sequence[str]) -> list[list[Any]]:

@@ -1,4 +1,4 @@
-"""What the server counts, as Prometheus reads it."""
+"""Figures of a server in the format of Prometheus."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ class Metrics:
             "opcast_requests", "Requests answered.", ("path", "status"), registry=own
         )
         self.seconds = Histogram(
-            "opcast_request_seconds", "Time of a request.", ("path",), registry=own,
+            "opcast_request_seconds",
+            "Time of a request.",
+            ("path",),
+            registry=own,
             buckets=_SECONDS,
-        )  # fmt: skip
+        )
         self.in_flight = Gauge("opcast_requests_in_flight", "Requests at work.", registry=own)
         self.rows = Counter("opcast_kernels", "Kernels and operators answered.", registry=own)
         self.batch = Histogram(

@@ -19,8 +19,8 @@ def serve(settings: ServerSettings, ready: Callable[[str], None] = lambda url: N
     """Serve until SIGINT or SIGTERM.
 
     Args:
-        settings: What to serve, and where.
-        ready: Told of the address when it is bound; models are still to be loaded then.
+        settings: Models, address and limits.
+        ready: Called with the address once it is bound; the models are not loaded yet.
 
     Raises:
         ServeError: The address cannot be bound.
@@ -29,10 +29,15 @@ def serve(settings: ServerSettings, ready: Callable[[str], None] = lambda url: N
     with bound(settings) as listener:
         address, port = listener.getsockname()[:2]
         config = uvicorn.Config(
-            create_app(settings), log_level="warning", access_log=False, server_header=False,
-            timeout_graceful_shutdown=_GRACE_S, timeout_keep_alive=30, ws="none",
+            create_app(settings),
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=_GRACE_S,
+            timeout_keep_alive=30,
+            ws="none",
             limit_concurrency=max(1024, 4 * settings.concurrency),
-        )  # fmt: skip
+        )
         shown = f"[{address}]" if ":" in address else address
         ready(f"http://{shown}:{port}")
         server = uvicorn.Server(config)

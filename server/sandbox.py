@@ -1,39 +1,36 @@
-"""Hands tasks to processes that may die without harm: the server's side of ``nursery.py``."""
+"""Runs tasks in processes that may crash without harm: the server's side of ``fork_server.py``."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from ..features.errors import OpcastError
+from ..common.errors import OpcastError
+from ..common.worker_process import THREAD_VARIABLES, WorkerProcess, module_command
 from .errors import RequestError
+from .fork_server import READY, REPLY, TASK
 from .jobs import Reply, ended
-from .nursery import READY, REPLY, TASK
 from .settings import ServeError, ServerSettings
 
 #: Seconds that models may take to load.
 _START_S = 300.0
-#: Share of a request's time that its process gets.
+#: Share of a request's time that its process gets; the rest is for the answer (by judgement).
 _TIME_SHARE = 0.95
 
 
 class Sandbox:
-    """Runs tasks each in a process of its own, a few at a time.
+    """Runs each task in a process of its own, a few at a time.
 
     Args:
         settings: Models and limits.
 
     Attributes:
         crashes: Tasks whose process died.
-        starts: How often the process that they are forked from was started.
+        starts: How often the fork server was started.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -43,17 +40,17 @@ class Sandbox:
         self._free = asyncio.Semaphore(settings.workers)
         self._waiting = 0
         self._starting = asyncio.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: WorkerProcess | None = None
         self._control: socket.socket | None = None
 
     async def start(self) -> None:
-        """Start the process that tasks are forked from, unless it runs.
+        """Start the fork server, unless it runs.
 
         Raises:
             ServeError: It does not start; its standard error says why.
         """
         async with self._starting:
-            if self._process is not None and self._process.poll() is None:
+            if self._process is not None and self._process.status() is None:
                 return
             self.close()
             ours, theirs = socket.socketpair()
@@ -71,20 +68,21 @@ class Sandbox:
             self.close()
             raise ServeError("the process for programs does not start", hint="see the log")
 
-    def _spawn(self, control: socket.socket) -> subprocess.Popen[bytes]:
-        own = self.settings
-        root = Path(__file__).resolve().parents[1]
-        paths = [p for p in (*sys.path, str(root.parent)) if p]
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        return subprocess.Popen(
-            [
-                sys.executable, "-m", f"{__package__}.nursery", str(control.fileno()),
-                str(own.memory_bytes), *own.models,
-            ],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[control.fileno()],
-            env={**os.environ, **threads, "PYTHONPATH": os.pathsep.join(paths)},
-            start_new_session=True,
-        )  # fmt: skip
+    def _spawn(self, control: socket.socket) -> WorkerProcess:
+        memory_bytes = str(self.settings.memory_bytes)
+        # The limit is for the children: the fork server itself holds every model.
+        return WorkerProcess(
+            module_command(
+                f"{__package__}.fork_server",
+                str(control.fileno()),
+                memory_bytes,
+                *self.settings.models,
+            ),
+            variables=dict.fromkeys(THREAD_VARIABLES, "1"),
+            messages=False,
+            keep_errors=False,
+            pass_fds=[control.fileno()],
+        )
 
     async def run(self, task: Mapping[str, Any], payload: bytes) -> Reply:
         """Status and JSON of a task.
@@ -141,32 +139,31 @@ class Sandbox:
             raise OpcastError("the process for programs died", hint="come again") from None
 
     def close(self) -> None:
-        """End the process that tasks are forked from, and with it all of them."""
+        """End the fork server and all the tasks that it forked."""
         if self._control is not None:
             self._control.close()
             self._control = None
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
         if self._process is not None:
-            self._process.wait()
+            self._process.stop()
             self._process = None
 
 
 def out_of_time(limit_s: float) -> RequestError:
     """The error of a request that took too long."""
     return RequestError(
-        504, f"it takes longer than {limit_s:g} s",
+        504,
+        f"it takes longer than {limit_s:g} s",
         hint="ask for less, or start the server with more time: opcast serve --timeout",
-    )  # fmt: skip
+    )
 
 
 async def _exactly(connection: socket.socket, count: int) -> bytes:
     loop = asyncio.get_running_loop()
-    found = bytearray(count)
-    view = memoryview(found)
+    data = bytearray(count)
+    view = memoryview(data)
     while view:
         received = await loop.sock_recv_into(connection, view)
         if not received:
             raise EOFError
         view = view[received:]
-    return bytes(found)
+    return bytes(data)

@@ -62,15 +62,20 @@ class ColumnsQuery(_Kernels):
         json_schema_extra={
             "examples": [
                 {
-                    "device": "h100-sxm", "operator": "linear", "fields": ["latency_us"],
+                    "device": "h100-sxm",
+                    "operator": "linear",
+                    "fields": ["latency_us"],
                     "columns": {
-                        "m": [1, 64, 4096], "n": 4096, "k": 4096, "dtype": "bf16",
+                        "m": [1, 64, 4096],
+                        "n": 4096,
+                        "k": 4096,
+                        "dtype": "bf16",
                         "backend": "vllm",
                     },
                 }
             ]
         }
-    )  # fmt: skip
+    )
 
 
 class KernelsQuery(_Kernels):
@@ -145,12 +150,14 @@ class SimulateQuery(Body):
         json_schema_extra={
             "examples": [
                 {
-                    "workload": "llama", "cluster": "dgx-h100-x16", "plan": "tp=8,dp=2",
+                    "workload": "llama",
+                    "cluster": "dgx-h100-x16",
+                    "plan": "tp=8,dp=2",
                     "settings": {"layers": 4, "batch": 16},
                 }
             ]
         }
-    )  # fmt: skip
+    )
 
 
 class KernelAnswers(BaseModel):
@@ -211,12 +218,14 @@ class ErrorAnswer(BaseModel):
         json_schema_extra={
             "examples": [
                 {
-                    "error": "DeviceError", "what": "no device 'h1000'", "where": "",
+                    "error": "DeviceError",
+                    "what": "no device 'h1000'",
+                    "where": "",
                     "hint": "list them with GET /v1/devices",
                 }
             ]
         }
-    )  # fmt: skip
+    )
     error: str = Field(description="Class of the error.")
     what: str = Field(description="What is wrong.")
     where: str = Field("", description="Line, op, row or part of the request.")

@@ -1,17 +1,17 @@
-"""What a running server holds: models, devices, cache, batches, processes."""
+"""State of a running server: models, devices, cache, batches and processes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from ..features.catalogue import device_names, find_device
-from ..features.device import DeviceSpec
-from ..features.errors import DeviceError, ModelError
-from ..models.store import OPERATORS, read_manifest
+from ..common.errors import DeviceError, ModelError
+from ..features.devices.catalogue import device_names, find_device
+from ..features.devices.device import DeviceSpec
+from ..models.core.store import predicts_operators, read_manifest
 from ..predict.devices import resolve_device
 from ..predict.locate import find_model, model_hash
-from ..predict.predictor import Predictor, load
+from ..predict.program.predictor import Predictor, load
 from .errors import RequestError
 from .kernels import KernelService
 from .metrics import Metrics
@@ -19,7 +19,7 @@ from .sandbox import Sandbox
 from .settings import ServerSettings
 
 _FILES = (".json", ".yaml", ".yml")
-#: Device names that are remembered; there are endless spellings of each.
+#: Device names that are remembered. A name has any number of spellings, so the memory is bounded.
 _REMEMBERED = 4096
 
 
@@ -52,8 +52,8 @@ class Service:
             ModelError: One is missing or damaged.
         """
         for name in self.settings.models:
-            found = self.predictors[name] = load(name)
-            self._learned |= found.operators.devices | found.devices
+            predictor = self.predictors[name] = load(name)
+            self._learned |= predictor.operators.devices | predictor.devices
 
     def close(self) -> None:
         """End processes and threads."""
@@ -78,18 +78,18 @@ class Service:
         Raises:
             DeviceError: It is not known.
         """
-        found = self._devices.get((model, name))
-        if found is not None:
-            return found
+        known = self._devices.get((model, name))
+        if known is not None:
+            return known
         if name == "local" or name.lower().endswith(_FILES):
-            raise DeviceError(f"{name!r} is no device by name", hint="see GET /v1/devices")
+            raise DeviceError(f"{name!r} is not the name of a device", hint="see GET /v1/devices")
         predictor = self.predictors[model]
-        found = resolve_device(name, predictor.devices)
-        predictor.operators.devices[found.name] = found
+        spec = resolve_device(name, predictor.devices)
+        predictor.operators.devices[spec.name] = spec
         if len(self._devices) >= _REMEMBERED:
             self._devices.clear()
-        self._devices[model, name] = found
-        return found
+        self._devices[model, name] = spec
+        return spec
 
     def check_device(self, model: str, name: str) -> str:
         """Name of a device that :meth:`device` knows."""
@@ -108,33 +108,42 @@ class Service:
         chosen = self.model(name)
         if self.models[chosen]["predicts"] == "operators":
             raise RequestError(
-                422, f"model {chosen!r} is one of library operators, which predicts no programs",
-                where="model", hint="serve another: opcast serve --model default",
-            )  # fmt: skip
+                422,
+                f"model {chosen!r} is one of library operators, which predicts no programs",
+                where="model",
+                hint="serve another: opcast serve --model default",
+            )
         return chosen
 
     @property
     def models(self) -> Mapping[str, dict[str, Any]]:
         """Entries of ``GET /v1/models`` by name."""
-        found = {}
+        entries = {}
         for place, (name, predictor) in enumerate(self.predictors.items()):
-            operators = read_manifest(find_model(name)).get("kind") == OPERATORS
+            operators = predicts_operators(read_manifest(find_model(name)))
             families = predictor.operators.families.values()
             learned = {d for f in families for d in f.devices} if operators else predictor.devices
-            found[name] = {
-                "name": name, "predicts": "operators" if operators else "programs",
-                "default": place == 0, "devices": sorted(learned), "digest": model_hash(name),
-            }  # fmt: skip
-        return found
+            entries[name] = {
+                "name": name,
+                "predicts": "operators" if operators else "programs",
+                "default": place == 0,
+                "devices": sorted(learned),
+                "digest": model_hash(name),
+            }
+        return entries
 
     def devices(self) -> list[dict[str, Any]]:
         """Entries of ``GET /v1/devices``: those of the models and of the catalogue."""
         specs = {name: find_device(name) for name in device_names()}
         return [
             {
-                "name": name, "platform": spec.platform, "vendor": spec.vendor,
-                "architecture": spec.architecture, "aliases": list(spec.aliases),
-                "memory_bytes": spec.memory_bytes, "learned": name in self._learned,
+                "name": name,
+                "platform": spec.platform,
+                "vendor": spec.vendor,
+                "architecture": spec.architecture,
+                "aliases": list(spec.aliases),
+                "memory_bytes": spec.memory_bytes,
+                "learned": name in self._learned,
             }
             for name, spec in sorted((self._learned | specs).items())
-        ]  # fmt: skip
+        ]

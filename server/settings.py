@@ -1,11 +1,11 @@
-"""How a server was started: what it serves, where, to whom, and its limits."""
+"""Settings of a server: models, address, token and limits."""
 
 from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
 
-from ..features.errors import OpcastError
+from ..common.errors import OpcastError
 
 _LOOPBACK_NAME = "localhost"
 

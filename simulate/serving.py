@@ -11,14 +11,28 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from ..features.errors import PlanError
+from ..common.errors import PlanError
 
-#: Seconds of an iteration: tokens of prompts, the mean length that those attend to, running
+
+class Chunk(NamedTuple):
+    """A part of one request's prompt that an iteration runs.
+
+    Attributes:
+        tokens: Of the part.
+        past: Tokens of the same prompt that came in earlier iterations; the part attends to them.
+    """
+
+    tokens: int
+    past: int = 0
+
+
+#: Seconds of an iteration: parts of prompts, one for each request that still has some; running
 #: requests, and the mean length of their caches.
-IterationSeconds = Callable[[int, float, int, float], float]
+IterationSeconds = Callable[[Sequence[Chunk], int, float], float]
 
 
 @dataclass(frozen=True)
@@ -43,6 +57,7 @@ class ServingResult:
     Attributes:
         first_token: Seconds from arrival to the first token (TTFT).
         per_token: Seconds for each further token, on average (TPOT); NaN for one token.
+        latency: Seconds from arrival to the last token.
         finished: When each was done, in seconds.
         makespan: End of the last iteration.
         output_tokens: Of all requests.
@@ -53,6 +68,7 @@ class ServingResult:
 
     first_token: np.ndarray
     per_token: np.ndarray
+    latency: np.ndarray
     finished: np.ndarray
     makespan: float
     output_tokens: int
@@ -62,15 +78,15 @@ class ServingResult:
 
     def to_dict(self) -> dict[str, float]:
         """Percentiles in milliseconds, and throughput."""
-        found: dict[str, float] = {}
+        percentiles: dict[str, float] = {}
         for name, values in (("ttft", self.first_token), ("tpot", self.per_token)):
             known = values[np.isfinite(values)] * 1e3
             for level in (50, 95, 99):
-                found[f"{name}_p{level}_ms"] = (
+                percentiles[f"{name}_p{level}_ms"] = (
                     float(np.percentile(known, level)) if len(known) else 0.0
                 )
         return {
-            **found,
+            **percentiles,
             "requests_per_s": len(self.finished) / self.makespan,
             "output_tokens_per_s": self.output_tokens / self.makespan,
             "makespan_s": self.makespan,
@@ -96,9 +112,13 @@ class _Running:
 
 
 def serve(
-    requests: Sequence[Request], seconds: IterationSeconds, cache_tokens: int, *,
-    max_batch: int = 256, token_budget: int = 2048,
-) -> ServingResult:  # fmt: skip
+    requests: Sequence[Request],
+    seconds: IterationSeconds,
+    cache_tokens: int,
+    *,
+    max_batch: int = 256,
+    token_budget: int = 2048,
+) -> ServingResult:
     """Run a trace of requests.
 
     Args:
@@ -109,39 +129,54 @@ def serve(
         token_budget: Most tokens of an iteration, those of running requests included.
 
     Raises:
-        PlanError: There is no request, one has no tokens, or one does not fit the cache at all.
+        PlanError: A limit is below 1, or as :func:`check_requests`.
     """
-    _check(requests, cache_tokens)
+    if min(max_batch, token_budget) < 1:
+        raise PlanError(
+            f"max_batch={max_batch}, token_budget={token_budget}", hint="both are at least 1"
+        )
+    check_requests(requests, cache_tokens)
     loop = _Loop(requests, seconds, cache_tokens, max_batch, token_budget)
     while loop.waiting or loop.running:
         loop.iterate()
     return loop.result()
 
 
-def _check(requests: Sequence[Request], cache_tokens: int) -> None:
+def check_requests(requests: Sequence[Request], cache_tokens: int) -> None:
+    """Refuse a trace that cannot be served.
+
+    Raises:
+        PlanError: There is no request, one has no tokens, or one does not fit the cache at all.
+    """
     if not requests:
         raise PlanError("no requests to serve", hint="give a trace, or a rate and a number")
     for place, request in enumerate(requests):
         if request.prompt < 1 or request.output < 1:
             raise PlanError(
-                f"prompt={request.prompt}, output={request.output}", where=f"request {place}",
+                f"prompt={request.prompt}, output={request.output}",
+                where=f"request {place}",
                 hint="both are at least 1 token",
-            )  # fmt: skip
+            )
         if request.prompt + request.output > cache_tokens:
             raise PlanError(
                 f"needs {request.prompt + request.output} tokens of cache, there are "
-                f"{cache_tokens}", where=f"request {place}",
+                f"{cache_tokens}",
+                where=f"request {place}",
                 hint="more devices, or shorter requests",
-            )  # fmt: skip
+            )
 
 
 class _Loop:
     """State between iterations."""
 
     def __init__(
-        self, requests: Sequence[Request], seconds: IterationSeconds, cache_tokens: int,
-        max_batch: int, token_budget: int,
-    ) -> None:  # fmt: skip
+        self,
+        requests: Sequence[Request],
+        seconds: IterationSeconds,
+        cache_tokens: int,
+        max_batch: int,
+        token_budget: int,
+    ) -> None:
         self.requests, self.seconds = requests, seconds
         self.room, self.max_batch, self.budget = cache_tokens, max_batch, token_budget
         self.waiting = deque(enumerate(requests))
@@ -155,12 +190,12 @@ class _Loop:
         if not self.running and self.waiting:
             self.now = max(self.now, self.waiting[0][1].arrival)
         self._admit()
-        decoding = [r for r in self.running if r.prefilled >= r.request.prompt]
+        # Each running request takes a token of the budget; those that came last wait for one.
+        decoding = [r for r in self.running if r.prefilled >= r.request.prompt][: self.budget]
         parts = self._prefill(self.budget - len(decoding))
-        tokens = sum(count for _, count in parts)
-        reach = sum(c * (r.prefilled + c / 2) for r, c in parts) / tokens if tokens else 0.0
+        chunks = [Chunk(count, running.prefilled) for running, count in parts]
         length = sum(r.cached for r in decoding) / len(decoding) if decoding else 0.0
-        self.now += self.seconds(tokens, reach, len(decoding), length)
+        self.now += self.seconds(chunks, len(decoding), length)
         self.iterations += 1
         for running, count in parts:
             running.prefilled += count
@@ -183,15 +218,14 @@ class _Loop:
         self.largest_cache = max(self.largest_cache, self.reserved)
 
     def _prefill(self, left: int) -> list[tuple[_Running, int]]:
-        """Parts of prompts that fit what is left of the budget; at least one token."""
-        found = []
-        left = max(left, 1)
+        """Parts of prompts that fit what is left of the budget."""
+        parts = []
         for running in self.running:
             rest = running.request.prompt - running.prefilled
             if rest > 0 and left > 0:
-                found.append((running, min(rest, left)))
+                parts.append((running, min(rest, left)))
                 left -= min(rest, left)
-        return found
+        return parts
 
     def _token(self, running: _Running) -> None:
         running.generated += 1
@@ -208,6 +242,7 @@ class _Loop:
         return ServingResult(
             first_token=self.first - arrival,
             per_token=(self.finished - self.first) / more,
+            latency=self.finished - arrival,
             finished=self.finished,
             makespan=self.now,
             output_tokens=int(output.sum()),

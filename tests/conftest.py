@@ -1,11 +1,17 @@
-"""What all tests share: no test touches the user's own caches or MLflow store; operator rows."""
+"""What all tests share: homes of their own, kept compiler output, groups; operator rows."""
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import os
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,17 +19,86 @@ import pandas as pd
 import pytest
 
 if TYPE_CHECKING:
-    from opcast.features.device import DeviceSpec
+    from opcast.features.devices.device import DeviceSpec
 
+# No test touches the user's own caches or MLflow store, nor those of the worker beside it.
 _HOME = tempfile.TemporaryDirectory(prefix="opcast-tests-")
 os.environ["OPCAST_CACHE"] = _HOME.name
+# Processes of pytest-xdist set the width of its own terminal; tables are compared at ours.
+os.environ.pop("COLUMNS", None)
 os.environ["OPCAST_MLRUNS"] = os.path.join(_HOME.name, "mlruns")  # noqa: PTH118
+
+#: Files whose tests take minutes each: they begin first, or one process waits for them at the end.
+_LONGEST = ("test_readme.py", "test_tutorials.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Group tests for ``--dist loadgroup``: those of a group run in one process, in order.
+
+    That is a file; the folder of the server, which is started once; and a single page of the
+    tutorials.
+    """
+    for item in items:
+        group = item.nodeid.split("::")[0]
+        if item.path.name == "test_tutorials.py":
+            group = item.nodeid
+        elif item.path.parent.name == "server":
+            group = "server"
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: item.path.name not in _LONGEST)
+
+
+def _kept_folder() -> Path | None:
+    """Where compilers' answers are kept from run to run: ``$OPCAST_TEST_CACHE``; empty for none."""
+    given = os.environ.get("OPCAST_TEST_CACHE")
+    if given is not None:
+        return Path(given) if given else None
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "opcast-tests"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def real_compiler() -> Iterator[Callable[[Path], list[str]]]:
+    """Compilers of absent devices answer from an earlier run; gives the command of the real one."""
+    from opcast.features.lowering.target_compiler import process as compile_process
+
+    real, folder = compile_process._command, _kept_folder()
+    if folder is None:
+        yield real
+        return
+    script = Path(__file__).parent / "support" / "kept_compiles.py"
+    start = [sys.executable, str(script), str(folder / "compiles")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            compile_process, "_command", lambda job: [*start, _compiling_code(), *real(job)]
+        )
+        yield real
+
+
+@cache
+def _compiling_code() -> str:
+    """Digest of what runs in the compile process: its own modules and jaxlib's version."""
+    from opcast.features.lowering.target_compiler.pjrt_compat import open_devices
+    from opcast.features.lowering.target_compiler.worker import Job
+
+    code = "".join(Path(inspect.getfile(own)).read_text() for own in (open_devices, Job))
+    return hashlib.sha256(f"{version('jaxlib')} {code}".encode()).hexdigest()
+
+
+@pytest.fixture
+def cold_compiler(
+    real_compiler: Callable[[Path], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compilers themselves, whatever was kept."""
+    from opcast.features.lowering.target_compiler import process as compile_process
+
+    monkeypatch.setattr(compile_process, "_command", real_compiler)
 
 
 @pytest.fixture(scope="session")
 def round_gpu() -> Callable[..., DeviceSpec]:
     """GPUs with round figures: 100 SMs at 1 GHz, 1 MB of cache, 1 TB/s, 1 PFLOP/s in 16 bits."""
-    from opcast.features.device import DeviceSpec, MemoryLevel
+    from opcast.features.devices.device import DeviceSpec, MemoryLevel
 
     def make(name: str = "round", **changes: object) -> DeviceSpec:
         spec = DeviceSpec(
@@ -45,7 +120,7 @@ def op_rows() -> Callable[..., pd.DataFrame]:
 
 
 def _op_rows(family: str, n: int, seed: int = 0) -> pd.DataFrame:
-    from opcast.features.ops import FAMILIES
+    from opcast.features.operators import FAMILIES
 
     rng = np.random.default_rng(seed)
     method, name = family.split("/")

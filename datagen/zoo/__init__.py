@@ -7,7 +7,15 @@ Nothing heavy is imported before a program is built; building needs jax, flax an
 from __future__ import annotations
 
 from .catalog import Family, Setting
-from .registry import build, describe, export, families, parse_settings, resolve, workload_name
+from .registry import (
+    all_families,
+    build,
+    describe,
+    export,
+    parse_settings,
+    resolve,
+    workload_name,
+)
 from .suites import size_grid, suite
 from .workload import Workload
 
@@ -15,10 +23,10 @@ __all__ = [
     "Family",
     "Setting",
     "Workload",
+    "all_families",
     "build",
     "describe",
     "export",
-    "families",
     "parse_settings",
     "resolve",
     "size_grid",

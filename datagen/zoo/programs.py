@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from .parts import Input, Model, parameter, require
+from .families.parts import Input, Model, parameter, require
 from .workload import Draw, Workload
 
 # JAX has no annotations for these, and a strict checker refuses calls of such functions.

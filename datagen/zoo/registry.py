@@ -7,9 +7,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from ...features import plugins
-from ...features.errors import OpcastError
-from ...features.files import write_bytes
+from ...common import plugins
+from ...common.errors import OpcastError
+from ...common.files import write_bytes
 from .catalog import FAMILIES, Family, Setting
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ FORMATS = ("text", "bytecode", "portable", "jax-export")
 """Formats that ``export`` writes."""
 
 
-def families() -> dict[str, Family]:
+def all_families() -> dict[str, Family]:
     """Every family by name, those of other packages after ours."""
     own = dict(FAMILIES)
     return own | {name: family(name) for name in plugins.found(GROUP) if name not in own}
@@ -40,10 +40,10 @@ def family(name: str) -> Family:
     if name not in others:
         known = ", ".join(sorted({*FAMILIES, *others}))
         raise OpcastError(f"unknown program family {name!r}", hint="families: " + known)
-    found = getattr(plugins.load(others[name]), "FAMILY", None)
-    if not isinstance(found, Family):
+    declared = getattr(plugins.load(others[name]), "FAMILY", None)
+    if not isinstance(declared, Family):
         raise OpcastError(f"{name!r} names no FAMILY", where=f"{GROUP}: {others[name].value}")
-    return found
+    return declared
 
 
 def parse_settings(name: str, pairs: Iterable[str]) -> dict[str, Setting]:
@@ -155,7 +155,7 @@ def describe() -> str:
 def _module(chosen: Family) -> Any:
     """The module that makes a family's model."""
     if chosen.name in FAMILIES:
-        return import_module(f".{chosen.module}", __package__)
+        return import_module(f".families.{chosen.module}", __package__)
     return plugins.load(plugins.found(GROUP)[chosen.name])
 
 

@@ -5,7 +5,7 @@ Small and medium programs dominate, since a device is learned from many shapes, 
 
 from __future__ import annotations
 
-from ...features.errors import OpcastError
+from ...common.errors import OpcastError
 from .catalog import FAMILIES, Setting
 from .grids import GRIDS
 from .registry import family, parse_settings

@@ -1,9 +1,9 @@
-"""Kernels of XLA on GPUs: kernels and a device in, latencies with intervals and their routes out.
+"""Latencies of XLA's kernels on GPUs, with intervals, from published operators.
 
-``describe`` says what a kernel is asked as; ``products``, ``attention`` and ``traffic`` answer for
-one route each; ``estimator`` joins them and keeps to the roofline; ``correction`` learns from
-kernels measured under XLA; ``build`` makes the shipped model from published rows. The registry
-knows the estimator as ``gpu-xla`` (docs/gpu.md).
+``routes`` decides which published operator a kernel resembles; ``products``, ``attention`` and
+``memory_passes`` predict one route each; ``estimator`` joins them and keeps to the roofline;
+``correction`` learns from kernels measured under XLA; ``memory_passes_fit`` builds the shipped
+model from published rows. The registry lists the estimator as ``gpu-xla`` (docs/gpu.md).
 """
 
 from .estimator import GpuEstimator

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from ...features.device import DeviceSpec
+from ...features.devices.device import DeviceSpec
 from ...simulate.step.layer_ops import ATTENTION_BACKWARD
-from .answers import Answer, spread
-from .library import Operators
+from .operator_library import Operators
+from .route_answer import Answer, spread
 
 #: Whose kernels stand for cuDNN's; ``trtllm`` has most rows.
 CUDNN = {"backend": "trtllm", "kernel": "torch_flow", "dtype": "bf16", "kv_dtype": "bf16"}
-#: Architectures that run the third version of FlashAttention.
+#: Architectures that FlashAttention-3 is written for (Shah et al., 2024).
 _FA3 = ("hopper",)
-#: Log half-widths added for another library, and for a backward pass.
+#: Log half-widths added for another library, and for a backward pass. Chosen by judgement: the
+#: published rows hold forward kernels of serving libraries only.
 OTHER_LIBRARY, OTHER_PASS = 0.25, 0.5
 
 
-def attention_key(sizes: Mapping[str, Any]) -> str:
+def attention_key(sizes: Mapping[str, int]) -> str:
     """Family of published rows that an attention belongs to.
 
     Args:
@@ -32,7 +32,7 @@ def attention_key(sizes: Mapping[str, Any]) -> str:
     return "graph/generation_attention" if sizes["q_len"] == 1 else "graph/context_attention"
 
 
-def flash_attention(sizes: Mapping[str, Any], device: DeviceSpec) -> dict[str, str]:
+def flash_attention(sizes: Mapping[str, int], device: DeviceSpec) -> dict[str, str]:
     """Whose kernels a framework with FlashAttention runs, as columns of a row."""
     version = "fa3" if device.architecture in _FA3 else "fa2"
     name = "vllm_flash_attn" if sizes["causal"] else "vllm_vit_flash_attn"
@@ -41,12 +41,12 @@ def flash_attention(sizes: Mapping[str, Any], device: DeviceSpec) -> dict[str, s
 
 
 def attention_answer(
-    calls: Sequence[dict[str, Any]], operators: Operators, device: DeviceSpec
+    calls: Sequence[Mapping[str, int]], operators: Operators, device: DeviceSpec
 ) -> Answer:
     """Latencies of fused attention calls.
 
     Args:
-        calls: As :func:`~opcast.models.gpu.describe.attention_of` describes them.
+        calls: As :func:`~opcast.models.gpu.routes.attention_of` describes them.
         operators: Published families.
         device: Where they run.
     """
@@ -55,12 +55,12 @@ def attention_answer(
     key = np.array([attention_key(call) for call in calls], object)
     for family in dict.fromkeys(key.tolist()):
         at = np.flatnonzero(key == family)
-        found = operators.predict(family, rows.iloc[at], device)
+        prediction = operators.predict(family, rows.iloc[at], device)
         back = rows["backward"].to_numpy(bool)[at]
-        plain = spread(found.latency, found.lo, found.hi, OTHER_LIBRARY)
-        wide = spread(found.latency, found.lo, found.hi, OTHER_PASS)
+        plain = spread(prediction.latency, prediction.lo, prediction.hi, OTHER_LIBRARY)
+        wide = spread(prediction.latency, prediction.lo, prediction.hi, OTHER_PASS)
         lower, upper = (np.where(back, w, p) for w, p in zip(wide, plain, strict=True))
-        latency = found.latency * np.where(back, ATTENTION_BACKWARD, 1.0)
-        inside = found.in_domain & ~back
+        latency = prediction.latency * np.where(back, ATTENTION_BACKWARD, 1.0)
+        inside = prediction.in_domain & ~back
         answer.put(at, Answer.around(latency, lower, upper, f"learned:{family}", inside))
     return answer

@@ -1,4 +1,4 @@
-"""What kernels measured under XLA say over the predictions from published operators."""
+"""A correction of predictions from published operators, learned from kernels under XLA."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from ...features.errors import ModelError
-from ..base import KernelPrediction
-from ..registry import estimator_class, make_estimator
-from ..tables import KernelTable
-from ..tabular import TabularEstimator
+from ...common.errors import ModelError
+from ..core.base import KernelPrediction
+from ..core.kernel_table import KernelTable
+from ..core.registry import estimator_class, make_estimator
+from ..estimators.tabular import TabularEstimator
 
-#: Rows from which boosted trees learn the correction; a ridge regression does from fewer.
+#: From this many rows on boosted trees learn the correction; with fewer they would overfit, so a
+#: ridge regression is used. Chosen by judgement.
 TREES_FROM = 500
 FOLDS = 4
 
@@ -37,9 +38,14 @@ class Correction:
 
     @classmethod
     def fit(
-        cls, table: KernelTable, predicted_s: np.ndarray, latency_s: np.ndarray,
-        groups: np.ndarray, devices: Sequence[str], **params: Any,
-    ) -> Correction:  # fmt: skip
+        cls,
+        table: KernelTable,
+        predicted_s: np.ndarray,
+        latency_s: np.ndarray,
+        groups: np.ndarray,
+        devices: Sequence[str],
+        **params: Any,
+    ) -> Correction:
         """Learn from measured kernels, with intervals from groups that are held out.
 
         Args:
@@ -73,22 +79,27 @@ class Correction:
             made.calibrate(shifted.take(done), latency_s[done], held[done], scores[done])
         return cls(made, devices)
 
-    def apply(self, found: KernelPrediction, table: KernelTable, device: str) -> KernelPrediction:
+    def apply(
+        self, prediction: KernelPrediction, table: KernelTable, device: str
+    ) -> KernelPrediction:
         """Correct predictions; on devices that it never saw intervals do not narrow."""
-        own = self.estimator.predict_table(_on(table, found.latency))
+        own = self.estimator.predict_table(_on(table, prediction.latency))
         known = own.source == "learned"
-        latency = np.where(known, own.latency, found.latency)
-        moved = latency / found.latency
-        lo, hi = np.where(known, own.lo, found.lo), np.where(known, own.hi, found.hi)
+        latency = np.where(known, own.latency, prediction.latency)
+        moved = latency / prediction.latency
+        lo, hi = np.where(known, own.lo, prediction.lo), np.where(known, own.hi, prediction.hi)
         if device not in self.devices:
-            lo, hi = np.minimum(lo, found.lo * moved), np.maximum(hi, found.hi * moved)
-        inside = np.where(known & (device in self.devices), own.in_domain, found.in_domain)
-        source = np.where(known, "learned:xla", found.source)
-        return KernelPrediction(latency, lo, hi, found.bound, source, inside)
+            lo, hi = np.minimum(lo, prediction.lo * moved), np.maximum(hi, prediction.hi * moved)
+        inside = np.where(known & (device in self.devices), own.in_domain, prediction.in_domain)
+        source = np.where(known, "learned:xla", prediction.source)
+        return KernelPrediction(latency, lo, hi, prediction.bound, source, inside)
 
-    def save(self, path: Path) -> dict[str, Any]:
-        """Write the estimator's folder; returns what the manifest has to hold."""
+    def save(self, path: Path) -> None:
+        """Write the estimator's folder."""
         self.estimator.save(path)
+
+    def stored(self) -> dict[str, Any]:
+        """What the manifest of the whole estimator has to hold."""
         return {"estimator": self.estimator.name, "devices": list(self.devices)}
 
     @classmethod
@@ -102,7 +113,7 @@ class Correction:
         return cls(kind.load(path, schema), stored["devices"])
 
 
-def _make(name: str, params: Mapping[str, Any]) -> TabularEstimator:
+def _make(name: str, params: Mapping[str, object]) -> TabularEstimator:
     own = dict(params) if name == "xgboost" else {}
     made = make_estimator(name, **own)
     if not isinstance(made, TabularEstimator):

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
+from ...common.errors import DatasetError, ModelError
 from ...features.dataset import Dataset
-from ...features.device import DeviceSpec
-from ...features.errors import DatasetError, ModelError
-from ...features.kernel import Kernel
-from ..base import KernelPrediction, distinct
-from ..program_overhead import Overhead
-from ..store import read_files, read_manifest, write_folder
-from ..tables import KernelTable, kernel_table
-from .answers import Answer, unknown
+from ...features.devices.device import DeviceSpec
+from ...features.kernels.kernel import Kernel
+from ..core.base import KernelPrediction, distinct
+from ..core.kernel_table import KernelTable, kernel_table
+from ..core.store import check_estimator, contents_of, read_files, read_manifest, write_folder
+from ..program.overhead import Overhead
 from .attention import attention_answer
-from .constants import Constants, shipped_constants
 from .correction import Correction
-from .describe import (
+from .memory_passes import Constants, MemoryParams, launch_seconds, pass_seconds, shipped_constants
+from .notes import limit_notes, route_notes
+from .operator_library import SHIPPED, Operators, canonical
+from .products import Products
+from .route_answer import Answer, unknown
+from .routes import (
     ATTENTION,
     CONV,
     OTHER,
@@ -34,17 +37,14 @@ from .describe import (
     products,
     traffic,
 )
-from .library import SHIPPED, Operators, canonical
-from .products import Products
-from .traffic import MemoryParams, launch_seconds, pass_seconds
-from .words import limits_in_words, routes_in_words
 
-#: Log half-widths added to the intervals of passes: XLA's fusions are not the published kernels;
-#: what they do besides streaming rests on estimates.
+#: Log half-widths added to the intervals of passes: XLA's fusions are not the published kernels
+#: (``FUSED``), and factors for irregular access are engineering estimates (``IRREGULAR``). Both
+#: were chosen by judgement: no kernels measured under XLA on GPUs come with the package.
 FUSED, IRREGULAR = 0.15, 0.4
 #: A radix sort reads and writes its keys this often (four digits and their histograms).
 SORT_PASSES = 5.0
-#: Footprint up to which published passes go, bytes.
+#: Footprint in bytes beyond which a pass counts as outside the domain of the published rows.
 LARGEST = 2.0**34
 _CORRECTION = "correction"
 
@@ -66,9 +66,8 @@ class GpuEstimator:
     name = "gpu-xla"
 
     def __init__(
-        self, operators: str | Path | None = None, constants: Constants | None = None,
-        **params: Any,
-    ) -> None:  # fmt: skip
+        self, operators: str | Path | None = None, constants: Constants | None = None, **params: Any
+    ) -> None:
         self.operators_path = Path(operators) if operators else SHIPPED
         self.constants = constants or shipped_constants()
         self.params = params
@@ -103,8 +102,8 @@ class GpuEstimator:
         Raises:
             DatasetError: The dataset has no kernel measured on a GPU.
         """
-        from ..prepared import prepare
-        from ..splits import fold_groups
+        from ..training_data.prepared import prepare
+        from ..training_data.splits import fold_groups
 
         data = prepare(dataset, programs=False)
         rows = data.kernel_rows(np.arange(len(data.frame)))
@@ -115,7 +114,7 @@ class GpuEstimator:
                 "no kernel was measured on a GPU", hint="measure some with: opcast profile"
             )
         rows, devices = rows[gpu], devices[gpu]
-        from ..crossfit import predict_entries
+        from ..training_data.crossfit import predict_entries
 
         plain = self._clone_without_correction()
         entries = data.entry[rows]
@@ -140,10 +139,10 @@ class GpuEstimator:
             empty, names = np.zeros(0), np.zeros(0, object)
             return KernelPrediction(empty, empty, empty, names, names, np.zeros(0, bool))
         table = kernel_table(unique, device)
-        found = self._predict(unique, canonical(device), table)
+        prediction = self._predict(unique, canonical(device), table)
         if self.correction is not None:
-            found = self.correction.apply(found, table, device.name)
-        return _guarded(found, table, device).take(index)
+            prediction = self.correction.apply(prediction, table, device.name)
+        return _guarded(prediction, table, device).take(index)
 
     def _predict(
         self, kernels: Sequence[Kernel], device: DeviceSpec, table: KernelTable
@@ -155,23 +154,32 @@ class GpuEstimator:
             if len(at):
                 answer.put(at, self._route(route, described, at, device, table))
         return KernelPrediction(
-            answer.latency, answer.lo, answer.hi, table.bound.copy(), answer.source,
+            answer.latency,
+            answer.lo,
+            answer.hi,
+            table.bound.copy(),
+            answer.source,
             answer.in_domain,
-        )  # fmt: skip
+        )
 
     def _route(
-        self, route: str, found: Described, at: np.ndarray, device: DeviceSpec, table: KernelTable
+        self,
+        route: str,
+        described: Described,
+        at: np.ndarray,
+        device: DeviceSpec,
+        table: KernelTable,
     ) -> Answer:
         if route == PRODUCT:
-            return Products(self.operators, device, self.memory).gemms(products(found, at))
+            return Products(self.operators, device, self.memory).gemms(products(described, at))
         if route == CONV:
-            return Products(self.operators, device, self.memory).convs(products(found, at))
+            return Products(self.operators, device, self.memory).convs(products(described, at))
         if route == ATTENTION:
-            calls = [found.attention[i] for i in at.tolist()]
+            calls = [described.attention[i] for i in at.tolist()]
             return attention_answer(calls, self.operators, device)
         if route == PASS:
-            return self._passes(found.row[at], device)
-        return self._others(found.row[at], device, table.base_s[at])
+            return self._passes(described.row[at], device)
+        return self._others(described.row[at], device, table.base_s[at])
 
     def _passes(self, row: np.ndarray, device: DeviceSpec) -> Answer:
         passes = traffic(row)
@@ -186,7 +194,7 @@ class GpuEstimator:
         )
 
     def _others(self, row: np.ndarray, device: DeviceSpec, base_s: np.ndarray) -> Answer:
-        from ...features._columns import INDEX
+        from ...features.table.columns import INDEX
 
         launch = launch_seconds(device, self.memory)
         sorts = row[:, INDEX["sort_length"]] > 1
@@ -195,14 +203,14 @@ class GpuEstimator:
         return unknown(np.maximum(latency, launch))
 
     def routes(self, kernels: Sequence[Kernel], device: DeviceSpec) -> list[str]:
-        """For each kernel what it is asked as, in words."""
-        return routes_in_words(kernels, device, self.memory)
+        """For each kernel the published operator that it is predicted from, as a sentence."""
+        return route_notes(kernels, device, self.memory)
 
     def notes(self, kernels: Sequence[Kernel], device: DeviceSpec) -> tuple[str, ...]:
         """What a user should know of predictions on a device."""
         if self.correction is not None and device.name in self.correction.devices:
             return ()
-        return limits_in_words(kernels, canonical(device), self.devices())
+        return limit_notes(kernels, canonical(device), self.devices())
 
     def devices(self) -> frozenset[str]:
         """Devices of which published rows were learned from."""
@@ -211,22 +219,22 @@ class GpuEstimator:
     def save(self, path: Path) -> None:
         """Write the model folder. The operator model is named, not copied."""
         files: dict[str, bytes] = {}
-        stored = None
-        with tempfile.TemporaryDirectory() as scratch:
-            if self.correction is not None:
-                root = Path(scratch) / _CORRECTION
-                stored = self.correction.save(root)
-                inner = [p for p in sorted(root.rglob("*")) if p.is_file()]
-                files = {p.relative_to(scratch).as_posix(): p.read_bytes() for p in inner}
+        if self.correction is not None:
+            correction = self.correction
+            files = contents_of(lambda root: correction.save(root / _CORRECTION))
         shipped = self.operators_path.resolve() == SHIPPED
-        write_folder(Path(path), {
-            "estimator": self.name,
-            "units": {"latency": "s"},
-            "operators": None if shipped else str(self.operators_path.resolve()),
-            "params": self.params,
-            "constants": self.constants.to_dict(),
-            "correction": stored,
-        }, files)  # fmt: skip
+        write_folder(
+            Path(path),
+            {
+                "estimator": self.name,
+                "units": {"latency": "s"},
+                "operators": None if shipped else str(self.operators_path.resolve()),
+                "params": self.params,
+                "constants": self.constants.to_dict(),
+                "correction": None if self.correction is None else self.correction.stored(),
+            },
+            files,
+        )
 
     @classmethod
     def load(cls, path: Path, schema: str | None = None) -> Self:
@@ -241,10 +249,7 @@ class GpuEstimator:
         """
         path = Path(path)
         manifest = read_manifest(path)
-        if manifest.get("estimator") != cls.name:
-            raise ModelError(
-                f"holds a {manifest.get('estimator')!r} model, not {cls.name!r}", where=str(path)
-            )
+        check_estimator(path, manifest, cls.name)
         read_files(path, manifest)
         try:
             return cls._from_manifest(path, manifest, schema)
@@ -260,10 +265,12 @@ class GpuEstimator:
         return model
 
 
-def _guarded(found: KernelPrediction, table: KernelTable, device: DeviceSpec) -> KernelPrediction:
+def _guarded(
+    prediction: KernelPrediction, table: KernelTable, device: DeviceSpec
+) -> KernelPrediction:
     """Nothing is faster than the roofline with its cache; the interval holds the prediction."""
     least = table.base_s - device.floor
-    latency = np.maximum(found.latency, least)
-    lo = np.clip(found.lo, np.minimum(least, latency), latency)
-    hi = np.maximum(found.hi, latency)
-    return KernelPrediction(latency, lo, hi, found.bound, found.source, found.in_domain)
+    latency = np.maximum(prediction.latency, least)
+    lo = np.clip(prediction.lo, np.minimum(least, latency), latency)
+    hi = np.maximum(prediction.hi, latency)
+    return replace(prediction, latency=latency, lo=lo, hi=hi, unclamped=prediction.latency)

@@ -15,10 +15,10 @@ from math import prod
 import numpy as np
 import pandas as pd
 
-from ...features.device import DeviceSpec
-from .answers import Answer, spread
-from .library import Operators, base_seconds, with_rate, without_memory
-from .traffic import MemoryParams, Traffic, launch_seconds, pass_seconds, soft_maximum
+from ...features.devices.device import DeviceSpec
+from .memory_passes import MemoryParams, Traffic, launch_seconds, pass_seconds, soft_maximum
+from .operator_library import Operators, base_seconds, with_rate, without_memory
+from .route_answer import Answer, spread
 
 #: Whose GEMMs stand for XLA's: PyTorch calls the same library.
 CUBLAS = {
@@ -56,17 +56,17 @@ class Products:
         self.launch = launch_seconds(device, params)
 
     def gemms(self, rows: pd.DataFrame) -> Answer:
-        """Latencies of products as :func:`~opcast.models.gpu.describe.products` gives them."""
-        found = self.products(rows)
+        """Latencies of products as :func:`~opcast.models.gpu.routes.products` gives them."""
+        answer = self.products(rows)
         # Results wider than those of the bf16 product that was asked for count here.
         least = 0.9 * self._stream(rows["moved"].to_numpy(np.float64))
         extra = self._stream(rows["extra"].to_numpy(np.float64))
         times = rows["times"].to_numpy(np.float64)
-        return _scaled(found, np.maximum(found.latency * times, least) + extra)
+        return _scaled(answer, np.maximum(answer.latency * times, least) + extra)
 
     def products(self, rows: pd.DataFrame) -> Answer:
         """Latencies of the products alone; never shorter than those of half their size."""
-        found = Answer.empty(len(rows))
+        slowest = Answer.empty(len(rows))
         way = self._ways(rows)
         for name in dict.fromkeys(way):
             at = np.flatnonzero(way == name)
@@ -76,8 +76,8 @@ class Products:
             highest = np.full(len(at), 0.0)
             np.maximum.at(highest, owner, answer.latency)
             first = np.searchsorted(owner, np.arange(len(at)))
-            found.put(at, _scaled(_taken(answer, first), highest))
-        return found
+            slowest.put(at, _scaled(_taken(answer, first), highest))
+        return slowest
 
     def convs(self, rows: pd.DataFrame) -> Answer:
         """Latencies of convolutions as the products that they are, with their own traffic.
@@ -92,8 +92,13 @@ class Products:
         latency = self.launch + soft_maximum(arithmetic, streamed)
         lower, upper = spread(product.latency, product.lo, product.hi, IMPLICIT)
         names = np.array([f"{s} (implicit)" for s in product.source], object)
-        return Answer.around(latency * rows["times"].to_numpy(np.float64), lower, upper, names,
-                             np.zeros(len(rows), bool))  # fmt: skip
+        return Answer.around(
+            latency * rows["times"].to_numpy(np.float64),
+            lower,
+            upper,
+            names,
+            np.zeros(len(rows), bool),
+        )
 
     def _stream(self, moved: np.ndarray) -> np.ndarray:
         zero = np.zeros(len(moved))
@@ -127,10 +132,14 @@ class Products:
 
     def _as_bf16(self, key: str, rate: str, rows: pd.DataFrame) -> Answer:
         asked, device = self._alike(key, rate, rows)
-        found = self.operators.predict(key, asked, device)
+        prediction = self.operators.predict(key, asked, device)
         same = rate in ("bf16", "f16") and device is self.device
-        lower, upper = spread(found.latency, found.lo, found.hi, LIBRARY if same else MOVED)
-        return Answer.around(found.latency, lower, upper, f"learned:{key}", found.in_domain)
+        lower, upper = spread(
+            prediction.latency, prediction.lo, prediction.hi, LIBRARY if same else MOVED
+        )
+        return Answer.around(
+            prediction.latency, lower, upper, f"learned:{key}", prediction.in_domain
+        )
 
     def _alike(self, key: str, rate: str, rows: pd.DataFrame) -> tuple[pd.DataFrame, DeviceSpec]:
         """Rows and device of bf16 products with the same bytes and the same arithmetic time."""
@@ -142,21 +151,21 @@ class Products:
 
     def _timed_eagerly(self, key: str, rows: pd.DataFrame) -> Answer:
         asked = rows[list(_DIMS)].assign(dtype="fp32")
-        found = self.operators.predict(key, asked, self.device)
+        prediction = self.operators.predict(key, asked, self.device)
         base, host = base_seconds(key, asked, self.device)
-        latency = found.latency * (base - host + self.launch) / base
-        lower, upper = spread(found.latency, found.lo, found.hi, MOVED)
-        return Answer.around(latency, lower, upper, f"learned:{key}", found.in_domain)
+        latency = prediction.latency * (base - host + self.launch) / base
+        lower, upper = spread(prediction.latency, prediction.lo, prediction.hi, MOVED)
+        return Answer.around(latency, lower, upper, f"learned:{key}", prediction.in_domain)
 
     def _quantised(self, rows: pd.DataFrame) -> Answer:
         asked = rows[list(_DIMS)].assign(dtype="fp8", backend="trtllm", kernel="torch_flow")
-        found = self.operators.predict("graph/linear", asked, self.device)
+        prediction = self.operators.predict("graph/linear", asked, self.device)
         whole, _ = base_seconds("graph/linear", asked, self.device)
         # Kernel timing has the same physics without the quantisation.
         alone, _ = base_seconds("kernel/linear", asked, self.device)
-        lower, upper = spread(found.latency, found.lo, found.hi, MOVED)
-        latency = found.latency * alone / whole
-        return Answer.around(latency, lower, upper, "learned:graph/linear", found.in_domain)
+        lower, upper = spread(prediction.latency, prediction.lo, prediction.hi, MOVED)
+        latency = prediction.latency * alone / whole
+        return Answer.around(latency, lower, upper, "learned:graph/linear", prediction.in_domain)
 
     def _tiles(self, rows: pd.DataFrame, latency: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Latency of products over their physics, and the arithmetic in that physics, seconds."""
@@ -183,30 +192,31 @@ def _chains(rows: pd.DataFrame) -> tuple[pd.DataFrame, np.ndarray]:
         The rows, and the position of the product that each belongs to, ascending.
     """
     sizes = rows[list(_DIMS)].to_numpy(np.int64)
-    found: list[list[int]] = []
+    chains: list[list[int]] = []
     owner: list[int] = []
     for place, size in enumerate(sizes.tolist()):
-        axes = [_halved(value, 2 if axis == 0 and value > 1 else 1)
-                for axis, value in enumerate(size)]  # fmt: skip
+        axes = [
+            _halved(value, 2 if axis == 0 and value > 1 else 1) for axis, value in enumerate(size)
+        ]
         if 2 * prod(size) <= SMALL_FLOPS:
-            found += [list(combination) for combination in product(*axes)]
+            chains += [list(combination) for combination in product(*axes)]
         else:
-            found.append(size)
+            chains.append(size)
             for axis, values in enumerate(axes):
-                found += [[*size[:axis], value, *size[axis + 1 :]] for value in values[1:]]
-        owner += [place] * (len(found) - len(owner))
+                chains += [[*size[:axis], value, *size[axis + 1 :]] for value in values[1:]]
+        owner += [place] * (len(chains) - len(owner))
     at = np.array(owner, np.int64)
     table = rows.iloc[at].reset_index(drop=True)
-    table[list(_DIMS)] = np.array(found, np.int64).reshape(-1, len(_DIMS))
+    table[list(_DIMS)] = np.array(chains, np.int64).reshape(-1, len(_DIMS))
     return table, at
 
 
 def _halved(value: int, least: int) -> list[int]:
     """The value and its halves down to a least one."""
-    found = [value]
-    while found[-1] // 2 >= least:
-        found.append(found[-1] // 2)
-    return found
+    halves = [value]
+    while halves[-1] // 2 >= least:
+        halves.append(halves[-1] // 2)
+    return halves
 
 
 def _distinct(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:

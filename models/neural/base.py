@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ...features.errors import ModelError
-from ..stopping import stop_rows
-from ..store import pack_tensors, unpack_tensors
-from ..tables import KernelTable
-from ..tabular import TabularEstimator
+from ...common.errors import ModelError
+from ..core.kernel_table import KernelTable
+from ..core.store import pack_tensors, unpack_tensors
+from ..estimators.tabular import TabularEstimator
+from ..training_data.stopping import stop_rows
 from .scaling import Bound, Scaling
 
 _FILE = "network.safetensors"
@@ -61,6 +61,7 @@ class NeuralEstimator(TabularEstimator):
 
     def _fit(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> None:
         self._look_at(table)
+        # The bounds come from all rows, held-back ones included: they limit predictions, no more.
         self.bound = Bound.fit(target)
         stop = stop_rows(groups, self.params["seed"])
         self.weights = self._train(table, target.astype(np.float32), stop)
@@ -98,8 +99,8 @@ class NeuralEstimator(TabularEstimator):
         self.bound = Bound.from_array(arrays["bound"])
         own = {n: a for n, a in arrays.items() if n.startswith("network/")}
         self.weights = {name.removeprefix("network/"): array for name, array in own.items()}
-        found = {name: array.shape for name, array in self.weights.items()}
-        if found != self._expected_shapes():
+        shapes = {name: array.shape for name, array in self.weights.items()}
+        if shapes != self._expected_shapes():
             raise ValueError("arrays of the network do not fit its parameters")
 
     def _weights(self) -> dict[str, bytes]:

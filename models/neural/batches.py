@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..graphs import PackedGraphs
+from ..core.graphs import PackedGraphs
 from .scaling import Scaling
 
-#: No batch of more than one graph has more nodes than this.
+#: Most nodes of a batch of several graphs: bounds the memory of its activations.
 MAX_NODES = 16_384
 
 
@@ -18,7 +18,7 @@ class GraphBatch(NamedTuple):
     """``rows`` kernels with their graphs, padded to ``n`` nodes and as many edges.
 
     Padding edges run from the last node, which is padding, to itself; padding nodes and rows belong
-    to the last graph, which is padding, too.
+    to the last graph, which is padding as well.
 
     Attributes:
         opcode: int32, shape ``(n,)``.
@@ -145,8 +145,8 @@ def assemble(part: GraphRows, rows: int, least: int = 0) -> GraphBatch:
 
 
 def _padded(values: np.ndarray, size: int, value: int) -> np.ndarray:
-    """Values and behind them as many paddings as it takes, as float32 or int32."""
+    """Values padded at the end to ``size`` rows, as float32 or int32."""
     kind = np.float32 if values.dtype.kind == "f" else np.int32
-    found = np.full((size, *values.shape[1:]), value, kind)
-    found[: len(values)] = values
-    return found
+    padded = np.full((size, *values.shape[1:]), value, kind)
+    padded[: len(values)] = values
+    return padded

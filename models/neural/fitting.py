@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 logger = logging.getLogger(__name__)
 
-#: Share of the steps in which the learning rate rises.
+Weights = TypeVar("Weights")
+
+#: Share of the steps in which the learning rate rises: Adam's estimates of the second moment are
+#: poor in the first ones (Liu et al., ICLR 2020).
 WARM_UP = 0.05
-#: Gradients with a larger norm are scaled down to it.
+#: Gradients with a larger norm are scaled down to it (Pascanu et al., ICML 2013), so that a batch
+#: with outliers does not undo what was learned.
 CLIP_NORM = 1.0
 
 
 def learning_rates(steps: int, peak: float) -> np.ndarray:
-    """Learning rate of every step: a linear rise, then half a cosine down to nothing.
+    """Learning rate of every step: linear warm-up, then cosine decay to zero.
 
     Args:
         steps: How many.
@@ -42,7 +46,9 @@ def shuffled(rows: int, batch: int, rng: np.random.Generator) -> np.ndarray:
     return rng.permutation(rows)[: steps * size].reshape(steps, size)
 
 
-def best_epoch(epochs: Iterator[Any], error: Callable[[Any], float] | None, patience: int) -> Any:
+def best_epoch(
+    epochs: Iterator[Weights], error: Callable[[Weights], float] | None, patience: int
+) -> Weights:
     """Weights of the epoch with the least error on held-back rows.
 
     Args:
@@ -50,14 +56,16 @@ def best_epoch(epochs: Iterator[Any], error: Callable[[Any], float] | None, pati
         error: Error of weights on the rows held back; without, the last weights are taken.
         patience: Epochs without improvement before stopping.
     """
-    best, least, since = None, np.inf, 0
+    best: Weights | None = None
+    least, since = np.inf, 0
     for number, weights in enumerate(epochs):
-        found = error(weights) if error else -float(number)
-        logger.debug("epoch %d: error %.4f", number, found)
-        if found < least or best is None:
-            best, least, since = weights, found, 0
+        current = error(weights) if error else -float(number)
+        logger.debug("epoch %d: error %.4f", number, current)
+        if current < least or best is None:
+            best, least, since = weights, current, 0
             continue
         since += 1
         if since >= patience:
             break
+    assert best is not None
     return best

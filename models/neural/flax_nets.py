@@ -16,12 +16,16 @@ import optax
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from ...features.graph import OPCODES
+from ...features.table.kernel_graph import OPCODES
 from .batches import GraphBatch
 from .fitting import CLIP_NORM
 from .scaling import Bound
 
-Weights = Any
+Array = jax.Array | np.ndarray
+#: What a network is asked with: rows of a table, or a batch of graphs.
+Inputs = Array | GraphBatch
+Weights = Any  # nested mappings of arrays, which JAX calls a PyTree
+#: Decay rates of Adam's moments: the defaults of Kingma and Ba (ICLR 2015).
 _ADAM = {"b1": 0.9, "b2": 0.999}
 #: Layer whose weights start at zero, so that training starts from the median of the target.
 _OUT = "out"
@@ -46,7 +50,7 @@ class Perceptron(nn.Module):
         return nn.Dense(1, name=_OUT)(x)[:, 0]
 
 
-class GraphNet(nn.Module):
+class FlaxGraphNet(nn.Module):
     """Message passing over the kernels' graphs, then a perceptron.
 
     A node starts from its opcode's embedding and its features. In every round it takes the mean
@@ -81,13 +85,14 @@ class GraphNet(nn.Module):
             h = h + nn.silu(own + producers + users)
         size = jax.ops.segment_sum(jnp.ones(nodes), batch.graph, graphs)[:, None]
         mean = jax.ops.segment_sum(h, batch.graph, graphs) / jnp.maximum(size, 1)
+        # The maximum over no nodes is minus infinity: padding graphs take zero instead.
         most = jnp.where(size > 0, jax.ops.segment_max(h, batch.graph, graphs), 0)
         pooled = jnp.concatenate([mean, most], axis=1)[batch.graph_of_row]
         seen = jnp.concatenate([pooled, batch.x], axis=1)
         return Perceptron(self.head, self.layers, name="head")(seen)
 
 
-def _mean_over(source: Any, target: Any, nodes: int) -> Callable[[jax.Array], jax.Array]:
+def _mean_over(source: Array, target: Array, nodes: int) -> Callable[[jax.Array], jax.Array]:
     """Function that gives every node the mean over the nodes with an edge to it, or zero."""
     degree = jax.ops.segment_sum(jnp.ones(len(target)), target, nodes)
     share = (1 / jnp.maximum(degree, 1))[:, None]
@@ -101,7 +106,7 @@ class State(NamedTuple):
     optimiser: Any
 
 
-class Compiled(NamedTuple):
+class CompiledNetwork(NamedTuple):
     """Functions of one network, compiled once for each shape of their inputs.
 
     Attributes:
@@ -112,50 +117,57 @@ class Compiled(NamedTuple):
         ratio: Weights, input, bound to log-ratios.
     """
 
-    init: Callable[[int, Any], State]
+    init: Callable[[int, Inputs], State]
     step: Callable[..., State]
     epoch: Callable[..., State]
     ratio: Callable[..., jax.Array]
 
 
 @cache
-def compiled(network: nn.Module, delta: float, weight_decay: float) -> Compiled:
+def compiled(network: nn.Module, delta: float, weight_decay: float) -> CompiledNetwork:
     """Functions of a network, trained with a loss rounded off at ``delta``."""
+    # AdamW (Loshchilov and Hutter, ICLR 2019); the learning rate is applied in `step`.
     optimiser = optax.chain(
         optax.clip_by_global_norm(CLIP_NORM),
         optax.scale_by_adam(**_ADAM),
         optax.add_decayed_weights(weight_decay),
     )
 
-    def ratio(weights: Weights, inputs: Any, bound: np.ndarray) -> jax.Array:
+    def ratio(weights: Weights, inputs: Inputs, bound: np.ndarray) -> jax.Array:
         raw = network.apply(weights, inputs)
         return jnp.asarray(Bound(*(bound[i] for i in range(4)))(raw, jax.nn.sigmoid))
 
-    def loss(weights: Weights, inputs: Any, y: Any, weight: Any, bound: Any) -> jax.Array:
+    def loss(
+        weights: Weights, inputs: Inputs, y: Array, weight: Array, bound: np.ndarray
+    ) -> jax.Array:
         residual = ratio(weights, inputs, bound) - y
         return jnp.sum(weight * jnp.sqrt(residual**2 + delta**2)) / jnp.sum(weight)
 
-    def step(state: State, inputs: Any, y: Any, weight: Any, rate: Any, bound: Any) -> State:
+    def step(
+        state: State, inputs: Inputs, y: Array, weight: Array, rate: Array, bound: np.ndarray
+    ) -> State:
         gradient = jax.grad(loss)(state.weights, inputs, y, weight, bound)
         update, known = optimiser.update(gradient, state.optimiser, state.weights)
         moved = jax.tree.map(lambda w, u: w - rate * u, state.weights, update)
         return State(moved, known)
 
-    def epoch(state: State, x: Any, y: Any, rows: Any, rates: Any, bound: Any) -> State:
-        def one(state: State, batch: Any) -> tuple[State, None]:
+    def epoch(
+        state: State, x: Array, y: Array, rows: Array, rates: Array, bound: np.ndarray
+    ) -> State:
+        def one(state: State, batch: tuple[Array, Array]) -> tuple[State, None]:
             at, rate = batch
             return step(state, x[at], y[at], jnp.ones(at.shape), rate, bound), None
 
         return jax.lax.scan(one, state, (rows, rates))[0]
 
-    def init(seed: int, example: Any) -> State:
+    def init(seed: int, example: Inputs) -> State:
         weights = initial_weights(network, seed, example)
         return State(weights, optimiser.init(weights))
 
-    return Compiled(init, jax.jit(step), jax.jit(epoch), jax.jit(ratio))
+    return CompiledNetwork(init, jax.jit(step), jax.jit(epoch), jax.jit(ratio))
 
 
-def initial_weights(network: nn.Module, seed: int, example: Any) -> Weights:
+def initial_weights(network: nn.Module, seed: int, example: Inputs) -> Weights:
     """Normal weights of variance one over the inputs of a unit (LeCun et al., 1998); no biases.
 
     Drawn by NumPy: compiling Flax's own initialisers takes longer than training a small network.
@@ -170,10 +182,10 @@ def initial_weights(network: nn.Module, seed: int, example: Any) -> Weights:
     return from_arrays(arrays)
 
 
-def shapes(network: nn.Module, example: Any) -> dict[str, tuple[int, ...]]:
+def shapes(network: nn.Module, example: Inputs) -> dict[str, tuple[int, ...]]:
     """Shape of every weight, by the names of :func:`to_arrays`."""
-    found = jax.eval_shape(network.init, jax.random.key(0), example)
-    return {name: leaf.shape for name, leaf in flatten_dict(found["params"], sep="/").items()}
+    variables = jax.eval_shape(network.init, jax.random.key(0), example)
+    return {name: leaf.shape for name, leaf in flatten_dict(variables["params"], sep="/").items()}
 
 
 def to_arrays(weights: Weights) -> dict[str, np.ndarray]:

@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from ...features.errors import ModelError
-from ...features.graph import graph_schema_hash
-from ..graphs import KernelGraphs
-from ..store import check_schema
-from ..tables import KernelTable
+from ...common.errors import ModelError
+from ...features.table.kernel_graph import graph_schema_hash
+from ..core.graphs import KernelGraphs
+from ..core.kernel_table import KernelTable
+from ..core.store import check_schema
 from .base import NeuralEstimator
 from .batches import GraphRows
 from .scaling import Scaling
@@ -96,7 +96,7 @@ class GraphEstimator(NeuralEstimator):
         self.nodes = Scaling.from_arrays(arrays, "nodes")
         super()._take(arrays)
 
-    def _manifest(self) -> dict[str, Any]:
+    def _manifest(self) -> dict[str, object]:
         return {**super()._manifest(), "graph_schema_hash": graph_schema_hash()}
 
     @classmethod

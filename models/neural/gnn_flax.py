@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..tables import KernelTable
+from ..core.kernel_table import KernelTable
 from .batches import GraphBatch, GraphRows
 from .fitting import best_epoch, learning_rates, shuffled
 from .gnn import GraphEstimator
+
+if TYPE_CHECKING:
+    from .flax_nets import CompiledNetwork, FlaxGraphNet, Weights
 
 
 class FlaxGraphEstimator(GraphEstimator):
@@ -37,7 +40,7 @@ class FlaxGraphEstimator(GraphEstimator):
         )
         return to_arrays(best)
 
-    def _epochs(self, rows: GraphRows) -> Iterator[Any]:
+    def _epochs(self, rows: GraphRows) -> Iterator[Weights]:
         """Weights after every epoch over the rows."""
         p, functions, bound = self.params, self._functions(), self.bound.to_array()
         rng = np.random.default_rng(p["seed"])
@@ -46,19 +49,20 @@ class FlaxGraphEstimator(GraphEstimator):
             order = shuffled(len(rows.y), p["batch"], rng)
             rates = learning_rates(p["epochs"] * len(order), p["learning_rate"])
             for step, batch in rows.training_batches(order):
+                # Weights are made for the first batch, whose shapes tell the sizes of the inputs.
                 state = state or functions.init(p["seed"], batch)
                 rate = rates[epoch * len(order) + step]
                 state = functions.step(state, batch, batch.y, batch.weight, rate, bound)
             assert state is not None
             yield state.weights
 
-    def _error(self, weights: Any, held: list[GraphBatch]) -> float:
+    def _error(self, weights: Weights, held: list[GraphBatch]) -> float:
         """Mean absolute error of the log-ratio."""
         bound = self.bound.to_array()
         total, count = 0.0, 0.0
         for batch in held:
-            found = np.asarray(self._functions().ratio(weights, batch, bound))
-            total += float((np.abs(found - batch.y) * batch.weight).sum())
+            ratio = np.asarray(self._functions().ratio(weights, batch, bound))
+            total += float((np.abs(ratio - batch.y) * batch.weight).sum())
             count += float(batch.weight.sum())
         return total / count
 
@@ -68,8 +72,8 @@ class FlaxGraphEstimator(GraphEstimator):
         weights, bound = from_arrays(self.weights), self.bound.to_array()
         parts = []
         for batch in self._rows(table).batches(self.params["batch"]):
-            found = np.asarray(self._functions().ratio(weights, batch, bound))
-            parts.append(found[batch.weight > 0])
+            ratio = np.asarray(self._functions().ratio(weights, batch, bound))
+            parts.append(ratio[batch.weight > 0])
         return np.concatenate(parts)
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -79,13 +83,13 @@ class FlaxGraphEstimator(GraphEstimator):
         example = example_batch(inputs.width, nodes.width)
         return shapes(self._network(), example)
 
-    def _network(self) -> Any:
-        from .flax_nets import GraphNet
+    def _network(self) -> FlaxGraphNet:
+        from .flax_nets import FlaxGraphNet
 
         p = self.params
-        return GraphNet(p["hidden"], p["rounds"], p["head"], p["layers"])
+        return FlaxGraphNet(p["hidden"], p["rounds"], p["head"], p["layers"])
 
-    def _functions(self) -> Any:
+    def _functions(self) -> CompiledNetwork:
         from .flax_nets import compiled
 
         return compiled(self._network(), self.params["delta"], self.params["weight_decay"])

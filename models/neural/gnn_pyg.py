@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ...features.errors import ModelError
-from ..tables import KernelTable
+from ...common.errors import ModelError
+from ..core.kernel_table import KernelTable
 from .batches import GraphRows, cuts
 from .fitting import CLIP_NORM, best_epoch, learning_rates
 from .gnn import GraphEstimator
@@ -113,6 +113,7 @@ class PygGraphEstimator(GraphEstimator):
 
         residual = self.bound(net(batch), torch.sigmoid) - batch.y
         loss = torch.sqrt(residual**2 + self.params["delta"] ** 2).mean()
+        # sqrt(r² + δ²): the loss of the networks in Flax, so that both learn the same.
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP_NORM)
@@ -147,15 +148,14 @@ class PygGraphEstimator(GraphEstimator):
     def _network(self) -> Any:
         import torch
 
-        from .pyg_net import GraphNet
+        from .pyg_net import PygGraphNet
 
         p, inputs, nodes = self.params, self._known(self.inputs), self._known(self.nodes)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(p["seed"])
-            return GraphNet(
-                inputs.width, nodes.width,
-                p["hidden"], p["rounds"], p["head"], p["layers"],
-            )  # fmt: skip
+            return PygGraphNet(
+                inputs.width, nodes.width, p["hidden"], p["rounds"], p["head"], p["layers"]
+            )
 
     @contextmanager
     def _torch(self) -> Iterator[None]:

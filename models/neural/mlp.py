@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..tables import KernelTable
+from ..core.kernel_table import KernelTable
 from .base import NeuralEstimator
 from .batches import row_bucket
 from .fitting import best_epoch, learning_rates, shuffled
 
-#: Rows predicted at a time.
+if TYPE_CHECKING:
+    from .flax_nets import CompiledNetwork, Perceptron, Weights
+
+#: Rows predicted at a time: one compiled function serves any number of rows, whose activations
+#: otherwise grow with them.
 _CHUNK = 1024
 
 
@@ -69,16 +74,16 @@ class MLPEstimator(NeuralEstimator):
             p["epochs"] * len(shuffled(len(y), p["batch"], rng)), p["learning_rate"]
         )
 
-        def epochs() -> Any:
+        def epochs() -> Iterator[Weights]:
             state = functions.init(p["seed"], values[:1])
             for part in np.split(rates, p["epochs"]):
                 rows = shuffled(len(y), p["batch"], rng)
                 state = functions.epoch(state, x, y, rows, part, bound)
                 yield state.weights
 
-        def error(weights: Any) -> float:
-            found = np.asarray(functions.ratio(weights, values[stop], bound))
-            return float(np.abs(found - target[stop]).mean())
+        def error(weights: Weights) -> float:
+            ratio = np.asarray(functions.ratio(weights, values[stop], bound))
+            return float(np.abs(ratio - target[stop]).mean())
 
         best = best_epoch(epochs(), error if stop.any() else None, p["stop_epochs"])
         return to_arrays(best)
@@ -102,12 +107,12 @@ class MLPEstimator(NeuralEstimator):
         example = np.zeros((1, self._known(self.inputs).width), np.float32)
         return shapes(self._network(), example)
 
-    def _network(self) -> Any:
+    def _network(self) -> Perceptron:
         from .flax_nets import Perceptron
 
         return Perceptron(self.params["hidden"], self.params["layers"])
 
-    def _functions(self) -> Any:
+    def _functions(self) -> CompiledNetwork:
         from .flax_nets import compiled
 
         return compiled(self._network(), self.params["delta"], self.params["weight_decay"])

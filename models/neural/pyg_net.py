@@ -12,12 +12,12 @@ from torch.nn import functional
 from torch_geometric.data import Data
 from torch_geometric.nn import SAGEConv, global_max_pool, global_mean_pool
 
-from ...features.graph import OPCODES
+from ...features.table.kernel_graph import OPCODES
 from .batches import GraphRows
 
 
-class GraphNet(nn.Module):
-    """The same network as :class:`.flax_nets.GraphNet`: equal weights give equal outputs.
+class PygGraphNet(nn.Module):
+    """The same network as :class:`.flax_nets.FlaxGraphNet`: equal weights give equal outputs.
 
     Args:
         columns: Features of a kernel.
@@ -72,14 +72,14 @@ def graph_data(rows: GraphRows) -> list[Data]:
     local = graphs.edges - np.repeat(first_node, graphs.uses)
     edges = torch.from_numpy(local.astype(np.int64))
     x, y = torch.from_numpy(rows.x), torch.from_numpy(rows.y)
-    found = []
+    data_list = []
     for row, graph in enumerate(graph_of_row.tolist()):
         own = slice(first_node[graph], last_node[graph])
         data = Data(x=x[row : row + 1], y=y[row : row + 1], num_nodes=int(graphs.nodes[graph]))
         data.opcode, data.features = opcode[own], features[own]
         data.edge_index = edges[:, first_edge[graph] : last_edge[graph]]
-        found.append(data)
-    return found
+        data_list.append(data)
+    return data_list
 
 
 def to_arrays(net: nn.Module) -> dict[str, np.ndarray]:
@@ -87,7 +87,7 @@ def to_arrays(net: nn.Module) -> dict[str, np.ndarray]:
     return {name: tensor.numpy().copy() for name, tensor in net.state_dict().items()}
 
 
-def from_arrays(net: GraphNet, arrays: Mapping[str, np.ndarray]) -> GraphNet:
+def from_arrays(net: PygGraphNet, arrays: Mapping[str, np.ndarray]) -> PygGraphNet:
     """The network with the weights that :func:`to_arrays` gave."""
     net.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
     return net

@@ -65,9 +65,9 @@ class Scaling:
         """
         own = np.take(values, self.columns, axis=1)
         scaled = (np.clip(own, self.low, self.high) - self.centre) / self.scale
-        found = np.zeros((len(values), self.width), np.float32)
-        found[:, : len(self.columns)] = np.nan_to_num(scaled, copy=False)
-        return found
+        standardised = np.zeros((len(values), self.width), np.float32)
+        standardised[:, : len(self.columns)] = np.nan_to_num(scaled, copy=False)
+        return standardised
 
     def to_arrays(self, prefix: str) -> dict[str, np.ndarray]:
         """The fields as named arrays."""

@@ -1,4 +1,4 @@
-"""Simulators and compilers of others as estimators: SCALE-Sim, ZigZag and IREE.
+"""Foreign simulators and compilers as estimators: SCALE-Sim, ZigZag and IREE.
 
 Kernels and a device go in, seconds of each kernel that the tool can model come out; the others take
 the roofline, with a reason. Tools run in a process of their own, answers stay on disk.

@@ -1,4 +1,4 @@
-"""What estimators share whose answers come from elsewhere, for some of the kernels."""
+"""Base of estimators whose answers, for some of the kernels, come from another tool."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from ...features._row import rows
 from ...features.dataset import Dataset
-from ...features.device import DeviceSpec
-from ...features.errors import ModelError
-from ...features.kernel import Kernel
-from ..base import KernelPrediction
-from ..conformal import UNCALIBRATED
-from ..store import read_manifest, write_folder
-from ..tables import SMALLEST, kernel_table
+from ...features.devices.device import DeviceSpec
+from ...features.kernels.kernel import Kernel
+from ...features.table.row import rows
+from ..core.base import KernelPrediction
+from ..core.kernel_table import SMALLEST, kernel_table
+from ..core.store import check_estimator, read_manifest, write_folder
+from ..trust.conformal import UNCALIBRATED
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a tool says of a kernel.
+    """A tool's answer about a kernel.
 
     Attributes:
         seconds: Its time of the part that it models; 0 if it models none.
@@ -41,7 +40,7 @@ class Answer:
 
 
 class AnsweringEstimator(ABC):
-    """An estimator whose answers somebody else gives; it learns nothing.
+    """An estimator whose answers come from another tool; it learns nothing.
 
     A kernel without an answer takes ``roofline + floor``, marked ``roofline`` and outside of the
     domain; :meth:`reasons` says why.
@@ -60,15 +59,15 @@ class AnsweringEstimator(ABC):
     @property
     @abstractmethod
     def version(self) -> str:
-        """Who answers, in which version."""
+        """Name and version of the tool."""
 
     @abstractmethod
     def answers(self, kernels: Sequence[Kernel], device: DeviceSpec) -> list[Answer]:
-        """What is said of each kernel.
+        """The tool's answer about each kernel.
 
         Raises:
-            ModelError: Who answers is not installed.
-            DeviceError: It knows nothing of the device.
+            ModelError: The tool is not installed.
+            DeviceError: It cannot model the device.
         """
 
     def latency(self, answered: np.ndarray, row: np.ndarray, device: DeviceSpec) -> np.ndarray:
@@ -106,18 +105,22 @@ class AnsweringEstimator(ABC):
         latency = np.where(covered, own, table.roofline_s)
         width = float(np.exp(UNCALIBRATED))
         return KernelPrediction(
-            latency, latency / width, latency * width, table.bound,
-            source=np.where(covered, self.source, "roofline").astype(object), in_domain=covered,
-        )  # fmt: skip
+            latency,
+            latency / width,
+            latency * width,
+            table.bound,
+            source=np.where(covered, self.source, "roofline").astype(object),
+            in_domain=covered,
+        )
 
     def notes(self, kernels: Sequence[Kernel], device: DeviceSpec) -> tuple[str, ...]:
         """How much the tool models and why not the rest, for the prediction's notes."""
         own = [kernel for kernel in kernels if kernel.takes_time]
         reasons = Counter(filter(None, self.reasons(own, device)))
         covered = len(own) - sum(reasons.values())
-        found = [f"{self.version} models {covered} of {len(own)} kernels; nothing is calibrated"]
-        found += [f"{count} kernels take the roofline: {why}" for why, count in reasons.items()]
-        return tuple(found)
+        notes = [f"{self.version} models {covered} of {len(own)} kernels; nothing is calibrated"]
+        notes += [f"{count} kernels take the roofline: {why}" for why, count in reasons.items()]
+        return tuple(notes)
 
     def save(self, path: Path) -> None:
         """Write the model folder: a manifest, no weights."""
@@ -125,7 +128,7 @@ class AnsweringEstimator(ABC):
         write_folder(Path(path), manifest, {})
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """Arguments that make the same estimator again."""
         return dict(self.params)
 
@@ -137,8 +140,5 @@ class AnsweringEstimator(ABC):
             ModelError: The folder is missing, damaged, or of another estimator.
         """
         manifest = read_manifest(Path(path))
-        if manifest.get("estimator") != cls.name:
-            raise ModelError(
-                f"holds a {manifest.get('estimator')!r} model, not {cls.name!r}", where=str(path)
-            )
+        check_estimator(Path(path), manifest, cls.name)
         return cls(**manifest.get("params", {}))

@@ -7,19 +7,19 @@ from math import ceil
 
 import numpy as np
 
-from ...features._columns import INDEX
-from ...features._opclass import DTYPES
-from ...features._precision import REDUCED
-from ...features.device import DeviceSpec
-from ...features.errors import DeviceError
-from ...features.ir import DTYPE_BITS
-from ...features.kernel import Kernel
+from ...common.errors import DeviceError
+from ...features.devices.device import DeviceSpec
+from ...features.ir.dtypes import DTYPE_BITS, DTYPES, REDUCED
+from ...features.kernels.kernel import Kernel
+from ...features.table.columns import INDEX
 
 #: What a device needs to be modelled, by key of a device file.
 _NEEDED = {
-    "array_rows": "array_rows", "array_columns": "array_columns",
-    "arrays_per_core": "arrays_per_core", "clock_hz": "boost_mhz",
-}  # fmt: skip
+    "array_rows": "array_rows",
+    "array_columns": "array_columns",
+    "arrays_per_core": "arrays_per_core",
+    "clock_hz": "boost_mhz",
+}
 _VMEM = {"shared_bytes_per_core": "shared_kb_per_core", "memory_bytes": "memory_gb"}
 
 

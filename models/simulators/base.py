@@ -1,4 +1,4 @@
-"""What the simulators share: which kernels they model, their process, their answers on disk."""
+"""Base of the simulators: which kernels they model, their process, their cached answers."""
 
 from __future__ import annotations
 
@@ -12,25 +12,29 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...features._columns import INDEX
-from ...features._row import rows
-from ...features.cache import LoweringCache
-from ...features.compile_process import shown
-from ...features.device import DeviceSpec
-from ...features.errors import ModelError
-from ...features.kernel import Kernel
-from ...features.paths import home
-from ...features.roofline import compute_seconds, memory_seconds
-from ..base import distinct
+from ...common.errors import ModelError
+from ...common.paths import home
+from ...features.devices.device import DeviceSpec
+from ...features.kernels.kernel import Kernel
+from ...features.lowering.cache import LoweringCache
+from ...features.lowering.target_compiler.process import shown
+from ...features.table.columns import INDEX
+from ...features.table.roofline import compute_seconds, memory_seconds
+from ...features.table.row import rows
+from ..core.base import distinct
 from .answers import Answer, AnsweringEstimator
 from .tool_process import ToolProcess
 
 #: Raised when the drivers change what they ask a tool or make of its answer.
 ANSWER_VERSION = 1
 
+#: A request to a tool and its reply, as JSON objects; each tool documents its own keys.
+Job = dict[str, Any]
+Reply = Mapping[str, Any]
+
 
 class SimulatorEstimator(AnsweringEstimator):
-    """An estimator whose answers a tool of others gives, run in a process of its own.
+    """An estimator whose answers a foreign tool gives, run in a process of its own.
 
     Answers are kept in the user's cache folder, by kernel, device, parameters and version of the
     tool.
@@ -63,11 +67,11 @@ class SimulatorEstimator(AnsweringEstimator):
         """
 
     @abstractmethod
-    def job(self, kernel: Kernel, row: np.ndarray, device: DeviceSpec) -> dict[str, Any] | str:
+    def job(self, kernel: Kernel, row: np.ndarray, device: DeviceSpec) -> Job | str:
         """What to ask the tool of a kernel with a feature row, or why nothing can be asked."""
 
     @abstractmethod
-    def seconds(self, reply: Mapping[str, Any], job: Mapping[str, Any]) -> float:
+    def seconds(self, reply: Reply, job: Job) -> float:
         """Seconds of one execution from the tool's reply."""
 
     def latency(self, answered: np.ndarray, row: np.ndarray, device: DeviceSpec) -> np.ndarray:
@@ -98,7 +102,7 @@ class SimulatorEstimator(AnsweringEstimator):
             ) from None
 
     def answers(self, kernels: Sequence[Kernel], device: DeviceSpec) -> list[Answer]:
-        """What the tool says of each kernel: from the cache, or by running it.
+        """The tool's answer about each kernel, from the cache or by running it.
 
         Raises:
             ModelError: The tool is not installed.
@@ -107,8 +111,8 @@ class SimulatorEstimator(AnsweringEstimator):
         tool_version = self.version
         self.check(device)
         unique, index = distinct(kernels)
-        found = self._answers(unique, device, tool_version)
-        return [found[i] for i in index.tolist()]
+        unique_answers = self._answers(unique, device, tool_version)
+        return [unique_answers[i] for i in index.tolist()]
 
     def _answers(
         self, kernels: Sequence[Kernel], device: DeviceSpec, tool_version: str
@@ -116,7 +120,7 @@ class SimulatorEstimator(AnsweringEstimator):
         if not kernels:
             return []
         key_of = self._keys(device, tool_version)
-        jobs: dict[str, dict[str, Any]] = {}
+        jobs: dict[str, Job] = {}
         answers: list[Answer | str] = []
         for kernel, row in zip(kernels, rows(kernels), strict=True):
             job = self.job(kernel, row, device)
@@ -131,9 +135,7 @@ class SimulatorEstimator(AnsweringEstimator):
             self._run(jobs, device)
         return [self._known[own] if isinstance(own, str) else own for own in answers]
 
-    def _keys(
-        self, device: DeviceSpec, tool_version: str
-    ) -> Callable[[Kernel, Mapping[str, Any]], str]:
+    def _keys(self, device: DeviceSpec, tool_version: str) -> Callable[[Kernel, Job], str]:
         described = json.dumps(asdict(device), sort_keys=True, default=str)
         params = json.dumps(self.params, sort_keys=True)
         fixed = (str(ANSWER_VERSION), self.name, tool_version, params, described)
@@ -153,7 +155,7 @@ class SimulatorEstimator(AnsweringEstimator):
         self._known[key] = Answer(float(entry.meta["seconds"]), str(entry.meta["reason"]))
         return True
 
-    def _run(self, jobs: Mapping[str, dict[str, Any]], device: DeviceSpec) -> None:
+    def _run(self, jobs: Mapping[str, Job], device: DeviceSpec) -> None:
         with (
             ToolProcess(self.tool, self.limit_s) as process,
             shown(f"{self.name} for {device.name}", len(jobs), self.progress) as show,
@@ -170,6 +172,6 @@ class SimulatorEstimator(AnsweringEstimator):
                 show(done)
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """Arguments that make the same estimator again."""
         return {"limit_s": self.limit_s, **self.params}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...features.device import DeviceSpec
-from ...features.errors import DeviceError
-from ...features.kernel import Kernel
+from ...common.errors import DeviceError
+from ...features.devices.device import DeviceSpec
+from ...features.kernels.kernel import Kernel
 from .answers import Answer, AnsweringEstimator
 
 
@@ -31,13 +31,14 @@ class CompilerEstimator(AnsweringEstimator):
         """The compiler's estimate of each kernel.
 
         Raises:
-            DeviceError: The device is no TPU, or has no clock.
+            DeviceError: The device is not a TPU, or its clock is unknown.
         """
         if device.platform != "tpu" or not device.clock_hz:
             raise DeviceError(
-                "no compiler says how long its kernels take: only that of TPUs does",
-                where=device.name, hint="--device tpu-v4 with --lowering xla; or another estimator",
-            )  # fmt: skip
+                "no compiler estimates the time of its kernels: only that of TPUs does",
+                where=device.name,
+                hint="--device tpu-v4 with --lowering xla; or another estimator",
+            )
         return [
             Answer(kernel.cycles / device.clock_hz)
             if kernel.cycles > 0

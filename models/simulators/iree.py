@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from ...features.device import DeviceSpec, local_device_name
-from ...features.errors import DeviceError, ModelError
-from ...features.kernel import Kernel
-from .base import SimulatorEstimator
+from ...common.errors import DeviceError, ModelError
+from ...features.devices.device import DeviceSpec, local_device_name
+from ...features.devices.identity import base_name
+from ...features.kernels.kernel import Kernel
+from .base import Job, Reply, SimulatorEstimator
 
 #: On the one thread that works, the processor's time is the wall time of a machine at rest.
 TIMER = "cpu_time"
@@ -56,19 +56,20 @@ class IreeEstimator(SimulatorEstimator):
         Raises:
             DeviceError: It is another one.
         """
-        if device.platform != "cpu" or device.name != local_device_name():
+        if device.platform != "cpu" or base_name(device.name) != local_device_name():
             raise DeviceError(
-                "iree runs kernels, and this is not the CPU of this machine", where=device.name,
+                "iree runs kernels, and this is not the CPU of this machine",
+                where=device.name,
                 hint="--device local on a machine whose JAX uses the CPU; or another estimator",
-            )  # fmt: skip
+            )
 
-    def job(self, kernel: Kernel, row: np.ndarray, device: DeviceSpec) -> dict[str, Any] | str:
+    def job(self, kernel: Kernel, row: np.ndarray, device: DeviceSpec) -> Job | str:
         """The kernel's text."""
         if kernel.kind in ("collective", "control", "custom_call") or kernel.async_role:
             return f"cannot be run by itself ({kernel.kind})"
         return {"ir": kernel.ir, "timer": TIMER, **self.params}
 
-    def seconds(self, reply: Mapping[str, Any], job: Mapping[str, Any]) -> float:
+    def seconds(self, reply: Reply, job: Job) -> float:
         """The measured seconds."""
         return float(reply["seconds"])
 

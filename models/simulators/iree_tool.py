@@ -10,23 +10,35 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...features._jax_compat import hlo_to_stablehlo, parse_module
-from ...features.hlo import parse_hlo
-from ...features.hlo_print import print_hlo
-from ...features.ir import Computation, Op, Program, TensorType
+from ...features.ir.hlo_printer import print_hlo
+from ...features.ir.hlo_reader import parse_hlo
+from ...features.ir.jax_compat import hlo_to_stablehlo, parse_module
+from ...features.ir.program import Computation, Op, Program, TensorType
 
 #: HLO types by IREE's names; unsigned ones have the sign of their bits only.
 _TYPES = {
-    "pred": "i8", "s8": "i8", "u8": "i8", "s16": "i16", "u16": "i16", "s32": "i32", "u32": "i32",
-    "s64": "i64", "u64": "i64", "f16": "f16", "bf16": "bf16", "f32": "f32", "f64": "f64",
-}  # fmt: skip
+    "pred": "i8",
+    "s8": "i8",
+    "u8": "i8",
+    "s16": "i16",
+    "u16": "i16",
+    "s32": "i32",
+    "u32": "i32",
+    "s64": "i64",
+    "u64": "i64",
+    "f16": "f16",
+    "bf16": "bf16",
+    "f32": "f32",
+    "f64": "f64",
+}
 _COMPILE = (
-    "--iree-input-type=stablehlo", "--iree-hal-target-backends=llvm-cpu",
+    "--iree-input-type=stablehlo",
+    "--iree-hal-target-backends=llvm-cpu",
     "--iree-llvmcpu-target-cpu=host",
-)  # fmt: skip
+)
 
 
-def run(job: dict[str, Any]) -> dict[str, Any]:
+def run(job: dict[str, Any]) -> dict[str, float | str]:
     """Compile a kernel and time it.
 
     Args:
@@ -46,14 +58,23 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         module = Path(scratch) / "kernel.vmfb"
         (Path(scratch) / "kernel.mlir").write_text(text)
         _tool(
-            compiler(), str(Path(scratch) / "kernel.mlir"), "-o", str(module), *_COMPILE,
+            compiler(),
+            str(Path(scratch) / "kernel.mlir"),
+            "-o",
+            str(module),
+            *_COMPILE,
             f"--iree-opt-level={job['opt']}",
-        )  # fmt: skip
+        )
         told = _tool(
-            benchmark(), f"--module={module}", "--function=main", "--device=local-sync",
-            "--benchmark_format=json", f"--benchmark_min_time={job['time_s']}s",
-            f"--benchmark_repetitions={job['repeats']}", *(f"--input={own}" for own in inputs),
-        )  # fmt: skip
+            benchmark(),
+            f"--module={module}",
+            "--function=main",
+            "--device=local-sync",
+            "--benchmark_format=json",
+            f"--benchmark_min_time={job['time_s']}s",
+            f"--benchmark_repetitions={job['repeats']}",
+            *(f"--input={own}" for own in inputs),
+        )
     return {"seconds": median_seconds(told, job["timer"])}
 
 

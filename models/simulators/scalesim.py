@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from ...features.device import DeviceSpec
-from ...features.errors import ModelError
-from ...features.kernel import Kernel
+from ...common.errors import ModelError
+from ...features.devices.device import DeviceSpec
+from ...features.kernels.kernel import Kernel
 from .arrays import arrays_of, passes, product_of, require_arrays, shared_cycles
-from .base import SimulatorEstimator
+from .base import Job, Reply, SimulatorEstimator
 
 DATAFLOWS = ("ws", "os", "is")
 
@@ -51,26 +50,31 @@ class ScaleSimEstimator(SimulatorEstimator):
         """
         require_arrays(device, self.name)
 
-    def job(self, kernel: Kernel, row: np.ndarray, device: DeviceSpec) -> dict[str, Any] | str:
+    def job(self, kernel: Kernel, row: np.ndarray, device: DeviceSpec) -> Job | str:
         """Array and product, both ways round."""
         product = product_of(kernel, row)
         if isinstance(product, str):
             return product
         return {
-            **asdict(product), "rows": device.array_rows, "columns": device.array_columns,
-            "dataflow": self.params["dataflow"], "arrays": arrays_of(device),
+            **asdict(product),
+            "rows": device.array_rows,
+            "columns": device.array_columns,
+            "dataflow": self.params["dataflow"],
+            "arrays": arrays_of(device),
             "cycle_s": passes(product.rate, device) / device.clock_hz,
-        }  # fmt: skip
+        }
 
-    def seconds(self, reply: Mapping[str, Any], job: Mapping[str, Any]) -> float:
+    def seconds(self, reply: Reply, job: Job) -> float:
         """Seconds of the faster way round."""
         # A sum that stays in place cannot be split among arrays.
         split = job["dataflow"] != "os"
         cycles = min(
             shared_cycles(
-                way["folds"] * job["batch"], way["length"] if split else 0,
-                way["overhead"] + (0 if split else way["length"]), job["arrays"],
+                way["folds"] * job["batch"],
+                way["length"] if split else 0,
+                way["overhead"] + (0 if split else way["length"]),
+                job["arrays"],
             )
             for way in reply["ways"]
-        )  # fmt: skip
+        )
         return float(cycles * job["times"] * job["cycle_s"])

@@ -9,11 +9,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-#: Length that is simulated of a longer dimension in time: a fold's cycles grow by one for each.
+#: Most steps in time that are simulated: beyond the fill of the array a fold's cycles grow by one a
+#: step, so longer dimensions are extrapolated exactly.
 MAX_TIME = 64
 
 
-def run(job: dict[str, Any]) -> dict[str, Any]:
+def run(job: dict[str, Any]) -> dict[str, list[dict[str, int]]]:
     """Simulate one fold of a product, with either operand as the weights.
 
     Args:

@@ -1,4 +1,4 @@
-"""The process in which a tool runs: one line of JSON a job in, one line of JSON a reply out.
+"""The process in which a tool runs: a message of JSON for each job, and one for each reply.
 
 Whatever the tool prints goes to standard error. The process may be killed at any time; it ends with
 its parent.
@@ -7,28 +7,27 @@ its parent.
 from __future__ import annotations
 
 import json
-import os
 import sys
+from collections.abc import Mapping
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
-from ...features.parent import die_with_parent
+from ...common.child_process import Channel
 
 
 def serve(tool: str) -> None:
-    """Answer jobs with the function ``run`` of a module of this package until input ends.
+    """Answer jobs with the function ``run`` of a module of this package until there are no more.
 
     A reply is what ``run`` returns, or ``{"error": …}`` with the message of what it raised.
     """
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    channel = Channel()
     module = import_module(f".{tool}", __package__)
-    for line in sys.stdin:
-        replies.write(json.dumps(_answer(module, json.loads(line))) + "\n")
-        replies.flush()
+    for job in channel:
+        channel.send(json.dumps(_answer(module, json.loads(job))).encode())
 
 
-def _answer(module: Any, job: dict[str, Any]) -> dict[str, Any]:
+def _answer(module: ModuleType, job: Mapping[str, object]) -> dict[str, Any]:
     try:
         return dict(module.run(job))
     except Exception as error:  # tools raise many unrelated classes
@@ -37,5 +36,4 @@ def _answer(module: Any, job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    die_with_parent()
     serve(sys.argv[1])

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import floor
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from ...features.device import DeviceSpec
-from ...features.errors import ModelError
-from ...features.kernel import Kernel
+from ...common.errors import ModelError
+from ...features.devices.device import DeviceSpec
+from ...features.kernels.kernel import Kernel
 from .arrays import arrays_of, passes, product_of, require_arrays
-from .base import SimulatorEstimator
+from .base import Job, Reply, SimulatorEstimator
 
 
 class ZigZagEstimator(SimulatorEstimator):
@@ -47,22 +46,29 @@ class ZigZagEstimator(SimulatorEstimator):
         """
         require_arrays(device, self.name, memory=True)
 
-    def job(self, kernel: Kernel, row: np.ndarray, device: DeviceSpec) -> dict[str, Any] | str:
+    def job(self, kernel: Kernel, row: np.ndarray, device: DeviceSpec) -> Job | str:
         """Accelerator and product."""
         product = product_of(kernel, row)
         if isinstance(product, str):
             return product
         bits_per_cycle = device.bandwidth * 8.0 / device.clock_hz
         return {
-            "b": product.batch, "m": product.m, "n": product.n, "k": product.k,
-            "bits": product.bits, "input_bits": max(round(product.bits * product.fold), 1),
-            "rows": device.array_rows, "columns": device.array_columns,
-            "arrays": arrays_of(device), "bits_per_cycle": max(floor(bits_per_cycle), 1),
+            "b": product.batch,
+            "m": product.m,
+            "n": product.n,
+            "k": product.k,
+            "bits": product.bits,
+            "input_bits": max(round(product.bits * product.fold), 1),
+            "rows": device.array_rows,
+            "columns": device.array_columns,
+            "arrays": arrays_of(device),
+            "bits_per_cycle": max(floor(bits_per_cycle), 1),
             "on_chip_bits": int(device.shared_bytes_per_core * device.core_count * 8),
-            "memory_bits": int(device.memory_bytes * 8), "orders": self.params["orders"],
+            "memory_bits": int(device.memory_bytes * 8),
+            "orders": self.params["orders"],
             "scale_s": product.times * passes(product.rate, device) / device.clock_hz,
-        }  # fmt: skip
+        }
 
-    def seconds(self, reply: Mapping[str, Any], job: Mapping[str, Any]) -> float:
+    def seconds(self, reply: Reply, job: Job) -> float:
         """Seconds of the best mapping's cycles."""
         return float(reply["cycles"] * job["scale_s"])

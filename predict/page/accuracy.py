@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ...models.metrics import absolute_percentage_error, summary
-from ...models.tracked import TrackedRun, read_runs
+from ...models.tracking.prediction_log import TrackedRun, read_runs
+from ...models.training_data.metrics import absolute_percentage_error, summary
 from .assemble import Page, assemble, rounded, short
 
 SCRIPTS = ("breakdown.js", "accuracy.js")
@@ -30,7 +30,7 @@ def accuracy_page(
     """The page of a run, or of an experiment's newest runs.
 
     Args:
-        run: As :func:`~opcast.models.tracked.read_runs` takes it.
+        run: As :func:`~opcast.models.tracking.prediction_log.read_runs` takes it.
         tell: Told what is done next.
         root: Folder of the MLflow store.
 
@@ -83,11 +83,11 @@ def _groups(frame: pd.DataFrame, column: str, noise: dict[str, float]) -> list[d
 def _figures(name: str, frame: pd.DataFrame, noise: float | None) -> dict[str, Any]:
     columns = ("measured_us", "predicted_us", "lo_us", "hi_us")
     measured, predicted, lo, hi = (frame[c].to_numpy(np.float64) for c in columns)
-    found = summary(measured, predicted, lo, hi)
+    figures = summary(measured, predicted, lo, hi)
     spread = np.quantile(absolute_percentage_error(measured, predicted), QUANTILES)
     return {
         "name": name,
-        **{k: short(found[k]) for k in _FIGURES},
+        **{k: short(figures[k]) for k in _FIGURES},
         "quantiles": rounded(spread.tolist()),
         "inside": short(float(frame["in_domain"].astype(bool).mean())),
         "noise": None if noise is None else short(noise),
@@ -99,12 +99,12 @@ def _points(frame: pd.DataFrame) -> dict[str, Any]:
     if len(frame) > MOST_POINTS:
         drawn = np.random.default_rng(0).permutation(len(frame))[:MOST_POINTS]
         frame = frame.iloc[np.sort(drawn)]
-    found: dict[str, Any] = {"names": {}}
+    points: dict[str, Any] = {"names": {}}
     for column in ("kind", "device"):
         codes, words = pd.factorize(frame[column])
-        found[column] = codes.tolist()
-        found["names"][column] = [str(word) for word in words]
+        points[column] = codes.tolist()
+        points["names"][column] = [str(word) for word in words]
     for column in ("measured_us", "predicted_us", "lo_us", "hi_us"):
-        found[column.removesuffix("_us")] = rounded(frame[column].tolist(), 4)
-    found["inside"] = frame["in_domain"].astype(bool).astype(int).tolist()
-    return found
+        points[column.removesuffix("_us")] = rounded(frame[column].tolist(), 4)
+    points["inside"] = frame["in_domain"].astype(bool).astype(int).tolist()
+    return points

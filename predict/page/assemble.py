@@ -98,8 +98,9 @@ def short(value: float, digits: int = 5) -> float | None:
     """A number with few digits; ``None`` if it is not finite."""
     if not math.isfinite(value):
         return None
-    found = float(f"{value:.{digits}g}")
-    return int(found) if found.is_integer() and abs(found) < 2**53 else found
+    rounded_value = float(f"{value:.{digits}g}")
+    whole = rounded_value.is_integer() and abs(rounded_value) < 2**53
+    return int(rounded_value) if whole else rounded_value
 
 
 def _policy(style: str, script: str) -> str:
@@ -110,8 +111,8 @@ def _policy(style: str, script: str) -> str:
 
 
 def _digest(text: str) -> str:
-    found = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-    return f"sha256-{found}"
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return f"sha256-{digest}"
 
 
 @cache

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...features.errors import OpcastError
-from ...features.lowering import lower
-from ...features.reader import SourceProgram
+from ...common.errors import OpcastError
+from ...features.ir.reader import SourceProgram
+from ...features.lowering.lower import lower
 from ..devices import resolve_device
-from ..predictor import Prediction, Predictor
+from ..program.predictor import Prediction, Predictor
 from .assemble import short
 
 #: Devices that a program is compared on unless told otherwise.
-DEVICES = (
-    "h100-sxm", "a100-sxm-80gb", "v100-sxm", "l4", "tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p",
-)  # fmt: skip
+DEVICES = ("h100-sxm", "a100-sxm-80gb", "v100-sxm", "l4", "tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p")
 #: The lowering that needs no compiler.
 LOWERING = "fused"
 #: What the page is told of a program that is optimised already.
@@ -61,18 +59,18 @@ def is_optimised(source: SourceProgram) -> bool:
     return source.kind == "hlo" and source.program.is_scheduled
 
 
-def _row(name: str, found: Prediction) -> dict[str, Any]:
+def _row(name: str, prediction: Prediction) -> dict[str, Any]:
     return {
         "device": name,
-        "us": short(found.latency_us),
-        "lo": short(found.lo_us),
-        "hi": short(found.hi_us),
-        "inside": short(found.in_domain_share),
-        "peak_bytes": short(found.peak_memory_bytes),
-        "device_bytes": short(found.device_memory_bytes),
-        "fits": found.fits,
-        "lowering": found.lowering,
-        "model": found.model,
-        "notes": list(found.notes),
+        "us": short(prediction.latency_us),
+        "lo": short(prediction.lo_us),
+        "hi": short(prediction.hi_us),
+        "inside": short(prediction.in_domain_share),
+        "peak_bytes": short(prediction.peak_memory_bytes),
+        "device_bytes": short(prediction.device_memory_bytes),
+        "fits": prediction.fits,
+        "lowering": prediction.lowering,
+        "model": prediction.model,
+        "notes": list(prediction.notes),
         "error": "",
     }

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from ...features.device import DeviceSpec
-from ...features.kernel import LoweredProgram
-from ...features.module_paths import ModulePath, ModulePaths
-from ...features.roofline import roofline
-from ...models.schedule_cost import durations, reads
-from ...simulate.schedule import list_schedule
-from ..predictor import Prediction
+from ...features.devices.device import DeviceSpec
+from ...features.kernels.kernel import LoweredProgram
+from ...features.kernels.module_paths import ModulePath, ModulePaths
+from ...features.table.roofline import roofline
+from ...models.program.schedule_cost import durations, reads
+from ...simulate.program.list_schedule import list_schedule
+from ..program.predictor import Prediction
 from .assemble import rounded, short
 
 #: Kernels that a page holds; of more, those that take most time, in schedule order.
@@ -155,10 +155,10 @@ def _product_peak(device: DeviceSpec, dtype: str) -> float:
 
 
 def _kept(busy: np.ndarray) -> list[int]:
-    found = np.flatnonzero(busy > 0)
-    if len(found) > MOST_KERNELS:
-        found = np.sort(found[np.argsort(-busy[found], kind="stable")[:MOST_KERNELS]])
-    return [int(i) for i in found]
+    costly = np.flatnonzero(busy > 0)
+    if len(costly) > MOST_KERNELS:
+        costly = np.sort(costly[np.argsort(-busy[costly], kind="stable")[:MOST_KERNELS]])
+    return [int(i) for i in costly]
 
 
 def _joined(place: ModulePath) -> str:
@@ -173,6 +173,6 @@ class _Words:
 
     def codes(self, column: str, values: Sequence[str]) -> list[int]:
         known: dict[str, int] = {}
-        found = [known.setdefault(value, len(known)) for value in values]
+        places = [known.setdefault(value, len(known)) for value in values]
         self.lists[column] = list(known)
-        return found
+        return places

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ...features.hlo import parse_hlo
-from ...features.kernel import LoweredProgram
-from ...features.liveness import memory_over_time
-from ..predictor import Prediction
+from ...features.ir.hlo_reader import parse_hlo
+from ...features.kernels.kernel import LoweredProgram
+from ...features.kernels.memory import memory_over_time
+from ..program.predictor import Prediction
 from .assemble import rounded, short
 from .kernel_data import Schedule
 
@@ -28,7 +28,7 @@ def memory_data(
         ``peak_bytes``, ``source``, ``device_bytes``, ``fits``, ``resident_bytes`` (arguments and
         results), ``us`` and ``bytes`` of the curve, and ``why_not`` if there is none.
     """
-    found: dict[str, Any] = {
+    data: dict[str, Any] = {
         "peak_bytes": short(prediction.peak_memory_bytes),
         "source": prediction.memory_source,
         "device_bytes": short(prediction.device_memory_bytes),
@@ -36,17 +36,17 @@ def memory_data(
         "why_not": "",
     }
     if any(k.multiplicity != 1 and not k.scope for k in lowered.kernels):
-        return {**found, "why_not": _EXTRAPOLATED}
+        return {**data, "why_not": _EXTRAPOLATED}
     module = lowered.module or (parse_hlo(lowered.hlo) if lowered.hlo else None)
     if module is None:
-        return {**found, "why_not": _NO_MODULE}
+        return {**data, "why_not": _NO_MODULE}
     profile = memory_over_time(module)
     starts = _starts(lowered, schedule)
     known = [starts.get(name, 0.0) for name in profile.names]
     us = np.maximum.accumulate(np.array(known, np.float64)) if known else np.zeros(0)
     us, used = _thinned(us, np.array(profile.bytes, np.float64))
     return {
-        **found,
+        **data,
         "resident_bytes": short(profile.resident),
         "us": rounded(us.tolist(), 7),
         "bytes": rounded(used.tolist()),
@@ -55,13 +55,13 @@ def memory_data(
 
 def _starts(lowered: LoweredProgram, schedule: Schedule) -> dict[str, float]:
     """Start of each kernel by name, and of each loop, which is that of its first kernel."""
-    found: dict[str, float] = {}
+    starts: dict[str, float] = {}
     for kernel, start, busy in zip(
         lowered.kernels, schedule.start.tolist(), schedule.busy.tolist(), strict=True
     ):
         if busy > 0:
-            found.setdefault(kernel.scope[0] if kernel.scope else kernel.name, start)
-    return found
+            starts.setdefault(kernel.scope[0] if kernel.scope else kernel.name, start)
+    return starts
 
 
 def _thinned(us: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

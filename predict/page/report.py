@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...features.device import DeviceSpec
-from ...features.kernel import LoweredProgram
-from ...features.lowering import lower
-from ...features.module_paths import ModulePaths
-from ...features.reader import SourceProgram, read_program
+from ...features.devices.device import DeviceSpec
+from ...features.ir.reader import SourceProgram, read_program
+from ...features.kernels.kernel import LoweredProgram
+from ...features.kernels.module_paths import ModulePaths
+from ...features.lowering.lower import lower_with
+from ...features.lowering.options import DEFAULTS, LoweringOptions
 from ..devices import resolve_device
-from ..explain import ProgramExplanation, explain_lowered
-from ..predictor import Predictor
+from ..program.explain import ProgramExplanation, explain_lowered
+from ..program.predictor import Predictor
 from .assemble import Page, assemble, rounded, short
 from .compare import AS_GIVEN, DEVICES, LOWERING, compare_devices, is_optimised
 from .kernel_data import kernel_columns, peak_lines, schedule_of
 from .memory_data import memory_data
 
 SCRIPTS = (
-    "breakdown.js", "timeline.js", "roofline.js", "devices.js", "whatif.js", "table.js",
+    "breakdown.js",
+    "timeline.js",
+    "roofline.js",
+    "devices.js",
+    "whatif.js",
+    "table.js",
     "report.js",
-)  # fmt: skip
+)
 #: Distinct kernels that are explained, costliest first, with neighbours each.
 EXPLAINED, NEIGHBOURS = 40, 3
 #: Characters of a kernel's text that the page shows.
@@ -33,20 +39,16 @@ _CONTRIBUTIONS, _OUTSIDE = 8, 4
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """What is asked for beside the program and the device.
+    """What is asked for beside the program.
 
     Attributes:
-        lowering: ``auto``, ``xla``, ``fused`` or ``op``.
-        trip_counts: Trips of loops whose count cannot be found.
-        fallback: Lowering to take where the device's compiler is missing or fails.
+        lowering: How the program is lowered, and for which device.
         compare: Devices to compare with; none for no comparison.
         compare_lowering: Of the comparison.
         title: Name of the program; by default that of its file.
     """
 
-    lowering: str = "auto"
-    trip_counts: dict[str, int] | int | None = None
-    fallback: str = ""
+    lowering: LoweringOptions = DEFAULTS
     compare: Sequence[str] = DEVICES
     compare_lowering: str = LOWERING
     title: str = ""
@@ -55,7 +57,6 @@ class ReportOptions:
 def report_page(
     predictor: Predictor,
     program: Any,
-    device: str | Path | DeviceSpec = "local",
     options: ReportOptions | None = None,
     tell: Callable[[str], None] = lambda what: None,
 ) -> str:
@@ -64,7 +65,6 @@ def report_page(
     Args:
         predictor: With the model.
         program: As :meth:`Predictor.predict` takes it.
-        device: Name, path of a device file, or description.
         options: What else is asked for.
         tell: Told what is done next.
 
@@ -75,13 +75,10 @@ def report_page(
         OpcastError: The program, device or lowering is not usable.
     """
     options = options or ReportOptions()
-    spec = resolve_device(device, predictor.devices)
-    source = read_program(program, trip_counts=options.trip_counts)
+    spec = resolve_device(options.lowering.device, predictor.devices)
+    source = read_program(program, trip_counts=options.lowering.trip_counts)
     tell(f"kernels for {spec.name}")
-    lowered = lower(
-        source, options.lowering, cache=predictor.cache, trip_counts=options.trip_counts,
-        device=spec, fallback=options.fallback,
-    )  # fmt: skip
+    lowered = lower_with(source, replace(options.lowering, device=spec, cache=predictor.cache))
     data = report_data(predictor, source, lowered, spec)
     data["program"] = options.title or _name(source)
     if options.compare:
@@ -149,24 +146,28 @@ def _explained(
         e = own.explanation
         if e.kernel_hash not in rows:
             continue
-        listed.append({
-            "rows": rows[e.kernel_hash],
-            "text": texts[e.kernel_hash][:_TEXT],
-            "cut": max(0, len(texts[e.kernel_hash]) - _TEXT),
-            "alone": short(e.latency_us),
-            "roofline": short(e.roofline_us),
-            "floor": short(e.floor_us),
-            "factor": short(e.factor),
-            "method": e.method,
-            "parts": [[c.group, short(c.log_ratio)] for c in e.contributions[:_CONTRIBUTIONS]],
-            "score": rounded([v for v in (e.domain_score, e.domain_threshold) if v is not None]),
-            "outside": [
-                [o.feature, *rounded([o.value, o.low, o.high])] for o in e.outside[:_OUTSIDE]
-            ],
-            "near": [
-                [n.label, n.device, *rounded([n.measured_us, n.predicted_us, n.distance])]
-                for n in e.neighbours
-            ],
-            "notes": list(e.notes),
-        })  # fmt: skip
+        listed.append(
+            {
+                "rows": rows[e.kernel_hash],
+                "text": texts[e.kernel_hash][:_TEXT],
+                "cut": max(0, len(texts[e.kernel_hash]) - _TEXT),
+                "alone": short(e.latency_us),
+                "roofline": short(e.roofline_us),
+                "floor": short(e.floor_us),
+                "factor": short(e.factor),
+                "method": e.method,
+                "parts": [[c.group, short(c.log_ratio)] for c in e.contributions[:_CONTRIBUTIONS]],
+                "score": rounded(
+                    [v for v in (e.domain_score, e.domain_threshold) if v is not None]
+                ),
+                "outside": [
+                    [o.feature, *rounded([o.value, o.low, o.high])] for o in e.outside[:_OUTSIDE]
+                ],
+                "near": [
+                    [n.label, n.device, *rounded([n.measured_us, n.predicted_us, n.distance])]
+                    for n in e.neighbours
+                ],
+                "notes": list(e.notes),
+            }
+        )
     return listed

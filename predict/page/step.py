@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...simulate.step.trace import step_events
-from ..render_step import breakdown
-from ..step import StepPrediction
+from ..cluster.step import StepPrediction, breakdown
 from .assemble import Page, assemble, rounded, short
 
 SCRIPTS = ("breakdown.js", "timeline.js", "step.js")
@@ -14,50 +13,55 @@ SCRIPTS = ("breakdown.js", "timeline.js", "step.js")
 MOST_SPANS = 30_000
 
 
-def step_page(found: StepPrediction) -> str:
+def step_page(prediction: StepPrediction) -> str:
     """The page as HTML that needs nothing else."""
-    data = step_data(found)
+    data = step_data(prediction)
     return assemble(Page(data["title"], data, SCRIPTS))
 
 
-def step_data(found: StepPrediction) -> dict[str, Any]:
+def step_data(prediction: StepPrediction) -> dict[str, Any]:
     """Everything that the page shows as plain data; times in microseconds."""
-    s, work = found.step, found.workload
+    s, work = prediction.step, prediction.workload
     return {
-        "title": f"{work.parameters / 1e9:.1f}B parameters on {found.cluster}",
-        "cluster": found.cluster,
-        "device": found.device,
-        "devices": found.plan.devices,
-        "plan": found.plan.text(),
+        "title": f"{work.parameters / 1e9:.1f}B parameters on {prediction.cluster}",
+        "cluster": prediction.cluster,
+        "device": prediction.device,
+        "devices": prediction.plan.devices,
+        "plan": prediction.plan.text(),
         "total": {
-            "us": short(s.total * 1e6), "lo": short(found.lo * 1e6), "hi": short(found.hi * 1e6)
+            "us": short(s.total * 1e6),
+            "lo": short(prediction.interval.lo * 1e6),
+            "hi": short(prediction.interval.hi * 1e6),
         },
-        "flops": short(found.flops_per_device),
-        "peak": short(found.peak_flops),
+        "flops": short(prediction.flops_per_device),
+        "peak": short(prediction.peak_flops),
         "tokens": short(work.batch * work.seq / s.total),
         "sizes": {
-            "micro-batches": found.plan.microbatches, "tokens of a sequence": work.seq,
+            "micro-batches": prediction.plan.microbatches,
+            "tokens of a sequence": work.seq,
             "sequences a step": work.batch,
         },
-        "breakdown": _times(dict(breakdown(found))),
-        "operators": _times(found.operators),
+        "breakdown": _times(dict(breakdown(prediction))),
+        "operators": _times(prediction.operators),
         "communication": _times(s.communication),
-        "memory": [[name, short(value)] for name, value in found.fit.worst.to_dict().items()],
-        "capacity": short(found.fit.capacity),
-        "fits": found.fit.fits,
-        "spread": _times(found.spread.to_dict(), 1.0) if found.spread else [],
-        "notes": list(found.notes()),
-        "spans": _spans(found),
-    }  # fmt: skip
+        "memory": [[name, short(value)] for name, value in prediction.fit.worst.to_dict().items()],
+        "capacity": short(prediction.fit.capacity),
+        "fits": prediction.fit.fits,
+        "spread": _times(prediction.spread.to_dict(), 1.0) if prediction.spread else [],
+        "notes": list(prediction.notes()),
+        "spans": _spans(prediction),
+    }
 
 
 def _times(seconds: dict[str, float], scale: float = 1e6) -> list[list[Any]]:
     return [[name, short(value * scale)] for name, value in seconds.items()]
 
 
-def _spans(found: StepPrediction) -> dict[str, Any]:
+def _spans(prediction: StepPrediction) -> dict[str, Any]:
     """Spans of all stages by time, as columns; ``kind`` and ``name`` are positions in ``words``."""
-    spans = sorted(step_events(found.step, found.plan), key=lambda s: (s["start"], s["stage"]))
+    spans = sorted(
+        step_events(prediction.step, prediction.plan), key=lambda s: (s["start"], s["stage"])
+    )
     kept = spans[:MOST_SPANS]
     words: dict[str, int] = {}
     return {

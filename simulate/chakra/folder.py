@@ -6,24 +6,30 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ...features.device import DeviceSpec
-from ...features.errors import DatasetError
-from ...features.files import parse_json, write_bytes, write_text
-from ..topology import Cluster, Dimension
-from ..topology_file import astra_network
+from ...common.errors import DatasetError
+from ...common.files import parse_json, write_bytes, write_text
+from ...features.devices.device import DeviceSpec
+from ..clusters.files import astra_network
+from ..clusters.topology import Cluster, Dimension
 from .messages import EtNode, decode, encode
 
 #: Traces are ``trace.<rank>.et``; ASTRA-sim is told the part before the rank.
 PREFIX = "trace"
 GROUPS, NETWORK, SYSTEM, MEMORY = (
-    "comm_group.json", "network.yml", "system.json", "remote_memory.json",
-)  # fmt: skip
+    "comm_group.json",
+    "network.yml",
+    "system.json",
+    "remote_memory.json",
+)
 
 
 def write_folder(
-    out: Path, traces: Sequence[Sequence[EtNode]], groups: Mapping[tuple[int, ...], str],
-    cluster: Cluster, device: DeviceSpec,
-) -> None:  # fmt: skip
+    out: Path,
+    traces: Sequence[Sequence[EtNode]],
+    groups: Mapping[tuple[int, ...], str],
+    cluster: Cluster,
+    device: DeviceSpec,
+) -> None:
     """Write a folder.
 
     Args:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from ...features.errors import DatasetError
+from ...common.errors import DatasetError
 from .wire import fields, number, numbers, packed, read_varint, signed, text, varint
 
 VERSION = "0.0.4"
@@ -183,21 +183,21 @@ def _read_node(data: bytes) -> EtNode:
 
 def _read_attribute(data: bytes) -> dict[str, Value]:
     """The attribute; lists, fractions and bytes are left out."""
-    name, found = "", dict[str, Value]()
+    name, values = "", dict[str, Value]()
     for key, value in fields(data):
         if key == 1 and isinstance(value, bytes):
             name = value.decode("utf-8")
         elif key == _STRING and isinstance(value, bytes):
-            found[name] = value.decode("utf-8")
+            values[name] = value.decode("utf-8")
         elif key == _BOOL:
-            found[name] = bool(value)
+            values[name] = bool(value)
         elif key in _SIGNED and isinstance(value, int):
-            found[name] = signed(value)
+            values[name] = signed(value)
         elif key in _UNSIGNED and isinstance(value, int):
-            found[name] = value
+            values[name] = value
         elif key in _ZIGZAG and isinstance(value, int):
-            found[name] = (value >> 1) ^ -(value & 1)
-    return found
+            values[name] = (value >> 1) ^ -(value & 1)
+    return values
 
 
 def _whole(value: int | bytes) -> int:

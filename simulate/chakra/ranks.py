@@ -11,16 +11,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...features.errors import ProgramError
-from ..nodes import Collective, Node
+from ...common.errors import ProgramError
+from ..program.nodes import Collective, Node
 from .messages import CommType, EtNode, NodeType, Value
 
 #: Collectives as Chakra names them; transfers from device to device are sends and receives.
 COMM_TYPES = {
-    "all_reduce": CommType.ALL_REDUCE, "all_gather": CommType.ALL_GATHER,
-    "reduce_scatter": CommType.REDUCE_SCATTER, "all_to_all": CommType.ALL_TO_ALL,
-    "ragged_all_to_all": CommType.ALL_TO_ALL, "broadcast": CommType.BROADCAST,
-}  # fmt: skip
+    "all_reduce": CommType.ALL_REDUCE,
+    "all_gather": CommType.ALL_GATHER,
+    "reduce_scatter": CommType.REDUCE_SCATTER,
+    "all_to_all": CommType.ALL_TO_ALL,
+    "ragged_all_to_all": CommType.ALL_TO_ALL,
+    "broadcast": CommType.BROADCAST,
+}
 TRANSFERS = ("collective_permute", "send_recv")
 #: ASTRA-sim takes group 0 for all ranks, whatever the file says.
 FIRST_GROUP = 1
@@ -41,21 +44,26 @@ class Work:
 
 def process_groups(nodes: Sequence[Node]) -> dict[tuple[int, ...], str]:
     """Names of all groups of two ranks or more, in the order in which they appear."""
-    found: dict[tuple[int, ...], str] = {}
+    names: dict[tuple[int, ...], str] = {}
     for node in nodes:
         own = node.collective
         if own is None or own.kind in TRANSFERS:
             continue
         for group in own.groups or (own.group,):
-            if len(group) > 1 and group not in found:
-                found[group] = str(FIRST_GROUP + len(found))
-    return found
+            if len(group) > 1 and group not in names:
+                names[group] = str(FIRST_GROUP + len(names))
+    return names
 
 
 def rank_trace(
-    nodes: Sequence[Node], rank: int, groups: Mapping[tuple[int, ...], str],
-    transfer: Sequence[float], work: Sequence[Work], *, scheduled: bool,
-) -> list[EtNode]:  # fmt: skip
+    nodes: Sequence[Node],
+    rank: int,
+    groups: Mapping[tuple[int, ...], str],
+    transfer: Sequence[float],
+    work: Sequence[Work],
+    *,
+    scheduled: bool,
+) -> list[EtNode]:
     """The trace of one rank.
 
     Args:
@@ -78,11 +86,11 @@ class _Rank:
     """A trace in the making.
 
     Attributes:
-        found: Nodes so far.
+        nodes: Nodes so far.
         result: Trace nodes that bring the result of a program node, where not the stream does.
         waits: Trace nodes that the next node of the stream has to wait for.
         awaited: Trace nodes that the stream has waited for.
-        last: Position in ``found`` of the stream's last node; -1 before it.
+        last: Position in ``nodes`` of the stream's last node; -1 before it.
         micros: Time not yet written.
         members: Kernels not yet written: microseconds and name.
         gathered: What they compute.
@@ -91,7 +99,7 @@ class _Rank:
     rank: int
     groups: Mapping[tuple[int, ...], str]
     scheduled: bool
-    found: list[EtNode] = field(default_factory=list)
+    nodes: list[EtNode] = field(default_factory=list)
     result: dict[int, tuple[int, ...]] = field(default_factory=dict)
     waits: set[int] = field(default_factory=set)
     awaited: set[int] = field(default_factory=set)
@@ -113,7 +121,7 @@ class _Rank:
             else:
                 self._compute(place, node, work[place])
         self._end()
-        return self.found
+        return self.nodes
 
     def _compute(self, place: int, node: Node, work: Work) -> None:
         needed = {i for o in node.operands for i in self.result.get(o, ())}
@@ -149,21 +157,21 @@ class _Rank:
     def _add(
         self, name: str, kind: NodeType, deps: set[int], micros: int, attrs: dict[str, Value]
     ) -> int:
-        place = len(self.found)
-        self.found.append(EtNode(place, name, kind, tuple(sorted(deps)), micros, attrs))
+        place = len(self.nodes)
+        self.nodes.append(EtNode(place, name, kind, tuple(sorted(deps)), micros, attrs))
         return place
 
     def _needs(self, node: Node) -> set[int]:
         """Trace nodes that bring the operands of a collective."""
-        found = self._stream() if self.scheduled else set[int]()
+        needs = self._stream() if self.scheduled else set[int]()
         for operand in node.operands:
             if operand in self.result:
-                found.update(self.result[operand])
+                needs.update(self.result[operand])
             elif operand in self.place_of:
-                found.add(self.place_of[operand])
+                needs.add(self.place_of[operand])
             else:
-                found |= self._stream()
-        return found
+                needs |= self._stream()
+        return needs
 
     def _communicate(self, place: int, node: Node, own: Collective, seconds: float) -> None:
         deps, times = self._needs(node), max(1, round(node.times))
@@ -187,25 +195,30 @@ class _Rank:
         if len(group) < 2:
             return set()
         attrs: dict[str, Value] = {
-            "is_cpu_op": False, "comm_type": int(COMM_TYPES[own.kind]), "comm_size": size,
+            "is_cpu_op": False,
+            "comm_type": int(COMM_TYPES[own.kind]),
+            "comm_size": size,
             "pg_name": self.groups[group],
-        }  # fmt: skip
+        }
         return {self._add(node.name, NodeType.COMM_COLL, deps, micros, attrs)}
 
     def _transfers(self, node: Node, own: Collective, deps: set[int], micros: int) -> set[int]:
         self.tags += 1
-        found = set()
+        transfers = set()
         pairs = own.groups or tuple(zip(own.group, own.group[1:], strict=False))
         for source, target in ((p[0], p[1]) for p in pairs if p[0] != p[1]):
             attrs: dict[str, Value] = {
-                "is_cpu_op": False, "comm_size": round(own.size), "comm_src": source,
-                "comm_dst": target, "comm_tag": self.tags,
-            }  # fmt: skip
+                "is_cpu_op": False,
+                "comm_size": round(own.size),
+                "comm_src": source,
+                "comm_dst": target,
+                "comm_tag": self.tags,
+            }
             if self.rank == source:
-                found.add(self._add(node.name, NodeType.COMM_SEND, deps, micros, attrs))
+                transfers.add(self._add(node.name, NodeType.COMM_SEND, deps, micros, attrs))
             elif self.rank == target:
-                found.add(self._add(node.name, NodeType.COMM_RECV, deps, micros, attrs))
-        return found
+                transfers.add(self._add(node.name, NodeType.COMM_RECV, deps, micros, attrs))
+        return transfers
 
     def _end(self) -> None:
         """Write what is left, or count it into the last node if it rounds to nothing."""
@@ -214,13 +227,13 @@ class _Rank:
         if self.micros >= 0.5 or self.last < 0:
             self._write(max(1, round(self.micros)))
             return
-        old = self.found[self.last]
+        old = self.nodes[self.last]
         more: dict[str, Value] = {
             "num_ops": int(old.attrs["num_ops"]) + round(sum(w.flops for w in self.gathered)),
             "tensor_size": int(old.attrs["tensor_size"])
             + round(sum(w.bytes for w in self.gathered)),
             "kernels": int(old.attrs["kernels"]) + len(self.members),
         }
-        self.found[self.last] = EtNode(
+        self.nodes[self.last] = EtNode(
             old.id, old.name, old.type, old.deps, old.micros, {**old.attrs, **more}
         )

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from ...features.chrome_trace import ChromeTrace
-from ...features.errors import DatasetError
+from ...common.chrome_trace import ChromeTrace
+from ...common.errors import DatasetError
+from ..dependencies import Dependencies
 from .messages import EtNode, NodeType
 
 #: What nodes of several ranks do together: kind, group or pair, and which of its kind it is.
@@ -52,6 +53,7 @@ class TraceRun:
         return {
             "ranks": len(self.traces),
             "step_us": self.makespan_us,
+            "latency_us": self.makespan_us,
             "nodes": sum(map(len, self.traces)),
             "compute_us": float(sum(n.micros for n in first if n.type == NodeType.COMP)),
             "kernels": sum(n.kernels for n in first),
@@ -67,9 +69,14 @@ class TraceRun:
                 trace.track(name, track, rank)
             for node, start, end in zip(nodes, self.start[rank], self.end[rank], strict=True):
                 trace.span(
-                    node.name, node.collective or "compute", start, end - start,
-                    track=int(bool(node.collective)), process=rank, details=node.attrs,
-                )  # fmt: skip
+                    node.name,
+                    node.collective or "compute",
+                    start,
+                    end - start,
+                    track=int(bool(node.collective)),
+                    process=rank,
+                    details=node.attrs,
+                )
         return trace.to_dict()
 
 
@@ -103,19 +110,21 @@ class _Run:
         self.seen: Counter[Meeting] = Counter()
         self.here: dict[Meeting, list[tuple[float, int, int]]] = {}
         self.events: list[tuple[float, int, int]] = []
-        self.left = [[len(n.deps) for n in nodes] for nodes in traces]
-        self.readers: list[list[list[int]]] = [[[] for _ in nodes] for nodes in traces]
-        for rank, nodes in enumerate(traces):
-            for at, node in enumerate(nodes):
-                for dep in node.deps:
-                    self._reads(rank, at, dep)
-                if not node.deps:
-                    heapq.heappush(self.events, (0.0, rank, at))
+        self.waits = [Dependencies(self._operands(rank)) for rank in range(len(traces))]
+        for rank, waits in enumerate(self.waits):
+            for at in waits.ready():
+                heapq.heappush(self.events, (0.0, rank, at))
 
-    def _reads(self, rank: int, at: int, dep: int) -> None:
-        if dep not in self.place[rank]:
-            raise DatasetError(f"node {at} needs node {dep}, which is not there", where=_of(rank))
-        self.readers[rank][self.place[rank][dep]].append(at)
+    def _operands(self, rank: int) -> list[list[int]]:
+        """Positions of the nodes that each node of a rank needs."""
+        place = self.place[rank]
+        for at, node in enumerate(self.traces[rank]):
+            for dep in node.deps:
+                if dep not in place:
+                    raise DatasetError(
+                        f"node {at} needs node {dep}, which the trace lacks", where=_of(rank)
+                    )
+        return [[place[dep] for dep in node.deps] for node in self.traces[rank]]
 
     def go(self) -> None:
         """Take events until none is left."""
@@ -156,12 +165,10 @@ class _Run:
 
     def _done(self, rank: int, at: int, start: float, end: float) -> None:
         self.start[rank][at], self.end[rank][at] = start, end
-        for reader in self.readers[rank][at]:
-            self.left[rank][reader] -= 1
-            if not self.left[rank][reader]:
-                deps = (self.place[rank][d] for d in self.traces[rank][reader].deps)
-                ready = max(float(self.end[rank][d]) for d in deps)
-                heapq.heappush(self.events, (ready, rank, reader))
+        for reader in self.waits[rank].finish(at):
+            deps = (self.place[rank][d] for d in self.traces[rank][reader].deps)
+            ready = max(float(self.end[rank][d]) for d in deps)
+            heapq.heappush(self.events, (ready, rank, reader))
 
 
 def _of(rank: int) -> str:

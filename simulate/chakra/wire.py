@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ...features.errors import DatasetError
+from ...common.errors import DatasetError
 
 #: A field: its number and its value, a whole number or bytes.
 Field = tuple[int, int | bytes]
@@ -22,12 +22,12 @@ _LONGEST = 10
 def varint(value: int) -> bytes:
     """Bytes of a whole number; a negative one counts in two's complement of 64 bits."""
     value &= _MASK
-    found = bytearray()
+    encoded = bytearray()
     while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    found.append(value)
-    return bytes(found)
+    encoded.append(value)
+    return bytes(encoded)
 
 
 def number(field: int, value: int) -> bytes:
@@ -53,11 +53,11 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
     Raises:
         DatasetError: The data ends in it, or it is longer than 64 bits.
     """
-    found = 0
+    value = 0
     for place, byte in enumerate(data[at : at + _LONGEST]):
-        found |= (byte & 0x7F) << (7 * place)
+        value |= (byte & 0x7F) << (7 * place)
         if byte < 0x80:
-            return found & _MASK, at + place + 1
+            return value & _MASK, at + place + 1
     raise DatasetError(f"no whole number at byte {at}", hint="the file is cut off or no trace")
 
 
@@ -95,8 +95,8 @@ def numbers(value: int | bytes) -> list[int]:
     """Elements of a repeated field of whole numbers, packed or one by one."""
     if isinstance(value, int):
         return [value]
-    found, at = [], 0
+    decoded, at = [], 0
     while at < len(value):
         one, at = read_varint(value, at)
-        found.append(one)
-    return found
+        decoded.append(one)
+    return decoded

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from ...features.operators.flops import attention_flops, causal_pairs, expert_flops
 from .plan import Group
 
 #: Parameters of an operator by kind; ``move`` stands for anything that only moves bytes.
@@ -26,8 +27,13 @@ SHAPES = {
 }
 #: Tensors of ``rows × cols`` that a pass over memory touches.
 _TENSORS = {
-    "rmsnorm": 2.0, "layernorm": 2.0, "silu_and_mul": 1.5, "gelu": 2.0, "rope": 2.0, "add": 3.0,
-}  # fmt: skip
+    "rmsnorm": 2.0,
+    "layernorm": 2.0,
+    "silu_and_mul": 1.5,
+    "gelu": 2.0,
+    "rope": 2.0,
+    "add": 3.0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +62,15 @@ class OpCall:
             return 2.0 * m * n * k * self.scale
         if self.op == "attention":
             batch, heads, _, dim, q_len, kv_len, causal = self.shape
-            pairs = q_len * (kv_len - (q_len - 1) / 2) if causal else float(q_len) * kv_len
-            return 4.0 * batch * heads * dim * pairs * self.scale
+            pairs = causal_pairs(q_len, kv_len) if causal else float(q_len) * kv_len
+            return attention_flops(batch, heads, pairs, 2.0 * dim) * self.scale
         if self.op == "decode":
             batch, heads, _, dim, kv_len = self.shape
-            return 4.0 * batch * heads * dim * kv_len * self.scale
+            return attention_flops(batch, heads, kv_len, 2.0 * dim) * self.scale
         if self.op == "moe":
             tokens, hidden, inter, topk, _, tp, ep = self.shape
-            return 6.0 * tokens * topk / ep * hidden * inter / tp * self.scale
+            # Gated experts, which have three matrices.
+            return expert_flops(tokens, topk, ep, hidden, inter, 6.0) / tp * self.scale
         return 0.0
 
     def moved(self, width: int) -> float:

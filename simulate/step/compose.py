@@ -103,7 +103,7 @@ def operator_counts(workload: Workload, plan: Plan, stage: int) -> dict[OpCall, 
         plan: Resolved.
         stage: From 0.
     """
-    layer, found = layer_ops(workload, plan), dict[OpCall, float]()
+    layer, counts = layer_ops(workload, plan), dict[OpCall, float]()
     layers = stage_layers(workload.layers, plan)[stage]
     parts = [(layer, float(layers * plan.microbatches))]
     if stage == 0:
@@ -116,10 +116,10 @@ def operator_counts(workload: Workload, plan: Plan, stage: int) -> dict[OpCall, 
         again = again if ops is layer else ()
         run = (*ops.forward, *((*ops.backward, *ops.weights, *again) if train else ()))
         for call in run:
-            found[call] = found.get(call, 0.0) + times
+            counts[call] = counts.get(call, 0.0) + times
     for call in update_ops(local_parameters(stage_held(workload, plan, stage), plan), workload):
-        found[call] = found.get(call, 0.0) + 1.0
-    return found
+        counts[call] = counts.get(call, 0.0) + 1.0
+    return counts
 
 
 def _ends(

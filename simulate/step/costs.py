@@ -48,9 +48,12 @@ class Costs:
     """
 
     def __init__(
-        self, latency: OpLatency, network: Network, host_bandwidth: float = 32e9,
+        self,
+        latency: OpLatency,
+        network: Network,
+        host_bandwidth: float = 32e9,
         contention: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._latency = latency
         self._network = network
         self.host_bandwidth = host_bandwidth

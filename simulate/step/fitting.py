@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ...features.errors import PlanError
+from ...common.errors import PlanError
 from .memory import StageMemory, stage_memory
 from .plan import Plan
 from .workload import Workload, resolved

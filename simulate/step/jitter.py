@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import ndtri
 
-from ...features.errors import PlanError
+from ...common.errors import PlanError
 from .compose import StepTime, task_seconds
 from .pipeline import run_pipeline
 from .plan import Plan
@@ -52,25 +52,31 @@ def stage_speeds(plan: Plan, speeds: Mapping[int, float]) -> list[float]:
         PlanError: A rank is not part of the plan, or a speed is not positive.
     """
     per_stage = plan.devices // plan.pp
-    found = [1.0] * plan.pp
+    slowest_speeds = [1.0] * plan.pp
     named: dict[int, set[int]] = {}
     for rank, speed in speeds.items():
         if not 0 <= rank < plan.devices or not speed > 0:
             raise PlanError(
-                f"speed {speed} of rank {rank}", where="speeds",
+                f"speed {speed} of rank {rank}",
+                where="speeds",
                 hint=f"ranks are 0 to {plan.devices - 1}, speeds positive",
-            )  # fmt: skip
+            )
         named.setdefault(rank // per_stage, set()).add(rank)
     for stage, ranks in named.items():
         rest = [1.0] if len(ranks) < per_stage else []
-        found[stage] = min([*rest, *(speeds[r] for r in ranks)])
-    return found
+        slowest_speeds[stage] = min([*rest, *(speeds[r] for r in ranks)])
+    return slowest_speeds
 
 
 def sample_steps(
-    workload: Workload, plan: Plan, step: StepTime, jitter: float,
-    speeds: Mapping[int, float] | None = None, draws: int = 1000, seed: int = 0,
-) -> StepSpread:  # fmt: skip
+    workload: Workload,
+    plan: Plan,
+    step: StepTime,
+    jitter: float,
+    speeds: Mapping[int, float] | None = None,
+    draws: int = 1000,
+    seed: int = 0,
+) -> StepSpread:
     """Draw step times.
 
     Args:

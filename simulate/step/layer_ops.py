@@ -158,9 +158,14 @@ def _experts(workload: Workload, plan: Plan, norm: PassOps, add: OpCall) -> Pass
     tokens, dtype = micro_tokens(workload, plan), workload.dtype
     router = _product("router", tokens, workload.experts, workload.d_model, dtype)
     shape = (
-        tokens * plan.ep, workload.d_model, workload.d_ff, workload.top_k, workload.experts,
-        plan.tp, plan.ep,
-    )  # fmt: skip
+        tokens * plan.ep,
+        workload.d_model,
+        workload.d_ff,
+        workload.top_k,
+        workload.experts,
+        plan.tp,
+        plan.ep,
+    )
     scale = 1.0 if workload.gated else 2.0 / 3.0
     experts = OpCall("experts", "moe", shape, dtype, scale)
     # Half of the backward pass makes gradients of weights.

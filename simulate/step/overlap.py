@@ -56,7 +56,7 @@ def run_passes(passes: Sequence[Pass], ahead: int = 1) -> PassRun:
     """
     device = links = 0.0
     waiting: deque[tuple[float, float]] = deque()
-    found = []
+    pass_ends = []
     for compute, gather, scatter in passes:
         begin, ends = device, list[float]()
         for layer, own in enumerate(compute):
@@ -71,10 +71,10 @@ def run_passes(passes: Sequence[Pass], ahead: int = 1) -> PassRun:
             ends.append(device)
             if scatter and scatter[layer] > 0.0:
                 waiting.append((device, scatter[layer]))
-        found.append(device)
+        pass_ends.append(device)
     for ready, seconds in waiting:
         links = max(links, ready) + seconds
-    return PassRun(tuple(found), links)
+    return PassRun(tuple(pass_ends), links)
 
 
 def exposed(total: float, compute: float) -> float:

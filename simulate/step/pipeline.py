@@ -84,9 +84,13 @@ def run_pipeline(
 
 
 def _ready(
-    done: Mapping[tuple[int, Task], Seconds], stage: int, task: Task, stages: int, chunks: int,
+    done: Mapping[tuple[int, Task], Seconds],
+    stage: int,
+    task: Task,
+    stages: int,
+    chunks: int,
     hop: float,
-) -> Seconds | None:  # fmt: skip
+) -> Seconds | None:
     """When a task's input is there; ``None`` if its producer has not been placed."""
     needs = _producers(stage, task, stages, chunks)
     ready: Seconds = 0.0

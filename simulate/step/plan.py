@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from ...features.errors import PlanError
+from ...common.errors import PlanError
 from .settings import build, read_pairs
 
 #: Order of micro-batches in a pipeline.
@@ -22,10 +22,17 @@ RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("none", "optimizer", "activations")
 #: Other names of keys.
 ALIASES = {
-    "microbatch": "microbatches", "accumulation": "microbatches", "m": "microbatches",
-    "data": "dp", "tensor": "tp", "pipeline": "pp", "expert": "ep", "context": "cp",
-    "chunks": "virtual", "recompute_granularity": "recompute",
-}  # fmt: skip
+    "microbatch": "microbatches",
+    "accumulation": "microbatches",
+    "m": "microbatches",
+    "data": "dp",
+    "tensor": "tp",
+    "pipeline": "pp",
+    "expert": "ep",
+    "context": "cp",
+    "chunks": "virtual",
+    "recompute_granularity": "recompute",
+}
 
 
 class Group(NamedTuple):
@@ -84,33 +91,40 @@ class Plan:
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}={getattr(self, name)} must be at least 1", where="plan")
         for name, allowed in (
-            ("schedule", SCHEDULES), ("recompute", RECOMPUTE), ("offload", OFFLOAD),
-        ):  # fmt: skip
+            ("schedule", SCHEDULES),
+            ("recompute", RECOMPUTE),
+            ("offload", OFFLOAD),
+        ):
             if getattr(self, name) not in allowed:
                 raise PlanError(
-                    f"{name}={getattr(self, name)!r} is not known", where="plan",
+                    f"{name}={getattr(self, name)!r} is not known",
+                    where="plan",
                     hint="choose one of: " + ", ".join(allowed),
-                )  # fmt: skip
+                )
         if self.zero not in (0, 1, 2, 3) or self.microbatches < 0:
             raise PlanError(
-                f"zero={self.zero}, microbatches={self.microbatches}", where="plan",
+                f"zero={self.zero}, microbatches={self.microbatches}",
+                where="plan",
                 hint="zero is 0 to 3, microbatches at least 1 (0 chooses)",
-            )  # fmt: skip
+            )
         if self.fsdp > 1 and self.zero in (1, 2):
             raise PlanError(
-                "fsdp shards parameters, which zero=1 and zero=2 do not", where="plan",
+                "fsdp shards parameters, which zero=1 and zero=2 do not",
+                where="plan",
                 hint="leave zero out, or write dp instead of fsdp",
-            )  # fmt: skip
+            )
         if (self.dp * self.fsdp) % self.ep:
             raise PlanError(
-                f"ep={self.ep} does not divide dp*fsdp={self.dp * self.fsdp}", where="plan",
+                f"ep={self.ep} does not divide dp*fsdp={self.dp * self.fsdp}",
+                where="plan",
                 hint="expert-parallel groups are made of data-parallel ranks",
-            )  # fmt: skip
+            )
         if (self.schedule == "interleaved") != (self.virtual > 1):
             raise PlanError(
-                f"schedule={self.schedule} with virtual={self.virtual}", where="plan",
+                f"schedule={self.schedule} with virtual={self.virtual}",
+                where="plan",
                 hint="schedule=interleaved needs virtual=2 or more, and no other takes it",
-            )  # fmt: skip
+            )
 
     @property
     def devices(self) -> int:
@@ -191,8 +205,9 @@ def parse_plan(text: str) -> Plan:
     if str(values.get("sp", "")).isdigit() and int(values["sp"]) > 1:
         if int(values["sp"]) != int(str(values.get("tp", 1))):
             raise PlanError(
-                f"sp={values['sp']} is not tp", where="plan",
+                f"sp={values['sp']} is not tp",
+                where="plan",
                 hint="sequence parallelism runs over the tensor-parallel ranks: write sp=true",
-            )  # fmt: skip
+            )
         values["sp"] = True
     return build(Plan, values, "plan")

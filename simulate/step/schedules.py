@@ -52,9 +52,14 @@ def forward_orders(stages: int, micros: int, chunks: int = 1) -> tuple[Order, ..
 
 
 def bubble_seconds(
-    schedule: str, stages: int, micros: int, forward: float, backward: float,
-    weights: float = 0.0, chunks: int = 1,
-) -> float:  # fmt: skip
+    schedule: str,
+    stages: int,
+    micros: int,
+    forward: float,
+    backward: float,
+    weights: float = 0.0,
+    chunks: int = 1,
+) -> float:
     """Idle time of a device in a pipeline of equal stages and free transfers.
 
     ``(p - 1)(F + B)`` for GPipe and 1F1B, that over ``v`` for interleaved chunks, and
@@ -96,22 +101,22 @@ def _gpipe(stage: int, stages: int, micros: int) -> Order:
 
 def _one_forward_one_backward(stage: int, stages: int, micros: int) -> Order:
     ahead = min(stages - stage - 1, micros)
-    found = [Task(FORWARD, m) for m in range(ahead)]
+    tasks = [Task(FORWARD, m) for m in range(ahead)]
     for m in range(micros - ahead):
-        found += [Task(FORWARD, m + ahead), Task(BACKWARD, m)]
-    return (*found, *(Task(BACKWARD, m) for m in range(micros - ahead, micros)))
+        tasks += [Task(FORWARD, m + ahead), Task(BACKWARD, m)]
+    return (*tasks, *(Task(BACKWARD, m) for m in range(micros - ahead, micros)))
 
 
 def _zero_bubble(stage: int, stages: int, micros: int) -> Order:
     """1F1B whose gradients of weights come ``stage`` micro-batches late."""
-    found: list[Task] = []
+    tasks: list[Task] = []
     done = 0
     for task in _one_forward_one_backward(stage, stages, micros):
-        found.append(task)
+        tasks.append(task)
         if task.kind == BACKWARD and task.micro >= stage:
-            found.append(Task(WEIGHTS, done))
+            tasks.append(Task(WEIGHTS, done))
             done += 1
-    return (*found, *(Task(WEIGHTS, m) for m in range(done, micros)))
+    return (*tasks, *(Task(WEIGHTS, m) for m in range(done, micros)))
 
 
 def _warm_up(stage: int, stages: int, micros: int, chunks: int) -> int:
@@ -128,9 +133,9 @@ def _virtual(index: int, stages: int, chunks: int, kind: str) -> Task:
 
 def _interleaved(stage: int, stages: int, micros: int, chunks: int) -> Order:
     total, ahead = micros * chunks, _warm_up(stage, stages, micros, chunks)
-    found = [_virtual(k, stages, chunks, FORWARD) for k in range(ahead)]
+    tasks = [_virtual(k, stages, chunks, FORWARD) for k in range(ahead)]
     for k in range(total - ahead):
-        found.append(_virtual(k + ahead, stages, chunks, FORWARD))
-        found.append(_virtual(k, stages, chunks, BACKWARD))
+        tasks.append(_virtual(k + ahead, stages, chunks, FORWARD))
+        tasks.append(_virtual(k, stages, chunks, BACKWARD))
     rest = (_virtual(k, stages, chunks, BACKWARD) for k in range(total - ahead, total))
-    return (*found, *rest)
+    return (*tasks, *rest)

@@ -7,8 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...features.errors import PlanError
-from ...features.files import parse_yaml
+from ...common.errors import PlanError
+from ...common.files import parse_yaml
 
 T = TypeVar("T")
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -26,15 +26,15 @@ def read_pairs(text: str, what: str) -> dict[str, Any]:
     """
     if text.lower().endswith((".yaml", ".yml")):
         return _read_yaml(Path(text), what)
-    found: dict[str, Any] = {}
+    pairs: dict[str, Any] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, equals, value = part.partition("=")
         if not equals:
             raise PlanError(
                 f"{part!r} is not of the form key=value", where=what, hint=f"as in {what}=tp=8,pp=4"
             )
-        found[key.strip()] = value.strip()
-    return found
+        pairs[key.strip()] = value.strip()
+    return pairs
 
 
 def _read_yaml(path: Path, what: str) -> dict[str, Any]:

@@ -169,13 +169,13 @@ class StageCost:
     def _units(self) -> list[Unit]:
         w, p = self.workload, self.plan
         table = table_held(w, p)
-        found = [self._layer()] * self.layers
+        units = [self._layer()] * self.layers
         if self.stage == 0:
-            found.insert(0, self._end(embedding_ops(w, p), table))
+            units.insert(0, self._end(embedding_ops(w, p), table))
         if self.stage == p.pp - 1:
             own = Parameters(0.0) if w.tied and p.pp == 1 else table
-            found.append(self._end(head_ops(w, p), own))
-        return found
+            units.append(self._end(head_ops(w, p), own))
+        return units
 
     def _end(self, ops: PassOps, held: Parameters) -> Unit:
         parts = [Part(self.costs.compute(c)) for c in (ops.forward, ops.backward, ops.weights)]
@@ -244,7 +244,7 @@ class StageCost:
         count, held = p.microbatches, stage_held(w, p, self.stage)
         passes = (2.0 + (p.recompute == "full")) if train else 1.0
         both = 2.0 if train else 1.0
-        found = {
+        seconds = {
             "tensor": passes * count * self.layers * c.comm(tensor_calls(w, p)),
             "expert": passes * count * self.layers * c.comm(expert_calls(w, p)),
             "pipeline": both * count * c.link(hop_call(w, p)),
@@ -252,16 +252,16 @@ class StageCost:
         if p.cp > 1:
             sends = c.link(ring_call(w, p, backward=False))
             sends += c.link(ring_call(w, p, backward=True)) if train else 0.0
-            found["context"] = (p.cp - 1) * count * self.layers * sends
+            seconds["context"] = (p.cp - 1) * count * self.layers * sends
         if p.stage:
             gathers = both * count if p.stage >= 3 else 1.0
-            found["gather"] = gathers * c.comm(gather_calls(held, w, p))
+            seconds["gather"] = gathers * c.comm(gather_calls(held, w, p))
         if train and p.stage:
             scatters = count if p.stage >= 2 else 1
-            found["scatter"] = scatters * c.comm(scatter_calls(held, w, p))
+            seconds["scatter"] = scatters * c.comm(scatter_calls(held, w, p))
         if train:
-            found["gradient"] = c.comm(replica_calls(held, w, p))
-        return {name: value for name, value in found.items() if value > 0}
+            seconds["gradient"] = c.comm(replica_calls(held, w, p))
+        return {name: value for name, value in seconds.items() if value > 0}
 
 
 def _sum(parts: Sequence[Part]) -> Part:

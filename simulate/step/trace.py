@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...features.chrome_trace import ChromeTrace
+from ...common.chrome_trace import ChromeTrace
 from .compose import StepTime
 from .plan import Plan
 from .schedules import BACKWARD, FORWARD, WEIGHTS
@@ -62,6 +62,10 @@ def step_trace(step: StepTime, plan: Plan, title: str) -> dict[str, Any]:
 
 def _span(stage: int, track: str, name: str, kind: str, start: float, end: float) -> dict[str, Any]:
     return {
-        "stage": stage, "track": track, "name": name, "kind": kind, "start": start * 1e6,
+        "stage": stage,
+        "track": track,
+        "name": name,
+        "kind": kind,
+        "start": start * 1e6,
         "end": end * 1e6,
-    }  # fmt: skip
+    }

@@ -106,13 +106,13 @@ def parameter_groups(held: Parameters, plan: Plan) -> list[tuple[float, Group, G
         Number, group of shards and group of replicas, for dense parameters and for experts.
     """
     shard, replica = plan.shard_group, plan.replica_group
-    found = [(held.dense, shard, replica)]
+    groups = [(held.dense, shard, replica)]
     if held.expert:
         fewer = gcd(shard.size, plan.ep)
         left = max(1, replica.size * fewer // plan.ep)
         own = Group(shard.size // fewer, shard.stride * fewer)
-        found.append((held.expert, own, Group(left, replica.stride)))
-    return found
+        groups.append((held.expert, own, Group(left, replica.stride)))
+    return groups
 
 
 def gather_calls(held: Parameters, workload: Workload, plan: Plan) -> list[CommCall]:

@@ -6,12 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...features.errors import PlanError
+from ...common.errors import PlanError
+from ...features.ir.dtypes import DTYPE_BITS
+from ...features.operators.flops import attention_flops, causal_pairs
 from .plan import Plan
 from .settings import build, read_pairs
 
-#: Bytes of an element by dtype.
-WIDTH = {"bf16": 2, "f16": 2, "f32": 4, "fp8": 1}
+#: HLO type by dtype of a workload.
+HLO_DTYPE = {"bf16": "bf16", "f16": "f16", "f32": "f32", "fp8": "f8e4m3fn"}
+#: Bytes of an element by dtype of a workload.
+WIDTH = {name: DTYPE_BITS[dtype] // 8 for name, dtype in HLO_DTYPE.items()}
 MODES = ("train", "forward")
 #: Names of settings that the zoo uses for the same thing.
 ALIASES = {"dim": "d_model", "hidden": "d_ff", "sequence": "seq", "n_layers": "layers"}
@@ -22,15 +26,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "moe": {"experts": 8, "top_k": 2},
     "gpt": {
-        "kv_heads": 0, "gated": False, "norm": "layernorm", "rope": False, "tied": True,
-        "vocab": 50257, "d_model": 1024, "heads": 16, "d_ff": 4096, "layers": 24, "seq": 1024,
+        "kv_heads": 0,
+        "gated": False,
+        "norm": "layernorm",
+        "rope": False,
+        "tied": True,
+        "vocab": 50257,
+        "d_model": 1024,
+        "heads": 16,
+        "d_ff": 4096,
+        "layers": 24,
+        "seq": 1024,
     },
     "bert": {
-        "kv_heads": 0, "gated": False, "norm": "layernorm", "rope": False, "tied": True,
-        "causal": False, "vocab": 30522, "d_model": 768, "heads": 12, "d_ff": 3072, "layers": 12,
-        "seq": 512, "head_share": 0.15,
+        "kv_heads": 0,
+        "gated": False,
+        "norm": "layernorm",
+        "rope": False,
+        "tied": True,
+        "causal": False,
+        "vocab": 30522,
+        "d_model": 768,
+        "heads": 12,
+        "d_ff": 3072,
+        "layers": 12,
+        "seq": 512,
+        "head_share": 0.15,
     },
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -92,29 +115,34 @@ class Workload:
                 )
         if self.dtype not in WIDTH or self.mode not in MODES:
             raise PlanError(
-                f"dtype={self.dtype}, mode={self.mode}", where="workload",
+                f"dtype={self.dtype}, mode={self.mode}",
+                where="workload",
                 hint=f"dtype is one of {', '.join(WIDTH)}; mode one of {', '.join(MODES)}",
-            )  # fmt: skip
+            )
         if self.norm not in ("rmsnorm", "layernorm") or not 0 < self.head_share <= 1:
             raise PlanError(
-                f"norm={self.norm}, head_share={self.head_share}", where="workload",
+                f"norm={self.norm}, head_share={self.head_share}",
+                where="workload",
                 hint="norm is rmsnorm or layernorm; head_share lies above 0 and up to 1",
-            )  # fmt: skip
+            )
         if not self.head_dim and self.d_model % self.heads:
             raise PlanError(
                 f"d_model={self.d_model} is not a multiple of heads={self.heads}",
-                where="workload", hint="give head_dim, or other heads",
-            )  # fmt: skip
+                where="workload",
+                hint="give head_dim, or other heads",
+            )
         if self.kv_heads < 0 or self.heads % self.groups:
             raise PlanError(
                 f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}",
-                where="workload", hint="choose kv_heads that divide heads",
-            )  # fmt: skip
+                where="workload",
+                hint="choose kv_heads that divide heads",
+            )
         if not 0 <= self.top_k <= self.experts or (self.experts > 0) != (self.top_k > 0):
             raise PlanError(
-                f"experts={self.experts}, top_k={self.top_k}", where="workload",
+                f"experts={self.experts}, top_k={self.top_k}",
+                where="workload",
                 hint="give both or neither, top_k at most experts",
-            )  # fmt: skip
+            )
 
     @property
     def head(self) -> int:
@@ -178,8 +206,9 @@ class Workload:
         experts = self.expert_parameters * max(1, self.top_k) + self.d_model * self.experts
         layer = self.attention_parameters - 2 * self.d_model + experts
         products = self.layers * layer + self.table_parameters * self.head_share
-        pairs = tokens * (self.seq + 1) / 2 if self.causal else tokens * self.seq
-        attention = 4.0 * self.layers * self.heads * self.head * pairs
+        visible = causal_pairs(self.seq, self.seq) if self.causal else float(self.seq) * self.seq
+        pairs = self.batch * visible
+        attention = self.layers * attention_flops(1.0, self.heads, pairs, 2.0 * self.head)
         forward = 2.0 * products * tokens + attention
         return forward * (3.0 if self.mode == "train" else 1.0)
 
@@ -241,8 +270,9 @@ def resolved(workload: Workload, plan: Plan, devices: int) -> Plan:
     if plan.devices != devices:
         raise PlanError(
             f"the plan {plan.text()} takes {plan.devices} devices, the cluster has {devices}",
-            where="plan", hint="dp*fsdp*tp*cp*pp must be the number of devices",
-        )  # fmt: skip
+            where="plan",
+            hint="dp*fsdp*tp*cp*pp must be the number of devices",
+        )
     _divides("tp", plan.tp, "heads", workload.heads)
     _divides("tp", plan.tp, "d_ff", workload.d_ff)
     _divides("cp", plan.cp, "seq", workload.seq)
@@ -259,8 +289,9 @@ def resolved(workload: Workload, plan: Plan, devices: int) -> Plan:
     if plan.pp * plan.virtual > workload.layers:
         raise PlanError(
             f"pp*virtual={plan.pp * plan.virtual} is more than layers={workload.layers}",
-            where="plan", hint="lower pp or virtual",
-        )  # fmt: skip
+            where="plan",
+            hint="lower pp or virtual",
+        )
     own = workload.batch // plan.batch_ranks
     count = plan.microbatches or _choose_microbatches(own, workload, plan)
     _divides("microbatches", count, "batch/(dp*fsdp)", own)
@@ -274,9 +305,10 @@ def _divides(part: str, divisor: int, whole: str, number: int) -> None:
     if number % divisor:
         fits = [d for d in range(1, number + 1) if number % d == 0 and d <= 4 * divisor]
         raise PlanError(
-            f"{part}={divisor} does not divide {whole}={number}", where="plan",
+            f"{part}={divisor} does not divide {whole}={number}",
+            where="plan",
             hint=f"divisors of {whole}: {', '.join(map(str, fits[-8:]))}",
-        )  # fmt: skip
+        )
 
 
 def _choose_microbatches(own: int, workload: Workload, plan: Plan) -> int:

@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import show
-
+from opcast.common.errors import CompilerError
 from opcast.datagen.zoo import export
-from opcast.features.compilers import find_compiler
-from opcast.features.errors import CompilerError
+from opcast.features.lowering.target_compiler.install import find_compiler
 
 DEVICE = "a100-sxm-80gb"
 PROGRAM = {"depth": 50, "batch": 32, "image": 224, "mode": "train"}

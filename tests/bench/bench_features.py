@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from opcast.features.device import DeviceSpec, MemoryLevel
-from opcast.features.graph import kernel_graph
-from opcast.features.hlo import parse_hlo
-from opcast.features.kernel import Kernel
-from opcast.features.roofline import roofline
-from opcast.features.table import feature_table
+from opcast.features.devices.device import DeviceSpec, MemoryLevel
+from opcast.features.ir.hlo_reader import parse_hlo
+from opcast.features.kernels.kernel import Kernel
+from opcast.features.table.kernel_graph import kernel_graph
+from opcast.features.table.roofline import roofline
+from opcast.features.table.table import feature_table
 
 DEVICE = DeviceSpec(
     "bench", "cpu", {"f32": 150e9}, {"f32": 60e9},

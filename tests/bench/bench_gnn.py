@@ -21,21 +21,20 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import show
-
 from opcast.features.dataset import Dataset
+from opcast.models.core.kernel_table import KernelTable
+from opcast.models.core.registry import estimator_class
 from opcast.models.neural.gnn import GraphEstimator
 from opcast.models.neural.gnn_pyg import PygGraphEstimator
-from opcast.models.prepared import Prepared, prepare
-from opcast.models.registry import estimator_class
-from opcast.models.tables import KernelTable
-from opcast.workflows import COMMITTED
+from opcast.models.training_data.prepared import PreparedDataset, prepare
+from opcast.workflows.reports.accuracy import COMMITTED
 
 ROWS = 4096
 EPOCHS = 4
 FASTER = 5.0
 
 
-def samples(data: Prepared) -> tuple[KernelTable, np.ndarray]:
+def samples(data: PreparedDataset) -> tuple[KernelTable, np.ndarray]:
     """Kernels of the committed dataset with their labels, in one group: nothing is held back."""
     rows = np.random.default_rng(0).permutation(data.kernel_rows())[:ROWS]
     return data.table.take(data.entry[rows]), data.latency_s[rows]

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import show
-
 import opcast
-from opcast.features.kernels import kernels_from_irs
+from common import show
+from opcast.features.kernels.extract import kernels_from_irs
 
 IR = (
     "HloModule m\nENTRY e {{\n  a = f32[{n},256]{{1,0}} parameter(0)\n"

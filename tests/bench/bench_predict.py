@@ -10,12 +10,11 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import best, resnet50, show
-
 import opcast
+from common import best, resnet50, show
 from opcast.features.dataset import Dataset
-from opcast.features.kernels import kernels_from_irs
-from opcast.workflows import COMMITTED
+from opcast.features.kernels.extract import kernels_from_irs
+from opcast.workflows.reports.accuracy import COMMITTED
 
 BATCH = 200_000
 

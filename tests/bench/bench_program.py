@@ -8,9 +8,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import best, resnet50, show
-
-from opcast.features.cost import program_cost
-from opcast.features.reader import read_program
+from opcast.features.cost.totals import program_cost
+from opcast.features.ir.reader import read_program
 
 
 def main() -> None:

@@ -6,14 +6,13 @@ import resource
 import time
 
 from common import best, show
-
-from opcast.models.ops import OpModel
+from opcast.models.operators import OpModel
+from opcast.predict.cluster.step import StepPredictor
 from opcast.predict.locate import OPERATOR_MODEL, find_model
-from opcast.predict.step import StepPredictor
-from opcast.simulate.cluster_catalogue import find_cluster
-from opcast.simulate.step.by_rank import Wire
+from opcast.simulate.clusters.catalogue import find_cluster
+from opcast.simulate.reference.by_rank import Wire
+from opcast.simulate.reference.rank_check import PLANS, compare_ranks
 from opcast.simulate.step.plan import parse_plan
-from opcast.simulate.step.rank_check import PLANS, compare_ranks
 from opcast.simulate.step.workload import make_workload
 
 DECODER = {

@@ -10,11 +10,10 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import show
-
 from opcast.features.dataset import Dataset
-from opcast.models.prepared import prepare
-from opcast.models.train import train
-from opcast.workflows import COMMITTED
+from opcast.models.training.train import train
+from opcast.models.training_data.prepared import prepare
+from opcast.workflows.reports.accuracy import COMMITTED
 
 ROWS = 100_000
 

@@ -19,15 +19,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from opcast.common.errors import OpcastError
 from opcast.datagen.zoo.registry import build, parse_settings
-from opcast.features.catalogue import find_device
-from opcast.features.compile_process import CompileSettings
-from opcast.features.device import DeviceSpec
-from opcast.features.errors import OpcastError
-from opcast.features.kernel import LoweredProgram
-from opcast.features.lowering import lower
-from opcast.features.reader import SourceProgram, read_program
-from opcast.features.roofline import roofline
+from opcast.features.devices.catalogue import find_device
+from opcast.features.devices.device import DeviceSpec
+from opcast.features.ir.reader import SourceProgram, read_program
+from opcast.features.kernels.kernel import LoweredProgram
+from opcast.features.lowering.lower import lower
+from opcast.features.lowering.target_compiler.process import CompileSettings
+from opcast.features.table.roofline import roofline
 
 #: GEMMs by the library: without a device to time them, Triton's products are split by guess.
 LIBRARY = CompileSettings(flags={"xla_gpu_enable_triton_gemm": False})

@@ -22,13 +22,18 @@ import optax
 from flax import linen as nn
 
 from opcast.features.dataset import Dataset
-from opcast.models.context_choice import SUM, context_figures, context_programs, held_out_shifts
-from opcast.models.context_trees import BEND_KERNEL, BEND_SUM, MAX_SHIFT, ContextProgram
-from opcast.models.crossfit import fit_and_calibrate
-from opcast.models.prepared import ProgramSample, prepare
-from opcast.models.splits import balanced_folds, make_split
-from opcast.models.train import estimator_factory
-from opcast.workflows import COMMITTED
+from opcast.models.program.context_choice import (
+    SUM,
+    context_figures,
+    context_programs,
+    held_out_shifts,
+)
+from opcast.models.program.context_trees import BEND_KERNEL, BEND_SUM, MAX_SHIFT, ContextProgram
+from opcast.models.training.train import estimator_factory
+from opcast.models.training_data.crossfit import fit_and_calibrate
+from opcast.models.training_data.prepared import ProgramSample, prepare
+from opcast.models.training_data.splits import balanced_folds, make_split
+from opcast.workflows.reports.accuracy import COMMITTED
 
 WIDTH, STEPS, RATE, DROPOUT, FOLDS = 32, 150, 5e-3, 0.1, 5
 

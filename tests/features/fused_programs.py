@@ -98,9 +98,9 @@ def _plain(hlo: str) -> str:
 
 
 def main() -> None:
-    from opcast.features.catalogue import find_device
-    from opcast.features.compile_process import CompileSettings
-    from opcast.features.lowering import lower
+    from opcast.features.devices.catalogue import find_device
+    from opcast.features.lowering.lower import lower
+    from opcast.features.lowering.target_compiler.process import CompileSettings
 
     settings = CompileSettings(flags={"xla_gpu_enable_triton_gemm": False})
     for name in PROGRAMS:

@@ -9,11 +9,11 @@ import pandas as pd
 import pytest
 
 from opcast.features.dataset import COLUMNS, sample_frame
-from opcast.features.device import DeviceSpec, MemoryLevel
-from opcast.features.ir import Program
-from opcast.features.kernel import Kernel, LoweredProgram
-from opcast.models.prepared import Prepared, ProgramSample
-from opcast.models.tables import KernelTable, cells
+from opcast.features.devices.device import DeviceSpec, MemoryLevel
+from opcast.features.ir.program import Program
+from opcast.features.kernels.kernel import Kernel, LoweredProgram
+from opcast.models.core.kernel_table import KernelTable, cells
+from opcast.models.training_data.prepared import PreparedDataset, ProgramSample
 
 SCHEMA = "synthetic"
 
@@ -88,7 +88,7 @@ def make_frame() -> Callable[..., pd.DataFrame]:
 
 
 @pytest.fixture(scope="session")
-def prepared(cpu: DeviceSpec) -> Prepared:
+def prepared(cpu: DeviceSpec) -> PreparedDataset:
     """Nine families and 30 generated programs; some kernels are shared by all programs.
 
     A program's wall time is 1.2 times the sum of its kernels' plus 30 µs, within 3 %.
@@ -120,7 +120,7 @@ def prepared(cpu: DeviceSpec) -> Prepared:
     frame["sample_id"] = [f"s{i}" for i in range(len(frame))]
     is_program = frame["level"] == "program"
     entry = [-1 if p else int(h[1:]) for p, h in zip(is_program, frame["kernel_hash"], strict=True)]
-    return Prepared(
+    return PreparedDataset(
         frame=frame,
         devices={cpu.name: cpu},
         table=table,
@@ -137,8 +137,21 @@ def row_of(
 ) -> dict[str, object]:
     us = latency_s * 1e6
     return {
-        "sample_id": "", "kernel_hash": digest, "kernel_ir": "", "level": level, "kind": kind,
-        "dtype": "f32", "device": "cpu-test", "latency_us_p10": us, "latency_us_p50": us,
-        "latency_us_p90": us, "repeats": 1, "flops": us, "bytes": us, "source": "measured:trace",
-        "run_id": "r0", "family": family, "program": program,
-    }  # fmt: skip
+        "sample_id": "",
+        "kernel_hash": digest,
+        "kernel_ir": "",
+        "level": level,
+        "kind": kind,
+        "dtype": "f32",
+        "device": "cpu-test",
+        "latency_us_p10": us,
+        "latency_us_p50": us,
+        "latency_us_p90": us,
+        "repeats": 1,
+        "flops": us,
+        "bytes": us,
+        "source": "measured:trace",
+        "run_id": "r0",
+        "family": family,
+        "program": program,
+    }

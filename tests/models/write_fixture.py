@@ -15,13 +15,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import synthetic_table
 
-from opcast.features.device import DeviceSpec, MemoryLevel
-from opcast.features.ir import Program
-from opcast.features.kernel import Kernel, LoweredProgram
+from opcast.features.devices.device import DeviceSpec, MemoryLevel
+from opcast.features.ir.program import Program
+from opcast.features.kernels.kernel import Kernel, LoweredProgram
+from opcast.models.core.registry import make_estimator
 from opcast.models.cost_model import CostModel
-from opcast.models.program_model import ProgramModel
-from opcast.models.registry import make_estimator
-from opcast.models.tabular import TabularEstimator
+from opcast.models.estimators.tabular import TabularEstimator
+from opcast.models.program.program_model import ProgramModel
 
 SIZES = {
     "roofline": {},

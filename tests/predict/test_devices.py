@@ -1,11 +1,14 @@
 import json
+import os
 from dataclasses import replace
 
 import pytest
 
-from opcast.features.device import local_device_name
-from opcast.features.errors import DeviceError
+from opcast.common.errors import DeviceError
+from opcast.features.devices.device import MemoryLevel, local_device_name
+from opcast.features.devices.identity import Comparison
 from opcast.predict.devices import is_known, measured_path, resolve_device
+from opcast.workflows.check import at_speed
 
 
 def test_description_passes_through(device):
@@ -37,6 +40,95 @@ def test_known_devices_are_the_models_and_those_measured_here(device, tmp_path, 
     path.parent.mkdir(parents=True)
     path.write_text(device.to_json())
     assert is_known("local", {})
+
+
+def test_a_trained_name_does_not_spare_a_measurement_at_hand(device, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPCAST_CACHE", str(tmp_path))
+    assert not is_known("local", {local_device_name(): device})
+
+
+@pytest.fixture
+def saved(device, predictor, tmp_path, monkeypatch):
+    """Saves this machine's measurement: the trained device at a part of its speed."""
+    monkeypatch.setenv("OPCAST_CACHE", str(tmp_path))
+    monkeypatch.setattr("opcast.predict.devices.local_device_name", lambda: device.name)
+
+    def save(factor):
+        spec = replace(
+            device,
+            peak_flops={d: factor * rate for d, rate in device.peak_flops.items()},
+            vector_flops={d: factor * rate for d, rate in device.vector_flops.items()},
+            levels=tuple(MemoryLevel(x.capacity, factor * x.bandwidth) for x in device.levels),
+            extra={"measured_at": "2026-01-02 03:04 UTC"},
+        )
+        path = measured_path(device.name)
+        path.parent.mkdir(parents=True)
+        path.write_text(spec.to_json())
+        return spec
+
+    return save
+
+
+def test_this_machine_is_not_the_trained_one_of_its_name(device, predictor, step_file, saved):
+    slow = saved(0.5)
+    known = predictor.devices
+    local = resolve_device("local", known)
+    assert local.name == f"{device.name}~104gf-24.1gbs"
+    assert local.peak_flops == slow.peak_flops
+    # The trained device's name still means that one; the machine's own name finds it, too.
+    assert resolve_device(device.name, known) is device
+    assert resolve_device(local.name, known) == local
+
+    found = predictor.predict(step_file, device="local")
+    assert found.in_domain_share == 0.0
+    assert "measures 0.50 x (arithmetic 0.50 x, bandwidth 0.50 x)" in found.notes[-2]
+    assert f"{local.name} was measured on 2026-01-02 03:04 UTC" == found.notes[-1]
+    narrow = predictor.predict(step_file, device=replace(local, name="elsewhere"))
+    assert found.latency_us == narrow.latency_us
+    assert found.lo_us == pytest.approx(narrow.lo_us / 2)
+    assert found.hi_us == pytest.approx(narrow.hi_us * 2)
+    assert found.kernels[0].hi_us == pytest.approx(narrow.kernels[0].hi_us * 2)
+    # A description that goes by the trained name is told apart as well.
+    assert predictor.predict(step_file, device=slow).hi_us == found.hi_us
+
+
+def test_this_machine_is_the_trained_one_if_it_measures_alike(device, predictor, step_file, saved):
+    saved(1.1)
+    found = predictor.predict(step_file, device="local")
+    assert found.device == device.name
+    assert found.notes == (f"{device.name} was measured on 2026-01-02 03:04 UTC",)
+    assert found.in_domain_share > 0
+
+
+def test_a_machine_taken_by_its_name_is_told(device, predictor, step_file, monkeypatch, tmp_path):
+    monkeypatch.setenv("OPCAST_CACHE", str(tmp_path))
+    monkeypatch.setattr("opcast.predict.devices.local_device_name", lambda: device.name)
+    local, named = (predictor.predict(step_file, device=d) for d in ("local", device.name))
+    assert (local.latency_us, local.lo_us, local.hi_us) == (
+        named.latency_us, named.lo_us, named.hi_us,
+    )  # fmt: skip
+    assert "by its name alone" in local.notes[-1]
+    assert named.notes == ()
+
+
+def test_a_measurement_without_a_date_has_that_of_its_file(device, saved):
+    saved(1.0)
+    path = measured_path(device.name)
+    path.write_text(device.to_json())
+    os.utime(path, (86400, 86400))
+    assert resolve_device("local", {}).extra["measured_at"] == "1970-01-02 00:00 UTC"
+
+
+def test_check_tells_that_the_machine_runs_slower_now(device, predictor, step_file):
+    prediction = predictor.predict(step_file, device=device)
+    near = Comparison({"arithmetic": 0.9, "bandwidth": 1.2})
+    assert at_speed(prediction, near) is prediction
+    found = at_speed(prediction, Comparison({"arithmetic": 0.5, "bandwidth": 0.625}))
+    assert found.latency_us == prediction.latency_us
+    assert found.lo_us == prediction.lo_us
+    assert found.hi_us == pytest.approx(2 * prediction.hi_us)
+    assert found.kernels[0].hi_us == pytest.approx(2 * prediction.kernels[0].hi_us)
+    assert "now runs at 0.56 x (arithmetic 0.50 x, bandwidth 0.62 x)" in found.notes[-1]
 
 
 def test_catalogue_comes_last(device, tmp_path, monkeypatch):

@@ -36,12 +36,12 @@ def test_malformed_kernels(client):
     assert found["sent"] == 30 and not found["unexpected errors"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_many_requests_drawn_from_the_document(url):
     assert not fuzzing.fuzz_api(url, examples=150)["status 500"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_many_malformed_programs(client):
     found = fuzzing.fuzz_programs(client, 1000, seed=1) + fuzzing.fuzz_depth(client, 30_000)
     assert found["status 422"] > 100

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from opcast.features.errors import DeviceError, PlanError
+from opcast.common.errors import DeviceError, InternalError, PlanError
 from opcast.server import jobs
 
 
@@ -24,6 +24,7 @@ class Predictors(dict):
     [
         (DeviceError("no such device"), 404, "no such device"),
         (PlanError("too many"), 422, "too many"),
+        (InternalError("opcast fails at x.py:1"), 500, "opcast fails at x.py:1"),
         (MemoryError(), 422, "more memory"),
         (RecursionError(), 422, "too deeply"),
         (IndexError("of ours"), 422, "IndexError: of ours"),

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from opcast.features.errors import ProgramError
+from opcast.common.errors import ProgramError
 from opcast.server.batching import BATCH_ROWS, MicroBatcher
 from opcast.server.cache import LruCache
 from opcast.server.guard import Guard

@@ -1,15 +1,27 @@
 import pytest
 
-from opcast.features.errors import PlanError
-from opcast.simulate.serving import Request, serve
+from opcast.common.errors import PlanError
+from opcast.simulate.serving import Chunk, Request, serve
 
 
-def second(tokens, reach, batch, length):
+def second(chunks, batch, length):
     return 1.0
 
 
-def by_tokens(tokens, reach, batch, length):
-    return 0.001 * (tokens + batch)
+def by_tokens(chunks, batch, length):
+    return 0.001 * (sum(c.tokens for c in chunks) + batch)
+
+
+def watched(requests, **limits):
+    """What each iteration was asked for."""
+    seen = []
+
+    def watch(*iteration):
+        seen.append(iteration)
+        return 1.0
+
+    serve(requests, watch, 10_000, **limits)
+    return seen
 
 
 def test_one_request_by_hand():
@@ -17,6 +29,7 @@ def test_one_request_by_hand():
     found = serve([Request(2.0, 5, 3)], second, 100)
     assert found.first_token.tolist() == [1.0]
     assert found.per_token.tolist() == [1.0]
+    assert found.latency.tolist() == [3.0]
     assert found.makespan == 2 + 1 + 2
     assert (found.iterations, found.largest_batch, found.largest_cache) == (3, 1, 8)
 
@@ -32,14 +45,26 @@ def test_requests_join_a_running_batch():
 def test_prompts_are_cut_to_the_budget():
     found = serve([Request(0.0, 10, 1)], second, 100, token_budget=4)
     assert found.iterations == 3
-    seen = []
+    assert watched([Request(0.0, 10, 2)], token_budget=4) == [
+        ([Chunk(4, 0)], 0, 0.0), ([Chunk(4, 4)], 0, 0.0), ([Chunk(2, 8)], 0, 0.0), ([], 1, 11.0),
+    ]  # fmt: skip
 
-    def watch(tokens, reach, batch, length):
-        seen.append((tokens, reach, batch, length))
-        return 1.0
 
-    serve([Request(0.0, 10, 2)], watch, 100, token_budget=4)
-    assert seen == [(4, 2.0, 0, 0.0), (4, 6.0, 0, 0.0), (2, 9.0, 0, 0.0), (0, 0.0, 1, 11.0)]
+def test_prompts_of_an_iteration_stay_apart():
+    seen = watched([Request(0.0, n, 1) for n in (5, 5, 7)], token_budget=12)
+    assert seen == [([Chunk(5), Chunk(5), Chunk(2)], 0, 0.0), ([Chunk(5, 2)], 0, 0.0)]
+
+
+def test_running_requests_count_against_the_budget():
+    requests = [Request(0.0, 2, 5) for _ in range(6)]
+    seen = watched(requests, token_budget=3)
+    sizes = [sum(c.tokens for c in chunks) + batch for chunks, batch, _ in seen]
+    assert max(sizes) == 3
+    assert sum(sizes) == 6 * (2 + 4)
+    assert max(batch for _, batch, _ in watched(requests, max_batch=2)) == 2
+    for limits in ({"token_budget": 0}, {"max_batch": 0}):
+        with pytest.raises(PlanError, match="at least 1"):
+            serve(requests, second, 100, **limits)
 
 
 def test_the_cache_holds_back_what_does_not_fit():

@@ -60,7 +60,7 @@ class Counter:
 
 def cache(folder: Path) -> list[str]:
     """Three entries of a cache."""
-    from opcast.features.cache import LoweringCache
+    from opcast.features.lowering.cache import LoweringCache
 
     store = LoweringCache(folder)
     keys = [store.key(str(i)) for i in range(3)]
@@ -75,14 +75,15 @@ def profile(folder: Path) -> dict[str, Any]:
     """What a profile run writes: shards, failures, its record; rows as a worker gives them."""
     from dataclasses import asdict
 
-    from opcast.datagen.store import Store, consolidate, done_programs, write_record
-    from opcast.features.catalogue import find_device
+    from opcast.datagen.dataset_folder import RunWriter, consolidate, done_programs
     from opcast.features.dataset import COLUMNS, Dataset
+    from opcast.features.devices.catalogue import find_device
 
     folder.mkdir(exist_ok=True)
-    store = Store(folder, "r1")
+    store = RunWriter(folder, "r1")
     done = done_programs(folder)
-    write_record(folder, {"run_id": "r1", "device": asdict(find_device("l4"))})
+    store.record["device"] = asdict(find_device("l4"))
+    store.save_record()
     store._shards = len(list(folder.glob("samples*.parquet")))
     for i in range(6):
         name = f"program{i}"
@@ -102,7 +103,7 @@ def profile(folder: Path) -> dict[str, Any]:
 
 def data_import(folder: Path) -> dict[str, Any]:
     """Published tables (made in ``folder``'s parent) into a dataset."""
-    from opcast.datagen.published import import_published
+    from opcast.datagen.published.importer import import_published
     from opcast.features.dataset import Dataset
 
     import_published(folder.parent / "published", folder)
@@ -112,9 +113,9 @@ def data_import(folder: Path) -> dict[str, Any]:
 
 def sweep(folder: Path) -> list[list[Any]]:
     """A small sweep over plans."""
-    from opcast.predict.sweep import Sweep, grid
-    from opcast.predict.sweep_job import SweepJob
-    from opcast.predict.sweep_space import parse_grid
+    from opcast.predict.sweep.job import SweepJob
+    from opcast.predict.sweep.run import Sweep, grid
+    from opcast.predict.sweep.space import parse_grid
     from opcast.simulate.step.workload import make_workload
 
     sizes = {"layers": 8, "d_model": 1024, "heads": 8, "kv_heads": 8, "d_ff": 4096, "vocab": 8192,

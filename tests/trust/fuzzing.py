@@ -106,8 +106,8 @@ def _number(data: bytearray, at: int, text: bytes) -> None:
 
 
 def _program(data: bytes, _: Path) -> None:
-    from opcast.features.lowering import lower
-    from opcast.features.reader import read_program
+    from opcast.features.ir.reader import read_program
+    from opcast.features.lowering.lower import lower
 
     source = read_program(data, trip_counts=2)
     _ = source.program
@@ -116,11 +116,11 @@ def _program(data: bytes, _: Path) -> None:
 
 
 def _hlo(data: bytes, _: Path) -> None:
-    from opcast.features.device import DeviceSpec, MemoryLevel
-    from opcast.features.lowering import lower
-    from opcast.features.reader import read_program
-    from opcast.features.table import feature_table
-    from opcast.features.untrusted import well_formed
+    from opcast.features.devices.device import DeviceSpec, MemoryLevel
+    from opcast.features.ir.reader import read_program
+    from opcast.features.ir.untrusted import well_formed
+    from opcast.features.lowering.lower import lower
+    from opcast.features.table.table import feature_table
 
     source = read_program(data, trip_counts=2)
     found = lower(source, "op", cache=False)
@@ -133,7 +133,7 @@ def _hlo(data: bytes, _: Path) -> None:
 
 
 def _device_file(data: bytes, folder: Path) -> None:
-    from opcast.features.catalogue import load_device_file
+    from opcast.features.devices.catalogue import load_device_file
 
     load_device_file(_put(folder / "device.yaml", data))
 
@@ -145,7 +145,7 @@ def _device_json(data: bytes, folder: Path) -> None:
 
 
 def _cluster(data: bytes, folder: Path) -> None:
-    from opcast.simulate.topology_file import load_cluster
+    from opcast.simulate.clusters.files import load_cluster
 
     load_cluster(_put(folder / "cluster.yml", data))
 
@@ -164,7 +164,7 @@ def _plan(data: bytes, _: Path) -> None:
 
 def _set(data: bytes, _: Path) -> None:
     from opcast.datagen.zoo import parse_settings
-    from opcast.predict.sweep_space import parse_grid
+    from opcast.predict.sweep.space import parse_grid
     from opcast.simulate.step.workload import read_workload
 
     for read in (
@@ -178,9 +178,9 @@ def _set(data: bytes, _: Path) -> None:
 def _op(data: bytes, _: Path) -> None:
     import pandas as pd
 
-    from opcast.features.catalogue import find_device
-    from opcast.features.ops import op_features
-    from opcast.features.ops.query import parse_op
+    from opcast.features.devices.catalogue import find_device
+    from opcast.features.operators import op_features
+    from opcast.features.operators.query import parse_op
 
     row = parse_op(_text(data))
     frame = pd.DataFrame([{**row, "device": "h100-sxm"}])
@@ -188,13 +188,13 @@ def _op(data: bytes, _: Path) -> None:
 
 
 def _nccl(data: bytes, folder: Path) -> None:
-    from opcast.simulate.collective_data import read_collectives
+    from opcast.models.collectives.measurements import read_collectives
 
     read_collectives([_put(folder / "all_reduce.log", data)])
 
 
 def _csv(data: bytes, folder: Path) -> None:
-    from opcast.simulate.collective_data import read_collectives
+    from opcast.models.collectives.measurements import read_collectives
 
     read_collectives([_put(folder / "rows.csv", data)])
 
@@ -217,7 +217,7 @@ def _groups(data: bytes, folder: Path) -> None:
 
 
 def _cache(data: bytes, folder: Path) -> None:
-    from opcast.features.cache import LoweringCache
+    from opcast.features.lowering.cache import LoweringCache
 
     cache = LoweringCache(folder)
     key = cache.key("a")
@@ -237,7 +237,7 @@ def _dataset(data: bytes, folder: Path) -> None:
 
 
 def _record(data: bytes, folder: Path) -> None:
-    from opcast.datagen.store import run_records
+    from opcast.datagen.dataset_folder import run_records
     from opcast.features.dataset import Dataset
 
     _put(folder / "samples.parquet", _shards()[0])
@@ -247,7 +247,7 @@ def _record(data: bytes, folder: Path) -> None:
 
 
 def _graph_ops(data: bytes, _: Path) -> None:
-    from opcast.predict.opgraph import op_rows, parse_ops, parse_shapes
+    from opcast.predict.published.opgraph import op_rows, parse_ops, parse_shapes
 
     _refusable(parse_shapes, _text(data))
     for op in parse_ops(_text(data)):
@@ -292,8 +292,8 @@ def _operators(data: bytes, folder: Path) -> None:
 
     import pandas as pd
 
-    from opcast.datagen.published import import_published
-    from opcast.features.errors import DatasetError
+    from opcast.common.errors import DatasetError
+    from opcast.datagen.published.importer import import_published
 
     try:
         table = pd.read_csv(io.BytesIO(data))
@@ -306,25 +306,25 @@ def _operators(data: bytes, folder: Path) -> None:
 
 
 def _params(data: bytes, folder: Path) -> None:
-    from opcast.models.tuned import read_params
+    from opcast.models.training.tuned import read_params
 
     read_params(_put(folder / "params.json", data), "xgboost")
 
 
 def _collectives(data: bytes, folder: Path) -> None:
-    from opcast.simulate.collective import CollectiveModel
+    from opcast.models.collectives.model import CollectiveModel
 
     CollectiveModel.load(_put(folder / "collectives.json", data))
 
 
 def _hespas(data: bytes, folder: Path) -> None:
-    from opcast.predict.plugins.hespas_run import configured
+    from opcast.predict.export.hespas_run import configured
 
     configured(_put(folder / "config.json", data))
 
 
 def _refusable(read: Callable[..., object], *arguments: object) -> None:
-    from opcast.features.errors import OpcastError
+    from opcast.common.errors import OpcastError
 
     try:
         read(*arguments)
@@ -345,8 +345,8 @@ def _texts(*texts: str) -> Callable[[], list[bytes]]:
 
 @cache
 def _bytecode() -> list[bytes]:
-    from opcast.features import _jax_compat
-    from opcast.features.reader import read_program
+    from opcast.features.ir import jax_compat as _jax_compat
+    from opcast.features.ir.reader import read_program
 
     sources = [read_program(DATA / name) for name in ("all_ops.mlir", "quantised.mlir")]
     found = [_jax_compat.write_bytecode(source.module) for source in sources]
@@ -385,7 +385,7 @@ def _chakra_seeds() -> list[bytes]:
 def _records() -> list[bytes]:
     from dataclasses import asdict
 
-    from opcast.features.catalogue import find_device
+    from opcast.features.devices.catalogue import find_device
 
     return [json.dumps({"device": asdict(find_device("l4")), "run_id": "r1"}).encode()]
 
@@ -420,8 +420,8 @@ def _cached() -> list[bytes]:
 def _clusters() -> list[bytes]:
     import yaml
 
-    from opcast.simulate.cluster_catalogue import find_cluster
-    from opcast.simulate.topology_file import cluster_data
+    from opcast.simulate.clusters.catalogue import find_cluster
+    from opcast.simulate.clusters.files import cluster_data
 
     names = ("dgx-h100-x16", "tpu-v4-x64")
     return [yaml.safe_dump(cluster_data(find_cluster(name))).encode() for name in names]
@@ -487,7 +487,7 @@ TARGETS: dict[str, Target] = {
     "model manifest": Target(_files("tests/models/data/v1/ridge/manifest.json"), _model, 2),
     "model weights": Target(_files("tests/models/data/v1/ridge/estimator/ridge.npz"), _weights),
     "parameters": Target(_texts('{"model": "xgboost", "params": {"max_depth": 6}}'), _params),
-    "collective parameters": Target(_files("simulate/pretrained/collectives.json"), _collectives),
+    "collective parameters": Target(_files("models/pretrained/collectives.json"), _collectives),
     "HESPAS configuration": Target(
         _texts('{"perf_estimator": {"method": "opcast", "hardware": {"device": "l4"}}}'), _hespas
     ),
@@ -502,7 +502,7 @@ def attempt(target: Target, data: bytes, folder: Path) -> str:
     """
     import typer
 
-    from opcast.features.errors import OpcastError
+    from opcast.common.errors import OpcastError
 
     try:
         target.read(data, folder)

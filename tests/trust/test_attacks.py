@@ -10,9 +10,9 @@ import os
 import pickle
 import resource
 import shutil
+import signal
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -22,21 +22,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from opcast.cli_common import one_line
-from opcast.features.cache import LoweringCache
-from opcast.features.catalogue import load_device_file
+from opcast.cli.options import one_line
+from opcast.common.errors import DatasetError, ModelError, OpcastError
+from opcast.common.files import gunzip, parse_json, parse_yaml
 from opcast.features.dataset import Dataset, write_text
-from opcast.features.device import DeviceSpec
-from opcast.features.errors import DatasetError, ModelError, OpcastError
-from opcast.features.files import gunzip, parse_json, parse_yaml
-from opcast.features.reader import read_program
-from opcast.models.compact import expand
+from opcast.features.devices.catalogue import load_device_file
+from opcast.features.devices.device import DeviceSpec
+from opcast.features.ir.reader import read_program
+from opcast.features.lowering.cache import LoweringCache
+from opcast.models.core import store
+from opcast.models.core.store import unpack
 from opcast.models.cost_model import CostModel
-from opcast.models.ops import OpModel
-from opcast.models.store import unpack
-from opcast.predict.opgraph import parse_ops, parse_shapes
+from opcast.models.estimators import xgboost_trees as compact
+from opcast.models.estimators.xgboost_trees import expand
+from opcast.models.operators import OpModel
+from opcast.predict.published.opgraph import parse_ops, parse_shapes
 from opcast.simulate.chakra.folder import read_folder
-from opcast.simulate.cluster_catalogue import find_cluster
+from opcast.simulate.clusters.catalogue import find_cluster
 from opcast.simulate.step.plan import parse_plan
 from opcast.simulate.step.workload import read_workload
 
@@ -77,13 +79,11 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 def test_yaml_makes_plain_data_or_nothing(tmp_path, canary, text):
     path = tmp_path / "file.yaml"
     path.write_text(text.replace("{0}", str(canary)))
-    started = time.monotonic()
     for read in (load_device_file, find_cluster, lambda p: read_workload(str(p)),
                  lambda p: parse_plan(str(p))):  # fmt: skip
         with pytest.raises(OpcastError) as caught:
             read(path)
         assert len(one_line(caught.value)) < 2100
-    assert time.monotonic() - started < 10
     assert not canary.exists()
 
 
@@ -156,8 +156,13 @@ def test_arrays_that_promise_petabytes_are_refused(shape):
         unpack(buffer.getvalue())
 
 
-def test_what_unpacks_to_gigabytes_is_refused():
-    zeros = bytes(2**26)
+@pytest.mark.parametrize("less", [64, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_what_unpacks_to_gigabytes_is_refused(less, monkeypatch):
+    """With limits that are a fraction of what they are, and with those."""
+    assert (store.MAX_ARRAYS, compact.MAX_BYTES) == (2**31, 2**30)
+    monkeypatch.setattr(store, "MAX_ARRAYS", 2**31 // less)
+    monkeypatch.setattr(compact, "MAX_BYTES", 2**30 // less)
+    zeros = bytes(2**26 // less)
     bomb = io.BytesIO()
     with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
         for i in range(33):  # 2.1 GB in 2 MB
@@ -169,7 +174,7 @@ def test_what_unpacks_to_gigabytes_is_refused():
     with pytest.raises(ValueError, match="too large"):
         expand(data)
     with pytest.raises(ValueError, match="more than"):
-        gunzip(gzip.compress(zeros), limit=2**20)
+        gunzip(gzip.compress(zeros), limit=2**19)
     with pytest.raises(ValueError, match="cut off"):
         gunzip(gzip.compress(b"x" * 1000)[:-9])
 
@@ -233,7 +238,7 @@ def test_a_table_that_does_not_fit_into_memory_is_refused(tmp_path):
             writer.write_table(one)
     data = bytearray((folder / "samples.parquet").read_bytes())
     assert len(data) < 10_000  # three million rows
-    from opcast.features import tables
+    from opcast.common import parquet as tables
 
     old, tables.MEMORY_SHARE = tables.MEMORY_SHARE, 1e-4
     try:
@@ -256,7 +261,7 @@ def test_names_of_devices_are_names(tmp_path, name):
 
 
 def test_a_run_record_writes_under_its_own_name_only(tmp_path):
-    from opcast.datagen.store import run_records
+    from opcast.datagen.dataset_folder import run_records
 
     folder = dataset(tmp_path)
     record = json.loads((folder / "run-r1.json").read_text())
@@ -302,7 +307,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_are_read_and_never_run(tmp_path, canary, name):
-    from opcast.features.lowering import lower
+    from opcast.features.lowering.lower import lower
 
     text = PROGRAMS[name].format(canary)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -324,36 +329,41 @@ def test_a_jax_export_with_a_planted_pickle_is_refused(canary):
     assert not canary.exists()
 
 
-CRASHES = (
-    "import os, signal, sys; os.write(1, b'2'); sys.stdin.buffer.read(8); "
-    "os.kill(os.getpid(), signal.SIGSEGV)"
+READY = (
+    "import os, signal, time; from opcast.common.child_process import Channel; "
+    "channel = Channel(); channel.send(b'ready'); "
 )
-HANGS = "import os, time; os.write(1, b'2'); time.sleep(60)"
+CRASHES = f"{READY} next(iter(channel)); os.kill(os.getpid(), signal.SIGSEGV)"
+HANGS = f"{READY} time.sleep(60)"
 
 
 def test_bytecode_that_crashes_its_parser_does_not_crash_us(monkeypatch):
-    import opcast.features.untrusted as untrusted
+    import opcast.features.ir.untrusted as untrusted
 
     data = TARGETS["MLIR bytecode"].seeds()[0]
     read_program(data)
     untrusted.reader.close()
     monkeypatch.setattr(untrusted, "_passed", set())
-    right = untrusted._COMMAND
-    monkeypatch.setattr(untrusted, "_COMMAND", [sys.executable, "-c", CRASHES])
-    with pytest.raises(OpcastError, match=r"bytecode is damaged \(reading it crashes: SIGSEGV\)"):
+    right = untrusted._command
+    monkeypatch.setattr(untrusted, "_command", lambda: [sys.executable, "-c", CRASHES])
+    with pytest.raises(
+        OpcastError, match=r"bytecode is damaged \(reading it crashes: signal SIGSEGV\)"
+    ):
         read_program(data)
-    monkeypatch.setattr(untrusted, "_COMMAND", [sys.executable, "-c", HANGS])
+    monkeypatch.setattr(untrusted, "_command", lambda: [sys.executable, "-c", HANGS])
     monkeypatch.setattr(untrusted, "TIMEOUT_S", 6)
     with pytest.raises(OpcastError, match="did not end within"):
         read_program(data)
     monkeypatch.setattr(untrusted, "TIMEOUT_S", 30)
-    monkeypatch.setattr(untrusted, "_COMMAND", [sys.executable, "-c", "raise SystemExit(3)"])
+    monkeypatch.setattr(
+        untrusted, "_command", lambda: [sys.executable, "-c", "raise SystemExit(3)"]
+    )
     with pytest.raises(OpcastError, match="does not start"):
         read_program(data)
-    monkeypatch.setattr(untrusted, "_COMMAND", right)
+    monkeypatch.setattr(untrusted, "_command", right)
     read_program(data)  # the next one is read by a new process
-    assert untrusted.reader._process is not None
-    untrusted.reader._process.kill()  # as the system does when memory runs out
+    assert untrusted.reader._worker is not None
+    os.kill(untrusted.reader._worker.pid, signal.SIGKILL)  # as the system does when memory runs out
     monkeypatch.setattr(untrusted, "_passed", set())
     read_program(data)
     untrusted.reader.close()
@@ -374,7 +384,7 @@ ODD = "\x1b]0;owned\x07\x1b[2J[red]x[/red][link=http://evil]y[/link]:smile:\u202
 def test_names_from_files_reach_the_terminal_as_text(capsys):
     from rich.table import Table
 
-    from opcast.predict.terminal import PlainConsole
+    from opcast.common.console import PlainConsole
 
     for terminal in (True, False):
         console = PlainConsole(width=200, force_terminal=terminal)
@@ -389,8 +399,8 @@ def test_names_from_files_reach_the_terminal_as_text(capsys):
 
 
 def test_names_of_runs_are_printed_as_text(capsys):
-    from opcast.cli_common import make_console
-    from opcast.workflows import print_frame
+    from opcast.cli.options import make_console
+    from opcast.common.tables_text import print_frame
 
     print_frame(make_console(), pd.DataFrame({"run": [ODD], "mape": [0.5]}), "runs")
     shown = capsys.readouterr().out
@@ -405,7 +415,7 @@ def test_artefacts_of_mlflow_are_not_read(tmp_path, canary):
     (artefacts / "python_model.pkl").write_bytes(pickle.dumps(Payload(canary)))
     (artefacts / "MLmodel").write_text(f"x: !!python/object/apply:os.system ['touch {canary}']")
     code = (
-        "import sys; from pathlib import Path; from opcast.models.tracking import *\n"
+        "import sys; from pathlib import Path; from opcast.models.tracking.mlflow_store import *\n"
         "root = Path(sys.argv[1])\n"
         "log_run(RunLog('r', {'model': \"__import__('os').system('true')\"}, {'mape': 1.0}),"
         " root=root)\n"
@@ -441,7 +451,7 @@ def test_nothing_in_the_package_can_run_what_it_reads():
     words = ("import pickle", "pickle.load", "marshal.", "shelve.", "eval(", "exec(",
              "yaml.load(", "unsafe_load", "allow_pickle=True", "os.system", "shell=True",
              "joblib", "cloudpickle")  # fmt: skip
-    allowed = {("features/files.py", "yaml.load(")}  # with a safe loader
+    allowed = {("common/files.py", "yaml.load(")}  # with a safe loader
     for path in ROOT.rglob("*.py"):
         name = path.relative_to(ROOT).as_posix()
         if name.startswith(("tests/", ".", "build/")):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from opcast.models.base import KernelPrediction
+from opcast.models.core.base import KernelPrediction
 
 
 class ConstantEstimator:

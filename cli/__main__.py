@@ -1,0 +1,7 @@
+"""Runs the command line as ``python -m opcast.cli``."""
+
+from __future__ import annotations
+
+from . import main
+
+main()

@@ -1,0 +1,86 @@
+"""The command that adapts a model to a device: from a dataset, or by measuring here."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import ModelOpt, Seed, make_console, refuse, refuse_unused, seconds_of
+
+
+class Allocation(StrEnum):
+    """How samples of an operator model are divided among operator families.
+
+    ``family`` gives every family the same number; ``time`` gives the next sample to the family with
+    the largest product of its share of the time and the sample's expected information gain.
+    """
+
+    FAMILY = "family"
+    TIME = "time"
+
+
+def calibrate(
+    context: typer.Context,
+    device: Annotated[str, typer.Option(help="Device to adapt to; local for this machine.")],
+    data: Annotated[
+        list[Path] | None,
+        typer.Option("--data", help="Dataset measured on the device; may be given again."),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Without --data: time to spend on measuring here, such as 5m."),
+    ] = None,
+    model: ModelOpt = "default",
+    samples: Annotated[
+        int,
+        typer.Option(
+            min=1, help="With --data: samples to learn from; for operators, of each family."
+        ),
+    ] = 100,
+    allocate: Annotated[
+        Allocation, typer.Option(help="Divide operator samples evenly, or by share of the time.")
+    ] = Allocation.FAMILY,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the adapted model.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot error against number of samples.")] = None,
+    seed: Seed = 0,
+) -> None:
+    """Adapt a model to a device from few, actively chosen samples.
+
+    The samples come from a dataset (--data) or are measured here (--budget).
+    """
+    if bool(data) == (budget is not None):
+        raise typer.BadParameter("give either --data or --budget")
+
+    from ..workflows.settings import CalibrateSettings
+
+    console = make_console()
+    settings = CalibrateSettings(
+        device=device,
+        model=model,
+        data=data or (),
+        budget_s=None if budget is None else seconds_of(budget),
+        samples=samples,
+        by_time=allocate is Allocation.TIME,
+        out=out,
+        plot=plot,
+        seed=seed,
+    )
+    if budget is not None:
+        from ..workflows.calibrate_by_measuring import run_calibrate_budget
+
+        used = {"budget", "device", "model", "out", "seed"}
+        refuse_unused(context, "measuring here (--budget)", used)
+        run_calibrate_budget(console, settings)
+        return
+    from ..features.dataset import Dataset
+    from ..workflows.calibrate_from_dataset import run_calibrate_kernels, run_calibrate_operators
+
+    dataset = Dataset.load(*settings.data)
+    if dataset.of_operators:
+        run_calibrate_operators(console, dataset, settings)
+    else:
+        refuse(context, "a dataset of kernels", {"allocate"})
+        run_calibrate_kernels(console, dataset, settings)

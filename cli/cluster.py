@@ -1,0 +1,199 @@
+"""Commands about clusters and collectives."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .options import Json, make_console, print_json, refuse, refuse_unused
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from ..simulate.clusters.topology import Cluster
+
+
+def cluster(
+    context: typer.Context,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Name, YAML file, or ASTRA-sim's network.yml."),
+    ] = None,
+    list_all: Annotated[
+        bool, typer.Option("--list", help="List the names of common clusters.")
+    ] = False,
+    json_output: Json = False,
+    save: Annotated[Path | None, typer.Option(help="Write the cluster as YAML.")] = None,
+    astra: Annotated[Path | None, typer.Option(help="Write it as ASTRA-sim's network.yml.")] = None,
+) -> None:
+    """Print a cluster: its network, collective times and sources.
+
+    Collectives run over all ranks as one group.
+    """
+    from ..common.errors import DeviceError
+    from ..common.files import write_text
+    from ..simulate.clusters.catalogue import cluster_names, find_cluster
+    from ..simulate.clusters.files import astra_network, cluster_data, save_cluster
+
+    if list_all:
+        refuse_unused(context, "the list of names (--list)", {"list_all", "json_output"})
+        names = cluster_names()
+        if json_output:
+            print_json(names)
+        else:
+            sys.stdout.write("\n".join(names) + "\n")
+        return
+    if name is None:
+        raise DeviceError("no cluster given", hint="opcast cluster NAME, or --list")
+    chosen = find_cluster(name)
+    if save is not None:
+        save_cluster(chosen, save)
+    if astra is not None:
+        write_text(astra, astra_network(chosen.topology))
+    if json_output:
+        content = cluster_data(chosen) | {"devices": chosen.size, "sources": chosen.sources}
+        print_json(content)
+        return
+    _print_cluster(chosen)
+
+
+def _print_cluster(cluster: Cluster) -> None:
+    from rich.table import Table
+
+    from ..simulate.collectives.choose import COLLECTIVES, collective_cost
+
+    console = make_console(140)
+    title = f"{cluster.name}: {cluster.size} × {cluster.device or 'device not named'}"
+    table = Table(
+        "dimension", "kind", "size", "GB/s", "reached", "latency µs", "launch µs", title=title
+    )
+    for d in cluster.topology.dims:
+        shape = " × ".join(map(str, d.shape)) or str(d.size)
+        detail = f"{d.kind}, {d.oversubscription:g}:1" if d.oversubscription > 1 else d.kind
+        figures = (d.bandwidth / 1e9, d.efficiency, d.latency * 1e6, d.launch * 1e6)
+        table.add_row(d.name, detail, shape, *(f"{x:g}" for x in figures))
+    console.print(table)
+    sizes = (2.0**16, 2.0**24, 2.0**30)
+    times = Table(
+        "µs, all ranks",
+        *("64 KiB", "16 MiB", "1 GiB"),
+        "algorithm at 1 GiB",
+        caption="sizes: bytes that each rank puts in (all_gather: its own share)",
+    )
+    for kind in COLLECTIVES if cluster.size > 1 else ():
+        group = 2 if kind == "send_recv" else cluster.size
+        costs = [collective_cost(kind, size, group, cluster) for size in sizes]
+        times.add_row(kind, *(f"{1e6 * c.total:,.1f}" for c in costs), costs[-1].algorithm)
+    console.print(times)
+    for key, source in sorted(cluster.sources.items()):
+        console.print(f"{key}: {source}", highlight=False, soft_wrap=True)
+
+
+def calibrate_collectives(
+    context: typer.Context,
+    data: Annotated[
+        list[Path],
+        typer.Argument(help="nccl-tests output, CSV, or a folder with collectives*.csv.gz."),
+    ],
+    out: Annotated[Path | None, typer.Option("--out", help="File for the fitted model.")] = None,
+    device: Annotated[
+        str, typer.Option("--device", help="Device of the rows that do not name one.")
+    ] = "",
+    op: Annotated[
+        str, typer.Option("--op", help="Collective, if nccl-tests output does not name it.")
+    ] = "",
+    report: Annotated[
+        bool,
+        typer.Option("--report", help="Print errors on held-out rows and on held-out machines."),
+    ] = False,
+    known_only: Annotated[
+        bool, typer.Option("--known-only", help="With --report: skip held-out machines (faster).")
+    ] = False,
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="Fit all parameters to DATA, not only those of its machines."),
+    ] = False,
+    json_output: Json = False,
+) -> None:
+    """Fit the collective model to measurements.
+
+    With --report, print how well the fit predicts other measurements.
+    """
+    from ..common.errors import DatasetError
+    from ..models.collectives.measurements import read_collectives
+    from ..models.collectives.model import CollectiveModel, fit_collectives
+
+    if out is None and not report:
+        raise DatasetError("nothing to do", hint="give --out FILE, --report, or both")
+    if not report:
+        refuse(context, "a fit without --report", {"known_only"})
+    if out is None:
+        refuse(context, "a report without --out", {"fresh"})
+    rows, find = read_collectives(data, device, op)
+    if report:
+        _report(rows, find, not known_only, json_output)
+    if out is None:
+        return
+    if fresh:
+        about = {"sources": sorted(set(rows["source"].astype(str))), "rows": len(rows)}
+        model = fit_collectives(rows, find, about)
+    else:
+        model = CollectiveModel.load().calibrated(rows, find)
+    model.save(out)
+    if not report:
+        _print_fit(rows, find, model, json_output)
+
+
+def _report(rows: pd.DataFrame, find: Any, unseen: bool, json_output: bool) -> None:
+    from ..models.collectives.study import KNOWN, UNSEEN, study, summary
+
+    errors = study(rows, find, lambda text: typer.echo(text, err=True), unseen)
+    known = [["source"], ["source", "size"], ["op"], ["machine"], ["fabric", "world_size"]]
+    tables = {", ".join(by): summary(errors, by, KNOWN) for by in known}
+    if unseen:
+        for by in (["source"], ["architecture"], ["size"], ["op"], ["fabric"]):
+            tables[f"unseen by {', '.join(by)}"] = summary(errors, by, UNSEEN)
+    if json_output:
+        plain = {k: t.reset_index().astype(object) for k, t in tables.items()}
+        content = {k: t.where(t.notna(), None).to_dict("records") for k, t in plain.items()}
+        print_json(content)
+        return
+    for name, table in tables.items():
+        _print_frame(table, f"error in %, by {name}")
+
+
+def _print_fit(rows: pd.DataFrame, find: Any, model: Any, json_output: bool) -> None:
+    """Print three parameters of each machine and operation, and the errors on the fitted rows."""
+    import numpy as np
+
+    from ..models.collectives.baselines import fit_three
+    from ..models.collectives.study import summary
+    from ..models.collectives.table import collective_table
+
+    table, latency = collective_table(rows, find), rows["latency_us"].to_numpy(float)
+    predicted = model.predict(rows, find)["latency_s"].to_numpy() * 1e6
+    names = {c: getattr(table, c) for c in ("machine", "fabric", "op", "backend")}
+    errors = rows[[]].assign(**names, fitted=100 * np.abs(predicted / latency - 1))
+    result = summary(errors, ["machine", "fabric", "op", "backend"], ["fitted"])
+    three = fit_three(table, latency)
+    for i, key in enumerate(("launch_us", "latency_us", "efficiency")):
+        result[key] = [round(float(three[f, o, b, m][i]), 3) for m, f, o, b in result.index]
+    if json_output:
+        print_json(result.reset_index().to_dict("records"))
+        return
+    _print_frame(result, "fitted rows: error in %; launch, latency of a step, share of the link")
+
+
+def _print_frame(frame: pd.DataFrame, title: str) -> None:
+    from rich.table import Table
+
+    flat = frame.reset_index()
+    table = Table(*map(str, flat.columns), title=title)
+    for values in flat.to_numpy(dtype=object):
+        table.add_row(
+            *("–" if v != v else f"{v:g}" if isinstance(v, float) else str(v) for v in values)
+        )
+    make_console(140).print(table)

@@ -1,0 +1,156 @@
+"""Commands about the zoo's workloads and about datasets."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import (
+    Devices,
+    Json,
+    ModelOpt,
+    Out,
+    Seed,
+    make_console,
+    print_json,
+    seconds_of,
+)
+
+
+def zoo_list() -> None:
+    """List the workload families and their settings."""
+    from rich.text import Text
+
+    from ..datagen.zoo import all_families
+
+    console = make_console()
+    for family in all_families().values():
+        console.print(Text.assemble((family.name, "bold"), f"  {family.summary}"))
+        settings = " ".join(f"{k}={v}" for k, v in family.defaults.items())
+        console.print(f"  {settings}", markup=False, highlight=False)
+
+
+def zoo_export(
+    name: Annotated[str, typer.Argument(help="Workload family (opcast zoo list).")],
+    out: Out,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Setting of the workload, such as batch=8; may be given again."),
+    ] = None,
+    form: Annotated[
+        str, typer.Option("--format", help="text, bytecode, portable or jax-export.")
+    ] = "text",
+    mesh: Annotated[
+        str, typer.Option(help="Partition it over a mesh of (absent) devices: fsdp=4,tp=2.")
+    ] = "",
+) -> None:
+    """Write a workload as StableHLO."""
+    from ..datagen.zoo import export, parse_settings
+
+    chosen = parse_settings(name, settings or [])
+    if mesh:
+        from ..datagen.partition.workload import export_partitioned
+
+        export_partitioned(name, chosen, mesh, out, format=form)
+    else:
+        export(name, chosen, out, format=form)
+    typer.echo(f"{out}: {out.stat().st_size} bytes", err=True)
+
+
+def data_show(
+    data: Annotated[list[Path], typer.Argument(help="Dataset folders.")],
+    plot: Annotated[Path | None, typer.Option(help="Plot a histogram of the latencies.")] = None,
+    json_output: Json = False,
+) -> None:
+    """Summarise a dataset: counts, ranges, noise."""
+    from ..workflows.profile import show_data
+
+    show_data(make_console(), data, plot=plot, as_json=json_output)
+
+
+def data_import(
+    kind: Annotated[str, typer.Argument(help="Kind of tables: published.")],
+    folder: Annotated[Path, typer.Argument(help="Folder with the tables.")],
+    out: Out,
+) -> None:
+    """Convert published latency tables into a dataset.
+
+    An import that was stopped resumes.
+    """
+    from ..workflows.train_operators import run_import
+
+    if kind != "published":
+        raise typer.BadParameter(f"cannot import {kind!r}; choose: published")
+    run_import(make_console(), folder, out)
+
+
+#: TPUs of the catalogue that libtpu can compile for without the device.
+GENERATIONS = ("tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e")
+
+
+def data_compile(
+    out: Out,
+    device: Devices = None,
+    budget: Annotated[str, typer.Option(help="Time to spend, such as 90s, 20m or 8h.")] = "20m",
+    suite: Annotated[
+        str, typer.Option(help="Zoo suite: quick, standard, full; '' for none.")
+    ] = "quick",
+    ops: Annotated[int, typer.Option(min=0, help="Single-op programs in a round.")] = 16,
+    random: Annotated[int, typer.Option(min=0, help="Random programs in a round.")] = 8,
+    zoo: Annotated[int, typer.Option(min=0, help="Zoo programs in a round.")] = 1,
+    large: Annotated[
+        int, typer.Option(min=0, help="Single-op programs in a round at the sizes of large models.")
+    ] = 0,
+    seed: Seed = 0,
+    merge: Annotated[
+        bool, typer.Option(help="Finally merge the shards into one file, one row for each kernel.")
+    ] = True,
+) -> None:
+    """Collect the TPU compiler's estimates of kernels.
+
+    The labels are the compiler's own cost estimates, not measurements.
+    """
+    from ..datagen.compile.plan import CompilePlan
+    from ..datagen.compile.run import compile_dataset, merge_dataset
+    from ..features.devices.catalogue import find_device
+
+    result = compile_dataset(
+        out,
+        [find_device(name) for name in device or GENERATIONS],
+        seconds_of(budget),
+        plan=CompilePlan(ops, random, suite, seed, zoo, large),
+    )
+    typer.echo(
+        f"{result.folder}: {result.samples} estimates of kernels of {result.programs} programs, "
+        f"{result.failed} failed, {result.elapsed_s:.0f} s, {result.stopped}"
+    )
+    if result.stopped == "interrupted":
+        raise KeyboardInterrupt
+    if merge and result.samples:
+        typer.echo(f"{len(merge_dataset(result.folder))} distinct kernels; libtpu's estimates")
+
+
+def data_agree(
+    program: Annotated[list[Path], typer.Argument(help="StableHLO programs.")],
+    device: Devices = None,
+    model: ModelOpt = "default",
+    json_output: Json = False,
+) -> None:
+    """Compare the TPU compiler's estimates with a model's."""
+    from ..features.devices.catalogue import find_device
+    from ..predict.program.predictor import load
+    from ..workflows.reports.tpu_compiler import agreement, print_agreement
+
+    predictor = load(model)
+    rows = [
+        agreement(path, find_device(name), predictor)
+        for path in program
+        for name in device or GENERATIONS
+    ]
+    if json_output:
+        print_json([asdict(row) for row in rows])
+    else:
+        print_agreement(make_console(), rows)

@@ -1,0 +1,191 @@
+"""Commands for other simulators: export of traces and tables, import of traces, HESPAS."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..models.core.registry import OPERATOR_MODEL
+from .options import (
+    ClusterOpt,
+    Json,
+    LoweringOpt,
+    OperatorModelOpt,
+    Out,
+    Settings,
+    Timeline,
+    Workload,
+    print_json,
+    refuse,
+)
+
+
+def hespas(
+    config: Annotated[Path, typer.Argument(help="HESPAS configuration with method opcast.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Further arguments for HESPAS.")
+    ] = None,
+) -> None:
+    """Run HESPAS with opcast as its estimator."""
+    from ..predict.export.hespas_run import run_hespas
+
+    run_hespas(config, arguments or [])
+
+
+def export_chakra(
+    program: Annotated[Path, typer.Argument(help="Partitioned program, StableHLO or HLO.")],
+    cluster: ClusterOpt,
+    out: Out,
+    model: Annotated[
+        str, typer.Option(help="Kernel model; 'roofline' for the plain roofline.")
+    ] = "default",
+    lowering: LoweringOpt = "auto",
+    json_output: Json = False,
+) -> None:
+    """Write Chakra traces and ASTRA-sim's input files.
+
+    One trace is written for each rank; ASTRA-sim runs on the folder.
+    """
+    from ..features.devices.catalogue import find_device
+    from ..features.lowering.options import LoweringOptions
+    from ..predict.cluster.partitioned import predict_partitioned
+    from ..predict.export.chakra import export_chakra as write
+    from ..simulate.clusters.catalogue import find_cluster
+    from .simulate import kernels
+
+    where = find_cluster(cluster)
+    prediction = predict_partitioned(program, where, kernels(model), LoweringOptions(lowering))
+    result = write(prediction, where, find_device(prediction.device), out)
+    _print(result, f"{out}: {{ranks}} traces, {{nodes}} nodes", json_output)
+
+
+def export_table(
+    context: typer.Context,
+    device: Annotated[list[str], typer.Option(help="Device or file; may be given again.")],
+    out: Out,
+    programs: Annotated[
+        list[Path] | None, typer.Argument(help="Programs whose kernels to tabulate.")
+    ] = None,
+    op: Annotated[
+        list[str] | None,
+        typer.Option("--op", help="Grid of operators: 'linear m=1/64 n=4096 k=4096 dtype=bf16'."),
+    ] = None,
+    model: OperatorModelOpt = OPERATOR_MODEL,
+    kernels: Annotated[str, typer.Option(help="Kernel model.")] = "default",
+    lowering: LoweringOpt = "auto",
+) -> None:
+    """Write latencies of operators and kernels as parquet.
+
+    The operators come from grids (--op), the kernels from programs; each row has an interval.
+    """
+    import pandas as pd
+
+    from ..common.errors import DatasetError
+    from ..features.dataset import write_table
+    from ..features.lowering.lower import lower
+    from ..predict.devices import resolve_device
+    from ..predict.export.latency_table import expand_ops, kernel_table, operator_table
+    from ..predict.program.predictor import load
+
+    if not op and not programs:
+        raise DatasetError("nothing to tabulate", hint="give --op or programs")
+    if not op:
+        refuse(context, "a table without operators (--op)", {"model"})
+    if not programs:
+        refuse(context, "a table without programs", {"kernels", "lowering"})
+    parts = []
+    if op:
+        specs = [resolve_device(d, {}) for d in device]
+        texts = [t for grid in op for t in expand_ops(grid)]
+        parts.append(operator_table(texts, {s.name: s for s in specs}, _operators(model)))
+    if programs:
+        predictor = load(kernels)
+        for spec in (resolve_device(d, predictor.devices) for d in device):
+            for program in programs:
+                lowered = lower(program, lowering, device=spec, fallback="op")
+                parts.append(kernel_table(lowered, spec, predictor.model_for(spec)))
+    table = pd.concat(parts, ignore_index=True).drop_duplicates(["op", "shape", "dtype", "device"])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_table(table, out)
+    typer.echo(f"{out}: {len(table)} rows")
+
+
+def export_vidur(
+    workload: Workload,
+    device: Annotated[str, typer.Option(help="Device name or file.")],
+    out: Out,
+    settings: Settings = None,
+    name: Annotated[str, typer.Option(help="Name for the model in Vidur.")] = "",
+    tp: Annotated[
+        list[int] | None, typer.Option(help="Tensor-parallel degree; may be given again.")
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=32, help="Maximum tokens of a batch and of a sequence.")
+    ] = 4096,
+    cluster: Annotated[
+        str, typer.Option(help="Cluster, to write all_reduce.csv and send_recv.csv too.")
+    ] = "",
+    model: OperatorModelOpt = OPERATOR_MODEL,
+) -> None:
+    """Write the tables that Vidur's random forests train on."""
+    from ..predict.devices import resolve_device
+    from ..predict.export.vidur import write_vidur
+    from ..predict.operator.step_operators import OperatorLatency
+    from ..simulate.clusters.catalogue import find_cluster
+    from ..simulate.step.workload import read_workload
+
+    spec = resolve_device(device, {})
+    rows = write_vidur(
+        out,
+        name or workload,
+        spec.name,
+        read_workload(workload, settings or []),
+        tp or [1],
+        max_tokens,
+        OperatorLatency(spec, _operators(model)),
+        find_cluster(cluster) if cluster else None,
+        lambda file: typer.echo(file, err=True),
+    )
+    typer.echo("\n".join(f"{file}: {count} rows" for file, count in rows.items()))
+
+
+def import_chakra(
+    folder: Annotated[Path, typer.Argument(help="Folder with trace.RANK.et files.")],
+    timeline: Timeline = None,
+    json_output: Json = False,
+) -> None:
+    """Read Chakra traces and replay them.
+
+    The replay takes the durations from the traces.
+    """
+    from ..common.chrome_trace import write_trace
+    from ..simulate.chakra.folder import read_folder
+    from ..simulate.chakra.timeline import run_traces
+
+    traces, groups = read_folder(folder)
+    run = run_traces(traces, groups)
+    if timeline is not None:
+        write_trace(run.chrome_trace(), timeline)
+    _print(run.summary(), "{ranks} ranks, {nodes} nodes, {step_us:,.0f} µs", json_output)
+
+
+def _operators(model: str) -> Any:
+    """Load the operator model; ``None`` for the plain roofline."""
+    if model == "roofline":
+        return None
+    from ..models.operators import OpModel
+    from ..predict.locate import find_model
+
+    return OpModel.load(find_model(model))
+
+
+def _print(result: dict[str, Any], title: str, json_output: bool) -> None:
+    if json_output:
+        print_json(result)
+        return
+    work = f"{result['compute_us']:,.0f} µs of {result['kernels']} kernels"
+    lines = [title.format(**result), work]
+    lines += [f"{k}: {v['count']}, {v['bytes']:,} bytes" for k, v in result["collectives"].items()]
+    typer.echo("\n".join([lines[0], *(f"  {line}" for line in lines[1:])]))

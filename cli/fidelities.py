@@ -1,0 +1,98 @@
+"""Commands that compare estimators and that label datasets with simulators."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .options import Devices, Json, LoweringOpt, Out, make_console, print_json
+
+if TYPE_CHECKING:
+    from ..features.lowering.options import LoweringOptions
+
+
+def predict_side_by_side(
+    program: Path,
+    models: str,
+    options: LoweringOptions,
+    *,
+    top: int,
+    json_output: bool,
+) -> None:
+    """Compare several models, as ``opcast predict --model A,B`` does."""
+    from ..predict.program.fidelities import compare_fidelities
+    from ..predict.render.fidelities import print_comparison
+
+    comparison = compare_fidelities(program, [name.strip() for name in models.split(",")], options)
+    if json_output:
+        print_json(comparison.to_dict())
+    else:
+        print_comparison(make_console(), comparison, top)
+
+
+def data_simulate(
+    program: Annotated[list[Path], typer.Argument(help="StableHLO programs.")],
+    out: Out,
+    tool: Annotated[
+        str, typer.Option("--with", help="Simulator: scalesim, zigzag or iree.")
+    ] = "scalesim",
+    device: Devices = None,
+    lowering: LoweringOpt = "auto",
+    family: Annotated[
+        str, typer.Option(help="Family name for all programs; default: each program's name.")
+    ] = "",
+) -> None:
+    """Label the kernels of programs with a simulator.
+
+    The default device is tpu-v3, or this machine with iree. A run that was stopped resumes.
+    """
+    from ..workflows.label_with_simulator import simulate_dataset
+
+    devices = device or (["local"] if tool == "iree" else ["tpu-v3"])
+    for name in devices:
+        done = simulate_dataset(out, program, name, tool, lowering=lowering, family=family)
+        typer.echo(
+            f"{out}: {done.samples} kernels of {done.programs} programs on {done.device}, source "
+            f"{done.source}; {done.skipped} programs were done before, {done.refused} kernels are "
+            "not supported"
+        )
+
+
+def fidelities(
+    device: Devices = None,
+    model: Annotated[
+        str, typer.Option(help="Estimators, comma-separated.")
+    ] = "roofline,scalesim,zigzag,learned,compiler",
+    suite: Annotated[
+        str, typer.Option(help="Zoo suite: quick, standard, full; default: small programs.")
+    ] = "",
+    lowering: LoweringOpt = "auto",
+    limit: Annotated[int, typer.Option(min=0, help="Maximum number of programs; 0 for all.")] = 0,
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder for the predictions; a run resumes from it.")
+    ] = Path("fidelities-out"),
+    json_output: Json = False,
+) -> None:
+    """Rank-correlate estimators over the zoo's programs.
+
+    Prints rank correlations over programs and over kernels. The default devices are tpu-v3 and
+    tpu-v4.
+    """
+    from ..workflows.reports.fidelities import print_report, run_fidelity_report
+    from ..workflows.settings import FidelitySettings
+
+    settings = FidelitySettings(
+        devices=device or ("tpu-v3", "tpu-v4"),
+        models=[name.strip() for name in model.split(",")],
+        out=out,
+        suite=suite,
+        lowering=lowering,
+        limit=limit,
+    )
+    report = run_fidelity_report(settings)
+    if json_output:
+        print_json(report.to_dict())
+    else:
+        print_report(make_console(), report)

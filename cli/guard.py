@@ -1,0 +1,70 @@
+"""Runs a command in a child process, so that a crash of native code ends in an error message.
+
+Parsers and compilers of programs, and readers of tables and models, are native code, which a
+damaged file can crash. The command runs in a fork of this process, which only waits for it; forking
+before anything heavy is imported takes milliseconds. Every command is guarded but those listed in
+:data:`UNGUARDED`, so that a new command is guarded by default.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+from ..common.child_process import die_with_parent
+
+#: Commands that read no untrusted file in their own process. They run until they are stopped, and
+#: leave whatever may crash to worker processes.
+UNGUARDED = ("demo", "profile", "serve", "ui")
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+
+
+def guarded(arguments: Sequence[str], command: Callable[[], None]) -> None:
+    """Run a command, in a child process if it is guarded, and exit with its status.
+
+    If the child crashes, the parent reports it and exits with status 1.
+
+    Args:
+        arguments: Arguments of the command line, without the program's name.
+        command: Runs the command; it ends with ``SystemExit``.
+    """
+    if not is_guarded(arguments) or not sys.platform.startswith("linux"):
+        command()
+        return
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        die_with_parent(parent)
+        command()
+        return
+    raise SystemExit(_wait(child, arguments))
+
+
+def is_guarded(arguments: Sequence[str]) -> bool:
+    """Whether a command line names a command that runs in a child process."""
+    return bool(arguments) and arguments[0][:1] != "-" and arguments[0] not in UNGUARDED
+
+
+def _wait(child: int, arguments: Sequence[str]) -> int:
+    """Exit status for the parent, once the child has ended."""
+    # Ctrl-C reaches the child as well, which ends in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
+    _, status = os.waitpid(child, 0)
+    if os.WIFEXITED(status):
+        return os.WEXITSTATUS(status)
+    number = os.WTERMSIG(status)
+    name = signal.Signals(number).name
+    if number in _CRASHES:
+        files = [a for a in arguments[1:] if os.path.isfile(a)]  # noqa: PTH113 (before pathlib)
+        where = f"{files[0]}: " if files else ""
+        sys.stderr.write(
+            f"opcast: error: {where}native code crashed ({name}) while reading or compiling what "
+            "it was given (a file is damaged, or a compiler has a fault: where there is "
+            "--lowering, try --lowering op)\n"
+        )
+        return 1
+    sys.stderr.write(f"opcast: error: the command was ended ({name})\n")
+    return 128 + number

@@ -1,0 +1,227 @@
+"""Commands that lower and partition programs, and that manage target compilers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .options import DeviceOpt, Fallback, Json, LoweringOpt, ProgramArg, print_json, refuse
+
+if TYPE_CHECKING:
+    from ..features.devices.device import DeviceSpec
+    from ..features.kernels.kernel import LoweredProgram
+    from ..features.lowering.target_compiler.process import CompileSettings
+
+
+def lower(
+    context: typer.Context,
+    program: ProgramArg,
+    device: DeviceOpt = "local",
+    lowering: LoweringOpt = "xla",
+    out: Annotated[Path | None, typer.Option(help="Write the optimised HLO to this file.")] = None,
+    fallback: Fallback = "",
+    compile_timeout: Annotated[
+        float, typer.Option(help="Time limit of the compiler in seconds.")
+    ] = 3600.0,
+    compile_memory: Annotated[
+        float, typer.Option(help="Memory limit of the compiler in GiB; 0: 80 % of this machine's.")
+    ] = 0.0,
+    xla_flag: Annotated[
+        list[str] | None, typer.Option(help="XLA flag, NAME=VALUE; may be given again.")
+    ] = None,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Compile every layer, even if layers repeat.")
+    ] = False,
+    cache: Annotated[bool, typer.Option(help="Use the cache of compiled programs.")] = True,
+    json_output: Json = False,
+) -> None:
+    """Lower a program to the kernels of a device.
+
+    The device need not be attached: its compiler runs without it.
+    """
+    from ..common.files import write_text
+    from ..features.ir.reader import read_program
+    from ..features.lowering.lower import lower as lower_program
+    from ..predict.devices import resolve_device
+
+    spec = None if device == "local" else resolve_device(device, {})
+    _refuse_compiler_options(context, lowering, spec, xla_flag or [])
+    lowered = lower_program(
+        read_program(program),
+        lowering,
+        cache=None if cache else False,
+        device=spec,
+        fallback=fallback,
+        settings=_settings(compile_timeout, compile_memory, xla_flag or [], whole),
+    )
+    if out is not None:
+        write_text(out, lowered.hlo)
+    data = summary(lowered, spec)
+    if json_output:
+        print_json(data)
+    else:
+        _print_summary(data)
+
+
+def _refuse_compiler_options(
+    context: typer.Context, lowering: str, device: DeviceSpec | None, flags: list[str]
+) -> None:
+    """Refuse options of a target compiler if none will run."""
+    limits = {"compile_timeout", "compile_memory", "whole", "fallback"}
+    if lowering == "op":
+        refuse(context, "--lowering op, which compiles nothing", limits | {"xla_flag", "cache"})
+    elif lowering == "fused":
+        from ..features.lowering.options import HORIZONTAL
+
+        refuse(context, "--lowering fused, which compiles nothing", limits | {"cache"})
+        if any(flag.lstrip("-").partition("=")[0] != HORIZONTAL for flag in flags):
+            raise typer.BadParameter(f"--lowering fused supports only --xla-flag {HORIZONTAL}")
+    elif device is None or device.platform not in ("gpu", "tpu"):
+        refuse(context, "this machine's own compiler", limits | {"xla_flag"})
+
+
+def summary(lowered: LoweredProgram, device: DeviceSpec | None) -> dict[str, Any]:
+    """Summarise a lowering as ``opcast lower --json`` prints it."""
+    kernels = [k for k in lowered.kernels if k.takes_time]
+    memory = device.memory_bytes if device else 0.0
+    return {
+        "device": lowered.target,
+        "lowering": lowered.lowering,
+        "compiler": lowered.compiler,
+        "compile_seconds": lowered.compile_seconds,
+        "kernels": len(kernels),
+        "executions": sum(k.multiplicity for k in kernels),
+        "kinds": dict(Counter(k.kind for k in kernels).most_common()),
+        "flops": sum(k.flops * k.multiplicity for k in kernels),
+        "bytes": sum(k.bytes * k.multiplicity for k in kernels),
+        "peak_memory_bytes": lowered.peak_memory_bytes,
+        "memory_source": lowered.memory_source,
+        "device_memory_bytes": memory,
+        "fits": lowered.peak_memory_bytes <= memory if memory else None,
+        "notes": lowered.notes,
+        **_cycles(lowered, device),
+    }
+
+
+def _cycles(lowered: LoweredProgram, device: DeviceSpec | None) -> dict[str, float]:
+    """The compiler's own estimate, if any, and the number of kernels without one."""
+    kernels = [k for k in lowered.kernels if k.takes_time]
+    cycles = sum(k.cycles * k.multiplicity for k in kernels)
+    if not cycles:
+        return {}
+    estimate: dict[str, float] = {
+        "estimated_cycles": cycles,
+        "kernels_without_estimate": sum(not k.cycles for k in kernels),
+    }
+    if device is not None and device.clock_hz:
+        estimate["estimated_us"] = cycles / device.clock_hz * 1e6
+    return estimate
+
+
+def _print_summary(data: dict[str, Any]) -> None:
+    from ..common.units import size
+
+    echo = typer.echo
+    echo(f"{data['device']}: {data['kernels']} kernels, {data['executions']:.0f} executions")
+    echo(f"lowering {data['lowering']}; compiler {data['compiler'] or 'none'}")
+    echo(f"kinds: {', '.join(f'{kind} {n}' for kind, n in data['kinds'].items())}")
+    echo(f"{data['flops'] / 1e9:.4g} GFLOP, {data['bytes'] / 1e6:.4g} MB moved")
+    fits = {True: ", fits", False: ", does NOT fit", None: ""}[data["fits"]]
+    of = f" of {size(data['device_memory_bytes'])}" if data["device_memory_bytes"] else ""
+    peak = size(data["peak_memory_bytes"])
+    echo(f"peak memory {peak}{of}{fits} ({data['memory_source']})")
+    if "estimated_cycles" in data:
+        time = f", {data['estimated_us']:.4g} µs" if "estimated_us" in data else ""
+        echo(
+            f"the compiler's own estimate: {data['estimated_cycles']:.4g} cycles{time}, without "
+            f"{data['kernels_without_estimate']} kernels"
+        )
+    if data["compile_seconds"]:
+        echo(f"compiled in {data['compile_seconds']:.1f} s")
+    for note in data["notes"]:
+        echo(f"note: {note}")
+
+
+def install(platform: Annotated[list[str], typer.Argument(help="gpu, tpu, or both.")]) -> None:
+    """Install compilers that match this jaxlib.
+
+    They go into a folder of their own.
+    """
+    from rich.console import Console
+
+    from ..features.lowering.target_compiler.install import install_compiler, packages
+
+    console = Console(stderr=True)
+    for name in platform:
+        wanted = packages(name)
+        with console.status(f"installing {', '.join(wanted)}"):
+            compiler = install_compiler(name)
+        typer.echo(f"{name}: {compiler.version} in {compiler.folder}")
+
+
+def list_compilers() -> None:
+    """List the installed compilers."""
+    from ..common.errors import CompilerError
+    from ..features.lowering.target_compiler.install import PLATFORMS, find_compiler
+
+    for name in PLATFORMS:
+        try:
+            compiler = find_compiler(name)
+        except CompilerError as error:
+            typer.echo(f"{name}: {error}")
+        else:
+            typer.echo(f"{name}: {compiler.version} in {compiler.folder or 'this environment'}")
+
+
+def _settings(
+    timeout_s: float, memory_gib: float, flags: list[str], whole: bool
+) -> CompileSettings:
+    from ..features.lowering.target_compiler.process import CompileSettings
+
+    given: dict[str, str | int | bool | float] = {}
+    for flag in flags:
+        name, equals, value = flag.lstrip("-").partition("=")
+        if not equals:
+            raise typer.BadParameter(f"write --xla-flag NAME=VALUE, not {flag!r}")
+        given[name] = _flag_value(value)
+    return CompileSettings(timeout_s, int(memory_gib * 2**30), given, repeats=not whole)
+
+
+def _flag_value(text: str) -> str | int | bool | float:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def partition(
+    program: Annotated[Path, typer.Argument(help="StableHLO program for one device.")],
+    mesh: Annotated[str, typer.Option(help="Mesh such as dp=8, fsdp=4 or dp=2,fsdp=4.")],
+    out: Annotated[Path, typer.Option("--out", help="File to write.")],
+    batch_args: Annotated[
+        str,
+        typer.Option(help="Indices of the batch arguments, as 3,4; default: those not donated."),
+    ] = "",
+    format: Annotated[str, typer.Option(help="text or bytecode.")] = "text",
+) -> None:
+    """Partition a program over a mesh, with explicit collectives.
+
+    The result can be given to opcast predict --cluster.
+    """
+    from ..datagen.partition.program import partition_program
+
+    try:
+        chosen = [int(n) for n in batch_args.split(",")] if batch_args else None
+    except ValueError:
+        raise typer.BadParameter("write --batch-args 3,4") from None
+    if format not in ("text", "bytecode"):
+        raise typer.BadParameter("--format must be text or bytecode")
+    path = partition_program(program, mesh, out, chosen, format)
+    typer.echo(f"{path}: {path.stat().st_size} bytes")

@@ -1,0 +1,202 @@
+"""The command line: its table of commands, and the entry point.
+
+A command's module is imported when the command runs, so that ``opcast --help`` stays fast and the
+process is forked (:mod:`.guard`) before anything heavy is loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from .guard import guarded
+from .lazy import Command, Group, lazy_app
+from .options import one_line
+
+REPORT = Group(
+    "Write the page of a program, or figures on the models' accuracy.",
+    {
+        "program": Command(
+            "report", "program", "Write an HTML page that shows a program's prediction."
+        ),
+        "accuracy": Command(
+            "report", "accuracy", "Print every model's accuracy beside the label noise."
+        ),
+        "devices": Command(
+            "report", "devices", "Compare predictions for devices that are not attached."
+        ),
+        "clusters": Command(
+            "report", "clusters", "Check collectives and training steps on clusters."
+        ),
+        "operators": Command(
+            "report", "operators", "Compare estimators on published operator tables."
+        ),
+    },
+    former={
+        "--accuracy": "accuracy",
+        "--devices": "devices",
+        "--programs": "devices",
+        "--clusters": "clusters",
+        "--published": "operators",
+        "--study": "operators",
+        "--family": "operators",
+        "--data": "accuracy",
+        "--out": "accuracy",
+    },
+    former_file="program",
+)
+COMMANDS: dict[str, Command | Group] = {
+    "predict": Command(
+        "predict", "predict", "Predict a program's time and memory on a device or a cluster."
+    ),
+    "explain": Command(
+        "predict", "explain", "Explain the predicted time of a program's kernels or an operator."
+    ),
+    "check": Command(
+        "predict", "check", "Run a program here and compare predicted with measured times."
+    ),
+    "report": REPORT,
+    "lower": Command("lower", "lower", "Lower a program to the kernels of a device."),
+    "partition": Command(
+        "lower", "partition", "Partition a program over a mesh, with explicit collectives."
+    ),
+    "compilers": Group(
+        "Manage compilers of devices that are not attached.",
+        {
+            "install": Command("lower", "install", "Install compilers that match this jaxlib."),
+            "list": Command("lower", "list_compilers", "List the installed compilers."),
+        },
+    ),
+    "profile": Command(
+        "device", "profile", "Measure kernels and programs on a device into a dataset."
+    ),
+    "device": Command(
+        "device", "device", "Measure this device, or print a known device or the catalogue."
+    ),
+    "train": Command("train", "train", "Train a model, print its metrics, save and track it."),
+    "tune": Command("train", "tune", "Search for a model's hyperparameters by cross-validation."),
+    "calibrate": Command(
+        "calibrate", "calibrate", "Adapt a model to a device from few, actively chosen samples."
+    ),
+    "evaluate": Command(
+        "train", "evaluate", "Predict published operator tables and print the errors."
+    ),
+    "demo": Command(
+        "train", "demo", "Profile this machine, train a model and test it on unseen programs."
+    ),
+    "compare": Command("train", "compare", "Print tracked runs side by side."),
+    "ui": Command("train", "ui", "Open MLflow's user interface on the runs tracked here."),
+    "models": Command("train", "models", "List the available models, or print a model card."),
+    "simulate": Command(
+        "simulate", "simulate", "Predict one training step on a cluster: time, memory, efficiency."
+    ),
+    "simulate-serving": Command(
+        "serving", "simulate_serving", "Simulate LLM serving with continuous batching."
+    ),
+    "sweep": Command("sweep", "sweep", "Evaluate many parallel plans and print the Pareto front."),
+    "cluster": Command(
+        "cluster", "cluster", "Print a cluster: its network, collective times and sources."
+    ),
+    "calibrate-collectives": Command(
+        "cluster", "calibrate_collectives", "Fit the collective model to measurements."
+    ),
+    "zoo": Group(
+        "List and export the zoo's workloads.",
+        {
+            "list": Command("data", "zoo_list", "List the workload families and their settings."),
+            "export": Command("data", "zoo_export", "Write a workload as StableHLO."),
+        },
+    ),
+    "data": Group(
+        "Inspect, import and generate datasets.",
+        {
+            "show": Command("data", "data_show", "Summarise a dataset: counts, ranges, noise."),
+            "import": Command(
+                "data", "data_import", "Convert published latency tables into a dataset."
+            ),
+            "compile": Command(
+                "data", "data_compile", "Collect the TPU compiler's estimates of kernels."
+            ),
+            "agree": Command(
+                "data", "data_agree", "Compare the TPU compiler's estimates with a model's."
+            ),
+            "simulate": Command(
+                "fidelities", "data_simulate", "Label the kernels of programs with a simulator."
+            ),
+        },
+    ),
+    "fidelities": Command(
+        "fidelities", "fidelities", "Rank-correlate estimators over the zoo's programs."
+    ),
+    "export": Group(
+        "Write files for other simulators.",
+        {
+            "chakra": Command(
+                "export", "export_chakra", "Write Chakra traces and ASTRA-sim's input files."
+            ),
+            "table": Command(
+                "export", "export_table", "Write latencies of operators and kernels as parquet."
+            ),
+            "vidur": Command(
+                "export", "export_vidur", "Write the tables that Vidur's random forests train on."
+            ),
+        },
+    ),
+    "import": Group(
+        "Read files of other simulators.",
+        {"chakra": Command("export", "import_chakra", "Read Chakra traces and replay them.")},
+    ),
+    "hespas": Command(
+        "export",
+        "hespas",
+        "Run HESPAS with opcast as its estimator.",
+        {"ignore_unknown_options": True},
+    ),
+    "serve": Command("serve", "serve", "Serve predictions over HTTP."),
+}
+
+app = lazy_app(
+    Group("Predict how long an ML program takes on a device, why, and how sure that is.", COMMANDS),
+    name="opcast",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from .. import __version__
+
+        typer.echo(f"opcast {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Predict how long an ML program takes on a device, why, and how sure that is."""
+
+
+def main() -> NoReturn:
+    """Run the command line: one line on stderr and status 1 for errors the user can fix."""
+    guarded(sys.argv[1:], _main)
+    raise SystemExit(0)
+
+
+def _main() -> NoReturn:
+    from ..common.errors import OpcastError
+    from ..models.estimators.xgboost_import import own_process
+
+    own_process()
+    try:
+        app(standalone_mode=True)
+    except OpcastError as error:
+        sys.stderr.write(f"opcast: error: {one_line(error)}\n")
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        sys.stderr.write("opcast: stopped\n")
+        raise SystemExit(130) from None
+    raise SystemExit(0)

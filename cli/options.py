@@ -1,0 +1,221 @@
+"""What commands share: the console, JSON output, declarations and parsing of options."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from rich.console import Console
+
+    from ..predict.program.predictor import Predictor
+
+#: Longest error line to print, in characters.
+LONGEST = 2000
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Out = Annotated[Path, typer.Option("--out", help="Folder or file to write.")]
+Data = Annotated[list[Path], typer.Option("--data", help="Dataset folder; may be given again.")]
+Seed = Annotated[int, typer.Option(help="Random seed.")]
+Threads = Annotated[int, typer.Option("--threads", help="Threads for training.")]
+Top = Annotated[int, typer.Option(min=1, help="Number of kernels to print.")]
+Timeline = Annotated[Path | None, typer.Option(help="Write a Chrome trace.")]
+
+_PROGRAM = "StableHLO text, bytecode, export, or HLO text."
+ProgramArg = Annotated[Path, typer.Argument(help=_PROGRAM)]
+ProgramOrNone = Annotated[Path | None, typer.Argument(help=_PROGRAM)]
+OpOpt = Annotated[
+    str | None,
+    typer.Option(
+        "--op",
+        help="Instead of a program, a library operator: 'linear m=1 n=4096 k=4096 dtype=bf16'.",
+    ),
+]
+DeviceOpt = Annotated[
+    str, typer.Option("--device", help="Name (opcast device --list), device file, or 'local'.")
+]
+Devices = Annotated[
+    list[str] | None, typer.Option("--device", help="Device name or file; may be given again.")
+]
+ModelOpt = Annotated[str, typer.Option("--model", help="Model name or folder (opcast models).")]
+OperatorModelOpt = Annotated[
+    str, typer.Option("--model", help="Operator model; 'roofline' for the plain roofline.")
+]
+LoweringOpt = Annotated[str, typer.Option("--lowering", help="auto, xla, fused or op.")]
+Fallback = Annotated[
+    str, typer.Option(help="Lowering to use if the device's compiler is missing or fails.")
+]
+Trips = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--trip-count", help="Trip count of a loop, LOOP=N, or N for all loops of unknown count."
+    ),
+]
+
+Workload = Annotated[
+    str, typer.Option(help="llama, moe, gpt or bert; or a YAML file with family and sizes.")
+]
+ClusterOpt = Annotated[
+    str, typer.Option(help="Name such as dgx-h100-x128 or tpu-v5e-x16, or a YAML file.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Model sizes, such as layers=32,d_model=4096; may be given again."),
+]
+
+#: Lowerings that run no compiler, so that none can be missing or fail.
+WITHOUT_COMPILER = ("op", "fused")
+
+
+def make_console(width: int = 120) -> Console:
+    """Make a console as wide as the terminal or ``COLUMNS``, else ``width`` columns.
+
+    It prints text verbatim: no markup, no control sequences (:class:`.PlainConsole`).
+    """
+    from ..common.console import PlainConsole
+
+    own = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return PlainConsole(width=None if own else width)
+
+
+def one_line(error: Exception) -> str:
+    """Format an error as one printable line of at most :data:`LONGEST` characters."""
+    from ..common.files import printable
+
+    line = printable(" ".join(str(error).split()))
+    return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} […] {line[-LONGEST // 2 :]}"
+
+
+def print_json(data: object) -> None:
+    """Print plain data as one line of JSON."""
+    sys.stdout.write(json.dumps(data) + "\n")
+
+
+def given(context: typer.Context) -> dict[str, str]:
+    """Parameters that the user gave: name to spelling on the command line."""
+    return {
+        str(parameter.name): _spelling(context, parameter)
+        for parameter in context.command.params
+        if parameter.name is not None
+        and (source := context.get_parameter_source(parameter.name)) is not None
+        and source.name not in ("DEFAULT", "DEFAULT_MAP")
+    }
+
+
+def _spelling(context: typer.Context, parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        return str(parameter.name).upper()
+    negative = context.params.get(parameter.name) is False and parameter.secondary_opts
+    return str((parameter.secondary_opts if negative else parameter.opts)[0])
+
+
+def refuse_unused(context: typer.Context, mode: str, used: Collection[str]) -> None:
+    """Refuse every given parameter that the command's current mode ignores.
+
+    Args:
+        context: Context of the command.
+        mode: Mode of the command, as the message names it.
+        used: Names of the parameters that the mode reads.
+
+    Raises:
+        typer.BadParameter: Another parameter was given.
+    """
+    refuse(context, mode, _names(context) - set(used), used)
+
+
+def refuse(
+    context: typer.Context, mode: str, spare: Collection[str], used: Collection[str] = ()
+) -> None:
+    """Refuse some parameters, if the user gave them.
+
+    Args:
+        context: Context of the command.
+        mode: Mode of the command, as the message names it.
+        spare: Names of the parameters that the mode ignores.
+        used: Names of parameters that it reads; only checked for existence.
+
+    Raises:
+        typer.BadParameter: One of them was given.
+    """
+    unknown = {*spare, *used} - _names(context)
+    assert not unknown, f"not parameters: {sorted(unknown)}"
+    ignored = [spelt for name, spelt in given(context).items() if name in spare]
+    if ignored:
+        verb = "does" if len(ignored) == 1 else "do"
+        raise typer.BadParameter(f"{', '.join(ignored)} {verb} not apply to {mode}")
+
+
+def _names(context: typer.Context) -> set[str]:
+    return {str(parameter.name) for parameter in context.command.params}
+
+
+def seconds_of(text: str) -> float:
+    """Parse a duration such as ``90s``, ``10m`` or ``2h`` into seconds.
+
+    Raises:
+        typer.BadParameter: It is not a positive, finite duration.
+    """
+    scale = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    number, unit = (text[:-1], text[-1]) if text[-1:] in scale else (text, "s")
+    try:
+        seconds = float(number) * scale[unit]
+    except ValueError:
+        seconds = math.nan
+    if not 0.0 < seconds < math.inf:
+        raise typer.BadParameter(f"{text!r} is not a duration: write 90s, 10m or 2h")
+    return seconds
+
+
+def measure_once(device: str, predictor: Predictor) -> None:
+    """Measure the local machine once: its name alone does not identify it."""
+    from ..predict.devices import is_known
+
+    if device == "local" and not is_known(device, predictor.model.devices):
+        from ..workflows.device import measure_device
+
+        typer.echo("measuring this machine's ceilings, once", err=True)
+        measure_device(save=True)
+
+
+def trips_of(values: list[str] | None) -> dict[str, int] | int | None:
+    """Parse trip counts: ``LOOP=N`` for each loop, or a single ``N`` for all.
+
+    Raises:
+        typer.BadParameter: A trip count is malformed or negative.
+    """
+    if not values:
+        return None
+    try:
+        if len(values) == 1 and "=" not in values[0]:
+            return _trips(values[0])
+        return {name: _trips(count) for name, count in (v.split("=", 1) for v in values)}
+    except ValueError:
+        raise typer.BadParameter("write --trip-count N or --trip-count LOOP=N, N ≥ 0") from None
+
+
+def _trips(text: str) -> int:
+    if int(text) < 0:
+        raise ValueError(text)
+    return int(text)
+
+
+def require_plots() -> None:
+    """Fail early if plots cannot be drawn.
+
+    Raises:
+        ModelError: matplotlib is not installed.
+    """
+    from importlib.util import find_spec
+
+    from ..common.errors import ModelError
+
+    if find_spec("matplotlib") is None:
+        raise ModelError("matplotlib is not installed", hint="pip install 'opcast[track]'")

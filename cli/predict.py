@@ -1,0 +1,195 @@
+"""Commands that predict, explain and check programs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import (
+    WITHOUT_COMPILER,
+    DeviceOpt,
+    Fallback,
+    Json,
+    LoweringOpt,
+    ModelOpt,
+    OpOpt,
+    ProgramArg,
+    ProgramOrNone,
+    Timeline,
+    Top,
+    Trips,
+    make_console,
+    measure_once,
+    print_json,
+    refuse,
+    refuse_unused,
+    trips_of,
+)
+
+
+def predict(
+    context: typer.Context,
+    program: ProgramOrNone = None,
+    device: DeviceOpt = "local",
+    model: ModelOpt = "default",
+    lowering: LoweringOpt = "auto",
+    top: Top = 10,
+    json_output: Json = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail if a kernel has no learned estimate.")
+    ] = False,
+    trip_count: Trips = None,
+    timeline: Timeline = None,
+    fallback: Fallback = "",
+    op: OpOpt = None,
+    cluster: Annotated[
+        str, typer.Option(help="For a partitioned program: its cluster, such as h100-sxm-x4.")
+    ] = "",
+) -> None:
+    """Predict a program's time and memory on a device or a cluster.
+
+    Several models, comma-separated, are compared.
+    """
+    if _one_of(program, op):
+        from ..predict.operator.predict import predict_op
+        from ..predict.render.operator import print_op
+
+        refuse_unused(context, "an operator (--op)", {"op", "device", "model", "json_output"})
+        estimate = predict_op(str(op), device, model)
+        print_json(asdict(estimate)) if json_output else print_op(make_console(), estimate)
+        return
+    assert program is not None
+    if json_output:
+        refuse(context, "--json, which has all kernels", {"top"})
+    if lowering in WITHOUT_COMPILER:
+        refuse(context, f"--lowering {lowering}, which needs no compiler", {"fallback"})
+    from ..features.lowering.options import LoweringOptions
+
+    # A cluster names its device itself.
+    place = None if cluster else device
+    options = LoweringOptions(lowering, place, trips_of(trip_count), fallback)
+    if cluster:
+        refuse(context, "a partitioned program (--cluster)", {"device", "strict"})
+        from .simulate import predict_on_cluster
+
+        predict_on_cluster(
+            program, cluster, model, options, top=top, timeline=timeline, json_output=json_output
+        )
+        return
+    if "," in model:
+        refuse(context, "several models: give a single --model", {"strict", "timeline"})
+        from .fidelities import predict_side_by_side
+
+        predict_side_by_side(program, model, options, top=top, json_output=json_output)
+        return
+    from ..predict.program.predictor import load_for_programs
+
+    predictor = load_for_programs(model)
+    measure_once(device, predictor)
+    prediction = predictor.predict_with(program, options, strict=strict)
+    if timeline is not None:
+        from ..predict.export.timeline import write_chrome_trace
+
+        write_chrome_trace(prediction, timeline)
+    if json_output:
+        print_json(prediction.to_dict())
+        return
+    from ..predict.render.program import print_prediction
+
+    print_prediction(make_console(), prediction, top)
+
+
+def explain(
+    context: typer.Context,
+    program: ProgramOrNone = None,
+    device: DeviceOpt = "local",
+    model: ModelOpt = "default",
+    lowering: LoweringOpt = "auto",
+    kernel: Annotated[
+        str | None, typer.Option("--kernel", help="Explain the kernel of this name.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Number of costliest kernels to explain.")] = 3,
+    neighbours: Annotated[
+        int, typer.Option(min=0, help="Number of measured neighbours to print for each.")
+    ] = 3,
+    trip_count: Trips = None,
+    json_output: Json = False,
+    op: OpOpt = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option("--data", help="With --op: dataset to search for measured neighbours."),
+    ] = None,
+) -> None:
+    """Explain the predicted time of a program's kernels or an operator."""
+    if _one_of(program, op):
+        from ..predict.operator.predict import explain_operator
+        from ..predict.render.operator import print_op_explanation
+
+        used = {"op", "device", "model", "neighbours", "data", "json_output"}
+        refuse_unused(context, "an operator (--op)", used)
+        if not data:
+            refuse(context, "an operator without --data", {"neighbours"})
+        reasons = explain_operator(str(op), device, model, data or (), neighbours)
+        print_json(reasons.to_dict()) if json_output else print_op_explanation(
+            make_console(), reasons
+        )
+        return
+    refuse(context, "a program", {"data"})
+    if kernel is not None:
+        refuse(context, "a kernel by name (--kernel)", {"top"})
+    from ..predict.program.explain import explain as explain_program
+    from ..predict.program.predictor import load_for_programs
+
+    predictor = load_for_programs(model)
+    measure_once(device, predictor)
+    explanation = explain_program(
+        predictor,
+        program,
+        device=device,
+        lowering=lowering,
+        trip_counts=trips_of(trip_count),
+        kernel=kernel,
+        top=top,
+        neighbours=neighbours,
+    )
+    if json_output:
+        print_json(explanation.to_dict())
+        return
+    from ..predict.render.explain import print_explanation
+
+    print_explanation(make_console(), explanation)
+
+
+def check(
+    context: typer.Context,
+    program: ProgramArg,
+    model: ModelOpt = "default",
+    top: Top = 10,
+    json_output: Json = False,
+) -> None:
+    """Run a program here and compare predicted with measured times.
+
+    The comparison is kernel by kernel.
+    """
+    if json_output:
+        refuse(context, "--json, which has all kernels", {"top"})
+    from ..predict.program.predictor import load_for_programs
+    from ..workflows.check import check_programs, print_check
+
+    predictor = load_for_programs(model)
+    measure_once("local", predictor)
+    (result,) = check_programs([program], predictor)
+    if json_output:
+        print_json(result.to_dict())
+    else:
+        print_check(make_console(), result, top)
+
+
+def _one_of(program: Path | None, op: str | None) -> bool:
+    """Whether an operator was given rather than a program; exactly one must be."""
+    if (program is None) == (op is None):
+        raise typer.BadParameter("give either a PROGRAM or an operator with --op")
+    return op is not None

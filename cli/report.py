@@ -1,0 +1,209 @@
+"""Reports: the page of a program, and the accuracy of the models on several kinds of data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import (
+    DeviceOpt,
+    Devices,
+    Fallback,
+    LoweringOpt,
+    ModelOpt,
+    ProgramArg,
+    Seed,
+    Threads,
+    Trips,
+    make_console,
+    measure_once,
+    refuse,
+    refuse_unused,
+    trips_of,
+)
+
+Html = Annotated[Path | None, typer.Option("--html", help="File for the page.")]
+FiguresFile = Annotated[Path, typer.Option("--out", help="JSON file for the figures.")]
+Figures = Annotated[Path | None, typer.Option("--out", help="Also write the figures as JSON.")]
+
+
+def program(
+    context: typer.Context,
+    program: ProgramArg,
+    html: Html = None,
+    device: DeviceOpt = "local",
+    model: ModelOpt = "default",
+    lowering: LoweringOpt = "auto",
+    fallback: Fallback = "",
+    trip_count: Trips = None,
+    compare: Annotated[
+        str, typer.Option(help="Devices to compare with, such as l4,tpu-v4; or none.")
+    ] = "",
+    compare_lowering: Annotated[str, typer.Option(help="Lowering of the comparison.")] = "fused",
+) -> None:
+    """Write an HTML page that shows a program's prediction.
+
+    The page is named after the program unless --html names it.
+    """
+    if compare == "none":
+        refuse(context, "a page without comparison (--compare none)", {"compare_lowering"})
+    from ..features.lowering.options import LoweringOptions
+    from ..predict.devices import resolve_device
+    from ..predict.page.compare import DEVICES
+    from ..predict.page.report import ReportOptions, report_page
+    from ..predict.program.predictor import load_for_programs
+
+    predictor = load_for_programs(model)
+    measure_once(device, predictor)
+    others = [name.strip() for name in compare.split(",") if name.strip()]
+    names = () if compare == "none" else tuple(others) or DEVICES
+    for name in others if names else ():
+        resolve_device(name, predictor.devices)  # report an unknown name before the work starts
+    options = ReportOptions(
+        lowering=LoweringOptions(lowering, device, trips_of(trip_count), fallback),
+        compare=names,
+        compare_lowering=compare_lowering,
+    )
+    with _status() as tell:
+        page = report_page(predictor, program, options, tell)
+    _write(page, html or Path(f"{program.stem}.html"))
+
+
+def accuracy(
+    context: typer.Context,
+    data: Annotated[
+        list[Path] | None, typer.Option("--data", help="Dataset; default: the committed one.")
+    ] = None,
+    out: Figures = None,
+    threads: Threads = 2,
+    run: Annotated[
+        str,
+        typer.Option("--run", help="Instead, page of a tracked run: its id or name, or opcast."),
+    ] = "",
+    html: Html = None,
+) -> None:
+    """Print every model's accuracy beside the label noise.
+
+    The models are trained and tested on every split of a dataset of kernels. With --run, write an
+    HTML page of the runs that were tracked in MLflow instead.
+    """
+    if run:
+        from ..predict.page.accuracy import accuracy_page
+
+        refuse_unused(context, "the page of tracked runs (--run)", {"run", "html"})
+        with _status() as tell:
+            page = accuracy_page(run, tell)
+        _write(page, html or Path("accuracy.html"))
+        return
+    from ..workflows.reports.accuracy import run_accuracy_report
+    from ..workflows.settings import AccuracyReportSettings
+
+    refuse(context, "the figures of a dataset, without --run", {"html"})
+    run_accuracy_report(make_console(), AccuracyReportSettings(data or (), out, threads))
+    typer.echo("for operators of GPUs: opcast report operators --published DIR")
+
+
+def devices(
+    programs: Annotated[
+        list[str] | None, typer.Option(help="Program by name; may be given again. Default: all.")
+    ] = None,
+    device: Devices = None,
+    lowering: Annotated[str, typer.Option(help="xla, fused or op.")] = "xla",
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Also write the figures: Markdown (.md) or JSON.")
+    ] = None,
+) -> None:
+    """Compare predictions for devices that are not attached.
+
+    Programs of the zoo are lowered by each device's compiler, predicted at several fidelities and
+    checked against physical limits.
+    """
+    from ..workflows.reports.devices import run_device_report
+    from ..workflows.settings import DeviceReportSettings
+
+    settings = DeviceReportSettings(programs or (), device or (), lowering, out)
+    run_device_report(make_console(160), settings)
+
+
+def clusters(
+    published: Annotated[
+        Path | None, typer.Option(help="Folder with tables of measured collectives.")
+    ] = None,
+    out: FiguresFile = Path("report-out/clusters.json"),
+    threads: Annotated[int, typer.Option("--threads", help="Processes.")] = 2,
+) -> None:
+    """Check collectives and training steps on clusters.
+
+    Prints errors of collectives, error and cost of composing a step, scaling, and the best plans.
+    """
+    from ..workflows.reports.clusters import run_cluster_report
+    from ..workflows.settings import ClusterReportSettings
+
+    run_cluster_report(make_console(170), ClusterReportSettings(published, out, workers=threads))
+
+
+def operators(
+    published: Annotated[Path, typer.Option(help="Folder with tables of published latencies.")],
+    study: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--study",
+            help="estimators, left-out, tensor-core, tensor-core-left-out; may be given again. "
+            "Default: all.",
+        ),
+    ] = None,
+    model: Annotated[
+        list[str] | None, typer.Option("--model", help="Estimator; may be given again.")
+    ] = None,
+    family: Annotated[
+        list[str] | None, typer.Option(help="Such as eager/bmm; may be given again.")
+    ] = None,
+    max_rows: Annotated[
+        int | None,
+        typer.Option(min=200, help="Maximum rows of a family to learn from, and of a test split."),
+    ] = None,
+    out: FiguresFile = Path("report-out/operators.json"),
+    seed: Seed = 0,
+    threads: Threads = 2,
+    track: Annotated[bool, typer.Option(help="Log to MLflow.")] = True,
+) -> None:
+    """Compare estimators on published operator tables.
+
+    Each chip is also left out of training in turn. A report that was stopped resumes.
+    """
+    from ..workflows.reports.operators import run_operator_report
+    from ..workflows.settings import OperatorReportSettings
+
+    settings = OperatorReportSettings(
+        published=published,
+        out=out,
+        studies=study or (),
+        estimators=model or (),
+        families=family or (),
+        max_rows=max_rows,
+        seed=seed,
+        threads=threads,
+        track=track,
+    )
+    run_operator_report(make_console(), settings)
+
+
+def _write(page: str, path: Path) -> None:
+    from ..common.files import write_text
+
+    write_text(path, page)
+    typer.echo(f"{path}: {len(page.encode()) / 1e3:.0f} kB; open it in a browser")
+
+
+@contextmanager
+def _status() -> Iterator[Callable[[str], None]]:
+    """Show on stderr what is being done."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    with Console(stderr=True).status("reading") as status:
+        yield lambda what: status.update(escape(what))

@@ -1,0 +1,121 @@
+"""The command that predicts a training step under a parallel plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..models.core.registry import OPERATOR_MODEL
+from .options import (
+    ClusterOpt,
+    Json,
+    OperatorModelOpt,
+    Settings,
+    Timeline,
+    Workload,
+    make_console,
+    print_json,
+    refuse,
+)
+
+if TYPE_CHECKING:
+    from ..features.lowering.options import LoweringOptions
+
+
+def simulate(
+    context: typer.Context,
+    workload: Workload,
+    cluster: ClusterOpt,
+    plan: Annotated[
+        str, typer.Option(help="Parallel plan such as tp=8,pp=2,dp=8, or a YAML file.")
+    ] = "",
+    settings: Settings = None,
+    model: OperatorModelOpt = OPERATOR_MODEL,
+    jitter: Annotated[
+        float, typer.Option(min=0.0, help="Relative noise of a task's time on a device.")
+    ] = 0.0,
+    speed: Annotated[
+        list[str] | None,
+        typer.Option("--speed", help="Relative speed of a rank, RANK=0.9; may be given again."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="With --jitter: random seed.")] = 0,
+    json_output: Json = False,
+    timeline: Timeline = None,
+    html: Annotated[Path | None, typer.Option(help="Write an HTML page with a timeline.")] = None,
+) -> None:
+    """Predict one training step on a cluster: time, memory, efficiency."""
+    if not jitter:
+        refuse(context, "a step without --jitter", {"seed"})
+    from ..common.chrome_trace import write_trace
+    from ..common.files import write_text
+    from ..predict.cluster.step import StepPredictor
+    from ..predict.operator.step_operators import load_step_model
+    from ..simulate.clusters.catalogue import find_cluster
+    from ..simulate.step.plan import Plan, parse_plan
+    from ..simulate.step.trace import step_trace
+    from ..simulate.step.workload import read_workload
+
+    work = read_workload(workload, settings or [])
+    where = find_cluster(cluster)
+    chosen = parse_plan(plan) if plan else Plan(dp=where.size)
+    predictor = StepPredictor(where, load_step_model(model))
+    prediction = predictor.predict(work, chosen, jitter, _speeds(speed or []), seed=seed)
+    if timeline is not None:
+        title = f"{prediction.plan.text()} on {prediction.cluster}"
+        write_trace(step_trace(prediction.step, prediction.plan, title), timeline)
+    if html is not None:
+        from ..predict.page.step import step_page
+
+        write_text(html, step_page(prediction))
+    if json_output:
+        print_json(prediction.to_dict())
+        return
+
+    from ..predict.render.step import print_step
+
+    print_step(make_console(), prediction)
+
+
+def predict_on_cluster(
+    program: Path,
+    cluster: str,
+    model: str,
+    options: LoweringOptions,
+    *,
+    top: int,
+    timeline: Path | None,
+    json_output: bool,
+) -> None:
+    """Predict a partitioned program, as ``opcast predict --cluster`` does."""
+    from ..common.chrome_trace import write_trace
+    from ..predict.cluster.partitioned import predict_partitioned, stream_trace
+    from ..simulate.clusters.catalogue import find_cluster
+
+    prediction = predict_partitioned(program, find_cluster(cluster), kernels(model), options)
+    if timeline is not None:
+        write_trace(stream_trace(prediction), timeline)
+    if json_output:
+        print_json(prediction.to_dict())
+        return
+
+    from ..predict.render.partitioned import print_partitioned
+
+    print_partitioned(make_console(), prediction, top)
+
+
+def kernels(model: str) -> Any:
+    """Load the kernel model; ``None`` for the plain roofline."""
+    if model == "roofline":
+        return None
+    from ..predict.program.predictor import load_for_programs
+
+    return load_for_programs(model)
+
+
+def _speeds(pairs: list[str]) -> dict[int, float]:
+    try:
+        return {int(rank): float(value) for rank, value in (p.split("=", 1) for p in pairs)}
+    except ValueError:
+        raise typer.BadParameter("write --speed RANK=0.9") from None

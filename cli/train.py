@@ -1,0 +1,207 @@
+"""Commands that train, tune, evaluate and list models, and the demonstration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import (
+    Data,
+    Json,
+    ModelOpt,
+    Out,
+    Seed,
+    Threads,
+    make_console,
+    refuse_unused,
+    seconds_of,
+)
+
+
+def train(
+    context: typer.Context,
+    data: Data,
+    model: Annotated[str, typer.Option(help="Estimator to train.")] = "xgboost",
+    split: Annotated[str, typer.Option(help="For kernels: split to test on.")] = "unseen_family",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", help="Folder for the model; default: that of --register, or models-out."
+        ),
+    ] = None,
+    seed: Seed = 0,
+    threads: Threads = 1,
+    track: Annotated[bool, typer.Option(help="Log the run to MLflow.")] = True,
+    register: Annotated[
+        str | None, typer.Option(help="Register the model under this name, here and in MLflow.")
+    ] = None,
+    final: Annotated[
+        bool, typer.Option("--final", help="After testing, save a model fitted on all rows.")
+    ] = False,
+    params: Annotated[
+        Path | None,
+        typer.Option("--params", help="JSON file with hyperparameters, as opcast tune writes it."),
+    ] = None,
+    exclude_device: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--exclude-device", help="Exclude a device from training; may be given again."
+        ),
+    ] = None,
+    max_rows: Annotated[
+        int, typer.Option(help="For operators: maximum rows of a family to learn from.")
+    ] = 1_000_000,
+) -> None:
+    """Train a model, print its metrics, save and track it.
+
+    The metrics are printed beside the label noise; the run is logged to MLflow.
+    """
+    from ..features.dataset import Dataset
+    from ..workflows.settings import TrainSettings
+    from ..workflows.train import trainer_of
+
+    chosen = {}
+    if params is not None:
+        from ..models.training.tuned import read_params
+
+        chosen = read_params(params, model)
+    dataset = Dataset.load(*data)
+    trainer = trainer_of(dataset, model)
+    refuse_unused(context, trainer.subject, trainer.fields)
+    settings = TrainSettings(
+        data=data,
+        model=model,
+        split=split,
+        out=out,
+        seed=seed,
+        threads=threads,
+        track=track,
+        register=register,
+        final=final,
+        params=chosen,
+        exclude_device=exclude_device or (),
+        max_rows=max_rows,
+    )
+    trainer.run(make_console(), dataset, settings)
+
+
+def tune(
+    data: Data,
+    model: Annotated[str, typer.Option(help="Estimator to train.")] = "xgboost",
+    trials: Annotated[
+        int, typer.Option(help="Number of trials, including those of earlier searches.")
+    ] = 20,
+    split: Annotated[
+        str, typer.Option(help="Split whose training part to search on; its test part is held out.")
+    ] = "unseen_family",
+    timeout: Annotated[
+        str | None, typer.Option(help="Start no trial after this time, such as 90s or 2h.")
+    ] = None,
+    folds: Annotated[int, typer.Option(help="Number of cross-validation folds.")] = 3,
+    objective: Annotated[
+        str, typer.Option(help="Error to minimise: mean_abs_log or median_ape.")
+    ] = "mean_abs_log",
+    seed: Seed = 0,
+    threads: Threads = 1,
+    study: Annotated[
+        Path | None, typer.Option(help="SQLite file for the trials; a search resumes from it.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="JSON file for the best hyperparameters.")
+    ] = None,
+    track: Annotated[bool, typer.Option(help="Log the trials to MLflow.")] = True,
+) -> None:
+    """Search for a model's hyperparameters by cross-validation.
+
+    It can be stopped at any time, and resumes.
+    """
+    from ..workflows.settings import TuneSettings
+    from ..workflows.tune import run_tune
+
+    settings = TuneSettings(
+        data=data,
+        model=model,
+        split=split,
+        trials=trials,
+        timeout_s=None if timeout is None else seconds_of(timeout),
+        folds=folds,
+        objective=objective,
+        seed=seed,
+        threads=threads,
+        study=study,
+        out=out,
+        track=track,
+    )
+    run_tune(make_console(), settings)
+
+
+def demo(
+    out: Out = Path("demo-out"),
+    budget: Annotated[str, typer.Option(help="Time to spend on measuring.")] = "4m",
+) -> None:
+    """Profile this machine, train a model and test it on unseen programs."""
+    from ..workflows.demo import run_demo
+
+    run_demo(make_console(), out, seconds_of(budget))
+
+
+def evaluate(
+    published: Annotated[Path, typer.Option(help="Folder with tables of published latencies.")],
+    out: Annotated[Path, typer.Option("--out", help="Parquet file for the predictions.")],
+    model: ModelOpt = "default",
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate", help="Calibrate on the rows of calib_* splits that have a latency."
+        ),
+    ] = False,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, help="Maximum rows of each operator table, drawn at random."),
+    ] = None,
+) -> None:
+    """Predict published operator tables and print the errors.
+
+    Every row is predicted; the errors are of the rows that have a latency.
+    """
+    from ..workflows.settings import EvaluateSettings
+    from ..workflows.train_operators import run_evaluate
+
+    run_evaluate(make_console(), EvaluateSettings(published, out, model, calibrate, limit))
+
+
+def compare(
+    limit: Annotated[int, typer.Option(help="Number of newest runs to print.")] = 20,
+) -> None:
+    """Print tracked runs side by side."""
+    from ..common.tables_text import print_frame
+    from ..models.tracking.mlflow_store import compare as compare_runs
+
+    print_frame(make_console(), compare_runs(limit=limit), "runs")
+
+
+def ui(port: Annotated[int, typer.Option(help="Port on localhost.")] = 5000) -> None:
+    """Open MLflow's user interface on the runs tracked here."""
+    from ..models.tracking.mlflow_store import serve_ui
+
+    raise typer.Exit(serve_ui(port))
+
+
+def models(
+    name: Annotated[
+        str | None, typer.Argument(help="Model whose card to print; default: list all models.")
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """List the available models, or print a model card.
+
+    Available are the models that ship with opcast and those registered by opcast train.
+    """
+    from ..workflows.model_cards import list_models, show_model
+
+    if name is None:
+        list_models(make_console(), as_json=json_output)
+    else:
+        show_model(make_console(), name, as_json=json_output)

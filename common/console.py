@@ -1,0 +1,36 @@
+"""A console on which text is text: no markup, no links, no control sequences.
+
+Names of kernels, devices, models and files come from untrusted input. They must not be able to
+colour the screen, make a link, move the cursor or set the window title.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from .files import printable
+
+
+class PlainConsole(Console):
+    """Rich's console that styles only what opcast itself styles, by :class:`rich.text.Text`.
+
+    Args:
+        options: As of :class:`rich.console.Console`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"markup": False, "emoji": False, **options})
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Segments of something to print, without control characters in their text."""
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text.isprintable():
+                yield segment
+            else:
+                yield Segment(printable(segment.text), segment.style)

@@ -1,0 +1,79 @@
+"""Errors that a user can cause. Each says what is wrong, where, and what to do about it."""
+
+from __future__ import annotations
+
+
+class OpcastError(Exception):
+    """Base of every error that opcast raises for bad input or a bad environment.
+
+    Args:
+        what: What is wrong, in one sentence.
+        where: File, line, op or column concerned.
+        hint: What the user can do next.
+    """
+
+    def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
+        self.what = what
+        self.where = where
+        self.hint = hint
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        """One line: ``where: what. hint``."""
+        head = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{head} ({self.hint})" if self.hint else head
+
+
+class ProgramError(OpcastError):
+    """A program cannot be read: not StableHLO or HLO, truncated, or malformed."""
+
+
+class InternalError(OpcastError):
+    """A rule of opcast fails on a valid program: a fault of opcast, not of the user.
+
+    The error that the rule raised is the cause (``__cause__``).
+    """
+
+
+class DynamicShapeError(ProgramError):
+    """An op has a dimension whose size is not known before the program runs."""
+
+
+class LoweringError(OpcastError):
+    """A program cannot be lowered to kernels for the target."""
+
+
+class CompilerError(LoweringError):
+    """A target compiler is not installed, does not start, crashes, or exceeds its limits."""
+
+
+class CompilerStartError(CompilerError):
+    """A target compiler does not start, whatever the program."""
+
+
+class DeviceError(OpcastError):
+    """A device is unknown, not present, or described incompletely."""
+
+
+class PlanError(OpcastError):
+    """A parallel plan or workload is malformed, or does not fit the model or the cluster."""
+
+
+class DatasetError(OpcastError):
+    """A dataset is missing, has another schema, or holds bad rows."""
+
+
+class ProfileError(OpcastError):
+    """A measurement could not be made."""
+
+
+class ModelError(OpcastError):
+    """A saved model is missing, damaged, or of another schema."""
+
+
+class StrictError(OpcastError):
+    """Under ``strict``, a kernel has no learned estimate."""
+
+
+class FileError(OpcastError, OSError):
+    """A file cannot be written: the disk is full, or the place is read-only."""

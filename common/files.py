@@ -1,0 +1,196 @@
+"""Files: written whole or not at all, and read within limits, whatever their origin.
+
+A file is written under another name in the same folder, forced to the disk and renamed, so that a
+kill or a full disk at any moment leaves the old file or the new one. What is read from YAML, JSON
+and compressed files is plain data within limits: a small file cannot become gigabytes, and nothing
+in a file can name code that is run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import secrets
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .errors import FileError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+#: Ending of files that are being written.
+PARTIAL = ".partial"
+#: Age in seconds after which such a file was left by a process that was killed.
+STALE_S = 3600.0
+#: Most bytes and nesting of a YAML file. Those of opcast have a few thousand bytes and four levels.
+MAX_YAML_BYTES, MAX_YAML_DEPTH = 4_000_000, 32
+#: Most bytes that a compressed file may expand to.
+MAX_EXPANDED = 2**31
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write to; the file there takes the place of ``path`` when the block ends.
+
+    Several processes may do this at once: each has a file of its own, and the last one stays.
+
+    Args:
+        path: The file to write; its folder exists.
+
+    Raises:
+        FileError: The folder cannot be written, or the disk is full; ``path`` is as it was before.
+    """
+    partial: Path | None = None
+    try:
+        partial = _new_file(path)
+        yield partial
+        _to_disk(partial)
+        partial.replace(path)
+        partial = None
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    finally:
+        if partial is not None:
+            partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock file while the block runs; other processes wait (where the system has locks)."""
+    with path.open("ab") as file:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all; see :func:`replacing`."""
+    with replacing(path) as partial:
+        partial.write_bytes(data)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, in UTF-8, whole or not at all; see :func:`replacing`."""
+    write_bytes(path, text.encode())
+
+
+def cannot_write(path: Path, error: OSError) -> FileError:
+    """The error to raise for a file that cannot be written."""
+    return FileError(
+        f"cannot be written: {error.strerror or error}",
+        where=str(path),
+        hint="free space, or write somewhere else; nothing half-written is left",
+    )
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Data of a JSON text.
+
+    Raises:
+        ValueError: It is not JSON, or nests too deep.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it nests too deep") from None
+
+
+def parse_yaml(text: str) -> Any:
+    """Plain data of a YAML text: numbers, texts, lists, mappings.
+
+    Raises:
+        ValueError: It is not YAML, has a tag that names an object or an alias (a few lines of which
+            can expand to gigabytes), is too large, or nests too deep.
+    """
+    import yaml
+
+    check_yaml(text)
+    try:
+        return yaml.load(text, Loader=yaml_loader())
+    except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
+        raise ValueError(f"not YAML: {error}") from None
+
+
+def yaml_loader() -> Any:
+    """The fastest loader that makes plain data only."""
+    import yaml
+
+    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def check_yaml(text: str) -> None:
+    """Refuse a YAML text that is too large, nests too deep or has aliases.
+
+    Raises:
+        ValueError: It does one of these, or is not YAML.
+    """
+    import yaml
+
+    if len(text) > MAX_YAML_BYTES:
+        raise ValueError(f"not YAML of {len(text)} bytes: at most {MAX_YAML_BYTES} are read")
+    depth = 0
+    try:
+        for event in yaml.parse(text, Loader=yaml_loader()):
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError(f"alias *{event.anchor} is not allowed: write the value out")
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_YAML_DEPTH:
+                raise ValueError(f"it nests deeper than {MAX_YAML_DEPTH}")
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"not YAML: {error}") from None
+
+
+def gunzip(data: bytes, limit: int = MAX_EXPANDED) -> bytes:
+    """Content of a ``.gz`` file.
+
+    Raises:
+        ValueError: It is not a gzip file, is truncated, or holds more than ``limit`` bytes.
+    """
+    unpacker = zlib.decompressobj(16 + zlib.MAX_WBITS)
+    try:
+        content = unpacker.decompress(data, limit)
+    except zlib.error as error:
+        raise ValueError(f"not a gzip file: {error}") from None
+    if not unpacker.eof:
+        more = len(content) >= limit
+        raise ValueError(f"it holds more than {limit} bytes" if more else "it is cut off")
+    return content
+
+
+def printable(text: str) -> str:
+    """Text whose control characters, on which a terminal acts, are written as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else _escaped(c) for c in text)
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape").decode() if char not in " \u00a0\u202f" else char
+
+
+def _new_file(path: Path) -> Path:
+    """An empty file beside ``path`` that no other process has; those of killed ones go."""
+    start = f".{path.name[-80:]}."
+    for old in path.parent.glob(f"{glob.escape(start)}*{PARTIAL}"):
+        with contextlib.suppress(OSError):
+            if time.time() - old.stat().st_mtime > STALE_S:
+                old.unlink()
+    partial = path.with_name(f"{start}{os.getpid()}-{secrets.token_hex(4)}{PARTIAL}")
+    os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    return partial
+
+
+def _to_disk(path: Path) -> None:
+    """Force a file to the disk, so that the rename cannot come before its content."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,72 @@
+"""A predicted time with its 90 % interval, and its three keys in plain data."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+#: Predicted time and both ends of its 90 % interval, in microseconds.
+LATENCY_KEYS = ("latency_us", "lo_us", "hi_us")
+
+#: Least lower end of an interval as a share of its estimate. Half-widths that are combined from
+#: several sources of error may exceed the estimate, but a time is positive; 5 % is a choice.
+LEAST_SHARE = 0.05
+
+Time = TypeVar("Time", float, np.ndarray)
+
+
+class Interval(NamedTuple):
+    """A predicted time with its 90 % interval, in seconds.
+
+    Attributes:
+        value: Estimate.
+        lo: Lower end.
+        hi: Upper end.
+    """
+
+    value: float
+    lo: float
+    hi: float
+
+    @classmethod
+    def around(cls, value: float, below: float, above: float) -> Interval:
+        """Make the interval of an estimate from its half-widths; the lower end stays positive."""
+        return cls(value, max(value - below, LEAST_SHARE * value), value + above)
+
+
+class HasLatency(Protocol):
+    """A result that holds its time and interval in microseconds."""
+
+    @property
+    def latency_us(self) -> float:
+        """Estimate."""
+
+    @property
+    def lo_us(self) -> float:
+        """Lower end."""
+
+    @property
+    def hi_us(self) -> float:
+        """Upper end."""
+
+
+def latency_fields(latency: Time, lo: Time, hi: Time) -> dict[str, Time]:
+    """Give the three keys of a time in seconds.
+
+    Args:
+        latency: Estimate; a number, or an array of them.
+        lo: Lower end of its 90 % interval.
+        hi: Upper end.
+    """
+    return dict(zip(LATENCY_KEYS, (latency * 1e6, lo * 1e6, hi * 1e6), strict=True))
+
+
+def latency_of(result: HasLatency) -> dict[str, float]:
+    """Give the three keys of a result that has them as attributes."""
+    return {"latency_us": result.latency_us, "lo_us": result.lo_us, "hi_us": result.hi_us}
+
+
+def step_fields(interval: Interval) -> dict[str, float]:
+    """Give the keys of a step's time: ``step_us`` repeats ``latency_us``."""
+    return {"step_us": interval.value * 1e6, **latency_fields(*interval)}

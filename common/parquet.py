@@ -1,0 +1,71 @@
+"""Parquet tables of any origin: read within the machine's memory; damaged ones are named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from .errors import DatasetError
+
+#: Share of the machine's memory that a table may take. Chosen by judgement: computing on it needs
+#: about as much again.
+MEMORY_SHARE = 0.5
+#: Bytes of a value in memory. A run of equal values takes none in the file (run-length encoding).
+_VALUE_BYTES = 8
+
+
+def read_table(
+    path: Path, columns: Sequence[str] | None = None, filters: Any | None = None
+) -> pd.DataFrame:
+    """A parquet file as a frame.
+
+    Args:
+        path: The file.
+        columns: Columns to read; all by default.
+        filters: Rows to read, as :func:`pandas.read_parquet` takes them.
+
+    Raises:
+        DatasetError: It is missing, not parquet, damaged, lacks a column, or would not fit into
+            memory: a file of a few kilobytes can stand for a table of any size.
+    """
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            _check_size(file.metadata, path)
+        wanted = None if columns is None else list(columns)
+        return pd.read_parquet(
+            path, columns=wanted, filters=filters, page_checksum_verification=True
+        )
+    except DatasetError:
+        raise
+    except FileNotFoundError:
+        raise DatasetError("no such file", where=str(path)) from None
+    except Exception as error:  # pyarrow raises many types for a damaged file
+        raise DatasetError(f"cannot be read as parquet: {error}", where=str(path)) from None
+
+
+def _check_size(metadata: Any, path: Path) -> None:
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    values = metadata.num_rows * metadata.num_columns * _VALUE_BYTES
+    need = max(values, sum(g.total_byte_size for g in groups))
+    have = MEMORY_SHARE * memory_bytes()
+    if need > have:
+        raise DatasetError(
+            f"a table of {metadata.num_rows} rows and {need / 2**30:.0f} GiB does not fit into "
+            "this machine's memory",
+            where=str(path),
+            hint="split it, or read it on a larger machine",
+        )
+
+
+def memory_bytes() -> float:
+    """Bytes of memory that the machine has."""
+    try:
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (ValueError, OSError):
+        return 16 * 2.0**30

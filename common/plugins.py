@@ -1,0 +1,35 @@
+"""Plug-ins: what other installed packages add through the entry points of a group.
+
+``opcast.estimators`` name classes of models, ``opcast.devices`` folders of device files,
+``opcast.workloads`` modules of the zoo and ``opcast.ops`` costs of custom calls. Nothing of a
+package is imported until it is asked for.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from .errors import OpcastError
+
+
+def found(group: str) -> dict[str, EntryPoint]:
+    """Entry points of a group by name; the names are sorted."""
+    points = {point.name: point for point in entry_points(group=group)}
+    return dict(sorted(points.items()))
+
+
+def load(point: EntryPoint) -> Any:
+    """Import the object that an entry point names.
+
+    Raises:
+        OpcastError: Its package cannot be imported.
+    """
+    try:
+        return point.load()
+    except (ImportError, AttributeError) as error:
+        raise OpcastError(
+            f"{point.name!r} cannot be loaded: {error}",
+            where=f"{point.group}: {point.value}",
+            hint="install the package that brings it again, or remove it",
+        ) from None

@@ -1,0 +1,22 @@
+"""Times and sizes as text with readable units."""
+
+from __future__ import annotations
+
+_UNITS = ((1e6, "s"), (1e3, "ms"), (1.0, "µs"))
+
+
+def duration(us: float) -> str:
+    """Microseconds with a readable unit, three significant digits."""
+    for scale, unit in _UNITS:
+        if abs(us) >= scale:
+            return f"{us / scale:.3g} {unit}"
+    return f"{us * 1e3:.3g} ns"
+
+
+def size(count: float) -> str:
+    """Bytes with a binary unit."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

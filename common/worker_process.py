@@ -1,0 +1,230 @@
+"""Worker processes: what may crash, hang or run out of memory does so without this process.
+
+One mechanism for all of them: the environment in which a worker finds the same packages, a process
+group of its own, a memory limit, messages with a deadline, the last lines of standard error for
+error texts, and an end with this process (:mod:`opcast.common.child_process` is the worker's side).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import TracebackType
+from typing import IO
+
+from .child_process import LENGTH_BYTES, WORKER
+from .paths import PACKAGE
+
+#: Variables by which numerical libraries are told how many threads to start.
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+#: Seconds that a worker which has closed its output gets to end, so that its status can be told.
+_END_S = 5.0
+#: Bytes at the end of standard error that are kept for error texts.
+_TAIL_BYTES = 2**18
+#: Bytes that are moved at a time; a pipe of Linux holds as many.
+_PIECE_BYTES = 2**16
+
+
+class WorkerEnded(Exception):
+    """The worker ended before it answered."""
+
+
+class WorkerTimeout(Exception):
+    """The worker did not answer within the time limit."""
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module of opcast; the folder it is run in stays off its path."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def worker_environment(
+    variables: Mapping[str, str] | None = None,
+    *,
+    without: Collection[str] = (),
+    memory_bytes: int = 0,
+) -> dict[str, str]:
+    """This process's environment, in which a worker imports the same packages from the same places.
+
+    Args:
+        variables: Variables to set.
+        without: Variables to leave out.
+        memory_bytes: The worker's memory limit; 0 for none.
+    """
+    paths = [path for path in (*sys.path, str(PACKAGE.parent)) if path]
+    kept = {name: value for name, value in os.environ.items() if name not in without}
+    return {
+        **kept,
+        **(variables or {}),
+        "PYTHONPATH": os.pathsep.join(paths),
+        WORKER: f"{os.getpid()} {memory_bytes}",
+    }
+
+
+class WorkerProcess:
+    """A process in a session of its own: Ctrl-C reaches this process alone, which then ends it.
+
+    Args:
+        command: What to run, such as :func:`module_command` gives.
+        variables: Environment variables to set.
+        without: Environment variables of this process to leave out.
+        memory_bytes: Most private memory that the worker may take; 0 for no limit.
+        messages: Whether it exchanges messages, by a :class:`~opcast.common.child_process.Channel`.
+        keep_errors: Whether its standard error is kept for error texts; else it is this process's.
+        pass_fds: Open files that it inherits.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        variables: Mapping[str, str] | None = None,
+        without: Collection[str] = (),
+        memory_bytes: int = 0,
+        messages: bool = True,
+        keep_errors: bool = True,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self._errors: IO[bytes] | None = None
+        if keep_errors:
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by stop)
+        self._stopped = False
+        self._unsent, self._received = bytearray(), bytearray()
+        self._process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE if messages else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if messages else self._errors or subprocess.DEVNULL,
+            stderr=self._errors,
+            bufsize=0,
+            env=worker_environment(variables, without=without, memory_bytes=memory_bytes),
+            start_new_session=True,
+            pass_fds=pass_fds,
+        )
+        if self._process.stdin is not None:
+            os.set_blocking(self._process.stdin.fileno(), False)
+
+    def __enter__(self) -> WorkerProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the worker."""
+        return self._process.pid
+
+    def status(self) -> int | None:
+        """Exit status, or the negative number of the signal that ended it; ``None`` if it runs."""
+        return self._process.poll()
+
+    def send(self, message: bytes, timeout_s: float | None = None) -> None:
+        """Send a message; replies that arrive meanwhile are kept, so that neither side blocks.
+
+        Raises:
+            WorkerEnded: The worker is gone.
+            WorkerTimeout: It does not read the message within the limit.
+        """
+        self._unsent += len(message).to_bytes(LENGTH_BYTES, "little")
+        self._unsent += message
+        self._exchange(lambda: not self._unsent, timeout_s)
+
+    def receive(self, timeout_s: float | None = None) -> bytes:
+        """The next message of the worker.
+
+        Raises:
+            WorkerEnded: The worker is gone.
+            WorkerTimeout: There is none within the limit.
+        """
+        self._exchange(lambda: len(self._received) >= self._frame_bytes(), timeout_s)
+        size = self._frame_bytes()
+        message = bytes(self._received[LENGTH_BYTES:size])
+        del self._received[:size]
+        return message
+
+    def ending(self) -> tuple[int, str]:
+        """How a worker that closed its output ended: its status, and that in words."""
+        try:
+            status = self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:  # it closed its output and stays
+            self._kill()
+            status = self._process.wait()
+        if status >= 0:
+            return status, f"exit code {status}"
+        try:
+            return status, f"signal {signal.Signals(-status).name}"
+        except ValueError:  # a real-time signal has no name
+            return status, f"signal {-status}"
+
+    def errors(self) -> str:
+        """The end of what it wrote to standard error, as far as that is kept."""
+        if self._errors is None or self._errors.closed:
+            return ""
+        file = self._errors.fileno()
+        # Not read(): the worker writes at the same file position.
+        start = max(0, os.fstat(file).st_size - _TAIL_BYTES)
+        return os.pread(file, _TAIL_BYTES, start).decode(errors="replace")
+
+    def last_error(self, length: int = 300) -> str:
+        """The last line of :meth:`errors` that is not empty, cut to a length."""
+        lines = [line.strip() for line in self.errors().splitlines() if line.strip()]
+        return lines[-1][:length] if lines else ""
+
+    def stop(self) -> None:
+        """End the worker with all the processes of its group; harmless if it has ended."""
+        if self._stopped:  # the group's id may be another's by now
+            return
+        self._stopped = True
+        self._kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            if stream is not None:
+                stream.close()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _frame_bytes(self) -> int:
+        """Bytes of the oldest message with its length, or of the length if that is not there."""
+        if len(self._received) < LENGTH_BYTES:
+            return LENGTH_BYTES
+        return LENGTH_BYTES + int.from_bytes(self._received[:LENGTH_BYTES], "little")
+
+    def _exchange(self, done: Callable[[], bool], timeout_s: float | None) -> None:
+        """Move bytes both ways until something is done."""
+        sends, receives = self._process.stdin, self._process.stdout
+        assert sends is not None and receives is not None
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while not done():
+            poller = select.poll()
+            poller.register(receives, select.POLLIN)
+            if self._unsent:
+                poller.register(sends, select.POLLOUT)
+            left = None if end is None else max(0.0, end - time.monotonic()) * 1000
+            ready = [file for file, _ in poller.poll(left)]
+            if not ready:
+                raise WorkerTimeout
+            if receives.fileno() in ready:
+                piece = os.read(receives.fileno(), _PIECE_BYTES)
+                if not piece:
+                    raise WorkerEnded
+                self._received += piece
+            if sends.fileno() in ready:
+                try:
+                    count = os.write(sends.fileno(), self._unsent[:_PIECE_BYTES])
+                except BrokenPipeError:
+                    raise WorkerEnded from None
+                del self._unsent[:count]

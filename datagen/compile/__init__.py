@@ -1,0 +1,1 @@
+"""Kernels with a compiler's own estimates as a dataset."""

@@ -1,0 +1,116 @@
+"""Many independent programs as one module, so that a compiler's fixed cost is paid once."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...features.ir.jax_compat import parse_module, tag_locations, walk_ops, write_bytecode
+from ...features.kernels.extract import tagged_ops
+from ...features.kernels.kernel import Kernel
+
+_SYMBOL = re.compile(r"@([A-Za-z_][\w.$-]*)")
+
+
+@dataclass(frozen=True)
+class MergedModule:
+    """Programs side by side in one module.
+
+    Attributes:
+        data: StableHLO bytecode; its ops are called by their position, as
+            :func:`opcast.features.kernels.extract.tagged_ops` reads.
+        starts: Position of each program's first op, ascending.
+    """
+
+    data: bytes
+    starts: tuple[int, ...]
+
+    def owners(self, kernels: Sequence[Kernel]) -> list[int]:
+        """The program that each kernel belongs to, by its position among the merged ones.
+
+        A kernel without an origin of its own (a copy that the compiler added) belongs to the
+        program whose value it reads, else to that of the first kernel that reads it; -1 where
+        neither is known.
+        """
+        if len(self.starts) == 1:
+            return [0] * len(kernels)
+        owners = [self._owner(kernel) for kernel in kernels]
+        for place, kernel in enumerate(kernels):
+            if owners[place] < 0:
+                owners[place] = next((owners[i] for i in kernel.operands if owners[i] >= 0), -1)
+        for place in reversed(range(len(kernels))):
+            for source in kernels[place].operands:
+                if owners[source] < 0:
+                    owners[source] = owners[place]
+        return owners
+
+    def _owner(self, kernel: Kernel) -> int:
+        for source in kernel.sources:
+            for position in tagged_ops(source.op):
+                # Ops ahead of the first program are the calls of the new main function.
+                return bisect_right(self.starts, position) - 1
+        return -1
+
+
+def merge_programs(programs: Sequence[str | bytes]) -> MergedModule:
+    """Put programs for one device side by side: the new main calls each on arguments of its own.
+
+    Args:
+        programs: StableHLO as text or bytecode, each with a function ``main``.
+
+    Raises:
+        ValueError: One of them is no module.
+    """
+    parts = [_renamed(program, f"p{number}_") for number, program in enumerate(programs)]
+    calls, parameters, results, types = [], [], [], []
+    for number, (_, inputs, outputs) in enumerate(parts):
+        names = [f"%a{number}_{i}" for i in range(len(inputs))]
+        parameters += [f"{n}: {t}" for n, t in zip(names, inputs, strict=True)]
+        values = [f"%r{number}#{i}" for i in range(len(outputs))]
+        results += values if len(outputs) > 1 else [f"%r{number}"] * len(outputs)
+        types += outputs
+        count = f":{len(outputs)}" if len(outputs) > 1 else ""
+        left = f"%r{number}{count} = " if outputs else ""
+        calls.append(
+            f"{left}func.call @p{number}_main({', '.join(names)}) : "
+            f"({', '.join(inputs)}) -> ({', '.join(outputs)})"
+        )
+    head = f"func.func public @main({', '.join(parameters)}) -> ({', '.join(types)})"
+    back = f"func.return {', '.join(results)} : {', '.join(types)}" if types else "func.return"
+    main = "\n".join([f"{head} {{", *calls, back, "}"])
+    text = "\n".join(["module @merged {", main, *(body for body, _, _ in parts), "}"])
+    tagged = tag_locations(parse_module(text))
+    return MergedModule(write_bytecode(tagged), _starts(tagged, len(parts)))
+
+
+def _renamed(program: str | bytes, prefix: str) -> tuple[str, list[str], list[str]]:
+    """Functions of a program, their names behind a prefix, and the types that main has."""
+    module = parse_module(program)
+    functions = [op for op in module.body.operations if op.operation.name == "func.func"]
+    by_name = {_name(function): function for function in functions}
+    kind = by_name["main"].attributes["function_type"].value
+    inputs, outputs = list(map(str, kind.inputs)), list(map(str, kind.results))
+    text = "\n".join(str(op) for op in module.body.operations)
+
+    def rename(match: re.Match[str]) -> str:
+        name = match[1]
+        return f"@{prefix}{name}" if name in by_name else match[0]
+
+    text = _SYMBOL.sub(rename, text).replace("func.func public", "func.func private")
+    return text, inputs, outputs
+
+
+def _name(function: Any) -> str:
+    return str(function.attributes["sym_name"].value)
+
+
+def _starts(module: Any, count: int) -> tuple[int, ...]:
+    """Where each program's first function is among the ops, which follow in order."""
+    starts: dict[int, int] = {}
+    for position, op in enumerate(walk_ops(module)):
+        if op.operation.name == "func.func" and (own := re.match(r"p(\d+)_", _name(op))):
+            starts.setdefault(int(own[1]), position)
+    return tuple(starts[number] for number in range(count))

@@ -1,0 +1,249 @@
+"""A compile run: labels for kernels of TPUs that are not here, from their compiler's estimates.
+
+The TPU's compiler writes into every optimised module how many cycles it expects of each kernel.
+These are a compiler's estimates, not measurements. Programs are small and independent, so many of
+them share a module and a compile process, whose fixed costs exceed those of most kernels.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...common.errors import CompilerError, CompilerStartError, DatasetError, LoweringError
+from ...common.progress import Progress
+from ...features.dataset import Dataset, write_record
+from ...features.devices.catalogue import find_device, in_catalogue
+from ...features.devices.device import DeviceSpec
+from ...features.lowering.target_compiler.process import (
+    CompiledModule,
+    CompileSettings,
+    compile_programs,
+)
+from ...features.lowering.target_compiler.target import CompileTarget, target_of
+from ..dataset_folder import RunWriter, replace_shards
+from .merge import MergedModule, merge_programs
+from .plan import CompileItem, CompilePlan
+from .rows import SOURCE, estimated_rows, without_doubles
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CompileResult:
+    """What a compile run did.
+
+    Attributes:
+        folder: The dataset.
+        samples: Rows written, kernels that were met again included.
+        programs: Programs compiled, one for each device.
+        failed: Programs that the compiler refused.
+        elapsed_s: Seconds that it took.
+        stopped: ``budget``, ``done`` (nothing is left of the plan) or ``interrupted``.
+    """
+
+    folder: Path
+    samples: int
+    programs: int
+    failed: int
+    elapsed_s: float
+    stopped: str
+
+
+def compile_dataset(
+    out: Path | str,
+    devices: Sequence[DeviceSpec],
+    budget_s: float,
+    *,
+    plan: CompilePlan | None = None,
+    timeout_s: float = 240.0,
+    progress: bool = True,
+) -> CompileResult:
+    """Compile programs for TPUs and keep the compiler's estimates, until the budget ends.
+
+    It can be stopped at any point and goes on where it stopped when called again with the same
+    folder, plan and devices; no device is behind another by more than one round.
+
+    Args:
+        out: Folder of the dataset.
+        devices: TPUs of the catalogue.
+        budget_s: Seconds of this call. The round at work is finished.
+        plan: What to compile.
+        timeout_s: Seconds of one module after which the compiler counts as stuck.
+        progress: Whether to show how far it is.
+
+    Raises:
+        CompilerError: The TPU's compiler is not installed or does not start.
+        DatasetError: A device is no TPU.
+    """
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = plan or CompilePlan()
+    runs = [_DeviceRun(folder, device, plan, timeout_s) for device in devices]
+    start, stopped = time.monotonic(), "budget"
+    with Progress(budget_s, "s", progress) as bar:
+        try:
+            while time.monotonic() - start < budget_s:
+                run = min(runs, key=lambda own: own.rounds)
+                if not run.one_round():
+                    stopped = "done"
+                    break
+                bar.update(time.monotonic() - start, **_totals(runs), note=run.device.name)
+        except KeyboardInterrupt:
+            stopped = "interrupted"
+    elapsed_s = time.monotonic() - start
+    return CompileResult(folder, elapsed_s=elapsed_s, stopped=stopped, **_totals(runs))
+
+
+_COUNTS = ("samples", "programs", "failed")
+
+
+def _totals(runs: Sequence[_DeviceRun]) -> dict[str, int]:
+    return {name: sum(run.counts[name] for run in runs) for name in _COUNTS}
+
+
+def merge_dataset(folder: Path | str) -> Dataset:
+    """Make one file of a dataset's shards, with one row for each kernel and device.
+
+    Records get the devices as the catalogue describes them now: of all its figures only the clock
+    is in a label, and where that has changed a record stays as it is.
+
+    Raises:
+        DatasetError: There is no dataset.
+    """
+    root = Path(folder)
+    dataset = Dataset.load(root)
+    runs = {run_id: _described_anew(record) for run_id, record in dataset.runs.items()}
+    merged = Dataset(without_doubles(dataset.frame), runs)
+    replace_shards(root, merged.frame)
+    for run_id, record in runs.items():
+        write_record(root, run_id, record)
+    return merged
+
+
+def _described_anew(record: dict[str, Any]) -> dict[str, Any]:
+    known = record["device"]
+    if not in_catalogue(known["name"]):
+        return record
+    device = find_device(known["name"])
+    same = known["clock_hz"] == device.clock_hz
+    return record | {"device": asdict(device)} if same else record
+
+
+class _DeviceRun:
+    """The part of a run that is one device's, with its record.
+
+    Attributes:
+        device: The device.
+        rounds: Rounds of the plan that are done.
+        counts: Samples, programs and failures of this call.
+    """
+
+    def __init__(
+        self, folder: Path, device: DeviceSpec, plan: CompilePlan, timeout_s: float
+    ) -> None:
+        if device.platform != "tpu":
+            raise DatasetError(
+                f"{device.name} is no TPU: only the TPU's compiler says how long kernels take",
+                hint="measure a device with: opcast profile",
+            )
+        self.device = device
+        self.counts = dict.fromkeys(_COUNTS, 0)
+        self._plan = plan
+        self._settings = CompileSettings(timeout_s=timeout_s, progress=False)
+        self._target: CompileTarget = target_of(device)
+        self._run = RunWriter(folder, self._run_id())
+        if not self._run.resumed:
+            self._run.record |= self._new_record()
+        self.rounds = int(self._run.record["rounds"])
+
+    def _new_record(self) -> dict[str, Any]:
+        return {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(),
+            "device": asdict(self.device),
+            "compiler": self._target.compiler.version,
+            "target": self._target.architecture,
+            "source": SOURCE,
+            "labels": "the compiler's estimated cycles over the clock of the device; nothing "
+            "was measured",
+            "plan": asdict(self._plan),
+            "rounds": 0,
+            "programs": 0,
+            "failed": 0,
+            "elapsed_s": 0.0,
+        }
+
+    def _run_id(self) -> str:
+        text = f"{self._target.compiler.version} {sorted(asdict(self._plan).items())}"
+        return f"{self.device.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+    def one_round(self) -> bool:
+        """Compile a round, then write its rows, then the record that says it is done.
+
+        Returns:
+            Whether there was something left to do.
+        """
+        start = time.monotonic()
+        items = self._plan.round(self.rounds)
+        if not items:
+            return False
+        rows = self._compile(_groups(items))
+        self._run.add_rows(rows, self.device.name)
+        self._run.flush(f"{self.rounds:05d}")
+        self.rounds += 1
+        record = self._run.record
+        record["rounds"] = self.rounds
+        record["programs"] += len(items)
+        record["elapsed_s"] += time.monotonic() - start
+        self.counts["samples"] += len(rows)
+        self.counts["programs"] += len(items)
+        self._run.save_record()
+        return True
+
+    def _compile(self, groups: Sequence[Sequence[CompileItem]]) -> list[dict[str, Any]]:
+        """Rows of groups of programs, each group in a module of its own."""
+        merged = [merge_programs([item.mlir for item in group]) for group in groups]
+        rows: list[dict[str, Any]] = []
+        results = self._results(merged)
+        for group, module, result in zip(groups, merged, results, strict=True):
+            if isinstance(result, CompiledModule):
+                rows += estimated_rows(result.hlo, group, self.device, module)
+            elif len(group) > 1:
+                # One of them spoils it for all: each half by itself.
+                half = len(group) // 2
+                rows += self._compile([group[:half], group[half:]])
+            else:
+                self._fail(group[0], result)
+        return rows
+
+    def _results(self, merged: Sequence[MergedModule]) -> list[CompiledModule | LoweringError]:
+        data = [module.data for module in merged]
+        try:
+            return compile_programs(data, [(1, 1)] * len(data), self._target, self._settings)
+        except CompilerStartError:
+            raise
+        except CompilerError as error:
+            if len(data) == 1:
+                return [error]
+            # One of them took too long: each in a process of its own.
+            return [self._results([module])[0] for module in merged]
+
+    def _fail(self, item: CompileItem, error: LoweringError) -> None:
+        logger.info("%s on %s: %s", item.key, self.device.name, error.what)
+        self._run.add_failure(item.key, error.what)
+        self.counts["failed"] += 1
+        self._run.record["failed"] += 1
+
+
+def _groups(items: Sequence[CompileItem]) -> list[list[CompileItem]]:
+    """Programs that share a module: ops, random programs, and each of the others alone."""
+    groups: dict[str, list[CompileItem]] = {}
+    for item in items:
+        groups.setdefault(item.key.split("-")[0] if item.merged else item.key, []).append(item)
+    return list(groups.values())

@@ -1,0 +1,199 @@
+"""The folder of a dataset that is being made: shards, failures and run records, written atomically.
+
+A sample belongs to a run, and every run has a record. Finished programs are those named in the
+shards and in ``failures.jsonl``; a kill at any moment leaves both readable, so a stopped run is
+resumed from the folder alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from ..common.errors import DatasetError
+from ..common.files import replacing
+from ..common.parquet import read_table
+from ..features.dataset import (
+    Dataset,
+    read_record,
+    record_path,
+    sample_frame,
+    sample_ids,
+    write_record,
+    write_shard,
+)
+
+logger = logging.getLogger(__name__)
+
+FAILURES = "failures.jsonl"
+_MERGED = "samples.parquet"
+_SHARDS = "samples-*.parquet"
+
+
+class RunWriter:
+    """Writes the samples, failures and record of one run.
+
+    Args:
+        folder: The dataset's folder, which exists.
+        run_id: The run. If the folder has a record of it, the run goes on with that.
+
+    Attributes:
+        record: The run record; :meth:`save_record` writes it.
+        resumed: Whether the folder had a record of the run.
+        samples: Rows written by this writer.
+    """
+
+    def __init__(self, folder: Path, run_id: str) -> None:
+        self.run_id = run_id
+        self.samples = 0
+        self._folder = folder
+        self._rows: list[dict[str, Any]] = []
+        self._failures: list[dict[str, str]] = []
+        self._shards = 0
+        path = record_path(folder, run_id)
+        self.resumed = path.is_file()
+        self.record: dict[str, Any] = _own_record(path) if self.resumed else {"run_id": run_id}
+
+    def add_rows(self, rows: Iterable[Mapping[str, object]], device: str) -> None:
+        """Keep rows until the next flush; they need no ``sample_id``, ``device`` and ``run_id``."""
+        self._rows += [{**row, "device": device, "run_id": self.run_id} for row in rows]
+
+    def add_failure(self, program: str, reason: str) -> None:
+        """Keep a failed program until the next flush."""
+        self._failures.append({"program": program, "reason": reason, "run_id": self.run_id})
+
+    def drop_rows(self, programs: Iterable[str]) -> None:
+        """Forget rows not yet on disk, of programs that are to be measured again."""
+        dropped = set(programs)
+        self._rows = [row for row in self._rows if row["program"] not in dropped]
+
+    def flush(self, part: str | None = None) -> None:
+        """Write a shard of the rows added since the last flush, and lines of the failures.
+
+        Args:
+            part: Ends the shard's name; by default the number of shards that this writer has
+                written.
+        """
+        if self._rows:
+            if not record_path(self._folder, self.run_id).is_file():
+                # A dataset with rows of an unknown run does not load.
+                self.save_record()
+            frame = sample_frame(self._rows)
+            name = f"samples-{self.run_id}-{part or f'{self._shards:05d}'}.parquet"
+            write_shard(frame.assign(sample_id=sample_ids(frame)), self._folder / name)
+            self._shards += 1
+            self.samples += len(self._rows)
+            self._rows = []
+        if self._failures:
+            lines = "".join(json.dumps(f, sort_keys=True) + "\n" for f in self._failures)
+            _append_lines(self._folder / FAILURES, lines)
+            self._failures = []
+
+    def save_record(self) -> None:
+        """Write the record."""
+        write_record(self._folder, self.run_id, self.record)
+
+
+def _append_lines(path: Path, text: str) -> None:
+    """Append whole lines; a half line left by a kill is closed first."""
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                text = "\n" + text
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def done_programs(folder: Path) -> set[str]:
+    """Keys of the programs that were measured or failed."""
+    done: set[str] = set()
+    for shard in folder.glob("*.parquet"):
+        done.update(read_table(shard, columns=["program"])["program"])
+    return done | {failure["program"] for failure in read_failures(folder)}
+
+
+def read_failures(folder: Path) -> list[dict[str, str]]:
+    """Failed programs with reasons; a line cut off by a kill is left out."""
+    path = folder / FAILURES
+    failures = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            failure = json.loads(line)
+            failures.append({"program": str(failure["program"]), **failure})
+        except (ValueError, KeyError, TypeError):
+            logger.warning("%s: a damaged line is left out", path)
+    return failures
+
+
+def run_records(folder: Path) -> dict[str, dict[str, Any]]:
+    """Records of the runs in a folder, by run id, oldest first.
+
+    Raises:
+        DatasetError: A file is not a run record, or its name is not that of its run.
+    """
+    records = [_own_record(path) for path in sorted(folder.glob("run-*.json"))]
+    records.sort(key=lambda record: str(record.get("date", "")))
+    return {str(record["run_id"]): record for record in records}
+
+
+def _own_record(path: Path) -> dict[str, Any]:
+    record = read_record(path)
+    if "run_id" not in record:
+        raise DatasetError("not a run record: 'run_id' is missing", where=str(path))
+    if f"run-{record['run_id']}.json" != path.name:
+        raise DatasetError(
+            f"the record is of run {record['run_id']!r}", where=str(path), hint="name it after that"
+        )
+    return record
+
+
+def consolidate(folder: Path | str, *, max_bytes: float = 20e6) -> Path:
+    """Merge the shards of a dataset into one ``samples.parquet``, compressed harder.
+
+    Raises:
+        DatasetError: There is no dataset, or the merged file would exceed ``max_bytes``.
+    """
+    return replace_shards(Path(folder), Dataset.load(folder).frame, max_bytes=max_bytes)
+
+
+def replace_shards(folder: Path, frame: pd.DataFrame, *, max_bytes: float = 20e6) -> Path:
+    """Put one ``samples.parquet`` with the given rows in the place of a dataset's shards.
+
+    The new file is in place before the shards are removed, and loading a dataset drops duplicates,
+    so a kill in between loses nothing.
+
+    Args:
+        folder: The dataset's folder.
+        frame: Its rows.
+        max_bytes: Largest file; by default one that fits a repository.
+
+    Raises:
+        DatasetError: The file would exceed ``max_bytes``; the shards are kept.
+    """
+    target = folder / _MERGED
+    shards = list(folder.glob(_SHARDS))
+    # Equal texts side by side compress well.
+    ordered = frame.sort_values(["kind", "kernel_ir", "program"], kind="stable")
+    with replacing(target) as partial:
+        ordered.to_parquet(
+            partial, index=False, compression="zstd", compression_level=19, write_page_checksum=True
+        )
+        size = partial.stat().st_size
+        if size > max_bytes:
+            raise DatasetError(
+                f"{len(frame)} samples take {size / 1e6:.1f} MB, more than {max_bytes / 1e6:.1f} "
+                "MB",
+                where=str(folder),
+                hint="raise max_bytes, or keep the shards",
+            )
+    for shard in shards:
+        shard.unlink()
+    return target

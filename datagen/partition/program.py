@@ -1,0 +1,149 @@
+"""Spreads a program that is written for one device over several, with XLA's own partitioner.
+
+Arguments that a program gives back changed (donated ones: parameters and the optimiser's state) are
+its state; the batch is cut along its first dimension. ``dp`` leaves the state whole on every
+device, ``fsdp`` cuts the largest dimension of each array of it. What the program does in between is
+the partitioner's matter; as for the zoo, it runs over pretended CPU devices.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ...common.errors import PlanError, ProgramError
+from ...features.ir.reader import read_program
+from .sharding import batch_spec, parameter_spec, parse_mesh
+from .workload import expand_groups, read_dump, run_worker, to_stablehlo
+
+
+def partition_program(
+    program: Any, mesh: str, path: Path, batch: Sequence[int] | None = None, format: str = "text"
+) -> Path:
+    """Write a partitioned program as StableHLO.
+
+    Args:
+        program: StableHLO of one device, in any form; its batch is that over all devices.
+        mesh: Sizes by axis: ``dp``, ``fsdp``.
+        path: File to write.
+        batch: Numbers of the arguments that are cut along their first dimension; by default those
+            that are not donated and have one that can be cut.
+        format: ``text`` or ``bytecode``.
+
+    Returns:
+        The path written.
+
+    Raises:
+        PlanError: The mesh is malformed or has another axis, or an argument cannot be cut.
+        ProgramError: The program is for several devices already, or nothing says what its batch is.
+        LoweringError: The partitioner fails.
+    """
+    sizes = parse_mesh(mesh)
+    if "tp" in sizes:
+        raise PlanError(
+            "the parts of a layer are not known by their names in a program",
+            where="--mesh",
+            hint="axes are dp and fsdp; models of the zoo know tp: opcast zoo export --mesh",
+        )
+    source = read_program(program)
+    own = source.program
+    if own.num_replicas * own.num_partitions > 1 or own.dialect != "stablehlo":
+        raise ProgramError(
+            "only StableHLO of a single device can be partitioned", where=source.origin
+        )
+    shapes = [op.type.shape for op in own.entry_computation.parameters]
+    donated = {number: output for output, number in own.aliases}
+    chosen = _batch(shapes, donated, batch, sizes, source.origin)
+    cuts = [
+        batch_spec(shape, sizes, f"argument {n}")
+        if n in chosen
+        else parameter_spec("", shape, sizes)
+        if n in donated
+        else ()
+        for n, shape in enumerate(shapes)
+    ]
+    devices = prod(sizes.values())
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        (folder / "program").write_bytes(_bytecode(source))
+        job = {
+            "program": str(folder / "program"),
+            "dump": str(folder / "dump"),
+            "devices": devices,
+            "arguments": [
+                sharding_text(cut, len(shape), sizes)
+                for cut, shape in zip(cuts, shapes, strict=True)
+            ],
+            "outputs": {str(out): number for number, out in donated.items()},
+        }
+        run_worker(job, devices)
+        text = read_dump(folder / "dump", source.origin or "program")
+    Path(path).write_bytes(to_stablehlo(expand_groups(text), devices, format))
+    return Path(path)
+
+
+def sharding_text(
+    cut: Sequence[str | tuple[str, ...] | None], rank: int, mesh: Mapping[str, int]
+) -> str:
+    """A sharding as XLA writes it, such as ``{devices=[4,1]<=[4]}``.
+
+    Args:
+        cut: Axes that cut each of the first dimensions; others stay whole.
+        rank: Dimensions of the array.
+        mesh: Sizes by axis, outermost first; devices are numbered in that order.
+    """
+    axes = [(a,) if isinstance(a, str) else tuple(a or ()) for a in cut]
+    axes += [()] * (rank - len(axes))
+    used = [axis for own in axes for axis in own]
+    if not used:
+        return "{replicated}"
+    left = [axis for axis in mesh if axis not in used]
+    tiles = [prod(mesh[a] for a in own) for own in axes]
+    tiles += [prod(mesh[a] for a in left)] if left else []
+    names = list(mesh)
+    order = [names.index(axis) for axis in (*used, *left)]
+    shape = ",".join(map(str, mesh.values()))
+    turned = "" if order == sorted(order) else f"T({','.join(map(str, order))})"
+    last = " last_tile_dim_replicate" if left else ""
+    return f"{{devices=[{','.join(map(str, tiles))}]<=[{shape}]{turned}{last}}}"
+
+
+def _batch(
+    shapes: Sequence[tuple[int, ...]],
+    donated: Mapping[int, int],
+    given: Sequence[int] | None,
+    mesh: Mapping[str, int],
+    where: str,
+) -> set[int]:
+    """Numbers of the arguments that are cut along the batch."""
+    if given is not None:
+        wrong = [n for n in given if not 0 <= n < len(shapes)]
+        if wrong:
+            raise PlanError(
+                f"there is no argument {wrong[0]}",
+                where=where,
+                hint=f"arguments are numbered from 0 to {len(shapes) - 1}",
+            )
+        return set(given)
+    parts = prod(mesh.values())
+    leading = {
+        n
+        for n, shape in enumerate(shapes)
+        if n not in donated and shape and shape[0] >= parts and shape[0] % parts == 0
+    }
+    if not donated or not leading:
+        raise ProgramError(
+            "the program does not say which of its arguments are the batch",
+            where=where,
+            hint="name them with --batch-args 3,4, or donate parameters and state",
+        )
+    return leading
+
+
+def _bytecode(source: Any) -> bytes:
+    from ...features.ir.jax_compat import write_bytecode
+
+    return write_bytecode(source.module)

@@ -1,0 +1,126 @@
+"""Partitions a workload or a program with XLA's partitioner, over pretended devices.
+
+Started as ``python -m opcast.datagen.partition.worker``, with a message of JSON for a job.
+Devices are pretended by a flag that only counts before JAX starts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ...common.child_process import Channel
+
+
+def main() -> None:
+    """Read the job, compile, leave the partitioner's dump in the job's folder."""
+    channel = Channel()
+    for message in channel:
+        job = json.loads(message)
+        if "program" in job:
+            partition_program(job)
+        else:
+            partition(job["family"], job["settings"], job["mesh"], job["dump"])
+        channel.send(b"done")
+
+
+def partition_program(job: dict[str, Any]) -> None:
+    """Compile the program of a file under the shardings of a job and dump the partitioner's result.
+
+    Args:
+        job: ``program``, a file of a module; ``arguments`` and ``outputs``, the shardings of its
+            arguments and of some of its results by number; ``devices``, how many; ``dump``, a
+            folder.
+    """
+    from ...features.ir.jax_compat import compile_module, parse_module, with_shardings
+
+    module = parse_module(Path(job["program"]).read_bytes())
+    outputs = {int(out): number for out, number in job["outputs"].items()}
+    module = with_shardings(module, job["arguments"], outputs, job["devices"])
+    Path(job["dump"]).mkdir(parents=True, exist_ok=True)
+    compile_module(module, 1, job["devices"], dump_flags(job["dump"]))
+
+
+def partition(family: str, settings: dict[str, Any], mesh: dict[str, int], dump: str) -> None:
+    """Compile a workload over a mesh and dump what the partitioner makes of it.
+
+    Args:
+        family: Of the zoo.
+        settings: Its settings.
+        mesh: Sizes by axis.
+        dump: Folder for the dump.
+    """
+    import jax
+    import numpy as np
+
+    from ..zoo.registry import build
+    from .sharding import batch_spec, parameter_spec
+
+    workload = build(family, **settings)
+    devices = np.array(jax.devices()).reshape(tuple(mesh.values()))
+    grid = jax.sharding.Mesh(devices, tuple(mesh))
+    *held, batch = workload.abstract_args
+
+    def cut(path: Any, leaf: Any) -> Any:
+        names = "/".join(str(getattr(k, "key", getattr(k, "name", k))) for k in path)
+        return _sharded(leaf, grid, parameter_spec(names, leaf.shape, mesh))
+
+    def cut_batch(path: Any, leaf: Any) -> Any:
+        names = "/".join(str(getattr(k, "key", k)) for k in path)
+        split = not names.startswith("dropout_key")
+        return _sharded(leaf, grid, batch_spec(leaf.shape, mesh, names) if split else ())
+
+    args = [jax.tree_util.tree_map_with_path(cut, arg) for arg in held]
+    args.append(jax.tree_util.tree_map_with_path(cut_batch, batch))
+    outputs = jax.eval_shape(workload.function, *workload.abstract_args)
+    out = _out_shardings(outputs, args, settings.get("mode", "forward"), grid)
+    jitted = jax.jit(
+        workload.function,
+        donate_argnums=workload.donate_argnums,
+        keep_unused=True,
+        out_shardings=out,
+    )
+    Path(dump).mkdir(parents=True, exist_ok=True)
+    jitted.lower(*args).compile(compiler_options=dump_flags(dump))
+
+
+def dump_flags(folder: str) -> dict[str, Any]:
+    """Options with which XLA writes what its partitioner makes into a folder."""
+    return {
+        "xla_dump_to": folder,
+        "xla_dump_hlo_as_text": True,
+        "xla_dump_hlo_pass_re": "spmd-partitioning|shardy-xla",
+        "xla_backend_optimization_level": 0,
+        "xla_llvm_disable_expensive_passes": True,
+    }
+
+
+def _sharded(leaf: Any, grid: Any, spec: Any) -> Any:
+    import jax
+
+    # JAX has no annotations for these, and a strict checker refuses calls of such functions.
+    struct: Any = jax.ShapeDtypeStruct
+    return struct(leaf.shape, leaf.dtype, sharding=_sharding(grid, spec))
+
+
+def _sharding(grid: Any, spec: Any) -> Any:
+    import jax
+
+    partition: Any = jax.sharding.PartitionSpec
+    return jax.sharding.NamedSharding(grid, partition(*spec))
+
+
+def _out_shardings(outputs: Any, args: list[Any], mode: str, grid: Any) -> Any:
+    """Updated parameters and state lie where they came from; the rest as the partitioner likes."""
+    import jax
+
+    if mode != "train":
+        return None
+    kept = [jax.tree.map(lambda leaf: leaf.sharding, arg) for arg in args[:3]]
+    whole = _sharding(grid, ())
+    return (*kept, jax.tree.map(lambda _: whole, outputs[3]))
+
+
+if __name__ == "__main__":
+    main()

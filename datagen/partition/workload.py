@@ -1,0 +1,159 @@
+"""Distributed StableHLO of a workload, with explicit collectives, on a machine without devices.
+
+XLA's partitioner for CPUs runs over as many pretended devices as the mesh has. It makes no
+reduce-scatter: gradients of sharded parameters are all-reduced and sliced, which compilers for
+accelerators change (and ``opcast predict --cluster`` with them).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ...common.errors import LoweringError
+from ...common.files import write_bytes
+from ...common.worker_process import WorkerEnded, WorkerProcess, WorkerTimeout, module_command
+from ...features.ir.replica_groups import parse_replica_groups
+from ..zoo.catalog import Setting
+from ..zoo.registry import resolve
+from .sharding import parse_mesh
+
+#: Seconds after which partitioning is given up.
+TIMEOUT_S = 1800
+_GROUPS = re.compile(
+    r"replica_groups=(mesh\[[^\]]*\](?:,\s*device_ids=\((?:\[[\d,]*\](?:T\([\d,]*\))?|[\d,]*)\))?"
+    r"\s*\{[^}]*\}"
+    r"|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)"
+)
+
+
+def export_partitioned(
+    name: str, settings: Mapping[str, Setting], mesh: str, path: str | Path, format: str = "text"
+) -> Path:
+    """Write a partitioned workload as StableHLO.
+
+    Args:
+        name: Family of the zoo.
+        settings: Its settings; ``batch`` is that over all devices.
+        mesh: Sizes by axis, such as ``fsdp=4,tp=2``.
+        path: File to write.
+        format: ``text`` or ``bytecode``.
+
+    Returns:
+        The path written.
+
+    Raises:
+        OpcastError: The family, a setting or the mesh is wrong, sizes do not fit one another, or
+            the partitioner fails.
+    """
+    if format not in ("text", "bytecode"):
+        raise LoweringError(
+            f"partitioned programs cannot be written as {format!r}", hint="text or bytecode"
+        )
+    sizes = parse_mesh(mesh)
+    full = resolve(name, settings)
+    if full["data_parallel"] != 1:
+        raise LoweringError("data_parallel and a mesh do not go together", hint="use --mesh dp=4")
+    text = expand_groups(partitioned_hlo(name, full, sizes))
+    target = Path(path)
+    write_bytes(target, to_stablehlo(text, prod(sizes.values()), format))
+    return target
+
+
+def partitioned_hlo(name: str, settings: Mapping[str, Setting], mesh: Mapping[str, int]) -> str:
+    """HLO text of one device's program after partitioning.
+
+    Raises:
+        LoweringError: The partitioner fails or leaves nothing.
+    """
+    devices = prod(mesh.values())
+    with tempfile.TemporaryDirectory() as scratch:
+        dump = Path(scratch) / "dump"
+        job = {"family": name, "settings": dict(settings), "mesh": dict(mesh), "dump": str(dump)}
+        run_worker(job, devices)
+        return read_dump(dump, name)
+
+
+def read_dump(folder: Path, name: str) -> str:
+    """HLO text that the partitioner left in a folder.
+
+    Raises:
+        LoweringError: There is none.
+    """
+    dumps = sorted(folder.glob("*after_spmd-partitioning*")) or sorted(
+        folder.glob("*after_shardy-xla*")
+    )
+    if not dumps:
+        raise LoweringError(
+            "the partitioner left no program", where=name, hint="try another version of jax"
+        )
+    return dumps[-1].read_text()
+
+
+def expand_groups(text: str) -> str:
+    """HLO text with every list of replica groups written out, which converters need."""
+    known: dict[str, str] = {}
+
+    def written(match: re.Match[str]) -> str:
+        if match[1] not in known:
+            groups = parse_replica_groups(match[1])
+            listed = ",".join("{" + ",".join(map(str, g)) + "}" for g in groups)
+            known[match[1]] = f"replica_groups={{{listed}}}"
+        return known[match[1]]
+
+    return _GROUPS.sub(written, text)
+
+
+def to_stablehlo(text: str, devices: int, format: str = "text") -> bytes:
+    """StableHLO from partitioned HLO text.
+
+    Args:
+        text: HLO with its replica groups written out.
+        devices: Partitions that the program is one of.
+        format: ``text`` or ``bytecode``.
+
+    Raises:
+        LoweringError: The converter refuses it.
+    """
+    from ...features.ir.jax_compat import hlo_to_stablehlo, with_partitions, write_bytecode
+
+    try:
+        module = with_partitions(hlo_to_stablehlo(text), devices)
+    except Exception as error:  # the converter raises several unrelated classes
+        raise LoweringError(
+            f"the partitioned program cannot be converted: {str(error).splitlines()[0]}",
+            hint="try another version of jax",
+        ) from None
+    return write_bytecode(module) if format == "bytecode" else str(module).encode()
+
+
+def run_worker(job: dict[str, Any], devices: int) -> None:
+    """Run the worker on a job, with pretended devices.
+
+    Raises:
+        LoweringError: It fails, or takes too long.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    variables = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={devices}".strip(),
+    }
+    with WorkerProcess(module_command(f"{__package__}.worker"), variables=variables) as worker:
+        try:
+            worker.send(json.dumps(job).encode(), TIMEOUT_S)
+            worker.receive(TIMEOUT_S)
+        except WorkerTimeout:
+            raise LoweringError(
+                f"partitioning took more than {TIMEOUT_S} s", hint="fewer layers"
+            ) from None
+        except WorkerEnded:
+            worker.ending()
+            last = worker.last_error() or "no message"
+            where = str(job.get("family", "program"))
+            raise LoweringError(f"partitioning failed: {last}", where=where) from None

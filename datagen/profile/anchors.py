@@ -1,0 +1,92 @@
+"""Fixed programs that are measured again and again: they tell noise from signal."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .plan import Item
+
+_GEMM = """module @anchor_gemm {
+  func.func public @main(%a: tensor<384x384xf32>, %b: tensor<384x384xf32>) -> tensor<384x384xf32> {
+    %0 = stablehlo.dot_general %a, %b, contracting_dims = [1] x [0]
+      : (tensor<384x384xf32>, tensor<384x384xf32>) -> tensor<384x384xf32>
+    return %0 : tensor<384x384xf32>
+  }
+}
+"""
+_VECTOR = """module @anchor_vector {
+  func.func public @main(%a: tensor<524288xf32>) -> tensor<524288xf32> {
+    %0 = stablehlo.tanh %a : tensor<524288xf32>
+    %1 = stablehlo.exponential %0 : tensor<524288xf32>
+    return %1 : tensor<524288xf32>
+  }
+}
+"""
+#: In place, so that the page faults of fresh memory do not blur it.
+_MEMORY = """module @anchor_memory {
+  func.func public @main(
+      %a: tensor<4194304xf32> {tf.aliasing_output = 0 : i32}, %b: tensor<4194304xf32>
+  ) -> tensor<4194304xf32> {
+    %0 = stablehlo.maximum %a, %b : tensor<4194304xf32>
+    return %0 : tensor<4194304xf32>
+  }
+}
+"""
+ANCHORS = {"gemm": _GEMM, "vector": _VECTOR, "memory": _MEMORY}
+
+#: A slow-down of an anchor over its best recent value that tells of another process.
+DISTURBED = 1.35
+_RECENT = 20
+
+
+def anchor_items() -> list[Item]:
+    """The anchors as items of a plan."""
+    return [
+        Item("given", i, name=f"anchor-{name}", family="anchor", text=text)
+        for i, (name, text) in enumerate(ANCHORS.items())
+    ]
+
+
+@dataclass
+class AnchorLog:
+    """Values of the anchors over a run.
+
+    Attributes:
+        times_s: Seconds since the start of the run, one per measurement.
+        values_us: Median microseconds by anchor, one per measurement.
+    """
+
+    times_s: list[float] = field(default_factory=list)
+    values_us: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, time_s: float, values_us: Mapping[str, float]) -> float:
+        """Add a measurement; return how much slower it is than the best recent one (1: not).
+
+        The geometric mean over the anchors is compared, so that one odd value does not decide.
+        """
+        self.times_s.append(time_s)
+        ratios = []
+        for name, value in values_us.items():
+            series = self.values_us.setdefault(name, [])
+            series.append(value)
+            ratios.append(value / min(series[-_RECENT:]))
+        return statistics.geometric_mean(ratios) if ratios else 1.0
+
+    def spread(self) -> dict[str, float]:
+        """By anchor, (p90 − p10) / median over the run; 0 with fewer than two measurements."""
+        spreads = {}
+        for name, series in self.values_us.items():
+            cuts = statistics.quantiles(series, n=10) if len(series) > 1 else [0.0] * 9
+            spreads[name] = (cuts[8] - cuts[0]) / statistics.median(series)
+        return spreads
+
+    def record(self) -> dict[str, Any]:
+        """Plain data for the run record."""
+        return {
+            "times_s": [round(t, 1) for t in self.times_s],
+            "values_us": {n: [round(v, 2) for v in s] for n, s in self.values_us.items()},
+            "relative_spread": {n: round(v, 4) for n, v in self.spread().items()},
+        }

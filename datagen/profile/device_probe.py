@@ -1,0 +1,328 @@
+"""Measure a device: peaks, memory levels, floor, gaps and dispatch, in less than a minute.
+
+Durations are those of single kernels in profiler traces, so that the dispatch from the host is not
+in them. Rates are from medians over repeats; a peak is the best of several sizes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...common.errors import ProfileError
+from ...features.devices.device import DeviceSpec, MemoryLevel, local_device_name, usable_cores
+from ...features.devices.identity import CACHE_BYTES, MEASURED, SINGLE_THREAD
+from ...features.ir.dtypes import HLO_NAMES
+from . import host
+from .runner import Runner, wait
+from .trace import trace
+
+logger = logging.getLogger(__name__)
+
+_MATRIX_SIZES = {"cpu": (256, 512, 1024), "gpu": (2048, 4096, 8192), "tpu": (2048, 4096, 8192)}
+_MATRIX_TYPES = ("float32", "bfloat16", "float16", "float64", "int8")
+_VECTOR_TYPES = ("float32", "bfloat16", "float16", "float64", "int32")
+_CHAIN = 64
+#: Elements of a chain that XLA runs on one thread: it splits work by 100,000 operations a thread.
+_THREAD_ELEMENTS = 1024
+#: Bytes that are beyond any cache, the largest that the whole probe tries.
+_MEMORY_SET = {"cpu": float(1 << 28), "gpu": float(1 << 31)}
+#: A type whose product of small matrices takes longer than this is not tried at larger sizes.
+_SLOW_SECONDS = 0.1
+_REPEATS = 7
+#: Resolution of the profiler's clock, about.
+_MIN_FLOOR = 1e-7
+
+
+def probe_device(budget_s: float = 35.0) -> DeviceSpec:
+    """Measure JAX's default device.
+
+    Args:
+        budget_s: Time after which no further sizes and types are begun.
+    """
+    import jax
+
+    end = time.monotonic() + budget_s
+    device = jax.devices()[0]
+    platform = device.platform
+    memory = host.memory_bytes()
+    levels = _memory_levels(platform, memory, end - 0.4 * budget_s)
+    floor, gap = _floor_and_gap()
+    # f32 first: with little time left the rarer types fall back on it.
+    matrix = _rates(_MATRIX_TYPES, lambda t: _matrix_rate(t, platform, end), end)
+    vector = _rates(_VECTOR_TYPES, lambda t: _vector_rate(t, platform), end)
+    return DeviceSpec(
+        name=local_device_name(),
+        platform=platform,
+        peak_flops=matrix,
+        vector_flops=vector,
+        levels=levels,
+        floor=floor,
+        launch_gap=gap,
+        dispatch=_dispatch(),
+        core_count=int(getattr(device, "core_count", 0) or usable_cores()),
+        clock_hz=host.clock_hz(),
+        memory_bytes=memory,
+        source=MEASURED,
+        extra=_described(device),
+    )
+
+
+def probe_ceilings() -> DeviceSpec:
+    """Measure JAX's default device in seconds: f32 rates, one thread and main memory alone.
+
+    Enough to tell whether the device runs as it did (:func:`.compare_ceilings`), too little to
+    predict with.
+
+    Raises:
+        ProfileError: The profiler shows no kernel.
+    """
+    import jax
+
+    device = jax.devices()[0]
+    platform = device.platform
+    memory = host.memory_bytes()
+    working_set = min(_MEMORY_SET.get(platform, _MEMORY_SET["gpu"]), memory / 8 or math.inf)
+    matrix, vector = _matrix_rate("float32", platform, math.inf), _vector_rate("float32", platform)
+    bandwidth = _memory_rate(working_set)
+    if not (matrix and vector and bandwidth):
+        raise ProfileError("the profiler shows no kernel of this machine's ceilings")
+    return DeviceSpec(
+        name=local_device_name(),
+        platform=platform,
+        peak_flops={"f32": matrix},
+        vector_flops={"f32": vector},
+        levels=(MemoryLevel(memory, bandwidth),),
+        floor=_MIN_FLOOR,
+        source=MEASURED,
+        extra=_described(device),
+    )
+
+
+def _described(device: Any) -> dict[str, Any]:
+    """What a description says beside the figures that programs are predicted from."""
+    import jax
+
+    about: dict[str, Any] = {"device_kind": device.device_kind, "jax": jax.__version__}
+    if device.platform == "cpu":
+        about[SINGLE_THREAD] = _chain_rate("float32", _THREAD_ELEMENTS, repeats=200)
+        about[CACHE_BYTES] = max(_cache_capacities(), default=0.0)
+    return about
+
+
+def _rates(dtypes: Sequence[str], measure: Callable[[str], float], end: float) -> dict[str, float]:
+    rates: dict[str, float] = {}
+    for dtype in dtypes:
+        if rates and time.monotonic() > end:
+            break
+        try:
+            rate = measure(dtype)
+        except Exception as error:  # the compiler has many ways to refuse a type
+            logger.info("%s cannot be measured: %s", dtype, error)
+            continue
+        if rate > 0:
+            rates[HLO_NAMES[dtype]] = rate
+    return rates
+
+
+def _kernel_medians(
+    function: Callable[..., Any], *args: Any, repeats: int = _REPEATS, donate: bool = False
+) -> list[float]:
+    """Median seconds over executions, of each kernel of a function; empty without events.
+
+    With ``donate`` the result takes the place of the first argument, as in a training loop.
+    """
+    import jax
+
+    compiled = jax.jit(function, donate_argnums=(0,) if donate else ()).lower(*args).compile()
+    runner = Runner(
+        lambda arrays: [compiled(*arrays)], lambda _: args, aliases=[(0, 0)] if donate else []
+    )
+    once = min(runner.step() for _ in range(2))
+    repeats = max(3, min(repeats, int(1.0 / max(once, 1e-6))))
+    durations = trace(lambda: [runner.step() for _ in range(repeats)])
+    return [float(np.median(seconds)) for seconds in durations.values() if seconds]
+
+
+def _kernel_seconds(function: Callable[..., Any], *args: Any, **options: Any) -> float:
+    """Seconds of all kernels of a function together; 0 without events."""
+    return sum(_kernel_medians(function, *args, **options))
+
+
+def _array(shape: tuple[int, ...], dtype: str) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    with jax.enable_x64(True):
+        return wait(jnp.ones(shape, dtype))
+
+
+def _matrix_rate(dtype: str, platform: str, end: float) -> float:
+    import jax
+    import jax.numpy as jnp
+
+    best = 0.0
+    for n in _MATRIX_SIZES.get(platform, _MATRIX_SIZES["gpu"]):
+        accumulate = jnp.int32 if dtype == "int8" else None
+
+        def product(a: Any, b: Any, out: Any = accumulate) -> Any:
+            return jax.lax.dot(a, b, preferred_element_type=out)
+
+        with jax.enable_x64(True):
+            a, b = _array((n, n), dtype), _array((n, n), dtype)
+            seconds = _kernel_seconds(product, a, b)
+        if seconds > 0:
+            best = max(best, 2.0 * n**3 / seconds)
+        if seconds > _SLOW_SECONDS or time.monotonic() > end:
+            break
+    return best
+
+
+def _vector_rate(dtype: str, platform: str) -> float:
+    """Rate of a long chain of multiply-adds on data that fits into a near cache."""
+    return _chain_rate(dtype, 1 << (16 if platform == "cpu" else 24), repeats=15)
+
+
+def _chain_rate(dtype: str, size: int, repeats: int) -> float:
+    import jax
+
+    def chain(x: Any, y: Any) -> Any:
+        for _ in range(_CHAIN):
+            x = x * y + y
+        return x
+
+    with jax.enable_x64(True):
+        x, y = _array((size,), dtype), _array((size,), dtype)
+        seconds = _kernel_seconds(chain, x, y, repeats=repeats)
+    return 2.0 * _CHAIN * size / seconds if seconds > 0 else 0.0
+
+
+def _memory_levels(platform: str, memory: float, end: float) -> tuple[MemoryLevel, ...]:
+    top = 28 if platform == "cpu" else 31
+    bottom = 16 if platform == "cpu" else 21
+    sizes: list[float] = []
+    rates: list[float] = []
+    for power in range(bottom, top + 1):
+        working_set = float(1 << power)
+        if working_set > memory / 8 > 0 or (len(rates) > 6 and time.monotonic() > end):
+            break
+        rate = _memory_rate(working_set)
+        if rate > 0:
+            sizes.append(working_set)
+            rates.append(rate)
+    capacities = _cache_capacities() if platform == "cpu" else []
+    return levels_from_curve(sizes, rates, capacities, memory or sizes[-1])
+
+
+def _memory_rate(working_set: float) -> float:
+    """Bytes/s of an element-wise kernel on so many bytes; 0 without events."""
+    count = int(working_set) // 12  # x and y are read, z is written, 4 bytes each
+    x, y = _array((count,), "float32"), _array((count,), "float32")
+    # In place, since fresh pages for a result cost more than moving the data.
+    seconds = _kernel_seconds(_axpy, x, y, donate=True)
+    return 12.0 * count / seconds if seconds > 0 else 0.0
+
+
+def _axpy(x: Any, y: Any) -> Any:
+    return x * 1.5 + y
+
+
+def _cache_capacities() -> list[float]:
+    """Bytes of the caches from L2 outwards, of all cores that this process uses together."""
+    cores = usable_cores()
+    caches = sorted(host.cpu_caches().items())
+    return [size * max(1, cores // shared) for level, (size, shared) in caches if level >= 2]
+
+
+def levels_from_curve(
+    sizes: Sequence[float], rates: Sequence[float], capacities: Sequence[float], memory: float
+) -> tuple[MemoryLevel, ...]:
+    """Memory levels from bandwidth against working-set size.
+
+    Args:
+        sizes: Working sets in bytes, increasing.
+        rates: Bandwidth in bytes/s at each.
+        capacities: Bytes of the caches, smallest first; empty to find one cache from the curve.
+        memory: Bytes of main memory.
+
+    Returns:
+        Levels with falling bandwidth. The rate of a cache is the best among the working sets that
+        fill an eighth to three quarters of it, as it is shared with other data; that of memory is
+        the median of the sets beyond twice the last cache.
+    """
+    caches = list(capacities) or _knee(sizes, rates)
+    levels: list[MemoryLevel] = []
+    below = 0.0
+    for capacity in caches:
+        low = max(below, capacity / 8)
+        inside = [r for s, r in zip(sizes, rates, strict=True) if low < s <= 0.75 * capacity]
+        if inside:
+            levels.append(MemoryLevel(capacity, float(max(inside))))
+            below = capacity
+    beyond = [r for s, r in zip(sizes, rates, strict=True) if s > 2 * below] or list(rates[-1:])
+    levels.append(MemoryLevel(memory, float(np.median(beyond[-3:]))))
+    # A level that is no faster than the next one is no level of its own.
+    return tuple(
+        level
+        for i, level in enumerate(levels)
+        if i == len(levels) - 1
+        or level.bandwidth > 1.05 * max(x.bandwidth for x in levels[i + 1 :])
+    )
+
+
+def _knee(sizes: Sequence[float], rates: Sequence[float]) -> list[float]:
+    """The largest working set that still runs well above the bandwidth of memory."""
+    if len(rates) < 3:
+        return []
+    halfway = float(np.sqrt(max(rates) * np.median(rates[-2:])))
+    fast = [s for s, r in zip(sizes, rates, strict=True) if r > halfway]
+    return [max(fast) / 0.75] if fast and max(rates) > 1.3 * rates[-1] else []
+
+
+def _floor_and_gap() -> tuple[float, float]:
+    """Smallest duration of a kernel, and time from the end of one kernel to the next."""
+    small = _array((32, 32), "float32")
+    floor = _kernel_seconds(lambda x: x + 1.0, _array((8,), "float32"), repeats=200)
+    # Kernels that wait for one another: what the wall time has beyond their durations is gaps,
+    # and dispatch, which two lengths cancel.
+    (idle_a, count_a), (idle_b, count_b) = (_chain_idle(small, length) for length in (8, 72))
+    gap = (idle_b - idle_a) / max(count_b - count_a, 1)
+    return max(floor, _MIN_FLOOR), max(gap, 0.0)
+
+
+def _chain_idle(x: Any, length: int) -> tuple[float, int]:
+    """Seconds without a kernel, and kernels, of a chain of products (which are not fused)."""
+    import jax
+
+    def chain(y: Any) -> Any:
+        for _ in range(length):
+            y = y @ y
+        return y
+
+    compiled = jax.jit(chain).lower(x).compile()
+    walls: list[float] = []
+    durations = trace(lambda: walls.append(_wall(compiled, x, repeats=50)))
+    busy = sum(float(np.median(seconds)) for seconds in durations.values() if seconds)
+    return walls[0] - busy, len(durations)
+
+
+def _dispatch() -> float:
+    """Wall time of a program that does next to nothing, from the call until it is ready."""
+    import jax
+
+    x = _array((1,), "float32")
+    return _wall(jax.jit(lambda x: x + 1.0).lower(x).compile(), x)
+
+
+def _wall(compiled: Callable[..., Any], *args: Any, repeats: int = 200) -> float:
+    samples = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        wait(compiled(*args))
+        samples.append(time.perf_counter() - start)
+    return float(np.median(samples))

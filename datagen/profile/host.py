@@ -1,0 +1,152 @@
+"""What a run record says of the machine: device, versions, clocks, power; no host name."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+_NVIDIA_FIELDS = (
+    "driver_version",
+    "clocks.sm",
+    "clocks.max.sm",
+    "clocks.mem",
+    "power.draw",
+    "power.limit",
+    "temperature.gpu",
+    "memory.total",
+)
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+def describe_host() -> dict[str, Any]:
+    """Device, compiler and host of this process, as plain data for a run record."""
+    import jax
+
+    from ...features.devices.device import local_device_name, usable_cores
+
+    device = jax.devices()[0]
+    return {
+        "platform": device.platform,
+        "device_name": local_device_name(),
+        "device_kind": device.device_kind,
+        "device_count": jax.device_count(),
+        "memory_bytes": memory_bytes(),
+        "cache_bytes": last_cache_bytes(),
+        "cores": usable_cores(),
+        "clock_mhz": round(clock_hz() / 1e6, 1),
+        "jax": jax.__version__,
+        "jaxlib": version("jaxlib"),
+        "compiler": f"xla {device.client.platform_version}".strip(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "python": platform.python_version(),
+        "os": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "allocator": {k: v for k, v in os.environ.items() if k.startswith("MALLOC_")},
+        "huge_pages": _first_line(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
+        "nvidia": nvidia_smi(),
+    }
+
+
+def memory_bytes() -> float:
+    """Memory of JAX's default device that a program may use, in bytes; 0 if not known."""
+    import jax
+
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        stats = device.memory_stats() or {}
+        return float(stats.get("bytes_limit", 0))
+    return host_memory_bytes()
+
+
+def host_memory_bytes() -> float:
+    """Main memory of the host in bytes, or its control group's limit if lower; 0 if not known."""
+    try:
+        total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (AttributeError, ValueError, OSError):
+        return 0.0
+    limit = _first_line(Path("/sys/fs/cgroup/memory.max"))
+    return min(total, float(limit)) if limit.isdigit() else total
+
+
+def free_memory_bytes() -> float:
+    """Memory of JAX's default device that is free now, in bytes; 0 if not known."""
+    import jax
+
+    total = memory_bytes()
+    if jax.devices()[0].platform != "cpu":
+        return total
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return total
+    free = [float(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:")]
+    return min([total, *free]) if total else sum(free)
+
+
+def cpu_caches() -> dict[int, tuple[float, int]]:
+    """Data caches of the CPU by level: bytes of one, and how many logical cores share it."""
+    caches = {}
+    for folder in sorted(_CACHES.glob("index*")):
+        if _first_line(folder / "type") == "Instruction":
+            continue
+        size = _first_line(folder / "size")
+        unit = {"K": 1024, "M": 1024**2, "G": 1024**3}.get(size[-1:], 0)
+        shared = _first_line(folder / "shared_cpu_list")
+        if unit and shared:
+            level = int(_first_line(folder / "level"))
+            caches[level] = (float(size[:-1]) * unit, _count(shared))
+    return caches
+
+
+def last_cache_bytes() -> float:
+    """Bytes of the last-level cache of JAX's default device; 0 if not known."""
+    import jax
+
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return max((size for size, _ in cpu_caches().values()), default=0.0)
+    return float(getattr(device, "l2_cache_size", 0) or (64e6 if device.platform == "gpu" else 0))
+
+
+def clock_hz() -> float:
+    """Clock in Hz as it is now: of the GPU if there is one, else of the CPU; 0 if not known."""
+    sm = nvidia_smi().get("clocks.sm", "")
+    if sm.split(" ")[0].isdigit():
+        return float(sm.split(" ")[0]) * 1e6
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return 0.0
+    clocks = [float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")]
+    return 1e6 * sum(clocks) / len(clocks) if clocks else 0.0
+
+
+def nvidia_smi() -> dict[str, str]:
+    """Driver, clocks and power of the first NVIDIA GPU; empty where there is none."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {}
+    query = [program, f"--query-gpu={','.join(_NVIDIA_FIELDS)}", "--format=csv,noheader", "--id=0"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    values = [value.strip() for value in answer.stdout.strip().split(",")]
+    return dict(zip(_NVIDIA_FIELDS, values, strict=False))
+
+
+def _first_line(path: Path) -> str:
+    try:
+        return path.read_text().split("\n", 1)[0].strip()
+    except OSError:
+        return ""
+
+
+def _count(cpus: str) -> int:
+    """Cores in a list such as ``0-3,8``."""
+    spans = [part.split("-") for part in cpus.split(",")]
+    return sum(int(span[-1]) - int(span[0]) + 1 for span in spans)

@@ -1,0 +1,405 @@
+"""Measure a batch of programs: compile, warm up, trace, and turn the durations into rows."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...common.errors import OpcastError, ProfileError
+from ...features.ir.program import Program
+from ...features.kernels.kernel import Kernel, LoweredProgram
+from ..programs.arguments import random_arguments
+from .plan import Item, LoadedItem, load_item
+from .pulse import STEADY, Pulse
+from .runner import Runner, module_name, rotation
+from .trace import Durations, trace
+
+logger = logging.getLogger(__name__)
+
+#: Time for the executions of one program, in seconds.
+PROGRAM_SECONDS = 1.2
+#: First round of executions, in seconds and count.
+_FIRST_SECONDS, _MIN_RUNS, _MAX_RUNS = 0.2, 9, 25
+#: Width of the median's 95 % interval that is narrow enough, relative to the median.
+_NARROW = 0.1
+_SESSIONS = 2
+_WALL_SECONDS = 0.5
+#: Tries for a machine without disturbance; programs above this time have one only.
+_TRIES, _LONG_SECONDS = 3, 1.0
+#: Programs with more argument bytes than this are measured in a session of their own.
+_SHARED_BYTES = 256e6
+
+
+@dataclass
+class Prepared:
+    """A compiled program with what its measurement needs.
+
+    Attributes:
+        item: What was asked for.
+        loaded: The program.
+        lowered: Its kernels.
+        native: The executable (:class:`opcast.features.lowering.xla.NativeExecutable`).
+        module: HLO module name, unique within the batch.
+        make_arguments: Draws arguments from a seed.
+        bytes: Bytes of one set of arguments.
+        seconds: Estimated time of one execution.
+        durations: Seconds of every execution by instruction.
+        wall: Seconds of whole executions, without a trace.
+        disturbed: Whether the machine was disturbed in every try.
+    """
+
+    item: Item
+    loaded: LoadedItem
+    lowered: LoweredProgram
+    native: Any
+    module: str
+    make_arguments: Callable[[int], Sequence[Any]]
+    bytes: int
+    runner: Runner | None = None
+    seconds: float = 0.0
+    durations: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    wall: list[float] = field(default_factory=list)
+    disturbed: bool = False
+
+    @property
+    def labelled(self) -> list[Kernel]:
+        """Kernels for which a trace gives a duration."""
+        return [k for k in self.lowered.kernels if k.takes_time]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of a measurement.
+
+    Attributes:
+        memory: Bytes that a program may need.
+        cache: Bytes of the last-level cache, past which arguments are rotated.
+    """
+
+    memory: float = math.inf
+    cache: float = 32e6
+
+
+def prepare(item: Item, limits: Limits) -> Prepared:
+    """Load and compile one program.
+
+    Raises:
+        OpcastError: The program is malformed, does not compile, or does not fit into memory.
+    """
+    from ...features.ir.reader import read_program
+    from ...features.lowering.xla import compile_native
+
+    loaded = load_item(item)
+    check_memory(loaded.est_bytes, limits.memory, loaded.name)
+    source = read_program(loaded.mlir)
+    if not loaded.est_bytes:
+        check_memory(_argument_bytes(source.program), limits.memory, loaded.name)
+    native = compile_native(source, name=_identifier(item.key))
+    lowered = native.lowered()
+    check_memory(lowered.peak_memory_bytes, limits.memory, loaded.name)
+    types = native.input_types
+    return Prepared(
+        item=item,
+        loaded=loaded,
+        lowered=lowered,
+        native=native,
+        module=module_name(native.hlo),
+        make_arguments=loaded.arguments or (lambda seed: random_arguments(types, seed)),
+        bytes=sum(t.nbytes for t in types),
+    )
+
+
+def _argument_bytes(program: Program) -> int:
+    return sum(op.result_bytes for op in program.entry_computation.parameters)
+
+
+def check_memory(needed: float, limit: float, name: str) -> None:
+    """Refuse a program that needs more memory than the limit.
+
+    Raises:
+        ProfileError: It does.
+    """
+    if needed > limit:
+        raise ProfileError(
+            f"needs {needed / 1e9:.3g} GB of memory, the limit is {limit / 1e9:.3g} GB",
+            where=name,
+            hint="raise max_memory",
+        )
+
+
+def measure(
+    programs: Iterable[Prepared],
+    limits: Limits,
+    *,
+    walls: bool = True,
+    sessions: int = _SESSIONS,
+    pulse: Pulse | None = None,
+) -> None:
+    """Execute programs and collect durations, small ones together in one trace session.
+
+    Args:
+        programs: What to measure; durations are added to those that are there.
+        limits: Bounds of the measurement.
+        walls: Whether to time whole executions too, of all but single ops.
+        sessions: Trace sessions at most; those after the first are for noisy programs.
+        pulse: Tells when the machine is disturbed; what is measured then is measured again.
+    """
+    group: list[Prepared] = []
+
+    def flush() -> None:
+        if group:
+            _measure_group(group, limits, walls, sessions, pulse)
+            group.clear()
+
+    for program in programs:
+        alone = program.bytes > _SHARED_BYTES
+        clash = any(p.module == program.module for p in group)
+        if alone or clash:
+            flush()
+        group.append(program)
+        if alone:
+            flush()
+    flush()
+
+
+def _measure_group(
+    group: list[Prepared], limits: Limits, walls: bool, sessions: int, pulse: Pulse | None
+) -> None:
+    for program in group:
+        _warm_up(program, limits)
+    pending = {id(p): first_runs(p.seconds) for p in group}
+    for _ in range(sessions):
+        _trace_steadily([p for p in group if pending[id(p)]], pending, pulse)
+        pending = {id(p): more_runs(p) for p in group}
+        if not any(pending.values()):
+            break
+    for program in group:
+        if walls and not program.loaded.family.startswith("op:"):
+            program.wall = _wall_steadily(program, pulse)
+        program.runner = None
+
+
+def _warm_up(program: Prepared, limits: Limits) -> None:
+    program.runner = Runner(
+        program.native.run,
+        program.make_arguments,
+        program.native.aliases,
+        rotation(program.bytes, limits.cache),
+    )
+    first = _step(program)
+    again = [_step(program) for _ in range(1 if first > 0.3 else 3)]
+    program.seconds = min(first, *again)
+
+
+def _step(program: Prepared) -> float:
+    assert program.runner is not None
+    return program.runner.step()
+
+
+def _ratio(pulse: Pulse | None, *, traced: bool = False) -> float:
+    return pulse.ratio(traced=traced) if pulse is not None else 1.0
+
+
+def _wall_steadily(program: Prepared, pulse: Pulse | None) -> list[float]:
+    """Seconds of whole executions, of the try in which the machine was disturbed least."""
+    best: tuple[float, list[float]] = (math.inf, [])
+    tries = _TRIES if program.seconds < _LONG_SECONDS else 1
+    for _ in range(tries):
+        before = _ratio(pulse)
+        seconds = [_step(program) for _ in range(wall_runs(program.seconds))]
+        slowest = max(before, _ratio(pulse))
+        best = min(best, (slowest, seconds))
+        if best[0] <= STEADY:
+            break
+    return best[1]
+
+
+def _trace_steadily(group: list[Prepared], pending: dict[int, int], pulse: Pulse | None) -> None:
+    """Sessions until each program had an undisturbed one; else its least disturbed one counts."""
+    best: dict[int, tuple[float, dict[str, list[float]]]] = {}
+    left = list(group)
+    for _ in range(_TRIES):
+        for program, (ratio, durations) in zip(left, _session(left, pending, pulse), strict=True):
+            if ratio < best.get(id(program), (math.inf,))[0]:
+                best[id(program)] = (ratio, durations)
+        left = [p for p in left if best[id(p)][0] > STEADY and p.seconds < _LONG_SECONDS]
+        if not left:
+            break
+    for program in group:
+        ratio, durations = best[id(program)]
+        program.disturbed = program.disturbed or ratio > STEADY
+        for name, seconds in durations.items():
+            program.durations[name] += seconds
+
+
+def _session(
+    group: list[Prepared], pending: dict[int, int], pulse: Pulse | None
+) -> list[tuple[float, dict[str, list[float]]]]:
+    """One trace session: for each program how slow the machine was, and seconds by kernel.
+
+    Each program's runs are spread over three rounds, against passing load.
+    """
+    readings: dict[int, list[float]] = {id(p): [] for p in group}
+
+    def run() -> None:
+        for part in range(3):
+            for program in group:
+                readings[id(program)].append(_ratio(pulse, traced=True))
+                for _ in range((pending[id(program)] + 2 - part) // 3):
+                    _step(program)
+
+    executions = {
+        (p.module, k.name): int(k.multiplicity)
+        for p in group
+        for k in p.labelled
+        if not k.scope or k.multiplicity > 1  # else a loop of unknown length, or a branch
+    }
+    reads = {key: names for program in group for key, names in _reads(program).items()}
+    durations: Durations = trace(run, executions, reads)
+    return [
+        (
+            float(np.median(readings[id(p)])),
+            {
+                name: [s for s in durations.get((p.module, name), []) if s > 0]
+                for name in {k.name for k in p.labelled}
+            },
+        )
+        for p in group
+    ]
+
+
+def _reads(program: Prepared) -> dict[tuple[str, str], set[str]]:
+    """The kernels that a trace labels, with the names of those that each reads."""
+    kernels = program.lowered.kernels
+    labelled = {k.name for k in program.labelled}
+    return {
+        (program.module, k.name): {kernels[i].name for i in k.operands} - {k.name}
+        for k in kernels
+        if k.name in labelled
+    }
+
+
+def first_runs(seconds: float) -> int:
+    """Executions in the first session, for a program that takes ``seconds``."""
+    least = _MIN_RUNS if _MIN_RUNS * seconds <= PROGRAM_SECONDS * 0.7 else long_runs(seconds)
+    return max(least, min(_MAX_RUNS, int(_FIRST_SECONDS / max(seconds, 1e-6))))
+
+
+def more_runs(program: Prepared) -> int:
+    """Further executions that the program's noisy kernels call for, within its time; 0 if none."""
+    samples = list(program.durations.values())
+    done = max((len(s) for s in samples), default=0)
+    if not done:
+        return 0
+    spent = sum(map(sum, samples))
+    total = sum(float(np.median(s)) for s in samples if s)
+    noisy = sum(float(np.median(s)) for s in samples if s and median_width(s) > _NARROW)
+    if noisy < 0.1 * total or spent > PROGRAM_SECONDS:
+        return 0
+    affordable = int((PROGRAM_SECONDS - spent) / max(program.seconds, 1e-6))
+    return min(first_runs(program.seconds), affordable)
+
+
+def median_width(samples: Sequence[float]) -> float:
+    """Width of the median's 95 % interval relative to the median.
+
+    From order statistics: ranks n/2 ± 0.98 √n (the binomial's normal approximation).
+    """
+    ordered = np.sort(np.asarray(samples, float))
+    n = len(ordered)
+    half = 0.98 * math.sqrt(n)
+    low = max(0, math.floor(n / 2 - half))
+    high = min(n - 1, math.ceil(n / 2 + half))
+    return float((ordered[high] - ordered[low]) / max(float(np.median(ordered)), 1e-12))
+
+
+def wall_runs(seconds: float) -> int:
+    """Executions for the wall time of a program that takes ``seconds``."""
+    return max(long_runs(seconds), min(_MAX_RUNS, int(_WALL_SECONDS / max(seconds, 1e-6))))
+
+
+def long_runs(seconds: float) -> int:
+    """Executions of a program that takes so long that it gets the fewest."""
+    return 3 if seconds < _LONG_SECONDS else 2
+
+
+def rows_of(program: Prepared) -> tuple[list[dict[str, Any]], int]:
+    """Rows of the measured kernels and the program; and how many kernels have no label."""
+    kernels = program.labelled
+    single = program.loaded.family.startswith("op:") and len(kernels) == 1
+    pooled: dict[str, list[float]] = defaultdict(list)
+    for name, kernel in {k.name: k for k in kernels}.items():
+        pooled[kernel.hash] += program.durations.get(name, [])
+    by_hash = {k.hash: k for k in kernels}
+    level = "op" if single else "kernel"
+    rows = [_kernel_row(by_hash[h], s, level, program) for h, s in pooled.items() if s]
+    missing = sum(not program.durations.get(k.name) for k in kernels)
+    if program.wall and rows:
+        rows.append(_program_row(program, {row["kernel_hash"] for row in rows}))
+    return rows, missing
+
+
+def _kernel_row(
+    kernel: Kernel, seconds: Sequence[float], level: str, program: Prepared
+) -> dict[str, Any]:
+    return _latency(seconds) | {
+        "kernel_hash": kernel.hash,
+        "kernel_ir": kernel.ir,
+        "level": level,
+        "kind": kernel.kind,
+        "dtype": kernel.dtype,
+        "flops": float(kernel.flops),
+        "bytes": float(kernel.bytes),
+        "source": "measured:trace",
+        "family": program.loaded.family,
+        "program": program.item.key,
+    }
+
+
+def _program_row(program: Prepared, known: set[str]) -> dict[str, Any]:
+    import hashlib
+
+    from ...features.kernels.program_json import schedule_to_json
+
+    kernels = program.lowered.kernels
+    text = schedule_to_json(program.lowered, known)
+    dtypes = [k.dtype for k in sorted(kernels, key=lambda k: k.flops + k.bytes)]
+    return _latency(program.wall) | {
+        "kernel_hash": hashlib.sha256(text.encode()).hexdigest()[: len(kernels[0].hash)],
+        "kernel_ir": text,
+        "level": "program",
+        "kind": "program",
+        "dtype": dtypes[-1],
+        "flops": float(sum(k.flops * k.multiplicity for k in kernels)),
+        "bytes": float(sum(k.bytes * k.multiplicity for k in kernels)),
+        "source": "measured:wall",
+        "family": program.loaded.family,
+        "program": program.item.key,
+    }
+
+
+def _latency(seconds: Sequence[float]) -> dict[str, Any]:
+    p10, p50, p90 = np.quantile(np.asarray(seconds, float), [0.1, 0.5, 0.9]) * 1e6
+    return {
+        "latency_us_p10": float(p10),
+        "latency_us_p50": float(p50),
+        "latency_us_p90": float(p90),
+        "repeats": len(seconds),
+    }
+
+
+def reason_of(error: BaseException) -> str:
+    """One line on why a program failed."""
+    text = str(error) if isinstance(error, OpcastError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:500]
+
+
+def _identifier(key: str) -> str:
+    """A module name from an item's key."""
+    return "".join(c if c.isalnum() else "_" for c in key)

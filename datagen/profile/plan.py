@@ -1,0 +1,231 @@
+"""What to measure: endless streams of ops and random programs, the model zoo and given programs.
+
+Every item has a key that alone, with the seed in it, says which program it is. A run that is
+stopped and started again therefore draws exactly the programs that it has not measured yet.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...common.errors import ProfileError
+
+#: Streams of programs, with the default share of the time for each.
+DEFAULT_MIX: dict[str, float] = {"op": 0.35, "random": 0.35, "zoo": 0.30}
+#: Programs measured together in one trace session; big ones are measured alone.
+BATCH_SIZES: dict[str, int] = {"op": 12, "random": 4, "zoo": 1, "given": 4}
+_REPLICATE = "#"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One program to measure.
+
+    Attributes:
+        stream: ``op``, ``random``, ``zoo`` or ``given``.
+        index: Position in the stream.
+        seed: Seed of the stream.
+        suite: Suite of the zoo.
+        replicate: 0, or the number of an intended second measurement.
+        name: Name of a given program.
+        family: Family of a given program.
+        text: StableHLO of a given program; bytecode is base64 behind ``base64:``.
+    """
+
+    stream: str
+    index: int
+    seed: int = 0
+    suite: str = ""
+    replicate: int = 0
+    name: str = ""
+    family: str = ""
+    text: str = ""
+
+    @property
+    def key(self) -> str:
+        """Unique name within a dataset, the ``program`` column; replicates end in ``#n``."""
+        parts = {"given": self.name, "zoo": f"{self.suite}-{self.index:04d}"}
+        tail = parts.get(self.stream, f"{self.seed}-{self.index:06d}")
+        return f"{self.stream}-{tail}" + (f"{_REPLICATE}{self.replicate}" if self.replicate else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for the worker."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class LoadedItem:
+    """An item with its program, ready to compile.
+
+    Attributes:
+        name: Name of the program.
+        family: Family, such as ``op:gemm`` or ``gpt``.
+        mlir: StableHLO text or bytecode.
+        arguments: Arrays of main in order, from a seed; ``None`` to draw them from the types.
+        est_bytes: Estimated device memory in bytes, at least of the arguments; 0 if not known.
+    """
+
+    name: str
+    family: str
+    mlir: str | bytes
+    arguments: Callable[[int], Sequence[Any]] | None = None
+    est_bytes: float = 0.0
+
+
+@dataclass
+class Plan:
+    """The order of items: always from the stream that is furthest behind its share of the time.
+
+    Attributes:
+        mix: Share of the time by stream.
+        seed: Seed of the random streams.
+        suite: Suite of the zoo.
+        given: Given programs; with these alone nothing else is measured unless ``mix`` says so.
+        spent: Seconds spent by stream.
+    """
+
+    mix: Mapping[str, float]
+    seed: int = 0
+    suite: str = "standard"
+    given: Sequence[Item] = ()
+    zoo_size: int = 0
+    spent: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        unknown = set(self.mix) - set(BATCH_SIZES)
+        if unknown or any(share < 0 for share in self.mix.values()):
+            raise ProfileError(
+                f"the mix {dict(self.mix)} has unknown streams or negative shares",
+                hint=f"streams are {', '.join(BATCH_SIZES)}",
+            )
+        self._streams = {s: self._stream(s) for s, share in self.mix.items() if share > 0}
+
+    def _stream(self, stream: str) -> Iterator[Item]:
+        if stream == "given":
+            yield from self.given
+        elif stream == "zoo":
+            # A fixed shuffle, so that a short budget sees every part of the suite.
+            for index in np.random.default_rng([self.seed, 17]).permutation(self.zoo_size):
+                yield Item("zoo", int(index), self.seed, suite=self.suite)
+        else:
+            index = 0
+            while True:
+                yield Item(stream, index, self.seed)
+                index += 1
+
+    def next_batch(self, done: set[str]) -> list[Item]:
+        """The next items that are not in ``done``; empty when every stream has ended."""
+        while self._streams:
+            stream = min(self._streams, key=lambda s: self.spent.get(s, 0.0) / self.mix[s])
+            batch: list[Item] = []
+            for item in self._streams[stream]:
+                if item.key not in done:
+                    batch.append(item)
+                if len(batch) == BATCH_SIZES[stream]:
+                    return batch
+            del self._streams[stream]
+            if batch:
+                return batch
+        return []
+
+    def record(self) -> dict[str, Any]:
+        """Plain data for the run record."""
+        return {
+            "mix": dict(self.mix),
+            "seed": self.seed,
+            "suite": self.suite,
+            "given": [item.name for item in self.given],
+        }
+
+
+def given_items(sources: Sequence[Any]) -> list[Item]:
+    """Items of given programs: paths, StableHLO texts, or objects with ``mlir`` and ``name``.
+
+    Raises:
+        ProfileError: A file cannot be read, or two programs have the same name.
+    """
+    items = [_given(source, index) for index, source in enumerate(sources)]
+    names = [item.name for item in items]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ProfileError(f"two programs are named {twice!r}", hint="give each its own name")
+    return items
+
+
+def _given(source: Any, index: int) -> Item:
+    name, family = f"program-{index}", "given"
+    if isinstance(source, str) and ("\n" in source or "func" in source):
+        data: str | bytes = source
+    elif isinstance(source, (str, Path)):
+        path = Path(source)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise ProfileError(f"cannot be read: {error.strerror}", where=str(path)) from None
+        name = path.stem
+    else:
+        mlir = source.mlir
+        data = mlir() if callable(mlir) else mlir
+        name, family = str(source.name), str(source.family)
+    if isinstance(data, bytes):
+        text = "base64:" + base64.b64encode(data).decode() if b"\0" in data else data.decode()
+    else:
+        text = data
+    return Item("given", index, name=re.sub(r"[^\w.\-]+", "_", name), family=family, text=text)
+
+
+def load_item(item: Item) -> LoadedItem:
+    """Make the program of an item.
+
+    Raises:
+        ProfileError: The zoo has no such suite or program.
+    """
+    if item.stream == "given":
+        mlir: str | bytes = item.text
+        if item.text.startswith("base64:"):
+            mlir = base64.b64decode(item.text.removeprefix("base64:"))
+        return LoadedItem(item.name, item.family, mlir)
+    if item.stream == "zoo":
+        from ..zoo import build
+
+        family, settings = zoo_suite(item.suite)[item.index]
+        workload = build(family, **settings)
+        return LoadedItem(
+            workload.name,
+            workload.family,
+            workload.mlir(),
+            workload.arguments,
+            _tree_bytes(workload.abstract_args),
+        )
+    rng = np.random.default_rng([item.seed, {"op": 1, "random": 2}[item.stream], item.index])
+    if item.stream == "op":
+        from ..programs.single_op import sample_op
+
+        source = sample_op(rng)
+    else:
+        from ..programs.random_program import random_program
+
+        source = random_program(rng)
+    return LoadedItem(
+        source.name, source.family, source.mlir, source.arguments, float(source.est_bytes)
+    )
+
+
+def _tree_bytes(tree: Any) -> float:
+    import jax
+
+    return float(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)))
+
+
+def zoo_suite(name: str) -> list[tuple[str, dict[str, Any]]]:
+    """Families and settings of a suite of the zoo, in a fixed order."""
+    from ..zoo import suite
+
+    return list(suite(name))

@@ -1,0 +1,408 @@
+"""One profile run: measure a plan of programs for a given time, safely, and say how good it was.
+
+Measuring happens in a worker process that may die. A run can be stopped at any moment and taken up
+again with the same folder; a program counts as done once its rows are on disk. Rows go there only
+after the anchors (fixed programs) have shown that the machine was not disturbed meanwhile.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...common.errors import ProfileError
+from ...common.files import write_text
+from ...common.progress import Progress
+from ...features.devices.device import DeviceSpec
+from ...features.devices.identity import compare_ceilings, is_measured
+from ..dataset_folder import RunWriter, done_programs, run_records
+from .anchors import DISTURBED, AnchorLog
+from .plan import DEFAULT_MIX, Item, Plan
+from .worker import has_nvidia_gpu
+from .worker_client import REPLY_TIMEOUT, Measurer
+
+logger = logging.getLogger(__name__)
+
+#: Where a run says how far it is; nothing reads it back.
+PROGRESS = "progress.json"
+_INSTALL = {
+    "gpu": 'pip install "jax[cuda13]" on a machine with an NVIDIA GPU',
+    "tpu": 'pip install "jax[tpu]" on a TPU machine',
+    "cpu": "set JAX_PLATFORMS=cpu",
+}
+_PAUSES_S = (2.0, 5.0, 10.0, 20.0)
+#: Failures without any success after which a run gives up.
+_BROKEN = 20
+#: Part of the budget that may go into waiting for a quiet machine.
+_PATIENCE = 0.15
+
+
+@dataclass(frozen=True)
+class ProfileSettings:
+    """Everything that decides what a profile run does.
+
+    Attributes:
+        device: ``local`` for whatever JAX sees, or ``cpu``, ``gpu``, ``tpu``.
+        budget_s: Seconds of all runs of this plan in the folder together; ``None`` for as long as
+            there are given programs.
+        mix: Share of the time by stream (``op``, ``random``, ``zoo``, ``given``).
+        suite: Suite of the zoo.
+        seed: Seed of the random streams.
+        max_memory: Bytes that one program may need; ``None`` for 70 % of what is free.
+        check_every_s: Time between two checks of the anchors, and so between two shards.
+        replicate_share: Part of the programs that are measured again in another process.
+        recycle_every_s: Time after which the worker is replaced; ``None`` for a part of the budget.
+        timeout_s: Time without news after which a program counts as stuck.
+    """
+
+    device: str = "local"
+    budget_s: float | None = None
+    mix: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_MIX))
+    suite: str = "standard"
+    seed: int = 0
+    max_memory: float | None = None
+    check_every_s: float = 30.0
+    replicate_share: float = 0.03
+    recycle_every_s: float | None = None
+    timeout_s: float = REPLY_TIMEOUT
+
+
+@dataclass(frozen=True)
+class ProfileResult:
+    """What a profile run did.
+
+    Attributes:
+        folder: The dataset.
+        run_id: The run, empty if there was nothing left to do.
+        samples: Rows written.
+        programs: Programs measured.
+        failed: Programs that failed; reasons are in ``failures.jsonl``.
+        elapsed_s: Seconds that it took.
+        stopped: Why it ended: ``done``, ``budget`` or ``interrupted``.
+    """
+
+    folder: Path
+    run_id: str
+    samples: int
+    programs: int
+    failed: int
+    elapsed_s: float
+    stopped: str
+
+
+class ProfileRun:
+    """One run: from starting the worker to the final record.
+
+    Args:
+        folder: The dataset's folder, which exists.
+        settings: What to do.
+        given: Given programs.
+        device_spec: The device, if it is not to be probed.
+        env: Environment variables for the worker.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: ProfileSettings,
+        given: Sequence[Item],
+        device_spec: DeviceSpec | None,
+        env: dict[str, str],
+    ) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._start = time.monotonic()
+        self._plan = Plan(settings.mix, settings.seed, settings.suite, given)
+        self._done = done_programs(folder)
+        now = datetime.datetime.now(datetime.UTC)
+        self._run_id = f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+        self._run = RunWriter(folder, self._run_id)
+        self._run.record["date"] = now.isoformat()
+        self._earlier = run_records(folder)
+        self._device_spec = device_spec
+        overlap = (os.cpu_count() or 1) > 4 or has_nvidia_gpu()
+        worker = {"memory": settings.max_memory or 0, "overlap": overlap}
+        self._overlap = overlap
+        self._measurer = Measurer(worker, env, settings.timeout_s)
+        self._anchors = AnchorLog()
+        self._measured: list[Item] = []
+        self._replicated: set[str] = set()
+        self._failed = 0
+        self._last_reason = ""
+        self._missing = 0
+        self._disturbed = 0
+        self._waited_s = 0.0
+        self._spent: dict[str, float] = {}
+        self._disturbances: list[dict[str, Any]] = []
+        budget = settings.budget_s
+        self._budget_s = None if budget is None else budget - self._spent_before()
+        self._recycle_s = settings.recycle_every_s or max(20.0, min(240.0, (budget or 600.0) / 4))
+
+    def _spent_before(self) -> float:
+        """Seconds that earlier runs spent on this plan; adds their shares to the plan."""
+        total = 0.0
+        for record in self._earlier.values():
+            if record.get("plan") == self._plan.record():
+                total += float(record.get("elapsed_s", 0.0))
+                for stream, seconds in record.get("spent_s", {}).items():
+                    self._plan.spent[stream] = self._plan.spent.get(stream, 0.0) + float(seconds)
+        return total
+
+    def execute(self, progress: bool = True) -> ProfileResult:
+        """Measure until the budget or the plan ends, or Ctrl-C."""
+        if self._out_of_time():
+            return self._result("budget")
+        try:
+            host = self._measurer.client.ask("hello")["host"]
+            _check_device(self._settings.device, host)
+            if self._plan.mix.get("zoo"):
+                suite = self._measurer.client.ask("suite", name=self._settings.suite)
+                self._plan.zoo_size = int(suite["size"])
+            batch = self._plan.next_batch(self._done)
+            if not batch:
+                return self._result("done")
+            self._begin(host)
+            return self._finish(self._loop(batch, progress))
+        finally:
+            self._measurer.restart()
+
+    def _begin(self, host: dict[str, Any]) -> None:
+        device = self._device_spec or self._known_device(host["device_name"])
+        if device is None:
+            device = DeviceSpec.from_dict(self._measurer.client.ask("probe")["device"])
+        self._run.record |= {
+            "device": asdict(device),
+            "host": host,
+            "plan": self._plan.record(),
+            "settings": asdict(self._settings),
+        }
+        for _ in range(3):  # the first ones still warm up
+            self._check_anchors()
+        self._write_record("running")
+
+    def _known_device(self, name: str) -> DeviceSpec | None:
+        """The description from an earlier run in the folder that the machine still agrees with.
+
+        So a dataset has one description of a machine, and another one of another machine.
+        """
+        records = [r["device"] for r in self._earlier.values() if r["device"]["name"] == name]
+        specs = [DeviceSpec.from_dict(record) for record in reversed(records)]
+        if not any(map(is_measured, specs)):
+            return next(iter(specs), None)
+        now = DeviceSpec.from_dict(self._measurer.client.ask("ceilings")["device"])
+        compared = [compare_ceilings(now, spec) for spec in specs]
+        for spec, speed in zip(specs, compared, strict=True):
+            if speed.same:
+                return spec
+        logger.warning(
+            "this machine runs at %s of the %s of the last run in %s: it is measured anew, and "
+            "its samples are of another device",
+            compared[0],
+            name,
+            self._folder,
+        )
+        return None
+
+    def _loop(self, batch: list[Item], progress: bool) -> str:
+        budget = self._budget_s
+        total = budget if budget is not None else float(len(self._plan.given))
+        unit = "s" if budget is not None else "programs"
+        checked = recycled = time.monotonic()
+        try:
+            with Progress(total, unit, progress) as bar:
+                while batch:
+                    due = time.monotonic() - checked > self._settings.check_every_s
+                    ahead = self._plan.next_batch(self._done | {i.key for i in batch})
+                    self._measure(batch, ahead if self._overlap and not due else [])
+                    self._check_not_broken()
+                    last, batch = batch, ahead
+                    self._show(bar, unit)
+                    # A batch that was sent ahead has to be measured before anything else.
+                    sent_ahead = self._overlap and not due and bool(batch)
+                    if not sent_ahead and (due or not batch or self._out_of_time()):
+                        self._checkpoint(last, bar)
+                        checked = time.monotonic()
+                    if not sent_ahead and self._out_of_time():
+                        return "budget"
+                    if due and time.monotonic() - recycled > self._recycle_s:
+                        self._measurer.restart()
+                        self._replicate()
+                        recycled = time.monotonic()
+                return "done"
+        except KeyboardInterrupt:
+            logger.info("interrupted; what was measured is kept")
+            return "interrupted"
+
+    def _measure(self, batch: list[Item], ahead: list[Item]) -> None:
+        begin = time.monotonic()
+        for item, reply in zip(batch, self._measurer.measure(batch, ahead), strict=True):
+            self._done.add(item.key)
+            if "rows" in reply:
+                self._run.add_rows(reply["rows"], self._run.record["device"]["name"])
+                self._missing += int(reply["missing"])
+                self._disturbed += int(reply["disturbed"])
+                self._measured.append(item)
+            else:
+                logger.info("%s failed: %s", item.key, reply["failed"])
+                self._last_reason = str(reply["failed"])
+                self._run.add_failure(item.key, self._last_reason)
+                self._failed += 1
+        stream, seconds = batch[0].stream, time.monotonic() - begin
+        for spent in (self._spent, self._plan.spent):
+            spent[stream] = spent.get(stream, 0.0) + seconds
+
+    def _check_not_broken(self) -> None:
+        """Stop, and count nothing as done, if it is not the programs that are at fault.
+
+        Raises:
+            ProfileError: Many generated programs failed and none succeeded.
+        """
+        if not self._measured and self._failed >= _BROKEN and set(self._plan.mix) != {"given"}:
+            raise ProfileError(
+                f"the first {self._failed} programs all failed, the last one with: "
+                f"{self._last_reason}",
+                hint="is the installation complete?",
+            )
+
+    def _check_anchors(self) -> float:
+        reply = self._measurer.client.ask("anchors")
+        self._measurer.settings["pulse_s"] = reply["pulse_s"]
+        return self._anchors.add(time.monotonic() - self._start, reply["values_us"])
+
+    def _checkpoint(self, last: list[Item], bar: Progress) -> None:
+        """Write what was measured, after a look at the anchors; wait if the machine is disturbed.
+
+        The last batch is then measured again. What is older was measured soon after anchors that
+        were fine, and its medians bear a disturbance of less than half their time.
+        """
+        ratio = self._check_anchors()
+        patience = _PATIENCE * (self._settings.budget_s or 600.0)
+        if ratio > DISTURBED and self._waited_s < patience:
+            event = {"time_s": round(time.monotonic() - self._start, 1), "ratio": round(ratio, 3)}
+            begin = time.monotonic()
+            for pause in _PAUSES_S:
+                self._show(bar, "", f"anchors {ratio:.2f} times slower, waiting")
+                time.sleep(pause)
+                ratio = self._check_anchors()
+                if ratio <= DISTURBED or time.monotonic() - begin + self._waited_s > patience:
+                    break
+            self._waited_s += time.monotonic() - begin
+            again = [item for item in last if item in self._measured]
+            self._disturbances.append(
+                event
+                | {
+                    "waited_s": round(time.monotonic() - begin, 1),
+                    "ratio_after": round(ratio, 3),
+                    "measured_again": [item.key for item in again],
+                }
+            )
+            if again:
+                self._run.drop_rows([item.key for item in again])
+                self._measured = [item for item in self._measured if item not in again]
+                self._measure(again, [])
+        elif ratio > DISTURBED:
+            self._disturbances.append(
+                {"time_s": round(time.monotonic() - self._start, 1), "ratio": round(ratio, 3)}
+            )
+        self._run.flush()
+        self._write_record("running")
+
+    def _replicate(self) -> None:
+        """Measure a random few of the earlier programs again, in the worker of now."""
+        fresh = [i for i in self._measured if i.key not in self._replicated and not i.replicate]
+        share = self._settings.replicate_share
+        count = round(share * sum(not i.replicate for i in self._measured)) - len(self._replicated)
+        if share > 0 and len(fresh) >= 5:
+            count = max(count, 1)
+        if count <= 0 or not fresh:
+            return
+        rng = np.random.default_rng([self._settings.seed, len(self._measured)])
+        chosen = [fresh[i] for i in rng.permutation(len(fresh))[:count]]
+        self._replicated.update(item.key for item in chosen)
+        for item in chosen:
+            self._measure([replace(item, replicate=1)], [])
+
+    def _finish(self, stopped: str) -> ProfileResult:
+        if stopped != "interrupted":
+            try:
+                self._measurer.restart()
+                self._replicate()
+                self._check_anchors()
+            except KeyboardInterrupt:
+                stopped = "interrupted"
+            except ProfileError as error:
+                logger.warning("no final check: %s", error)
+        self._run.flush()
+        self._write_record(stopped)
+        return self._result(stopped)
+
+    def _out_of_time(self) -> bool:
+        return self._budget_s is not None and time.monotonic() - self._start >= self._budget_s
+
+    def _show(self, bar: Progress, unit: str, note: str = "") -> None:
+        programs = len(self._measured)
+        done = time.monotonic() - self._start if unit != "programs" else programs + self._failed
+        bar.update(float(done), self._run.samples, programs, self._failed, note)
+
+    def _write_record(self, state: str) -> None:
+        counts = {
+            "samples": self._run.samples,
+            "programs": len(self._measured),
+            "failed": self._failed,
+            "kernels_without_label": self._missing,
+            "programs_while_disturbed": self._disturbed,
+            "worker_starts": self._measurer.starts,
+        }
+        self._run.record |= {
+            "state": state,
+            "elapsed_s": round(time.monotonic() - self._start, 2),
+            "spent_s": {s: round(v, 2) for s, v in self._spent.items()},
+            "counts": counts,
+            "anchors": self._anchors.record(),
+            "noise_floor": self._anchors.spread(),
+            "replicated": sorted(self._replicated),
+            "disturbances": self._disturbances,
+        }
+        self._run.save_record()
+        progress = {
+            "state": state,
+            "run_id": self._run_id,
+            "elapsed_s": self._run.record["elapsed_s"],
+            "done_programs": len(self._done),
+            **counts,
+        }
+        write_text(self._folder / PROGRESS, json.dumps(progress, indent=1, sort_keys=True))
+
+    def _result(self, stopped: str) -> ProfileResult:
+        return ProfileResult(
+            folder=self._folder,
+            run_id=self._run_id if "device" in self._run.record else "",
+            samples=self._run.samples,
+            programs=len(self._measured),
+            failed=self._failed,
+            elapsed_s=time.monotonic() - self._start,
+            stopped=stopped,
+        )
+
+
+def _check_device(wanted: str, host: Mapping[str, Any]) -> None:
+    """Refuse to measure on another kind of device than was asked for.
+
+    Raises:
+        ProfileError: JAX sees another platform.
+    """
+    if wanted not in ("local", host["platform"]):
+        raise ProfileError(
+            f"JAX sees a {host['platform']} ({host['device_kind']}), not a {wanted}",
+            hint=_INSTALL[wanted],
+        )

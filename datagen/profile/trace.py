@@ -1,0 +1,309 @@
+"""Durations of single kernels, by HLO instruction, from ``jax.profiler`` traces.
+
+Host timing cannot see kernels below the dispatch time, so labels come from the profiler's events,
+which name the HLO instruction that they ran. What an event means depends on the platform:
+
+* CPU: host lines hold one event per executed thunk. A thunk that hands work to other threads
+  returns early; its true end is then a second event ``end: <name>`` linked by a flow id.
+* GPU: device planes, ``Stream #n`` lines, one event per device kernel or copy. One instruction may
+  launch several kernels, whose times add up.
+* TPU: device planes, ``XLA Ops`` line.
+
+Module and step spans of the same trace contain others and are never taken.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...common.errors import ProfileError
+
+if TYPE_CHECKING:
+    from jax.profiler import ProfileData
+
+#: Durations in seconds of every execution, by (HLO module name, HLO instruction name).
+Durations = dict[tuple[str, str], list[float]]
+#: For every kernel, by (HLO module name, HLO instruction name), the names of what it reads.
+Reads = Mapping[tuple[str, str], Collection[str]]
+
+_END = "end: "
+#: Kind of flow id that links a thunk's event to its end (others link thread-pool events).
+_THUNK_FLOW = 0
+#: Part of an execution during which another kernel may run without it counting as shared.
+_SHARED_PART = 0.05
+
+
+@dataclass(slots=True)
+class _Event:
+    module: str
+    op: str
+    run: object
+    name: str
+    start: float
+    end: float
+    shared: float = 0.0
+
+
+class _Span(NamedTuple):
+    """Nanoseconds of an execution, or of a part of one, and how many of them beside another."""
+
+    length: float
+    shared: float
+
+
+def trace(
+    run: Callable[[], object],
+    executions: Mapping[tuple[str, str], int] | None = None,
+    reads: Reads | None = None,
+) -> Durations:
+    """Run ``run`` under the profiler and return the durations of the kernels it executed.
+
+    Args:
+        run: Executes one or several programs, any number of times each, and waits for them.
+            Programs that share a session need different HLO module names.
+        executions: Executions per program run by (module, instruction), where known. They tell
+            loop iterations from the several device kernels, or thunks, of one instruction: a sort
+            on a CPU copies each of its inputs first, which are events of its name too.
+        reads: The kernels among the instructions, by (module, instruction), with the names of the
+            instructions that each reads. If given, a kernel on a CPU has ended when one that reads
+            it starts (the runtime runs it before it reports the end), and executions during which
+            another kernel ran are left out; if a run has no others, half of the shared time is.
+
+    Returns:
+        For each (module, instruction) the seconds of every execution, in order of time.
+        Instructions in loop bodies have one entry per iteration.
+
+    Raises:
+        ProfileError: The profiler wrote no trace, for instance as another one was active.
+    """
+    from jax import profiler
+
+    options = profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    options.host_tracer_level = 1
+    options.enable_hlo_proto = False
+    with tempfile.TemporaryDirectory(prefix="opcast-trace-") as folder:
+        try:
+            profiler.start_trace(folder, profiler_options=options)
+        except RuntimeError as error:
+            raise ProfileError(
+                f"the profiler cannot start: {error}", hint="stop the other trace first"
+            ) from None
+        try:
+            run()
+        finally:
+            profiler.stop_trace()  # type: ignore[no-untyped-call]
+        files = sorted(Path(folder).rglob("*.xplane.pb"))
+        if not files:
+            raise ProfileError("the profiler wrote no trace", hint="is another trace active?")
+        data = profiler.ProfileData.from_file(str(files[-1]))
+        return durations(data, executions, reads)
+
+
+def durations(
+    data: ProfileData,
+    executions: Mapping[tuple[str, str], int] | None = None,
+    reads: Reads | None = None,
+) -> Durations:
+    """Durations of the kernels in a recorded trace; see :func:`trace`."""
+    planes = list(data.planes)
+    device = [plane for plane in planes if _is_device(plane.name)]
+    if device:
+        return _device_durations(device[0], executions or {})
+    return _host_durations(planes, reads, executions or {})
+
+
+def _is_device(name: str) -> bool:
+    """Whether a plane holds what an accelerator ran (``/device:GPU:0``), not custom counters."""
+    return name.startswith(("/device:GPU:", "/device:TPU:"))
+
+
+def _host_durations(
+    planes: Iterable[Any], reads: Reads | None, executions: Mapping[tuple[str, str], int]
+) -> Durations:
+    events: list[tuple[_Event, object]] = []
+    ends: dict[object, float] = {}
+    for plane in planes:
+        if not plane.name.startswith("/host:CPU"):
+            continue
+        for line in plane.lines:  # small programs run on the thread that called them
+            _read_host_line(line, events, ends)
+    for event, flow in events:
+        event.end = max(event.end, ends.get(flow, 0.0))
+    executed = [event for event, _ in events]
+    if reads is not None:
+        kernels = sorted((e for e in executed if (e.module, e.op) in reads), key=lambda e: e.start)
+        _end_before_readers(kernels, reads)
+        _measure_sharing(kernels)
+
+    def each(group: list[_Event]) -> list[float]:
+        count = executions.get((group[0].module, group[0].op), 0)
+        return _alone(_per_execution(_merge(group), count if group[0].run is not None else 0))
+
+    return _group(executed, each)
+
+
+def _end_before_readers(events: list[_Event], reads: Reads) -> None:
+    """End every execution at the latest when one that reads its result starts.
+
+    What completes a thunk that runs on several threads first runs the thunks that wait for it, on
+    the same thread, and only then reports the end.
+    """
+    latest: dict[tuple[str, object, str], _Event] = {}
+    for event in events:
+        for name in reads[event.module, event.op]:
+            source = latest.get((event.module, event.run, name))
+            if source is not None:
+                source.end = min(source.end, event.start)
+        latest[event.module, event.run, event.op] = event
+
+
+def _measure_sharing(events: list[_Event]) -> None:
+    """Note for every event the time during which another instruction ran.
+
+    Args:
+        events: Sorted by start.
+    """
+    active: list[_Event] = []
+    for event in events:
+        active = [other for other in active if other.end > event.start]
+        for other in active:
+            if (other.module, other.op) != (event.module, event.op):
+                both = max(0.0, min(other.end, event.end) - event.start)
+                event.shared += both
+                other.shared += both
+        active.append(event)
+
+
+def _read_host_line(
+    line: Any, events: list[tuple[_Event, object]], ends: dict[object, float]
+) -> None:
+    for event in line.events:
+        name = event.name
+        if "::" in name:  # thread-pool, executor and client events
+            continue
+        stats = dict(event.stats)
+        if name.startswith(_END):
+            if stats.get("_ct") == _THUNK_FLOW:
+                ends[stats.get("_c")] = event.start_ns
+        elif "hlo_op" in stats:
+            flow = stats.get("_p") if stats.get("_pt") == _THUNK_FLOW else None
+            events.append((_read_event(event, stats), flow))
+
+
+def _read_event(event: Any, stats: Mapping[str, Any], module: str = "") -> _Event:
+    start = float(event.start_ns)
+    return _Event(
+        module=str(stats.get("hlo_module", module)),
+        op=str(stats.get("hlo_op", event.name)),
+        run=stats.get("run_id"),
+        name=event.name,
+        start=start,
+        end=start + float(event.duration_ns),
+    )
+
+
+def _group(events: Iterable[_Event], combine: Callable[[list[_Event]], list[float]]) -> Durations:
+    """Combine the events of each instruction in each program run into executions, in seconds."""
+    by_run: dict[tuple[str, str, object], list[_Event]] = defaultdict(list)
+    for event in sorted(events, key=lambda e: e.start):
+        by_run[event.module, event.op, event.run].append(event)
+    durations: Durations = defaultdict(list)
+    for (module, op, _), group in by_run.items():
+        durations[module, op] += [ns * 1e-9 for ns in combine(group)]
+    return dict(durations)
+
+
+def _merge(events: list[_Event]) -> list[_Span]:
+    """Merged intervals: overlapping ones are one execution on several threads."""
+    merged: list[_Event] = []
+    for event in events:
+        if merged and event.start < merged[-1].end:
+            last = merged[-1]
+            end = max(last.end, event.end)
+            merged[-1] = replace(last, end=end, shared=last.shared + event.shared)
+        else:
+            merged.append(event)
+    return [_Span(e.end - e.start, e.shared) for e in merged]
+
+
+def _per_execution(spans: list[_Span], count: int) -> list[_Span]:
+    """Add up the spans of each of ``count`` executions; 0 for an unknown number.
+
+    If they cannot be dealt out evenly, one execution is the mean.
+    """
+    if count <= 0 or len(spans) <= count:
+        return spans
+    size, left = divmod(len(spans), count)
+    if left:
+        whole = _sum(spans)
+        return [_Span(whole.length / count, whole.shared / count)]
+    return [_sum(spans[i : i + size]) for i in range(0, len(spans), size)]
+
+
+def _sum(spans: list[_Span]) -> _Span:
+    return _Span(sum(s.length for s in spans), sum(s.shared for s in spans))
+
+
+def _alone(spans: list[_Span]) -> list[float]:
+    """Lengths of the executions beside no other kernel.
+
+    Those beside another one count only if the run has no other, and then without half of the time
+    that they shared: two kernels at once take the machine from each other.
+    """
+    alone = [s.length for s in spans if s.shared <= _SHARED_PART * s.length]
+    return alone or [s.length - min(s.shared, s.length) / 2 for s in spans]
+
+
+def _device_durations(plane: Any, executions: Mapping[tuple[str, str], int]) -> Durations:
+    lines = {line.name: line for line in plane.lines}
+    if "XLA Ops" in lines and not any(name.startswith("Stream") for name in lines):
+        return _group(_tpu_events(lines), lambda group: _alone(_merge(group)))
+    events = []
+    for name, line in lines.items():
+        if name.startswith("Stream"):
+            for event in line.events:
+                stats = dict(event.stats)
+                if "hlo_op" in stats:
+                    events.append(_read_event(event, stats))
+
+    def total(group: list[_Event]) -> list[float]:
+        count = executions.get((group[0].module, group[0].op), 0)
+        return _sum_launches(group, count if group[0].run is not None else 0)
+
+    return _group(events, total)
+
+
+def _sum_launches(events: list[_Event], count: int) -> list[float]:
+    """Sum the device kernels of each execution.
+
+    Without a known ``count`` of executions it is the greatest common divisor of how often each
+    device kernel ran: a GEMM and its split-K reduction, 10 times each, are 10 executions of two.
+    """
+    if count <= 0 or len(events) % count:
+        count = math.gcd(*Counter(event.name for event in events).values())
+    size = len(events) // count
+    chunks = (events[i : i + size] for i in range(0, len(events), size))
+    return [sum(event.end - event.start for event in chunk) for chunk in chunks]
+
+
+def _tpu_events(lines: Mapping[str, Any]) -> list[_Event]:
+    """Ops of the ``XLA Ops`` line; their module and run are those of the enclosing span."""
+    spans = [_read_event(e, dict(e.stats)) for e in getattr(lines.get("XLA Modules"), "events", ())]
+    spans.sort(key=lambda e: e.start)
+    events = []
+    for event in lines["XLA Ops"].events:
+        stats = dict(event.stats)
+        read = _read_event(event, stats)
+        read.op = str(stats.get("hlo_op", event.name)).split(" = ")[0].lstrip("%")
+        inside = [s for s in spans if s.start <= read.start < s.end]
+        if inside and "hlo_module" not in stats:
+            read.module, read.run = inside[-1].name.split("(")[0], inside[-1].start
+        events.append(read)
+    return events

@@ -1,0 +1,251 @@
+"""The process that compiles and measures. It may die; the profiler then starts another one.
+
+Requests and replies are JSON messages (:class:`opcast.common.child_process.Channel`). The process
+ends with its parent, since an orphan would disturb the measurements of the next run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import queue
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...common.child_process import Channel, limit_memory
+from .runner import DEFAULT_CACHE_BYTES
+
+if TYPE_CHECKING:
+    from .pulse import Pulse
+
+#: Part of the free memory that a program may need.
+_MEMORY_PART = 0.7
+#: Heap that is faulted in before anything is measured: at most this part of the free memory, and
+#: this many bytes.
+_PREFAULT_PART, _PREFAULT_BYTES = 0.25, 4e9
+_NO_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="
+
+
+class Worker:
+    """Answers requests until its input ends.
+
+    Args:
+        settings: ``memory`` (bytes that a program may need; 0 for a part of what there is),
+            ``overlap`` (compile the next batch during a measurement) and ``pulse_s`` (the best
+            readings of an earlier worker's pulse).
+        reply: Sends one reply.
+    """
+
+    def __init__(self, settings: dict[str, Any], reply: Callable[[dict[str, Any]], None]) -> None:
+        from . import host
+        from .measure import Limits
+
+        memory = float(settings.get("memory", 0)) or _MEMORY_PART * host.free_memory_bytes()
+        cache = host.last_cache_bytes() or DEFAULT_CACHE_BYTES
+        self._limits = Limits(memory or math.inf, cache)
+        self._overlap = bool(settings.get("overlap"))
+        self._reply = reply
+        self._anchors: list[Any] = []
+        self._best_pulse_s: dict[str, float] = settings.get("pulse_s", {})
+        self._pool = ThreadPoolExecutor(1)
+
+    @cached_property
+    def _pulse(self) -> Pulse | None:
+        from .pulse import local_pulse
+
+        return local_pulse(self._best_pulse_s)
+
+    def serve(self, requests: Iterator[dict[str, Any]]) -> None:
+        """Answer every request; batches that wait are compiled ahead if so set."""
+        for request, prepared in self._ahead(requests):
+            self._answer(request, prepared)
+
+    def _ahead(
+        self, requests: Iterator[dict[str, Any]]
+    ) -> Iterator[tuple[dict[str, Any], Future[list[Any]] | None]]:
+        if not self._overlap:
+            yield from ((request, None) for request in requests)
+            return
+        waiting: queue.Queue[Any] = queue.Queue()
+
+        def read() -> None:
+            for request in requests:
+                batch = request["do"] == "measure"
+                future = self._pool.submit(self._prepare, request["items"]) if batch else None
+                waiting.put((request, future))
+            waiting.put(None)
+
+        threading.Thread(target=read, daemon=True).start()
+        yield from iter(waiting.get, None)
+
+    def _answer(self, request: dict[str, Any], prepared: Future[list[Any]] | None) -> None:
+        from .measure import reason_of
+
+        answers: dict[str, Callable[[], dict[str, Any]]] = {
+            "hello": self._hello,
+            "probe": self._probe,
+            "ceilings": self._ceilings,
+            "suite": lambda: self._suite(request["name"]),
+            "anchors": self._measure_anchors,
+            "measure": lambda: self._measure(request["items"], prepared),
+        }
+        try:
+            reply = answers[request["do"]]()
+        except Exception as error:
+            reply = {"error": reason_of(error)}
+        self._reply({"done": request["do"], **reply})
+
+    def _hello(self) -> dict[str, Any]:
+        from .host import describe_host
+
+        return {"host": describe_host() | {"memory_limit_bytes": self._limits.memory}}
+
+    def _probe(self) -> dict[str, Any]:
+        from dataclasses import asdict
+
+        from .device_probe import probe_device
+
+        return {"device": asdict(probe_device())}
+
+    def _ceilings(self) -> dict[str, Any]:
+        from dataclasses import asdict
+
+        from .device_probe import probe_ceilings
+
+        return {"device": asdict(probe_ceilings())}
+
+    def _suite(self, name: str) -> dict[str, Any]:
+        from .plan import zoo_suite
+
+        return {"size": len(zoo_suite(name))}
+
+    def _measure_anchors(self) -> dict[str, Any]:
+        import numpy as np
+
+        from .anchors import anchor_items
+        from .measure import measure, prepare
+
+        if not self._anchors:
+            self._anchors = [prepare(item, self._limits) for item in anchor_items()]
+        for anchor in self._anchors:
+            anchor.durations.clear()
+        measure(self._anchors, self._limits, walls=False, sessions=1, pulse=self._pulse)
+        totals = {
+            anchor.item.name.removeprefix("anchor-"): sum(
+                float(np.median(s)) for s in anchor.durations.values() if s
+            )
+            for anchor in self._anchors
+        }
+        values = {name: s * 1e6 for name, s in totals.items() if s > 0}
+        return {"values_us": values, "pulse_s": self._pulse.best_s if self._pulse else {}}
+
+    def _prepare(self, items: list[dict[str, Any]]) -> list[Any]:
+        """Compile a batch; programs that fail are reported here and left out."""
+        from .measure import prepare, reason_of
+        from .plan import Item
+
+        prepared = []
+        for data in items:
+            item = Item(**data)
+            start = time.perf_counter()
+            try:
+                prepared.append(prepare(item, self._limits))
+            except Exception as error:
+                self._fail(item.key, reason_of(error), time.perf_counter() - start)
+        return prepared
+
+    def _measure(
+        self, items: list[dict[str, Any]], prepared: Future[list[Any]] | None
+    ) -> dict[str, Any]:
+        from .measure import measure, reason_of, rows_of
+
+        programs = prepared.result() if prepared else self._prepare(items)
+        try:
+            measure(programs, self._limits, pulse=self._pulse)
+        except Exception as error:
+            if len(items) > 1:
+                return {"error": reason_of(error)}  # the profiler asks for each one alone
+            for program in programs:
+                self._fail(program.item.key, reason_of(error))
+            return {}
+        for program in programs:
+            try:
+                rows, missing = rows_of(program)
+            except Exception as error:
+                self._fail(program.item.key, reason_of(error))
+                continue
+            if rows:
+                reply = {"key": program.item.key, "rows": rows, "missing": missing}
+                self._reply(reply | {"disturbed": program.disturbed})
+            else:
+                self._fail(program.item.key, "no kernel of it appears in the trace")
+        return {}
+
+    def _fail(self, key: str, reason: str, seconds: float = 0.0) -> None:
+        self._reply({"key": key, "failed": reason, "seconds": round(seconds, 3)})
+
+
+def _be_first_out_of_memory(limit: float) -> None:
+    """Let the kernel end this process rather than others, and bound what it may allocate."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    # The limit counts a program's own arrays; XLA's temporaries, code and heap come on top.
+    limit_memory(int(limit * 1.5 + 4e9) if limit else 0)
+
+
+def _prefault_heap(limit: float) -> None:
+    """Touch memory and free it again, so that later allocations find their pages mapped.
+
+    The allocator's settings (``ALLOCATOR_ENV``) keep freed memory with the process and all of it in
+    one arena. A first touch costs about a microsecond for each 4 KB, which was up to ten times as
+    long as the kernel that made it; a program that runs for long has this behind it.
+    """
+    from .host import free_memory_bytes
+
+    size = int(min(_PREFAULT_PART * free_memory_bytes(), _PREFAULT_BYTES, limit or math.inf))
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+        libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
+        block = libc.malloc(size)
+        if block:
+            ctypes.memset(block, 1, size)
+            libc.free(block)
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether this host seems to have an NVIDIA GPU, without asking JAX."""
+    return Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
+
+
+def main() -> None:
+    """Run as ``python -m opcast.datagen.profile.worker SETTINGS``."""
+    channel = Channel()
+    settings = json.loads(sys.argv[1])
+    if has_nvidia_gpu():
+        # CUDA graphs hide the single kernels from the trace.
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_NO_COMMAND_BUFFERS}".strip()
+    else:
+        limit = float(settings.get("memory", 0))
+        _be_first_out_of_memory(limit)
+        _prefault_heap(limit)
+
+    def reply(message: dict[str, Any]) -> None:
+        channel.send(json.dumps(message).encode())
+
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
+        Worker(settings, reply).serve(map(json.loads, channel))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""The profiler's side of the worker process: starts it, asks it, and replaces it when it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ...common.errors import ProfileError
+from ...common.worker_process import WorkerEnded, WorkerProcess, WorkerTimeout, module_command
+from .plan import Item
+
+#: Settings of glibc's allocator under which freed memory stays with the process, in one arena. With
+#: its defaults results often come in fresh pages, whose faults took from none to ten times as long
+#: as the kernel itself, depending on what the process had allocated before. The worker maps the
+#: pages of its heap before it measures.
+ALLOCATOR_ENV = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "100000000000",
+    "MALLOC_TOP_PAD_": "67108864",
+}
+#: Seconds without any reply after which a worker counts as stuck.
+REPLY_TIMEOUT = 600.0
+
+
+class WorkerDied(ProfileError):
+    """The worker process ended or got stuck; the reason says how."""
+
+
+class WorkerClient:
+    """One worker process.
+
+    Args:
+        settings: See :class:`opcast.datagen.profile.worker.Worker`.
+        env: Environment variables on top of this process's own.
+        timeout_s: Seconds without any reply after which the worker counts as stuck.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, object],
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = REPLY_TIMEOUT,
+    ) -> None:
+        self._timeout = timeout_s
+        allocator = {k: v for k, v in ALLOCATOR_ENV.items() if k not in os.environ}
+        self._worker = WorkerProcess(
+            module_command(f"{__package__}.worker", json.dumps(settings)),
+            variables={**allocator, **(env or {})},
+        )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the worker."""
+        return self._worker.pid
+
+    def send(self, do: str, **values: object) -> None:
+        """Send a request; its replies come from :meth:`replies`.
+
+        Raises:
+            WorkerDied: The process is gone, or does not read the request.
+        """
+        with self._told():
+            self._worker.send(json.dumps({"do": do, **values}).encode(), self._timeout)
+
+    def replies(self) -> Iterator[dict[str, Any]]:
+        """Replies to the oldest open request; the last one has ``done``.
+
+        Raises:
+            WorkerDied: The process ended or gave no reply for too long.
+        """
+        while True:
+            with self._told():
+                reply: dict[str, Any] = json.loads(self._worker.receive(self._timeout))
+            yield reply
+            if "done" in reply:
+                return
+
+    def ask(self, do: str, **values: object) -> dict[str, Any]:
+        """Send a request and return its last reply.
+
+        Raises:
+            ProfileError: The worker reports an error.
+            WorkerDied: The process ended or gave no reply for too long.
+        """
+        self.send(do, **values)
+        *_, last = self.replies()
+        if "error" in last:
+            raise ProfileError(f"the measuring process cannot answer {do!r}: {last['error']}")
+        return last
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Report a worker that ended or is stuck as :class:`WorkerDied`, with its last line."""
+        try:
+            yield
+        except WorkerTimeout:
+            self.stop()
+            raise WorkerDied(f"no reply for {self._timeout:.0f} s") from None
+        except WorkerEnded:
+            _, how = self._worker.ending()
+            last = self._worker.last_error()
+            why = f": {last}" if last else ""
+            raise WorkerDied(f"the measuring process died ({how}){why}") from None
+
+    def stop(self) -> None:
+        """End the process."""
+        self._worker.stop()
+
+
+class Measurer:
+    """A worker that is replaced when it dies, and the programs that it died of.
+
+    Args:
+        settings: See :class:`WorkerClient`.
+        env: See :class:`WorkerClient`.
+        timeout_s: See :class:`WorkerClient`.
+    """
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        env: dict[str, str] | None = None,
+        timeout_s: float = REPLY_TIMEOUT,
+    ) -> None:
+        self.settings = settings
+        self.starts = 0
+        self._env = env
+        self._timeout = timeout_s
+        self._client: WorkerClient | None = None
+        self._early: dict[str, dict[str, Any]] = {}
+        self._sent: list[str] = []
+
+    @property
+    def client(self) -> WorkerClient:
+        """The worker, started if there is none."""
+        if self._client is None:
+            self._client = WorkerClient(self.settings, self._env, self._timeout)
+            self.starts += 1
+        return self._client
+
+    def measure(
+        self, batch: list[Item], upcoming: list[Item] | None = None
+    ) -> list[dict[str, Any]]:
+        """Measure a batch; where the worker dies or errs, each program is tried alone.
+
+        Args:
+            batch: Programs to measure.
+            upcoming: The batch of the next call, for the worker to compile meanwhile. It must then
+                really be the next request.
+
+        Returns:
+            One reply per program: with ``rows`` and ``missing``, or with ``failed``.
+        """
+        keys = [item.key for item in batch]
+        trouble = ""
+        try:
+            if self._sent != keys:
+                self._send(batch)
+            self._sent = []
+            if upcoming:
+                self._send(upcoming)
+                self._sent = [item.key for item in upcoming]
+            for reply in self.client.replies():
+                if "key" in reply:  # of the next batch too, if it does not compile
+                    self._early[reply["key"]] = reply
+                trouble = str(reply.get("error", trouble))
+        except WorkerDied as death:
+            trouble = death.what
+            self.restart()
+        left = [item for item in batch if item.key not in self._early]
+        if left and len(batch) == 1:
+            reason = trouble or "the measuring process gave no result"
+            return [{"key": keys[0], "failed": reason}]
+        if left:
+            self.restart()  # whatever was sent ahead must not answer in between
+        for item in left:
+            self._early[item.key] = self.measure([item])[0]
+        return [self._early.pop(key) for key in keys]
+
+    def _send(self, batch: list[Item]) -> None:
+        self.client.send("measure", items=[item.to_dict() for item in batch])
+
+    def restart(self) -> None:
+        """End the worker; the next use starts another one."""
+        if self._client is not None:
+            self._client.stop()
+            self._client = None
+            self._sent = []

@@ -1,0 +1,1 @@
+"""Generators of programs to measure: single operations, composites and random programs."""

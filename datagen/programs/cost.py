@@ -1,0 +1,180 @@
+"""Rough work and memory of a traced function, to keep generated programs within limits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+#: Time per output element over that of a FLOP in a matrix product, for ops that are far slower
+#: than others; measured on CPUs, where they matter most.
+_WORK_PER_ELEMENT = {
+    "lgamma": 800.0,
+    "digamma": 800.0,
+    "erf_inv": 300.0,
+    "pow": 1000.0,
+    "atan2": 300.0,
+    "cbrt": 100.0,
+    "tan": 1500.0,
+    "sinh": 100.0,
+    "cosh": 100.0,
+    "asin": 150.0,
+    "acos": 150.0,
+    "rng_bit_generator": 1500.0,
+    "random_bits": 1500.0,
+    "threefry2x32": 200.0,
+    "gather": 60.0,
+    "dynamic_slice": 20.0,
+    "cumsum": 1000.0,
+    "cumprod": 1000.0,
+    "cummax": 1000.0,
+    "cumlogsumexp": 3000.0,
+    "argmax": 200.0,
+    "argmin": 200.0,
+    "rem": 100.0,
+    "nextafter": 100.0,
+}
+#: For ops whose operand is f16, which few CPUs compute in.
+_WORK_F16 = 4.0
+_WORK_DEFAULT = 20.0
+_WORK_SORT = 400.0
+_WORK_SCATTER = 600.0
+_WORK_WINDOW = 100.0
+#: Grouped convolutions, where no library serves them: for one channel per group, for the filter
+#: gradient, and the least.
+_WORK_GROUPED, _WORK_BATCH_GROUPED, _WORK_GROUPED_LEAST = 600.0, 2500.0, 20.0
+#: Products of integers, and of a vector, whose speed is that of memory.
+_WORK_INTEGER_DOT, _WORK_VECTOR_DOT = 60.0, 25.0
+_NO_WORK = {"reshape", "squeeze", "expand_dims", "stop_gradient", "copy_p"}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a program costs.
+
+    Attributes:
+        flops: Floating-point operations, one per element where an op is not a product.
+        work: The same weighted by how slow each op is, in FLOPs of a matrix product.
+        peak_bytes: Most bytes alive at a time, without fusion, arguments and results included.
+        n_ops: Number of ops, those of a loop body counted once.
+    """
+
+    flops: float
+    work: float
+    peak_bytes: float
+    n_ops: int
+
+
+def estimate(jaxpr: Any) -> Estimate:
+    """Cost of a jaxpr, closed or not.
+
+    Loops count with their trip count, conditionals with their most expensive branch.
+    """
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    last_use = {}
+    for position, eqn in enumerate(jaxpr.eqns):
+        last_use.update({v: position for v in eqn.invars if not hasattr(v, "val")})
+    kept = {v for v in jaxpr.outvars if not hasattr(v, "val")}
+    arguments = {*jaxpr.invars, *jaxpr.constvars}
+    live = peak = float(sum(_bytes(v) for v in arguments))
+    flops = work = 0.0
+    n_ops = 0
+    for position, eqn in enumerate(jaxpr.eqns):
+        cost = _eqn(eqn)
+        flops, work, n_ops = flops + cost.flops, work + cost.work, n_ops + cost.n_ops
+        out = sum(_bytes(v) for v in eqn.outvars)
+        peak = max(peak, live + max(out, cost.peak_bytes))
+        live += out
+        for v in {v for v in eqn.invars if not hasattr(v, "val")}:
+            if last_use[v] == position and v not in kept and v not in arguments:
+                live -= _bytes(v)
+    return Estimate(flops, work, peak, n_ops)
+
+
+def _bytes(var: Any) -> int:
+    aval = var.aval
+    return int(math.prod(getattr(aval, "shape", ()))) * int(
+        getattr(getattr(aval, "dtype", None), "itemsize", 4)
+    )
+
+
+def _size(var: Any) -> int:
+    return int(math.prod(getattr(var.aval, "shape", ())))
+
+
+def _eqn(eqn: Any) -> Estimate:
+    name, params = eqn.primitive.name, eqn.params
+    inner = [params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params]
+    if inner and name not in ("reduce", "reduce_window", "select_and_scatter", "scatter"):
+        body = estimate(inner[0])
+        repeats = float(params.get("length", 1)) if name == "scan" else 1.0
+        # The arguments of the inner function are alive outside already.
+        peak = body.peak_bytes - sum(_bytes(v) for v in eqn.invars) * (repeats == 1)
+        return Estimate(body.flops * repeats, body.work * repeats, max(0.0, peak), body.n_ops)
+    if name == "cond":
+        branches = [estimate(b) for b in params["branches"]]
+        return max(branches, key=lambda b: (b.work, b.peak_bytes))
+    if name == "while":
+        return estimate(params["body_jaxpr"])
+    flops, work = _plain(name, eqn)
+    if eqn.invars and str(getattr(eqn.invars[0].aval, "dtype", "")) == "float16":
+        work *= _WORK_F16
+    return Estimate(flops, work, 0.0, 0 if name in _NO_WORK else 1)
+
+
+def _plain(name: str, eqn: Any) -> tuple[float, float]:
+    """FLOPs and work of an op without regions that count."""
+    out = sum(_size(v) for v in eqn.outvars)
+    first = _size(eqn.invars[0]) if eqn.invars else out
+    if name == "dot_general":
+        return _product(eqn, out)
+    if name == "conv_general_dilated":
+        return _convolution(eqn, out)
+    if name == "sort":
+        n = eqn.invars[0].aval.shape[eqn.params["dimension"]]
+        steps = first * math.log2(n + 2)
+        return steps, steps * _WORK_SORT * len(eqn.invars) ** 0.5
+    if name == "top_k":
+        return first, first * 100.0
+    if name == "fft":
+        n = math.prod(eqn.params["fft_lengths"])
+        flops = 5.0 * max(out, first) * math.log2(n + 1)
+        return flops, flops * 10
+    if name in ("cholesky", "triangular_solve"):
+        n = eqn.invars[0].aval.shape[-1]
+        flops = float(out * n) / (3 if name == "cholesky" else 1)
+        return flops, flops * 10
+    if name.startswith("scatter"):
+        updates = _size(eqn.invars[-1])
+        return updates, updates * _WORK_SCATTER + out * _WORK_DEFAULT
+    if name.startswith(("reduce_window", "select_and")):
+        window = math.prod(eqn.params["window_dimensions"])
+        return float(out * window), out * window * _WORK_WINDOW
+    elements = max(out, first) if name.startswith(("reduce", "arg")) else out
+    weight = 0.0 if name in _NO_WORK else _WORK_PER_ELEMENT.get(name, _WORK_DEFAULT)
+    return float(elements), elements * weight
+
+
+def _product(eqn: Any, out: int) -> tuple[float, float]:
+    left, right = eqn.invars[0].aval, eqn.invars[1].aval
+    ((contracting, _), (batch, _)) = eqn.params["dimension_numbers"]
+    k = math.prod(left.shape[d] for d in contracting)
+    b = math.prod(left.shape[d] for d in batch)
+    flops = 2.0 * out * k
+    if left.dtype.kind in "iu":
+        return flops, flops * _WORK_INTEGER_DOT
+    vector = min(math.prod(left.shape), math.prod(right.shape)) <= b * k
+    return flops, flops * (_WORK_VECTOR_DOT if vector else 1.0)
+
+
+def _convolution(eqn: Any, out: int) -> tuple[float, float]:
+    spec = eqn.params["dimension_numbers"].rhs_spec
+    rhs = eqn.invars[1].aval.shape
+    flops = 2.0 * out * math.prod(rhs) / rhs[spec[0]] / math.prod(eqn.params["lhs_dilation"])
+    groups, batch_groups = eqn.params["feature_group_count"], eqn.params["batch_group_count"]
+    factor = 1.0
+    if groups > 1:
+        factor = max(_WORK_GROUPED_LEAST, _WORK_GROUPED / rhs[spec[1]])
+    if batch_groups > 1:
+        factor = _WORK_BATCH_GROUPED if rhs[spec[0]] > batch_groups else _WORK_GROUPED / 2
+    return flops, flops * factor

@@ -1,0 +1,216 @@
+"""Random sizes, shapes and types: half of them log-uniform, half as they occur in real models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from .source import Arg, numpy_dtype
+
+T = TypeVar("T")
+_struct: Any = jax.ShapeDtypeStruct
+
+#: Widths of layers: powers of two, 3·2^k, and those of well-known models.
+WIDTHS = (
+    16,
+    32,
+    48,
+    64,
+    96,
+    128,
+    192,
+    256,
+    320,
+    384,
+    512,
+    640,
+    768,
+    1024,
+    1280,
+    1536,
+    2048,
+    2560,
+    3072,
+    4096,
+    5120,
+    5504,
+    8192,
+    11008,
+    14336,
+)
+CHANNELS = (3, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
+IMAGES = (7, 8, 14, 16, 28, 32, 56, 64, 112, 128, 224)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+LENGTHS = (16, 32, 64, 77, 128, 197, 256, 384, 512, 1024, 2048, 4096)
+HEADS = (1, 4, 6, 8, 12, 16, 20, 32)
+HEAD_WIDTHS = (32, 64, 80, 96, 128)
+VOCABULARIES = (1000, 8192, 10000, 30522, 32000, 50257)
+_COMMON = tuple(sorted({*WIDTHS, *CHANNELS, *IMAGES, *BATCHES, *LENGTHS, *VOCABULARIES}))
+#: Smallest number of elements aimed at: below it every kernel takes the same time.
+_FEW = 512
+_TRIES = 16
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A program before it is traced.
+
+    Attributes:
+        function: Takes one array per argument.
+        args: Its arguments.
+        note: Part of its name that tells the variant.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Arg, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Random decisions within limits.
+
+    Attributes:
+        rng: Source of all randomness.
+        max_bytes: Memory that a program may need.
+        max_flops: Work that a program may do, in FLOPs of a matrix product.
+        dtypes: Floating-point types to draw from, as HLO names.
+    """
+
+    rng: np.random.Generator
+    max_bytes: float
+    max_flops: float
+    dtypes: tuple[str, ...]
+
+    def flip(self, probability: float = 0.5) -> bool:
+        """True with the given probability."""
+        return bool(self.rng.random() < probability)
+
+    def choice(self, options: Sequence[T]) -> T:
+        """One of the options."""
+        return options[int(self.rng.integers(len(options)))]
+
+    def weighted(self, weights: Mapping[T, float]) -> T:
+        """A key, in proportion to its weight."""
+        keys, values = list(weights), np.fromiter(weights.values(), float)
+        return keys[int(self.rng.choice(len(keys), p=values / values.sum()))]
+
+    def integer(self, low: int, high: int) -> int:
+        """Uniform in ``[low, high]``."""
+        return int(self.rng.integers(low, high + 1))
+
+    def log_uniform(self, low: float, high: float) -> float:
+        """Log-uniform between two positive numbers."""
+        return math.exp(self.rng.uniform(math.log(low), math.log(max(low, high))))
+
+    def size(self, low: int, high: int, common: Sequence[int] = _COMMON) -> int:
+        """A dimension in ``[low, high]``: a common one half of the time, else log-uniform."""
+        fitting = [n for n in common if low <= n <= high]
+        if fitting and self.flip():
+            return self.choice(fitting)
+        return min(high, max(low, round(self.log_uniform(low, max(low, high)))))
+
+    def dtype(self, *among: str) -> str:
+        """A floating-point type of the sampler, f32 most often, or one of those given."""
+        if among:
+            return self.choice(among)
+        return self.weighted({d: 3.0 if d == "f32" else 1.0 for d in self.dtypes})
+
+    def elements(self, dtype: str, copies: float = 2.0, work: float = 20.0) -> int:
+        """A number of elements, log-uniform.
+
+        Args:
+            dtype: Element type.
+            copies: Arrays of that many elements that the program needs at a time.
+            work: Work per element, in FLOPs of a matrix product.
+        """
+        most = self.max_bytes / (copies * max(1, numpy_dtype(dtype).itemsize))
+        most = min(most, self.max_flops / work)
+        return max(1, int(self.log_uniform(min(_FEW, most / 4 + 1), max(most, 1))))
+
+    def split(self, elements: float, rank: int, concentration: float = 1.5) -> tuple[int, ...]:
+        """``rank`` dimensions whose product is about ``elements``, never above it."""
+        parts = self.rng.dirichlet([concentration] * rank) * math.log(max(1.0, elements))
+        dims = [max(1, int(math.exp(part))) for part in parts]
+        if self.flip(0.3):
+            dims = [n // 8 * 8 if n >= 16 else n for n in dims]
+        return tuple(dims)
+
+    def shape(self, elements: int, *ranks: int) -> tuple[int, ...]:
+        """A shape of at most about ``elements`` elements.
+
+        Args:
+            elements: Product aimed at.
+            *ranks: Allowed numbers of dimensions; 1 to 4 if not given.
+        """
+        allowed = ranks or (1, 2, 3, 4)
+        if self.flip():
+            nearest = self.closest(
+                lambda: self.model_shape(self.choice(allowed)), _product, elements
+            )
+            if nearest is not None:
+                return nearest
+        return self.split(elements, self.choice(allowed))
+
+    def model_shape(self, rank: int) -> tuple[int, ...]:
+        """A shape as in real models: tokens, heads, images, tables."""
+        batch, length, width = self.choice(BATCHES), self.choice(LENGTHS), self.choice(WIDTHS)
+        if rank == 0:
+            return ()
+        if rank == 1:
+            return (self.choice((width, width * length, 2 ** self.integer(6, 25))),)
+        if rank == 2:
+            rows = self.choice((batch, length, width, batch * length, self.choice(VOCABULARIES)))
+            return (rows, width)
+        if rank == 3:
+            return (batch, length, width)
+        if self.flip():
+            heads, last = self.choice(HEADS), self.choice((length, self.choice(HEAD_WIDTHS)))
+            dims = (batch, heads, length, last) if self.flip() else (batch, length, heads, last)
+        else:
+            side, channels = self.choice(IMAGES), self.choice(CHANNELS)
+            nhwc = (batch, side, side, channels)
+            dims = nhwc if self.flip(0.7) else (batch, channels, side, side)
+        return dims + (2,) * (rank - 4)
+
+    def closest(
+        self, propose: Callable[[], T], measure: Callable[[T], float], target: float
+    ) -> T | None:
+        """Of several proposals that do not exceed the target, the nearest; None if all do."""
+        proposals = [propose() for _ in range(_TRIES)]
+        sized = [(measure(p), i) for i, p in enumerate(proposals)]
+        fitting = [entry for entry in sized if entry[0] <= target]
+        return proposals[max(fitting)[1]] if fitting else None
+
+
+def _product(shape: tuple[int, ...]) -> float:
+    return float(math.prod(shape))
+
+
+def struct(shape: tuple[int, ...], dtype: str) -> Any:
+    """A type for JAX, without a value."""
+    return _struct(shape, numpy_dtype(dtype))
+
+
+def positive(shape: tuple[int, ...], dtype: str) -> Arg:
+    """An argument of values between 0.1 and 2."""
+    return Arg(shape, dtype, "uniform", 0.1, 2.0)
+
+
+def values(shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> Arg:
+    """An argument of harmless values of any type: normal floats, small integers, booleans."""
+    if dtype == "pred":
+        return Arg(shape, dtype, "integer", 0, 2)
+    if dtype[0] in "su":
+        return Arg(shape, dtype, "integer", 0 if dtype[0] == "u" else -8, 9)
+    return Arg(shape, dtype, "normal", high=scale)
+
+
+def indices(shape: tuple[int, ...], bound: int) -> Arg:
+    """An int32 argument of indices in ``[0, bound)``."""
+    return Arg(shape, "s32", "integer", 0, max(1, bound))

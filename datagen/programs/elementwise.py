@@ -1,0 +1,256 @@
+"""Elementwise ops: unary, binary with every broadcast, comparisons, conversions, fused chains."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .draws import Draft, Draws, indices, positive, values
+from .source import Arg, numpy_dtype
+
+_INTEGER = ("s32", "s8", "u8", "u32", "s16")
+
+_round = functools.partial(lax.round, rounding_method=lax.RoundingMethod.TO_NEAREST_EVEN)
+
+#: Unary ops by StableHLO name: function, domain of the operand, and work per element.
+UNARY: dict[str, tuple[Callable[..., Any], str, float]] = {
+    "abs": (lax.abs, "any", 20),
+    "negate": (lax.neg, "any", 20),
+    "sign": (lax.sign, "any", 20),
+    "floor": (lax.floor, "any", 20),
+    "ceil": (lax.ceil, "any", 20),
+    "round_nearest_even": (
+        functools.partial(lax.round, rounding_method=lax.RoundingMethod.TO_NEAREST_EVEN),
+        "any",
+        20,
+    ),
+    "exponential": (lax.exp, "any", 20),
+    "exponential_minus_one": (lax.expm1, "any", 60),
+    "log": (lax.log, "positive", 20),
+    "log_plus_one": (lax.log1p, "positive", 60),
+    "sqrt": (lax.sqrt, "positive", 20),
+    "rsqrt": (lax.rsqrt, "positive", 20),
+    "cbrt": (lax.cbrt, "positive", 100),
+    "sine": (lax.sin, "any", 60),
+    "cosine": (lax.cos, "any", 60),
+    "tan": (lax.tan, "unit", 1500),
+    "tanh": (lax.tanh, "any", 20),
+    "logistic": (lax.logistic, "any", 20),
+    "erf": (lax.erf, "any", 60),
+    "erf_inv": (lax.erf_inv, "unit", 300),
+    "lgamma": (lax.lgamma, "positive", 800),
+    "digamma": (lax.digamma, "positive", 800),
+    "asin": (lax.asin, "unit", 150),
+    "atan": (lax.atan, "any", 150),
+    "sinh": (lax.sinh, "any", 100),
+    "is_finite": (lax.is_finite, "any", 20),
+    "square": (lax.square, "any", 20),
+    "reciprocal": (lambda x: 1 / x, "positive", 20),
+    "integer_pow": (lambda x: lax.integer_pow(x, 3), "any", 20),
+    "relu": (lambda x: jnp.maximum(x, 0), "any", 20),
+    "not": (lax.bitwise_not, "integer", 20),
+    "popcnt": (lax.population_count, "integer", 20),
+    "count_leading_zeros": (lax.clz, "integer", 20),
+}
+#: Binary ops by StableHLO name, in the same form.
+BINARY: dict[str, tuple[Callable[..., Any], str, float]] = {
+    "add": (lax.add, "both", 20),
+    "subtract": (lax.sub, "both", 20),
+    "multiply": (lax.mul, "both", 20),
+    "divide": (lax.div, "positive", 20),
+    "maximum": (lax.max, "both", 20),
+    "minimum": (lax.min, "both", 20),
+    "power": (lax.pow, "positive", 1000),
+    "remainder": (lax.rem, "positive", 100),
+    "atan2": (lax.atan2, "any", 300),
+    "and": (lax.bitwise_and, "integer", 20),
+    "or": (lax.bitwise_or, "integer", 20),
+    "xor": (lax.bitwise_xor, "integer", 20),
+    "shift_left": (lax.shift_left, "shift", 20),
+    "shift_right_logical": (lax.shift_right_logical, "shift", 20),
+    "shift_right_arithmetic": (lax.shift_right_arithmetic, "shift", 20),
+}
+#: Steps that map values of about one to values of about one.
+CHAIN: tuple[Callable[[Any], Any], ...] = (
+    jnp.tanh,
+    jax.nn.relu,
+    jax.nn.sigmoid,
+    jnp.sin,
+    lambda x: x * x * 0.1,
+    lambda x: x * 0.5 + 0.1,
+    lambda x: jnp.exp(-jnp.abs(x)),
+    lambda x: jnp.sqrt(jnp.abs(x) + 0.1),
+    lambda x: x / (1 + jnp.abs(x)),
+    lambda x: jnp.log1p(jnp.abs(x)),
+    lambda x: jnp.clip(x, -3.0, 3.0),
+    lambda x: jnp.where(x > 0, x, 0.01 * x),
+)
+
+
+def _operand(shape: tuple[int, ...], dtype: str, domain: str) -> Arg:
+    if domain == "unit":
+        return Arg(shape, dtype, "uniform", -0.9, 0.9)
+    if domain == "shift":
+        return Arg(shape, dtype, "integer", 0, 7)
+    if domain == "positive" and dtype[0] not in "su":
+        return positive(shape, dtype)
+    if domain == "positive":
+        return Arg(shape, dtype, "integer", 1, 100)
+    return values(shape, dtype)
+
+
+def _dtype(draws: Draws, domain: str) -> str:
+    if domain in ("integer", "shift"):
+        return draws.dtype(*_INTEGER)
+    if domain == "both" and draws.flip(0.2):
+        return draws.dtype("s32", "s32", "u32", "s8", "s16")
+    return draws.dtype()
+
+
+def unary(name: str, draws: Draws) -> Draft:
+    """A unary op on one array."""
+    function, domain, work = UNARY[name]
+    dtype = _dtype(draws, domain)
+    shape = draws.shape(draws.elements(dtype, 2, work))
+    return Draft(lambda x: function(x), (_operand(shape, dtype, domain),))
+
+
+def binary(name: str, draws: Draws) -> Draft:
+    """A binary op: on equal shapes, or one operand a scalar, a row, a column, or an inner part."""
+    function, domain, work = BINARY[name]
+    dtype = _dtype(draws, domain)
+    shape = draws.shape(draws.elements(dtype, 4, work))
+    form = draws.weighted({"same": 0.6, "scalar": 0.1, "row": 0.15, "column": 0.1, "channel": 0.05})
+    kept = _kept_dims(form, len(shape))
+    small = tuple(shape[d] for d in kept)
+
+    def apply(x: jax.Array, y: jax.Array) -> Any:
+        return function(x, y if form == "same" else lax.broadcast_in_dim(y, shape, kept))
+
+    args = (_operand(shape, dtype, domain), _operand(small, dtype, domain))
+    return Draft(apply, args, form)
+
+
+def _kept_dims(form: str, rank: int) -> tuple[int, ...]:
+    """Dimensions of the result that the second operand has."""
+    if form == "same":
+        return tuple(range(rank))
+    if form == "scalar":
+        return ()
+    if form == "row":
+        return (rank - 1,)
+    return tuple(range(rank - 1)) if form == "column" else (min(1, rank - 1),)
+
+
+def compare(draws: Draws) -> Draft:
+    """A comparison in one of six directions."""
+    dtype = draws.dtype("s32") if draws.flip(0.25) else draws.dtype()
+    shape = draws.shape(draws.elements(dtype, 3))
+    function = draws.choice((lax.eq, lax.ne, lax.lt, lax.le, lax.gt, lax.ge))
+    return Draft(lambda x, y: function(x, y), (values(shape, dtype), values(shape, dtype)))
+
+
+def select(draws: Draws) -> Draft:
+    """A choice by an array of booleans, or by a comparison with a scalar."""
+    dtype = draws.dtype("s32") if draws.flip(0.1) else draws.dtype()
+    shape = draws.shape(draws.elements(dtype, 4))
+    x, y = values(shape, dtype), values(shape, dtype)
+    if draws.flip(0.3):
+        return Draft(lambda a, b: jnp.where(a > 0, a, b), (x, y), "compare")
+    return Draft(lambda p, a, b: lax.select(p, a, b), (values(shape, "pred"), x, y))
+
+
+def clamp(draws: Draws) -> Draft:
+    """A clamp between scalars or arrays."""
+    dtype = draws.dtype()
+    shape = draws.shape(draws.elements(dtype, 4))
+    bound = shape if draws.flip(0.3) else ()
+    args = (positive(bound, dtype), values(shape, dtype, 3.0), positive(bound, dtype))
+    return Draft(lambda low, x, high: lax.clamp(-low, x, high), args)
+
+
+def convert(draws: Draws) -> Draft:
+    """A conversion between element types, 8-bit floats included."""
+    pool = (*draws.dtypes, *draws.dtypes, "s32", "s8", "u8", "pred", "f8e4m3fn", "f8e5m2")
+    source = draws.choice(pool)
+    target = draws.choice([d for d in pool if d != source])
+    shape = draws.shape(draws.elements("f32", 2))
+    out = numpy_dtype(target)
+    arg = values(shape, source)
+    return Draft(lambda x: lax.convert_element_type(x, out), (arg,), f"{source}-{target}")
+
+
+def bitcast_convert(draws: Draws) -> Draft:
+    """A reinterpretation of bits, followed by an op that uses them as random generators do."""
+    dtype, target = draws.choice((("f32", "u32"), ("bf16", "u16"), ("f16", "u16"), ("s32", "u32")))
+    shape = draws.shape(draws.elements(dtype, 2))
+    out = numpy_dtype(target)
+
+    def function(x: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(x, out) >> 3
+
+    return Draft(function, (values(shape, dtype),))
+
+
+def complex_op(draws: Draws) -> Draft:
+    """An op on complex numbers: building, taking apart, arithmetic."""
+    shape = draws.shape(draws.elements("c64", 4, 60))
+    form = draws.choice(("complex", "real", "multiply", "abs", "exp", "rotate"))
+    z, x = Arg(shape, "c64"), Arg(shape, "f32")
+    if form == "complex":
+        return Draft(lambda a, b: lax.complex(a, b), (x, x), form)
+    if form in ("multiply", "rotate"):
+        if form == "multiply":
+            return Draft(lambda a, b: a * b, (z, z), form)
+        return Draft(lambda a, b: lax.real(a * lax.conj(b)), (z, z), form)
+    function = {"real": lambda a: lax.real(a) + lax.imag(a), "abs": lax.abs, "exp": lax.exp}[form]
+    return Draft(lambda a: function(a), (z,), form)
+
+
+def fused(draws: Draws) -> Draft:
+    """A chain of elementwise ops on one to five arrays, which a compiler fuses into one kernel."""
+    dtype = draws.dtype()
+    n_args, length = draws.integer(1, 5), draws.integer(2, 14)
+    shape = draws.shape(draws.elements(dtype, n_args + 2, 20.0 * length))
+    steps = [draws.choice(CHAIN) for _ in range(length)]
+    merges = [draws.choice((jnp.add, jnp.multiply, jnp.maximum, jnp.subtract)) for _ in steps]
+    where = sorted(draws.integer(0, length - 1) for _ in range(n_args - 1))
+    row = [bool(shape) and draws.flip(0.25) for _ in range(n_args - 1)]
+
+    def function(x: jax.Array, *others: jax.Array) -> jax.Array:
+        for position, step in enumerate(steps):
+            for other, at in zip(others, where, strict=True):
+                if at == position:
+                    x = merges[position](x, other)
+            x = step(x)
+        return x
+
+    others = [values(shape[-1:] if r else shape, dtype) for r in row]
+    return Draft(function, (values(shape, dtype), *others), f"{length}")
+
+
+def mask(draws: Draws) -> Draft:
+    """A causal or a padding mask: iota, compare, select."""
+    dtype = draws.dtype()
+    elements = draws.elements(dtype, 3)
+    shape = draws.shape(elements, 2, 3, 4)
+    if draws.flip():
+
+        def causal(x: jax.Array) -> jax.Array:
+            rows = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 2)
+            columns = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+            return jnp.where(rows >= columns, x, jnp.asarray(-1e4, x.dtype))
+
+        return Draft(causal, (values(shape, dtype),), "causal")
+
+    def padding(x: jax.Array, lengths: jax.Array) -> jax.Array:
+        columns = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+        limit = lax.broadcast_in_dim(lengths, shape, (0,))
+        return jnp.where(columns < limit, x, jnp.zeros((), x.dtype))
+
+    return Draft(padding, (values(shape, dtype), indices(shape[:1], shape[-1])), "padding")

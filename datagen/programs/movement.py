@@ -1,0 +1,245 @@
+"""Ops that move data: layouts, slices, padding, indexing by values."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .draws import VOCABULARIES, WIDTHS, Draft, Draws, indices, values
+from .source import Arg, numpy_dtype
+
+_EXTRA = ("s32", "s8", "pred")
+
+
+def _dtype(draws: Draws) -> str:
+    return draws.dtype(*_EXTRA) if draws.flip(0.12) else draws.dtype()
+
+
+def _part(draws: Draws, size: int) -> int:
+    """Size of a part of a dimension: half, a quarter, most of it, or any."""
+    options = (size // 2, size // 4, size - 1, draws.integer(1, size))
+    return max(1, draws.choice(options))
+
+
+def broadcast(draws: Draws) -> Draft:
+    """A broadcast of any subset of the dimensions."""
+    dtype = _dtype(draws)
+    shape = draws.shape(draws.elements(dtype, 1.3), 2, 3, 4)
+    kept = tuple(d for d in range(len(shape)) if draws.flip(0.45))
+    operand = values(tuple(shape[d] for d in kept), dtype)
+    return Draft(lambda x: lax.broadcast_in_dim(x, shape, kept), (operand,))
+
+
+def transpose(draws: Draws) -> Draft:
+    """A transpose: of the two minor dimensions, heads, image layouts, or a random permutation."""
+    dtype = _dtype(draws)
+    shape = draws.shape(draws.elements(dtype, 2), 2, 2, 3, 4, 4, 5)
+    rank = len(shape)
+    order = list(range(rank))
+    form = draws.choice(("minor", "random", "heads", "image"))
+    if form == "heads" and rank == 4:
+        order = [0, 2, 1, 3]
+    elif form == "image" and rank == 4:
+        order = draws.choice(([0, 3, 1, 2], [0, 2, 3, 1]))
+    elif form == "random" and rank > 2:
+        order = [int(i) for i in draws.rng.permutation(rank)]
+    if order == sorted(order):
+        order[-2:] = order[:-3:-1]
+    return Draft(
+        lambda x: lax.transpose(x, order), (values(shape, dtype),), "".join(map(str, order))
+    )
+
+
+def reshape(draws: Draws) -> Draft:
+    """A reshape that merges or splits; half of the time between transposes, so that it copies."""
+    dtype = _dtype(draws)
+    shape = draws.shape(draws.elements(dtype, 3), 2, 3, 4)
+    flat = (shape[0], -1) if draws.flip() else (-1, shape[-1])
+    if draws.flip():
+        return Draft(lambda x: jnp.reshape(x, flat), (values(shape, dtype),))
+    return Draft(
+        lambda x: jnp.reshape(jnp.swapaxes(x, 0, -1), (-1,)), (values(shape, dtype),), "copy"
+    )
+
+
+def slice_op(draws: Draws) -> Draft:
+    """A slice of one or of all dimensions, sometimes strided."""
+    dtype = _dtype(draws)
+    shape = draws.shape(draws.elements(dtype, 2))
+    axis = draws.integer(0, len(shape) - 1)
+    starts, limits, strides = [0] * len(shape), list(shape), [1] * len(shape)
+    for d in range(len(shape)):
+        if d == axis or draws.flip(0.3):
+            part = _part(draws, shape[d])
+            starts[d] = draws.integer(0, shape[d] - part)
+            limits[d] = starts[d] + part
+            strides[d] = draws.choice((1, 1, 1, 2, 3))
+    return Draft(lambda x: lax.slice(x, starts, limits, strides), (values(shape, dtype),))
+
+
+def dynamic_slice(draws: Draws) -> Draft:
+    """A slice at positions that are arguments."""
+    dtype = _dtype(draws)
+    shape = draws.shape(draws.elements(dtype, 2))
+    axis = draws.integer(0, len(shape) - 1)
+    sizes = [_part(draws, n) if d == axis else n for d, n in enumerate(shape)]
+
+    def function(x: jax.Array, start: jax.Array) -> jax.Array:
+        starts = [start if d == axis else 0 for d in range(len(shape))]
+        return lax.dynamic_slice(x, starts, sizes)
+
+    return Draft(function, (values(shape, dtype), indices((), shape[axis] - sizes[axis] + 1)))
+
+
+def dynamic_update_slice(draws: Draws) -> Draft:
+    """An update of a part, as of a cache of keys and values."""
+    dtype = _dtype(draws)
+    shape = draws.shape(draws.elements(dtype, 3))
+    axis = draws.integer(0, len(shape) - 1)
+    part = 1 if draws.flip() else _part(draws, shape[axis])
+    update = tuple(part if d == axis else n for d, n in enumerate(shape))
+
+    def function(x: jax.Array, y: jax.Array, start: jax.Array) -> jax.Array:
+        starts = [start if d == axis else 0 for d in range(len(shape))]
+        return lax.dynamic_update_slice(x, y, starts)
+
+    args = (values(shape, dtype), values(update, dtype), indices((), shape[axis] - part + 1))
+    return Draft(function, args)
+
+
+def pad(draws: Draws) -> Draft:
+    """Padding with a low, high and sometimes an inner part; sometimes negative."""
+    dtype = _dtype(draws)
+    shape = draws.shape(draws.elements(dtype, 6))
+    config = []
+    for size in shape:
+        if not draws.flip(0.6):
+            config.append((0, 0, 0))
+            continue
+        low, high = draws.integer(0, 3), draws.integer(0, 3)
+        if size > 4 and draws.flip(0.1):
+            low = -1
+        config.append((low, high, 1 if draws.flip(0.15) else 0))
+    zero = numpy_dtype(dtype).type(0)
+    return Draft(lambda x: lax.pad(x, zero, config), (values(shape, dtype),))
+
+
+def concatenate(draws: Draws) -> Draft:
+    """Two to six arrays along any dimension, of equal or different sizes."""
+    dtype = _dtype(draws)
+    count = draws.choice((2, 2, 2, 3, 4, 6))
+    shape = draws.shape(draws.elements(dtype, 2 * count))
+    axis = draws.integer(0, len(shape) - 1)
+    args = []
+    for _ in range(count):
+        size = shape[axis] if draws.flip(0.7) else _part(draws, shape[axis])
+        args.append(values((*shape[:axis], size, *shape[axis + 1 :]), dtype))
+    return Draft(lambda *xs: lax.concatenate(xs, axis), tuple(args), f"{count}")
+
+
+def reverse(draws: Draws) -> Draft:
+    """A reversal of one or more dimensions."""
+    dtype = _dtype(draws)
+    shape = draws.shape(draws.elements(dtype, 2))
+    dims = [d for d in range(len(shape)) if draws.flip(0.4)] or [len(shape) - 1]
+    return Draft(lambda x: lax.rev(x, dims), (values(shape, dtype),))
+
+
+def iota(draws: Draws) -> Draft:
+    """Counting numbers along a dimension, alone or scaled by an argument."""
+    dtype = draws.dtype("s32", draws.dtype())
+    shape = draws.shape(draws.elements(dtype, 1.5))
+    axis, kind = draws.integer(0, len(shape) - 1), numpy_dtype(dtype)
+    if draws.flip(0.3):
+        return Draft(lambda: lax.broadcasted_iota(kind, shape, axis), ())
+    return Draft(lambda x: lax.broadcasted_iota(kind, shape, axis) * x, (values((), dtype, 0.01),))
+
+
+def copy_tile(draws: Draws) -> Draft:
+    """A tiling or a repetition, as of heads that share keys."""
+    dtype = _dtype(draws)
+    shape = draws.shape(draws.elements(dtype, 8), 2, 3, 4)
+    count, axis = draws.choice((2, 4)), draws.integer(0, len(shape) - 1)
+    if draws.flip():
+        return Draft(lambda x: jnp.repeat(x, count, axis), (values(shape, dtype),), "repeat")
+    return Draft(lambda x: jnp.tile(x, count), (values(shape, dtype),), "tile")
+
+
+def _table(draws: Draws, dtype: str, share: float) -> tuple[int, int]:
+    """Rows and width of a table within a share of the memory."""
+    elements = draws.elements(dtype, 1 / share)
+    if draws.flip():
+        sizes = draws.closest(
+            lambda: (draws.choice((*VOCABULARIES, *WIDTHS)), draws.choice(WIDTHS)),
+            lambda s: s[0] * s[1],
+            elements,
+        )
+        if sizes is not None:
+            return sizes
+    rows, width = draws.split(elements, 2, 3.0)
+    return rows, width
+
+
+def gather(draws: Draws) -> Draft:
+    """Rows of a table, elements along a dimension, or windows at given positions."""
+    dtype = draws.dtype()
+    rows, width = _table(draws, dtype, 0.4)
+    form = draws.weighted({"rows": 0.6, "along": 0.2, "columns": 0.1, "windows": 0.1})
+    table = values((rows, width), dtype)
+    if form == "along":
+        picks = draws.size(1, max(1, width))
+        arg = indices((rows, picks), width)
+        return Draft(lambda x, i: jnp.take_along_axis(x, i, 1, mode="clip"), (table, arg), form)
+    if form == "columns":
+        arg = indices((max(1, width // 2),), width)
+        return Draft(lambda x, i: jnp.take(x, i, 1, mode="clip"), (table, arg), form)
+    most = max(1, min(65536, int(draws.max_bytes * 0.4 / (4 * width))))
+    count = draws.size(1, most)
+    if form == "rows":
+        mode = draws.choice(("clip", "fill", "promise_in_bounds"))
+        shape = (count,) if draws.flip() else draws.split(count, 2)
+        return Draft(lambda x, i: x.at[i].get(mode=mode), (table, indices(shape, rows)), form)
+    window = draws.integer(1, min(8, rows))
+    numbers = lax.GatherDimensionNumbers((1, 2), (), (0,))
+
+    def windows(x: jax.Array, i: jax.Array) -> jax.Array:
+        return lax.gather(x, i[:, None], numbers, (window, width), mode="clip")
+
+    return Draft(windows, (table, indices((max(1, count // window),), rows - window + 1)), form)
+
+
+def scatter(draws: Draws) -> Draft:
+    """Rows added to, written into or maximised with a table; or single elements of it."""
+    dtype = draws.dtype()
+    rows, width = _table(draws, dtype, 0.25)
+    form = draws.weighted({"add": 0.6, "set": 0.2, "max": 0.1, "points": 0.1})
+    most = max(1, min(16384, int(min(draws.max_bytes / 16, draws.max_flops / 1200) / width)))
+    count = draws.size(1, most)
+    table = values((rows, width), dtype)
+    if form == "points":
+        args = (table, indices((count,), rows), indices((count,), width), values((count,), dtype))
+        return Draft(lambda x, i, j, y: x.at[i, j].add(y, mode="drop"), args, form)
+
+    def function(x: jax.Array, i: jax.Array, y: jax.Array) -> jax.Array:
+        at = x.at[i]
+        if form == "add":
+            return at.add(y, mode="drop")
+        return at.set(y, mode="drop") if form == "set" else at.max(y, mode="drop")
+
+    args3 = (table, indices((count,), rows), values((count, width), dtype))
+    return Draft(function, args3, form)
+
+
+def one_hot(draws: Draws) -> Draft:
+    """One-hot rows, alone or multiplied with a table."""
+    dtype = draws.dtype()
+    classes = draws.choice((10, 16, 100, 1000, 32, 128))
+    count = max(1, draws.elements(dtype, 3) // classes)
+    kind = numpy_dtype(dtype)
+
+    def function(i: jax.Array, scale: jax.Array) -> jax.Array:
+        positions = lax.broadcasted_iota(jnp.int32, (count, classes), 1)
+        return (i[:, None] == positions).astype(kind) * scale
+
+    return Draft(function, (indices((count,), classes), Arg((), dtype)))

@@ -1,0 +1,240 @@
+"""Layers of networks as steps of random programs: products, norms, attention, convolutions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .draws import CHANNELS, WIDTHS, indices, values
+from .layers import convolve, normalize, recur, repeat
+from .layers import pool as pool_windows
+from .random_values import Pool, Step, Value
+from .source import Arg, numpy_dtype
+
+Motif = Callable[[Pool, Value], Step | None]
+ACTIVATIONS: tuple[Callable[[Any], Any], ...] = (
+    jax.nn.relu,
+    jax.nn.gelu,
+    jax.nn.silu,
+    jnp.tanh,
+    jax.nn.sigmoid,
+    jax.nn.elu,
+    lambda x: x,
+)
+
+
+def _width(pool: Pool, like: int) -> int:
+    """An output width near the input's, or the same, so that residuals find partners."""
+    if pool.draws.flip(0.4):
+        return like
+    near = [w for w in WIDTHS if like / 4.5 <= w <= like * 4.5]
+    return pool.draws.choice(near) if near else pool.draws.integer(1, 4 * like)
+
+
+def _weight(shape: tuple[int, ...], fan_in: int, dtype: str) -> Arg:
+    return Arg(shape, dtype, high=1 / math.sqrt(max(1, fan_in)))
+
+
+def linear(pool: Pool, x: Value) -> Step | None:
+    """A product with a weight, a bias and an activation."""
+    if not x.is_float or x.rank < 1 or x.shape[-1] < 2:
+        return None
+    k, n = x.shape[-1], _width(pool, x.shape[-1])
+    act, with_bias = pool.draws.choice(ACTIVATIONS), pool.draws.flip(0.6)
+    weight = _weight((k, n), k, x.dtype)
+    if not with_bias:
+        return Step(lambda v, w: act(v @ w), (x,), (weight,))
+    return Step(lambda v, w, b: act(v @ w + b), (x,), (weight, Arg((n,), x.dtype, high=0.1)))
+
+
+def gated_mlp(pool: Pool, x: Value) -> Step | None:
+    """A gated feed-forward block with a residual."""
+    if not x.is_float or x.rank < 2 or x.shape[-1] < 2:
+        return None
+    k, n = x.shape[-1], _width(pool, x.shape[-1])
+    args = (_weight((k, n), k, x.dtype),) * 2 + (_weight((n, k), n, x.dtype),)
+    act = pool.draws.choice(ACTIVATIONS[:3])
+    return Step(lambda v, a, b, c: (v + (act(v @ a) * (v @ b)) @ c) * 0.7, (x,), args)
+
+
+def similarity(pool: Pool, x: Value) -> Step | None:
+    """A product of two values over their last dimension, batched over all but two."""
+    if not x.is_float or x.rank < 2 or x.shape[-1] < 2:
+        return None
+    inputs, args = pool.like(x)
+    scale = x.shape[-1] ** -0.5
+    return Step(lambda a, b: jnp.einsum("...md,...nd->...mn", a, b) * scale, (x, *inputs), args)
+
+
+def norm(pool: Pool, x: Value) -> Step | None:
+    """A layer, RMS or batch normalisation."""
+    if not x.is_float or x.rank < 2 or x.shape[-1] < 2:
+        return None
+    form = pool.draws.choice(("layer", "rms", "batch"))
+    dims = tuple(range(x.rank - 1)) if form == "batch" else (x.rank - 1,)
+    kind = numpy_dtype(x.dtype)
+
+    def function(v: Any, scale: Any, bias: Any) -> Any:
+        y = normalize(v.astype(jnp.float32), dims, 1e-2, centred=form != "rms")
+        return (y * scale + bias).astype(kind)
+
+    small = x.shape[-1:]
+    return Step(function, (x,), (Arg(small, "f32", "uniform", 0.5, 1.5), Arg(small, "f32")))
+
+
+def softmax(pool: Pool, x: Value) -> Step | None:
+    """A softmax or log-softmax over the last or another dimension."""
+    if not x.is_float or x.rank < 1:
+        return None
+    axis = -1 if pool.draws.flip(0.8) else pool.draws.integer(0, x.rank - 1)
+    if pool.draws.flip(0.8):
+        return Step(lambda v: jax.nn.softmax(v, axis), (x,))
+    return Step(lambda v: jax.nn.log_softmax(v, axis) * 0.1, (x,))
+
+
+def attention(pool: Pool, x: Value) -> Step | None:
+    """A block of self-attention with heads of 32 to 128, causal or not."""
+    if not x.is_float or x.rank != 3:
+        return None
+    batch, length, width = x.shape
+    heads_of = [h for h in (32, 48, 64, 96, 128) if width % h == 0]
+    if not heads_of:
+        return None
+    head = pool.draws.choice(heads_of)
+    heads, causal = width // head, pool.draws.flip()
+    grouped = heads % 4 == 0 and pool.draws.flip(0.3)
+    kv_heads = heads // 4 if grouped else heads
+    inner = kv_heads * head
+
+    def function(v: Any, wq: Any, wk: Any, wv: Any, wo: Any) -> Any:
+        q = (v @ wq).reshape(batch, length, kv_heads, heads // kv_heads, head)
+        k = (v @ wk).reshape(batch, length, kv_heads, head)
+        u = (v @ wv).reshape(batch, length, kv_heads, head)
+        scores = jnp.einsum("bqkgd,bskd->bkgqs", q, k).astype(jnp.float32) * head**-0.5
+        if causal:
+            rows = lax.broadcasted_iota(jnp.int32, (length, length), 0)
+            columns = lax.broadcasted_iota(jnp.int32, (length, length), 1)
+            scores = jnp.where(rows >= columns, scores, -1e4)
+        weights = jax.nn.softmax(scores, -1).astype(v.dtype)
+        mixed = jnp.einsum("bkgqs,bskd->bqkgd", weights, u)
+        return (v + mixed.reshape(batch, length, width) @ wo) * 0.7
+
+    shapes = ((width, width), (width, inner), (width, inner), (width, width))
+    return Step(function, (x,), tuple(_weight(s, width, x.dtype) for s in shapes))
+
+
+def convolution(pool: Pool, x: Value) -> Step | None:
+    """A convolution with an affine normalisation and an activation; plain, strided, depthwise."""
+    if not x.is_float or x.rank not in (3, 4):
+        return None
+    spatial, channels = x.rank - 2, x.shape[-1]
+    form = pool.draws.weighted({"plain": 0.6, "strided": 0.25, "depthwise": 0.15})
+    kernel = pool.draws.choice((1, 3, 3, 5))
+    kernel = kernel if min(x.shape[1:-1]) >= kernel else 1
+    near = [c for c in CHANNELS if channels / 3 <= c <= channels * 3] or [channels]
+    out = channels if form == "depthwise" or pool.draws.flip(0.3) else pool.draws.choice(near)
+    groups = channels if form == "depthwise" else 1
+    stride = 2 if form == "strided" else 1
+    act = pool.draws.choice(ACTIVATIONS[:3])
+    layout = ("NWC", "WIO", "NWC") if spatial == 1 else ("NHWC", "HWIO", "NHWC")
+    w_shape = (kernel,) * spatial + (channels // groups, out)
+
+    def function(v: Any, w: Any, scale: Any, bias: Any) -> Any:
+        y = convolve(v, w, layout, stride=stride, padding="SAME", groups=groups)
+        return act(y * scale + bias)
+
+    weight = _weight(w_shape, math.prod(w_shape[:-1]), x.dtype)
+    scale = Arg((out,), x.dtype, "uniform", 0.5, 1.5)
+    return Step(function, (x,), (weight, scale, Arg((out,), x.dtype, high=0.1)))
+
+
+def pooling(pool: Pool, x: Value) -> Step | None:
+    """A maximum or average pooling of images, or of everything."""
+    if not x.is_float or x.rank != 4 or min(x.shape[1:3]) < 3:
+        return None
+    form = pool.draws.choice(("max", "mean", "global"))
+    if form == "global":
+        return Step(lambda v: jnp.mean(v, (1, 2)), (x,))
+    size, stride = pool.draws.choice(((2, 2), (3, 2), (3, 1)))
+    dims, strides = (1, size, size, 1), (1, stride, stride, 1)
+    if form == "max":
+        return Step(lambda v: pool_windows(v, dims, strides, "SAME", largest=True), (x,))
+    return Step(lambda v: pool_windows(v, dims, strides, "SAME", largest=False) / size**2, (x,))
+
+
+def squeeze_excite(pool: Pool, x: Value) -> Step | None:
+    """A gate per channel from the mean over all positions."""
+    if not x.is_float or x.rank < 3:
+        return None
+    c, dims = x.shape[-1], tuple(range(1, x.rank - 1))
+    inner = max(1, c // 4)
+
+    def function(v: Any, a: Any, b: Any) -> Any:
+        gate = jax.nn.relu(jnp.mean(v, dims, keepdims=True) @ a) @ b
+        return v * jax.nn.sigmoid(gate)
+
+    return Step(
+        function, (x,), (_weight((c, inner), c, x.dtype), _weight((inner, c), inner, x.dtype))
+    )
+
+
+def embedding(pool: Pool, x: Value) -> Step | None:
+    """Rows of a table for integers of the pool or for new ones."""
+    rows = pool.draws.choice((100, 1000, 8192, 32000))
+    width = x.shape[-1] if x.rank and x.shape[-1] <= 4096 else 64
+    dtype = x.dtype if x.is_float else pool.draws.dtype()
+    table = values((rows, width), dtype)
+    if x.dtype == "s32" and x.rank in (1, 2):
+        return Step(lambda i, t: jnp.take(t, i % rows, 0, mode="clip"), (x,), (table,))
+    if x.rank < 2 or not x.is_float or x.shape[-1] != width:
+        return None
+    arg = indices(x.shape[:-1], rows)
+    return Step(lambda v, i, t: v + jnp.take(t, i, 0, mode="clip"), (x,), (arg, table))
+
+
+def recurrence(pool: Pool, x: Value) -> Step | None:
+    """A recurrent layer over the leading dimension, or a loop of a small layer."""
+    if not x.is_float or x.rank not in (2, 3) or x.shape[-1] < 2:
+        return None
+    k = x.shape[-1]
+    weight = _weight((k, k), k, x.dtype)
+    if x.rank == 3 and 2 <= x.shape[0] <= 64:
+        return Step(lambda v, w: recur(v, w, jnp.zeros_like(v[0])), (x,), (weight,))
+    trips = pool.draws.choice((2, 4, 8))
+    return Step(lambda v, w: repeat(v, w, trips), (x,), (weight,))
+
+
+def cross_entropy(pool: Pool, x: Value) -> Step | None:
+    """The mean cross-entropy of logits and labels."""
+    if not x.is_float or x.rank not in (2, 3) or x.shape[-1] < 2:
+        return None
+    classes = x.shape[-1]
+
+    def function(v: Any, labels: Any) -> Any:
+        logs = jax.nn.log_softmax(v.astype(jnp.float32).reshape(-1, classes))
+        picked = jnp.take_along_axis(logs, labels.reshape(-1, 1), 1, mode="clip")
+        return -jnp.mean(picked)
+
+    return Step(function, (x,), (indices(x.shape[:-1], classes),))
+
+
+#: Layers with their weights.
+LAYERS: dict[Motif, float] = {
+    linear: 5.0,
+    gated_mlp: 1.0,
+    similarity: 1.0,
+    norm: 3.0,
+    softmax: 1.5,
+    attention: 3.0,
+    convolution: 4.0,
+    pooling: 2.0,
+    squeeze_excite: 0.6,
+    embedding: 1.5,
+    recurrence: 0.7,
+    cross_entropy: 0.5,
+}

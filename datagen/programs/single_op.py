@@ -1,0 +1,208 @@
+"""Programs of a single op: every op kind, with weights as their share of time in real programs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...common.errors import ProfileError
+from . import composite as composite
+from . import dense as dense
+from . import elementwise as elementwise
+from . import movement as movement
+from . import reductions as reduction
+from .cost import Estimate, estimate
+from .draws import Draft, Draws, struct
+from .source import ProgramSource
+
+#: Most bytes and work of a program on a CPU, and on an accelerator.
+CPU_LIMITS = (128e6, 4e9)
+ACCELERATOR_LIMITS = (2e9, 1e12)
+DEFAULT_DTYPES = ("f32", "bf16", "f16")
+#: Below these no op has room for even the smallest sizes.
+_LEAST_BYTES = 64e3
+_LEAST_FLOPS = 1e6
+_ATTEMPTS = 16
+
+
+@dataclass(frozen=True)
+class OpKind:
+    """A kind of op.
+
+    Attributes:
+        weight: Share among the samples, not normalised.
+        build: Draws one.
+    """
+
+    weight: float
+    build: Callable[[Draws], Draft]
+
+
+_COMMON_ELEMENTWISE = {"add": 2.0, "multiply": 2.0, "exponential": 1.0, "tanh": 1.0, "divide": 1.0}
+
+#: Every kind of op by name: StableHLO names, and names of small groups of ops.
+OPCODES: dict[str, OpKind] = {
+    "dot_general": OpKind(22.0, dense.dot_general),
+    "convolution": OpKind(9.0, dense.convolution),
+    "conv_input_grad": OpKind(3.5, dense.conv_input_grad),
+    "conv_filter_grad": OpKind(3.5, dense.conv_filter_grad),
+    "fused": OpKind(8.0, elementwise.fused),
+    "reduce": OpKind(8.0, reduction.reduce),
+    "moments": OpKind(1.0, reduction.moments),
+    "argmax": OpKind(1.0, reduction.argmax),
+    "reduce_window": OpKind(2.0, reduction.reduce_window),
+    "select_and_scatter": OpKind(1.0, reduction.select_and_scatter),
+    "sort": OpKind(1.5, reduction.sort),
+    "top_k": OpKind(1.0, reduction.top_k),
+    "cumulative": OpKind(1.0, reduction.cumulative),
+    "associative_scan": OpKind(0.5, reduction.associative_scan),
+    "fft": OpKind(0.7, reduction.fft),
+    "cholesky": OpKind(0.4, reduction.cholesky),
+    "triangular_solve": OpKind(0.4, reduction.triangular_solve),
+    "rng_bit_generator": OpKind(1.0, reduction.rng_bit_generator),
+    "threefry": OpKind(0.7, reduction.threefry),
+    "while": OpKind(1.0, reduction.while_loop),
+    "broadcast_in_dim": OpKind(1.5, movement.broadcast),
+    "transpose": OpKind(3.0, movement.transpose),
+    "reshape": OpKind(0.7, movement.reshape),
+    "slice": OpKind(1.2, movement.slice_op),
+    "dynamic_slice": OpKind(1.0, movement.dynamic_slice),
+    "dynamic_update_slice": OpKind(1.5, movement.dynamic_update_slice),
+    "pad": OpKind(1.2, movement.pad),
+    "concatenate": OpKind(1.5, movement.concatenate),
+    "reverse": OpKind(0.5, movement.reverse),
+    "iota": OpKind(0.5, movement.iota),
+    "tile": OpKind(0.7, movement.copy_tile),
+    "gather": OpKind(3.0, movement.gather),
+    "scatter": OpKind(3.0, movement.scatter),
+    "one_hot": OpKind(0.5, movement.one_hot),
+    "compare": OpKind(0.7, elementwise.compare),
+    "select": OpKind(1.0, elementwise.select),
+    "clamp": OpKind(0.5, elementwise.clamp),
+    "convert": OpKind(2.0, elementwise.convert),
+    "bitcast_convert": OpKind(0.3, elementwise.bitcast_convert),
+    "complex": OpKind(0.5, elementwise.complex_op),
+    "mask": OpKind(0.7, elementwise.mask),
+    "softmax": OpKind(3.0, composite.softmax),
+    "layer_norm": OpKind(3.0, composite.layer_norm),
+    "batch_norm": OpKind(2.0, composite.batch_norm),
+    "activation": OpKind(2.5, composite.activation),
+    "gated": OpKind(1.0, composite.gated),
+    "cross_entropy": OpKind(1.0, composite.cross_entropy),
+    "optimizer_update": OpKind(2.0, composite.optimizer_update),
+    "rope": OpKind(0.7, composite.rope),
+    "dropout": OpKind(0.7, composite.dropout),
+    "attention": OpKind(2.0, composite.attention),
+    "linear": OpKind(3.0, composite.linear),
+    **{
+        name: OpKind(_COMMON_ELEMENTWISE.get(name, 0.25), functools.partial(build, name))
+        for table, build in (
+            (elementwise.UNARY, elementwise.unary),
+            (elementwise.BINARY, elementwise.binary),
+        )
+        for name in table
+    },
+}
+
+
+def sample_op(
+    rng: np.random.Generator,
+    opcode: str | None = None,
+    *,
+    max_bytes: float | None = None,
+    max_flops: float | None = None,
+    dtypes: tuple[str, ...] = DEFAULT_DTYPES,
+) -> ProgramSource:
+    """Draw a program of one op, its total size log-uniform within the limits.
+
+    Args:
+        rng: Decides everything; the same state gives the same program.
+        opcode: A key of ``OPCODES``; None for one in proportion to the weights.
+        max_bytes: Most bytes that arguments, results and intermediates may need at a time; None
+            for what suits the local backend.
+        max_flops: Most work; None for what suits the local backend. Ops that are far slower than
+            matrix products for each FLOP count for more, so that by default most programs take
+            2 µs to 50 ms on two CPU cores, and no longer on an accelerator.
+        dtypes: Floating-point types, as HLO names.
+
+    Raises:
+        ProfileError: The opcode or a type is unknown, or the limits leave no room.
+    """
+    if opcode is not None and opcode not in OPCODES:
+        raise ProfileError(f"no op {opcode!r} can be sampled", hint=f"ops: {', '.join(OPCODES)}")
+    max_bytes, max_flops = limits(max_bytes, max_flops, (_LEAST_BYTES, _LEAST_FLOPS))
+    check_dtypes(dtypes)
+    draws = Draws(rng, max_bytes, max_flops, tuple(dtypes))
+    name = opcode or draws.weighted({key: kind.weight for key, kind in OPCODES.items()})
+    for attempt in range(_ATTEMPTS):
+        # A builder knows its sizes only roughly: a draft over the limits leads to a smaller one.
+        shrink = 0.6**attempt
+        smaller = Draws(rng, max_bytes * shrink, max_flops * shrink, tuple(dtypes))
+        draft = OPCODES[name].build(smaller)
+        traced, cost = trace(draft, f"op_{name}")
+        if cost.peak_bytes <= max_bytes and cost.work <= max_flops:
+            title = "-".join(filter(None, (name, draft.note, *map(_describe, draft.args[:3]))))
+            return to_source(title, f"op:{name}", draft, traced, cost)
+    raise ProfileError(
+        f"no {name} fits within {max_bytes:.3g} bytes and {max_flops:.3g} FLOPs",
+        hint="give higher limits",
+    )
+
+
+def limits(
+    max_bytes: float | None, max_flops: float | None, least: tuple[float, float]
+) -> tuple[float, float]:
+    """The limits given, or those that suit the local backend.
+
+    Raises:
+        ProfileError: They are below ``least``.
+    """
+    default = CPU_LIMITS if jax.default_backend() == "cpu" else ACCELERATOR_LIMITS
+    max_bytes = default[0] if max_bytes is None else max_bytes
+    max_flops = default[1] if max_flops is None else max_flops
+    if max_bytes < least[0] or max_flops < least[1]:
+        raise ProfileError(
+            f"the limits of {max_bytes:.3g} bytes and {max_flops:.3g} FLOPs leave no room",
+            hint=f"give at least {least[0]:.0f} bytes and {least[1]:.0f} FLOPs",
+        )
+    return max_bytes, max_flops
+
+
+def check_dtypes(dtypes: tuple[str, ...]) -> None:
+    """Check that there are types, all of them floating-point ones that ops of every kind take.
+
+    Raises:
+        ProfileError: There are none, or others.
+    """
+    if not dtypes or not set(dtypes) <= set(DEFAULT_DTYPES):
+        raise ProfileError(
+            f"dtypes={dtypes} is no choice of a floating-point type",
+            hint=f"give some of {', '.join(DEFAULT_DTYPES)}",
+        )
+
+
+def trace(draft: Draft, name: str) -> tuple[Any, Estimate]:
+    """Trace a draft; return what `jax.jit(…).trace` gives, and the cost."""
+
+    def main(*args: jax.Array) -> Any:
+        return draft.function(*args)
+
+    main.__name__ = name  # names the module, by which traces tell programs apart
+    like = [struct(a.shape, a.dtype) for a in draft.args]
+    traced = jax.jit(main, keep_unused=True).trace(*like)
+    return traced, estimate(traced.jaxpr)
+
+
+def to_source(name: str, family: str, draft: Draft, traced: Any, cost: Estimate) -> ProgramSource:
+    """Lower what :func:`trace` gave to StableHLO text for the local backend."""
+    text = traced.lower().as_text()
+    return ProgramSource(name, family, text, draft.args, cost.peak_bytes, cost.flops)
+
+
+def _describe(arg: Any) -> str:
+    return f"{arg.dtype}_{'x'.join(map(str, arg.shape)) or 'scalar'}"

@@ -1,0 +1,1 @@
+"""Published tables of operator latencies as a dataset."""

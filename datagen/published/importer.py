@@ -1,0 +1,258 @@
+"""Imports tables of latencies that others measured and published.
+
+Every row becomes a sample of level ``operator`` whose kernel carries its parameters in its text
+(see :mod:`opcast.features.operators.hlo`). Shards are written one by one under names that say what
+is in them, so that a stopped import goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+
+from ...common.errors import DatasetError
+from ...common.progress import tracked
+from ...features.dataset import (
+    PUBLISHED_NAME,
+    record_path,
+    sample_ids,
+    write_record,
+    write_shard,
+)
+from ...features.devices.catalogue import find_device
+from ...features.devices.device import DeviceSpec, check_name
+from ...features.ir.dtypes import TABLE_FORMATS, UNQUANTISED
+from ...features.operators import FAMILIES, family_keys, op_features
+from ...features.operators.hlo import op_texts
+from ...features.operators.schema import METHODS
+from .clones import CloneFile, clone_files
+
+logger = logging.getLogger(__name__)
+
+#: Files with operators, of either pack.
+OPERATOR_FILES = ("ops_neusight.parquet", "ops_vidur.parquet", "ops_tc.parquet")
+#: Columns that every table has.
+REQUIRED = ("id", "source", "family", "op", "dtype", "device", "latency_us")
+ROWS_PER_SHARD = 100_000
+#: Calls behind a label: what the publishers say they averaged over.
+REPEATS = {"neusight": 25, "vidur": 20, "aiconfigurator": 6}
+_KIND = {"gemm": "gemm", "conv": "conv", "attention": "gemm", "moe": "custom_call"}
+_KIND_OF_OP = {"softmax": "reduce", "ln": "reduce", "layernorm": "reduce", "rmsnorm": "reduce"}
+_DTYPE = {name: TABLE_FORMATS[name].weights for name in UNQUANTISED}
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import did.
+
+    Attributes:
+        rows: Samples in the dataset.
+        skipped: Rows without a positive latency.
+        shards: Files written now.
+        kept: Files that an earlier, stopped import had written.
+        devices: Names of the devices.
+    """
+
+    rows: int
+    skipped: int
+    shards: int
+    kept: int
+    devices: tuple[str, ...]
+
+
+def import_published(folder: Path, out: Path, show: bool = False) -> Imported:
+    """Turn the operator tables of a folder into a dataset.
+
+    Args:
+        folder: Holds :data:`OPERATOR_FILES`, itself or in its subfolders; or is a clone of a
+            repository that :mod:`~opcast.datagen.published.clones` knows.
+        out: Dataset folder; shards that are there already are kept.
+        show: Whether to show a progress bar.
+
+    Raises:
+        DatasetError: No table is there, or one lacks a column or names an unknown operator.
+        DeviceError: A device is in no catalogue entry.
+    """
+    total, parts = _tables(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    rows = skipped = shards = kept = 0
+    devices: dict[str, DeviceSpec] = {}
+    for name, number, part in tracked(parts, total, "importing", show):
+        devices |= {d: find_device(d) for d in part["device"].unique() if d not in devices}
+        target = out / f"{name}-{number:04d}.parquet"
+        good = part["latency_us"].to_numpy(np.float64) > 0
+        skipped += int((~good).sum())
+        rows += int(good.sum())
+        if not good.any():
+            continue
+        # Before the shard, which cannot be read without them.
+        _write_runs(out, part.loc[good, ["source", "device"]], devices)
+        if target.is_file():
+            kept += 1
+            continue
+        write_shard(samples(part[good].reset_index(drop=True), devices), target)
+        shards += 1
+    known = tuple(sorted({spec.name for spec in devices.values()}))
+    return Imported(rows, skipped, shards, kept, known)
+
+
+def _tables(folder: Path) -> tuple[int, Iterator[tuple[str, int, pd.DataFrame]]]:
+    """How many parts there are to import (of a clone, how many files), and the parts."""
+    files = _files(folder)
+    if files:
+        total = sum(-(-_open(p).metadata.num_rows // ROWS_PER_SHARD) for p in files)
+        return total, _parts(files)
+    cloned = clone_files(folder)
+    if cloned:
+        return len(cloned), _cut(cloned)
+    expected = "expected " + ", ".join(OPERATOR_FILES) + ", or a clone of NeuSight, Vidur or "
+    raise DatasetError(
+        "no operator table here", where=str(folder), hint=expected + "aiconfigurator"
+    )
+
+
+def _cut(files: Sequence[CloneFile]) -> Iterator[tuple[str, int, pd.DataFrame]]:
+    for file in files:
+        rows = file.read()
+        for number in range(-(-len(rows) // ROWS_PER_SHARD)):
+            part = rows.iloc[number * ROWS_PER_SHARD : (number + 1) * ROWS_PER_SHARD]
+            yield file.name, number, part.reset_index(drop=True)
+
+
+def _files(folder: Path) -> list[Path]:
+    files: dict[str, Path] = {}
+    for path in (p for name in OPERATOR_FILES for p in sorted(folder.rglob(name))):
+        twin = files.setdefault(path.name, path)
+        if twin is not path:  # their shards would have the same names
+            raise DatasetError(
+                f"the table is there twice, {path} besides",
+                where=str(twin),
+                hint="import them apart",
+            )
+    return list(files.values())
+
+
+def _open(path: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(path)
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"cannot be read as parquet: {error}", where=str(path)) from None
+
+
+def _parts(files: Sequence[Path]) -> Iterator[tuple[str, int, pd.DataFrame]]:
+    for path in files:
+        file = _open(path)
+        missing = [c for c in REQUIRED if c not in file.schema_arrow.names]
+        if missing:
+            raise DatasetError(f"column {missing[0]!r} is missing", where=str(path))
+        for number, part in enumerate(_batches(file, path)):
+            yield path.stem, number, _checked(part, path)
+
+
+def _batches(file: pq.ParquetFile, path: Path) -> Iterator[pd.DataFrame]:
+    try:
+        for batch in file.iter_batches(ROWS_PER_SHARD):
+            yield batch.to_pandas(integer_object_nulls=False)
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"cannot be read as parquet: {error}", where=str(path)) from None
+
+
+def _checked(part: pd.DataFrame, path: Path) -> pd.DataFrame:
+    """Rows whose texts are texts, and whose latencies are numbers.
+
+    Raises:
+        DatasetError: A latency is no number, or a source is no name.
+    """
+    texts = {c: part[c].astype(str) for c in ("id", "source", "device") if c in part}
+    try:
+        for source in texts["source"].unique() if "source" in texts else ():
+            check_name(source)
+        latency = part["latency_us"].to_numpy(np.float64, na_value=np.nan)
+    except (ValueError, TypeError) as error:
+        raise DatasetError(f"a row cannot be read: {error}", where=str(path)) from None
+    return part.assign(**texts, latency_us=latency)
+
+
+def samples(part: pd.DataFrame, devices: dict[str, DeviceSpec]) -> pd.DataFrame:
+    """Samples of published rows, in their order.
+
+    Args:
+        part: Rows of a published table, each with a positive latency.
+        devices: Descriptions by the names in the column ``device``.
+
+    Raises:
+        DatasetError: An operator is unknown, or lacks a parameter.
+    """
+    keys = family_keys(part)
+    unknown = sorted(set(keys) - set(FAMILIES))
+    if unknown:
+        row = part["id"][keys == unknown[0]].iloc[0]
+        known = ", ".join(FAMILIES)
+        raise DatasetError(f"no operator family {unknown[0]!r}", where=f"row {row}", hint=known)
+    parts = [_family(part[keys == key], str(key), devices) for key in keys.unique()]
+    return pd.concat(parts).sort_index()
+
+
+def _family(rows: pd.DataFrame, key: str, devices: dict[str, DeviceSpec]) -> pd.DataFrame:
+    group = FAMILIES[key]
+    features = op_features(rows, key, devices)
+    irs = op_texts(rows, key)
+    hashes = [hashlib.sha256(ir.encode()).hexdigest()[:16] for ir in irs]
+    device = rows["device"].map({name: spec.name for name, spec in devices.items()})
+    runs = rows["source"].astype(str) + "-" + device
+    median = rows["latency_us"].to_numpy(np.float64)
+    spread = _numbers(rows, "latency_std_us", 0.0)
+    kind = _KIND.get(group) or rows["op"].map(_KIND_OF_OP).fillna("fusion")
+    frame = pd.DataFrame(
+        {
+            "kernel_hash": hashes,
+            "kernel_ir": irs,
+            "level": "operator",
+            "kind": kind,
+            "dtype": rows["dtype"].map(_DTYPE).fillna(rows["dtype"]),
+            "device": device,
+            "latency_us_p10": np.fmin(_numbers(rows, "latency_min_us", np.inf), median),
+            "latency_us_p50": median,
+            "latency_us_p90": median + 1.2816 * spread,
+            "repeats": rows["source"].map(REPEATS).fillna(1).astype(np.int64),
+            "flops": features.flops,
+            "bytes": features.moved,
+            "source": "published:" + rows["source"].astype(str),
+            "run_id": runs,
+            "family": f"op:{key}",
+            "program": rows["id"].astype(str),
+            "split": rows["split"].astype(str) if "split" in rows else "",
+        },
+        index=rows.index,
+    )
+    return frame.assign(sample_id=sample_ids(frame))
+
+
+def _numbers(rows: pd.DataFrame, column: str, default: float) -> np.ndarray:
+    if column not in rows:
+        return np.full(len(rows), default)
+    return rows[column].fillna(default).to_numpy(np.float64)
+
+
+def _write_runs(out: Path, part: pd.DataFrame, devices: dict[str, DeviceSpec]) -> None:
+    """A run record for every (source, device): what is known of how its labels were taken."""
+    for source, name in part[["source", "device"]].drop_duplicates().itertuples(index=False):
+        spec = devices[name]
+        run_id = f"{source}-{spec.name}"
+        if record_path(out, run_id).is_file():
+            continue
+        record = {
+            "device": asdict(spec),
+            "source": f"published:{source}",
+            "method": METHODS.get(source, "kernel"),
+            PUBLISHED_NAME: name,
+            "repeats": REPEATS.get(source, 1),
+        }
+        write_record(out, run_id, record)

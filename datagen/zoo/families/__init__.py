@@ -1,0 +1,1 @@
+"""The models of the zoo, one module a family."""

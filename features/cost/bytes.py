@@ -1,0 +1,269 @@
+"""Memory traffic: the bytes that an op or fusion touches, as opposed to the sizes of its arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..ir.program import BOOKKEEPING, ON_CHIP, Computation, Op, Program, TensorType
+
+#: Ops without memory traffic.
+FREE = BOOKKEEPING | frozenset(
+    (
+        "bitcast",
+        "reshape",
+        "optimization-barrier",
+        "get-dimension-size",
+        "set-dimension-size",
+        "async-update",
+        "async-done",
+    )
+)
+#: Ops that read from their first operand only what they return.
+_READS_RESULT = frozenset(("slice", "dynamic-slice", "gather"))
+#: Ops that write part of their first operand in place.
+_UPDATES = frozenset(("dynamic-update-slice", "scatter"))
+_VIEWS = frozenset(("bitcast", "reshape"))
+#: Ops that need all of every operand for any part of their result.
+_READS_ALL = frozenset(
+    (
+        "dot",
+        "ragged-dot",
+        "scaled-dot",
+        "convolution",
+        "sort",
+        "custom-call",
+        "fft",
+        "cholesky",
+        "triangular-solve",
+        "fusion",
+        "call",
+        "while",
+        "conditional",
+        "select-and-scatter",
+        "rng",
+        "rng-bit-generator",
+        "reduce-window",
+        "topk",
+        "map",
+    )
+)
+#: Ops whose operands are needed in another share than their result.
+_UNEVEN = _READS_RESULT | _UPDATES | _READS_ALL | {"broadcast", "pad"}
+
+
+def op_bytes(op: Op, comp: Computation) -> tuple[float, float]:
+    """Bytes that one op reads and writes on its own.
+
+    Slices and gathers read what they return (at most the whole operand) and their indices;
+    updates and scatters run in place: they read and write the updates and read the indices.
+
+    Args:
+        op: Any op but control flow and fusions.
+        comp: The computation that holds it.
+
+    Returns:
+        Bytes read, bytes written.
+    """
+    opcode = op.opcode
+    if opcode in FREE or opcode.endswith("-done"):
+        return 0.0, 0.0
+    operands = [comp.ops[i] for i in op.operands]
+    if opcode == "transpose" and _keeps_order(op, operands[0]):
+        return 0.0, 0.0
+    if opcode in _READS_RESULT:
+        touched = min(op.result_bytes, operands[0].result_bytes)
+        return float(touched + _total(operands[1:])), float(op.result_bytes)
+    if opcode in _UPDATES:
+        updates = _total(_update_operands(op, operands))
+        n_targets = _n_targets(op)
+        return float(_total(operands[n_targets:])), float(updates)
+    if opcode.endswith("-start"):
+        return _start_bytes(op, operands)
+    return float(_total(operands)), float(op.result_bytes)
+
+
+def _keeps_order(op: Op, operand: Op) -> bool:
+    """Whether a transpose only renames dimensions: elements lie in memory as they did."""
+    dims = op.attrs.get("dimensions", ())
+    after, before = op.type, operand.type
+    rank = len(dims)
+    order = after.layout or tuple(range(rank - 1, -1, -1))
+    moved = [dims[d] for d in order if after.shape[d] != 1]
+    kept = before.layout or range(rank - 1, -1, -1)
+    return moved == [d for d in kept if before.shape[d] != 1]
+
+
+def _total(ops: Sequence[Op]) -> int:
+    return sum([op.result_bytes for op in ops])
+
+
+def _n_targets(op: Op) -> int:
+    """Number of arrays that an update writes to: the first operands."""
+    return 1 if op.opcode == "dynamic-update-slice" else (len(op.operands) - 1) // 2
+
+
+def _update_operands(op: Op, operands: Sequence[Op]) -> Sequence[Op]:
+    if op.opcode == "dynamic-update-slice":
+        return operands[1:2]
+    return operands[_n_targets(op) + 1 :]
+
+
+def _start_bytes(op: Op, operands: Sequence[Op]) -> tuple[float, float]:
+    """Bytes of an asynchronous start, whose result may repeat the operands and add contexts."""
+    read = _total(operands)
+    if op.opcode in ("all-reduce-start", "send", "recv") or not op.is_tuple:
+        return float(read), float(op.result_bytes)
+    arrays = sum(t.nbytes for t in op.results if t.shape or t.dtype not in ("u32", "s32"))
+    scalars = sum(o.result_bytes for o in operands if not o.results[0].shape)
+    written = max(arrays - read + scalars, 0)
+    base = op.opcode.removesuffix("-start")
+    if base in _READS_RESULT:
+        return float(min(written, read)), float(written)
+    return float(read), float(written)
+
+
+def fusion_bytes(inner: Computation) -> tuple[float, float]:
+    """Bytes that a fusion reads and writes.
+
+    Args:
+        inner: The fused computation.
+
+    Returns:
+        Bytes read, bytes written.
+    """
+    read, written = fusion_traffic(inner)
+    return sum(read.values()), sum(written)
+
+
+def fusion_traffic(inner: Computation) -> tuple[dict[int, float], list[float]]:
+    """Bytes that a fusion reads of each parameter and writes of each result.
+
+    What each op needs of its operands is followed from the results back to the parameters: a
+    slice needs a part, an elementwise op the part that is needed of itself, a contraction
+    everything. A parameter that a root ``dynamic-update-slice`` or ``scatter`` updates in place
+    is not read for it, and only the updates are written.
+
+    Args:
+        inner: The fused computation.
+
+    Returns:
+        Bytes read by number of the parameter (none that are not read), bytes written by result.
+    """
+    ops = inner.ops
+    root = ops[inner.root]
+    outputs = root.operands if root.opcode == "tuple" else (inner.root % len(ops),)
+    written = []
+    in_place: set[int] = set()
+    whole = [0.0] * len(ops)
+    parts = [0.0] * len(ops)
+    for output in outputs:
+        whole[output] = 1.0
+        written.append(_written(ops, output, in_place))
+    read: dict[int, float] = {}
+    for i in range(len(ops) - 1, -1, -1):
+        share = min(1.0, whole[i] + parts[i])
+        if share == 0.0:
+            continue
+        op = ops[i]
+        if op.opcode == "parameter":
+            read[int(op.attrs["index"])] = share * op.result_bytes
+        elif op.opcode not in _UNEVEN:
+            for operand in op.operands:
+                if whole[operand] < share:
+                    whole[operand] = share
+        elif op.operands:
+            _spread(ops, i, share, whole, parts, i in in_place)
+    return read, written
+
+
+def _written(ops: Sequence[Op], output: int, in_place: set[int]) -> float:
+    """Bytes written for one output; the updates that run in place are added to ``in_place``."""
+    chain: list[int] = []
+    position = output
+    while True:
+        op = ops[position]
+        if op.opcode in _VIEWS:
+            position = op.operands[0]
+        elif op.opcode in _UPDATES and _n_targets(op) == 1:
+            chain.append(position)
+            position = op.operands[0]
+        else:
+            break
+    if not chain or ops[position].opcode != "parameter":
+        return float(ops[output].result_bytes)
+    in_place.update(chain)
+    updated = 0
+    for link in chain:
+        op = ops[link]
+        updated += _total(_update_operands(op, [ops[i] for i in op.operands]))
+    return float(updated)
+
+
+def _spread(
+    ops: Sequence[Op],
+    index: int,
+    share: float,
+    whole: list[float],
+    parts: list[float],
+    in_place: bool,
+) -> None:
+    """Hand the needed share of an op's result on to its operands."""
+    op = ops[index]
+    opcode = op.opcode
+    operands = op.operands
+    if opcode in _READS_RESULT:
+        source = operands[0]
+        parts[source] += share * op.result_bytes / max(1, ops[source].result_bytes)
+        for i in operands[1:]:
+            whole[i] = 1.0
+        return
+    if in_place:
+        operands = operands[1:]
+        share = 1.0
+    elif opcode in _READS_ALL:
+        share = 1.0
+    elif opcode in ("broadcast", "pad"):
+        source = ops[operands[0]].type.size
+        share = min(1.0, share * op.type.size / max(1, source))
+    for i in operands:
+        if whole[i] < share:
+            whole[i] = share
+
+
+#: Arrays with the bytes that a kernel touches of each.
+Touched = list[tuple[TensorType, float]]
+
+
+def array_traffic(op: Op, entry: Computation, program: Program) -> tuple[Touched, Touched]:
+    """Memory traffic of a kernel by array: its operands with the bytes read, its results written.
+
+    Args:
+        op: The instruction.
+        entry: The computation that holds it.
+        program: The program that holds the called computations.
+
+    Returns:
+        Arrays read and arrays written. Unless the instruction is a fusion, the bytes are
+        shared out among its operands, and among its results, in proportion to their sizes.
+    """
+    operands = [entry.ops[i] for i in op.operands]
+    if op.opcode == "fusion" and op.called:
+        read, written = fusion_traffic(program.computations[op.called[0]])
+        if len(written) == len(op.results) and all(len(o.results) == 1 for o in operands):
+            inputs = [(o.results[0], read.get(i, 0.0)) for i, o in enumerate(operands)]
+            return inputs, list(zip(op.results, written, strict=True))
+        moved = sum(read.values()), sum(written)
+    else:
+        moved = op_bytes(op, entry)
+    leaves = [t for o in operands for t in o.results]
+    return _shared(leaves, moved[0]), _shared(op.results, moved[1])
+
+
+def on_chip_bytes(arrays: Touched) -> float:
+    """Touched bytes of the arrays that lie on a TPU's chip."""
+    return sum(touched for t, touched in arrays if t.memory_space in ON_CHIP)
+
+
+def _shared(types: Sequence[TensorType], moved: float) -> Touched:
+    total = sum(t.nbytes for t in types) or 1
+    return [(t, moved * t.nbytes / total) for t in types]

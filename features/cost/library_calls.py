@@ -1,0 +1,238 @@
+"""FLOPs of library calls: GEMM and convolution libraries, LAPACK, FFT, top-k.
+
+Counts for dense linear algebra are the leading terms of Golub and Van Loan, Matrix Computations
+(4th edition); for FFTs the convention of the FFTW benchmark, ``5 N log2 N`` for a complex
+transform of ``N`` points and half of that for a real one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from math import log2, prod, sqrt
+
+from ...common import plugins
+from ...common.errors import OpcastError
+from ..ir.program import Op, TensorType
+from .convolution import conv_flops
+from .operator_flops import op_flops
+
+Work = tuple[float, float]
+Matrix = Callable[[float, float], float]
+
+_GEMM = re.compile(r"cublas\$(?:gemm|lt\$)|onednn\$matmul|triton\$gemm|Matmul|MatMul|matmul|gemm")
+_CONV = re.compile(r"(?:cudnn|onednn)\$conv|DnnConv")
+#: Attention and experts of published tables; their quantised products are counted as GEMMs.
+_PUBLISHED = ("opcast.op.attention", "opcast.op.moe")
+#: Sorts by CUB: n · ⌈log2 n⌉ comparisons, as every sort counts.
+_SORT = re.compile(r"cub\$DeviceRadixSort|cub_sort")
+#: Mean, variance, subtraction, scaling by deviation, scale and shift: about eight an element.
+_NORM_FLOPS = 8.0
+_TOP_K = re.compile(r"top_?k", re.IGNORECASE)
+_ROUTINE = re.compile(
+    r"potrf|trsm|getrf|geqrf|orgqr|ungqr|syevd?|heevd?|gesdd|gesvdj?|geev|gehrd|gees|sytrd|hetrd"
+    r"|gtsv|cholesky|triangular_?solve|lu_pivots|eigh|svd|qr|householder",
+    re.IGNORECASE,
+)
+#: FLOPs of an m × n factorisation, by routine.
+_FACTORISATIONS: tuple[tuple[str, Matrix], ...] = (
+    ("potrf cholesky", lambda m, n: n**3 / 3),
+    ("getrf", lambda m, n: m * n**2 - n**3 / 3 if m >= n else n * m**2 - m**3 / 3),
+    ("geqrf qr orgqr ungqr householder", lambda m, n: 2 * n**2 * (m - n / 3)),
+    ("syevd syev heevd heev eigh", lambda m, n: 9 * n**3),
+    ("gesdd gesvd gesvdj svd", lambda m, n: 4 * m**2 * n + 22 * n**3),
+    ("geev gees", lambda m, n: 25 * n**3),
+    ("gehrd", lambda m, n: 10 * n**3 / 3),
+    ("sytrd hetrd", lambda m, n: 4 * n**3 / 3),
+)
+_BY_ROUTINE = {name: rule for names, rule in _FACTORISATIONS for name in names.split()}
+#: Targets that annotate values and run no code.
+ANNOTATIONS = frozenset(
+    (
+        "Sharding",
+        "SPMDFullToShardShape",
+        "SPMDShardToFullShape",
+        "AllocateBuffer",
+        "annotate_device_placement",
+        "LayoutConstraint",
+        "AssumeGatherIndicesInBound",
+        "ConcatBitcast",
+    )
+)
+
+
+def is_annotation(op: Op) -> bool:
+    """Whether a custom call only carries a sharding, placement or layout."""
+    target = str(op.attrs.get("target", ""))
+    return target in ANNOTATIONS or target.startswith("xla.sdy.")
+
+
+def custom_call_flops(op: Op, operands: Sequence[TensorType]) -> Work:
+    """FLOPs and transcendentals of a custom call, from its target and shapes.
+
+    Args:
+        op: A ``custom-call``.
+        operands: First leaf type of each operand.
+
+    Returns:
+        Zeros if the target is unknown here and to other packages (its bytes still count).
+    """
+    target = str(op.attrs.get("target", ""))
+    if not operands or not op.results or is_annotation(op):
+        return 0.0, 0.0
+    if target.startswith(_PUBLISHED):
+        return _published(op), 0.0
+    if "fmha" in target:
+        return _attention(op, operands, target)
+    if _CONV.search(target) and "dim_labels" in op.attrs and len(operands) > 1:
+        return _library_conv(op, operands, target), 0.0
+    if _GEMM.search(target) and len(operands) > 1:
+        return _gemm(op, operands), 0.0
+    if _TOP_K.search(target):
+        return top_k_flops(operands[0], op.results[0]), 0.0
+    if target.startswith("__cudnn$norm"):
+        return _NORM_FLOPS * operands[0].size, 0.0
+    if _SORT.search(target):
+        n = operands[0].size
+        return float(n * max(0, n - 1).bit_length()), 0.0
+    if "fft" in target.lower():
+        return _library_fft(op, operands[0]), 0.0
+    routine = _ROUTINE.search(target)
+    if routine:
+        return _linear_algebra(routine[0].lower(), op, operands), 0.0
+    return plugin_flops(target, operands, op.results)
+
+
+def fft_flops(
+    source: TensorType, result: TensorType, lengths: Sequence[int], *, real: bool
+) -> float:
+    """``5 N log2 N`` for each transform, half of it if one side is real (FFTW's convention).
+
+    Args:
+        source: Input type.
+        result: Result type.
+        lengths: Points along each transformed dimension.
+        real: Whether input or result is real.
+    """
+    points = prod(lengths)
+    if points <= 1:
+        return 0.0
+    rank = len(lengths)
+    transforms = prod(source.shape[: len(source.shape) - rank])
+    return (2.5 if real else 5.0) * transforms * points * log2(points)
+
+
+def top_k_flops(source: TensorType, values: TensorType) -> float:
+    """``n · ⌈log2(k + 1)⌉`` comparisons: every element against a heap of ``k``."""
+    k = values.shape[-1] if values.shape else 1
+    return float(source.size * k.bit_length())
+
+
+def _library_fft(op: Op, source: TensorType) -> float:
+    result = op.results[0]
+    if not source.shape or not result.shape:
+        return 0.0
+    real = (source.dtype[0] == "c") != (result.dtype[0] == "c")
+    return fft_flops(source, result, (max(source.shape[-1], result.shape[-1]),), real=real)
+
+
+def _gemm(op: Op, operands: Sequence[TensorType]) -> float:
+    """``2 · M · N · K``; K from the stated dimension numbers, otherwise from the three sizes."""
+    lhs, rhs = operands[:2]
+    out = op.results[0]
+    numbers = op.config("gemm_backend_config").get("dot_dimension_numbers", {})
+    contracted = [int(d) for d in numbers.get("lhs_contracting_dimensions", ())]
+    if contracted and all(d < len(lhs.shape) for d in contracted):
+        return 2.0 * out.size * prod(lhs.shape[d] for d in contracted)
+    batch = prod(out.shape[:-2]) if len(lhs.shape) == len(rhs.shape) else 1
+    # Sizes are B·M·K, B·K·N and B·M·N, so their quotient is B·K².
+    return 2.0 * out.size * sqrt(lhs.size * rhs.size / max(1, out.size * batch))
+
+
+def _library_conv(op: Op, operands: Sequence[TensorType], target: str) -> float:
+    """FLOPs of the forward convolution whose shapes the call states, whichever side it computes."""
+    first, second = operands[:2]
+    result = op.results[0]
+    lhs, rhs, out = first, second, result
+    if "BackwardInput" in target:
+        lhs, out = result, first
+    elif "BackwardFilter" in target:
+        rhs, out = result, second
+    window, labels = op.attrs.get("window", ()), op.attrs["dim_labels"]
+    return conv_flops(lhs, rhs, out, window, labels)
+
+
+def _attention(op: Op, operands: Sequence[TensorType], target: str) -> Work:
+    """Two products forward, five backward, and one exp for each score that the mask lets see."""
+    config = op.config("cudnn_fmha_backend_config")
+    shape = config.get("intermediate_tensor_shape", {})
+    dims = [int(d) for d in (shape.get("dimensions", ()) if isinstance(shape, dict) else ())]
+    scores: float = prod(dims)
+    if len(dims) != 4 or not scores:
+        return 0.0, 0.0
+    queries, keys = dims[2:]
+    if "CAUSAL" in str(config.get("mask_type", "")) and queries <= keys:
+        scores *= 1.0 - (queries - 1) / (2.0 * keys)
+    head_size = operands[0].size / (dims[0] * dims[1] * dims[2])
+    products = 5 if "Backward" in target else 2
+    return products * 2.0 * scores * head_size, float(scores)
+
+
+def _linear_algebra(routine: str, op: Op, operands: Sequence[TensorType]) -> float:
+    matrix = operands[0]
+    if len(matrix.shape) < 2:
+        return 0.0
+    *batch, rows, columns = matrix.shape
+    if routine in ("trsm", "triangular_solve", "triangularsolve"):
+        return float(op.results[0].size * columns)
+    if routine == "gtsv":
+        return 8.0 * op.results[0].size
+    rule = _BY_ROUTINE.get(routine)
+    m, n = float(max(rows, columns)), float(min(rows, columns))
+    return prod(batch) * rule(m, n) if rule else 0.0
+
+
+def _published(op: Op) -> float:
+    params = op.config("published_op")
+    return op_flops(params) if params else 0.0
+
+
+#: Entry points by which packages add rules for their own custom calls, by target.
+GROUP = "opcast.ops"
+#: Operands and results in, FLOPs and transcendentals out.
+CallCost = Callable[[Sequence[TensorType], Sequence[TensorType]], tuple[float, float]]
+
+
+def plugin_flops(
+    target: str, operands: Sequence[TensorType], results: Sequence[TensorType]
+) -> tuple[float, float]:
+    """FLOPs and transcendentals of a custom call; zeros if no package knows its target.
+
+    Raises:
+        OpcastError: The package cannot be imported, or returns no such numbers.
+    """
+    rule = _rule(target)
+    if rule is None:
+        return 0.0, 0.0
+    counts = rule(operands, results)
+    numbers = tuple(counts) if isinstance(counts, tuple | list) else ()
+    if len(numbers) != 2 or not all(_is_count(n) for n in numbers):
+        raise OpcastError(
+            f"returned {counts!r}, not FLOPs and transcendentals",
+            where=f"{GROUP}: {target}",
+            hint="return two numbers that are not below zero",
+        )
+    return float(numbers[0]), float(numbers[1])
+
+
+@cache
+def _rule(target: str) -> CallCost | None:
+    point = plugins.found(GROUP).get(target)
+    rule: CallCost | None = None if point is None else plugins.load(point)
+    return rule
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value < math.inf

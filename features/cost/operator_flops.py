@@ -1,0 +1,34 @@
+"""FLOPs of operators that no HLO op expresses: fused attention and mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def op_flops(params: Mapping[str, Any]) -> float:
+    """FLOPs of one execution, from the parameters that :func:`read_op` gives; 0 if unknown.
+
+    Attention counts two products over the visible pairs of queries and keys, experts their two or
+    three matrices over every routed row.
+    """
+    if "head_dim" in params:
+        return _attention(params)
+    if "topk" in params:
+        rows = params["tokens"] * params["topk"] / params["ep"]
+        matrices = 2 if "nongated" in params.get("kernel", "") else 3
+        return float(2 * rows * params["hidden"] * params["inter"] / params["tp"] * matrices)
+    return 0.0
+
+
+def _attention(params: Mapping[str, Any]) -> float:
+    q_len, kv_len = params["q_len"], params["kv_len"]
+    reach = params["window"] or kv_len
+    if params["causal"] and not params["family"].startswith("generation"):
+        first = kv_len - q_len + 1
+        growing = min(max(reach - first + 1, 0), q_len)
+        pairs = growing * (2 * first + growing - 1) / 2 + (q_len - growing) * reach
+    else:
+        pairs = q_len * min(kv_len, reach)
+    width = params["head_dim"] + params["v_head_dim"]
+    return float(2 * params["batch"] * params["q_heads"] * pairs * width)

@@ -1,0 +1,251 @@
+"""The catalogue: accelerators described by vendors, as data files in ``features/devices``.
+
+Other packages add folders of such files by entry points of the group ``opcast.devices``.
+
+A name comes in, a :class:`DeviceSpec` goes out. Nothing here was measured by opcast: a measurement
+of the device itself (``opcast device --save``) is always better.
+"""
+
+from __future__ import annotations
+
+import difflib
+from functools import cache
+from pathlib import Path
+
+from ...common import plugins
+from ...common.errors import DeviceError
+from ...common.paths import PACKAGE
+from .device import DeviceSpec, MemoryLevel, device_slug
+from .rules import (
+    CAPABILITIES,
+    COMPILER_KEYS,
+    NEAREST,
+    Values,
+    capability_of,
+    fill,
+    matrix_rates,
+    rules_of,
+    vector_rates,
+)
+from .rules import SOURCE as CAPABILITY_SOURCE
+from .sheet import NUMBERS, RATES, TERA, Sheet, overlay, read_sheet
+
+GROUP = "opcast.devices"
+_FOLDER = PACKAGE / "features" / "devices"
+#: The vector rate may differ from 2 × lanes × cores × clock by this share: vendors round, and quote
+#: one of several boost clocks. Chosen by judgement.
+_RATE_TOLERANCE = 0.1
+_REQUIRED = ("hbm_bandwidth_gbps", "memory_gb")
+
+
+def device_names() -> list[str]:
+    """Canonical names of all devices of the catalogue, sorted."""
+    return sorted(_files())
+
+
+@cache
+def _files() -> dict[str, Path]:
+    """Device files by canonical name; ours win over those of other packages."""
+    folders = [Path(plugins.load(point)) for point in plugins.found(GROUP).values()]
+    return {path.stem: path for folder in (*folders, _FOLDER) for path in folder.glob("*.yaml")}
+
+
+def find_device(name: str) -> DeviceSpec:
+    """Find a device of the catalogue.
+
+    Args:
+        name: Canonical name (``h100-sxm``), an alias such as JAX's device kind
+            (``NVIDIA H100 80GB HBM3``), or the :func:`device_slug` of one; case does not matter.
+
+    Raises:
+        DeviceError: The catalogue has no such device; the message lists the closest names.
+    """
+    canonical = _canonical(name)
+    if canonical is None:
+        raise DeviceError(
+            f"device {name!r} is not in the catalogue",
+            hint=f"close to it: {', '.join(closest_names(name))}; all: opcast device --list",
+        )
+    return _catalogue_device(canonical)
+
+
+def in_catalogue(name: str) -> bool:
+    """Whether the catalogue has a device, by name or alias."""
+    return _canonical(name) is not None
+
+
+def closest_names(name: str, count: int = 4) -> list[str]:
+    """Canonical names whose own name or an alias is most like ``name``, best first."""
+    known = _index()
+    close = difflib.get_close_matches(device_slug(name), known, n=4 * count, cutoff=0.0)
+    return list(dict.fromkeys(known[slug] for slug in close))[:count]
+
+
+def load_device_file(path: Path | str) -> DeviceSpec:
+    """Read a device file, such as of a chip that does not exist yet.
+
+    A file with ``base: h100-sxm`` takes what it does not say from that device of the catalogue.
+
+    Raises:
+        DeviceError: The file is missing, not YAML, has unknown keys or wrong types, says too
+            little, or its figures contradict each other; the message names file and key.
+    """
+    path = Path(path)
+    stat = path.stat() if path.is_file() else None
+    return _load_device_file(path, stat and stat.st_mtime_ns, stat and stat.st_size)
+
+
+@cache
+def _load_device_file(path: Path, *_: int | None) -> DeviceSpec:
+    return device_of_sheet(_with_base(read_sheet(path)))
+
+
+@cache
+def _catalogue_sheet(name: str) -> Sheet:
+    return read_sheet(_files()[name])
+
+
+@cache
+def _catalogue_device(name: str) -> DeviceSpec:
+    return device_of_sheet(_with_base(_catalogue_sheet(name)))
+
+
+def _with_base(sheet: Sheet, above: tuple[str, ...] = ()) -> Sheet:
+    if "base" not in sheet.texts:
+        return sheet
+    base = _canonical(sheet.texts["base"])
+    if base is None or base in above:
+        what = f"base {sheet.texts['base']!r} is not in the catalogue"
+        close = ", ".join(closest_names(sheet.texts["base"]))
+        raise DeviceError(what, where=sheet.where, hint=f"close to it: {close}")
+    return overlay(_with_base(_catalogue_sheet(base), (*above, base)), sheet)
+
+
+def _canonical(name: str) -> str | None:
+    slug = device_slug(name)
+    if slug in _files():
+        return slug
+    return _index().get(slug)
+
+
+@cache
+def _index() -> dict[str, str]:
+    """Canonical name by slug of every name and alias."""
+    names: dict[str, str] = {}
+    for name in device_names():
+        for alias in (name, *_catalogue_sheet(name).aliases):
+            other = names.setdefault(device_slug(alias), name)
+            if other != name:
+                raise DeviceError(f"{alias!r} names both {other} and {name}", where=str(_FOLDER))
+    return names
+
+
+def device_of_sheet(sheet: Sheet) -> DeviceSpec:
+    """Make the description: fill what is missing, check that it holds together, convert to SI.
+
+    Raises:
+        DeviceError: Platform, memory or every rate is missing, or the vector rate is not that of
+            the lanes.
+    """
+    _require(sheet)
+    texts = sheet.texts
+    platform, architecture = texts["platform"], texts.get("architecture", "")
+    values, why = fill(sheet.values, rules_of(architecture, platform))
+    _check_lanes(values, sheet)
+    _fill_capability(texts.get("compiler_target", ""), values, why)
+    si = {key: values[key] * scale for key, scale in NUMBERS.items() if key in values}
+    matrix, vector = ({d: r * TERA for d, r in rates.items()} for rates in _rates(values))
+    extra = {"notes": texts["notes"]} if "notes" in texts else {}
+    pair = {"pair_link_bandwidth": si["pair_link_gbps"]} if "pair_link_gbps" in si else {}
+    return DeviceSpec(
+        name=sheet.name,
+        platform=platform,
+        peak_flops=matrix,
+        vector_flops=vector,
+        levels=_levels(si),
+        floor=si["launch_floor_us"],
+        launch_gap=si["launch_gap_us"],
+        dispatch=si["dispatch_us"],
+        core_count=int(si["core_count"]),
+        clock_hz=si.get("boost_mhz", 0.0),
+        memory_bytes=si["memory_gb"],
+        source=f"device file {Path(sheet.where).name}",
+        extra={**extra, **pair},
+        vendor=texts.get("vendor", ""),
+        architecture=architecture,
+        lanes_per_core=int(si.get("lanes_per_core", 0)),
+        power_w=si.get("power_w", 0.0),
+        link_bandwidth=si.get("link_gbps", 0.0),
+        inter_node_bandwidth=si.get("inter_node_gbps", 0.0),
+        host_bandwidth=si.get("pcie_gbps", 0.0),
+        devices_per_node=int(si["devices_per_node"]),
+        shared_bytes_per_core=si.get("shared_kb_per_core", 0.0),
+        array_rows=int(si.get("array_rows", 0)),
+        array_columns=int(si.get("array_columns", 0)),
+        arrays_per_core=int(si.get("arrays_per_core", 0)),
+        compiler=_compiler(texts.get("compiler_target", ""), si),
+        aliases=sheet.aliases,
+        provenance={**sheet.sources, **{key: f"default: {text}" for key, text in why.items()}},
+        defaulted=tuple(why),
+    )
+
+
+def _fill_capability(target: str, values: Values, why: dict[str, str]) -> None:
+    """Fill what a core holds from the compute capability that the compiler is to follow."""
+    rules = NEAREST.get(target, target)
+    table = CAPABILITIES.get(capability_of(rules) or 0, {})
+    for key, value in table.items():
+        if key not in values:
+            values[key], why[key] = value, f"of {rules}: {CAPABILITY_SOURCE}"
+
+
+def _compiler(target: str, si: Values) -> dict[str, float | str]:
+    """What only a compiler asks for; empty if the file names no target."""
+    if not target:
+        return {}
+    return {"target": target, **{key: si[key] for key in COMPILER_KEYS if key in si}}
+
+
+def _rates(values: Values) -> tuple[Values, Values]:
+    """Rates of matrix and vector unit by HLO type, in units of 1e12 FLOP/s."""
+    matrix, vector = (
+        {key.split(".")[1]: rate for key, rate in values.items() if key.startswith(f"{table}.")}
+        for table in RATES
+    )
+    return matrix_rates({**matrix, "s32": vector["s32"]}), vector_rates(vector)
+
+
+def _levels(si: Values) -> tuple[MemoryLevel, ...]:
+    main = MemoryLevel(si["memory_gb"], si["hbm_bandwidth_gbps"])
+    if "l2_mb" not in si:
+        return (main,)
+    return (MemoryLevel(si["l2_mb"], si["l2_bandwidth_gbps"]), main)
+
+
+def _require(sheet: Sheet) -> None:
+    if "platform" not in sheet.texts:
+        raise DeviceError("key 'platform' is missing", where=sheet.where, hint="or give a base")
+    for key in _REQUIRED:
+        if key not in sheet.values:
+            raise DeviceError(f"key {key!r} is missing", where=sheet.where, hint="or give a base")
+    lanes = {"lanes_per_core", "core_count", "boost_mhz"} <= set(sheet.values)
+    if not (lanes or {"vector_tflops.f32", "peak_tflops.f32"} & set(sheet.values)):
+        raise DeviceError(
+            "no rate of f32",
+            where=sheet.where,
+            hint="give vector_tflops: {f32: …}, or lanes_per_core, core_count and boost_mhz",
+        )
+
+
+def _check_lanes(values: Values, sheet: Sheet) -> None:
+    keys = ("lanes_per_core", "core_count", "boost_mhz")
+    if not all(key in values for key in keys) or "core_count" not in sheet.values:
+        return
+    expected = 2e-6 * values[keys[0]] * values[keys[1]] * values[keys[2]]
+    given = values["vector_tflops.f32"]
+    if abs(given / expected - 1) > _RATE_TOLERANCE:
+        raise DeviceError(
+            f"vector_tflops.f32 is {given:.4g}, but {' × '.join(keys)} × 2 is {expected:.4g}",
+            where=sheet.where,
+            hint="leave out vector_tflops, or lanes_per_core, or correct them",
+        )

@@ -1,0 +1,273 @@
+"""Devices as data: peaks, memory levels and floors."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import re
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...common.errors import DeviceError
+from ...common.files import parse_json
+from ..ir.dtypes import DTYPE_BITS, DTYPES, REDUCED
+
+
+@dataclass(frozen=True)
+class MemoryLevel:
+    """A level of the memory hierarchy, as one program running on the whole device sees it.
+
+    Attributes:
+        capacity: Bytes that fit; ``inf`` for the last level is written as the device's memory.
+        bandwidth: Sustained bytes/s, reads plus writes.
+    """
+
+    capacity: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """A device, as the roofline and the features describe it. SI units throughout.
+
+    Attributes:
+        name: Canonical name, such as ``cpu-xeon-2.50ghz-2c`` or ``h100-sxm``.
+        platform: ``cpu``, ``gpu`` or ``tpu``.
+        peak_flops: Dense matrix FLOP/s by HLO dtype; ``f32`` is true FP32, products with operands
+            rounded to TensorFloat-32 are under ``tf32``.
+        vector_flops: Element-wise FLOP/s by HLO dtype.
+        levels: Memory levels, fastest first; the last one is main memory.
+        floor: Smallest duration of a kernel, in seconds.
+        launch_gap: Time between two kernels, in seconds.
+        dispatch: Time of an empty program, from call to ready, in seconds.
+        core_count: Cores, SMs or tensor cores.
+        clock_hz: Clock under load.
+        memory_bytes: Device memory.
+        source: Where the figures come from (``measured`` or a document).
+        extra: Anything else worth recording.
+        vendor: Who makes it.
+        architecture: Generation, such as ``hopper``; names a row of ``features/devices/rules.py``.
+        lanes_per_core: FP32 lanes of a core, SM or CU; 0 if not known.
+        power_w: Board power limit in watts; 0 if not known.
+        link_bandwidth: Bytes/s in one direction of all scale-up links of a device together.
+        inter_node_bandwidth: Bytes/s in one direction to other nodes, per device.
+        host_bandwidth: Bytes/s in one direction to the host.
+        devices_per_node: Devices of a node; 0 if not known.
+        shared_bytes_per_core: Shared memory (LDS, VMEM) of a core in bytes; 0 if not known.
+        array_rows: Rows of a systolic array, along which products accumulate; 0 if not known.
+        array_columns: Columns of a systolic array; 0 if not known.
+        arrays_per_core: Systolic arrays of a core; 0 if not known.
+        compiler: What a compiler is told beside the rest: ``target`` (``sm_90``, ``v5e``), and of a
+            GPU's core threads, registers and shared memory in bytes, by key of the device file.
+        aliases: Other names of the device, such as JAX's device kind.
+        provenance: Where each figure comes from, by key of the device file.
+        defaulted: Keys that the device file left out and that a rule filled.
+    """
+
+    name: str
+    platform: str
+    peak_flops: dict[str, float]
+    vector_flops: dict[str, float]
+    levels: tuple[MemoryLevel, ...]
+    floor: float
+    launch_gap: float = 0.0
+    dispatch: float = 0.0
+    core_count: int = 1
+    clock_hz: float = 0.0
+    memory_bytes: float = 0.0
+    source: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+    vendor: str = ""
+    architecture: str = ""
+    lanes_per_core: int = 0
+    power_w: float = 0.0
+    link_bandwidth: float = 0.0
+    inter_node_bandwidth: float = 0.0
+    host_bandwidth: float = 0.0
+    devices_per_node: int = 0
+    shared_bytes_per_core: float = 0.0
+    array_rows: int = 0
+    array_columns: int = 0
+    arrays_per_core: int = 0
+    compiler: dict[str, Any] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+    provenance: dict[str, str] = field(default_factory=dict)
+    defaulted: tuple[str, ...] = ()
+
+    @property
+    def bandwidth(self) -> float:
+        """Main-memory bandwidth in bytes/s."""
+        return self.levels[-1].bandwidth
+
+    @property
+    def cache_bytes(self) -> float:
+        """Capacity of the last cache before main memory; 0 if none is described."""
+        return self.levels[-2].capacity if len(self.levels) > 1 else 0.0
+
+    @cached_property
+    def rates(self) -> np.ndarray:
+        """Matrix and vector FLOP/s by code of a dtype, shape ``(2, len(DTYPES))``.
+
+        Raises:
+            DeviceError: The device lists no peaks.
+        """
+        asked = (self.matrix_peak, self.vector_peak)
+        return np.array([[peak(dtype) for dtype in DTYPES] for peak in asked])
+
+    def matrix_peak(self, dtype: str) -> float:
+        """Dense matrix FLOP/s for ``dtype``; the nearest wider type if it is not listed."""
+        return _lookup(self.peak_flops, dtype)
+
+    def vector_peak(self, dtype: str) -> float:
+        """Element-wise FLOP/s for ``dtype``; the nearest wider type if it is not listed."""
+        return _lookup(self.vector_flops or self.peak_flops, dtype)
+
+    def to_json(self) -> str:
+        """Serialise to JSON text."""
+        return json.dumps(asdict(self), indent=1, sort_keys=True)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], where: str = "device") -> DeviceSpec:
+        """Build from plain data.
+
+        Raises:
+            DeviceError: A key is missing or unknown, or a value has the wrong type.
+        """
+        try:
+            values = dict(data)
+            values["levels"] = tuple(MemoryLevel(**level) for level in values["levels"])
+            for name in ("aliases", "defaulted"):
+                values[name] = tuple(values.get(name, ()))
+            spec = cls(**values)
+            check_figures(spec)
+            return spec
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DeviceError(
+                f"device description is incomplete or has unknown keys: {error}",
+                where=where,
+                hint="give name, platform, peak_flops, vector_flops, levels and floor",
+            ) from None
+
+    @classmethod
+    def from_file(cls, path: Path) -> DeviceSpec:
+        """Read a JSON file written from :meth:`to_json`."""
+        return cls.from_dict(parse_json(path.read_text(encoding="utf-8")), where=str(path))
+
+
+def _lookup(table: dict[str, float], dtype: str) -> float:
+    if dtype in table:
+        return table[dtype]
+    if dtype == REDUCED and "f32" in table:
+        return table["f32"]
+    if not table:
+        raise DeviceError("device lists no peak FLOP/s", hint="add peak_flops")
+    bits = DTYPE_BITS.get(dtype, 32)
+    # A rate of reduced precision (tf32) is not an HLO type and stands in for none.
+    known = [d for d in table if d in DTYPE_BITS] or list(table)
+    wider = [d for d in known if DTYPE_BITS.get(d, 32) >= bits]
+    pick = min(wider or known, key=lambda d: abs(DTYPE_BITS.get(d, 32) - bits))
+    return table[pick]
+
+
+def local_device_name() -> str:
+    """Canonical name of JAX's default device.
+
+    Returns:
+        For a CPU its model and the cores that this process may use, such as
+        ``cpu-intel-xeon-processor-2.50ghz-2c``; otherwise JAX's device kind, such as
+        ``nvidia-h200`` or ``tpu-v5-lite``.
+    """
+    import jax
+
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return device_slug(device.device_kind)
+    return f"cpu-{device_slug(_cpu_model())}-{usable_cores()}c"
+
+
+def device_slug(text: str) -> str:
+    """Lower case, dashes, no trademark signs: ``NVIDIA H200`` gives ``nvidia-h200``."""
+    plain = re.sub(r"\((?:r|tm|c)\)|®|™|\bcpu\b", " ", text.lower())
+    return re.sub(r"[^a-z0-9.]+", "-", plain).strip("-.") or "unknown"
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Logical cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+#: Characters of a name; files are called after devices, and file systems allow 255 bytes.
+MAX_NAME = 200
+_ABOVE_ZERO = ("floor",)
+_NOT_BELOW = (
+    "launch_gap",
+    "dispatch",
+    "core_count",
+    "clock_hz",
+    "memory_bytes",
+    "lanes_per_core",
+    "power_w",
+    "link_bandwidth",
+    "inter_node_bandwidth",
+    "host_bandwidth",
+    "devices_per_node",
+    "shared_bytes_per_core",
+)
+
+
+def check_name(name: object) -> str:
+    """A name that a file can be called after and a terminal can print.
+
+    Raises:
+        ValueError: It is empty or too long, or has slashes or control characters.
+    """
+    if not isinstance(name, str) or not name or len(name) > MAX_NAME:
+        raise ValueError(f"{str(name)[:MAX_NAME]!r} is not a valid name")
+    if not name.isprintable() or set("/\\") & set(name) or name.startswith("."):
+        raise ValueError(f"name {name!r} has characters that a name cannot have")
+    return name
+
+
+def check_figures(spec: DeviceSpec) -> None:
+    """Check names and figures.
+
+    Raises:
+        ValueError: A figure is not a number, is not finite, or is below its minimum.
+    """
+    check_name(spec.name)
+    if spec.platform not in ("cpu", "gpu", "tpu"):
+        raise ValueError(f"platform {spec.platform!r} is not cpu, gpu or tpu")
+    for table in ("peak_flops", "vector_flops"):
+        for dtype, rate in getattr(spec, table).items():
+            _number(f"{table}.{dtype}", rate, above=True)
+    if not spec.levels:
+        raise ValueError("levels is empty")
+    for level in spec.levels:
+        _number("capacity", level.capacity, above=False, finite=False)
+        _number("bandwidth", level.bandwidth, above=True)
+    for name in (*_ABOVE_ZERO, *_NOT_BELOW):
+        _number(name, getattr(spec, name), above=name in _ABOVE_ZERO)
+
+
+def _number(name: str, value: object, *, above: bool, finite: bool = True) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} is {value!r}, not a number")
+    if value != value or (finite and math.isinf(value)) or value < 0 or (above and value == 0):
+        raise ValueError(f"{name} is {value!r}")

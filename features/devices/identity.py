@@ -1,0 +1,189 @@
+"""Tell whether two measured descriptions are of one device: by its ceilings, not its name alone.
+
+Virtual machines of different hosts go by one name, and a shared host gives a machine more or less
+of itself from hour to hour. What was learned under a name holds only where the ceilings are alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...common.errors import DeviceError
+from .device import DeviceSpec
+
+#: Factors up to which two measurements may be of one device: of the geometric mean over the
+#: classes, and of a single class. Of all pairs of readings of the three anchors in each run of
+#: ``datagen/datasets/cpu`` (one machine, 98 readings in 42 minutes and 26 in 9), the mean over the
+#: anchors differs by up to 1.37 and 1.50 in 95 %, a single anchor by up to 1.93 in 99 %. Probes
+#: repeated on a machine that is busy with other work reach the same: 1.5 and 2.1.
+SAME_OVERALL, SAME_CLASS = 1.5, 2.0
+#: Keys of ``DeviceSpec.extra``: FLOP/s in f32 of one thread, bytes of the last cache, when a saved
+#: description was measured, and that a model's device was taken for this machine unmeasured.
+SINGLE_THREAD, CACHE_BYTES = "single_thread_flops", "cache_bytes"
+MEASURED_AT, BY_NAME = "measured_at", "taken_by_name"
+#: What ``DeviceSpec.source`` says of a probe.
+MEASURED = "measured"
+_MARK = "~"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Speed of a device relative to another description of it.
+
+    Attributes:
+        ratios: ``now / then`` of what both describe: ``arithmetic`` (geometric mean over matrix
+            and vector rates by dtype), ``single-thread`` and ``bandwidth`` of main memory.
+        cache: Ratio of the last cache's capacity; 1 if either does not say it.
+    """
+
+    ratios: Mapping[str, float] = field(default_factory=dict)
+    cache: float = 1.0
+
+    @property
+    def overall(self) -> float:
+        """Geometric mean over the classes; 1 if there are none."""
+        return _mean(self.ratios.values())
+
+    @property
+    def same(self) -> bool:
+        """Whether both may be one device, as far as measuring repeats."""
+        every = [*self.ratios.values(), self.cache]
+        near = all(max(r, 1 / r) <= SAME_CLASS for r in every)
+        return near and max(self.overall, 1 / self.overall) <= SAME_OVERALL
+
+    @property
+    def reach(self) -> tuple[float, float]:
+        """Least and greatest factor on a duration that the ratios explain, at most and at least 1.
+
+        A device that runs at 0.5 x needs up to twice the time: ``(1, 2)``.
+        """
+        speeds = [1.0, *self.ratios.values()]
+        return 1 / max(speeds), 1 / min(speeds)
+
+    @property
+    def factor(self) -> float:
+        """Greatest factor between both in any class, at least 1."""
+        low, high = self.reach
+        return max(1 / low, high)
+
+    def __str__(self) -> str:
+        """Such as ``0.55 x (arithmetic 0.52 x, bandwidth 0.58 x)``."""
+        parts = [f"{name} {ratio:.2f} x" for name, ratio in self.ratios.items()]
+        parts += [f"last cache {self.cache:.2f} x"] if self.cache != 1 else []
+        return f"{self.overall:.2f} x ({', '.join(parts)})"
+
+
+def compare_ceilings(now: DeviceSpec, then: DeviceSpec) -> Comparison:
+    """Compare two descriptions of a device by what both list.
+
+    Descriptions that are not measured say nothing of a machine: there is nothing to compare.
+    """
+    if not (is_measured(now) and is_measured(then)):
+        return Comparison()
+    tables = ((now.peak_flops, then.peak_flops), (now.vector_flops, then.vector_flops))
+    rates = [new[d] / old[d] for new, old in tables for d in new if d in old]
+    ratios = {"arithmetic": _mean(rates)} if rates else {}
+    if single := _extra_ratio(now, then, SINGLE_THREAD):
+        ratios["single-thread"] = single
+    ratios["bandwidth"] = now.bandwidth / then.bandwidth
+    return Comparison(ratios, _extra_ratio(now, then, CACHE_BYTES) or 1.0)
+
+
+def is_measured(spec: DeviceSpec) -> bool:
+    """Whether a description was measured by a probe."""
+    return spec.source == MEASURED
+
+
+def base_name(name: str) -> str:
+    """Name of a device without what :func:`distinct` added."""
+    return name.partition(_MARK)[0]
+
+
+def distinct(spec: DeviceSpec) -> DeviceSpec:
+    """The device under a name with its ceilings, ``cpu-amd-epyc-2c~59gf-16gbs``."""
+    base = base_name(spec.name)
+    rate = spec.matrix_peak("f32") / 1e9
+    name = f"{base}{_MARK}{rate:.3g}gf-{spec.bandwidth / 1e9:.3g}gbs"
+    return replace(spec, name=name, aliases=tuple(dict.fromkeys((*spec.aliases, base))))
+
+
+def identified(spec: DeviceSpec, known: Mapping[str, DeviceSpec]) -> DeviceSpec:
+    """A measured device under the name of the known device that it is.
+
+    Returns:
+        The device under its own name if none of ``known`` is called so; under the name of the
+        first of those that have its ceilings; else under a :func:`distinct` name.
+    """
+    others = namesakes(spec, known)
+    if not others:
+        return spec
+    for other in others:
+        if compare_ceilings(spec, other).same:
+            return spec if other.name == spec.name else replace(spec, name=other.name)
+    return distinct(spec)
+
+
+def unlike(spec: DeviceSpec, known: Mapping[str, DeviceSpec]) -> Comparison | None:
+    """How a device differs from the known ones of its name; ``None`` if it is one of them.
+
+    It is also ``None`` where no known device has the name.
+    """
+    if known.get(spec.name) is spec:
+        return None
+    compared = [compare_ceilings(spec, other) for other in namesakes(spec, known)]
+    if not compared or any(c.same for c in compared):
+        return None
+    return min(compared, key=lambda c: c.factor)
+
+
+def namesakes(spec: DeviceSpec, known: Mapping[str, DeviceSpec]) -> list[DeviceSpec]:
+    """Known devices that go by the name of a device, the one of the very name first."""
+    base = base_name(spec.name)
+    own = [other for name, other in known.items() if base_name(name) == base]
+    return sorted(own, key=lambda other: (other.name != spec.name, other.name))
+
+
+def distinct_runs(runs: Mapping[str, dict[str, Any]]) -> dict[str, str]:
+    """Names of the devices of measured runs, told apart by their ceilings.
+
+    The oldest run of a name keeps it. A later run with other ceilings gets the name of the first
+    run that it agrees with, or a :func:`distinct` one.
+
+    Args:
+        runs: Run records by run id.
+
+    Returns:
+        Names by run id; a run that was not measured has none.
+    """
+    ordered = sorted(runs, key=lambda run_id: (str(runs[run_id].get("date", "")), run_id))
+    known: dict[str, DeviceSpec] = {}
+    names: dict[str, str] = {}
+    for run_id in ordered:
+        data = runs[run_id]["device"]
+        if data.get("source") != MEASURED:
+            continue
+        try:
+            spec = DeviceSpec.from_dict(data, where=run_id)
+        except DeviceError:
+            continue  # reported when the description is read
+        own = identified(spec, known)
+        known.setdefault(own.name, own)
+        names[run_id] = own.name
+    return names
+
+
+def _extra_ratio(now: DeviceSpec, then: DeviceSpec, key: str) -> float:
+    """Ratio of a figure in ``extra``; 0 if either does not have it."""
+    new, old = now.extra.get(key), then.extra.get(key)
+    if not isinstance(new, int | float) or not isinstance(old, int | float):
+        return 0.0
+    known = 0 < new < math.inf and 0 < old < math.inf
+    return new / old if known else 0.0
+
+
+def _mean(ratios: Iterable[float]) -> float:
+    logs = [math.log(ratio) for ratio in ratios]
+    return math.exp(sum(logs) / len(logs)) if logs else 1.0

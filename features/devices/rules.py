@@ -1,0 +1,308 @@
+"""Figures that a device file leaves out, and the rules that fill them.
+
+Every rule is a rough engineering estimate with its reason. A filled figure is listed in
+``DeviceSpec.defaulted`` and its rule in ``DeviceSpec.provenance``: nothing is filled unseen.
+Keys and units are those of a device file (``features/devices/sheet.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..ir.dtypes import DTYPE_BITS
+
+#: Matrix types that a device file may list; every other type takes the rate of one of them.
+MATRIX_TYPES = ("f64", "f32", "tf32", "f16", "bf16", "f8e4m3fn", "f8e5m2", "f4e2m1fn", "s8", "s4")
+#: The same for the vector unit.
+VECTOR_TYPES = ("f64", "f32", "f16", "bf16", "s32")
+#: A network card beside each device fills four fifths of a PCIe slot: 100, 200 and 400 Gb/s for
+#: the 16, 32 and 64 GB/s of x16 slots of generation 3, 4 and 5.
+_NETWORK_OVER_PCIE = 0.78
+#: A cache is built to be faster than the memory behind it.
+_L2_OVER_HBM = 1.5
+#: The same without knowing cores and clock: between P100 (2.2) and L40S (6).
+_L2_OVER_HBM_BLIND = 4.0
+#: Devices of a usual server: NVIDIA's HGX and AMD's OAM boards carry eight.
+_NODE = 8.0
+#: Power that memory, clocks and leakage take before arithmetic, in watts; by judgement.
+IDLE_W = 20.0
+#: Energy of an FP32 operation in joules, with what its operands cost, by process: read off devices
+#: whose power does not suffice for their peak. P4 (16 nm), T4 (12 nm), MI100 (7 nm) and L4 (4 nm)
+#: reach 0.75, 0.42, 0.65 and 0.28 of it in large FP32 products.
+_NM16, _NM12, _NM7, _NM4 = 13e-12, 14e-12, 9e-12, 6e-12
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Rules of one generation of devices.
+
+    Attributes:
+        l2_bytes_per_clock: Sustained bytes per core and clock between L2 and the cores.
+        half: Vector rate of f16 over f32.
+        brain: Vector rate of bf16 over f32.
+        integer: Vector rate of s32 over f32.
+        double: Vector rate of f64 over f32.
+        floor_us: Shortest kernel on the device's own clock.
+        gap_us: From the end of a kernel to the start of the next in one stream.
+        dispatch_us: From the call of an empty program until the host sees it done.
+        f32_joules: Energy of an FP32 operation; 0 if none was read off a chip of its process.
+    """
+
+    l2_bytes_per_clock: float = 20.0
+    half: float = 2.0
+    brain: float = 1.0
+    integer: float = 0.5
+    double: float = 1 / 32
+    floor_us: float = 2.0
+    gap_us: float = 1.0
+    dispatch_us: float = 20.0
+    f32_joules: float = 0.0
+
+
+#: What holds for a GPU of unknown generation.
+GENERIC = Architecture()
+#: Bytes per clock are rounded from what micro-benchmarks of L2 commonly report (from memory): 1.6
+#: TB/s on P100, 2.2 on V100, 1.3 on T4, 5 on A100, 6 to 7 on H100, 8 on GB202. Blackwell for data
+#: centres has two dies, each with an L2 of its own, and twice the memory bandwidth to feed: a
+#: guess. Ratios are those of white papers. GA10x is of another maker's 8 nm, which takes no less
+#: than 7 nm. CDNA 2 has a matrix unit made anew, whose FP64 runs as fast as FP32: nothing was read
+#: off it.
+ARCHITECTURES: dict[str, Architecture] = {
+    # GP104 has hardly any f16; compilers convert to f32 and back.
+    "pascal": Architecture(22.0, half=1.0, f32_joules=_NM16),
+    "pascal-gp100": Architecture(22.0, double=0.5, f32_joules=_NM16),
+    "volta": Architecture(20.0, integer=1.0, double=0.5, f32_joules=_NM12),
+    "turing": Architecture(20.0, integer=1.0, f32_joules=_NM12),
+    "ampere": Architecture(32.0, half=4.0, brain=2.0, integer=1.0, double=0.5, f32_joules=_NM7),
+    "ampere-ga10x": Architecture(18.0, half=1.0, double=1 / 64, f32_joules=_NM7),
+    "ada": Architecture(15.0, half=1.0, double=1 / 64, f32_joules=_NM4),
+    "hopper": Architecture(28.0, brain=2.0, double=0.5, f32_joules=_NM4),
+    "blackwell": Architecture(48.0, brain=2.0, double=0.5, f32_joules=_NM4),
+    "blackwell-ultra": Architecture(48.0, brain=2.0, double=1 / 64, f32_joules=_NM4),
+    "blackwell-gb20x": Architecture(20.0, half=1.0, integer=1.0, double=1 / 64, f32_joules=_NM4),
+    # 16 channels of 128 bytes a clock, on 120 and on 104 compute units.
+    "cdna": Architecture(17.0, integer=1.0, double=0.5, floor_us=3.0, gap_us=2.0, f32_joules=_NM7),
+    "cdna2": Architecture(20.0, integer=1.0, double=1.0, floor_us=3.0, gap_us=2.0),
+    "xe2": Architecture(64.0, brain=2.0, double=1 / 16, floor_us=3.0, gap_us=2.0),
+    # One program runs through without launches; bf16 lanes came with v6e, f64 is emulated.
+    "tpu": Architecture(
+        half=1.0, integer=1.0, double=1 / 32, floor_us=1.0, gap_us=0.0, dispatch_us=100.0
+    ),
+}
+#: The rules where the file names no architecture that is listed.
+_BY_PLATFORM = {"tpu": ARCHITECTURES["tpu"]}
+
+Values = dict[str, float]
+_Rule = Callable[[Values, Architecture], tuple[float, str] | None]
+
+
+def rules_of(architecture: str, platform: str) -> Architecture:
+    """Rules of an architecture; those of its platform if it is not listed."""
+    return ARCHITECTURES.get(architecture) or _BY_PLATFORM.get(platform, GENERIC)
+
+
+def fill(given: Values, rules: Architecture) -> tuple[Values, dict[str, str]]:
+    """Fill what a device file leaves out.
+
+    Args:
+        given: Figures by dotted key, in the file's units (``peak_tflops.bf16``, ``l2_mb`` …).
+        rules: Rules of its architecture.
+
+    Returns:
+        All figures, and for each filled key the rule in words. A figure that follows from
+        no other (such as the power) stays absent.
+    """
+    values, why = dict(given), dict[str, str]()
+    for key, rule in _RULES.items():
+        if key in values:
+            continue
+        filled = rule(values, rules)
+        if filled is not None:
+            values[key], why[key] = filled
+    return values, why
+
+
+def _as(source: str, reason: str = "", factor: float = 1.0) -> _Rule:
+    """Rule: the figure of another key, if it is given."""
+
+    def rule(values: Values, _: Architecture) -> tuple[float, str] | None:
+        if source not in values:
+            return None
+        text = f"{factor:.3g} × {source}" if factor != 1.0 else f"as {source}"
+        return values[source] * factor, f"{text}: {reason}" if reason else text
+
+    return rule
+
+
+def _first(*rules: _Rule) -> _Rule:
+    """Rule: the first of several that finds a figure."""
+
+    def rule(values: Values, of: Architecture) -> tuple[float, str] | None:
+        return next((filled for r in rules if (filled := r(values, of)) is not None), None)
+
+    return rule
+
+
+def _ratio(name: str) -> _Rule:
+    """Rule: the architecture's ratio times the vector rate of f32."""
+
+    def rule(values: Values, of: Architecture) -> tuple[float, str] | None:
+        factor = float(getattr(of, name))
+        base = values.get("vector_tflops.f32")
+        text = f"{factor:.3g} × vector_tflops.f32, the architecture's ratio"
+        return None if base is None else (base * factor, text)
+
+    return rule
+
+
+def _constant(name: str, text: str) -> _Rule:
+    return lambda _, of: (float(getattr(of, name)), text)
+
+
+def _fixed(value: float, text: str) -> _Rule:
+    return lambda _, __: (value, text)
+
+
+def _lanes(values: Values, _: Architecture) -> tuple[float, str] | None:
+    keys = ("lanes_per_core", "core_count", "boost_mhz")
+    if not all(key in values for key in keys):
+        return None
+    lanes, cores, mhz = (values[key] for key in keys)
+    return 2.0 * lanes * cores * mhz * 1e-6, "2 × lanes_per_core × core_count × boost_mhz"
+
+
+def _l2_bandwidth(values: Values, of: Architecture) -> tuple[float, str] | None:
+    hbm = values.get("hbm_bandwidth_gbps")
+    if "l2_mb" not in values or hbm is None:
+        return None
+    if "core_count" not in values or "boost_mhz" not in values:
+        return _L2_OVER_HBM_BLIND * hbm, f"{_L2_OVER_HBM_BLIND:g} × hbm_bandwidth_gbps"
+    rate = of.l2_bytes_per_clock
+    by_clock = rate * values["core_count"] * values["boost_mhz"] * 1e-3
+    if by_clock < _L2_OVER_HBM * hbm:
+        return _L2_OVER_HBM * hbm, f"{_L2_OVER_HBM:g} × hbm_bandwidth_gbps, at least"
+    return by_clock, f"{rate:g} bytes per core and clock, the architecture's rate"
+
+
+def _f8(values: Values, _: Architecture) -> tuple[float, str] | None:
+    names = [k for k in ("peak_tflops.f16", "peak_tflops.bf16") if k in values]
+    best = max(names, key=lambda k: values[k], default=None)
+    return None if best is None else (values[best], f"as {best}: no unit of its own, converted")
+
+
+#: In this order, since later rules build on earlier ones.
+_RULES: dict[str, _Rule] = {
+    "vector_tflops.f32": _first(_lanes, _as("peak_tflops.f32")),
+    "peak_tflops.f32": _as("vector_tflops.f32", "no matrix unit for it"),
+    "vector_tflops.f16": _ratio("half"),
+    "vector_tflops.bf16": _ratio("brain"),
+    "vector_tflops.f64": _ratio("double"),
+    "vector_tflops.s32": _ratio("integer"),
+    "peak_tflops.f64": _as("vector_tflops.f64", "no matrix unit for it"),
+    "peak_tflops.tf32": _as("peak_tflops.f32", "no unit of its own"),
+    "peak_tflops.bf16": _as("peak_tflops.f32", "no unit of its own, converted"),
+    "peak_tflops.f16": _as("peak_tflops.bf16"),
+    "peak_tflops.f8e4m3fn": _f8,
+    "peak_tflops.f8e5m2": _as("peak_tflops.f8e4m3fn"),
+    "peak_tflops.f4e2m1fn": _as("peak_tflops.f8e4m3fn", "no unit of its own, converted"),
+    "peak_tflops.s8": _as("vector_tflops.s32", "no matrix unit for it"),
+    "peak_tflops.s4": _as("peak_tflops.s8", "no unit of its own, converted"),
+    "l2_bandwidth_gbps": _l2_bandwidth,
+    "launch_floor_us": _constant("floor_us", "shortest kernel by the device's own clock, about"),
+    "launch_gap_us": _constant("gap_us", "between kernels of one stream, about"),
+    "dispatch_us": _constant("dispatch_us", "empty program from call to ready, about"),
+    "link_gbps": _as("pcie_gbps", "no scale-up link"),
+    "inter_node_gbps": _as(
+        "pcie_gbps", "a network card for each device in a like slot", _NETWORK_OVER_PCIE
+    ),
+    "devices_per_node": _fixed(_NODE, "usual for a server"),
+    "core_count": _fixed(1.0, "not known: features of waves and shares per core say nothing"),
+}
+
+
+def matrix_rates(listed: Values) -> Values:
+    """Rates of all HLO types on the matrix unit, and ``tf32``, from those of :data:`MATRIX_TYPES`.
+
+    Types of the same width and family run alike; integers beyond 8 bits go through the vector unit
+    (key ``s32``), 64-bit ones at a quarter of its rate; complex types count as their parts.
+    """
+    rates = {name: listed[name] for name in MATRIX_TYPES}
+    for name, bits in DTYPE_BITS.items():
+        if name not in rates and bits:
+            rates[name] = _like(name, bits, listed)
+    return rates
+
+
+def vector_rates(listed: Values) -> Values:
+    """The same on the vector unit; narrow floats run as f16, narrow integers as s32."""
+    rates = {name: listed[name] for name in VECTOR_TYPES}
+    for name, bits in DTYPE_BITS.items():
+        if name in rates or not bits:
+            continue
+        if name[0] == "f":
+            rates[name] = listed["f16"]
+        else:
+            rates[name] = _wide(name, bits, listed)
+    return rates
+
+
+def _like(name: str, bits: int, listed: Values) -> float:
+    if name[0] == "f":
+        return listed["f8e5m2" if name.startswith("f8e5m2") else "f8e4m3fn"]
+    if name == "pred" or bits == 8:
+        return listed["s8"]
+    return listed["s4"] if bits < 8 else _wide(name, bits, listed)
+
+
+def _wide(name: str, bits: int, listed: Values) -> float:
+    if name[0] == "c":
+        return listed["f32" if bits == 64 else "f64"]
+    return listed["s32"] if bits <= 32 else listed["s32"] / 4
+
+
+#: Where :data:`CAPABILITIES` comes from.
+SOURCE = "CUDA C++ programming guide, technical specifications by compute capability, from memory"
+#: Nearest NVIDIA architecture to AMD's: HBM, a large L2 and bf16 in the matrix unit, as an A100.
+NEAREST = {"gfx908": "sm_80", "gfx90a": "sm_80"}
+#: How NVIDIA's architectures are named.
+NVIDIA = "sm_"
+_KEYS = (
+    "threads_per_core",
+    "shared_kb_per_block_optin",
+    "shared_kb_per_block",
+    "threads_per_block",
+    "registers_per_core",
+    "registers_per_block",
+)
+#: Keys of a device file that only a compiler needs.
+COMPILER_KEYS = _KEYS
+
+
+def capability_of(architecture: str) -> int | None:
+    """Compute capability × 10 of ``sm_90`` or ``sm_120``; ``None`` for what is not NVIDIA's."""
+    digits = architecture.removeprefix(NVIDIA)
+    return int(digits) if architecture.startswith(NVIDIA) and digits.isdigit() else None
+
+
+def _row(threads: float, shared_optin: float) -> dict[str, float]:
+    """Threads of a core and shared memory that a block may ask for; the rest never changed."""
+    return dict(zip(_KEYS, (threads, shared_optin, 48.0, 1024.0, 65536.0, 65536.0), strict=True))
+
+
+#: By compute capability × 10, in the units of a device file.
+CAPABILITIES: dict[int, dict[str, float]] = {
+    60: _row(2048, 48),
+    61: _row(2048, 48),
+    70: _row(2048, 96),
+    75: _row(1024, 64),
+    80: _row(2048, 163),
+    86: _row(1536, 99),
+    87: _row(1536, 163),
+    89: _row(1536, 99),
+    90: _row(2048, 227),
+    100: _row(2048, 227),
+    103: _row(2048, 227),
+    120: _row(1536, 99),
+    121: _row(1536, 99),
+}

@@ -1,0 +1,259 @@
+"""Device files: YAML with the unit in every key and a source for every figure; see docs/devices.md.
+
+A file is read into a :class:`Sheet`, still in the file's units; ``catalogue.py`` makes the
+:class:`DeviceSpec` of it. Rates are decimal (``gbps`` is 1e9 bytes/s, ``tflops`` 1e12 FLOP/s),
+capacities are binary as vendors print them (1 MB is 2^20 bytes, 1 GB is 2^30).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ...common.errors import DeviceError
+from ...common.files import check_yaml, yaml_loader
+from .rules import IDLE_W, MATRIX_TYPES, VECTOR_TYPES
+
+#: Figures by key, each with its size in SI units.
+NUMBERS: dict[str, float] = {
+    "core_count": 1.0,
+    "lanes_per_core": 1.0,
+    "boost_mhz": 1e6,
+    "shared_kb_per_core": 2.0**10,
+    "l2_mb": 2.0**20,
+    "l2_bandwidth_gbps": 1e9,
+    "hbm_bandwidth_gbps": 1e9,
+    "memory_gb": 2.0**30,
+    "power_w": 1.0,
+    "link_gbps": 1e9,
+    "pair_link_gbps": 1e9,
+    "inter_node_gbps": 1e9,
+    "pcie_gbps": 1e9,
+    "devices_per_node": 1.0,
+    "launch_floor_us": 1e-6,
+    "launch_gap_us": 1e-6,
+    "dispatch_us": 1e-6,
+    "threads_per_core": 1.0,
+    "threads_per_block": 1.0,
+    "shared_kb_per_block": 2.0**10,
+    "shared_kb_per_block_optin": 2.0**10,
+    "registers_per_core": 1.0,
+    "registers_per_block": 1.0,
+    "array_rows": 1.0,
+    "array_columns": 1.0,
+    "arrays_per_core": 1.0,
+}
+#: Figures by dtype: the types that may be listed.
+RATES: dict[str, tuple[str, ...]] = {"peak_tflops": MATRIX_TYPES, "vector_tflops": VECTOR_TYPES}
+#: FLOP/s of one unit of a rate.
+TERA = 1e12
+TEXTS = ("name", "base", "platform", "vendor", "architecture", "compiler_target", "notes")
+PLATFORMS = ("cpu", "gpu", "tpu")
+_WHOLE = {
+    "core_count",
+    "lanes_per_core",
+    "devices_per_node",
+    "threads_per_core",
+    "threads_per_block",
+    "registers_per_core",
+    "registers_per_block",
+    "array_rows",
+    "array_columns",
+    "arrays_per_core",
+}
+#: May be zero: a device need not lose time between kernels.
+_MAY_BE_ZERO = {"launch_gap_us", "dispatch_us"}
+_KEYS = (*TEXTS, "aliases", *NUMBERS, *RATES, "sources")
+
+_Lines = dict[tuple[str, ...], int]
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A device file as it was written.
+
+    Attributes:
+        where: Path of the file.
+        texts: Its texts by key: ``name``, ``platform``, ``base`` …
+        aliases: Other names of the device.
+        values: Figures in the file's units, rates by dotted key (``peak_tflops.bf16``).
+        sources: Where each figure comes from, by the keys of ``values``.
+        unsourced: Figures for which the file names no source.
+    """
+
+    where: str
+    texts: dict[str, str]
+    aliases: tuple[str, ...] = ()
+    values: dict[str, float] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    unsourced: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Canonical name of the device."""
+        return self.texts["name"]
+
+
+def read_sheet(path: Path) -> Sheet:
+    """Read a device file.
+
+    Raises:
+        DeviceError: There is no such file, it is not YAML, a key is unknown or repeated, a value
+            has the wrong type, or a source names a key that has no figure.
+    """
+    data, lines = _load(path)
+
+    def wrong(what: str, *keys: str, hint: str = "") -> DeviceError:
+        line = next((lines[k] for k in (keys, keys[:1]) if k in lines), None)
+        return DeviceError(what, where=f"{path}:{line}" if line else str(path), hint=hint)
+
+    for key in data:
+        if key not in _KEYS:
+            raise wrong(f"unknown key {key!r}", str(key), hint=f"one of {', '.join(_KEYS)}")
+    texts = {key: _text(data[key], key, wrong) for key in TEXTS if key in data}
+    if "name" not in texts:
+        raise wrong("key 'name' is missing")
+    if texts.get("platform", "gpu") not in PLATFORMS:
+        raise wrong(f"platform must be one of {', '.join(PLATFORMS)}", "platform")
+    values = {key: _number(data[key], (key,), wrong) for key in NUMBERS if key in data}
+    for table in RATES:
+        values |= dict(_rates(data[table], table, wrong) if table in data else ())
+    aliases = tuple(_texts(data.get("aliases", []), "aliases", wrong))
+    sources = _sources(data.get("sources", {}), values, wrong)
+    unsourced = tuple(key for key in values if key not in sources)
+    sources |= dict.fromkeys(unsourced, path.name)
+    return Sheet(str(path), texts, aliases, values, sources, unsourced)
+
+
+#: Keys to whose product the rate of all cores is proportional.
+_SCALE = ("core_count", "boost_mhz")
+
+
+def overlay(base: Sheet, own: Sheet) -> Sheet:
+    """Complete a sheet by what its base says; aliases are not inherited.
+
+    If it changes cores, clock or lanes, rates that it does not list are those of ``base`` scaled
+    alike: FLOP/s of the matrix unit by cores × clock, of the vector unit by lanes × cores × clock.
+    A power that it does not give grows with its rate of f32: the base's limits no other chip.
+    """
+    values, sources = dict(base.values), {k: f"{s} ({base.name})" for k, s in base.sources.items()}
+    for table in RATES:
+        keys = (*_SCALE, "lanes_per_core") if table == "vector_tflops" else _SCALE
+        changed = [k for k in keys if k in own.values and k in base.values]
+        factor = math.prod(own.values[k] / base.values[k] for k in changed)
+        for key in values:
+            if key.startswith(table) and factor != 1.0:
+                values[key] *= factor
+                sources[key] = f"estimate: {factor:.3g} × {base.name}, as {' × '.join(changed)}"
+    values |= own.values
+    sources |= own.sources
+    if "power_w" in values and "power_w" not in own.values:
+        factor = _f32_rate(values) / _f32_rate(base.values)
+        busy = values["power_w"] - IDLE_W
+        if factor != 1.0 and busy > 0:
+            values["power_w"] = IDLE_W + factor * busy
+            sources["power_w"] = (
+                f"estimate: {factor:.3g} × {base.name} above {IDLE_W:g} W, as the rate of f32"
+            )
+    return replace(own, texts={**base.texts, **own.texts}, values=values, sources=sources)
+
+
+def _f32_rate(values: dict[str, float]) -> float:
+    """FP32 rate by the first figure that gives it, for ratios only: units differ."""
+    lanes = math.prod(values.get(key, 1.0) for key in (*_SCALE, "lanes_per_core"))
+    return values.get("peak_tflops.f32", values.get("vector_tflops.f32", lanes))
+
+
+_Wrong = Callable[..., DeviceError]
+
+
+def _load(path: Path) -> tuple[dict[str, object], _Lines]:
+    """Data of a YAML file, and the line of every key."""
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        check_yaml(text)
+        loader = yaml_loader()(text)
+        node = loader.get_single_node()
+        lines = dict(_key_lines(node, path))
+        data = loader.construct_document(node) if node else None
+    except OSError as error:
+        what = "no such device file" if isinstance(error, FileNotFoundError) else str(error)
+        raise DeviceError(what, where=str(path)) from None
+    except (yaml.YAMLError, ValueError) as error:
+        what = str(error) if isinstance(error, ValueError) else f"not YAML: {error}"
+        raise DeviceError(what, where=str(path)) from None
+    if not isinstance(data, dict):
+        raise DeviceError("a device file is a mapping of keys to figures", where=str(path))
+    return data, lines
+
+
+def _key_lines(
+    node: Any, path: Path, above: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Keys of a YAML tree with their line numbers; a repeated key is refused."""
+    if getattr(node, "id", "") != "mapping" or len(above) > 1:
+        return  # no key lies deeper than two
+    seen: set[str] = set()
+    for key, value in node.value:
+        name, line = str(key.value), key.start_mark.line + 1
+        if name in seen:
+            raise DeviceError(f"key {name!r} is repeated", where=f"{path}:{line}")
+        seen.add(name)
+        yield (*above, name), line
+        yield from _key_lines(value, path, (*above, name))
+
+
+def _text(value: object, key: str, wrong: _Wrong) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise wrong(f"{key!r} must be a text, not {value!r}", key)
+    return value.strip()
+
+
+def _texts(value: object, key: str, wrong: _Wrong) -> list[str]:
+    if not isinstance(value, list):
+        raise wrong(f"{key!r} must be a list of texts, not {value!r}", key)
+    return [_text(item, key, wrong) for item in value]
+
+
+def _number(value: object, keys: tuple[str, ...], wrong: _Wrong) -> float:
+    name = ".".join(keys)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise wrong(f"{name!r} must be a number, not {value!r}", *keys)
+    if not math.isfinite(value) or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
+        raise wrong(f"{name!r} must be above zero, not {value!r}", *keys)
+    if name in _WHOLE and value != int(value):
+        raise wrong(f"{name!r} must be a whole number, not {value!r}", *keys)
+    return float(value)
+
+
+def _rates(value: object, table: str, wrong: _Wrong) -> Iterator[tuple[str, float]]:
+    if not isinstance(value, dict):
+        raise wrong(f"{table!r} must map dtypes to numbers, not {value!r}", table)
+    for dtype, rate in value.items():
+        if dtype not in RATES[table]:
+            what = f"unknown dtype {dtype!r} in {table!r}"
+            raise wrong(what, table, str(dtype), hint=f"one of {', '.join(RATES[table])}")
+        yield f"{table}.{dtype}", _number(rate, (table, dtype), wrong)
+
+
+def _sources(value: object, values: dict[str, float], wrong: _Wrong) -> dict[str, str]:
+    """Source of each figure; a dotted key wins over its whole table."""
+    if not isinstance(value, dict):
+        raise wrong("'sources' must map a source to the keys that it gives", "sources")
+    tables: dict[str, str] = {}
+    own: dict[str, str] = {}
+    for source, keys in value.items():
+        for key in _texts(keys, "sources", wrong):
+            if key not in values and key not in RATES:
+                raise wrong(f"source of {key!r}, which has no figure", "sources", str(source))
+            target = tables if key in RATES else own
+            if key in target:
+                raise wrong(f"{key!r} has two sources", "sources", str(source))
+            target[key] = str(source)
+    whole = {k: tables[k.split(".")[0]] for k in values if k.split(".")[0] in tables}
+    return whole | own

@@ -1,0 +1,308 @@
+"""The only module that uses unstable interfaces of JAX: its MLIR bindings and its compiler.
+
+A JAX version that moves one of them breaks this file alone.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import xla_bridge as _xla_bridge
+from jax._src.interpreters import mlir as _jax_mlir
+from jax._src.sharding_impls import GSPMDSharding
+from jax.extend import mlir as jax_mlir
+from jax.extend.backend import get_backend, get_compile_options
+from jaxlib import _hlo, _jax  # type: ignore[attr-defined]
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo as _stablehlo
+
+#: First bytes of MLIR bytecode, and of StableHLO portable artifacts, which are such bytecode.
+BYTECODE_MAGIC = b"ML\xefR"
+#: The producer string that follows the magic in a portable artifact starts with this.
+PORTABLE_PRODUCER = b"StableHLO_v"
+
+
+def make_context() -> ir.Context:
+    """A context with the dialects of JAX (func, stablehlo, chlo, sdy, mhlo); others pass too."""
+    context = _jax_mlir.make_ir_context()
+    context.allow_unregistered_dialects = True
+    return context
+
+
+def is_portable_artifact(data: bytes) -> bool:
+    """Whether bytecode was written by a StableHLO serialiser and needs its version upgrade."""
+    return data.startswith(BYTECODE_MAGIC) and PORTABLE_PRODUCER in data[:64]
+
+
+def parse_module(data: str | bytes, context: ir.Context | None = None) -> Any:
+    """Parse StableHLO text, MLIR bytecode or a portable artifact into an MLIR module.
+
+    Args:
+        data: The program.
+        context: Context to parse into; a new one if not given.
+
+    Raises:
+        ValueError: The data is not a module; the message holds the diagnostics with their places.
+    """
+    context = context or make_context()
+    messages: list[str] = []
+
+    def note(diagnostic: ir.Diagnostic) -> bool:
+        try:
+            messages.append(f"{diagnostic.location}: {diagnostic.message}")
+        except Exception:  # a message that quotes damaged bytes is not UTF-8
+            messages.append("the data is damaged")
+        return True
+
+    # Diagnostics are handled here: else they end up on stderr, or abort on text that is not UTF-8.
+    handler: Any = context.attach_diagnostic_handler(note)
+    context.emit_error_diagnostics = True
+    try:
+        with context:
+            if isinstance(data, bytes) and is_portable_artifact(data):
+                return _stablehlo.deserialize_portable_artifact(context, data)
+            return ir.Module.parse(data)
+    except Exception as error:  # the bindings raise several unrelated classes
+        raise ValueError("\n".join(messages) or str(error)) from None
+    finally:
+        context.emit_error_diagnostics = False
+        handler.detach()
+
+
+def walk_ops(module: ir.Module) -> list[Any]:
+    """All operations of a module, itself included, in pre-order: what ``Source.index`` counts."""
+    ops: list[Any] = []
+
+    def visit(op: Any) -> ir.WalkResult:
+        ops.append(op)
+        return ir.WalkResult.ADVANCE
+
+    with module.context:
+        module.operation.walk(visit, ir.WalkOrder.PRE_ORDER)
+    return ops
+
+
+def write_bytecode(module: ir.Module) -> bytes:
+    """MLIR bytecode of a module, locations included."""
+    buffer = io.BytesIO()
+    with module.context:
+        module.operation.write_bytecode(buffer)
+    return buffer.getvalue()
+
+
+def attribute_text(op: Any, name: str, limit: int) -> str:
+    """Printed value of an op's only attribute, for attributes that the bindings cannot wrap.
+
+    Args:
+        op: The operation.
+        name: Name of the attribute.
+        limit: Dense elements beyond this number are left out.
+
+    Returns:
+        The text; empty if the op has no such attribute.
+    """
+    text = str(op.get_asm(print_generic_op_form=True, large_elements_limit=limit))
+    start = text.find(f"{{{name} = ")
+    return text[start + len(name) + 4 : text.rfind("}> :")] if start >= 0 else ""
+
+
+def tag_locations(module: ir.Module) -> Any:
+    """A copy whose ops are called ``op<position>/<name>``, positions as :func:`walk_ops` counts.
+
+    Compilers carry an op's name over to the instructions they make of it, so that every optimised
+    instruction says which ops it came from.
+    """
+    copy = copy_module(module)
+    with module.context:
+        for position, op in enumerate(walk_ops(copy)):
+            if position:
+                name = f"op{position}/{op.name.rsplit('.', 1)[-1]}"
+                op.location = ir.Location.name(name, op.location)
+    return copy
+
+
+def copy_module(module: ir.Module) -> Any:
+    """A copy in the same context, locations included."""
+    with module.context:
+        return ir.Module.parse(write_bytecode(module))
+
+
+def rename_module(module: ir.Module, name: str) -> None:
+    """Set a module's name, which the compiled program carries into profiler traces."""
+    with module.context:
+        module.operation.attributes["sym_name"] = ir.StringAttr.get(name)
+
+
+def module_counts(module: ir.Module) -> tuple[int, int]:
+    """Numbers of replicas and partitions that a module is written for."""
+    counts = []
+    with module.context:
+        for key in ("mhlo.num_replicas", "mhlo.num_partitions"):
+            attributes: Any = module.operation.attributes
+            counts.append(int(attributes[key].value) if key in attributes else 1)
+    return counts[0], counts[1]
+
+
+def compile_module(
+    module: ir.Module, replicas: int, partitions: int, flags: Mapping[str, object] | None = None
+) -> Any:
+    """Compile for JAX's default backend.
+
+    Args:
+        module: StableHLO.
+        replicas: Number of replicas.
+        partitions: Number of partitions; with more than one, the compiler's partitioner runs.
+        flags: Options of XLA by name without dashes.
+
+    Returns:
+        A loaded executable.
+
+    Raises:
+        Exception: Whatever the backend raises for a program that it cannot compile.
+    """
+    client = get_backend()
+    count = replicas * partitions
+    assignment = np.array([d.id for d in client.devices()[:count]]).reshape(replicas, partitions)
+    options = get_compile_options(replicas, partitions, device_assignment=assignment)
+    options.env_option_overrides = list((flags or {}).items())
+    build = options.executable_build_options
+    build.use_spmd_partitioning = partitions > 1
+    build.use_shardy_partitioner = partitions > 1 and "sdy." in str(module)
+    devices = _jax.DeviceList(tuple(client.devices()[:count]))
+    with module.context:
+        return client.compile_and_load(module, devices, options)
+
+
+def hlo_to_stablehlo(text: str) -> bytes:
+    """Bytecode of a StableHLO module from the text of an HLO module that is not optimised yet.
+
+    Raises:
+        Exception: Whatever the converter raises for HLO that it does not know.
+    """
+    module = _hlo.hlo_module_from_text(text)
+    return bytes(jax_mlir.hlo_to_stablehlo(module.as_serialized_hlo_module_proto()))
+
+
+def with_partitions(data: bytes, count: int, replicas: int = 1) -> Any:
+    """Parse bytecode and mark the module as written for ``count`` partitions of each replica."""
+    module = parse_module(data)
+    with module.context:
+        kind = ir.IntegerType.get_signless(32)
+        module.operation.attributes["mhlo.num_partitions"] = ir.IntegerAttr.get(kind, count)
+        if replicas > 1:
+            module.operation.attributes["mhlo.num_replicas"] = ir.IntegerAttr.get(kind, replicas)
+    return module
+
+
+def with_shardings(
+    module: ir.Module, arguments: Sequence[str], outputs: Mapping[int, int], count: int
+) -> Any:
+    """A copy of a module of one device whose arguments are cut over several.
+
+    Args:
+        module: StableHLO with a function ``main``.
+        arguments: Sharding of each argument, as XLA writes it.
+        outputs: Results that are cut as an argument is: number of the argument by that of the
+            result. The partitioner decides about the others.
+        count: Devices.
+    """
+    copy = copy_module(module)
+    with module.context:
+        (main,) = [
+            op
+            for op in walk_ops(copy)
+            if op.name == "func.func" and ir.StringAttr(op.attributes["sym_name"]).value == "main"
+        ]
+        kind: Any = ir.TypeAttr(main.attributes["function_type"]).value
+        texts = {number: arguments[own] for number, own in outputs.items()}
+        for side, total, known in (
+            ("arg_attrs", len(kind.inputs), dict(enumerate(arguments))),
+            ("res_attrs", len(kind.results), texts),
+        ):
+            old = list(main.attributes[side]) if side in main.attributes else [None] * total
+            new = [_with_sharding(own, known.get(n, "")) for n, own in enumerate(old)]
+            main.attributes[side] = ir.ArrayAttr.get(new)
+        number = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), count)
+        copy.operation.attributes["mhlo.num_partitions"] = number
+    return copy
+
+
+def _with_sharding(attributes: Any, text: str) -> Any:
+    kept = {own.name: own.attr for own in attributes} if attributes is not None else {}
+    if text:
+        kept["mhlo.sharding"] = ir.StringAttr.get(text)
+    return ir.DictAttr.get(kept)
+
+
+def partitions_as_replicas(module: ir.Module, count: int) -> Any:
+    """A copy of a module that is partitioned already, its partitions renamed replicas.
+
+    XLA's partitioner runs on every module of several partitions, and refuses ``partition_id`` where
+    nothing is left to partition. With one partition, a collective's groups are of replicas once it
+    has no channel. Ops keep their places in the walk.
+
+    Args:
+        module: StableHLO with explicit collectives and no shardings.
+        count: Its partitions.
+    """
+    copy = copy_module(module)
+    with module.context, ir.Location.unknown():
+        for op in walk_ops(copy):
+            if op.name == "stablehlo.partition_id":
+                with ir.InsertionPoint(op):
+                    own = ir.Operation.create(
+                        "stablehlo.replica_id", results=[op.results[0].type], loc=op.location
+                    )
+                op.results[0].replace_all_uses_with(own.results[0])
+                op.erase()
+                continue
+            for name in ("channel_handle", "channel_id", "use_global_device_ids"):
+                if op.name.startswith("stablehlo.") and name in op.attributes:
+                    del op.attributes[name]
+        for key, number in (("mhlo.num_replicas", count), ("mhlo.num_partitions", 1)):
+            value = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), number)
+            copy.operation.attributes[key] = value
+    return copy
+
+
+def backends_started() -> bool:
+    """Whether JAX has started a backend in this process."""
+    return bool(_xla_bridge.backends_are_initialized())
+
+
+def execute(executable: Any, arguments: Sequence[Any], device_count: int) -> list[Any]:
+    """Run a loaded executable.
+
+    Args:
+        executable: From :func:`compile_module`.
+        arguments: Arrays; whole ones, which are split over the devices by the program's shardings.
+        device_count: Devices that the executable runs on.
+
+    Returns:
+        Output arrays; with several devices those of the first one.
+    """
+    arrays = [_on_device(a, None) for a in arguments]
+    if device_count == 1:
+        return list(executable.execute(arrays))
+    devices = executable.local_devices()
+    given = executable.get_parameter_shardings() or [None] * len(arrays)
+    whole = _jax_hlo_sharding()
+    shardings = [GSPMDSharding(devices, s if s is not None else whole) for s in given]
+    arrays = [_on_device(a, s) for a, s in zip(arguments, shardings, strict=True)]
+    results = executable.execute_sharded(arrays)
+    return [per_device[0] for per_device in results.disassemble_into_single_device_arrays()]
+
+
+def _on_device(array: Any, sharding: Any) -> Any:
+    if isinstance(array, jax.Array) and (sharding is None or array.sharding == sharding):
+        return array
+    with jax.enable_x64(True):  # keeps 64-bit arguments as they are
+        return jax.device_put(array, sharding)
+
+
+def _jax_hlo_sharding() -> Any:
+    return _hlo.HloSharding.replicate()

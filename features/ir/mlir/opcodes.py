@@ -1,0 +1,102 @@
+"""From op names of MLIR dialects to HLO opcodes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from .quantised import original_name
+
+#: HLO opcodes that are not the StableHLO name with dashes.
+_RENAMED = {
+    "dot_general": "dot",
+    "broadcast_in_dim": "broadcast",
+    "case": "conditional",
+    "if": "conditional",
+    "cross-replica-sum": "all-reduce",
+    "create_token": "after-all",
+    "optimization_barrier": "opt-barrier",
+    "composite": "call",
+}
+#: Calls of other dialects. A manual computation is a call whose body sees one device's shapes.
+_CALLS = frozenset(
+    ("func.call", "call", "sdy.manual_computation", "sdy.named_computation", "mhlo.fusion")
+)
+#: Ops that HLO has no opcode for.
+_NOT_IN_HLO = frozenset(
+    (
+        "uniform_quantize",
+        "uniform_dequantize",
+        "torch_index_select",
+        "einsum",
+        "unary_einsum",
+        "trace",
+        "xla.rng_get_and_update_state",
+        "minimum_broadcast_shapes",
+    )
+)
+#: Ops whose result shape is a run-time value.
+_DYNAMIC = frozenset(
+    (
+        "dynamic_reshape",
+        "dynamic_broadcast_in_dim",
+        "dynamic_iota",
+        "dynamic_pad",
+        "dynamic_gather",
+        "dynamic_conv",
+        "real_dynamic_slice",
+        "set_dimension_size",
+        "compute_reshape_shape",
+        "cstr_reshapable",
+    )
+)
+_TERMINATORS = frozenset(("func.return", "stablehlo.return", "mhlo.return", "sdy.return", "return"))
+_UNSTRUCTURED = frozenset(("cf.br", "cf.cond_br", "cf.switch"))
+_HLO_DIALECTS = frozenset(("stablehlo", "mhlo"))
+
+
+class OpKind(NamedTuple):
+    """What the reader needs to know of an op by its name alone.
+
+    Attributes:
+        name: Name as the user wrote it.
+        opcode: HLO opcode; the full name if HLO has none (``chlo.erfc``).
+        is_terminator: Whether it ends a region and gives its results.
+        is_unstructured: Whether it jumps between blocks.
+        is_dynamic: Whether its result shape is only known when the program runs.
+        may_call: Whether its attributes may name functions that it calls.
+    """
+
+    name: str
+    opcode: str
+    is_terminator: bool
+    is_unstructured: bool
+    is_dynamic: bool
+    may_call: bool
+
+
+@lru_cache(maxsize=4096)
+def op_kind(name: str) -> OpKind:
+    """Classify an op by its name."""
+    name = original_name(name)
+    dialect, _, short = name.partition(".")
+    opcode = hlo_opcode(name)
+    known = dialect in _HLO_DIALECTS
+    return OpKind(
+        name=name,
+        opcode=opcode,
+        is_terminator=name in _TERMINATORS,
+        is_unstructured=name in _UNSTRUCTURED,
+        is_dynamic=known and short in _DYNAMIC,
+        may_call=not known or opcode in ("call", "custom-call"),
+    )
+
+
+def hlo_opcode(name: str) -> str:
+    """HLO opcode of an MLIR op; its full name if HLO has none (``chlo.erfc``)."""
+    dialect, _, short = name.partition(".")
+    if name in _CALLS:
+        return "call"
+    if dialect in _HLO_DIALECTS and short not in _NOT_IN_HLO:
+        return _RENAMED.get(short) or short.replace("_", "-")
+    return name

@@ -1,0 +1,183 @@
+"""MLIR attribute values in text form to Python values."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..dtypes import NUMPY_NAMES
+from ..program import TensorType, constant_value
+from .types import split_top
+
+_NUMBER = re.compile(r"(-?\d+)(?: : \w+)?$")
+_FLOAT = re.compile(r"(-?\d+\.\d*(?:[eE][-+]?\d+)?)(?: : \w+)?$")
+_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
+_ESCAPE = re.compile(rb"\\([0-9A-Fa-f]{2}|.)", re.DOTALL)
+_ARRAY = re.compile(r"array<(\w+)(?:: (.*))?>$", re.DOTALL)
+_DENSE = re.compile(r"dense<(.*)> : \w+<((?:\d+x)*)(\w+)>$", re.DOTALL)
+_ENUM = re.compile(r"#\w+<\w+ (\w+)>$")
+_STRUCT = re.compile(r"#[\w.]+<(.*)>$", re.DOTALL)
+_ELEMENT = re.compile(r"0x[0-9A-Fa-f]+|true|false|-?\d[\d.]*(?:[eE][-+]?\d+)?")
+_DTYPES = {"i64": "<i8", "i32": "<i4", "i8": "<i1", "i1": "?", "index": "<i8"}
+
+
+class Symbol(str):
+    """A reference to a symbol, without its ``@``."""
+
+    __slots__ = ()
+
+
+class Raw(NamedTuple):
+    """An attribute that has no Python counterpart, as text."""
+
+    text: str
+
+
+def read_value(text: str) -> Any:
+    """Python value of an attribute.
+
+    Integers, floats, booleans and strings become themselves; arrays and dense integer elements
+    tuples (nested for more than one dimension); dictionaries and dialect structures
+    (``#stablehlo.gather<offset_dims = [1], …>``) dictionaries; enumerations
+    (``#stablehlo<comparison_direction LT>``) the name of their value; references
+    :class:`Symbol`; anything else :class:`Raw`.
+    """
+    if match := _NUMBER.match(text):
+        return int(match[1])
+    head = text[:1]
+    if head == '"':
+        return _string(text)
+    if head == "@":
+        return Symbol(text.rsplit("@", 1)[-1].strip('"'))
+    if head == "[":
+        return tuple(read_value(part) for part in split_top(text[1:-1]))
+    if head == "{":
+        return _dictionary(text[1:-1])
+    if head == "#":
+        return _dialect_attribute(text)
+    if text in ("true", "false", "unit"):
+        return text != "false"
+    if match := _FLOAT.match(text):
+        return float(match[1])
+    if match := _ARRAY.match(text):
+        return tuple(read_value(part) for part in split_top(match[2] or ""))
+    if text.startswith("dense<"):
+        return _dense(text)
+    return Raw(text)
+
+
+def _string(text: str) -> str | Raw:
+    match = _STRING.match(text)
+    if match is None:
+        return Raw(text)
+    body = match[1]
+    if "\\" not in body:
+        return body
+    data = _ESCAPE.sub(_unescape, body.encode())
+    return data.decode("utf-8", "replace")
+
+
+def _unescape(match: re.Match[bytes]) -> bytes:
+    code = match[1]
+    if len(code) == 2:
+        return bytes((int(code, 16),))
+    return {b"n": b"\n", b"t": b"\t"}.get(code, code)
+
+
+def _dictionary(body: str) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
+    for entry in split_top(body):
+        key, *value = split_top(entry, "=") if "=" in entry else [entry]
+        # Only the first sign separates; values may hold more of them inside brackets.
+        entries[key.strip('"')] = read_value("=".join(value)) if value else True
+    return entries
+
+
+def _dialect_attribute(text: str) -> object:
+    if match := _ENUM.match(text):
+        return match[1]
+    match = _STRUCT.match(text)
+    if match is None or ".replica_group_mesh_axes<" in text:
+        return Raw(text)
+    entries = split_top(match[1])
+    if entries and all(re.match(r"\w+\s*=[^=]", entry) for entry in entries):
+        return _dictionary(match[1])
+    return Raw(text)
+
+
+def _dense(text: str) -> object:
+    match = _DENSE.match(text)
+    if match is None:
+        return Raw(text)
+    body, dims, element = match.groups()
+    shape = tuple(map(int, dims.split("x")[:-1]))
+    if element not in _DTYPES:
+        return Raw(text)
+    if body.startswith('"0x'):
+        values = np.frombuffer(bytes.fromhex(body[3:-1]), dtype=_DTYPES[element])
+    else:
+        values = np.asarray(json.loads(body) if body else [], dtype=_DTYPES[element])
+    size = math.prod(shape)
+    if values.size == 1 and size != 1:
+        values = np.full(size, values.reshape(-1)[0])
+    return _nested(values.reshape(shape).tolist())
+
+
+def _nested(value: object) -> object:
+    return tuple(_nested(item) for item in value) if isinstance(value, list) else value
+
+
+def read_literal(text: str, kind: TensorType) -> Any:
+    """Value of a constant from its ``dense<…>`` text.
+
+    Returns:
+        A scalar for scalars and splats, a flat row-major list up to 64 elements, else ``None``.
+    """
+    if not text.startswith("dense<"):
+        return None
+    body = text[6 : text.rfind("> : ")]
+    if '"' in body or "__elided__" in body:
+        return None
+    parts = [_element(item, kind.dtype) for item in _ELEMENT.findall(body)]
+    elements: list[Any] = list(parts)
+    if kind.dtype in ("c64", "c128"):
+        elements = [complex(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return constant_value(elements)
+
+
+def _element(text: str, dtype: str) -> bool | int | float:
+    if text in ("true", "false"):
+        return text == "true"
+    if dtype[0] in "su" or dtype == "pred":
+        return int(text, 0)
+    if text.startswith("0x"):
+        value = _from_bits(int(text, 16), dtype)
+        # One NaN object, so that programs compare equal: containers compare by identity first.
+        return math.nan if math.isnan(value) else value
+    return float(text)
+
+
+def _from_bits(bits: int, dtype: str) -> float:
+    """Value of a float that MLIR prints as its bits (infinities and NaN)."""
+    if dtype == "bf16":
+        return float(struct.unpack("<f", struct.pack("<I", bits << 16))[0])
+    formats = {"f16": ("<H", "<e"), "f64": ("<Q", "<d"), "c128": ("<Q", "<d")}
+    small = dtype.startswith(("f8", "f6", "f4"))
+    if small:
+        return _small_float(bits, dtype)
+    pack, unpack = formats.get(dtype, ("<I", "<f"))
+    return float(struct.unpack(unpack, struct.pack(pack, bits))[0])
+
+
+def _small_float(bits: int, dtype: str) -> float:
+    import ml_dtypes
+
+    kind = getattr(ml_dtypes, NUMPY_NAMES[dtype], None)
+    if kind is None:
+        return math.nan
+    return float(np.array([bits], np.uint8).view(kind)[0])

@@ -1,0 +1,143 @@
+"""How many devices a program is written for: by its header, and by its shardings.
+
+The header decides, as in XLA: where it sets one partition, shardings are dropped.
+"""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from typing import Any
+
+from ...common.errors import ProgramError
+from ..kernels.kinds import is_collective
+from .reader import SourceProgram
+
+_MESH_AXIS = re.compile(r'\\?"[^"\\]+\\?"\s*=\s*(\d+)')
+_MESH = re.compile(r"sdy\.mesh<\[([^\]]*)\]")
+_TILES = re.compile(r"devices=\[([\d,]+)\]")
+
+
+def header_counts(source: SourceProgram) -> tuple[int, int]:
+    """Replicas and partitions that a program's header sets, each 1 by default."""
+    if source.kind == "hlo":
+        return source.program.num_replicas, source.program.num_partitions
+    from .jax_compat import module_counts
+
+    return module_counts(source.module)
+
+
+def annotated_devices(source: SourceProgram) -> int:
+    """Devices of the largest mesh or sharding that a program's ops name; 1 if there is none."""
+    data = source.compile_input
+    if source.kind == "hlo":
+        text = data if isinstance(data, str) else data.decode()
+        meshes = [_mesh_size(axes) for axes in _MESH.findall(text)]
+        return max([1, *meshes, *_tile_sizes(text)])
+    # Bytecode holds the names of attributes verbatim, so that few modules have to be walked.
+    raw = data.encode() if isinstance(data, str) else data
+    return _annotated_in(source.module) if b"sdy" in raw or b"sharding" in raw else 1
+
+
+def _annotated_in(module: Any) -> int:
+    from .jax_compat import walk_ops
+
+    sizes = [1]
+    for op in walk_ops(module):
+        if op.name == "sdy.mesh":
+            sizes.append(_mesh_size(str(op.attributes["mesh"])))
+        elif "mhlo.sharding" in op.attributes:
+            sizes += _tile_sizes(str(op.attributes["mhlo.sharding"]))
+        elif op.name == "func.func" and "arg_attrs" in op.attributes:
+            sizes += _tile_sizes(str(op.attributes["arg_attrs"]))
+    return max(sizes)
+
+
+def _mesh_size(axes: str) -> int:
+    return prod(int(n) for n in _MESH_AXIS.findall(axes))
+
+
+def _tile_sizes(text: str) -> list[int]:
+    return [prod(map(int, tiles.split(","))) for tiles in _TILES.findall(text)]
+
+
+def sharding_note(source: SourceProgram) -> str:
+    """Note that shardings are ignored because the header sets one device; empty if none are."""
+    if _is_compiled(source) or header_counts(source) != (1, 1):
+        return ""
+    devices = annotated_devices(source)
+    if devices == 1:
+        return ""
+    return (
+        f"the program's shardings are over {devices} devices, but its header sets one partition: "
+        f"it is counted whole, as one device runs it ({_how_to_split(source, devices)})"
+    )
+
+
+def check_one_device(source: SourceProgram, device: str) -> None:
+    """Refuse to run a program for several devices on a single one.
+
+    Args:
+        source: The program.
+        device: Name of the device.
+
+    Raises:
+        ProgramError: Its header sets several replicas or partitions.
+    """
+    replicas, partitions = header_counts(source)
+    count = replicas * partitions
+    if count > 1:
+        raise ProgramError(
+            f"the program is for {count} devices ({replicas} replicas of {partitions} partitions), "
+            "but a single device was given",
+            where=source.origin,
+            hint=f"give a cluster instead: opcast predict --cluster {device}-x{count}, in Python "
+            "opcast.predict.cluster.partitioned.predict_partitioned; to have one device run the "
+            f"whole program, take {_header_names(source)} out of its header",
+        )
+
+
+def check_several_devices(source: SourceProgram, cluster: str, size: int, device: str) -> None:
+    """Refuse to run a program for one device on a cluster.
+
+    A program with collectives passes whatever its header says: each device runs it as it is.
+
+    Args:
+        source: The program.
+        cluster: Name of the cluster.
+        size: Number of its devices.
+        device: Name of the cluster's device.
+
+    Raises:
+        ProgramError: Neither its header nor a collective is for several devices.
+    """
+    if size == 1 or header_counts(source) != (1, 1):
+        return
+    computations = source.program.computations.values()
+    if any(is_collective(op.opcode) for c in computations for op in c.ops):
+        return
+    devices = annotated_devices(source)
+    spread = f"opcast partition PROGRAM --mesh dp={size} --out FILE spreads it"
+    if devices > 1:
+        spread = f"its shardings are over {devices} devices: {_how_to_split(source, devices)}"
+    raise ProgramError(
+        f"the program is for one device, but the cluster {cluster} has {size}",
+        where=source.origin,
+        hint=f"predict it with --device {device}; {spread}",
+    )
+
+
+def _is_compiled(source: SourceProgram) -> bool:
+    return source.kind == "hlo" and source.program.is_scheduled
+
+
+def _how_to_split(source: SourceProgram, devices: int) -> str:
+    value = f"num_partitions={devices}"
+    value = value if source.kind == "hlo" else f"mhlo.num_partitions = {devices} : i32"
+    return f"{value} in the header has it split"
+
+
+def _header_names(source: SourceProgram) -> str:
+    names = ("replica_count", "num_partitions")
+    names = names if source.kind == "hlo" else ("mhlo.num_replicas", "mhlo.num_partitions")
+    return " and ".join(names)

@@ -1,0 +1,222 @@
+"""The one intermediate representation: programs, computations and ops, in HLO's vocabulary.
+
+StableHLO (text, bytecode, exports) and HLO text are both read into these classes, so that FLOPs,
+bytes and features are defined once. Opcodes are HLO's (``dot``, ``dynamic-update-slice``); an op
+that HLO lacks keeps its dialect (``chlo.erf_inv``). Values are ops, as in HLO: an op with several
+results has ``is_tuple`` and its users read it through ``get-tuple-element``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+from .dtypes import DTYPE_BITS
+
+#: Memory spaces on a TPU's chip: VMEM, the CMEM of a v4, scalar memory.
+ON_CHIP = frozenset((1, 3, 6))
+#: Ops that run no code on any target: they name, group or order values.
+BOOKKEEPING = frozenset(
+    (
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "after-all",
+        "add-dependency",
+        "domain",
+        "partition-id",
+        "replica-id",
+    )
+)
+#: Collectives, which also occur as ``X-start`` and ``X-done``.
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+#: Constants of more elements keep no value: no rule asks for one, and texts stay short.
+MAX_CONSTANT_SIZE = 64
+
+
+class TensorType(NamedTuple):
+    """Element type, shape and layout of one array value.
+
+    Attributes:
+        dtype: HLO name of the element type (``f32``, ``bf16``, ``pred``, ``token`` …).
+        shape: Static dimension sizes.
+        layout: Minor-to-major dimension order; ``None`` means row-major.
+        memory_space: Where the array lies, XLA's ``S(n)``: 0 is the device's main memory, those of
+            :data:`ON_CHIP` are on a TPU's chip, 5 is the host's memory.
+    """
+
+    dtype: str
+    shape: tuple[int, ...] = ()
+    layout: tuple[int, ...] | None = None
+    memory_space: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, sub-byte types packed."""
+        return (self.size * DTYPE_BITS[self.dtype] + 7) // 8
+
+    def __str__(self) -> str:
+        """HLO notation, such as ``f32[8,128]``."""
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def constant_value(elements: list[Any]) -> Any:
+    """Value under which a constant is kept.
+
+    Args:
+        elements: All elements, row-major; a single one stands for a splat.
+
+    Returns:
+        A scalar for scalars and splats, the list up to :data:`MAX_CONSTANT_SIZE` elements,
+        otherwise ``None``.
+    """
+    if elements and elements.count(elements[0]) == len(elements):
+        return elements[0]
+    return elements if 0 < len(elements) <= MAX_CONSTANT_SIZE else None
+
+
+class WindowDim(NamedTuple):
+    """One spatial dimension of a convolution or window reduction (HLO's ``WindowDimension``)."""
+
+    size: int
+    stride: int = 1
+    pad_low: int = 0
+    pad_high: int = 0
+    lhs_dilation: int = 1
+    rhs_dilation: int = 1
+    reversal: bool = False
+
+
+class Source(NamedTuple):
+    """Where a kernel or op came from.
+
+    Attributes:
+        op: Name of the StableHLO op, such as ``stablehlo.dot_general``, or the framework's op name.
+        file: File of the user's program; of the StableHLO text if it carries no locations.
+        line: Line in that file; 0 if not known.
+        index: Position of the StableHLO op in the program's walk order; -1 if not known.
+    """
+
+    op: str
+    file: str = ""
+    line: int = 0
+    index: int = -1  # type: ignore[assignment]  # shadows tuple.index on purpose
+
+
+@dataclass(slots=True)
+class Op:
+    """One instruction of a computation.
+
+    Attributes:
+        name: Unique within the program.
+        opcode: HLO opcode.
+        operands: Indices of the producing ops within ``Computation.ops``.
+        results: Leaf types; exactly one unless ``is_tuple``.
+        attrs: Normalised attributes (see docs/ir.md).
+        called: Names of the computations that it calls (``fusion``, ``while``, ``reduce`` …).
+        is_tuple: Whether the result is a (possibly nested) tuple.
+        source: Where it came from.
+    """
+
+    name: str
+    opcode: str
+    operands: tuple[int, ...] = ()
+    results: tuple[TensorType, ...] = ()
+    attrs: dict[str, Any] = field(default_factory=dict)
+    called: tuple[str, ...] = ()
+    is_tuple: bool = False
+    source: Source | None = None
+
+    @property
+    def type(self) -> TensorType:
+        """Type of the first result."""
+        return self.results[0]
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of all results."""
+        return sum(t.nbytes for t in self.results)
+
+    def config(self, *path: str) -> dict[str, Any]:
+        """The backend configuration, or its part under the keys of ``path``.
+
+        Empty where the instruction has none, or has text or a number in its place.
+        """
+        part = self.attrs.get("backend_config")
+        for key in path:
+            part = part.get(key) if isinstance(part, dict) else None
+        return part if isinstance(part, dict) else {}
+
+
+@dataclass(slots=True)
+class Computation:
+    """A list of ops in order (the schedule, if the program is scheduled), parameters among them."""
+
+    name: str
+    ops: list[Op] = field(default_factory=list)
+    root: int = -1
+
+    @property
+    def root_op(self) -> Op:
+        """The op whose value the computation returns."""
+        return self.ops[self.root]
+
+    @property
+    def parameters(self) -> list[Op]:
+        """Parameter ops ordered by number."""
+        ops = [op for op in self.ops if op.opcode == "parameter"]
+        return sorted(ops, key=lambda op: int(op.attrs["index"]))
+
+
+@dataclass(slots=True)
+class Program:
+    """Computations reachable from ``entry``.
+
+    Attributes:
+        computations: By name, callees before callers.
+        entry: Name of the entry computation.
+        dialect: ``stablehlo`` or ``hlo``.
+        name: Module name.
+        num_replicas: Replicas that run the program (data parallel without a partitioner).
+        num_partitions: Devices over which it is or will be partitioned.
+        is_scheduled: Whether the order of ops is the execution order.
+        aliases: Pairs (output index, parameter number) that share a buffer (donated arguments).
+        meshes: Axis sizes by mesh name, from ``sdy.mesh``.
+        origin: File that it was read from.
+    """
+
+    computations: dict[str, Computation] = field(default_factory=dict)
+    entry: str = ""
+    dialect: str = "hlo"
+    name: str = ""
+    num_replicas: int = 1
+    num_partitions: int = 1
+    is_scheduled: bool = False
+    aliases: tuple[tuple[int, int], ...] = ()
+    meshes: dict[str, dict[str, int]] = field(default_factory=dict)
+    origin: str = ""
+
+    @property
+    def entry_computation(self) -> Computation:
+        """The computation where execution starts."""
+        return self.computations[self.entry]
+
+    @property
+    def op_count(self) -> int:
+        """Ops over all computations, parameters and constants included."""
+        return sum(len(c.ops) for c in self.computations.values())

@@ -1,0 +1,92 @@
+"""Reader of MLIR modules: StableHLO with func, chlo, sdy and mhlo, as text or bytecode."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from ...common.errors import ProgramError
+from .jax_compat import parse_module
+from .mlir.quantised import is_quantised, with_storage_types
+from .mlir.reader import ModuleReader
+from .program import Program
+from .trip_counts import set_trip_counts
+
+
+def read_mlir(
+    data: str | bytes, origin: str = "", *, trip_counts: Mapping[str, int] | int | None = None
+) -> Program:
+    """Read a StableHLO program.
+
+    Args:
+        data: MLIR text, MLIR bytecode, or a StableHLO portable artifact.
+        origin: File that it came from, for messages and for ops without a location.
+        trip_counts: Counts for loops where none is inferred: one for all, or by loop.
+
+    Returns:
+        The program: each function and each region is a computation.
+
+    Raises:
+        ProgramError: The data is not such a module.
+        DynamicShapeError: An op has a dimension without a static size.
+    """
+    return read_module(parse(data, origin), origin, trip_counts=trip_counts)
+
+
+def parse(data: str | bytes, origin: str = "") -> Any:
+    """Parse into an MLIR module.
+
+    Raises:
+        ProgramError: The data is not such a module; the message gives the parser's line.
+    """
+    if not data.strip():
+        raise ProgramError(
+            "the program is empty", where=origin, hint="give StableHLO or HLO, text or bytecode"
+        )
+    if isinstance(data, str) and is_quantised(data):
+        data = with_storage_types(data)
+    try:
+        return parse_module(data)
+    except ValueError as error:
+        raise _parse_error(str(error), origin) from None
+
+
+def _parse_error(message: str, origin: str) -> ProgramError:
+    match = re.search(r'"-":(\d+):(\d+)\)?:\s*(?:error:\s*)?([^\n]*)', message)
+    what = match[3] if match else (message.splitlines() or ["unknown error"])[-1]
+    line = f":{match[1]}:{match[2]}" if match and match[1] != "0" else ""
+    return ProgramError(
+        f"cannot parse the program: {what}",
+        where=f"{origin or 'program'}{line}",
+        hint="expects StableHLO as text, MLIR bytecode or a portable artifact; is it complete?",
+    )
+
+
+def read_module(
+    module: Any, origin: str = "", *, trip_counts: Mapping[str, int] | int | None = None
+) -> Program:
+    """Read a parsed MLIR module, otherwise as :func:`read_mlir`."""
+    try:
+        with module.context, _paused_collection():
+            program = ModuleReader(module, origin).read()
+    except (UnicodeDecodeError, RuntimeError) as error:
+        # Damaged bytecode can hold names that are not UTF-8, or regions that nest without end.
+        what = f"the program is damaged: {type(error).__name__}: {error}"
+        raise ProgramError(what, where=origin) from error
+    set_trip_counts(program, trip_counts)
+    return program
+
+
+@contextmanager
+def _paused_collection() -> Iterator[None]:
+    """Pause garbage collection: it is 15 % of reading a large program, and finds no garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

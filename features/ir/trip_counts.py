@@ -1,0 +1,311 @@
+"""Trip counts of loops whose bounds and steps follow from constants.
+
+Values are followed from the entry down: into functions, branches and loop bodies, through
+conversions and tuples. A parameter is known if all call sites agree on it; an element of a loop's
+state if the body hands it on unchanged.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from ...common.errors import ProgramError
+from .program import Computation, Op, Program
+
+_TRANSPARENT = frozenset(
+    (
+        "convert",
+        "reshape",
+        "broadcast",
+        "copy",
+        "bitcast",
+        "opt-barrier",
+        "optimization-barrier",
+        "sdy.sharding_constraint",
+        "sdy.reshard",
+    )
+)
+_SWAPPED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "EQ": "EQ", "NE": "NE"}
+_FOLDED: dict[str, Callable[[int, int], int]] = {
+    "multiply": operator.mul,
+    "maximum": max,
+    "minimum": min,
+}
+#: Ops that a value is followed through; each takes three of the 1000 frames that Python allows.
+_MAX_DEPTH = 100
+
+
+class Linear(NamedTuple):
+    """Element ``element`` of the loop's state (-1: no element) plus a constant."""
+
+    element: int
+    offset: int
+
+
+class _Compare(NamedTuple):
+    direction: str
+    lhs: Linear
+    rhs: Linear
+
+
+Value = Linear | _Compare | list["Value"] | None
+Arguments = list[Value]
+
+
+def set_trip_counts(program: Program, given: Mapping[str, int] | int | None = None) -> None:
+    """Set ``attrs["trip_count"]`` of every ``while``: inferred, given by the user, or ``None``.
+
+    Args:
+        program: Changed in place; a count that is already set stays.
+        given: Counts for loops where none is inferred: one for all, or by the loop's name, its
+            source line (``file:line``) or the line alone.
+
+    Raises:
+        ProgramError: ``given`` names a loop that the program does not have.
+    """
+    if any(op.opcode == "while" for c in program.computations.values() for op in c.ops):
+        _Walk(program).run()
+    apply_given(program, given)
+
+
+def apply_given(program: Program, given: Mapping[str, int] | int | None) -> None:
+    """Fill in the counts that the user gives for loops without one.
+
+    Raises:
+        ProgramError: ``given`` names a loop that the program does not have.
+    """
+    loops = [op for c in program.computations.values() for op in c.ops if op.opcode == "while"]
+    used: set[str] = set()
+    for op in loops:
+        if isinstance(given, int):
+            names, counts = ["*"], {"*": given}
+        else:
+            names, counts = loop_names(op), dict(given or {})
+        hits = [name for name in names if name in counts]
+        used.update(hits)
+        if hits and op.attrs.get("trip_count") is None:
+            op.attrs["trip_count"] = int(counts[hits[0]])
+    unknown = [] if given is None or isinstance(given, int) else sorted(set(given) - used)
+    if unknown:
+        known = ", ".join(f"{op.name} ({loop_names(op)[1]})" for op in loops[:10])
+        raise ProgramError(
+            f"no loop is called {unknown[0]!r}",
+            where=program.origin,
+            hint=f"the loops are: {known}" if loops else "the program has no loops",
+        )
+
+
+def loop_names(op: Op) -> list[str]:
+    """Names by which a user can refer to a loop: its own, and ``file:line`` in full or in part."""
+    if op.source is None:
+        return [op.name, ""]
+    file, line = op.source.file, op.source.line
+    return [op.name, f"{file}:{line}", f"{file.rsplit('/', 1)[-1]}:{line}", str(line)]
+
+
+class _Walk:
+    """Visits computations from callers to callees with what is known of their parameters."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.known: dict[str, Arguments] = {}
+
+    def run(self) -> None:
+        """Visit all; callees come before callers in a program."""
+        entry = self.program.entry_computation
+        self.known[entry.name] = [None] * len(entry.parameters)
+        for computation in reversed(list(self.program.computations.values())):
+            memo: dict[int, Value] = {}
+            arguments = self.known.get(computation.name, [])
+            for op in computation.ops:
+                if op.called and op.opcode != "fusion":
+                    self._visit(op, computation, arguments, memo)
+
+    def _visit(
+        self, op: Op, computation: Computation, arguments: Arguments, memo: dict[int, Value]
+    ) -> None:
+        if op.opcode not in ("while", "conditional", "call"):
+            for name in op.called:
+                self._meet(name, [])
+            return
+        values = [self._value(computation, i, arguments, 0, memo) for i in op.operands]
+        if op.opcode == "while":
+            if op.attrs.get("trip_count") is None:
+                op.attrs["trip_count"] = self._trip_count(op, values)
+            values = self._invariants(op, values)
+        elif op.opcode == "conditional":
+            values = values[1:]
+        # HLO hands each branch an operand of its own; StableHLO's branches capture all.
+        apart = op.opcode == "conditional" and self.program.dialect == "hlo"
+        for place, name in enumerate(op.called):
+            self._meet(name, values[place : place + 1] if apart else values)
+
+    def _meet(self, name: str, values: Arguments) -> None:
+        before = self.known.get(name)
+        if before is None:
+            self.known[name] = list(values)
+        else:
+            agreed = zip(before, values, strict=False)
+            self.known[name] = [a if a == b else None for a, b in agreed]
+
+    def _invariants(self, op: Op, initial: Arguments) -> Arguments:
+        """What is known of the loop's state at any iteration."""
+        body = self.program.computations[op.called[1]]
+        if _single_tuple(op, body):
+            whole = initial[0]
+            return [self._kept(body, whole, single=True)] if isinstance(whole, list) else [None]
+        return self._kept(body, initial)
+
+    def _kept(self, body: Computation, initial: Arguments, *, single: bool = False) -> Arguments:
+        """Elements of a state before the loop, where the body hands them on; else ``None``."""
+        state: Arguments = [Linear(i, 0) for i in range(len(initial))]
+        after = self._state_after(body, [state] if single else state)
+        after += [None] * (len(initial) - len(after))
+        return [v if after[i] == Linear(i, 0) else None for i, v in enumerate(initial)]
+
+    def _state_after(self, body: Computation, state: Arguments) -> Arguments:
+        """The body's results; what the body captures from outside never changes."""
+        result = self._value(body, body.root, state, 0, {})
+        results = list(result) if isinstance(result, list) else [result]
+        return [*results, *state[len(results) :]]
+
+    def _trip_count(self, op: Op, initial: Arguments) -> int | None:
+        condition, body = (self.program.computations[name] for name in op.called)
+        single = _single_tuple(op, body)
+        if single:
+            whole = initial[0]
+            if not isinstance(whole, list):
+                return None
+            initial = whole
+        # Bounds and steps may be captured from outside, or be carried without a change.
+        fixed = self._kept(body, initial, single=single)
+        elements: Arguments = [f if _is_number(f) else Linear(i, 0) for i, f in enumerate(fixed)]
+        state: Arguments = [elements] if single else elements
+        test = self._value(condition, condition.root, state, 0, {})
+        if not isinstance(test, _Compare):
+            return None
+        after = self._state_after(body, state)
+        for direction, counter, bound in (
+            test,
+            (_SWAPPED.get(test.direction, ""), test.rhs, test.lhs),
+        ):
+            first, limit = _pick(initial, counter), _at_start(bound, initial, after)
+            step = _pick(after, counter)
+            if first is None or limit is None or counter.element < 0:
+                continue
+            if first.element >= 0 or step is None or step.element != counter.element:
+                continue
+            return _count(direction, first.offset + counter.offset, step.offset, limit)
+        return None
+
+    def _value(
+        self,
+        where: Computation,
+        index: int,
+        arguments: Arguments,
+        depth: int,
+        memo: dict[int, Value],
+    ) -> Value:
+        if index not in memo:
+            memo[index] = None
+            if depth < _MAX_DEPTH:
+                memo[index] = self._compute(where, where.ops[index], arguments, depth + 1, memo)
+        return memo[index]
+
+    def _compute(
+        self, where: Computation, op: Op, arguments: Arguments, depth: int, memo: dict[int, Value]
+    ) -> Value:
+        def operand(position: int) -> Value:
+            return self._value(where, op.operands[position], arguments, depth, memo)
+
+        code = op.opcode
+        if code == "parameter":
+            number = int(op.attrs["index"])
+            return arguments[number] if number < len(arguments) else None
+        if code == "constant":
+            return _constant(op.attrs.get("value"))
+        if code in _TRANSPARENT and op.operands:
+            several = op.is_tuple and len(op.operands) > 1
+            return [operand(i) for i in range(len(op.operands))] if several else operand(0)
+        if code == "tuple":
+            return [operand(i) for i in range(len(op.operands))]
+        if code == "get-tuple-element":
+            whole, element = operand(0), int(op.attrs["index"])
+            return whole[element] if isinstance(whole, list) and element < len(whole) else None
+        if code in ("call", "fusion") and op.called:
+            inner = self.program.computations[op.called[0]]
+            values = [operand(i) for i in range(len(op.operands))]
+            return self._value(inner, inner.root, values, depth, {})
+        if code == "while" and op.is_tuple and len(op.called) == 2 and depth < 20:
+            initial = [operand(i) for i in range(len(op.operands))]
+            kept = self._invariants(op, initial)
+            return kept[0] if _single_tuple(op, self.program.computations[op.called[1]]) else kept
+        if len(op.operands) == 2:
+            return _combine(op, operand(0), operand(1))
+        return None
+
+
+def _single_tuple(op: Op, body: Computation) -> bool:
+    """Whether the state is one tuple, as in HLO, instead of several operands."""
+    return len(op.operands) == 1 and body.parameters[0].is_tuple
+
+
+def _is_number(value: Value) -> bool:
+    return isinstance(value, Linear) and value.element < 0
+
+
+def _constant(value: object) -> Value:
+    return Linear(-1, int(value)) if isinstance(value, int) else None
+
+
+def _pick(state: Arguments, value: Linear) -> Linear | None:
+    """The element of the state that a value is based on."""
+    element = state[value.element] if 0 <= value.element < len(state) else None
+    return element if isinstance(element, Linear) else None
+
+
+def _at_start(bound: Linear, initial: Arguments, after: Arguments) -> int | None:
+    """The bound as a number, if no iteration changes it."""
+    if bound.element < 0:
+        return bound.offset
+    if _pick(after, bound) != Linear(bound.element, 0):
+        return None
+    first = _pick(initial, bound)
+    return first.offset + bound.offset if first and first.element < 0 else None
+
+
+def _combine(op: Op, lhs: Value, rhs: Value) -> Value:
+    """Sum, difference or comparison of linear values; products and extrema of constants."""
+    if not isinstance(lhs, Linear) or not isinstance(rhs, Linear):
+        return None
+    if op.opcode == "compare":
+        return _Compare(str(op.attrs.get("direction", "")), lhs, rhs)
+    if op.opcode == "add" and min(lhs.element, rhs.element) < 0:
+        return Linear(max(lhs.element, rhs.element), lhs.offset + rhs.offset)
+    if op.opcode == "subtract" and rhs.element < 0:
+        return Linear(lhs.element, lhs.offset - rhs.offset)
+    if op.opcode in _FOLDED and lhs.element < 0 and rhs.element < 0:
+        return Linear(-1, _FOLDED[op.opcode](lhs.offset, rhs.offset))
+    return None
+
+
+def _count(direction: str, first: int, step: int, bound: int) -> int | None:
+    """How many of ``first, first + step, …`` satisfy the comparison before one does not."""
+    if direction in ("GT", "GE"):
+        return _count({"GT": "LT", "GE": "LE"}[direction], -first, -step, -bound)
+    if direction == "LE":
+        direction, bound = "LT", bound + 1
+    if direction == "LT":
+        if first >= bound:
+            return 0
+        return -((first - bound) // step) if step > 0 else None
+    if direction == "NE":
+        if first == bound:
+            return 0
+        whole = step != 0 and (bound - first) % step == 0
+        return (bound - first) // step if whole and (bound - first) // step > 0 else None
+    if direction == "EQ":
+        return 0 if first != bound else (1 if step else None)
+    return None

@@ -1,0 +1,251 @@
+"""Programs from files: a parser that crashes on a damaged one must not take the process with it.
+
+MLIR's reader of bytecode trusts its input: a flipped byte can end the process. So bytecode is read
+once in a process of its own (``mlir/worker.py``), and only what passes there is read here. Text is
+safe but for nesting without end, which overflows the stack; only text that nests deep is tried so.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...common.errors import InternalError, ProgramError
+from ...common.worker_process import WorkerEnded, WorkerProcess, WorkerTimeout, module_command
+
+if TYPE_CHECKING:
+    from .reader import SourceProgram
+
+#: Seconds that reading a module may take, and more for each megabyte.
+TIMEOUT_S, TIMEOUT_S_PER_MB = 30.0, 5.0
+#: Nesting of brackets up to which text is read at once. Programs nest less than 50.
+PLAIN_DEPTH = 200
+#: Nesting that no reader follows.
+MAX_DEPTH = 2000
+#: Private memory that reading a module may take.
+MEMORY_BYTES = 8 * 2**30
+_ILL_FORMED = (
+    IndexError,
+    KeyError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    RecursionError,
+    MemoryError,
+)
+_PACKAGE = Path(__file__).parents[2]
+#: Digests of modules that passed; so many are kept.
+_passed: set[bytes] = set()
+_REMEMBERED = 4096
+_HINT = "copy the file again, or export the program anew"
+
+
+@contextlib.contextmanager
+def well_formed(source: SourceProgram | None = None) -> Iterator[None]:
+    """Tells faults of an ill-formed program from those of rules that fail on a well-formed one.
+
+    Attributes that do not fit shapes, operands that are missing and figures beyond all range show
+    where they are used, in any of the rules for costs, kernels and features.
+
+    Args:
+        source: The program that the block is about.
+
+    Raises:
+        ProgramError: Something in the block failed, and an op does not fit its operands.
+        InternalError: Something in the block failed, and nothing is wrong with the program.
+    """
+    try:
+        yield
+    except _ILL_FORMED as error:
+        origin = source.origin if source is not None else ""
+        fault, op = _fault_of(source)
+        if fault:
+            raise ProgramError(
+                f"the program is malformed: {fault}",
+                where=": ".join(filter(None, (origin, op))),
+                hint="export it anew; if a compiler takes the program, that is a fault of opcast",
+            ) from error
+        place, op = _raised_at(error)
+        raise InternalError(
+            f"opcast fails at {place}: {type(error).__name__}: {str(error)[:300]}",
+            where=": ".join(filter(None, (origin, op))),
+            hint="a fault of opcast, not of the program: please report it to the maintainers with "
+            "this line and the program attached; another --lowering may work",
+        ) from error
+
+
+def _fault_of(source: SourceProgram | None) -> tuple[str, str]:
+    """What is wrong with a program, and the op; empty if nothing is or it cannot be read."""
+    from .program_check import program_fault
+
+    if source is None:
+        return "", ""
+    try:
+        return program_fault(source.program)
+    except _ILL_FORMED:
+        return "", ""
+
+
+def _raised_at(error: BaseException) -> tuple[str, str]:
+    """File, line and function of opcast that raised an error, and the op that it was about."""
+    from ..lowering.fused.dataflow.graph import Node
+    from .program import Op
+
+    place, name = "an unknown place", ""
+    trace = error.__traceback__
+    while trace is not None:
+        frame, line, trace = trace.tb_frame, trace.tb_lineno, trace.tb_next
+        path = Path(frame.f_code.co_filename)
+        if _PACKAGE in path.parents:
+            place = f"{path.relative_to(_PACKAGE)}:{line} ({frame.f_code.co_name})"
+            values = frame.f_locals.values()
+            name = next((v.name for v in values if isinstance(v, Op)), name)
+            name = next((v.opcode for v in values if isinstance(v, Node)), name)
+    return place, name
+
+
+class Reader:
+    """A worker that reads modules; it is started when it is needed, and anew after it has ended.
+
+    Several threads may ask; one is answered at a time.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._worker: WorkerProcess | None = None
+        self._owner = 0
+
+    def outcome(self, data: bytes) -> str:
+        """How a module made the worker end; empty if it was read or refused in order."""
+        with self._lock:
+            used = self._worker is not None
+            outcome = self._try(data)
+            # An idle worker may have been killed for reasons of its own.
+            return self._try(data) if outcome and used else outcome
+
+    def _try(self, data: bytes) -> str:
+        limit = TIMEOUT_S + TIMEOUT_S_PER_MB * len(data) / 1e6
+        worker = self._started(limit)
+        try:
+            worker.send(data, limit)
+            worker.receive(limit)
+            return ""
+        except WorkerTimeout:
+            outcome = f"reading it did not end within {limit:.0f} s"
+        except WorkerEnded:
+            status, how = worker.ending()
+            outcome = f"reading it {'crashes' if status < 0 else 'fails'}: {how}"
+        self._stop()
+        return outcome
+
+    def _started(self, limit: float) -> WorkerProcess:
+        """The worker of this process; one that a fork inherited is its parent's."""
+        if self._worker is not None and self._owner == os.getpid():
+            return self._worker
+        worker = WorkerProcess(_command(), memory_bytes=MEMORY_BYTES)
+        self._worker, self._owner = worker, os.getpid()
+        atexit.register(self.close)
+        try:
+            worker.receive(limit)
+        except (WorkerEnded, WorkerTimeout):
+            self._stop()
+            raise ProgramError(
+                "bytecode cannot be read: the process that checks it does not start",
+                hint="is there memory for it? or give the program as StableHLO text",
+            ) from None
+        return worker
+
+    def close(self) -> None:
+        """End the worker, if it is this process's own."""
+        if self._owner == os.getpid():
+            self._stop()
+
+    def _stop(self) -> None:
+        worker, self._worker = self._worker, None
+        atexit.unregister(self.close)
+        if worker is not None:
+            worker.stop()
+
+
+reader = Reader()
+
+
+def _command() -> list[str]:
+    return module_command(f"{__package__}.mlir.worker")
+
+
+def check_bytecode(data: bytes, origin: str = "") -> None:
+    """Read MLIR bytecode in a process of its own.
+
+    What the parser refuses passes: it is refused again where the message is made. The first takes a
+    third of a second, more of them milliseconds; what passed once passes again at once.
+
+    Args:
+        data: The bytecode.
+        origin: File that it came from, for messages.
+
+    Raises:
+        ProgramError: Reading it crashes, takes too much memory, or does not end.
+    """
+    if outcome := _outcome(data):
+        raise ProgramError(
+            f"cannot parse the program: the bytecode is damaged ({outcome})",
+            where=origin,
+            hint=_HINT,
+        )
+
+
+def check_text(text: str, origin: str = "") -> None:
+    """Refuse a program's text that nests so deep that reading it would overflow the stack.
+
+    Raises:
+        ProgramError: It nests too deep.
+    """
+    depth = nesting(text)
+    if depth <= PLAIN_DEPTH:
+        return
+    if depth > MAX_DEPTH or _outcome(text.encode()):
+        raise ProgramError(
+            f"cannot parse the program: it nests {depth} brackets deep", where=origin, hint=_HINT
+        )
+
+
+def nesting(text: str) -> int:
+    """How deep brackets of one kind nest at most, strings and comments included."""
+    codes = np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
+    # Neither arrows nor the sign in HLO's iota device lists, as in [1,8]<=[8], are brackets.
+    sign = np.zeros(len(codes), bool)
+    sign[1:] = (codes[1:] == ord(">")) & (codes[:-1] == ord("-"))
+    sign[:-1] |= (codes[:-1] == ord("<")) & (codes[1:] == ord("="))
+    deepest = 0
+    for opening, closing in ("()", "[]", "{}", "<>"):
+        step = ((codes == ord(opening)) & ~sign).astype(np.int8)
+        step -= (codes == ord(closing)) & ~sign
+        level = np.cumsum(step, dtype=np.int64)
+        if len(level):
+            # Closing brackets without an opening one, as in comparisons, do not make up for others.
+            deepest = max(deepest, int((level - np.minimum.accumulate(np.minimum(level, 0))).max()))
+    return deepest
+
+
+def _outcome(data: bytes) -> str:
+    """How a module made its reader end; empty if it was read or refused in order."""
+    digest = hashlib.sha256(data).digest()
+    if digest in _passed:
+        return ""
+    outcome = reader.outcome(data)
+    if not outcome:
+        if len(_passed) >= _REMEMBERED:
+            _passed.clear()
+        _passed.add(digest)
+    return outcome

@@ -1,0 +1,1 @@
+"""Kernels: what a compiled, scheduled module runs, with kind, canonical text and memory."""

@@ -1,0 +1,235 @@
+"""One instruction as a module of its own, without anything that does not affect its cost."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+from ..ir.program import Computation, Op, Program, TensorType
+from .library_form import plain_form
+
+#: Attributes that say where, when or for whom an instruction runs, not what it does.
+_DROPPED = frozenset(
+    (
+        "sharding",
+        "frontend_attributes",
+        "control-predecessors",
+        "async_execution_thread",
+        "custom_call_has_side_effect",
+        "cross_program_prefetch_index",
+        "api_version",
+        "channel_id",
+        "use_global_device_ids",
+        "async_group_id",
+        "is_pipelined",
+        "metadata",
+        "schedule",
+        "domain",
+        "constrain_layout",
+        "result_accuracy",
+        "output_to_operand_aliasing_hint",
+        "execution_thread",
+    )
+)
+#: Parts of a backend configuration that decide what is computed. Tiles, algorithm numbers, queues
+#: and the compiler's own estimates are left out: without the device they are placeholders.
+_KEPT: dict[str, frozenset[str]] = {
+    "fusion_config": frozenset(("kind",)),
+    "fusion_backend_config": frozenset(("kind",)),
+    "gemm_backend_config": frozenset(
+        ("dot_dimension_numbers", "epilogue", "beta", "precision_config", "scale_mode")
+    ),
+    "cudnn_conv_backend_config": frozenset(
+        ("activation_mode", "conv_result_scale", "side_input_scale")
+    ),
+    "cudnn_fmha_backend_config": frozenset(
+        (
+            "bmm1_dot_dimension_numbers",
+            "bmm2_dot_dimension_numbers",
+            "dropout_rate",
+            "mask_type",
+            "intermediate_tensor_shape",
+            "is_flash_attention",
+            "is_causal_mask",
+            "sliding_window_length",
+            "bmm1_grad_gemm1_dot_dimension_numbers",
+            "bmm1_grad_gemm2_dot_dimension_numbers",
+            "bmm2_grad_gemm1_dot_dimension_numbers",
+            "bmm2_grad_gemm2_dot_dimension_numbers",
+        )
+    ),
+    "cudnn_norm_backend_config": frozenset(("kind",)),
+    "collective_backend_config": frozenset(("is_sync",)),
+    "onednn_matmul_config": frozenset(("fusions", "optimization_config")),
+    "onednn_conv_config": frozenset(("fusions", "optimization_config")),
+    "onednn_layer_norm_config": frozenset(("rescale",)),
+}
+_PLAIN = frozenset(("outer_dimension_partitions", "known_trip_count"))
+#: Characters beyond which a text is a whole program (Mosaic, Triton) and is kept as a digest.
+_LONG_TEXT = 256
+
+
+def canonical_body(op: Op, operands: Iterable[Op], program: Program) -> Program:
+    """A module whose entry holds parameters ``p0 …`` and one instruction ``r``.
+
+    Args:
+        op: The instruction.
+        operands: The ops whose values it reads, in order; equal ones share a parameter.
+        program: Where the computations that it calls are.
+
+    Returns:
+        The module, names and attributes canonical: equal work gives an equal module.
+    """
+    body = Program(name="kernel", entry="main", dialect="hlo")
+    op, operands, added = plain_form(op, list(operands), program)
+    calls = _Calls(program, body, added)
+    names = tuple(calls.add(name) for name in op.called)
+    entry = Computation("main")
+    positions: dict[int, int] = {}
+    places = []
+    for operand in operands:
+        place = positions.get(id(operand))
+        if place is None:
+            place = positions[id(operand)] = len(entry.ops)
+            entry.ops.append(_parameter(place, operand))
+        places.append(place)
+    entry.root = len(entry.ops)
+    attrs = canonical_attrs(op)
+    if "replica_groups" in attrs and not attrs["replica_groups"]:
+        attrs["replica_groups"] = _all_devices(op, program)
+    entry.ops.append(Op("r", op.opcode, tuple(places), op.results, attrs, names, op.is_tuple))
+    body.computations["main"] = entry
+    return body
+
+
+def control_body(opcode: str) -> Program:
+    """Body of a loop's or branch's own work: its state moves no bytes, so it is left out."""
+    flag = TensorType("pred")
+    entry = Computation("main", [Op("p0", "parameter", (), (flag,), {"index": 0})], 1)
+    entry.ops.append(Op("r", opcode, (0,), (flag,)))
+    return Program({"main": entry}, "main", name="kernel")
+
+
+def canonical_attrs(op: Op) -> dict[str, Any]:
+    """Attributes that decide what an instruction does."""
+    attrs = op.attrs
+    if not attrs:
+        return {}
+    kept = {k: v for k, v in attrs.items() if k not in _DROPPED}
+    if "channel_id" in attrs:
+        kept["channel_id"] = None
+    if "use_global_device_ids" in attrs:
+        kept["use_global_device_ids"] = False
+    if "backend_config" in kept:
+        config = _reduced(kept.pop("backend_config"))
+        if config:
+            kept["backend_config"] = config
+    return kept
+
+
+def _all_devices(op: Op, program: Program) -> tuple[tuple[int, ...], ...]:
+    """The group that an empty list stands for: all replicas, with a channel all partitions too."""
+    count = program.num_replicas
+    if op.attrs.get("channel_id") is not None:
+        count *= program.num_partitions
+    return (tuple(range(count)),)
+
+
+def _reduced(config: dict[str, object] | str) -> dict[str, object] | str:
+    if isinstance(config, str):
+        return _short(config)
+    kept: dict[str, object] = {}
+    for key, value in config.items():
+        if key in _KEPT and isinstance(value, dict):
+            part = {k: v for k, v in value.items() if k in _KEPT[key]}
+            if part:
+                kept[key] = part
+        elif key in _PLAIN and value:
+            kept[key] = value
+        elif key == "custom_call_config":
+            kept[key] = _short(str(value))
+    return kept
+
+
+def _short(text: str) -> str:
+    if len(text) <= _LONG_TEXT:
+        return text
+    return "sha256-" + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _parameter(number: int, like: Op) -> Op:
+    attrs: dict[str, Any] = {"index": number}
+    if "nesting" in like.attrs:
+        attrs["nesting"] = like.attrs["nesting"]
+    return Op(f"p{number}", "parameter", (), like.results, attrs, (), like.is_tuple)
+
+
+class _Calls:
+    """Copies called computations under canonical names, callees first."""
+
+    def __init__(self, program: Program, body: Program, added: Computation | None = None) -> None:
+        self.program = program
+        self.added = added
+        self.body = body
+        self.names: dict[str, str] = {}
+        self.count = 0
+
+    def add(self, name: str) -> str:
+        """Copy computation ``name`` and what it calls; returns its new name."""
+        if name in self.names:
+            return self.names[name]
+        is_added = self.added is not None and self.added.name == name
+        source = self.added if is_added and self.added else self.program.computations[name]
+        # Parameters come first and in order: their place in the text says nothing.
+        order = _parameters_first(source.ops)
+        place = {old: new for new, old in enumerate(order)}
+        ops = []
+        for old in order:
+            op = source.ops[old]
+            called = tuple([self.add(n) for n in op.called]) if op.called else ()
+            operands = tuple([place[i] for i in op.operands])
+            attrs = canonical_attrs(op)
+            results = _anywhere(op.results)
+            ops.append(Op("", op.opcode, operands, results, attrs, called, op.is_tuple))
+        return self._store(name, Computation("", ops, place[source.root]))
+
+    def _store(self, name: str, computation: Computation) -> str:
+        """Keep a copy, or find the equal one that is there already."""
+        for other in self.body.computations.values():
+            if _equal(other, computation):
+                self.names[name] = other.name
+                return other.name
+        computation.name = self.names[name] = f"c{len(self.body.computations)}"
+        for op in computation.ops:
+            op.name = f"v{self.count}"
+            self.count += 1
+        self.body.computations[computation.name] = computation
+        return computation.name
+
+
+def _anywhere(types: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
+    """Types without memory spaces: inside a kernel they only repeat those of its operands."""
+    if not any(t.memory_space for t in types):
+        return types
+    return tuple(t._replace(memory_space=0) for t in types)
+
+
+def _parameters_first(ops: list[Op]) -> list[int]:
+    parameters = [i for i, op in enumerate(ops) if op.opcode == "parameter"]
+    parameters.sort(key=lambda i: int(ops[i].attrs["index"]))
+    return parameters + [i for i, op in enumerate(ops) if op.opcode != "parameter"]
+
+
+def _equal(first: Computation, second: Computation) -> bool:
+    """Whether two computations do the same, whatever their ops are called."""
+    if len(first.ops) != len(second.ops) or first.root != second.root:
+        return False
+    return all(
+        a.opcode == b.opcode
+        and a.operands == b.operands
+        and a.results == b.results
+        and a.called == b.called
+        and a.attrs == b.attrs
+        for a, b in zip(first.ops, second.ops, strict=True)
+    )

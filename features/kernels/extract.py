@@ -1,0 +1,300 @@
+"""Kernels of a program, in the order in which the target runs them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from ..cost.totals import op_cost
+from ..ir.program import Computation, Op, Program, Source
+from .facts import KernelFacts, ProgramFacts, control_facts, facts_of_ir
+from .kernel import Kernel
+from .kinds import fused_ops, is_free, main_opcodes
+
+#: libtpu writes 2^63 - 1 where it has no estimate; no kernel takes half of that.
+_NO_CYCLES = 2.0**62
+_TAG = re.compile(r"(?:^|/)op(\d+)(?=/|$)")
+
+
+def extract_kernels(
+    program: Program, ops: Sequence[Source] | None = None
+) -> tuple[list[Kernel], list[str]]:
+    """List what the target executes, in schedule order.
+
+    Loop bodies stand inline, once, with the trip count as multiplicity, after a kernel of kind
+    ``control`` for the loop itself. A condition runs once more than its body, or not at all where
+    the compiler knows the trip count. Of a conditional the costliest branch is taken.
+
+    Args:
+        program: Optimised, scheduled HLO; or StableHLO, of which every op becomes a kernel.
+        ops: StableHLO ops by walk index, if the program was compiled with locations ``op<index>``.
+
+    Returns:
+        The kernels, and notes on what could not be known.
+    """
+    schedule = _Schedule(program, ops)
+    schedule.run()
+    return schedule.kernels, schedule.notes
+
+
+def kernel_from_ir(ir: str) -> Kernel:
+    """Rebuild a kernel from its canonical text; kind, costs and hash are computed again.
+
+    Raises:
+        ProgramError: The text is not an HLO module.
+    """
+    return _kernel(facts_of_ir(ir), "")
+
+
+def kernels_from_irs(irs: Iterable[str]) -> list[Kernel]:
+    """Rebuild many kernels; equal texts give the same object.
+
+    Raises:
+        ProgramError: A text is not an HLO module.
+    """
+    by_ir: dict[str, Kernel] = {}
+    return [by_ir.get(ir) or by_ir.setdefault(ir, kernel_from_ir(ir)) for ir in irs]
+
+
+def _kernel(facts: KernelFacts, name: str) -> Kernel:
+    cost = facts.cost
+    return Kernel(
+        name=name or facts.body.entry_computation.root_op.opcode,
+        kind=facts.kind,
+        body=facts.body,
+        ir=facts.ir,
+        hash=facts.hash,
+        flops=cost.flops,
+        transcendentals=cost.transcendentals,
+        bytes_in=cost.bytes_in,
+        bytes_out=cost.bytes_out,
+    )
+
+
+class _Schedule:
+    """State while one program is flattened."""
+
+    def __init__(self, program: Program, ops: Sequence[Source] | None) -> None:
+        self.program = program
+        self.ops = ops
+        self.facts = ProgramFacts(program)
+        self.kernels: list[Kernel] = []
+        self.notes: list[str] = []
+        self.weights: dict[str, float] = {}
+        self.tags: dict[str, tuple[Source, ...]] = {}
+        self.from_stablehlo = program.dialect == "stablehlo"
+
+    def run(self) -> None:
+        """Flatten the entry computation."""
+        entry = self.program.entry_computation
+        self._inline(entry, [frozenset()] * len(entry.parameters), 1.0, ())
+
+    def _inline(
+        self, comp: Computation, arguments: list[Value], times: float, scope: tuple[str, ...]
+    ) -> Value:
+        """Append the kernels of a computation; returns the producers of its result."""
+        values: list[Value] = []
+        for op in comp.ops:
+            values.append(self._visit(op, comp, values, arguments, times, scope))
+        return values[comp.root]
+
+    def _visit(
+        self,
+        op: Op,
+        comp: Computation,
+        values: list[Value],
+        arguments: list[Value],
+        times: float,
+        scope: tuple[str, ...],
+    ) -> Value:
+        opcode = op.opcode
+        if opcode == "parameter":
+            index = int(op.attrs["index"])
+            return arguments[index] if index < len(arguments) else frozenset()
+        inputs = [values[i] for i in op.operands]
+        if opcode == "get-tuple-element":
+            return pick(inputs[0], int(op.attrs["index"]))
+        if opcode == "tuple":
+            return inputs
+        if opcode == "while" and len(op.called) == 2:
+            return self._loop(op, inputs, times, scope)
+        if opcode == "conditional" and op.called:
+            return self._branch(op, inputs, times, scope)
+        if opcode == "call" and op.called and not self._is_one_kernel(op):
+            return self._inline(self.program.computations[op.called[0]], inputs, times, scope)
+        if is_free(op) or (self.from_stablehlo and opcode == "reshape"):
+            if len(inputs) > 1 and op.is_tuple:
+                return inputs
+            return inputs[0] if len(inputs) == 1 else flat(inputs)
+        if opcode == "async-update":
+            return inputs[0]
+        facts = self.facts.of(op, [comp.ops[i] for i in op.operands])
+        return self._add(facts, op, inputs, times, scope)
+
+    def _is_one_kernel(self, op: Op) -> bool:
+        """Whether a call runs as one kernel: the CPU's small and parallel calls."""
+        if self.from_stablehlo:
+            return False
+        if "xla_cpu_small_call" in str(op.attrs.get("frontend_attributes", "")):
+            return True
+        inner = self.program.computations[op.called[0]].ops
+        work = [o for o in inner if not is_free(o)]
+        return len(work) == 1 and work[0].opcode not in ("while", "conditional", "call")
+
+    def _add(
+        self, facts: KernelFacts, op: Op, inputs: list[Value], times: float, scope: tuple[str, ...]
+    ) -> Value:
+        position = len(self.kernels)
+        kernel = _kernel(facts, op.name)
+        kernel.multiplicity = times
+        kernel.operands = tuple(sorted(flat(inputs)))
+        kernel.scope = scope
+        kernel.sources = self._sources(op, facts.kind)
+        kernel.async_role = _async_role(op.opcode)
+        kernel.cycles = estimated_cycles(op)
+        if kernel.async_role == "done":
+            self._pair(kernel, position)
+        self.kernels.append(kernel)
+        return frozenset((position,))
+
+    def _pair(self, done: Kernel, position: int) -> None:
+        """Connect the end of an asynchronous operation with its start."""
+        for candidate in reversed(done.operands):
+            start = self.kernels[candidate]
+            if start.async_role == "start" and start.async_peer < 0:
+                start.async_peer, done.async_peer = position, candidate
+                # The end waits; what the operation costs stands at its start.
+                done.kind = start.kind
+                return
+
+    def _control(
+        self, op: Op, inputs: list[Value], times: float, scope: tuple[str, ...]
+    ) -> frozenset[int]:
+        """Append the kernel of a loop or branch itself."""
+        producers = self._add(control_facts(op.opcode), op, inputs, times, scope)
+        return flat(producers)
+
+    def _loop(self, op: Op, inputs: list[Value], times: float, scope: tuple[str, ...]) -> Value:
+        trips = self._trips(op)
+        control = self._control(op, inputs, times * trips, scope)
+        state = [merge(value, control) for value in inputs]
+        condition, body = (self.program.computations[name] for name in op.called)
+        inside = (*scope, op.name)
+        if not _counted_by_compiler(op):
+            self._inline(condition, state, times * (trips + 1), inside)
+        if trips == 0:
+            return state[0] if len(state) == 1 else list(state)
+        result = self._inline(body, state, times * trips, inside)
+        return merge(result, control)
+
+    def _trips(self, op: Op) -> int:
+        trips = op.attrs.get("trip_count")
+        if trips is not None:
+            return int(trips)
+        origin = self._origin(op.source)
+        name = f"{origin[0].file}:{origin[0].line}" if origin and origin[0].line else op.name
+        self.notes.append(
+            f"loop {op.name} has no known trip count and is counted once; give it with "
+            f"trip_counts={{{name!r}: N}} or --trip-count {name}=N"
+        )
+        return 1
+
+    def _branch(self, op: Op, inputs: list[Value], times: float, scope: tuple[str, ...]) -> Value:
+        control = self._control(op, inputs[:1], times, scope)
+        weights = [self._weight(name) for name in op.called]
+        taken = weights.index(max(weights))
+        # StableHLO branches share the values that they capture; HLO gives each its own operand.
+        arguments = inputs[1:] if self.from_stablehlo else inputs[1 + taken : 2 + taken]
+        if len(weights) > 1:
+            self.notes.append(
+                f"conditional {op.name}: branch {taken}, the costliest of {len(weights)}, counts"
+            )
+        body = self.program.computations[op.called[taken]]
+        state = [merge(value, control) for value in arguments]
+        return merge(self._inline(body, state, times, (*scope, op.name)), control)
+
+    def _weight(self, name: str) -> float:
+        """Cost of a branch: FLOPs and bytes added up, good only for comparing branches."""
+        if name not in self.weights:
+            comp = self.program.computations[name]
+            costs = [op_cost(op, comp, self.program) for op in comp.ops]
+            self.weights[name] = sum(c.flops + c.transcendentals + c.bytes for c in costs)
+        return self.weights[name]
+
+    def _sources(self, op: Op, kind: str) -> tuple[Source, ...]:
+        """StableHLO ops behind an instruction, the one that makes its kind first."""
+        own = self._origin(op.source)
+        if not op.called or kind == "control" or self.from_stablehlo:
+            return own
+        main = main_opcodes(kind)
+        first: list[Source] = []
+        rest: list[Source] = list(own)
+        for inner in fused_ops(op, self.program):
+            if inner.source is not None:
+                (first if inner.opcode in main else rest).extend(self._origin(inner.source))
+        return tuple(dict.fromkeys(first + rest))
+
+    def _origin(self, source: Source | None) -> tuple[Source, ...]:
+        if source is None:
+            return ()
+        if self.ops is None or self.from_stablehlo:
+            return (source,)
+        sources = self.tags.get(source.op)
+        if sources is None:
+            known = [self.ops[i] for i in tagged_ops(source.op) if i < len(self.ops)]
+            sources = self.tags[source.op] = tuple(known)
+        return sources
+
+
+def tagged_ops(name: str) -> list[int]:
+    """Walk indices in an instruction's name, such as 34 and 56 in ``op12/call/op34/add;op56/mul``.
+
+    Calls come before what they call, and a semicolon joins ops that were merged into one.
+    """
+    tags = (_TAG.findall(part) for part in name.split(";"))
+    return [int(numbers[-1]) for numbers in tags if numbers]
+
+
+def estimated_cycles(op: Op) -> float:
+    """Cycles that the TPU's compiler expects of an instruction; 0 if it does not say."""
+    stated = op.config("window_config").get("estimated_cycles")
+    cycles = float(op.config().get("estimated_cycles", 0) if stated is None else stated)
+    # Unknown is written as the largest integer, or as a negative one.
+    return cycles if 0 < cycles < _NO_CYCLES else 0.0
+
+
+def _counted_by_compiler(op: Op) -> bool:
+    """Whether the compiled loop counts by itself and never runs its condition."""
+    return "known_init_step" in op.config()
+
+
+def _async_role(opcode: str) -> str:
+    if opcode.endswith("-start") or opcode in ("send", "recv"):
+        return "start"
+    return "done" if opcode.endswith("-done") else ""
+
+
+Value = frozenset[int] | list["Value"]
+
+
+def flat(value: Value | Sequence[Value]) -> frozenset[int]:
+    """All producers of a value, of every element if it is a tuple."""
+    if isinstance(value, frozenset):
+        return value
+    if len(value) == 1:
+        return flat(value[0])
+    return frozenset().union(*[flat(item) for item in value])
+
+
+def pick(value: Value, index: int) -> Value:
+    """Producers of one element; a kernel that makes a tuple makes all its elements."""
+    if isinstance(value, frozenset):
+        return value
+    return value[index] if index < len(value) else flat(value)
+
+
+def merge(value: Value, extra: frozenset[int]) -> Value:
+    """Add producers to every element."""
+    if isinstance(value, frozenset):
+        return value | extra
+    return [merge(item, extra) for item in value]

@@ -1,0 +1,177 @@
+"""Kinds of kernels, from the opcode of an instruction, its target and what it fuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..cost.library_calls import is_annotation
+from ..ir.program import BOOKKEEPING, COLLECTIVES, Op, Program
+
+#: Instructions that the target does not execute: they name parts of buffers, or are constant.
+FREE = BOOKKEEPING | {
+    "bitcast",
+    "opt-barrier",
+    "optimization-barrier",
+    "create-token",
+    "get-dimension-size",
+}
+_COMMUNICATION = frozenset((*COLLECTIVES, "send", "recv"))
+_MOVEMENT = frozenset(
+    (
+        "copy",
+        "transpose",
+        "broadcast",
+        "slice",
+        "concatenate",
+        "pad",
+        "reverse",
+        "reshape",
+        "iota",
+        "bitcast-convert",
+        "dynamic-reshape",
+        "real-dynamic-slice",
+    )
+)
+_INDEXED = frozenset(("gather", "dynamic-slice", "dynamic-update-slice", "scatter"))
+_CONTAINERS = frozenset(("fusion", "call", "while", "conditional", "async-start"))
+_REDUCING = frozenset(
+    ("reduce", "reduce-window", "select-and-scatter", "batch-norm-training", "batch-norm-grad")
+)
+_LIBRARY = frozenset(("custom-call", "fft", "cholesky", "triangular-solve", "infeed", "outfeed"))
+#: Kinds by a part of the custom-call target; the first that matches counts.
+_TARGETS = (
+    ("conv", "conv"),
+    ("matmul", "gemm"),
+    ("gemm", "gemm"),
+    ("blas", "gemm"),
+    ("fmha", "gemm"),
+    ("dot", "gemm"),
+    ("attention", "gemm"),
+    ("topk", "sort"),
+    ("sort", "sort"),
+)
+_DIRECT = {
+    "dot": "gemm",
+    "ragged-dot": "gemm",
+    "scaled-dot": "gemm",
+    "convolution": "conv",
+    "sort": "sort",
+    "topk": "sort",
+    "while": "control",
+    "conditional": "control",
+    "copy-start": "copy",
+    "copy-done": "copy",
+    **dict.fromkeys(_REDUCING, "reduce"),
+    **dict.fromkeys(_MOVEMENT, "copy"),
+    **dict.fromkeys(_INDEXED, "gather_scatter"),
+    **dict.fromkeys(_LIBRARY, "custom_call"),
+}
+
+
+def is_free(op: Op) -> bool:
+    """Whether the target does nothing for this instruction."""
+    return op.opcode in FREE or (op.opcode == "custom-call" and is_annotation(op))
+
+
+def is_collective(opcode: str) -> bool:
+    """Whether an opcode is a collective, or the start or end of one."""
+    return _synchronous(opcode) in _COMMUNICATION
+
+
+def _synchronous(opcode: str) -> str:
+    return opcode.removesuffix("-start").removesuffix("-done")
+
+
+def kernel_kind(op: Op, program: Program) -> str:
+    """Kind of kernel, one of :data:`opcast.features.kernels.kernel.KINDS`.
+
+    A fusion or call is a matrix product, convolution, sort or reduction if it contains one (in this
+    order), ``gather_scatter`` if its indexed accesses outweigh its arithmetic, ``copy`` if it only
+    moves data, and ``fusion`` otherwise.
+
+    Args:
+        op: The instruction.
+        program: Where the computations that it calls are.
+    """
+    opcode = op.opcode
+    if is_collective(opcode):
+        return "collective"
+    if opcode == "custom-call":
+        return target_kind(str(op.attrs.get("target", "")))
+    if opcode in _CONTAINERS and op.called and opcode not in _DIRECT:
+        return _fused_kind(op, program)
+    opcode = _plain(op)
+    # An asynchronous slice, update or gather is of the kind of what it does.
+    return _DIRECT.get(opcode) or _DIRECT.get(_synchronous(opcode), "fusion")
+
+
+def target_kind(target: str) -> str:
+    """Kind of a custom call, from its target."""
+    lower = target.lower()
+    return next((kind for part, kind in _TARGETS if part in lower), "custom_call")
+
+
+def main_opcodes(kind: str) -> frozenset[str]:
+    """Opcodes that make a fusion be of a kind; empty if none does."""
+    return frozenset(code for code, k in _DIRECT.items() if k == kind)
+
+
+def fused_ops(op: Op, program: Program) -> Iterator[Op]:
+    """Ops inside a fusion, call or async start, without its (scalar) reducers and comparators."""
+    if op.opcode not in _CONTAINERS:
+        return
+    for name in op.called:
+        for inner in program.computations[name].ops:
+            yield inner
+            if inner.called:
+                yield from fused_ops(inner, program)
+
+
+def _fused_kind(op: Op, program: Program) -> str:
+    codes: set[str] = set()
+    targets: set[str] = set()
+    made = accessed = sliced = 0
+    for name in _containers(op, program):
+        ops = program.computations[name].ops
+        for inner in ops:
+            code = inner.opcode
+            codes.add(_plain(inner))
+            if code == "custom-call":
+                if not is_annotation(inner):
+                    targets.add(kernel_kind(inner, program))
+            elif code in ("gather", "scatter"):
+                accessed = max(accessed, inner.type.size if code == "gather" else 1 << 62)
+            elif code in ("dynamic-slice", "dynamic-update-slice"):
+                moved = inner if code == "dynamic-slice" else ops[inner.operands[1]]
+                sliced = max(sliced, moved.type.size)
+            elif _is_arithmetic(inner):
+                made = max(made, inner.type.size)
+    if any(is_collective(code) for code in codes):
+        return "collective"
+    kinds = {_DIRECT[code] for code in codes if code in _DIRECT and code != "custom-call"}
+    for kind in ("gemm", "conv", "sort", "reduce", "custom_call"):
+        if kind in kinds or kind in targets:
+            return kind
+    if (accessed and accessed >= made) or sliced > made:
+        return "gather_scatter"
+    return "fusion" if made else "copy"
+
+
+def _plain(op: Op) -> str:
+    """Opcode; of a convolution without spatial dimensions, as TPUs write products, ``dot``."""
+    if op.opcode == "convolution" and len(str(op.attrs.get("dim_labels", "")).split("_")[0]) == 2:
+        return "dot"
+    return op.opcode
+
+
+def _containers(op: Op, program: Program) -> Iterator[str]:
+    """Names of the computations that :func:`fused_ops` goes through."""
+    for name in op.called:
+        yield name
+        for inner in program.computations[name].ops:
+            if inner.called and inner.opcode in _CONTAINERS:
+                yield from _containers(inner, program)
+
+
+def _is_arithmetic(op: Op) -> bool:
+    return op.opcode not in FREE and op.opcode not in _CONTAINERS and op.opcode not in _DIRECT

@@ -1,0 +1,268 @@
+"""Memory of a program from the lifetimes of its buffers: the peak, and how it gets there."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..ir.program import Computation, Op, Program
+from .kinds import is_free
+
+#: Ops whose result cannot take over the buffer of an operand: an element depends on others than its
+#: own. Any other op may, as XLA's buffer assignment does, if nothing reads the operand afterwards.
+_NOT_IN_PLACE = frozenset(
+    (
+        "dot",
+        "convolution",
+        "custom-call",
+        "transpose",
+        "gather",
+        "reduce-window",
+        "concatenate",
+        "copy",
+        "pad",
+        "reverse",
+        "slice",
+        "dynamic-slice",
+        "broadcast",
+        "reduce",
+        "fft",
+    )
+)
+#: Ops that name values made elsewhere.
+_VIEWS = frozenset(
+    (
+        "bitcast",
+        "tuple",
+        "get-tuple-element",
+        "opt-barrier",
+        "optimization-barrier",
+        "reshape",
+        "add-dependency",
+        "async-done",
+        "async-update",
+        "domain",
+    )
+)
+_Leaves = list[int]
+
+
+class MemoryProfile(NamedTuple):
+    """Bytes in use while each op of a program's entry runs.
+
+    Attributes:
+        names: Names of the entry's ops, in their order.
+        bytes: Bytes in use while each runs, arguments and results included.
+        resident: Bytes of arguments and results, which live throughout.
+    """
+
+    names: tuple[str, ...]
+    bytes: tuple[float, ...]
+    resident: float
+
+
+def peak_memory(program: Program) -> float:
+    """Most bytes that are in use at one time, arguments and results included.
+
+    A buffer lives from its definition to its last use in the order of ops. Arguments and results
+    live throughout, a result that takes a donated argument's place is not counted again. A loop
+    keeps its state in place and adds its body's own peak; an update or elementwise op takes over
+    an operand's buffer of the same size that is not read later.
+
+    Args:
+        program: Best scheduled HLO; for StableHLO the order of ops is taken as the schedule.
+
+    Returns:
+        Bytes. Compilers also pad, and keep scratch space for library calls.
+    """
+    profile = memory_over_time(program)
+    return max(profile.bytes, default=profile.resident)
+
+
+def memory_over_time(program: Program) -> MemoryProfile:
+    """Bytes in use while each op of the entry runs; its largest value is :func:`peak_memory`.
+
+    Args:
+        program: As :func:`peak_memory` takes it.
+    """
+    entry = program.entry_computation
+    arguments = sum(op.result_bytes for op in entry.parameters)
+    aliased = {parameter: output for output, parameter in program.aliases}
+    shared = sum(op.result_bytes for op in entry.parameters if int(op.attrs["index"]) in aliased)
+    results, living = _Lifetimes(program, entry, {}).living()
+    resident = float(arguments + max(0, results - shared))
+    names = tuple(op.name for op in entry.ops)
+    return MemoryProfile(names, tuple(resident + now for now in living), resident)
+
+
+class _Lifetimes:
+    """Buffers of one computation; ``memo`` keeps the peaks of computations that it calls."""
+
+    def __init__(self, program: Program, comp: Computation, memo: dict[str, int]) -> None:
+        self.program = program
+        self.comp = comp
+        self.memo = memo
+        self.sizes: list[int] = []
+        self.starts: list[int] = []
+        self.leaves: list[_Leaves] = []
+        self.outside: set[int] = set()
+
+    def living(self) -> tuple[int, list[int]]:
+        """Bytes of results made here, and over time of what is neither a result nor an argument.
+
+        Returns:
+            Result bytes, bytes of temporaries while each op runs.
+        """
+        last = self._last_uses()
+        taken: dict[int, int] = {}
+        for position, op in enumerate(self.comp.ops):
+            self.leaves.append(self._define(op, position, last, taken))
+        root = self.leaves[self.comp.root]
+        kept = {self._final(b, taken) for b in root} - self.outside
+        results = sum(self.sizes[b] for b in kept)
+        return results, self._sweep(last, taken, kept)
+
+    def _last_uses(self) -> list[int]:
+        """Position of the last op that reads each op's value, views followed."""
+        ops = self.comp.ops
+        last = list(range(len(ops)))
+        for position in range(len(ops) - 1, -1, -1):
+            op = ops[position]
+            through = last[position] if op.opcode in _VIEWS or op.opcode == "while" else position
+            for operand in op.operands:
+                last[operand] = max(last[operand], through, position)
+        return last
+
+    def _define(self, op: Op, position: int, last: list[int], taken: dict[int, int]) -> _Leaves:
+        opcode = op.opcode
+        inputs = [self.leaves[i] for i in op.operands]
+        if opcode == "get-tuple-element":
+            return self._element(op, inputs[0])
+        if opcode in _VIEWS or (opcode.endswith("-done") and inputs):
+            joined = [b for leaves in inputs for b in leaves]
+            return joined[-len(op.results) :] if opcode.endswith("-done") else joined
+        if opcode == "while":
+            return self._state(op, [b for leaves in inputs for b in leaves], position)
+        outside = opcode in ("parameter", "constant") or is_free(op)
+        made = []
+        for leaf in op.results:
+            buffer = self._new(0 if opcode == "constant" else leaf.nbytes, position)
+            made.append(buffer)
+            if outside:
+                self.outside.add(buffer)
+            else:
+                self._take_over(op, buffer, position, last, taken)
+        return made
+
+    def _new(self, size: int, position: int) -> int:
+        self.sizes.append(size)
+        self.starts.append(position)
+        return len(self.sizes) - 1
+
+    def _state(self, op: Op, given: _Leaves, position: int) -> _Leaves:
+        """Results of a loop: its state's buffers, but a new one where it may not write.
+
+        Compiled programs copy arguments and constants before a loop that changes them; StableHLO
+        leaves that to the compiler.
+        """
+        unchanged = _unchanged(op, self.program)
+        return [
+            self._new(leaf.nbytes, position)
+            if buffer in self.outside and number not in unchanged
+            else buffer
+            for number, (buffer, leaf) in enumerate(zip(given, op.results, strict=False))
+        ]
+
+    def _element(self, op: Op, leaves: _Leaves) -> _Leaves:
+        """Leaves of one tuple element; a nested tuple has several."""
+        source = self.comp.ops[op.operands[0]]
+        wanted = len(op.results)
+        index = int(op.attrs["index"])
+        if wanted == 1 and not source.attrs.get("nesting"):
+            return leaves[index : index + 1]
+        if wanted == len(leaves):
+            return leaves
+        for start in range(index, len(source.results) - wanted + 1):
+            if source.results[start : start + wanted] == op.results:
+                return leaves[start : start + wanted]
+        return leaves[:wanted]
+
+    def _take_over(
+        self, op: Op, buffer: int, position: int, last: list[int], taken: dict[int, int]
+    ) -> None:
+        """Let a result live in the place of an operand that dies here."""
+        if not self._in_place(op):
+            return
+        for operand in op.operands:
+            if last[operand] > position:
+                continue
+            for candidate in self.leaves[operand]:
+                if candidate in taken or candidate in self.outside:
+                    continue
+                # The definition's last use counts uses through views, loops and tuples too.
+                dies = last[self.starts[candidate]] <= position
+                if dies and self.sizes[candidate] == self.sizes[buffer]:
+                    taken[candidate] = buffer
+                    return
+
+    def _in_place(self, op: Op) -> bool:
+        """Whether an element of the result depends on no other element of the operand."""
+        if op.opcode != "fusion":
+            return op.opcode not in _NOT_IN_PLACE and op.opcode != "iota"
+        inner = self.program.computations[op.called[0]]
+        root = inner.root_op
+        if root.opcode == "bitcast":
+            root = inner.ops[root.operands[0]]
+        if root.opcode in ("dynamic-update-slice", "scatter"):
+            return True
+        codes = {o.opcode for o in inner.ops} - {"broadcast"}
+        return op.attrs.get("kind") == "kLoop" and not codes & _NOT_IN_PLACE
+
+    @staticmethod
+    def _final(buffer: int, taken: dict[int, int]) -> int:
+        while buffer in taken:
+            buffer = taken[buffer]
+        return buffer
+
+    def _sweep(self, last: list[int], taken: dict[int, int], kept: set[int]) -> list[int]:
+        """Bytes of living temporaries while each op runs."""
+        change = [0] * (len(self.comp.ops) + 1)
+        for buffer, size in enumerate(self.sizes):
+            if buffer in self.outside or self._final(buffer, taken) in kept:
+                continue
+            change[self.starts[buffer]] += size
+            # A successor in the same place starts at the op where this one ends.
+            end = self.starts[taken[buffer]] - 1 if buffer in taken else last[self.starts[buffer]]
+            change[end + 1] -= size
+        living, in_use = 0, []
+        for position, op in enumerate(self.comp.ops):
+            living += change[position]
+            in_use.append(living + self._inside(op))
+        return in_use
+
+    def _inside(self, op: Op) -> int:
+        """Peak of what a loop, branch or call needs beside its operands and results."""
+        if op.opcode not in ("while", "conditional", "call", "async-start"):
+            return 0
+        return max((self._called(name) for name in op.called), default=0)
+
+    def _called(self, name: str) -> int:
+        if name not in self.memo:
+            comp = self.program.computations[name]
+            inside = _Lifetimes(self.program, comp, self.memo).living()[1]
+            self.memo[name] = max(inside, default=0)
+        return self.memo[name]
+
+
+def _unchanged(op: Op, program: Program) -> set[int]:
+    """Elements of a loop's state that its body hands on as they are."""
+    if len(op.called) != 2:
+        return set(range(len(op.results)))
+    ops = program.computations[op.called[1]].ops
+    root = program.computations[op.called[1]].root_op
+    outputs = [ops[i] for i in root.operands] if root.opcode == "tuple" else [root]
+    known = ("parameter", "get-tuple-element")
+    return {
+        number
+        for number, output in enumerate(outputs)
+        if output.opcode in known and int(output.attrs["index"]) == number
+    }

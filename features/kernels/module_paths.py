@@ -1,0 +1,126 @@
+"""Where in the user's model a kernel belongs: modules and pass, from the names of MLIR locations.
+
+JAX names an op by the scopes that it was traced in, such as
+``jit(train_step)/transpose(jvp(Llama))/Block_0/attention/query/dot_general``: transformations
+around modules, the op's own name last. Flax adds a scope for each module, ``jax.named_scope`` any
+other.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import NamedTuple
+
+from ..ir.mlir.operation import Operation
+from ..ir.program import Source
+from ..ir.reader import SourceProgram
+from ..ir.source_ops import MAX_CALLS, SourceOps, function_of
+from .kernel import Kernel
+
+FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
+#: Scopes that JAX itself adds.
+_OWN = re.compile(
+    r"(?:while|body|cond|scan|closed_call|core_call|checkpoint|remat\d?|rematted_computation|pjit"
+    r"|xla_call|custom_[jv]+p_call\w*|shard_map|branch_\d+_fun|.*->.*|)$"
+)
+#: A transformation or a function around a scope.
+_WRAPPED = re.compile(r"(\w+)\((.*)\)$", re.DOTALL)
+_FUNCTIONS = ("jit", "pjit", "xla_call")
+_NAME = re.compile(r'"((?:[^"\\]|\\.)*)"')
+_POSITION = re.compile(r"\s*:\d+(?::\d+|\s|$)")
+
+
+class ModulePath(NamedTuple):
+    """A place in the user's model.
+
+    Attributes:
+        modules: Outermost first, such as ``("Llama", "Block_0", "attention")``; empty outside.
+        phase: ``forward``, ``backward`` or ``recomputed``; empty where no gradient is taken.
+    """
+
+    modules: tuple[str, ...] = ()
+    phase: str = ""
+
+
+_NOWHERE = ModulePath()
+
+
+class ModulePaths:
+    """Places of a program's kernels.
+
+    Args:
+        source: The program that the kernels were made of.
+    """
+
+    def __init__(self, source: SourceProgram) -> None:
+        self._ops = SourceOps(source) if source.kind == "stablehlo" else None
+        self._known: dict[int, ModulePath | None] = {}
+
+    def of(self, kernel: Kernel) -> ModulePath:
+        """Place of the op that a kernel mainly came from; if it has no name, of the next one."""
+        places = (self._place(source) for source in kernel.sources)
+        return next((place for place in places if place is not None), _NOWHERE)
+
+    def _place(self, source: Source) -> ModulePath | None:
+        if self._ops is None or source.index < 0:
+            return parse_scopes(source.op) if "/" in source.op else None
+        if source.index not in self._known:
+            self._known[source.index] = self._of_op(self._ops.operations[source.index])
+        return self._known[source.index]
+
+    def _of_op(self, op: Operation, depth: int = 0) -> ModulePath | None:
+        """Of the op's own location; for an op of an outlined function, of its first call."""
+        name = _location_name(str(op.location.attr))
+        place = parse_scopes(name) if name else None
+        call = self._ops.first_calls.get(function_of(op)) if self._ops is not None else None
+        if (place and place.modules) or call is None or depth > MAX_CALLS:
+            return place
+        return self._of_op(call, depth + 1) or place
+
+
+@cache
+def parse_scopes(name: str) -> ModulePath:
+    """Modules and pass of an op's name; the last part, the op itself, is left out."""
+    modules = []
+    phase = ""
+    if "rematted_computation" in name:
+        phase = RECOMPUTED
+    elif "transpose(" in name:
+        phase = BACKWARD
+    elif "jvp(" in name:
+        phase = FORWARD
+    for part in _parts(name)[:-1]:
+        scope = _unwrapped(part)
+        if not _OWN.match(scope):
+            modules.append(scope)
+    return ModulePath(tuple(modules), phase)
+
+
+def _unwrapped(part: str) -> str:
+    """The scope inside transformations; empty for a traced function."""
+    while wrapped := _WRAPPED.match(part):
+        if wrapped[1] in _FUNCTIONS:
+            return ""
+        part = wrapped[2]
+    return part
+
+
+def _parts(name: str) -> list[str]:
+    """Parts between slashes that stand outside of parentheses."""
+    parts, depth = [""], 0
+    for letter in name:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "/" and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _location_name(location: str) -> str:
+    """First name in a printed location that is not a file position; empty if there is none."""
+    for match in _NAME.finditer(location):
+        if not _POSITION.match(location, match.end()):
+            return match[1]
+    return ""

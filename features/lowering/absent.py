@@ -1,0 +1,235 @@
+"""Cross-compilation: lowering by the target's own compiler on a machine without the target."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any, NamedTuple
+
+from ...common.errors import CompilerError, LoweringError
+from ..devices.device import DeviceSpec
+from ..ir.hlo_reader import parse_hlo
+from ..ir.jax_compat import (
+    module_counts,
+    partitions_as_replicas,
+    tag_locations,
+    walk_ops,
+    write_bytecode,
+)
+from ..ir.reader import SourceProgram, TripCounts
+from ..ir.source_ops import SourceOps
+from ..kernels.kernel import LoweredProgram
+from .cache import LoweringCache, from_data, to_data
+from .local_target import LocalTarget
+from .op import lower_op
+from .repeated_layers.lower import MIN_LAYERS, extrapolate, shorten
+from .target_compiler.process import CompileSettings, compile_programs
+from .target_compiler.target import CompileTarget, target_of
+from .work_check import work_notes
+from .xla import _as_stablehlo, _unknown_loops, lower_compiled
+
+logger = logging.getLogger(__name__)
+
+_SHARDING = ("mhlo.sharding", "sdy.sharding", "sdy.sharding_per_value")
+_COLLECTIVES = frozenset(
+    f"stablehlo.{name}"
+    for name in (
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "collective_permute",
+        "collective_broadcast",
+    )
+)
+
+
+def lower_absent(
+    source: SourceProgram,
+    device: DeviceSpec,
+    cache: LoweringCache | None,
+    trip_counts: TripCounts = None,
+    settings: CompileSettings | None = None,
+) -> LoweredProgram:
+    """Compile a program for a device absent from this machine, and list its kernels.
+
+    Args:
+        source: StableHLO, or HLO that is not optimised yet: for one device, partitioned with
+            explicit collectives, or with shardings over as many devices as its header sets.
+        device: What to compile for.
+        cache: Where compiled modules are kept; ``None`` keeps none.
+        trip_counts: As in :func:`opcast.features.lowering.lower.lower`.
+        settings: Limits and options of the compilation.
+
+    Raises:
+        DeviceError: The compiler needs a figure that the device's description lacks.
+        CompilerError: The compiler is missing, crashed, or ran out of time or memory.
+        LoweringError: The compiler refuses the program.
+    """
+    settings = settings or CompileSettings()
+    target = target_of(device)
+    stablehlo = _replicated(_as_stablehlo(source))
+    key = _key(stablehlo, target, settings)
+    cached = cache.get(key) if cache else None
+    job = _Job(stablehlo, target, settings, trip_counts)
+    if cached is not None:
+        stored = from_data(cached.meta.get("kernels", {}), SourceOps(stablehlo), cached.hlo)
+        if stored is None:
+            stored = job.read(CachedHlo(cached.hlo, cached.meta))
+        return _finish(stored, cached.meta, target)
+    lowered = job.by_layers() if settings.repeats else None
+    lowered = lowered or job.whole()
+    meta = {
+        "peak_memory_bytes": lowered.peak_memory_bytes,
+        "compiler": lowered.compiler,
+        "seconds": lowered.compile_seconds,
+    }
+    if cache:
+        kept = {**meta, "kernels": to_data(lowered)} if job.settled else meta
+        cache.put(key, lowered.hlo, kept)
+    return _finish(lowered, meta, target)
+
+
+class CachedHlo(NamedTuple):
+    """A compiled module and the compiler's figures for it."""
+
+    hlo: str
+    meta: Mapping[str, Any]
+
+
+class _Job:
+    """One program to be compiled for one target.
+
+    Attributes:
+        settled: Whether the trips of all loops are known without the user.
+    """
+
+    def __init__(
+        self,
+        source: SourceProgram,
+        target: CompileTarget,
+        settings: CompileSettings,
+        trip_counts: TripCounts,
+    ) -> None:
+        self.source = source
+        self.target = target
+        self.settings = settings
+        self.trip_counts = trip_counts
+        self.settled = True
+        self.shape = module_counts(source.module)
+
+    def whole(self) -> LoweredProgram:
+        """Compile the program as it is."""
+        (lowered,) = self._compile([tag_locations(self.source.module)])
+        lowered.notes += self._work_notes(lowered)
+        return lowered
+
+    def by_layers(self) -> LoweredProgram | None:
+        """Compile it with fewer layers; ``None`` if too few are equal or work would be lost."""
+        module, least = self.source.module, MIN_LAYERS[self.target.platform]
+        short = shorten(module, tag_locations(module), least)
+        if short is None:
+            return None
+        try:
+            full, half = self._compile(short.modules)
+        except CompilerError:
+            raise
+        except LoweringError as error:
+            logger.info("the program is compiled whole: with fewer layers %s", error)
+            return None
+        lowered = extrapolate(full, half, short.layers)
+        if not self.settled or (notes := self._work_notes(lowered)):
+            logger.info("the program is compiled whole: %s", notes if self.settled else "loops")
+            self.settled = True
+            return None
+        return lowered
+
+    def read(self, compiled: CachedHlo) -> LoweredProgram:
+        """Kernels of a compiled module."""
+        program = parse_hlo(compiled.hlo, self.source.origin)
+        self.settled &= not _unknown_loops(program)
+        local = LocalTarget(
+            self.target.device, self.target.compiler.platform, _compiler(self.target), 1
+        )
+        lowered = lower_compiled(
+            program, compiled.hlo, self.source, local, compiled.meta, self.trip_counts
+        )
+        lowered.compile_seconds = float(compiled.meta.get("seconds", 0.0))
+        return lowered
+
+    def _compile(self, modules: Sequence[Any]) -> list[LoweredProgram]:
+        programs = [write_bytecode(module) for module in modules]
+        results = compile_programs(
+            programs,
+            [self.shape] * len(programs),
+            self.target,
+            self.settings,
+            origin=self.source.origin,
+        )
+        outcomes = []
+        for result in results:
+            if isinstance(result, LoweringError):
+                raise result
+            meta = {
+                "peak_memory_bytes": result.memory.get("peak_memory_in_bytes", 0),
+                "compiler": _compiler(self.target),
+                "seconds": result.seconds,
+            }
+            lowered = self.read(CachedHlo(result.hlo, meta))
+            lowered.notes += [note for note in result.notes if note not in lowered.notes]
+            outcomes.append(lowered)
+        return outcomes
+
+    def _work_notes(self, lowered: LoweredProgram) -> list[str]:
+        return work_notes(lower_op(self.source).kernels, lowered.kernels, prod(self.shape))
+
+
+def _replicated(source: SourceProgram) -> SourceProgram:
+    """The program with its partitions as replicas if it is partitioned already, else unchanged."""
+    replicas, partitions = module_counts(source.module)
+    if replicas > 1 or partitions == 1 or not is_partitioned(source.module):
+        return source
+    return replace(source, _module=partitions_as_replicas(source.module, partitions))
+
+
+def is_partitioned(module: Any) -> bool:
+    """Whether a module has collectives, and no op that a partitioner would still act on.
+
+    Shardings of arguments do not count: a partitioner leaves them as a record of what they were.
+    """
+    talks = False
+    for op in walk_ops(module):
+        if op.name.startswith("sdy.") or any(name in op.attributes for name in _SHARDING):
+            return False
+        talks |= op.name in _COLLECTIVES
+    return talks
+
+
+def _key(source: SourceProgram, target: CompileTarget, settings: CompileSettings) -> str:
+    options = sorted((name, repr(value)) for name, value in settings.flags.items())
+    described = target.config
+    if target.platform == "tpu":
+        described = f"{target.architecture} {target.config}".strip()
+    return LoweringCache.key(
+        source.content_hash,
+        described,
+        target.compiler.version,
+        repr(options),
+        str(target.devices_per_node),
+        f"xla-absent repeats={settings.repeats}",
+    )
+
+
+def _compiler(target: CompileTarget) -> str:
+    return f"xla {target.compiler.version} for {target.architecture}"
+
+
+def _finish(
+    lowered: LoweredProgram, meta: Mapping[str, Any], target: CompileTarget
+) -> LoweredProgram:
+    lowered.target = target.device
+    lowered.compile_seconds = float(meta.get("seconds", 0.0))
+    lowered.notes += [note for note in target.notes if note not in lowered.notes]
+    return lowered

@@ -1,0 +1,167 @@
+"""Lowered programs on disk: compiling takes seconds to minutes, reading its result milliseconds."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...common.errors import DatasetError
+from ...common.files import gunzip, parse_json, write_bytes
+from ...common.paths import home
+from ..ir.program import Source
+from ..kernels.kernel import LoweredProgram
+from ..kernels.program_json import schedule_from_json, schedule_to_json
+
+logger = logging.getLogger(__name__)
+
+#: Raised whenever entries of older versions can no longer be used.
+CACHE_VERSION = 1
+#: Bytes of entries that are kept by default; chosen by judgement.
+DEFAULT_MAX_BYTES = 2_000_000_000
+#: Share of the limit that an eviction leaves, so that not every write evicts again.
+_KEPT_AFTER_EVICTION = 0.9
+_SUFFIX = ".json.gz"
+
+
+class CachedModule(NamedTuple):
+    """An entry: a compiled module.
+
+    Attributes:
+        hlo: Optimised module text.
+        meta: JSON values that belong to it, such as the peak memory.
+    """
+
+    hlo: str
+    meta: dict[str, Any]
+
+
+class LoweringCache:
+    """Compiled modules in a folder, by key; the least recently used go when it grows too big.
+
+    Several processes may use one folder: entries are written to a temporary file and renamed. An
+    entry that cannot be read counts as missing; a folder that cannot be written is only logged.
+
+    Args:
+        root: Folder; by default ``lowered`` in the user's cache (``$OPCAST_CACHE``).
+        max_bytes: Bytes of entries to keep.
+    """
+
+    def __init__(
+        self, root: Path | str | None = None, *, max_bytes: int = DEFAULT_MAX_BYTES
+    ) -> None:
+        self.root = Path(root) if root is not None else home() / "lowered"
+        self.max_bytes = max_bytes
+
+    @staticmethod
+    def key(*parts: str) -> str:
+        """Key of what was compiled, for what, by what and how."""
+        text = "\0".join([f"v{CACHE_VERSION}", *parts])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def get(self, key: str) -> CachedModule | None:
+        """An entry, or ``None`` if there is none or it is damaged."""
+        path = self._path(key)
+        try:
+            data = parse_json(gunzip(path.read_bytes()))
+            module = CachedModule(str(data["hlo"]), dict(data["meta"]))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("ignored the damaged cache entry %s: %s", path, error)
+            return None
+        try:
+            os.utime(path)
+        except OSError:
+            logger.debug("cannot mark %s as used", path)
+        return module
+
+    def put(self, key: str, hlo: str, meta: dict[str, Any]) -> None:
+        """Write an entry; a failure is logged and otherwise without consequence."""
+        path = self._path(key)
+        data = gzip.compress(json.dumps({"hlo": hlo, "meta": meta}).encode(), compresslevel=3)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(path, data)
+            self._evict()
+        except OSError as error:
+            logger.warning("cannot write to the cache %s: %s", self.root, error)
+
+    def size_bytes(self) -> int:
+        """Bytes of all entries."""
+        return sum(size for _, size, _ in self._entries())
+
+    def clear(self) -> None:
+        """Delete all entries."""
+        for _, _, path in list(self._entries()):
+            path.unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self.root / key[:2] / (key + _SUFFIX)
+
+    def _entries(self) -> Iterator[tuple[float, int, Path]]:
+        """Time of last use, size and path of each entry."""
+        for path in self.root.glob(f"??/*{_SUFFIX}"):
+            try:
+                status = path.stat()
+            except OSError:
+                continue  # another process deleted it
+            yield status.st_mtime, status.st_size, path
+
+    def _evict(self) -> None:
+        entries = sorted(self._entries())
+        total = sum(size for _, size, _ in entries)
+        if total <= self.max_bytes:
+            return
+        for _, size, path in entries:
+            if total <= _KEPT_AFTER_EVICTION * self.max_bytes:
+                break
+            path.unlink(missing_ok=True)
+            total -= size
+
+
+#: Raised whenever the same module would give other kernels, so that older data is not used.
+EXTRACTION_VERSION = 3
+
+
+def to_data(lowered: LoweredProgram) -> dict[str, Any]:
+    """Kernels with their names, and sources as walk indices.
+
+    Args:
+        lowered: Compiled from StableHLO, with the trip counts of all loops known.
+    """
+    return {
+        "version": EXTRACTION_VERSION,
+        "schedule": schedule_to_json(lowered),
+        "names": [k.name for k in lowered.kernels],
+        "sources": [[s.index for s in k.sources] for k in lowered.kernels],
+        "cycles": [k.cycles for k in lowered.kernels],
+    }
+
+
+def from_data(data: Mapping[str, Any], ops: Sequence[Source], hlo: str) -> LoweredProgram | None:
+    """Rebuild what :func:`to_data` wrote; ``None`` if it is damaged or of another version.
+
+    Args:
+        data: The plain data.
+        ops: Sources by walk index.
+        hlo: Text of the compiled module.
+    """
+    try:
+        if data["version"] != EXTRACTION_VERSION:
+            return None
+        lowered = schedule_from_json(data["schedule"], {})
+        columns = (data["names"], data["sources"], data["cycles"])
+        for kernel, name, indices, cycles in zip(lowered.kernels, *columns, strict=True):
+            kernel.name = name
+            kernel.cycles = float(cycles)
+            kernel.sources = tuple([ops[i] for i in indices])
+    except (DatasetError, KeyError, ValueError, TypeError, IndexError):
+        return None
+    lowered.hlo = hlo
+    return lowered

@@ -1,0 +1,1 @@
+"""The dataflow graph that fusion works on: values, views, folding, classes of operations."""

@@ -1,0 +1,130 @@
+"""Which ops can be computed inside another op's kernel, and how reductions are laid out."""
+
+from __future__ import annotations
+
+from enum import Enum
+from math import prod
+from typing import NamedTuple
+
+from .folding import is_elementwise
+from .graph import Node
+
+#: Ops that need no kernel.
+FREE = frozenset(
+    (
+        "parameter",
+        "constant",
+        "reshape",
+        "get-tuple-element",
+        "tuple",
+        "after-all",
+        "create-token",
+        "partition-id",
+        "replica-id",
+        "get-dimension-size",
+        "bitcast",
+    )
+)
+_MOVEMENT = frozenset(
+    (
+        "broadcast",
+        "iota",
+        "slice",
+        "concatenate",
+        "pad",
+        "dynamic-slice",
+        "gather",
+        "transpose",
+        "reverse",
+    )
+)
+#: Updates run in place: nothing is fused into the array that they write to.
+IN_PLACE = frozenset(("scatter", "dynamic-update-slice"))
+_WARP = 32
+_SMALL_COLUMN = 32
+
+
+class Shape(Enum):
+    """Order in which a reduction meets its elements."""
+
+    ROW = "row"
+    """Neighbouring elements are summed."""
+    COLUMN = "column"
+    """Elements at a stride are summed, neighbours are kept."""
+    SCATTERED = "scattered"
+    """Neither: kept and summed dimensions alternate."""
+
+
+class Reduction(NamedTuple):
+    """A reduction in groups of neighbouring dimensions.
+
+    Attributes:
+        shape: Order of the elements.
+        major: Elements kept outside of the summed ones; for rows, batches summed outside.
+        length: Elements summed in one run (rows) or at one stride (columns).
+        minor: Elements kept inside of the summed ones; 1 for rows.
+    """
+
+    shape: Shape
+    major: int
+    length: int
+    minor: int
+
+
+def is_free(node: Node) -> bool:
+    """Whether a node needs no kernel."""
+    return node.opcode in FREE
+
+
+def reduction(node: Node) -> Reduction:
+    """How a ``reduce`` meets its elements in memory."""
+    shape = node.operands[0].type.shape
+    dims = frozenset(node.attrs.get("dimensions", ()))
+    groups: list[tuple[bool, int]] = []
+    for d, size in enumerate(shape):
+        if size == 1:
+            continue
+        if groups and groups[-1][0] == (d in dims):
+            groups[-1] = (groups[-1][0], groups[-1][1] * size)
+        else:
+            groups.append((d in dims, size))
+    kinds = [summed for summed, _ in groups]
+    sizes = [size for _, size in groups]
+    if kinds in ([], [False]):
+        return Reduction(Shape.ROW, prod(sizes), 1, 1)
+    if kinds in ([True], [False, True], [True, False, True]):
+        major = sizes[0] if len(sizes) == 3 else 1
+        return Reduction(Shape.ROW, major, sizes[-1], 1)
+    if kinds in ([True, False], [False, True, False]):
+        major = sizes[0] if len(sizes) == 3 else 1
+        return Reduction(Shape.COLUMN, major, sizes[-2], sizes[-1])
+    return Reduction(Shape.SCATTERED, 1, prod(s for k, s in groups if k), 1)
+
+
+def is_loop_reduction(node: Node) -> bool:
+    """Whether a reduction is so short that each thread sums its own element in a plain loop."""
+    reduced = reduction(node)
+    if reduced.shape is Shape.ROW:
+        return reduced.length < _WARP and _WARP % reduced.length != 0
+    return reduced.shape is Shape.SCATTERED or reduced.length < _SMALL_COLUMN
+
+
+def is_loop(node: Node) -> bool:
+    """Whether one thread computes one element of the result, so that it can be fused anywhere."""
+    if node.opcode in _MOVEMENT or is_elementwise(node):
+        return not node.is_tuple
+    if node.opcode == "reduce":
+        return not node.is_tuple and is_loop_reduction(node)
+    return node.opcode == "reduce-window" and not node.is_tuple
+
+
+def is_consumer(node: Node) -> bool:
+    """Whether producers can be computed inside of the kernel of this node."""
+    return is_loop(node) or node.opcode in IN_PLACE or node.opcode in ("reduce", "reduce-window")
+
+
+def source_of(node: Node) -> Node:
+    """The node whose memory a value is: reshapes are looked through."""
+    while node.opcode in ("reshape", "bitcast"):
+        node = node.operands[0]
+    return node

@@ -1,0 +1,342 @@
+"""Dataflow graphs to rewrite: a program with its calls inlined, nodes that know their operands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from ....cost.library_calls import is_annotation
+from ....ir.program import Computation, Op, Program, Source, TensorType
+
+#: Ops that only name their operand; they vanish when a program becomes a graph.
+_NAMES = frozenset(
+    (
+        "opt-barrier",
+        "optimization-barrier",
+        "bitcast",
+        "copy",
+        "sdy.sharding_constraint",
+        "sdy.reshard",
+        "add-dependency",
+        "domain",
+    )
+)
+#: Ops that run whether or not their result is read.
+_EFFECTS = frozenset(("infeed", "outfeed", "send", "recv", "custom-call"))
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One op of a graph; compared by identity.
+
+    Attributes:
+        opcode: HLO opcode.
+        operands: Nodes whose values it reads.
+        results: Leaf types of its result.
+        attrs: As in :class:`opcast.features.ir.program.Op`.
+        called: Names of computations of the program (reducers, comparators).
+        graphs: Bodies of a loop or branches: their own graphs.
+        is_tuple: Whether the result is a tuple, read through ``get-tuple-element``.
+        sources: StableHLO ops that it came from.
+    """
+
+    opcode: str
+    operands: list[Node] = field(default_factory=list)
+    results: tuple[TensorType, ...] = ()
+    attrs: dict[str, Any] = field(default_factory=dict)
+    called: tuple[str, ...] = ()
+    graphs: list[Graph] = field(default_factory=list)
+    is_tuple: bool = False
+    source: Source | None = None
+    _size: int = field(default=-1, repr=False)
+
+    @property
+    def type(self) -> TensorType:
+        """Type of the first result."""
+        return self.results[0]
+
+    @property
+    def size(self) -> int:
+        """Elements of the first result."""
+        if self._size < 0:
+            self._size = prod(self.results[0].shape) if self.results else 0
+        return self._size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all results."""
+        return sum(t.nbytes for t in self.results)
+
+
+@dataclass(slots=True, eq=False)
+class Graph:
+    """A computation that runs kernels: the entry, a loop's body or condition, a branch.
+
+    Attributes:
+        parameters: Its parameters in order.
+        outputs: What it returns, one node an element.
+        effects: Nodes that run though nobody reads them: transfers, calls with side effects.
+    """
+
+    parameters: list[Node] = field(default_factory=list)
+    outputs: list[Node] = field(default_factory=list)
+    effects: list[Node] = field(default_factory=list)
+
+    def nodes(self) -> list[Node]:
+        """Nodes that the outputs and effects need, operands first; all parameters included."""
+        return topological([*self.outputs, *self.effects], self.parameters)
+
+
+Value = Node | list["Value"]
+#: Places of a tuple's leaves, as nested as the tuple.
+Structure = int | list["Structure"]
+
+
+def topological(roots: Iterable[Node], first: Sequence[Node] = ()) -> list[Node]:
+    """Nodes that ``roots`` depend on, operands before users, ``first`` at the front."""
+    order: list[Node] = list(first)
+    done = {id(node) for node in first}
+    for root in roots:
+        if id(root) in done:
+            continue
+        stack = [(root, iter(root.operands))]
+        while stack:
+            node, rest = stack[-1]
+            for operand in rest:
+                if id(operand) not in done:
+                    stack.append((operand, iter(operand.operands)))
+                    break
+            else:
+                stack.pop()
+                if id(node) not in done:
+                    done.add(id(node))
+                    order.append(node)
+    return order
+
+
+def users_of(nodes: Iterable[Node]) -> dict[int, list[Node]]:
+    """Users of each node by its ``id``, each user once."""
+    users: dict[int, list[Node]] = {}
+    for node in nodes:
+        users.setdefault(id(node), [])
+        for operand in dict.fromkeys(node.operands):
+            users.setdefault(id(operand), []).append(node)
+    return users
+
+
+def build_graph(program: Program) -> Graph:
+    """The entry of a program as a graph: calls inlined, names of values gone.
+
+    Bodies of loops and branches take one parameter for each array of what they are given, as
+    StableHLO's do. HLO's take one tuple, and each branch its own; that is taken apart here.
+
+    Args:
+        program: From StableHLO, or HLO that is not optimised.
+    """
+    graph = _Builder(program).graph(program.entry_computation)
+    sink_constants(graph)
+    return graph
+
+
+def constant(value: Any, like: TensorType) -> Node:
+    """A constant node."""
+    return Node("constant", [], (like,), {"value": value})
+
+
+class _Builder:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.effects: list[Node] = []
+
+    def graph(self, comp: Computation) -> Graph:
+        """The entry as a graph of its own."""
+        parameters = [
+            Node("parameter", [], op.results, {**op.attrs, "index": index}, is_tuple=op.is_tuple)
+            for index, op in enumerate(comp.parameters)
+        ]
+        return self._graph(comp, parameters, list(parameters))
+
+    def _graph(self, comp: Computation, parameters: list[Node], arguments: list[Value]) -> Graph:
+        outside, self.effects = self.effects, []
+        value = self._inline(comp, arguments)
+        effects, self.effects = self.effects, outside
+        return Graph(parameters, flatten(value), effects)
+
+    def _inline(self, comp: Computation, arguments: list[Value]) -> Value:
+        """The value of a computation's root, with nodes for its ops."""
+        values: list[Value] = []
+        for op in comp.ops:
+            values.append(self._visit(op, values, arguments))
+        return values[comp.root]
+
+    def _visit(self, op: Op, values: list[Value], arguments: list[Value]) -> Value:
+        opcode = op.opcode
+        if opcode == "parameter":
+            return arguments[int(op.attrs["index"])]
+        inputs = [values[i] for i in op.operands]
+        if opcode == "tuple":
+            return inputs
+        if opcode == "get-tuple-element":
+            return _element(inputs[0], op)
+        if opcode == "add-dependency":
+            return inputs[0]
+        if opcode in _NAMES or (opcode == "custom-call" and is_annotation(op)):
+            return inputs[0] if len(inputs) == 1 else inputs
+        if opcode == "call" and op.called:
+            return self._inline(self.program.computations[op.called[0]], inputs)
+        if opcode in ("while", "conditional") and op.called:
+            return self._control(op, inputs)
+        nodes = [node for value in inputs for node in flatten(value)]
+        called = op.called
+        made = Node(opcode, nodes, op.results, dict(op.attrs), called, [], op.is_tuple, op.source)
+        if opcode in _EFFECTS:
+            self.effects.append(made)
+        return made
+
+    def _control(self, op: Op, inputs: list[Value]) -> Value:
+        """A loop or conditional, whose bodies get every array that is handed to any of them."""
+        test = [] if op.opcode == "while" else flatten(inputs[0])
+        given = [split(value) for value in inputs[len(test) :]]
+        bodies = [self.program.computations[name] for name in op.called]
+        # HLO hands each branch an operand of its own; else all of them get all.
+        apart = op.opcode == "conditional" and self.program.dialect == "hlo"
+        graphs = [self._body(b, given, place if apart else -1) for place, b in enumerate(bodies)]
+        nodes = [*test, *(node for value in given for node in flatten(value))]
+        attrs = {key: value for key, value in op.attrs.items() if key != "nesting"}
+        node = Node(op.opcode, nodes, op.results, attrs, (), graphs, True, op.source)
+        if not op.is_tuple:
+            return element(node, 0)
+        return _arranged([element(node, i) for i in range(len(op.results))], _structure(op))
+
+    def _body(self, comp: Computation, given: list[Value], branch: int) -> Graph:
+        """The body of a loop or branch, with a parameter for each array that is given."""
+        parameters: list[Node] = []
+        arguments = [_parameters(value, parameters) for value in given]
+        if branch >= 0:
+            arguments = arguments[branch : branch + 1]
+        graph = self._graph(comp, parameters, arguments)
+        graph.outputs = [leaf for node in graph.outputs for leaf in flatten(split(node))]
+        return graph
+
+
+def sink_constants(graph: Graph) -> None:
+    """Copy constants into the loops and branches that only read them, however deep.
+
+    Compilers do so, and captured values of StableHLO are elements of HLO's state of loops.
+    """
+    for node in graph.nodes():
+        shift = 1 if node.opcode == "conditional" else 0
+        for inner in node.graphs:
+            known = {
+                id(parameter): operand
+                for i, parameter in enumerate(inner.parameters)
+                if (operand := node.operands[i + shift]).opcode == "constant"
+                and (node.opcode != "while" or _is_kept(node, i))
+            }
+            _replace_parameters(inner, known)
+        for inner in node.graphs:
+            sink_constants(inner)
+
+
+def _is_kept(loop: Node, index: int) -> bool:
+    """Whether no iteration changes an element of a loop's state."""
+    body = loop.graphs[1]
+    return index >= len(body.outputs) or body.outputs[index] is body.parameters[index]
+
+
+def _replace_parameters(graph: Graph, known: dict[int, Node]) -> None:
+    """Let a graph read copies of constants instead of parameters; what it hands on stays."""
+    if not known:
+        return
+    copies = {
+        key: Node("constant", [], given.results, dict(given.attrs), source=given.source)
+        for key, given in known.items()
+    }
+    for node in graph.nodes():
+        node.operands = [copies.get(id(operand), operand) for operand in node.operands]
+    own = dict(enumerate(graph.parameters))
+    graph.outputs = [
+        node if own.get(i) is node else copies.get(id(node), node)
+        for i, node in enumerate(graph.outputs)
+    ]
+
+
+def _parameters(value: Value, made: list[Node]) -> Value:
+    """Parameters like the arrays of a value, in its structure; each is added to ``made``."""
+    if isinstance(value, Node):
+        node = Node("parameter", [], value.results, {"index": len(made)})
+        made.append(node)
+        return node
+    return [_parameters(item, made) for item in value]
+
+
+def split(value: Value) -> Value:
+    """A value without tuples: of a node with several results, the elements in their structure."""
+    if not isinstance(value, Node):
+        return [split(item) for item in value]
+    return _elements(value, _structure(value)) if value.is_tuple else value
+
+
+def _elements(node: Node, structure: Structure) -> Value:
+    """Elements of a tuple, read one level after the other."""
+    if isinstance(structure, int):
+        return node
+    first = _leaves(structure)[0] if _leaves(structure) else 0
+    values: list[Value] = []
+    for i, part in enumerate(structure):
+        types = tuple(node.results[leaf - first] for leaf in _leaves(part))
+        inner = Node("get-tuple-element", [node], types, {"index": i}, source=node.source)
+        inner.is_tuple = not isinstance(part, int)
+        values.append(_elements(inner, part))
+    return values
+
+
+def _structure(what: Op | Node) -> Structure:
+    """Places of a tuple's leaves among its results, as nested as its type."""
+    stack: list[list[Structure]] = [[]]
+    leaves = 0
+    for mark in what.attrs.get("nesting") or f"({'*' * len(what.results)})":
+        if mark == "(":
+            stack.append([])
+        elif mark == ")":
+            done = stack.pop()
+            stack[-1].append(done)
+        else:
+            stack[-1].append(leaves)
+            leaves += 1
+    return stack[0][0]
+
+
+def _leaves(structure: Structure) -> list[int]:
+    if isinstance(structure, int):
+        return [structure]
+    return [leaf for part in structure for leaf in _leaves(part)]
+
+
+def _arranged(nodes: list[Node], structure: Structure) -> Value:
+    """Nodes in a structure that names each by its place."""
+    if isinstance(structure, int):
+        return nodes[structure]
+    return [_arranged(nodes, part) for part in structure]
+
+
+def element(node: Node, index: int) -> Node:
+    """A ``get-tuple-element`` node."""
+    return Node(
+        "get-tuple-element", [node], (node.results[index],), {"index": index}, source=node.source
+    )
+
+
+def flatten(value: Value) -> list[Node]:
+    """Nodes of a value, of every element if it is a tuple."""
+    if isinstance(value, Node):
+        return [value]
+    return [node for item in value for node in flatten(item)]
+
+
+def _element(value: Value, op: Op) -> Value:
+    if isinstance(value, list):
+        return value[int(op.attrs["index"])]
+    return Node("get-tuple-element", [value], op.results, dict(op.attrs), (), [], op.is_tuple)

@@ -1,0 +1,235 @@
+"""Time of a fused kernel, roughly: what decides whether fusing pays.
+
+The model has the form of XLA's GPU performance model: bytes at the memory's bandwidth, repeated
+reads at the cache's, arithmetic at the vector units' rate, both mostly overlapped, a fixed cost for
+each launch, and less of everything if too few blocks run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import ceil, prod
+
+from ....ir.dtypes import DTYPE_BITS
+from .classify import IN_PLACE, Shape, is_loop_reduction, reduction, source_of
+from .graph import Node
+from .machine import Machine
+
+# The form is that of XLA's GpuPerformanceModel, on which PriorityFusion bases its choice. The times
+# only rank fusions against each other; no prediction is made from them.
+_OVERLAP = 0.95
+_CACHE_SPEED_UP = 2.5
+_L1_SPEED_UP = 11.0
+_L1_BYTES = 8192
+#: Bytes of a memory transaction, of which an uncoalesced read uses one element.
+_SECTOR = 32
+_ELEMENTS_PER_BLOCK = 512.0
+#: Bytes that a block moves in a cycle.
+_BYTES_PER_CYCLE = 32.0
+#: Cycles of one element, roughly; 3 for what is not listed.
+_CYCLES: dict[str, float] = {
+    "divide": 48.0,
+    "power": 3000.0,
+    "exponential": 72.0,
+    "exponential-minus-one": 120.0,
+    "log": 108.0,
+    "log-plus-one": 144.0,
+    "tanh": 108.0,
+    "logistic": 120.0,
+    "sine": 200.0,
+    "cosine": 200.0,
+    "tan": 300.0,
+    "sqrt": 60.0,
+    "rsqrt": 48.0,
+    "cbrt": 120.0,
+    "erf": 120.0,
+    "atan2": 180.0,
+    "remainder": 90.0,
+    "broadcast": 0.0,
+    "reshape": 0.0,
+    "slice": 0.0,
+    "transpose": 0.0,
+    "iota": 1.0,
+    "concatenate": 2.0,
+    "pad": 3.0,
+    "gather": 4.0,
+    "constant": 0.0,
+    "parameter": 0.0,
+    "reverse": 1.0,
+    "dynamic-slice": 2.0,
+    "bitcast-convert": 0.0,
+}
+#: Ops of which each reader reads other elements, so that what they need adds up.
+_MOVING = frozenset(
+    ("broadcast", "slice", "concatenate", "pad", "gather", "transpose", "reverse", "dynamic-slice")
+)
+#: Ops whose code branches, and how many branches one kernel's code may have (XLA's limit). Short
+#: sums do not count: the compiler puts twelve of them into one concatenation.
+_BRANCHING = frozenset(("concatenate", "pad", "reduce-window"))
+MAX_BRANCHES = 10
+
+
+class Work:
+    """Elements that a kernel computes and reads, from its members in reverse order.
+
+    Args:
+        members: Nodes of the kernel, operands before users.
+        roots: Nodes whose values it writes.
+        shared: Whether each value is computed once, however often it is read (softmax kernels).
+
+    Attributes:
+        blocks: Thread blocks that it starts.
+        cycles: Cycles of all its arithmetic.
+        written: Bytes that it writes.
+        branches: Branches in the code of one element; those of what is computed twice count twice.
+        reads: By the id of a node outside: elements read, its elements, and bytes of each.
+        strided: Nodes outside whose neighbouring elements are not read together.
+    """
+
+    __slots__ = (
+        "_inside",
+        "_parts",
+        "_paths",
+        "_turned",
+        "_whole",
+        "blocks",
+        "branches",
+        "cycles",
+        "reads",
+        "strided",
+        "written",
+    )
+
+    def __init__(
+        self, members: Iterable[Node], roots: Iterable[Node], shared: bool = False
+    ) -> None:
+        ordered = list(members)
+        self.blocks = 1.0
+        self.cycles = self.written = self.branches = 0.0
+        self.reads: dict[int, list[float]] = {}
+        self.strided: set[int] = set()
+        self._inside = {id(node) for node in ordered}
+        self._whole: dict[int, float] = {}
+        self._parts: dict[int, float] = {}
+        self._paths: dict[int, float] = {}
+        self._turned: set[int] = set()
+        heads = set()
+        for root in roots:
+            heads.add(id(root))
+            self._whole[id(root)] = float(root.size)
+            self.written += _written(root)
+            self.blocks = max(self.blocks, blocks_of(root))
+        for node in reversed(ordered):
+            count = self._whole.get(id(node), 0.0) + self._parts.get(id(node), 0.0)
+            if shared:
+                count = min(count, float(node.size))
+            if count:
+                self._visit(node, count, id(node) in heads)
+
+    def _visit(self, node: Node, count: float, is_head: bool) -> None:
+        """Add the work of ``count`` elements of a node, and hand on what it needs."""
+        opcode = node.opcode
+        paths = self._paths.get(id(node), 1.0)
+        if opcode in _BRANCHING:
+            self.branches += paths
+        factor = 1.0
+        if opcode == "reduce":
+            factor = node.operands[0].size / max(1, node.size)
+        elif opcode == "reduce-window":
+            factor = float(prod([dim.size for dim in node.attrs.get("window", ())]))
+        self.cycles += _CYCLES.get(opcode, 3.0) * count * factor
+        turned = id(node) in self._turned or (not is_head and _turns(node))
+        for position, operand in enumerate(node.operands):
+            source = source_of(operand)
+            if source.opcode != "constant":
+                wanted = _wanted(node, position, count) * factor
+                if wanted:
+                    self._need(source, wanted, opcode in _MOVING, paths, turned)
+
+    def _need(self, node: Node, wanted: float, adds: bool, paths: float, turned: bool) -> None:
+        """Note that ``wanted`` elements of a node are needed once more, or as before."""
+        key = id(node)
+        if key not in self._inside:
+            known = self.reads.get(key)
+            if known is None:
+                width = DTYPE_BITS[node.type.dtype] / 8
+                self.reads[key] = [wanted, float(node.size), width]
+            else:
+                known[0] = known[0] + wanted if adds else max(known[0], wanted)
+            if turned:
+                self.strided.add(key)
+            return
+        before = self._paths.get(key, 0.0)
+        self._paths[key] = before + paths if adds else max(before, paths)
+        if adds:
+            self._parts[key] = self._parts.get(key, 0.0) + wanted
+        elif wanted > self._whole.get(key, 0.0):
+            self._whole[key] = wanted
+        if turned:
+            self._turned.add(key)
+
+    def seconds(self, machine: Machine) -> float:
+        """Time of one execution without its launch."""
+        bandwidth = min(machine.bandwidth, self.blocks * machine.clock * _BYTES_PER_CYCLE)
+        memory = self.written / bandwidth
+        for key, (elements, size, width) in self.reads.items():
+            total = elements * width
+            net = min(total, size * width)
+            speed = _CACHE_SPEED_UP if net < machine.cache else 1.0
+            if net < _L1_BYTES * machine.cores:
+                speed *= _L1_SPEED_UP
+            again = total - net
+            if key in self.strided:
+                # Every element costs a sector; the cache holds what neighbours need.
+                again += total * (_SECTOR / width - 1.0)
+                speed = min(speed, _CACHE_SPEED_UP)
+            memory += net / bandwidth + again / (bandwidth * speed)
+        active = min(self.blocks, float(machine.cores)) * machine.lanes
+        compute = self.cycles / (active * machine.clock * 2.0)
+        return memory + compute - _OVERLAP * min(memory, compute)
+
+
+def _turns(node: Node) -> bool:
+    """Whether a transpose makes neighbouring results read elements that lie apart."""
+    if node.opcode != "transpose":
+        return False
+    order = node.attrs["dimensions"]
+    return bool(order[-1] != len(order) - 1 and node.type.shape[-1] > 1)
+
+
+def _wanted(node: Node, position: int, count: float) -> float:
+    """Elements of an operand that ``count`` elements of a node need, its factor aside."""
+    opcode = node.opcode
+    operand = node.operands[position]
+    if opcode in ("concatenate", "pad"):
+        return count * operand.size / max(1, node.size)
+    if opcode in IN_PLACE:
+        return float(operand.size) if position else 0.0
+    if position and opcode in ("gather", "dynamic-slice"):
+        return float(operand.size)
+    return count
+
+
+def _written(root: Node) -> float:
+    if root.opcode == "dynamic-update-slice":
+        return float(root.operands[1].nbytes)
+    if root.opcode == "scatter":
+        count = (len(root.operands) - 1) // 2
+        return float(sum(o.nbytes for o in root.operands[count + 1 :]))
+    return float(root.nbytes)
+
+
+def blocks_of(root: Node) -> float:
+    """Thread blocks that a kernel with this root starts.
+
+    XLA's reduction emitters: a block of 1024 threads sums 64 columns over 4096 rows, or 256 threads
+    sum as many rows as fit with 16 elements a thread.
+    """
+    if root.opcode == "reduce" and not is_loop_reduction(root):
+        reduced = reduction(root)
+        if reduced.shape is Shape.COLUMN:
+            return reduced.major * ceil(reduced.minor / 64) * ceil(reduced.length / 4096)
+        lanes = min(1024, ceil(reduced.length / 16 / 32) * 32)
+        return root.size / max(1, 256 // lanes)
+    size = source_of(root.operands[-1]).size if root.opcode in IN_PLACE else root.size
+    return size / _ELEMENTS_PER_BLOCK

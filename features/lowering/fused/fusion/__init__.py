@@ -1,0 +1,1 @@
+"""Which operations become one kernel: priorities, epilogues, softmax, multi-output, horizontal."""

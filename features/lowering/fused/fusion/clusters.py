@@ -1,0 +1,153 @@
+"""Kernels in the making: sets of nodes that one kernel computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ..dataflow.classify import FREE, is_consumer, is_free, is_loop, source_of
+from ..dataflow.graph import Graph, Node
+
+
+@dataclass(slots=True, eq=False)
+class Cluster:
+    """One kernel.
+
+    Attributes:
+        roots: Nodes whose values it writes, in topological order.
+        members: All nodes that it computes, by position in the graph's order.
+        library: Whether a library or another fixed kernel runs it, so that nothing more fits in.
+        rows: Whether it normalises rows in one pass: it takes producers in, but cannot be one.
+        inputs: Nodes outside whose values it reads, constants left out.
+        makers: Nodes whose kernels make the inputs.
+        last: Position of the last root.
+        loops: Whether every member can be computed inside of another kernel.
+        consumes: Whether producers can be computed inside of this one.
+        version: Grows with every change.
+    """
+
+    roots: list[Node]
+    members: dict[float, Node] = field(default_factory=dict)
+    library: bool = False
+    rows: bool = False
+    inputs: list[Node] = field(default_factory=list)
+    makers: list[Node] = field(default_factory=list)
+    last: float = 0.0
+    loops: bool = False
+    consumes: bool = False
+    version: int = 0
+
+    @property
+    def root(self) -> Node:
+        """The first root."""
+        return self.roots[0]
+
+
+class Clusters:
+    """All kernels of a graph, and who reads whose result.
+
+    Args:
+        graph: The graph; its nodes stay as they are while clusters change.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.nodes = graph.nodes()
+        self.inserted: list[Node] = []
+        self.position = {id(node): float(i) for i, node in enumerate(self.nodes)}
+        self.by_root: dict[int, Cluster] = {}
+        self.kept: set[int] = {id(source_of(node)) for node in graph.outputs}
+        #: Clusters that read a node's value, by the node's id.
+        self.readers: dict[int, dict[int, Cluster]] = {}
+        for node in self.nodes:
+            if not is_free(node):
+                self.add(Cluster([node], {self.position[id(node)]: node}))
+            elif node.opcode == "get-tuple-element":
+                self.kept.add(id(source_of(node.operands[0])))
+
+    def all(self) -> list[Cluster]:
+        """Every cluster once, by the position of its last root."""
+        distinct = {id(c): c for c in self.by_root.values()}
+        return sorted(distinct.values(), key=lambda c: c.last)
+
+    def members(self, cluster: Cluster) -> list[Node]:
+        """A cluster's nodes, operands first."""
+        return [cluster.members[i] for i in sorted(cluster.members)]
+
+    def insert(self, node: Node, before: Node) -> Cluster:
+        """A cluster for a new node that stands just before another one in the order."""
+        self.position[id(node)] = self.position[id(before)] - 0.5
+        self.inserted.append(node)
+        made = Cluster([node], {self.position[id(node)]: node})
+        self.add(made)
+        return made
+
+    def add(self, cluster: Cluster) -> None:
+        """Register a cluster."""
+        self._describe(cluster)
+        for root in cluster.roots:
+            self.by_root[id(root)] = cluster
+        for node in cluster.inputs:
+            self.readers.setdefault(id(node), {})[id(cluster)] = cluster
+
+    def _describe(self, cluster: Cluster) -> None:
+        nodes = cluster.members.values()
+        inside = {id(node) for node in nodes}
+        inputs: dict[int, Node] = {}
+        for node in nodes:
+            for operand in node.operands:
+                source = source_of(operand)
+                if id(source) not in inside and source.opcode != "constant":
+                    inputs[id(source)] = source
+        cluster.inputs = list(inputs.values())
+        makers = {id(maker): maker for maker in map(owner, cluster.inputs)}
+        cluster.makers = [maker for maker in makers.values() if maker.opcode not in FREE]
+        cluster.last = max(self.position[id(root)] for root in cluster.roots)
+        cluster.loops = not (cluster.library or cluster.rows) and all(map(is_loop, nodes))
+        cluster.consumes = cluster.loops or (not cluster.library and all(map(is_consumer, nodes)))
+        cluster.version += 1
+
+    def remove(self, cluster: Cluster) -> None:
+        """Forget a cluster."""
+        for root in cluster.roots:
+            del self.by_root[id(root)]
+        for node in cluster.inputs:
+            self.readers[id(node)].pop(id(cluster), None)
+
+    def users(self, cluster: Cluster) -> list[Cluster]:
+        """Clusters that read any of a cluster's results."""
+        readers: dict[int, Cluster] = {}
+        for root in cluster.roots:
+            readers.update(self.readers.get(id(root), {}))
+        return list(readers.values())
+
+    def producers(self, cluster: Cluster) -> list[Cluster]:
+        """Clusters whose results a cluster reads."""
+        makers = {id(c): c for c in [self.by_root.get(id(node)) for node in cluster.makers] if c}
+        return list(makers.values())
+
+    def merge(self, first: Cluster, second: Cluster, *, library: bool = False) -> Cluster:
+        """One cluster with the members of two and the roots of both that someone still reads."""
+        self.remove(first)
+        self.remove(second)
+        members = {**first.members, **second.members}
+        roots = sorted([*first.roots, *second.roots], key=lambda n: self.position[id(n)])
+        made = Cluster(list(dict.fromkeys(roots)), members, library)
+        self.add(made)
+        return made
+
+    def absorb(self, producer: Cluster, consumers: Iterable[Cluster]) -> None:
+        """Compute a producer inside each of its consumers instead."""
+        for consumer in consumers:
+            self.remove(consumer)
+            consumer.members.update(producer.members)
+            self.add(consumer)
+        self.remove(producer)
+
+
+def owner(node: Node) -> Node:
+    """The node whose kernel makes a value: of a tuple's element, the tuple."""
+    node = source_of(node)
+    while node.opcode == "get-tuple-element":
+        node = source_of(node.operands[0])
+    return node

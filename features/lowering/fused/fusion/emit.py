@@ -1,0 +1,271 @@
+"""From clusters back to a program: fusions, library calls and loops in an order that can run."""
+
+from __future__ import annotations
+
+from ....ir.program import Computation, Op, Program
+from ..dataflow.classify import is_consumer
+from ..dataflow.graph import Node
+from ..rewrites.convolutions import REVERSED
+from .clusters import Cluster, Clusters
+
+
+class Emitter:
+    """Writes fused graphs as computations of a scheduled HLO program.
+
+    Args:
+        origin: The program that the graphs came from; its reducers are taken along.
+    """
+
+    def __init__(self, origin: Program) -> None:
+        self.program = Program(
+            entry="main",
+            dialect="hlo",
+            name=origin.name,
+            num_replicas=origin.num_replicas,
+            num_partitions=origin.num_partitions,
+            is_scheduled=True,
+            aliases=origin.aliases,
+            origin=origin.origin,
+        )
+        self._origin = origin
+        self._count = 0
+
+    def called(self, name: str) -> str:
+        """Take a computation of the original program along."""
+        if name not in self.program.computations:
+            source = self._origin.computations[name]
+            for op in source.ops:
+                for inner in op.called:
+                    self.called(inner)
+            self.program.computations[name] = source
+        return name
+
+    def name(self, base: str) -> str:
+        """A new name."""
+        self._count += 1
+        return f"{base}.{self._count}"
+
+    def add(self, computation: Computation) -> str:
+        """Keep a computation."""
+        self.program.computations[computation.name] = computation
+        return computation.name
+
+
+class ComputationWriter:
+    """Writes one graph's clusters as one computation.
+
+    Args:
+        emitter: Where the program is collected.
+        clusters: The graph's kernels.
+        bodies: Names of the computations of each loop and branch, by the node's id.
+        one_parameter: Whether the parameters are elements of a single tuple (branches).
+    """
+
+    def __init__(
+        self,
+        emitter: Emitter,
+        clusters: Clusters,
+        bodies: dict[int, tuple[str, ...]],
+        *,
+        one_parameter: bool = False,
+    ) -> None:
+        self.emitter = emitter
+        self.clusters = clusters
+        self.bodies = bodies
+        self.ops: list[Op] = []
+        self.place: dict[int, int] = {}
+        self.element_of: dict[int, int] = {}
+        self.one_parameter = one_parameter
+
+    def write(self, name: str) -> Computation:
+        """The computation."""
+        self._parameters()
+        for cluster in self._scheduled():
+            self._cluster(cluster)
+        outputs = [self._value(node) for node in self.clusters.graph.outputs]
+        graph = self.clusters.graph
+        if len(outputs) != 1:
+            types = tuple(t for node in graph.outputs for t in node.results)
+            outputs = [self._append(Op("", "tuple", tuple(outputs), types, is_tuple=True))]
+        return Computation(name, self.ops, outputs[0])
+
+    def _scheduled(self) -> list[Cluster]:
+        """Clusters in an order in which each stands after what it reads."""
+        done: set[int] = set()
+        order: list[Cluster] = []
+        for start in self.clusters.all():
+            stack = [(start, False)]
+            while stack:
+                cluster, ready = stack.pop()
+                if id(cluster) in done:
+                    continue
+                if ready:
+                    done.add(id(cluster))
+                    order.append(cluster)
+                    continue
+                stack.append((cluster, True))
+                waiting = [p for p in self.clusters.producers(cluster) if id(p) not in done]
+                stack.extend((p, False) for p in reversed(waiting) if p is not cluster)
+        return order
+
+    def _parameters(self) -> None:
+        parameters = self.clusters.graph.parameters
+        if self.one_parameter and parameters:
+            types = tuple(t for node in parameters for t in node.results)
+            whole = self._append(
+                Op("", "parameter", (), types, {"index": 0}, is_tuple=True), "parameter"
+            )
+            for i, node in enumerate(parameters):
+                op = Op("", "get-tuple-element", (whole,), node.results, {"index": i})
+                self.place[id(node)] = self._append(op)
+            return
+        for i, node in enumerate(parameters):
+            op = Op("", "parameter", (), node.results, {"index": i}, is_tuple=node.is_tuple)
+            self.place[id(node)] = self._append(op)
+
+    def _append(self, op: Op, base: str = "") -> int:
+        op.name = self.emitter.name(base or op.opcode)
+        self.ops.append(op)
+        return len(self.ops) - 1
+
+    def _value(self, node: Node) -> int:
+        """Position of the op that holds a node's value; views and constants are written here."""
+        known = self.place.get(id(node))
+        if known is not None:
+            return known
+        if node.opcode in ("reshape", "bitcast"):
+            source = self._value(node.operands[0])
+            op = Op("", "bitcast", (source,), node.results, source=node.source)
+        elif node.opcode == "get-tuple-element":
+            source = self._value(node.operands[0])
+            op = Op("", "get-tuple-element", (source,), node.results, dict(node.attrs))
+            op.is_tuple = node.is_tuple
+        else:
+            operands = tuple(self._value(o) for o in node.operands)
+            op = Op("", node.opcode, operands, node.results, dict(node.attrs))
+            op.is_tuple, op.source = node.is_tuple, node.source
+        self.place[id(node)] = position = self._append(op)
+        return position
+
+    def _cluster(self, cluster: Cluster) -> None:
+        members = self.clusters.members(cluster)
+        if len(members) == 1 and not _is_fusion(members[0]):
+            self._single(members[0])
+            return
+        body = _Fused(self, cluster, members)
+        name = self.emitter.add(body.write(self.emitter.name("fused")))
+        results = tuple(t for root in cluster.roots for t in root.results)
+        op = Op("", "fusion", tuple(body.outside), results, {"kind": _kind(cluster)}, (name,))
+        op.is_tuple = len(cluster.roots) > 1
+        op.source = cluster.roots[-1].source
+        position = self._append(op, _name(cluster))
+        if not op.is_tuple:
+            self.place[id(cluster.root)] = position
+            return
+        for i, root in enumerate(cluster.roots):
+            read = Op("", "get-tuple-element", (position,), root.results, {"index": i})
+            self.place[id(root)] = self._append(read)
+
+    def _single(self, node: Node) -> None:
+        """A node that is a kernel as it stands: a product, a sort, a loop."""
+        operands = [self._value(operand) for operand in node.operands]
+        called = tuple(self.emitter.called(name) for name in node.called)
+        attrs = {k: v for k, v in node.attrs.items() if k != REVERSED}
+        if id(node) in self.bodies:
+            called = self.bodies[id(node)]
+            if node.opcode == "conditional":
+                types = tuple(t for o in node.operands[1:] for t in o.results)
+                state = Op("", "tuple", tuple(operands[1:]), types, is_tuple=True)
+                operands = [operands[0]] + [self._append(state)] * len(called)
+            elif attrs.get("trip_count") is not None:
+                # A GPU runs a loop of known length without asking its condition.
+                attrs["backend_config"] = {"known_init_step": {"init": "0", "step": "1"}}
+        op = Op("", node.opcode, tuple(operands), node.results, attrs, called, node.is_tuple)
+        op.source = node.source
+        self.place[id(node)] = self._append(op)
+
+
+class _Fused:
+    """The computation inside of one fusion."""
+
+    def __init__(self, writer: ComputationWriter, cluster: Cluster, members: list[Node]) -> None:
+        self.writer = writer
+        self.cluster = cluster
+        self.members = members
+        self.outside: list[int] = []
+        self.ops: list[Op] = []
+        self.place: dict[int, int] = {}
+        self.parameters: dict[int, int] = {}
+
+    def write(self, name: str) -> Computation:
+        for node in self.members:
+            self.place[id(node)] = self._append(self._copy(node))
+        roots = [self.place[id(root)] for root in self.cluster.roots]
+        if len(roots) > 1:
+            types = tuple(t for root in self.cluster.roots for t in root.results)
+            roots = [self._append(Op("", "tuple", tuple(roots), types, is_tuple=True))]
+        return Computation(name, self.ops, roots[0])
+
+    def _append(self, op: Op) -> int:
+        op.name = self.writer.emitter.name(op.opcode)
+        self.ops.append(op)
+        return len(self.ops) - 1
+
+    def _copy(self, node: Node) -> Op:
+        operands = tuple(self._value(operand) for operand in node.operands)
+        called = tuple(self.writer.emitter.called(name) for name in node.called)
+        attrs = {k: v for k, v in node.attrs.items() if k != REVERSED}
+        return Op(
+            "", node.opcode, operands, node.results, attrs, called, node.is_tuple, node.source
+        )
+
+    def _value(self, node: Node) -> int:
+        known = self.place.get(id(node))
+        if known is not None:
+            return known
+        if node.opcode == "constant":
+            op = Op("", "constant", (), node.results, node.attrs, source=node.source)
+            self.place[id(node)] = position = self._append(op)
+            return position
+        if node.opcode in ("reshape", "bitcast"):
+            inner = self._value(node.operands[0])
+            op = Op("", "bitcast", (inner,), node.results, source=node.source)
+            self.place[id(node)] = position = self._append(op)
+            return position
+        return self._parameter(node)
+
+    def _parameter(self, node: Node) -> int:
+        """A parameter for a value from outside; views of it are taken inside."""
+        outer = self.writer._value(node)
+        parameter = self.parameters.get(outer)
+        if parameter is None:
+            index = len(self.outside)
+            self.outside.append(outer)
+            op = Op("", "parameter", (), node.results, {"index": index}, is_tuple=node.is_tuple)
+            parameter = self.parameters[outer] = self._append(op)
+        self.place[id(node)] = parameter
+        return parameter
+
+
+def _is_fusion(node: Node) -> bool:
+    """Whether a kernel of one node is written as a fusion, as compilers wrap lone ops."""
+    return is_consumer(node)
+
+
+def _kind(cluster: Cluster) -> str:
+    if cluster.library or cluster.rows:
+        return "kCustom"
+    codes = {root.opcode for root in cluster.roots}
+    return "kInput" if codes & {"reduce", "scatter", "transpose"} else "kLoop"
+
+
+def _name(cluster: Cluster) -> str:
+    if len(cluster.members) == 1:
+        return f"wrapped_{cluster.root.opcode.replace('-', '_')}"
+    base = "input" if _kind(cluster) == "kInput" else "loop"
+    if cluster.library:
+        base = "library"
+    elif cluster.rows:
+        base = "rows"
+    names = dict.fromkeys(root.opcode.replace("-", "_").replace(".", "_") for root in cluster.roots)
+    return f"{base}_{'_'.join(list(names)[:3])}_fusion"

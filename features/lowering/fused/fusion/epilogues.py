@@ -1,0 +1,217 @@
+"""Library calls take what follows them along: bias, residual, activation (cublasLt, cuDNN).
+
+XLA:GPU does so in GemmRewriter and CudnnFusedConvRewriter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..dataflow.classify import source_of
+from ..dataflow.folding import is_elementwise, is_splat, splat
+from ..dataflow.graph import Node
+from ..dataflow.views import reshape
+from ..rewrites.convolutions import REVERSED
+from .clusters import Cluster, Clusters
+
+#: Ops of the tanh approximation of GELU, which cublasLt has as an epilogue.
+_GELU = frozenset(("multiply", "add", "tanh", "power"))
+
+
+def fuse_epilogues(clusters: Clusters) -> None:
+    """Make each product or convolution one cluster with the epilogue that its library has.
+
+    Args:
+        clusters: One op each; changed in place.
+    """
+    for node in clusters.nodes:
+        if node.opcode in ("dot", "convolution"):
+            _Epilogue(clusters, clusters.by_root[id(node)]).run()
+
+
+class _Epilogue:
+    def __init__(self, clusters: Clusters, call: Cluster) -> None:
+        self.clusters = clusters
+        self.call = call
+        self.is_dot = call.root.opcode == "dot"
+        self.call.library = True
+
+    def run(self) -> None:
+        """A factor; or bias, then either a residual or an activation."""
+        if self.is_dot:
+            self._factor()
+        biased = self._add(self._bias)
+        if (self.is_dot or self._is_forward()) and self._add(self._residual) and self.is_dot:
+            return
+        if biased:
+            self._relu()
+            if self.is_dot:
+                self._gelu()
+
+    def _is_forward(self) -> bool:
+        """Whether a convolution is one that the library runs forwards, with a second input."""
+        conv = next(n for n in self.call.members.values() if n.opcode == "convolution")
+        dilated = any(w.lhs_dilation != 1 for w in conv.attrs.get("window", ()))
+        turned = str(conv.attrs.get("dim_labels", "")).startswith("f")
+        return not (dilated or turned or conv.attrs.get(REVERSED, False))
+
+    def _reader(self) -> Cluster | None:
+        """The only cluster that reads the result, if it is one op that nothing was fused into."""
+        root = self.call.root
+        if id(root) in self.clusters.kept:
+            return None
+        users = self.clusters.users(self.call)
+        if len(users) != 1 or len(users[0].members) != 1 or users[0].library:
+            return None
+        return users[0]
+
+    def _take(self, cluster: Cluster, *extra: Node) -> None:
+        """Fuse a reader, and copies of the broadcasts that it needs."""
+        position = self.clusters.position
+        self.clusters.remove(self.call)
+        self.clusters.remove(cluster)
+        self.call.members.update(cluster.members)
+        for node in extra:
+            self.call.members[position[id(node)]] = node
+            own = self.clusters.by_root.get(id(node))
+            readers = self.clusters.readers.get(id(node), {})
+            if own is not None and not readers and id(node) not in self.clusters.kept:
+                self.clusters.remove(own)
+        self.call.roots = [cluster.root]
+        self.clusters.add(self.call)
+
+    def _add(self, rule: Callable[[Cluster, Node], bool]) -> bool:
+        cluster = self._reader()
+        if cluster is None or cluster.root.opcode != "add":
+            return False
+        root = self.call.root
+        lhs, rhs = cluster.root.operands
+        if source_of(lhs) is source_of(rhs):
+            return False
+        other = rhs if source_of(lhs) is root else lhs
+        return rule(cluster, other)
+
+    def _factor(self) -> None:
+        """A constant that the product is multiplied by, if it is nothing else's."""
+        cluster = self._reader()
+        if cluster is None or cluster.root.opcode != "multiply":
+            return
+        if any(splat(operand) is not None for operand in cluster.root.operands):
+            self._take(cluster, *self._splats(cluster.root))
+
+    def _bias(self, cluster: Cluster, other: Node) -> bool:
+        """A vector along the last dimension; of a convolution, along its features."""
+        source = source_of(other)
+        if source.opcode != "broadcast" or splat(source) is not None:
+            return False
+        vector = source.operands[0]
+        dims = source.attrs.get("dimensions", ())
+        sizes = [size for size in vector.type.shape if size != 1]
+        if len(sizes) != 1 or dims[-1] != len(source.type.shape) - 1:
+            return False
+        self._take(cluster, source)
+        return True
+
+    def _residual(self, cluster: Cluster, other: Node) -> bool:
+        """A matrix of the result's size, which the product is added to."""
+        source = source_of(other)
+        if splat(other) is not None or source.opcode == "broadcast":
+            return False
+        if source.type.dtype != self.call.root.type.dtype:
+            return False
+        self._take(cluster)
+        if self.is_dot and self._read_later(source):
+            self._copy(cluster.root, source)
+        return True
+
+    def _read_later(self, source: Node) -> bool:
+        """Whether the library, which adds in place, would destroy what someone still reads."""
+        clusters = self.clusters
+        if source.opcode in ("parameter", "constant") or id(source) in clusters.kept:
+            return True
+        start = clusters.position[id(self.call.root)]
+        readers = clusters.readers.get(id(source), {}).values()
+        return any(clusters.position[id(c.roots[-1])] > start for c in readers)
+
+    def _copy(self, add: Node, source: Node) -> None:
+        """Give the library a copy of the residual to add to."""
+        clusters = self.clusters
+        copy = Node("copy", [source], source.results, source=source.source)
+        clusters.insert(copy, before=add)
+        clusters.remove(self.call)
+        add.operands = [
+            reshape(copy, o.type.shape) if source_of(o) is source else o for o in add.operands
+        ]
+        clusters.add(self.call)
+
+    def _relu(self) -> None:
+        cluster = self._reader()
+        if cluster is not None and cluster.root.opcode == "maximum":
+            lhs, rhs = cluster.root.operands
+            if is_splat(rhs, 0) or is_splat(lhs, 0):
+                self._take(cluster, *self._splats(cluster.root))
+
+    def _gelu(self) -> None:
+        """The tanh form of GELU, if nothing else reads the result."""
+        root = self.call.root
+        if id(root) in self.clusters.kept:
+            return
+        closure = self._closure(root)
+        if closure is None:
+            return
+        for cluster in closure:
+            self._take(cluster, *self._splats(cluster.root))
+
+    def _closure(self, root: Node) -> list[Cluster] | None:
+        """Clusters that compute GELU of ``root``, in order; ``None`` if something else reads it."""
+        inside: dict[int, Node] = {id(root): root}
+        chain: list[Cluster] = []
+        front = list(self.clusters.users(self.call))
+        for _ in range(12):
+            ready = [c for c in front if self._ready(c, inside)]
+            if len(ready) != len(front) and not ready:
+                return None
+            for cluster in ready:
+                if id(cluster.root) not in inside:
+                    inside[id(cluster.root)] = cluster.root
+                    chain.append(cluster)
+            waiting = [c for c in front if c not in ready]
+            follow = [u for c in ready for u in self.clusters.users(c)]
+            front = list(
+                {id(c): c for c in (*waiting, *follow) if id(c.root) not in inside}.values()
+            )
+            if self._is_complete(root, chain, inside):
+                return chain
+        return None
+
+    def _is_complete(self, root: Node, chain: list[Cluster], inside: dict[int, Node]) -> bool:
+        """Whether a chain has one tanh, and one result that others read."""
+        codes = [c.root.opcode for c in chain]
+        if codes.count("tanh") != 1 or codes[-1] != "multiply":
+            return False
+        readers = {id(c): self.clusters.users(c) for c in chain}
+        readers[0] = list(self.clusters.readers.get(id(root), {}).values())
+        read_outside = [
+            key
+            for key, users in readers.items()
+            if not users or any(id(u.root) not in inside for u in users)
+        ]
+        return read_outside == [id(chain[-1])]
+
+    def _ready(self, cluster: Cluster, inside: dict[int, Node]) -> bool:
+        node = cluster.root
+        if len(cluster.members) != 1 or not is_elementwise(node) or node.opcode not in _GELU:
+            return False
+        return all(
+            id(source_of(operand)) in inside or splat(operand) is not None
+            for operand in node.operands
+        )
+
+    def _splats(self, node: Node) -> list[Node]:
+        """Broadcast constants that an op reads."""
+        sources = []
+        for operand in node.operands:
+            source = source_of(operand)
+            if source.opcode == "broadcast" and splat(source) is not None:
+                sources.append(source)
+        return sources

@@ -1,0 +1,204 @@
+"""Kernels with several results: siblings of one input, producers with a consumer.
+
+The order and the checks follow XLA:GPU's MultiOutputFusion, which runs after PriorityFusion.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..dataflow.classify import IN_PLACE, is_loop_reduction, reduction, source_of
+from ..dataflow.graph import Node
+from ..dataflow.machine import LAUNCH_S, Machine
+from ..dataflow.work import Work
+from .clusters import Cluster, Clusters
+from .priority import MAX_OPERANDS, narrow_reduction
+
+
+class MultiOutputFusion:
+    """Joins clusters that run over the same elements.
+
+    Args:
+        clusters: Changed in place.
+        machine: What decides whether a fusion pays.
+    """
+
+    def __init__(self, clusters: Clusters, machine: Machine) -> None:
+        self.clusters = clusters
+        self.machine = machine
+
+    def run(self) -> None:
+        """Go through the graph from its results to its arguments."""
+        for node in reversed(self.clusters.nodes):
+            self._siblings(node)
+            producer = self.clusters.by_root.get(id(node))
+            if producer is not None:
+                self._with_consumer(producer)
+
+    def _siblings(self, node: Node) -> None:
+        """Join clusters that all read ``node``."""
+        if node.size <= 1:
+            return
+        readers = [c for c in self.clusters.readers.get(id(node), {}).values() if _joins(c)]
+        readers.sort(key=lambda c: self.clusters.position[id(c.root)])
+        i = 0
+        while i < len(readers):
+            j = i + 1
+            while j < len(readers):
+                first, second = readers[i], readers[j]
+                fits = self._alike(first, second) and _shares(node, first, second)
+                if fits and self._apart(first, second):
+                    readers[i] = self.clusters.merge(readers[i], readers[j])
+                    del readers[j]
+                else:
+                    j += 1
+            i += 1
+
+    def _with_consumer(self, producer: Cluster) -> None:
+        """Join a producer with one that reads it, though others read it too."""
+        frame = frame_of(producer)
+        if not _joins(producer) or frame is None or frame.kind != "loop":
+            return
+        consumers = sorted(
+            self.clusters.users(producer), key=lambda c: self.clusters.position[id(c.root)]
+        )
+        for consumer in consumers:
+            if not (_joins(consumer) and self._alike(producer, consumer)):
+                continue
+            if narrow_reduction(consumer, self.machine) is not None:
+                continue
+            if self._between(producer, consumer) or not self._pays(producer, consumer):
+                continue
+            self.clusters.merge(producer, consumer)
+            return
+
+    def _alike(self, first: Cluster, second: Cluster) -> bool:
+        """Whether both run over the same elements in the same way."""
+        if first is second or not _fit(frame_of(first), frame_of(second)):
+            return False
+        inputs = {id(n) for c in (first, second) for n in c.inputs}
+        return len(inputs) + len(first.roots) + len(second.roots) <= MAX_OPERANDS
+
+    def _pays(self, producer: Cluster, consumer: Cluster) -> bool:
+        apart = sum(
+            Work(self.clusters.members(c), c.roots).seconds(self.machine) + LAUNCH_S
+            for c in (producer, consumer)
+        )
+        both = {**producer.members, **consumer.members}
+        members = [both[i] for i in sorted(both)]
+        roots = [*producer.roots, *consumer.roots]
+        return Work(members, roots).seconds(self.machine) + LAUNCH_S <= apart
+
+    def _apart(self, first: Cluster, second: Cluster) -> bool:
+        """Whether neither needs the other."""
+        return not (self._reaches(first, second) or self._reaches(second, first))
+
+    def _between(self, producer: Cluster, consumer: Cluster) -> bool:
+        """Whether the consumer also needs the producer by way of a third kernel."""
+        others = [p for p in self.clusters.producers(consumer) if p is not producer]
+        return any(other is not consumer and self._reaches(other, producer) for other in others)
+
+    def _reaches(self, start: Cluster, target: Cluster) -> bool:
+        """Whether ``start`` needs a result of ``target``, directly or not."""
+        first = min(self.clusters.position[id(root)] for root in target.roots)
+        by_root = self.clusters.by_root
+        stack, seen = [start], {id(start)}
+        while stack:
+            for node in stack.pop().makers:
+                producer = by_root.get(id(node))
+                if producer is target:
+                    return True
+                if producer is not None and producer.last > first and id(producer) not in seen:
+                    seen.add(id(producer))
+                    stack.append(producer)
+        return False
+
+
+def _joins(cluster: Cluster) -> bool:
+    """Whether a cluster can share a kernel: no library call, no update in place."""
+    return (
+        cluster.consumes
+        and not cluster.rows
+        and not any(root.opcode in IN_PLACE for root in cluster.roots)
+    )
+
+
+class Frame(NamedTuple):
+    """What the threads of a cluster run over."""
+
+    kind: str
+    size: int
+    detail: object = None
+
+
+def _fit(first: Frame | None, second: Frame | None) -> bool:
+    """Whether two clusters fit one kernel: a loop fits anything over as many elements."""
+    if first is None or second is None or first.size != second.size:
+        return False
+    if "loop" in (first.kind, second.kind):
+        return True
+    return first.kind == second.kind and first.detail == second.detail
+
+
+def frame_of(cluster: Cluster) -> Frame | None:
+    """What a cluster's threads run over; ``None`` if that fits no other kernel."""
+    for root in cluster.roots:
+        hero = hero_of(root, cluster)
+        if hero.opcode == "reduce" and not is_loop_reduction(hero):
+            return Frame("reduce", hero.operands[0].size, reduction(hero))
+        if hero.opcode == "transpose":
+            detail = (hero.operands[0].type.shape, tuple(hero.attrs["dimensions"]))
+            return Frame("transpose", hero.size, detail)
+    root = cluster.root
+    if root.opcode == "reduce-window":
+        return None
+    return Frame("loop", root.size)
+
+
+def hero_of(root: Node, cluster: Cluster) -> Node:
+    """The op that decides how a kernel runs: a root, or what it is a unary function of."""
+    inside = {id(node) for node in cluster.members.values()}
+    node = root
+    while True:
+        if node.opcode in ("reduce", "transpose"):
+            return node
+        sources = [source_of(o) for o in node.operands if source_of(o).opcode != "constant"]
+        if len(sources) != 1 or id(sources[0]) not in inside:
+            return root
+        if sources[0].size != root.size and sources[0].opcode != "reduce":
+            return root
+        node = sources[0]
+
+
+def _shares(node: Node, first: Cluster, second: Cluster) -> bool:
+    """Whether two clusters read the same part of a value, not one slice each.
+
+    The compiler sees this only while each has a single result; so does this.
+    """
+    if _through_view(node, first) != _through_view(node, second):
+        return False
+    if len(first.roots) + len(second.roots) > 2:
+        return True
+    parts = []
+    for cluster in (first, second):
+        readers = [
+            member
+            for member in cluster.members.values()
+            if any(source_of(operand) is node for operand in member.operands)
+        ]
+        if any(reader.opcode != "slice" for reader in readers):
+            return True
+        parts.append({reader.attrs["slice"] for reader in readers})
+    return bool(parts[0] & parts[1])
+
+
+def _through_view(node: Node, cluster: Cluster) -> bool:
+    """Whether a cluster reads a value by way of a reshape, which makes it another array.
+
+    A reshape within a function of this value alone moves up to the value itself.
+    """
+    members = cluster.members.values()
+    if not any(operand is node for member in members for operand in member.operands):
+        return True
+    reshaped = cluster.root.opcode == "reduce" and cluster.root.operands[0].opcode == "reshape"
+    return reshaped and sum(2 * other.size >= node.size for other in cluster.inputs) == 1

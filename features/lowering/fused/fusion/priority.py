@@ -1,0 +1,177 @@
+"""Producers into consumers: the fusion that saves most goes first (XLA's PriorityFusion)."""
+
+from __future__ import annotations
+
+import heapq
+
+from ..dataflow.classify import IN_PLACE, Shape, is_loop_reduction, reduction, source_of
+from ..dataflow.folding import is_elementwise
+from ..dataflow.graph import Node
+from ..dataflow.machine import LAUNCH_S, Machine
+from ..dataflow.work import MAX_BRANCHES, Work, blocks_of
+from .clusters import Cluster, Clusters
+
+#: Most arrays that one kernel reads and writes (XLA's MaxOperandsAndOutputsPerFusion).
+MAX_OPERANDS = 96
+#: Ops too costly to repeat in each of several consumers.
+_EXPENSIVE = frozenset(
+    (
+        "exponential",
+        "tanh",
+        "power",
+        "log",
+        "logistic",
+        "divide",
+        "sine",
+        "cosine",
+        "erf",
+        "reduce",
+        "reduce-window",
+        "log-plus-one",
+        "exponential-minus-one",
+    )
+)
+#: Ops that become dozens of others and read their operand many times.
+_MANY_READS = frozenset(("chlo.erfc", "chlo.lgamma", "chlo.digamma", "chlo.erf_inv"))
+
+
+def narrow_reduction(cluster: Cluster, machine: Machine) -> Node | None:
+    """A column reduction of a cluster that starts fewer blocks than there are multiprocessors.
+
+    The compiler gives such a reduction no second large array to read.
+    """
+    for root in cluster.roots:
+        if root.opcode == "reduce" and not root.is_tuple and not is_loop_reduction(root):
+            column = reduction(root).shape is Shape.COLUMN
+            if column and blocks_of(root) < machine.cores:
+                return root
+    return None
+
+
+class PriorityFusion:
+    """Fuses until no fusion saves time.
+
+    Args:
+        clusters: Changed in place.
+        machine: What decides whether a fusion pays.
+    """
+
+    def __init__(self, clusters: Clusters, machine: Machine) -> None:
+        self.clusters = clusters
+        self.machine = machine
+        self._seconds: dict[int, tuple[int, float]] = {}
+        self._pairs: dict[tuple[int, int], tuple[int, int, float | None]] = {}
+        self._queue: list[tuple[float, int, int, Cluster]] = []
+        self._version: dict[int, int] = {}
+        self._count = 0
+
+    def run(self) -> None:
+        """Fuse."""
+        for cluster in self.clusters.all():
+            self._push(cluster)
+        while self._queue:
+            _, _, version, cluster = heapq.heappop(self._queue)
+            if self._version.get(id(cluster)) != version:
+                continue
+            consumers = self.clusters.users(cluster)
+            touched = {id(c): c for c in (*consumers, *self.clusters.producers(cluster))}
+            if cluster.rows:
+                consumers[0].rows = True
+            self.clusters.absorb(cluster, consumers)
+            self._version.pop(id(cluster), None)
+            for consumer in consumers:
+                for producer in self.clusters.producers(consumer):
+                    touched[id(producer)] = producer
+            for other in touched.values():
+                self._push(other)
+
+    def _push(self, cluster: Cluster) -> None:
+        """Queue a producer if fusing it pays."""
+        self._count += 1
+        self._version[id(cluster)] = self._count
+        gain = self._gain(cluster)
+        if gain is not None and gain > 0.0:
+            heapq.heappush(self._queue, (-gain, self._count, self._count, cluster))
+
+    def _gain(self, producer: Cluster) -> float | None:
+        """Seconds that fusing a cluster into all that read it saves; ``None`` if it cannot be."""
+        clusters = self.clusters
+        root = producer.root
+        if producer.library or len(producer.roots) > 1 or id(root) in clusters.kept:
+            return None
+        if not producer.loops and not (producer.rows and self._extends(producer)):
+            return None
+        consumers = clusters.users(producer)
+        if not consumers:
+            return None
+        apart = self._time(producer) + LAUNCH_S * (1 + len(consumers))
+        together = LAUNCH_S * len(consumers)
+        for consumer in consumers:
+            if not consumer.consumes:
+                return None
+            joined = self._joined(producer, consumer)
+            if joined is None:
+                return None
+            apart += self._time(consumer)
+            together += joined
+        return apart - together
+
+    def _time(self, cluster: Cluster) -> float:
+        stored = self._seconds.get(id(cluster))
+        if stored is not None and stored[0] == cluster.version:
+            return stored[1]
+        work = Work(self.clusters.members(cluster), cluster.roots, cluster.rows)
+        seconds = work.seconds(self.machine)
+        self._seconds[id(cluster)] = (cluster.version, seconds)
+        return seconds
+
+    def _joined(self, producer: Cluster, consumer: Cluster) -> float | None:
+        """Seconds of the consumer's kernel with the producer inside; ``None`` if it cannot be."""
+        key = (id(producer), id(consumer))
+        stored = self._pairs.get(key)
+        if stored is not None and stored[:2] == (producer.version, consumer.version):
+            return stored[2]
+        seconds = None
+        if self._fits(producer, consumer):
+            both = {**producer.members, **consumer.members}
+            work = Work(
+                [both[i] for i in sorted(both)], consumer.roots, consumer.rows or producer.rows
+            )
+            if work.branches <= MAX_BRANCHES:
+                seconds = work.seconds(self.machine)
+        self._pairs[key] = (producer.version, consumer.version, seconds)
+        return seconds
+
+    def _extends(self, rows: Cluster) -> bool:
+        """Whether a softmax kernel can take in the one elementwise op that reads it."""
+        users = self.clusters.users(rows)
+        return (
+            len(users) == 1
+            and not users[0].rows
+            and len(users[0].members) <= 8
+            and all(is_elementwise(node) for node in users[0].members.values())
+            and users[0].root.size == rows.root.size
+        )
+
+    def _fits(self, producer: Cluster, consumer: Cluster) -> bool:
+        """Whether the consumer's kernel can compute the producer."""
+        root = producer.root
+        heavy = any(node.opcode in _EXPENSIVE for node in producer.members.values())
+        for node in consumer.members.values():
+            if node.opcode in IN_PLACE:
+                written = (len(node.operands) - 1) // 2 if node.opcode == "scatter" else 1
+                if any(source_of(operand) is root for operand in node.operands[:written]):
+                    return False
+            if node.opcode in _MANY_READS and source_of(node.operands[0]) is root:
+                return False
+            if heavy and node.opcode == "reduce-window" and source_of(node.operands[0]) is root:
+                return False
+        inputs = {id(n): n for c in (producer, consumer) for n in c.inputs}
+        inputs.pop(id(root), None)
+        if len(inputs) > MAX_OPERANDS:
+            return False
+        narrow = narrow_reduction(consumer, self.machine)
+        if narrow is None:
+            return True
+        size = narrow.operands[0].size
+        return sum(2 * node.size >= size for node in inputs.values()) <= 1

@@ -1,0 +1,1 @@
+"""Rewrites before fusion, as XLA makes them: products, convolutions, loops, reductions."""

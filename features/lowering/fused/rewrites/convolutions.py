@@ -1,0 +1,130 @@
+"""Convolutions as cuDNN takes them: channels innermost, symmetric padding, filters not reversed.
+
+XLA:GPU chooses the layout in its layout assignment and pads in ConvPaddingLegalization.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from ....ir.program import TensorType, WindowDim
+from ..dataflow.graph import Graph, Node
+from ..dataflow.machine import Machine
+
+#: Attribute of convolutions whose filter was reversed: gradients of an input.
+REVERSED = "input_gradient"
+
+
+def canonical_convs(graph: Graph, machine: Machine) -> None:
+    """Bring every convolution into the library's layout, with transposes and pads around it.
+
+    Args:
+        graph: The graph.
+        machine: Says for which types features are innermost (NHWC), not outside of space (NCHW).
+    """
+    replaced: dict[int, Node] = {}
+    for node in graph.nodes():
+        node.operands = [replaced.get(id(o), o) for o in node.operands]
+        if node.opcode == "convolution" and "dim_labels" in node.attrs:
+            half = node.operands[0].type.dtype in ("bf16", "f16")
+            last = machine.half_channels_last if half else machine.channels_last
+            replaced[id(node)] = _canonical(node, last)
+    graph.outputs = [replaced.get(id(node), node) for node in graph.outputs]
+
+
+def is_weight_gradient(conv: Node) -> bool:
+    """Whether a library computes it as a filter's gradient: a window larger than the result."""
+    lhs, _, out = _labels(conv)
+    if lhs.index("f") >= lhs.index("b"):
+        return False
+    window: tuple[WindowDim, ...] = conv.attrs["window"]
+    spatial = [conv.type.shape[out.index(str(i))] for i in range(len(window))]
+    return prod(w.size for w in window) > prod(spatial)
+
+
+def _labels(conv: Node) -> tuple[str, str, str]:
+    inputs, out = str(conv.attrs["dim_labels"]).split("->")
+    lhs, rhs = inputs.split("_")
+    return lhs, rhs, out
+
+
+def _canonical(conv: Node, channels_last: bool) -> Node:
+    lhs, rhs, out = _labels(conv)
+    space = "".join(str(i) for i in range(len(lhs) - 2))
+    gradient = is_weight_gradient(conv)
+    data, kernel = _padded(conv, lhs, gradient), _unreversed(conv)
+    if gradient:
+        # The library reads both inputs as the forward pass stored them: batch, space, features.
+        want_lhs = f"f{space}b" if channels_last else f"fb{space}"
+        want_rhs = f"i{space}o" if channels_last else f"io{space}"
+        want_out = f"f{space}b" if channels_last else f"fb{space}"
+    else:
+        want_lhs = f"b{space}f" if channels_last else f"bf{space}"
+        want_rhs = f"o{space}i" if channels_last else f"oi{space}"
+        want_out = want_lhs
+    attrs = {**conv.attrs, "dim_labels": f"{want_lhs}_{want_rhs}->{want_out}"}
+    attrs["window"] = _window(conv, data)
+    if kernel is not conv.operands[1]:
+        attrs[REVERSED] = True
+    shape = tuple(conv.type.shape[out.index(c)] for c in want_out)
+    operands = [_ordered(data, lhs, want_lhs), _ordered(kernel, rhs, want_rhs)]
+    result = TensorType(conv.type.dtype, shape)
+    made = Node("convolution", operands, (result,), attrs, source=conv.source)
+    return _ordered(made, want_out, out)
+
+
+def _ordered(node: Node, labels: str, wanted: str) -> Node:
+    order = tuple(labels.index(c) for c in wanted)
+    if order == tuple(range(len(order))):
+        return node
+    shape = tuple(node.type.shape[d] for d in order)
+    kind = TensorType(node.type.dtype, shape)
+    moved = [d for d in order if node.type.shape[d] != 1]
+    if moved == sorted(moved):
+        return Node("reshape", [node], (kind,), source=node.source)
+    return Node("transpose", [node], (kind,), {"dimensions": order}, source=node.source)
+
+
+def _unreversed(conv: Node) -> Node:
+    """The filter as it is stored; for an input's gradient the library reverses it itself."""
+    kernel = conv.operands[1]
+    return kernel.operands[0] if kernel.opcode == "reverse" else kernel
+
+
+def _padded(conv: Node, labels: str, gradient: bool) -> Node:
+    """The input, padded where the padding differs between the two sides."""
+    data = conv.operands[0]
+    extra = _extra(conv)
+    if not any(any(pair) for pair in extra):
+        return data
+    padding = [(0, 0, 0)] * len(labels)
+    shape = list(data.type.shape)
+    for i, (low, high) in enumerate(extra):
+        d = labels.index(str(i))
+        padding[d] = (low, high, 0)
+        shape[d] += low + high
+    kind = TensorType(data.type.dtype, tuple(shape))
+    zero = Node("constant", [], (TensorType(data.type.dtype),), {"value": 0})
+    return Node("pad", [data, zero], (kind,), {"padding": tuple(padding)}, source=conv.source)
+
+
+def _extra(conv: Node) -> list[tuple[int, int]]:
+    """Padding that the library cannot do: what one side has more than the other."""
+    window: tuple[WindowDim, ...] = conv.attrs["window"]
+    if any(w.lhs_dilation != 1 for w in window):
+        return [(0, 0)] * len(window)
+    pads = []
+    for w in window:
+        shared = max(0, min(w.pad_low, w.pad_high))
+        pads.append((max(0, w.pad_low - shared), max(0, w.pad_high - shared)))
+    return pads
+
+
+def _window(conv: Node, data: Node) -> tuple[WindowDim, ...]:
+    window: tuple[WindowDim, ...] = conv.attrs["window"]
+    if data is conv.operands[0]:
+        return window
+    return tuple(
+        w._replace(pad_low=w.pad_low - low, pad_high=w.pad_high - high)
+        for w, (low, high) in zip(window, _extra(conv), strict=True)
+    )

@@ -1,0 +1,157 @@
+"""State of loops: what nobody reads is dropped, what changes places is copied.
+
+XLA does the first in WhileLoopSimplifier, the second in CopyInsertion.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....ir.program import TensorType
+from ..dataflow.classify import source_of
+from ..dataflow.folding import splat, splat_node
+from ..dataflow.graph import Graph, Node, topological
+
+
+def drop_dead_state(graph: Graph) -> None:
+    """Stop loops from computing state that only feeds itself."""
+    nodes = graph.nodes()
+    used: dict[int, set[int]] = {}
+    for node in nodes:
+        if node.opcode == "get-tuple-element":
+            used.setdefault(id(node.operands[0]), set()).add(int(node.attrs["index"]))
+    for node in nodes:
+        if node.opcode == "while" and len(node.graphs) == 2:
+            _drop(node.graphs, set(used.get(id(node), set())))
+        for inner in node.graphs:
+            drop_dead_state(inner)
+
+
+def _drop(graphs: list[Graph], live: set[int]) -> None:
+    condition, body = graphs
+    places = {id(node): i for i, node in enumerate(body.parameters)}
+    tested = {id(node) for node in topological(condition.outputs)}
+    live |= {i for i, node in enumerate(condition.parameters) if id(node) in tested}
+    waiting = list(live)
+    while waiting:
+        index = waiting.pop()
+        if index >= len(body.outputs):
+            continue
+        for node in topological([body.outputs[index]]):
+            place = places.get(id(node))
+            if place is not None and place not in live:
+                live.add(place)
+                waiting.append(place)
+    for index in range(len(body.outputs)):
+        if index not in live:
+            body.outputs[index] = body.parameters[index]
+
+
+def merge_counters(graph: Graph) -> None:
+    """Let loops count once: elements that start and step alike become one."""
+    nodes = graph.nodes()
+    loops = [node for node in nodes if node.opcode == "while" and len(node.graphs) == 2]
+    for loop in loops:
+        same = _equal_counters(loop)
+        for inner in loop.graphs:
+            replaced = {id(inner.parameters[j]): inner.parameters[i] for j, i in same.items()}
+            for node in topological(inner.outputs):
+                node.operands = [replaced.get(id(o), o) for o in node.operands]
+            merge_counters(inner)
+        for node in nodes:
+            if node.opcode == "get-tuple-element" and node.operands[0] is loop:
+                index = int(node.attrs["index"])
+                node.attrs["index"] = same.get(index, index)
+
+
+def _equal_counters(loop: Node) -> dict[int, int]:
+    """Elements that equal an earlier one, by their index."""
+    body = loop.graphs[1]
+    known: dict[object, int] = {}
+    same: dict[int, int] = {}
+    for i, output in enumerate(body.outputs):
+        parameter = body.parameters[i]
+        if output.opcode != "add" or parameter not in output.operands:
+            continue
+        steps = [splat(o) for o in output.operands if o is not parameter]
+        start = splat(loop.operands[i])
+        if parameter.type.shape or len(steps) != 1 or steps[0] is None or start is None:
+            continue
+        first = known.setdefault((parameter.type, steps[0], start), i)
+        if first != i:
+            same[i] = first
+    return same
+
+
+def copy_loop_state(graph: Graph) -> None:
+    """Add the copies that loops need to keep their state in place.
+
+    Values that change places within the state go through copies, one more than there are in each
+    cycle; so does a start that is an argument, a constant or read by others.
+    """
+    nodes = graph.nodes()
+    readers: dict[int, int] = {}
+    for node in nodes:
+        for operand in node.operands:
+            key = id(source_of(operand))
+            readers[key] = readers.get(key, 0) + 1
+    for node in nodes:
+        if node.opcode == "while" and len(node.graphs) == 2:
+            body = node.graphs[1]
+            _copy_exchanges(body)
+            for i, output in enumerate(body.outputs):
+                start = node.operands[i]
+                source = source_of(start)
+                shared = _is_given(source) or readers[id(source)] > 1
+                if shared and output is not body.parameters[i]:
+                    node.operands[i] = _own_start(start, node)
+
+
+def _is_given(node: Node) -> bool:
+    """Whether a value is an argument, an element of one, or a constant."""
+    while node.opcode == "get-tuple-element":
+        node = node.operands[0]
+    return node.opcode in ("parameter", "constant")
+
+
+def _own_start(start: Node, loop: Node) -> Node:
+    """A loop's own copy of a start value; a constant is written again instead."""
+    if splat(start) is not None and start.type.shape:
+        return Node("broadcast", *_parts(start), source=loop.source)
+    return Node("copy", [start], start.results, source=loop.source)
+
+
+def _parts(start: Node) -> tuple[list[Node], tuple[TensorType, ...], dict[str, Any]]:
+    value = splat_node(splat(start), start.type)
+    return value.operands, start.results, {"dimensions": ()}
+
+
+def _copy_exchanges(body: Graph) -> None:
+    places = {id(node): i for i, node in enumerate(body.parameters)}
+    moves = {
+        i: places[id(output)]
+        for i, output in enumerate(body.outputs)
+        if id(output) in places and places[id(output)] != i
+    }
+    closing = {max(cycle) for cycle in _cycles(moves)}
+    for i in moves:
+        value = body.outputs[i]
+        for _ in range(2 if i in closing else 1):
+            value = Node("copy", [value], value.results)
+        body.outputs[i] = value
+
+
+def _cycles(moves: dict[int, int]) -> list[list[int]]:
+    """Cycles of a partial permutation."""
+    cycles = []
+    seen: set[int] = set()
+    for start in moves:
+        path: list[int] = []
+        place = start
+        while place in moves and place not in seen:
+            seen.add(place)
+            path.append(place)
+            place = moves[place]
+        if place in path:
+            cycles.append(path[path.index(place) :])
+    return cycles

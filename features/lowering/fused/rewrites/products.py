@@ -1,0 +1,269 @@
+"""Matrix products as GEMM libraries take them: three dimensions, transposes folded.
+
+Products that share an operand are merged. XLA's DotDecomposer, TransposeFolding and DotMerger do
+the same.
+
+A library reads an operand in any order of batch, rows and columns as long as each of the three is
+one run of memory and batches are not innermost. Other orders need a transpose of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from ....ir.program import TensorType
+from ..dataflow.graph import Graph, Node, users_of
+from ..dataflow.views import reshape
+
+#: Products are merged if at least one moves no more bytes than this: the default of
+#: ``xla_gpu_dot_merger_threshold_mb``.
+MERGE_BYTES = 32 << 20
+
+
+class _Operand(NamedTuple):
+    """An operand of a product with the dimensions of each role, in the order of the pairs."""
+
+    node: Node
+    batch: tuple[int, ...]
+    free: tuple[int, ...]
+    contract: tuple[int, ...]
+
+
+def canonical_dots(graph: Graph) -> None:
+    """Turn every ``dot`` into one of two or three dimensions between reshapes and transposes."""
+    nodes = graph.nodes()
+    users = users_of(nodes)
+    outputs = {id(node) for node in graph.outputs}
+    replaced: dict[int, Node] = {}
+    swapped: set[int] = set()
+    for node in nodes:
+        node.operands = [replaced.get(id(o), o) for o in node.operands]
+        if node.opcode == "dot":
+            mine = users[id(node)]
+            turn = len(mine) == 1 and id(node) not in outputs and _is_swap(mine[0], node)
+            if turn:
+                swapped.add(id(mine[0]))
+            replaced[id(node)] = _canonical(node, turn)
+        elif id(node) in swapped:
+            replaced[id(node)] = reshape(node.operands[0], node.type.shape)
+    graph.outputs = [replaced.get(id(node), node) for node in graph.outputs]
+
+
+def _is_swap(transpose: Node, dot: Node) -> bool:
+    """Whether a transpose of a product exchanges rows and columns, as swapping operands does."""
+    if transpose.opcode != "transpose":
+        return False
+    batch = len(dot.attrs.get("lhs_batch_dims", ()))
+    rows = len(dot.operands[0].type.shape) - batch - len(dot.attrs["lhs_contracting_dims"])
+    rank = len(dot.type.shape)
+    turned = [*range(batch), *range(batch + rows, rank), *range(batch, batch + rows)]
+    return list(transpose.attrs["dimensions"]) == turned
+
+
+def _canonical(dot: Node, swap: bool) -> Node:
+    sides = [_roles(dot, "lhs", 0), _roles(dot, "rhs", 1)]
+    sides = _matched(sides)
+    if swap:
+        sides.reverse()
+    (lhs, left), (rhs, right) = (_prepared(side, position) for position, side in enumerate(sides))
+    first, second = sides
+    sizes = [prod(first.node.type.shape[d] for d in dims) for dims in (first.batch, first.free)] + [
+        prod(second.node.type.shape[d] for d in second.free)
+    ]
+    attrs: dict[str, Any] = {
+        k: v for k, v in dot.attrs.items() if k in ("operand_precision", "algorithm")
+    }
+    batched = bool(first.batch)
+    attrs["lhs_contracting_dims"] = (left.index("c"),)
+    attrs["rhs_contracting_dims"] = (right.index("c"),)
+    attrs["lhs_batch_dims"] = (left.index("b"),) if batched else ()
+    attrs["rhs_batch_dims"] = (right.index("b"),) if batched else ()
+    shape = tuple(sizes if batched else sizes[1:])
+    product = Node(
+        "dot", [lhs, rhs], (TensorType(dot.type.dtype, shape),), attrs, source=dot.source
+    )
+    return product if swap else reshape(product, dot.type.shape)
+
+
+def _roles(dot: Node, side: str, position: int) -> _Operand:
+    node = dot.operands[position]
+    batch = tuple(dot.attrs.get(f"{side}_batch_dims", ()))
+    contract = tuple(dot.attrs[f"{side}_contracting_dims"])
+    free = tuple(d for d in range(len(node.type.shape)) if d not in batch and d not in contract)
+    return _Operand(node, batch, free, contract)
+
+
+def _matched(sides: Sequence[_Operand]) -> list[_Operand]:
+    """Pairs of batch and contracted dimensions in the order in which one operand stores them."""
+    for leader in sides:
+        batch = sorted(range(len(leader.batch)), key=leader.batch.__getitem__)
+        contract = sorted(range(len(leader.contract)), key=leader.contract.__getitem__)
+        # Batches keep their order: the result has it.
+        if batch != list(range(len(batch))):
+            continue
+        ordered = [
+            side._replace(contract=tuple(side.contract[i] for i in contract)) for side in sides
+        ]
+        if all(_order(side) for side in ordered):
+            return ordered
+    return list(sides)
+
+
+def _prepared(side: _Operand, position: int) -> tuple[Node, str]:
+    """The operand reshaped to one dimension for each role, and the roles in that order."""
+    through = _through_transpose(side)
+    if through is not None and _order(through):
+        side = through
+    elif not _order(side):
+        middle = (side.free, side.contract) if position == 0 else (side.contract, side.free)
+        side = _transposed(side, (*side.batch, *middle[0], *middle[1]))
+    order = _order(side) or "bfc"
+    roles = {"b": side.batch, "f": side.free, "c": side.contract}
+    if not side.batch:
+        order = order.replace("b", "")
+    shape = tuple(prod(side.node.type.shape[d] for d in roles[role]) for role in order)
+    return reshape(side.node, shape), order
+
+
+def _through_transpose(side: _Operand) -> _Operand | None:
+    if side.node.opcode != "transpose":
+        return None
+    order = side.node.attrs["dimensions"]
+    batch, free, contract = (
+        tuple(order[d] for d in dims) for dims in (side.batch, side.free, side.contract)
+    )
+    return _Operand(side.node.operands[0], batch, free, contract)
+
+
+def _transposed(side: _Operand, order: tuple[int, ...]) -> _Operand:
+    shape = tuple(side.node.type.shape[d] for d in order)
+    result = TensorType(side.node.type.dtype, shape)
+    node = Node("transpose", [side.node], (result,), {"dimensions": order}, source=side.node.source)
+    place = {old: new for new, old in enumerate(order)}
+    batch, free, contract = (
+        tuple(place[d] for d in dims) for dims in (side.batch, side.free, side.contract)
+    )
+    return _Operand(node, batch, free, contract)
+
+
+def _order(side: _Operand) -> str:
+    """Roles in memory order, such as ``bfc``; empty if a library cannot read the operand so."""
+    shape = side.node.type.shape
+    names: dict[int, str] = {}
+    wanted: dict[str, list[int]] = {}
+    for role, dims in (("b", side.batch), ("f", side.free), ("c", side.contract)):
+        wanted[role] = [d for d in dims if shape[d] != 1]
+        names.update(dict.fromkeys(wanted[role], role))
+    order = ""
+    for d in range(len(shape)):
+        role = names.get(d, "")
+        if role and not order.endswith(role):
+            order += role
+    if len(set(order)) < len(order) or any(dims != sorted(dims) for dims in wanted.values()):
+        return ""
+    if order.endswith("b") and len(order) > 1:
+        return ""
+    missing = [role for role in "bfc" if role not in order]
+    return "".join(missing) + order
+
+
+def merge_dots(graph: Graph) -> None:
+    """Merge products that share an operand and do not depend on each other (XLA's DotMerger).
+
+    The other operands are concatenated, and the result is sliced.
+    """
+    nodes = graph.nodes()
+    position = {id(node): i for i, node in enumerate(nodes)}
+    groups: dict[Any, list[Node]] = {}
+    for node in nodes:
+        if node.opcode != "dot":
+            continue
+        for side in (0, 1):
+            attrs = tuple(sorted((k, repr(v)) for k, v in node.attrs.items()))
+            other = node.operands[1 - side].type.dtype
+            key = (id(node.operands[side]), side, attrs, node.type.dtype, other)
+            groups.setdefault(key, []).append(node)
+    replaced: dict[int, Node] = {}
+    for (_, side, *_rest), dots in groups.items():
+        chosen = _independent([d for d in dots if id(d) not in replaced], position)
+        if len(chosen) > 1:
+            _merge(chosen, side, replaced)
+    if replaced:
+        _replace(graph, nodes, replaced)
+
+
+def _independent(dots: list[Node], position: dict[int, int]) -> list[Node]:
+    """Products that can be one: none reads another's result, and not all are large."""
+    chosen: list[Node] = []
+    for dot in dots:
+        small = _moved(dot) <= MERGE_BYTES
+        if chosen and not small and not any(_moved(c) <= MERGE_BYTES for c in chosen):
+            continue
+        if not any(depends(dot, other, position) for other in chosen):
+            chosen.append(dot)
+    return chosen
+
+
+def _moved(dot: Node) -> int:
+    return dot.nbytes + sum(o.nbytes for o in dot.operands)
+
+
+def depends(node: Node, other: Node, position: dict[int, int]) -> bool:
+    """Whether ``node`` depends on ``other``, which stands before it in the topological order."""
+    limit = position[id(other)]
+    stack, seen = [node], {id(node)}
+    while stack:
+        for operand in stack.pop().operands:
+            if operand is other:
+                return True
+            if id(operand) not in seen and position.get(id(operand), -1) > limit:
+                seen.add(id(operand))
+                stack.append(operand)
+    return False
+
+
+def _merge(dots: list[Node], side: int, replaced: dict[int, Node]) -> None:
+    first = dots[0]
+    shared = first.operands[side]
+    others = [dot.operands[1 - side] for dot in dots]
+    key = "rhs" if side == 0 else "lhs"
+    used = {*first.attrs[f"{key}_contracting_dims"], *first.attrs[f"{key}_batch_dims"]}
+    along = next(d for d in range(len(first.type.shape)) if d not in used)
+    shape = list(others[0].type.shape)
+    shape[along] = sum(other.type.shape[along] for other in others)
+    joined = Node(
+        "concatenate",
+        others,
+        (TensorType(others[0].type.dtype, tuple(shape)),),
+        {"dimensions": (along,)},
+        source=first.source,
+    )
+    column = len(first.type.shape) - 1 - side
+    result = list(first.type.shape)
+    result[column] = shape[along]
+    operands = [shared, joined] if side == 0 else [joined, shared]
+    kind = TensorType(first.type.dtype, tuple(result))
+    product = Node("dot", operands, (kind,), dict(first.attrs), source=first.source)
+    start = 0
+    for dot in dots:
+        end = start + dot.type.shape[column]
+        limits = [(0, size, 1) for size in dot.type.shape]
+        limits[column] = (start, end, 1)
+        start = end
+        replaced[id(dot)] = Node(
+            "slice", [product], dot.results, {"slice": tuple(limits)}, source=dot.source
+        )
+
+
+def _replace(graph: Graph, nodes: list[Node], replaced: dict[int, Node]) -> None:
+    for node in (*nodes, *replaced.values()):
+        node.operands = [replaced.get(id(o), o) for o in node.operands]
+    for node in replaced.values():
+        product = node.operands[0]
+        product.operands = [replaced.get(id(o), o) for o in product.operands]
+        for joined in product.operands:
+            if joined.opcode == "concatenate":
+                joined.operands = [replaced.get(id(o), o) for o in joined.operands]
+    graph.outputs = [replaced.get(id(node), node) for node in graph.outputs]

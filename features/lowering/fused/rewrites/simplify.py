@@ -1,0 +1,294 @@
+"""Simplifications that change kernels, as XLA makes them before it fuses.
+
+They are those of its AlgebraicSimplifier, HloCSE and HloDCE.
+
+Rewrites run over a graph in topological order until nothing changes. Only those are here that
+change what is computed or moved; a rewrite that fusion would hide anyway is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+from ..dataflow.folding import fold, is_splat, splat, splat_node
+from ..dataflow.graph import Graph, Node
+from ..dataflow.views import simplify_view
+
+#: Rounds after which rewriting stops even if it has not settled; chosen by judgement.
+_MAX_ROUNDS = 4
+_FLOATS = ("f", "b", "c")
+
+
+def simplify(graph: Graph) -> None:
+    """Simplify a graph and the bodies of its loops and branches in place.
+
+    Args:
+        graph: The graph.
+    """
+    for _ in range(_MAX_ROUNDS):
+        changed = _round(graph)
+        for node in graph.nodes():
+            for inner in node.graphs:
+                simplify(inner)
+        if not changed:
+            return
+
+
+def _round(graph: Graph) -> bool:
+    replaced: dict[int, Node] = {}
+    known: dict[Hashable, Node] = {}
+    keep: list[Node] = []
+    changed = False
+    for node in graph.nodes():
+        for i, operand in enumerate(node.operands):
+            new = replaced.get(id(operand))
+            if new is not None:
+                node.operands[i] = new
+        keep.append(node)
+        rewritten = _rewrite(node)
+        target = node if rewritten is None else rewritten
+        for new_node in _fresh(target, known):
+            keep.append(new_node)
+        keep.append(target)
+        same = known.setdefault(_key(target), target) if _pure(target) else target
+        if same is not node:
+            replaced[id(node)] = same
+            changed = True
+    graph.outputs = [replaced.get(id(node), node) for node in graph.outputs]
+    return changed
+
+
+def _fresh(node: Node, known: dict[Hashable, Node]) -> list[Node]:
+    """Replace a rewrite's new operands by equal nodes that are there already."""
+    made = []
+    for i, operand in enumerate(node.operands):
+        if operand.opcode in ("constant", "broadcast", "reshape") and _pure(operand):
+            made += _fresh(operand, known) if operand.opcode != "constant" else []
+            same = known.setdefault(_key(operand), operand)
+            if same is not operand:
+                node.operands[i] = same
+            made.append(operand)
+    return made
+
+
+def _pure(node: Node) -> bool:
+    return not node.graphs and node.opcode not in _IMPURE
+
+
+_IMPURE = frozenset(
+    (
+        "parameter",
+        "rng",
+        "rng-get-and-update-state",
+        "infeed",
+        "outfeed",
+        "send",
+        "recv",
+        "custom-call",
+        "all-reduce",
+        "all-gather",
+        "reduce-scatter",
+        "all-to-all",
+        "collective-permute",
+        "collective-broadcast",
+        "after-all",
+        "create-token",
+    )
+)
+
+
+def _key(node: Node) -> Hashable:
+    attrs = tuple(sorted((k, repr(v)) for k, v in node.attrs.items())) if node.attrs else ()
+    return node.opcode, tuple([id(o) for o in node.operands]), node.results, node.called, attrs
+
+
+def _rewrite(node: Node) -> Node | None:
+    """A simpler node of the same value; ``None`` if there is none."""
+    rule = _RULES.get(node.opcode)
+    if rule is not None:
+        rewritten = rule(node)
+        if rewritten is not None:
+            return rewritten
+    rewritten = simplify_view(node)
+    return fold(node) if rewritten is None else rewritten
+
+
+def _binary(opcode: str, like: Node, *operands: Node) -> Node:
+    return Node(opcode, list(operands), like.results, source=like.source)
+
+
+def _add(node: Node) -> Node | None:
+    """``a + 0`` is ``a``; what is scattered into zeros is scattered into what it is added to."""
+    for this, other in (node.operands, node.operands[::-1]):
+        if is_splat(this, 0):
+            return other
+        into_zeros = this.opcode == "scatter" and is_splat(this.operands[0], 0)
+        if into_zeros and not this.is_tuple and this is not other:
+            operands = [other, *this.operands[1:]]
+            return Node(
+                "scatter", operands, this.results, this.attrs, this.called, source=this.source
+            )
+    return None
+
+
+def _maximum(node: Node) -> Node | None:
+    """The larger of a value and the least one."""
+    for this, other in (node.operands, node.operands[::-1]):
+        if splat(this) == float("-inf"):
+            return other
+    return None
+
+
+def _subtract(node: Node) -> Node | None:
+    return node.operands[0] if is_splat(node.operands[1], 0) else None
+
+
+def _multiply(node: Node) -> Node | None:
+    lhs, rhs = node.operands
+    if is_splat(rhs, 1):
+        return lhs
+    if is_splat(lhs, 1):
+        return rhs
+    return None
+
+
+def _divide(node: Node) -> Node | None:
+    """``a / c`` is ``a · (1 / c)`` for float constants, ``a / sqrt(b)`` is ``a · rsqrt(b)``."""
+    lhs, rhs = node.operands
+    if is_splat(rhs, 1):
+        return lhs
+    if not node.type.dtype.startswith(_FLOATS):
+        return None
+    value = splat(rhs)
+    if isinstance(value, float | int) and value and value not in (float("inf"), float("-inf")):
+        return _binary("multiply", node, lhs, splat_node(1.0 / value, node.type))
+    if rhs.opcode == "sqrt":
+        inverse = Node("rsqrt", list(rhs.operands), rhs.results, source=rhs.source)
+        return inverse if is_splat(lhs, 1) else _binary("multiply", node, lhs, inverse)
+    return None
+
+
+def _power(node: Node) -> Node | None:
+    base, exponent = node.operands
+    value = splat(exponent)
+    if value == 1:
+        return base
+    if value == 2:
+        return _binary("multiply", node, base, base)
+    if value == 3:
+        return _binary("multiply", node, _binary("multiply", node, base, base), base)
+    if value == 0.5:
+        return Node("sqrt", [base], node.results, source=node.source)
+    if value == -0.5:
+        return Node("rsqrt", [base], node.results, source=node.source)
+    return None
+
+
+def _square(node: Node) -> Node | None:
+    return _binary("multiply", node, node.operands[0], node.operands[0])
+
+
+def _convert(node: Node) -> Node | None:
+    inner = node.operands[0]
+    if inner.type.dtype == node.type.dtype:
+        return inner
+    if inner.opcode == "convert" and inner.operands[0].type.dtype == node.type.dtype:
+        first = inner.operands[0]
+        return first if _widens(first.type.dtype, inner.type.dtype) else None
+    return None
+
+
+def _widens(narrow: str, wide: str) -> bool:
+    return (narrow, wide) in {
+        ("bf16", "f32"),
+        ("f16", "f32"),
+        ("bf16", "f64"),
+        ("f16", "f64"),
+        ("f32", "f64"),
+        ("s32", "s64"),
+        ("u32", "u64"),
+        ("pred", "s32"),
+        ("pred", "f32"),
+        ("pred", "bf16"),
+    }
+
+
+def _select(node: Node) -> Node | None:
+    value = splat(node.operands[0])
+    if value is not None:
+        return node.operands[1] if value else node.operands[2]
+    return node.operands[1] if node.operands[1] is node.operands[2] else None
+
+
+def _and(node: Node) -> Node | None:
+    for this, other in (node.operands, node.operands[::-1]):
+        if node.type.dtype == "pred" and splat(this) is True:
+            return other
+    return None
+
+
+def _negate(node: Node) -> Node | None:
+    inner = node.operands[0]
+    return inner.operands[0] if inner.opcode == "negate" else None
+
+
+def _reduce(node: Node) -> Node | None:
+    """Reductions of nothing are reshapes; those of a transpose reduce other dimensions."""
+    if len(node.results) != 1 or len(node.operands) != 2:
+        return None
+    source = node.operands[0]
+    dims = tuple(node.attrs.get("dimensions", ()))
+    if all(source.type.shape[d] == 1 for d in dims) and source.type.dtype == node.type.dtype:
+        return Node("reshape", [source], node.results, source=node.source)
+    if source.opcode != "transpose":
+        return None
+    order = tuple(source.attrs["dimensions"])
+    kept = [order[d] for d in range(len(order)) if d not in dims]
+    if kept != sorted(kept):
+        return None
+    attrs = {**node.attrs, "dimensions": tuple(sorted(order[d] for d in dims))}
+    operands = [source.operands[0], node.operands[1]]
+    return Node("reduce", operands, node.results, attrs, node.called, source=node.source)
+
+
+def _dynamic_slice(node: Node) -> Node | None:
+    """A slice if all starts are known."""
+    starts = [splat(start) for start in node.operands[1:]]
+    if any(start is None for start in starts):
+        return None
+    source = node.operands[0]
+    sizes = node.type.shape
+    limits = []
+    for start, size, full in zip(starts, sizes, source.type.shape, strict=True):
+        begin = max(0, min(int(start), full - size))
+        limits.append((begin, begin + size, 1))
+    return Node("slice", [source], node.results, {"slice": tuple(limits)}, source=node.source)
+
+
+def _tuple_element(node: Node) -> Node | None:
+    """Element of a loop's state that the body does not change: what went in."""
+    loop = node.operands[0]
+    index = int(node.attrs["index"])
+    if loop.opcode != "while":
+        return None
+    body = loop.graphs[1]
+    unchanged = index < len(body.outputs) and body.outputs[index] is body.parameters[index]
+    return loop.operands[index] if unchanged else None
+
+
+_RULES: dict[str, Callable[[Node], Node | None]] = {
+    "add": _add,
+    "subtract": _subtract,
+    "multiply": _multiply,
+    "divide": _divide,
+    "power": _power,
+    "chlo.square": _square,
+    "convert": _convert,
+    "select": _select,
+    "and": _and,
+    "negate": _negate,
+    "maximum": _maximum,
+    "reduce": _reduce,
+    "dynamic-slice": _dynamic_slice,
+    "get-tuple-element": _tuple_element,
+}

@@ -1,0 +1,131 @@
+"""Lowering by our own fusion rules: roughly what XLA's GPU pipeline makes of a program."""
+
+from __future__ import annotations
+
+from ...common.errors import LoweringError
+from ..devices.device import DeviceSpec
+from ..ir.program import Program
+from ..ir.reader import SourceProgram
+from ..kernels.extract import extract_kernels
+from ..kernels.kernel import LoweredProgram
+from ..kernels.memory import peak_memory
+from .fused.dataflow.graph import Graph, build_graph
+from .fused.dataflow.machine import Machine, machine_of
+from .fused.fusion.clusters import Clusters
+from .fused.fusion.emit import ComputationWriter, Emitter
+from .fused.fusion.epilogues import fuse_epilogues
+from .fused.fusion.fills import join_fills, own_fills
+from .fused.fusion.horizontal import HorizontalFusion
+from .fused.fusion.multi_output import MultiOutputFusion
+from .fused.fusion.priority import PriorityFusion
+from .fused.fusion.softmax import fuse_softmax
+from .fused.on_chip import on_chip_of, place_on_chip
+from .fused.rewrites.convolutions import canonical_convs
+from .fused.rewrites.expand import expand_ops
+from .fused.rewrites.loops import copy_loop_state, drop_dead_state, merge_counters
+from .fused.rewrites.products import canonical_dots, merge_dots
+from .fused.rewrites.reductions import split_reductions
+from .fused.rewrites.simplify import simplify
+from .fused.rewrites.sinking import sink_transposes
+from .fused.rewrites.vectors import pad_products, reduce_vector_products
+from .op import whole_notes
+
+
+def lower_fused(
+    source: SourceProgram, device: DeviceSpec | None = None, *, horizontal: bool = False
+) -> LoweredProgram:
+    """List roughly the kernels that a GPU compiler would make.
+
+    Args:
+        source: StableHLO or HLO that is not optimised yet.
+        device: Decides which fusions pay and what the libraries offer; an H100 stands in for any
+            device that is not a GPU.
+        horizontal: Whether independent work shares kernels, as in compilers before JAX 0.10.
+
+    Raises:
+        ProgramError: The program is malformed.
+        LoweringError: The program is optimised already.
+    """
+    if source.program.is_scheduled:
+        raise LoweringError(
+            "the program is optimised already", where=source.origin, hint="use --lowering xla"
+        )
+    machine = machine_of(device)
+    program = source.program
+    graph = build_graph(program)
+    emitter = Emitter(program)
+    expand_ops(graph, program)
+    simplify(graph)
+    merge_counters(graph)
+    drop_dead_state(graph)
+    prepare(graph, machine, program)
+    simplify(graph)
+    writer = _fused(graph, machine, emitter, is_entry=True, horizontal=horizontal)
+    emitter.add(writer.write("main"))
+    memory = on_chip_of(device)
+    if memory is not None:
+        place_on_chip(emitter.program, memory)
+    kernels, notes = extract_kernels(emitter.program)
+    notes += whole_notes(program, kernels)
+    if device is not None and device.platform != "gpu":
+        notes.append(
+            f"{device.name} is a {device.platform}, but lowering fused has the fusion rules of "
+            "GPUs only"
+        )
+    return LoweredProgram(
+        kernels=kernels,
+        lowering="fused",
+        target=device.name if device is not None else "gpu",
+        peak_memory_bytes=peak_memory(emitter.program),
+        memory_source="liveness",
+        notes=notes,
+        module=emitter.program,
+    )
+
+
+def prepare(graph: Graph, machine: Machine, program: Program) -> None:
+    """Bring products and convolutions into the libraries' form, in loops and branches too."""
+    for node in graph.nodes():
+        for inner in node.graphs:
+            prepare(inner, machine, program)
+    canonical_dots(graph)
+    canonical_convs(graph, machine)
+    simplify(graph)
+    reduce_vector_products(graph, program)
+    sink_transposes(graph)
+    simplify(graph)
+    merge_dots(graph)
+    pad_products(graph)
+    split_reductions(graph)
+
+
+def _fused(
+    graph: Graph,
+    machine: Machine,
+    emitter: Emitter,
+    *,
+    is_entry: bool = False,
+    horizontal: bool = False,
+) -> ComputationWriter:
+    copy_loop_state(graph)
+    own_fills(graph)
+    bodies: dict[int, tuple[str, ...]] = {}
+    for node in graph.nodes():
+        if node.graphs:
+            names = []
+            for inner in node.graphs:
+                writer = _fused(inner, machine, emitter)
+                writer.one_parameter = node.opcode == "conditional"
+                names.append(emitter.add(writer.write(emitter.name("body"))))
+            bodies[id(node)] = tuple(names)
+    clusters = Clusters(graph)
+    fuse_epilogues(clusters)
+    if machine.tensor_fusion:
+        fuse_softmax(clusters)
+    PriorityFusion(clusters, machine).run()
+    if is_entry:
+        join_fills(clusters)
+    MultiOutputFusion(clusters, machine).run()
+    if horizontal and is_entry:
+        HorizontalFusion(clusters).run()
+    return ComputationWriter(emitter, clusters, bodies)

@@ -1,0 +1,219 @@
+"""From a program to the kernels that a target runs: the one entry for all lowerings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from ...common.errors import CompilerError, DeviceError, LoweringError
+from ...common.jax_platforms import device_files
+from ..devices.catalogue import find_device, load_device_file
+from ..devices.device import DeviceSpec, device_slug
+from ..ir.partitioning import sharding_note
+from ..ir.reader import SourceProgram, TripCounts, read_program
+from ..ir.untrusted import well_formed
+from ..kernels.kernel import LoweredProgram
+from .cache import LoweringCache
+from .options import AUTO, LoweringOptions, check_lowering
+from .target_compiler.install import PLATFORMS, find_compiler
+
+if TYPE_CHECKING:
+    from .target_compiler.process import CompileSettings
+
+
+def lower(
+    source: object,
+    lowering: str = "xla",
+    *,
+    cache: LoweringCache | Literal[False] | None = None,
+    trip_counts: TripCounts = None,
+    device: DeviceSpec | str | Path | None = None,
+    fallback: str = "",
+    settings: CompileSettings | None = None,
+) -> LoweredProgram:
+    """Lower a program to kernels.
+
+    Args:
+        source: A :class:`SourceProgram`, or whatever :func:`read_program` takes: a path, text or
+            bytes of StableHLO or HLO, a lowered or exported JAX function.
+        lowering: ``xla`` compiles with the compiler of ``device``, or JAX's default backend if that
+            is the device or none is given; ``fused`` applies our own fusion rules; ``op`` makes
+            every op a kernel; ``auto`` is ``xla``, or ``fused`` where the device's compiler is not
+            installed. HLO that is optimised and scheduled already is taken as it is by ``xla``.
+        cache: Cache of compiled programs; ``None`` takes the default one, ``False`` none.
+        trip_counts: Trips of loops whose count cannot be found: one number for all, or by name or
+            source line (``model.py:12``).
+        device: What the prediction is for: a description, its name in the catalogue, the path of a
+            device file, or ``local`` for JAX's default device. A GPU or TPU that is another one is
+            compiled for by its own compiler, which needs neither the device nor a driver.
+        fallback: Lowering to take where that compiler is missing, fails or exceeds its limits; a
+            note says so. By default it is an error.
+        settings: Limits and options of that compiler; ``fused`` heeds its option of horizontal
+            fusion, ``xla_gpu_use_horizontal_fusion``.
+
+    Returns:
+        Kernels in schedule order with peak memory and notes.
+
+    Raises:
+        LoweringError: The name is unknown, or the compiler does not take the program.
+        CompilerError: The device's compiler is not installed, crashed, or exceeded its limits.
+        DeviceError: The device is not known, or its description lacks a figure that the compiler
+            needs.
+        ProgramError: The program cannot be read, or it is malformed.
+        InternalError: A rule of opcast fails on the program.
+    """
+    return lower_with(
+        source, LoweringOptions(lowering, device, trip_counts, fallback, settings, cache)
+    )
+
+
+def lower_with(source: object, options: LoweringOptions) -> LoweredProgram:
+    """Lower a program to kernels; :func:`lower` with its options as one value.
+
+    Raises:
+        OpcastError: As :func:`lower`.
+    """
+    device = _described(options.device)
+    options.check()
+    program = read_program(source, trip_counts=options.trip_counts)
+    with well_formed(program):
+        lowered = _lower(program, device, options)
+        note = sharding_note(program)
+        if note and note not in lowered.notes:
+            lowered.notes.append(note)
+        return lowered
+
+
+def _described(device: object) -> DeviceSpec | None:
+    """The description that a device argument stands for; ``None`` for JAX's default device."""
+    if device is None or isinstance(device, DeviceSpec):
+        return device
+    if not isinstance(device, str | Path):
+        raise DeviceError(
+            f"a device cannot be a {type(device).__name__}",
+            where="device",
+            hint="give a name of the catalogue (opcast device --list), the path of a device file, "
+            "a DeviceSpec, or None for the default device of JAX",
+        )
+    if Path(device).suffix.lower() in (".yaml", ".yml"):
+        return load_device_file(Path(device))
+    if Path(device).suffix.lower() == ".json":
+        try:
+            return DeviceSpec.from_file(Path(device))
+        except (OSError, ValueError) as error:
+            raise DeviceError(f"no device file: {error}", where=str(device)) from None
+    return None if device == "local" else find_device(str(device))
+
+
+def _lower(
+    program: SourceProgram, device: DeviceSpec | None, options: LoweringOptions
+) -> LoweredProgram:
+    trip_counts = options.trip_counts
+    if trip_counts is not None and program.trip_counts != trip_counts:
+        program = replace(program, trip_counts=trip_counts)
+    asked = options.lowering
+    absent = device is not None and asked in (AUTO, "xla") and _is_absent(program, device)
+    choice = choose_lowering(asked, device, absent=absent)
+    if choice.lowering == "op":
+        from .op import lower_op
+
+        return lower_op(program)
+    if choice.lowering == "fused":
+        from .fused_lowering import lower_fused
+
+        lowered = lower_fused(program, device, horizontal=options.horizontal)
+        if choice.note:
+            lowered.notes.insert(0, choice.note)
+        return lowered
+    store = LoweringCache() if options.cache is None else options.cache or None
+    if device is not None and absent:
+        from .absent import lower_absent
+
+        try:
+            return lower_absent(program, device, store, trip_counts, options.settings)
+        except (LoweringError, DeviceError) as error:
+            if not options.fallback:
+                raise
+            instead = replace(options, lowering=options.fallback, device=device, fallback="")
+            lowered = lower_with(program, instead)
+            lowered.notes.append(f"lowering {options.fallback} instead of {asked}: {error.what}")
+            return lowered
+    from .xla import lower_xla
+
+    lowered = lower_xla(program, store, trip_counts)
+    _note_platform(lowered, device)
+    return lowered
+
+
+def _is_absent(program: SourceProgram, device: DeviceSpec) -> bool:
+    """Whether a device needs cross-compilation: a GPU or TPU other than JAX's default device."""
+    if device.platform not in ("gpu", "tpu") or _is_compiled(program):
+        return False
+    from .local_target import local_target
+
+    if not device_files():
+        return True
+    names = {device_slug(name) for name in (device.name, *device.aliases)}
+    return local_target().device not in names
+
+
+def _is_compiled(program: SourceProgram) -> bool:
+    return program.kind == "hlo" and program.program.is_scheduled
+
+
+def _note_platform(lowered: LoweredProgram, device: DeviceSpec | None) -> None:
+    """Add a note if the kernels were compiled for another platform than the device's."""
+    known = lowered.compiler.split()
+    if device is None or len(known) < 3:
+        return
+    platform = "gpu" if known[2] in ("cuda", "rocm") else known[2]
+    if platform != device.platform:
+        lowered.notes.append(
+            f"kernels are those of the {platform} compiler, but {device.name} is a "
+            f"{device.platform}: compile there, or give its optimised HLO"
+        )
+
+
+class Choice(NamedTuple):
+    """A lowering, and the reason if it is not the best one.
+
+    Attributes:
+        lowering: One of :data:`.LOWERINGS`.
+        note: What the user should know; empty if the best one was taken.
+    """
+
+    lowering: str
+    note: str = ""
+
+
+def choose_lowering(lowering: str, device: DeviceSpec | None, *, absent: bool) -> Choice:
+    """Choose the lowering that ``auto`` stands for.
+
+    Args:
+        lowering: What the user asked for; anything but ``auto`` is taken as it is.
+        device: What the prediction is for.
+        absent: Whether that needs a compiler of its own: it is not JAX's default device, and the
+            program is not compiled yet.
+
+    Returns:
+        For ``auto``, ``xla`` where the compiler is at hand, and ``fused`` where it is not.
+
+    Raises:
+        LoweringError: The name is unknown.
+    """
+    check_lowering(lowering)
+    if lowering != AUTO:
+        return Choice(lowering)
+    if device is None or not absent or device.platform not in PLATFORMS:
+        return Choice("xla")
+    try:
+        find_compiler(device.platform)
+    except CompilerError as error:
+        return Choice(
+            "fused",
+            f"{error.what}: kernels are made by opcast's own fusion rules (lowering fused), not by "
+            f"the compiler of {device.name}; to have it: opcast compilers install "
+            f"{device.platform}",
+        )
+    return Choice("xla")

@@ -1,0 +1,126 @@
+"""Finds layers that repeat in a program.
+
+A framework writes a model's layers one after the other, each as the same sequence of ops: forward,
+backward (often in reverse order) and in the optimiser, each of which is a *run* of equal *blocks*.
+Which blocks belong to the same layer follows from what reads what. Taking layers out of the middle
+(``excise.py``) leaves a program whose ops read the same places of the layers that then lie next
+to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .excise import Repeats, excise
+from .runs import OpTable, Read, Run, disjoint, find_runs, likely_counts
+
+
+def find_repeats(table: OpTable) -> Repeats | None:
+    """Find the layers of a program.
+
+    Returns:
+        The layers; ``None`` if no structure repeats at least :data:`MIN_LAYERS` times, or if layers
+        cannot be taken out.
+    """
+    candidates = find_runs(table)
+    for layers in likely_counts(candidates):
+        # A block at either end may differ, such as the first layer's, which has no gradient to add.
+        chosen = disjoint([r for r in candidates if layers - 1 <= r.count <= layers + 1])
+        repeats = _label(table, chosen, layers)
+        if repeats is not None and excise(table, repeats, 2) is not None:
+            return repeats
+    return None
+
+
+def _label(table: OpTable, runs: Sequence[Run], layers: int) -> Repeats | None:
+    """Find the layer of each block, from the first long run on, by what reads what."""
+    complete = {i: r.stop - r.start for i, r in enumerate(runs) if r.count == layers}
+    if not complete:
+        return None
+    # The first long one is the forward pass, in the model's own order.
+    main = next(i for i, size in complete.items() if 4 * size >= max(complete.values()))
+    labels: dict[int, tuple[int, ...]] = {main: tuple(range(layers))}
+    arguments = _argument_layers(table, runs[main], labels[main])
+    grown = True
+    while grown:
+        grown = False
+        for number, run in enumerate(runs):
+            if number in labels:
+                continue
+            known = _Known(runs, labels, arguments, layers)
+            if label := known.of_reads(table, run) or known.of_readers(table, run):
+                labels[number] = label
+                arguments |= _argument_layers(table, run, label)
+                grown = True
+    order = sorted(labels)
+    return Repeats(layers, tuple(runs[i] for i in order), tuple(labels[i] for i in order))
+
+
+def _argument_layers(table: OpTable, run: Run, label: tuple[int, ...]) -> dict[int, int]:
+    """Layers of the arguments that only one block of a run reads."""
+    readers: dict[int, set[int]] = {}
+    for op in range(run.start, run.stop):
+        for source, number in table.reads[op]:
+            if source < 0:
+                readers.setdefault(number, set()).add((op - run.start) // run.period)
+    return {arg: label[min(blocks)] for arg, blocks in readers.items() if len(blocks) == 1}
+
+
+class _Known:
+    """What is known of layers so far, by which further runs are labelled."""
+
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        labels: dict[int, tuple[int, ...]],
+        arguments: dict[int, int],
+        layers: int,
+    ) -> None:
+        self.labelled = [(runs[i], label) for i, label in labels.items()]
+        self.arguments = arguments
+        self.layers = layers
+
+    def of_reads(self, table: OpTable, run: Run) -> tuple[int, ...] | None:
+        """Layers of a run's blocks: those of what one operand of each block reads."""
+        for offset in range(run.period):
+            for number in range(len(table.reads[run.start + offset])):
+                ops = range(run.start + offset, run.stop, run.period)
+                label = self._complete([self._layer(table.reads[op][number]) for op in ops])
+                if label is not None:
+                    return label
+        return None
+
+    def of_readers(self, table: OpTable, run: Run) -> tuple[int, ...] | None:
+        """Layers of a run's blocks: those of the blocks of another run that read them."""
+        for other, label in self.labelled:
+            for offset in range(other.period):
+                for number in range(len(table.reads[other.start + offset])):
+                    layer_of: list[int | None] = [None] * run.count
+                    for block, layer in enumerate(label):
+                        op = other.start + block * other.period + offset
+                        if place := run.place(table.reads[op][number][0]):
+                            layer_of[place[0]] = layer
+                    if (complete := self._complete(layer_of)) is not None:
+                        return complete
+        return None
+
+    def _layer(self, read: Read) -> int | None:
+        source, number = read
+        if source < 0:
+            return self.arguments.get(number)
+        for run, label in self.labelled:
+            if place := run.place(source):
+                return label[place[0]]
+        return None
+
+    def _complete(self, label: list[int | None]) -> tuple[int, ...] | None:
+        """A different layer for each block; one that is missing can only be the one left."""
+        known = [layer for layer in label if layer is not None]
+        if len(set(known)) != len(known) or len(known) < len(label) - 1:
+            return None
+        if len(known) < len(label):
+            left = set(range(self.layers)) - set(known)
+            if len(left) != 1:
+                return None
+            label = [left.pop() if layer is None else layer for layer in label]
+        return tuple(layer for layer in label if layer is not None)

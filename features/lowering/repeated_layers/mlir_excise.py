@@ -1,0 +1,149 @@
+"""Reads the ops of an MLIR module as a table, and writes the module with fewer layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .excise import Excision
+from .runs import OpTable, Read
+
+_RETURN = ("func.return", "return")
+
+
+def main_function(module: Any) -> Any | None:
+    """The public function of a module if its body is one block, else ``None``."""
+    for op in module.body.operations:
+        if op.operation.name == "func.func" and str(op.attributes["sym_name"]) == '"main"':
+            return op if len(op.regions[0].blocks) == 1 else None
+    return None
+
+
+def read_table(function: Any) -> OpTable:
+    """Signatures and operands of a function's ops, its return left out."""
+    block = function.regions[0].blocks[0]
+    values: dict[Any, Read] = {arg: (-1, i) for i, arg in enumerate(block.arguments)}
+    signatures, reads = [], []
+    for number, op in enumerate(block.operations):
+        operation = op.operation
+        if operation.name in _RETURN:
+            break
+        for i, result in enumerate(operation.results):
+            values[result] = (number, i)
+        signatures.append(_signature(operation))
+        reads.append([values[value] for value in operation.operands])
+    return OpTable(signatures, reads)
+
+
+def _signature(operation: Any) -> tuple[Any, ...]:
+    """What an op does. Types and attributes are unique objects of their context, so cheap keys."""
+    types = tuple(value.type for value in (*operation.operands, *operation.results))
+    inner = tuple(_body(block) for region in operation.regions for block in region.blocks)
+    return (operation.name, types, _attributes(operation), inner)
+
+
+def _attributes(operation: Any) -> tuple[Any, ...]:
+    pairs = []
+    for item in operation.attributes:
+        name = item if isinstance(item, str) else item.name
+        pairs.append((name, operation.attributes[name]))
+    return tuple(pairs)
+
+
+def _body(block: Any) -> tuple[Any, ...]:
+    """Signature of a region's block, with values numbered in the order of their definition."""
+    values = {arg: i for i, arg in enumerate(block.arguments)}
+    signatures = []
+    for op in block.operations:
+        operation = op.operation
+        reads = tuple(values.get(value, -1) for value in operation.operands)
+        for result in operation.results:
+            values[result] = len(values)
+        signatures.append((_signature(operation), reads))
+    return tuple(signatures)
+
+
+def write_excised(module: Any, function: Any, table: OpTable, excision: Excision) -> bool:
+    """Take ops out of a module's main function, in place.
+
+    Arguments that nothing reads any more and results that went are taken from its type.
+
+    Returns:
+        Whether the module is still valid; if not, it must not be used.
+    """
+    block = function.regions[0].blocks[0]
+    ops = [op.operation for op in block.operations]
+    with module.context:
+        for (reader, number), (source, result) in excision.rewired.items():
+            values = ops[source].results if source >= 0 else block.arguments
+            ops[reader].operands[number] = values[result]
+        kept_results = _shorten_return(ops, len(table.reads), excision)
+        for number in sorted(excision.removed, reverse=True):
+            ops[number].erase()
+        used = {
+            read[1]
+            for op, reads in enumerate(table.reads)
+            if op not in excision.removed
+            for number, old in enumerate(reads)
+            if (read := excision.rewired.get((op, number), old))[0] < 0
+        }
+        was_used = {read[1] for reads in table.reads for read in reads if read[0] < 0}
+        gone = {i for i in range(len(block.arguments)) if i in was_used and i not in used}
+        gone -= _returned_arguments(block)
+        _retype(function, block, gone, [i for i, kept in enumerate(kept_results) if kept])
+        return bool(module.operation.verify())
+
+
+def _shorten_return(ops: list[Any], count: int, excision: Excision) -> list[bool]:
+    """Drop results whose ops are gone.
+
+    Returns:
+        For each result whether it stays.
+    """
+    from jaxlib.mlir import ir
+
+    old = ops[count]
+    gone = {result for number in excision.removed for result in ops[number].results}
+    kept = [value not in gone for value in old.operands]
+    values = [value for value, stays in zip(old.operands, kept, strict=True) if stays]
+    ir.Operation.create(old.name, operands=values, loc=old.location, ip=ir.InsertionPoint(old))
+    old.erase()
+    return kept
+
+
+def _returned_arguments(block: Any) -> set[int]:
+    last = list(block.operations)[-1].operation
+    return {i for i, arg in enumerate(block.arguments) if any(arg == v for v in last.operands)}
+
+
+def _retype(function: Any, block: Any, gone: set[int], kept_results: list[int]) -> None:
+    """Fit a function's type and attributes to its arguments and results."""
+    from jaxlib.mlir import ir
+
+    attributes = function.operation.attributes
+    kept = [i for i in range(len(block.arguments)) if i not in gone]
+    place = {old: new for new, old in enumerate(kept_results)}
+    for key, keep in (("arg_attrs", kept), ("res_attrs", kept_results)):
+        if key in attributes:
+            listed = list(attributes[key])
+            attributes[key] = ir.ArrayAttr.get([_aliased(listed[i], place) for i in keep])
+    for i in sorted(gone, reverse=True):
+        block.erase_argument(i)
+    inputs = [arg.type for arg in block.arguments]
+    results = [v.type for v in list(block.operations)[-1].operation.operands]
+    attributes["function_type"] = ir.TypeAttr.get(ir.FunctionType.get(inputs, results))
+
+
+def _aliased(attrs: Any, place: dict[int, int]) -> Any:
+    """Attributes of an argument, with the new number of the result that takes its place."""
+    from jaxlib.mlir import ir
+
+    key = "tf.aliasing_output"
+    kept = {named.name: named.attr for named in attrs}
+    if key not in kept:
+        return attrs
+    result = place.get(int(kept[key].value))
+    if result is None:
+        del kept[key]
+    else:
+        kept[key] = ir.IntegerAttr.get(kept[key].type, result)
+    return ir.DictAttr.get(kept)

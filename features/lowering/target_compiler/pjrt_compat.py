@@ -1,0 +1,117 @@
+"""The only place that compiles for absent devices through calls that JAX does not promise to keep.
+
+It runs in the compile process alone (``compile_worker.py``), where the plug-ins are on the path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax._src.lib import xla_client  # type: ignore[attr-defined]
+from jax.experimental import topologies
+from jaxlib import _jax
+
+from ...ir.jax_compat import make_context, parse_module
+
+#: Figures of the compiler's memory statistics that are kept.
+_MEMORY = (
+    "peak_memory_in_bytes",
+    "argument_size_in_bytes",
+    "output_size_in_bytes",
+    "alias_size_in_bytes",
+    "temp_size_in_bytes",
+    "generated_code_size_in_bytes",
+)
+
+
+class Compiled(NamedTuple):
+    """A compiled module.
+
+    Attributes:
+        hlo: Optimised, scheduled module text.
+        memory: The compiler's memory statistics in bytes, by name; empty if it states none.
+    """
+
+    hlo: str
+    memory: dict[str, int]
+
+
+def open_devices(platform: str, topology: str, target_config: str = "") -> list[Any]:
+    """Devices of an absent machine.
+
+    Args:
+        platform: ``cuda`` or ``tpu``.
+        topology: For a GPU ``slices x hosts x devices of a host``; for a TPU a name such as
+            ``v5e:2x2``.
+        target_config: For a GPU, XLA's text description of it; for a TPU the name of the
+            configuration of its chips (``megacore``: two cores as one device), or empty.
+
+    Raises:
+        Exception: Whatever the plug-in raises for a description that it does not know.
+    """
+    if platform == "tpu":
+        chips = {"chip_config_name": target_config} if target_config else {}
+        description = topologies.get_topology_desc(platform="tpu", topology_name=topology, **chips)
+    else:
+        description = topologies.get_topology_desc(
+            platform=platform, topology=topology, target_config=target_config
+        )
+    return list(description.devices)
+
+
+def compiler_version(devices: Sequence[Any]) -> str:
+    """What the plug-in says of its own version, in one line."""
+    return " ".join(str(devices[0].client.platform_version).split())
+
+
+def compile_absent(
+    devices: Sequence[Any], program: bytes, replicas: int, partitions: int, flags: Mapping[str, Any]
+) -> Compiled:
+    """Compile a module for devices of :func:`open_devices`.
+
+    Args:
+        devices: At least ``replicas * partitions``.
+        program: StableHLO as text or bytecode.
+        replicas: Number of replicas.
+        partitions: Number of partitions; with more than one, the compiler's partitioner runs.
+        flags: Options of XLA by name without dashes.
+
+    Raises:
+        Exception: Whatever the compiler raises for a program that it cannot compile.
+    """
+    used = list(devices[: replicas * partitions])
+    context = make_context()
+    module = parse_module(program, context)
+    options = _options(used, replicas, partitions, flags)
+    options.executable_build_options.use_shardy_partitioner = partitions > 1 and _has_shardy(module)
+    with context:
+        executable = used[0].client.compile(
+            module, executable_devices=_jax.DeviceList(tuple(used)), compile_options=options
+        )
+    return Compiled(executable.hlo_modules()[0].to_string(), _memory(executable))
+
+
+def _options(used: Sequence[Any], replicas: int, partitions: int, flags: Mapping[str, Any]) -> Any:
+    options = xla_client.CompileOptions()
+    options.num_replicas, options.num_partitions = replicas, partitions
+    options.env_option_overrides = list(flags.items())
+    build = options.executable_build_options
+    build.num_replicas, build.num_partitions = replicas, partitions
+    build.use_spmd_partitioning = partitions > 1
+    ids = np.array([device.id for device in used]).reshape(replicas, partitions)
+    build.device_assignment = xla_client.DeviceAssignment.create(ids)
+    return options
+
+
+def _has_shardy(module: Any) -> bool:
+    return "sdy." in module.operation.get_asm(large_elements_limit=8)
+
+
+def _memory(executable: Any) -> dict[str, int]:
+    try:
+        stats = executable.get_compiled_memory_stats()
+    except Exception:  # a plug-in may not have them; the program is compiled all the same
+        return {}
+    return {name: int(getattr(stats, name)) for name in _MEMORY if hasattr(stats, name)}

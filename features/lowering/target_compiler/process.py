@@ -1,0 +1,267 @@
+"""Compiles for an absent device in a worker process, within limits of time and memory.
+
+Programs and results are files of a job folder (``worker.py``), because modules have megabytes and
+those that were made before a crash are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ....common.errors import CompilerError, CompilerStartError, LoweringError
+from ....common.worker_process import WorkerProcess, module_command
+from .target import CompileTarget
+from .worker import Job
+
+#: Settings of the user's shell that would change what the compiler makes.
+_UNSET = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORM_NAME", "CUDA_VISIBLE_DEVICES")
+#: libtpu is not to look for the machine that it is not on, nor to lock it for one process.
+_SET = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
+_OUT_OF_MEMORY = re.compile(
+    r"bad_alloc|cannot allocate memory|out of memory|memoryerror|failed to allocate|mmap\(",
+    re.IGNORECASE,
+)
+#: Words of the error that says a program does not fit into the device's memory.
+_DEVICE_MEMORY = re.compile(r"RESOURCE_EXHAUSTED")
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """Limits and options of a compilation.
+
+    Attributes:
+        timeout_s: Seconds after which the compiler counts as stuck.
+        memory_bytes: Most private memory of the compile process; 0 for four fifths of what the
+            machine has.
+        flags: Options of XLA by name without dashes, on top of the target's own.
+        progress: Whether to show that it is at work, if a person looks.
+        repeats: Whether a program of many equal layers is compiled with a few of them.
+    """
+
+    timeout_s: float = 3600.0
+    memory_bytes: int = 0
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    progress: bool = True
+    repeats: bool = True
+
+
+@dataclass(frozen=True)
+class CompiledModule:
+    """A program compiled for a target.
+
+    Attributes:
+        hlo: Optimised, scheduled module text.
+        seconds: Time that compiling took, without the start of the process.
+        memory: The compiler's memory statistics in bytes, by name.
+        version: What the compiler says of itself.
+        notes: How it was compiled otherwise than asked, if it was.
+    """
+
+    hlo: str
+    seconds: float
+    memory: dict[str, int]
+    version: str
+    notes: tuple[str, ...] = ()
+
+
+def compile_programs(
+    programs: Sequence[bytes],
+    shapes: Sequence[tuple[int, int]],
+    target: CompileTarget,
+    settings: CompileSettings | None = None,
+    *,
+    origin: str = "",
+) -> list[CompiledModule | LoweringError]:
+    """Compile programs for an absent device, one after the other in one process.
+
+    Args:
+        programs: StableHLO as text or bytecode.
+        shapes: Replicas and partitions of each.
+        target: What to compile for.
+        settings: Limits and options.
+        origin: Where the program came from, for messages.
+
+    Returns:
+        For each program what became of it: the module, or the error that it met. A crash counts
+        for the program that met it; those after it are compiled in a new process.
+
+    Raises:
+        CompilerError: The compiler does not start, or it ran out of time.
+    """
+    settings = settings or CompileSettings()
+    results: list[CompiledModule | LoweringError] = []
+    while len(results) < len(programs):
+        rest = slice(len(results), None)
+        results += _one_process(programs[rest], shapes[rest], target, settings, origin)
+    return results
+
+
+def _one_process(
+    programs: Sequence[bytes],
+    shapes: Sequence[tuple[int, int]],
+    target: CompileTarget,
+    settings: CompileSettings,
+    origin: str,
+) -> list[CompiledModule | LoweringError]:
+    """Results up to the end of the process: of all programs, or up to one that crashed it."""
+    memory_bytes = settings.memory_bytes or _memory_limit()
+    with tempfile.TemporaryDirectory(prefix="opcast-compile-") as name:
+        folder = Path(name)
+        for number, program in enumerate(programs):
+            (folder / f"program{number}").write_bytes(program)
+        job = Job(
+            platform=target.platform,
+            topology=target.topology(max(r * p for r, p in shapes)),
+            target_config=target.config,
+            folder=str(target.compiler.folder or ""),
+            shapes=tuple(shapes),
+            flags={**dict(target.flags), **settings.flags},
+        )
+        (folder / "job.json").write_text(json.dumps(asdict(job)))
+        with WorkerProcess(
+            _command(folder),
+            variables=_SET,
+            without=_UNSET,
+            memory_bytes=memory_bytes,
+            messages=False,
+        ) as worker:
+            _wait(worker, folder, target, settings, len(programs), origin)
+            results = list(_results(folder, len(programs), origin, target))
+            if len(results) < len(programs):
+                results.append(_crash(worker, memory_bytes, origin, target))
+        return results
+
+
+def _command(folder: Path) -> list[str]:
+    return module_command(f"{__package__}.worker", str(folder))
+
+
+def _wait(
+    worker: WorkerProcess,
+    folder: Path,
+    target: CompileTarget,
+    settings: CompileSettings,
+    count: int,
+    origin: str,
+) -> None:
+    # The limit is one program's: it starts again whenever a result appears.
+    started, done = time.monotonic(), 0
+    with shown(f"compiling for {target.device}", count, settings.progress) as show:
+        while worker.status() is None:
+            time.sleep(_POLL_S)
+            while done < count and (folder / f"result{done}.json").is_file():
+                started, done = time.monotonic(), done + 1
+                show(done)
+            if time.monotonic() - started > settings.timeout_s:
+                raise CompilerError(
+                    f"the compiler for {target.device} did not end within "
+                    f"{settings.timeout_s:.0f} s",
+                    where=origin,
+                    hint="more time: opcast lower --compile-timeout; or use another lowering",
+                )
+
+
+@contextlib.contextmanager
+def shown(what: str, count: int, show: bool) -> Iterator[Any]:
+    """A bar where a person looks: of one program only that it is at work, and how long."""
+    if not (show and sys.stderr.isatty()):
+        yield lambda done: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task(what, total=count if count > 1 else None)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def _results(
+    folder: Path, count: int, origin: str, target: CompileTarget
+) -> Iterator[CompiledModule | LoweringError]:
+    for number in range(count):
+        path = folder / f"result{number}.json"
+        if not path.is_file():
+            return
+        data = json.loads(path.read_text())
+        if data.get("stage") == "start":
+            raise CompilerStartError(
+                f"the compiler for {target.device} does not start: {_first_line(data['error'])}",
+                hint=f"install it anew: opcast compilers install {target.compiler.platform}",
+            )
+        if "error" in data:
+            yield _refusal(data["error"], origin, target)
+        else:
+            hlo = (folder / f"hlo{number}.txt").read_text()
+            yield CompiledModule(
+                hlo, data["seconds"], data["memory"], data["version"], tuple(data.get("notes", ()))
+            )
+
+
+def _refusal(error: str, origin: str, target: CompileTarget) -> LoweringError:
+    hint = "another lowering, such as --lowering op, works without the compiler"
+    if _DEVICE_MEMORY.search(error):
+        hint = f"it does not fit into the memory of {target.device}: use smaller sizes or more "
+        hint += "devices, or another lowering"
+    what = f"the compiler for {target.device} refuses the program: {_first_line(error)}"
+    return LoweringError(what, where=origin, hint=hint)
+
+
+def _crash(
+    worker: WorkerProcess, memory_bytes: int, origin: str, target: CompileTarget
+) -> CompilerError:
+    status, how = worker.ending()
+    errors = worker.errors()
+    if status == -signal.SIGKILL or _OUT_OF_MEMORY.search(errors):
+        limit = f"{memory_bytes / 2**30:.1f} GiB"
+        return CompilerError(
+            f"the compiler for {target.device} ran out of memory (limit {limit})",
+            where=origin,
+            hint="give it more with opcast lower --compile-memory, or use another lowering",
+        )
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    telling = [line for line in lines if re.match(r"F\d{4} |.*(Check failed|Error:)", line)]
+    last = (telling or lines)[-1:]
+    return CompilerError(
+        f"the compiler for {target.device} crashed ({how}){': ' if last else ''}"
+        f"{last[0][:300] if last else ''}",
+        where=origin,
+        hint="use another lowering, such as --lowering op",
+    )
+
+
+def _memory_limit() -> int:
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return 0
+    return int(0.8 * total)
+
+
+def _first_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[0][:500] if lines else text[:500]

@@ -1,0 +1,269 @@
+"""How an absent device is described to its compiler.
+
+XLA's compiler for GPUs decides by cores, clock, bandwidth, caches and registers what it fuses and
+in which order it runs that; a missing figure would silently change the kernels, so each one is
+required. libtpu knows its devices by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ....common.errors import CompilerError, DeviceError
+from ...devices.device import DeviceSpec
+from ...devices.rules import NEAREST, capability_of
+from .install import Compiler, find_compiler
+
+#: Figures that XLA is told of a GPU, by field, with the key of the device file that gives each.
+_FIELDS = {
+    "core_count": "core_count",
+    "fpus_per_core": "lanes_per_core",
+    "clock_rate_ghz": "boost_mhz",
+    "memory_bandwidth": "hbm_bandwidth_gbps",
+    "device_memory_size": "memory_gb",
+    "l2_cache_size": "l2_mb",
+    "shared_memory_per_core": "shared_kb_per_core",
+    "shared_memory_per_block": "shared_kb_per_block",
+    "shared_memory_per_block_optin": "shared_kb_per_block_optin",
+    "threads_per_core_limit": "threads_per_core",
+    "threads_per_block_limit": "threads_per_block",
+    "registers_per_core_limit": "registers_per_core",
+    "registers_per_block_limit": "registers_per_block",
+}
+#: Figures of every GPU that CUDA supports (CUDA C++ Programming Guide, Compute Capabilities).
+_COMMON = (
+    "threads_per_warp: 32 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 "
+    "block_dim_limit_z: 65535"
+)
+#: Without a device no library is asked to choose algorithms, but the compiler requires versions.
+_LIBRARIES = (
+    "dnn_version_info { major: 9 minor: 7 } runtime_version { major: 13 minor: 0 patch: 0 }"
+)
+#: Chips of a TPU host (x × y × z) by generation, and cores that JAX lists as devices of a chip.
+_TPU = {
+    "v3": ((2, 2), 2),
+    "v4": ((2, 2, 1), 1),
+    "v5e": ((2, 2), 1),
+    "v5p": ((2, 2, 1), 1),
+    "v6e": ((2, 2), 1),
+}
+#: Generations whose two cores work as one device. libtpu does so unasked on v5p alone.
+_MEGACORE = {"v4": "megacore"}
+
+
+@dataclass(frozen=True)
+class CompileTarget:
+    """A device, described as its compiler expects.
+
+    Attributes:
+        device: Name of the device.
+        platform: ``cuda`` or ``tpu``, as plug-ins call themselves.
+        architecture: What the compiler's rules are for: ``sm_90``, ``v5e``.
+        config: XLA's text description of a GPU; of a TPU how its cores work together, empty for
+            its default.
+        devices_per_node: Devices of a host.
+        flags: Options of XLA that belong to the target (where the assembler is).
+        compiler: The compiler that is used.
+        notes: What the user should know, such as a stand-in architecture.
+    """
+
+    device: str
+    platform: str
+    architecture: str
+    config: str
+    devices_per_node: int
+    flags: tuple[tuple[str, str], ...]
+    compiler: Compiler
+    notes: tuple[str, ...] = ()
+
+    def topology(self, count: int) -> str:
+        """Name of the smallest machine with at least ``count`` devices."""
+        if self.platform == "tpu":
+            return tpu_topology(self.architecture, count)
+        per_host = min(count, max(1, self.devices_per_node))
+        return f"1x{math.ceil(count / per_host)}x{per_host}"
+
+
+def target_of(device: DeviceSpec) -> CompileTarget:
+    """Describe a device to its compiler.
+
+    Args:
+        device: Of the catalogue, of a device file, or one that was measured or trained under any
+            name of a device of the catalogue.
+
+    Raises:
+        DeviceError: A figure that the compiler needs is missing; the message names its key.
+        CompilerError: The compiler is not installed.
+    """
+    spec = _described(device)
+    architecture = str(spec.compiler.get("target", ""))
+    if not architecture:
+        raise DeviceError(
+            "key 'compiler_target' is missing, so no compiler can be told what it is",
+            where=f"device {device.name}",
+            hint="give compiler_target (sm_90, v5e …) or a base in the device file; or use another "
+            "lowering",
+        )
+    if spec.platform == "tpu":
+        return _tpu_target(spec, architecture)
+    return _gpu_target(spec, architecture)
+
+
+def tpu_topology(generation: str, count: int) -> str:
+    """Topology of a TPU with at least ``count`` devices, such as ``v5e:2x4``.
+
+    Raises:
+        DeviceError: The generation is not known.
+    """
+    if generation not in _TPU:
+        raise DeviceError(
+            f"compiler_target {generation!r} is no TPU that libtpu knows",
+            hint=f"one of {', '.join(_TPU)}",
+        )
+    smallest, cores = _TPU[generation]
+    sides = list(smallest)
+    while math.prod(sides) * cores < count:
+        # The shortest side grows, the last one first, as slices of the cloud do.
+        side = min(range(len(sides)), key=lambda i: (sides[i], -i))
+        sides[side] *= 2
+    return f"{generation}:{'x'.join(map(str, sides))}"
+
+
+def _described(device: DeviceSpec) -> DeviceSpec:
+    """The device itself if it says what compiles for it, else the catalogue's of the same name."""
+    from ...devices.catalogue import find_device, in_catalogue
+
+    if device.compiler.get("target"):
+        return device
+    names = (device.name, *device.aliases)
+    return next((find_device(name) for name in names if in_catalogue(name)), device)
+
+
+def _tpu_target(spec: DeviceSpec, architecture: str) -> CompileTarget:
+    from ...devices.catalogue import in_catalogue
+
+    tpu_topology(architecture, 1)
+    notes = []
+    if not in_catalogue(spec.name):
+        notes.append(
+            f"libtpu compiles for a TPU {architecture}: other figures of {spec.name} change the "
+            "estimate, not the kernels"
+        )
+    compiler = find_compiler("tpu")
+    return CompileTarget(
+        spec.name,
+        "tpu",
+        architecture,
+        _MEGACORE.get(architecture, ""),
+        spec.devices_per_node,
+        (),
+        compiler,
+        tuple(notes),
+    )
+
+
+def _gpu_target(spec: DeviceSpec, architecture: str) -> CompileTarget:
+    notes = []
+    rules = NEAREST.get(architecture, architecture)
+    if rules != architecture:
+        notes.append(
+            f"no XLA compiler for {architecture} runs without the device: kernels follow the rules "
+            f"of NVIDIA's {rules}, the nearest architecture, with the figures of {spec.name}"
+        )
+    number = _capability(rules, spec)
+    figures = gpu_figures(spec)
+    compiler = find_compiler("gpu")
+    folder, used = _assembler(compiler, number)
+    if used != number:
+        notes.append(
+            f"the installed CUDA assembler does not know sm_{number}: kernels follow the rules of "
+            f"sm_{used}, the nearest it knows, with the figures of {spec.name}"
+        )
+    fields = " ".join(f"{name}: {value}" for name, value in figures.items())
+    config = (
+        f"gpu_device_info {{ {_COMMON} {fields} cuda_compute_capability {{ "
+        f'major: {used // 10} minor: {used % 10} }} }} platform_name: "CUDA" {_LIBRARIES} '
+        f'device_description_str: "{spec.name}"'
+    )
+    flags = (("xla_gpu_cuda_data_dir", str(folder)),)
+    return CompileTarget(
+        spec.name,
+        "cuda",
+        f"sm_{used}",
+        config,
+        spec.devices_per_node,
+        flags,
+        compiler,
+        tuple(notes),
+    )
+
+
+def gpu_figures(spec: DeviceSpec) -> dict[str, float | int]:
+    """Figures that XLA is told of a GPU, by its own field names, in SI units (clock in GHz).
+
+    Raises:
+        DeviceError: One is missing, or they contradict each other.
+    """
+    shared = {key: float(value) for key, value in spec.compiler.items() if key != "target"}
+    known = {
+        "core_count": 0 if "core_count" in spec.defaulted else spec.core_count,
+        "lanes_per_core": spec.lanes_per_core,
+        "boost_mhz": spec.clock_hz / 1e9,
+        "hbm_bandwidth_gbps": spec.bandwidth,
+        "memory_gb": spec.memory_bytes,
+        "l2_mb": spec.cache_bytes,
+        "shared_kb_per_core": spec.shared_bytes_per_core,
+        **shared,
+    }
+    missing = [key for key in _FIELDS.values() if not known.get(key)]
+    if missing:
+        raise DeviceError(
+            f"the compiler needs {', '.join(missing)}: without them it would make other kernels",
+            where=f"device {spec.name}",
+            hint="add them to the device file, or give a base or a known compiler_target",
+        )
+    if known["shared_kb_per_block_optin"] > known["shared_kb_per_core"]:
+        raise DeviceError(
+            "shared_kb_per_block_optin is more than shared_kb_per_core",
+            where=f"device {spec.name}",
+            hint="a block runs on one core: give shared_kb_per_block_optin, too",
+        )
+    return {
+        field: round(known[key], 6) if field == "clock_rate_ghz" else round(known[key])
+        for field, key in _FIELDS.items()
+    }
+
+
+def _capability(architecture: str, spec: DeviceSpec) -> int:
+    capability = capability_of(architecture)
+    if capability is None:
+        raise DeviceError(
+            f"compiler_target {architecture!r} is no architecture that XLA compiles for",
+            where=f"device {spec.name}",
+            hint=f"sm_90 and the like for NVIDIA; {', '.join(NEAREST)} for AMD; for a TPU one of "
+            f"{', '.join(_TPU)}, with platform: tpu",
+        )
+    return capability
+
+
+def _assembler(compiler: Compiler, wanted: int) -> tuple[Path, int]:
+    """CUDA folder whose assembler knows an architecture, or the nearest one that any knows."""
+    assemblers = compiler.assemblers()
+    if not assemblers:
+        raise CompilerError(
+            f"the CUDA assembler (ptxas) is missing in {compiler.folder or 'this environment'}",
+            hint="run: opcast compilers install gpu",
+        )
+    for folder, known in assemblers:
+        if wanted in known:
+            return folder, wanted
+    return _nearest(assemblers, wanted)
+
+
+def _nearest(assemblers: Sequence[tuple[Path, tuple[int, ...]]], wanted: int) -> tuple[Path, int]:
+    choices = [(abs(n - wanted), -n, folder) for folder, known in assemblers for n in known]
+    _, negative, folder = min(choices, key=lambda choice: choice[:2])
+    return folder, -negative

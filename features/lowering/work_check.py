@@ -1,0 +1,73 @@
+"""Whether a compiled program still does the work of its source, and what of it has no cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from ..cost.flops import op_work
+from ..kernels.kernel import Kernel
+
+#: Products may be removed as dead or equal, or padded; a note reports changes beyond this ratio.
+_TOLERANCE = 0.02
+_PRODUCTS = frozenset(("dot", "ragged-dot", "scaled-dot", "convolution"))
+
+
+def product_flops(kernels: Iterable[Kernel]) -> float:
+    """FLOPs of matrix products and convolutions, over all executions."""
+    total = 0.0
+    for kernel in kernels:
+        if kernel.takes_time:
+            total += kernel.multiplicity * _product_flops(kernel)
+    return total
+
+
+def work_notes(before: Iterable[Kernel], after: Iterable[Kernel], devices: int) -> list[str]:
+    """Compare the work before and after compiling.
+
+    Args:
+        before: The source's ops as kernels, for all devices or for one.
+        after: Kernels of one device.
+        devices: Number of devices.
+
+    Returns:
+        A note if work went missing, or if products are computed more than once on one device.
+    """
+    after = list(after)
+    source, products = product_flops(before), product_flops(after)
+    # A compiler may write small products as multiplications and sums, so all FLOPs count here.
+    done = devices * sum(k.flops * k.multiplicity for k in after if k.takes_time)
+    if done < (1 - _TOLERANCE) * source:
+        return [
+            f"products of the program are {source / 1e9:.4g} GFLOP, all its kernels "
+            f"{done / 1e9:.4g}: the compiler removed some, or a kernel was not understood"
+        ]
+    if devices == 1 and products > (1 + _TOLERANCE) * source > 0:
+        return [
+            f"products of the program are {source / 1e9:.4g} GFLOP, of its kernels "
+            f"{products / 1e9:.4g}: the compiler computes some again or pads them"
+        ]
+    return []
+
+
+def uncosted_notes(kernels: Iterable[Kernel]) -> list[str]:
+    """One note for each library call whose work is not known, so that only its bytes count."""
+    counts = Counter(
+        str(k.op.attrs.get("target", "")) or k.opcode
+        for k in kernels
+        if k.kind == "custom_call" and k.takes_time and not (k.flops or k.transcendentals)
+    )
+    return [
+        f"no cost is known for the library call {name} ({count} kernels): only its bytes count"
+        for name, count in sorted(counts.items())
+    ]
+
+
+def _product_flops(kernel: Kernel) -> float:
+    total = 0.0
+    for computation in kernel.body.computations.values():
+        for op in computation.ops:
+            library = op.opcode == "custom-call" and kernel.kind in ("gemm", "conv")
+            if library or op.opcode in _PRODUCTS:
+                total += op_work(op, computation, kernel.body)[0]
+    return total

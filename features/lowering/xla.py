@@ -1,0 +1,296 @@
+"""Lowering by the real compiler: what XLA makes of a program on JAX's default backend."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ...common.errors import LoweringError
+from ..ir.hlo_reader import parse_hlo
+from ..ir.partitioning import header_counts
+from ..ir.program import Op, Program, TensorType
+from ..ir.reader import SourceProgram, TripCounts, read_program
+from ..ir.source_ops import SourceOps
+from ..ir.trip_counts import loop_names
+from ..kernels.extract import extract_kernels, tagged_ops
+from ..kernels.kernel import LoweredProgram
+from ..kernels.memory import peak_memory
+from ..kernels.provenance import infer_sources
+from .cache import LoweringCache, from_data, to_data
+from .local_target import LocalTarget, environment_hash, local_target
+from .work_check import uncosted_notes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class NativeExecutable:
+    """A program compiled for JAX's default backend, to be run or read as kernels.
+
+    Attributes:
+        source: What was compiled.
+        executable: JAX's loaded executable.
+        hlo: Optimised module text.
+        peak_memory_bytes: Peak device memory as the compiler states it; 0 if it does not.
+        target: What it was compiled for.
+        device_count: Devices that it runs on.
+    """
+
+    source: SourceProgram
+    executable: Any
+    hlo: str
+    peak_memory_bytes: float
+    target: LocalTarget
+    device_count: int = 1
+
+    @cached_property
+    def program(self) -> Program:
+        """The optimised module."""
+        return parse_hlo(self.hlo, self.source.origin)
+
+    @property
+    def input_types(self) -> tuple[TensorType, ...]:
+        """Types of the arguments (per device), in order."""
+        return tuple(op.type for op in self.program.entry_computation.parameters)
+
+    @property
+    def aliases(self) -> tuple[tuple[int, int], ...]:
+        """Pairs (output, parameter) that share a buffer: the parameter is consumed by a run."""
+        return self.program.aliases
+
+    @cached_property
+    def _lowered(self) -> LoweredProgram:
+        return lower_compiled(self.program, self.hlo, self.source, self.target, self._meta())
+
+    def lowered(self) -> LoweredProgram:
+        """Its kernels, as :func:`opcast.features.lowering.lower.lower` gives them."""
+        return self._lowered
+
+    def _meta(self) -> dict[str, Any]:
+        return {"peak_memory_bytes": self.peak_memory_bytes, "compiler": self.target.compiler}
+
+    def run(self, arguments: Sequence[Any]) -> list[Any]:
+        """Execute once, without waiting for the result.
+
+        Args:
+            arguments: Arrays in the order of the program's parameters; donated ones are consumed.
+
+        Returns:
+            Output arrays; of a program on several devices, those of the first one.
+        """
+        from ..ir.jax_compat import execute
+
+        return execute(self.executable, arguments, self.device_count)
+
+
+def compile_native(source: SourceProgram, *, name: str = "") -> NativeExecutable:
+    """Compile a program for JAX's default backend.
+
+    Args:
+        source: StableHLO, or HLO that is not optimised yet.
+        name: Module name, by which profiler traces tell programs apart; by default the
+            program's own.
+
+    Raises:
+        LoweringError: The backend does not compile it, or there are too few devices.
+    """
+    from ..ir import jax_compat as _jax_compat
+
+    stablehlo = _as_stablehlo(source)
+    replicas, partitions = _jax_compat.module_counts(stablehlo.module)
+    target = local_target()
+    count = replicas * partitions
+    if count > target.device_count:
+        raise LoweringError(
+            f"the program is written for {count} devices ({replicas} replicas of {partitions} "
+            f"partitions), the {target.platform} backend has {target.device_count}",
+            where=source.origin,
+            hint="use lowering='op', or for a CPU "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={count}",
+        )
+    module = _jax_compat.tag_locations(stablehlo.module)
+    if name:
+        _jax_compat.rename_module(module, name)
+    try:
+        executable = _jax_compat.compile_module(module, replicas, partitions)
+    except Exception as error:  # backends raise several unrelated classes
+        raise _compile_error(error, source.origin) from error
+    hlo = executable.hlo_modules()[0].to_string()
+    return NativeExecutable(stablehlo, executable, hlo, _peak(executable), target, count)
+
+
+def lower_xla(
+    source: SourceProgram, cache: LoweringCache | None, trip_counts: TripCounts = None
+) -> LoweredProgram:
+    """Compile a program, or take it from the cache, and list its kernels.
+
+    Args:
+        source: StableHLO or HLO; scheduled HLO is taken as it is.
+        cache: Where compiled modules are kept; ``None`` keeps none.
+        trip_counts: As in :func:`opcast.features.lowering.lower.lower`.
+
+    Raises:
+        LoweringError: The backend does not compile it, or there are too few devices.
+    """
+    if source.kind == "hlo" and source.program.is_scheduled:
+        text = source.compile_input
+        hlo = text if isinstance(text, str) else text.decode()
+        target = LocalTarget("hlo", "", "", 1)
+        return lower_compiled(source.program, hlo, source, target, {}, trip_counts)
+    if cache is None:
+        native = compile_native(source)
+        meta = native._meta()
+        return lower_compiled(
+            native.program, native.hlo, native.source, native.target, meta, trip_counts
+        )
+    target = local_target()
+    key = cache.key(source.content_hash, target.device, target.compiler, environment_hash(), "xla")
+    cached = cache.get(key)
+    if cached is not None:
+        stablehlo = _as_stablehlo(source)
+        stored = from_data(cached.meta.get("kernels", {}), SourceOps(stablehlo), cached.hlo)
+        if stored is not None:
+            return stored
+        program = _parsed(cached.hlo, source.origin)
+        if program is not None:
+            return lower_compiled(program, cached.hlo, stablehlo, target, cached.meta, trip_counts)
+    native = compile_native(source)
+    meta = native._meta()
+    settled = not _unknown_loops(native.program)
+    lowered = lower_compiled(
+        native.program, native.hlo, native.source, native.target, meta, trip_counts
+    )
+    # Kernels are kept too where nothing but the module decides them: trip counts can be given.
+    cache.put(key, native.hlo, {**meta, "kernels": to_data(lowered)} if settled else meta)
+    return lowered
+
+
+def lower_compiled(
+    program: Program,
+    hlo: str,
+    source: SourceProgram,
+    target: LocalTarget,
+    meta: Mapping[str, Any],
+    trip_counts: TripCounts = None,
+) -> LoweredProgram:
+    """Kernels of an optimised module.
+
+    Args:
+        program: The module; unknown trip counts are filled in.
+        hlo: Its text.
+        source: What it was compiled from, for provenance and trip counts.
+        target: What it was compiled for.
+        meta: ``peak_memory_bytes`` and ``compiler``, if known.
+        trip_counts: The user's, for loops where none is found.
+    """
+    ops = SourceOps(source) if source.kind == "stablehlo" else None
+    _set_trip_counts(program, source, trip_counts)
+    kernels, notes = extract_kernels(program, ops)
+    if ops is not None:
+        infer_sources(kernels, ops, ops.operations)
+    stated = float(meta.get("peak_memory_bytes", 0.0))
+    return LoweredProgram(
+        kernels=kernels,
+        lowering="xla",
+        target=target.device,
+        compiler=str(meta.get("compiler", "")),
+        peak_memory_bytes=stated or peak_memory(program),
+        memory_source="compiler" if stated else "liveness",
+        notes=[*notes, *uncosted_notes(kernels)],
+        hlo=hlo,
+    )
+
+
+def _parsed(hlo: str, origin: str) -> Program | None:
+    """A cached module; ``None`` if it cannot be read, so that it is compiled again."""
+    from ...common.errors import ProgramError
+
+    try:
+        return parse_hlo(hlo, origin)
+    except ProgramError as error:
+        logger.warning("ignored a cache entry that cannot be read: %s", error)
+        return None
+
+
+def _set_trip_counts(program: Program, source: SourceProgram, trip_counts: TripCounts) -> None:
+    """Fill in trip counts unknown to the compiler: from the source program, else from the user."""
+    unknown = _unknown_loops(program)
+    if not unknown:
+        return
+    origins = _loops_of(source) if source.kind == "stablehlo" else {}
+    given = source.trip_counts if trip_counts is None else trip_counts
+    for op in unknown:
+        indices = tagged_ops(op.source.op) if op.source else []
+        origin = next((origins[i] for i in reversed(indices) if i in origins), op)
+        count = origin.attrs.get("trip_count")
+        if count is None and isinstance(given, int):
+            count = given
+        elif count is None and isinstance(given, Mapping):
+            names = [op.name, *loop_names(origin)]
+            count = next((given[name] for name in names if name in given), None)
+        op.attrs["trip_count"] = count
+
+
+def _unknown_loops(program: Program) -> list[Op]:
+    loops = [op for c in program.computations.values() for op in c.ops if op.opcode == "while"]
+    return [op for op in loops if op.attrs.get("trip_count") is None]
+
+
+def _loops_of(source: SourceProgram) -> dict[int, Op]:
+    """Loops of a StableHLO program by their position in its walk."""
+    return {
+        op.source.index: op
+        for comp in source.program.computations.values()
+        for op in comp.ops
+        if op.opcode == "while" and op.source is not None
+    }
+
+
+def _as_stablehlo(source: SourceProgram) -> SourceProgram:
+    """The program as StableHLO, which compilers take."""
+    if source.kind == "stablehlo":
+        return source
+    from ..ir.jax_compat import hlo_to_stablehlo, with_partitions, write_bytecode
+
+    text, counts = source.compile_input, header_counts(source)
+    try:
+        data = hlo_to_stablehlo(text if isinstance(text, str) else text.decode())
+        if counts != (1, 1):  # the converter forgets them
+            data = write_bytecode(with_partitions(data, counts[1], counts[0]))
+    except Exception as error:  # the converter raises several unrelated classes
+        raise _compile_error(error, source.origin) from error
+    converted = read_program(data)
+    converted.origin = source.origin
+    converted.trip_counts = source.trip_counts
+    return converted
+
+
+def _peak(executable: Any) -> float:
+    """Bytes of arguments, results and temporaries, donated arguments once.
+
+    The compiler's own ``peak_memory_in_bytes`` leaves temporaries out on CPUs.
+    """
+    try:
+        stats = executable.get_compiled_memory_stats()
+    except Exception as error:  # not every backend has them
+        logger.debug("the backend states no memory figures: %s", error)
+        return 0.0
+    return float(
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        + stats.temp_size_in_bytes
+        - stats.alias_size_in_bytes
+    )
+
+
+def _compile_error(error: Exception, origin: str) -> LoweringError:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    what = lines[0] if lines else type(error).__name__
+    return LoweringError(
+        f"the compiler refuses the program: {what[:500]}",
+        where=origin,
+        hint="lowering='op' works without the compiler",
+    )

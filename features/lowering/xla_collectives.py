@@ -1,0 +1,243 @@
+"""What XLA does to the collectives of a program before it fuses anything.
+
+A partitioner leaves one collective for each use. XLA's GPU and TPU pipelines then drop those that
+are computed twice (CSE), make an all-reduce of which every device keeps its own slice a
+reduce-scatter (ReduceScatterCreator), and add before they reduce (AllReduceReassociate,
+ReduceScatterReassociate). A program that no compiler has seen would otherwise communicate far more
+than what runs. That collectives are combined afterwards is the matter of
+:mod:`opcast.simulate.program.collective_passes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+from ..ir.program import Computation, Op, Program
+
+#: Collectives that common-subexpression elimination may merge.
+_PURE_COLLECTIVES = frozenset(
+    ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+)
+#: Ops with side effects, or whose results differ although they look equal.
+_IMPURE = frozenset(
+    (
+        "parameter",
+        "rng",
+        "rng-get-and-update-state",
+        "infeed",
+        "outfeed",
+        "send",
+        "send-done",
+        "recv",
+        "recv-done",
+        "custom-call",
+        "after-all",
+        "create-token",
+        "collective-broadcast",
+        "while",
+        "conditional",
+        "call",
+        "fusion",
+    )
+)
+_RANKS = frozenset(("partition-id", "replica-id"))
+_REDUCED = frozenset(("all-reduce", "reduce-scatter"))
+
+
+def optimise_collectives(program: Program) -> Program:
+    """The program with fewer and cheaper collectives; the same values.
+
+    Args:
+        program: Not optimised yet. It is left as it is.
+    """
+    computations = {
+        name: _Rewriter(program, own).run() for name, own in program.computations.items()
+    }
+    return replace(program, computations=computations)
+
+
+class _Rewriter:
+    """One computation, rewritten in place: an op keeps its position or is dropped at the end."""
+
+    def __init__(self, program: Program, computation: Computation) -> None:
+        self.program, self.computation = program, computation
+        self.ops = list(computation.ops)
+        self.root = computation.root
+        self.dropped: set[int] = set()
+
+    def run(self) -> Computation:
+        """All rewrites."""
+        if not any(op.opcode in _PURE_COLLECTIVES for op in self.ops):
+            return self.computation
+        self._merge_equal()
+        self._scatter()
+        while self._reassociate():
+            pass
+        return self._rebuilt()
+
+    def _readers(self) -> list[list[int]]:
+        readers: list[list[int]] = [[] for _ in self.ops]
+        for place, op in enumerate(self.ops):
+            if place not in self.dropped:
+                for operand in op.operands:
+                    readers[operand].append(place)
+        return readers
+
+    def _merge_equal(self) -> None:
+        """Value numbering: equal ops on equal operands have equal values."""
+        number, known = list(range(len(self.ops))), dict[Hashable, int]()
+        for place, op in enumerate(self.ops):
+            if op.opcode in _IMPURE:
+                continue
+            first = known.setdefault(self._key(op, [number[o] for o in op.operands]), place)
+            number[place] = first
+        same = {p: n for p, n in enumerate(number) if p != n}
+        twins = {p: n for p, n in same.items() if self.ops[p].opcode in _PURE_COLLECTIVES}
+        for place, op in enumerate(self.ops):
+            if any(o in twins for o in op.operands):
+                operands = tuple(twins.get(o, o) for o in op.operands)
+                self.ops[place] = replace(op, operands=operands)
+        self.root = twins.get(self.root, self.root)
+        self.dropped |= set(twins)
+
+    def _key(self, op: Op, operands: Sequence[int]) -> Hashable:
+        attrs = {k: v for k, v in op.attrs.items() if k != "channel_id"}
+        called = tuple(self._reducer(name) for name in op.called)
+        return op.opcode, tuple(operands), op.results, repr(sorted(attrs.items())), called
+
+    def _reducer(self, name: str) -> Hashable:
+        """What a computation does, if it is one op over its parameters; else its name."""
+        own = self.program.computations[name]
+        plain = [op for op in own.ops if op.opcode != "parameter"]
+        if len(plain) == 1 and own.root_op is plain[0]:
+            return plain[0].opcode, plain[0].operands
+        return name
+
+    def _scatter(self) -> None:
+        """An all-reduce of which each device keeps its own part becomes a reduce-scatter."""
+        readers = self._readers()
+        ranked = self._ranked()
+        for place, op in enumerate(self.ops):
+            if op.opcode != "all-reduce" or op.is_tuple or len(op.operands) != 1:
+                continue
+            way = self._to_slice(place, readers)
+            if not way or place in self.dropped:
+                continue
+            cut = self.ops[way[-1]]
+            before = self.ops[cut.operands[0]].type
+            dimension = _cut_dimension(before.shape, cut.type.shape, _group_size(op, self.program))
+            if dimension < 0 or not any(ranked[o] for o in cut.operands[1:]):
+                continue
+            source = op.operands[0]
+            for view in way[:-1]:
+                self.ops[view] = replace(self.ops[view], operands=(source,))
+                source = view
+            self.ops[way[-1]] = replace(
+                cut,
+                name=f"{op.name}.scatter",
+                opcode="reduce-scatter",
+                operands=(source,),
+                called=op.called,
+                attrs={**op.attrs, "dimension": dimension},
+            )
+            self.dropped.add(place)
+
+    def _ranked(self) -> list[bool]:
+        """Which values differ from device to device because they come from its number."""
+        ranked: list[bool] = []
+        for op in self.ops:
+            ranked.append(op.opcode in _RANKS or any(ranked[o] for o in op.operands))
+        return ranked
+
+    def _to_slice(self, place: int, readers: Sequence[Sequence[int]]) -> list[int]:
+        """Reshapes up to a dynamic slice that is all that is read of an op; else empty."""
+        way: list[int] = []
+        while len(readers[place]) == 1 and place != self.root:
+            reader = readers[place][0]
+            op = self.ops[reader]
+            if op.operands[0] != place:
+                return []
+            way.append(reader)
+            if op.opcode == "dynamic-slice":
+                return way
+            if op.opcode != "reshape":
+                return []
+            place = reader
+        return []
+
+    def _reassociate(self) -> bool:
+        """Add before reducing, where a sum reads two reductions over the same devices."""
+        readers, changed = self._readers(), False
+        for place, op in enumerate(self.ops):
+            if op.opcode != "add" or place in self.dropped or len(set(op.operands)) != 2:
+                continue
+            first, second = sorted(op.operands)
+            if any(len(readers[o]) != 1 or o == self.root for o in (first, second)):
+                continue
+            one, two = self.ops[first], self.ops[second]
+            if not self._may_join(one, two):
+                continue
+            inner = self.ops[one.operands[0]].type
+            self.ops[second] = Op(
+                f"{two.name}.sum",
+                "add",
+                (one.operands[0], two.operands[0]),
+                (inner,),
+                source=op.source,
+            )
+            self.ops[place] = replace(two, name=op.name, operands=(second,), results=op.results)
+            self.dropped.add(first)
+            readers, changed = self._readers(), True
+        return changed
+
+    def _may_join(self, one: Op, two: Op) -> bool:
+        return (
+            one.opcode in _REDUCED
+            and not one.is_tuple
+            and len(one.operands) == 1
+            and all(self._reducer(name) == ("add", (0, 1)) for name in one.called)
+            and self._key(one, ()) == self._key(two, ())
+            and self.ops[one.operands[0]].type == self.ops[two.operands[0]].type
+        )
+
+    def _rebuilt(self) -> Computation:
+        """Without what nobody reads any more because of the rewrites."""
+        readers = self._readers()
+        left = [len(r) for r in readers]
+        pending = [o for op in self.computation.ops for o in op.operands]
+        while pending:
+            place = pending.pop()
+            op = self.ops[place]
+            if place in self.dropped or left[place] or place == self.root or op.opcode in _IMPURE:
+                continue
+            self.dropped.add(place)
+            for operand in op.operands:
+                left[operand] -= 1
+                pending.append(operand)
+        return self._without_dropped()
+
+    def _without_dropped(self) -> Computation:
+        kept = [p for p in range(len(self.ops)) if p not in self.dropped]
+        where = {old: new for new, old in enumerate(kept)}
+        ops = [
+            replace(self.ops[p], operands=tuple(where[o] for o in self.ops[p].operands))
+            for p in kept
+        ]
+        return Computation(self.computation.name, ops, where[self.root])
+
+
+def _group_size(op: Op, program: Program) -> int:
+    groups = op.attrs.get("replica_groups") or ()
+    sizes = {len(group) for group in groups}
+    if not sizes:
+        return program.num_replicas * program.num_partitions
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+def _cut_dimension(whole: Sequence[int], part: Sequence[int], count: int) -> int:
+    """The one dimension that is cut into ``count`` parts; -1 if it is not so."""
+    cut = [d for d, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
+    if count > 1 and len(cut) == 1 and part[cut[0]] * count == whole[cut[0]]:
+        return cut[0]
+    return -1

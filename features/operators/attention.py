@@ -1,0 +1,362 @@
+"""Physics of fused attention: prefill, decode, encoder and multi-head latent attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from .columns import Machine, OpTable
+from .flops import attention_flops
+from .physics import (
+    Physics,
+    combine,
+    fill,
+    flags,
+    log2,
+    non_nvidia,
+    quantised,
+    resident_share,
+    stream_seconds,
+)
+
+#: Cycles of a kernel without work: prefill, and decode with its reduction over splits. Those of
+#: TensorRT-LLM come with kernels that rearrange the queries first.
+PREFILL_FLOOR, DECODE_FLOOR, TRT_PREFILL = 13_000.0, 14_000.0, 1.6
+#: Cycles that a thread block costs besides its arithmetic.
+PREFILL_BLOCK, DECODE_BLOCK, DECODE_BLOCK_TRT = 5000.0, 4000.0, 1500.0
+#: Query rows and keys of a tile.
+ROWS, KEYS = 128.0, 64.0
+#: Share of the matrix peak that the two products of a tile reach; TensorRT-LLM has kernels made for
+#: the data-centre chips from Hopper on.
+PRODUCTS, PRODUCTS_TRITON, PRODUCTS_TRT = 0.72, 0.37, 0.49
+TRT_TUNED = ("hopper", "blackwell", "blackwell-ultra")
+#: Exponentials of a core in a cycle, one for each (query, key) pair: special-function lanes, which
+#: Blackwell Ultra has twice. They do not overlap with the products of their own tile (Shah et al.,
+#: FlashAttention-3, 2024).
+EXPONENTIALS, EXPONENTIALS_ULTRA = 16.0, 32.0
+#: Keys of the smallest split of a decode, and cycles to merge the partial results.
+SPLIT, MERGE = 128.0, 4000.0
+#: Bytes per cycle that one core can stream, and that it can where every query head reads the keys.
+CORE_RATE, LONE_RATE = 16.0, 26.0
+#: Times that partial results are moved; bytes that an fp8 key costs in a core, as it is converted.
+PARTIALS, CONVERTED = 4.0, 1.4
+#: Cycles of a core for one sequence, and of the kernels before a decode from an fp8 cache.
+SEQUENCE, CONVERT = 3000.0, 5000.0
+#: Query heads of a group beyond which TensorRT-LLM has no grouped decode kernel.
+MOST_GROUPED = 32
+#: Latent keys and values of an absorbed head, 512 and 64 rotary ones; and the share of the matrix
+#: peak that TensorRT-LLM reaches with them in a decode where it has no kernel made for the chip.
+LATENT_WIDTH, UNTUNED = 512 + 64 + 512, 0.14
+DTYPES = ("bf16", "fp8")
+
+
+@dataclass(slots=True)
+class _Work:
+    """Attention of ``n`` rows, shapes ``(n,)``; times in seconds."""
+
+    table: OpTable
+    mc: Machine
+    peak: np.ndarray
+    batch: np.ndarray
+    heads: np.ndarray
+    groups: np.ndarray
+    d_key: np.ndarray
+    d_value: np.ndarray
+    q_len: np.ndarray
+    kv_len: np.ndarray
+    window: np.ndarray
+    keys: np.ndarray
+    pairs: np.ndarray
+    flops: np.ndarray
+    kv_width: np.ndarray
+    resident: np.ndarray
+    t_memory: np.ndarray
+    trt: np.ndarray
+
+    @property
+    def repeat(self) -> np.ndarray:
+        """Query heads that share keys."""
+        return np.asarray(self.heads / self.groups)
+
+
+class _Tiles(NamedTuple):
+    """How the work is cut: blocks, their splits, and what all that costs in seconds.
+
+    Tiles, blocks and memory overlap (``t_both``); what comes before or after is added.
+    """
+
+    blocks: np.ndarray
+    split: np.ndarray
+    t_tiles: np.ndarray
+    t_blocks: np.ndarray
+    t_both: np.ndarray
+    t_extra: np.ndarray
+    floor: np.ndarray
+
+
+def visible_pairs(q_len: np.ndarray, kv_len: np.ndarray, window: np.ndarray) -> np.ndarray:
+    """(query, key) pairs of causal attention whose queries are the last ``q_len`` positions.
+
+    Query ``i`` of ``q_len`` sees ``min(kv_len - q_len + 1 + i, window)`` keys; a window of 0 is
+    none. The sum is an arithmetic series until the window is reached, and constant after.
+    """
+    first = kv_len - q_len + 1
+    reach = np.where(window > 0, window, np.inf)
+    growing = np.clip(reach - first + 1, 0, q_len)
+    growing = np.minimum(growing, q_len)
+    series = growing * (2 * first + growing - 1) / 2
+    return np.asarray(series + (q_len - growing) * np.where(np.isinf(reach), 0.0, reach))
+
+
+def attention(table: OpTable) -> Physics:
+    """Physics of attention over ``batch`` sequences with the heads of one rank."""
+    batch, heads, groups, d_key, d_value, q_len, kv_len, window = table.numbers(
+        "batch", "q_heads", "kv_heads", "head_dim", "v_head_dim", "q_len", "kv_len", "window"
+    )
+    mc, peak = table.machine(), table.matrix_peak()
+    decode = table.family.startswith("graph/generation")
+    latent = decode and table.family.endswith("mla")
+    causal = table.columns["causal"] == 1
+    keys = np.where(window > 0, np.minimum(kv_len, window), kv_len)
+    pairs = keys if decode else np.where(causal, visible_pairs(q_len, kv_len, window), q_len * keys)
+    flops = attention_flops(batch, heads, pairs, d_key + d_value)
+    kv_width = table.mapped("kv_dtype", {"fp8": 1.0}, 2.0)
+    cached = batch * groups * (keys if decode else kv_len) * kv_width
+    kv_bytes = cached * (d_key if latent else d_key + d_value)
+    moved = batch * heads * q_len * (d_key + d_value) * 2 + kv_bytes
+    resident = resident_share(moved, mc.cache, 1.15, 0.15)
+    t_memory = stream_seconds(moved, resident, mc)
+    work = _Work(
+        table,
+        mc,
+        peak,
+        batch,
+        heads,
+        groups,
+        d_key,
+        d_value,
+        q_len,
+        kv_len,
+        window,
+        keys,
+        pairs,
+        flops,
+        kv_width,
+        resident,
+        t_memory,
+        table.is_("backend", "trtllm"),
+    )
+    blocks, split, t_tiles, t_blocks, t_both, t_extra, floor = (
+        _decode(work, latent) if decode else _prefill(work, causal)
+    )
+    floor = floor * np.where(non_nvidia(table) > 0, 3.0, 1.0)
+    base = floor + t_extra + t_both
+    repeat = work.repeat
+    t_compute = flops / peak
+    t_least = moved / np.maximum(mc.bandwidth, mc.cache_bandwidth * resident)
+    waves = blocks * split / mc.cores
+    features = {
+        **flags(table, DTYPES),
+        "kv_fp8": (kv_width == 1) * 1.0,
+        "log_tiles_base": log2(t_tiles / base),
+        "log_memory_base": log2(t_memory / base),
+        "extra_base": t_extra / base,
+        "log_compute_base": log2(t_compute / base),
+        "log_blocks_base": log2(t_blocks / base),
+        "floor_base": floor / base,
+        "log_cycles": log2(base * mc.clock),
+        "log_intensity": log2(t_compute / t_memory),
+        "log_waves": log2(waves),
+        "wave_fill": fill(waves),
+        "log_split": log2(split),
+        "resident": resident,
+        "log_footprint_cache": np.clip(log2(moved / mc.cache), -8, 6),
+        "log_batch": log2(batch),
+        "log_heads": log2(heads),
+        "log_groups": log2(groups),
+        "log_q_len": log2(q_len),
+        "log_kv_len": log2(kv_len),
+        "log_keys": log2(keys),
+        "log_repeat": log2(repeat),
+        "repeat": repeat,
+        "log_sequences": log2(batch * groups),
+        "head_dim": d_key / 64,
+        "v_head_dim": d_value / 64,
+        "window": log2(1 + window),
+        "seen_share": keys / kv_len,
+        "pair_share": pairs / (q_len * kv_len),
+        "q_fill": q_len / (np.ceil(q_len / ROWS) * ROWS),
+        "log_tokens": log2(batch * q_len),
+        "log_pairs": log2(batch * heads * pairs),
+        "log_steps": log2(np.ceil(keys / KEYS)),
+        **_waves(batch, heads, groups, q_len, mc.cores),
+        "log_kv_cache": np.clip(log2(kv_bytes / mc.cache), -10, 8),
+    }
+    return Physics(
+        base,
+        np.maximum(t_compute, t_least),
+        t_compute > moved / mc.bandwidth,
+        floor,
+        flops,
+        moved,
+        features,
+        specific=("log_kv_cache",),
+        keys=(
+            "log_tiles_base",
+            "log_memory_base",
+            "floor_base",
+            "log_keys",
+            "log_q_len",
+            "log_repeat",
+            "log_sequences",
+            "head_dim",
+        ),
+    )
+
+
+def _waves(
+    batch: np.ndarray, heads: np.ndarray, groups: np.ndarray, q_len: np.ndarray, cores: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Waves of query tiles, by head and with the heads of a group packed together."""
+    columns = {}
+    for rows in (64, 128):
+        own = batch * heads * np.ceil(q_len / rows) / cores
+        packed = batch * groups * np.ceil(q_len * heads / groups / rows) / cores
+        columns[f"log_waves_{rows}"], columns[f"wave_fill_{rows}"] = log2(own), fill(own)
+        columns[f"log_packed_{rows}"], columns[f"packed_fill_{rows}"] = log2(packed), fill(packed)
+    return columns | {"sequence_fill": fill(batch * groups / cores)}
+
+
+def _prefill(work: _Work, causal: np.ndarray) -> _Tiles:
+    """Tiles of 128 query rows, in waves over the cores; before it, keys go into the cache."""
+    w, mc = work, work.mc
+    sharing = np.where(_packs_heads(w), w.repeat, 1.0)
+    blocks = w.batch * w.heads / sharing * np.ceil(w.q_len * sharing / ROWS)
+    span = np.where(causal, np.minimum(ROWS, w.q_len), 0.0)
+    seen = visited_keys(w.pairs / w.q_len, span, w.keys, w.window)
+    products = 2 * _width(work) / (w.peak / mc.cores) / _efficiency(work)
+    one = PREFILL_BLOCK / mc.clock + ROWS * seen * (products + 1 / (_lanes(w.table) * mc.clock))
+    t_tiles = np.maximum(quantised(blocks / mc.cores, 0.5), 1.0) * one
+    t_blocks = blocks / mc.cores * PREFILL_BLOCK / mc.clock
+    floor = PREFILL_FLOOR * np.where(w.trt, TRT_PREFILL, 1.0) / mc.clock
+    t_both = combine(t_tiles, w.t_memory)
+    split = np.ones(len(blocks))
+    return _Tiles(blocks, split, t_tiles, t_blocks, t_both, _cache_write(work), floor)
+
+
+def _tuned(table: OpTable) -> np.ndarray:
+    """Whether TensorRT-LLM has kernels made for the chip, bool."""
+    return table.of_device([float(d.architecture in TRT_TUNED) for d in table.devices]) > 0
+
+
+def _width(work: _Work) -> np.ndarray:
+    """Multiplications of a pair; SGLang attends to latent keys in prefill, too."""
+    latent = work.table.family.endswith("mla") & work.table.is_("backend", "sglang")
+    return np.asarray(np.where(latent, LATENT_WIDTH, work.d_key + work.d_value))
+
+
+def _lanes(table: OpTable) -> np.ndarray:
+    """Special-function lanes of a core."""
+    ultra = [d.architecture == "blackwell-ultra" for d in table.devices]
+    return table.of_device([EXPONENTIALS_ULTRA if u else EXPONENTIALS for u in ultra])
+
+
+def _efficiency(work: _Work) -> np.ndarray:
+    """Share of the matrix peak that products reach."""
+    tuned = _tuned(work.table)
+    share = np.where(work.table.says("kernel", "triton"), PRODUCTS_TRITON, PRODUCTS)
+    return np.asarray(np.where(work.trt & ~tuned, PRODUCTS_TRT, share))
+
+
+def _packs_heads(work: _Work) -> np.ndarray:
+    """Whether query heads that share keys are rows of one tile, bool.
+
+    FlashAttention 2 does so only for a single query.
+    """
+    table = work.table
+    always = table.says("kernel", "fa3", "fa4", "flashinfer", "fiprefill", "fidecode")
+    always |= table.is_("backend", "sglang") & table.says("kernel", "flash_attention")
+    never = work.trt | table.says("kernel", "triton")
+    return np.asarray(always | (~never & (work.q_len == 1)))
+
+
+def visited_keys(
+    mean: np.ndarray, span: np.ndarray, keys: np.ndarray, window: np.ndarray
+) -> np.ndarray:
+    """Keys that a tile of queries reads, masked ones at its edges included, shape ``(n,)``.
+
+    Args:
+        mean: Keys visible to a query on average.
+        span: Positions that the tile spans; 0 without a mask.
+        keys: Keys visible to the last query.
+        window: Of sliding attention; 0 is none.
+    """
+    edge = np.where(window > 0, np.minimum(span, keys) + KEYS, span / 2)
+    return np.asarray(np.maximum(mean + edge, KEYS))
+
+
+def _cache_write(work: _Work) -> np.ndarray:
+    """Seconds to write keys and values to the cache; TensorRT-LLM rewrites the queries, too."""
+    w, width = work, work.d_key + work.d_value
+    if w.table.family != "graph/context_attention":
+        return np.zeros(len(w.table))
+    rewritten = w.batch * w.groups * w.kv_len * width * (2 + w.kv_width)
+    rewritten = rewritten + np.where(w.trt, 2.0, 0.0) * w.batch * w.heads * w.q_len * width
+    return stream_seconds(rewritten, w.resident, w.mc)
+
+
+def _decode(work: _Work, latent: bool) -> _Tiles:
+    """Blocks of up to 64 query heads, split over the keys for idle cores where that pays."""
+    w, mc = work, work.mc
+    sliding, many = _ungrouped(work, latent)
+    blocks = w.batch * np.where(sliding | many, w.heads, w.groups * np.ceil(w.repeat / 64))
+    cycles = np.where(w.trt, DECODE_BLOCK_TRT, DECODE_BLOCK)
+    rows = np.maximum(16, np.ceil(w.repeat / 16) * 16)
+    padded = 2 * w.batch * w.groups * rows * w.keys * (w.d_key + w.d_value)
+    scalar = blocks / mc.cores * cycles / mc.clock + w.flops / w.peak / 0.2
+    t_tiles = np.minimum(padded / w.peak / 0.35, scalar)
+    if latent:
+        untuned = 2 * w.batch * np.maximum(rows, 64) * w.keys * LATENT_WIDTH / w.peak / UNTUNED
+        t_tiles = np.where(w.trt & ~_tuned(w.table), untuned, t_tiles)
+    rate = np.maximum(CORE_RATE, 1.5 * mc.bandwidth / mc.cores / mc.clock)
+    rate = np.where(many, LONE_RATE, rate)
+    width = w.d_key if latent else w.d_key + w.d_value
+    streamed = w.keys * np.maximum(w.kv_width, CONVERTED) * width / rate
+
+    def cut(split: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        turns = np.maximum(quantised(blocks * split / mc.cores, 0.5), 1.0)
+        serial = turns * (cycles + streamed / split) + w.batch / mc.cores * SEQUENCE
+        return serial / mc.clock, combine(t_tiles, w.t_memory, serial / mc.clock)
+
+    most = np.where(sliding, 1, np.maximum(1, w.keys / SPLIT))
+    split = np.clip(mc.cores / blocks, 1, most)
+    partial = w.batch * w.heads * split * w.d_value * 4 * PARTIALS / mc.cache_bandwidth
+    merge = MERGE / mc.clock + partial
+    (whole, t_whole), (parts, t_parts) = cut(np.ones(len(split))), cut(split)
+    pays = (split > 1) & (t_parts + merge < t_whole)
+    floor = (DECODE_FLOOR + np.where(w.kv_width == 1, CONVERT, 0.0)) / mc.clock
+    return _Tiles(
+        blocks,
+        np.where(pays, split, 1.0),
+        t_tiles,
+        np.where(pays, parts, whole),
+        np.where(pays, t_parts, t_whole),
+        np.where(pays, merge, 0.0),
+        floor,
+    )
+
+
+def _ungrouped(work: _Work, latent: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Where each query head reads the keys for itself, bool: in a window, and in large groups.
+
+    FlashAttention 2 neither groups heads nor splits keys under a window. TensorRT-LLM's grouped
+    kernel takes up to 32 heads.
+    """
+    table = work.table
+    if latent:
+        return np.zeros(len(table), bool), np.zeros(len(table), bool)
+    second = table.says("kernel", "flash_attn", "fa2") & ~table.says("kernel", "fa3", "fa4")
+    second &= table.is_("backend", "vllm") & (non_nvidia(table) == 0)
+    return second & (work.window > 0), work.trt & (work.repeat > MOST_GROUPED)

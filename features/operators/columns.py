@@ -1,0 +1,179 @@
+"""Columns of one family of operators as arrays, with the facts of the devices that they run on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import DatasetError
+from ..devices.device import DeviceSpec
+from ..devices.rules import IDLE_W, rules_of
+from ..ir.dtypes import TABLE_FORMATS
+from .schema import NAMES
+
+
+def sustained(spec: DeviceSpec) -> float:
+    """Share of the FP32 peak that a device's power allows, at most 1.
+
+    It is 1 where the power is not known, or what an operation takes on the chip's process.
+    """
+    energy = rules_of(spec.architecture, spec.platform).f32_joules
+    if spec.power_w <= IDLE_W or not energy:
+        return 1.0
+    return min(1.0, (spec.power_w - IDLE_W) / (energy * spec.matrix_peak("f32")))
+
+
+@dataclass(slots=True)
+class OpTable:
+    """``n`` operators of one family.
+
+    Attributes:
+        family: One of :data:`~opcast.features.operators.schema.FAMILIES`.
+        columns: Parameters, float64, shape ``(n,)`` each; missing ones are nan.
+        names: Text parameters, object, shape ``(n,)`` each; missing ones are empty.
+        code: Index into ``devices``, shape ``(n,)``.
+        devices: Descriptions.
+    """
+
+    family: str
+    columns: dict[str, np.ndarray]
+    names: dict[str, np.ndarray]
+    code: np.ndarray
+    devices: tuple[DeviceSpec, ...]
+    _coded: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        frame: pd.DataFrame,
+        family: str,
+        parameters: tuple[str, ...],
+        devices: Mapping[str, DeviceSpec],
+    ) -> OpTable:
+        """Take the rows of a frame, all of one family.
+
+        Args:
+            frame: Columns of a published table; ``device`` names the device.
+            family: Its family.
+            parameters: Integer columns that the family has.
+            devices: Descriptions by the names in ``device``.
+        """
+        n = len(frame)
+        columns = {c: _numbers(frame, c, n) for c in parameters}
+        names = {c: _texts(frame, c, n) for c in NAMES}
+        code, order = pd.factorize(frame["device"].astype(str))
+        return cls(family, columns, names, code, tuple(devices[str(d)] for d in order))
+
+    def __len__(self) -> int:
+        """Number of operators."""
+        return len(self.code)
+
+    def numbers(self, *wanted: str) -> list[np.ndarray]:
+        """Parameter columns."""
+        return [self.columns[c] for c in wanted]
+
+    def of_device(self, values: list[float]) -> np.ndarray:
+        """A figure of each row's device, given one for each of ``devices``."""
+        figures: np.ndarray = np.asarray(values, np.float64)
+        return np.asarray(figures[self.code])
+
+    def mapped(self, column: str, table: Mapping[str, float], default: float) -> np.ndarray:
+        """A figure looked up by a text column."""
+        code, values = self._codes(column)
+        figures: np.ndarray = np.array([table.get(str(v), default) for v in values], np.float64)
+        return np.asarray(figures[code])
+
+    def says(self, column: str, *words: str) -> np.ndarray:
+        """Whether a text column holds any of the words, bool."""
+        code, values = self._codes(column)
+        has: np.ndarray = np.array([any(w in str(v).lower() for w in words) for v in values], bool)
+        return np.asarray(has[code])
+
+    def is_(self, column: str, value: str) -> np.ndarray:
+        """Whether a text column has the value, bool."""
+        return np.asarray(self.names[column] == value, bool)
+
+    def _codes(self, column: str) -> tuple[np.ndarray, np.ndarray]:
+        """For each row the place of its text among the distinct ones, and these."""
+        coded = self._coded.get(column)
+        if coded is None:
+            code, texts = pd.factorize(self.names[column])
+            coded = self._coded[column] = code, np.asarray(texts)
+        return coded
+
+    @property
+    def weight_bytes(self) -> np.ndarray:
+        """Bytes of a stored weight."""
+        bits = {name: kind.weight_bits for name, kind in TABLE_FORMATS.items()}
+        return self.mapped("dtype", bits, 16.0) / 8
+
+    @property
+    def activation_bytes(self) -> np.ndarray:
+        """Bytes of an activation as the matrix unit reads it."""
+        bits = {name: kind.activation_bits for name, kind in TABLE_FORMATS.items()}
+        return self.mapped("dtype", bits, 16.0) / 8
+
+    def matrix_peak(self) -> np.ndarray:
+        """Dense FLOP/s of each row's dtype on its device."""
+        code, values = self._codes("dtype")
+        formats = [TABLE_FORMATS.get(str(v), TABLE_FORMATS["bf16"]) for v in values]
+        rates = np.array([[_rate(d, kind.rate) for kind in formats] for d in self.devices])
+        return np.asarray(rates[self.code, code])
+
+    def machine(self) -> Machine:
+        """Facts of each row's device."""
+        d = self.devices
+        return Machine(
+            cores=self.of_device([x.core_count for x in d]),
+            clock=self.of_device([x.clock_hz or 1.5e9 for x in d]),
+            cache=self.of_device([max(x.cache_bytes, 1.0) for x in d]),
+            cache_bandwidth=self.of_device([x.levels[0].bandwidth for x in d]),
+            bandwidth=self.of_device([x.bandwidth for x in d]),
+            vector=self.of_device([x.vector_peak("f32") for x in d]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Device facts, one a row: SMs, clock (Hz), last-level cache (bytes), rates (1/s)."""
+
+    cores: np.ndarray
+    clock: np.ndarray
+    cache: np.ndarray
+    cache_bandwidth: np.ndarray
+    bandwidth: np.ndarray
+    vector: np.ndarray
+
+
+def _rate(spec: DeviceSpec, dtype: str) -> float:
+    return spec.matrix_peak(dtype) * (sustained(spec) if dtype == "f32" else 1.0)
+
+
+def _numbers(frame: pd.DataFrame, column: str, n: int) -> np.ndarray:
+    if column not in frame:
+        return np.full(n, np.nan)
+    values = frame[column]
+    if isinstance(values.dtype, np.dtype) and values.dtype.kind in "iuf":
+        return values.to_numpy().astype(np.float64)
+    try:
+        return values.to_numpy(np.float64, na_value=np.nan)
+    except (ValueError, TypeError) as error:
+        raise DatasetError(
+            f"column {column!r} holds what is no number: {error}", where=f"{n} rows of operators"
+        ) from None
+
+
+def _texts(frame: pd.DataFrame, column: str, n: int) -> np.ndarray:
+    if column not in frame:
+        return np.full(n, "", dtype=object)
+    return texts_of(frame[column])
+
+
+def texts_of(values: pd.Series) -> np.ndarray:
+    """Texts of a column, object, shape ``(n,)``; missing values are empty."""
+    objects = values.to_numpy(object)
+    missing = pd.isna(objects)
+    return np.asarray(np.where(missing, "", objects) if missing.any() else objects, object)

@@ -1,0 +1,169 @@
+"""Operator tables to features: physics first, one family at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import DatasetError
+from ..devices.device import DeviceSpec, MemoryLevel
+from .attention import attention
+from .columns import OpTable
+from .conv import conv
+from .gemm import gemm
+from .hlo import op_texts
+from .moe import moe
+from .physics import Physics
+from .pointwise import pointwise
+from .schema import FAMILIES, PARAMETERS
+
+#: Raised whenever the meaning or the set of a family's features changes.
+OPS_VERSION = 1
+
+_PHYSICS: dict[str, Callable[[OpTable], Physics]] = {
+    "gemm": gemm,
+    "conv": conv,
+    "pointwise": pointwise,
+    "attention": attention,
+    "moe": moe,
+}
+
+
+@dataclass(slots=True)
+class OpFeatures:
+    """Features of ``n`` operators of one family.
+
+    Attributes:
+        X: Features, float32, shape ``(n, d)``, finite.
+        names: Their ``d`` names.
+        base_s: Analytical estimate in seconds, shape ``(n,)``, positive.
+        roofline_s: Roofline in seconds, shape ``(n,)``.
+        floor_s: Fixed cost within ``base_s``, shape ``(n,)``.
+        flops: Operations, shape ``(n,)``.
+        moved: Compulsory bytes, shape ``(n,)``.
+        bound: What limits it: ``compute``, ``memory`` or ``latency``, shape ``(n,)``.
+        general: Which features say nothing but how the kernel lies on its device, bool ``(d,)``.
+        keys: Positions of the features that span the domain.
+        irs: Texts of the kernels, object, shape ``(n,)``, if they were asked for.
+    """
+
+    X: np.ndarray
+    names: tuple[str, ...]
+    base_s: np.ndarray
+    roofline_s: np.ndarray
+    floor_s: np.ndarray
+    flops: np.ndarray
+    moved: np.ndarray
+    bound: np.ndarray
+    general: np.ndarray
+    keys: np.ndarray
+    irs: np.ndarray | None = None
+
+    def take(self, rows: np.ndarray) -> OpFeatures:
+        """The given rows, by position or mask."""
+        return OpFeatures(
+            self.X[rows],
+            self.names,
+            self.base_s[rows],
+            self.roofline_s[rows],
+            self.floor_s[rows],
+            self.flops[rows],
+            self.moved[rows],
+            self.bound[rows],
+            self.general,
+            self.keys,
+            None if self.irs is None else self.irs[rows],
+        )
+
+
+def op_features(
+    frame: pd.DataFrame, family: str, devices: Mapping[str, DeviceSpec], texts: bool = False
+) -> OpFeatures:
+    """Features of the rows of a published table.
+
+    Args:
+        frame: Rows of one family, with the columns of its group of parameters.
+        family: One of :data:`~opcast.features.operators.schema.FAMILIES`.
+        devices: Descriptions by the values of the column ``device``.
+        texts: Whether to write the kernels' texts, too.
+
+    Raises:
+        DatasetError: The family is unknown, or a row lacks a parameter or has one out of range.
+    """
+    if family not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise DatasetError(f"no operator family {family!r}", hint=f"families are: {known}")
+    group = FAMILIES[family]
+    table = OpTable.of(frame, family, PARAMETERS[group], devices)
+    _check(table, frame)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        physics = _PHYSICS[group](table)
+    names = tuple(physics.features)
+    X = np.empty((len(table), len(names)), np.float32)
+    for place, values in enumerate(physics.features.values()):
+        X[:, place] = values
+    limited = np.where(physics.compute_bound, "compute", "memory")
+    return OpFeatures(
+        X=X,
+        names=names,
+        base_s=physics.base_s,
+        roofline_s=physics.roofline_s,
+        floor_s=physics.fixed_s,
+        flops=physics.flops,
+        moved=physics.moved,
+        bound=np.where(physics.fixed_s > 0.5 * physics.base_s, "latency", limited).astype(object),
+        general=np.array([n not in physics.specific for n in names]),
+        keys=np.array([names.index(k) for k in physics.keys]),
+        irs=np.array(op_texts(frame, family), object) if texts else None,
+    )
+
+
+#: Parameters that may be missing, and those that may be zero.
+_OPTIONAL = frozenset(("n_in",))
+_MAY_BE_ZERO = frozenset(("window", "causal", "pad"))
+
+
+def _check(table: OpTable, frame: pd.DataFrame) -> None:
+    for name, values in table.columns.items():
+        if name in _OPTIONAL:
+            continue
+        bad = ~(values >= (0 if name in _MAY_BE_ZERO else 1))
+        if bad.any():
+            row = int(np.flatnonzero(bad)[0])
+            label = frame["id"].iloc[row] if "id" in frame else frame.index[row]
+            raise DatasetError(
+                f"{table.family} needs a positive whole number in column {name!r}, found "
+                f"{values[row]}",
+                where=f"row {label}",
+                hint="correct or drop the row",
+            )
+
+
+@cache
+def ops_schema_hash(family: str) -> str:
+    """Digest of a family's features; models store it and refuse another."""
+    text = "\n".join((str(OPS_VERSION), family, *feature_names(family)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@cache
+def feature_names(family: str) -> tuple[str, ...]:
+    """Names of a family's features, in order."""
+    row = {name: [1] for name in PARAMETERS[FAMILIES[family]]} | {"device": ["any"]}
+    return op_features(pd.DataFrame(row), family, {"any": _ANY}).names
+
+
+_ANY = DeviceSpec(
+    "any",
+    "gpu",
+    {"f32": 1.0},
+    {"f32": 1.0},
+    (MemoryLevel(1.0, 1.0), MemoryLevel(1.0, 1.0)),
+    1.0,
+    clock_hz=1.0,
+)

@@ -1,0 +1,232 @@
+"""Physics of matrix products: tiles, waves, split-K, rotating weights, quantisation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from .columns import Machine, OpTable
+from .physics import (
+    Physics,
+    combine,
+    fill,
+    flags,
+    log2,
+    non_nvidia,
+    quantised,
+    resident_share,
+    stream_seconds,
+)
+
+#: Output tiles that libraries choose from, with the share of the peak of their inner loops.
+TILES = (
+    (256, 128, 1.0),
+    (128, 256, 1.0),
+    (128, 128, 0.94),
+    (64, 128, 0.8),
+    (128, 64, 0.8),
+    (64, 64, 0.65),
+    (32, 64, 0.4),
+    (64, 32, 0.4),
+    (16, 64, 0.25),
+    (16, 32, 0.15),
+)
+#: Tiles whose waves are features.
+SHOWN = ((128, 128), (256, 128), (64, 64), (64, 128), (128, 64), (32, 32))
+#: Cost of a kernel without work, in cycles, by timing method. Within 10 % the same on A100, H100
+#: and RTX PRO 6000, though their times differ by a factor of 1.7.
+FLOOR_CYCLES = {"graph": 5200.0, "kernel": 4500.0}
+#: Launch of one call from the host, seconds.
+EAGER_FLOOR_S = 38e-6
+#: Least depth of one split of the reduction.
+SPLIT_DEPTH = 256
+#: Copies of the weights that the frameworks' benchmarks rotate through.
+ROTATION = 6.0
+TRT_ROTATION = 5.0
+#: What narrowing 16-bit activations costs before a product, by (dtype, framework): cycles of its
+#: launches, cycles of a core for each of its rows, bytes moved an element, and cycles of a core an
+#: element. Read off products with few columns on Hopper; RTX PRO 6000 agrees within a quarter but
+#: for the kernels that its architecture lacks.
+QUANTISATION = {
+    ("fp8", "sglang"): (4300.0, 130.0, 5.0, 0.0),
+    ("fp8", "trtllm"): (20000.0, 0.0, 3.0, 0.35),
+    ("fp8", "vllm"): (4200.0, 1650.0, 4.0, 0.2),
+    ("fp8_block", "sglang"): (600.0, 60.0, 2.5, 0.0),
+    ("fp8_block", "trtllm"): (2200.0, 100.0, 3.5, 0.0),
+    ("nvfp4", "sglang"): (3500.0, 200.0, 2.5, 0.1),
+    ("nvfp4", "trtllm"): (3500.0, 200.0, 2.5, 0.1),
+    ("nvfp4", "vllm"): (8500.0, 200.0, 2.5, 0.1),
+    ("int8_wo", "trtllm"): (8000.0, 0.0, 0.0, 0.0),
+    ("int4_wo", "trtllm"): (8000.0, 0.0, 0.0, 0.0),
+    ("int8_sq", "trtllm"): (7500.0, 0.0, 0.0, 0.0),
+}
+#: Cycles of one step of a reduction that is not split, by depth: libraries that split it (cuBLAS)
+#: and kernels that do not.
+DEPTH_SPLIT, DEPTH_WHOLE = 0.33, 2.0
+DTYPES = ("bf16", "fp8", "fp8_block", "nvfp4", "int8_sq", "int8_wo", "int4_wo")
+
+
+def gemm(table: OpTable) -> Physics:
+    """Physics of ``out[b, m, n] = sum_k A[b, m, k] B[b, k, n]``."""
+    b, m, n, k = table.numbers("b", "m", "n", "k")
+    mc, peak = table.machine(), table.matrix_peak()
+    sizes = _sizes(table, b, m, n, k)
+    weights, activations, out = sizes
+    resident, footprint, copies = _residence(table, sizes, mc)
+    small = resident_share(activations + out, mc.cache, 1.2, 0.8)
+    t_weights = stream_seconds(weights, resident, mc)
+    t_memory = t_weights + stream_seconds(activations + out, small, mc)
+    t_tiles, waves, tile_use = _tiles(b, m, n, k, peak, mc)
+    t_compute = 2 * b * m * n * k / peak
+    floor = floor_s(table, mc)
+    t_quant = _quantisation(table, b * m, k, small, mc)
+    t_depth = k * _depth_cycles(table) / mc.clock
+    base = floor + combine(t_tiles, t_memory, power=4.0) + t_depth + t_quant
+    roofline = np.maximum(t_compute, (weights + activations + out) / mc.bandwidth)
+    features = {
+        **flags(table, DTYPES),
+        "log_tiles_base": log2(t_tiles / base),
+        "log_memory_base": log2(t_memory / base),
+        "log_compute_base": log2(t_compute / base),
+        "quant_base": t_quant / base,
+        "depth_base": t_depth / base,
+        "floor_base": floor / base,
+        "weights_base": t_weights / base,
+        "log_cycles": log2(base * mc.clock),
+        "log_intensity": log2(t_compute / t_memory),
+        "log_waves": log2(waves),
+        "wave_fill": fill(waves),
+        "tile_use": tile_use,
+        "resident": resident,
+        "activations_resident": small,
+        "log_footprint_cache": np.clip(log2(footprint / mc.cache), -6, 6),
+        "log_m": log2(m),
+        "log_n": log2(n),
+        "log_k": log2(k),
+        "log_b": log2(b),
+        **_waves(b, m, n, mc),
+        **{f"m_fill_{t}": m / (np.ceil(m / t) * t) for t in (16, 64, 128, 256)},
+        "m_of_8": (m % 8 == 0) * 1.0,
+        "n_of_128": (n % 128 == 0) * 1.0,
+        "n_of_256": (n % 256 == 0) * 1.0,
+        "k_of_128": (k % 128 == 0) * 1.0,
+        "k_of_32": (k % 32 == 0) * 1.0,
+        "n_of_32": (n % 32 == 0) * 1.0,
+        "copies": copies,
+        "log_weights_cache": np.clip(log2(weights / mc.cache), -8, 8),
+        "log_activations_cache": np.clip(log2((activations + out) / mc.cache), -10, 8),
+        "log_tile_cycles": log2(k * 2 * 128 * 128 * mc.cores / peak * mc.clock),
+        "log_n_cores": log2(n / mc.cores),
+    }
+    return Physics(
+        base,
+        roofline,
+        t_compute * mc.bandwidth > weights + activations + out,
+        floor,
+        2 * b * m * n * k,
+        weights + activations + out,
+        features,
+        specific=("log_weights_cache", "log_activations_cache", "log_tile_cycles", "log_n_cores"),
+        keys=("log_tiles_base", "log_memory_base", "floor_base", "log_m", "log_n", "log_k"),
+    )
+
+
+def floor_s(table: OpTable, machine: Machine) -> np.ndarray:
+    """Time of a kernel without work."""
+    method = table.family.split("/")[0]
+    if method == "eager":
+        return np.full(len(table), EAGER_FLOOR_S)
+    other = np.where(non_nvidia(table) > 0, 10.0, 1.0)
+    return np.asarray(FLOOR_CYCLES[method] / machine.clock * other)
+
+
+def _sizes(
+    table: OpTable, b: np.ndarray, m: np.ndarray, n: np.ndarray, k: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Bytes of weights, activations and result; results of narrow types are 16 bits wide."""
+    out = np.maximum(table.activation_bytes, 2.0)
+    return b * n * k * table.weight_bytes, b * m * k * table.activation_bytes, b * m * n * out
+
+
+def _residence(
+    table: OpTable, sizes: tuple[np.ndarray, np.ndarray, np.ndarray], mc: Machine
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Share of the weights in the cache, footprint in bytes, and copies in rotation.
+
+    Graph-timed tables rotate copies of the weights: six in vLLM and SGLang (one for nvfp4 in vLLM),
+    in TensorRT-LLM as many as fill the cache, up to five, and one if one exceeds it. The others
+    call again with the same operands.
+    """
+    weights, activations, out = sizes
+    if not table.family.startswith("graph/"):
+        footprint = weights + activations + out
+        return resident_share(footprint, mc.cache, 1.0, 0.5), footprint, np.ones(len(table))
+    fitting = np.clip(np.ceil(mc.cache / weights), 1, TRT_ROTATION)
+    trt = np.where(weights >= mc.cache, 1.0, fitting)
+    copies = np.where(table.is_("backend", "trtllm"), trt, ROTATION)
+    copies = np.where(table.is_("backend", "vllm") & table.is_("dtype", "nvfp4"), 1.0, copies)
+    footprint = copies * weights + activations + out
+    rotating = resident_share(footprint, mc.cache)
+    same = resident_share(footprint, mc.cache, 1.0, 0.5)
+    return np.where(copies == 1, same, rotating), footprint, copies
+
+
+def _tiles(
+    b: np.ndarray, m: np.ndarray, n: np.ndarray, k: np.ndarray, peak: np.ndarray, mc: Machine
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Time of the fastest tiling, its waves and the used share of its tiles.
+
+    Tiles that do not fill the device split the reduction among idle cores.
+    """
+    time = np.full(len(m), np.inf)
+    waves, use = np.ones(len(m)), np.ones(len(m))
+    for rows, columns, efficiency in TILES:
+        tiles = b * np.ceil(m / rows) * np.ceil(n / columns)
+        own = tiles / mc.cores
+        deepest = np.maximum(1, np.floor(k / SPLIT_DEPTH))
+        split = np.clip(np.floor(mc.cores / tiles), 1, deepest)
+        runs = np.where(own < 1, 1 / split, quantised(own))
+        seconds = runs * mc.cores * rows * columns * k * 2 / peak / efficiency
+        faster = seconds < time
+        time = np.where(faster, seconds, time)
+        waves = np.where(faster, own, waves)
+        use = np.where(faster, b * m * n / (tiles * rows * columns), use)
+    return time, waves, use
+
+
+def _quantisation(
+    table: OpTable, rows: np.ndarray, k: np.ndarray, resident: np.ndarray, mc: Machine
+) -> np.ndarray:
+    """Time of the kernels that narrow 16-bit activations before the product, where they run."""
+    launch, row, moved, element = (_by_library(table, QUANTISATION, place) for place in range(4))
+    cycles = launch + row * np.ceil(rows / mc.cores) + element * rows * k / mc.cores
+    return np.asarray(cycles / mc.clock + stream_seconds(rows * k * moved, resident, mc))
+
+
+def _depth_cycles(table: OpTable) -> np.ndarray:
+    """Cycles of one step of the reduction."""
+    whole = (table.activation_bytes < 2) & (table.family == "graph/linear")
+    whole &= ~(table.is_("dtype", "fp8") & table.is_("backend", "trtllm"))
+    return np.where(whole, DEPTH_WHOLE, DEPTH_SPLIT)
+
+
+def _by_library(
+    table: OpTable, figures: Mapping[tuple[str, str], tuple[float, ...]], place: int
+) -> np.ndarray:
+    """A figure looked up by dtype and framework; 0 for products that nothing precedes."""
+    figure = np.zeros(len(table))
+    if table.family != "graph/linear":
+        return figure
+    for (dtype, framework), values in figures.items():
+        figure[table.is_("dtype", dtype) & table.is_("backend", framework)] = values[place]
+    return figure
+
+
+def _waves(b: np.ndarray, m: np.ndarray, n: np.ndarray, mc: Machine) -> dict[str, np.ndarray]:
+    features = {}
+    for rows, columns in SHOWN:
+        waves = b * np.ceil(m / rows) * np.ceil(n / columns) / mc.cores
+        features[f"log_waves_{rows}x{columns}"] = log2(waves)
+        features[f"wave_fill_{rows}x{columns}"] = fill(waves)
+    return features

@@ -1,0 +1,112 @@
+"""Operators of published tables as HLO kernels, and back.
+
+Every operator becomes a canonical one-instruction module with its true shapes: products as ``dot``,
+convolutions as ``convolution``, passes over memory as loop fusions, and what no HLO op says (fused
+attention, experts, products of quantised operands) as a custom call. The root's ``backend_config``
+carries the operator's parameters, who ran it and how it was timed under ``published_op``, so that
+the row can be read back from the text alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import DatasetError
+from ..ir.dtypes import TABLE_FORMATS
+from .hlo_templates import TEMPLATES, Row
+from .schema import FAMILIES, NAMES, PARAMETERS
+
+CONFIG = "published_op"
+_MARK = f'{{"{CONFIG}":'
+#: Parameters that a row may lack.
+_OPTIONAL = frozenset(("n_in",))
+
+
+def op_ir(row: Row) -> str:
+    """Text of an operator's kernel.
+
+    Args:
+        row: ``method`` and the columns of its family's parameters and names.
+
+    Raises:
+        DatasetError: The family, the dtype or the op is unknown, or a parameter is missing.
+    """
+    key = f"{row['method']}/{row['family']}"
+    if key not in FAMILIES:
+        raise DatasetError(f"no operator family {key!r}", hint="families: " + ", ".join(FAMILIES))
+    group = FAMILIES[key]
+    dtype = row.get("dtype")
+    if dtype not in TABLE_FORMATS:
+        raise DatasetError(
+            f"no dtype {dtype!r} of operators", hint="dtypes: " + ", ".join(TABLE_FORMATS)
+        )
+    config = json.dumps({CONFIG: _config(row, group)}, separators=(",", ":"))
+    return TEMPLATES[group](row, config)
+
+
+def op_texts(frame: pd.DataFrame, family: str) -> list[str]:
+    """Texts of the kernels of a table's rows, all of one family.
+
+    Raises:
+        DatasetError: As :func:`op_ir`, with the row's ``id``.
+    """
+    texts = []
+    for place, row in enumerate(_records(frame, family)):
+        try:
+            texts.append(op_ir(row))
+        except DatasetError as error:
+            label = frame["id"].iloc[place] if "id" in frame else frame.index[place]
+            raise DatasetError(error.what, where=f"row {label}", hint=error.hint) from None
+    return texts
+
+
+def _records(frame: pd.DataFrame, family: str) -> Iterator[dict[str, Any]]:
+    """Parameters of each row as plain Python values."""
+    method, own = family.split("/")
+    whole = [c for c in PARAMETERS[FAMILIES[family]] if c in frame]
+    text = [c for c in NAMES if c in frame and c != "family"]
+    columns: list[Any] = [
+        frame[c].astype(np.int64).tolist() if frame[c].notna().all() else frame[c].astype(object)
+        for c in whole
+    ]
+    columns += [frame[c].astype(object).fillna("").tolist() for c in text]
+    for values in zip(*columns, strict=True):
+        record = dict(zip((*whole, *text), values, strict=True))
+        yield {"method": method, "family": own, **record}
+
+
+def read_op(ir: str) -> dict[str, Any] | None:
+    """Parameters of a kernel that :func:`op_ir` wrote; ``None`` for any other kernel."""
+    start = ir.find(_MARK)
+    if start < 0:
+        return None
+    config: dict[str, Any] = json.JSONDecoder().raw_decode(ir, start)[0][CONFIG]
+    return config
+
+
+def op_frame(irs: Iterable[str]) -> pd.DataFrame:
+    """Table of the operators of kernels, one row each; ``method`` is empty for other kernels."""
+    rows = [read_op(ir) or {"method": ""} for ir in irs]
+    wanted = ["method", *NAMES, *dict.fromkeys(c for g in PARAMETERS.values() for c in g)]
+    frame = pd.DataFrame(rows)
+    return frame.reindex(columns=[*wanted, *(c for c in frame if c not in wanted)])
+
+
+def _config(row: Row, group: str) -> dict[str, Any]:
+    config: dict[str, Any] = {"method": row["method"]}
+    config |= {c: str(row[c]) for c in NAMES if _present(row.get(c))}
+    config |= {c: int(row[c]) for c in PARAMETERS[group] if _present(row.get(c))}
+    absent = [c for c in PARAMETERS[group] if c not in config and c not in _OPTIONAL]
+    if absent:
+        family = f"{row['method']}/{row['family']}"
+        raise DatasetError(f"{family} needs a whole number in column {absent[0]!r}")
+    return config
+
+
+def _present(value: Any) -> bool:
+    return value is not None and value is not pd.NA and value == value and value != ""

@@ -1,0 +1,219 @@
+"""Physics of mixtures of experts: two grouped products over the experts that have tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .columns import Machine, OpTable
+from .flops import expert_flops
+from .physics import (
+    Physics,
+    combine,
+    fill,
+    flags,
+    log2,
+    non_nvidia,
+    quantised,
+    resident_share,
+    stream_seconds,
+)
+
+#: Cycles of the group of kernels without work (sort, two products, activation, sum), and what 4-bit
+#: activations add.
+FLOOR_CYCLES, FLOOR_NARROW = 58_000.0, 45_000.0
+#: Cycles of a 64 × 128 tile besides its arithmetic, and of a core to route one row; Triton kernels
+#: sort all rows of the model.
+BLOCK, ROUTE, ROUTE_TRITON = 2000.0, 350.0, 1300.0
+#: Times that Triton kernels move a hidden vector for each row of the model, whoever computes it.
+PASSES = 1.2
+#: Share of the tokens that the most loaded expert of a skewed draw gets at most.
+MOST_LOADED = 0.8
+TILES = ((16, 128, 0.25), (64, 128, 0.7), (128, 128, 0.9), (128, 256, 1.0))
+SPLIT_DEPTH = 512
+DTYPES = ("bf16", "fp8", "fp8_block", "nvfp4", "int4_wo", "w4a16_mxfp4", "w4a8_mxfp4_mxfp8")
+SKEW = {"power_law_1.01": 1.01, "power_law_1.2": 1.2}
+
+
+def moe(table: OpTable) -> Physics:
+    """Physics of the experts of one rank, the busiest where draws are skewed."""
+    tokens, hidden, full, topk, experts, tp, ep = table.numbers(
+        "tokens", "hidden", "inter", "topk", "experts", "tp", "ep"
+    )
+    mc, peak = table.machine(), table.matrix_peak()
+    inner, local = full / tp, experts / ep
+    skew = table.mapped("distribution", SKEW, 0.0)
+    rows, active = busy_rank(tokens, topk, experts, ep, skew)
+    rows = np.where(_everywhere(table), tokens * topk, rows)
+    triton = table.says("kernel", "triton", "fused_moe", "marlin")
+    ungated = table.says("kernel", "nongated")
+    matrices = np.where(ungated, 2.0, 3.0)
+    depth = np.maximum(rows / active, 1)
+    flops = expert_flops(tokens, topk, ep, hidden, inner, 2.0) * matrices
+    weights = active * hidden * inner * matrices * table.weight_bytes
+    streams = _streams(table, tokens, rows, hidden, inner)
+    again = np.where(triton, PASSES * 2 * tokens * topk * hidden, 0.0)
+    footprint = weights + streams
+    resident = resident_share(footprint, mc.cache, 1.1, 0.2)
+    t_memory = stream_seconds(weights, resident, mc)
+    t_streams = stream_seconds(streams + again, resident, mc)
+    t_tiles, waves, use = _tiles(active, depth, inner, hidden, matrices, peak, mc)
+    blocks = active * np.ceil(depth / 64) * np.ceil(((matrices - 1) * inner + hidden) / 128)
+    t_blocks = blocks / mc.cores * BLOCK / mc.clock
+    t_route = tokens * topk / mc.cores * np.where(triton, ROUTE_TRITON, ROUTE) / mc.clock
+    floor = _floor(table, mc)
+    base = floor + t_streams + t_route + combine(t_tiles + t_blocks, t_memory)
+    t_compute = flops / peak
+    t_least = footprint / np.maximum(mc.bandwidth, mc.cache_bandwidth * resident)
+    features = {
+        **flags(table, DTYPES),
+        "skew": skew,
+        "ungated": ungated * 1.0,
+        "log_tiles_base": log2(t_tiles / base),
+        "log_memory_base": log2(t_memory / base),
+        "log_compute_base": log2(t_compute / base),
+        "floor_base": floor / base,
+        "log_cycles": log2(base * mc.clock),
+        "log_intensity": log2(t_compute / t_memory),
+        "log_waves": log2(waves),
+        "wave_fill": fill(waves),
+        "tile_use": use,
+        "resident": resident,
+        "log_footprint_cache": np.clip(log2(footprint / mc.cache), -6, 8),
+        "log_depth": log2(depth),
+        "log_active": log2(active),
+        "active_share": active / local,
+        "log_tokens": log2(tokens),
+        "log_hidden": log2(hidden),
+        "log_inner": log2(inner),
+        "topk": log2(topk),
+        "log_local": log2(local),
+        "log_rows": log2(rows),
+        "log_rows_local": log2(rows / local),
+        "log_tp": log2(tp),
+        "log_ep": log2(ep),
+        "log_experts": log2(experts),
+        "weights_share": weights / footprint,
+        "log_blocks": log2(np.ceil(inner / 128) * active / mc.cores),
+        "inner_fill": inner / (np.ceil(inner / 128) * 128),
+        "inner_of_64": (inner % 64 == 0) * 1.0,
+        "streams_base": t_streams / base,
+        "route_base": t_route / base,
+        "log_blocks_base": log2(t_blocks / base),
+        "log_busy": log2(rows * ep / (tokens * topk)),
+        "log_local_cores": log2(local / mc.cores),
+    }
+    return Physics(
+        base,
+        np.maximum(t_compute, t_least),
+        t_compute > footprint / mc.bandwidth,
+        floor,
+        flops,
+        footprint,
+        features,
+        specific=("log_local_cores",),
+        keys=(
+            "log_tiles_base",
+            "log_memory_base",
+            "floor_base",
+            "log_depth",
+            "log_active",
+            "log_hidden",
+            "log_inner",
+            "skew",
+        ),
+    )
+
+
+def busy_rank(
+    tokens: np.ndarray, topk: np.ndarray, experts: np.ndarray, ep: np.ndarray, skew: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of the busiest rank, and its experts that get any, shape ``(n,)`` each.
+
+    A balanced draw gives each rank ``tokens × topk / ep`` rows and each expert one as long as there
+    are any. A skewed one gives experts loads with a density ``∝ x^-skew`` between a row and 0.8 of
+    the tokens; the busiest rank has the most loaded expert and average ones, and an expert of load
+    ``x`` gets a row with probability ``1 - exp(-x)``.
+
+    Args:
+        tokens: Before the experts are chosen.
+        topk: Experts of a token.
+        experts: Of the layer.
+        ep: Ranks that they are divided over.
+        skew: Exponent; 0 is balanced.
+    """
+    rows, local = tokens * topk / ep, experts / ep
+    active = np.minimum(local, rows)
+    skewed = np.flatnonzero(skew > 0)
+    keys = np.stack([tokens, topk, experts, ep, skew], axis=1)[skewed]
+    unique, place = np.unique(keys, axis=0, return_inverse=True)
+    busiest = np.array([_busiest(*map(float, key)) for key in unique]).reshape(-1, 2)
+    rows[skewed], active[skewed] = busiest[place.ravel()].T
+    return rows, np.clip(active, 1, np.maximum(local, 1))
+
+
+def _busiest(
+    tokens: float, topk: float, experts: float, ep: float, skew: float
+) -> tuple[float, float]:
+    count, total = max(round(experts), 1), tokens * topk
+    place = (np.arange(count) + 0.5) / count
+    most = max(MOST_LOADED * tokens, 1.5)
+    load = (1 + place * (most ** (1 - skew) - 1)) ** (1 / (1 - skew))
+    for _ in range(3):  # nobody gets a token twice
+        load = np.minimum(load * total / load.sum(), tokens)
+    local = max(count / ep, 1.0)
+    others = (load.sum() - load[-1]) / max(count - 1, 1)
+    rows = float(np.clip(load[-1] + (local - 1) * others, total / ep, total))
+    return rows, max(1.0, local * float((1 - np.exp(-load)).mean()))
+
+
+def _everywhere(table: OpTable) -> np.ndarray:
+    """Where every rank computes the rows of all, bool: TensorRT-LLM's Triton kernel."""
+    return np.asarray(table.is_("backend", "trtllm") & table.says("kernel", "triton_fp8"))
+
+
+def _floor(table: OpTable, mc: Machine) -> np.ndarray:
+    narrow = table.is_("dtype", "nvfp4") | table.is_("dtype", "w4a8_mxfp4_mxfp8")
+    cycles = FLOOR_CYCLES + np.where(narrow, FLOOR_NARROW, 0.0)
+    return np.asarray(cycles / mc.clock * np.where(non_nvidia(table) > 0, 2.0, 1.0))
+
+
+def _streams(
+    table: OpTable, tokens: np.ndarray, rows: np.ndarray, hidden: np.ndarray, inner: np.ndarray
+) -> np.ndarray:
+    """Bytes of activations: gather and quantise, two intermediate results, weighted sum."""
+    width = table.activation_bytes
+    return np.asarray(
+        rows * (hidden * (2 + width) + inner * (4 + width + 2))
+        + rows * hidden * 2
+        + tokens * hidden * 4
+    )
+
+
+def _tiles(
+    active: np.ndarray,
+    depth: np.ndarray,
+    inner: np.ndarray,
+    hidden: np.ndarray,
+    matrices: np.ndarray,
+    peak: np.ndarray,
+    mc: Machine,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Time of both grouped products with the best tile, waves of the first and used share."""
+    time = np.full(len(active), np.inf)
+    waves, use = np.ones(len(active)), np.ones(len(active))
+    for rows, columns, efficiency in TILES:
+        down = active * np.ceil(depth / rows)
+        seconds = np.zeros(len(active))
+        for width, reach in (((matrices - 1) * inner, hidden), (hidden, inner)):
+            own = down * np.ceil(width / columns) / mc.cores
+            split = np.clip(
+                np.floor(1 / np.maximum(own, 1e-9)), 1, np.maximum(1, reach / SPLIT_DEPTH)
+            )
+            runs = np.where(own < 1, 1 / split, quantised(own))
+            seconds += runs * rows * columns * reach * 2 / (peak / mc.cores) / efficiency
+        faster = seconds < time
+        first = down * np.ceil((matrices - 1) * inner / columns) / mc.cores
+        time = np.where(faster, seconds, time)
+        waves = np.where(faster, first, waves)
+        use = np.where(faster, depth / (np.ceil(depth / rows) * rows), use)
+    return time, waves, use

@@ -1,0 +1,122 @@
+"""Physics of passes over memory: element-wise ops, norms, softmax, quantisation, embedding."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .columns import Machine, OpTable
+from .gemm import FLOOR_CYCLES
+from .physics import Physics, combine, fill, log2, non_nvidia, resident_share, stream_seconds
+
+#: Launch of one call from the host, seconds, with what the framework adds for a row-wise op.
+EAGER_FLOOR_S = {"elementwise": 26e-6, "softmax": 33e-6, "ln": 47e-6}
+OPS = (
+    "add",
+    "addu",
+    "mul",
+    "mulu",
+    "pow",
+    "powu",
+    "div",
+    "divu",
+    "gelu",
+    "relu",
+    "tanh",
+    "embedding",
+    "rope",
+    "silu_and_mul",
+    "layernorm",
+    "rmsnorm",
+)
+#: Elements that a thread block of a vectorised element-wise kernel takes.
+BLOCK = 1024
+#: Further passes over the input of row-wise ops: maximum, sum and result of a softmax; moments and
+#: result of a norm. Rows of a softmax up to 1024 stay in registers.
+PASSES = {"softmax": 2.0, "ln": 1.0, "layernorm": 1.0, "rmsnorm": 1.0}
+#: Rows in flight on a core: blocks of a softmax are wide, those of a norm narrow.
+ROWS_IN_FLIGHT = {"softmax": 4.0, "ln": 16.0, "layernorm": 8.0, "rmsnorm": 4.0}
+IN_REGISTERS = 1024
+#: Vector instructions for one element, where they are many.
+WORK = {"gelu": 20.0, "tanh": 20.0, "pow": 40.0, "powu": 10.0, "div": 8.0, "softmax": 16.0}
+
+
+def pointwise(table: OpTable) -> Physics:
+    """Physics of an op that reads ``n_in`` tensors of ``rows × cols`` and writes one."""
+    rows, cols = table.numbers("rows", "cols")
+    operands = np.nan_to_num(table.columns["n_in"], nan=1.0)
+    mc = table.machine()
+    moved = rows * cols * _bytes_per_element(table, operands)
+    # Graph and event timing call again with the same operands, so that small tensors stay cached.
+    resident = resident_share(moved, mc.cache, 1.1, 0.5)
+    in_flight, again = _again(table, rows, cols, mc)
+    t_memory = stream_seconds(moved + again, resident, mc)
+    t_vector = rows * cols * table.mapped("op", WORK, 4.0) / mc.vector
+    floor = _floor(table, mc)
+    base = floor + combine(t_memory, t_vector)
+    row_waves, element_waves = rows / mc.cores, rows * cols / BLOCK / mc.cores
+    features = {
+        **{f"op_{name}": table.is_("op", name) * 1.0 for name in OPS},
+        **{f"backend_{b}": table.is_("backend", b) * 1.0 for b in ("sglang", "trtllm", "vllm")},
+        "log_memory_base": log2(t_memory / base),
+        "log_vector_base": log2(t_vector / base),
+        "floor_base": floor / base,
+        "log_cycles": log2(base * mc.clock),
+        "resident": resident,
+        "log_rows": log2(rows),
+        "log_cols": log2(cols),
+        "n_in": operands,
+        "log_row_waves": log2(row_waves),
+        "row_fill": fill(row_waves),
+        "log_waves": log2(element_waves),
+        "wave_fill": fill(element_waves),
+        "cols_of_4": (cols % 4 == 0) * 1.0,
+        "cols_of_128": (cols % 128 == 0) * 1.0,
+        "row_block_fill": cols / (np.ceil(cols / BLOCK) * BLOCK),
+        "log_in_flight_cache": np.clip(log2(in_flight / mc.cache), -6, 4),
+        "again": again / moved,
+        "log_moved_cache": np.clip(log2(moved / mc.cache), -10, 10),
+        "log_core_bandwidth": log2(mc.bandwidth / mc.cores / mc.clock),
+    }
+    return Physics(
+        base,
+        moved / np.maximum(mc.bandwidth, mc.cache_bandwidth * resident),
+        np.zeros(len(table), bool),
+        floor,
+        rows * cols,
+        moved,
+        features,
+        specific=("log_core_bandwidth",),
+        keys=("log_memory_base", "floor_base", "log_rows", "log_cols", "log_moved_cache"),
+    )
+
+
+def _bytes_per_element(table: OpTable, operands: np.ndarray) -> np.ndarray:
+    width = table.weight_bytes
+    moved = (operands + 1) * width
+    moved = np.where(table.is_("op", "quantize_fp8"), 3.0, moved)
+    # The gate and the value lie in one tensor of ``cols``; half as many elements are written.
+    return np.asarray(np.where(table.is_("op", "silu_and_mul"), 1.5 * width, moved))
+
+
+def _again(
+    table: OpTable, rows: np.ndarray, cols: np.ndarray, mc: Machine
+) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of the rows in flight, and bytes that are read again from memory.
+
+    A row-wise op reads its row once a pass. The later passes find it in the cache as long as all
+    rows in flight fit there.
+    """
+    width = table.weight_bytes
+    in_flight = np.minimum(rows, mc.cores * table.mapped("op", ROWS_IN_FLIGHT, 1.0)) * cols * width
+    missed = np.clip((in_flight / mc.cache - 0.3) / 0.6, 0, 1)
+    passes = table.mapped("op", PASSES, 0.0)
+    passes = np.where(table.is_("op", "softmax") & (cols <= IN_REGISTERS), 0.0, passes)
+    return in_flight, passes * rows * cols * width * missed
+
+
+def _floor(table: OpTable, mc: Machine) -> np.ndarray:
+    method, family = table.family.split("/")
+    if method == "eager":
+        return np.full(len(table), EAGER_FLOOR_S[family])
+    other = np.where(non_nvidia(table) > 0, 10.0, 1.0)
+    return np.asarray(FLOOR_CYCLES[method] / 2 / mc.clock * other)

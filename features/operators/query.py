@@ -1,0 +1,175 @@
+"""Operators written by hand: ``linear m=4096 n=4096 k=4096 dtype=bf16``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...common.errors import ProgramError
+from ..ir.dtypes import NUMPY_NAMES, TABLE_FORMATS, UNQUANTISED
+from .physics import BACKENDS
+from .schema import FAMILIES, NAMES, PARAMETERS
+
+#: How the rows of a dtype were timed, where a family is named without it.
+_METHOD_OF = {"fp32": "eager", "fp16": "kernel"}
+_METHODS = ("graph", "kernel", "eager")
+#: Tables' names of formats, by those of HLO and of NumPy.
+_DTYPES = {
+    alias: name
+    for name, kind in ((name, TABLE_FORMATS[name].weights) for name in UNQUANTISED)
+    for alias in (kind, NUMPY_NAMES[kind])
+}
+#: What a parameter is when it is not given; a name stands for that parameter's value.
+_DEFAULTS: dict[str, dict[str, int | str]] = {
+    "gemm": {"b": 1},
+    "conv": {"stride": 1, "pad": 0},
+    "pointwise": {},
+    "attention": {
+        "window": 0,
+        "kv_heads": "q_heads",
+        "v_head_dim": "head_dim",
+        "kv_dtype": "dtype",
+    },
+    "moe": {"tp": 1, "ep": 1, "distribution": "balanced"},
+}
+#: Families of several operators, of which one has to be named.
+_SEVERAL = {"eager/elementwise", "kernel/elementwise", "kernel/norm"}
+_OPTIONAL = frozenset(("n_in",))
+#: Parameters that may be zero, and the largest that any may be: beyond it, sizes overflow.
+_MAY_BE_ZERO = frozenset(("window", "causal", "pad"))
+_LARGEST = 2**40
+
+
+def parse_op(text: str) -> dict[str, Any]:
+    """Parameters of an operator given as its family and ``name=value`` pairs.
+
+    Args:
+        text: A family, or ``method/family`` as in :data:`FAMILIES`, then parameters. Without a
+            method, fp32 is taken as called one by one, fp16 as kernels, others as a graph.
+
+    Returns:
+        A row as tables of operators have it: ``key``, ``method``, ``family``, ``op`` and the
+        family's parameters.
+
+    Raises:
+        ProgramError: The family or a parameter is unknown, missing or no positive whole number.
+    """
+    head, *pairs = text.split() or [""]
+    given: dict[str, Any] = {}
+    for pair in pairs:
+        name, mark, value = pair.partition("=")
+        if not mark or not value:
+            raise _wrong(f"operator {text!r}"[:200], f"{pair!r} is not name=value")
+        given[name] = value
+    return _completed(head, given, f"operator {text!r}"[:200])
+
+
+def parse_op_columns(
+    operator: str, given: Mapping[str, str | int | Sequence[int]]
+) -> dict[str, Any]:
+    """Parameters of many operators of one family, by column.
+
+    Args:
+        operator: A family, or ``method/family``.
+        given: Parameters by name: a number for all rows, or one a row, shape ``(n,)``; texts such
+            as the dtype hold for all rows.
+
+    Returns:
+        As :func:`parse_op`, with an int64 array of shape ``(n,)`` where numbers differ by row.
+
+    Raises:
+        ProgramError: As :func:`parse_op`, or columns differ in length or are empty.
+    """
+    where = f"columns of {operator!r}"[:200]
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        values[name] = value if isinstance(value, str | int) else _column(name, value, where)
+    lengths = {len(v) for v in values.values() if isinstance(v, np.ndarray)}
+    if len(lengths) > 1 or 0 in lengths:
+        raise _wrong(where, f"columns have {sorted(lengths)} rows", "give each as many, at least 1")
+    return _completed(operator, values, where)
+
+
+def _column(name: str, values: Sequence[int], where: str) -> np.ndarray:
+    try:
+        return np.array(values, np.int64)
+    except (OverflowError, ValueError, TypeError):
+        raise _wrong(where, f"{name} holds no whole numbers") from None
+
+
+def _completed(head: str, given: dict[str, Any], where: str) -> dict[str, Any]:
+    """The row of an operator, or a table of columns, with all parameters of its family."""
+    given["dtype"] = _DTYPES.get(str(given.get("dtype")), given.get("dtype"))
+    key = _key(head, given["dtype"], where)
+    group = FAMILIES[key]
+    known = (*PARAMETERS[group], *(n for n in NAMES if n != "family"))
+    for name, value in given.items():
+        if name not in known:
+            raise _wrong(where, f"{key} has no parameter {name!r}", "it has: " + ", ".join(known))
+        if name in NAMES and not isinstance(value, str | None):
+            raise _wrong(where, f"{name} is a name, not a number")
+    row = _numbered(given, PARAMETERS[group], where)
+    _fill(row, key, group)
+    missing = [c for c in PARAMETERS[group] if c not in row and c not in _OPTIONAL]
+    if key in _SEVERAL and "op" not in given:
+        missing.append("op")
+    if row["dtype"] is None:
+        missing.append("dtype")
+    if missing:
+        raise _wrong(where, f"{key} needs " + ", ".join(missing))
+    if row["dtype"] not in TABLE_FORMATS:
+        raise _wrong(where, f"no dtype {row['dtype']!r}", "dtypes: " + ", ".join(TABLE_FORMATS))
+    if row.get("backend", BACKENDS[0]) not in BACKENDS:
+        raise _wrong(where, f"no backend {row['backend']!r}", "backends: " + ", ".join(BACKENDS))
+    method, family = key.split("/")
+    return {"op": family, **row, "key": key, "method": method, "family": family}
+
+
+def _key(head: str, dtype: str | None, where: str) -> str:
+    if head in FAMILIES:
+        return head
+    wanted = _METHOD_OF.get(str(dtype), "graph")
+    for method in (wanted, *_METHODS):
+        if f"{method}/{head}" in FAMILIES:
+            return f"{method}/{head}"
+    names = dict.fromkeys(key.split("/")[1] for key in FAMILIES)
+    raise _wrong(where, f"no operator {head!r}", "operators: " + ", ".join(names))
+
+
+def _numbered(given: dict[str, Any], numbers: tuple[str, ...], where: str) -> dict[str, Any]:
+    row = dict(given)
+    for name in (n for n in numbers if n in row):
+        if not isinstance(row[name], np.ndarray):
+            try:
+                row[name] = int(row[name])
+            except ValueError:
+                raise _wrong(where, f"{name}={row[name]} is not a whole number") from None
+        least = 0 if name in _MAY_BE_ZERO else 1
+        low, high = np.min(row[name]), np.max(row[name])
+        if low < least or high > _LARGEST:
+            shown = low if low < least else high
+            raise _wrong(where, f"{name}={shown} is not from {least} to 2^40")
+    return row
+
+
+def _fill(row: dict[str, Any], key: str, group: str) -> None:
+    """Add the parameters that follow from others."""
+    for name, value in _DEFAULTS[group].items():
+        if name not in row and (value in row or not isinstance(value, str) or group == "moe"):
+            row[name] = row.get(value, value) if isinstance(value, str) else value
+    if group != "attention":
+        return
+    row.setdefault("causal", int("encoder" not in key))
+    if "generation" in key:
+        row.setdefault("q_len", 1)
+        return
+    for name, other in (("q_len", "kv_len"), ("kv_len", "q_len")):
+        if other in row:
+            row.setdefault(name, row[other])
+
+
+def _wrong(where: str, what: str, hint: str = "") -> ProgramError:
+    example = "such as: linear m=4096 n=4096 k=4096 dtype=bf16 backend=trtllm"
+    return ProgramError(what, where=where, hint=hint or example)

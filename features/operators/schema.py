@@ -1,0 +1,58 @@
+"""Columns, families and timing methods of operator tables."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+#: Integer parameters by group of families; absent ones are missing values in a table.
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    "gemm": ("b", "m", "n", "k"),
+    "conv": ("batch", "cin", "cout", "ksize", "insize", "stride", "pad"),
+    "pointwise": ("rows", "cols", "n_in"),
+    "attention": (
+        "batch",
+        "q_heads",
+        "kv_heads",
+        "head_dim",
+        "v_head_dim",
+        "q_len",
+        "kv_len",
+        "window",
+        "causal",
+    ),
+    "moe": ("tokens", "hidden", "inter", "topk", "experts", "tp", "ep"),
+}
+#: Text parameters.
+NAMES = ("op", "family", "dtype", "kv_dtype", "backend", "kernel", "distribution")
+#: How a label was taken, by the source of its row. ``eager``: one call between two events, so the
+#: launch from the host is inside; ``kernel``: sum of kernel durations; ``graph``: replay of a
+#: captured graph, so gaps between its kernels are inside.
+METHODS = {"neusight": "eager", "vidur": "kernel", "aiconfigurator": "graph"}
+#: Group of parameters by (method, family).
+FAMILIES: dict[str, str] = {
+    "eager/linear": "gemm",
+    "eager/bmm": "gemm",
+    "eager/conv": "conv",
+    "eager/elementwise": "pointwise",
+    "eager/softmax": "pointwise",
+    "eager/ln": "pointwise",
+    "kernel/linear": "gemm",
+    "kernel/norm": "pointwise",
+    "kernel/elementwise": "pointwise",
+    "graph/linear": "gemm",
+    "graph/bmm": "gemm",
+    "graph/quantize": "pointwise",
+    "graph/context_attention": "attention",
+    "graph/generation_attention": "attention",
+    "graph/encoder_attention": "attention",
+    "graph/context_mla": "attention",
+    "graph/generation_mla": "attention",
+    "graph/moe": "moe",
+}
+
+
+def family_keys(frame: pd.DataFrame) -> pd.Series:
+    """``method/family`` of each row, from its columns ``source`` and ``family``."""
+    method = frame["source"].map(METHODS).fillna("kernel")
+    keys: pd.Series = method.astype(str) + "/" + frame["family"].astype(str)
+    return keys

@@ -1,0 +1,274 @@
+"""Kernels as graphs: one node an op of the fused computation, one edge a use of its value."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cache
+from math import log2
+
+import numpy as np
+
+from ..cost.op_classes import FREE, NO_FACTS, OP_CLASSES, OTHER, type_facts
+from ..ir.dtypes import FAMILIES
+from ..ir.program import Op
+from ..kernels.kernel import Kernel
+from .columns import (
+    AMOUNTS,
+    CODE_FLAGS,
+    COMMON_COUNTS,
+    COMMON_FLAGS,
+    INDEX,
+    RARE_COUNTS,
+    RARE_FLAGS,
+)
+from .row import code_flags, rows
+from .row_movement import HANDLERS
+from .row_products import Row
+
+#: Raised whenever the meaning of a node or kernel feature changes.
+GRAPH_VERSION = 1
+
+#: Opcodes by id; new ones go before the last, which stands for unknown opcodes, with a new version.
+OPCODES = (
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "reshape",
+    "broadcast",
+    "iota",
+    "copy",
+    "transpose",
+    "reverse",
+    "slice",
+    "dynamic-slice",
+    "dynamic-update-slice",
+    "concatenate",
+    "pad",
+    "gather",
+    "scatter",
+    "select-and-scatter",
+    "sort",
+    "topk",
+    "add",
+    "subtract",
+    "multiply",
+    "divide",
+    "remainder",
+    "maximum",
+    "minimum",
+    "negate",
+    "abs",
+    "sign",
+    "floor",
+    "ceil",
+    "round-nearest-afz",
+    "round-nearest-even",
+    "clamp",
+    "compare",
+    "select",
+    "convert",
+    "bitcast-convert",
+    "reduce-precision",
+    "stochastic-convert",
+    "is-finite",
+    "and",
+    "or",
+    "xor",
+    "not",
+    "shift-left",
+    "shift-right-arithmetic",
+    "shift-right-logical",
+    "popcnt",
+    "count-leading-zeros",
+    "real",
+    "imag",
+    "complex",
+    "exponential",
+    "exponential-minus-one",
+    "log",
+    "log-plus-one",
+    "sqrt",
+    "rsqrt",
+    "cbrt",
+    "tanh",
+    "logistic",
+    "erf",
+    "sine",
+    "cosine",
+    "tan",
+    "atan2",
+    "power",
+    "reduce",
+    "reduce-window",
+    "map",
+    "dot",
+    "ragged-dot",
+    "scaled-dot",
+    "convolution",
+    "fft",
+    "cholesky",
+    "triangular-solve",
+    "rng",
+    "rng-bit-generator",
+    "rng-get-and-update-state",
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+    "send",
+    "recv",
+    "infeed",
+    "outfeed",
+    "fusion",
+    "call",
+    "while",
+    "conditional",
+    "custom-call",
+    "async-start",
+    "async-update",
+    "async-done",
+    "copy-start",
+    "copy-done",
+    "all-reduce-start",
+    "all-reduce-done",
+    "all-gather-start",
+    "all-gather-done",
+    "collective-permute-start",
+    "collective-permute-done",
+    "partition-id",
+    "replica-id",
+    "after-all",
+    "opt-barrier",
+    "<unknown>",
+)
+OPCODE_ID = {name: i for i, name in enumerate(OPCODES)}
+UNKNOWN = len(OPCODES) - 1
+
+#: Dimensions that a node lists, minor first; those above only show in its size.
+MAX_DIMS = 6
+NODE_FEATURES = (
+    "log_size",
+    "log_bytes",
+    "log_work",
+    "log_bits",
+    "rank",
+    "is_tuple",
+    "is_root",
+    "is_input",
+    "is_constant",
+    *(f"dtype_{family}" for family in FAMILIES),
+    "n_operands",
+    "n_users",
+    "depth",
+    *(f"log_dim_{i}" for i in range(MAX_DIMS)),
+)
+_LOGGED = tuple(name for name in AMOUNTS if name not in ("matrix_dtype", "vector_dtype"))
+_COUNTS = (*_LOGGED, *COMMON_COUNTS, *RARE_COUNTS)
+_FLAGS = (*COMMON_FLAGS, *RARE_FLAGS)
+KERNEL_FEATURES = (*(f"log_{name}" for name in _COUNTS), *_FLAGS, *CODE_FLAGS)
+_COUNTS_AT = np.array([INDEX[name] for name in _COUNTS])
+_FLAGS_AT = np.array([INDEX[name] for name in _FLAGS])
+
+
+@dataclass(slots=True)
+class KernelGraph:
+    """A kernel as a graph of ``n`` nodes and ``m`` edges. Nothing in it depends on a device.
+
+    Attributes:
+        node_opcode: Positions in :data:`OPCODES`, int32, shape ``(n,)``.
+        node_features: As in :data:`NODE_FEATURES`, float32, shape ``(n, f)``; dimensions are
+            listed minor first, as they lie in memory.
+        edges: Producer (row 0) and user (row 1) of every use, int32, shape ``(2, m)``.
+        kernel_features: As in :data:`KERNEL_FEATURES`, float32, shape ``(k,)``.
+    """
+
+    node_opcode: np.ndarray
+    node_features: np.ndarray
+    edges: np.ndarray
+    kernel_features: np.ndarray
+
+
+def kernel_graph(kernel: Kernel) -> KernelGraph:
+    """Graph of the fused computation, or of the single instruction with its parameters.
+
+    Nodes keep the order of the computation, so edges run from lower to higher positions.
+    """
+    ops = kernel.inner.ops
+    root = kernel.inner.root % len(ops)
+    edges = [(source, i) for i, op in enumerate(ops) for source in op.operands]
+    work = _work(kernel)
+    users, depth = _users_and_depth(ops)
+    nodes = [_describe(op, work[i], i == root, users[i], depth[i]) for i, op in enumerate(ops)]
+    row = rows([kernel])
+    one_hot = [hot[0] for hot in code_flags(row)]
+    summary = np.concatenate([np.log2(1.0 + row[0, _COUNTS_AT]), row[0, _FLAGS_AT], *one_hot])
+    return KernelGraph(
+        node_opcode=np.array([OPCODE_ID.get(op.opcode, UNKNOWN) for op in ops], np.int32),
+        node_features=np.array(nodes, np.float32).reshape(-1, len(NODE_FEATURES)),
+        edges=np.array(edges, np.int32).reshape(-1, 2).T,
+        kernel_features=summary.astype(np.float32),
+    )
+
+
+def _describe(op: Op, work: float, is_root: bool, users: int, depth: int) -> list[float]:
+    """Features of one node, in the order of :data:`NODE_FEATURES`."""
+    facts = type_facts(op.type) if op.results else NO_FACTS
+    families = [0.0] * len(FAMILIES)
+    families[facts.family] = float(bool(op.results))
+    dims = [log2(1 + op.type.shape[d]) for d in facts.order[:MAX_DIMS]]
+    dims += [0.0] * (MAX_DIMS - len(dims))
+    return [
+        log2(1 + facts.size),
+        log2(1 + op.result_bytes),
+        log2(1 + work),
+        log2(1 + facts.bits),
+        len(facts.order),
+        op.is_tuple,
+        is_root,
+        op.opcode == "parameter",
+        op.opcode == "constant",
+        *families,
+        len(op.operands),
+        users,
+        depth,
+        *dims,
+    ]
+
+
+def _work(kernel: Kernel) -> list[float]:
+    """Work of every op: twice the products of a dot or convolution, else weighted elements."""
+    work = []
+    ops = kernel.inner.ops
+    for op in ops:
+        weight = OP_CLASSES.get(op.opcode, OTHER).weight
+        if op.opcode in FREE or not op.results:
+            work.append(0.0)
+            continue
+        handler = HANDLERS.get(op.opcode)
+        scratch: Row = defaultdict(float)
+        size = handler(scratch, op, ops, kernel.body) if handler else type_facts(op.type).size
+        work.append(scratch["dense_flops"] + weight * size)
+    return work
+
+
+def _users_and_depth(ops: list[Op]) -> tuple[list[int], list[int]]:
+    users, depth = [0] * len(ops), [0] * len(ops)
+    for i, op in enumerate(ops):
+        for source in op.operands:
+            users[source] += 1
+        below = max((depth[source] for source in op.operands), default=0)
+        depth[i] = below + (op.opcode not in FREE)
+    return users, depth
+
+
+@cache
+def graph_schema_hash() -> str:
+    """Digest of version, opcodes and feature names; models store it and refuse another."""
+    text = "\n".join((str(GRAPH_VERSION), *OPCODES, *NODE_FEATURES, *KERNEL_FEATURES))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

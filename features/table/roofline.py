@@ -1,0 +1,154 @@
+"""Roofline: the least time of a kernel's arithmetic and memory traffic on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..devices.device import DeviceSpec
+from ..kernels.kernel import Kernel
+from .columns import CODE, INDEX
+from .row import rows
+
+#: Vector operations that one transcendental (exp, log, tanh …) stands for: about a polynomial with
+#: its range reduction. Chosen by judgement; learned ratios correct it (see ``op_classes``).
+TRANSCENDENTAL_FLOPS = 16.0
+#: Largest window of a reduction that a TPU goes through element by element; wider ones are made in
+#: passes. Chosen by judgement.
+WINDOW = 16.0
+#: Octaves around a level's capacity over which its hit rate falls from one to zero: from half to
+#: twice the capacity. Chosen by judgement; a step would make the time jump.
+_SPILL_OCTAVES = 2.0
+
+
+@dataclass(slots=True)
+class Roofline:
+    """Rooflines of ``n`` kernels, one execution each; arrays have shape ``(n,)``.
+
+    Attributes:
+        latency_s: Larger of compute and memory time, in seconds.
+        compute_s: Time of the arithmetic at the device's peaks, in seconds.
+        memory_s: Time of the traffic at the bandwidth that its working set gets, in seconds.
+        bound: ``compute``, ``memory``, ``latency`` (below the device's floor) or
+            ``communication``.
+    """
+
+    latency_s: np.ndarray
+    compute_s: np.ndarray
+    memory_s: np.ndarray
+    bound: np.ndarray
+
+
+def roofline(kernels: Sequence[Kernel], device: DeviceSpec) -> Roofline:
+    """Rooflines of all kernels on one device (Williams et al. 2009, a peak per unit and dtype).
+
+    ``compute = matmul FLOPs / matrix peak + (other FLOPs + 16 · transcendentals) / vector peak``;
+    ``memory = bytes / bandwidth(bytes)``, see :func:`memory_seconds`, without the arrays that a
+    TPU's compiler keeps in on-chip memory; ``latency = max`` of both.
+
+    Args:
+        kernels: ``n`` kernels.
+        device: Peaks, memory levels and floor.
+
+    Raises:
+        DeviceError: The device lists no peaks.
+    """
+    return roofline_of_rows(rows(kernels), device)
+
+
+def roofline_of_rows(row: np.ndarray, device: DeviceSpec) -> Roofline:
+    """Rooflines from raw rows of shape ``(n, len(COLUMNS))``."""
+    matmul_s, vector_s = compute_seconds(row, device)
+    compute = matmul_s + vector_s
+    memory = memory_seconds(main_bytes(row, device), device)
+    latency = np.maximum(compute, memory)
+    bound = np.where(compute >= memory, "compute", "memory").astype("<U13")
+    bound[latency < device.floor] = "latency"
+    bound[latency == 0.0] = "latency"
+    bound[row[:, INDEX["kind"]] == CODE["kind"]["collective"]] = "communication"
+    return Roofline(latency, compute, memory, bound)
+
+
+def least_seconds(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
+    """Physical lower bound of the time of one execution of each kernel, shape ``(n,)``.
+
+    The bound is the roofline with its caches. A TPU's on-chip memory is not a cache: the compiler
+    fills it ahead of use and passes values on in it, so up to its capacity operands need not come
+    from main memory, and only what is beyond counts. Its units run beside each other, and
+    transcendentals have one of their own: ``max(products / peak, other FLOPs / peak, (bytes -
+    on-chip) / bandwidth)``.
+
+    Raises:
+        DeviceError: The device lists no peaks.
+    """
+    row = rows(kernels)
+    line = roofline_of_rows(row, device)
+    if device.platform != "tpu":
+        return line.latency_s
+    beyond = main_bytes(row, device) - device.core_count * device.shared_bytes_per_core
+    memory = memory_seconds(np.maximum(beyond, 0.0), device)
+    products, other = unit_seconds(row, device, transcendental=0.0)
+    return np.asarray(np.maximum(np.maximum(products, other), memory))
+
+
+def main_bytes(row: np.ndarray, device: DeviceSpec) -> np.ndarray:
+    """Bytes that go through the memory levels, shape ``(n,)``: on a TPU not those in VMEM."""
+    moved = row[:, INDEX["bytes_in"]] + row[:, INDEX["bytes_out"]]
+    if device.platform != "tpu":
+        return np.asarray(moved)
+    near = row[:, INDEX["on_chip_in"]] + row[:, INDEX["on_chip_out"]]
+    return np.asarray(np.maximum(moved - near, 0.0))
+
+
+def compute_seconds(row: np.ndarray, device: DeviceSpec) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds on the matrix unit and on the vector unit, each of shape ``(n,)``."""
+    return unit_seconds(row, device, TRANSCENDENTAL_FLOPS)
+
+
+def unit_seconds(
+    row: np.ndarray, device: DeviceSpec, transcendental: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds on the matrix unit and on the vector unit, each of shape ``(n,)``.
+
+    A TPU's compiler writes reductions whose result is broadcast as windows over everything, which
+    count as a pass over the array for every element, but are made in a few passes: there a window
+    counts as no larger than :data:`WINDOW`.
+
+    Args:
+        row: Rows, shape ``(n, len(COLUMNS))``.
+        device: Peaks.
+        transcendental: Vector operations that one transcendental counts as.
+    """
+    matmul = row[:, INDEX["matmul_flops"]]
+    other = np.maximum(row[:, INDEX["flops"]] - matmul, 0.0)
+    if device.platform == "tpu":
+        other = other * np.minimum(1.0, WINDOW / np.maximum(row[:, INDEX["window_size"]], 1.0))
+    other = other + transcendental * row[:, INDEX["transcendentals"]]
+    matrix_peak, vector_peak = peaks(row, device)
+    return matmul / matrix_peak, other / vector_peak
+
+
+def peaks(row: np.ndarray, device: DeviceSpec) -> tuple[np.ndarray, np.ndarray]:
+    """Matrix and vector FLOP/s for each row's dtypes, each of shape ``(n,)``."""
+    matrix, vector = device.rates
+    matrix_code = row[:, INDEX["matrix_dtype"]].astype(np.intp)
+    vector_code = row[:, INDEX["vector_dtype"]].astype(np.intp)
+    return matrix[matrix_code], vector[vector_code]
+
+
+def memory_seconds(moved: np.ndarray, device: DeviceSpec) -> np.ndarray:
+    """Seconds to move ``moved`` bytes, shape ``(n,)``, through the memory level that they fit.
+
+    A working set up to half of a level's capacity is served by that level, one above twice the
+    capacity by the next; between them the time per byte goes over in the logarithm of the size.
+    So the time is continuous and never falls when bytes grow.
+    """
+    per_byte = np.maximum.accumulate([1.0 / level.bandwidth for level in device.levels])
+    cost = np.full(moved.shape, per_byte[0])
+    octaves = np.log2(np.maximum(moved, 1.0))
+    for level, faster, slower in zip(device.levels[:-1], per_byte[:-1], per_byte[1:], strict=True):
+        spilled = (octaves - np.log2(level.capacity)) / _SPILL_OCTAVES + 0.5
+        cost += np.clip(spilled, 0.0, 1.0) * (slower - faster)
+    return np.asarray(moved * cost)

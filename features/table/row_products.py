@@ -1,0 +1,272 @@
+"""Row entries of matrix products and convolutions: implicit GEMM, contiguity, geometry."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from ..cost.convolution import read_dim_labels
+from ..cost.op_classes import type_facts
+from ..ir.dtypes import DTYPE_BITS, DTYPE_CODE
+from ..ir.precision import matrix_rate
+from ..ir.program import Op, Program, TensorType, WindowDim
+from .columns import CODE
+
+Row = dict[str, float]
+Dims = Sequence[int]
+
+
+def dot_row(row: Row, op: Op, ops: list[Op], program: Program) -> float:
+    """Enter a ``dot``; of several, the largest gives the details."""
+    if len(op.operands) < 2:
+        return 0.0
+    lhs, rhs = ops[op.operands[0]], ops[op.operands[1]]
+    if not (lhs.results and rhs.results and op.results):
+        return 0.0
+    get = op.attrs.get
+    gemm(
+        row,
+        lhs.type,
+        rhs.type,
+        op.type,
+        get("lhs_contracting_dims", ()),
+        get("rhs_contracting_dims", ()),
+        get("lhs_batch_dims", ()),
+        get("rhs_batch_dims", ()),
+        rate=matrix_rate(lhs.type.dtype, op.attrs),
+    )
+    return 0.0
+
+
+def gemm(
+    row: Row,
+    lhs: TensorType,
+    rhs: TensorType,
+    out: TensorType,
+    lhs_k: Dims,
+    rhs_k: Dims,
+    lhs_batch: Dims,
+    rhs_batch: Dims,
+    rate: str,
+) -> None:
+    """Enter ``out[batch, m, n] = lhs[batch, m, k] · rhs[batch, k, n]``, dimensions in any order."""
+    batch = k = 1
+    for d in lhs_batch:
+        batch *= lhs.shape[d]
+    for d in lhs_k:
+        k *= lhs.shape[d]
+    a, b, c = type_facts(lhs), type_facts(rhs), type_facts(out)
+    shared = max(batch * k, 1)
+    m, n = a.size // shared, b.size // shared
+    flops = 2.0 * batch * m * n * k
+    row["dense_flops"] += flops
+    if 2 * flops < row["dense_flops"]:
+        return
+    _sizes(row, m, n, k, batch, lhs, rhs, out, rate)
+    row["gemm_lhs_k_minor"] = a.minor in lhs_k
+    row["gemm_lhs_batch_minor"] = a.minor in lhs_batch
+    row["gemm_rhs_k_minor"] = b.minor in rhs_k
+    row["gemm_rhs_batch_minor"] = b.minor in rhs_batch
+    rhs_free = len(rhs.shape) - len(rhs_k) - len(rhs_batch)
+    row["gemm_out_n_minor"] = c.minor >= len(out.shape) - rhs_free
+
+
+def _sizes(
+    row: Row,
+    m: int,
+    n: int,
+    k: int,
+    batch: int,
+    lhs: TensorType,
+    rhs: TensorType,
+    out: TensorType,
+    rate: str,
+) -> None:
+    row["gemm_m"], row["gemm_n"], row["gemm_k"], row["gemm_batch"] = m, n, k, batch
+    row["gemm_min"] = min(m, n, k)
+    row["gemm_vector"] = m == 1 or n == 1
+    row["gemm_outer_product"] = k == 1
+    row["gemm_lhs_bytes"], row["gemm_rhs_bytes"] = lhs.nbytes, rhs.nbytes
+    row["gemm_accumulates_wide"] = DTYPE_BITS[out.dtype] > DTYPE_BITS[lhs.dtype]
+    row["matrix_dtype"] = DTYPE_CODE[rate]
+
+
+def convolution_row(row: Row, op: Op, ops: list[Op], program: Program) -> float:
+    """Enter a ``convolution``, or a library call of one.
+
+    Library calls of gradients are described by the forward convolution that they belong to.
+    """
+    if len(op.operands) < 2 or not op.results:
+        return 0.0
+    data, kernel, out = ops[op.operands[0]].type, ops[op.operands[1]].type, op.type
+    target = str(op.attrs.get("target", ""))
+    if "BackwardInput" in target:
+        data, out = out, data
+    elif "BackwardFilter" in target:
+        kernel, out = out, kernel
+    _convolution(row, op.attrs, data, kernel, out)
+    if "BackwardInput" in target:
+        row["conv_reverses"] = 1.0
+    elif "BackwardFilter" in target:
+        row["conv_window_over_output"] = 1.0
+    return 0.0
+
+
+def _convolution(
+    row: Row, attrs: dict[str, Any], data: TensorType, kernel: TensorType, out: TensorType
+) -> None:
+    at = read_dim_labels(attrs["dim_labels"])
+    window: tuple[WindowDim, ...] = attrs.get("window", ())
+    groups = int(attrs.get("feature_group_count", 1))
+    batch_groups = int(attrs.get("batch_group_count", 1))
+    taps = space = batch = 1
+    for w in window:
+        if _is_batch(w):
+            batch *= w.size
+        else:
+            taps *= w.size
+    for d in at.out_spatial:
+        space *= out.shape[d]
+    channels, features = data.shape[at.lhs_feature], kernel.shape[at.rhs_output]
+    n_groups = groups * batch_groups
+    m, n = out.shape[at.out_batch] * space // batch, features // n_groups
+    k = kernel.shape[at.rhs_input] * taps
+    flops = 2.0 * m * n * k * n_groups * batch
+    row["dense_flops"] += flops
+    if n_groups > 1:
+        row["grouped_flops"] += flops
+    if 2 * flops < row["dense_flops"]:
+        return
+    _sizes(row, m, n, k, n_groups * batch, data, kernel, out, matrix_rate(data.dtype, attrs))
+    row["conv_spatial"] = data.size // max(data.shape[at.lhs_batch] * channels, 1)
+    row["conv_out_spatial"], row["conv_window"] = space, taps
+    row["conv_channels"], row["conv_features"] = channels, features
+    row["conv_groups"], row["conv_batch"] = n_groups, data.shape[at.lhs_batch]
+    row["conv_rank"] = len(window)
+    row["conv_depthwise"] = groups > 1 and groups == channels
+    row["conv_grouped"], row["conv_batch_grouped"] = groups > 1, batch_groups > 1
+    row["conv_pointwise"] = taps == 1
+    row["conv_window_over_output"] = taps > space
+    row["conv_canonical"] = at.is_nhwc
+    row["conv_input_f_minor"] = type_facts(data).minor == at.lhs_feature
+    row["conv_kernel_o_minor"] = type_facts(kernel).minor == at.rhs_output
+    row["conv_output_f_minor"] = type_facts(out).minor == at.out_feature
+    _window_flags(row, window)
+
+
+def _is_batch(w: WindowDim) -> bool:
+    """Whether a spatial dimension is a batch of products, as a TPU's compiler writes them.
+
+    Every output meets one tap: ``size=B stride=B-1 lhs_dilate=B``.
+    """
+    return w.size > 1 and w.lhs_dilation == w.size and w.stride == max(w.size - 1, 1)
+
+
+def _window_flags(row: Row, window: tuple[WindowDim, ...]) -> None:
+    stride = 1
+    for w in window:
+        stride *= w.stride
+        if w.lhs_dilation > 1:
+            row["conv_dilates_input"] = 1.0
+        if w.rhs_dilation > 1:
+            row["conv_dilates_window"] = 1.0
+        if w.reversal:
+            row["conv_reverses"] = 1.0
+        if w.pad_low or w.pad_high:
+            row["conv_pads"] = 1.0
+    row["conv_stride"] = stride
+
+
+#: Library of a custom call by a part of its target; the first that matches counts.
+_TARGETS = (
+    ("topk", "topk"),
+    ("cublas", "cublas"),
+    ("matmul", "cublas"),
+    ("gemm", "cublas"),
+    ("dnn", "cudnn"),
+    ("conv", "cudnn"),
+    ("fmha", "cudnn"),
+    ("attention", "cudnn"),
+    ("triton", "triton"),
+    ("mosaic", "triton"),
+    ("tpu_custom_call", "triton"),
+    ("lapack", "linalg"),
+    ("solver", "linalg"),
+    ("potrf", "linalg"),
+    ("cholesky", "linalg"),
+    ("trsm", "linalg"),
+    ("qr", "linalg"),
+    ("eigh", "linalg"),
+    ("lu_", "linalg"),
+    ("svd", "linalg"),
+    ("householder", "linalg"),
+)
+
+
+@lru_cache(maxsize=4096)
+def library_of(target: str) -> str:
+    """Library that a custom-call target belongs to, one of ``CODES["library"]``."""
+    lower = target.lower()
+    libraries = (library for mark, library in _TARGETS if mark in lower)
+    return next(libraries, "other")
+
+
+def custom_call_row(row: Row, op: Op, ops: list[Op], program: Program) -> float:
+    """Enter a custom call: its library, and the product, convolution or matrix that it works on."""
+    library = library_of(str(op.attrs.get("target", "")))
+    row["library"] = CODE["library"][library]
+    operands = [ops[i].type for i in op.operands if ops[i].results]
+    if "dim_labels" in op.attrs and "window" in op.attrs:
+        return convolution_row(row, op, ops, program)
+    if "fmha" in str(op.attrs.get("target", "")) and len(operands) > 2:
+        _attention(row, op, operands)
+    elif library == "cublas" and len(operands) > 1 and op.results:
+        _library_gemm(row, op, operands)
+    elif library == "linalg":
+        return linalg_row(row, op, ops, program)
+    return float(sum(t.size for t in op.results)) if library == "topk" else 0.0
+
+
+def _library_gemm(row: Row, op: Op, operands: list[TensorType]) -> None:
+    config = op.attrs.get("backend_config")
+    if isinstance(config, str):
+        try:
+            config = json.loads(config)
+        except ValueError:
+            return
+    if not isinstance(config, dict):
+        return
+    config = config.get("gemm_backend_config", config)
+    dims = _numbers(config.get("dot_dimension_numbers", {}))
+    rate = matrix_rate(operands[0].dtype, op.attrs)
+    gemm(row, operands[0], operands[1], op.type, *dims, rate=rate)
+
+
+def _attention(row: Row, op: Op, operands: list[TensorType]) -> None:
+    """A fused attention by its first product; all of its work is that of matrix products."""
+    numbers = op.config("cudnn_fmha_backend_config", "bmm1_dot_dimension_numbers")
+    query, key = operands[:2]
+    if not numbers or len(query.shape) != 4 or len(key.shape) != 4:
+        return
+    before = row["dense_flops"]
+    gemm(row, query, key, op.type, *_numbers(numbers), rate=query.dtype)
+    row["dense_flops"] = before + row["flops"]
+
+
+def _numbers(numbers: dict[str, Any]) -> tuple[Dims, Dims, Dims, Dims]:
+    """Contracted and batched dimensions of both sides, from a backend's configuration."""
+    keys = ("lhs_contracting", "rhs_contracting", "lhs_batch", "rhs_batch")
+    a, b, c, d = (tuple(int(d) for d in numbers.get(f"{key}_dimensions", ())) for key in keys)
+    return a, b, c, d
+
+
+def linalg_row(row: Row, op: Op, ops: list[Op], program: Program) -> float:
+    """Enter a factorisation or triangular solve by the size of its matrix."""
+    shapes = [ops[i].type.shape for i in op.operands if ops[i].results]
+    matrices = [shape for shape in shapes if len(shape) > 1]
+    if matrices:
+        row["linalg_size"] = min(matrices[0][-2:])
+        row["linalg_columns"] = max(matrices[-1][-2:])
+    return 0.0

@@ -1,0 +1,316 @@
+"""Features of TPUs alone: memory spaces, and the tiles of 8 × 128 that arrays are padded to.
+
+A TPU's vector unit works on registers of 8 sublanes by 128 lanes, and memory holds arrays in tiles
+of them: the minor dimension is padded to 128, the one above to 8, or to a power of two below (see
+XLA's "Tiled layout"). An array with a minor dimension of one takes 128 times its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from ..cost.bytes import array_traffic
+from ..devices.device import DeviceSpec, MemoryLevel
+from ..ir.dtypes import DTYPE_BITS
+from ..ir.program import ON_CHIP, Computation, Op, TensorType
+from ..kernels.kernel import Kernel
+from .columns import INDEX
+from .ratios import log_ratio, real_share
+from .roofline import compute_seconds
+from .row import rows as kernel_rows
+from .table import FeatureTable, feature_table
+
+LANES, SUBLANES = 128, 8
+#: Bytes of a vector register: 8 × 128 values of 32 bits.
+REGISTER = SUBLANES * LANES * 4
+#: Cycles that libtpu estimates for a vector register that is read or written: the median of its
+#: estimates for kernels that only pass over registers (docs/features.md).
+REGISTER_CYCLES = 8.0
+#: Vector operations that it counts for a sine or cosine of f32, which reduces its angle exactly.
+ANGLE_FLOPS = 200.0
+_ANGLES = frozenset(("sine", "cosine", "tan"))
+_SMALL = 2**-10  # share of a floor that is added, so that ratios level off far below it
+
+_COLUMNS = (
+    "main_in",
+    "main_out",
+    "near_in",
+    "near_out",
+    "touched_in",
+    "touched_out",
+    "registers",
+    "n_main",
+    "n_near",
+    "largest_near",
+    "result_near",
+    "in_lanes",
+    "in_sublanes",
+    "in_outer",
+    "out_lanes",
+    "out_sublanes",
+    "out_outer",
+    "same_lanes",
+    "same_sublanes",
+    "lanes_to_sublanes",
+    "reduced_lanes",
+    "reduced_sublanes",
+    "reduced_outer",
+    "angles",
+)
+_AT = {name: place for place, name in enumerate(_COLUMNS)}
+
+
+class Tiles(NamedTuple):
+    """An array as a TPU's memory holds it.
+
+    Attributes:
+        lanes: Size of the minor dimension; 1 for a scalar.
+        sublanes: Size of the dimension above it; 1 if there is none.
+        outer: Product of the other dimensions.
+        padded_bytes: Bytes with both padded to tiles.
+        order: Dimensions, minor to major, those of size one included.
+    """
+
+    lanes: int
+    sublanes: int
+    outer: int
+    padded_bytes: float
+    order: tuple[int, ...]
+
+
+@lru_cache(maxsize=65536)
+def tiles(t: TensorType) -> Tiles:
+    """How an array is tiled by default: 8 × 128, fewer rows if it has fewer, 1024 if it is flat."""
+    order = t.layout if t.layout is not None else tuple(range(len(t.shape) - 1, -1, -1))
+    sizes = [t.shape[d] for d in order]
+    lanes, sublanes = (*sizes, 1, 1)[:2]
+    outer = prod(sizes[2:])
+    if len(sizes) < 2:
+        elements = _up(lanes, SUBLANES * LANES if lanes >= SUBLANES * LANES else LANES)
+    else:
+        elements = outer * _up(lanes, LANES) * _up(sublanes, min(SUBLANES, _power(sublanes)))
+    return Tiles(lanes, sublanes, outer, elements * DTYPE_BITS[t.dtype] / 8, tuple(order))
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def _power(size: int) -> int:
+    """The least power of two that is not below ``size``."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def tpu_feature_table(kernels: Sequence[Kernel], device: DeviceSpec) -> FeatureTable:
+    """The feature table of kernels on a TPU: that of every platform, then TPUs' own features.
+
+    ``base_s`` is the sum of :func:`tpu_parts`, which is nearer to the estimates of a TPU's compiler
+    than the roofline: it adds up transfers and arithmetic, and counts arrays as they are padded.
+
+    Args:
+        kernels: ``n`` kernels.
+        device: A TPU.
+
+    Raises:
+        DeviceError: The device lists no peaks.
+    """
+    table = feature_table(kernels, device)
+    rows, own = kernel_rows(kernels), tpu_rows(kernels)
+    parts = tpu_parts(rows, own, device)
+    base_s = base_seconds(parts)
+    columns = _features(rows, own, parts, base_s, device)
+    X = np.column_stack([table.X, *columns.values()]).astype(np.float32)
+    return FeatureTable(X, (*table.names, *columns), table.roofline_s, table.bound, base_s)
+
+
+@cache
+def tpu_feature_names() -> tuple[str, ...]:
+    """Names of TPUs' own features, in order."""
+    rows, own = np.zeros((0, len(INDEX))), np.zeros((0, len(_COLUMNS)))
+    return tuple(_features(rows, own, tpu_parts(rows, own, _ANY), np.zeros(0), _ANY))
+
+
+def tpu_parts(rows: np.ndarray, own: np.ndarray, device: DeviceSpec) -> dict[str, np.ndarray]:
+    """What a kernel's time is made of, in seconds by name, each of shape ``(n,)``.
+
+    ``main``: padded bytes that come from or go to main memory, over its bandwidth; ``registers``:
+    :data:`REGISTER_CYCLES` for every vector register that is read or written, by each core;
+    ``compute``: products and other arithmetic at the peaks, :data:`ANGLE_FLOPS` for a sine or
+    cosine; ``start``: the device's floor.
+
+    Args:
+        rows: Rows of every platform, shape ``(n, columns)``.
+        own: :func:`tpu_rows` of the same kernels.
+        device: A TPU.
+    """
+    c = dict(zip(_COLUMNS, own.T, strict=True))
+    products, other = compute_seconds(rows, device)
+    return {
+        "main": (c["main_in"] + c["main_out"]) / device.bandwidth,
+        "registers": REGISTER_CYCLES * c["registers"] * REGISTER / _near_rate(device),
+        "compute": products + other + ANGLE_FLOPS * c["angles"] / device.vector_peak("f32"),
+        "start": np.full(len(own), device.floor),
+    }
+
+
+def base_seconds(parts: dict[str, np.ndarray]) -> np.ndarray:
+    """Parts put together, shape ``(n,)``: transfers run beside the registers, the rest after."""
+    moved = np.maximum(parts["main"], parts["registers"])
+    return np.asarray(moved + parts["compute"] + parts["start"])
+
+
+def _near_rate(device: DeviceSpec) -> float:
+    """Bytes/s of on-chip memory: a word of every lane a cycle, as the vector units add."""
+    return 4.0 * device.vector_peak("f32")
+
+
+def tpu_rows(kernels: Sequence[Kernel]) -> np.ndarray:
+    """What TPUs' features need of kernels and not of a device, shape ``(n, columns)``."""
+    own = np.zeros((len(kernels), len(_COLUMNS)))
+    for row, kernel in zip(own, kernels, strict=True):
+        _enter(row, kernel)
+    return own
+
+
+def _enter(row: np.ndarray, kernel: Kernel) -> None:
+    entry = kernel.body.entry_computation
+    read, written = array_traffic(entry.root_op, entry, kernel.body)
+    if kernel.opcode == "reshape":  # of two layouts: free elsewhere, a pass over the array here
+        read, written = ([(t, float(t.nbytes)) for t, _ in arrays] for arrays in (read, written))
+    for side, arrays in (("in", read), ("out", written)):
+        for t, moved in arrays:
+            padded = moved * tiles(t).padded_bytes / max(t.nbytes, 1)
+            place = "near" if t.memory_space in ON_CHIP else "main"
+            row[_AT[f"{place}_{side}"]] += padded
+            row[_AT[f"touched_{side}"]] += moved
+            row[_AT["registers"]] += padded / REGISTER * 32 / max(DTYPE_BITS[t.dtype], 1)
+            row[_AT[f"n_{place}"]] += t.size > 1
+    source = max((t for t, _ in read if t.size > 1), key=_size, default=None)
+    result = max((t for t, _ in written), key=_size, default=None)
+    if source is not None:
+        row[_AT["largest_near"]] = source.memory_space in ON_CHIP
+        row[_AT["in_lanes"] : _AT["in_outer"] + 1] = tiles(source)[:3]
+    if result is not None:
+        row[_AT["result_near"]] = result.memory_space in ON_CHIP
+        row[_AT["out_lanes"] : _AT["out_outer"] + 1] = tiles(result)[:3]
+    if source is not None and result is not None and source.shape == result.shape:
+        before, after = tiles(source).order, tiles(result).order
+        row[_AT["same_lanes"]] = before[:1] == after[:1]
+        row[_AT["same_sublanes"]] = before[1:2] == after[1:2]
+        row[_AT["lanes_to_sublanes"]] = before[:1] == after[1:2]
+    _reduced(row, kernel.inner)
+    row[_AT["angles"]] = sum(
+        op.type.size
+        for computation in kernel.body.computations.values()
+        for op in computation.ops
+        if op.opcode in _ANGLES
+    )
+
+
+def _size(t: TensorType) -> int:
+    return t.nbytes
+
+
+def _reduced(row: np.ndarray, inner: Computation) -> None:
+    """Enter along which dimensions of its tiles the largest reduction runs."""
+    largest: tuple[int, TensorType, Op] | None = None
+    for op in inner.ops:
+        if op.opcode == "reduce" and op.operands:
+            t = inner.ops[op.operands[0]].results[0]
+            if largest is None or t.size > largest[0]:
+                largest = t.size, t, op
+    if largest is None:
+        return
+    _, t, op = largest
+    order, dims = tiles(t).order, op.attrs.get("dimensions", ())
+    sizes = [t.shape[d] if d in dims else 0 for d in order]
+    row[_AT["reduced_lanes"]], row[_AT["reduced_sublanes"]] = (*sizes, 0, 0)[:2]
+    row[_AT["reduced_outer"]] = prod(size for size in sizes[2:] if size) if any(sizes[2:]) else 0
+
+
+def _features(
+    rows: np.ndarray,
+    own: np.ndarray,
+    parts: dict[str, np.ndarray],
+    base: np.ndarray,
+    device: DeviceSpec,
+) -> dict[str, np.ndarray]:
+    """Features by name, each of shape ``(n,)``, dimensionless and finite."""
+    c = dict(zip(_COLUMNS, own.T, strict=True))
+    floor = max(device.floor, 1e-9)
+    near = (c["near_in"] + c["near_out"]) / _near_rate(device)
+    padded_in, padded_out = c["main_in"] + c["near_in"], c["main_out"] + c["near_out"]
+    return {
+        "log_base_floor": log_ratio(base, floor),
+        "log_padded_main_floor": log_ratio(parts["main"] + _SMALL * floor, floor),
+        "log_padded_near_floor": log_ratio(near + _SMALL * floor, floor),
+        "log_registers_floor": log_ratio(parts["registers"] + _SMALL * floor, floor),
+        **{f"{name}_share": part / base for name, part in parts.items()},
+        "near_share_in": c["near_in"] / (padded_in + 1.0),
+        "near_share_out": c["near_out"] / (padded_out + 1.0),
+        "largest_near": c["largest_near"],
+        "result_near": c["result_near"],
+        "log_n_main": np.log2(1.0 + c["n_main"]),
+        "log_n_near": np.log2(1.0 + c["n_near"]),
+        "padding_in": log_ratio(padded_in + 1.0, c["touched_in"] + 1.0),
+        "padding_out": log_ratio(padded_out + 1.0, c["touched_out"] + 1.0),
+        "same_lanes": c["same_lanes"],
+        "same_sublanes": c["same_sublanes"],
+        "lanes_to_sublanes": c["lanes_to_sublanes"],
+        **{f"log_{name}": np.log2(1.0 + c[name]) for name in _AT if name.startswith("reduced")},
+        **_sides(c),
+        **_products(rows, parts, device, floor),
+    }
+
+
+def _sides(c: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    features = {}
+    for side in ("in", "out"):
+        lanes, sublanes = c[f"{side}_lanes"], c[f"{side}_sublanes"]
+        features[f"log_{side}_lanes"] = np.log2(1.0 + lanes)
+        features[f"log_{side}_sublanes"] = np.log2(1.0 + sublanes)
+        features[f"log_{side}_outer_tiles"] = np.log2(1.0 + c[f"{side}_outer"])
+        features[f"fill_{side}_lanes"] = real_share(lanes, LANES)
+        features[f"fill_{side}_sublanes"] = real_share(sublanes, SUBLANES)
+    return features
+
+
+def _products(
+    rows: np.ndarray, parts: dict[str, np.ndarray], device: DeviceSpec, floor: float
+) -> dict[str, np.ndarray]:
+    """How products fill the systolic arrays."""
+    m, n, k = (rows[:, INDEX[f"gemm_{dim}"]] for dim in "mnk")
+    depth, width = device.array_rows or LANES, device.array_columns or LANES
+    fill_n, fill_k = real_share(n, width), real_share(k, depth)
+    padded = parts["compute"] / (real_share(m, SUBLANES) * fill_n * fill_k)
+    return {
+        "fill_n_array": fill_n,
+        "fill_k_array": fill_k,
+        "array_fill": np.log2(_array_fill(rows, device)),
+        "log_padded_products_floor": log_ratio(padded + _SMALL * floor, floor),
+        "padded_products_over_main": log_ratio(
+            padded + _SMALL * floor, parts["main"] + _SMALL * floor
+        ),
+    }
+
+
+def _array_fill(rows: np.ndarray, device: DeviceSpec) -> np.ndarray:
+    """Share of the systolic arrays' work that is a product's own, shape ``(n,)``; 1 without one.
+
+    Columns and depth are padded to the array, and its weights change no faster than a column of
+    rows passes; either operand may be the weights.
+    """
+    m, n, k = (rows[:, INDEX[f"gemm_{dim}"]] for dim in "mnk")
+    depth, width = device.array_rows or LANES, device.array_columns or LANES
+    usual = real_share(n, width) * np.minimum(m / depth, 1.0)
+    swapped = real_share(m, width) * np.minimum(n / depth, 1.0)
+    share = np.maximum(usual, swapped) * real_share(k, depth)
+    return np.asarray(np.where(m > 0, np.maximum(share, 2**-10), 1.0))
+
+
+_ANY = DeviceSpec("any", "tpu", {"f32": 1.0}, {"f32": 1.0}, (MemoryLevel(1.0, 1.0),), 1.0)

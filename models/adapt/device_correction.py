@@ -1,0 +1,166 @@
+"""Calibrates a kernel model to a device from a few measured kernels there.
+
+The errors of a model on a device that it was not trained on, or on another machine of the same
+kind, are mostly systematic. They are taken as a Gaussian process over a few key features, with the
+covariance of :mod:`~opcast.models.adapt.gaussian_process`: slopes of compute, memory and launch,
+and errors that kernels share which lie close to each other or are of the same kind and dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...features.devices.device import DeviceSpec
+from ...features.kernels.kernel import Kernel
+from ..core.base import KernelPrediction, distinct
+from ..core.kernel_table import CELLS, KernelTable, kernel_table
+from ..trust.conformal import Ends, ends, including_zero
+from .gaussian_process import (
+    MAX_SAMPLES,
+    MIN_OWN,
+    ErrorPosterior,
+    Sites,
+    left_out_errors,
+    scaled_params,
+    start_params,
+)
+
+#: Features that say how close two kernels are, with their typical spread over kernels of models.
+KEYS = {
+    "log_roofline_floor": 4.0,
+    "compute_over_memory": 3.0,
+    "log_n_ops": 2.0,
+    "log_out_minor": 3.0,
+    "log_out_outer": 4.0,
+    "log_n_inputs": 1.0,
+    "log_reduce_length": 4.0,
+}
+_DTYPES = "dtype_"
+
+
+@dataclass
+class DeviceCorrection:
+    """What is known of a model's errors on one device.
+
+    Attributes:
+        correction: The Gaussian process.
+        stretch: Interval ends in units of the model's own half-width, from the errors of samples
+            that are predicted from those of other programs; (-1, 1) for too few of them.
+    """
+
+    correction: ErrorPosterior
+    stretch: Ends
+
+    @classmethod
+    def fit(
+        cls,
+        table: KernelTable,
+        device: DeviceSpec,
+        prediction: KernelPrediction,
+        measured_s: np.ndarray,
+        programs: np.ndarray | None = None,
+    ) -> DeviceCorrection:
+        """Learn from measured kernels.
+
+        Args:
+            table: Features of ``n`` kernels.
+            device: Where they were measured.
+            prediction: Their predictions by the model without correction.
+            measured_s: Measured latencies in seconds, shape ``(n,)``, positive.
+            programs: Program of each, shape ``(n,)``: kernels of one are alike, and say too much
+                of each other. Each by itself by default.
+        """
+        errors, groups = np.log(measured_s / prediction.latency), programs
+        sites, half = kernel_sites(table, device), half_width(prediction)
+        if len(errors) > MAX_SAMPLES:
+            keep = np.random.default_rng(0).choice(len(errors), MAX_SAMPLES, replace=False)
+            sites, errors, half = sites.take(keep), errors[keep], half[keep]
+            groups = None if groups is None else groups[keep]
+        own = ErrorPosterior.fit(prior_params(), sites, errors, groups=groups)
+        return cls(own, _stretch(own, half, groups))
+
+    @property
+    def count(self) -> int:
+        """Number of samples."""
+        return self.correction.count
+
+    def mean(self, table: KernelTable, device: DeviceSpec) -> np.ndarray:
+        """Expected ``log(measured / predicted)`` of kernels, shape ``(n,)``."""
+        return self.correction.apply(kernel_sites(table, device))[0]
+
+    def correct(
+        self, prediction: KernelPrediction, kernels: Sequence[Kernel], device: DeviceSpec
+    ) -> KernelPrediction:
+        """Predictions without their expected error; equal kernels are computed once."""
+        if not kernels:
+            return prediction
+        unique, index = distinct(kernels)
+        mean = self.mean(kernel_table(unique, device), device)[index]
+        return self.shifted(prediction, mean)
+
+    def shifted(self, prediction: KernelPrediction, mean: np.ndarray) -> KernelPrediction:
+        """Predictions without the error ``mean``, with intervals scaled to the device."""
+        latency = prediction.latency * np.exp(mean)
+        half = half_width(prediction)
+        lo, hi = latency * np.exp(self.stretch[0] * half), latency * np.exp(self.stretch[1] * half)
+        unclamped = prediction.estimate * np.exp(mean)
+        return replace(prediction, latency=latency, lo=lo, hi=hi, unclamped=unclamped)
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """Arrays to save."""
+        return {**self.correction.to_arrays(), "stretch": np.array(self.stretch)}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> DeviceCorrection:
+        """Read :meth:`to_arrays`'s arrays."""
+        low, high = arrays["stretch"].tolist()
+        return cls(ErrorPosterior.from_arrays(arrays), (low, high))
+
+
+def prior_params() -> np.ndarray:
+    """Parameters of the covariance before any sample.
+
+    Kernels of compiled programs err more by themselves, and less by the device, than operators of
+    libraries do, for which the covariance was made.
+    """
+    return scaled_params(start_params(len(KEYS)), slopes=0.6, noise=3.0, smooth=0.5)
+
+
+def half_width(prediction: KernelPrediction) -> np.ndarray:
+    """Half the width of intervals in log space, shape ``(n,)``."""
+    return np.asarray(0.5 * np.log(prediction.hi / np.maximum(prediction.lo, 1e-12)) + 1e-6)
+
+
+def kernel_sites(table: KernelTable, device: DeviceSpec) -> Sites:
+    """Where kernels lie for the covariance of errors."""
+    columns = [table.names.index(name) for name in KEYS]
+    place = table.X[:, columns].astype(np.float64) / np.array(list(KEYS.values()))
+    kind = np.array([CELLS[c] for c in table.cell], object)
+    return Sites(place, _shares(table, device), kind, kind + "|" + _dtypes(table))
+
+
+def _shares(table: KernelTable, device: DeviceSpec) -> np.ndarray:
+    """Shares of compute, memory and launch in roofline plus floor, shape ``(n, 3)``."""
+    # An error in proportion to one of these shares is an error of that peak, bandwidth or latency.
+    launch = np.clip(device.floor / table.base_s, 0, 1)
+    over = table.X[:, table.names.index("compute_over_memory")].astype(np.float64)
+    compute = 1 / (1 + np.exp2(-2 * over))  # as squares, so that the larger one counts for more
+    return np.stack([compute * (1 - launch), (1 - compute) * (1 - launch), launch], axis=1)
+
+
+def _dtypes(table: KernelTable) -> np.ndarray:
+    names = [n for n in table.names if n.startswith(_DTYPES)]
+    values = table.X[:, [table.names.index(n) for n in names]]
+    distinct_rows, code = np.unique(values, axis=0, return_inverse=True)
+    texts = np.array([",".join(f"{v:g}" for v in row) for row in distinct_rows], object)
+    return np.asarray(texts[code.reshape(-1)], object)
+
+
+def _stretch(own: ErrorPosterior, half: np.ndarray, programs: np.ndarray | None) -> Ends:
+    """Conformal ends of left-out errors over the model's half-widths."""
+    if own.count < MIN_OWN:
+        return -1.0, 1.0
+    return including_zero(ends(left_out_errors(own.inverse, own.weights, programs) / half))

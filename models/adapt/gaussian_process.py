@@ -1,0 +1,359 @@
+"""Calibrates a model to a device from a few samples: a Gaussian process on its errors there.
+
+The error of a model on a new device is mostly systematic: its compute, its memory and its launch
+are each a bit faster or slower than thought, differently for every library, and kernels that lie
+close to each other err alike. So the covariance of two errors is
+
+    w·w' (a0 + a1 [same op, dtype, backend] + a2 [same kernel])
+      + exp(-d) (s0 + s1 [same op, dtype, backend] + s2 [same kernel])
+
+with ``w`` the shares of a kernel's time that compute, memory and launch have, and ``d`` the scaled
+distance of the key features (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006,
+chapters 2, 4 and 5). The variances and length scales are fitted once, to errors on devices that
+were left out of training; with them, ten samples say what ten samples can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+
+from ...features.operators import OpFeatures
+from ..trust.conformal import COVERAGE, ends
+
+#: Fewest samples for an interval from the device's own errors.
+MIN_OWN = 50
+#: Least standard deviation of a label's noise, in log space: errors are heavier in the tails than
+#: a Gaussian's, and a smaller one lets single outliers bend the correction.
+LEAST_NOISE = 0.06
+#: How far fitted parameters may lie from :func:`start_params`, in log space.
+FARTHEST = 5.0
+#: Most samples: the time to invert their covariance grows with the cube of their number, and
+#: further ones hardly change the correction.
+MAX_SAMPLES = 1500
+#: Factors on amplitudes and noise that the samples of a device choose among, from so many samples
+#: on, and the samples that are looked at for it.
+AMPLITUDE_FACTORS, NOISE_FACTORS = (0.3, 0.6, 1.0), (1.0, 2.5, 6.0)
+SHARED_FACTORS = (1.0, 0.3, 0.05)
+#: Factor on the amplitudes where no correction predicts left-out samples best.
+SMALLEST = 0.05
+LEAST_CHOICE, MAX_CHOICE = 8, 400
+_AMPLITUDES = 7  # three of slopes, three of smooth terms, noise
+#: Amplitudes before fitting, as standard deviations of log errors: 25 % shared by a device, 15 % by
+#: library and kernel, 10 % noise (chosen by judgement; :func:`fit_params` moves them).
+_START = (0.25, 0.15, 0.15, 0.15, 0.15, 0.2, 0.1)
+#: Length scale of every key feature before fitting, in standard deviations.
+_REACH = 2.5
+#: Half-width of the central 90 % of a normal distribution, in standard deviations.
+_NORMAL_90 = 1.645
+
+
+@dataclass(slots=True)
+class Sites:
+    """Where kernels lie, for the covariance.
+
+    Attributes:
+        place: Scaled key features, shape ``(n, d)``.
+        share: Shares of compute, memory and launch, shape ``(n, 3)``.
+        coarse: What runs a kernel, object, shape ``(n,)``.
+        fine: The same with the kernel's name, object, shape ``(n,)``.
+    """
+
+    place: np.ndarray
+    share: np.ndarray
+    coarse: np.ndarray
+    fine: np.ndarray
+
+    def __len__(self) -> int:
+        """Number of kernels."""
+        return len(self.place)
+
+    def take(self, rows: np.ndarray) -> Sites:
+        """Some of them."""
+        return Sites(self.place[rows], self.share[rows], self.coarse[rows], self.fine[rows])
+
+
+@dataclass
+class Scale:
+    """Centre and spread of key features, so that distances have no unit."""
+
+    centre: np.ndarray
+    spread: np.ndarray
+
+    @classmethod
+    def of(cls, features: OpFeatures) -> Scale:
+        """Measure them."""
+        keys = features.X[:, features.keys].astype(np.float64)
+        return cls(keys.mean(axis=0), keys.std(axis=0) + 1e-6)
+
+    def sites(self, features: OpFeatures, coarse: np.ndarray, fine: np.ndarray) -> Sites:
+        """Sites of kernels."""
+        keys = features.X[:, features.keys].astype(np.float64)
+        place = np.clip((keys - self.centre) / self.spread, -6, 6)
+        return Sites(place, time_shares(features), coarse, fine)
+
+
+def time_shares(features: OpFeatures) -> np.ndarray:
+    """Shares of compute, memory and launch in the analytical estimate, shape ``(n, 3)``."""
+    launch = np.clip(features.floor_s / features.base_s, 0, 1)
+    compute, memory = (_share(features, n) for n in ("log_tiles_base", "log_memory_base"))
+    vector = _share(features, "log_vector_base")
+    compute = np.maximum(compute, vector)
+    rest = (1 - launch) / (compute + memory + 1e-9)
+    return np.stack([compute * rest, memory * rest, launch], axis=1)
+
+
+def _share(features: OpFeatures, name: str) -> np.ndarray:
+    if name not in features.names:
+        return np.zeros(len(features.X))
+    logs = features.X[:, features.names.index(name)].astype(np.float64)
+    return np.asarray(np.exp2(2 * logs))
+
+
+def covariance(first: Sites, second: Sites, log_params: np.ndarray) -> np.ndarray:
+    """Covariance of the errors of two sets of kernels, shape ``(n, m)``."""
+    p = np.exp(log_params)
+    scale = p[_AMPLITUDES:]
+    a, b = first.place / scale, second.place / scale
+    gap = (a**2).sum(1)[:, None] + (b**2).sum(1)[None] - 2 * a @ b.T
+    near: np.ndarray = np.exp(-np.sqrt(np.maximum(gap, 0.0) + 1e-12))
+    slope = first.share @ second.share.T
+    coarse = first.coarse[:, None] == second.coarse[None]
+    fine = first.fine[:, None] == second.fine[None]
+    return np.asarray(
+        slope * (p[0] ** 2 + p[1] ** 2 * coarse + p[2] ** 2 * fine)
+        + near * (p[3] ** 2 + p[4] ** 2 * coarse + p[5] ** 2 * fine)
+    )
+
+
+def start_params(keys: int) -> np.ndarray:
+    """Parameters before any fitting."""
+    return np.asarray(np.log(np.array([*_START, *([_REACH] * keys)])))
+
+
+def fit_params(tasks: Sequence[tuple[Sites, np.ndarray]], iterations: int = 15) -> np.ndarray:
+    """Variances and length scales that explain the errors on left-out devices.
+
+    Maximises the marginal likelihood, one Gaussian process a device, with a weak log-normal prior
+    around :func:`start_params`.
+
+    Args:
+        tasks: Sites and errors of some rows of each device; a few hundred each are enough.
+        iterations: Steps of L-BFGS.
+    """
+    from scipy.optimize import minimize
+
+    start = start_params(tasks[0][0].place.shape[1])
+
+    def loss(params: np.ndarray) -> float:
+        prior = 0.5 * float(((params - start) ** 2).sum())
+        return prior + sum(_negative_log_likelihood(params, *task) for task in tasks)
+
+    bounds = [(value - FARTHEST, value + FARTHEST) for value in start]
+    optimum = minimize(
+        loss, start, method="L-BFGS-B", bounds=bounds, options={"maxiter": iterations}
+    )
+    return np.asarray(optimum.x)
+
+
+def _negative_log_likelihood(params: np.ndarray, sites: Sites, errors: np.ndarray) -> float:
+    matrix = covariance(sites, sites, params) + noise_variance(params) * np.eye(len(errors))
+    try:
+        lower = np.linalg.cholesky(matrix)
+    except np.linalg.LinAlgError:  # not positive definite: L-BFGS backs off
+        return 1e9
+    half = np.linalg.solve(lower, errors)
+    return float(0.5 * half @ half + np.log(np.diag(lower)).sum())
+
+
+def noise_variance(params: np.ndarray) -> float:
+    """Variance of a label's noise, in log space."""
+    return float(max(np.exp(params[_AMPLITUDES - 1]), LEAST_NOISE) ** 2)
+
+
+def left_out_errors(
+    inverse: np.ndarray, weights: np.ndarray, groups: np.ndarray | None = None
+) -> np.ndarray:
+    """What is left of each sample's error when it is predicted from the samples of other groups.
+
+    In closed form (Rasmussen and Williams, equation 5.12, and the same for blocks).
+
+    Args:
+        inverse: Inverse covariance of the samples, shape ``(n, n)``.
+        weights: Its product with their errors, shape ``(n,)``.
+        groups: Group of each, shape ``(n,)``; each by itself by default.
+    """
+    if groups is None:
+        return np.asarray(weights / np.diag(inverse))
+    left_out = np.empty(len(weights))
+    for group in np.unique(groups):
+        own = np.flatnonzero(groups == group)
+        left_out[own] = np.linalg.solve(inverse[np.ix_(own, own)], weights[own])
+    return left_out
+
+
+def chosen_params(
+    params: np.ndarray, sites: Sites, errors: np.ndarray, groups: np.ndarray | None = None
+) -> np.ndarray:
+    """Parameters with amplitudes and noise scaled so that left-out samples are predicted best.
+
+    A device may be closer to the known ones than they are to each other, or its errors rougher:
+    then the fitted amplitudes would weigh the samples too little or too much. Or the errors of its
+    libraries may be independent, so that shared terms say less. Each sample is predicted from those
+    of other groups (:func:`left_out_errors`); if no correction is better than any, the smallest
+    amplitudes are taken.
+    """
+    best, least = _scaled(params, SMALLEST, 1.0), float(np.abs(errors).mean())
+    for shared, amplitude, noise in product(SHARED_FACTORS, AMPLITUDE_FACTORS, NOISE_FACTORS):
+        scaled = _scaled(params, amplitude, noise)
+        scaled[[0, 3]] += np.log(shared)
+        matrix = covariance(sites, sites, scaled)
+        inverse = np.linalg.inv(matrix + noise_variance(scaled) * np.eye(len(errors)))
+        left_out = left_out_errors(inverse, inverse @ errors, groups)
+        loss = float(np.abs(left_out).mean())
+        if loss < least:
+            best, least = scaled, loss
+    return best
+
+
+def scaled_params(
+    params: np.ndarray, slopes: float, noise: float, reach: float = 1.0, smooth: float = 1.0
+) -> np.ndarray:
+    """Parameters with factors on what they say.
+
+    Args:
+        params: Of the covariance.
+        slopes: Factor on the amplitudes of slopes.
+        noise: Factor on the standard deviation of noise.
+        reach: Factor on the length scales.
+        smooth: Factor on the amplitudes of the smooth terms.
+    """
+    scaled = params.copy()
+    scaled[:3] += np.log(slopes)
+    scaled[3 : _AMPLITUDES - 1] += np.log(smooth)
+    scaled[_AMPLITUDES - 1] = 0.5 * np.log(noise_variance(params)) + np.log(noise)
+    scaled[_AMPLITUDES:] += np.log(reach)
+    return scaled
+
+
+def _scaled(params: np.ndarray, amplitude: float, noise: float) -> np.ndarray:
+    return scaled_params(params, amplitude, noise, smooth=amplitude)
+
+
+@dataclass
+class ErrorPosterior:
+    """Posterior of a model's log errors on one device, given samples.
+
+    Attributes:
+        params: Of the covariance, logarithms.
+        sites: Where the samples lie.
+        weights: Solution of the covariance for the samples' errors, shape ``(n,)``.
+        inverse: Inverse covariance of the samples, shape ``(n, n)``.
+        scale: Factor on the standard deviation so that the samples' own left-out errors are
+            covered as they should.
+        count: Number of samples.
+    """
+
+    params: np.ndarray
+    sites: Sites
+    weights: np.ndarray
+    inverse: np.ndarray
+    scale: float = 1.0
+    count: int = 0
+    errors: np.ndarray = field(default_factory=lambda: np.zeros(0))
+
+    @classmethod
+    def fit(
+        cls,
+        params: np.ndarray,
+        sites: Sites,
+        errors: np.ndarray,
+        choose: bool = True,
+        groups: np.ndarray | None = None,
+    ) -> ErrorPosterior:
+        """Condition the Gaussian process on samples.
+
+        Args:
+            params: From :func:`fit_params`.
+            sites: Of the samples.
+            errors: ``log(measured / predicted)`` of the samples by the uncorrected model.
+            choose: Whether to rescale ``params`` to what the samples say.
+            groups: Groups of samples that are alike, such as kernels of one program, shape
+                ``(n,)``: a sample is not predicted from its own group in that choice.
+        """
+        if len(errors) > MAX_SAMPLES:
+            keep = np.random.default_rng(0).choice(len(errors), MAX_SAMPLES, replace=False)
+            sites, errors = sites.take(keep), errors[keep]
+            groups = None if groups is None else groups[keep]
+        # Single failed measurements must not bend the correction of all their neighbours.
+        bounded = errors
+        if len(errors) > 20:
+            bounded = np.clip(errors, *np.quantile(errors, [0.01, 0.99]))
+        if choose and len(errors) >= LEAST_CHOICE:
+            some = np.arange(min(len(errors), MAX_CHOICE))
+            own = None if groups is None else groups[some]
+            params = chosen_params(params, sites.take(some), bounded[some], own)
+        matrix = covariance(sites, sites, params) + noise_variance(params) * np.eye(len(errors))
+        inverse = np.linalg.inv(matrix)
+        posterior = cls(params, sites, inverse @ bounded, inverse, 1.0, len(errors), errors)
+        if len(errors) >= MIN_OWN:
+            posterior.scale = posterior._own_scale(bounded)
+        return posterior
+
+    def _own_scale(self, errors: np.ndarray) -> float:
+        """Conformal factor from errors of each sample predicted from the others.
+
+        Left-out mean and variance of a Gaussian process in closed form: Rasmussen and Williams,
+        equations 5.12.
+        """
+        left_out = left_out_errors(self.inverse, self.weights)
+        deviation = left_out * np.sqrt(np.diag(self.inverse))
+        lo, hi = ends(deviation, COVERAGE)
+        return float(max(-lo, hi) / _NORMAL_90)
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """Arrays to save: the samples, from which the matrices follow."""
+        return {
+            "params": self.params,
+            "place": self.sites.place.astype(np.float32),
+            "share": self.sites.share.astype(np.float32),
+            "coarse": self.sites.coarse.astype(str),
+            "fine": self.sites.fine.astype(str),
+            "errors": self.errors,
+        }
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> ErrorPosterior:
+        """Read :meth:`to_arrays`'s arrays, and condition on the samples again."""
+        sites = Sites(
+            arrays["place"].astype(np.float64),
+            arrays["share"].astype(np.float64),
+            arrays["coarse"].astype(object),
+            arrays["fine"].astype(object),
+        )
+        return cls.fit(arrays["params"], sites, arrays["errors"], choose=False)
+
+    def apply(self, sites: Sites) -> tuple[np.ndarray, np.ndarray]:
+        """Mean error and half-width of its 90 % interval, both in log space, shape ``(n,)``."""
+        mean = np.empty(len(sites))
+        half = np.empty(len(sites))
+        # In pieces: the covariance with all samples takes memory in proportion to the rows.
+        for start in range(0, len(sites), 4096):
+            part = sites.take(np.arange(start, min(start + 4096, len(sites))))
+            cross = covariance(part, self.sites, self.params)
+            own = _variance(part, self.params)
+            mean[start : start + 4096] = cross @ self.weights
+            known = np.einsum("ij,jk,ik->i", cross, self.inverse, cross, optimize=True)
+            spread = np.sqrt(np.maximum(own - known, 0.0) + noise_variance(self.params))
+            half[start : start + 4096] = _NORMAL_90 * self.scale * spread
+        return mean, half
+
+
+def _variance(sites: Sites, params: np.ndarray) -> np.ndarray:
+    """Prior variance of each kernel's error."""
+    p = np.exp(params)
+    slope = (sites.share**2).sum(axis=1)
+    return np.asarray(slope * (p[:3] ** 2).sum() + (p[3:6] ** 2).sum())

@@ -1,0 +1,1 @@
+"""Models of collectives: parameters fitted to measurements, over the formulas of ``simulate``."""

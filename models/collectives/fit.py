@@ -1,0 +1,172 @@
+"""Fit the parameters of collective curves, each group near the more general one that it belongs to.
+
+The groups form a tree: everything, one fabric, one operation on it, one library, one machine. A
+child's parameters are drawn towards its parent's, so that a group with few rows stays close to it
+and a machine that was never measured takes the last group that it shares with measured ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .curve import SPREAD, START, curve_us
+from .residual import Table, cell_key, cells, fit_residual, read_residual
+from .table import CollectiveTable
+
+#: Residual in log latency that costs as much as one spread of a parameter. Chosen by
+#: judgement.
+NOISE = 0.1
+#: Spread of a child around its parent, as a share of that around the start: groups that share a
+#: fabric differ less from each other than fabrics do. Chosen by judgement.
+CHILD_SPREAD = 0.6
+#: Most rows of one machine, operation and world size in a fit, evenly over the sizes: densely
+#: measured machines must not outweigh the others.
+ROWS_PER_CELL = 60
+#: Fewest rows with which a group gets parameters of its own.
+MIN_ROWS = 6
+
+
+@dataclass
+class CurveTree:
+    """Fitted parameters by group; keys are ``fabric/operation/library/machine`` cut from the right.
+
+    Attributes:
+        curves: Parameters of every group, shape ``(17,)`` each; the key ``""`` is everything.
+        residuals: What machines' own rows leave over, by group and number of devices.
+    """
+
+    curves: dict[str, np.ndarray] = field(default_factory=lambda: {"": START.copy()})
+    residuals: dict[str, Table] = field(default_factory=dict)
+
+    def find(self, path: tuple[str, ...]) -> str:
+        """Key of the closest group: itself, then its ancestors, then the same without fabric."""
+        for length in range(len(path), 0, -1):
+            key = "/".join(path[:length])
+            if key in self.curves:
+                return key
+        return ""
+
+    def predict_us(self, table: CollectiveTable, known: bool = True) -> np.ndarray:
+        """Latency in microseconds, shape ``(n,)``.
+
+        Args:
+            table: Collectives.
+            known: Whether parameters of the machines themselves may be used.
+        """
+        result = np.zeros(len(table))
+        for path, rows in groups(table, depth=4).items():
+            key = self.find(path if known else path[:3])
+            result[rows] = curve_us(self.curves[key], table.points.take(rows))
+            for world, own in cells(table, rows).items() if known else ():
+                residual = self.residuals.get(cell_key(path, world))
+                if residual is not None:
+                    octaves = np.log2(table.points.size[own])
+                    result[own] *= np.exp(read_residual(residual, octaves))
+        return result
+
+    def knows(self, table: CollectiveTable, depth: int = 4) -> np.ndarray:
+        """Whether each group at ``depth`` (4: machine) has parameters, shape ``(n,)``."""
+        result = np.zeros(len(table), dtype=bool)
+        for path, rows in groups(table, depth).items():
+            result[rows] = "/".join(path) in self.curves
+        return result
+
+
+def groups(table: CollectiveTable, depth: int) -> dict[tuple[str, ...], np.ndarray]:
+    """Positions of the rows of each group at ``depth`` (1 fabric … 4 machine)."""
+    columns = (table.fabric, table.op, table.backend, table.machine)[:depth]
+    result: dict[tuple[str, ...], list[int]] = {}
+    for i, path in enumerate(zip(*columns, strict=True)):
+        result.setdefault(tuple(str(p) for p in path), []).append(i)
+    return {path: np.array(rows) for path, rows in result.items()}
+
+
+def fit_tree(table: CollectiveTable, latency_us: np.ndarray) -> CurveTree:
+    """Fit every group of ``table``, from the most general to the machines."""
+    tree = CurveTree()
+    every = thin(table)
+    tree.curves[""] = fit_curve(table.take(every), latency_us[every], START, 1.0)
+    return refine_tree(tree, table, latency_us, depths=(1, 2, 3, 4))
+
+
+def refine_tree(
+    tree: CurveTree, table: CollectiveTable, latency_us: np.ndarray, depths: tuple[int, ...]
+) -> CurveTree:
+    """A copy of ``tree`` with the groups of ``table`` at ``depths`` fitted near their parents."""
+    grown = CurveTree(dict(tree.curves), dict(tree.residuals))
+    for depth in depths:
+        for path, rows in groups(table, depth).items():
+            if len(rows) < MIN_ROWS and depth < 4:
+                continue
+            part = table.take(rows)
+            some = thin(part)
+            own = "/".join(path) in grown.curves
+            parent = grown.curves[grown.find(path if own else path[:-1])]
+            spread = 1.0 if depth < 2 else CHILD_SPREAD
+            fitted = fit_curve(part.take(some), latency_us[rows][some], parent, spread)
+            grown.curves["/".join(path)] = fitted
+            if depth == 4:
+                _keep_residuals(grown, path, table, latency_us, rows)
+    return grown
+
+
+def _keep_residuals(
+    tree: CurveTree,
+    path: tuple[str, ...],
+    table: CollectiveTable,
+    latency_us: np.ndarray,
+    rows: np.ndarray,
+) -> None:
+    """Tables of what the machine's curve leaves over of its rows."""
+    for world, own in cells(table, rows).items():
+        points = table.points.take(own)
+        left = np.log(latency_us[own] / curve_us(tree.curves["/".join(path)], points))
+        tree.residuals[cell_key(path, world)] = fit_residual(np.log2(points.size), left)
+
+
+def fit_curve(
+    table: CollectiveTable, latency_us: np.ndarray, prior: np.ndarray, spread: float
+) -> np.ndarray:
+    """Parameters that fit ``latency_us`` in logarithms, robustly, and stay near ``prior``.
+
+    Args:
+        table: Collectives, ``n`` of them.
+        latency_us: Measured, shape ``(n,)``.
+        prior: Parameters to start from and to stay near, shape ``(17,)``.
+        spread: How far from the prior, as a multiple of ``SPREAD``.
+    """
+    from scipy.optimize import least_squares
+
+    target = np.log(latency_us)
+    width = SPREAD * spread
+
+    def residuals(parameters: np.ndarray) -> np.ndarray:
+        error = (np.log(curve_us(parameters, table.points)) - target) / NOISE
+        robust = np.sign(error) * np.sqrt(2.0 * (np.sqrt(1.0 + error**2) - 1.0))
+        return np.concatenate([robust, (parameters - prior) / width])
+
+    solution = least_squares(
+        residuals, prior, bounds=(prior - 6 * width, prior + 6 * width), max_nfev=60
+    )
+    return np.asarray(solution.x)
+
+
+def thin(table: CollectiveTable) -> np.ndarray:
+    """Positions of at most :data:`ROWS_PER_CELL` rows of each machine, op, library and world."""
+    keep: list[np.ndarray] = []
+    for rows in groups(table, depth=4).values():
+        world = table.points.world[rows]
+        for n in np.unique(world):
+            cell = rows[world == n]
+            order = cell[np.argsort(np.log(table.points.size[cell]), kind="stable")]
+            keep.append(order[_spread_out(np.log(table.points.size[order]))])
+    return np.sort(np.concatenate(keep)) if keep else np.zeros(0, dtype=int)
+
+
+def _spread_out(log_size: np.ndarray) -> np.ndarray:
+    if len(log_size) <= ROWS_PER_CELL:
+        return np.arange(len(log_size))
+    marks = np.linspace(log_size[0], log_size[-1], ROWS_PER_CELL)
+    return np.unique(np.clip(np.searchsorted(log_size, marks), 0, len(log_size) - 1))

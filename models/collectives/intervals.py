@@ -1,0 +1,76 @@
+"""Conformal intervals of collectives, by how well the machine is known.
+
+The score of a measurement is ``log(measured / predicted)`` by a model that did not see it. Four
+kinds of scores: of a ``known`` machine (its other rows were fitted), of a ``new`` one (every
+machine of its architecture was left out of the fit), of a ``foreign`` one (in addition, no other
+machine had rows of the library's operation on that fabric), and of one that was ``calibrated`` on
+its owner's rows. Ends are the 5 % and 95 % quantiles with the finite-sample correction of
+split-conformal prediction (Vovk et al., 2005), by fabric, kind of library and size where there are
+enough scores, and of more of them together where there are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..trust.conformal import ends
+from .table import CUSTOM_BACKENDS, CollectiveTable
+
+#: Fewest scores with ends of their own; 19 is the least for two 5 % tails.
+MIN_SCORES = 20
+#: Ends without any score, and the least of foreign ones: a factor of three either way.
+UNKNOWN = (-float(np.log(3.0)), float(np.log(3.0)))
+#: Upper bounds in bytes of the small and the middle sizes.
+SIZE_EDGES = (32768.0, 2097152.0)
+
+
+@dataclass
+class Intervals:
+    """Ends in log space by ``scope/fabric/library/size`` cut from the right."""
+
+    ends: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def add(self, scope: str, table: CollectiveTable, scores: np.ndarray) -> None:
+        """Set the ends of ``scope`` from scores of shape ``(n,)``, wherever there are enough."""
+        pools: dict[str, list[float]] = {}
+        for chain, score in zip(_chains(scope, table), scores, strict=True):
+            for key in chain:
+                pools.setdefault(key, []).append(float(score))
+        for key, pool in pools.items():
+            if len(pool) >= MIN_SCORES:
+                self.ends[key] = ends(np.array(pool))
+
+    def find(self, scopes: np.ndarray, table: CollectiveTable) -> tuple[np.ndarray, np.ndarray]:
+        """Lower and upper ends in log space, shape ``(n,)`` each, at most and at least 0."""
+        lower, upper = np.zeros(len(table)), np.zeros(len(table))
+        for scope in set(scopes.tolist()):
+            for i, chain in enumerate(_chains(str(scope), table)):
+                if scopes[i] == scope:
+                    known = (self.ends[key] for key in (*chain, "new") if key in self.ends)
+                    lower[i], upper[i] = next(known, UNKNOWN)
+        apart = scopes == "foreign"
+        lower[apart] = np.minimum(lower[apart], UNKNOWN[0])
+        upper[apart] = np.maximum(upper[apart], UNKNOWN[1])
+        return np.minimum(lower, 0.0), np.maximum(upper, 0.0)
+
+
+def library_kind(backend: str) -> str:
+    """``custom`` for the frameworks' own, ``eager`` if issued by the host, else the library."""
+    if backend.endswith("_eager"):
+        return "eager"
+    return "custom" if backend in CUSTOM_BACKENDS else backend
+
+
+def _chains(scope: str, table: CollectiveTable) -> Iterator[tuple[str, ...]]:
+    size = np.digitize(table.points.size, SIZE_EDGES)
+    for fabric, backend, part in zip(table.fabric, table.backend, size, strict=True):
+        library = library_kind(str(backend))
+        yield (
+            f"{scope}/{fabric}/{library}/{part}",
+            f"{scope}/{fabric}/{library}",
+            f"{scope}/{fabric}",
+            scope,
+        )

@@ -1,0 +1,143 @@
+"""Links between devices, and which of them limits a collective.
+
+A *fabric* is the slowest kind of link that a group of devices has to cross: the scale-up links
+(NVLink, xGMI, Xe Link), the host's PCI Express, or the network between nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...common.errors import DeviceError
+
+#: Slowest kind of link in a group. ``pcie``: devices without scale-up links; ``host``: groups of
+#: scale-up islands (pairs) that are joined by PCI Express; ``staged``: through the host's memory,
+#: for want of peer access; ``network``: more than one node.
+FABRICS = ("scale_up", "pcie", "host", "staged", "network")
+#: A link is a scale-up link if it is this much faster than the host's; PCI Express otherwise.
+SCALE_UP_RATIO = 1.3
+#: From this share of the scale-up bandwidth on, the network is the same fabric in a larger box.
+RACK_RATIO = 0.9
+#: Clock that the fitted start-up times refer to, in Hz.
+REFERENCE_CLOCK = 1.8e9
+
+
+@dataclass(frozen=True)
+class Links:
+    """Links of one kind of machine. Bandwidths in bytes/s, one direction, of one device.
+
+    Attributes:
+        link: Between devices of a scale-up island; that of PCI Express where there is none.
+        host: PCI Express to the host.
+        inter_node: Network of one device to other nodes.
+        devices_per_node: Devices in a node.
+        island: Devices that scale-up links join; 0 for the whole node.
+        memory: Device memory bandwidth.
+        peer_access: Whether devices reach each other directly; otherwise by the host's memory.
+        clock_hz: Device clock, 0 if unknown. Start-up times are taken to scale with its inverse.
+        architecture: Name of the architecture, for reports.
+    """
+
+    link: float
+    host: float
+    inter_node: float
+    devices_per_node: int = 8
+    island: int = 0
+    memory: float = 0.0
+    peer_access: bool = True
+    clock_hz: float = 0.0
+    architecture: str = ""
+
+    def __post_init__(self) -> None:
+        """Check that there is something to compute with.
+
+        Raises:
+            DeviceError: A bandwidth is not positive.
+        """
+        for name in ("link", "host", "inter_node"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise DeviceError(
+                    f"{name} bandwidth is {value}, which no collective can use",
+                    where=self.architecture or "links",
+                    hint="describe the device's links, in bytes/s and one direction",
+                )
+
+    @classmethod
+    def from_spec(cls, spec: Any, **changes: Any) -> Links:
+        """Take the facts from a device description by attribute.
+
+        Args:
+            spec: A ``DeviceSpec`` with ``link_bandwidth``, ``host_bandwidth`` and
+                ``inter_node_bandwidth`` in bytes/s. A missing host bandwidth counts as 32e9 and a
+                missing network as 25e9; a missing link is the host's.
+            **changes: Fields that are known better, such as ``island=2``.
+
+        Raises:
+            DeviceError: The description has neither a link nor a host bandwidth.
+        """
+        host = float(getattr(spec, "host_bandwidth", None) or 0.0)
+        link = float(getattr(spec, "link_bandwidth", None) or 0.0)
+        if not host and not link:
+            raise DeviceError(
+                "the device description has no link_bandwidth and no host_bandwidth",
+                where=str(getattr(spec, "name", "device")),
+                hint="add one of them; collectives cannot be estimated without",
+            )
+        facts = {
+            "link": link or host,
+            "host": host or 32e9,
+            "inter_node": float(getattr(spec, "inter_node_bandwidth", None) or 25e9),
+            "devices_per_node": int(getattr(spec, "devices_per_node", None) or 8),
+            "memory": float(getattr(spec, "bandwidth", None) or 0.0),
+            "clock_hz": float(getattr(spec, "clock_hz", None) or 0.0),
+            "architecture": str(getattr(spec, "architecture", None) or ""),
+        }
+        return cls(**{**facts, **changes})
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any], **changes: Any) -> Links:
+        """Take the facts from a row of a published device table.
+
+        Args:
+            row: ``link_gbs_unidir``, ``pcie_gbs_unidir``, ``inter_node_gbs_unidir`` and
+                ``hbm_gbs`` in 1e9 bytes/s, ``boost_mhz``, ``arch``; absent or NaN is unknown.
+            **changes: Fields that are known better, such as ``island=2``.
+        """
+        host = 1e9 * _number(row.get("pcie_gbs_unidir"), 32.0)
+        facts = {
+            "link": 1e9 * _number(row.get("link_gbs_unidir"), host / 1e9),
+            "host": host,
+            "inter_node": 1e9 * _number(row.get("inter_node_gbs_unidir"), 25.0),
+            "devices_per_node": int(_number(row.get("devices_per_node"), 8.0)),
+            "memory": 1e9 * _number(row.get("hbm_gbs"), 0.0),
+            "clock_hz": 1e6 * _number(row.get("boost_mhz"), 0.0),
+            "architecture": str(row.get("arch") or ""),
+        }
+        return cls(**{**facts, **changes})
+
+    def fabric(self, world_size: int, devices_per_node: int) -> str:
+        """The kind of link that limits a group of ``world_size``, as in :data:`FABRICS`."""
+        if world_size > devices_per_node and self.inter_node < RACK_RATIO * self.link:
+            return "network"
+        if not self.peer_access:
+            return "staged"
+        if self.link < SCALE_UP_RATIO * self.host:
+            return "pcie"
+        return "host" if self.island and world_size > self.island else "scale_up"
+
+    def bandwidth(self, fabric: str) -> float:
+        """Bytes/s in one direction of the links of ``fabric``."""
+        return {
+            "scale_up": self.link,
+            "pcie": self.link,
+            "host": self.host,
+            "staged": self.host,
+        }.get(fabric, self.inter_node)
+
+
+def _number(value: float | str | None, default: float) -> float:
+    number = float(value) if value not in (None, "") else float("nan")
+    return number if number == number else default

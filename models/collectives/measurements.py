@@ -1,0 +1,163 @@
+"""Measured collectives from files: nccl-tests output, published tables, a user's own CSV."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import DatasetError
+from ...features.devices.catalogue import find_device
+from ...simulate.collectives.choose import collective_name
+from .links import Links
+from .model import FindLinks
+from .table import PLATFORMS, device_rows
+
+#: Columns that a CSV must have, beside ``device`` or ``platform``.
+NEEDED = ("op", "bytes", "world_size", "latency_us")
+#: Names of operations in the tables that curves were fitted to.
+_TABLE_NAMES = {"all_to_all": "alltoall"}
+_RANK = re.compile(r"^#\s+Rank\s+(\d+).*?\bon\s+(\S+)\s+device\s+\d+\s+\[[^\]]*\]\s+(.+?)\s*$")
+_TEST = re.compile(r"(all_reduce|all_gather|reduce_scatter|alltoall|sendrecv|broadcast)(?:_perf)?")
+_ROW = re.compile(r"^\s*(\d+)\s+(\d+)\s+(\w+)\s+(\S+)\s+(-?\d+)\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)")
+
+
+def read_collectives(
+    paths: Sequence[Path], device: str = "", op: str = ""
+) -> tuple[pd.DataFrame, FindLinks]:
+    """Read measurements, and find the links of the devices that they name.
+
+    Args:
+        paths: Files of nccl-tests output; CSV files (also ``.csv.gz``) with the columns
+            :data:`NEEDED` and ``device`` or ``platform``, and perhaps ``backend``,
+            ``devices_per_node``, ``dtype``, ``kernel``, ``split``, ``source``; or folders with
+            ``collectives*.csv*`` and device tables ``devices*.csv``.
+        device: Device of rows that name none, or instead of what nccl-tests printed.
+        op: Operation, where an output of nccl-tests does not say it.
+
+    Returns:
+        Rows with ``split`` and ``source``, and links by device: from the device tables beside the
+        rows, else from the catalogue.
+
+    Raises:
+        DatasetError: A file is missing, of another format, or lacks columns.
+    """
+    frames, tables = [], []
+    for path in paths:
+        for file in _files(path):
+            frames.append(_read(file, device, op))
+        folder = path if path.is_dir() else path.parent
+        tables += [pd.read_csv(t) for t in sorted(folder.glob("devices*.csv"))]
+    rows = pd.concat(frames, ignore_index=True)
+    return rows, _find(tables)
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise DatasetError("no such file or folder", where=str(path))
+    files = sorted(path.glob("collectives*.csv*")) if path.is_dir() else [path]
+    if not files:
+        raise DatasetError("no collectives*.csv in this folder", where=str(path))
+    return files
+
+
+def _read(path: Path, device: str, op: str) -> pd.DataFrame:
+    if path.name.endswith((".csv", ".csv.gz")):
+        rows = _read_csv(path)
+        if device and "device" not in rows and "platform" not in rows:
+            rows["device"] = device
+    else:
+        rows = parse_nccl_tests(path.read_text(errors="replace"), str(path), device, op)
+    for column, value in (("split", "train"), ("source", path.name.split(".")[0])):
+        if column not in rows:
+            rows[column] = value
+    return rows
+
+
+def _read_csv(path: Path) -> pd.DataFrame:
+    try:
+        rows = pd.read_csv(path)
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"cannot be read as CSV: {error}", where=str(path)) from None
+    missing = [c for c in NEEDED if c not in rows]
+    if missing:
+        hint = f"needed: {', '.join(NEEDED)}, and device or platform"
+        raise DatasetError(f"columns {missing} are missing", where=str(path), hint=hint)
+    plain = {name: collective_name(name) for name in set(rows["op"].astype(str))}
+    return rows.assign(op=rows["op"].map(lambda o: _TABLE_NAMES.get(plain[o], plain[o])))
+
+
+def parse_nccl_tests(
+    text: str, where: str = "nccl-tests", device: str = "", op: str = ""
+) -> pd.DataFrame:
+    """Rows of what ``all_reduce_perf`` and its like print: sizes in bytes, out-of-place times.
+
+    Several outputs may follow each other in one text. The operation is the name of the program,
+    which newer versions print, or which the text or ``where`` has; device, number of devices and of
+    nodes come from the list of ranks.
+
+    Raises:
+        DatasetError: There is no row of results, or operation, ranks or device are not known.
+    """
+    rows: list[dict[str, object]] = []
+    hosts: dict[int, str] = {}
+    kind, named_device = op, device
+    for line in text.splitlines():
+        if rank := _RANK.match(line):
+            hosts = {} if rank[1] == "0" else hosts
+            hosts[int(rank[1])] = rank[2]
+            named_device = device or rank[3]
+        elif (named := _TEST.search(line)) and not op:
+            kind = named[1]
+        elif (row := _ROW.match(line)) and float(row[6]) > 0 and int(row[1]) > 0:
+            if not kind and (named := _TEST.search(Path(where).name)):
+                kind = named[1]
+            rows.append(_nccl_row(row, kind, named_device, hosts, where))
+    if not rows:
+        raise DatasetError("no results of nccl-tests", where=where, hint="give its whole output")
+    return pd.DataFrame(rows)
+
+
+def _nccl_row(
+    row: re.Match[str], kind: str, device: str, hosts: dict[int, str], where: str
+) -> dict[str, object]:
+    for value, what, hint in (
+        (kind, "the operation is missing", "name it with --op"),
+        (hosts, "the list of ranks is missing", "give the whole output of nccl-tests"),
+        (device, "the device is missing", "name it with --device"),
+    ):
+        if not value:
+            raise DatasetError(what, where=where, hint=hint)
+    name = collective_name(kind)
+    return {
+        "op": _TABLE_NAMES.get(name, name),
+        "bytes": int(row[1]),
+        "dtype": row[3],
+        "world_size": len(hosts),
+        "devices_per_node": len(hosts) // len(set(hosts.values())),
+        "device": device,
+        "backend": "nccl",
+        "latency_us": float(row[6]),
+    }
+
+
+def _find(tables: list[pd.DataFrame]) -> FindLinks:
+    listed = {str(d) for table in tables for d in table["device"]}
+    from_tables = device_rows(*tables)
+
+    def find(name: str) -> Links:
+        if name in listed:
+            return from_tables(name)
+        plain = name.split(" (")[0] if name in {d for d, _ in PLATFORMS.values()} else name
+        return Links.from_spec(find_device(plain))
+
+    return find
+
+
+def size_bins(size: np.ndarray) -> np.ndarray:
+    """Names of the sizes that reports tell apart, shape ``(n,)``."""
+    names = np.array(["up to 32 KiB", "32 KiB to 1 MiB", "1 to 16 MiB", "above 16 MiB"])
+    return np.asarray(names[np.digitize(size, [2**15 + 1, 2**20 + 1, 2**24 + 1])])

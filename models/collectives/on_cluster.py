@@ -1,0 +1,184 @@
+"""Collectives on a cluster: by the fitted curves where they apply, by closed forms elsewhere.
+
+Inside one box of GPUs the fitted curves (:mod:`.model`) know the library's protocols; across whole
+boxes they are used only where the machine itself was measured that way. Everything else takes the
+closed forms of :mod:`opcast.simulate.collectives`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import exp, prod
+
+import pandas as pd
+
+from ...features.devices.catalogue import find_device, in_catalogue
+from ...simulate.clusters.topology import Cluster, Dimension
+from ...simulate.collectives.choose import collective_name, dims_cost
+from .intervals import UNKNOWN
+from .links import Links
+from .model import CollectiveModel
+from .residual import cell_key
+
+#: Operation in the tables that the curves were fitted to, and whether its size there is the full
+#: (gathered) buffer, as in nccl-tests, rather than what one rank puts in.
+_TABLE = {
+    "all_reduce": ("all_reduce", False),
+    "all_gather": ("all_gather", True),
+    "reduce_scatter": ("reduce_scatter", False),
+    "all_to_all": ("alltoall", False),
+    "send_recv": ("send_recv", False),
+}
+#: Largest group on a machine that was never measured: most published scale-up measurements come
+#: from boxes of eight, so beyond that the curves would extrapolate.
+MOST_DEVICES = 8
+#: Libraries to try in turn: PyTorch calls NCCL, so its rows stand in where NCCL's own are missing.
+_LIKE = {"nccl": ("nccl", "torch")}
+
+
+@dataclass(frozen=True)
+class CollectiveEstimate:
+    """Time of a collective.
+
+    Attributes:
+        latency: Seconds.
+        lo: Lower end of the 90 % interval.
+        hi: Upper end.
+        source: ``learned`` or ``analytical``.
+        detail: Scope of the curve (as :meth:`CollectiveModel.predict`), or the algorithm.
+    """
+
+    latency: float
+    lo: float
+    hi: float
+    source: str
+    detail: str
+
+
+#: A group, a collective and its options: what answers are remembered by.
+_Query = tuple[str, float, int | range | tuple[int, ...], Cluster, str, str, float]
+
+
+@dataclass
+class ClusterCollectives:
+    """Estimates collectives between the ranks of a cluster; remembers its answers.
+
+    Attributes:
+        model: Fitted collectives.
+    """
+
+    model: CollectiveModel = field(default_factory=CollectiveModel.load)
+    _answers: dict[_Query, CollectiveEstimate] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def estimate(
+        self,
+        kind: str,
+        bytes_per_rank: float,
+        group: Sequence[int] | int,
+        cluster: Cluster,
+        backend: str = "nccl",
+        algorithm: str = "auto",
+        skew: float = 1.0,
+    ) -> CollectiveEstimate:
+        """Time of a collective; arguments as those of ``choose.collective_cost``.
+
+        Args:
+            kind: Collective.
+            bytes_per_rank: What each rank puts in.
+            group: Ranks, or their number.
+            cluster: Where they are.
+            backend: Library whose curves are wanted.
+            algorithm: Anything but ``auto`` takes the closed form of that algorithm.
+            skew: Bytes of the busiest rank over the mean, for all-to-all.
+
+        Raises:
+            DeviceError: As ``collective_cost``.
+        """
+        ranks = group if isinstance(group, int | range) else tuple(int(r) for r in group)
+        query = (kind, bytes_per_rank, ranks, cluster, backend, algorithm, skew)
+        if query not in self._answers:
+            self._answers[query] = self._estimate(*query)
+        return self._answers[query]
+
+    def latency(
+        self,
+        kind: str,
+        bytes_per_rank: float,
+        group: Sequence[int] | int,
+        cluster: Cluster,
+        backend: str = "nccl",
+    ) -> float:
+        """Seconds of a collective: the latency of :meth:`estimate`."""
+        return self.estimate(kind, bytes_per_rank, group, cluster, backend).latency
+
+    def _estimate(
+        self,
+        kind: str,
+        bytes_per_rank: float,
+        ranks: int | range | tuple[int, ...],
+        cluster: Cluster,
+        backend: str,
+        algorithm: str,
+        skew: float,
+    ) -> CollectiveEstimate:
+        plain = collective_name(kind).removeprefix("ragged_")
+        size = float(bytes_per_rank) * (skew if plain == "all_to_all" else 1.0)
+        dims = cluster.topology.group_dims(ranks)
+        if algorithm == "auto" and size > 0 and plain in _TABLE and _of_gpus(cluster, dims):
+            for library in _LIKE.get(backend, (backend,)):
+                learned = _learned(self.model, plain, size, dims, cluster, library)
+                if learned is not None:
+                    return learned
+        cost = dims_cost(plain, size, dims, algorithm)
+        lower, upper = UNKNOWN if dims else (0.0, 0.0)
+        low, high = cost.total * exp(lower), cost.total * exp(upper)
+        return CollectiveEstimate(cost.total, low, high, "analytical", cost.algorithm)
+
+
+def _of_gpus(cluster: Cluster, dims: tuple[Dimension, ...]) -> bool:
+    """Whether a group of GPUs lies in one box, or is made of whole boxes."""
+    first = cluster.topology.dims[0]
+    whole = len(dims) == 2 and dims[0] == first
+    if not (len(dims) == 1 and dims[0].name == first.name) and not whole:
+        return False
+    return in_catalogue(cluster.device) and find_device(cluster.device).platform == "gpu"
+
+
+def _learned(
+    model: CollectiveModel,
+    kind: str,
+    size: float,
+    dims: tuple[Dimension, ...],
+    cluster: Cluster,
+    library: str,
+) -> CollectiveEstimate | None:
+    """An estimate from the curves, if the library's operation was measured on such links.
+
+    Across boxes the machine itself must have been measured with the same number of devices.
+    """
+    spec, first = find_device(cluster.device), cluster.topology.dims[0]
+    world, inside = prod(d.size for d in dims), dims[0].size
+    links = Links.from_spec(spec, link=first.bandwidth, devices_per_node=inside)
+    operation, gathered = _TABLE[kind]
+    machines = {key.split("/", 3)[3] for key in model.tree.curves if key.count("/") >= 3}
+    machine = next((m for m in (cluster.name, spec.name, *spec.aliases) if m in machines), "")
+    row = {
+        "op": operation,
+        "bytes": max(size * (world if gathered else 1), 1.0),
+        "world_size": world,
+        "devices_per_node": inside,
+        "device": machine or spec.name,
+        "backend": library,
+    }
+    cell = cell_key(("network", operation, library, machine), world)
+    if len(dims) > 1 and cell not in model.tree.residuals:
+        return None
+    prediction = model.predict(pd.DataFrame([row]), lambda _: links).iloc[0]
+    measured = prediction["scope"] in ("known", "calibrated")
+    if prediction["scope"] == "foreign" or (world > MOST_DEVICES and not measured):
+        return None
+    latency, lo, hi = (float(prediction[c]) for c in ("latency_s", "lo_s", "hi_s"))
+    return CollectiveEstimate(latency, lo, hi, "learned", str(prediction["scope"]))

@@ -1,0 +1,131 @@
+"""How well collectives are predicted: held-out sizes, machines left out, and simpler forms.
+
+Figures are absolute percentage errors. ``fitted`` is the model fitted to the other rows, ``three``
+(parameters) and ``knots`` are simpler forms fitted to the same rows, ``ring`` is the plain ring.
+``left_out`` saw no machine of the architecture; ``four_sizes`` saw, beside that, four sizes of each
+cell, which do not count; ``from_a100`` saw machines with A100 only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pandas as pd
+
+from .baselines import fit_three, knots_us, predict_three
+from .fit import CurveTree, fit_tree, groups, refine_tree
+from .measurements import size_bins
+from .model import FindLinks, measured_table
+from .report import held_out_rows, naive_ring_us
+from .residual import cells
+from .table import CollectiveTable
+
+#: What is compared on held-out rows, and on machines that were left out.
+KNOWN = ("fitted", "three", "knots", "ring")
+UNSEEN = ("left_out", "four_sizes", "from_a100")
+#: Sizes of a cell that ``four_sizes`` is given, in octaves.
+FOUR = (12.0, 18.0, 23.0, 28.0)
+#: Architecture of the A100.
+A100 = "Ampere GA100"
+
+Tell = Callable[[str], None]
+
+
+def study(
+    rows: pd.DataFrame, find: FindLinks, tell: Tell = lambda _: None, unseen: bool = True
+) -> pd.DataFrame:
+    """Errors of every row in per cent, NaN where an estimate does not apply.
+
+    Args:
+        rows: Measured collectives with ``latency_us``, ``split`` and ``source``.
+        find: Links by device string.
+        tell: Called with a sentence before each of the fits, which take a minute each.
+        unseen: Whether to leave machines out.
+
+    Returns:
+        Columns :data:`KNOWN` and :data:`UNSEEN`, and ``size``, ``op``, ``backend``, ``machine``,
+        ``fabric``, ``source``, ``world_size`` and ``architecture``.
+    """
+    table, latency = measured_table(rows, find)
+    held = held_out_rows(rows)
+    predictions = {name: np.full(len(table), np.nan) for name in (*KNOWN, *UNSEEN)}
+    tell("fitting all machines without the held-out rows")
+    _known(table, latency, held, predictions)
+    if unseen:
+        _unseen(table, latency, predictions, tell)
+    frame = pd.DataFrame({n: 100 * np.abs(p / latency - 1) for n, p in predictions.items()})
+    for name in ("fabric", "backend", "op", "machine"):
+        frame[name] = getattr(table, name)
+    frame["architecture"] = table.family
+    frame["size"] = size_bins(table.points.size)
+    frame["world_size"] = table.points.world.astype(int)
+    frame["source"] = rows["source"].to_numpy()
+    return frame
+
+
+def _known(
+    table: CollectiveTable,
+    latency: np.ndarray,
+    held: np.ndarray,
+    predictions: dict[str, np.ndarray],
+) -> None:
+    rest, rest_us, part = table.take(~held), latency[~held], table.take(held)
+    predictions["fitted"][held] = fit_tree(rest, rest_us).predict_us(part)
+    predictions["three"][held] = predict_three(fit_three(rest, rest_us), part)
+    predictions["knots"][held] = knots_us(rest, rest_us, part)
+    predictions["ring"][held] = naive_ring_us(part)
+
+
+def _unseen(
+    table: CollectiveTable, latency: np.ndarray, predictions: dict[str, np.ndarray], tell: Tell
+) -> None:
+    families = sorted(set(table.family.tolist()))
+    for family in families if len(families) > 1 else []:
+        tell(f"fitting without {family}")
+        apart = table.family == family
+        tree = fit_tree(table.take(~apart), latency[~apart])
+        predictions["left_out"][apart] = tree.predict_us(table.take(apart), known=False)
+        _four_sizes(tree, table, latency, apart, predictions["four_sizes"])
+    some = table.family == A100
+    if some.any() and not some.all():
+        tell("fitting A100 alone")
+        tree = fit_tree(table.take(some), latency[some])
+        predictions["from_a100"][~some] = tree.predict_us(table.take(~some), known=False)
+
+
+def _four_sizes(
+    tree: CurveTree,
+    table: CollectiveTable,
+    latency: np.ndarray,
+    apart: np.ndarray,
+    result: np.ndarray,
+) -> None:
+    part, own_us, places = table.take(apart), latency[apart], np.flatnonzero(apart)
+    given = four_of_each_cell(part)
+    own = refine_tree(tree, part.take(given), own_us[given], depths=(4,))
+    rest = np.setdiff1d(np.arange(len(part)), given)
+    result[places[rest]] = own.predict_us(part.take(rest))
+
+
+def four_of_each_cell(table: CollectiveTable) -> np.ndarray:
+    """Positions of the rows whose sizes are closest to :data:`FOUR`, in every cell."""
+    given: set[int] = set()
+    for rows in groups(table, depth=4).values():
+        for own in cells(table, rows).values():
+            octaves = np.log2(table.points.size[own])
+            given |= {int(own[np.argmin(np.abs(octaves - size))]) for size in FOUR}
+    return np.array(sorted(given))
+
+
+def summary(
+    errors: pd.DataFrame, by: Sequence[str], columns: Sequence[str] = KNOWN
+) -> pd.DataFrame:
+    """Rows, and mean and median error in per cent, of each group; ``all`` without groups."""
+    some = errors.dropna(subset=list(columns), how="all")
+    grouped = some.groupby(list(by) if by else [lambda _: "all"])
+    figures: dict[str, pd.Series] = {"rows": grouped.size()}
+    for name in columns:
+        figures[f"{name} mean"] = grouped[name].mean()
+        figures[f"{name} median"] = grouped[name].median()
+    return pd.DataFrame(figures).round(1)

@@ -1,0 +1,230 @@
+"""Tables of collectives: from rows of a frame to arrays that the curves understand.
+
+Bytes are those of nccl-tests: the buffer for ``all_reduce``, ``send_recv`` and ``broadcast``; the
+full buffer (the output of the gather, the input of the scatter) for ``all_gather`` and
+``reduce_scatter``; one device's whole send buffer for ``alltoall``. Backend ``oneccl`` differs:
+its ``all_gather`` counts one device's share (measured times rise with ``n - 1`` shares, and only
+then agree with its other ops).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import DatasetError, DeviceError
+from .curve import COPY_EFFICIENCY, Points, wire_bytes
+from .links import REFERENCE_CLOCK, Links
+
+#: Frameworks with an all-reduce of their own, which sends whole buffers while messages are small.
+CUSTOM_BACKENDS = ("sglang", "vllm", "trtllm")
+#: Machines that published tables name instead of a device: device string, and what is known
+#: better. Pairs are joined by NVLink bridges, pairs by PCI Express, and nodes by 25 Gb/s Ethernet.
+#: The pair of A40 that was measured reaches 4.3e9 bytes/s, a thirteenth of the bridge's rate and a
+#: seventh of PCI Express: it has no peer access.
+PLATFORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a100_dgx": ("NVIDIA A100-SXM4-80GB (vidur a100)", {}),
+    "a100_pairwise_nvlink": (
+        "NVIDIA A100-SXM4-80GB (vidur a100)",
+        {"island": 2, "inter_node": 3.125e9, "devices_per_node": 4},
+    ),
+    "a40_pairwise_nvlink": (
+        "NVIDIA A40 (vidur a40)",
+        {"peer_access": False, "inter_node": 3.125e9, "devices_per_node": 4},
+    ),
+    "h100_dgx": ("NVIDIA H100 (vidur h100)", {}),
+    "h100_pairwise_nvlink": (
+        "NVIDIA H100 (vidur h100)",
+        {"island": 2, "inter_node": 3.125e9, "devices_per_node": 4},
+    ),
+}
+_NEEDED = ("op", "bytes", "world_size")
+
+
+@dataclass(frozen=True)
+class CollectiveTable:
+    """Collectives ready to be estimated; arrays of shape ``(n,)``.
+
+    Attributes:
+        fabric: As in :data:`~opcast.models.collectives.links.FABRICS`.
+        backend: Library, with ``_eager`` where the host issues the calls one by one.
+        op: Operation; ``all_reduce_int8`` for all-reduces of bytes, which switches cannot add up.
+        machine: Device string or platform, the key of known machines.
+        family: Architecture of the device.
+        points: What the curves take.
+    """
+
+    fabric: np.ndarray
+    backend: np.ndarray
+    op: np.ndarray
+    machine: np.ndarray
+    family: np.ndarray
+    points: Points
+
+    def __len__(self) -> int:
+        """Number of collectives."""
+        return len(self.op)
+
+    def take(self, rows: np.ndarray) -> CollectiveTable:
+        """The collectives at ``rows``, a mask or positions."""
+        return CollectiveTable(
+            self.fabric[rows],
+            self.backend[rows],
+            self.op[rows],
+            self.machine[rows],
+            self.family[rows],
+            self.points.take(rows),
+        )
+
+
+def device_rows(*tables: pd.DataFrame) -> Callable[[str], Links]:
+    """A function from a device string to its links, by published device tables.
+
+    Args:
+        *tables: Frames with a ``device`` column and those of ``Links.from_row``; for a device in
+            more than one, the last one with a link bandwidth counts.
+    """
+    links: dict[str, Links] = {}
+    for table in tables:
+        for row in table.to_dict("records"):
+            name = str(row["device"])
+            if name not in links or row.get("link_gbs_unidir") == row.get("link_gbs_unidir"):
+                links[name] = Links.from_row({str(k): v for k, v in row.items()})
+
+    def find(name: str) -> Links:
+        if name not in links:
+            raise DeviceError(
+                f"no links are known for {name!r}", hint="add a row to the device table"
+            )
+        return links[name]
+
+    return find
+
+
+def machine_links(machines: Iterable[str], find: Callable[[str], Links]) -> dict[str, Links]:
+    """Links of every machine, where a machine is a device string or one of :data:`PLATFORMS`."""
+    result = {}
+    for machine in sorted(set(machines)):
+        device, changes = PLATFORMS.get(machine, (machine, {}))
+        links = find(device)
+        result[machine] = Links(**{**links.__dict__, **changes})
+    return result
+
+
+def collective_table(frame: pd.DataFrame, find: Callable[[str], Links]) -> CollectiveTable:
+    """Prepare rows for estimation.
+
+    Args:
+        frame: ``op``, ``bytes`` (as the module says), ``world_size``, and ``device`` or
+            ``platform``; optionally ``devices_per_node`` (default: those of the machine),
+            ``backend`` (default ``torch``: NCCL called from PyTorch, for rows with
+            ``source == "vidur"``; otherwise ``nccl``), ``kernel`` (only whether it ends in
+            ``_eager``) and ``dtype``.
+        find: Links by device string: :func:`device_rows`, or a catalogue lookup with
+            ``Links.from_spec``.
+
+    Raises:
+        DatasetError: A column is missing, or a row has fewer than two devices or no bytes.
+        DeviceError: The links of a device are not known.
+    """
+    _check(frame)
+    machine = _machines(frame)
+    links = machine_links(machine, find)
+    size = frame["bytes"].to_numpy(float)
+    world = frame["world_size"].to_numpy(float)
+    nodes = np.array([links[m].devices_per_node for m in machine], dtype=float)
+    per_node = frame["devices_per_node"].to_numpy(float) if "devices_per_node" in frame else nodes
+    each = list(zip(machine, world, per_node, strict=True))
+    fabric = np.array([links[m].fabric(int(n), int(k)) for m, n, k in each], dtype=object)
+    op = _operations(frame)
+    backend = _backends(frame)
+    points = _points(size, world, per_node, op, backend, fabric, [links[m] for m in machine])
+    family = np.array([links[m].architecture for m in machine], dtype=object)
+    return CollectiveTable(fabric, backend, op, machine, family, points)
+
+
+def _check(frame: pd.DataFrame) -> None:
+    missing = [c for c in _NEEDED if c not in frame]
+    if missing or not ({"device", "platform"} & set(frame.columns)):
+        raise DatasetError(
+            f"collectives lack the columns {missing or ['device']}",
+            hint="needed: op, bytes, world_size, and device or platform",
+        )
+    bad = (frame["world_size"] < 2) | ~(frame["bytes"] > 0)
+    if bad.any():
+        raise DatasetError(
+            "a collective needs at least two devices and one byte",
+            where=f"row {int(np.flatnonzero(bad.to_numpy())[0])}",
+        )
+
+
+def _machines(frame: pd.DataFrame) -> np.ndarray:
+    empty = pd.Series([None] * len(frame), index=frame.index, dtype=object)
+    device = frame["device"].astype(object) if "device" in frame else empty
+    platform = frame["platform"].astype(object) if "platform" in frame else empty
+    known = platform.isin(list(PLATFORMS)) | device.isna()
+    return np.asarray(device.where(~known, platform), dtype=object)
+
+
+def _operations(frame: pd.DataFrame) -> np.ndarray:
+    op = frame["op"].astype(str).to_numpy(dtype=object)
+    if "dtype" in frame:
+        of_bytes = frame["dtype"].isin(["int8", "uint8", "s8", "u8"]).to_numpy()
+        op = np.where((op == "all_reduce") & of_bytes, "all_reduce_int8", op)
+    return op
+
+
+def _backends(frame: pd.DataFrame) -> np.ndarray:
+    default = np.full(len(frame), "nccl", dtype=object)
+    if "source" in frame:
+        default[frame["source"].eq("vidur").to_numpy()] = "torch"
+    if "backend" not in frame:
+        return default
+    given = frame["backend"].astype(object)
+    backend = given.where(given.notna(), pd.Series(default, index=frame.index))
+    eager = np.zeros(len(frame), dtype=bool)
+    if "kernel" in frame:
+        eager = (
+            frame["kernel"].astype(object).fillna("").astype(str).str.endswith("_eager").to_numpy()
+        )
+    names = backend.astype(str).to_numpy(dtype=object)
+    return np.array(
+        [n + "_eager" * bool(e) for n, e in zip(names, eager, strict=True)], dtype=object
+    )
+
+
+def _points(
+    size: np.ndarray,
+    world: np.ndarray,
+    per_node: np.ndarray,
+    op: np.ndarray,
+    backend: np.ndarray,
+    fabric: np.ndarray,
+    links: list[Links],
+) -> Points:
+    wire = np.zeros(len(size))
+    for name in set(op):
+        plain = str(name).removesuffix("_int8")
+        for shards in (False, True):
+            at = (op == name) & ((backend == "oneccl") == shards)
+            wire[at] = wire_bytes(plain, size[at], world[at], gathers_shards=shards)
+    library = np.array([str(b).removesuffix("_eager") for b in backend], dtype=object)
+    custom = np.isin(library, CUSTOM_BACKENDS) & (op == "all_reduce")
+    eager = np.array([str(b).endswith("_eager") for b in backend], dtype=float)
+    memory = np.array([link.memory for link in links])
+    copied = 2.0 * size / (COPY_EFFICIENCY * np.where(memory > 0, memory, np.inf)) * 1e6
+    return Points(
+        size=size,
+        world=world,
+        spread=np.where(fabric == "network", 2.0 * np.minimum(per_node, world), world),
+        wire=wire,
+        wire_low=np.where(custom, (world - 1.0) * size, wire),
+        bandwidth=np.array([k.bandwidth(f) for k, f in zip(links, fabric, strict=True)]) / 1e6,
+        scale=np.array([REFERENCE_CLOCK / k.clock_hz if k.clock_hz else 1.0 for k in links]),
+        copy=copied * eager,
+        eager=eager,
+    )

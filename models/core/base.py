@@ -1,0 +1,173 @@
+"""What every estimator offers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+
+import numpy as np
+
+from ...features.dataset import Dataset
+from ...features.devices.device import DeviceSpec
+from ...features.kernels.kernel import Kernel
+
+if TYPE_CHECKING:
+    from ..trust.domain import Domain
+    from .kernel_table import KernelTable
+
+
+@dataclass(slots=True)
+class KernelPrediction:
+    """Predictions for ``n`` kernels; arrays have shape ``(n,)``, seconds of one execution.
+
+    Attributes:
+        latency: Predicted latency.
+        lo: Lower end of the 90 % interval.
+        hi: Upper end of the 90 % interval.
+        bound: What limits it: ``compute``, ``memory``, ``latency`` or ``communication``.
+        source: ``measured``, ``learned``, ``roofline`` or ``compiler``; an estimator with several
+            routes adds a colon and the route (``learned:graph/linear``).
+        in_domain: Whether the kernel lies within what the model was trained on.
+        unclamped: What was estimated before it was held to what physics allows, seconds; ``None``
+            of a model that holds nothing.
+    """
+
+    latency: np.ndarray
+    lo: np.ndarray
+    hi: np.ndarray
+    bound: np.ndarray
+    source: np.ndarray
+    in_domain: np.ndarray
+    unclamped: np.ndarray | None = None
+
+    def take(self, index: np.ndarray) -> KernelPrediction:
+        """The given kernels, by position or mask."""
+        return KernelPrediction(
+            self.latency[index],
+            self.lo[index],
+            self.hi[index],
+            self.bound[index],
+            self.source[index],
+            self.in_domain[index],
+            None if self.unclamped is None else self.unclamped[index],
+        )
+
+    @property
+    def estimate(self) -> np.ndarray:
+        """What the model estimates by itself, not held to physics, shape ``(n,)``."""
+        return self.latency if self.unclamped is None else self.unclamped
+
+
+def distinct(kernels: Sequence[Kernel]) -> tuple[list[Kernel], np.ndarray]:
+    """Every kernel once, and for each of ``kernels`` its place among those, shape ``(n,)``."""
+    first: dict[str, int] = {}
+    index = np.array([first.setdefault(k.hash, len(first)) for k in kernels], np.intp)
+    by_hash = {k.hash: k for k in kernels}
+    return [by_hash[h] for h in first], index
+
+
+class ModelBundle(Protocol):
+    """A saved model as commands list, register and load it: of programs, or of operators.
+
+    Attributes:
+        devices: Devices that it was fitted or calibrated to, by name.
+        info: What is known of its training: dataset hash, seed, metrics.
+    """
+
+    devices: dict[str, DeviceSpec]
+    info: dict[str, Any]
+
+    def contents(self) -> tuple[dict[str, object], dict[str, bytes]]:
+        """What the model folder holds.
+
+        Returns:
+            Plain data of the manifest, :attr:`info` included, and the contents of all other files
+            by relative name.
+        """
+        ...
+
+    def save(self, path: Path | str) -> None:
+        """Write the model folder; replaces an earlier model at the same place.
+
+        Raises:
+            ModelError: The place holds something that is not a model.
+        """
+        ...
+
+    @classmethod
+    def load(cls, path: Path | str) -> Self:
+        """Read a model folder.
+
+        Raises:
+            ModelError: The folder is missing, damaged, or holds another kind of model.
+        """
+        ...
+
+
+@runtime_checkable
+class Estimator(Protocol):
+    """Learns and predicts kernel latency; named by entry points ``opcast.estimators``."""
+
+    name: str
+
+    def fit(self, dataset: Dataset) -> Self:
+        """Learn from the dataset's kernel rows."""
+        ...
+
+    def predict(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
+        """Predict every kernel on the device."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write the model folder: ``manifest.json`` and weights."""
+        ...
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a model folder."""
+        ...
+
+
+@runtime_checkable
+class TableEstimator(Estimator, Protocol):
+    """An estimator that learns from and predicts rows of the feature table.
+
+    Cross-fitting computes the table once and hands out rows of it.
+    """
+
+    domain: Domain | None
+
+    @property
+    def ranks(self) -> bool:
+        """Whether it learns an order, and asks which rows are to be compared."""
+        ...
+
+    def clone(self) -> Self:
+        """An unfitted estimator with the same parameters."""
+        ...
+
+    def fit_table(
+        self,
+        table: KernelTable,
+        latency_s: np.ndarray,
+        groups: np.ndarray | None = None,
+        queries: np.ndarray | None = None,
+    ) -> Self:
+        """Learn from ``n`` rows with latencies of shape ``(n,)``, without calibrating."""
+        ...
+
+    def predict_table(self, table: KernelTable) -> KernelPrediction:
+        """Predict every row of the table."""
+        ...
+
+    def calibrate(
+        self,
+        table: KernelTable,
+        latency_s: np.ndarray,
+        predicted_s: np.ndarray,
+        scores: np.ndarray | None = None,
+    ) -> None:
+        """Set intervals and the domain's threshold from held-out predictions, shape ``(n,)``."""
+        ...

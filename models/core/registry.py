@@ -1,0 +1,93 @@
+"""Estimators by name: ours, and others from the entry points ``opcast.estimators``."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, cast
+
+from ...common.errors import ModelError
+from ...common.paths import PACKAGE
+
+if TYPE_CHECKING:  # the command line asks for names before anything needs NumPy
+    from .base import Estimator
+
+GROUP = "opcast.estimators"
+#: Ours by class path, so that they are found where the package runs without being installed.
+_OWN = {
+    "roofline": "..estimators.roofline:RooflineEstimator",
+    "ridge": "..estimators.linear:RidgeEstimator",
+    "forest": "..estimators.forest:ForestEstimator",
+    "xgboost": "..estimators.boosted:XGBoostEstimator",
+    "ensemble": "..estimators.ensemble:EnsembleEstimator",
+    "mlp": "..neural.mlp:MLPEstimator",
+    "gnn-flax": "..neural.gnn_flax:FlaxGraphEstimator",
+    "gnn-pyg": "..neural.gnn_pyg:PygGraphEstimator",
+    "gpu-xla": "..gpu.estimator:GpuEstimator",
+    "tpu-xgboost": "..estimators.tpu:TpuEstimator",
+    "scalesim": "..simulators.scalesim:ScaleSimEstimator",
+    "zigzag": "..simulators.zigzag:ZigZagEstimator",
+    "iree": "..simulators.iree:IreeEstimator",
+    "compiler": "..simulators.compiler:CompilerEstimator",
+}
+#: Of ours, those that predict without training.
+UNTRAINED = ("roofline", "scalesim", "zigzag", "iree", "compiler")
+
+
+def estimator_names() -> list[str]:
+    """Names of all estimators that are installed."""
+    return sorted({*_OWN, *_foreign()})
+
+
+def estimator_class(name: str) -> type[Estimator]:
+    """The class of an estimator.
+
+    Raises:
+        ModelError: No estimator of that name, or its package cannot be imported.
+    """
+    if name in _OWN:
+        module, _, attribute = _OWN[name].partition(":")
+        return cast("type[Estimator]", getattr(import_module(module, __package__), attribute))
+    entry = _foreign().get(name)
+    if entry is None:
+        choices = ", ".join(estimator_names())
+        raise ModelError(f"no estimator {name!r}", hint=f"choose one of: {choices}")
+    try:
+        return cast("type[Estimator]", entry.load())
+    except (ImportError, AttributeError) as error:
+        raise ModelError(
+            f"estimator {name!r} cannot be loaded: {error}", where=entry.value
+        ) from None
+
+
+def make_estimator(name: str, **params: object) -> Estimator:
+    """An unfitted estimator.
+
+    Args:
+        name: As in :func:`estimator_names`.
+        params: Its own parameters.
+
+    Raises:
+        ModelError: No such estimator, or it does not take a parameter.
+    """
+    cls = estimator_class(name)
+    try:
+        return cls(**params)
+    except TypeError as error:
+        raise ModelError(f"estimator {name!r}: {error}", hint="see docs/models.md") from None
+
+
+def _foreign() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP) if point.name not in _OWN}
+
+
+#: Folder of the models that come with the package.
+PRETRAINED = PACKAGE / "models" / "pretrained"
+
+
+#: Model of library operators.
+OPERATOR_MODEL = "gpu-operators"
+
+
+#: Models of programs by platform.
+CPU_MODEL, GPU_MODEL, TPU_MODEL = "cpu-xgboost", "gpu-xla", "tpu-xgboost"

@@ -1,0 +1,312 @@
+"""Model folders: a manifest with digests, and weights without pickle.
+
+A folder is written beside its place and renamed into it, so that a half-written model is never
+found. Reading checks the format, the feature schema and the digest of every file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import platform
+import shutil
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...common.errors import ModelError
+from ...common.files import cannot_write, parse_json
+
+#: Format of the folders that this version writes, and of those that it reads.
+FORMAT = 1
+READS = (1,)
+MANIFEST = "manifest.json"
+#: Entries that :func:`write_folder` adds to every manifest.
+_ADDED = ("format", "libraries", "files")
+#: Value of ``kind`` in the manifest of a model of library operators.
+OPERATORS = "operators"
+#: What reading a manifest with unexpected contents may raise. A manifest is untrusted input: any
+#: value in it may have the wrong type, be missing or be absurdly large or deep.
+DAMAGE = (
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
+#: Most bytes that the arrays of one file may unpack to: a compressed archive of a few kilobytes
+#: could otherwise fill the memory.
+MAX_ARRAYS = 2**31
+#: Libraries whose versions are kept in the manifest, to explain differences between predictions.
+_LIBRARIES = (
+    "opcast",
+    "numpy",
+    "xgboost-cpu",
+    "xgboost",
+    "scikit-learn",
+    "jax",
+    "flax",
+    "torch",
+    "torch-geometric",
+)
+
+
+def write_folder(path: Path, manifest: Mapping[str, object], files: Mapping[str, bytes]) -> None:
+    """Write a model folder in one step; replaces an earlier model at the same place.
+
+    Args:
+        path: The folder. Its parent is made if needed.
+        manifest: Plain data; format, library versions and file digests are added.
+        files: Contents by relative name.
+
+    Raises:
+        ModelError: The place holds something that is not a model.
+        FileError: The place cannot be written, or the disk is full.
+    """
+    path = Path(path)
+    if path.exists() and not (path / MANIFEST).is_file() and not _is_empty(path):
+        raise ModelError("will not overwrite: not a model folder", where=str(path))
+    # In the same folder, so that the rename stays on one file system and is atomic.
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    try:
+        partial.chmod(0o755)  # mkdtemp makes it private, which others could not read
+        for name, data in files.items():
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            (partial / name).write_bytes(data)
+        full = {
+            "format": FORMAT,
+            **manifest,
+            "libraries": library_versions(),
+            "files": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
+        }
+        (partial / MANIFEST).write_text(json.dumps(full, indent=1, sort_keys=True) + "\n")
+        _swap(partial, path)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise cannot_write(path, error) from error
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read and check a model folder's manifest.
+
+    Raises:
+        ModelError: It is missing, not JSON, or of a format that this version does not read.
+    """
+    file = Path(path) / MANIFEST
+    try:
+        manifest = parse_json(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError("not a model folder: no manifest.json", where=str(path)) from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"manifest cannot be read: {error}", where=str(file)) from None
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    if version not in READS:
+        raise ModelError(
+            f"model format {version!r} is not one that this version reads {READS}",
+            where=str(file),
+            hint="train again, or use the version of opcast that made it",
+        )
+    return dict(manifest)
+
+
+def read_files(path: Path, manifest: Mapping[str, object]) -> dict[str, bytes]:
+    """Read every file that a manifest lists.
+
+    Raises:
+        ModelError: A file is missing or its digest differs.
+    """
+    contents = {}
+    listed = manifest.get("files", {})
+    if not isinstance(listed, dict):
+        raise ModelError("manifest lists no files", where=str(path), hint="copy the model again")
+    for name, digest in listed.items():
+        file = _inside(Path(path), name)
+        try:
+            data = file.read_bytes()
+        except OSError:
+            raise ModelError("file of the model is missing", where=str(file)) from None
+        actual = hashlib.sha256(data).hexdigest()
+        if actual != digest:
+            raise ModelError(
+                f"file differs from the manifest's digest: SHA-256 {actual[:16]}…, not "
+                f"{str(digest)[:16]}…",
+                where=str(file),
+                hint="copy the model again, or train it again",
+            )
+        contents[name] = data
+    return contents
+
+
+def predicts_operators(manifest: Mapping[str, object]) -> bool:
+    """Whether a manifest is that of a model of library operators, not of programs."""
+    return manifest.get("kind") == OPERATORS
+
+
+def training_info(manifest: Mapping[str, object], own: Collection[str]) -> dict[str, object]:
+    """What a manifest says of the training: all but the entries of the folder and ``own`` ones."""
+    return {k: v for k, v in manifest.items() if k not in _ADDED and k not in own}
+
+
+def folder_digest(*folders: Path) -> str:
+    """First 16 hexadecimal digits of the SHA-256 of model folders, in their order.
+
+    The manifests are digested, which list the digests of all other files.
+    """
+    digest = hashlib.sha256()
+    for folder in folders:
+        digest.update((folder / MANIFEST).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def contents_of(save: Callable[[Path], object]) -> dict[str, bytes]:
+    """Files that ``save`` writes below the folder it is given, by relative name.
+
+    A bundle saves its parts this way, so that :func:`write_folder` writes all of it in one step.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        save(root)
+        files = [p for p in sorted(root.rglob("*")) if p.is_file()]
+        return {p.relative_to(root).as_posix(): p.read_bytes() for p in files}
+
+
+def check_estimator(path: Path, manifest: Mapping[str, object], name: str) -> None:
+    """Check that a model folder was written by an estimator of this name.
+
+    Raises:
+        ModelError: It is another estimator's.
+    """
+    if manifest.get("estimator") != name:
+        raise ModelError(
+            f"holds a {manifest.get('estimator')!r} model, not {name!r}", where=str(path)
+        )
+
+
+def check_schema(
+    path: Path, manifest: Mapping[str, object], expected: str, *, kind: str = "feature"
+) -> None:
+    """Check that a model was trained on today's features.
+
+    Args:
+        path: The model folder.
+        manifest: Its manifest.
+        expected: Digest of today's schema.
+        kind: Which schema: ``feature``, or ``graph`` for models that look at graphs.
+
+    Raises:
+        ModelError: The schema hash differs.
+    """
+    stored = manifest.get("schema_hash" if kind == "feature" else f"{kind}_schema_hash")
+    if stored != expected:
+        raise ModelError(
+            f"model was trained on {kind} schema {stored}, this version makes {expected}",
+            where=str(Path(path) / MANIFEST),
+            hint="train again on the dataset: features are recomputed from its kernels",
+        )
+
+
+def pack(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Arrays as the bytes of a compressed ``.npz``."""
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **{str(k): v for k, v in arrays.items()})  # type: ignore[arg-type]
+    return buffer.getvalue()
+
+
+def unpack(data: bytes) -> dict[str, np.ndarray]:
+    """Arrays of a ``.npz``; pickled objects are refused.
+
+    Raises:
+        ValueError: The bytes are not an archive, are damaged, hold objects, or unpack to more than
+            :data:`MAX_ARRAYS` bytes.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            if sum(entry.file_size for entry in archive.infolist()) > MAX_ARRAYS:
+                raise ValueError(f"its arrays take more than {MAX_ARRAYS} bytes")
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (zipfile.BadZipFile, zlib.error, EOFError, MemoryError, NotImplementedError) as error:
+        raise ValueError(f"not a .npz file: {error}") from None
+
+
+def pack_tensors(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Arrays as the bytes of a ``.safetensors`` file."""
+    from safetensors.numpy import save
+
+    return bytes(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
+
+
+def unpack_tensors(data: bytes) -> dict[str, np.ndarray]:
+    """Arrays of a ``.safetensors`` file.
+
+    Raises:
+        ValueError: The bytes are not in that format.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    try:
+        return dict(load(data))
+    except SafetensorError as error:
+        raise ValueError(f"not a safetensors file: {error}") from None
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what a model's numbers may depend on."""
+    versions = {"python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def _swap(partial: Path, path: Path) -> None:
+    """Rename ``partial`` to ``path``; what was there goes only once the new one is in place."""
+    old = partial.with_name(partial.name + ".old")
+    if path.exists():
+        path.rename(old)
+    try:
+        partial.rename(path)
+    except OSError:
+        if old.exists() and not path.exists():
+            old.rename(path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """Path of a regular file inside a model folder; links that lead out of it are refused.
+
+    Raises:
+        ModelError: It lies outside the folder, or is a device, a pipe or a folder.
+    """
+    file = folder / name
+    outside = ".." in Path(name).parts or Path(name).is_absolute() or "\0" in name
+    if outside or not file.resolve().is_relative_to(folder.resolve()):
+        raise ModelError(f"manifest names a file outside the folder: {name}", where=str(folder))
+    if file.exists() and not file.is_file():
+        raise ModelError("not a regular file", where=str(file), hint="copy the model again")
+    return file
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())

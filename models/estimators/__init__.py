@@ -1,0 +1,1 @@
+"""Estimators of kernel latencies: roofline, ridge, forest, XGBoost, ensemble, TPUs."""

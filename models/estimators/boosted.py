@@ -1,0 +1,312 @@
+"""Gradient-boosted trees (XGBoost) of the log-ratio: the default estimator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...common.errors import ModelError
+from ..core.kernel_table import CELLS, KernelTable
+from ..core.store import pack, unpack
+from ..training_data.stopping import stop_rows
+from .ranking import ScoreMap, device_queries, grow_pairwise
+from .tabular import TabularEstimator
+from .xgboost_import import xgboost
+from .xgboost_trees import SUFFIX, SmallBatches, compact, expand
+
+if TYPE_CHECKING:
+    from xgboost import Booster
+
+#: A cell gets trees of its own from this many rows on, if ``per_cell`` is set: deep trees on fewer
+#: rows overfit, and the joint model serves such a cell better (chosen by judgement).
+MIN_CELL_ROWS = 1000
+
+OBJECTIVES = {
+    "absolute": "reg:absoluteerror",
+    "squared": "reg:squarederror",
+    "pairwise": "rank:pairwise",
+}
+_MAP_FILE = "score-map.npz"
+_COLUMNS_FILE = "columns.npz"
+
+
+class XGBoostEstimator(TabularEstimator):
+    """Histogram-grown boosted trees with a robust loss and early stopping.
+
+    The default loss is the absolute error of the log-ratio: its minimiser is the median, which is
+    what median and mean absolute percentage errors ask for, and outliers of the labels
+    (interrupts, neighbours on the machine) do not pull it.
+
+    Args:
+        rounds: Most boosting rounds; early stopping ends sooner.
+        max_depth: Depth of a tree.
+        learning_rate: Shrinkage.
+        min_child_weight: Least sum of weights in a leaf.
+        subsample: Share of the rows drawn for each tree.
+        colsample: Share of the features drawn for each tree.
+        reg_lambda: L2 penalty on leaves.
+        max_bin: Histogram bins.
+        objective: ``absolute`` or ``squared`` error of the log-ratio, or ``pairwise``: learn which
+            of two kernels is slower (:mod:`.ranking`), for choosing among candidates.
+        per_cell: Trees of their own for every (platform × kind) with enough rows; not with
+            ``pairwise``.
+        monotone: Sign by feature name: +1 or -1 forces the ratio to rise or fall with it. The
+            target is a ratio to the roofline, so "more work takes longer" is no constraint on it
+            (the ratio of a GEMM falls as it grows); use it for features of which you know the
+            sign of the ratio itself. Only with ``squared``: the absolute error sets leaves to
+            medians after the tree is grown, which breaks the constraint.
+        stop_rounds: Rounds without improvement before stopping; 0 grows all rounds on all rows.
+        seed: Random state.
+        n_jobs: Threads. More than there are free cores is far slower than one.
+        compact: Save without what only training and TreeSHAP need, compressed.
+    """
+
+    name = "xgboost"
+
+    def __init__(
+        self,
+        rounds: int = 600,
+        max_depth: int = 8,
+        learning_rate: float = 0.05,
+        min_child_weight: float = 8.0,
+        subsample: float = 0.8,
+        colsample: float = 0.4,
+        reg_lambda: float = 1.0,
+        max_bin: int = 64,
+        objective: str = "absolute",
+        per_cell: bool = False,
+        monotone: Mapping[str, int] | None = None,
+        stop_rounds: int = 60,
+        seed: int = 0,
+        n_jobs: int = 1,
+        compact: bool = False,
+    ) -> None:
+        super().__init__(
+            rounds=rounds,
+            max_depth=max_depth,
+            learning_rate=learning_rate,
+            min_child_weight=min_child_weight,
+            subsample=subsample,
+            colsample=colsample,
+            reg_lambda=reg_lambda,
+            max_bin=max_bin,
+            objective=objective,
+            per_cell=per_cell,
+            monotone=dict(monotone or {}),
+            stop_rounds=stop_rounds,
+            seed=seed,
+            n_jobs=n_jobs,
+            compact=compact,
+        )
+        self._boosters: dict[str, Booster] = {}
+        self._small: dict[str, tuple[Booster, SmallBatches]] = {}
+        self._columns = np.zeros(0, np.int32)
+        self._score_map: ScoreMap | None = None
+        self._covers = True
+
+    @property
+    def ranks(self) -> bool:
+        """Whether it learns an order, within queries."""
+        return bool(self.params["objective"] == "pairwise")
+
+    def _fit(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> None:
+        # Constant columns (other devices, unused libraries) would only cost time and dilute the
+        # draw of columns.
+        self._covers = True
+        varying = table.X.min(axis=0) < table.X.max(axis=0)
+        self._columns = np.flatnonzero(varying if varying.any() else ~varying).astype(np.int32)
+        if self.ranks:
+            self._fit_order(table, target, groups)
+            return
+        self._boosters = {"joint": self._grow(table, target, groups)}
+        if not self.params["per_cell"]:
+            return
+        for cell in np.unique(table.cell):
+            own = table.cell == cell
+            if own.sum() >= MIN_CELL_ROWS:
+                booster = self._grow(table.take(own), target[own], groups[own])
+                self._boosters[_file_stem(int(cell))] = booster
+
+    def _fit_order(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> None:
+        if self.params["per_cell"]:
+            raise ModelError("per_cell does not go with objective='pairwise'")
+        queries = device_queries(table) if self._queries is None else self._queries
+        stop = self._held_back(groups)
+        stopping = bool(stop.any())
+        booster = grow_pairwise(
+            np.take(table.X, self._columns, axis=1),
+            table,
+            target,
+            queries,
+            stop if stopping else None,
+            self._settings(table),
+            self.params["rounds"],
+            self.params["stop_rounds"],
+        )
+        self._boosters = {"joint": booster}
+        # Scores of rows that the trees were grown on are too good; the map needs honest ones.
+        held = np.flatnonzero(stop) if stopping else np.arange(len(target))
+        part = table.take(held)
+        latency = np.log(part.base_s) + target[held]
+        self._score_map = ScoreMap.fit(self._scores(part), latency, part.cell)
+
+    def _scores(self, table: KernelTable) -> np.ndarray:
+        """Scores of the order, shape ``(n,)``: higher is slower."""
+        values = np.take(table.X, self._columns, axis=1)
+        start = np.zeros(len(table), np.float32)
+        margin = self._boosters["joint"].inplace_predict(
+            values, validate_features=False, base_margin=start
+        )
+        return np.asarray(np.log(table.base_s) + margin)
+
+    def _grow(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> Booster:
+        import xgboost as xgb
+
+        values = np.take(table.X, self._columns, axis=1)
+        stop = self._held_back(groups)
+        options = {"max_bin": self.params["max_bin"], "nthread": self._n_jobs}
+        train = xgb.QuantileDMatrix(values[~stop], target[~stop], **options)
+        if not stop.any():
+            return xgb.train(self._settings(table), train, self.params["rounds"])
+        held = xgb.QuantileDMatrix(values[stop], target[stop], ref=train, **options)
+        booster = xgb.train(
+            self._settings(table),
+            train,
+            self.params["rounds"],
+            evals=[(held, "stop")],
+            early_stopping_rounds=self.params["stop_rounds"],
+            verbose_eval=False,
+        )
+        return booster[: booster.best_iteration + 1]
+
+    def _held_back(self, groups: np.ndarray) -> np.ndarray:
+        """Rows for early stopping; none if it is off or there are too few."""
+        if not self.params["stop_rounds"]:
+            return np.zeros(len(groups), bool)
+        return stop_rows(groups, self.params["seed"])
+
+    def _settings(self, table: KernelTable) -> dict[str, object]:
+        p = self.params
+        if p["objective"] not in OBJECTIVES:
+            raise ModelError(
+                f"no objective {p['objective']!r}", hint=f"choose one of: {', '.join(OBJECTIVES)}"
+            )
+        if p["monotone"] and p["objective"] != "squared":
+            raise ModelError("monotone constraints need objective='squared'")
+        names = [table.names[column] for column in self._columns]
+        constraint = tuple(int(p["monotone"].get(name, 0)) for name in names)
+        return {
+            "objective": OBJECTIVES[p["objective"]],
+            **({"monotone_constraints": constraint} if any(constraint) else {}),
+            # Early stopping looks at the absolute error whatever the loss: it is what is reported.
+            "eval_metric": "mae",
+            "tree_method": "hist",
+            "max_depth": p["max_depth"],
+            "learning_rate": p["learning_rate"],
+            "min_child_weight": p["min_child_weight"],
+            "subsample": p["subsample"],
+            "colsample_bytree": p["colsample"],
+            "lambda": p["reg_lambda"],
+            "max_bin": p["max_bin"],
+            "seed": p["seed"],
+            "nthread": self._n_jobs,
+            "verbosity": 0,
+        }
+
+    @property
+    def _n_jobs(self) -> int:
+        return int(self.params["n_jobs"])
+
+    def _ratio(self, table: KernelTable) -> np.ndarray:
+        if self._score_map is not None:
+            latency = self._score_map.log_latency(self._scores(table), table.cell)
+            return np.asarray(latency - np.log(table.base_s))
+        values = np.take(table.X, self._columns, axis=1)  # several times faster than X[:, columns]
+        ratio = self._sums("joint", values)
+        for cell in np.unique(table.cell):
+            if _file_stem(int(cell)) in self._boosters:
+                own = table.cell == cell
+                ratio[own] = self._sums(_file_stem(int(cell)), values[own])
+        return ratio
+
+    def _sums(self, stem: str, values: np.ndarray) -> np.ndarray:
+        """Log-ratios by one of the boosters, shape ``(n,)``."""
+        booster = self._boosters[stem]
+        small = self._small.get(stem)
+        if small is None or small[0] is not booster:
+            small = self._small[stem] = (booster, SmallBatches(booster))
+        sums = small[1].predict(values) if len(values) else None
+        return _predict(booster, values) if sums is None else sums
+
+    def contributions(self, table: KernelTable) -> np.ndarray | None:
+        """TreeSHAP values (Lundberg et al., Nature Machine Intelligence 2, 2020) by feature.
+
+        ``None`` with ``pairwise``, whose trees add up to a score, not to the log-ratio, and for
+        trees that were saved with ``compact``, which have no covers.
+        """
+        if self.ranks or not self._covers:
+            return None
+        values = np.take(table.X, self._columns, axis=1)
+        columns = np.append(self._columns, table.X.shape[1])
+        shap = np.zeros((len(table), table.X.shape[1] + 1))
+        shap[:, columns] = _contributions(self._boosters["joint"], values)
+        for cell in np.unique(table.cell):
+            booster = self._boosters.get(_file_stem(int(cell)))
+            if booster is not None:
+                own = np.flatnonzero(table.cell == cell)
+                shap[np.ix_(own, columns)] = _contributions(booster, values[own])
+        return shap
+
+    def _weights(self) -> dict[str, bytes]:
+        if self.params["compact"]:
+            trees = {f"{k}{SUFFIX}": compact(b) for k, b in self._boosters.items()}
+        else:
+            trees = {f"{k}.ubj": bytes(b.save_raw("ubj")) for k, b in self._boosters.items()}
+        files = {**trees, _COLUMNS_FILE: pack({"columns": self._columns})}
+        if self._score_map is not None:
+            knots = {"score": self._score_map.score, "value": self._score_map.value}
+            files[_MAP_FILE] = pack({**knots, "cells": np.array(CELLS)})
+        return files
+
+    def _restore(self, files: Mapping[str, bytes]) -> None:
+        xgb = xgboost()
+        stored = {n.removesuffix(".ubj"): data for n, data in files.items() if n.endswith(".ubj")}
+        small = {n: data for n, data in files.items() if n.endswith(SUFFIX)}
+        self._covers = not small
+        stored |= {n.removesuffix(SUFFIX): expand(data) for n, data in small.items()}
+        self._columns = unpack(files[_COLUMNS_FILE])["columns"]
+        self._boosters = {}
+        if self.ranks:
+            self._score_map = _score_map(unpack(files[_MAP_FILE]))
+        for stem, data in stored.items():
+            booster = xgb.Booster({"nthread": self._n_jobs})
+            booster.load_model(bytearray(data))
+            self._boosters[stem] = booster
+        if "joint" not in self._boosters:
+            raise KeyError("joint.ubj")
+
+
+def _score_map(arrays: Mapping[str, np.ndarray]) -> ScoreMap:
+    if [str(c) for c in arrays["cells"]] != list(CELLS):
+        raise ValueError("cells of the saved model differ from this version's")
+    return ScoreMap(arrays["score"], arrays["value"])
+
+
+def _predict(booster: Booster, values: np.ndarray) -> np.ndarray:
+    if not len(values):
+        return np.zeros(0)
+    sums = booster.inplace_predict(values, validate_features=False)
+    return np.asarray(sums, np.float64)
+
+
+def _contributions(booster: Booster, values: np.ndarray) -> np.ndarray:
+    import xgboost as xgb
+
+    shap = booster.predict(xgb.DMatrix(values), pred_contribs=True, validate_features=False)
+    return np.asarray(shap, np.float64)
+
+
+def _file_stem(cell: int) -> str:
+    return CELLS[cell].replace("/", "-")

@@ -1,0 +1,192 @@
+"""Ensemble: several estimators, combined in log space with weights of their own for every cell."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from ...common.errors import ModelError
+from ..core.kernel_table import CELLS, KernelTable
+from ..core.registry import estimator_class, make_estimator
+from ..core.store import contents_of, pack, unpack
+from ..training_data.splits import balanced_folds
+from .blend import blend_weights
+from .tabular import TabularEstimator
+
+MEMBERS = ("forest", "xgboost")
+_FILE = "weights.npz"
+_FOLDER = "members"
+
+
+class EnsembleEstimator(TabularEstimator):
+    """Weighted mean of the members' log-ratios (stacking; Wolpert, Neural Networks 5, 1992).
+
+    The weights are non-negative and sum to one. They are fitted to predictions of rows that the
+    members were not fitted to: the rows are cut into folds by group, and of each fold's fitting
+    rows those that equal one of its held-out rows in every feature are dropped. A cell with few
+    rows takes the weights of all cells together.
+
+    Args:
+        members: Names of estimators that work on the feature table.
+        member_params: Parameters by member.
+        inner_folds: Folds behind the weights.
+        shrinkage: How many rows' worth the equal weights count; more keeps closer to them.
+        seed: Of the folds and of members that take one.
+        n_jobs: Threads of members that take them.
+
+    Raises:
+        ModelError: Fewer than two members, or one that does not work on the feature table.
+    """
+
+    name = "ensemble"
+
+    def __init__(
+        self,
+        members: Sequence[str] = MEMBERS,
+        member_params: Mapping[str, Mapping[str, Any]] | None = None,
+        inner_folds: int = 3,
+        shrinkage: float = 200.0,
+        seed: int = 0,
+        n_jobs: int = 1,
+    ) -> None:
+        own = {name: dict(values) for name, values in (member_params or {}).items()}
+        _check(members, own)
+        super().__init__(
+            members=list(members),
+            member_params=own,
+            inner_folds=inner_folds,
+            shrinkage=shrinkage,
+            seed=seed,
+            n_jobs=n_jobs,
+        )
+        self.members: dict[str, TabularEstimator] = {}
+        self.weights = np.full((len(CELLS), len(members)), 1.0 / len(members))
+
+    def make_member(self, name: str) -> TabularEstimator:
+        """An unfitted member."""
+        return _make(name, self.member_params(name))
+
+    def member_params(self, name: str) -> dict[str, Any]:
+        """What a member is made with: seed and threads if it takes them, and its own parameters."""
+        accepted = _accepted(name)
+        general = {k: self.params[k] for k in ("seed", "n_jobs") if k in accepted}
+        return {**general, **self.params["member_params"].get(name, {})}
+
+    def _fit(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> None:
+        held = self._held_out(table, target, groups)
+        known = np.isfinite(held).all(axis=1)
+        self.weights = blend_weights(
+            held[known], target[known], table.cell[known], self.params["shrinkage"]
+        )
+        self.members = self._fitted(table, target, groups)
+
+    def _fitted(
+        self, table: KernelTable, target: np.ndarray, groups: np.ndarray
+    ) -> dict[str, TabularEstimator]:
+        """Members fitted to all rows of a table; intervals and domain are the ensemble's alone."""
+        latency = table.base_s * np.exp(target)
+        made = {}
+        for name in self.params["members"]:
+            made[name] = self.make_member(name).fit_table(table, latency, groups)
+            made[name].domain = None
+        return made
+
+    def _held_out(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        """Log-ratios by members that did not see the row, shape ``(n, members)``; nan if none."""
+        held = np.full((len(table), len(self.params["members"])), np.nan)
+        fold, same = (
+            balanced_folds(groups, self.params["inner_folds"], self.params["seed"]),
+            _twins(table),
+        )
+        for number in np.unique(fold):
+            test = fold == number
+            train = ~test & ~np.isin(same, same[test])
+            if not train.any():
+                continue
+            fitted = self._fitted(table.take(train), target[train], groups[train])
+            held[test] = _ratios(fitted, table.take(test))
+        return held
+
+    def _ratio(self, table: KernelTable) -> np.ndarray:
+        return np.asarray((_ratios(self.members, table) * self.weights[table.cell]).sum(axis=1))
+
+    def _manifest(self) -> dict[str, object]:
+        shown = {
+            cell: dict(zip(self.params["members"], row.round(4).tolist(), strict=True))
+            for cell, row, on in zip(CELLS, self.weights, self.trained, strict=True)
+            if on
+        }
+        return {**super()._manifest(), "weights": shown}
+
+    def _weights(self) -> dict[str, bytes]:
+        def save_members(root: Path) -> None:
+            for name, member in self.members.items():
+                member.save(root / _FOLDER / name)
+
+        blend = pack({"weights": self.weights, "cells": np.array(CELLS)})
+        return {_FILE: blend, **contents_of(save_members)}
+
+    def _restore(self, files: Mapping[str, bytes]) -> None:
+        arrays = unpack(files[_FILE])
+        stored = {str(name): index for index, name in enumerate(arrays["cells"])}
+        equal = np.full(len(self.params["members"]), 1.0 / len(self.params["members"]))
+        rows = [arrays["weights"][stored[c]] if c in stored else equal for c in CELLS]
+        self.weights = np.stack(rows)
+
+    @classmethod
+    def _from_parts(
+        cls, path: Path, manifest: Mapping[str, Any], files: dict[str, bytes], schema: str | None
+    ) -> Self:
+        model = super()._from_parts(path, manifest, files, schema)
+        for name in model.params["members"]:
+            model.members[name] = _table_class(name).load(path / _FOLDER / name, schema)
+        return model
+
+
+def _check(members: Sequence[str], params: Mapping[str, object]) -> None:
+    if len(set(members)) < 2 or len(set(members)) != len(members):
+        raise ModelError(
+            f"an ensemble needs two or more different members, not {', '.join(members) or 'none'}",
+            hint="for example members=['forest', 'xgboost']",
+        )
+    for name in members:
+        _table_class(name)
+    stray = sorted(set(params) - set(members))
+    if stray:
+        raise ModelError(f"parameters for {stray[0]!r}, which is not a member of the ensemble")
+
+
+def _table_class(name: str) -> type[TabularEstimator]:
+    cls = estimator_class(name)
+    if not issubclass(cls, TabularEstimator) or issubclass(cls, EnsembleEstimator):
+        raise ModelError(
+            f"{name!r} cannot be a member: it does not learn from the feature table",
+            hint=f"members are estimators such as {', '.join(MEMBERS)}",
+        )
+    return cls
+
+
+def _accepted(name: str) -> set[str]:
+    return set(inspect.signature(_table_class(name)).parameters)
+
+
+def _make(name: str, params: Mapping[str, object]) -> TabularEstimator:
+    made = make_estimator(name, **params)
+    assert isinstance(made, TabularEstimator)
+    return made
+
+
+def _ratios(members: Mapping[str, TabularEstimator], table: KernelTable) -> np.ndarray:
+    return np.stack([member.log_ratio(table) for member in members.values()], axis=1)
+
+
+def _twins(table: KernelTable) -> np.ndarray:
+    """A number for every row, equal for rows that agree in every feature, shape ``(n,)``."""
+    # Each row is compared as one block of bytes, which is much faster than column by column.
+    rows = np.ascontiguousarray(table.X)
+    whole = rows.view(np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))).ravel()
+    return np.asarray(np.unique(whole, return_inverse=True)[1])

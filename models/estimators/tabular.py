@@ -1,0 +1,291 @@
+"""Base of the estimators that learn from the feature table.
+
+``latency = (roofline + floor) × exp(ratio)``: a subclass learns the ratio; intervals, domain, the
+roofline for what was never trained, and the model folder are here, the same for all.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from ...common.errors import ModelError
+from ...features.dataset import Dataset
+from ...features.devices.device import DeviceSpec
+from ...features.kernels.kernel import Kernel
+from ..core.base import KernelPrediction, distinct
+from ..core.kernel_table import CELLS, KernelTable, kernel_table
+from ..core.store import (
+    MANIFEST,
+    check_estimator,
+    check_schema,
+    pack,
+    read_files,
+    read_manifest,
+    unpack,
+    write_folder,
+)
+from ..trust.conformal import UNCALIBRATED, Conformal, ends
+from ..trust.domain import Domain
+
+TARGET = "log(latency_s / (roofline_s + floor_s))"
+#: A cell with fewer training rows than this is left to the roofline: a handful of kernels says
+#: nothing of the others of their kind (chosen by judgement).
+MIN_ROWS = 8
+#: Learned ratios beyond this are noise of the extrapolation (a factor of 3000).
+MAX_LOG_RATIO = 8.0
+_DOMAIN_FILE = "domain.npz"
+
+
+class TabularEstimator(ABC):
+    """An estimator on the feature table.
+
+    Args:
+        params: What the estimator was made with, by keyword; saved with it.
+
+    Attributes:
+        conformal: Interval ends, from samples that the model was not fitted to.
+        fallback: Interval ends in log space for the bare roofline.
+        domain: Where the training rows lie; ``None`` before fitting.
+        trained: Which cells it was trained on, bool, shape ``(cells,)``.
+        needs_graphs: Whether it also reads ``KernelTable.graphs``.
+    """
+
+    name: str = ""
+    learned: ClassVar[bool] = True
+    needs_graphs: ClassVar[bool] = False
+
+    def __init__(self, **params: Any) -> None:
+        self.params = params
+        self.schema = ""
+        self.feature_names: tuple[str, ...] = ()
+        self.conformal = Conformal()
+        self.fallback = (-UNCALIBRATED, UNCALIBRATED)
+        self.domain: Domain | None = None
+        self.trained = np.zeros(len(CELLS), bool)
+        self._queries: np.ndarray | None = None
+
+    @property
+    def ranks(self) -> bool:
+        """Whether it learns an order, and asks which rows are to be compared."""
+        return False
+
+    @abstractmethod
+    def _fit(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> None:
+        """Learn the log-ratio ``target``, shape ``(n,)``, keeping the rows of a group together."""
+
+    @abstractmethod
+    def _ratio(self, table: KernelTable) -> np.ndarray:
+        """Predicted log-ratio, shape ``(n,)``."""
+
+    def contributions(self, table: KernelTable) -> np.ndarray | None:
+        """What each feature adds to the log-ratio, where an estimator can say so exactly.
+
+        Returns:
+            Shape ``(n, d + 1)``, the last column what is there before any feature; a row adds up
+            to the log-ratio. ``None`` if the estimator cannot say.
+        """
+        return None
+
+    @abstractmethod
+    def _weights(self) -> dict[str, bytes]:
+        """What was learned, as files."""
+
+    @abstractmethod
+    def _restore(self, files: Mapping[str, bytes]) -> None:
+        """Take over what :meth:`_weights` gave."""
+
+    def clone(self) -> Self:
+        """An unfitted estimator with the same parameters."""
+        return type(self)(**self.params)
+
+    def fit(self, dataset: Dataset) -> Self:
+        """Learn from the dataset's kernel rows and calibrate by cross-fitting over kernels.
+
+        Raises:
+            DatasetError: The dataset has too few kernel rows.
+        """
+        from ..training_data.crossfit import fit_and_calibrate
+        from ..training_data.prepared import prepare
+
+        data = prepare(dataset, programs=False)
+        fit_and_calibrate(self, data, np.arange(len(data.frame)), split="random")
+        return self
+
+    def fit_table(
+        self,
+        table: KernelTable,
+        latency_s: np.ndarray,
+        groups: np.ndarray | None = None,
+        queries: np.ndarray | None = None,
+    ) -> Self:
+        """Learn from a table, without calibrating.
+
+        Args:
+            table: ``n`` kernels.
+            latency_s: Measured latencies in seconds, shape ``(n,)``.
+            groups: Rows of a group are never split between fitting and early stopping.
+            queries: Rows of a query are compared, by estimators that learn an order.
+        """
+        self.schema, self.feature_names = table.schema, table.names
+        counts = np.bincount(table.cell, minlength=len(CELLS))
+        # In a dataset smaller than that, the most common cell still counts as trained.
+        self.trained = counts >= min(MIN_ROWS, int(counts.max(initial=1)))
+        self.domain = Domain.fit(table)
+        own = np.arange(len(table)) if groups is None else groups
+        # An attribute, not an argument: only estimators that rank read it.
+        self._queries = queries
+        self._fit(table, np.log(latency_s / table.base_s), own)
+        self._queries = None
+        return self
+
+    def calibrate(
+        self,
+        table: KernelTable,
+        latency_s: np.ndarray,
+        predicted_s: np.ndarray,
+        domain_scores: np.ndarray | None = None,
+    ) -> None:
+        """Set intervals and the domain's threshold from held-out samples.
+
+        Args:
+            table: ``n`` kernels.
+            latency_s: Measured, shape ``(n,)``.
+            predicted_s: Predicted by models that were not fitted to the sample.
+            domain_scores: Domain scores by those models.
+        """
+        self.conformal = Conformal.fit(latency_s, predicted_s, table.cell)
+        # 98 % rather than 90 %: it serves cells without training rows, whose errors nobody saw.
+        lo, hi = ends(np.log(latency_s / table.base_s), 0.98)
+        self.fallback = (min(lo, -UNCALIBRATED), max(hi, UNCALIBRATED))
+        if self.domain is not None and domain_scores is not None:
+            self.domain.calibrate(domain_scores)
+
+    def log_ratio(self, table: KernelTable) -> np.ndarray:
+        """Predicted log-ratio, limited to what is plausible, shape ``(n,)``.
+
+        It is 0 for kernels of a cell that the estimator was not trained on.
+        """
+        table = table.with_names(self.feature_names)
+        ratio = np.clip(self._ratio(table).astype(np.float64), -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return np.where(self.trained[table.cell], ratio, 0.0)
+
+    def point(self, table: KernelTable) -> np.ndarray:
+        """Predicted latency in seconds, shape ``(n,)``, without interval and domain."""
+        return np.asarray(table.base_s * np.exp(self.log_ratio(table)))
+
+    def predict_table(self, table: KernelTable) -> KernelPrediction:
+        """Predict the kernels of a table."""
+        table = table.with_names(self.feature_names)
+        latency = self.point(table)
+        known = self.trained[table.cell]
+        lo, hi = self.conformal.interval(latency, table.cell)
+        source = np.where(known & self.learned, "learned", "roofline")
+        inside = known & self.domain.contains(table) if self.domain is not None else known
+        return KernelPrediction(
+            latency=latency,
+            lo=np.where(known, lo, latency * np.exp(self.fallback[0])),
+            hi=np.where(known, hi, latency * np.exp(self.fallback[1])),
+            bound=table.bound,
+            source=source.astype(object),
+            in_domain=inside,
+        )
+
+    def predict(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
+        """Predict every kernel on the device; equal kernels are computed once."""
+        if not kernels:
+            empty = np.zeros(0)
+            names = np.zeros(0, dtype=object)
+            return KernelPrediction(empty, empty, empty, names, names, np.zeros(0, bool))
+        # A program repeats its layers: most of its kernels are equal.
+        unique, index = distinct(kernels)
+        prediction = self.predict_table(kernel_table(unique, device, graphs=self.needs_graphs))
+        return prediction.take(index)
+
+    def save(self, path: Path) -> None:
+        """Write the model folder: ``manifest.json`` and weights."""
+        files = self._weights()
+        if self.domain is not None:
+            files[_DOMAIN_FILE] = pack(self.domain.to_arrays())
+        write_folder(Path(path), self._manifest(), files)
+
+    def _manifest(self) -> dict[str, object]:
+        return {
+            "estimator": self.name,
+            "params": self.params,
+            "units": {"latency": "s", "features": "see feature_names"},
+            "target": TARGET,
+            "schema_hash": self.schema,
+            "feature_names": list(self.feature_names),
+            "trained_cells": [name for name, on in zip(CELLS, self.trained, strict=True) if on],
+            "conformal": self.conformal.to_dict(),
+            "roofline_interval_log": list(self.fallback),
+        }
+
+    @classmethod
+    def load(cls, path: Path, schema: str | None = None) -> Self:
+        """Read a model folder.
+
+        Args:
+            path: The folder.
+            schema: Feature schema to expect; ``None`` takes today's.
+
+        Raises:
+            ModelError: The folder is missing, damaged, of another format, estimator or schema.
+        """
+        path = Path(path)
+        manifest = read_manifest(path)
+        check_estimator(path, manifest, cls.name)
+        files = read_files(path, manifest)
+        try:
+            return cls._from_parts(path, manifest, files, schema)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise ModelError(f"model folder is incomplete: {error!r}", where=str(path)) from None
+
+    @classmethod
+    def _from_parts(
+        cls, path: Path, manifest: Mapping[str, Any], files: dict[str, bytes], schema: str | None
+    ) -> Self:
+        model = cls(**manifest["params"])
+        model.schema = str(manifest["schema_hash"])
+        model.feature_names = tuple(manifest["feature_names"])
+        if model.schema:
+            today = current_schema(model.feature_names) if schema is None else schema
+            check_schema(path, manifest, today)
+        model.trained = np.array([name in manifest["trained_cells"] for name in CELLS])
+        _check_tpu(path, model)
+        model.conformal = Conformal.from_dict(manifest["conformal"])
+        lo, hi = manifest["roofline_interval_log"]
+        model.fallback = (float(lo), float(hi))
+        if _DOMAIN_FILE in files:
+            model.domain = Domain.from_arrays(unpack(files[_DOMAIN_FILE]))
+        model._restore(files)
+        return model
+
+
+def _check_tpu(path: Path, model: TabularEstimator) -> None:
+    """Refuse what was trained on TPUs before they had features, and a base, of their own."""
+    from ...features.table.tpu import tpu_feature_names
+
+    cells = [name for name, on in zip(CELLS, model.trained, strict=True) if on]
+    known = set(tpu_feature_names()) <= set(model.feature_names)
+    if model.schema and not known and any(name.startswith("tpu/") for name in cells):
+        raise ModelError(
+            "model was trained on TPUs without their own features",
+            where=str(path / MANIFEST),
+            hint="train again on the dataset: features are recomputed from its kernels",
+        )
+
+
+def current_schema(names: Sequence[str] = ()) -> str:
+    """Digest of today's feature schema, with TPUs' own features if ``names`` has them."""
+    from ...features.table.table import feature_names, schema_hash
+    from ...features.table.tpu import tpu_feature_names
+
+    own = tpu_feature_names()
+    wide = tuple(names[-len(own) :]) == own
+    return schema_hash((*feature_names(), *own) if wide else ())

@@ -1,0 +1,125 @@
+"""Kernels of TPUs as their compiler expects them, in milliseconds instead of a compilation.
+
+The labels are the compiler's own estimates of cycles; nothing was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...features.devices.catalogue import in_catalogue
+from ...features.devices.device import DeviceSpec
+from ...features.kernels.kernel import Kernel
+from ...features.table.roofline import least_seconds, roofline
+from ..core.base import KernelPrediction
+from ..core.kernel_table import SMALLEST
+from ..program.overhead import UNMEASURED, Overhead
+from .boosted import XGBoostEstimator
+
+#: Opcodes of which the compiler says nothing.
+UNESTIMATED = frozenset(("select-and-scatter", "custom-call"))
+
+
+def is_estimated(kernel: Kernel) -> bool:
+    """Whether the TPU's compiler estimates kernels such as this one.
+
+    It does not for collectives, asynchronous copies and slices between HBM and VMEM, calls of its
+    library, and select-and-scatter.
+    """
+    silent = kernel.kind == "collective" or kernel.opcode in UNESTIMATED
+    return not (silent or kernel.async_role)
+
+
+class TpuEstimator(XGBoostEstimator):
+    """Boosted trees of the compiler's estimates; the roofline for kernels without any.
+
+    A kernel that the compiler leaves out is never free: it takes ``roofline + floor``, marked
+    ``roofline`` and outside of the domain, with a wide interval. Kinds of kernel of which too few
+    have an estimate are left to the roofline as well. No kernel is faster than
+    :func:`~opcast.features.table.roofline.least_seconds`, whatever the trees say.
+
+    Args:
+        params: As of :class:`XGBoostEstimator`; by default fewer and smaller trees, saved compact.
+    """
+
+    name = "tpu-xgboost"
+    overheads: ClassVar[Mapping[str, Overhead]] = UNMEASURED
+
+    def __init__(
+        self,
+        rounds: int = 400,
+        max_depth: int = 8,
+        learning_rate: float = 0.08,
+        min_child_weight: float = 3.0,
+        compact: bool = True,
+        seed: int = 0,
+        n_jobs: int = 1,
+        **params: Any,
+    ) -> None:
+        super().__init__(
+            rounds=rounds,
+            max_depth=max_depth,
+            learning_rate=learning_rate,
+            min_child_weight=min_child_weight,
+            compact=compact,
+            seed=seed,
+            n_jobs=n_jobs,
+            **params,
+        )
+
+    def predict(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
+        """Predict every kernel on the device; those that no compiler estimates by the roofline."""
+        prediction = super().predict(kernels, device)
+        if not kernels:
+            return prediction
+        silent = np.array([not is_estimated(kernel) for kernel in kernels], bool)
+        if silent.any():
+            prediction = self._with_rooflines(prediction, kernels, device, silent)
+        return _not_below(prediction, least_seconds(kernels, device))
+
+    def _with_rooflines(
+        self,
+        prediction: KernelPrediction,
+        kernels: Sequence[Kernel],
+        device: DeviceSpec,
+        silent: np.ndarray,
+    ) -> KernelPrediction:
+        left = [k for k, own in zip(kernels, silent, strict=True) if own]
+        base_s = np.maximum(roofline(left, device).latency_s + device.floor, SMALLEST)
+        latency, lo, hi = prediction.latency.copy(), prediction.lo.copy(), prediction.hi.copy()
+        latency[silent] = base_s
+        lo[silent] = base_s * np.exp(self.fallback[0])
+        hi[silent] = base_s * np.exp(self.fallback[1])
+        return KernelPrediction(
+            latency,
+            lo,
+            hi,
+            prediction.bound,
+            source=np.where(silent, "roofline", prediction.source).astype(object),
+            in_domain=prediction.in_domain & ~silent,
+        )
+
+    def notes(self, kernels: Sequence[Kernel], device: DeviceSpec) -> tuple[str, ...]:
+        """What limits the answer, for the prediction's notes."""
+        notes = ["learned from estimates of the TPU's compiler, not from measurements"]
+        if not in_catalogue(device.name):
+            notes.append(f"the estimates are of TPUs of the catalogue, not of {device.name}")
+        left = sum(not is_estimated(k) for k in kernels if k.takes_time)
+        if left:
+            notes.append(f"{left} kernels of which it estimates nothing take their roofline")
+        return tuple(notes)
+
+
+def _not_below(prediction: KernelPrediction, least: np.ndarray) -> KernelPrediction:
+    """The prediction with no kernel, and no end of an interval, below ``least`` seconds."""
+    return replace(
+        prediction,
+        latency=np.maximum(prediction.latency, least),
+        lo=np.maximum(prediction.lo, least),
+        hi=np.maximum(prediction.hi, least),
+        unclamped=prediction.latency,
+    )

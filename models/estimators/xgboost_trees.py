@@ -1,0 +1,238 @@
+"""Boosted trees evaluated for single rows, without the fixed cost of a call into XGBoost.
+
+XGBoost prepares all its trees on every call, which takes longer than walking one row through them.
+Here the nodes of all trees lie in one array each, and a row walks through all trees at the same
+time, one level at a step. The sum adds leaves in the order of the trees in 32 bits, as XGBoost
+does, so that answers are the same to the last bit.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import struct
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from xgboost import Booster
+
+#: Most rows that are walked one by one, and how many such calls are left to XGBoost first: reading
+#: the trees takes as long as fifty of them.
+FEW, PATIENCE = 8, 20
+#: Names of UBJSON's number types: how NumPy and struct call them.
+_TYPES = {"i": "i1", "U": "u1", "I": "i2", "l": "i4", "L": "i8", "d": "f4", "D": "f8"}
+
+
+class RowTrees:
+    """Trees of a booster, for rows without missing values.
+
+    Args:
+        trees: Arrays of the saved model, one mapping a tree.
+        start: What the sum begins with.
+    """
+
+    def __init__(self, trees: list[dict[str, Any]], start: float) -> None:
+        sizes = [len(t["left_children"]) for t in trees]
+        self.roots = np.concatenate([[0], np.cumsum(sizes[:-1])]).astype(np.int32)
+        left = _joined(trees, "left_children", np.int32)
+        leaf = left < 0
+        offset = np.repeat(self.roots, sizes)
+        own = np.arange(len(left))
+        self.feature = np.where(leaf, 0, _joined(trees, "split_indices", np.int32))
+        self.value = _joined(trees, "split_conditions", np.float32)
+        # A leaf leads to itself on either side.
+        right = _joined(trees, "right_children", np.int32)
+        self.child = np.empty(2 * len(left), np.int32)
+        self.child[0::2] = np.where(leaf, own, left + offset)
+        self.child[1::2] = np.where(leaf, own, right + offset)
+        self.depth = self._deepest(leaf)
+        self.start = np.float32(start)
+
+    @classmethod
+    def of(cls, booster: Booster) -> Self | None:
+        """Trees of a booster; ``None`` for one that is more than trees with numeric splits."""
+        model = read_ubj(bytes(booster.save_raw("ubj")))
+        learner = model["learner"]
+        trees = learner["gradient_booster"].get("model", {}).get("trees", [])
+        given = str(learner["learner_model_param"]["base_score"]).strip("[]")
+        plain = learner["gradient_booster"]["name"] == "gbtree" and "," not in given
+        if not (trees and plain) or any(len(t["categories"]) for t in trees):
+            return None
+        return cls(trees, float(given))
+
+    def _deepest(self, leaf: np.ndarray) -> int:
+        node, depth = self.roots, 0
+        while not leaf[node].all():
+            inner = node[~leaf[node]]
+            node = np.concatenate([self.child[2 * inner], self.child[2 * inner + 1]])
+            depth += 1
+        return depth
+
+    def predict(self, row: np.ndarray) -> np.float32:
+        """Sum of the leaves that a row ends in.
+
+        Args:
+            row: Features, float32, shape ``(d,)``, without NaN.
+        """
+        node = self.roots
+        for _ in range(self.depth):
+            # XGBoost goes left below the condition and right from it on.
+            beyond = row[self.feature[node]] >= self.value[node]
+            node = self.child[2 * node + beyond]
+        leaves = self.value[node]
+        # One addition at a time: np.sum would add pairs.
+        return np.float32(np.add.accumulate(np.concatenate([[self.start], leaves]))[-1])
+
+
+class SmallBatches:
+    """Walks few rows at a time through a booster's trees, once that has been asked often.
+
+    Args:
+        booster: What answers otherwise.
+    """
+
+    def __init__(self, booster: Booster) -> None:
+        self._booster = booster
+        self._asked = 0
+        self._trees: RowTrees | None = None
+
+    def predict(self, values: np.ndarray) -> np.ndarray | None:
+        """Sums of leaves, shape ``(n,)``; ``None`` where the booster had better be asked.
+
+        Args:
+            values: Features, float32, shape ``(n, d)``.
+        """
+        if len(values) > FEW:
+            return None
+        self._asked += 1
+        if self._asked == PATIENCE:
+            self._trees = RowTrees.of(self._booster)
+        if self._trees is None or np.isnan(values).any():
+            return None
+        return np.array([self._trees.predict(row) for row in values], np.float64)
+
+
+def _joined(trees: list[dict[str, Any]], name: str, dtype: type[np.generic]) -> np.ndarray:
+    return np.concatenate([np.asarray(tree[name]) for tree in trees]).astype(dtype)
+
+
+def read_ubj(data: bytes) -> Any:
+    """Values of a UBJSON document (https://ubjson.org); typed arrays become NumPy arrays.
+
+    Raises:
+        ValueError: The document is cut off, or has types that saved models do not use.
+    """
+    try:
+        return _UbjReader(data).value()
+    except (IndexError, struct.error, KeyError) as error:
+        raise ValueError(f"not UBJSON: {error!r}") from None
+
+
+class _UbjReader:
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.at = 0
+
+    def value(self, mark: str = "") -> Any:
+        mark = mark or self._mark()
+        if mark == "{":
+            return self._object()
+        if mark == "[":
+            return self._array()
+        if mark == "S":
+            return self._text()
+        if mark in "TFZ":
+            return {"T": True, "F": False, "Z": None}[mark]
+        return self._numbers(_TYPES[mark], 1)[0].item()
+
+    def _object(self) -> dict[str, Any]:
+        entries = {}
+        while self._peek() != "}":
+            name = self._text()
+            entries[name] = self.value()
+        self.at += 1
+        return entries
+
+    def _array(self) -> Any:
+        if self._peek() == "$":
+            self.at += 1
+            kind = self._mark()
+            return self._numbers(_TYPES[kind], self._count())
+        if self._peek() == "#":
+            return [self.value() for _ in range(self._count())]
+        items = []
+        while self._peek() != "]":
+            items.append(self.value())
+        self.at += 1
+        return items
+
+    def _count(self) -> int:
+        if self._mark() != "#":
+            raise ValueError("a typed array without a length")
+        return int(self.value())
+
+    def _text(self) -> str:
+        length = int(self.value())
+        self.at += length
+        return self.data[self.at - length : self.at].decode()
+
+    def _numbers(self, kind: str, count: int) -> np.ndarray:
+        numbers = np.frombuffer(self.data, f">{kind}", count, self.at)
+        self.at += numbers.nbytes
+        return numbers.astype(kind)
+
+    def _mark(self) -> str:
+        self.at += 1
+        return chr(self.data[self.at - 1])
+
+    def _peek(self) -> str:
+        return chr(self.data[self.at])
+
+
+#: Name of a compressed booster's file: UBJSON in the xz container.
+SUFFIX = ".ubj.xz"
+#: Log-ratios of leaves are kept to so many decimals: 700 trees add up to an error below 0.1 %.
+DECIMALS = 6
+#: Most bytes that a file may unpack to, and most memory of the decompressor: a guard against
+#: archives made to fill the memory.
+MAX_BYTES, MAX_MEMORY = 2**30, 2**28
+#: Statistics of every node that only training and TreeSHAP read; zeros compress to nothing.
+_CLEARED = ("loss_changes", "sum_hessian")
+
+
+def compact(booster: Booster) -> bytes:
+    """A booster as compressed UBJSON without training statistics."""
+    import xgboost as xgb
+
+    model = json.loads(bytes(booster.save_raw("json")))
+    for tree in model["learner"]["gradient_booster"]["model"]["trees"]:
+        # Leaves keep their value where splits keep their condition; rounded, it compresses well.
+        left = np.array(tree["left_children"])
+        values = np.array(tree["split_conditions"], np.float64)
+        leaf = left < 0
+        values[leaf] = np.round(values[leaf], DECIMALS)
+        tree["split_conditions"] = values.astype(np.float32).tolist()
+        tree["base_weights"] = np.where(leaf, values, 0.0).astype(np.float32).tolist()
+        for name in _CLEARED:
+            tree[name] = [0.0] * len(left)
+    small = xgb.Booster()
+    small.load_model(bytearray(json.dumps(model).encode()))
+    return lzma.compress(bytes(small.save_raw("ubj")))
+
+
+def expand(data: bytes) -> bytes:
+    """UBJSON of a compressed booster.
+
+    Raises:
+        ValueError: It is damaged, or holds more than :data:`MAX_BYTES`.
+    """
+    unpacker = lzma.LZMADecompressor(memlimit=MAX_MEMORY)
+    try:
+        booster = unpacker.decompress(data, MAX_BYTES)
+    except (lzma.LZMAError, EOFError, MemoryError) as error:
+        raise ValueError(f"not a compressed booster: {error}") from None
+    if not unpacker.eof:
+        raise ValueError("a compressed booster is cut off or too large")
+    return booster

@@ -1,0 +1,1 @@
+"""What each group of features adds to a prediction."""

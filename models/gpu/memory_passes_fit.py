@@ -1,0 +1,270 @@
+"""Fits the constants of passes over memory to published rows, tested on left-out devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import DatasetError
+from ...features.dataset import Dataset
+from ...features.devices.device import DeviceSpec
+from ...features.operators.pointwise import IN_REGISTERS, WORK
+from ..cost_model import CostModel
+from ..operators.family_tables import chip_of
+from ..operators.intervals import twins
+from ..operators.rows import rows_of_dataset
+from ..program.program_model import ProgramModel
+from ..trust.conformal import Ends, ends
+from .estimator import GpuEstimator
+from .memory_passes import Constants, MemoryParams, Traffic, pass_seconds
+
+#: Published families made of streaming kernels.
+FAMILIES = (
+    "eager/elementwise",
+    "eager/softmax",
+    "eager/ln",
+    "kernel/elementwise",
+    "graph/quantize",
+)
+#: Ops of ``kernel/elementwise`` that are plain streams. The others (embedding, rope, silu_and_mul)
+#: are kernels of one framework's version at a fifth to a half of the bandwidth.
+KERNEL_OPS = ("add", "gelu")
+#: Quantisation by SGLang runs at a tenth of the bandwidth.
+QUANTISERS = ("trtllm", "vllm")
+#: Kernel-timed rows have a resolution of 1 µs; shorter ones are left out.
+LEAST_KERNEL_US = 8.0
+#: Most rows of a device and family in the fit, so that large tables do not outweigh small ones.
+PER_GROUP = 700
+#: Rows whose launch, as fitted, is less than this share count as bound by memory.
+LAUNCH_SHARE = 0.5
+#: Prior on the log factors of devices and launches, in rows of their own weight.
+PRIOR = 0.15
+_START = {"hbm": 0.85, "cache": 0.7, "edge": 0.7, "launch_cycles": 2600.0, "vector": 1.0}
+#: Largest factor between a constant and its start; wider bounds let constants that the rows do not
+#: determine drift.
+_REACH = 4.0
+#: Start of the fit for the host launch of one eagerly timed call, seconds; refitted for each host.
+_EAGER_S = {"eager/elementwise": 26e-6, "eager/softmax": 33e-6, "eager/ln": 47e-6}
+
+
+@dataclass(frozen=True)
+class MemoryFit:
+    """Fitted constants, with their errors on devices that were left out in turn.
+
+    Attributes:
+        params: Constants, with the factors of the devices that were fitted.
+        left_out: Interval ends of the log-ratio for devices without samples.
+        known: Interval ends for those with samples.
+        errors: For each device the median and mean absolute relative error when it was left out,
+            and the number of rows; rows of which launches are less than half.
+        correlation: Share of the variance of log errors that all rows of a device have in common.
+    """
+
+    params: MemoryParams
+    left_out: Ends
+    known: Ends
+    errors: dict[str, dict[str, float]]
+    correlation: float
+
+
+def suitable(rows: pd.DataFrame) -> np.ndarray:
+    """Which published rows the constants can be learned from, bool."""
+    key, us = rows["key"], rows["latency_us"]
+    backend = rows["backend"] if "backend" in rows else pd.Series("", index=rows.index)
+    plain = key.isin(["eager/elementwise", "eager/softmax", "eager/ln"])
+    kernel = (key == "kernel/elementwise") & rows["op"].isin(KERNEL_OPS) & (us >= LEAST_KERNEL_US)
+    graph = (key == "graph/quantize") & backend.isin(QUANTISERS)
+    return np.asarray(plain | kernel | graph, bool)
+
+
+def traffic_of_rows(rows: pd.DataFrame) -> Traffic:
+    """Traffic of published rows.
+
+    A softmax of rows above 1024 elements reads them twice more, a layer norm once more.
+    """
+    size = rows["rows"].to_numpy(np.float64) * rows["cols"].to_numpy(np.float64)
+    width = rows["dtype"].map({"fp32": 4.0}).fillna(2.0).to_numpy(np.float64)
+    inputs = rows["n_in"].fillna(1).to_numpy(np.float64)
+    quantised = (rows["key"] == "graph/quantize").to_numpy()
+    softmax, norm = ((rows["op"] == name).to_numpy() for name in ("softmax", "ln"))
+    wide = (rows["cols"] > IN_REGISTERS).to_numpy()
+    again = size * width * (2.0 * (softmax & wide) + norm)
+    work = rows["op"].map(WORK).fillna(4.0).to_numpy(np.float64)
+    moved = np.where(quantised, 3.0, (inputs + 1) * width) * size
+    return Traffic(moved, again, work * size, np.ones(len(rows)))
+
+
+def fit_memory(rows: pd.DataFrame, devices: Mapping[str, DeviceSpec], seed: int = 0) -> MemoryFit:
+    """Fit the constants; leave out one chip after the other for errors and intervals.
+
+    Args:
+        rows: Published rows, as :func:`~opcast.models.operators.rows_of_dataset` gives them.
+        devices: Descriptions by name.
+        seed: Of the draw of rows.
+
+    Raises:
+        DatasetError: No row is a pass over memory.
+    """
+    rows = rows[suitable(rows)].reset_index(drop=True)
+    if not len(rows):
+        raise DatasetError("no published row is a pass over memory", hint="import both packs")
+    drawn = _draw(rows, seed)
+    params, launches = _fit(drawn, devices)
+    inside, errors, scores = _scores(drawn, devices, params, launches), {}, {}
+    names = sorted(set(drawn["device"]))
+    for group in twins(names, {name: chip_of(devices[name]) for name in names}):
+        own = drawn["device"].isin(group).to_numpy()
+        other, _ = _fit(drawn[~own], devices)
+        own_scores = _scores(drawn[own], devices, other, launches)
+        scores["+".join(group)] = own_scores
+        ape = np.abs(np.exp(-own_scores) - 1)
+        errors["+".join(group)] = {
+            "median": float(np.median(ape)),
+            "mape": float(ape.mean()),
+            "rows": float(len(ape)),
+        }
+    every = [ends(s) for s in scores.values() if len(s) >= 20]
+    left_out = (min(lo for lo, _ in every), max(hi for _, hi in every))
+    return MemoryFit(params, left_out, ends(inside), errors, shared_variance(list(scores.values())))
+
+
+def shared_variance(scores: Sequence[np.ndarray]) -> float:
+    """Share of the variance of errors that lies between devices, 0 to 1."""
+    within = float(np.mean([s.var() for s in scores]))
+    between = float(np.mean([s.mean() ** 2 for s in scores]))
+    return between / (between + within) if between + within > 0 else 1.0
+
+
+def _draw(rows: pd.DataFrame, seed: int) -> pd.DataFrame:
+    parts = [
+        part.sample(min(len(part), PER_GROUP), random_state=seed)
+        for _, part in rows.groupby(["device", "key"], sort=True)
+    ]
+    return pd.concat(parts, ignore_index=True)
+
+
+def _launch_keys(rows: pd.DataFrame) -> pd.Series:
+    """What eager launches are told apart by: host and op. Others have none."""
+    eager = rows["key"].str.startswith("eager/")
+    return (rows["device"] + " " + rows["key"]).where(eager, "")
+
+
+def _fit(
+    rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]
+) -> tuple[MemoryParams, dict[str, float]]:
+    """Robust least squares of log-ratios, every device counting the same."""
+    from scipy.optimize import least_squares
+
+    names = sorted(set(rows["device"]))
+    keys = sorted(set(_launch_keys(rows)) - {""})
+    traffic = traffic_of_rows(rows)
+    log_us = np.log(rows["latency_us"].to_numpy(np.float64) * 1e-6)
+    place = {d: np.flatnonzero(rows["device"].to_numpy() == d) for d in names}
+    weight = np.empty(len(rows))
+    for own in place.values():
+        weight[own] = 1 / np.sqrt(len(own))
+    number = {key: i for i, key in enumerate(keys)}
+    launch_code = _launch_keys(rows).map(number).fillna(-1).to_numpy(np.int64)
+    first = np.array([_EAGER_S[k.split(" ")[1]] for k in keys])
+
+    def unpack(x: np.ndarray) -> tuple[MemoryParams, np.ndarray]:
+        plain = {n: v * float(np.exp(x[i])) for i, (n, v) in enumerate(_START.items())}
+        offsets = dict(zip(names, x[len(_START) : len(_START) + len(names)].tolist(), strict=True))
+        launches = first * np.exp(x[len(_START) + len(names) :])
+        return MemoryParams(**plain, device_log=offsets), launches
+
+    def residual(x: np.ndarray) -> np.ndarray:
+        params, launches = unpack(x)
+        predicted = np.empty(len(rows))
+        for name, own in place.items():
+            times = pass_seconds(traffic.take(own), devices[name], params)
+            code = launch_code[own]
+            extra = np.where(code >= 0, launches[code] if len(keys) else 0.0, 0.0)
+            launch = np.where(code >= 0, extra, times.launch)
+            predicted[own] = launch + times.total - times.launch
+        prior = PRIOR * x[len(_START) :]
+        return np.concatenate([weight * (log_us - np.log(predicted)), prior])
+
+    size = len(_START) + len(names) + len(keys)
+    reach = np.log(_REACH)
+    solution = least_squares(
+        residual, np.zeros(size), bounds=(-reach, reach), loss="soft_l1", f_scale=0.02, max_nfev=60
+    )
+    params, launches = unpack(solution.x)
+    return params, dict(zip(keys, launches.tolist(), strict=True))
+
+
+def _scores(
+    rows: pd.DataFrame,
+    devices: Mapping[str, DeviceSpec],
+    params: MemoryParams,
+    launches: Mapping[str, float],
+) -> np.ndarray:
+    """Log-ratios of measured to predicted times of the kernels themselves, launches of hosts apart.
+
+    Only rows in which the launch is not the larger part: the host's says nothing of the device.
+    """
+    eager = _launch_keys(rows).map(launches).fillna(0.0).to_numpy(np.float64)
+    predicted = np.empty(len(rows))
+    own_launch = np.empty(len(rows))
+    traffic = traffic_of_rows(rows)
+    for name in sorted(set(rows["device"])):
+        own = np.flatnonzero(rows["device"].to_numpy() == name)
+        times = pass_seconds(traffic.take(own), devices[name], params)
+        own_launch[own] = np.where(eager[own] > 0, eager[own], times.launch)
+        predicted[own] = own_launch[own] + times.total - times.launch
+    measured = rows["latency_us"].to_numpy(np.float64) * 1e-6
+    telling = own_launch < LAUNCH_SHARE * predicted
+    return np.asarray(np.log(measured[telling] / predicted[telling]))
+
+
+def without(params: MemoryParams, device: str) -> MemoryParams:
+    """The constants with no factor of their own for a device, as if it had no samples."""
+    kept = {name: value for name, value in params.device_log.items() if name != device}
+    return replace(params, device_log=kept)
+
+
+#: Least correlation of kernel errors in a program: kernels of a route share what the route gets
+#: wrong, whatever the passes alone say.
+LEAST_CORRELATION = 0.5
+
+
+def pass_rows(dataset: Dataset) -> tuple[pd.DataFrame, str]:
+    """Rows of a published dataset that pass over memory, and the digest of their samples.
+
+    Raises:
+        DatasetError: There is none.
+    """
+    names = sorted({family.split("/")[1] for family in FAMILIES})
+    mark = '"family":"(?:' + "|".join(names) + ')"'
+    some = dataset.frame["kernel_ir"].str.contains(mark, regex=True)
+    part = dataset.select(some.to_numpy())
+    return rows_of_dataset(part), part.hash
+
+
+def build_gpu_model(
+    rows: pd.DataFrame, devices: Mapping[str, DeviceSpec], info: Mapping[str, object], seed: int = 0
+) -> tuple[CostModel, MemoryFit]:
+    """Fit the constants of passes and put the model together.
+
+    Args:
+        rows: As :func:`pass_rows` gives them.
+        devices: Descriptions by name.
+        info: What else to keep in the manifest.
+        seed: Of the draw of rows.
+
+    Raises:
+        DatasetError: No row is a pass over memory.
+    """
+    fit = fit_memory(rows, devices, seed)
+    together = max(fit.correlation, LEAST_CORRELATION)
+    constants = Constants(fit.params, fit.known, fit.left_out, together)
+    estimator = GpuEstimator(constants=constants)
+    program_model = ProgramModel()
+    program_model.overheads.update(estimator.overheads)
+    metrics = {f"passes, {name} left out": errors for name, errors in fit.errors.items()}
+    about = {**info, "metrics": metrics, "pass_correlation": fit.correlation, "seed": seed}
+    return CostModel(estimator, program_model, {}, about), fit

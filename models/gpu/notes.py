@@ -1,0 +1,66 @@
+"""Notes to predictions of the GPU model: the route of each kernel, and the model's limits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from ...features.devices.device import DeviceSpec
+from ...features.kernels.kernel import Kernel
+from .memory_passes import MemoryParams, pass_seconds
+from .routes import ATTENTION, CONV, PASS, PRODUCT, describe, products, traffic
+
+_PRODUCTS = {PRODUCT: "a product", CONV: "a convolution, a product of"}
+
+
+def route_notes(kernels: Sequence[Kernel], device: DeviceSpec, params: MemoryParams) -> list[str]:
+    """For each kernel the published operator that it is predicted from."""
+    described = describe(kernels)
+    times = pass_seconds(traffic(described.row), device, params)
+    notes = []
+    for i, kernel in enumerate(kernels):
+        route = str(described.route[i])
+        if route in _PRODUCTS:
+            row = products(described, np.array([i])).iloc[0]
+            sizes = f"b={row.b} m={row.m} n={row.n} k={row.k}"
+            text = f"asked as {_PRODUCTS[route]} {sizes} at the rate of {row.rate}"
+        elif route == ATTENTION:
+            own = described.attention[i].items()
+            text = "asked as attention " + " ".join(f"{name}={value}" for name, value in own)
+        elif route == PASS:
+            parts = {"launch": times.launch, "memory": times.memory, "arithmetic": times.vector}
+            text = "asked as a pass: " + ", ".join(
+                f"{name} {seconds[i] * 1e6:.1f} µs" for name, seconds in parts.items()
+            )
+        else:
+            text = "no published operator is like it: roofline"
+        notes.append(f"{kernel.name}: {text}")
+    return notes
+
+
+def limit_notes(
+    kernels: Sequence[Kernel], device: DeviceSpec, known: Collection[str]
+) -> tuple[str, ...]:
+    """What a user should know of predictions on a device.
+
+    Args:
+        kernels: The kernels.
+        device: Where they run.
+        known: Devices of which there are published rows.
+    """
+    notes = ["kernels are predicted from published library operators, not from XLA's own"]
+    if device.name not in known:
+        notes.append(
+            f"no published rows of {device.name}, so intervals are wider: errors on devices that "
+            f"were left out in turn (rows exist of {', '.join(sorted(known))})"
+        )
+    described = describe(kernels)
+    sized = described.column("gemm_m") > 0
+    has_unit = device.matrix_peak("tf32") > device.matrix_peak("f32")
+    if has_unit and bool((described.rate[sized] == "tf32").any()):
+        notes.append(
+            "f32 products at default precision run as TF32 on this device, as XLA does; ask for "
+            "precision 'highest' for true FP32"
+        )
+    return tuple(notes)

@@ -1,0 +1,108 @@
+"""Published operator families, loaded when they are first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import ModelError
+from ...features.devices.catalogue import find_device, in_catalogue
+from ...features.devices.device import DeviceSpec, MemoryLevel
+from ...features.operators import op_features
+from ..core.registry import OPERATOR_MODEL, PRETRAINED
+from ..core.store import predicts_operators, read_manifest
+from ..operators.family import FamilyModel
+from ..operators.prediction import FamilyPrediction
+
+#: The operator model that comes with the package.
+SHIPPED = PRETRAINED / OPERATOR_MODEL
+#: Factor on bandwidths that takes memory out of the physics.
+_ENDLESS = 1e9
+
+
+class Operators:
+    """Latencies of published operators, family by family.
+
+    A whole operator model takes seconds to read; a program needs two or three of its families.
+
+    Args:
+        path: Folder of an operator model.
+
+    Raises:
+        ModelError: The folder holds no operator model.
+    """
+
+    def __init__(self, path: Path = SHIPPED) -> None:
+        self.path = path
+        manifest = read_manifest(path)
+        if not predicts_operators(manifest):
+            raise ModelError("holds no model of library operators", where=str(path))
+        self._stored: Mapping[str, Any] = manifest["families"]
+        self._loaded: dict[str, FamilyModel] = {}
+        self.devices: Mapping[str, object] = manifest["devices"]
+
+    @property
+    def families(self) -> frozenset[str]:
+        """Keys of the families that the model has."""
+        return frozenset(self._stored)
+
+    def family(self, key: str) -> FamilyModel:
+        """A family's model.
+
+        Raises:
+            ModelError: The operator model does not have it, or its folder is damaged.
+        """
+        if key not in self._loaded:
+            if key not in self._stored:
+                known = ", ".join(sorted(self._stored))
+                raise ModelError(f"no operators {key!r}", where=str(self.path), hint=f"has {known}")
+            folder = self.path / key.replace("/", "-")
+            self._loaded[key] = FamilyModel.load(key, folder, self._stored[key])
+        return self._loaded[key]
+
+    def predict(self, key: str, rows: pd.DataFrame, device: DeviceSpec) -> FamilyPrediction:
+        """Latencies of rows of one family on one device."""
+        rows = rows.assign(device=device.name)
+        return self.family(key).predict(rows, {device.name: device})
+
+    def knows(self, key: str, device: str) -> bool:
+        """Whether a family was fitted to a device."""
+        return key in self.families and device in self._stored[key]["devices"]
+
+
+def canonical(device: DeviceSpec) -> DeviceSpec:
+    """The device under the catalogue's name, if that lists it under another one (JAX's)."""
+    if not in_catalogue(device.name):
+        return device
+    listed = find_device(device.name)
+    return replace(
+        device,
+        name=listed.name,
+        vendor=listed.vendor,
+        architecture=listed.architecture,
+        lanes_per_core=listed.lanes_per_core,
+    )
+
+
+def base_seconds(key: str, rows: pd.DataFrame, device: DeviceSpec) -> tuple[np.ndarray, np.ndarray]:
+    """Analytical estimate of rows of a family, and the fixed cost within it, seconds."""
+    features = op_features(rows.assign(device=device.name), key, {device.name: device})
+    return features.base_s, features.floor_s
+
+
+def with_rate(device: DeviceSpec, rate: float) -> DeviceSpec:
+    """The device with another bf16 rate: a product of another type looks like one of bf16."""
+    if rate == device.matrix_peak("bf16"):
+        return device
+    return replace(device, peak_flops={**device.peak_flops, "bf16": rate})
+
+
+def without_memory(device: DeviceSpec) -> DeviceSpec:
+    """The device with endless bandwidth: what is left of the physics is arithmetic and launch."""
+    levels = tuple(MemoryLevel(x.capacity, x.bandwidth * _ENDLESS) for x in device.levels)
+    return replace(device, levels=levels)

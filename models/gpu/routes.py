@@ -1,0 +1,196 @@
+"""Routes of kernels on a GPU: matrix product, convolution, attention, or pass over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import pandas as pd
+
+from ...features.ir.dtypes import DTYPE_BITS, DTYPES
+from ...features.kernels.kernel import Kernel
+from ...features.table.columns import INDEX
+from ...features.table.row import rows
+from .memory_passes import Traffic
+
+PRODUCT, CONV, ATTENTION, PASS, OTHER = "product", "conv", "attention", "pass", "other"
+#: Kinds of kernel that only pass over memory.
+_PASSES = frozenset(("fusion", "reduce", "copy", "gather_scatter"))
+#: Library calls that do.
+_PASS_TARGETS = ("norm", "softmax")
+#: Bytes of a sector, the smallest transfer between L2 cache and memory on NVIDIA GPUs (CUDA C++
+#: Best Practices Guide, coalesced access).
+SECTOR = 32.0
+
+# How much longer than a stream the memory traffic of a pass takes, by what it does to its data. The
+# published rows hold streams alone, so these are engineering estimates: a tiled transpose through
+# shared memory and a reduction over the slow dimension lose some of the bandwidth; elements read
+# with a stride drag whole sectors along; indexed rows hit pages at random; atomic updates read what
+# they write.
+TRANSPOSED, COLUMN_REDUCED, STRIDED, GATHERED, SCATTERED = 0.25, 0.1, 1.0, 0.3, 1.0
+
+
+@dataclass(slots=True)
+class Described:
+    """``n`` kernels.
+
+    Attributes:
+        route: Which of the routes takes each, object, shape ``(n,)``.
+        row: Their device-independent rows, shape ``(n, len(COLUMNS))``.
+        attention: Parameters of an attention by position.
+    """
+
+    route: np.ndarray
+    row: np.ndarray
+    attention: dict[int, dict[str, int]]
+
+    def column(self, name: str) -> np.ndarray:
+        """A column of the rows, shape ``(n,)``."""
+        return self.row[:, INDEX[name]]
+
+    @property
+    def rate(self) -> np.ndarray:
+        """Matrix rate that each kernel asks for, object, shape ``(n,)``."""
+        names = np.array(DTYPES, object)
+        return np.asarray(names[self.column("matrix_dtype").astype(np.intp)])
+
+
+def describe(kernels: Sequence[Kernel]) -> Described:
+    """Routes and rows of kernels."""
+    row = rows(kernels)
+    attention = {i: a for i, k in enumerate(kernels) if (a := attention_of(k)) is not None}
+    sized = row[:, INDEX["gemm_m"]] > 0
+    depthwise = row[:, INDEX["conv_depthwise"]] > 0
+    route = np.full(len(kernels), OTHER, object)
+    for i, kernel in enumerate(kernels):
+        if i in attention:
+            route[i] = ATTENTION
+        elif kernel.kind in _PASSES or _is_pass_call(kernel) or (depthwise[i] and sized[i]):
+            route[i] = PASS
+        elif kernel.kind == "gemm" and sized[i]:
+            route[i] = PRODUCT
+        elif kernel.kind == "conv" and sized[i]:
+            route[i] = CONV
+    return Described(route, row, attention)
+
+
+def _is_pass_call(kernel: Kernel) -> bool:
+    target = str(kernel.op.attrs.get("target", "")).lower()
+    return kernel.kind == "custom_call" and any(word in target for word in _PASS_TARGETS)
+
+
+def attention_of(kernel: Kernel) -> dict[str, int] | None:
+    """Parameters of a fused attention call; ``None`` for any other kernel.
+
+    The call's first product has the dimensions: batch and heads are batched, the size of a head is
+    contracted, what is left are positions.
+    """
+    op = kernel.op
+    target = str(op.attrs.get("target", ""))
+    if "fmha" not in target or len(op.operands) < 3:
+        return None
+    entry = kernel.body.entry_computation.ops
+    query, key = (entry[i].type for i in op.operands[:2])
+    config = op.attrs.get("backend_config")
+    own = config.get("cudnn_fmha_backend_config", {}) if isinstance(config, dict) else {}
+    numbers = own.get("bmm1_dot_dimension_numbers", {})
+    sides = []
+    for side, shape in (("lhs", query.shape), ("rhs", key.shape)):
+        batch = [int(d) for d in numbers.get(f"{side}_batch_dimensions", ())]
+        contracted = [int(d) for d in numbers.get(f"{side}_contracting_dimensions", ())]
+        if len(batch) != 2 or len(contracted) != 1 or len(shape) != 4:
+            return None
+        free = prod(shape) // prod(shape[d] for d in (*batch, *contracted))
+        sides.append(([shape[d] for d in batch], shape[contracted[0]], free))
+    (lead, size, queries), ((_, kv_heads), _, keys) = sides
+    return {
+        "batch": lead[0],
+        "q_heads": lead[1],
+        "kv_heads": kv_heads,
+        "head_dim": size,
+        "v_head_dim": size,
+        "q_len": queries,
+        "kv_len": keys,
+        "window": 0,
+        "causal": int("CAUSAL" in str(own.get("mask_type", "")).upper()),
+        "backward": "Backward" in target,
+    }
+
+
+def products(described: Described, at: np.ndarray) -> pd.DataFrame:
+    """Dimensions of the products, or of the implicit products of convolutions, at some positions.
+
+    Returns:
+        ``b m n k`` (at least 1), ``rate``, ``width`` (bytes of an operand), ``times`` (all products
+        of a kernel over its largest) and ``extra`` (bytes read besides the two operands).
+    """
+    row, rate = described.row[at], described.rate[at]
+    size = {
+        c: np.maximum(row[:, INDEX[f"gemm_{long}"]], 1.0)
+        for c, long in (("b", "batch"), ("m", "m"), ("n", "n"), ("k", "k"))
+    }
+    main = 2.0 * size["b"] * size["m"] * size["n"] * size["k"]
+    operands = row[:, INDEX["gemm_lhs_bytes"]] + row[:, INDEX["gemm_rhs_bytes"]]
+    return pd.DataFrame(
+        {
+            **{c: v.astype(np.int64) for c, v in size.items()},
+            "rate": rate,
+            "width": np.array([DTYPE_BITS.get(r, 32) / 8 for r in rate]),
+            "times": np.maximum(row[:, INDEX["dense_flops"]] / main, 1.0),
+            "extra": np.maximum(row[:, INDEX["bytes_in"]] - operands, 0.0),
+            "moved": row[:, INDEX["bytes_in"]] + row[:, INDEX["bytes_out"]],
+        }
+    )
+
+
+def traffic(row: np.ndarray) -> Traffic:
+    """Traffic of kernels that pass over memory, from their rows ``(n, columns)``."""
+
+    def c(name: str) -> np.ndarray:
+        return np.asarray(row[:, INDEX[name]])
+
+    elements = np.maximum(c("elements_max"), 1.0)
+    width = np.maximum(c("dtype_bits"), 8.0) / 8
+    dragged = c("moved_gathered") * width * _drag(c("gather_run"), width)
+    dragged = dragged + c("moved_scattered") * width * _drag(c("scatter_length"), width)
+    moved = c("bytes_in") + c("bytes_out")
+    share = {
+        n: np.minimum(c(f"moved_{n}") / elements, 1.0)
+        for n in ("transposed", "strided", "gathered", "scattered")
+    }
+    column = (c("reduce_length") > 1) & (c("reduce_minor") == 0)
+    penalty = (
+        1.0
+        + TRANSPOSED * share["transposed"]
+        + STRIDED * share["strided"]
+        + GATHERED * share["gathered"]
+        + COLUMN_REDUCED * column
+        + SCATTERED * share["scattered"] * (c("scatter_combines") > 0)
+    )
+    work = sum(
+        row[:, i]
+        for name, i in INDEX.items()
+        if name.startswith("work_") and name != "work_integer"
+    )
+    work = np.asarray(work + c("dense_flops"))
+    wide = np.where(c("dtype_wide") > 0, 2.0, 1.0)
+    return Traffic(moved + dragged, np.zeros(len(row)), work * wide, penalty)
+
+
+def irregular(row: np.ndarray) -> np.ndarray:
+    """Kernels that do more than stream: no published row is like them, bool."""
+    names = ("moved_transposed", "moved_strided", "moved_gathered", "moved_scattered")
+    moves_irregularly = np.zeros(len(row), bool)
+    for name in names:
+        moves_irregularly |= row[:, INDEX[name]] > 0
+    return (
+        moves_irregularly | (row[:, INDEX["window_size"]] > 1) | (row[:, INDEX["dense_flops"]] > 0)
+    )
+
+
+def _drag(run: np.ndarray, width: np.ndarray) -> np.ndarray:
+    """Bytes dragged along for each byte wanted, where rows are shorter than a sector."""
+    length = np.maximum(run, 1.0) * width
+    return np.asarray(np.maximum(SECTOR / length, 1.0) - 1.0)

@@ -1,0 +1,247 @@
+"""Error against number of samples on a new device, with samples chosen and at random."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import DatasetError
+from ...features.devices.device import DeviceSpec
+from ..adapt.active import allocate, choose, shares_of, spread_evenly
+from ..adapt.gaussian_process import ErrorPosterior, Sites, covariance
+from .family import FamilyModel
+
+#: Most candidates and test rows that are used; larger tables are sampled down, so that
+#: a trial needs small matrices only.
+MAX_CANDIDATES, MAX_TEST = 1200, 3000
+#: Numbers of samples of each family.
+COUNTS = (0, 5, 10, 25, 50, 100)
+#: Draws of the random choice, whose mean error the active choice is compared with.
+RANDOM_DRAWS = 10
+#: Name of the curve over all families.
+ALL = "all, by time"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Error against number of samples for one family on one device.
+
+    Attributes:
+        family: The family, or :data:`ALL`.
+        device: The device.
+        counts: Numbers of samples of each family.
+        active: MAPE on the other rows with chosen samples, one a count.
+        random: The same with random samples, mean over draws.
+    """
+
+    family: str
+    device: str
+    counts: tuple[int, ...]
+    active: tuple[float, ...]
+    random: tuple[float, ...]
+
+    def needed(self, count: int) -> float:
+        """Chosen samples that reach the error of ``count`` random ones.
+
+        Between two counts the error is taken to fall evenly over the logarithm of their number
+        plus one; ``inf`` if no number of chosen samples reaches it.
+        """
+        goal = self.random[self.counts.index(count)]
+        for place, error in enumerate(self.active):
+            if error > goal:
+                continue
+            if place == 0:
+                return float(self.counts[0])
+            before = self.active[place - 1]
+            low, high = np.log1p(self.counts[place - 1]), np.log1p(self.counts[place])
+            return float(np.expm1(low + (high - low) * (before - goal) / (before - error)))
+        return float("inf")
+
+
+@dataclass
+class Trial:
+    """One family on one device: what may be measured, and what is judged.
+
+    Features and predictions are computed once; every number of samples and every draw then costs
+    a few small matrices.
+
+    Attributes:
+        family: The family.
+        params: Of its covariance.
+        pool: Sites of the candidates.
+        pool_errors: ``log(measured / predicted)`` of them, shape ``(n,)``.
+        test: Sites of the rows to be judged on.
+        test_errors: The same of these, shape ``(m,)``.
+        rows: The candidates' rows, in the same order.
+        seconds: Predicted time of all of the device's rows together.
+        order: Candidates, most telling first.
+        gains: What each is expected to say.
+        groups: Groups of similar candidates, shape ``(n,)``; ``None`` without groups.
+    """
+
+    family: str
+    params: np.ndarray
+    pool: Sites
+    pool_errors: np.ndarray
+    test: Sites
+    test_errors: np.ndarray
+    rows: pd.DataFrame
+    seconds: float
+    order: np.ndarray
+    gains: np.ndarray
+    groups: np.ndarray | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: FamilyModel,
+        pool: pd.DataFrame,
+        test: pd.DataFrame,
+        devices: Mapping[str, DeviceSpec],
+        count: int,
+        seed: int = 0,
+    ) -> Trial:
+        """Prepare a trial.
+
+        Args:
+            model: Fitted without the device.
+            pool: Rows that may be measured, with ``latency_us``.
+            test: Rows that the error is taken on.
+            devices: Descriptions by name.
+            count: Candidates to put in order.
+            seed: Of the draws from too many rows.
+
+        Raises:
+            DatasetError: The pool or the test rows are empty.
+        """
+        if not len(pool) or not len(test):
+            raise DatasetError(f"no rows of {model.family} to measure or to test on")
+        rng = np.random.default_rng(seed)
+        number = len(pool) + len(test)
+        pool, test = _some(pool, MAX_CANDIDATES, rng), _some(test, MAX_TEST, rng)
+        sites, errors, seconds = model.site_errors(pool, devices)
+        other, judged, _ = model.site_errors(test, devices)
+        return cls.of_sites(
+            model.family,
+            model.params,
+            pool,
+            (sites, errors),
+            (other, judged),
+            float(seconds.mean()) * number,
+            count,
+        )
+
+    @classmethod
+    def of_sites(
+        cls,
+        family: str,
+        params: np.ndarray,
+        rows: pd.DataFrame,
+        pool: tuple[Sites, np.ndarray],
+        test: tuple[Sites, np.ndarray],
+        seconds: float,
+        count: int,
+        groups: np.ndarray | None = None,
+    ) -> Trial:
+        """Prepare a trial from what is known of its rows.
+
+        Args:
+            family: Name.
+            params: Of the covariance.
+            rows: The candidates.
+            pool: Their sites and errors.
+            test: Sites and errors of the rows to be judged on.
+            seconds: Predicted time of all rows together.
+            count: Candidates to put in order.
+            groups: Groups of similar candidates, such as kernels of one program.
+        """
+        sites, other = _coded(pool[0], test[0])
+        order, gains = choose(sites, params, count)
+        return cls(
+            family, params, sites, pool[1], other, test[1], rows, seconds, order, gains, groups
+        )
+
+    def error(self, chosen: np.ndarray) -> float:
+        """MAPE on the test rows after learning from some of the candidates."""
+        mean = np.zeros(len(self.test_errors))
+        if len(chosen):
+            own = None if self.groups is None else self.groups[chosen]
+            some = self.pool.take(chosen)
+            correction = ErrorPosterior.fit(self.params, some, self.pool_errors[chosen], groups=own)
+            mean = covariance(self.test, correction.sites, correction.params) @ correction.weights
+        return float(np.mean(np.abs(np.exp(mean - self.test_errors) - 1)))
+
+
+def error_curve(trial: Trial, device: str, counts: Sequence[int], seed: int = 0) -> Curve:
+    """Compare active with random choice of samples within one family."""
+    return _curve(trial.family, device, [trial], counts, seed, {trial.family: 1.0})
+
+
+def joint_curve(
+    trials: Sequence[Trial], device: str, counts: Sequence[int], seed: int = 0
+) -> Curve:
+    """Compare them over all families, whose errors count by their shares of the time.
+
+    The active choice divides the samples by share × gain, the random one evenly. A count ``n``
+    stands for ``n`` samples of each family in the mean.
+    """
+    shares = shares_of({trial.family: trial.seconds for trial in trials})
+    return _curve(ALL, device, trials, counts, seed, shares)
+
+
+def _curve(
+    name: str,
+    device: str,
+    trials: Sequence[Trial],
+    counts: Sequence[int],
+    seed: int,
+    shares: Mapping[str, float],
+) -> Curve:
+    gains = {trial.family: trial.gains for trial in trials}
+    totals = [n * len(trials) for n in counts]
+    active = [
+        _weighted(trials, shares, allocate(gains, shares, n), [t.order for t in trials])
+        for n in totals
+    ]
+    rng = np.random.default_rng(seed)
+    random = np.zeros((RANDOM_DRAWS, len(counts)))
+    for draw in range(RANDOM_DRAWS):
+        orders = [rng.permutation(len(trial.pool)) for trial in trials]
+        for place, n in enumerate(totals):
+            evenly = spread_evenly(list(gains), n)
+            random[draw, place] = _weighted(trials, shares, evenly, orders)
+    return Curve(name, device, tuple(counts), tuple(active), tuple(random.mean(axis=0).tolist()))
+
+
+def _weighted(
+    trials: Sequence[Trial],
+    shares: Mapping[str, float],
+    numbers: Mapping[str, int],
+    orders: Sequence[np.ndarray],
+) -> float:
+    """Mean of the families' errors by their shares."""
+    return sum(
+        shares[trial.family] * trial.error(order[: numbers[trial.family]])
+        for trial, order in zip(trials, orders, strict=True)
+    )
+
+
+def _coded(first: Sites, second: Sites) -> tuple[Sites, Sites]:
+    """The same sites with numbers instead of names, which compare faster."""
+    codes = []
+    for name in ("coarse", "fine"):
+        code, _ = pd.factorize(np.concatenate([getattr(first, name), getattr(second, name)]))
+        codes.append((code[: len(first)], code[len(first) :]))
+    return (
+        Sites(first.place, first.share, codes[0][0], codes[1][0]),
+        Sites(second.place, second.share, codes[0][1], codes[1][1]),
+    )
+
+
+def _some(rows: pd.DataFrame, count: int, rng: np.random.Generator) -> pd.DataFrame:
+    if len(rows) <= count:
+        return rows.reset_index(drop=True)
+    return rows.iloc[rng.choice(len(rows), count, replace=False)].reset_index(drop=True)

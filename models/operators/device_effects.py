@@ -1,0 +1,108 @@
+"""Effects of devices on compute, memory and launch: the linear part of a family's log-ratio.
+
+    log-ratio ≈ w · (g + d[device] + k[device, op and library])
+
+with ``w`` the shares of compute, memory and launch in the analytical estimate. Where one of them
+takes all the time, the ratio is a constant of the device, however large the kernel: that is what a
+tree cannot know beyond the sizes that it has seen. Each level is a ridge regression on what the
+level above leaves, so that a library with few rows falls back to its device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+#: Ridge penalty of each level, as a number of rows without effect: a device or library needs about
+#: this many rows before its own effect outweighs the level above. Chosen by judgement.
+RIDGE = 20.0
+_SEPARATOR = "\t"
+
+
+class DeviceEffects:
+    """Effects by device and by what runs there.
+
+    Attributes:
+        table: Effects by ``""``, ``device`` and ``device`` + tab + ``library``, shape ``(3,)``.
+    """
+
+    def __init__(self, table: dict[str, np.ndarray] | None = None) -> None:
+        self.table = table or {}
+
+    def fit(
+        self, share: np.ndarray, ratio: np.ndarray, device: np.ndarray, library: np.ndarray
+    ) -> DeviceEffects:
+        """Learn the effects.
+
+        Args:
+            share: Shares of time, shape ``(n, 3)``.
+            ratio: Log-ratios, shape ``(n,)``.
+            device: Names, shape ``(n,)``.
+            library: What runs each row, shape ``(n,)``.
+        """
+        self.table = {"": _ridge(share, ratio)}
+        rest = ratio - share @ self.table[""]
+        for name, rows in _parts(device):
+            self.table[name] = _ridge(share[rows], rest[rows])
+            own = rest[rows] - share[rows] @ self.table[name]
+            for inner, some in _parts(library[rows]):
+                effect = _ridge(share[rows][some], own[some])
+                self.table[f"{name}{_SEPARATOR}{inner}"] = effect
+        return self
+
+    def predict(self, share: np.ndarray, device: np.ndarray, library: np.ndarray) -> np.ndarray:
+        """Linear part of the log-ratio, shape ``(n,)``; 0 if nothing was fitted."""
+        ratio = np.zeros(len(share))
+        if not self.table:
+            return ratio
+        for name, rows in _parts(device):
+            above = self.table[""] + self.table.get(name, np.zeros(3))
+            for inner, some in _parts(library[rows]):
+                effect = above + self.table.get(f"{name}{_SEPARATOR}{inner}", np.zeros(3))
+                ratio[rows[some]] = share[rows[some]] @ effect
+        return ratio
+
+    def parts(self, share: np.ndarray, device: str, library: str) -> dict[str, float]:
+        """What each level adds to the log-ratio of one row, which has ``share`` of shape (1, 3)."""
+        levels = {
+            "all devices": "",
+            "this device": device,
+            "library on this device": f"{device}{_SEPARATOR}{library}",
+        }
+        none = np.zeros(3)
+        return {what: float(share[0] @ self.table.get(at, none)) for what, at in levels.items()}
+
+    def unseen(self, share: np.ndarray, library: np.ndarray) -> np.ndarray:
+        """Linear part for a device that was not fitted: the mean over those that were."""
+        ratio = np.zeros(len(share))
+        devices = [name for name in self.table if name and _SEPARATOR not in name]
+        if not devices:
+            return ratio
+        for inner, rows in _parts(library):
+            own = [d for d in devices if f"{d}{_SEPARATOR}{inner}" in self.table]
+            effects = [self.table[d] + self.table[f"{d}{_SEPARATOR}{inner}"] for d in own]
+            effects = effects or [self.table[d] for d in devices]
+            ratio[rows] = share[rows] @ (self.table[""] + np.mean(effects, axis=0))
+        return ratio
+
+    def to_dict(self) -> dict[str, list[float]]:
+        """Plain data for the manifest."""
+        return {name: [round(float(v), 5) for v in values] for name, values in self.table.items()}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, list[float]]) -> DeviceEffects:
+        """Read :meth:`to_dict`'s data."""
+        return cls({name: np.array(values) for name, values in data.items()})
+
+
+def _ridge(share: np.ndarray, ratio: np.ndarray) -> np.ndarray:
+    square = share.T @ share + RIDGE * np.eye(share.shape[1])
+    return np.asarray(np.linalg.solve(square, share.T @ ratio))
+
+
+def _parts(names: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Positions of each name."""
+    order, inverse = np.unique(names.astype(str), return_inverse=True)
+    for place, name in enumerate(order):
+        yield str(name), np.flatnonzero(inverse == place)

@@ -1,0 +1,84 @@
+"""Which known device stands in for another one: by chip, and by vendor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...features.devices.device import DeviceSpec
+from .family_tables import chip_of
+
+
+@dataclass
+class KnownDevices:
+    """Chips and vendors of the devices that a model was fitted to.
+
+    Attributes:
+        chips: What makes the chip, by device.
+        vendors: Who makes it, by device.
+    """
+
+    chips: dict[str, tuple[object, ...]] = field(default_factory=dict)
+    vendors: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, devices: Mapping[str, DeviceSpec]) -> KnownDevices:
+        """Take them from descriptions."""
+        return cls(
+            {name: chip_of(spec) for name, spec in devices.items()},
+            {name: spec.vendor for name, spec in devices.items()},
+        )
+
+    @property
+    def foreign(self) -> list[str]:
+        """Devices of other vendors than the one with the most chips."""
+        owned: dict[str, set[tuple[object, ...]]] = {}
+        for name, chip in self.chips.items():
+            owned.setdefault(self.vendors[name], set()).add(chip)
+        first = max(owned, key=lambda vendor: (len(owned[vendor]), vendor), default="")
+        return [name for name in self.chips if self.vendors[name] != first]
+
+    def native(self, device: np.ndarray) -> np.ndarray:
+        """Rows from which a model of unseen devices learns, bool, shape ``(n,)``.
+
+        Those of the most common vendor's devices, if they are of two chips or more: kernels of
+        another vendor do not tell how this one's behave.
+
+        Args:
+            device: Known devices, shape ``(n,)``.
+        """
+        foreign = self.foreign
+        own = {chip for name, chip in self.chips.items() if name not in foreign}
+        return ~np.isin(device, foreign) if len(own) > 1 else np.ones(len(device), bool)
+
+    def chip_names(self, device: np.ndarray) -> np.ndarray:
+        """A name of each row's chip, shape ``(n,)``."""
+        order, code = np.unique(device.astype(str), return_inverse=True)
+        return np.array([str(self.chips[str(name)]) for name in order], object)[code]
+
+    def proxies(
+        self, device: np.ndarray, devices: Mapping[str, DeviceSpec]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """For each row the known device that stands for its own, and the scope of that.
+
+        Another vendor's unseen device is like that vendor's known one rather than like those that
+        the model of unseen devices learned from.
+
+        Args:
+            device: Any devices, shape ``(n,)``.
+            devices: Descriptions by name.
+        """
+        by_chip = {chip: name for name, chip in reversed(self.chips.items())}
+        by_vendor = {self.vendors[name]: name for name in reversed(self.foreign)}
+        names, scopes = {}, {}
+        for name in dict.fromkeys(device):
+            sibling = by_chip.get(chip_of(devices[name]))
+            like = sibling or by_vendor.get(devices[name].vendor)
+            names[name] = name if name in self.chips else (like or name)
+            scopes[name] = "known" if name in self.chips else "sibling" if sibling else "unseen"
+        return (
+            np.array([names[d] for d in device], object),
+            np.array([scopes[d] for d in device], object),
+        )

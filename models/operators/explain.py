@@ -1,0 +1,255 @@
+"""Explains the predicted latency of an operator.
+
+``latency = base × exp(log-ratio)``. The base is made of terms (compute, memory, fixed cost). The
+log-ratio is the sum of the effects of the device and its library, of the trees, and of the
+calibration. The trees' part is split among groups of features by exact Shapley values, against the
+same operator in other sizes on the same device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...features.devices.device import DeviceSpec
+from ...features.operators import FAMILIES, OpFeatures
+from ..explain.contributions import (
+    CALIBRATION,
+    OPERATOR_GROUPS,
+    Contribution,
+    ranked,
+    shapley,
+)
+from .family import FamilyModel
+from .rows import unnamed
+
+#: Parameters that are varied for the comparison, by group of families; a tuple varies together.
+_VARIED: dict[str, tuple[tuple[str, ...], ...]] = {
+    "gemm": (("m",), ("n",), ("k",)),
+    "conv": (("batch",), ("cin",), ("cout",), ("insize",)),
+    "pointwise": (("rows",), ("cols",)),
+    "attention": (("batch",), ("q_len", "kv_len")),
+    "moe": (("tokens",), ("hidden",), ("inter",)),
+}
+#: Contributions below this are rounding errors of single-precision trees.
+_ROUNDING = 1e-6
+#: Number of other sizes to compare with, and by how many powers of two each differs at most. The
+#: draw is fixed, so an explanation does not change from call to call.
+VARIANTS, REACH = 48, 4
+_TERMS = {
+    "log_tiles_base": "compute",
+    "log_memory_base": "memory",
+    "log_vector_base": "vector",
+    "log_blocks_base": "blocks",
+}
+#: Terms that are added, by the feature that has their share of the estimate.
+_ADDED = {
+    "quant_base": "quantising",
+    "extra_base": "beside it",
+    "streams_base": "streams",
+    "route_base": "routing",
+}
+
+
+@dataclass(frozen=True)
+class MeasuredOp:
+    """A measured operator near another one.
+
+    Attributes:
+        label: Its parameters.
+        device: Where it was measured.
+        measured_us: Its latency.
+        distance: Root mean square difference of the key features, in standard deviations.
+    """
+
+    label: str
+    device: str
+    measured_us: float
+    distance: float
+
+
+@dataclass(frozen=True)
+class OpExplanation:
+    """A prediction of an operator, taken apart.
+
+    Attributes:
+        family: ``method/family``.
+        device: Where it runs.
+        latency_us: ``base_us · exp(log_ratio)``.
+        lo_us: Lower end of the 90 % interval.
+        hi_us: Upper end.
+        scope: ``known``, ``sibling``, ``unseen`` or ``calibrated``.
+        in_domain: Whether training rows are near.
+        bound: What limits the analytical estimate.
+        roofline_us: From FLOPs and bytes alone.
+        base_us: The analytical estimate.
+        terms: Its parts in microseconds; compute and memory overlap.
+        log_ratio: What was learned on top.
+        baseline: Mean log-ratio by the trees of the operator in other sizes.
+        contributions: Largest first; with the baseline they add up to the log-ratio.
+        neighbours: Nearest measured operators.
+        notes: Limits of the prediction.
+    """
+
+    family: str
+    device: str
+    latency_us: float
+    lo_us: float
+    hi_us: float
+    scope: str
+    in_domain: bool
+    bound: str
+    roofline_us: float
+    base_us: float
+    terms: Mapping[str, float]
+    log_ratio: float
+    baseline: float
+    contributions: tuple[Contribution, ...]
+    neighbours: tuple[MeasuredOp, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def factor(self) -> float:
+        """Predicted latency over the analytical estimate."""
+        return math.exp(self.log_ratio)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data."""
+        return {**asdict(self), "terms": dict(self.terms), "factor": self.factor}
+
+
+def explain_op(
+    model: FamilyModel,
+    row: Mapping[str, Any],
+    device: DeviceSpec,
+    measured: pd.DataFrame | None = None,
+    k: int = 3,
+) -> OpExplanation:
+    """Explain the prediction of one operator.
+
+    Args:
+        model: Of the operator's family.
+        row: Its parameters, as ``features.ops.query.parse_op`` gives them.
+        device: Where it runs.
+        measured: Measured rows of the family to look for neighbours in.
+        k: Neighbours to name.
+
+    Raises:
+        DatasetError: A parameter is missing or out of range.
+        ModelError: The model was not fitted.
+    """
+    specs = {device.name: device}
+    frame = pd.DataFrame([{**row, "device": device.name}])
+    prediction = model.predict(frame, specs)
+    features = model.features(frame, specs)
+    base = float(features.base_s[0])
+    ratio = float(np.log(prediction.latency[0] / base))
+    parts = model.linear_parts(frame, features, specs)
+    regressor, table = model.regressor_of(frame, features, specs)
+    others = _variants(row, FAMILIES[model.family], device.name)
+    _, background = model.regressor_of(others, model.features(others, specs), specs)
+    baseline, groups = shapley(regressor, table, background, OPERATOR_GROUPS)
+    factor = float(model.carried(frame, specs)[0])
+    baseline, parts = baseline * factor, {name: value * factor for name, value in parts.items()}
+    groups = {name: value * factor for name, value in groups.items()}
+    plain = float(np.log(model.predict(frame, specs, corrected=False).latency[0] / base))
+    parts |= groups | {CALIBRATION: ratio - plain}
+    return OpExplanation(
+        family=model.family,
+        device=device.name,
+        latency_us=float(prediction.latency[0]) * 1e6,
+        lo_us=float(prediction.lo[0]) * 1e6,
+        hi_us=float(prediction.hi[0]) * 1e6,
+        scope=str(prediction.scope[0]),
+        in_domain=bool(prediction.in_domain[0]),
+        bound=str(prediction.bound[0]),
+        roofline_us=float(prediction.roofline[0]) * 1e6,
+        base_us=base * 1e6,
+        terms=_terms(features),
+        log_ratio=ratio,
+        baseline=baseline,
+        contributions=ranked(parts, _ROUNDING),
+        neighbours=() if measured is None else nearest(model, frame, features, measured, device, k),
+        notes=_notes(model, frame, measured),
+    )
+
+
+def _terms(features: OpFeatures) -> dict[str, float]:
+    """Microseconds of the parts of the analytical estimate."""
+    base, row = float(features.base_s[0]), features.X[0]
+    terms = {
+        term: base * float(np.exp2(row[features.names.index(name)])) * 1e6
+        for name, term in _TERMS.items()
+        if name in features.names
+    }
+    terms |= {
+        term: base * float(row[features.names.index(name)]) * 1e6
+        for name, term in _ADDED.items()
+        if name in features.names and row[features.names.index(name)] > 0
+    }
+    return {**terms, "fixed": float(features.floor_s[0]) * 1e6}
+
+
+def _variants(row: Mapping[str, Any], group: str, device: str) -> pd.DataFrame:
+    """The operator in other sizes, always the same ones."""
+    rng = np.random.default_rng(0)
+    variants = []
+    for _ in range(VARIANTS):
+        own = {**row, "device": device}
+        for names in _VARIED[group]:
+            factor = 2.0 ** int(rng.integers(-REACH, REACH + 1))
+            for name in names:
+                if own[name] > 1:  # one query token stays one
+                    own[name] = max(1, round(own[name] * factor))
+        variants.append(own)
+    return pd.DataFrame(variants)
+
+
+def nearest(
+    model: FamilyModel,
+    frame: pd.DataFrame,
+    features: OpFeatures,
+    measured: pd.DataFrame,
+    device: DeviceSpec,
+    k: int,
+) -> tuple[MeasuredOp, ...]:
+    """The measured operators of the same device that lie nearest, the same library first."""
+    rows = measured[measured["device"] == device.name].reset_index(drop=True)
+    alike = rows["dtype"].astype(str) == str(frame["dtype"].iloc[0])
+    if "backend" in rows and "backend" in frame:
+        alike &= rows["backend"].fillna("") == (frame["backend"].fillna("").iloc[0])
+    rows = rows[alike.to_numpy()].reset_index(drop=True) if alike.any() else rows
+    if not len(rows):
+        return ()
+    distance = model.distance(features, rows, {device.name: device})
+    neighbours = []
+    for place in np.argsort(distance, kind="stable")[:k].tolist():
+        own = rows.iloc[place]
+        names = [c for c in frame.columns if c in rows and c not in _UNSHOWN and pd.notna(own[c])]
+        label = " ".join(f"{c}={own[c]}" for c in names)
+        us = float(own["latency_us"])
+        neighbours.append(MeasuredOp(label, str(own["device"]), us, float(distance[place])))
+    return tuple(neighbours)
+
+
+_UNSHOWN = frozenset(("key", "method", "family", "device", "op", "id"))
+
+
+def _notes(
+    model: FamilyModel, frame: pd.DataFrame, measured: pd.DataFrame | None
+) -> tuple[str, ...]:
+    notes = []
+    lacking = [c for c in model.named if unnamed(frame, (c,))[0]]
+    if lacking:
+        notes.append(
+            f"no {' and no '.join(lacking)} given, though every training row names one: the "
+            "interval is that of an unknown device"
+        )
+    if measured is None:
+        notes.append("operator models hold no measured rows: give --data to see neighbours")
+    return tuple(notes)

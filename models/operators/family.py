@@ -1,0 +1,517 @@
+"""Latency of one family of operators: a regressor for known devices, another for unseen ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import ModelError
+from ...features.devices.device import DeviceSpec
+from ...features.operators import OpFeatures, op_features
+from ...features.operators.features import ops_schema_hash
+from ..adapt.gaussian_process import (
+    ErrorPosterior,
+    Scale,
+    Sites,
+    fit_params,
+    start_params,
+    time_shares,
+)
+from ..core.kernel_table import KernelTable
+from ..core.registry import estimator_class
+from ..estimators.tabular import TabularEstimator
+from .device_effects import DeviceEffects
+from .device_kinship import KnownDevices
+from .family_tables import (
+    FamilySettings,
+    GeneralFit,
+    general_table,
+    known_table,
+    latency_s,
+    learn,
+    new_regressor,
+    sized,
+    target_of,
+)
+from .intervals import FOREIGN, DeviceIntervals, twins
+from .prediction import FamilyPrediction
+from .rows import codes, group_draw, libraries, misleading, named_columns, unnamed
+from .shrinkage import shrinkage
+from .unseen import Strategy, UnseenFit, mean_ape
+
+#: Share of the groups, and of single rows, held out of the fit to calibrate intervals. Whole groups
+#: show the error on shapes that were never seen, single rows that between measured sizes; both are
+#: kept small, by judgement, because every held-out row is lost to the regressor.
+HELD_GROUPS, HELD_ROWS = 0.05, 0.03
+#: With fewer groups than this only single rows are held out: one group would be a large share.
+MIN_GROUPS = 8
+#: Least number of groups to hold out, but never more than a fifth of them.
+LEAST_GROUPS = 5
+#: Errors per left-out device that the covariance is fitted to: its likelihood costs O(n³).
+COVARIANCE_ROWS = 200
+#: Scale of the "behaves like that known chip" directions of the error covariance, relative to the
+#: factors on compute, memory and launch. Chosen by judgement.
+LIKENESS = 2.0
+
+
+class FamilyModel:
+    """Learns and predicts one family.
+
+    Args:
+        family: One of the keys of ``features.ops.FAMILIES``.
+        settings: How its regressors are made.
+
+    Attributes:
+        devices: Names of the devices that it was fitted to, in order.
+        seen: Number of chips from which the model of unseen devices knows each library.
+        strategy: How the model of unseen devices was made.
+        named: Text parameters that every training row of the family gives.
+        corrections: Corrections of devices that were calibrated.
+        intervals: Interval ends.
+    """
+
+    def __init__(self, family: str, settings: FamilySettings | None = None) -> None:
+        self.family = family
+        self.settings = settings or FamilySettings()
+        self.devices: tuple[str, ...] = ()
+        self.known_devices = KnownDevices()
+        self.seen: dict[str, int] = {}
+        self.strategy = Strategy(False, 0.0, True)
+        self.named: tuple[str, ...] = ()
+        self.effects = DeviceEffects()
+        self.known: TabularEstimator | None = None
+        self.general: TabularEstimator | None = None
+        self.general_effects = DeviceEffects()
+        self.intervals = DeviceIntervals()
+        self.scale: Scale | None = None
+        self.params = np.zeros(0)
+        self.corrections: dict[str, ErrorPosterior] = {}
+        self.left_out: dict[str, dict[str, float]] = {}
+
+    # Fitting
+
+    def fit(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> FamilyModel:
+        """Learn from rows of the family.
+
+        Args:
+            rows: Columns as :func:`~opcast.models.operators.rows_of_dataset` gives them.
+            devices: Descriptions by name.
+
+        Raises:
+            DatasetError: A row lacks a parameter, or has no positive latency.
+            ModelError: The estimator does not learn from a feature table.
+        """
+        rows = rows.reset_index(drop=True)
+        self.devices = tuple(sorted(set(rows["device"])))
+        self.known_devices = KnownDevices.of({name: devices[name] for name in self.devices})
+        self.named = named_columns(rows)
+        features = self.features(rows, devices)
+        ratio = target_of(rows, features)
+        rng = np.random.default_rng(self.settings.seed)
+        held = self._held(rows, rng)
+        fitting = np.flatnonzero(~held)
+        if len(fitting) > self.settings.max_rows:
+            fitting = rng.choice(fitting, self.settings.max_rows, replace=False)
+        device = rows["device"].to_numpy(object)
+        library, share = codes(rows)[0], time_shares(features)
+        self.effects.fit(share[fitting], ratio[fitting], device[fitting], library[fitting])
+        linear = self.effects.predict(share, device, library)
+        self.known = new_regressor(self.settings, sized(self.settings.known, len(fitting)))
+        learn(self.known, self._known_table(features, device), ratio - linear, fitting)
+        self._calibrate(features, device, ratio - linear, np.flatnonzero(held))
+        self._fit_general(rows, features, device, ratio, np.flatnonzero(~held), rng)
+        return self
+
+    def _held(self, rows: pd.DataFrame, rng: np.random.Generator) -> np.ndarray:
+        """Rows that are kept from fitting: the first groups of a draw, and some single rows."""
+        place = group_draw(rows, self.family, self.settings.seed)
+        groups = np.unique(place)
+        least = min(LEAST_GROUPS, len(groups) // 5)
+        count = max(least, round(HELD_GROUPS * len(groups))) if len(groups) >= MIN_GROUPS else 0
+        first = groups[count - 1] if count else -1.0
+        return np.asarray((place <= first) | (rng.random(len(rows)) < HELD_ROWS))
+
+    def _calibrate(
+        self, features: OpFeatures, device: np.ndarray, target: np.ndarray, held: np.ndarray
+    ) -> None:
+        assert self.known is not None
+        if not len(held):
+            return
+        table = self._known_table(features.take(held), device[held])
+        predicted = self.known.point(table)
+        scores = np.log(table.base_s) + target[held] - np.log(predicted)
+        if self.known.domain is not None:
+            self.known.domain.calibrate(self.known.domain.score(table))
+        for name in self.devices:
+            own = device[held] == name
+            if own.sum() >= 10:
+                self.intervals.fit_device(name, scores[own], predicted[own])
+
+    def _fit_general(
+        self,
+        rows: pd.DataFrame,
+        features: OpFeatures,
+        device: np.ndarray,
+        target: np.ndarray,
+        fitting: np.ndarray,
+        rng: np.random.Generator,
+    ) -> None:
+        """The model of unseen devices, with its errors on each device when that is left out."""
+        self.scale = Scale.of(features)
+        coarse, fine = codes(rows)
+        sites = self.scale.sites(features, coarse, fine)
+        self.params = start_params(sites.place.shape[1])
+        job = GeneralFit(self.family, self.settings, features, target, device, coarse)
+        made = UnseenFit(job, self.known_devices, libraries(rows), ~misleading(rows), rng).make(
+            fitting
+        )
+        self.general, self.general_effects = made.general, made.effects
+        self.strategy, self.seen = made.strategy, made.seen
+        if not made.folds:
+            return
+        likes = self._likes(features, coarse)
+        tasks, scores = [], {}
+        for group, (own, ratio) in made.folds.items():
+            errors = target[own] - ratio
+            scores[group[0]] = errors
+            some = np.arange(min(len(own), COVARIANCE_ROWS))
+            task = sites.take(own[some])
+            task.share = self._with_likes(task.share, likes[own[some]], ratio[some], group)
+            tasks.append((task, errors[some]))
+            self.left_out["+".join(group)] = {
+                "mape": mean_ape(errors),
+                "median": float(np.median(np.abs(np.exp(-errors) - 1))),
+                "rows": float(len(own)),
+            }
+        self.intervals.fit_unseen(scores, self.known_devices.foreign)
+        self.params = fit_params(tasks)
+
+    # Predicting
+
+    def predict(
+        self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec], corrected: bool = True
+    ) -> FamilyPrediction:
+        """Predict rows of the family; every device may be one that the model never saw.
+
+        Args:
+            rows: Columns of the family's parameters and ``device``.
+            devices: Descriptions by the values of ``device``.
+            corrected: Whether to use corrections of calibrated devices.
+
+        Raises:
+            ModelError: The model was not fitted.
+        """
+        self._require_fitted()
+        rows = rows.reset_index(drop=True)
+        features = self.features(rows, devices)
+        prediction = self._plain(rows, features, devices)
+        if corrected and self.corrections:
+            self._correct(prediction, rows, features, rows["device"].to_numpy(object))
+        return prediction
+
+    def _require_fitted(self) -> None:
+        if self.known is None or self.general is None or self.scale is None:
+            raise ModelError(f"the model of {self.family} has not been fitted")
+
+    def _plain(
+        self, rows: pd.DataFrame, features: OpFeatures, devices: Mapping[str, DeviceSpec]
+    ) -> FamilyPrediction:
+        """Predictions without corrections."""
+        assert self.known is not None and self.general is not None
+        device = rows["device"].to_numpy(object)
+        proxy, scope = self.known_devices.proxies(device, devices)
+        own = np.isin(proxy, self.devices)
+        latency = np.empty(len(rows))
+        inside = np.zeros(len(rows), bool)
+        for mask, model in ((own, self.known), (~own, self.general)):
+            at = np.flatnonzero(mask)
+            if len(at):
+                some = features.take(at) if len(at) < len(rows) else features
+                mine = rows.iloc[at] if len(at) < len(rows) else rows
+                part = (
+                    self._known_table(some, proxy[at])
+                    if model is self.known
+                    else general_table(self.family, some)
+                )
+                latency[at] = model.point(part)
+                if model is self.known:
+                    library, share = codes(mine)[0], time_shares(some)
+                    latency[at] *= np.exp(self.effects.predict(share, proxy[at], library))
+                else:
+                    ratio = self._general_ratio(mine, some, latency[at])
+                    latency[at] = some.base_s * np.exp(ratio)
+                inside[at] = model.domain.contains(part) if model.domain is not None else True
+        lo, hi = np.empty(len(rows)), np.empty(len(rows))
+        for name in dict.fromkeys(device):
+            at = np.flatnonzero(device == name)
+            lo[at], hi[at] = self._ends(str(proxy[at[0]]), str(scope[at[0]]), latency[at])
+        wide_lo, wide_hi = self.intervals.of("", latency)
+        far = ~inside & own  # halfway to a device that was never seen
+        lo[far] = np.minimum(lo, np.sqrt(lo * wide_lo))[far]
+        hi[far] = np.maximum(hi, np.sqrt(hi * wide_hi))[far]
+        nameless = unnamed(rows, self.named) | _elsewhere(device, devices)
+        if nameless.any():  # what runs it may matter as much as the device
+            lo[nameless] = np.minimum(lo, wide_lo)[nameless]
+            hi[nameless] = np.maximum(hi, wide_hi)[nameless]
+            inside &= ~nameless
+        return FamilyPrediction(latency, lo, hi, features.roofline_s, features.bound, scope, inside)
+
+    def why_outside(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> list[str]:
+        """Why the first of some rows is outside the training domain, a text a reason."""
+        self._require_fitted()
+        assert self.known is not None and self.general is not None
+        row = rows.iloc[:1].reset_index(drop=True)
+        features = self.features(row, devices)
+        proxy, _ = self.known_devices.proxies(row["device"].to_numpy(object), devices)
+        own = bool(np.isin(proxy, self.devices)[0])
+        table = self._known_table(features, proxy) if own else general_table(self.family, features)
+        domain = (self.known if own else self.general).domain
+        reasons = []
+        if _elsewhere(row["device"].to_numpy(object), devices).any():
+            reasons.append("operators are known of GPUs alone")
+        if bool(unnamed(row, self.named)[0]):
+            reasons.append("what runs it (backend=…, kernel=…) is not named, or was not seen")
+        if domain is not None and not bool(domain.contains(table)[0]):
+            reasons += domain.reasons(table)
+        return reasons
+
+    def _general_ratio(
+        self, rows: pd.DataFrame, features: OpFeatures, point_s: np.ndarray
+    ) -> np.ndarray:
+        """Log-ratios of rows as on a device that was never seen, by the regressor's ``point_s``."""
+        linear = self.general_effects.unseen(time_shares(features), codes(rows)[0])
+        ratio = np.log(point_s / features.base_s) + linear
+        return np.asarray(self._shrinkage(libraries(rows)) * ratio)
+
+    def _ends(self, device: str, scope: str, latency: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Interval ends of rows that a device stands for.
+
+        A sibling's are those of the known device, stretched towards unseen.
+        """
+        if scope == "unseen":
+            return self.intervals.of(
+                FOREIGN if device in self.known_devices.foreign else "", latency
+            )
+        lo, hi = self.intervals.of(device, latency)
+        if scope != "sibling":
+            return lo, hi
+        wide_lo, wide_hi = self.intervals.of("", latency)
+        return np.sqrt(lo * np.maximum(wide_lo, lo**2 / latency)), np.sqrt(hi * wide_hi)
+
+    def _correct(
+        self,
+        prediction: FamilyPrediction,
+        rows: pd.DataFrame,
+        features: OpFeatures,
+        device: np.ndarray,
+    ) -> None:
+        for name, correction in self.corrections.items():
+            at = np.flatnonzero(device == name)
+            if not len(at):
+                continue
+            mean, half = correction.apply(self.sites(rows.iloc[at], features.take(at)))
+            prediction.latency[at] *= np.exp(mean)
+            prediction.lo[at] = prediction.latency[at] * np.exp(-half)
+            prediction.hi[at] = prediction.latency[at] * np.exp(half)
+            prediction.scope[at] = "calibrated"
+
+    def sites(self, rows: pd.DataFrame, features: OpFeatures) -> Sites:
+        """Where rows lie for the covariance of errors."""
+        assert self.scale is not None and self.general is not None
+        coarse, fine = codes(rows)
+        sites = self.scale.sites(features, coarse, fine)
+        table = general_table(self.family, features)
+        ratio = self._general_ratio(rows, features, self.general.point(table))
+        sites.share = self._with_likes(sites.share, self._likes(features, coarse), ratio, ())
+        return sites
+
+    def _likes(self, features: OpFeatures, library: np.ndarray) -> np.ndarray:
+        """Log-ratios if the device were like each known chip, shape ``(n, chips)``."""
+        assert self.known is not None
+        share = time_shares(features)
+        ratios = []
+        for group in twins(self.devices, self.known_devices.chips):
+            device = np.full(len(library), group[0], object)
+            table = self._known_table(features, device)
+            ratio = np.log(self.known.point(table)) - np.log(table.base_s)
+            ratios.append(ratio + self.effects.predict(share, device, library))
+        return np.stack(ratios, axis=1)
+
+    def _with_likes(
+        self, share: np.ndarray, likes: np.ndarray, general: np.ndarray, own: tuple[str, ...]
+    ) -> np.ndarray:
+        """Shares, and how far each known chip lies from the model of unseen devices.
+
+        Args:
+            share: Shares of time, shape ``(n, 3)``.
+            likes: From :meth:`_likes`.
+            general: Log-ratios of the model of unseen devices, shape ``(n,)``.
+            own: Devices of the chip that is left out, which must not stand for itself.
+        """
+        apart = LIKENESS * (likes - general[:, None])
+        for place, group in enumerate(twins(self.devices, self.known_devices.chips)):
+            if group == own:
+                apart[:, place] = 0.0
+        return np.concatenate([share, np.clip(apart, -2, 2)], axis=1)
+
+    def calibrate(
+        self, device: str, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]
+    ) -> ErrorPosterior:
+        """Adapt to a device from rows that were measured there; replaces an earlier correction.
+
+        Args:
+            device: Its name.
+            rows: Rows of the family on it, with ``latency_us``.
+            devices: Descriptions by name.
+
+        Raises:
+            DatasetError: A row lacks a parameter, or has no positive latency.
+        """
+        sites, errors, _ = self.site_errors(rows, devices)
+        correction = ErrorPosterior.fit(self.params, sites, errors)
+        self.corrections[device] = correction
+        return correction
+
+    def site_errors(
+        self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]
+    ) -> tuple[Sites, np.ndarray, np.ndarray]:
+        """Where measured rows lie, and how the model without corrections errs on them.
+
+        Args:
+            rows: Rows of the family, with ``latency_us``.
+            devices: Descriptions by name.
+
+        Returns:
+            Sites, ``log(measured / predicted)`` of shape ``(n,)`` and predictions in seconds.
+
+        Raises:
+            DatasetError: A row lacks a parameter, or has no positive latency.
+            ModelError: The model was not fitted.
+        """
+        self._require_fitted()
+        rows = rows.reset_index(drop=True)
+        features = self.features(rows, devices)
+        latency = self._plain(rows, features, devices).latency
+        errors = np.log(latency_s(rows)) - np.log(latency)
+        return self.sites(rows, features), errors, latency
+
+    def regressor_of(
+        self, rows: pd.DataFrame, features: OpFeatures, devices: Mapping[str, DeviceSpec]
+    ) -> tuple[TabularEstimator, KernelTable]:
+        """The regressor that speaks for rows, all of one device, and its table of them."""
+        assert self.known is not None and self.general is not None
+        proxy, _ = self.known_devices.proxies(rows["device"].to_numpy(object), devices)
+        if proxy[0] in self.devices:
+            return self.known, self._known_table(features, proxy)
+        return self.general, general_table(self.family, features)
+
+    def linear_parts(
+        self, rows: pd.DataFrame, features: OpFeatures, devices: Mapping[str, DeviceSpec]
+    ) -> dict[str, float]:
+        """What the effects add to the log-ratio of one row, by what has the effect."""
+        proxy, _ = self.known_devices.proxies(rows["device"].to_numpy(object), devices)
+        library, share = codes(rows)[0], time_shares(features)
+        if proxy[0] in self.devices:
+            return self.effects.parts(share, str(proxy[0]), str(library[0]))
+        return {"mean of known devices": float(self.general_effects.unseen(share, library)[0])}
+
+    def carried(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
+        """Share of the learned log-ratio that is taken, 1 on known devices, shape ``(n,)``."""
+        proxy, _ = self.known_devices.proxies(rows["device"].to_numpy(object), devices)
+        return np.where(np.isin(proxy, self.devices), 1.0, self._shrinkage(libraries(rows)))
+
+    def _shrinkage(self, library: np.ndarray) -> np.ndarray:
+        return shrinkage(library, self.seen) ** self.strategy.shrunk
+
+    def distance(
+        self, features: OpFeatures, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]
+    ) -> np.ndarray:
+        """How far rows lie from one operator, in its key features.
+
+        Args:
+            features: Of the operator.
+            rows: ``n`` rows of the family.
+            devices: Descriptions by name.
+
+        Returns:
+            Root mean square differences in standard deviations of training, shape ``(n,)``.
+        """
+        assert self.scale is not None
+        own = features.X[:, features.keys].astype(np.float64)
+        others = self.features(rows, devices).X[:, features.keys].astype(np.float64)
+        gap = (others - own) / self.scale.spread
+        return np.asarray(np.sqrt((gap**2).mean(axis=1)))
+
+    # Tables
+
+    def features(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> OpFeatures:
+        """Features of rows, with the kernels' texts if the estimator looks at their graphs."""
+        texts = getattr(estimator_class(self.settings.estimator), "needs_graphs", False)
+        return op_features(rows, self.family, devices, texts=texts)
+
+    def _known_table(self, features: OpFeatures, device: np.ndarray) -> KernelTable:
+        return known_table(self.family, features, device, self.devices)
+
+    # Saving
+
+    def save(self, path: Path) -> dict[str, object]:
+        """Write both regressors below ``path``; returns what the manifest has to hold."""
+        assert self.known is not None and self.general is not None and self.scale is not None
+        self.known.save(path / "known")
+        self.general.save(path / "general")
+        return {
+            "devices": list(self.devices),
+            "chips": {name: list(chip) for name, chip in self.known_devices.chips.items()},
+            "vendors": self.known_devices.vendors,
+            "seen_chips": self.seen,
+            "way": self.strategy._asdict(),
+            "named": list(self.named),
+            "intervals": self.intervals.to_dict(),
+            "scale": {"centre": self.scale.centre.tolist(), "spread": self.scale.spread.tolist()},
+            "slopes": self.effects.to_dict(),
+            "general_slopes": self.general_effects.to_dict(),
+            "covariance_log": self.params.tolist(),
+            "left_out": self.left_out,
+            "estimator": self.settings.estimator,
+        }
+
+    @classmethod
+    def load(cls, family: str, path: Path, manifest: Mapping[str, Any]) -> FamilyModel:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ModelError: A regressor is damaged, or of other features.
+            KeyError: The manifest lacks an entry.
+        """
+        model = cls(family, FamilySettings(estimator=manifest["estimator"]))
+        kind = estimator_class(manifest["estimator"])
+        if not issubclass(kind, TabularEstimator):
+            raise ModelError(f"estimator {manifest['estimator']!r} has no feature table")
+        schema = ops_schema_hash(family)
+        model.known = kind.load(path / "known", schema)
+        model.general = kind.load(path / "general", schema)
+        model.devices = tuple(manifest["devices"])
+        chips = {name: tuple(chip) for name, chip in manifest["chips"].items()}
+        model.known_devices = KnownDevices(chips, dict(manifest["vendors"]))
+        model.seen = {name: int(count) for name, count in manifest["seen_chips"].items()}
+        model.named = tuple(manifest.get("named", ()))
+        strategy = manifest["way"]
+        model.strategy = Strategy(strategy["within"], float(strategy["shrunk"]), strategy["alien"])
+        model.intervals = DeviceIntervals.from_dict(manifest["intervals"])
+        scale = manifest["scale"]
+        model.scale = Scale(np.array(scale["centre"]), np.array(scale["spread"]))
+        model.effects = DeviceEffects.from_dict(manifest["slopes"])
+        model.general_effects = DeviceEffects.from_dict(manifest.get("general_slopes", {}))
+        model.params = np.array(manifest["covariance_log"])
+        model.left_out = dict(manifest["left_out"])
+        return model
+
+
+def _elsewhere(device: np.ndarray, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
+    """Rows on devices that are no GPUs, of which no operators are known, bool, shape ``(n,)``."""
+    other = {name: devices[name].platform != "gpu" for name in dict.fromkeys(device)}
+    return np.array([other[name] for name in device], bool)

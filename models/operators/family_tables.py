@@ -1,0 +1,207 @@
+"""What the models of a family are made of: settings, tables, targets, draws of rows."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import DatasetError, ModelError
+from ...features.devices.device import DeviceSpec
+from ...features.operators import FAMILIES, OpFeatures
+from ...features.operators.features import ops_schema_hash
+from ..adapt.gaussian_process import time_shares
+from ..core.graphs import KernelGraphs
+from ..core.kernel_table import CELLS, KernelTable
+from ..core.registry import estimator_class, make_estimator
+from ..estimators.tabular import TabularEstimator
+from .device_effects import DeviceEffects
+
+#: Measured latencies are raised to this (seconds): smaller ones are below the resolution of the
+#: timers, and their logarithm would dominate a fit.
+LEAST_S = 1e-7
+_KIND = {
+    "gemm": "gemm",
+    "conv": "conv",
+    "pointwise": "fusion",
+    "attention": "gemm",
+    "moe": "custom_call",
+}
+
+Params = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class FamilySettings:
+    """How the regressors of a family are made.
+
+    Attributes:
+        estimator: Name of an estimator that works on a feature table.
+        known: Its parameters for the model of known devices.
+        general: For the model of unseen devices.
+        max_rows: Most rows that the model of known devices learns from.
+        seed: Of draws and regressors.
+        n_jobs: Threads.
+    """
+
+    estimator: str = "xgboost"
+    known: Params = field(default_factory=dict)
+    general: Params = field(default_factory=dict)
+    max_rows: int = 1_000_000
+    seed: int = 0
+    n_jobs: int = 1
+
+
+def new_regressor(settings: FamilySettings, params: Params) -> TabularEstimator:
+    """An unfitted regressor.
+
+    Raises:
+        ModelError: The estimator is unknown, or does not learn from a feature table.
+    """
+    accepted = inspect.signature(estimator_class(settings.estimator)).parameters
+    own: dict[str, Any] = {"seed": settings.seed, "n_jobs": settings.n_jobs}
+    own = {k: v for k, v in own.items() if k in accepted} | dict(params)
+    regressor = make_estimator(settings.estimator, **own)
+    if not isinstance(regressor, TabularEstimator):
+        raise ModelError(f"estimator {settings.estimator!r} does not learn from a feature table")
+    return regressor
+
+
+def learn(
+    model: TabularEstimator, table: KernelTable, target: np.ndarray, rows: np.ndarray
+) -> None:
+    """Fit a regressor to the log-ratios ``target`` of some rows of a table."""
+    part = table.take(rows)
+    model.fit_table(part, part.base_s * np.exp(target[rows]))
+
+
+def known_table(
+    family: str, features: OpFeatures, device: np.ndarray, devices: tuple[str, ...]
+) -> KernelTable:
+    """All features, and a flag for each of the known ``devices``."""
+    flags = np.stack([device == name for name in devices], axis=1).astype(np.float32)
+    names = (*features.names, *(f"on_{name}" for name in devices))
+    return _table(family, features, np.concatenate([features.X, flags], axis=1), names)
+
+
+def general_table(family: str, features: OpFeatures) -> KernelTable:
+    """The features that do not identify a device."""
+    names = tuple(n for n, g in zip(features.names, features.general, strict=True) if g)
+    return _table(family, features, features.X[:, features.general], names)
+
+
+def _table(family: str, features: OpFeatures, X: np.ndarray, names: tuple[str, ...]) -> KernelTable:
+    cell = CELLS.index(f"gpu/{_KIND[FAMILIES[family]]}")
+    return KernelTable(
+        np.ascontiguousarray(X),
+        names,
+        features.base_s,
+        features.bound,
+        np.full(len(X), cell, np.int16),
+        ops_schema_hash(family),
+        _graphs(features),
+    )
+
+
+def sized(params: Params, rows: int) -> Params:
+    """Parameters for the number of rows: shallower trees where there are few.
+
+    A tree of depth ``d`` has up to ``2^d`` leaves; the limits on it were chosen by judgement.
+    """
+    if "max_depth" not in params:
+        return params
+    depth = 6 if rows < 20_000 else 8 if rows < 100_000 else 20
+    return {**params, "max_depth": min(params["max_depth"], depth)}
+
+
+def _graphs(features: OpFeatures) -> KernelGraphs | None:
+    if features.irs is None:
+        return None
+    hashes = [hashlib.sha256(ir.encode()).hexdigest()[:16] for ir in features.irs]
+    return KernelGraphs.of(hashes, list(features.irs))
+
+
+def chip_of(spec: DeviceSpec) -> tuple[object, ...]:
+    """What makes two devices the same chip, whatever memory and power they were given."""
+    return spec.architecture, spec.core_count, spec.lanes_per_core
+
+
+def target_of(rows: pd.DataFrame, features: OpFeatures) -> np.ndarray:
+    """Log-ratio of the measured latency to the analytical estimate, shape ``(n,)``."""
+    return np.asarray(np.log(latency_s(rows) / features.base_s))
+
+
+def latency_s(rows: pd.DataFrame) -> np.ndarray:
+    """Measured latencies in seconds.
+
+    Raises:
+        DatasetError: A row has none.
+    """
+    latency = rows["latency_us"].to_numpy(np.float64)
+    bad = ~((latency > 0) & np.isfinite(latency))
+    if bad.any():
+        row = int(np.flatnonzero(bad)[0])
+        label = rows["id"].iloc[row] if "id" in rows else rows.index[row]
+        raise DatasetError(
+            f"needs a positive number in column 'latency_us', found {latency[row]}",
+            where=f"row {label}",
+            hint="correct or drop the row",
+        )
+    return np.maximum(latency * 1e-6, LEAST_S)
+
+
+def balanced_weights(
+    device: np.ndarray, devices: tuple[str, ...], chips: Mapping[str, tuple[object, ...]]
+) -> np.ndarray:
+    """Weights of draws: chips with many rows count by the square root of their number."""
+    code, names = pd.factorize(device)
+    group = {name: chips[name] for name in devices}
+    counts: dict[tuple[object, ...], int] = {}
+    for place, name in enumerate(names):
+        counts[group[name]] = counts.get(group[name], 0) + int((code == place).sum())
+    return np.array([1 / np.sqrt(counts[group[name]]) for name in names])[code]
+
+
+def draw_rows(
+    rng: np.random.Generator, rows: np.ndarray, weights: np.ndarray, count: int
+) -> np.ndarray:
+    """At most ``count`` of the rows, drawn without repetition by weight."""
+    if len(rows) <= count:
+        return rows
+    return rng.choice(rows, count, replace=False, p=weights / weights.sum())
+
+
+@dataclass(slots=True)
+class GeneralFit:
+    """What the models of unseen devices are fitted to, in either of two ways."""
+
+    family: str
+    settings: FamilySettings
+    features: OpFeatures
+    target: np.ndarray
+    device: np.ndarray
+    library: np.ndarray
+
+    def fit(self, rows: np.ndarray, within: bool) -> tuple[TabularEstimator, DeviceEffects]:
+        """Fit to rows: to their ratios, or to what the effects of their devices leave."""
+        part = self.features.take(rows)
+        share, effects, rest = time_shares(part), DeviceEffects(), self.target[rows]
+        if within:
+            effects.fit(share, rest, self.device[rows], self.library[rows])
+            rest = rest - effects.predict(share, self.device[rows], self.library[rows])
+        regressor = new_regressor(self.settings, self.settings.general)
+        learn(regressor, general_table(self.family, part), rest, np.arange(len(rows)))
+        return regressor, effects
+
+    def left_out(self, learn: np.ndarray, own: np.ndarray, within: bool) -> np.ndarray:
+        """Log-ratios of rows ``own`` by a model fitted to rows ``learn``."""
+        regressor, effects = self.fit(learn, within)
+        part = self.features.take(own)
+        table = general_table(self.family, part)
+        ratio = np.log(regressor.point(table)) - np.log(table.base_s)
+        return np.asarray(ratio + effects.unseen(time_shares(part), self.library[own]))

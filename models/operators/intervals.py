@@ -1,0 +1,121 @@
+"""Interval ends of operator models: per device and size in domain, across devices outside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..trust.conformal import (
+    MIN_SCORES,
+    UNCALIBRATED,
+    Ends,
+    ends,
+    ends_or,
+    including_zero,
+    size_bins,
+    widest,
+)
+
+BINS = 4
+#: Stands for devices of another vendor than most that were learned from.
+FOREIGN = "*"
+#: Ends before any calibration.
+UNKNOWN = (-UNCALIBRATED, UNCALIBRATED)
+
+
+@dataclass
+class DeviceIntervals:
+    """Split-conformal ends of the log-ratio of measured to predicted, by device and size.
+
+    Attributes:
+        edges: Log predictions (s) between the size bins, by device.
+        lower: Lower ends by device, one a bin.
+        upper: Upper ends by device, one a bin.
+        unseen: Ends for a device without samples.
+        foreign: The same for a device of another vendor than most that were learned from.
+    """
+
+    edges: dict[str, list[float]] = field(default_factory=dict)
+    lower: dict[str, list[float]] = field(default_factory=dict)
+    upper: dict[str, list[float]] = field(default_factory=dict)
+    unseen: Ends = UNKNOWN
+    foreign: Ends = UNKNOWN
+
+    def fit_device(self, device: str, scores: np.ndarray, predicted_s: np.ndarray) -> None:
+        """Calibrate a device.
+
+        Args:
+            device: Its name.
+            scores: ``log(measured / predicted)`` of rows that the model was not fitted to.
+            predicted_s: Their predictions.
+        """
+        bins = int(np.clip(len(scores) // MIN_SCORES, 1, BINS))
+        edges, place = size_bins(np.log(predicted_s), bins)
+        every = ends(scores)
+        by_bin = [including_zero(ends_or(scores[place == b], every)) for b in range(len(edges) + 1)]
+        self.edges[device] = edges.tolist()
+        self.lower[device] = [lo for lo, _ in by_bin]
+        self.upper[device] = [hi for _, hi in by_bin]
+
+    def fit_unseen(self, scores: Mapping[str, np.ndarray], foreign: Sequence[str] = ()) -> None:
+        """Calibrate for a device without samples, leave-one-device-out.
+
+        The ends are the widest of those of the devices that were left out in turn: a new device is
+        one more draw of a device, not of a row, and few devices have been drawn.
+
+        Args:
+            scores: Scores of each left-out device by a model that never saw it.
+            foreign: Which of them are of another vendor than most; they count for their like only.
+        """
+        own = [values for name, values in scores.items() if name not in foreign]
+        self.unseen = widest(own) or UNKNOWN
+        self.foreign = widest(scores.values()) or UNKNOWN
+
+    def of(self, device: str, predicted_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Ends of the interval in seconds for rows of one device.
+
+        Args:
+            device: A calibrated device; any other name stands for an unseen one, and
+                :data:`FOREIGN` for one of another vendor.
+            predicted_s: Predictions, shape ``(n,)``.
+        """
+        if device not in self.edges:
+            lo, hi = self.foreign if device == FOREIGN else self.unseen
+            return predicted_s * np.exp(lo), predicted_s * np.exp(hi)
+        place = np.searchsorted(self.edges[device], np.log(predicted_s), side="right")
+        lower, upper = np.array(self.lower[device]), np.array(self.upper[device])
+        return predicted_s * np.exp(lower[place]), predicted_s * np.exp(upper[place])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for the manifest."""
+        return {
+            "edges_log_s": self.edges,
+            "lower_log": self.lower,
+            "upper_log": self.upper,
+            "unseen_log": list(self.unseen),
+            "foreign_log": list(self.foreign),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> DeviceIntervals:
+        """Read :meth:`to_dict`'s data."""
+        lo, hi = data["unseen_log"]
+        other_lo, other_hi = data["foreign_log"]
+        return cls(
+            {k: list(v) for k, v in data["edges_log_s"].items()},
+            {k: list(v) for k, v in data["lower_log"].items()},
+            {k: list(v) for k, v in data["upper_log"].items()},
+            (float(lo), float(hi)),
+            (float(other_lo), float(other_hi)),
+        )
+
+
+def twins(names: Sequence[str], chips: Mapping[str, tuple[object, ...]]) -> list[tuple[str, ...]]:
+    """Devices of the same chip together: leaving out one of them would leave its twin in."""
+    found: dict[tuple[object, ...], list[str]] = {}
+    for name in names:
+        found.setdefault(chips[name], []).append(name)
+    return [tuple(group) for group in found.values()]

@@ -1,0 +1,303 @@
+"""The bundle of operator models: families by name, devices, corrections; saved as one folder."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import ModelError
+from ...features.devices.catalogue import find_device, in_catalogue
+from ...features.devices.device import DeviceSpec
+from ...features.operators.columns import texts_of
+from ..adapt.gaussian_process import ErrorPosterior
+from ..core.store import (
+    DAMAGE,
+    OPERATORS,
+    contents_of,
+    pack,
+    predicts_operators,
+    read_files,
+    read_manifest,
+    training_info,
+    unpack,
+    write_folder,
+)
+from .family import FamilyModel
+from .family_tables import FamilySettings
+from .prediction import FamilyPrediction
+from .rows import faulty
+
+logger = logging.getLogger(__name__)
+
+#: Families with fewer rows are left out: their intervals could not be calibrated.
+MIN_ROWS = 200
+
+#: Parameters of the regressors by estimator: for known devices, and for unseen ones, where fewer
+#: and shallower trees carry further.
+DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "xgboost": (
+        {
+            "rounds": 700,
+            "max_depth": 10,
+            "learning_rate": 0.08,
+            "min_child_weight": 6.0,
+            "subsample": 0.8,
+            "colsample": 0.6,
+            "max_bin": 256,
+            "stop_rounds": 0,
+            "compact": True,
+        },
+        {
+            "rounds": 160,
+            "max_depth": 5,
+            "learning_rate": 0.1,
+            "min_child_weight": 5.0,
+            "subsample": 0.8,
+            "colsample": 0.6,
+            "max_bin": 128,
+            "stop_rounds": 0,
+            "compact": True,
+        },
+    )
+}
+
+
+class OpModel:
+    """Latencies of library operators, on known devices and on any that has a description.
+
+    Attributes:
+        families: Models by family.
+        devices: Descriptions of the devices that the model was fitted or calibrated to.
+        info: What is known of its training.
+    """
+
+    def __init__(self) -> None:
+        self.families: dict[str, FamilyModel] = {}
+        self.devices: dict[str, DeviceSpec] = {}
+        self.info: dict[str, Any] = {}
+
+    def fit(
+        self,
+        rows: pd.DataFrame,
+        devices: Mapping[str, DeviceSpec],
+        settings: Callable[[str], FamilySettings],
+        progress: Callable[[str, float], None] = lambda family, seconds: None,
+    ) -> OpModel:
+        """Learn every family that has enough rows; rows with known faults are left out.
+
+        Args:
+            rows: As :func:`~opcast.models.operators.rows_of_dataset` gives them.
+            devices: Descriptions by name.
+            settings: Settings by family.
+            progress: Told of each family when it is done.
+
+        Raises:
+            ModelError: No family has enough rows.
+        """
+        good = rows[~faulty(rows)]
+        self.devices = {name: devices[name] for name in sorted(set(good["device"]))}
+        for key in sorted(set(good["key"])):
+            part = good[good["key"] == key]
+            if len(part) < MIN_ROWS:
+                logger.warning("left out %s: only %d rows", key, len(part))
+                continue
+            start = time.perf_counter()
+            self.families[key] = FamilyModel(key, settings(key)).fit(part, devices)
+            progress(key, time.perf_counter() - start)
+        if not self.families:
+            raise ModelError(f"no family of operators has {MIN_ROWS} rows or more")
+        return self
+
+    def spec(self, name: str) -> DeviceSpec:
+        """Description of a device: the model's own, else the catalogue's.
+
+        Raises:
+            DeviceError: Neither knows it.
+        """
+        return self.devices[name] if name in self.devices else find_device(name)
+
+    def predict(self, rows: pd.DataFrame) -> FamilyPrediction:
+        """Predict rows of any families, in their order.
+
+        Args:
+            rows: ``key``, ``device`` and the columns of the families' parameters.
+
+        Raises:
+            ModelError: A family was not learned; the message lists those that were.
+            DatasetError: A row lacks a parameter.
+        """
+        keys = texts_of(rows["key"])
+        missing = sorted(set(keys) - set(self.families))
+        if missing:
+            known = ", ".join(sorted(self.families))
+            raise ModelError(
+                f"the model knows no operators {missing[0]!r}", hint=f"it has: {known}"
+            )
+        specs = {name: self.spec(name) for name in dict.fromkeys(texts_of(rows["device"]))}
+        if len(set(keys)) == 1:
+            return self.families[keys[0]].predict(rows, specs)
+        rows = rows.reset_index(drop=True)
+        n = len(rows)
+        prediction = FamilyPrediction(
+            np.empty(n),
+            np.empty(n),
+            np.empty(n),
+            np.empty(n),
+            np.empty(n, object),
+            np.empty(n, object),
+            np.empty(n, bool),
+        )
+        for key in dict.fromkeys(keys):
+            at = np.flatnonzero(keys == key)
+            part = self.families[key].predict(rows.iloc[at], specs)
+            for name in FamilyPrediction.__slots__:
+                getattr(prediction, name)[at] = getattr(part, name)
+        return prediction
+
+    def calibrate(self, rows: pd.DataFrame) -> dict[str, int]:
+        """Adapt to the devices of measured rows.
+
+        Args:
+            rows: ``key``, ``device``, ``latency_us`` and parameters.
+
+        Returns:
+            Number of rows used by ``family @ device``.
+
+        Raises:
+            DatasetError: A row lacks a parameter, or has no positive latency.
+            DeviceError: A device has no description.
+        """
+        used = {}
+        for (key, device), part in rows.groupby(["key", "device"], sort=True):
+            if key not in self.families:
+                continue
+            spec = self.spec(str(device))
+            self.devices[str(device)] = spec
+            correction = self.families[key].calibrate(str(device), part, {str(device): spec})
+            used[f"{key} @ {device}"] = correction.count
+        return used
+
+    def contents(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """Manifest and files of the folder, as :class:`~opcast.models.core.base.ModelBundle`."""
+        families: dict[str, Any] = {}
+
+        def save_families(root: Path) -> None:
+            for key, model in self.families.items():
+                folder = root / _folder(key)
+                families[key] = model.save(folder)
+                for device, correction in model.corrections.items():
+                    data = pack(correction.to_arrays())
+                    (folder / f"correction-{device}.npz").write_bytes(data)
+
+        files = contents_of(save_families)
+        manifest = {
+            **self.info,
+            "kind": OPERATORS,
+            "units": {"latency": "s"},
+            "devices": {name: _spec_data(spec) for name, spec in sorted(self.devices.items())},
+            "families": families,
+        }
+        return manifest, files
+
+    def save(self, path: Path | str) -> None:
+        """Write the model folder; replaces an earlier model at the same place."""
+        write_folder(Path(path), *self.contents())
+
+    @classmethod
+    def load(cls, path: Path | str, only: Sequence[str] | None = None) -> OpModel:
+        """Read a model folder.
+
+        Args:
+            path: The folder.
+            only: Families to read, which takes less time; all by default.
+
+        Raises:
+            ModelError: The folder is missing, damaged, or holds another kind of model.
+        """
+        path = Path(path)
+        manifest = read_manifest(path)
+        if not predicts_operators(manifest):
+            raise ModelError(
+                "holds no model of library operators",
+                where=str(path),
+                hint="train one on a dataset that `opcast data import published` made",
+            )
+        files = read_files(path, manifest)
+        try:
+            return cls._read(path, manifest, files, only)
+        except DAMAGE as error:
+            raise ModelError(
+                f"damaged model: {type(error).__name__}: {error}",
+                where=str(path),
+                hint="train or copy it again",
+            ) from None
+
+    @classmethod
+    def _read(
+        cls,
+        path: Path,
+        manifest: Mapping[str, Any],
+        files: Mapping[str, bytes],
+        only: Sequence[str] | None,
+    ) -> OpModel:
+        model = cls()
+        model.devices = {
+            name: find_device(name) if data is None else DeviceSpec.from_dict(data, where=name)
+            for name, data in manifest["devices"].items()
+        }
+        for key, data in manifest["families"].items():
+            if only is not None and key not in only:
+                continue
+            family = FamilyModel.load(key, path / _folder(key), data)
+            prefix = f"{_folder(key)}/correction-"
+            for name, content in files.items():
+                if name.startswith(prefix):
+                    device = name.removeprefix(prefix).removesuffix(".npz")
+                    family.corrections[device] = ErrorPosterior.from_arrays(unpack(content))
+            model.families[key] = family
+        model.info = training_info(manifest, ("kind", "units", "devices", "families"))
+        return model
+
+
+def default_settings(
+    estimator: str = "xgboost",
+    n_jobs: int = 1,
+    seed: int = 0,
+    max_rows: int = 1_000_000,
+    **params: Any,
+) -> Callable[[str], FamilySettings]:
+    """Settings of every family for an estimator.
+
+    Args:
+        estimator: Its name.
+        n_jobs: Threads.
+        seed: Of draws and regressors.
+        max_rows: Most rows a family's regressor for known devices learns from.
+        params: Parameters of the estimator that replace the defaults of both regressors.
+    """
+    known, general = DEFAULTS.get(estimator, ({}, {}))
+
+    def of(family: str) -> FamilySettings:
+        return FamilySettings(
+            estimator, {**known, **params}, {**general, **params}, max_rows, seed, n_jobs
+        )
+
+    return of
+
+
+def _folder(key: str) -> str:
+    return key.replace("/", "-")
+
+
+def _spec_data(spec: DeviceSpec) -> dict[str, object] | None:
+    """Data of a device; ``None`` for one that the catalogue describes in the same way."""
+    if in_catalogue(spec.name) and find_device(spec.name) == spec:
+        return None
+    return asdict(spec)

@@ -1,0 +1,161 @@
+"""Operator rows from datasets and from published tables, in one form."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from itertools import repeat
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import DatasetError
+from ...features.dataset import Dataset
+from ...features.devices.device import DeviceSpec
+from ...features.operators import FAMILIES, family_keys
+from ...features.operators.columns import texts_of
+from ...features.operators.hlo import op_frame
+from ...features.operators.physics import BACKENDS, KERNEL_WORDS
+
+#: Columns that make a group: a layer, a head configuration, a model. Rows of a group are alike, so
+#: they are held out together.
+GROUP = {
+    "gemm": ("b", "n", "k"),
+    "conv": ("cin", "cout", "ksize", "stride"),
+    "pointwise": ("cols", "op"),
+    "attention": ("q_heads", "kv_heads", "head_dim", "window"),
+    "moe": ("hidden", "inter", "topk", "experts"),
+}
+
+
+def rows_of_dataset(dataset: Dataset) -> pd.DataFrame:
+    """Operator rows of a dataset.
+
+    Returns:
+        ``id``, ``key`` (method/family), ``device``, ``latency_us``, ``split`` and the columns of
+        the operators' parameters, one row a sample of an operator.
+
+    Raises:
+        DatasetError: No row is an operator's.
+    """
+    frame = dataset.frame
+    first = ~frame["kernel_hash"].duplicated().to_numpy()
+    table = op_frame(frame["kernel_ir"][first])
+    known = table["method"].astype(str) != ""
+    if not known.any():
+        raise DatasetError(
+            "no sample is a library operator", hint="import one with: opcast data import published"
+        )
+    place = pd.Series(np.arange(int(first.sum())), index=frame["kernel_hash"][first])
+    at = frame["kernel_hash"].map(place).to_numpy()
+    rows = table.iloc[at].reset_index(drop=True)
+    rows["key"] = rows["method"].astype(str) + "/" + rows["family"].astype(str)
+    rows["id"] = frame["program"].to_numpy()
+    rows["device"] = frame["device"].to_numpy()
+    rows["latency_us"] = frame["latency_us_p50"].to_numpy(np.float64)
+    rows["split"] = frame["split"].fillna("train").to_numpy() if "split" in frame else "train"
+    return rows[rows["method"] != ""].reset_index(drop=True)
+
+
+def rows_of_published(frame: pd.DataFrame, find: Callable[[str], DeviceSpec]) -> pd.DataFrame:
+    """Operator rows of a published table, with the catalogue's device names.
+
+    Raises:
+        DatasetError: A column is missing, or a family is unknown.
+        DeviceError: A device is in no catalogue entry.
+    """
+    for column in ("op", "family", "dtype", "device", "source"):
+        if column not in frame:
+            what = f"column {column!r} of the operator table is missing"
+            raise DatasetError(what, hint="give op, family, dtype, device and source of each row")
+    devices = {name: find(name).name for name in frame["device"].unique()}
+    rows = frame.assign(key=family_keys(frame), device=frame["device"].map(devices))
+    unknown = sorted(set(rows["key"]) - set(FAMILIES))
+    if unknown:
+        where = f"row {rows['id'][rows['key'] == unknown[0]].iloc[0]}"
+        hint = "families: " + ", ".join(FAMILIES)
+        raise DatasetError(f"no operator family {unknown[0]!r}", where=where, hint=hint)
+    return rows
+
+
+def faulty(rows: pd.DataFrame) -> np.ndarray:
+    """Rows whose labels do not describe the device, bool.
+
+    The training session of ``linear`` on the P4 was throttled to a fifth of the utilisation of its
+    test session.
+    """
+    p4 = (rows["device"] == "p4") & (rows["key"] == "eager/linear")
+    session = rows["split"].isin(["train", "val"]) if "split" in rows else True
+    return np.asarray(p4 & session, bool)
+
+
+def misleading(rows: pd.DataFrame) -> np.ndarray:
+    """Rows that hold on their own device but mislead about others, bool.
+
+    One version of vLLM dispatches FP8 experts wrongly on Hopper: 3.6 times slower than others.
+    """
+    if "kernel" not in rows:
+        return np.zeros(len(rows), bool)
+    kernel = rows["kernel"].astype(object).fillna("").astype(str)
+    return np.asarray(kernel.str.startswith("vllm_modeloptfp8moe"), bool)
+
+
+def group_draw(rows: pd.DataFrame, key: str, seed: int = 0) -> np.ndarray:
+    """A number in [0, 1) for each row, the same for all rows of a group."""
+    columns = [c for c in GROUP[FAMILIES[key]] if c in rows]
+    text = rows[columns[0]].astype(str)
+    for column in columns[1:]:
+        text = text + "|" + rows[column].astype(str)
+    code, names = pd.factorize(text)
+    return np.array([_draw(f"{seed}:{key}:{name}") for name in names])[code]
+
+
+def codes(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """Two levels of implementation: (op, dtype, backend), and that with kernel and KV cache."""
+    coarse = _joined(rows, ("op", "dtype", "backend"))
+    return coarse, coarse + "|" + _joined(rows, ("kernel", "kv_dtype", "distribution"))
+
+
+def libraries(rows: pd.DataFrame) -> np.ndarray:
+    """Library that runs a row: op, dtype, backend and the type of the KV cache."""
+    return _joined(rows, ("op", "dtype", "backend", "kv_dtype"))
+
+
+def named_columns(rows: pd.DataFrame) -> tuple[str, ...]:
+    """Columns naming the implementation that are filled in every row."""
+    return tuple(c for c in ("backend", "kernel") if c in rows and not _empty(rows[c]).any())
+
+
+def unnamed(rows: pd.DataFrame, columns: Sequence[str]) -> np.ndarray:
+    """Rows without one of the names, or with one that no feature knows, bool, shape ``(n,)``."""
+    lacking = np.zeros(len(rows), bool)
+    for column in columns:
+        lacking |= ~_informative(rows[column], column) if column in rows else True
+    return lacking
+
+
+def _informative(values: pd.Series, column: str) -> np.ndarray:
+    """Whether names are among those that features are made of."""
+    code, names = pd.factorize(np.array([str(v).lower() for v in texts_of(values)], object))
+    markers = (*BACKENDS, *(KERNEL_WORDS if column == "kernel" else ()), "static_scaled")
+    known = [n in BACKENDS if column == "backend" else any(w in n for w in markers) for n in names]
+    return np.array(known, bool)[code] if len(names) else np.zeros(0, bool)
+
+
+def _empty(values: pd.Series) -> np.ndarray:
+    return np.asarray(texts_of(values) == "", bool)
+
+
+def _joined(rows: pd.DataFrame, columns: tuple[str, ...]) -> np.ndarray:
+    """Values joined by bars; a column that a table lacks counts as empty."""
+    parts = [map(str, texts_of(rows[c])) if c in rows else repeat("") for c in columns]
+    joined = np.empty(len(rows), object)
+    joined[:] = [
+        "|" + "|".join(values) for _, *values in zip(range(len(rows)), *parts, strict=False)
+    ]
+    return joined
+
+
+def _draw(text: str) -> float:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64

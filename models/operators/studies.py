@@ -1,0 +1,157 @@
+"""Studies of a report on published operator tables, and the noise of its labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from ...features.devices.device import DeviceSpec
+from ...features.operators import FAMILIES
+from ...features.operators.schema import NAMES, PARAMETERS
+from .family_tables import chip_of
+from .intervals import twins
+from .parts import Part
+
+#: Estimators that are put side by side, cheap ones first.
+ESTIMATORS = ("roofline", "ridge", "forest", "xgboost", "mlp", "gnn-flax", "gnn-pyg", "ensemble")
+#: How labels of the two packs were taken: fp32 and fp16 operators, and tensor-core operators.
+FIRST, TENSOR_CORE = ("eager", "kernel"), ("graph",)
+
+
+@dataclass(frozen=True)
+class Study:
+    """One question of the report.
+
+    Attributes:
+        title: Of its tables.
+        methods: How the labels were taken that it looks at.
+        estimators: Estimators that it compares, unless told otherwise.
+        rows: Most rows of a family to learn from, and of a split to be judged on, by default.
+        leaves_out: Whether each chip is left out in turn, all devices with the chip together.
+        samples: Samples of a left-out device before it is judged.
+    """
+
+    title: str
+    methods: tuple[str, ...]
+    estimators: tuple[str, ...]
+    rows: int
+    leaves_out: bool = False
+    samples: tuple[int, ...] = (0,)
+
+
+#: Studies by name, in the order in which they are made.
+STUDIES = {
+    "estimators": Study("estimators side by side", FIRST, ESTIMATORS, 2000),
+    "left-out": Study(
+        "each chip left out, fp32 and fp16",
+        FIRST,
+        ("roofline", "forest", "xgboost"),
+        2000,
+        True,
+        (0, 50, 100),
+    ),
+    "tensor-core": Study(
+        "unseen shapes and groups, tensor cores", TENSOR_CORE, ("roofline", "xgboost"), 10_000
+    ),
+    "tensor-core-left-out": Study(
+        "each chip left out, tensor cores",
+        TENSOR_CORE,
+        ("roofline", "xgboost"),
+        4000,
+        True,
+        (0, 100),
+    ),
+}
+
+
+def parts_of(
+    names: Iterable[str],
+    rows: pd.DataFrame,
+    devices: Mapping[str, DeviceSpec],
+    estimators: Sequence[str] = (),
+    families: Sequence[str] = (),
+    max_rows: int | None = None,
+    seed: int = 0,
+) -> Iterator[Part]:
+    """Parts of studies, in the order in which they are to be made.
+
+    Args:
+        names: Of the studies.
+        rows: Operators, with ``key`` and ``device``.
+        devices: Descriptions by name.
+        estimators: Instead of those of the studies.
+        families: Alone, if any.
+        max_rows: Instead of theirs.
+        seed: Of draws and regressors.
+    """
+    for name in names:
+        study = STUDIES[name]
+        keys = [k for k in FAMILIES if k.split("/")[0] in study.methods]
+        keys = [k for k in keys if not families or k in families]
+        for estimator in estimators or study.estimators:
+            for key in keys:
+                own = sorted(set(rows.loc[rows["key"] == key, "device"]))
+                for group in _groups(own, devices) if study.leaves_out else [()]:
+                    count = max_rows or study.rows
+                    yield Part(name, estimator, key, count, group, study.samples, seed)
+
+
+def _groups(names: Sequence[str], devices: Mapping[str, DeviceSpec]) -> list[tuple[str, ...]]:
+    """Devices of each chip; none where there is only one, since nothing would be learned from."""
+    chips = twins(names, {name: chip_of(devices[name]) for name in names})
+    return chips if len(chips) > 1 else []
+
+
+def replicate_noise(rows: pd.DataFrame) -> pd.DataFrame:
+    """Differences between rows of one table that agree in everything but their label.
+
+    Neighbouring pairs in the order of the table are taken.
+
+    Returns:
+        ``key``, ``dtype`` and ``difference`` = ``|a - b| / ((a + b) / 2)``, one row a pair.
+    """
+    parts = [_pairs(own, str(key)) for key, own in rows.groupby("key", sort=True)]
+    empty = pd.DataFrame({"key": [], "dtype": [], "difference": []})
+    return pd.concat(parts, ignore_index=True) if parts else empty
+
+
+def _pairs(rows: pd.DataFrame, key: str) -> pd.DataFrame:
+    columns = [c for c in (*PARAMETERS[FAMILIES[key]], *NAMES, "device") if c in rows]
+    code = rows.groupby(columns, dropna=False, sort=False).ngroup().to_numpy()
+    order = np.argsort(code, kind="stable")
+    ordered, latency = code[order], rows["latency_us"].to_numpy(np.float64)[order]
+    same = ordered[1:] == ordered[:-1]
+    a, b = latency[:-1][same], latency[1:][same]
+    dtype = rows["dtype"].to_numpy(object)[order][1:][same]
+    return pd.DataFrame({"key": key, "dtype": dtype, "difference": 2 * np.abs(a - b) / (a + b)})
+
+
+def repeat_noise(repeats: pd.DataFrame) -> pd.DataFrame:
+    """Differences between two measurements of one operator by two versions of its framework.
+
+    Args:
+        repeats: ``family``, ``dtype``, ``latency_first_us`` and ``latency_us``.
+
+    Returns:
+        As :func:`replicate_noise`.
+    """
+    a, b = (repeats[c].to_numpy(np.float64) for c in ("latency_first_us", "latency_us"))
+    return pd.DataFrame(
+        {
+            "key": "graph/" + repeats["family"].astype(str),
+            "dtype": repeats["dtype"].astype(str),
+            "difference": 2 * np.abs(a - b) / (a + b),
+        }
+    )
+
+
+def noise_table(differences: pd.DataFrame, by: Sequence[str] = ("key",)) -> pd.DataFrame:
+    """Median and mean difference by group, and the number of pairs."""
+    return (
+        differences.groupby(list(by), sort=True)["difference"]
+        .agg(noise_pairs="size", noise_median_ape="median", noise_mape="mean")
+        .reset_index()
+    )

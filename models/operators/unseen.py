@@ -1,0 +1,154 @@
+"""Fits the model of unseen devices by the strategy that transfers best to left-out chips."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from ..estimators.tabular import TabularEstimator
+from .device_effects import DeviceEffects
+from .device_kinship import KnownDevices
+from .family_tables import GeneralFit, balanced_weights, draw_rows
+from .intervals import twins
+from .shrinkage import chips_by_library, shrinkage
+
+#: Most rows that the model of unseen devices learns from, that each of its leave-one-chip-out
+#: copies learns from, and that a copy is tested on. The copies compare strategies, for which fewer
+#: rows are enough.
+GENERAL_ROWS, FOLD_ROWS, JUDGE_ROWS = 120_000, 40_000, 4000
+
+#: Powers of the shrinkage that are compared; 0 leaves ratios as they are.
+SHRINKING = (0.0, 1.0, 2.0, 3.0)
+
+
+class Strategy(NamedTuple):
+    """How the model is fitted; the field names are those of saved manifests.
+
+    Attributes:
+        within: Whether it learns what is left of a ratio within each device.
+        shrunk: Power of :func:`~opcast.models.operators.shrinkage.shrinkage` by which ratios are
+            shrunk; 0 does not.
+        alien: Whether it learns from other vendors' chips, too.
+    """
+
+    within: bool
+    shrunk: float
+    alien: bool
+
+
+@dataclass(slots=True)
+class Unseen:
+    """The model of unseen devices.
+
+    Attributes:
+        general: Its regressor.
+        effects: Effects of the devices that it learned from.
+        strategy: How it was made.
+        seen: Number of chips from which it knows each library.
+        folds: By group of left-out devices, rows of theirs and their log-ratios by a model of the
+            same strategy that never saw them.
+    """
+
+    general: TabularEstimator
+    effects: DeviceEffects
+    strategy: Strategy
+    seen: dict[str, int]
+    folds: dict[tuple[str, ...], tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(slots=True)
+class UnseenFit:
+    """Makes the model of unseen devices.
+
+    Attributes:
+        job: Rows and how regressors are fitted to them.
+        known_devices: Chips and vendors of the devices.
+        library: What runs each row, shape ``(n,)``.
+        transferable: Rows that tell something of other devices, bool, shape ``(n,)``.
+        rng: Draws.
+    """
+
+    job: GeneralFit
+    known_devices: KnownDevices
+    library: np.ndarray
+    transferable: np.ndarray
+    rng: np.random.Generator
+
+    def make(self, fitting: np.ndarray) -> Unseen:
+        """Fit to rows.
+
+        Args:
+            fitting: Positions of the rows to learn from.
+        """
+        fitting = fitting[self.transferable[fitting]]
+        groups = twins(list(self.known_devices.chips), self.known_devices.chips)
+        if len(groups) < 2:
+            general, effects = self.job.fit(self._drawn(fitting, GENERAL_ROWS), within=False)
+            return Unseen(general, effects, Strategy(False, 0.0, True), self._seen(fitting), {})
+        folds = {group: self._left_out(fitting, group) for group in groups}
+        strategy = self._best(folds)
+        pool = self._pool(fitting, strategy.alien)
+        general, effects = self.job.fit(self._drawn(pool, GENERAL_ROWS), strategy.within)
+        own = {group: (rows, ratios[strategy]) for group, (rows, ratios) in folds.items()}
+        return Unseen(general, effects, strategy, self._seen(pool), own)
+
+    def _left_out(
+        self, fitting: np.ndarray, group: Sequence[str]
+    ) -> tuple[np.ndarray, dict[Strategy, np.ndarray]]:
+        """Rows of a group of devices, and their log-ratios by models that never saw them."""
+        own = np.flatnonzero(np.isin(self.job.device, group) & self.transferable)
+        own = self.rng.choice(own, min(len(own), JUDGE_ROWS), replace=False)
+        mixed = not self.known_devices.native(self.job.device).all()
+        ratios: dict[Strategy, np.ndarray] = {}
+        for alien in (False, True) if mixed else (False,):
+            pool = self._pool(fitting, alien)
+            pool = pool[~np.isin(self.job.device[pool], group)]
+            learn = self._drawn(pool, FOLD_ROWS)
+            factor = shrinkage(self.library[own], self._seen(pool))
+            for within in (False, True):
+                plain = self.job.left_out(learn, own, within=within)
+                for power in SHRINKING:
+                    ratios[Strategy(within, power, alien)] = factor**power * plain
+        return own, ratios
+
+    def _best(
+        self, folds: dict[tuple[str, ...], tuple[np.ndarray, dict[Strategy, np.ndarray]]]
+    ) -> Strategy:
+        """The way with the least mean error over the left-out chips of the common vendor."""
+        judges = [g for g in folds if g[0] not in self.known_devices.foreign] or list(folds)
+        strategies = [Strategy(*p) for p in product((False, True), SHRINKING, (False, True))]
+        strategies = [
+            strategy for strategy in strategies if all(strategy in folds[g][1] for g in judges)
+        ]
+        return min(
+            strategies,
+            key=lambda strategy: np.mean([self._ape(folds[g], strategy) for g in judges]),
+        )
+
+    def _ape(
+        self, fold: tuple[np.ndarray, dict[Strategy, np.ndarray]], strategy: Strategy
+    ) -> float:
+        rows, ratios = fold
+        return mean_ape(self.job.target[rows] - ratios[strategy])
+
+    def _pool(self, fitting: np.ndarray, alien: bool) -> np.ndarray:
+        return fitting if alien else fitting[self.known_devices.native(self.job.device)[fitting]]
+
+    def _drawn(self, pool: np.ndarray, count: int) -> np.ndarray:
+        names = tuple(self.known_devices.chips)
+        weights = balanced_weights(self.job.device[pool], names, self.known_devices.chips)
+        return draw_rows(self.rng, pool, weights, min(count, self.job.settings.max_rows))
+
+    def _seen(self, pool: np.ndarray) -> dict[str, int]:
+        return chips_by_library(
+            self.library[pool], self.known_devices.chip_names(self.job.device[pool])
+        )
+
+
+def mean_ape(errors: np.ndarray) -> float:
+    """Mean absolute percentage error of errors ``log(measured / predicted)``, as a share."""
+    return float(np.abs(np.exp(-errors) - 1).mean())

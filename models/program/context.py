@@ -1,0 +1,213 @@
+"""Features of a kernel's context: what is still in the cache, loops, neighbours, position.
+
+The same kernel takes another time in another program: an operand may lie in the cache because its
+producer has just written it, a loop may keep its working set there, another kernel may run beside
+it. None of this can be seen from the kernel alone; all of it can be seen from the schedule.
+
+The *reuse distance* of an operand is the number of bytes that kernels touch between its producer's
+end and its use, the operand included (Mattson et al., IBM Systems Journal 9, 1970, with bytes for
+pages): it is still in a cache of that size or more. Loop bodies stand in the schedule once, so a
+distance counts what a loop touches once, however often it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...features.devices.device import DeviceSpec
+from ...features.kernels.kernel import KINDS, Kernel, LoweredProgram
+from ...simulate.program.list_schedule import list_schedule
+from .schedule_cost import SMALLEST, durations, reads
+
+#: Fractions of the last-level cache within which an operand is looked for: from what an inner cache
+#: level holds to what is certainly evicted.
+CACHE_PARTS = (1 / 32, 1 / 4, 1.0, 4.0)
+#: Bytes of last-level cache assumed where a device description gives none: 32 MB, an
+#: assumption in the range of server CPUs.
+DEFAULT_CACHE = 32e6
+#: Features of a kernel in its program, all dimensionless or logarithms.
+CONTEXT = (
+    "log_reuse",
+    "log_nearest_reuse",
+    *(f"cached_{part:g}" for part in CACHE_PARTS),
+    "from_previous",
+    "from_kernels",
+    "log_next_use",
+    "users",
+    "log_program_bytes",
+    "log_peak_memory",
+    "log_loop_bytes",
+    "loop_depth",
+    "log_multiplicity",
+    "beside",
+    "overlap",
+    "log_previous",
+    "log_next",
+    "previous_bytes",
+    "position",
+    "time_before",
+    "log_latency",
+    "log_share",
+    "log_total",
+    "log_kernels",
+    "log_copies",
+    "log_bytes",
+    "log_intensity",
+    "written_share",
+    "log_ratio",
+    *(f"is_{kind}" for kind in KINDS),
+)
+#: Reuse distance of an operand that no kernel made, relative to the cache (log2): 4096 times the
+#: cache, beyond what any schedule reaches.
+_FAR = 12.0
+
+
+def context_features(
+    latency_s: np.ndarray, base_s: np.ndarray, lowered: LoweredProgram, device: DeviceSpec
+) -> np.ndarray:
+    """Features of every kernel of a program.
+
+    Args:
+        latency_s: Predicted seconds of one execution, in schedule order, shape ``(n,)``.
+        base_s: Roofline plus floor of one execution, in seconds, shape ``(n,)``.
+        lowered: The schedule.
+        device: Where it runs.
+
+    Returns:
+        float32, columns as in :data:`CONTEXT`, shape ``(n, len(CONTEXT))``.
+    """
+    kernels = lowered.kernels
+    if not kernels:
+        return np.zeros((0, len(CONTEXT)), np.float32)
+    cache = device.cache_bytes or DEFAULT_CACHE
+    columns = [
+        *_reuse(kernels, cache),
+        *_sizes(lowered, cache),
+        *_beside(latency_s, kernels, device),
+        *_neighbours(latency_s, kernels, cache),
+        *_own(kernels, cache),
+    ]
+    kinds = np.array([k.kind for k in kernels])
+    columns += [np.log(np.maximum(latency_s, SMALLEST) / np.maximum(base_s, SMALLEST))]
+    columns += [kinds == kind for kind in KINDS]
+    return np.stack([np.asarray(c, np.float32) for c in columns], axis=1)
+
+
+def _reuse(kernels: Sequence[Kernel], cache: float) -> list[np.ndarray]:
+    """Where operands come from and how long ago, and when the result is used next."""
+    count = len(kernels)
+    touched = np.cumsum([0.0] + [k.bytes for k in kernels])
+    features = np.zeros((count, 3 + len(CACHE_PARTS) + 1))
+    features[:, 0] = features[:, 1] = _FAR
+    next_use, users = np.full(count, -1), np.zeros(count)
+    for i, kernel in enumerate(kernels):
+        made = [j for j in kernel.operands if 0 <= j < i and kernels[j].kind != "control"]
+        for j in made:
+            next_use[j] = i if next_use[j] < 0 else next_use[j]
+            users[j] += 1
+        if not made:
+            continue
+        # Bytes touched since the producer ended, and the operand itself.
+        size = np.array([kernels[j].bytes_out for j in made])
+        distance = touched[i] - touched[np.array(made) + 1] + size
+        share = size / max(size.sum(), kernel.bytes_in, 1.0)
+        log = _log_ratio(distance, cache)
+        features[i, 0] = (log * share).sum() + _FAR * (1 - share.sum())
+        features[i, 1] = log.min()
+        features[i, 2:-2] = [share[distance <= part * cache].sum() for part in CACHE_PARTS]
+        features[i, -2] = share[np.array(made) == i - 1].sum()
+        features[i, -1] = share.sum()
+    until = np.where(next_use >= 0, touched[next_use] - touched[np.arange(count) + 1], np.inf)
+    ahead = np.where(next_use >= 0, _log_ratio(np.where(next_use >= 0, until, 1.0), cache), _FAR)
+    return [*features.T, ahead, np.log1p(users)]
+
+
+def _sizes(lowered: LoweredProgram, cache: float) -> list[np.ndarray]:
+    """Working sets of the program and of the innermost loop, and how often it runs."""
+    kernels = lowered.kernels
+    count = len(kernels)
+    every = sum(k.bytes for k in kernels)
+    inside: dict[tuple[str, ...], float] = {}
+    for kernel in kernels:
+        inside[kernel.scope] = inside.get(kernel.scope, 0.0) + kernel.bytes
+    return [
+        np.full(count, _log_ratio(np.array(every), cache)),
+        np.full(count, _log_ratio(np.array(lowered.peak_memory_bytes), cache)),
+        _log_ratio(np.array([inside[k.scope] if k.scope else every for k in kernels]), cache),
+        np.array([len(k.scope) for k in kernels]),
+        np.log2(np.maximum([k.multiplicity for k in kernels], 1.0)),
+    ]
+
+
+def _beside(
+    latency_s: np.ndarray, kernels: Sequence[Kernel], device: DeviceSpec
+) -> list[np.ndarray]:
+    """Concurrency of each kernel with others, and the share of the program's time it hides."""
+    times = durations(latency_s, kernels) * np.array([k.multiplicity for k in kernels])
+    workers = max(1, device.core_count) if device.platform == "cpu" else 1
+    channel = [k.async_role == "start" for k in kernels]
+    line = list_schedule(times, reads(kernels), workers, channel)
+    edges = np.unique(np.concatenate([line.start, line.end]))
+    opened = np.searchsorted(np.sort(line.start), edges, side="right")
+    closed = np.searchsorted(np.sort(line.end), edges, side="right")
+    busy = np.concatenate([[0.0], np.cumsum((opened - closed)[:-1] * np.diff(edges))])
+    work = np.interp(line.end, edges, busy) - np.interp(line.start, edges, busy)
+    others = np.where(times > 0, work / np.maximum(times, SMALLEST) - 1.0, 0.0)
+    overlap = 1.0 - line.makespan / max(float(times.sum()), SMALLEST)
+    return [np.clip(others, 0.0, workers), np.full(len(kernels), overlap)]
+
+
+def _neighbours(latency_s: np.ndarray, kernels: Sequence[Kernel], cache: float) -> list[np.ndarray]:
+    """Times of the kernels before and after, the position, and the share of the program."""
+    count = len(kernels)
+    timed = np.array([k.takes_time for k in kernels])
+    log = np.log(np.maximum(latency_s, SMALLEST))
+    places = np.flatnonzero(timed)
+    rank = np.cumsum(timed) - timed
+    before = np.where(rank > 0, rank - 1, -1)
+    after = rank + timed
+    previous, following, size = np.zeros(count), np.zeros(count), np.full(count, -_FAR)
+    held = before >= 0
+    previous[held] = log[places[before[held]]] - log[held]
+    size[held] = _log_ratio(np.array([kernels[j].bytes for j in places[before[held]]]), cache)
+    more = after < len(places)
+    following[more] = log[places[after[more]]] - log[more]
+    times = durations(latency_s, kernels) * np.array([k.multiplicity for k in kernels])
+    total = max(float(times.sum()), SMALLEST)
+    copies = _copies(kernels)
+    return [
+        previous,
+        following,
+        size,
+        np.arange(count) / count,
+        (np.cumsum(times) - times) / total,
+        log,
+        np.log(np.maximum(times / total, 1e-9)),
+        np.full(count, np.log(total)),
+        np.full(count, np.log(max(len(places), 1))),
+        np.log(copies),
+    ]
+
+
+def _own(kernels: Sequence[Kernel], cache: float) -> list[np.ndarray]:
+    """The kernel's own size and intensity, with which the effect of the context varies."""
+    size = np.array([k.bytes for k in kernels])
+    flops = np.array([k.flops for k in kernels])
+    written = np.array([k.bytes_out for k in kernels])
+    intensity = np.log2(np.maximum(flops, 1.0) / np.maximum(size, 1.0))
+    return [_log_ratio(size, cache), intensity, written / np.maximum(size, 1.0)]
+
+
+def _copies(kernels: Sequence[Kernel]) -> np.ndarray:
+    """How many kernels of the program are the same as each."""
+    count: dict[str, int] = {}
+    for kernel in kernels:
+        count[kernel.hash] = count.get(kernel.hash, 0) + 1
+    return np.array([count[k.hash] for k in kernels], np.float64)
+
+
+def _log_ratio(size: np.ndarray, cache: float) -> np.ndarray:
+    """``log2(size / cache)``, within ±12."""
+    return np.asarray(np.clip(np.log2(np.maximum(size, 1.0) / cache), -_FAR, _FAR))

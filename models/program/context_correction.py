@@ -1,0 +1,77 @@
+"""The correction of kernel latencies for their place in a program, as a cost model keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ...features.devices.device import DeviceSpec
+from ...features.kernels.kernel import LoweredProgram
+from ...features.table.roofline import roofline
+from ..core.base import KernelPrediction
+from .context import CONTEXT, context_features
+from .context_trees import ContextTrees
+
+
+@dataclass
+class ContextCorrection:
+    """Corrects kernel latencies for their place in a program.
+
+    Attributes:
+        trees: What was learned; the mean of all counts.
+        platforms: On which; elsewhere nothing is corrected.
+    """
+
+    trees: tuple[ContextTrees, ...]
+    platforms: tuple[str, ...]
+
+    def apply(
+        self,
+        kernels: KernelPrediction,
+        lowered: LoweredProgram,
+        device: DeviceSpec,
+        base_s: np.ndarray | None = None,
+    ) -> KernelPrediction:
+        """Predictions of a program's kernels in their place; those of the roofline stay.
+
+        Args:
+            kernels: Predictions of each by itself.
+            lowered: The program.
+            device: Where it runs; on platforms that were not trained on, nothing changes.
+            base_s: Roofline plus floor of each kernel, if it is there already.
+        """
+        if device.platform not in self.platforms or not lowered.kernels:
+            return kernels
+        if base_s is None:
+            base_s = roofline(lowered.kernels, device).latency_s + device.floor
+        features = context_features(kernels.latency, base_s, lowered, device)
+        shift = np.mean([trees.shift(features) for trees in self.trees], axis=0)
+        factor = np.where(kernels.source != "roofline", np.exp(shift), 1.0)
+        return replace(
+            kernels,
+            latency=kernels.latency * factor,
+            lo=kernels.lo * factor,
+            hi=kernels.hi * factor,
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data for the manifest; the trees are files of their own."""
+        return {
+            "trees": len(self.trees),
+            "platforms": list(self.platforms),
+            "features": list(CONTEXT),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], raw: Sequence[bytes]) -> ContextCorrection:
+        """Read :meth:`to_dict`'s data, and the trees' files.
+
+        Raises:
+            ValueError: It has other features than this version.
+        """
+        if tuple(data["features"]) != CONTEXT:
+            raise ValueError("context correction has other features than this version's")
+        return cls(tuple(ContextTrees(own) for own in raw), tuple(data["platforms"]))

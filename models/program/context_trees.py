@@ -1,0 +1,170 @@
+"""Boosted trees that correct kernel latencies for what surrounds the kernel in its program.
+
+They learn the log-ratio of a kernel's label *in a program* to the prediction of a model that had
+not seen it, from the features of :mod:`.program_context`. A program's time is a sum, so that the
+error of the sum matters beside those of its terms; the objective has both,
+
+    Σ_kernels |c_i - r_i|_δ  +  λ n/m Σ_programs |log Σ t_i exp(c_i) - log Σ t_i exp(r_i)|_δ'
+
+with the correction ``c``, the label's log-ratio ``r``, the predicted time of all executions ``t``,
+``n`` kernels, ``m`` programs and Huber's loss over its bend (linear beyond ``δ``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from xgboost import Booster
+
+#: Fixed before the families of any test were looked at, on the training part of ``unseen_family``.
+ROUNDS = 150
+#: Weight λ of the error of a program's sum beside those of its kernels.
+SUM_WEIGHT = 0.5
+#: Bends δ and δ' of Huber's loss, in log units: single kernels scatter more than sums do.
+BEND_KERNEL = 0.3
+BEND_SUM = 0.1
+SETTINGS = {
+    "max_depth": 5,
+    "eta": 0.05,
+    "min_child_weight": 5.0,
+    "subsample": 0.8,
+    "colsample_bytree": 0.5,
+    "max_bin": 64,
+    "reg_lambda": 5.0,
+    "tree_method": "hist",
+    "base_score": 0.0,
+}
+#: Largest correction of a kernel (log of a factor): larger ones would be extrapolation.
+MAX_SHIFT = float(np.log(4.0))
+#: A program's sum counts if kernels without label take no more than this share of it.
+MAX_UNLABELLED = 0.02
+
+Objective = Callable[[np.ndarray, object], tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class ContextProgram:
+    """The kernels of one measured program.
+
+    Attributes:
+        features: As :func:`.program_context.context_features` gives them, shape ``(n, f)``.
+        predicted_s: Seconds of one execution by a model that saw none of them, shape ``(n,)``.
+        label_s: Measured seconds in this program, shape ``(n,)``; nan without label.
+        executions: Per run of the program, 0 for kernels that take no time, shape ``(n,)``.
+        hashes: Of the kernels, shape ``(n,)``.
+        group: What is held out together with it.
+    """
+
+    features: np.ndarray
+    predicted_s: np.ndarray
+    label_s: np.ndarray
+    executions: np.ndarray
+    hashes: np.ndarray
+    group: str
+
+    @property
+    def labelled(self) -> np.ndarray:
+        """Which kernels can be learned from, shape ``(n,)``."""
+        return np.asarray(np.isfinite(self.label_s) & (self.executions > 0))
+
+    @property
+    def sum_is_known(self) -> bool:
+        """Whether the labels cover (nearly) all of its time."""
+        times = self.predicted_s * self.executions
+        return float(times[~self.labelled].sum()) <= MAX_UNLABELLED * float(times.sum())
+
+
+@dataclass
+class ContextTrees:
+    """Fitted trees.
+
+    Attributes:
+        raw: The booster in XGBoost's binary JSON (UBJ).
+    """
+
+    raw: bytes
+    _booster: Booster | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def fit(
+        cls,
+        programs: Sequence[ContextProgram],
+        *,
+        without: frozenset[str] = frozenset(),
+        seed: int = 0,
+        n_jobs: int = 1,
+    ) -> ContextTrees:
+        """Learn from kernels with labels.
+
+        Args:
+            programs: Measured programs.
+            without: Hashes of kernels to leave out, because they are held out elsewhere.
+            seed: Random state.
+            n_jobs: Threads.
+        """
+        import xgboost as xgb
+
+        kept = [p.labelled & ~np.isin(p.hashes, list(without)) for p in programs]
+        known = np.array([p.sum_is_known for p in programs])
+        where = np.repeat(np.arange(len(programs)), [int(own.sum()) for own in kept])
+        pairs = list(zip(programs, kept, strict=True))
+        values = np.concatenate([p.features[own] for p, own in pairs])
+        ratio = np.concatenate([np.log(p.label_s[own] / p.predicted_s[own]) for p, own in pairs])
+        times = np.concatenate([(p.predicted_s * p.executions)[own] for p, own in pairs])
+        rows = xgb.QuantileDMatrix(values, ratio, max_bin=SETTINGS["max_bin"], nthread=n_jobs)
+        settings = {**SETTINGS, "seed": seed, "nthread": n_jobs}
+        loss = objective(ratio, times, where, known)
+        booster = xgb.train(settings, rows, ROUNDS, obj=loss)
+        return cls(bytes(booster.save_raw("ubj")))
+
+    def shift(self, features: np.ndarray) -> np.ndarray:
+        """Log of the factor for every kernel, shape ``(n,)``."""
+        if not len(features):
+            return np.zeros(0)
+        shift = self.booster.inplace_predict(features, validate_features=False)
+        return np.asarray(np.clip(shift, -MAX_SHIFT, MAX_SHIFT), np.float64)
+
+    @property
+    def booster(self) -> Booster:
+        """The trees, read on first use."""
+        if self._booster is None:
+            import xgboost as xgb
+
+            self._booster = xgb.Booster({"nthread": 1})
+            self._booster.load_model(bytearray(self.raw))
+        return self._booster
+
+
+def objective(
+    ratio: np.ndarray, times: np.ndarray, where: np.ndarray, known: np.ndarray
+) -> Objective:
+    """Gradient and curvature of the loss in the module's docstring, for XGBoost.
+
+    Args:
+        ratio: Log-ratio of label to prediction, shape ``(n,)``.
+        times: Predicted seconds of all executions, shape ``(n,)``.
+        where: Program of each kernel, shape ``(n,)``.
+        known: Programs whose sum counts, bool, shape ``(m,)``.
+    """
+    size = len(known)
+    measured = np.bincount(where, times * np.exp(ratio), size)
+    weight = SUM_WEIGHT * len(ratio) / max(int((np.bincount(where, minlength=size) > 0).sum()), 1)
+
+    def loss(shift: np.ndarray, _: object) -> tuple[np.ndarray, np.ndarray]:
+        kernel = np.clip(shift - ratio, -BEND_KERNEL, BEND_KERNEL) / BEND_KERNEL
+        corrected = times * np.exp(np.clip(shift, -MAX_SHIFT, MAX_SHIFT))
+        total = np.bincount(where, corrected, size)
+        off = np.log(np.maximum(total, 1e-15) / np.maximum(measured, 1e-15))
+        program = np.clip(off, -BEND_SUM, BEND_SUM) / BEND_SUM * known
+        share = corrected / total[where]
+        gradient = kernel + weight * program[where] * share
+        # Upper bounds of the curvature, halved: nearly all errors lie beyond the bends.
+        curvature = 0.5 * (1.0 / BEND_KERNEL + weight * share / BEND_SUM)
+        return gradient, curvature
+
+    return loss

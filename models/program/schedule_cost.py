@@ -1,0 +1,121 @@
+"""Cost terms of a schedule: sum, critical path, makespan, overheads, shares by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...features.devices.device import DeviceSpec
+from ...features.kernels.kernel import KINDS, Kernel, LoweredProgram
+from ...simulate.program.list_schedule import critical_path, list_schedule
+
+#: Time below which no program is predicted (s); keeps logarithms finite for empty programs.
+SMALLEST = 1e-7
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleCost:
+    """Times of a program in seconds, loops multiplied out.
+
+    Attributes:
+        total: Kernels one after the other; asynchronous ones once, overlapped with nothing.
+        critical: Longest chain of dependent kernels.
+        makespan: On the device's workers, in schedule order, with one channel for communication.
+        executions: Executions of kernels that take time.
+        gaps: Executions times the device's gap between kernels.
+        floors: Executions times the device's floor.
+        dispatch: The device's dispatch time.
+        loop_share: Share of ``total`` inside loops.
+        iterations: Most executions of one kernel.
+        shares: Share of ``total`` by kind, in the order of ``KINDS``.
+        concentration: Sum of the squared shares of ``total`` by distinct kernel: 1 if one takes all
+            of it, ``1 / n`` if ``n`` take the same. All executions of a kernel share its error.
+    """
+
+    total: float
+    critical: float
+    makespan: float
+    executions: float
+    gaps: float
+    floors: float
+    dispatch: float
+    loop_share: float
+    iterations: float
+    shares: tuple[float, ...]
+    concentration: float = 1.0
+
+    @property
+    def baseline(self) -> float:
+        """Physics alone: kernels one after the other, gaps between them, and the dispatch."""
+        return self.total + self.gaps + self.dispatch
+
+
+def schedule_cost(
+    latency_s: np.ndarray, lowered: LoweredProgram, device: DeviceSpec
+) -> ScheduleCost:
+    """Costs of a program from the latency of one execution of each kernel.
+
+    Args:
+        latency_s: Seconds, in schedule order, shape ``(n_kernels,)``.
+        lowered: The schedule.
+        device: Where it runs: a CPU runs independent kernels on its cores at once, the others one
+            after the other beside one stream of communication.
+    """
+    kernels = lowered.kernels
+    counts = np.array([k.multiplicity for k in kernels], np.float64)
+    times = durations(latency_s, kernels) * counts
+    total = max(float(times.sum()), SMALLEST)
+    # XLA on CPUs runs independent kernels on a pool of threads; GPUs and TPUs run one stream.
+    workers = max(1, device.core_count) if device.platform == "cpu" else 1
+    by_kind = dict.fromkeys(KINDS, 0.0)
+    for kernel, time in zip(kernels, times.tolist(), strict=True):
+        by_kind[kernel.kind] = by_kind.get(kernel.kind, 0.0) + time
+    waits = reads(kernels)
+    channel = [k.async_role == "start" for k in kernels]
+    executions = float(sum(k.multiplicity for k in kernels if k.takes_time))
+    looped = sum(t for k, t in zip(kernels, times.tolist(), strict=True) if k.scope)
+    return ScheduleCost(
+        total=total,
+        critical=max(critical_path(times, waits), SMALLEST),
+        makespan=max(list_schedule(times, waits, workers, channel).makespan, SMALLEST),
+        executions=executions,
+        gaps=executions * device.launch_gap,
+        floors=executions * device.floor,
+        dispatch=device.dispatch,
+        loop_share=looped / total,
+        iterations=float(counts.max(initial=1.0)),
+        shares=tuple(by_kind[kind] / total for kind in KINDS),
+        concentration=_concentration(times, kernels),
+    )
+
+
+def _concentration(times: np.ndarray, kernels: Sequence[Kernel]) -> float:
+    """Sum of squared shares by distinct kernel; 1 without any time."""
+    by_hash: dict[str, float] = {}
+    for kernel, time in zip(kernels, times.tolist(), strict=True):
+        by_hash[kernel.hash] = by_hash.get(kernel.hash, 0.0) + time
+    total = sum(by_hash.values())
+    return sum((time / total) ** 2 for time in by_hash.values()) if total > 0 else 1.0
+
+
+def durations(latency_s: np.ndarray, kernels: Sequence[Kernel]) -> np.ndarray:
+    """Time that each kernel occupies what it runs on, one execution, shape ``(n_kernels,)``.
+
+    The pair of an asynchronous kernel counts once, on its start, with the longer of its times.
+    """
+    times = np.array(latency_s, np.float64)
+    for index, kernel in enumerate(kernels):
+        if kernel.takes_time:
+            continue
+        if kernel.async_peer >= 0:
+            # Start and done describe one transfer, whose time either of them may carry.
+            times[kernel.async_peer] = max(times[kernel.async_peer], times[index])
+        times[index] = 0.0
+    return times
+
+
+def reads(kernels: Sequence[Kernel]) -> list[tuple[int, ...]]:
+    """Positions that each kernel waits for: its operands, and a done's own start."""
+    return [(*k.operands, k.async_peer) if k.async_role == "done" else k.operands for k in kernels]

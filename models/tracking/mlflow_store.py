@@ -1,0 +1,312 @@
+"""MLflow: one store beside the code, one run a training, whole model folders as artifacts.
+
+MLflow needs a database behind it (its plain file store is gone), so the store is an SQLite file in
+``mlruns/`` with artifacts beside it. It is imported only in the commands that track.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import ModelError
+from ...common.files import locked
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+EXPERIMENT = "opcast"
+#: Metrics that ``opcast compare`` prints, if a run has them.
+COMPARED = ("median_ape", "mape", "bias", "spearman", "coverage", "noise_median_ape")
+#: Column of a table of runs that holds the parent run.
+PARENT = "tags.mlflow.parentRunId"
+#: Seconds that SQLite waits for a lock that another process holds on the store.
+WAIT_S = 60
+
+
+@dataclass
+class RunLog:
+    """What is logged of one training.
+
+    Attributes:
+        name: Name of the run.
+        params: Model, split, hyper-parameters, dataset hash, device.
+        metrics: Figures by name, such as ``unseen_family/median_ape``.
+        tables: Frames by file name, without suffix.
+        figures: Figures by file name, without suffix.
+        model_dir: Saved model folder.
+        tags: Free labels.
+        predictions: Rows of :func:`~opcast.models.tracking.mlflow_store.tidy`, for accuracy pages.
+    """
+
+    name: str
+    params: Mapping[str, object]
+    metrics: Mapping[str, float]
+    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+    model_dir: Path | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)
+    predictions: pd.DataFrame | None = None
+
+
+def store_dir() -> Path:
+    """Folder of the MLflow store: ``$OPCAST_MLRUNS`` or ``mlruns`` in the current directory."""
+    return Path(os.environ.get("OPCAST_MLRUNS", "mlruns")).absolute()
+
+
+def store_uri(root: Path | None = None) -> str:
+    """Tracking URI of the store."""
+    return f"sqlite:///{root or store_dir()}/mlflow.db?timeout={WAIT_S}"
+
+
+def log_run(run: RunLog, *, register: str | None = None, root: Path | None = None) -> str:
+    """Log one run.
+
+    Args:
+        run: What to log.
+        register: Name under which to register the model folder, if any.
+        root: Folder of the store.
+
+    Returns:
+        The run's id.
+
+    Raises:
+        ModelError: MLflow is not installed, the store cannot be written, or ``register`` is given
+            without a model folder.
+    """
+    mlflow = connect(root)
+    if register and run.model_dir is None:
+        raise ModelError("cannot register a run without a model folder", where=run.name)
+    with _explained(root or store_dir()):
+        with mlflow.start_run(run_name=run.name, tags=dict(run.tags)) as active:
+            _log(mlflow, run)
+            run_id = str(active.info.run_id)
+        if register:
+            _register(mlflow, run_id, register)
+    return run_id
+
+
+@contextmanager
+def parent_run(name: str, root: Path | None = None) -> Iterator[ParentRun]:
+    """A run that has others below it, such as the trials of a search.
+
+    Args:
+        name: Name of the run.
+        root: Folder of the store.
+
+    Raises:
+        ModelError: MLflow is not installed.
+    """
+    mlflow = connect(root)
+    with mlflow.start_run(run_name=name) as active:
+        yield ParentRun(mlflow, str(active.info.run_id))
+
+
+@dataclass(frozen=True)
+class ParentRun:
+    """An open run.
+
+    Attributes:
+        mlflow: The module, connected to the store.
+        run_id: The run's id.
+    """
+
+    mlflow: Any
+    run_id: str
+
+    def log(self, run: RunLog) -> None:
+        """Log to the run itself."""
+        _log(self.mlflow, run)
+
+    def log_child(self, run: RunLog) -> str:
+        """Log a run below it; returns that run's id."""
+        with self.mlflow.start_run(run_name=run.name, nested=True, tags=dict(run.tags)) as active:
+            _log(self.mlflow, run)
+            return str(active.info.run_id)
+
+
+def runs(root: Path | None = None) -> pd.DataFrame:
+    """All runs, newest first: name, time, parameters and metrics as columns.
+
+    Raises:
+        ModelError: There is no store yet.
+    """
+    base = root or store_dir()
+    if not (base / "mlflow.db").is_file():
+        raise ModelError("no MLflow store here", where=str(base), hint="run opcast train first")
+    table = connect(root).search_runs(experiment_names=[EXPERIMENT])
+    if not isinstance(table, pd.DataFrame):
+        raise ModelError("MLflow returned no table of runs", where=str(base))
+    return table
+
+
+def compare(root: Path | None = None, limit: int = 20) -> pd.DataFrame:
+    """Runs side by side: model, split, dataset and the metrics of the split.
+
+    Runs below another one, such as the trials of a search, are left out.
+    """
+    table = runs(root)
+    if PARENT in table:
+        table = table[table[PARENT].isna()]
+    table = table.head(limit)
+    columns = {
+        "run": "tags.mlflow.runName",
+        "model": "params.model",
+        "split": "params.split",
+        "dataset": "params.dataset_hash",
+        **{m: f"metrics.{m}" for m in COMPARED},
+    }
+    return pd.DataFrame({k: table.get(v) for k, v in columns.items() if v in table})
+
+
+def serve_ui(port: int, root: Path | None = None) -> int:
+    """Open MLflow's own server on the store; returns its exit status."""
+    connect(root)
+    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", store_uri(root)]
+    return subprocess.run([*command, "--port", str(port)], check=False).returncode
+
+
+def _log(mlflow: Any, run: RunLog) -> None:
+    """Log what a run holds to the active run."""
+    mlflow.log_params({k: v for k, v in run.params.items() if v is not None})
+    mlflow.log_metrics({k: float(v) for k, v in run.metrics.items() if v == v})
+    for name, frame in run.tables.items():
+        mlflow.log_text(frame.to_csv(index=False), f"tables/{name}.csv")
+    for name, figure in run.figures.items():
+        mlflow.log_figure(figure, f"figures/{name}.png")
+    if run.predictions is not None:
+        log_predictions(mlflow, run.predictions)
+    if run.model_dir is not None:
+        mlflow.log_artifacts(str(run.model_dir), "model")
+
+
+def connect(root: Path | None) -> Any:
+    """MLflow, connected to the store, which is made if it is not there.
+
+    Raises:
+        ModelError: MLflow is not installed.
+    """
+    try:
+        import mlflow
+    except ImportError:
+        raise ModelError(
+            "MLflow is not installed", hint="pip install 'opcast[track]', or pass --no-track"
+        ) from None
+    base = root or store_dir()
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    for noisy in ("mlflow", "alembic"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    # One process at a time makes the tables and the experiment; MLflow itself does not wait.
+    with _explained(base):
+        base.mkdir(parents=True, exist_ok=True)
+        with locked(base / "opcast.lock"):
+            mlflow.set_tracking_uri(store_uri(base))
+            if mlflow.get_experiment_by_name(EXPERIMENT) is None:
+                place = (base / "artifacts").as_uri()
+                mlflow.create_experiment(EXPERIMENT, artifact_location=place)
+            mlflow.set_experiment(EXPERIMENT)
+    return mlflow
+
+
+@contextmanager
+def _explained(base: Path) -> Iterator[None]:
+    """Errors of the store and its database as one that says what to do.
+
+    Raises:
+        ModelError: The store cannot be read or written.
+    """
+    try:
+        yield
+    except Exception as error:
+        family = type(error).__module__.split(".")[0]
+        known = family in ("mlflow", "sqlalchemy", "sqlite3") or isinstance(error, OSError)
+        if isinstance(error, Warning) or not known:
+            raise
+        lines = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
+        raise ModelError(
+            f"the MLflow store cannot be used: {lines[0][:300]}",
+            where=str(base),
+            hint="is it writable, and not full? set $OPCAST_MLRUNS, or pass --no-track",
+        ) from error
+
+
+def _register(mlflow: Any, run_id: str, name: str) -> None:
+    client = mlflow.MlflowClient()
+    source = f"{client.get_run(run_id).info.artifact_uri}/model"
+    known = {model.name for model in client.search_registered_models()}
+    if name not in known:
+        client.create_registered_model(name)
+    client.create_model_version(name, source=source, run_id=run_id)
+
+
+#: Artifact of a run, and the tag with its number of rows before the cap.
+FILE, ROWS_TAG = "predictions.parquet", "predictions_rows"
+
+
+COLUMNS = (
+    "level",
+    "kind",
+    "device",
+    "split",
+    "measured_us",
+    "predicted_us",
+    "lo_us",
+    "hi_us",
+    "in_domain",
+)
+
+
+#: Most rows of predictions that a run keeps; larger tables are sampled with a fixed seed, so that
+#: the artifacts of a run stay small.
+MOST_ROWS = 20_000
+
+
+def tidy(frame: pd.DataFrame, split: str = "", level: str = "kernel") -> pd.DataFrame:
+    """Predictions in the columns of :data:`COLUMNS`.
+
+    Args:
+        frame: At least ``kind`` (or ``key``), ``device``, ``measured_us``, ``predicted_us``,
+            ``lo_us`` and ``hi_us``.
+        split: Name of the split, if the frame has none.
+        level: ``kernel``, ``program`` or ``op``.
+    """
+    given: dict[str, Any] = {
+        "level": level,
+        "split": split,
+        "in_domain": True,
+        "kind": frame.get("key", level),
+    }
+    missing = {name: value for name, value in given.items() if name not in frame}
+    return frame.assign(**missing)[list(COLUMNS)].reset_index(drop=True)
+
+
+def capped(frame: pd.DataFrame) -> pd.DataFrame:
+    """At most :data:`MOST_ROWS` rows, drawn with a fixed seed."""
+    if len(frame) <= MOST_ROWS:
+        return frame
+    drawn = np.sort(np.random.default_rng(0).permutation(len(frame))[:MOST_ROWS])
+    return frame.iloc[drawn].reset_index(drop=True)
+
+
+def log_predictions(mlflow: Any, frame: pd.DataFrame) -> None:
+    """Log :func:`tidy`'s frame to the active run."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / FILE
+        small = capped(frame).astype(
+            {name: "float32" for name in COLUMNS if name.endswith("_us")}
+            | dict.fromkeys(("level", "kind", "device", "split"), "category")
+        )
+        small.to_parquet(path, index=False)
+        mlflow.log_artifact(str(path))
+    mlflow.set_tag(ROWS_TAG, len(frame))

@@ -1,0 +1,1 @@
+"""Training, evaluation, tuning and the choice of ensembles."""

@@ -1,0 +1,224 @@
+"""Whether an ensemble is worth keeping: it must beat its best member on held-out groups.
+
+The choice is made by cross-validation over the training rows alone. In fitting the ensemble, its
+members are fitted to all of a fold's rows anyway, so one pass judges them all. Held out are model
+families and, with two or more devices among the training rows, each device in turn. The ensemble
+is kept if its error is below that of every member wherever it was judged; otherwise the member with
+the least error takes its place. The test part of the split is for reporting and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import ModelError
+from ...features.dataset import Dataset
+from ..core.registry import make_estimator
+from ..estimators.ensemble import EnsembleEstimator
+from ..training_data.crossfit import DEFAULT_FOLDS, fit_rows
+from ..training_data.metrics import absolute_percentage_error
+from ..training_data.prepared import PreparedDataset, prepare
+from ..training_data.splits import Split, fold_groups, make_folds, make_split
+from .train import TrainResult, train
+
+ENSEMBLE = "ensemble"
+
+
+@dataclass(frozen=True)
+class EnsembleChoice:
+    """What was kept, and the figures behind it.
+
+    Attributes:
+        winner: ``ensemble``, or the name of its best member.
+        params: Of the winner.
+        table: One row a (``split``, ``model``): ``n``, ``mean_abs_log`` and ``median_ape`` by
+            cross-validation over training rows.
+        test: The same figures on the test part, by model; they decided nothing.
+    """
+
+    winner: str
+    params: dict[str, Any]
+    table: pd.DataFrame
+    test: pd.DataFrame
+
+    @property
+    def kept(self) -> bool:
+        """Whether the ensemble was kept."""
+        return self.winner == ENSEMBLE
+
+    @property
+    def sentence(self) -> str:
+        """The decision in one line."""
+        parts = []
+        for split, own in self.table.groupby("split", sort=False):
+            errors = own.set_index("model")["mean_abs_log"]
+            rest = errors.drop(ENSEMBLE)
+            parts.append(
+                f"{split}: ensemble {errors[ENSEMBLE]:.4f}, best member {rest.idxmin()} "
+                f"{rest.min():.4f}"
+            )
+        verdict = "kept the ensemble" if self.kept else f"saves its member {self.winner} instead"
+        beats = "beats" if self.kept else "does not beat"
+        return f"the ensemble {beats} its best member ({'; '.join(parts)}): {verdict}"
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data for the manifest."""
+        return {
+            "winner": self.winner,
+            "cross_validated": self.table.to_dict("records"),
+            "test": self.test.to_dict("records"),
+        }
+
+
+def train_ensemble(
+    dataset: Dataset | PreparedDataset,
+    split: str = "unseen_family",
+    seed: int = 0,
+    n_jobs: int = 1,
+    *,
+    folds: int = DEFAULT_FOLDS,
+    held_out: str | None = None,
+    **params: object,
+) -> tuple[TrainResult, EnsembleChoice]:
+    """Train an ensemble, or its best member where the ensemble is no better.
+
+    Args:
+        dataset: Samples.
+        split: Name of the split to report on.
+        seed: Of the split, the folds and the estimators.
+        n_jobs: Threads of the estimators.
+        folds: Folds of the cross-validation, and of the cross-fitting of the winner.
+        held_out: Device or run to hold out, for those splits.
+        params: Of the ensemble.
+
+    Returns:
+        The training of the winner, with the decision in its manifest, and the decision.
+
+    Raises:
+        DatasetError: Too little data for the split.
+        ModelError: No such member or parameter.
+    """
+    data = prepare(dataset)
+    parts = make_split(data.frame, split, seed, inside=data.inside, held_out=held_out)
+    rows = np.sort(np.concatenate([parts.train, parts.validation]))
+    own = {"seed": seed, "n_jobs": n_jobs, **params}
+    table = cross_validate(data, rows, own, folds, seed)
+    winner = choose(table)
+    test = _test_figures(data, rows, parts.test, own, split)
+    chosen = params if winner == ENSEMBLE else _ensemble(own).member_params(winner)
+    choice = EnsembleChoice(winner, dict(chosen), table, test)
+    extra = {k: v for k, v in chosen.items() if k not in ("seed", "n_jobs")}
+    result = train(data, winner, split, seed, n_jobs, folds=folds, held_out=held_out, **extra)
+    result.model.info["ensemble_choice"] = choice.to_dict()
+    return result, choice
+
+
+def choose(table: pd.DataFrame) -> str:
+    """Name of the model to keep, by the figures of :func:`cross_validate`."""
+    errors = table.pivot(index="split", columns="model", values="mean_abs_log")
+    members = errors.drop(columns=ENSEMBLE)
+    # On every split: an ensemble costs more than a member, and has to be better throughout.
+    if (errors[ENSEMBLE] < members.min(axis=1)).all():
+        return ENSEMBLE
+    return str(members.mean(axis=0).idxmin())
+
+
+def cross_validate(
+    data: PreparedDataset, rows: np.ndarray, params: Mapping[str, object], folds: int, seed: int
+) -> pd.DataFrame:
+    """Errors of an ensemble and its members on held-out groups of the given rows.
+
+    Args:
+        data: The prepared dataset.
+        rows: Training rows, by position.
+        params: Of the ensemble.
+        folds: Folds over families.
+        seed: Of the folds.
+
+    Returns:
+        One row a (``split``, ``model``): ``n``, ``mean_abs_log`` (mean absolute log-ratio of
+        predicted to measured) and ``median_ape``.
+    """
+    frame = data.frame.iloc[rows].reset_index(drop=True)
+    by_member: dict[str, list[pd.DataFrame]] = {}
+    for name, fold in _held_out(frame, data, folds, seed):
+        fitting = np.concatenate([fold.train, fold.validation])
+        part = _predictions(data, rows[fitting], rows[fold.test], params, name)
+        if part is not None:
+            by_member.setdefault(name, []).append(part)
+    records: list[dict[str, object]] = []
+    for name, pieces in by_member.items():
+        records += _figures(pd.concat(pieces), split=name)
+    if not records:
+        raise ModelError("too few training rows to judge an ensemble", hint="profile more programs")
+    return pd.DataFrame(records)
+
+
+def _held_out(
+    frame: pd.DataFrame, data: PreparedDataset, folds: int, seed: int
+) -> Iterator[tuple[str, Split]]:
+    groups = fold_groups(frame, "unseen_family")
+    for fold in make_folds(frame, groups, folds, seed, inside=data.inside):
+        yield "unseen_family", fold
+    devices = sorted(set(frame["device"]))
+    for device in devices if len(devices) > 1 else ():
+        yield "unseen_device", make_split(frame, "unseen_device", seed, held_out=device)
+
+
+def _predictions(
+    data: PreparedDataset,
+    fitting: np.ndarray,
+    held: np.ndarray,
+    params: Mapping[str, object],
+    split: str,
+) -> pd.DataFrame | None:
+    """Measured and predicted seconds of the held-out kernels, one column a model."""
+    fitting, held = data.kernel_rows(fitting), data.kernel_rows(held)
+    if not len(fitting) or not len(held):
+        return None
+    model = _ensemble(params)
+    fit_rows(model, data, fitting, split)
+    table = data.table.take(data.entry[held])
+    columns = {name: member.point(table) for name, member in model.members.items()}
+    columns = {ENSEMBLE: model.point(table), **columns}
+    return pd.DataFrame({"measured": data.latency_s[held], **columns})
+
+
+def _figures(predictions: pd.DataFrame, **labels: str) -> list[dict[str, object]]:
+    measured = predictions["measured"].to_numpy()
+    records = []
+    for name in predictions.columns.drop("measured"):
+        predicted = predictions[name].to_numpy()
+        errors = absolute_percentage_error(measured, predicted)
+        records.append(
+            {
+                **labels,
+                "model": str(name),
+                "n": len(predictions),
+                "mean_abs_log": float(np.abs(np.log(predicted / measured)).mean()),
+                "median_ape": float(np.median(errors)),
+            }
+        )
+    return records
+
+
+def _test_figures(
+    data: PreparedDataset,
+    rows: np.ndarray,
+    test: np.ndarray,
+    params: Mapping[str, object],
+    split: str,
+) -> pd.DataFrame:
+    predictions = _predictions(data, rows, test, params, split)
+    return pd.DataFrame([] if predictions is None else _figures(predictions, split=split))
+
+
+def _ensemble(params: Mapping[str, object]) -> EnsembleEstimator:
+    made = make_estimator(ENSEMBLE, **params)
+    assert isinstance(made, EnsembleEstimator)
+    return made

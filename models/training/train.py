@@ -1,0 +1,188 @@
+"""Training: a dataset goes in, an evaluated cost model comes out."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...features.dataset import Dataset
+from ..core.base import Estimator
+from ..core.registry import estimator_class, make_estimator
+from ..cost_model import CostModel
+from ..estimators.tabular import TabularEstimator
+from ..program.context_choice import choose_context
+from ..training_data.crossfit import DEFAULT_FOLDS, cross_fit, fit_and_calibrate
+from ..training_data.metrics import flatten, metrics_table
+from ..training_data.prepared import PreparedDataset, prepare
+from ..training_data.splits import Split, fold_groups, make_split
+from ..trust.neighbours import NeighbourTable
+from .predictions import prediction_frame, program_frame
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainResult:
+    """A trained model and how it did on the test part of its split.
+
+    Attributes:
+        model: The cost model, fitted to train and validation rows.
+        split: Row positions of the parts.
+        metrics: One row a group (``all``, ``kind=…``, ``device=…``), kernels of the test part,
+            beside the label noise.
+        predictions: One row a test kernel: ``kind``, ``measured_us``, ``predicted_us``, ``lo_us``,
+            ``hi_us``, ``source``, ``in_domain``, ``family``, ``program``, ``device``.
+        programs: One row a test program, same columns; empty without program rows.
+        program_metrics: As ``metrics``, of the programs.
+        seconds: Wall time of training.
+    """
+
+    model: CostModel
+    split: Split
+    metrics: pd.DataFrame
+    predictions: pd.DataFrame
+    programs: pd.DataFrame
+    program_metrics: pd.DataFrame
+    seconds: float = 0.0
+    params: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def flat_metrics(self) -> dict[str, float]:
+        """Figures by name, for tracking; those of programs start with ``program/``."""
+        flat = flatten(self.metrics)
+        if len(self.program_metrics):
+            flat |= flatten(self.program_metrics, prefix="program/")
+        return flat
+
+
+def train(
+    dataset: Dataset | PreparedDataset,
+    model: str = "xgboost",
+    split: str = "unseen_family",
+    seed: int = 0,
+    n_jobs: int = 1,
+    *,
+    folds: int = DEFAULT_FOLDS,
+    held_out: str | None = None,
+    **params: object,
+) -> TrainResult:
+    """Train on the train and validation parts of a split, and evaluate on its test part.
+
+    Args:
+        dataset: Samples; prepare them once with :func:`prepare` to train on them often.
+        model: Name of the estimator.
+        split: Name of the split, one of ``splits.SPLITS``.
+        seed: Of the split, the folds and the estimator.
+        n_jobs: Threads of the estimator.
+        folds: Folds of the cross-fitting behind intervals and the program model.
+        held_out: Device or run to hold out, for those splits.
+        params: Of the estimator.
+
+    Raises:
+        DatasetError: Too little data for the split.
+        ModelError: No such estimator or parameter.
+    """
+    data = prepare(dataset)
+    parts = make_split(data.frame, split, seed, inside=data.inside, held_out=held_out)
+    rows = np.sort(np.concatenate([parts.train, parts.validation]))
+    start = time.perf_counter()
+    bundle = fit_bundle(data, rows, model, split, seed, n_jobs, folds, params)
+    seconds = time.perf_counter() - start
+    predictions = prediction_frame(bundle, data, parts.test)
+    programs = program_frame(bundle, data, parts.test)
+    metrics = metrics_table(predictions, ("kind", "device"), noise=data.kernel_frame)
+    program_metrics = metrics_table(programs, ("device",)) if len(programs) else pd.DataFrame()
+    result = TrainResult(
+        bundle, parts, metrics, predictions, programs, program_metrics, seconds, dict(params)
+    )
+    bundle.info["metrics"] = {split: result.flat_metrics}
+    logger.info("trained %s on %d rows in %.1f s", model, len(rows), seconds)
+    return result
+
+
+def train_final(
+    dataset: Dataset | PreparedDataset,
+    model: str = "xgboost",
+    seed: int = 0,
+    n_jobs: int = 1,
+    *,
+    folds: int = DEFAULT_FOLDS,
+    metrics: Mapping[str, Mapping[str, float]] | None = None,
+    **params: object,
+) -> CostModel:
+    """Train on every row, to ship. Intervals come from held-out families.
+
+    Args:
+        dataset: Samples.
+        model: Name of the estimator.
+        seed: Of the folds and the estimator.
+        n_jobs: Threads of the estimator.
+        folds: Folds of the cross-fitting.
+        metrics: Figures by split from evaluations with the same settings, to keep with the model.
+        params: Of the estimator.
+    """
+    data = prepare(dataset)
+    rows = np.arange(len(data.frame))
+    names = set(fold_groups(data.frame, "unseen_family").astype(str))
+    # Intervals should hold for new models: whole families are held out where there are several.
+    split = "unseen_family" if len(names) > 1 else "random"
+    bundle = fit_bundle(data, rows, model, split, seed, n_jobs, folds, params)
+    bundle.info["split"] = "all"
+    bundle.info["metrics"] = {name: dict(figures) for name, figures in (metrics or {}).items()}
+    return bundle
+
+
+def fit_bundle(
+    data: PreparedDataset,
+    rows: np.ndarray,
+    model: str,
+    split: str,
+    seed: int,
+    n_jobs: int,
+    folds: int,
+    params: Mapping[str, object],
+) -> CostModel:
+    """Fit estimator, intervals, domain, context correction and program model to given rows."""
+    factory = estimator_factory(model, seed, n_jobs, params)
+    estimator = factory()
+    if isinstance(estimator, TabularEstimator):
+        crossed = fit_and_calibrate(estimator, data, rows, split, folds, seed)
+    else:
+        crossed = cross_fit(factory, data, rows, split, folds, seed)
+        estimator = estimator.fit(data.subset(data.kernel_rows(rows)))
+    choice = choose_context(data, crossed, seed=seed, n_jobs=n_jobs)
+    # An estimator without measured programs brings the overheads of its platform.
+    choice.program_model.overheads.update(getattr(estimator, "overheads", {}))
+    used = sorted(set(data.frame["device"].iloc[rows]))
+    return CostModel(
+        estimator=estimator,
+        program_model=choice.program_model,
+        devices={name: data.devices[name] for name in used},
+        info={
+            "dataset_hash": data.dataset_hash,
+            "rows": len(rows),
+            "split": split,
+            "seed": seed,
+            "folds": folds,
+            "context_choice": choice.to_dict(),
+        },
+        neighbour_file=NeighbourTable.fit(data, crossed).to_bytes() if len(crossed.rows) else b"",
+        context=choice.correction,
+    )
+
+
+def estimator_factory(
+    model: str, seed: int, n_jobs: int, params: Mapping[str, object]
+) -> Callable[[], Estimator]:
+    """Makes unfitted estimators; seed and threads go to those that take them."""
+    accepted = inspect.signature(estimator_class(model)).parameters
+    general = {"seed": seed, "n_jobs": n_jobs}
+    own = {**{k: v for k, v in general.items() if k in accepted}, **params}
+    return lambda: make_estimator(model, **own)

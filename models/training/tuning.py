@@ -1,0 +1,261 @@
+"""Search for hyper-parameters by cross-validation, with Optuna.
+
+A trial's error is that of held-out rows in folds of the *training and validation part* of a split,
+cut like the split itself (whole families with ``unseen_family``). The test part is never looked at
+while searching. The parameters that an estimator has by default are judged first, on the same
+folds: a search that does not beat them says so and keeps them.
+
+Trials are kept in an SQLite file, so that a search can be stopped and goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...common.errors import ModelError
+from ...common.paths import home
+from ...features.dataset import Dataset
+from ..core.base import Estimator
+from ..estimators.tuning_spaces import Space, search_space
+from ..training_data.crossfit import fit_rows, predict_entries
+from ..training_data.metrics import absolute_percentage_error
+from ..training_data.prepared import PreparedDataset, prepare
+from ..training_data.splits import fold_groups, make_folds, make_split
+from .train import estimator_factory
+from .tuned import TrialRecord, Tuning
+
+if TYPE_CHECKING:
+    from optuna import Study, Trial
+    from optuna.trial import FrozenTrial
+
+#: Fewer than in training: a search fits this many models for every trial.
+DEFAULT_FOLDS = 3
+#: Trials before the first one may be stopped early for being worse than the median (Optuna's
+#: default of its median pruner).
+_STARTUP_TRIALS = 5
+
+
+def mean_abs_log(measured: np.ndarray, predicted: np.ndarray) -> float:
+    """Mean absolute log-ratio of predicted to measured."""
+    return float(np.abs(np.log(predicted / measured)).mean())
+
+
+def median_ape(measured: np.ndarray, predicted: np.ndarray) -> float:
+    """Median absolute percentage error."""
+    return float(np.median(absolute_percentage_error(measured, predicted)))
+
+
+#: What a search can minimise.
+OBJECTIVES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
+    "mean_abs_log": mean_abs_log,
+    "median_ape": median_ape,
+}
+
+
+def tune(
+    dataset: Dataset | PreparedDataset,
+    model: str = "xgboost",
+    trials: int = 20,
+    split: str = "unseen_family",
+    seed: int = 0,
+    n_jobs: int = 1,
+    *,
+    timeout_s: float | None = None,
+    folds: int = DEFAULT_FOLDS,
+    objective: str = "mean_abs_log",
+    held_out: str | None = None,
+    study: Path | None = None,
+    on_trial: Callable[[TrialRecord, int], None] | None = None,
+) -> Tuning:
+    """Search for the hyper-parameters of an estimator.
+
+    Args:
+        dataset: Samples.
+        model: Name of an estimator that declares a search space.
+        trials: Trials in the study, those of earlier searches included.
+        split: Split whose training and validation rows are searched on.
+        seed: Of the split, the folds, the estimator and the search.
+        n_jobs: Threads of the estimator.
+        timeout_s: No trial starts after so many seconds.
+        folds: Folds of the cross-validation.
+        objective: One of :data:`OBJECTIVES`.
+        held_out: Device or run to hold out, for those splits.
+        study: SQLite file of the trials; the default is one for all studies in opcast's home.
+        on_trial: Called after every trial with it and with the number of finished trials.
+
+    Raises:
+        DatasetError: Too little data for the split.
+        ModelError: Optuna is not installed, no such estimator or objective, the estimator declares
+            no search space, or the study file is no study.
+    """
+    space = search_space(model)
+    if objective not in OBJECTIVES:
+        raise ModelError(
+            f"no objective {objective!r}", hint=f"choose one of: {', '.join(OBJECTIVES)}"
+        )
+    require_optuna()
+    data = prepare(dataset)
+    parts = make_split(data.frame, split, seed, inside=data.inside, held_out=held_out)
+    rows = np.sort(np.concatenate([parts.train, parts.validation]))
+    judge = _Judge(data, rows, model, split, seed, n_jobs, folds, objective)
+    file = study or home() / "tuning.db"
+    key = f"{model} {split} {objective} {held_out or ''} seed={seed} folds={folds}"
+    open_study = _open_study(file, f"{key} data={data.dataset_hash} {data.table.schema}", seed)
+    default = _default_error(open_study, judge)
+    _search(open_study, judge, space, trials, timeout_s, on_trial)
+    return _result(open_study, judge, default, file)
+
+
+@dataclass(frozen=True)
+class _Judge:
+    """Cross-validated error of an estimator with given parameters."""
+
+    data: PreparedDataset
+    rows: np.ndarray
+    model: str
+    split: str
+    seed: int
+    n_jobs: int
+    folds: int
+    objective: str
+
+    def errors(self, params: Mapping[str, object]) -> Iterator[float]:
+        """Error after each fold, over all rows predicted so far; the last one counts."""
+        factory = estimator_factory(self.model, self.seed, self.n_jobs, params)
+        frame = self.data.frame.iloc[self.rows].reset_index(drop=True)
+        groups = fold_groups(frame, self.split)
+        measured: list[np.ndarray] = []
+        predicted: list[np.ndarray] = []
+        for fold in make_folds(frame, groups, self.folds, self.seed, inside=self.data.inside):
+            fitting = self.data.kernel_rows(self.rows[fold.train])
+            held = self.data.kernel_rows(self.rows[fold.test])
+            if not len(fitting) or not len(held):
+                continue
+            predicted.append(self._predict(factory(), fitting, held))
+            measured.append(self.data.latency_s[held])
+            yield OBJECTIVES[self.objective](np.concatenate(measured), np.concatenate(predicted))
+
+    def _predict(self, model: Estimator, fitting: np.ndarray, held: np.ndarray) -> np.ndarray:
+        fitted = fit_rows(model, self.data, fitting, self.split)
+        return predict_entries(fitted, self.data, self.data.entry[held]).latency
+
+    def error(self, params: Mapping[str, object]) -> float:
+        """Error over all folds.
+
+        Raises:
+            ModelError: No fold has rows on both sides.
+        """
+        errors = list(self.errors(params))
+        if not errors:
+            raise ModelError("too few training rows to tune on", hint="profile more programs")
+        return errors[-1]
+
+
+def require_optuna() -> ModuleType:
+    """Optuna, told to be quiet.
+
+    Raises:
+        ModelError: It is not installed.
+    """
+    try:
+        import optuna
+    except ImportError:
+        raise ModelError("Optuna is not installed", hint="pip install 'opcast[tune]'") from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def _open_study(file: Path, name: str, seed: int) -> Study:
+    optuna = require_optuna()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        storage = optuna.storages.RDBStorage(f"sqlite:///{file.absolute()}")
+        study: Study = optuna.create_study(
+            storage=storage, study_name=name, direction="minimize", load_if_exists=True
+        )
+    except Exception as error:  # SQLAlchemy's own classes, which are no dependency of ours
+        text = str(error).splitlines()[0]
+        raise ModelError(f"cannot keep trials there: {text}", where=str(file)) from None
+    # The seed moves on with the finished trials: a resumed search would otherwise repeat the first.
+    study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials))
+    study.pruner = optuna.pruners.MedianPruner(n_startup_trials=_STARTUP_TRIALS)
+    return study
+
+
+def _default_error(study: Study, judge: _Judge) -> float:
+    known = study.user_attrs.get("default_error")
+    if known is None:
+        known = judge.error({})
+        study.set_user_attr("default_error", known)
+    return float(known)
+
+
+def _search(
+    study: Study,
+    judge: _Judge,
+    space: Space,
+    trials: int,
+    timeout_s: float | None,
+    on_trial: Callable[[TrialRecord, int], None] | None,
+) -> None:
+    optuna = require_optuna()
+
+    def run(trial: Trial) -> float:
+        params = space(trial)
+        trial.set_user_attr("params", params)
+        error = float("nan")
+        for step, error in enumerate(judge.errors(params)):
+            trial.report(error, step)
+            if trial.should_prune():
+                raise optuna.TrialPruned
+        return error
+
+    def report(study: Study, trial: FrozenTrial) -> None:
+        if on_trial is not None and (record := _record(trial)) is not None:
+            on_trial(record, len(_finished(study)))
+
+    left = trials - len(_finished(study))
+    if left > 0:
+        study.optimize(run, n_trials=left, timeout=timeout_s, callbacks=[report])
+
+
+def _record(trial: FrozenTrial) -> TrialRecord | None:
+    """A finished trial; ``None`` for one that failed or was cut off."""
+    if trial.value is None or trial.state.name not in ("COMPLETE", "PRUNED"):
+        return None
+    seconds = trial.duration.total_seconds() if trial.duration is not None else 0.0
+    return TrialRecord(
+        number=trial.number,
+        params=dict(trial.user_attrs["params"]),
+        error=float(trial.value),
+        pruned=trial.state.name == "PRUNED",
+        seconds=seconds,
+    )
+
+
+def _finished(study: Study) -> list[TrialRecord]:
+    records = (_record(trial) for trial in study.trials)
+    return [record for record in records if record is not None]
+
+
+def _result(study: Study, judge: _Judge, default_error: float, file: Path) -> Tuning:
+    records = _finished(study)
+    whole = [r for r in records if not r.pruned]
+    best = min(whole, key=lambda r: r.error, default=None)
+    better = best is not None and best.error < default_error
+    return Tuning(
+        model=judge.model,
+        split=judge.split,
+        objective=judge.objective,
+        best=dict(best.params) if best is not None and better else {},
+        error=best.error if best is not None and better else default_error,
+        default_error=default_error,
+        trials=tuple(records),
+        study=file,
+    )

@@ -1,0 +1,1 @@
+"""From a dataset to what is learned from: preparation, splits, cross-fitting, metrics."""

@@ -1,0 +1,258 @@
+"""Named, reproducible splits. In none of them is a kernel in training and in test.
+
+``random``         kernels drawn by the digest of their hash;
+``unseen_shape``   the largest kernels of each kind are held out;
+``unseen_family``  every third model family is held out;
+``unseen_device``  one device is held out;
+``unseen_run``     one profile run is held out.
+
+Rows of level ``program`` are never in the test part of the first two: their kernels are on both
+sides. With ``unseen_family`` they follow their family, and no training row has a kernel that is
+inside a held-out program; ``inside`` says which those are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import DatasetError
+
+SPLITS = ("random", "unseen_shape", "unseen_family", "unseen_device", "unseen_run")
+#: Shares of the kernels, by convention 70:10:20.
+TEST_SHARE = 0.2
+VALIDATION_SHARE = 0.1
+#: One family in this many is held out by ``unseen_family``: a
+#: smaller test part would depend too much on which families are drawn.
+FAMILY_STRIDE = 3
+_FOLD = "fold"
+
+Inside = Mapping[str, AbstractSet[str]]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Row positions of the parts; each an int64 array, ascending. Some rows may be in none.
+
+    Attributes:
+        name: Name of the split.
+        train: To fit on.
+        validation: To tune and calibrate on.
+        test: To report on; shares no kernel with the others.
+        held_out: What ``test`` holds (families, device or run), if it is that kind of split.
+    """
+
+    name: str
+    train: np.ndarray
+    validation: np.ndarray
+    test: np.ndarray
+    held_out: tuple[str, ...] = ()
+
+
+def make_split(
+    frame: pd.DataFrame,
+    name: str,
+    seed: int = 0,
+    *,
+    inside: Inside | None = None,
+    held_out: str | None = None,
+) -> Split:
+    """Split the rows of a dataset.
+
+    Args:
+        frame: Rows with the dataset's columns.
+        name: One of :data:`SPLITS`.
+        seed: Chooses among equally good splits: the draw of ``random``, or which of each three
+            families are held out.
+        inside: Hashes of the kernels inside each program row, by ``sample_id``.
+        held_out: Device or run to hold out; the last in order if not given.
+
+    Raises:
+        DatasetError: No such split, or the dataset has too little to hold out.
+    """
+    out: tuple[str, ...] = ()
+    if name == "random":
+        parts = _by_draw(frame, seed)
+    elif name == "unseen_shape":
+        parts = _by_size(frame)
+    elif name == "unseen_family":
+        parts, out = _by_family(frame, seed)
+    elif name in ("unseen_device", "unseen_run"):
+        column = "device" if name == "unseen_device" else "run_id"
+        parts, out = _by_column(frame, column, seed, held_out)
+    else:
+        raise DatasetError(f"no split {name!r}", hint=f"choose one of: {', '.join(SPLITS)}")
+    split = _without_leaks(frame, name, parts, out, inside or {})
+    for part in ("train", "test"):
+        if not len(getattr(split, part)):
+            raise DatasetError(
+                f"split {name!r} leaves no {part} rows", hint="profile more, or take another split"
+            )
+    return split
+
+
+def is_family(family: str) -> bool:
+    """Whether a value of the column ``family`` names a model family, not generated programs."""
+    return bool(family) and family != "random" and not family.startswith("op:")
+
+
+def fold_groups(frame: pd.DataFrame, name: str = "unseen_family") -> np.ndarray:
+    """The group that each row is held out with, shape ``(n,)``.
+
+    Args:
+        frame: Rows with the dataset's columns.
+        name: Split that the folds should resemble: with ``unseen_family``, whole model families
+            (and single generated programs) are held out together; otherwise kernels.
+    """
+    own = frame["program"].where(frame["level"] == "program", frame["kernel_hash"]).astype(object)
+    if name != "unseen_family":
+        return np.asarray(own, dtype=object)
+    generated = frame["program"].where(frame["program"] != "", own)
+    return np.asarray(frame["family"].where(frame["family"].map(is_family), generated), object)
+
+
+def leave_family_out(
+    frame: pd.DataFrame, folds: int = 5, seed: int = 0, *, inside: Inside | None = None
+) -> list[Split]:
+    """Folds in which every row is in ``test`` once, together with its family or program.
+
+    Args:
+        frame: Rows with the dataset's columns.
+        folds: How many; fewer if there are fewer groups.
+        seed: Chooses the draw.
+        inside: Hashes of the kernels inside each program row, by ``sample_id``.
+    """
+    return make_folds(frame, fold_groups(frame), folds, seed, inside=inside)
+
+
+def make_folds(
+    frame: pd.DataFrame,
+    groups: np.ndarray,
+    folds: int,
+    seed: int = 0,
+    *,
+    inside: Inside | None = None,
+) -> list[Split]:
+    """Folds by group, balanced in rows; no kernel of a fold's test rows is in its train rows.
+
+    Raises:
+        DatasetError: There are fewer than two groups.
+    """
+    if len(np.unique(groups.astype(str))) < 2:
+        raise DatasetError("cannot make folds of a single group", hint="profile more programs")
+    fold = balanced_folds(groups, folds, seed)
+    splits = []
+    for number in range(int(fold.max()) + 1):
+        parts = np.where(fold == number, 2, 0)
+        splits.append(_without_leaks(frame, f"{_FOLD}{number}", parts, (), inside or {}))
+    return splits
+
+
+def balanced_folds(groups: np.ndarray, folds: int, seed: int = 0) -> np.ndarray:
+    """Fold of every row, int64, shape ``(n,)``: groups stay whole, folds are of like size.
+
+    Args:
+        groups: Group of every row, shape ``(n,)``.
+        folds: How many; fewer if there are fewer groups.
+        seed: Of the order among groups of one size.
+    """
+    names, codes, sizes = np.unique(groups.astype(str), return_inverse=True, return_counts=True)
+    load = np.zeros(min(folds, len(names)))
+    fold_of = np.empty(len(names), np.int64)
+    # Ties are broken by a draw of the name: the seed matters, the order of rows does not.
+    order = sorted(range(len(names)), key=lambda i: (-sizes[i], draw(str(names[i]), seed)))
+    for index in order:  # greedy: the largest group goes to the emptiest fold
+        fold_of[index] = int(np.argmin(load))
+        load[fold_of[index]] += sizes[index]
+    return np.asarray(fold_of[codes])
+
+
+def _by_draw(frame: pd.DataFrame, seed: int) -> np.ndarray:
+    parts = _parts(np.array([draw(str(value), seed) for value in frame["kernel_hash"]]))
+    return np.where(frame["level"] == "program", 0, parts)
+
+
+def _by_size(frame: pd.DataFrame) -> np.ndarray:
+    """Rank of FLOPs and bytes within the kind; the top fifth is test, the next tenth validation."""
+    unique = frame.drop_duplicates("kernel_hash")
+    ranks = unique.groupby("kind")[["flops", "bytes"]].rank(pct=True).mean(axis=1)
+    place = ranks.groupby(unique["kind"]).rank(pct=True, method="first")
+    by_hash = dict(zip(unique["kernel_hash"], place, strict=True))
+    parts = _parts(1.0 - frame["kernel_hash"].map(by_hash).to_numpy(np.float64))
+    return np.where(frame["level"] == "program", 0, parts)
+
+
+def _by_family(frame: pd.DataFrame, seed: int) -> tuple[np.ndarray, tuple[str, ...]]:
+    families = sorted(f for f in set(frame["family"]) if is_family(f))
+    if len(families) < 2:
+        raise DatasetError(
+            "unseen_family needs at least two model families",
+            hint="choose another: --split random; or add programs of the zoo to the dataset",
+        )
+    first = (FAMILY_STRIDE - 1 - seed) % FAMILY_STRIDE % len(families)
+    test = families[first::FAMILY_STRIDE]
+    rest = [f for f in families if f not in test]
+    validation = rest[FAMILY_STRIDE :: FAMILY_STRIDE + 1]
+    family = frame["family"]
+    return np.where(family.isin(test), 2, np.where(family.isin(validation), 1, 0)), tuple(test)
+
+
+def _by_column(
+    frame: pd.DataFrame, column: str, seed: int, held_out: str | None
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Hold out a value of a column. Kernels that both sides have are dealt out half and half."""
+    values = sorted(set(frame[column]))
+    out = held_out if held_out is not None else values[-1]
+    if len(values) < 2 or out not in values:
+        raise DatasetError(
+            f"cannot hold out {column} {out!r}", hint=f"the dataset has: {', '.join(values)}"
+        )
+    away = (frame[column] == out).to_numpy()
+    hashes = frame["kernel_hash"]
+    shared = hashes.isin(set(hashes[away]) & set(hashes[~away])).to_numpy()
+    first = np.array([draw(h, seed) for h in hashes])
+    to_test, to_train = ~shared | (first < 0.5), ~shared | (first >= 0.5)
+    second = np.array([draw(h, seed + 1) for h in hashes])
+    train = np.where(second < VALIDATION_SHARE, 1, 0)
+    return np.where(away & to_test, 2, np.where(~away & to_train, train, -1)), (out,)
+
+
+def _parts(place: np.ndarray) -> np.ndarray:
+    """Places in [0, 1): the first fifth is test (2), the next tenth validation (1), the rest 0."""
+    return np.where(place < TEST_SHARE, 2, np.where(place < TEST_SHARE + VALIDATION_SHARE, 1, 0))
+
+
+def _without_leaks(
+    frame: pd.DataFrame, name: str, parts: np.ndarray, out: tuple[str, ...], inside: Inside
+) -> Split:
+    """Drop from earlier parts the kernels that a later part has, programs' kernels included."""
+    hashes = frame["kernel_hash"].to_numpy(object)
+    programs = frame["sample_id"].to_numpy(object)
+    is_kernel = (frame["level"] != "program").to_numpy()
+    kept = parts.copy()
+    # Test first, then validation: a kernel stays in the last part that has it.
+    for later in (2, 1):
+        held = set(hashes[kept == later])
+        if name == "unseen_family" or name.startswith(_FOLD):
+            held = held.union(*(inside.get(s, ()) for s in programs[(kept == later) & ~is_kernel]))
+        leak = np.array([h in held for h in hashes], bool)
+        kept[leak & (kept >= 0) & (kept < later)] = -1
+    train, validation, test = (np.flatnonzero(kept == part) for part in range(3))
+    return Split(name, train, validation, test, out)
+
+
+def draw(text: str, seed: int) -> float:
+    """A number in [0, 1) that depends on nothing but its arguments."""
+    # A digest rather than a generator: the draw of a kernel does not depend on the other rows.
+    digest = hashlib.blake2b(f"{seed}:{text}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def query_names(frame: pd.DataFrame) -> np.ndarray:
+    """The query of every row of a dataset: device and family, shape ``(n,)``."""
+    return np.asarray(frame["device"].astype(str) + "|" + frame["family"].astype(str), object)

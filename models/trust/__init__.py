@@ -1,0 +1,1 @@
+"""How far a prediction holds: conformal intervals, training domain, nearest measured kernels."""

@@ -1,0 +1,1 @@
+"""Predictions on clusters: training steps, partitioned programs, serving."""

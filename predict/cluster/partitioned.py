@@ -1,0 +1,287 @@
+"""A partitioned program on a cluster: kernels and collectives of one device, overlapped.
+
+Every device runs the same program, so one is simulated, with the collectives of one group of each
+kind standing for all. A scheduled program keeps its order, its start/done pairs and what is marked
+synchronous; of one that comes unoptimised the collectives are first changed as XLA would. Kernels
+and what lies between them take the time that they take in a program of a single device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ...common.chrome_trace import ChromeTrace
+from ...common.errors import ProgramError
+from ...common.interval import Interval, step_fields
+from ...features.ir.partitioning import check_several_devices
+from ...features.ir.reader import read_program
+from ...features.kernels.kernel import Kernel, LoweredProgram
+from ...features.lowering.lower import lower_with
+from ...features.lowering.options import DEFAULTS, LoweringOptions
+from ...features.lowering.xla_collectives import optimise_collectives
+from ...simulate.clusters.topology import Cluster
+from ...simulate.program.collective_passes import combine_all
+from ...simulate.program.nodes import Node, check_devices, program_nodes
+from ...simulate.program.streams import StreamRun, run_streams
+from ..devices import cluster_device, resolve_device
+from ..program.predictor import Predictor, model_notes, roofline_predictor
+from .network import CollectiveTime, learned_time
+from .program_seconds import ProgramSeconds, program_seconds
+from .spread import COMPOSITION_ERROR
+
+
+@dataclass(frozen=True)
+class PartitionedPrediction:
+    """Time of a partitioned program on a cluster; seconds.
+
+    Attributes:
+        run: When each node runs.
+        nodes: Kernels and collectives of one device.
+        transfer: Seconds of each node's collective, alone, all executions.
+        interval: The time with its 90 % interval.
+        cluster: Name of the cluster.
+        device: Name of its device.
+        lowering: How the program became kernels.
+        peak_memory_bytes: Of one device.
+        capacity_bytes: Memory of the device.
+        notes: What limits trust.
+        sources: Share of the computation by who estimated it.
+        kernels: What ``members`` of the nodes point to.
+        devices: Devices that the program was partitioned for.
+        scheduled: Whether collectives are issued in their place in the order.
+    """
+
+    run: StreamRun
+    nodes: tuple[Node, ...]
+    transfer: np.ndarray
+    interval: Interval
+    cluster: str
+    device: str
+    lowering: str
+    peak_memory_bytes: float
+    capacity_bytes: float
+    notes: tuple[str, ...]
+    sources: dict[str, float]
+    kernels: tuple[Kernel, ...] = ()
+    devices: int = 1
+    scheduled: bool = False
+
+    @property
+    def fits(self) -> bool:
+        """Whether one device's memory suffices."""
+        return not self.capacity_bytes or self.peak_memory_bytes <= self.capacity_bytes
+
+    def by_collective(self) -> dict[str, tuple[float, float, float]]:
+        """Number, bytes put in and seconds alone of all executions, by kind."""
+        sums: dict[str, tuple[float, float, float]] = {}
+        for node, seconds in zip(self.nodes, self.transfer.tolist(), strict=True):
+            own = node.collective
+            if own is not None:
+                count, size, time = sums.get(own.kind, (0.0, 0.0, 0.0))
+                more = own.size * node.times
+                sums[own.kind] = (count + node.times, size + more, time + seconds)
+        return sums
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as ``opcast predict --cluster --json`` prints it."""
+        r = self.run
+        return {
+            **step_fields(self.interval),
+            "compute_us": r.compute * 1e6,
+            "communication_us": float(self.transfer.sum()) * 1e6,
+            "exposed_communication_us": r.exposed * 1e6,
+            "collectives": {
+                kind: {"count": n, "bytes": size, "alone_us": time * 1e6}
+                for kind, (n, size, time) in self.by_collective().items()
+            },
+            "critical_path": [self.nodes[p].name for p in r.critical],
+            "memory_bytes_per_device": self.peak_memory_bytes,
+            "fits": self.fits,
+            "sources": self.sources,
+            "cluster": self.cluster,
+            "device": self.device,
+            "lowering": self.lowering,
+            "notes": list(self.notes),
+        }
+
+
+def predict_partitioned(
+    program: Any,
+    cluster: Cluster,
+    predictor: Predictor | None = None,
+    options: LoweringOptions = DEFAULTS,
+    *,
+    collective: CollectiveTime = learned_time,
+) -> PartitionedPrediction:
+    """Predict a program that is partitioned already.
+
+    Args:
+        program: Path, text or bytes of StableHLO with explicit collectives or of HLO.
+        cluster: Devices, as many as the program is partitioned for.
+        predictor: Answers for kernels as it does for programs of one device; ``None`` for
+            rooflines.
+        options: How StableHLO becomes kernels, as for one device (scheduled HLO is taken as it
+            is); ``device`` is ``None`` for the one that the cluster names.
+        collective: Time of a collective.
+
+    Raises:
+        ProgramError: The program cannot be read, is for more devices than the cluster has or for a
+            single one, or has shardings but no collectives.
+        DeviceError: The cluster names no device, and none is given.
+        LoweringError: The compiler of the device refuses the program.
+    """
+    asked = predictor or roofline_predictor()
+    if options.device is None:
+        spec = cluster_device(cluster, asked.devices)
+    else:
+        spec = resolve_device(options.device, asked.devices)
+    source = read_program(program, trip_counts=options.trip_counts)
+    check_several_devices(source, cluster.name, cluster.size, spec.name)
+    own = source.program
+    devices = own.num_replicas * own.num_partitions
+    if own.dialect == "hlo" and own.is_scheduled:
+        options = replace(options, lowering="xla")
+    else:
+        # A compiler takes the program as it came; the other lowerings read it with fewer
+        # collectives.
+        source = source.with_program(optimise_collectives(own))
+    lowered = lower_with(source, replace(options, device=spec))
+    scheduled = lowered.lowering == "xla"
+    _check_partitioned(lowered, devices, cluster, source.origin)
+    times = program_seconds(lowered, spec, asked.model_for(spec))
+    job = _Job(lowered, cluster, collective, devices, scheduled)
+    nodes, transfer, run = job.run(times.kernels)
+    notes = [*_notes(lowered, scheduled, devices, cluster)]
+    notes += model_notes(asked.model_for(spec), lowered.kernels, spec) if predictor else []
+    return PartitionedPrediction(
+        run=run,
+        nodes=tuple(nodes),
+        transfer=transfer,
+        interval=job.interval(times, run),
+        cluster=cluster.name,
+        device=spec.name,
+        lowering="scheduled" if scheduled else lowered.lowering,
+        peak_memory_bytes=lowered.peak_memory_bytes,
+        capacity_bytes=spec.memory_bytes,
+        notes=tuple(notes),
+        sources=times.sources,
+        kernels=tuple(lowered.kernels),
+        devices=devices,
+        scheduled=scheduled,
+    )
+
+
+@dataclass
+class _Job:
+    """One program on one cluster, to be run with several latencies."""
+
+    lowered: LoweredProgram
+    cluster: Cluster
+    collective: CollectiveTime
+    devices: int
+    scheduled: bool
+
+    def run(self, seconds: np.ndarray, side: int = 0) -> tuple[list[Node], np.ndarray, StreamRun]:
+        """Nodes, seconds of their collectives, and when all of them run.
+
+        Args:
+            seconds: Of the kernels.
+            side: Which of a collective's times counts: 0 the estimate, 1 and 2 its interval's ends.
+        """
+        nodes = program_nodes(
+            self.lowered.kernels, seconds.tolist(), self.devices, scheduled=self.scheduled
+        )
+        check_devices(nodes, self.cluster.size)
+        if not self.scheduled:
+            nodes = combine_all(nodes)
+        transfer = np.array([self._transfer(node, side) for node in nodes])
+        links = [self._links(node) for node in nodes]
+        return nodes, transfer, run_streams(nodes, transfer, links, scheduled=self.scheduled)
+
+    def interval(self, times: ProgramSeconds, run: StreamRun) -> Interval:
+        """90 % interval, as for plans: kernels, collectives and the composition err apart."""
+        total = run.makespan
+        own = COMPOSITION_ERROR * total if self._talks() else 0.0
+        widths = []
+        for side, factor in ((1, times.low), (2, times.high)):
+            shifts = [
+                self.run(times.kernels * factor)[2].makespan - total,
+                self.run(times.kernels, side)[2].makespan - total,
+                own,
+            ]
+            widths.append(float(np.sqrt(np.square(shifts).sum())))
+        return Interval.around(total, *widths)
+
+    def _talks(self) -> bool:
+        return any(kernel.kind == "collective" for kernel in self.lowered.kernels)
+
+    def _transfer(self, node: Node, side: int) -> float:
+        own = node.collective
+        if own is None:
+            return 0.0
+        return node.times * self.collective(own.kind, own.size, own.group, self.cluster)[side]
+
+    def _links(self, node: Node) -> frozenset[Any]:
+        if node.collective is None:
+            return frozenset()
+        dims = self.cluster.topology.group_dims(node.collective.group)
+        return frozenset((d.kind, d.name) for d in dims)
+
+
+def _check_partitioned(
+    lowered: LoweredProgram, devices: int, cluster: Cluster, origin: str
+) -> None:
+    if devices > cluster.size:
+        raise ProgramError(
+            f"the program is for {devices} devices, the cluster has {cluster.size}",
+            where=origin,
+            hint="take a cluster of as many devices as the program was partitioned for",
+        )
+    if devices > 1 and not any(k.kind == "collective" for k in lowered.kernels):
+        raise ProgramError(
+            f"the program is for {devices} devices but has no collectives",
+            where=origin,
+            hint="partition it first: opcast zoo export --mesh writes such programs, and a "
+            "compiler's optimised HLO is one",
+        )
+
+
+def _notes(lowered: LoweredProgram, scheduled: bool, devices: int, cluster: Cluster) -> list[str]:
+    notes = list(lowered.notes)
+    if not scheduled and devices > 1:
+        notes.append(
+            "the program is not scheduled: its collectives were combined and overlapped as XLA "
+            "would, and its ops counted by the lowering " + lowered.lowering
+        )
+    if devices < cluster.size:
+        notes.append(f"the program uses {devices} of {cluster.size} devices")
+    return notes
+
+
+def stream_trace(prediction: PartitionedPrediction) -> dict[str, Any]:
+    """Chrome trace of one device: computation, and communication beside it."""
+    trace = ChromeTrace()
+    trace.process(f"{prediction.device} of {prediction.cluster}")
+    for track, name in enumerate(("compute", "communication")):
+        trace.track(name, track)
+    critical = set(prediction.run.critical)
+    for place, node in enumerate(prediction.nodes):
+        start, end = prediction.run.start[place] * 1e6, prediction.run.end[place] * 1e6
+        if end <= start:
+            continue
+        own = node.collective
+        details: dict[str, Any] = {"critical": place in critical, "runs": node.times}
+        if own is not None:
+            details |= {"bytes": own.size, "devices": len(own.group)}
+        trace.span(
+            node.name,
+            own.kind if own else node.opcode,
+            start,
+            end - start,
+            track=int(own is not None),
+            details=details,
+        )
+    return trace.to_dict()

@@ -1,0 +1,86 @@
+"""Seconds of a program's kernels such that, without collectives, they add up to the program's time.
+
+The model that answers for programs of one device says what each kernel takes and what the whole
+program takes; what lies between kernels is dealt out over their executions. So a partitioned
+program costs on each device what the same kernels cost anywhere else, and its collectives come on
+top of that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...features.devices.device import DeviceSpec
+from ...features.kernels.kernel import LoweredProgram
+from ...models.core.base import KernelPrediction
+from ...models.cost_model import CostModel
+
+
+@dataclass(frozen=True)
+class ProgramSeconds:
+    """Times of a program without its collectives.
+
+    Attributes:
+        kernels: Seconds of one execution of each, shape ``(n,)``; 0 for collectives and control.
+        low: Lower end of the 90 % interval of the whole program, as a factor up to 1.
+        high: Upper end, as a factor from 1 on.
+        sources: Share of the time by who estimated it.
+    """
+
+    kernels: np.ndarray
+    low: float
+    high: float
+    sources: dict[str, float]
+
+
+def program_seconds(
+    lowered: LoweredProgram, device: DeviceSpec, model: CostModel
+) -> ProgramSeconds:
+    """Ask a model for a program's kernels and for all of them together.
+
+    Args:
+        lowered: The program of one device.
+        device: Where it runs.
+        model: As for programs of one device.
+    """
+    kernels = lowered.kernels
+    apart = np.array([k.kind == "collective" for k in kernels], bool)
+    alone = model.predict_kernels(kernels, device)
+    placed, wall = model.predict_in_program(lowered, device, _without(alone, apart))
+    busy = np.array([k.takes_time for k in kernels], bool) & ~apart
+    counts = np.array([k.multiplicity for k in kernels]) * busy
+    seconds = np.where(busy, placed.latency, 0.0)
+    total, executions = float((seconds * counts).sum()), float(counts.sum())
+    if total <= 0.0 or not executions:
+        return ProgramSeconds(np.zeros(len(kernels)), 1.0, 1.0, {})
+    if wall.latency >= total:
+        spread = seconds + busy * (wall.latency - total) / executions
+    else:
+        spread = seconds * wall.latency / total
+    return ProgramSeconds(
+        spread,
+        min(wall.lo / wall.latency, 1.0),
+        max(wall.hi / wall.latency, 1.0),
+        _shares(spread * counts, placed.source),
+    )
+
+
+def _without(prediction: KernelPrediction, apart: np.ndarray) -> KernelPrediction:
+    """The prediction with nothing for some kernels."""
+    latency, lo, hi = (
+        np.where(apart, 0.0, own) for own in (prediction.latency, prediction.lo, prediction.hi)
+    )
+    return KernelPrediction(
+        latency, lo, hi, prediction.bound, prediction.source, prediction.in_domain
+    )
+
+
+def _shares(seconds: np.ndarray, source: np.ndarray) -> dict[str, float]:
+    total = float(seconds.sum()) or 1.0
+    return {
+        str(name): share
+        for name in np.unique(source.astype(str))
+        if (share := float(seconds[source == name].sum()) / total) > 0.0
+    }

@@ -1,0 +1,251 @@
+"""The public entry to clusters: a workload, a cluster and a plan in; the time of a step out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...common.interval import Interval, step_fields
+from ...features.devices.device import DeviceSpec
+from ...models.operators import OpModel
+from ...simulate.clusters.topology import Cluster
+from ...simulate.step.calls import Estimate, OpCall
+from ...simulate.step.compose import StepTime, operator_counts, step_time
+from ...simulate.step.costs import Costs
+from ...simulate.step.fitting import Fit, find_fit, memory_of
+from ...simulate.step.jitter import StepSpread, sample_steps
+from ...simulate.step.plan import Group, Plan
+from ...simulate.step.workload import HLO_DTYPE, Workload, resolved
+from ..devices import cluster_device
+from ..operator.step_operators import SUSTAINED, SUSTAINED_RANGE, OperatorLatency
+from .network import ClusterNetwork
+from .spread import COMPOSITION_ERROR, RHO, combined_spread
+
+#: Cores of a GPU that run collectives beside kernels: 16 channels of NCCL; an estimate.
+COLLECTIVE_CORES = 16
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """How long a step takes on a cluster, where the time goes, and whether it fits.
+
+    Attributes:
+        workload: What is trained.
+        plan: How it is spread, micro-batches chosen.
+        cluster: Name of the cluster.
+        device: Name of its device.
+        step: Times in seconds.
+        interval: ``step.total`` with its 90 % interval.
+        fit: Memory.
+        peak_flops: Of one device, for the workload's dtype.
+        operators: Seconds of operators of the busiest stage, by name.
+        scopes: Share of the operators' time by what the model knows of the device.
+        spread: Samples with jitter and stragglers, if asked for.
+    """
+
+    workload: Workload
+    plan: Plan
+    cluster: str
+    device: str
+    step: StepTime
+    interval: Interval
+    fit: Fit
+    peak_flops: float
+    operators: dict[str, float]
+    scopes: dict[str, float]
+    spread: StepSpread | None = None
+
+    @property
+    def flops_per_device(self) -> float:
+        """Matrix FLOP/s of a device that the model needs, nothing counted twice."""
+        return self.workload.model_flops() / self.step.total / self.plan.devices
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as ``opcast simulate --json`` prints it."""
+        s = self.step
+        data: dict[str, Any] = {
+            **step_fields(self.interval),
+            "compute_us": s.compute * 1e6,
+            "exposed_communication_us": s.exposed * 1e6,
+            "bubble_us": s.bubble * 1e6,
+            "communication_us": {k: v * 1e6 for k, v in s.communication.items()},
+            "memory_bytes_per_device": self.fit.worst.total,
+            "memory_bytes": self.fit.worst.to_dict(),
+            "capacity_bytes": self.fit.capacity if np.isfinite(self.fit.capacity) else None,
+            "fits": self.fit.fits,
+            "change_to_fit": self.fit.change,
+            "tflops_per_device": self.flops_per_device / 1e12,
+            "mfu": self.flops_per_device / self.peak_flops,
+            "tokens_per_s": self.workload.batch * self.workload.seq / s.total,
+            "parameters": self.workload.parameters,
+            "devices": self.plan.devices,
+            "microbatches": self.plan.microbatches,
+            "cluster": self.cluster,
+            "device": self.device,
+            "plan": self.plan.text(),
+            "operators_us": {k: v * 1e6 for k, v in self.operators.items()},
+            "scope_share": self.scopes,
+            "notes": list(self.notes()),
+        }
+        if self.spread is not None:
+            data["samples"] = self.spread.to_dict()
+        return data
+
+    def notes(self) -> list[str]:
+        """What limits trust in the figures."""
+        notes = [self.fit.reason()] if not self.fit.fits else []
+        unknown = sum(v for k, v in self.scopes.items() if k == "roofline")
+        if unknown > 0.5:
+            notes.append(f"no model knows operators of {self.device}: times are of its roofline")
+        elif sum(v for k, v in self.scopes.items() if k == "unseen") > 0.5:
+            notes.append(f"the model was not fitted to {self.device}: calibrate it with samples")
+        return notes
+
+
+class StepPredictor:
+    """Predicts steps on one cluster; operators and collectives are asked for once.
+
+    Args:
+        cluster: The devices and their links.
+        model: Model of library operators; ``None`` for rooflines.
+        device: The device, if it is not the one of the catalogue that the cluster names.
+
+    Raises:
+        DeviceError: The cluster names no device, and none is given.
+    """
+
+    def __init__(
+        self, cluster: Cluster, model: OpModel | None, device: DeviceSpec | None = None
+    ) -> None:
+        self.cluster = cluster
+        self.spec = device or cluster_device(cluster)
+        self.latency = OperatorLatency(self.spec, model, SUSTAINED)
+        self.network = ClusterNetwork(cluster)
+        host = self.spec.host_bandwidth or 32e9
+        self._costs = Costs(self.latency, self.network, host, _contention(self.spec))
+
+    def predict(
+        self,
+        workload: Workload,
+        plan: Plan,
+        jitter: float = 0.0,
+        speeds: Mapping[int, float] | None = None,
+        draws: int = 1000,
+        seed: int = 0,
+        *,
+        remedy: bool = True,
+    ) -> StepPrediction:
+        """Time and memory of a step.
+
+        Args:
+            workload: What is trained.
+            plan: How it is spread.
+            jitter: Standard deviation of the logarithm of a task's time on one device.
+            speeds: Relative speeds of devices by rank; 1 if left out.
+            draws: Samples, if ``jitter`` or ``speeds`` is given.
+            seed: Of the samples.
+            remedy: Whether to look for a change if the plan does not fit the memory.
+
+        Raises:
+            PlanError: The plan does not fit the model or the cluster.
+        """
+        plan = resolved(workload, plan, self.cluster.size)
+        step = step_time(workload, plan, self._costs)
+        counts = operator_counts(workload, plan, step.worst)
+        seconds = {c: float(self._costs.ops[c][0]) * n for c, n in counts.items()}
+        capacity = self.spec.memory_bytes
+        fit = Fit(memory_of(workload, plan), capacity or np.inf)
+        if remedy and not fit.fits:
+            fit = find_fit(workload, plan, fit.capacity, self._seconds(workload))
+        spread = None
+        if jitter or speeds:
+            spread = sample_steps(workload, plan, step, jitter, speeds, draws, seed)
+        return StepPrediction(
+            workload=workload,
+            plan=plan,
+            cluster=self.cluster.name,
+            device=self.spec.name,
+            step=step,
+            interval=self._interval(workload, plan, step, counts),
+            fit=fit,
+            peak_flops=self.spec.matrix_peak(HLO_DTYPE[workload.dtype]),
+            operators=_by_name(seconds),
+            scopes=self._scopes(seconds),
+            spread=spread,
+        )
+
+    def _scopes(self, seconds: dict[OpCall, float]) -> dict[str, float]:
+        """Share of the operators' time by scope."""
+        total, shares = sum(seconds.values()) or 1.0, dict[str, float]()
+        for call, value in seconds.items():
+            scope = self.latency.scopes[call]
+            shares[scope] = shares.get(scope, 0.0) + value / total
+        return shares
+
+    def _seconds(self, workload: Workload) -> Any:
+        return lambda plan: step_time(workload, plan, self._costs).total
+
+    def _interval(
+        self, workload: Workload, plan: Plan, step: StepTime, counts: dict[OpCall, float]
+    ) -> Interval:
+        """90 % interval: operators, collectives, clocks and the composition err independently.
+
+        Errors of operators correlate by ``RHO``; those of collectives, and of the clock under
+        load, are taken as common. Both ends of each are composed anew, so that what is hidden does
+        not count.
+        """
+        costs, total = self._costs, step.total
+        times = np.array([costs.ops[c] * n for c, n in counts.items()])
+        ends = np.stack([times[:, 0] - times[:, 1], times[:, 2] - times[:, 0]], axis=1)
+        down, up = combined_spread(ends, RHO)
+        compute = float(times[:, 0].sum()) or 1.0
+        own = COMPOSITION_ERROR * total
+        ops = [1.0 - min(down / compute, 0.95), 1.0 + up / compute]
+        slowed = sum(t[0] for t, c in zip(times, counts, strict=True) if self.latency.slowed.get(c))
+        widths = []
+        for side in (0, 1):
+            clock = 1.0 + float(slowed) / compute * (SUSTAINED / SUSTAINED_RANGE[side] - 1.0)
+            shifts = [
+                step_time(workload, plan, _scaled(costs, ops[side], None)).total - total,
+                step_time(workload, plan, _scaled(costs, clock, None)).total - total,
+                step_time(workload, plan, _scaled(costs, 1.0, side)).total - total,
+                own,
+            ]
+            widths.append(float(np.sqrt(np.square(shifts).sum())))
+        return Interval.around(total, *widths)
+
+
+def _by_name(seconds: dict[OpCall, float]) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for call, value in seconds.items():
+        totals[call.name] = totals.get(call.name, 0.0) + value
+    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+
+def _scaled(costs: Costs, factor: float, side: int | None) -> Costs:
+    """Costs with all operators multiplied, or all collectives at one end of their interval."""
+
+    def latency(calls: Any) -> np.ndarray:
+        return np.array([costs.ops[c] for c in calls]) * factor
+
+    def network(kind: str, size: float, group: Group) -> Estimate:
+        estimate = costs.links[kind, size, group]
+        return estimate if side is None else estimate._replace(seconds=estimate[1 + side])
+
+    return Costs(latency, network, costs.host_bandwidth, costs.contention)
+
+
+def _contention(spec: DeviceSpec) -> float:
+    """Share of a device that a collective takes: cores of a GPU, nothing of a TPU's engines."""
+    if spec.platform != "gpu" or not spec.core_count:
+        return 0.0
+    return min(0.5, COLLECTIVE_CORES / spec.core_count)
+
+
+def breakdown(prediction: StepPrediction) -> list[tuple[str, float]]:
+    """Parts of the step in seconds: computation, exposed communication, bubble."""
+    s = prediction.step
+    return [("computation", s.compute), ("exposed communication", s.exposed), ("bubble", s.bubble)]

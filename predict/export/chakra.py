@@ -1,0 +1,84 @@
+"""A partitioned program on a cluster as a folder of Chakra traces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ...common.errors import ProgramError
+from ...features.devices.device import DeviceSpec
+from ...simulate.chakra.folder import write_folder
+from ...simulate.chakra.messages import EtNode, NodeType
+from ...simulate.chakra.ranks import Work, process_groups, rank_trace
+from ...simulate.clusters.topology import Cluster
+from ..cluster.partitioned import PartitionedPrediction
+
+
+def export_chakra(
+    prediction: PartitionedPrediction, cluster: Cluster, device: DeviceSpec, out: Path
+) -> dict[str, Any]:
+    """Write one trace a rank, and what else ASTRA-sim needs.
+
+    Args:
+        prediction: The program, predicted on the cluster.
+        cluster: The cluster; it has as many devices as the program.
+        device: Its device.
+        out: Folder to write.
+
+    Returns:
+        Ranks, nodes of all ranks, kernels and computation of rank 0, and by collective the count
+        and the bytes that rank 0 puts in.
+
+    Raises:
+        ProgramError: The cluster has more devices than the program, or a collective is unknown.
+        DeviceError: ASTRA-sim cannot describe the network.
+    """
+    if prediction.devices != cluster.size:
+        raise ProgramError(
+            f"the program is for {prediction.devices} devices, the cluster has {cluster.size}",
+            where=cluster.name,
+            hint="ASTRA-sim wants a trace for each device of the network",
+        )
+    groups = process_groups(prediction.nodes)
+    work = [_work(prediction, node.members) for node in prediction.nodes]
+    traces = [
+        rank_trace(
+            prediction.nodes,
+            r,
+            groups,
+            prediction.transfer.tolist(),
+            work,
+            scheduled=prediction.scheduled,
+        )
+        for r in range(prediction.devices)
+    ]
+    write_folder(out, traces, groups, cluster, device)
+    return summary(traces)
+
+
+def summary(traces: list[list[EtNode]]) -> dict[str, Any]:
+    """What :func:`export_chakra` returns."""
+    first = traces[0]
+    collectives: dict[str, dict[str, int]] = {}
+    for node in first:
+        if node.collective:
+            own = collectives.setdefault(node.collective, {"count": 0, "bytes": 0})
+            own["count"] += 1
+            own["bytes"] += node.bytes
+    computes = [n for n in first if n.type == NodeType.COMP]
+    return {
+        "ranks": len(traces),
+        "nodes": sum(map(len, traces)),
+        "compute_nodes": len(computes),
+        "kernels": sum(n.kernels for n in first),
+        "compute_us": sum(n.micros for n in computes),
+        "collectives": collectives,
+    }
+
+
+def _work(prediction: PartitionedPrediction, members: tuple[int, ...]) -> Work:
+    kernels = [prediction.kernels[m] for m in members]
+    return Work(
+        sum(k.flops * k.multiplicity for k in kernels),
+        sum(k.bytes * k.multiplicity for k in kernels),
+    )

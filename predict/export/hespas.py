@@ -1,0 +1,111 @@
+"""opcast as a compute estimator of HESPAS (https://github.com/imec-int/hespas).
+
+HESPAS calls a handler for every operation of an estimator that has any, and asks for whole modules
+otherwise; so there are two: ``opcast`` lowers each block of computation as a whole, fused as the
+target would, ``opcast_op`` estimates every operation by itself. HESPAS keeps results by the
+configuration, of which ``model_hash`` is a part: another model is never answered from the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hespas.estimator.compute_estimator import ComputeEstimator
+from hespas.estimator.config_option import ConfigOption
+from hespas.estimator.estimator import register_default_op_handler, register_op_handler
+from hespas.estimator.result import ModuleResult, OpResult
+
+from ...common.errors import ModelError
+from ..locate import model_hash
+from ..program.predictor import Prediction, Predictor, load
+from .op_text import op_program
+
+#: What ends a function or a region and takes no time.
+_FREE = ("func.return", "stablehlo.return")
+_DEVICE = "Name of a device, or of a device file"
+_MODEL = "Name or folder of a model"
+_HASH = "Digest of the model: opcast hespas fills it in"
+
+
+class OpcastEstimator(ComputeEstimator):
+    """Whole modules. Options: ``device``, ``model``, ``lowering`` and ``model_hash``."""
+
+    display_name = "opcast"
+    device = ConfigOption(str, description=_DEVICE)
+    model = ConfigOption(str, description=_MODEL, default="default")
+    lowering = ConfigOption(str, description="auto, xla, fused or op", default="auto")
+    model_hash = ConfigOption(str, description=_HASH)
+
+    def __post_init__(self) -> None:
+        """Load the model.
+
+        Raises:
+            ModelError: It is not the one that the configuration names by its digest.
+        """
+        self.predictor = _predictor(self)
+
+    def _get_whole_module_result(self, module: Any) -> Any:
+        prediction = self.predictor.predict(
+            module.mlir_string, device=self.device, lowering=self.lowering, fallback="op"
+        )
+        seconds, metadata = _answer(prediction)
+        return ModuleResult(
+            success=True, module=module, runtime_estimate=seconds, metadata=metadata
+        )
+
+
+class OpcastOpEstimator(ComputeEstimator):
+    """Operations one by one. Options: ``device``, ``model`` and ``model_hash``."""
+
+    display_name = "opcast_op"
+    device = ConfigOption(str, description=_DEVICE)
+    model = ConfigOption(str, description=_MODEL, default="default")
+    model_hash = ConfigOption(str, description=_HASH)
+
+    def __post_init__(self) -> None:
+        """Load the model, as :class:`OpcastEstimator` does."""
+        self.predictor = _predictor(self)
+
+    @register_op_handler(["stablehlo.dot_general", "stablehlo.dot", "stablehlo.convolution"])
+    def handle_product(self, op_info: Any) -> Any:
+        """A product on the matrix unit."""
+        return self._estimate(op_info)
+
+    @register_default_op_handler
+    def handle_other(self, op_info: Any) -> Any:
+        """Any other operation."""
+        return self._estimate(op_info)
+
+    def _estimate(self, op_info: Any) -> Any:
+        if op_info.op_name in _FREE:
+            return OpResult(success=True, op_info=op_info, runtime_estimate=0.0, metadata={})
+        text = op_program(op_info.op_line, op_info.input_types, op_info.output_types)
+        prediction = self.predictor.predict(text, device=self.device, lowering="op")
+        seconds = sum(k.total_us for k in prediction.kernels) / 1e6
+        metadata = {
+            "source": prediction.kernels[0].source if prediction.kernels else "",
+            "unit": "s",
+        }
+        return OpResult(success=True, op_info=op_info, runtime_estimate=seconds, metadata=metadata)
+
+
+def _predictor(estimator: Any) -> Predictor:
+    digest = model_hash(estimator.model)
+    if digest != estimator.model_hash:
+        raise ModelError(
+            f"the configuration was written for model {estimator.model_hash}, {digest} is here",
+            where=f"model {estimator.model!r}",
+            hint="run it with: opcast hespas CONFIG",
+        )
+    return load(estimator.model)
+
+
+def _answer(prediction: Prediction) -> tuple[float, dict[str, Any]]:
+    """Seconds, and what else HESPAS may keep."""
+    return prediction.latency_us / 1e6, {
+        "lo_s": prediction.lo_us / 1e6,
+        "hi_s": prediction.hi_us / 1e6,
+        "kernels": len(prediction.kernels),
+        "lowering": prediction.lowering,
+        "in_domain_share": prediction.in_domain_share,
+    }

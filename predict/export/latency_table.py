@@ -1,0 +1,135 @@
+"""Tables of latencies: operators and kernels on devices, with intervals, for any other tool."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import ProgramError
+from ...common.interval import LATENCY_KEYS, latency_fields
+from ...features.devices.device import DeviceSpec
+from ...features.kernels.kernel import LoweredProgram
+from ...features.operators import op_features
+from ...features.operators.query import parse_op
+from ...features.operators.schema import FAMILIES, PARAMETERS
+from ...models.cost_model import CostModel
+from ...models.operators import OpModel
+from ..operator.step_operators import ROOFLINE_FACTOR
+
+#: Columns of a table. ``shape`` is JSON; times are of one execution, in microseconds.
+COLUMNS = ("op", "shape", "dtype", "device", *LATENCY_KEYS, "source", "in_domain")
+#: More rows than these are taken for a mistake in a grid.
+MOST_ROWS = 1_000_000
+
+
+def expand_ops(text: str) -> list[str]:
+    """Operators of a grid: ``linear m=1/64 n=4096 k=4096 dtype=bf16`` stands for two.
+
+    Raises:
+        ProgramError: The grid has more than :data:`MOST_ROWS` operators.
+    """
+    words = [w.partition("=") for w in text.split()]
+    choices = [
+        [f"{k}={v}" for v in values.split("/")] if mark else [k] for k, mark, values in words
+    ]
+    count = int(np.prod([len(c) for c in choices], dtype=float))
+    if count > MOST_ROWS:
+        raise ProgramError(
+            f"the grid has {count:,} operators", where=f"operator {text!r}", hint="take fewer sizes"
+        )
+    return [" ".join(c) for c in product(*choices)]
+
+
+def operator_table(
+    texts: Sequence[str], devices: Mapping[str, DeviceSpec], model: OpModel | None
+) -> pd.DataFrame:
+    """Latencies of operators on every device.
+
+    Args:
+        texts: As :func:`~opcast.features.operators.query.parse_op` takes them.
+        devices: Descriptions by name.
+        model: Model of operators; ``None`` for the analytical estimate.
+
+    Returns:
+        Columns :data:`COLUMNS`.
+
+    Raises:
+        ProgramError: A text is no operator.
+        ModelError: The model knows no such operators.
+    """
+    rows = pd.DataFrame([{**parse_op(t), "device": d} for t in texts for d in devices])
+    if model is None:
+        times, source, inside = _analytical(rows, devices), np.full(len(rows), "roofline"), False
+        return _frame(_named(rows), times, source, inside)
+    model.devices.update(devices)
+    prediction = model.predict(rows)
+    times = np.stack([prediction.latency, prediction.lo, prediction.hi], axis=1)
+    scopes = np.array([f"learned:{s}" for s in prediction.scope])
+    return _frame(_named(rows), times, scopes, prediction.in_domain)
+
+
+def kernel_table(lowered: LoweredProgram, device: DeviceSpec, model: CostModel) -> pd.DataFrame:
+    """Latencies of the kernels of a program that take time, each once.
+
+    Returns:
+        Columns :data:`COLUMNS`; ``op`` is the opcode and ``shape`` has ``operands`` and
+        ``results``, each a list of types, and the hash of the kernel.
+    """
+    kernels = list({k.hash: k for k in lowered.kernels if k.takes_time}.values())
+    prediction = model.predict_kernels(kernels, device)
+    names = pd.DataFrame(
+        {
+            "op": [k.opcode for k in kernels],
+            "shape": [json.dumps(_kernel_shape(k)) for k in kernels],
+            "dtype": [k.dtype for k in kernels],
+            "device": device.name,
+        }
+    )
+    times = np.stack([prediction.latency, prediction.lo, prediction.hi], axis=1)
+    return _frame(names, times, prediction.source, prediction.in_domain)
+
+
+def _analytical(rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
+    middle = np.empty(len(rows))
+    for key, part in rows.groupby("key", sort=False):
+        middle[part.index] = op_features(part.reset_index(drop=True), str(key), devices).base_s
+    return np.stack([middle, middle / ROOFLINE_FACTOR, middle * ROOFLINE_FACTOR], axis=1)
+
+
+def _named(rows: pd.DataFrame) -> pd.DataFrame:
+    shapes = []
+    for row in rows.to_dict("records"):
+        kept = PARAMETERS[FAMILIES[str(row["key"])]]
+        shape: dict[str, Any] = {
+            c: int(row[c]) for c in kept if row.get(c) == row.get(c, 0) and row.get(c) is not None
+        }
+        extra = {
+            c: row[c]
+            for c in ("backend", "kernel", "kv_dtype", "distribution")
+            if isinstance(row.get(c), str) and row[c]
+        }
+        shapes.append(json.dumps({**shape, **extra}))
+    names = [
+        f"{k}:{o}" if o != f else k
+        for k, o, f in zip(rows["key"], rows["op"], rows["family"], strict=True)
+    ]
+    return pd.DataFrame(
+        {"op": names, "shape": shapes, "dtype": rows["dtype"], "device": rows["device"]}
+    )
+
+
+def _kernel_shape(kernel: Any) -> dict[str, Any]:
+    entry = kernel.body.entry_computation
+    operands = [str(t) for o in kernel.op.operands for t in entry.ops[o].results]
+    results = [str(t) for t in kernel.op.results]
+    return {"operands": operands, "results": results, "kernel": kernel.hash}
+
+
+def _frame(names: pd.DataFrame, times: np.ndarray, source: Any, inside: Any) -> pd.DataFrame:
+    table = names.assign(**latency_fields(*times.T), source=source, in_domain=inside)
+    return table[list(COLUMNS)]

@@ -1,0 +1,52 @@
+"""A single StableHLO operation, as another simulator prints it, made a program of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ...common.errors import ProgramError
+
+_VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
+_RESULT = re.compile(r"^\s*%[\w$.-]+(?::\d+)?\s*=\s*")
+
+
+def op_program(
+    line: str,
+    inputs: Sequence[tuple[Sequence[int], Any]],
+    outputs: Sequence[tuple[Sequence[int], Any]],
+) -> str:
+    """A module whose only function is the operation.
+
+    Args:
+        line: The operation as MLIR prints it, such as ``%2 = stablehlo.add %0, %1 : …``.
+        inputs: Shape and element type of each operand.
+        outputs: Of each result.
+
+    Raises:
+        ProgramError: The text does not name as many operands as there are types.
+    """
+    body = _RESULT.sub("", line.strip(), count=1)
+    names = [m.group() for m in _VALUE.finditer(body)][: len(inputs)]
+    if len(names) < len(inputs):
+        raise ProgramError(
+            f"the operation names {len(names)} operands, {len(inputs)} have types", where=line[:80]
+        )
+    own = {name: f"%in{i}" for i, name in enumerate(dict.fromkeys(names))}
+    body = _VALUE.sub(lambda m: own.get(m.group(), m.group()), body)
+    types = dict(zip(names, map(_tensor, inputs), strict=True))
+    arguments = ", ".join(f"{own[name]}: {types[name]}" for name in own)
+    results = [_tensor(o) for o in outputs]
+    left = "" if not results else "%out = " if len(results) == 1 else f"%out:{len(results)} = "
+    values = ["%out"] if len(results) == 1 else [f"%out#{i}" for i in range(len(results))]
+    back = f"return {', '.join(values)} : {', '.join(results)}" if results else "return"
+    return (
+        f"module {{\n  func.func public @main({arguments}) -> ({', '.join(results)}) {{\n"
+        f"    {left}{body}\n    {back}\n  }}\n}}\n"
+    )
+
+
+def _tensor(kind: tuple[Sequence[int], Any]) -> str:
+    shape, dtype = kind
+    return f"tensor<{''.join(f'{n}x' for n in shape)}{dtype}>"

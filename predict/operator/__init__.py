@@ -1,0 +1,1 @@
+"""Predictions of single library operators."""

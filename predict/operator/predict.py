@@ -1,0 +1,166 @@
+"""Predicts and explains one operator of a library, given by its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import DatasetError, DeviceError, ModelError
+from ...common.interval import latency_fields
+from ...common.parquet import read_table
+from ...features.operators.query import parse_op
+from ..devices import resolve_device
+from ..locate import OPERATOR_MODEL, find_model
+
+if TYPE_CHECKING:
+    from ...models.operators.explain import OpExplanation
+    from ...models.operators.family import FamilyModel
+
+#: Measured rows to look for neighbours among.
+MAX_MEASURED = 20_000
+
+
+@dataclass(frozen=True)
+class OpEstimate:
+    """How long an operator takes on a device; times in microseconds.
+
+    Attributes:
+        family: ``method/family``.
+        device: Where it runs.
+        latency_us: Predicted.
+        lo_us: Lower end of the 90 % interval.
+        hi_us: Upper end.
+        roofline_us: From FLOPs and bytes alone.
+        bound: What limits the analytical estimate.
+        scope: ``known``, ``sibling``, ``unseen`` or ``calibrated``.
+        in_domain: Whether training rows are near.
+        outside: Why not, if they are not.
+    """
+
+    family: str
+    device: str
+    latency_us: float
+    lo_us: float
+    hi_us: float
+    roofline_us: float
+    bound: str
+    scope: str
+    in_domain: bool
+    outside: tuple[str, ...] = ()
+
+
+def predict_op(text: str, device: str, model: str | Path = OPERATOR_MODEL) -> OpEstimate:
+    """Predict an operator.
+
+    Args:
+        text: As :func:`~opcast.features.operators.query.parse_op` takes it.
+        device: Name, or path of a device file.
+        model: Name or folder of a model of operators; ``default`` is the shipped one.
+
+    Raises:
+        ProgramError: The text is no operator.
+        DeviceError: The device is not known.
+        ModelError: The model is none of operators, or does not know the family.
+    """
+    from ...models.operators import OpModel
+
+    row = parse_op(text)
+    if device == "local":
+        raise DeviceError(
+            "an operator needs a device",
+            hint="name one with --device, such as h100-sxm; list them with: opcast device --list",
+        )
+    bundle = OpModel.load(_folder(model), only=[row["key"]])
+    family = _family(bundle, row["key"], model)
+    spec = resolve_device(device, bundle.devices)
+    frame = pd.DataFrame([{**row, "device": spec.name}])
+    prediction = family.predict(frame, {spec.name: spec})
+    return OpEstimate(
+        family=row["key"],
+        device=spec.name,
+        **latency_fields(
+            float(prediction.latency[0]), float(prediction.lo[0]), float(prediction.hi[0])
+        ),
+        roofline_us=float(prediction.roofline[0]) * 1e6,
+        bound=str(prediction.bound[0]),
+        scope=str(prediction.scope[0]),
+        in_domain=bool(prediction.in_domain[0]),
+        outside=()
+        if prediction.in_domain[0]
+        else tuple(family.why_outside(frame, {spec.name: spec})),
+    )
+
+
+def explain_operator(
+    text: str,
+    device: str,
+    model: str | Path = OPERATOR_MODEL,
+    data: Sequence[Path] = (),
+    k: int = 3,
+) -> OpExplanation:
+    """Explain the prediction of an operator; see :func:`predict_op`.
+
+    Args:
+        text: The operator.
+        device: Where it runs.
+        model: Model of operators.
+        data: Datasets of operators to look for measured neighbours in.
+        k: Neighbours to name.
+
+    Raises:
+        DatasetError: A dataset cannot be read.
+    """
+    from ...models.operators import OpModel
+    from ...models.operators.explain import explain_op
+
+    row = parse_op(text)
+    bundle = OpModel.load(_folder(model), only=[row["key"]])
+    family = _family(bundle, row["key"], model)
+    spec = resolve_device(device, bundle.devices)
+    measured = measured_rows(data, row["key"], spec.name) if data else None
+    return explain_op(family, row, spec, measured, k)
+
+
+def _folder(model: str | Path) -> Path:
+    return find_model(OPERATOR_MODEL if str(model) == "default" else model)
+
+
+def _family(bundle: Any, key: str, model: str | Path) -> FamilyModel:
+    if key not in bundle.families:
+        raise ModelError(
+            f"model {str(model)!r} knows no operators {key!r}",
+            hint="train one on a dataset that has them",
+        )
+    family: FamilyModel = bundle.families[key]
+    return family
+
+
+def measured_rows(data: Sequence[Path], key: str, device: str) -> pd.DataFrame | None:
+    """Measured rows of a family on a device, at most :data:`MAX_MEASURED`; ``None`` for none.
+
+    Raises:
+        DatasetError: A folder holds no dataset.
+    """
+    from ...features.operators.hlo import op_frame
+
+    parts = []
+    for folder in data:
+        shards = sorted(folder.glob("*.parquet"))
+        if not shards:
+            raise DatasetError("no dataset here: expected *.parquet", where=str(folder))
+        wanted = [("family", "==", f"op:{key}"), ("device", "==", device)]
+        columns = ["program", "kernel_ir", "latency_us_p50", "device"]
+        parts += [read_table(s, columns, wanted) for s in shards]
+    measured = pd.concat(parts, ignore_index=True)
+    if not len(measured):
+        return None
+    if len(measured) > MAX_MEASURED:
+        keep = np.random.default_rng(0).choice(len(measured), MAX_MEASURED, replace=False)
+        measured = measured.iloc[np.sort(keep)].reset_index(drop=True)
+    rows = op_frame(measured["kernel_ir"])
+    return rows.assign(id=measured["program"], device=device, latency_us=measured["latency_us_p50"])

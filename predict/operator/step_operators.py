@@ -1,0 +1,153 @@
+"""Latencies of a step's operators: from the model of library operators, or from the roofline.
+
+On NVIDIA GPUs, products and attention are asked of the model as PyTorch's and FlashAttention's
+kernels, passes over memory as fused CUDA kernels. On other devices, and in f32, the roofline
+speaks, with the shares of the peak and of the bandwidth that well-tuned kernels reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...features.devices.device import DeviceSpec
+from ...models.gpu.attention import attention_key, flash_attention
+from ...models.operators import OpModel
+from ...simulate.step.calls import SHAPES, OpCall
+from ...simulate.step.workload import HLO_DTYPE, WIDTH
+from ..locate import find_model
+
+#: Shares of the matrix peak and of the memory bandwidth where the roofline speaks; estimates.
+MATRIX_SHARE, MEMORY_SHARE = 0.7, 0.85
+#: Width of its interval, as a factor either way.
+ROOFLINE_FACTOR = 1.6
+#: Clock that a GPU holds under minutes of arithmetic at its power limit, over that of the short
+#: measurements which the model of operators learned from, with its likely range; an engineering
+#: estimate, since the tables hold no sustained load.
+SUSTAINED, SUSTAINED_RANGE = 0.82, (0.95, 0.72)
+#: Dtypes that operator tables hold, by dtype of a workload.
+TABLE_DTYPE = {"bf16": "bf16", "f16": "bf16", "fp8": "fp8"}
+#: Families of the model that operators of a step belong to; the others need not be read.
+FAMILIES = (
+    "graph/linear",
+    "graph/context_attention",
+    "graph/encoder_attention",
+    "graph/generation_attention",
+    "graph/moe",
+    "kernel/norm",
+    "kernel/elementwise",
+)
+#: Columns of the tensor that stands for moved bytes: an addition reads two and writes one.
+_MOVED_COLS = 8192
+
+
+class OperatorLatency:
+    """Latencies of operators on one device.
+
+    Args:
+        spec: The device.
+        model: Model of library operators; ``None`` for the roofline throughout.
+        sustained: Clock under the load of interest over that of short measurements: what the
+            arithmetic of learned operators is slowed by.
+
+    Attributes:
+        slowed: Whether arithmetic bounds an operator, so that ``sustained`` applied to it.
+        scopes: Scope of the model (``known``, ``unseen`` …, or ``roofline``) by operator.
+    """
+
+    def __init__(self, spec: DeviceSpec, model: OpModel | None, sustained: float = 1.0) -> None:
+        self.spec, self.sustained = spec, sustained
+        learned = model is not None and spec.platform == "gpu" and spec.vendor == "NVIDIA"
+        self.model = model if learned else None
+        self.scopes: dict[OpCall, str] = {}
+        self.slowed: dict[OpCall, bool] = {}
+        if self.model is not None and spec.name not in self.model.devices:
+            self.model.devices[spec.name] = spec
+
+    def __call__(self, calls: Sequence[OpCall]) -> np.ndarray:
+        """Seconds and both ends of the interval, shape ``(n, 3)``."""
+        times = roofline_seconds(calls, self.spec)
+        scope = np.full(len(calls), "roofline", object)
+        if self.model is not None:
+            at = [i for i, c in enumerate(calls) if c.dtype in TABLE_DTYPE]
+            if at:
+                rows = pd.DataFrame([op_row(calls[i], self.spec) for i in at])
+                said = self.model.predict(rows)
+                bound = [self._is_arithmetic(calls[i]) for i in at]
+                self.slowed.update(zip((calls[i] for i in at), bound, strict=True))
+                scale = np.array([calls[i].scale for i in at])
+                scale = np.where(bound, scale / self.sustained, scale)
+                times[at] = np.stack([said.latency, said.lo, said.hi], axis=1) * scale[:, None]
+                scope[at] = said.scope
+        self.scopes.update(zip(calls, map(str, scope), strict=True))
+        return times
+
+    def _is_arithmetic(self, call: OpCall) -> bool:
+        """Whether the roofline of an operator is that of arithmetic."""
+        peak = self.spec.matrix_peak(HLO_DTYPE.get(call.dtype, call.dtype))
+        return call.flops() / peak > call.moved(WIDTH[call.dtype]) / self.spec.bandwidth
+
+
+def load_step_model(model: str | Path) -> OpModel | None:
+    """The part of a model of operators that steps ask; ``None`` for the name ``roofline``.
+
+    Raises:
+        ModelError: There is no such model, or it is of another kind.
+    """
+    if str(model) == "roofline":
+        return None
+    return OpModel.load(find_model(model), only=FAMILIES)
+
+
+def roofline_seconds(calls: Sequence[OpCall], spec: DeviceSpec) -> np.ndarray:
+    """Seconds and both ends of the interval by the roofline, shape ``(n, 3)``."""
+    flops = np.array([c.flops() for c in calls])
+    moved = np.array([c.moved(WIDTH.get(c.dtype, 2)) for c in calls])
+    peak = np.array([spec.matrix_peak(HLO_DTYPE.get(c.dtype, c.dtype)) for c in calls])
+    middle = np.maximum(flops / (peak * MATRIX_SHARE), moved / (spec.bandwidth * MEMORY_SHARE))
+    middle = middle + spec.floor
+    return np.stack([middle, middle / ROOFLINE_FACTOR, middle * ROOFLINE_FACTOR], axis=1)
+
+
+def op_row(call: OpCall, spec: DeviceSpec) -> dict[str, Any]:
+    """An operator as a row that :meth:`OpModel.predict` takes; ``scale`` is left out."""
+    sizes: dict[str, Any] = dict(zip(SHAPES[call.op], call.shape, strict=True))
+    row: dict[str, Any] = {"device": spec.name, "dtype": TABLE_DTYPE[call.dtype]}
+    if call.op == "linear":
+        kernel = "torch.nn.functional.linear"
+        if row["dtype"] == "fp8":
+            kernel = "CutlassFP8ScaledMMLinearKernel"
+        return {**row, **_table("graph/linear", "vllm", kernel), "b": 1, **sizes}
+    if call.op == "attention":
+        return {**row, **_attention(sizes, spec)}
+    if call.op == "decode":
+        return {**row, **_attention({**sizes, "q_len": 1, "causal": 1}, spec)}
+    if call.op == "moe":
+        experts = _table("graph/moe", "trtllm", "moe_torch_flow_cutlass")
+        return {**row, **experts, "distribution": "balanced", **sizes}
+    return {**row, "dtype": "fp16", **_pass(call, sizes)}
+
+
+def _table(key: str, backend: str = "", kernel: str = "") -> dict[str, Any]:
+    name = key.split("/")[1]
+    return {"key": key, "family": name, "op": name, "backend": backend, "kernel": kernel}
+
+
+def _attention(sizes: dict[str, Any], spec: DeviceSpec) -> dict[str, Any]:
+    columns = {**_table(attention_key(sizes)), **flash_attention(sizes, spec)}
+    return {**columns, **sizes, "v_head_dim": sizes["head_dim"], "window": 0}
+
+
+def _pass(call: OpCall, sizes: dict[str, Any]) -> dict[str, Any]:
+    if call.op == "move":
+        # An addition of that traffic: three tensors of two bytes an element.
+        rows = max(1, round(sizes["bytes"] / (6 * _MOVED_COLS)))
+        shape = {"rows": rows, "cols": _MOVED_COLS, "n_in": 2}
+        return {**_table("kernel/elementwise"), **shape, "op": "add"}
+    family = "norm" if call.op.endswith("norm") else "elementwise"
+    inputs = 2 if call.op == "add" else 1
+    return {**_table(f"kernel/{family}"), **sizes, "n_in": inputs, "op": call.op}

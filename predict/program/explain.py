@@ -1,0 +1,184 @@
+"""Why a program takes what it takes: its costliest kernels, each taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...common.errors import ProgramError
+from ...common.interval import latency_of
+from ..devices import resolve_device
+from .predictor import Prediction, Predictor
+
+if TYPE_CHECKING:
+    from ...features.devices.device import DeviceSpec
+    from ...features.kernels.kernel import LoweredProgram
+    from ...models.explain.kernel import KernelExplanation
+
+DEFAULT_KERNELS = 3
+#: Names to list when one is not found.
+_LISTED = 8
+
+
+@dataclass(frozen=True)
+class ExplainedKernel:
+    """A kernel of a program.
+
+    Attributes:
+        name: Its instruction; of equal kernels, the first one's.
+        executions: Executions per run of the program, equal kernels together.
+        share: Of the program's summed kernel time.
+        origin: StableHLO op and line that it mainly came from.
+        in_program_us: Predicted latency of one execution in its place in the program, the mean of
+            equal kernels; differs from the explained one if the model corrects for the place.
+        explanation: Of one execution of the kernel by itself.
+    """
+
+    name: str
+    executions: float
+    share: float
+    origin: str
+    in_program_us: float
+    explanation: KernelExplanation
+
+
+@dataclass(frozen=True)
+class ProgramExplanation:
+    """A prediction with its costliest kernels explained.
+
+    Attributes:
+        prediction: Of the whole program.
+        kernels: Costliest first.
+    """
+
+    prediction: Prediction
+    kernels: tuple[ExplainedKernel, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as ``opcast explain --json`` prints it."""
+        p = self.prediction
+        return {
+            **latency_of(p),
+            "device": p.device,
+            "model": p.model,
+            "lowering": p.lowering,
+            "notes": list(p.notes),
+            "kernels": [
+                {
+                    "name": k.name,
+                    "executions": k.executions,
+                    "share": k.share,
+                    "origin": k.origin,
+                    "in_program_us": k.in_program_us,
+                    **k.explanation.to_dict(),
+                }
+                for k in self.kernels
+            ],
+        }
+
+
+def explain(
+    predictor: Predictor,
+    program: Any,
+    *args: Any,
+    device: str | Path | DeviceSpec = "local",
+    lowering: str = "auto",
+    trip_counts: dict[str, int] | int | None = None,
+    kernel: str | None = None,
+    top: int = DEFAULT_KERNELS,
+    neighbours: int = 3,
+) -> ProgramExplanation:
+    """Explain the prediction of a program.
+
+    Args:
+        predictor: With the model.
+        program: As :meth:`Predictor.predict` takes it.
+        args: Example arguments of a jitted function.
+        device: Name, path of a device file, or description.
+        lowering: ``auto``, ``xla``, ``fused`` or ``op``.
+        trip_counts: Trips of loops whose count cannot be found.
+        kernel: Explain the kernel of this name alone.
+        top: Costliest kernels to explain; equal kernels count as one.
+        neighbours: Training kernels to name beside each.
+
+    Raises:
+        OpcastError: The program, device or lowering is not usable, or it has no such kernel.
+    """
+    from ...features.ir.partitioning import check_one_device
+    from ...features.ir.reader import read_program
+    from ...features.lowering.lower import lower
+
+    spec = resolve_device(device, predictor.devices)
+    source = read_program(program, *args, trip_counts=trip_counts)
+    check_one_device(source, spec.name)
+    lowered = lower(source, lowering, cache=predictor.cache, trip_counts=trip_counts, device=spec)
+    return explain_lowered(predictor, lowered, spec, kernel=kernel, top=top, neighbours=neighbours)
+
+
+def explain_lowered(
+    predictor: Predictor,
+    lowered: LoweredProgram,
+    device: DeviceSpec,
+    *,
+    kernel: str | None = None,
+    top: int = DEFAULT_KERNELS,
+    neighbours: int = 3,
+) -> ProgramExplanation:
+    """Explain the prediction of a program that is already lowered; see :func:`explain`.
+
+    Raises:
+        ProgramError: It has no kernel of that name.
+    """
+    from ...models.explain.kernel import explain_kernels
+    from .predictor import origin
+
+    prediction = predictor.predict_lowered(lowered, device)
+    groups = _chosen(lowered, prediction, kernel, top)
+    found = explain_kernels(
+        predictor.model_for(device),
+        [lowered.kernels[group[0]] for group in groups],
+        device,
+        neighbours,
+    )
+    total = sum(k.total_us for k in prediction.kernels) or 1.0
+    explained = []
+    for group, explanation in zip(groups, found, strict=True):
+        own = [prediction.kernels[i] for i in group]
+        executions = sum(k.multiplicity for k in own)
+        explained.append(
+            ExplainedKernel(
+                name=own[0].name,
+                executions=executions,
+                share=sum(k.total_us for k in own) / total,
+                origin=origin(own[0]),
+                in_program_us=sum(k.total_us for k in own) / executions if executions else 0.0,
+                explanation=explanation,
+            )
+        )
+    return ProgramExplanation(prediction, tuple(explained))
+
+
+def _chosen(
+    lowered: LoweredProgram, prediction: Prediction, name: str | None, top: int
+) -> list[list[int]]:
+    """Positions of the kernels to explain, equal ones together, costliest first."""
+    groups: dict[str, list[int]] = {}
+    for position, kernel in enumerate(lowered.kernels):
+        groups.setdefault(kernel.hash, []).append(position)
+    cost = {h: sum(prediction.kernels[i].total_us for i in own) for h, own in groups.items()}
+    ordered = [groups[h] for h in sorted(groups, key=lambda h: -cost[h])]
+    if name is None:
+        return ordered[:top]
+    position = _position(lowered, name, ordered)
+    own = groups[lowered.kernels[position].hash]
+    return [[position, *(i for i in own if i != position)]]
+
+
+def _position(lowered: LoweredProgram, name: str, ordered: Sequence[Sequence[int]]) -> int:
+    for position, kernel in enumerate(lowered.kernels):
+        if kernel.name == name:
+            return position
+    costly = ", ".join(lowered.kernels[group[0]].name for group in ordered[:_LISTED])
+    raise ProgramError(f"no kernel {name!r} in the lowered program", hint=f"costliest: {costly}")

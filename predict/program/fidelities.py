@@ -1,0 +1,192 @@
+"""One program by several estimators side by side: the same kernels, lowered once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...common.errors import DeviceError, ModelError
+from ...common.interval import latency_of
+from ...features.kernels.kernel import LoweredProgram
+from ...features.lowering.options import LoweringOptions
+from ..devices import resolve_device
+from .predictor import Prediction, Predictor, load_for_programs
+
+if TYPE_CHECKING:
+    from ...features.devices.device import DeviceSpec
+
+#: Name of a device's default model.
+LEARNED = "learned"
+#: Name of the roofline, whose own answers are no fallback.
+ROOFLINE = "roofline"
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """What one estimator says of a program.
+
+    Attributes:
+        name: As it was asked for.
+        prediction: Its prediction.
+        covered: Share of the summed kernel time that it models itself; the rest is the roofline.
+        own: Whether it models each kernel itself, in schedule order.
+        reasons: Why it does not; empty where it does or does not say.
+    """
+
+    name: str
+    prediction: Prediction
+    covered: float
+    own: tuple[bool, ...]
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A program on a device by several estimators.
+
+    Attributes:
+        program: What was predicted.
+        device: Name of the device.
+        lowering: How its kernels were made.
+        fidelities: In the order in which they were asked for.
+    """
+
+    program: str
+    device: str
+    lowering: str
+    fidelities: tuple[Fidelity, ...]
+
+    @property
+    def times_us(self) -> np.ndarray:
+        """Time of each kernel over all its executions, shape ``(fidelities, kernels)``."""
+        return np.array([[k.total_us for k in f.prediction.kernels] for f in self.fidelities])
+
+    @property
+    def total_us(self) -> dict[str, float]:
+        """Time of the program by fidelity."""
+        return {f.name: f.prediction.latency_us for f in self.fidelities}
+
+    def disputed(self, count: int = 10) -> list[int]:
+        """Positions of the kernels whose times differ most, in microseconds, most first."""
+        times = self.times_us
+        spread = times.max(axis=0) - times.min(axis=0)
+        order = np.argsort(-spread, kind="stable")[:count]
+        return [int(i) for i in order if spread[i] > 0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as ``opcast predict --json`` prints it."""
+        return {
+            "program": self.program,
+            "device": self.device,
+            "lowering": self.lowering,
+            "fidelities": {
+                f.name: {
+                    **latency_of(f.prediction),
+                    "covered": f.covered,
+                    "model": f.prediction.model,
+                    "notes": list(f.prediction.notes),
+                }
+                for f in self.fidelities
+            },
+            "kernels": [self._kernel(i) for i in range(len(self.fidelities[0].own))],
+        }
+
+    def _kernel(self, place: int) -> dict[str, Any]:
+        first = self.fidelities[0].prediction.kernels[place]
+        return {
+            "name": first.name,
+            "kind": first.kind,
+            "multiplicity": first.multiplicity,
+            **{
+                f.name: {
+                    **latency_of(f.prediction.kernels[place]),
+                    "source": f.prediction.kernels[place].source,
+                    "reason": f.reasons[place],
+                }
+                for f in self.fidelities
+            },
+        }
+
+
+def compare_fidelities(
+    program: Any,
+    names: Sequence[str],
+    options: LoweringOptions,
+) -> Comparison:
+    """Predict a program by several estimators; it is lowered once.
+
+    Args:
+        program: As of :meth:`Predictor.predict`.
+        names: Model names or folders; ``learned`` is the device's default model, ``roofline``,
+            ``scalesim``, ``zigzag``, ``iree`` and ``compiler`` need no training.
+        options: How it is lowered, and for which device.
+
+    Raises:
+        OpcastError: The program, the device, an estimator or the lowering is not usable.
+    """
+    from ...features.ir.partitioning import check_one_device
+    from ...features.ir.reader import read_program
+    from ...features.lowering.lower import lower_with
+
+    predictors = load_fidelities(names)
+    spec = device_for(options.device, predictors)
+    source = read_program(program, trip_counts=options.trip_counts)
+    check_one_device(source, spec.name)
+    lowered = lower_with(source, replace(options, device=spec))
+    found = tuple(fidelity(name, own, lowered, spec) for name, own in predictors.items())
+    title = Path(program).name if isinstance(program, str | Path) else source.program.name
+    return Comparison(title, spec.name, lowered.lowering, found)
+
+
+def load_fidelities(names: Sequence[str]) -> dict[str, Predictor]:
+    """Predictors by name.
+
+    Raises:
+        ModelError: A name is empty, there twice, or not known.
+    """
+    if not names or "" in names or len(set(names)) < len(names):
+        raise ModelError(
+            f"{','.join(names)!r} is no list of different models",
+            hint="write --model roofline,scalesim,learned",
+        )
+    return {n: load_for_programs("default" if n == LEARNED else n) for n in names}
+
+
+def device_for(
+    device: str | Path | DeviceSpec | None, predictors: dict[str, Predictor]
+) -> DeviceSpec:
+    """A device as measured here or in the catalogue, else as a model was trained on it.
+
+    Simulators need what the catalogue says of a device and older models may not have kept.
+
+    Raises:
+        DeviceError: Nobody knows the device.
+    """
+    known = {n: spec for own in predictors.values() for n, spec in own.devices.items()}
+    try:
+        return resolve_device(device, {})
+    except DeviceError:
+        return resolve_device(device, known)
+
+
+def fidelity(
+    name: str, predictor: Predictor, lowered: LoweredProgram, device: DeviceSpec
+) -> Fidelity:
+    """What a predictor says of a lowered program.
+
+    Raises:
+        OpcastError: Its estimator cannot be used for the device.
+    """
+    prediction = predictor.predict_lowered(lowered, device)
+    sources = [k.source.split(":")[0] for k in prediction.kernels]
+    own = tuple(name == ROOFLINE or source != ROOFLINE for source in sources)
+    times = np.array([k.total_us for k in prediction.kernels])
+    total = float(times.sum())
+    explain = getattr(predictor.model_for(device).estimator, "reasons", None)
+    reasons = explain(lowered.kernels, device) if explain else [""] * len(own)
+    covered = float(times[list(own)].sum()) / total if total else 1.0
+    return Fidelity(name, prediction, covered, own, tuple(reasons))

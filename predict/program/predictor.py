@@ -1,0 +1,502 @@
+"""The public entry: a program, a device and a model in; a prediction with its reasons out."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...common.errors import StrictError
+from ...common.files import printable
+from ...common.interval import latency_fields, latency_of
+from ...features.devices.identity import BY_NAME, MEASURED_AT, base_name
+from ...features.kernels.kernel import Kernel, LoweredProgram
+from ..devices import resolve_device
+from ..locate import OPERATOR_MODEL, PLATFORM_DEFAULTS, find_model, is_untrained
+
+if TYPE_CHECKING:
+    from ...features.devices.device import DeviceSpec
+    from ...features.lowering.cache import LoweringCache
+    from ...features.lowering.options import LoweringOptions
+    from ...features.lowering.target_compiler.process import CompileSettings
+    from ...models.cost_model import CostModel
+    from ...models.operators import OpModel
+
+#: How many single-kernel answers :meth:`Predictor.latency_us` remembers.
+MEMO_SIZE = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class KernelEstimate:
+    """One kernel of a prediction. Times are of one execution, in microseconds.
+
+    Attributes:
+        name: Instruction name in the lowered program.
+        kind: Kind of kernel.
+        latency_us: Predicted latency.
+        lo_us: Lower end of the 90 % interval.
+        hi_us: Upper end of the 90 % interval.
+        multiplicity: Executions per program run.
+        bound: ``compute``, ``memory``, ``latency`` or ``communication``.
+        source: ``measured``, ``learned``, ``roofline`` or ``compiler``; a colon and what it was
+            learned from may follow.
+        in_domain: Whether the model was trained on kernels like it.
+        flops: Floating-point operations of one execution.
+        bytes: Bytes touched by one execution.
+        source_op: StableHLO op that it mainly came from.
+        source_line: ``file:line`` in the user's program, or empty.
+    """
+
+    name: str
+    kind: str
+    latency_us: float
+    lo_us: float
+    hi_us: float
+    multiplicity: float
+    bound: str
+    source: str
+    in_domain: bool
+    flops: float
+    bytes: float
+    source_op: str
+    source_line: str
+
+    @property
+    def total_us(self) -> float:
+        """Microseconds over all executions."""
+        return self.latency_us * self.multiplicity
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """How long a program takes on a device, why, and how sure that is.
+
+    Attributes:
+        latency_us: Time of one run of the program.
+        lo_us: Lower end of the 90 % interval.
+        hi_us: Upper end of the 90 % interval.
+        kernels: In schedule order.
+        peak_memory_bytes: Peak device memory.
+        memory_source: ``compiler`` or ``liveness``.
+        lowering: ``xla``, ``fused`` or ``op``.
+        model: Name of the estimator.
+        device: Name of the device.
+        notes: What limits trust in the figures.
+        compiler: Compiler and version, if a compiler made the kernels.
+        device_memory_bytes: Memory of the device; 0 if not known.
+    """
+
+    latency_us: float
+    lo_us: float
+    hi_us: float
+    kernels: tuple[KernelEstimate, ...]
+    peak_memory_bytes: float
+    memory_source: str
+    lowering: str
+    model: str
+    device: str
+    notes: tuple[str, ...] = field(default=())
+    compiler: str = ""
+    device_memory_bytes: float = 0.0
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is within the device's memory; ``None`` if that is not known."""
+        if not self.device_memory_bytes:
+            return None
+        return self.peak_memory_bytes <= self.device_memory_bytes
+
+    @property
+    def share_by_kind(self) -> dict[str, float]:
+        """Share of the summed kernel time by kind, largest first."""
+        sums: Counter[str] = Counter()
+        for kernel in self.kernels:
+            sums[kernel.kind] += kernel.total_us  # type: ignore[assignment]
+        total = sum(sums.values()) or 1.0
+        return {kind: value / total for kind, value in sums.most_common()}
+
+    @property
+    def in_domain_share(self) -> float:
+        """Share of the summed kernel time that lies within the model's training domain."""
+        total = sum(k.total_us for k in self.kernels) or 1.0
+        return sum(k.total_us for k in self.kernels if k.in_domain) / total
+
+    def top(self, count: int = 10) -> list[KernelEstimate]:
+        """The kernels that take most time over all their executions."""
+        return sorted(self.kernels, key=lambda k: -k.total_us)[:count]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as ``opcast predict --json`` prints it."""
+        return {
+            **latency_of(self),
+            "kernels": [
+                {name: getattr(k, name) for name in KernelEstimate.__slots__} for k in self.kernels
+            ],
+            "share_by_kind": self.share_by_kind,
+            "in_domain_share": self.in_domain_share,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "memory_source": self.memory_source,
+            "device_memory_bytes": self.device_memory_bytes,
+            "fits": self.fits,
+            "compiler": self.compiler,
+            "lowering": self.lowering,
+            "model": self.model,
+            "device": self.device,
+            "notes": list(self.notes),
+        }
+
+
+class Predictor:
+    """Predicts programs and kernels with one loaded model.
+
+    Args:
+        model: A loaded cost model.
+        cache: Cache of lowered programs; ``None`` takes the default folder.
+        by_platform: Models for devices of a platform that ``model`` was not trained on.
+        operators: Name or folder of the model that answers for operators of libraries.
+
+    Single latencies may be asked from several threads.
+    """
+
+    def __init__(
+        self,
+        model: CostModel,
+        cache: LoweringCache | None = None,
+        by_platform: Mapping[str, CostModel] | None = None,
+        operators: str | Path = OPERATOR_MODEL,
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.by_platform = dict(by_platform or {})
+        self._memo: dict[tuple[str, str | int], float] = {}
+        self._described: dict[int, DeviceSpec] = {}
+        self._specs: dict[str, DeviceSpec] = {}
+        self._operators = operators
+        self._bundle: OpModel | None = None
+        self._lock = threading.RLock()
+
+    @property
+    def devices(self) -> dict[str, DeviceSpec]:
+        """Devices that any of the models was trained on, by name."""
+        others = [model.devices for model in self.by_platform.values()]
+        found: dict[str, DeviceSpec] = {}
+        for known in (*others, self.model.devices):
+            found.update(known)
+        return found
+
+    @property
+    def operators(self) -> OpModel:
+        """The model of library operators, loaded on first use.
+
+        Raises:
+            ModelError: It cannot be read.
+        """
+        if self._bundle is None:
+            from ...models.operators import OpModel
+
+            self._bundle = OpModel.load(find_model(self._operators))
+        return self._bundle
+
+    def model_for(self, device: DeviceSpec) -> CostModel:
+        """The model that answers for a device."""
+        if any(d.platform == device.platform for d in self.model.devices.values()):
+            return self.model
+        return self.by_platform.get(device.platform, self.model)
+
+    def predict(
+        self,
+        program: Any,
+        *args: Any,
+        device: str | Path | DeviceSpec = "local",
+        lowering: str = "auto",
+        trip_counts: dict[str, int] | int | None = None,
+        strict: bool = False,
+        fallback: str = "",
+        settings: CompileSettings | None = None,
+    ) -> Prediction:
+        """Predict a whole program.
+
+        Args:
+            program: Path, text or bytes of StableHLO or HLO, an exported or lowered JAX function,
+                or a jitted function followed by its example ``args``.
+            args: Example arguments of a jitted function.
+            device: Name, path of a device file, or description.
+            lowering: ``xla`` (the device's own compiler, present or not), ``fused`` (our own
+                fusion rules), ``op``, or ``auto``: ``xla`` where that compiler is installed.
+            trip_counts: Trips of loops whose count cannot be found: one number for all, or by name.
+            strict: Raise instead of falling back to the roofline for a kernel.
+            fallback: Lowering to take where the device's compiler is missing or fails.
+            settings: Limits and options of that compiler.
+
+        Raises:
+            OpcastError: The program, device or lowering is not usable, ``strict`` is not met, or
+                the program is for several devices (:func:`.predict_partitioned` takes those).
+        """
+        from ...features.lowering.options import LoweringOptions
+
+        options = LoweringOptions(lowering, device, trip_counts, fallback, settings)
+        return self.predict_with(program, options, *args, strict=strict)
+
+    def predict_with(
+        self, program: Any, options: LoweringOptions, *args: Any, strict: bool = False
+    ) -> Prediction:
+        """Predict a whole program; :meth:`predict` with its options as one value.
+
+        Args:
+            program: As of :meth:`predict`.
+            options: How it is lowered; their cache is the predictor's.
+            args: As of :meth:`predict`.
+            strict: Likewise.
+
+        Raises:
+            OpcastError: As :meth:`predict`.
+        """
+        from ...features.ir.partitioning import check_one_device
+        from ...features.ir.reader import read_program
+        from ...features.ir.untrusted import well_formed
+        from ...features.lowering.lower import lower_with
+
+        spec = resolve_device(options.device, self.devices)
+        source = read_program(program, *args, trip_counts=options.trip_counts)
+        check_one_device(source, spec.name)
+        lowered = lower_with(source, replace(options, device=spec, cache=self.cache))
+        with well_formed(source):
+            return self.predict_lowered(lowered, spec, strict=strict)
+
+    def predict_lowered(
+        self, lowered: LoweredProgram, device: DeviceSpec, *, strict: bool = False
+    ) -> Prediction:
+        """Predict a program that is already lowered.
+
+        Raises:
+            StrictError: ``strict`` is set and a kernel has no learned estimate.
+        """
+        model = self.model_for(device)
+        kernels = model.predict_kernels(lowered.kernels, device)
+        if strict:
+            _require_learned(lowered.kernels, kernels.source)
+        kernels, program = model.predict_in_program(lowered, device, kernels)
+        rows = zip(
+            lowered.kernels,
+            (kernels.latency * 1e6).tolist(),
+            (kernels.lo * 1e6).tolist(),
+            (kernels.hi * 1e6).tolist(),
+            kernels.bound.tolist(),
+            kernels.source.tolist(),
+            kernels.in_domain.tolist(),
+            strict=True,
+        )
+        return Prediction(
+            **latency_fields(program.latency, program.lo, program.hi),
+            kernels=tuple(_estimate(*row) for row in rows),
+            peak_memory_bytes=lowered.peak_memory_bytes,
+            memory_source=lowered.memory_source,
+            lowering=lowered.lowering,
+            model=model.name,
+            device=device.name,
+            notes=(*lowered.notes, *model_notes(model, lowered.kernels, device)),
+            compiler=lowered.compiler,
+            device_memory_bytes=device.memory_bytes,
+        )
+
+    def latency_us(self, what: Kernel | str, device: str | DeviceSpec = "local") -> float:
+        """Latency of one execution, in microseconds; repeated queries are remembered.
+
+        Args:
+            what: A kernel, or an operator as :func:`~opcast.features.operators.query.parse_op`
+                takes it.
+            device: Name, path of a device file, or description.
+
+        Raises:
+            DeviceError: The device is not known.
+            ProgramError: The text is no operator.
+            ModelError: The model knows no such operators.
+        """
+        ask = what if isinstance(what, str) else what.hash
+        key = (ask, device if isinstance(device, str) else id(device))
+        found = self._memo.get(key)
+        if found is None:
+            with self._lock:
+                found = float(self.latencies_us([what], device)[0])
+                if len(self._memo) >= MEMO_SIZE:
+                    self._memo.clear()
+                    self._described.clear()
+                if not isinstance(device, str):
+                    # Kept alive, so that its id stays its own.
+                    self._described[id(device)] = device
+                self._memo[key] = found
+        return found
+
+    def latencies_us(
+        self, what: Sequence[Kernel | str], device: str | DeviceSpec = "local"
+    ) -> np.ndarray:
+        """Latencies of many kernels or operators, in microseconds, shape ``(n,)``.
+
+        Raises:
+            OpcastError: As :meth:`latency_us`.
+        """
+        spec = self._spec(device)
+        kernels = [(i, w) for i, w in enumerate(what) if not isinstance(w, str)]
+        texts = [(i, w) for i, w in enumerate(what) if isinstance(w, str)]
+        found = np.empty(len(what))
+        with self._lock:
+            if kernels:
+                own = self.model_for(spec).predict_kernels([k for _, k in kernels], spec)
+                found[[i for i, _ in kernels]] = own.latency * 1e6
+            if texts:
+                found[[i for i, _ in texts]] = self._operators_us([t for _, t in texts], spec)
+        return found
+
+    def _spec(self, device: str | DeviceSpec) -> DeviceSpec:
+        """Description of a device, remembered by name: looking for files takes a millisecond."""
+        if not isinstance(device, str):
+            return device
+        found = self._specs.get(device)
+        if found is None:
+            found = self._specs[device] = resolve_device(device, self.devices)
+        return found
+
+    def _operators_us(self, texts: Sequence[str], spec: DeviceSpec) -> np.ndarray:
+        import pandas as pd
+
+        from ...features.operators.query import parse_op
+
+        rows = pd.DataFrame([{**parse_op(t), "device": spec.name} for t in texts])
+        self.operators.devices[spec.name] = spec
+        latency: np.ndarray = self.operators.predict(rows).latency
+        return latency * 1e6
+
+
+def load(model: str | Path = "default", *, cache: LoweringCache | None = None) -> Predictor:
+    """Load a model by name (shipped or registered) or from its folder.
+
+    ``default`` is the shipped model of each platform: a device decides which one answers. A model
+    of library operators comes with those of ``default``, which answer for programs. The roofline
+    and simulators, which learn nothing, need no folder: their names are enough.
+
+    Raises:
+        ModelError: No such model, or its folder is damaged or of another version.
+    """
+    from ...models.core.store import predicts_operators, read_manifest
+    from ...models.cost_model import CostModel
+
+    if is_untrained(model):
+        return Predictor(CostModel.untrained(str(model)), cache)
+    folder = find_model(model)
+    operators: str | Path = OPERATOR_MODEL
+    if predicts_operators(read_manifest(folder)):
+        operators, model, folder = folder, "default", find_model("default")
+    others = PLATFORM_DEFAULTS if str(model) == "default" else {}
+    by_platform = {name: CostModel.load(find_model(other)) for name, other in others.items()}
+    return Predictor(CostModel.load(folder), cache, by_platform, operators)
+
+
+def roofline_predictor() -> Predictor:
+    """A predictor that knows nothing but rooflines, for any device."""
+    from ...models.cost_model import CostModel
+    from ...models.estimators.roofline import RooflineEstimator
+
+    return Predictor(CostModel(RooflineEstimator()))
+
+
+def load_for_programs(model: str | Path = "default") -> Predictor:
+    """:func:`load` where a program is asked for, which no model of operators can answer.
+
+    Raises:
+        ModelError: As :func:`load`, or the model is one of library operators.
+    """
+    from ...models.core.store import predicts_operators, read_manifest
+    from ...models.cost_model import CostModel
+
+    if not is_untrained(model) and predicts_operators(read_manifest(find_model(model))):
+        CostModel.load(find_model(model))  # says what the folder holds and where it is of use
+    return load(model)
+
+
+def model_notes(model: CostModel, kernels: Sequence[Kernel], device: DeviceSpec) -> tuple[str, ...]:
+    """What limits the model on this device, and how the device itself is known."""
+    return (*_model_limits(model, kernels, device), *_device_notes(device))
+
+
+def _device_notes(device: DeviceSpec) -> tuple[str, ...]:
+    """Whether a device was taken by its name alone, or when it was measured."""
+    if device.extra.get(BY_NAME):
+        return (
+            f"this machine is taken for the {device.name} of the model by its name alone; "
+            "to measure it: opcast device --save",
+        )
+    if isinstance(taken := device.extra.get(MEASURED_AT), str):
+        return (f"{device.name} was measured on {printable(taken[:40])}",)
+    return ()
+
+
+def _model_limits(
+    model: CostModel, kernels: Sequence[Kernel], device: DeviceSpec
+) -> tuple[str, ...]:
+    """The model's own words, or that it does not know the device."""
+    other = model.unlike(device)
+    if other is not None:
+        return (
+            f"{device.name} measures {other} of the {base_name(device.name)} that the model was "
+            "trained on: it is taken for another device, intervals are wider; profile this device "
+            "and train on it, or adapt the model: opcast calibrate --device local --budget 5m",
+        )
+    own = getattr(model.estimator, "notes", None)
+    if own is not None:
+        found: tuple[str, ...] = own(kernels, device)
+        return found
+    if not model.devices:
+        return ("nothing was learned or calibrated on any device",)
+    if device.name in model.devices:
+        return ()
+    known = ", ".join(sorted(model.devices))
+    return (
+        f"the model was trained on {known}, not on {device.name}: errors may exceed the "
+        "intervals; profile this device and train on it",
+    )
+
+
+def _require_learned(kernels: Sequence[Kernel], source: np.ndarray) -> None:
+    for kernel, origin in zip(kernels, source.tolist(), strict=True):
+        own = origin.split(":")[0] in ("learned", "measured", "simulator")
+        if not own and kernel.kind != "control":
+            where = f"{kernel.sources[0].file}:{kernel.sources[0].line}" if kernel.sources else ""
+            raise StrictError(
+                f"kernel {kernel.name} ({kernel.kind}) has only a {origin} estimate",
+                where=where,
+                hint="profile such kernels and train again, or predict without --strict",
+            )
+
+
+def _estimate(
+    kernel: Kernel, latency: float, lo: float, hi: float, bound: str, source: str, in_domain: bool
+) -> KernelEstimate:
+    main = kernel.sources[0] if kernel.sources else None
+    line = f"{main.file}:{main.line}" if main and main.line else ""
+    return KernelEstimate(
+        name=kernel.name,
+        kind=kernel.kind,
+        latency_us=latency,
+        lo_us=lo,
+        hi_us=hi,
+        multiplicity=kernel.multiplicity,
+        bound=bound,
+        source=source,
+        in_domain=in_domain,
+        flops=kernel.flops,
+        bytes=kernel.bytes,
+        source_op=main.op if main else "",
+        source_line=line,
+    )
+
+
+def origin(kernel: KernelEstimate) -> str:
+    """StableHLO op and line of the user's program that a kernel mainly came from, briefly."""
+    line = kernel.source_line.rsplit("/", 1)[-1]
+    op = kernel.source_op.removeprefix("stablehlo.")
+    return f"{op} {line}".strip()

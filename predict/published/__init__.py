@@ -1,0 +1,1 @@
+"""Predictions for tables that others published, whole op graphs included."""

@@ -1,0 +1,191 @@
+"""End-to-end time of published op graphs from the latencies of their operations.
+
+    step = sum over kernels of count · (latency - launch + kernel floor) + exposed communication
+
+A published operation was timed alone, between two events around one call: the device waits for the
+host's launch, which is a fixed time on top of the kernel's own. In a run of a whole model the host
+launches ahead while the device works, so the fixed part is paid once and not for each kernel. It is
+read off the same source of latencies: the operation that has almost nothing to do.
+
+Forward, backward and accumulation add up (``inf`` is the forward pass). Tensor-parallel
+all-reduces add up as well. Gradient all-reduces of data parallelism overlap with the backward
+pass: what exceeds it is exposed, at the least the last bucket. A pipeline takes ``(m + p - 1) /
+p`` of one micro-batch's pass, and its transfers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import DatasetError
+from ..cluster.spread import COMPOSITION_ERROR, RHO, combined_spread
+from .graph_program import GraphProgram, graph_programs
+from .opgraph import COLLECTIVES
+
+#: Shortest time of a kernel in a stream of kernels, in microseconds: its start and a gap.
+KERNEL_US = 3.0
+#: Size of the last bucket of gradients, which nothing is left to hide (bytes).
+BUCKET_BYTES = 25 * 2**20
+#: Columns that the callbacks return, in microseconds: estimate and ends of its 90 % interval.
+LATENCY_COLUMNS = ("latency_us", "lo_us", "hi_us")
+_NEEDED = ("desc", "device", "model", "mode", "n_layer")
+
+Latency = Callable[[pd.DataFrame], pd.DataFrame]
+
+
+def compose(
+    labels: pd.DataFrame,
+    graphs: pd.DataFrame,
+    op_latency: Latency,
+    collective_latency: Latency,
+    rho: float = RHO,
+) -> pd.DataFrame:
+    """Predict the end-to-end time of every label.
+
+    Args:
+        labels: ``desc`` (name of the graph), ``device``, ``model``, ``mode`` (``inf`` or
+            ``train``), ``n_layer`` (0 or NaN if not given), optionally ``variant`` and ``dtype``
+            (default ``fp32``).
+        graphs: Nodes of all graphs: ``desc``, ``Name``, ``OpName``, ``FwOps``, ``BwOps``,
+        ``AccOps``,
+            ``InputShapes`` and ``OutputShape``, in order.
+        op_latency: Given the unique operations of all labels (``device`` and the columns of the
+            published op schema), returns ``latency_us``, ``lo_us`` and ``hi_us`` in their order.
+        collective_latency: The same for ``device``, ``op``, ``bytes``, ``world_size``, ``dtype``.
+        rho: Correlation of the errors of a program's operations.
+
+    Returns:
+        With the index of ``labels``: ``latency_ms``, ``lo_ms`` and ``hi_ms`` (90 %), and the parts
+        ``fw_ms``, ``bw_ms`` (with accumulation) and ``communication_ms`` (exposed).
+
+    Raises:
+        DatasetError: A column or a graph is missing, a list cannot be read, or a callback returns
+            something else than positive latencies for every row.
+    """
+    missing = [c for c in _NEEDED if c not in labels]
+    if missing:
+        raise DatasetError(f"labels lack the columns {missing}", hint=f"needed: {list(_NEEDED)}")
+    programs = graph_programs(labels, graphs)
+    op_times = _ask(op_latency, programs.operations, "op_latency")
+    link_times = _ask(collective_latency, programs.collectives, "collective_latency")
+    results = [_step(program, op_times, link_times, rho) for program in programs.programs]
+    return pd.DataFrame(results, index=labels.index)
+
+
+def _ask(latency: Latency, table: pd.DataFrame, who: str) -> np.ndarray:
+    if table.empty:
+        return np.zeros((0, 3))
+    answer = latency(table)
+    lacking = [c for c in LATENCY_COLUMNS if c not in answer]
+    if lacking or len(answer) != len(table):
+        raise DatasetError(f"{who} must return {LATENCY_COLUMNS} for every row", where=who)
+    times = answer[list(LATENCY_COLUMNS)].to_numpy(float)
+    if not (np.isfinite(times) & (times > 0)).all():
+        row = table.iloc[int(np.flatnonzero(~(np.isfinite(times) & (times > 0)).all(axis=1))[0])]
+        raise DatasetError(f"{who} gave no positive latency", where=str(row.dropna().to_dict()))
+    return times
+
+
+def _step(
+    program: GraphProgram, op_times: np.ndarray, link_times: np.ndarray, rho: float
+) -> dict[str, float]:
+    launch = float(op_times[program.probe, 0])
+    share = program.variant.pipeline_share
+    parts = {"fw": 0.0, "bw": 0.0, "acc": 0.0}
+    spread: list[tuple[float, float]] = []
+    for term in program.terms:
+        if term.kind in COLLECTIVES:
+            continue
+        time, low, high = op_times[term.row]
+        own = kernel_us(time, launch, joins=term.kind == "JOIN")
+        weight = term.times * share * own
+        parts[term.phase] += weight
+        spread.append((weight * (1.0 - low / time), weight * (high / time - 1.0)))
+    exposed, ends = _communication(program, link_times, parts["bw"])
+    total = sum(parts.values()) + exposed
+    down, up = combined_spread(np.array(spread + ends).reshape(-1, 2), rho)
+    own_error = COMPOSITION_ERROR * total
+    figures = {
+        "latency_ms": total,
+        "lo_ms": max(total - float(np.hypot(down, own_error)), 0.05 * total),
+        "hi_ms": total + float(np.hypot(up, own_error)),
+        "fw_ms": parts["fw"],
+        "bw_ms": parts["bw"] + parts["acc"],
+        "communication_ms": exposed,
+    }
+    return {name: value / 1e3 for name, value in figures.items()}
+
+
+def kernel_us(time: float, launch: float, joins: bool = False) -> float:
+    """A kernel's share of a stream of kernels, in microseconds.
+
+    Args:
+        time: As measured alone.
+        launch: Measured alone of an operation with almost nothing to do.
+        joins: Whether it is part of another kernel, so that it has no floor of its own.
+    """
+    return max(time - launch, 0.0) + (0.0 if joins else min(KERNEL_US, time))
+
+
+def _communication(
+    program: GraphProgram, link_times: np.ndarray, backward: float
+) -> tuple[float, list[tuple[float, float]]]:
+    sync = hidden = bucket = 0.0
+    ends: list[tuple[float, float]] = []
+    for term in program.terms:
+        if term.kind not in COLLECTIVES:
+            continue
+        time, low, high = link_times[term.row]
+        times = program.variant.pipeline_hops if term.kind == "SENDRECV" else term.times
+        if term.kind == "ALLREDUCE_ASYNC":
+            hidden += times * time
+            bucket += times * term.size
+        else:
+            sync += times * time
+            ends.append((times * (time - low), times * (high - time)))
+    last = hidden * min(1.0, BUCKET_BYTES / bucket) if bucket else 0.0
+    return sync + max(hidden - backward, last), ends
+
+
+def measure_rho(
+    labels: pd.DataFrame,
+    graphs: pd.DataFrame,
+    op_latency: Latency,
+    collective_latency: Latency,
+    coverage: float = 0.9,
+) -> float:
+    """The smallest correlation, in steps of 0.05, whose intervals cover measured programs.
+
+    Args:
+        labels: As for :func:`compose`, with the measured ``e2e_ms``.
+        graphs: As for :func:`compose`.
+        op_latency: As for :func:`compose`; predictions must be of operations, and preferably of
+            devices, that the estimator was not fitted to.
+        collective_latency: As for :func:`compose`.
+        coverage: Share of programs to be covered.
+
+    Returns:
+        From 0 to 1; 1 if even that does not cover enough.
+    """
+    measured = labels["e2e_ms"].to_numpy(float)
+    ops, links = _once(op_latency), _once(collective_latency)
+    for rho in np.linspace(0.0, 1.0, 21):
+        composed = compose(labels, graphs, ops, links, float(rho))
+        inside = (measured >= composed["lo_ms"]) & (measured <= composed["hi_ms"])
+        if inside.mean() >= coverage:
+            return round(float(rho), 2)
+    return 1.0
+
+
+def _once(latency: Latency) -> Latency:
+    kept: list[pd.DataFrame] = []
+
+    def remembered(table: pd.DataFrame) -> pd.DataFrame:
+        if not kept:
+            kept.append(latency(table))
+        return kept[0]
+
+    return remembered

@@ -1,0 +1,247 @@
+"""Published op graphs: from lists of operations in text to a table of kernels with counts.
+
+A graph has nodes (calls of the framework) with lists of operations for the forward pass, the
+backward pass and the accumulation of gradients: ``Linear`` (rows, reduced, columns), ``BMM``
+(batch, rows, reduced, columns), ``VECop`` (rows, cols), ``MEM`` (shapes moved), ``ALLREDUCE``,
+``ALLREDUCE_ASYNC`` and ``SENDRECV`` (elements). The lists approximate what the framework launches.
+Where that is known to differ, the kernels that it does launch are taken instead:
+
+- A view, an index by one number, a dropout in inference and the gradient of an addition launch
+  nothing.
+- An element-wise op whose second operand is a scalar or broadcast reads one tensor, not two; the
+  gradient of a division by a scalar is one such op.
+- A layer norm's backward pass reads its tensors twice: for the input's gradient and the weights'.
+- The gradient of GELU reads two tensors.
+- Dropout reads and writes a tensor and a byte mask; its backward pass converts, scales and applies
+  the mask in three kernels, 6.25 tensors in all.
+- A fused chain is one kernel that reads the node's inputs and writes its output; with a softmax or
+  a layer norm inside, it is that op and what it moves in addition.
+
+Data movement is expressed as ``relu`` on the tensor of the same traffic, so that whatever estimates
+element-wise ops also gives the device's effective bandwidth.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import DatasetError
+
+#: Columns of the published op schema that graphs need.
+OP_COLUMNS = ("op", "family", "dtype", "b", "m", "n", "k", "rows", "cols", "n_in")
+#: Parts of a step: forward, backward, accumulation of gradients.
+PHASES = {"fw": "FwOps", "bw": "BwOps", "acc": "AccOps"}
+#: Operations that go over links.
+COLLECTIVES = ("ALLREDUCE", "ALLREDUCE_ASYNC", "SENDRECV")
+#: Columns of the tensor that stands for moved data.
+MOVED_COLS = 1024
+_BINARY = ("add", "mul", "div", "pow", "sub")
+_VIEWS = ("getitem", "misc", "output", "Weight")
+#: Bytes of an element by dtype of a graph; tf32 is a rate, its values are stored as f32.
+ELEMENT_BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class GraphOp:
+    """One operation of a node.
+
+    Attributes:
+        kind: As in the list, such as ``Linear`` or ``VECadd``; ``MOVE`` for bytes moved.
+        shape: Its numbers; ``(bytes,)`` for ``MOVE``.
+    """
+
+    kind: str
+    shape: tuple[Any, ...]
+
+
+def parse_ops(text: str, where: str = "") -> list[GraphOp]:
+    """Read a list of operations such as ``[['Linear', (64, 32, 16)]]``.
+
+    Raises:
+        DatasetError: The text is not a list of pairs of a name and numbers.
+    """
+    try:
+        return [GraphOp(str(kind), _numbers(shape)) for kind, shape in _literal(text)]
+    except (ValueError, TypeError) as error:
+        raise DatasetError(
+            f"operations cannot be read: {error}",
+            where=where or text[:60],
+            hint="a list of [name, shape] pairs of plain numbers",
+        ) from None
+
+
+def parse_shapes(text: str) -> list[tuple[int, ...]]:
+    """Read shapes such as ``[(2, 3), (1,)]`` or ``(2, 3)``; empty if there is none."""
+    try:
+        value = _literal(text)
+        if isinstance(value, tuple):
+            return [tuple(int(d) for d in value)]
+        return [tuple(int(d) for d in shape) for shape in value]
+    except (ValueError, TypeError, OverflowError) as error:
+        raise DatasetError(f"shapes cannot be read: {error}", where=text[:60]) from None
+
+
+def _numbers(shape: Any) -> tuple[Any, ...]:
+    """A shape that holds numbers alone: of a list of bytes, or of lengths.
+
+    Raises:
+        ValueError: It holds something else.
+    """
+    numbers = tuple(shape)
+    plain = (n for part in numbers for n in (part if isinstance(part, list | tuple) else (part,)))
+    if not all(isinstance(n, int | float) and n == n and abs(n) < 2**63 for n in plain):
+        raise ValueError(f"{numbers!r} is no shape")
+    return numbers
+
+
+def _literal(text: str) -> Any:
+    """Plain data of a text as Python writes it.
+
+    Raises:
+        ValueError: It is none, or nests too deep.
+    """
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(str(error) or "it nests too deep") from None
+
+
+def node_kernels(node: dict[str, Any], phase: str, mode: str, width: int = 4) -> list[GraphOp]:
+    """Kernels and collectives that a node launches in one phase.
+
+    Args:
+        node: ``OpName``, the three lists, ``InputShapes`` and ``OutputShape``.
+        phase: A key of :data:`PHASES`.
+        mode: ``inf`` or ``train``.
+        width: Bytes of an element.
+    """
+    name = str(node["OpName"])
+    listed = parse_ops(str(node[PHASES[phase]]), where=str(node.get("Name", "")))
+    if not listed or name in _VIEWS or (name == "dropout" and mode == "inf"):
+        return [op for op in listed if op.kind in COLLECTIVES]
+    if name == "fused":
+        return _fused(listed, node, width)
+    if name == "dropout":
+        return [_move((2.25 if phase == "fw" else 6.25) * width * _elements(listed[0].shape[0]))]
+    if phase == "bw":
+        return _backward(name, listed, node, width)
+    return [_forward(op, node, width) for op in listed if _moves(op)]
+
+
+def _moves(op: GraphOp) -> bool:
+    return op.kind != "MEM" or max(_elements(shape) for shape in op.shape) > 1
+
+
+def _forward(op: GraphOp, node: dict[str, Any], width: int) -> GraphOp:
+    if op.kind == "MEM":
+        return _move(width * sum(_elements(shape) for shape in op.shape))
+    if op.kind.startswith("VEC") and op.kind[3:] in _BINARY and _broadcasts(node):
+        return GraphOp(op.kind + "u", op.shape)
+    return op
+
+
+def _backward(name: str, listed: list[GraphOp], node: dict[str, Any], width: int) -> list[GraphOp]:
+    if name in ("VECadd", "VECaddu", "VECsub", "contiguous"):
+        return []
+    if name == "VECln":
+        return [op for op in listed for _ in range(2)]
+    if name == "VECgelu":
+        return [GraphOp("VECmul", op.shape) for op in listed]
+    if name == "VECdiv" and _broadcasts(node):
+        return [GraphOp("VECdivu", listed[0].shape)]
+    return [_forward(op, {}, width) for op in listed if _moves(op)]
+
+
+def _fused(listed: list[GraphOp], node: dict[str, Any], width: int) -> list[GraphOp]:
+    shapes = parse_shapes(str(node["InputShapes"])) + parse_shapes(str(node["OutputShape"]))
+    traffic = float(width * sum(_elements(shape) for shape in shapes))
+    heavy = [op for op in listed if op.kind not in ("MEM", *COLLECTIVES) and not _light(op)]
+    rest = traffic - sum(2.0 * width * _elements(op.shape) for op in heavy if _row_wise(op))
+    others = [op for op in listed if op.kind in COLLECTIVES]
+    moved = [GraphOp("JOIN" if heavy else "MOVE", (rest,))] if rest > 0 else []
+    return heavy + moved + others
+
+
+def _light(op: GraphOp) -> bool:
+    return op.kind.startswith("VEC") and not _row_wise(op)
+
+
+def _row_wise(op: GraphOp) -> bool:
+    return op.kind in ("VECsoftmax", "VECln")
+
+
+def _broadcasts(node: dict[str, Any]) -> bool:
+    shapes = parse_shapes(str(node.get("InputShapes", "[]")))
+    return len(shapes) > 1 and 8 * _elements(shapes[1]) < _elements(shapes[0])
+
+
+def _move(traffic: float) -> GraphOp:
+    return GraphOp("MOVE", (float(traffic),))
+
+
+def _elements(shape: Iterable[int]) -> int:
+    return int(np.prod([int(d) for d in shape], dtype=np.int64))
+
+
+def op_rows(op: GraphOp, dtype: str) -> dict[str, Any]:
+    """One operation in the published op schema: :data:`OP_COLUMNS`, unused ones ``None``.
+
+    Raises:
+        DatasetError: The kind is not known.
+    """
+    row: dict[str, Any] = dict.fromkeys(OP_COLUMNS)
+    row["dtype"] = dtype
+    lengths = {"Linear": 3, "BMM": 4, "MOVE": 1, "JOIN": 1}
+    wanted = lengths.get(op.kind, 2 if op.kind.startswith("VEC") else len(op.shape))
+    if len(op.shape) != wanted or not all(isinstance(n, int | float) for n in op.shape):
+        raise DatasetError(f"{op.kind} of shape {op.shape} is not of {wanted} numbers")
+    if op.kind == "Linear":
+        m, k, n = op.shape
+        return {**row, "op": "linear", "family": "linear", "b": 1, "m": m, "n": n, "k": k}
+    if op.kind == "BMM":
+        b, m, k, n = op.shape
+        return {**row, "op": "bmm", "family": "bmm", "b": b, "m": m, "n": n, "k": k}
+    if op.kind in ("MOVE", "JOIN"):
+        rows = max(1, round(op.shape[0] / (2 * ELEMENT_BYTES.get(dtype, 4) * MOVED_COLS)))
+        return {**row, **_vector("relu", rows, MOVED_COLS)}
+    if op.kind.startswith("VEC"):
+        return {**row, **_vector(op.kind[3:], int(op.shape[0]), int(op.shape[1]))}
+    raise DatasetError(
+        f"operation {op.kind!r} is not known", hint="Linear, BMM, VEC…, MEM and collectives are"
+    )
+
+
+def _vector(name: str, rows: int, cols: int) -> dict[str, Any]:
+    family = name if name in ("softmax", "ln") else "elementwise"
+    return {
+        "op": name,
+        "family": family,
+        "rows": rows,
+        "cols": cols,
+        "n_in": 2 if name in _BINARY else 1,
+    }
+
+
+def graph_ops(
+    graph: pd.DataFrame, mode: str, repeats: np.ndarray, width: int
+) -> Iterator[tuple[str, GraphOp, float]]:
+    """Phase, operation and number of executions of everything that a graph launches.
+
+    Args:
+        graph: Nodes of one graph.
+        mode: ``inf`` (forward only) or ``train``.
+        repeats: Executions of each node, shape ``(nodes,)``.
+        width: Bytes of an element.
+    """
+    phases = ("fw",) if mode == "inf" else tuple(PHASES)
+    for node, repeat in zip(graph.to_dict("records"), repeats, strict=True):
+        plain = {str(key): value for key, value in node.items()}
+        for phase in phases:
+            for op in node_kernels(plain, phase, mode, width):
+                yield phase, op, float(repeat)

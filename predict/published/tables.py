@@ -1,0 +1,253 @@
+"""Predicts folders of published latencies: operators, collectives and whole programs.
+
+A folder holds tables of queries (``queries_ops_*.parquet``, ``queries_collectives*.csv.gz``,
+``queries_e2e.csv`` with ``opgraphs.parquet``) or the answered tables of a published pack. Every row
+gets a prediction; rows whose latency is given are judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import DatasetError
+from ...common.parquet import read_table
+from ...features.devices.catalogue import find_device
+from ...models.collectives.links import Links
+from ...models.collectives.model import CollectiveModel
+from ...models.operators import OpModel, rows_of_published
+from ...models.operators.report import only_or_mixed
+from .composition import compose
+
+#: Tables by what they hold, queries first; the first pattern with a match counts.
+OPERATORS = ("queries_ops_*.parquet", "ops_*.parquet")
+COLLECTIVES = ("queries_collectives*.csv.gz", "collectives*.csv.gz")
+PROGRAMS = ("queries_e2e.csv", "e2e_labels.csv")
+GRAPHS = "opgraphs.parquet"
+#: Rows of these splits may be learned from.
+CALIBRATION = "calib"
+#: Sources by the first letter of an operator's id.
+SOURCES = {"N": "neusight", "V": "vidur", "T": "aiconfigurator"}
+_ROWS = 200_000
+
+
+@dataclass
+class PublishedPredictions:
+    """Predictions of a folder.
+
+    Attributes:
+        frame: ``id``, ``latency_us``, ``lo_us`` and ``hi_us`` of every row.
+        judged: Of rows with a known latency: ``table``, ``family``, ``device``, ``split``,
+            ``scope``, ``error`` (predicted / measured - 1), ``covered``, ``calibration`` (whether
+            the row was learned from).
+        calibrated: Rows learned from by what they adapted.
+    """
+
+    frame: pd.DataFrame
+    judged: pd.DataFrame
+    calibrated: dict[str, int] = field(default_factory=dict)
+
+    def summary(self) -> pd.DataFrame:
+        """Figures of the judged rows by table, family, device and split, and of whole tables."""
+        if not len(self.judged):
+            return pd.DataFrame()
+        judged = self.judged[~self.judged["calibration"]]
+        judged = judged.assign(size=judged["error"].abs())
+        whole = judged.assign(family="all", device="all", split="all", scope="")
+        grouped = pd.concat([judged, whole]).groupby(["table", "family", "device", "split"])
+        return grouped.agg(
+            n=("size", "size"),
+            mape=("size", "mean"),
+            median_ape=("size", "median"),
+            largest=("size", "max"),
+            bias=("error", "median"),
+            coverage=("covered", "mean"),
+            scope=("scope", only_or_mixed),
+        ).reset_index()
+
+
+def predict_published(
+    folder: Path,
+    model: OpModel,
+    collectives: CollectiveModel | None = None,
+    calibrate: bool = False,
+    limit: int | None = None,
+) -> PublishedPredictions:
+    """Predict every row of a folder.
+
+    Args:
+        folder: Holds at least one of the tables.
+        model: Latencies of operators; calibrated in place if asked to.
+        collectives: Latencies of collectives; the shipped ones by default.
+        calibrate: Learn from rows of ``calib_*`` splits whose latency is given.
+        limit: Most rows of each operator table, drawn at random; for a quick look.
+
+    Raises:
+        DatasetError: The folder holds none of the tables, or a table lacks a column.
+        DeviceError: A device is in no catalogue entry.
+    """
+    if not folder.is_dir():
+        raise DatasetError("no such folder", where=str(folder))
+    links = collectives or CollectiveModel.load()
+    job = _Job(folder, model, links, calibrate, limit)
+    parts = [*job.operators(), *job.collective_tables(), *job.programs()]
+    if not parts:
+        wanted = ", ".join((*OPERATORS, *COLLECTIVES, *PROGRAMS))
+        raise DatasetError("no table to predict", where=str(folder), hint=f"expected {wanted}")
+    frame = pd.concat([part.frame for part in parts], ignore_index=True)
+    judged = pd.concat([part.judged for part in parts], ignore_index=True)
+    return PublishedPredictions(frame, judged, job.calibrated)
+
+
+@dataclass
+class _Job:
+    folder: Path
+    model: OpModel
+    links: CollectiveModel
+    calibrate: bool
+    limit: int | None
+    calibrated: dict[str, int] = field(default_factory=dict)
+
+    def operators(self) -> Iterator[PublishedPredictions]:
+        tables = [(p, _sourced(p, read_table(p))) for p in _files(self.folder, OPERATORS)]
+        if self.calibrate:
+            given = [frame[_given(frame)] for _, frame in tables]
+            known = [part for part in given if len(part)]
+            if known:
+                rows = rows_of_published(pd.concat(known, ignore_index=True), find_device)
+                self.calibrated |= self.model.calibrate(rows)
+        for path, whole in tables:
+            frame = whole
+            if self.limit is not None and len(frame) > self.limit:
+                frame = frame.sample(self.limit, random_state=0).reset_index(drop=True)
+            for start in range(0, len(frame), _ROWS):
+                yield self._operators(path, frame.iloc[start : start + _ROWS])
+
+    def _operators(self, path: Path, frame: pd.DataFrame) -> PublishedPredictions:
+        rows = rows_of_published(frame.reset_index(drop=True), find_device)
+        prediction = self.model.predict(rows)
+        scope = pd.Series(prediction.scope, dtype=object)
+        return _part(
+            path, rows, rows["key"], prediction.latency, prediction.lo, prediction.hi, scope
+        )
+
+    def collective_tables(self) -> Iterator[PublishedPredictions]:
+        tables = [(p, pd.read_csv(p)) for p in _files(self.folder, COLLECTIVES)]
+        known = [frame[_given(frame)] for _, frame in tables if _given(frame).any()]
+        if self.calibrate and known:
+            rows = pd.concat(known, ignore_index=True)
+            self.links = self.links.calibrated(rows, _links)
+            self.calibrated["collectives"] = len(rows)
+        for path, frame in tables:
+            prediction = self.links.predict(frame, _links)
+            latency, lo, hi = (prediction[c].to_numpy() for c in ("latency_s", "lo_s", "hi_s"))
+            yield _part(path, frame, frame["op"], latency, lo, hi, prediction["scope"])
+
+    def programs(self) -> Iterator[PublishedPredictions]:
+        for path in _files(self.folder, PROGRAMS):
+            graphs = path.parent / GRAPHS
+            if not graphs.is_file():
+                raise DatasetError(
+                    "the graphs of the programs are missing",
+                    where=str(graphs),
+                    hint=f"put {GRAPHS} beside {path.name}",
+                )
+            labels = pd.read_csv(path)
+            composed = compose(
+                labels, read_table(graphs), self._op_latency, self._collective_latency
+            )
+            latency, lo, hi = (
+                composed[f"{c}_ms"].to_numpy() * 1e-3 for c in ("latency", "lo", "hi")
+            )
+            scope = pd.Series("composed", index=labels.index, dtype=object)
+            if "e2e_ms" in labels:
+                labels = labels.assign(latency_us=labels["e2e_ms"] * 1e3)
+            yield _part(path, labels, labels["mode"], latency, lo, hi, scope)
+
+    def _op_latency(self, ops: pd.DataFrame) -> pd.DataFrame:
+        """Operators as the op tables time them: alone, called from the host."""
+        rows = rows_of_published(ops.assign(source="neusight"), find_device)
+        prediction = self.model.predict(rows)
+        return _microseconds(prediction.latency, prediction.lo, prediction.hi)
+
+    def _collective_latency(self, calls: pd.DataFrame) -> pd.DataFrame:
+        prediction = self.links.predict(calls, _links)
+        return _microseconds(*(prediction[c].to_numpy() for c in ("latency_s", "lo_s", "hi_s")))
+
+
+def _links(name: str) -> Links:
+    return Links.from_spec(find_device(name))
+
+
+def _microseconds(latency: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> pd.DataFrame:
+    return pd.DataFrame({"latency_us": latency * 1e6, "lo_us": lo * 1e6, "hi_us": hi * 1e6})
+
+
+def _files(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    """Files of the first pattern that has any, below the folder."""
+    for pattern in patterns:
+        files = sorted(folder.rglob(pattern))
+        if files:
+            return files
+    return []
+
+
+def _sourced(path: Path, frame: pd.DataFrame) -> pd.DataFrame:
+    """A table that says where its rows come from: by its column, or by the first letter of ids."""
+    if "source" in frame:
+        return frame
+    if "id" not in frame:
+        raise DatasetError("column 'id' is missing", where=str(path))
+    source = frame["id"].astype(str).str[:1].map(SOURCES)
+    if source.isna().any():
+        raise DatasetError(
+            "column 'source' is missing",
+            where=str(path),
+            hint="give the source of each row: " + ", ".join(sorted(SOURCES.values())),
+        )
+    return frame.assign(source=source)
+
+
+def _given(frame: pd.DataFrame) -> np.ndarray:
+    """Rows that may be learned from."""
+    if "split" not in frame or "latency_us" not in frame:
+        return np.zeros(len(frame), bool)
+    known = frame["latency_us"].to_numpy(np.float64, na_value=np.nan) > 0
+    return np.asarray(frame["split"].astype(str).str.startswith(CALIBRATION) & known)
+
+
+def _part(
+    path: Path,
+    frame: pd.DataFrame,
+    family: pd.Series,
+    latency: np.ndarray,
+    lo: np.ndarray,
+    hi: np.ndarray,
+    scope: pd.Series,
+) -> PublishedPredictions:
+    """Predictions of one table, in seconds, beside the latencies that it gives."""
+    if "id" not in frame:
+        raise DatasetError("column 'id' is missing", where=str(path))
+    times = _microseconds(latency, lo, hi)
+    times.insert(0, "id", frame["id"].astype(str).to_numpy())
+    label = np.full(len(frame), np.nan)
+    if "latency_us" in frame:
+        label = frame["latency_us"].to_numpy(np.float64, na_value=np.nan)
+    judged = pd.DataFrame(
+        {
+            "id": times["id"],
+            "table": path.name.split(".")[0],
+            "family": family.astype(str).to_numpy(),
+            "device": frame["device" if "device" in frame else "platform"].astype(str).to_numpy(),
+            "split": frame["split"].astype(str).to_numpy() if "split" in frame else "",
+            "scope": scope.to_numpy(),
+            "error": times["latency_us"] / label - 1,
+            "covered": (label >= times["lo_us"]) & (label <= times["hi_us"]),
+            "calibration": _given(frame.assign(latency_us=label)),
+        }
+    )
+    return PublishedPredictions(times, judged[label > 0].reset_index(drop=True))

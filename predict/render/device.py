@@ -1,0 +1,162 @@
+"""Devices as text: one with the source of every figure, or the catalogue as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...features.devices.device import DeviceSpec
+from ...features.devices.sheet import NUMBERS, RATES, TERA
+
+
+class Figure(NamedTuple):
+    """A figure of a device.
+
+    Attributes:
+        key: Key of the device file, such as ``peak_tflops.bf16``.
+        value: In the unit of the key.
+        source: Where it comes from.
+        defaulted: Whether the device file left it out and a rule filled it.
+    """
+
+    key: str
+    value: float
+    source: str
+    defaulted: bool
+
+
+def figures(spec: DeviceSpec) -> list[Figure]:
+    """All figures of a device that are known, in the order of a device file."""
+    values = [(key, si / NUMBERS[key]) for key, si in _numbers(spec).items() if si]
+    values += _rates(spec)
+    source = spec.provenance
+    return [
+        Figure(key, value, source.get(key, spec.source), key in spec.defaulted)
+        for key, value in values
+    ]
+
+
+def print_device(console: Console, spec: DeviceSpec) -> None:
+    """Print a device with its sources; figures that a rule filled are marked ``default``."""
+    about = ", ".join(filter(None, (spec.vendor, spec.architecture, spec.platform)))
+    console.print(Text(f"{spec.name}  ({about})", style="bold"))
+    if spec.aliases:
+        console.print(Text(f"also: {', '.join(spec.aliases)}"))
+    table = _table("figure", "value", "", "source")
+    for figure in figures(spec):
+        table.add_row(
+            figure.key,
+            f"{figure.value:.5g}",
+            Text("default" if figure.defaulted else "", style="yellow"),
+            Text(figure.source.removeprefix("default: ")),
+        )
+    console.print(table)
+    if spec.extra.get("notes"):
+        console.print(Text(f"note: {spec.extra['notes']}", style="yellow"))
+
+
+def print_devices(console: Console, specs: Iterable[DeviceSpec]) -> None:
+    """Print devices side by side, one a line."""
+    table = _table(
+        "name",
+        "cores",
+        "f32 vector",
+        "bf16",
+        "f8",
+        "s8",
+        "L2 MB",
+        "L2 GB/s",
+        "GB/s",
+        "GB",
+        "link GB/s",
+        "W",
+        "also",
+    )
+    for spec in specs:
+        table.add_row(*_row(spec))
+    console.print(table)
+    console.print(
+        "rates in TFLOPS, matrix unit where not said otherwise; ~ marks what a rule filled; "
+        "sources: opcast device NAME"
+    )
+
+
+def _row(spec: DeviceSpec) -> Iterator[str | Text]:
+    known = {figure.key: figure for figure in figures(spec)}
+    yield Text(spec.name)
+    for key in (
+        "core_count",
+        "vector_tflops.f32",
+        "peak_tflops.bf16",
+        "peak_tflops.f8e4m3fn",
+        "peak_tflops.s8",
+        "l2_mb",
+        "l2_bandwidth_gbps",
+        "hbm_bandwidth_gbps",
+        "memory_gb",
+        "link_gbps",
+        "power_w",
+    ):
+        figure = known.get(key)
+        mark = "~" if figure and figure.defaulted else ""
+        yield mark + _short(figure.value) if figure else "–"
+    yield Text(spec.aliases[0] if spec.aliases else "")
+
+
+def _numbers(spec: DeviceSpec) -> dict[str, float]:
+    """Figures by key in SI units; 0 where they are not known."""
+    cache = spec.levels[-2] if len(spec.levels) > 1 else None
+    return {
+        "core_count": spec.core_count,
+        "lanes_per_core": spec.lanes_per_core,
+        "boost_mhz": spec.clock_hz,
+        "shared_kb_per_core": spec.shared_bytes_per_core,
+        "array_rows": spec.array_rows,
+        "array_columns": spec.array_columns,
+        "arrays_per_core": spec.arrays_per_core,
+        "l2_mb": cache.capacity if cache else 0.0,
+        "l2_bandwidth_gbps": cache.bandwidth if cache else 0.0,
+        "hbm_bandwidth_gbps": spec.bandwidth,
+        "memory_gb": spec.memory_bytes,
+        "power_w": spec.power_w,
+        "link_gbps": spec.link_bandwidth,
+        "pair_link_gbps": float(spec.extra.get("pair_link_bandwidth", 0.0)),
+        "inter_node_gbps": spec.inter_node_bandwidth,
+        "pcie_gbps": spec.host_bandwidth,
+        "devices_per_node": spec.devices_per_node,
+        "launch_floor_us": spec.floor,
+        "launch_gap_us": spec.launch_gap,
+        "dispatch_us": spec.dispatch,
+    }
+
+
+def _rates(spec: DeviceSpec) -> Iterator[tuple[str, float]]:
+    for table, rates in zip(RATES, (spec.peak_flops, spec.vector_flops), strict=True):
+        for dtype in RATES[table]:
+            if dtype in rates:
+                yield f"{table}.{dtype}", rates[dtype] / TERA
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}" if value < 1e4 else f"{value:.0f}"
+
+
+#: First columns hold names, which are no use when cut off.
+NAME_WIDTH = 18
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for index, name in enumerate(names):
+        right = index > 0 and name not in ("", "source", "also")
+        table.add_column(
+            name,
+            justify="right" if right else "left",
+            no_wrap=name != "source",
+            min_width=NAME_WIDTH if index == 0 else None,
+        )
+    return table

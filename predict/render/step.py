@@ -1,0 +1,104 @@
+"""Prints the prediction of a training step, and the Pareto front of a sweep."""
+
+from __future__ import annotations
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...common.units import duration, size
+from ..cluster.step import StepPrediction, breakdown
+from .parts import headline, interval_text, print_notes
+
+#: Number of operators to list.
+TOP = 8
+
+
+def print_step(console: Console, prediction: StepPrediction) -> None:
+    """Print the step's time, where it goes, what the devices hold, and notes."""
+    s, n = prediction.step, prediction.plan.devices
+    console.print(
+        headline(
+            duration(s.total * 1e6),
+            f" a step  {interval_text(prediction.interval)}  on {n} × {prediction.device}",
+        )
+    )
+    mfu = prediction.flops_per_device / prediction.peak_flops
+    tokens = prediction.workload.batch * prediction.workload.seq / s.total
+    console.print(
+        f"{prediction.flops_per_device / 1e12:.0f} TFLOP/s a device ({mfu:.1%} of its peak), "
+        f"{tokens:,.0f} tokens/s; {prediction.workload.parameters / 1e9:.2f} billion parameters"
+    )
+    console.print(f"plan {prediction.plan.text()} on {prediction.cluster}", highlight=False)
+    console.print(_times(prediction))
+    console.print(_memory(prediction))
+    if not prediction.fit.fits:
+        console.print(headline("does NOT fit", " in the devices' memory: this step cannot run"))
+    if prediction.spread is not None:
+        parts = prediction.spread.to_dict()
+        listed = ", ".join(f"{k[:-3]} {duration(v)}" for k, v in parts.items())
+        console.print(f"with jitter: {listed}", highlight=False)
+    print_notes(console, prediction.notes())
+
+
+def print_front(console: Console, front: pd.DataFrame, judged: int, fitting: int, top: int) -> None:
+    """Print the Pareto front of a sweep, fastest first.
+
+    Args:
+        console: Where to print.
+        front: Rows of :func:`~.sweep.run.pareto`.
+        judged: Number of evaluated plans.
+        fitting: Number of those that fit into memory.
+        top: Number of rows to print.
+    """
+    console.print(f"{judged} plans, {fitting} fit the memory, {len(front)} on the Pareto front")
+    table = _table("step", "memory", "MFU", "energy", "batch", "cluster", "plan")
+    for row in front.head(top).to_dict("records"):
+        energy = row["energy_j"]
+        table.add_row(
+            duration(row["step_us"]),
+            size(row["memory_bytes_per_device"]),
+            f"{row['mfu']:.1%}",
+            "" if energy != energy else f"{energy / 1e3:.4g} kJ",
+            str(row["batch"]),
+            Text(str(row["cluster"])),
+            Text(str(row["plan"])),
+        )
+    console.print(table)
+
+
+def _times(prediction: StepPrediction) -> Table:
+    table = _table("part", "time", "share", "most of it")
+    operators = list(prediction.operators.items())[:TOP]
+    most = {
+        "computation": ", ".join(f"{k} {duration(v * 1e6)}" for k, v in operators),
+        "exposed communication": "of "
+        + (
+            ", ".join(f"{k} {duration(v * 1e6)}" for k, v in prediction.step.communication.items())
+            or "none"
+        ),
+        "bubble": f"{prediction.plan.pp} stages, {prediction.plan.microbatches} micro-batches",
+    }
+    for name, value in breakdown(prediction):
+        share = f"{value / prediction.step.total:.1%}"
+        table.add_row(name, duration(value * 1e6), share, Text(most[name]))
+    return table
+
+
+def _memory(prediction: StepPrediction) -> Table:
+    worst = prediction.fit.worst
+    table = _table("memory", "bytes", "share", "")
+    for name, value in worst.to_dict().items():
+        says = f"of {size(prediction.fit.capacity)}" if name == "total" else ""
+        share = f"{value / prediction.fit.capacity:.1%}"
+        table.add_row(name, size(value), share, says)
+    return table
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for place, name in enumerate(names):
+        right = place in (1, 2)
+        table.add_column(name, justify="right" if right else "left", no_wrap=place < 3)
+    return table

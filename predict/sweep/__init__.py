@@ -1,0 +1,1 @@
+"""Many plans on many clusters, resumable."""

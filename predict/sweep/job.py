@@ -1,0 +1,91 @@
+"""Judges candidates: what a worker of a sweep does, in this process or anywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from ...common.interval import LATENCY_KEYS
+from ...models.operators import OpModel
+from ...simulate.clusters.catalogue import find_cluster
+from ...simulate.step.plan import Plan
+from ...simulate.step.workload import Workload
+from ..cluster.step import StepPredictor
+from ..operator.step_operators import load_step_model
+from .space import Candidate
+
+#: Power of a waiting device over its limit; an estimate.
+IDLE_SHARE = 0.3
+#: Columns that a sweep writes, besides the plan's settings.
+FIGURES = (
+    "step_us",
+    *LATENCY_KEYS,
+    "compute_us",
+    "exposed_communication_us",
+    "bubble_us",
+    "memory_bytes_per_device",
+    "fits",
+    "tflops_per_device",
+    "mfu",
+    "tokens_per_s",
+    "devices",
+)
+
+
+@dataclass(frozen=True)
+class SweepJob:
+    """What all candidates share, in a form that travels.
+
+    Attributes:
+        workload: The model; ``batch`` is the candidate's.
+        model: Name or folder of the model of operators; ``roofline`` for none.
+    """
+
+    workload: Workload
+    model: str
+
+
+def judge(job: SweepJob, items: Sequence[Candidate]) -> list[dict[str, Any]]:
+    """One row for each candidate: its settings and figures.
+
+    Energy is the device's power limit over its computation, and a share of it while it waits.
+    """
+    return [_row(job, item) for item in items]
+
+
+def _row(job: SweepJob, item: Candidate) -> dict[str, Any]:
+    predictor = _predictor(item.cluster, job.model)
+    workload = replace(job.workload, batch=item.batch)
+    prediction = predictor.predict(workload, item.plan, remedy=False)
+    data = prediction.to_dict()
+    spec = predictor.spec
+    waiting = max(0.0, prediction.step.total - prediction.step.compute)
+    joules = spec.power_w * item.plan.devices * (prediction.step.compute + IDLE_SHARE * waiting)
+    tokens = workload.batch * workload.seq
+    return {
+        "key": item.key,
+        "cluster": item.cluster,
+        "device": spec.name,
+        "batch": item.batch,
+        "plan": item.plan.text(),
+        **_settings(item.plan),
+        **{name: data[name] for name in FIGURES},
+        "energy_j": joules if spec.power_w else float("nan"),
+        "energy_j_per_token": joules / tokens if spec.power_w else float("nan"),
+    }
+
+
+def _settings(plan: Plan) -> dict[str, Any]:
+    return {name: value for name, value in asdict(plan).items() if name != "overlap"}
+
+
+@lru_cache(maxsize=8)
+def _predictor(cluster: str, model: str) -> StepPredictor:
+    return StepPredictor(find_cluster(cluster), _operators(model))
+
+
+@lru_cache(maxsize=2)
+def _operators(model: str) -> OpModel | None:
+    return load_step_model(model)

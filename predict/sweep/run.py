@@ -1,0 +1,223 @@
+"""Sweeps over plans, clusters and batch sizes: resumable, with a Pareto front at the end.
+
+Every piece of results is written beside the others as soon as it is there; a sweep that is started
+again with the same folder judges only what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import DatasetError
+from ...common.files import parse_json, write_text
+from ...common.parquet import read_table
+from ...features.dataset import write_table
+from ...simulate.clusters.catalogue import find_cluster
+from .job import SweepJob, judge
+from .space import Candidate, candidates, chunks, make_plan
+from .workers import Rows, run_here, run_processes, run_ray
+
+#: Candidates of a piece.
+PIECE = 16
+#: What the Pareto front minimises.
+OBJECTIVES = ("step_us", "memory_bytes_per_device", "devices", "energy_j")
+_PARTS, _SETTINGS, _RESULT = "parts", "sweep.json", "sweep.parquet"
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep and where its results lie.
+
+    Attributes:
+        job: What all candidates share.
+        folder: Of the results.
+        workers: Processes; 1 for this one.
+        ray: Address of a Ray cluster; empty for none.
+    """
+
+    job: SweepJob
+    folder: Path
+    workers: int = 1
+    ray: str = ""
+
+    def run(self, items: Sequence[Candidate], progress: Progress | None = None) -> pd.DataFrame:
+        """Judge candidates that have not been judged yet; returns all results of the folder.
+
+        Raises:
+            DatasetError: The folder holds a sweep of another workload or model.
+            OpcastError: Workers die again and again, or there is no Ray cluster.
+        """
+        self._claim()
+        known = self.results()
+        done = set(known["key"]) if len(known) else set()
+        left = [item for item in items if item.key not in done]
+        count = len(items) - len(left)
+        for rows in self._rows(list(chunks(left, PIECE))):
+            self._write(rows)
+            count += len(rows)
+            if progress is not None:
+                progress(count, len(items))
+        results = self.results()
+        wanted = {item.key for item in items}
+        results = results[results["key"].isin(wanted)].sort_values(["step_us", "key"])
+        results = results.reset_index(drop=True)
+        write_table(results, self.folder / _RESULT)
+        return results
+
+    def known(self) -> dict[str, dict[str, Any]]:
+        """Rows of the folder by key."""
+        self._claim()
+        rows: Any = self.results().to_dict("records")
+        return {row["key"]: row for row in rows}
+
+    def judge_one(self, item: Candidate) -> dict[str, Any]:
+        """Judge a candidate here and write its row."""
+        rows = judge(self.job, [item])
+        self._write(rows)
+        return rows[0]
+
+    def results(self) -> pd.DataFrame:
+        """All results that were written."""
+        parts = sorted((self.folder / _PARTS).glob("*.parquet"))
+        frames = [read_table(part) for part in parts]
+        if not frames:
+            return pd.DataFrame({"key": pd.Series(dtype=str)})
+        rows = pd.concat(frames, ignore_index=True).drop_duplicates("key")
+        # Parts from before there was latency_us have the same time under its other name alone.
+        return rows.assign(latency_us=rows["step_us"])
+
+    def _rows(self, pieces: Sequence[list[Candidate]]) -> Iterator[Rows]:
+        if self.ray:
+            return run_ray(self.job, pieces, self.ray)
+        if self.workers > 1 and len(pieces) > 1:
+            return run_processes(self.job, pieces, min(self.workers, len(pieces)))
+        return run_here(self.job, pieces)
+
+    def _write(self, rows: Rows) -> None:
+        if rows:
+            write_table(pd.DataFrame(rows), self.folder / _PARTS / f"{rows[0]['key']}.parquet")
+
+    def _claim(self) -> None:
+        """Write what the folder is for, or check that it is for this."""
+        sizes = asdict(self.job.workload)
+        sizes.pop("batch")
+        settings = {"workload": sizes, "model": self.job.model}
+        path = self.folder / _SETTINGS
+        if path.is_file() and parse_json(path.read_text(encoding="utf-8")) != settings:
+            raise DatasetError(
+                "holds a sweep of another workload or model",
+                where=str(self.folder),
+                hint="give another folder",
+            )
+        (self.folder / _PARTS).mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(settings, indent=1))
+
+
+def search(
+    sweep: Sweep,
+    clusters: Sequence[str],
+    batches: Sequence[int],
+    values: Mapping[str, Sequence[str]],
+    trials: int,
+    seed: int,
+    progress: Progress | None = None,
+) -> pd.DataFrame:
+    """Look for the fastest plan that fits with Optuna's TPE, instead of trying all.
+
+    Args:
+        sweep: Where results go; those that are there already cost nothing.
+        clusters: Names.
+        batches: Batch sizes.
+        values: Values of every axis, as :func:`~.sweep_space.axis_values` gives.
+        trials: Plans to try; choices that are not valid do not count, up to ten times as many.
+        seed: Of the search.
+        progress: Told of each trial.
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
+    visited: dict[Candidate, None] = {}
+    known = {name: find_cluster(name) for name in clusters}
+    rows = sweep.known()
+    per_token = sweep.job.workload.seq * 1e-6
+    for _ in range(10 * trials):
+        if len(visited) >= trials:
+            break
+        trial = study.ask()
+        choice = {axis: trial.suggest_categorical(axis, list(v)) for axis, v in values.items()}
+        name = trial.suggest_categorical("cluster", list(clusters))
+        batch = trial.suggest_categorical("batch", list(batches))
+        plan = make_plan(choice, replace(sweep.job.workload, batch=batch), known[name])
+        if plan is None:
+            study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+            continue
+        item = Candidate(name, batch, plan)
+        row = rows.get(item.key) or sweep.judge_one(item)
+        rows[item.key] = row
+        over = 1.0 if row["fits"] else 10.0
+        study.tell(trial, float(np.log(row["step_us"] / (batch * per_token) * over)))
+        visited[item] = None
+        if progress is not None:
+            progress(len(visited), trials)
+    return sweep.run(list(visited))
+
+
+def grid(
+    sweep: Sweep,
+    clusters: Sequence[str],
+    batches: Sequence[int],
+    values: Mapping[str, Sequence[str]],
+    progress: Progress | None = None,
+) -> pd.DataFrame:
+    """Judge all valid combinations; arguments as for :func:`search`."""
+    known = {name: find_cluster(name) for name in clusters}
+    return sweep.run(candidates(sweep.job.workload, known, batches, values), progress)
+
+
+def pareto(frame: pd.DataFrame, objectives: Sequence[str] = OBJECTIVES) -> pd.DataFrame:
+    """Rows that fit and that no other row beats in one objective without losing in another."""
+    fitting = frame[frame["fits"]]
+    used = [o for o in objectives if len(fitting) and fitting[o].notna().all()]
+    values = fitting[used].to_numpy(float)
+    keep = np.ones(len(fitting), bool)
+    for i, row in enumerate(values):
+        beaten = (values <= row).all(axis=1) & (values < row).any(axis=1)
+        keep[i] = not beaten.any()
+    return fitting[keep].sort_values("step_us").reset_index(drop=True)
+
+
+def plot(frame: pd.DataFrame, path: Path) -> None:
+    """Memory against step time of all rows, the Pareto front marked."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    front = pareto(frame, ("step_us", "memory_bytes_per_device"))
+    figure, axes = pyplot.subplots(figsize=(7, 5))
+    for fits, colour in ((False, "lightgrey"), (True, "tab:blue")):
+        part: Any = frame[frame["fits"] == fits]
+        label = "fits" if fits else "does not fit"
+        axes.scatter(
+            part["step_us"] / 1e6,
+            part["memory_bytes_per_device"] / 2**30,
+            s=12,
+            c=colour,
+            label=label,
+        )
+    axes.plot(front["step_us"] / 1e6, front["memory_bytes_per_device"] / 2**30, "k-", lw=1)
+    axes.set(xlabel="step (s)", ylabel="memory of a device (GiB)", xscale="log", yscale="log")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

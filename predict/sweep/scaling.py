@@ -1,0 +1,67 @@
+"""Scaling curves from a sweep over clusters of several sizes: the best plan at each size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from ...common.errors import DatasetError
+
+
+def best_by_size(frame: pd.DataFrame) -> pd.DataFrame:
+    """Fastest plan that fits for each number of devices and batch.
+
+    Args:
+        frame: Results of a sweep.
+
+    Returns:
+        ``devices``, ``batch``, ``step_us``, ``plan``, ``per_device`` (the batch over the devices),
+        and ``strong`` and ``weak``: tokens per second and device over those of the smallest
+        cluster with the same batch, or with the same batch per device.
+    """
+    fitting = frame[frame["fits"]].sort_values("step_us")
+    best = fitting.groupby(["devices", "batch"], as_index=False).first()
+    best = best[["devices", "batch", "step_us", "plan"]].assign(
+        per_device=best["batch"] / best["devices"],
+        rate=best["batch"] / best["step_us"] / best["devices"],
+    )
+    first = best.sort_values("devices")
+    strong = first.groupby("batch")["rate"].transform("first")
+    weak = first.groupby("per_device")["rate"].transform("first")
+    best = first.assign(strong=first["rate"] / strong, weak=first["rate"] / weak)
+    return best.drop(columns="rate").reset_index(drop=True)
+
+
+def plot_scaling(frame: pd.DataFrame, path: Path) -> None:
+    """Strong and weak scaling side by side.
+
+    Raises:
+        DatasetError: The sweep has clusters of one size only.
+    """
+    best = best_by_size(frame)
+    if best["devices"].nunique() < 2:
+        raise DatasetError(
+            "scaling needs clusters of at least two sizes", hint="give --cluster several times"
+        )
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
+    top = 1.1 * max(1.0, float(best[["strong", "weak"]].max().max()))
+    for side, kind, key in zip(axes, ("strong", "weak"), ("batch", "per_device"), strict=True):
+        for value, part in best.groupby(key):
+            if len(part) > 1:
+                label = f"batch {value:g}" + (" a device" if kind == "weak" else "")
+                side.plot(part["devices"], part[kind], "o-", label=label)
+        side.axhline(1.0, color="grey", lw=0.5)
+        side.set(title=f"{kind} scaling", xlabel="devices", xscale="log", ylim=(0, top))
+        side.set_xscale("log", base=2)
+        if side.lines[:-1]:
+            side.legend()
+    axes[0].set_ylabel("tokens/s of a device, relative")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

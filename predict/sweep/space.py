@@ -1,0 +1,163 @@
+"""What a sweep tries: plans over clusters and batch sizes, each with a name of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ...common.errors import PlanError
+from ...simulate.clusters.topology import Cluster
+from ...simulate.step.plan import RECOMPUTE, Plan
+from ...simulate.step.settings import read_pairs
+from ...simulate.step.workload import Workload, resolved
+
+#: Axes that a sweep may vary; ``data`` says how what is left of the devices is used, ``split`` into
+#: how many parts the chosen micro-batch is cut.
+AXES = ("tp", "pp", "cp", "ep", "data", "recompute", "schedule", "split", "offload")
+#: Uses of the devices that tensor, context and pipeline parallelism leave.
+DATA = ("dp", "zero1", "fsdp")
+#: Chunks of a device under ``interleaved``.
+CHUNKS = 2
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One combination to be judged.
+
+    Attributes:
+        cluster: Name or file.
+        batch: Sequences of a step.
+        plan: Micro-batches chosen.
+    """
+
+    cluster: str
+    batch: int
+    plan: Plan
+
+    @property
+    def key(self) -> str:
+        """Digest of all settings: what results are found by again."""
+        text = json.dumps([self.cluster, self.batch, asdict(self.plan)], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def parse_grid(text: str) -> dict[str, list[str]]:
+    """Values by axis from ``tp=1/2/4,recompute=none/full``.
+
+    Raises:
+        PlanError: An axis is not one of :data:`AXES`.
+    """
+    axes = {}
+    for key, value in read_pairs(text, "grid").items():
+        if key not in AXES:
+            raise PlanError(f"no axis {key!r}", where="grid", hint="axes: " + ", ".join(AXES))
+        values = value if isinstance(value, list) else str(value).split("/")
+        axes[key] = [str(v) for v in values]
+    return axes
+
+
+def axis_values(
+    workload: Workload, cluster: Cluster, grid: Mapping[str, Sequence[str]]
+) -> dict[str, list[str]]:
+    """Values of every axis: those of the grid, else those that make sense.
+
+    By default ``tp`` stays within a box, ``cp`` and ``offload`` are off.
+    """
+    inside = min(cluster.devices_per_node or cluster.size, cluster.size)
+    default = {
+        "tp": _powers(min(inside, workload.heads)),
+        "pp": _powers(min(cluster.size, workload.layers, 32)),
+        "cp": ["1"],
+        "ep": _powers(min(workload.experts, cluster.size)) if workload.experts else ["1"],
+        "data": list(DATA),
+        "recompute": list(RECOMPUTE),
+        "schedule": ["1f1b", "interleaved", "zero-bubble"],
+        "split": ["1", "2", "4"],
+        "offload": ["none"],
+    }
+    return {axis: list(grid.get(axis, values)) for axis, values in default.items()}
+
+
+def candidates(
+    workload: Workload,
+    clusters: Mapping[str, Cluster],
+    batches: Sequence[int],
+    grid: Mapping[str, Sequence[str]],
+) -> list[Candidate]:
+    """All valid combinations, each once.
+
+    Raises:
+        PlanError: None is valid, or a value of the grid is of no use.
+    """
+    unique: dict[Candidate, None] = {}
+    for (name, cluster), batch in itertools.product(clusters.items(), batches):
+        own = replace(workload, batch=batch)
+        values = axis_values(own, cluster, grid)
+        for choice in itertools.product(*(values[axis] for axis in AXES)):
+            plan = make_plan(dict(zip(AXES, choice, strict=True)), own, cluster)
+            if plan is not None:
+                unique[Candidate(name, batch, plan)] = None
+    if not unique:
+        raise PlanError(
+            "no combination of the grid fits the model and the clusters",
+            hint="widen the grid, or check that the batch can be divided",
+        )
+    return list(unique)
+
+
+def make_plan(choice: Mapping[str, str], workload: Workload, cluster: Cluster) -> Plan | None:
+    """The plan of one choice, ``None`` if model and cluster do not allow it.
+
+    Raises:
+        PlanError: A value is of no use, such as a name that is not known.
+    """
+    sizes = {axis: _number(axis, choice[axis]) for axis in ("tp", "pp", "cp", "ep", "split")}
+    taken = sizes["tp"] * sizes["pp"] * sizes["cp"]
+    if cluster.size % taken or _idle(choice, sizes):
+        return None
+    data = cluster.size // taken
+    known: dict[str, Any] = {"fsdp": data} if choice["data"] == "fsdp" else {"dp": data}
+    if choice["data"] == "zero1":
+        known["zero"] = 1
+    if choice["data"] not in DATA:
+        raise PlanError(f"data={choice['data']!r}", where="grid", hint="one of " + ", ".join(DATA))
+    if data == 1 and choice["data"] != "dp":
+        return None
+    virtual = CHUNKS if choice["schedule"] == "interleaved" else 1
+    known |= {axis: sizes[axis] for axis in ("tp", "pp", "cp", "ep")}
+    known |= {axis: choice[axis] for axis in ("recompute", "schedule", "offload")}
+    try:
+        plan = Plan(**known, virtual=virtual)
+        plan = resolved(workload, plan, cluster.size)
+        more = plan.changed(microbatches=plan.microbatches * sizes["split"])
+        return resolved(workload, more, cluster.size)
+    except PlanError as error:
+        if "is not known" in error.what:
+            raise
+        return None
+
+
+def _idle(choice: Mapping[str, str], sizes: Mapping[str, int]) -> bool:
+    """Whether a choice is the same as a simpler one."""
+    return sizes["pp"] == 1 and choice["schedule"] != "1f1b"
+
+
+def _powers(most: int) -> list[str]:
+    return [str(2**i) for i in range(most.bit_length()) if 2**i <= most]
+
+
+def _number(axis: str, value: str) -> int:
+    if not value.isdigit() or int(value) < 1:
+        raise PlanError(f"{axis}={value!r} is no number from 1 on", where="grid")
+    return int(value)
+
+
+def chunks(items: Sequence[Candidate], size: int) -> Iterator[list[Candidate]]:
+    """Pieces of at most ``size``; candidates of a cluster stay together."""
+    ordered = sorted(items, key=lambda c: c.cluster)
+    for start in range(0, len(ordered), size):
+        yield list(ordered[start : start + size])

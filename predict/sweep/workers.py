@@ -1,0 +1,96 @@
+"""Where the pieces of a sweep run: here, in processes of this machine, or on a Ray cluster.
+
+A piece whose worker dies is given to another one; results are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from typing import Any
+
+from ...common.child_process import die_with_parent
+from ...common.errors import OpcastError
+from .job import SweepJob, judge
+from .space import Candidate
+
+logger = logging.getLogger(__name__)
+
+#: Workers that may die before the sweep gives up.
+MOST_LOSSES = 20
+
+Rows = list[dict[str, Any]]
+
+
+def run_here(job: SweepJob, pieces: Sequence[list[Candidate]]) -> Iterator[Rows]:
+    """One piece after the other, in this process."""
+    for piece in pieces:
+        yield judge(job, piece)
+
+
+def run_processes(job: SweepJob, pieces: Sequence[list[Candidate]], workers: int) -> Iterator[Rows]:
+    """Pieces on processes of this machine, in the order in which they are done.
+
+    Raises:
+        OpcastError: Workers die again and again.
+    """
+    left = dict(enumerate(pieces))
+    losses = 0
+    while left:
+        with ProcessPoolExecutor(
+            workers, get_context("spawn"), die_with_parent, (os.getpid(),)
+        ) as pool:
+            running = {pool.submit(judge, job, piece): n for n, piece in left.items()}
+            try:
+                for number, rows in _finished(running):
+                    del left[number]
+                    yield rows
+            except BrokenProcessPool:
+                losses += 1
+                logger.warning("a worker died; %d pieces are left and run again", len(left))
+                if losses > MOST_LOSSES:
+                    raise OpcastError(
+                        f"workers died {losses} times",
+                        where="sweep",
+                        hint="fewer workers may leave each enough memory",
+                    ) from None
+
+
+def _finished(running: dict[Future[Rows], int]) -> Iterator[tuple[int, Rows]]:
+    waiting = set(running)
+    while waiting:
+        done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+        for future in done:
+            yield running[future], future.result()
+
+
+def run_ray(job: SweepJob, pieces: Sequence[list[Candidate]], address: str) -> Iterator[Rows]:
+    """Pieces on a Ray cluster, in the order in which they are done.
+
+    Args:
+        job: What all candidates share.
+        pieces: The candidates.
+        address: Of the cluster, such as ``auto`` or ``ray://host:10001``; ``local`` starts one.
+
+    Raises:
+        OpcastError: Ray is not installed, or the cluster cannot be reached.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise OpcastError("Ray is not installed", hint="pip install 'opcast[scale]'") from None
+    try:
+        ray.init(address=None if address == "local" else address, ignore_reinit_error=True)
+    except Exception as error:  # Ray raises several unrelated classes
+        raise OpcastError(f"no Ray cluster: {error}", where=address) from None
+    # The exit of a worker is no error of the piece: it runs again elsewhere.
+    remote = ray.remote(max_retries=MOST_LOSSES, num_cpus=1)(judge)
+    waiting = [remote.remote(job, piece) for piece in pieces]
+    while waiting:
+        done, waiting = ray.wait(waiting)
+        for reference in done:
+            yield ray.get(reference)

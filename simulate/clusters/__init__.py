@@ -1,0 +1,1 @@
+"""Clusters as data: topologies, their files and the catalogue."""

@@ -1,0 +1,225 @@
+"""The catalogue of clusters: a name comes in, devices and their links go out.
+
+``<device>-x<n>`` is ``n`` devices of one box or slice, such as ``h100-sxm-x4`` and ``tpu-v3-x8``;
+``dgx-<gpu>-x<total>`` is several boxes over InfiniBand, such as ``dgx-h100-x128``. Both follow
+rules that are data (``simulate/clusters/*.yaml``), with a source for every figure. The figures of
+links inside a box are those of the device file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ...common.errors import DeviceError
+from ...common.paths import PACKAGE
+from ...features.devices.catalogue import find_device, in_catalogue
+from ...features.devices.device import DeviceSpec, device_slug
+from .files import load_cluster
+from .topology import Cluster, Dimension, Topology
+
+_FOLDER = PACKAGE / "simulate" / "clusters"
+_NAME = re.compile(r"(?P<device>.+)-x(?P<count>[1-9]\d*)")
+#: Figures that rules give for a dimension: the field that each sets, and its size in SI units.
+_FIGURES = {
+    "bandwidth_gbps": ("bandwidth", 1e9),
+    "latency_us": ("latency", 1e-6),
+    "launch_us": ("launch", 1e-6),
+    "efficiency": ("efficiency", 1.0),
+}
+_LINKS = {"link_gbps": "link_bandwidth", "pcie_gbps": "host_bandwidth"}
+
+
+def find_cluster(name: str | Path) -> Cluster:
+    """A cluster of the catalogue, or from a file.
+
+    Args:
+        name: ``<device>-x<n>``, ``dgx-<gpu>-x<total>``, or the path of a YAML file (opcast's, or
+            ASTRA-sim's ``network.yml``). ``<device>`` may be an alias; without ``-x<n>`` it is one
+            device.
+
+    Raises:
+        DeviceError: There is no such device, box or file, or the box does not hold so many; the
+            message lists names close to it.
+    """
+    text = str(name)
+    if Path(text).suffix in (".yaml", ".yml"):
+        return load_cluster(text)
+    match = _NAME.fullmatch(device_slug(text))
+    if match is None and in_catalogue(text):
+        match = _NAME.fullmatch(f"{find_device(text).name}-x1")
+    if match is None:
+        raise _unknown(text)
+    device, count = match["device"], int(match["count"])
+    if device.startswith("dgx-"):
+        return _boxes(device.removeprefix("dgx-"), count, text)
+    if not in_catalogue(device):
+        raise _unknown(text)
+    return _one_box(find_device(device), count)
+
+
+def cluster_names() -> list[str]:
+    """Names of common sizes, sorted; other counts follow the same rules."""
+    names = []
+    for rule in _rules("boxes").values():
+        sizes = [n for n in (2, 4, 8, 16, 36, 72) if n <= rule["largest"]]
+        names += [
+            f"{device}-x{n}" for device in rule["devices"] for n in sizes if _has(rule, device)
+        ]
+    for rule in _rules("slices").values():
+        sizes = [n for n in (4, 8, 16, 32, 64, 128, 256, 512) if n <= rule["largest"]]
+        names += [f"{device}-x{n}" for device in rule["devices"] for n in sizes]
+    for gpu, rule in _rules("dgx").items():
+        names += [f"dgx-{gpu}-x{rule['per_node'] * boxes}" for boxes in (2, 4, 8, 16, 32, 128)]
+    return sorted(names)
+
+
+def _has(rule: dict[str, Any], device: str) -> bool:
+    return bool(getattr(find_device(device), _LINKS[rule["bandwidth"]]))
+
+
+@cache
+def _rules(name: str) -> dict[str, dict[str, Any]]:
+    import yaml
+
+    rules: dict[str, dict[str, Any]] = yaml.safe_load((_FOLDER / f"{name}.yaml").read_text("utf-8"))
+    return rules
+
+
+def _rule_of(device: str) -> tuple[str, dict[str, Any]] | None:
+    for table in ("boxes", "slices"):
+        for rule in _rules(table).values():
+            if device in rule["devices"]:
+                return table, rule
+    return None
+
+
+def _one_box(device: DeviceSpec, count: int) -> Cluster:
+    name = f"{device.name}-x{count}"
+    matched = _rule_of(device.name)
+    if matched is None:
+        raise DeviceError(
+            f"the catalogue does not say how {device.name} are joined",
+            where=name,
+            hint="describe the cluster in a YAML file (docs/clusters.md)",
+        )
+    table, rule = matched
+    if count > rule["largest"]:
+        more = f", or dgx-<gpu>-x{count}" if rule.get("name") == "nvlink" else ""
+        raise DeviceError(
+            f"one box or slice joins at most {rule['largest']} {device.name}",
+            where=name,
+            hint=f"take fewer{more}, or describe the cluster in a YAML file",
+        )
+    if table == "slices":
+        return _slice(device, count, rule, name)
+    dim, sources = _box_dimension(device, count, rule)
+    return Cluster(name, device.name, Topology((dim,)), count, sources)
+
+
+def _box_dimension(
+    device: DeviceSpec, count: int, rule: dict[str, Any]
+) -> tuple[Dimension, dict[str, str]]:
+    bandwidth = getattr(device, _LINKS[rule["bandwidth"]])
+    if not bandwidth:
+        raise DeviceError(
+            f"the device file has no {rule['bandwidth']}",
+            where=device.name,
+            hint="describe the cluster in a YAML file",
+        )
+    dim = Dimension(
+        rule["kind"],
+        count,
+        bandwidth,
+        rule["latency_us"] * 1e-6,
+        rule["launch_us"] * 1e-6,
+        efficiency=rule["efficiency"],
+        name=rule["name"],
+        algorithms=tuple(rule["algorithms"]),
+        reduction=rule.get("reduction", ""),
+    )
+    return dim, _sources(rule, rule["name"], device, rule["bandwidth"])
+
+
+def _sources(rule: dict[str, Any], dim: str, device: DeviceSpec, link: str = "") -> dict[str, str]:
+    """Source of each figure, as ``<dimension>.<key>``."""
+    result = {f"{dim}.{key}": text for text, keys in rule["sources"].items() for key in keys}
+    if link:
+        where = device.provenance.get(link, "the device file")
+        result[f"{dim}.bandwidth_gbps"] = f"{link} of {device.name}: {where}"
+    return result
+
+
+def _boxes(gpu: str, total: int, name: str) -> Cluster:
+    rule = _rules("dgx").get(gpu)
+    if rule is None:
+        raise _unknown(name)
+    per_node = rule["per_node"]
+    if total % per_node:
+        raise DeviceError(
+            f"{total} devices are not whole boxes of {per_node}",
+            where=name,
+            hint=f"take a multiple of {per_node}, or {rule['device']}-x{total} for part of a box",
+        )
+    device = find_device(rule["device"])
+    matched = _rule_of(device.name)
+    if matched is None or total == per_node:
+        return _one_box(device, total)
+    inside, sources = _box_dimension(device, per_node, matched[1])
+    network = _network(total // per_node, rule)
+    sources |= _sources(rule, network.name, device)
+    topology = Topology((inside, network))
+    return Cluster(f"dgx-{gpu}-x{total}", device.name, topology, per_node, sources)
+
+
+def _network(boxes: int, rule: dict[str, Any]) -> Dimension:
+    fields: dict[str, Any] = {field: rule[key] * si for key, (field, si) in _FIGURES.items()}
+    fields["algorithms"] = tuple(rule["algorithms"])
+    radix = max(n for n in range(1, rule["radix"] + 1) if boxes % n == 0)
+    if boxes <= rule["radix"]:
+        return Dimension("switch", boxes, name="infiniband", **fields)
+    return Dimension("fat_tree", boxes, radix=radix, name="infiniband", **fields)
+
+
+def _slice(device: DeviceSpec, count: int, rule: dict[str, Any], name: str) -> Cluster:
+    """Chips in the most even grid of powers of two, and the cores of a chip inside."""
+    cores = min(rule.get("cores_per_chip", 1), count)
+    chips = count // cores
+    if count % cores or chips & (chips - 1):
+        raise DeviceError(
+            f"{count} devices are no slice of {device.name}", where=name, hint="take a power of two"
+        )
+    dims: list[Dimension] = []
+    start = {"latency": rule["latency_us"] * 1e-6, "launch": rule["launch_us"] * 1e-6}
+    if cores > 1:
+        dims.append(Dimension("switch", cores, rule["core_gbps"] * 1e9, **start, name="cores"))
+    grid = [n for n in _grid(chips, rule["axes"]) if n > 1]
+    per_axis = device.link_bandwidth / rule["axes"]
+    speed = [per_axis / (1 if n >= rule["wraps"] else 2) for n in grid]
+    common = {**start, "efficiency": rule["efficiency"], "name": "ici"}
+    if len(grid) > 1 and len(set(speed)) == 1:
+        shape = tuple(grid)
+        dims.append(Dimension("torus", chips, sum(speed), shape=shape, **common))
+    else:
+        dims += [Dimension("ring", n, s, **common) for n, s in zip(grid, speed, strict=True)]
+    sources = _sources(rule, "ici", device, "link_gbps")
+    if not dims:
+        dims = [Dimension("ring", 1, device.link_bandwidth, **common)]
+    return Cluster(name, device.name, Topology(tuple(dims)), count, sources)
+
+
+def _grid(chips: int, axes: int) -> list[int]:
+    """Powers of two whose product is ``chips``, as even as can be, smallest first."""
+    exponent = chips.bit_length() - 1
+    return sorted(2 ** (exponent // axes + (i < exponent % axes)) for i in range(axes))
+
+
+def _unknown(name: str) -> DeviceError:
+    close = difflib.get_close_matches(name.lower(), cluster_names(), n=4, cutoff=0.0)
+    return DeviceError(
+        f"cluster {name!r} is not in the catalogue",
+        hint=f"close to it: {', '.join(close)}; all: opcast cluster --list; or a YAML file",
+    )

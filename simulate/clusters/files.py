@@ -1,0 +1,235 @@
+"""Clusters in files: opcast's YAML, and ASTRA-sim's ``network.yml``.
+
+Every key carries its unit: ``bandwidth_gbps`` is 1e9 bytes/s in one direction of all links of a
+device in the dimension together, ``latency_us`` and ``launch_us`` are microseconds. ASTRA-sim
+counts the bandwidth of *one link* in 2^30 bytes/s and the latency of one link in nanoseconds; a
+message through its switch takes two links.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ...common.errors import DeviceError
+from ...common.files import parse_yaml, write_text
+from .topology import Cluster, Dimension, Topology
+
+_TOP = ("name", "device", "devices_per_node", "dimensions", "sources", "notes")
+#: Keys of a dimension: the field that each sets, its type, and its size in SI units.
+_KEYS: dict[str, tuple[str, type, float]] = {
+    "name": ("name", str, 0),
+    "kind": ("kind", str, 0),
+    "size": ("size", int, 0),
+    "bandwidth_gbps": ("bandwidth", float, 1e9),
+    "latency_us": ("latency", float, 1e-6),
+    "launch_us": ("launch", float, 1e-6),
+    "shape": ("shape", list, 0),
+    "radix": ("radix", int, 0),
+    "oversubscription": ("oversubscription", float, 1),
+    "reduction": ("reduction", str, 0),
+    "efficiency": ("efficiency", float, 1),
+    "algorithms": ("algorithms", list, 0),
+}
+_NEEDED = ("kind", "bandwidth_gbps")
+#: Bytes/s of ASTRA-sim's GB/s.
+ASTRA_GB = 2.0**30
+_ASTRA_KINDS = {"Ring": "ring", "FullyConnected": "fully_connected", "Switch": "switch"}
+_ASTRA_KEYS = ("topology", "npus_count", "bandwidth", "latency")
+
+
+def load_cluster(path: Path | str) -> Cluster:
+    """Read a cluster from opcast's YAML, or from ASTRA-sim's ``network.yml``.
+
+    A file of ASTRA-sim names no device: its cluster has the device ``""``.
+
+    Raises:
+        DeviceError: The file is missing, not YAML, has an unknown or missing key, a value of the
+            wrong type, or figures that make no sense; the message names file and key.
+    """
+    path = Path(path)
+    data = _read(path)
+    if "npus_count" in data:
+        return Cluster(path.stem, "", _from_astra(data, str(path)))
+    return cluster_of(data, str(path))
+
+
+def cluster_of(data: dict[str, Any], where: str) -> Cluster:
+    """A cluster from the content of a file; ``where`` is its name in errors."""
+    _check_keys(data, _TOP, where)
+    device = data.get("device")
+    if not isinstance(device, str):
+        raise DeviceError("'device' must name a device", where=where, hint="opcast device --list")
+    items = data.get("dimensions")
+    if not isinstance(items, list) or not items:
+        raise DeviceError("'dimensions' must be a list", where=where, hint="innermost first")
+    dims = tuple(_dimension(item, f"{where}: dimensions[{i}]") for i, item in enumerate(items))
+    per_node = data.get("devices_per_node", 0)
+    if not isinstance(per_node, int) or per_node < 0:
+        raise DeviceError("'devices_per_node' must be a whole number", where=where)
+    sources = _sources(data.get("sources", {}), where)
+    name, notes = str(data.get("name", Path(where).stem)), str(data.get("notes", ""))
+    return Cluster(name, device, Topology(dims), per_node, sources, notes)
+
+
+def cluster_data(cluster: Cluster) -> dict[str, Any]:
+    """What :func:`cluster_of` reads, as plain data."""
+    sources: dict[str, list[str]] = {}
+    for key, source in cluster.sources.items():
+        sources.setdefault(source, []).append(key)
+    data = {
+        "name": cluster.name,
+        "device": cluster.device,
+        "devices_per_node": cluster.devices_per_node,
+        "dimensions": [_dimension_data(d) for d in cluster.topology.dims],
+        "sources": sources,
+        "notes": cluster.notes,
+    }
+    return {k: v for k, v in data.items() if v or k in ("name", "device")}
+
+
+def save_cluster(cluster: Cluster, path: Path) -> None:
+    """Write opcast's YAML, which :func:`load_cluster` reads again."""
+    import yaml
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, yaml.safe_dump(cluster_data(cluster), sort_keys=False))
+
+
+def astra_network(topology: Topology) -> str:
+    """ASTRA-sim's ``network.yml``.
+
+    A torus becomes a ring for each axis, a fat tree the switch that it is without oversubscription.
+    Efficiency counts into the bandwidth; launch costs and reductions have no place there.
+
+    Raises:
+        DeviceError: A fat tree is oversubscribed, which ASTRA-sim cannot say.
+    """
+    kinds = {ours: theirs for theirs, ours in _ASTRA_KINDS.items()} | {"fat_tree": "Switch"}
+    rows = []
+    for dim in (ring for d in topology.dims for ring in d.rings()):
+        if dim.oversubscription > 1:
+            raise DeviceError(
+                "network.yml has no oversubscribed fat tree",
+                where=f"dimension {dim.name!r}",
+                hint="replace it with a switch of less bandwidth",
+            )
+        links, hops = _astra_links(dim.kind, dim.size)
+        speed, delay = dim.rate / links / ASTRA_GB, dim.latency / hops * 1e9
+        rows.append((kinds[dim.kind], str(dim.size), f"{speed:.10g}", f"{delay:.10g}"))
+    columns = zip(*rows, strict=True)
+    pairs = zip(_ASTRA_KEYS, columns, strict=True)
+    return "".join(f"{key}: [ {', '.join(values)} ]\n" for key, values in pairs)
+
+
+def _astra_links(kind: str, size: int) -> tuple[int, int]:
+    """Links of a device, and links between neighbours."""
+    if kind == "ring":
+        return 2, 1
+    return (max(size - 1, 1), 1) if kind == "fully_connected" else (1, 2)
+
+
+def _from_astra(data: dict[str, Any], where: str) -> Topology:
+    _check_keys(data, _ASTRA_KEYS, where)
+    lists = [data.get(key) for key in _ASTRA_KEYS]
+    if any(not isinstance(v, list) or len(v) != len(lists[0] or ()) or not v for v in lists):
+        what = f"{', '.join(_ASTRA_KEYS)} must be lists with an entry for each dimension"
+        raise DeviceError(what, where=where)
+    dims = []
+    for i, (kind, size, speed, delay) in enumerate(zip(*lists, strict=True)):
+        at = f"{where}: dimension {i}"
+        if kind not in _ASTRA_KINDS:
+            hint = f"one of {', '.join(_ASTRA_KINDS)}"
+            raise DeviceError(f"unknown topology {kind!r}", where=at, hint=hint)
+        links, hops = _astra_links(_ASTRA_KINDS[kind], _typed(size, int, at))
+        dims.append(
+            _checked(
+                at,
+                kind=_ASTRA_KINDS[kind],
+                size=size,
+                name=f"dim{i}",
+                bandwidth=_typed(speed, float, at) * links * ASTRA_GB,
+                latency=_typed(delay, float, at) * hops * 1e-9,
+            )
+        )
+    return Topology(tuple(dims))
+
+
+def _dimension(item: Any, where: str) -> Dimension:
+    if not isinstance(item, dict):
+        raise DeviceError("a dimension is a mapping of keys to figures", where=where)
+    _check_keys(item, tuple(_KEYS), where)
+    for key in _NEEDED:
+        if key not in item:
+            raise DeviceError(f"key {key!r} is missing", where=where)
+    fields: dict[str, Any] = {}
+    for key, value in item.items():
+        field, kind, scale = _KEYS[key]
+        typed = _typed(value, kind, f"{where}.{key}")
+        fields[field] = typed * scale if kind is float else typed
+    for key, kind in (("shape", int), ("algorithms", str)):
+        fields[key] = tuple(_typed(x, kind, f"{where}.{key}") for x in fields.get(key, ()))
+    if "size" not in fields:
+        if not fields["shape"]:
+            raise DeviceError("key 'size' is missing", where=where)
+        fields["size"] = prod(fields["shape"])
+    return _checked(where, **fields)
+
+
+def _dimension_data(dim: Dimension) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, (field, kind, scale) in _KEYS.items():
+        value = getattr(dim, field)
+        plain = {"launch": 0.0, "latency": 0.0, "oversubscription": 1.0, "efficiency": 1.0}
+        if value in ("", (), 0) or value == plain.get(field):
+            continue
+        result[key] = float(f"{value / scale:.10g}") if kind is float else value
+    for key in ("shape", "algorithms"):
+        if key in result:
+            result[key] = list(result[key])
+    return result
+
+
+def _checked(where: str, **fields: Any) -> Dimension:
+    try:
+        return Dimension(**fields)
+    except DeviceError as error:
+        raise DeviceError(error.what, where=where, hint=error.hint) from None
+
+
+def _typed(value: Any, kind: type, where: str) -> Any:
+    allowed = (int, float) if kind is float else (kind,)
+    if isinstance(value, bool) or not isinstance(value, allowed):
+        names = {float: "a number", int: "a whole number", str: "a text", list: "a list"}
+        raise DeviceError(f"must be {names[kind]}, not {value!r}", where=where)
+    return value
+
+
+def _check_keys(data: dict[str, Any], known: tuple[str, ...], where: str) -> None:
+    for key in data:
+        if key not in known:
+            raise DeviceError(
+                f"unknown key {key!r}", where=where, hint=f"one of {', '.join(known)}"
+            )
+
+
+def _sources(value: Any, where: str) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(v, list) for v in value.values()):
+        raise DeviceError("'sources' must map a source to the keys that it gives", where=where)
+    return {str(key): str(source) for source, keys in value.items() for key in keys}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = parse_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError)
+        raise DeviceError(
+            "no such cluster file" if missing else str(error), where=str(path)
+        ) from None
+    except ValueError as error:
+        raise DeviceError(str(error), where=str(path)) from None
+    if not isinstance(data, dict):
+        raise DeviceError("a cluster file is a mapping of keys to figures", where=str(path))
+    return data

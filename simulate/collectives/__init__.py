@@ -1,0 +1,1 @@
+"""Formulas of collective algorithms over a topology."""

@@ -1,0 +1,149 @@
+"""Trees for broadcast and for all-reduce; sources are listed in ``algorithms_dim``."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from math import ceil, log2
+
+from ..clusters.topology import Dimension
+
+#: Ranks of a tree that is followed rank by rank.
+MOST_FOLLOWED = 256
+
+
+def tree(kind: str, dim: Dimension, size: float) -> Cost | None:
+    """Trees, on switches and fat trees that are not oversubscribed.
+
+    - Broadcast along a binomial tree: ``ceil(log2 n) (a + b / B)`` for powers of two [T]. Rank
+      ``i`` has it after as many sends as ``i`` has binary digits, and a latency for each that is 1.
+    - All-reduce along two binary trees with half of the bytes each, up and down; a rank that has
+      children in one is a leaf in the other, so that all send and receive alike [S]. The first
+      chunk is followed up and down, child after child; the others come at two chunks of time each.
+      For powers of two with ``h = log2 n``, ``2 h a + (2c+2h-3)/c b / B`` on a switch; beyond
+      :data:`MOST_FOLLOWED` ranks this counts for all, with two latencies between leaves.
+    """
+    if dim.kind not in ("switch", "fat_tree") or dim.oversubscription > 1:
+        return None
+    radix = dim.radix if leaves(dim) > 1 else 0
+    if kind == "broadcast":
+        ways = [(hops * dim.latency, k * size / dim.rate) for k, hops in _farthest(dim.size, radix)]
+        return max(ways, key=sum)
+    if kind == "all_reduce" and dim.size > 3:
+        chunks = chunk_count(size)
+        time = size / chunks / dim.rate
+        levels = ceil(log2(dim.size))
+        if dim.size > MOST_FOLLOWED:
+            far = levels - int(log2(radix)) if radix else 0
+            filled = 2 * (chunks - 1) + 2 * levels - 1
+            return 2 * (levels + far) * dim.latency, filled * time
+        first = _there_and_back(dim.size, radix, dim.latency, time / 2)
+        latency = 2 * levels * dim.latency
+        return latency, first - latency + 2 * (chunks - 1) * time
+    return None
+
+
+@cache
+def _farthest(n: int, radix: int) -> list[tuple[int, int]]:
+    """Sends and, at most, latencies until ranks of a binomial tree have a broadcast."""
+    hops, most = [0] * n, dict[int, int]()
+    for i in range(1, n):
+        sends = i.bit_length()
+        parent = i - (1 << (sends - 1))
+        hops[i] = hops[parent] + (2 if radix and i // radix != parent // radix else 1)
+        most[sends] = max(most.get(sends, 0), hops[i])
+    return list(most.items())
+
+
+@lru_cache(maxsize=4096)
+def _there_and_back(n: int, radix: int, latency: float, time: float) -> float:
+    """Seconds of half a chunk, ``time`` on a link, up and down the slower of the two trees."""
+    parents = binary_tree(n)
+    children: list[list[int]] = [[] for _ in range(n)]
+    for place, parent in enumerate(parents):
+        if parent >= 0:
+            children[parent].append(place)
+    order = [n - 1]
+    for place in order:
+        order += children[place]
+
+    def one(shift: int) -> float:
+        def hop(a: int, b: int) -> float:
+            far = radix and (a + shift) % n // radix != (b + shift) % n // radix
+            return latency * (2 if far else 1)
+
+        risen = [0.0] * n
+        for place in reversed(order):
+            free = 0.0
+            for start, delay in sorted((risen[c], hop(place, c)) for c in children[place]):
+                free = max(free, start + delay) + time
+            risen[place] = free
+        fallen = {n - 1: risen[n - 1]}
+        for place in order:
+            for i, child in enumerate(children[place]):
+                fallen[child] = fallen[place] + (i + 1) * time + hop(place, child)
+        return max(fallen.values())
+
+    return max(one(0), one(1))
+
+
+def binary_tree(n: int) -> list[int]:
+    """Parents of ``n`` places, -1 for the root: place ``n-1`` above an in-order binary tree.
+
+    Places with even numbers below ``n-1`` have no children; moved on by one, the tree has its
+    leaves where the other one has none [S].
+    """
+    parents = [-1] * n
+
+    def grow(low: int, high: int, parent: int) -> None:
+        if low < high:
+            middle = low + (1 << ((high - low).bit_length() - 1)) - 1
+            parents[middle] = parent
+            grow(low, middle, middle)
+            grow(middle + 1, high, middle)
+
+    grow(0, n - 1, n - 1)
+    return parents
+
+
+#: Seconds that do not depend on the bytes, and seconds that do.
+Cost = tuple[float, float]
+
+
+#: A pipeline cuts a buffer into chunks of this many bytes (a slot of NCCL's buffer: an eighth of
+#: 4 MiB), into at most :data:`MOST_CHUNKS`; below :data:`LEAST_CHUNKS` it is not worth it.
+CHUNK_BYTES = 2.0**19
+
+
+MOST_CHUNKS = 64
+
+
+LEAST_CHUNKS = 4
+
+
+def chunk_count(size: float) -> int:
+    """Chunks into which a pipeline cuts ``size`` bytes."""
+    chunks = min(ceil(size / CHUNK_BYTES), MOST_CHUNKS)
+    return chunks if chunks >= LEAST_CHUNKS else 1
+
+
+def leaves(dim: Dimension) -> int:
+    """Leaf switches of a fat tree; 1 for every other kind."""
+    return dim.size // dim.radix if dim.kind == "fat_tree" else 1
+
+
+def shard_bytes(kind: str, dim: Dimension, size: float) -> float:
+    """Bytes of one rank's share: what it puts into a gather, a fraction of the buffer else."""
+    return size if kind == "all_gather" else size / dim.size
+
+
+def flow_rate(dim: Dimension) -> float:
+    """Bytes/s of a flow from each rank to its neighbour in a ring over all ranks.
+
+    A physical ring sends half in each direction, a fully connected dimension uses one link of
+    ``n - 1``, and the links of a leaf to the spine carry one flow.
+    """
+    if dim.kind == "fully_connected":
+        return dim.rate / max(dim.size - 1, 1)
+    if leaves(dim) > 1:
+        return min(dim.rate, dim.radix * dim.rate / dim.oversubscription)
+    return dim.rate

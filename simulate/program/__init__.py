@@ -1,0 +1,1 @@
+"""Timelines of programs: list scheduling of kernels and collectives on streams."""

@@ -1,0 +1,81 @@
+"""List scheduling: kernels with durations and dependencies on a device's workers.
+
+A GPU or TPU core runs a program's kernels one after another; a CPU runs independent ones on several
+threads. Kernels are taken in schedule order, and each starts as soon as what it reads is there and
+a worker is free (Graham's list scheduling, SIAM J. Appl. Math. 17, 1969).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+#: Worker number of kernels that take no worker: those without duration.
+NO_WORKER = -1
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When and where each kernel runs; arrays have shape ``(n_kernels,)``, times in seconds.
+
+    Attributes:
+        start: Start of each kernel.
+        end: End of each kernel, all its executions included.
+        worker: Worker that it occupies; the number of workers for the communication channel,
+            :data:`NO_WORKER` for kernels that take no time.
+    """
+
+    start: np.ndarray
+    end: np.ndarray
+    worker: np.ndarray
+
+    @property
+    def makespan(self) -> float:
+        """Time from the start of the program to the last end, in seconds."""
+        return float(self.end.max()) if len(self.end) else 0.0
+
+
+def list_schedule(
+    durations: Sequence[float] | np.ndarray,
+    operands: Sequence[Sequence[int]],
+    workers: int = 1,
+    channel: Sequence[bool] | None = None,
+) -> Timeline:
+    """Place kernels on workers in their order.
+
+    Args:
+        durations: Seconds of each kernel, all executions included, shape ``(n_kernels,)``.
+        operands: Positions of the earlier kernels that each one reads; later ones (loop carries)
+            are ignored.
+        workers: Workers of the device.
+        channel: Which kernels take the one communication channel instead of a worker.
+
+    Returns:
+        The timeline. Its makespan lies between the critical path and the sum of durations.
+    """
+    times = [float(d) for d in durations]
+    apart = channel if channel is not None else [False] * len(times)
+    start, end, where = [0.0] * len(times), [0.0] * len(times), [NO_WORKER] * len(times)
+    free = [(0.0, worker) for worker in range(workers)]
+    channel_free = 0.0
+    for i, time in enumerate(times):
+        begin = max((end[j] for j in operands[i] if 0 <= j < i), default=0.0)
+        if apart[i]:
+            begin = max(begin, channel_free)
+            channel_free, where[i] = begin + time, workers
+        elif time > 0.0:
+            ready, where[i] = heapq.heappop(free)
+            begin = max(begin, ready)
+            heapq.heappush(free, (begin + time, where[i]))
+        start[i], end[i] = begin, begin + time
+    return Timeline(np.array(start), np.array(end), np.array(where, dtype=np.int64))
+
+
+def critical_path(
+    durations: Sequence[float] | np.ndarray, operands: Sequence[Sequence[int]]
+) -> float:
+    """Longest chain of dependent kernels, in seconds: a bound for any number of workers."""
+    return list_schedule(durations, operands, workers=len(durations)).makespan

@@ -1,0 +1,1 @@
+"""Slow, exact simulators that the fast ones are checked against."""

@@ -1,0 +1,126 @@
+"""The composition of a step beside :mod:`.by_rank`, for the same operators and the same links."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..step.calls import CommCall, Estimate, OpCall
+from ..step.compose import step_time
+from ..step.costs import Costs
+from ..step.layer_ops import PassOps, embedding_ops, head_ops, layer_ops
+from ..step.plan import Group, Plan, parse_plan
+from ..step.traffic import (
+    Parameters,
+    gather_calls,
+    hop_call,
+    layer_held,
+    replica_calls,
+    scatter_calls,
+    table_held,
+    tensor_calls,
+)
+from ..step.workload import Workload, make_workload, resolved
+from .by_rank import LayerSeconds, Wire, step_by_rank
+
+#: FLOP/s of every product; passes over memory are free.
+PEAK = 2e14
+#: Plans on 4, 8, 16 and 64 devices.
+PLANS = (
+    "dp=4",
+    "fsdp=4",
+    "tp=2,pp=2",
+    "tp=4,sp=false",
+    "dp=2,zero=2,tp=2",
+    "tp=2,pp=2,dp=2",
+    "pp=4,dp=2,schedule=gpipe",
+    "fsdp=8",
+    "tp=2,pp=2,dp=4",
+    "tp=4,fsdp=4",
+    "pp=4,dp=4",
+    "fsdp=4,dp=2,tp=2",
+    "tp=4,pp=4,dp=4",
+    "tp=2,fsdp=32",
+    "pp=8,dp=8",
+)
+_SIZES = {
+    "layers": 16,
+    "d_model": 1024,
+    "heads": 16,
+    "kv_heads": 8,
+    "d_ff": 4096,
+    "vocab": 4096,
+    "seq": 512,
+    "batch": 64,
+}
+
+
+class Pair(NamedTuple):
+    """Seconds of a step both ways.
+
+    Attributes:
+        composed: By the composition, one rank of each stage for all.
+        by_rank: With every rank and every message.
+    """
+
+    composed: float
+    by_rank: float
+
+    @property
+    def error(self) -> float:
+        """Composed over simulated, less 1."""
+        return self.composed / self.by_rank - 1.0
+
+
+def compare_ranks(text: str, wire: Wire) -> Pair:
+    """A step of a small decoder by both ways.
+
+    Args:
+        text: A plan; sequences are processed one by one.
+        wire: Links between all ranks.
+    """
+    workload, plan = make_workload("llama", _SIZES), parse_plan(text)
+    count = workload.batch // plan.batch_ranks
+    plan = resolved(workload, plan.changed(microbatches=count), plan.devices)
+
+    def network(kind: str, size: float, group: Group) -> Estimate:
+        seconds = wire.seconds(kind, size, group)
+        return Estimate(seconds, seconds, seconds)
+
+    composed = step_time(workload, plan, Costs(_products_only, network)).total
+    hop = hop_call(workload, plan).size
+    return Pair(composed, step_by_rank(plan, _stages(workload, plan), wire, hop, 0.0))
+
+
+def _products_only(calls: Sequence[OpCall]) -> np.ndarray:
+    return np.repeat(np.array([c.flops() / PEAK for c in calls])[:, None], 3, axis=1)
+
+
+def _seconds(calls: Sequence[OpCall]) -> float:
+    return sum(c.flops() for c in calls) / PEAK
+
+
+def _stages(workload: Workload, plan: Plan) -> list[list[LayerSeconds]]:
+    """Layers of each stage, with the embedding before the first and the head after the last."""
+    table, tensor = table_held(workload, plan), tensor_calls(workload, plan)
+    layer = _unit(workload, plan, layer_ops(workload, plan), layer_held(workload, plan), tensor)
+    stages = [[layer] * (workload.layers // plan.pp) for _ in range(plan.pp)]
+    stages[0].insert(0, _unit(workload, plan, embedding_ops(workload, plan), table, []))
+    stages[-1].append(_unit(workload, plan, head_ops(workload, plan), table, []))
+    return stages
+
+
+def _unit(
+    workload: Workload, plan: Plan, ops: PassOps, held: Parameters, calls: Sequence[CommCall]
+) -> LayerSeconds:
+    return LayerSeconds(
+        forward=_seconds(ops.forward),
+        backward=_seconds(ops.backward) + _seconds(ops.weights),
+        tensor=calls[0].size if calls else 0.0,
+        tensor_kinds=tuple(c.kind for c in calls for _ in range(int(c.times))),
+        gather=gather_calls(held, workload, plan)[0].size * (plan.stage >= 3),
+        scatter=scatter_calls(held, workload, plan)[0].size * (plan.stage >= 2),
+        reduce=replica_calls(held, workload, plan)[0].size * (plan.replica_group.size > 1),
+    )

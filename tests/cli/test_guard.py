@@ -1,0 +1,94 @@
+"""A crash of native code ends every command in a message, but for those that name themselves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+import typer.main
+
+from opcast.cli import app
+from opcast.cli.guard import UNGUARDED
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's fork")
+#: Runs command lines, each in a process whose command ends as native code does that crashes.
+CRASHES = """
+import json, os, signal, sys
+from opcast import cli
+from opcast.cli.guard import guarded
+assert not {"jax", "numpy", "pandas"} & set(sys.modules), "forked after heavy imports"
+statuses = []
+for line in json.loads(sys.argv[1]):
+    try:
+        guarded(line, lambda: os.kill(os.getpid(), signal.SIGSEGV))
+    except SystemExit as end:
+        statuses.append(end.code)
+print(json.dumps(statuses))
+"""
+
+
+def commands(group, above: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], object]]:
+    """Every command of the command line with the words that call it."""
+    found = []
+    for name, command in group.commands.items():
+        words = (*above, name)
+        found += commands(command, words) if hasattr(command, "commands") else [(words, command)]
+    return found
+
+
+EVERY = commands(typer.main.get_command(app))
+
+
+def reads_files(command) -> bool:
+    """Whether it takes what others wrote: a path of no result, a device or model file, and such."""
+    results = {"out", "html", "timeline", "plot", "scaling", "save", "astra", "study"}
+    named = {"workload", "cluster", "model", "device"}
+    kinds = get_type_hints(command.callback, include_extras=False)
+    return any(
+        name in named or ("Path" in str(kind) and name not in results)
+        for name, kind in kinds.items()
+    )
+
+
+def test_commands_that_need_no_guard_exist_and_read_no_program() -> None:
+    known = {words[0]: command for words, command in EVERY}
+    assert set(UNGUARDED) <= set(known)
+    for name in UNGUARDED:
+        taken = {parameter.name for parameter in known[name].params}
+        assert not taken & {"program", "programs", "data", "folder", "published", "config"}
+
+
+@linux
+def test_a_crash_in_any_command_that_reads_files_ends_in_a_message(tmp_path: Path) -> None:
+    file = tmp_path / "given.bin"
+    file.write_bytes(b"?")
+    lines = [[*words, str(file)] for words, command in EVERY
+             if reads_files(command) and words[0] not in UNGUARDED]  # fmt: skip
+    called = {" ".join(line[:-1]) for line in lines}
+    assert {"predict", "partition", "data agree", "data simulate", "data show", "fidelities",
+            "export table", "import chakra", "train", "calibrate", "evaluate", "sweep",
+            "calibrate-collectives", "hespas"} <= called  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", CRASHES, json.dumps(lines)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [1] * len(lines)
+    said = done.stderr.splitlines()
+    start = f"opcast: error: {file}: native code crashed (SIGSEGV)"
+    assert len(said) == len(lines) and all(line.startswith(start) for line in said)
+
+
+@linux
+def test_a_command_in_a_child_ends_as_it_would_by_itself() -> None:
+    code = (
+        "import sys; from opcast import cli; sys.argv = ['opcast', 'zoo', 'export', 'no-such', "
+        "'--out', 'x']; cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("opcast: error: ") and "no-such" in done.stderr

@@ -1,0 +1,75 @@
+"""Commands are imported when they run, and listed without being imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from opcast.cli import app
+from opcast.cli.lazy import Command, Group
+from opcast.cli.main import COMMANDS
+
+#: Prints the modules of ``opcast.cli`` that a command line imports.
+IMPORTED = """
+import sys
+from opcast.cli import app
+try:
+    app(sys.argv[1:], prog_name="opcast")
+except SystemExit:
+    pass
+print("MODULES", *(name for name in sys.modules if name.startswith("opcast.cli.")))
+"""
+ALWAYS = {"opcast.cli.main", "opcast.cli.guard", "opcast.cli.lazy", "opcast.cli.options"}
+
+
+def entries(
+    table: dict[str, Command | Group], above: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Command | Group]]:
+    for name, entry in table.items():
+        yield (*above, name), entry
+        if isinstance(entry, Group):
+            yield from entries(dict(entry.commands), (*above, name))
+
+
+def imported(*arguments: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED, *arguments], capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.split("MODULES")[1].split())
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("report", "--help"), ("no-such-command",)])
+def test_listing_commands_imports_none(arguments: tuple[str, ...]) -> None:
+    assert imported(*arguments) == ALWAYS
+
+
+def test_a_command_imports_its_own_module_only() -> None:
+    assert imported("serve", "--help") == ALWAYS | {"opcast.cli.serve"}
+
+
+def test_the_help_of_each_command_is_the_first_line_of_its_own() -> None:
+    group = typer.main.get_command(app)
+    for words, entry in entries(COMMANDS):
+        command = group
+        for word in words:
+            command = command.commands[word]  # type: ignore[attr-defined]
+        assert command.name == words[-1]
+        assert (command.help or "").splitlines()[0] == entry.help, words
+        assert len(" ".join(words)) + len(entry.help) <= 96, words
+
+
+def test_help_lists_every_command() -> None:
+    text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
+    text = " ".join(text.split()).replace("- ", "-")
+    for name, entry in COMMANDS.items():
+        assert f"{name} {entry.help}" in text
+
+
+def test_a_misspelt_command_is_told_the_closest() -> None:
+    done = CliRunner().invoke(app, ["predct"])
+    assert done.exit_code == 2 and "predict" in done.output

@@ -1,0 +1,56 @@
+"""The commands about target compilers, end to end with a program that is compiled already."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from opcast.cli import app
+from opcast.cli.lower import _flag_value, _settings
+
+DATA = Path(__file__).parents[1] / "features" / "data" / "absent"
+RUN = CliRunner()
+
+
+def test_lower_prints_kernels_memory_and_fit(tmp_path) -> None:
+    out = tmp_path / "out.hlo"
+    words = ["lower", str(DATA / "h100_bmm.hlo"), "--device", "h100-sxm", "--out", str(out)]
+    done = RUN.invoke(app, [*words, "--json"])
+    assert done.exit_code == 0, done.output
+    data = json.loads(done.output)
+    assert data["kernels"] == 1 and data["kinds"] == {"gemm": 1}
+    assert data["flops"] == 2 * 8 * 512**3 + 2 * 8 * 512 * 512
+    assert data["fits"] is True and data["device_memory_bytes"] == 80 * 2**30
+    assert out.read_text().startswith("HloModule")
+    text = RUN.invoke(app, words).output
+    assert "1 kernels" in text and "of 80.00 GiB, fits" in text
+
+
+def test_lower_prints_the_compilers_own_cycles() -> None:
+    words = ["lower", str(DATA / "v5e_bias.hlo"), "--device", "tpu-v5e", "--json"]
+    data = json.loads(RUN.invoke(app, words).output)
+    assert data["estimated_us"] == pytest.approx(data["estimated_cycles"] / 1500)
+    assert data["kernels_without_estimate"] == 1
+
+
+def test_flags_and_limits() -> None:
+    settings = _settings(5.0, 2.0, ["--xla_a=true", "xla_b=3", "xla_c=x"], True)
+    assert dict(settings.flags) == {"xla_a": True, "xla_b": 3, "xla_c": "x"}
+    assert (settings.timeout_s, settings.memory_bytes, settings.repeats) == (5.0, 2**31, False)
+    assert _flag_value("0.5") == 0.5
+    with pytest.raises(typer.BadParameter, match="NAME=VALUE"):
+        _settings(1.0, 0.0, ["xla_a"], False)
+
+
+def test_missing_compilers_are_listed(monkeypatch, tmp_path) -> None:
+    from opcast.features.lowering.target_compiler import install as compilers
+
+    monkeypatch.setenv("OPCAST_COMPILERS", str(tmp_path))
+    monkeypatch.setattr(compilers, "_versions", lambda folder: {})
+    done = RUN.invoke(app, ["compilers", "list"])
+    assert done.exit_code == 0
+    assert "opcast compilers install gpu" in done.output and "tpu: no tpu" in done.output

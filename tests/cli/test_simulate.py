@@ -1,0 +1,149 @@
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from opcast.cli import app
+from opcast.common.errors import ProgramError
+
+SMALL = "layers=4,d_model=1024,heads=8,kv_heads=8,d_ff=4096,vocab=32000,seq=1024,batch=16"
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["simulate", *arguments], catch_exceptions=False)
+
+
+def test_simulate_prints_json_and_writes_its_files(tmp_path):
+    trace, page = tmp_path / "step.json", tmp_path / "step.html"
+    result = run(
+        "--workload", "llama", "--set", SMALL, "--cluster", "h100-sxm-x4", "--plan", "tp=2,pp=2",
+        "--json", "--timeline", str(trace), "--html", str(page), "--speed", "1=0.9",
+    )  # fmt: skip
+    assert result.exit_code == 0
+    data = json.loads(result.stdout)
+    for key in (
+        "step_us", "latency_us", "lo_us", "hi_us", "compute_us", "exposed_communication_us",
+        "bubble_us", "memory_bytes_per_device", "fits", "tflops_per_device", "mfu",
+    ):  # fmt: skip
+        assert key in data
+    assert data["samples"]["p50_us"] > data["step_us"]
+    ends = [e["ts"] + e["dur"] for e in json.loads(trace.read_text())["traceEvents"] if "ts" in e]
+    assert abs(max(ends) - data["step_us"]) < 1e-3 * data["step_us"]
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_simulate_takes_yaml_and_prints_a_table(tmp_path):
+    work, plan = tmp_path / "work.yaml", tmp_path / "plan.yaml"
+    work.write_text("family: moe\nlayers: 2\nexperts: 8\ntop_k: 2\nseq: 1024\nbatch: 8\n")
+    plan.write_text("dp: 4\nep: 4\n")
+    result = run(
+        "--workload", str(work), "--set", "d_model=1024,heads=8,d_ff=2048", "--cluster",
+        "tpu-v5e-x4", "--plan", str(plan), "--model", "roofline",
+    )  # fmt: skip
+    assert result.exit_code == 0
+    assert "a step" in result.stdout
+    assert "roofline" in result.stdout
+
+
+def test_bad_speed_is_a_usage_error():
+    result = run(
+        "--workload", "llama", "--set", SMALL, "--cluster", "h100-sxm-x4", "--model", "roofline",
+        "--speed", "fast",
+    )  # fmt: skip
+    assert result.exit_code == 2
+
+
+def test_predict_takes_a_cluster_for_a_partitioned_program(tmp_path):
+    trace = tmp_path / "trace.json"
+    program = str(Path(__file__).parent.parent / "features" / "data" / "gpu_schedule.hlo")
+    arguments = ["predict", program, "--cluster", "h100-sxm-x4", "--model", "roofline"]
+    result = CliRunner().invoke(app, [*arguments, "--json", "--timeline", str(trace)])
+    data = json.loads(result.stdout)
+    assert data["collectives"]["all_reduce"]["count"] == 2
+    assert data["latency_us"] == data["step_us"] >= data["compute_us"]
+    names = {e["name"] for e in json.loads(trace.read_text())["traceEvents"]}
+    assert "ar.start" in names
+    assert "critical path" in CliRunner().invoke(app, arguments).stdout
+
+
+def test_predict_tells_programs_of_one_device_and_of_several_apart(tmp_path):
+    text = """module attributes {mhlo.num_partitions = N : i32} {
+      func.func public @main(%x: tensor<64xf32>) -> tensor<64xf32> {
+        %y = stablehlo.tanh %x : tensor<64xf32>
+        return %y : tensor<64xf32>
+      }
+    }"""
+    common = ["--model", "roofline", "--lowering", "op"]
+    for count, where, what in (
+        ("4", ["--device", "h100-sxm"], "--cluster h100-sxm-x4"),
+        ("1", ["--cluster", "h100-sxm-x4"], "--device h100-sxm"),
+    ):
+        path = tmp_path / f"of{count}.mlir"
+        path.write_text(text.replace("N", count))
+        result = CliRunner().invoke(app, ["predict", str(path), *where, *common])
+        assert result.exit_code == 1
+        assert isinstance(result.exception, ProgramError)
+        assert what in str(result.exception)
+
+
+def test_sweep_prints_the_front_and_its_reasons(tmp_path):
+    arguments = [
+        "sweep", "--workload", "llama", "--set", SMALL, "--cluster", "tpu-v5e-x4", "--model",
+        "roofline", "--grid", "tp=1/2,pp=1,recompute=none,split=1", "--out", str(tmp_path),
+    ]  # fmt: skip
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert "6 plans" in result.stdout
+    assert "because of tensor parallelism" in result.stdout
+    assert (tmp_path / "sweep.parquet").is_file()
+
+
+def test_serving_prints_latencies():
+    arguments = [
+        "simulate-serving", "--workload", "llama", "--set", SMALL, "--cluster", "h100-sxm-x2",
+        "--model", "roofline", "--count", "20", "--prompt", "64", "--output", "8", "--json",
+    ]  # fmt: skip
+    data = json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)
+    assert 0 < data["ttft_p50_ms"] < data["ttft_p99_ms"]
+    assert data["cache_tokens"] > 10_000
+    assert data["lo_us"] < data["latency_us"] < data["hi_us"]
+
+
+SERVING = (
+    "simulate-serving", "--workload", "llama", "--set", SMALL, "--cluster", "h100-sxm-x2",
+    "--model", "roofline", "--json",
+)  # fmt: skip
+
+
+def test_serving_takes_its_limits(tmp_path):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,prompt,output\n" + "0,100,4\n" * 6)
+
+    def served(*options):
+        arguments = [*SERVING, "--requests", str(trace), *options]
+        return json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)
+
+    # All prompts at once, and three further tokens each; then by two requests at a time; then
+    # 600 tokens of prompts in pieces of 100, while those that are done decode within the same 100.
+    assert served()["iterations"] == 4
+    pairs = served("--max-batch", "2")
+    assert (pairs["iterations"], pairs["largest_batch"]) == (12, 2)
+    assert served("--token-budget", "100")["iterations"] > 6
+    assert served("--plan", "tp=1,dp=2")["replicas"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--plan", "pp=2"], "tp and dp only, not pp=2"),
+        (["--plan", "dp=2,ep=2"], "tp and dp only, not dp=2,ep=2"),
+        (["--prompt", "10000000000", "--count", "2"], "tokens of cache, there are"),
+        (["--set", "layers=10000"], "leave no room for a cache"),
+        (["--set", "causal=false"], "generates nothing"),
+        (["--rate", "0"], "rate=0.0"),
+    ],
+)
+def test_serving_refuses_what_it_cannot_do(options, said):
+    result = CliRunner().invoke(app, [*SERVING, *options])
+    assert result.exit_code != 0
+    assert said in str(result.exception) + result.output

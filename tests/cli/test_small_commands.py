@@ -1,0 +1,58 @@
+"""Small things that newcomers stumble over."""
+
+import json
+
+import numpy as np
+from typer.testing import CliRunner
+
+import opcast
+from opcast.cli import app
+from opcast.models.core.kernel_table import KernelTable
+from opcast.models.trust.domain import Domain
+
+
+def invoke(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_version():
+    assert invoke("--version").strip() == f"opcast {opcast.__version__}"
+
+
+def test_fewer_kernels_than_one_are_refused():
+    for command in ("predict", "explain", "check"):
+        result = CliRunner().invoke(app, [command, "x.mlir", "--top", "-1"])
+        assert result.exit_code == 2 and "--top" in result.output
+
+
+def test_a_device_that_a_model_knows_is_shown():
+    assert "measured" in invoke("device", "cpu-amd-epyc-2c")
+    assert json.loads(invoke("device", "cpu-amd-epyc-2c", "--json"))["platform"] == "cpu"
+
+
+def test_sizes_of_collectives_are_explained():
+    assert "bytes that each rank puts in" in invoke("cluster", "h100-sxm-x4")
+
+
+def test_an_operator_outside_says_why():
+    op = "linear m=4 n=4096000 k=40960 dtype=fp8 backend=vllm"
+    assert "outside: " in invoke("predict", "--op", op, "--device", "h100-sxm")
+    data = json.loads(invoke("predict", "--op", op, "--device", "h100-sxm", "--json"))
+    assert not data["in_domain"] and len(data["outside"]) >= 1
+
+
+def test_reasons_by_hand():
+    """Two features on a diagonal: out of range, and in range but off the diagonal."""
+    line = np.linspace(0, 16, 33)
+    domain = Domain.fit(table(np.stack([line, line], axis=1)))
+    assert domain.reasons(table(np.array([[8.0, 8.0]]))) == []
+    assert domain.reasons(table(np.array([[20.0, 8.0]]))) == ["a is 20, trained from 0 to 16"]
+    assert domain.reasons(table(np.array([[1.0, 15.0]]))) == ["a with b as here was not seen"]
+
+
+def table(values: np.ndarray) -> KernelTable:
+    n = len(values)
+    bound = np.full(n, "memory", object)
+    return KernelTable(values, ("a", "b"), np.ones(n), bound, np.zeros(n, int), "s")

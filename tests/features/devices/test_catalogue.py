@@ -1,0 +1,298 @@
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from opcast.common.errors import DeviceError
+from opcast.features.devices.catalogue import (
+    closest_names,
+    device_names,
+    find_device,
+    in_catalogue,
+    load_device_file,
+)
+from opcast.features.devices.device import DeviceSpec, device_slug
+from opcast.features.devices.sheet import NUMBERS, RATES, read_sheet
+from opcast.features.ir.dtypes import DTYPE_BITS
+from opcast.features.table.roofline import memory_seconds
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = ROOT / "features" / "devices"
+PUBLISHED = Path(os.environ.get("OPCAST_PUBLISHED_DATA", ROOT.parent / "shared" / "data"))
+EXPECTED = {
+    "v100-pcie", "v100-sxm", "a100-pcie-40gb", "a100-sxm-40gb", "a100-pcie-80gb", "a100-sxm-80gb",
+    "a40", "a30", "t4", "l4", "l40s", "h100-pcie", "h100-sxm", "h200-sxm", "b200", "b300", "gb200",
+    "gb300", "rtx-pro-6000", "arc-b60", "p4", "p100", "mi100", "mi210", "mi250", "tpu-v3", "tpu-v4",
+    "tpu-v5e", "tpu-v5p", "tpu-v6e",
+}  # fmt: skip
+#: The least that a file must say.
+BARE = """\
+name: chip
+platform: gpu
+hbm_bandwidth_gbps: 1000
+memory_gb: 16
+vector_tflops: {f32: 10}
+"""
+
+
+@pytest.fixture(params=device_names())
+def spec(request: pytest.FixtureRequest) -> DeviceSpec:
+    return find_device(request.param)
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "chip.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_all_devices_are_there() -> None:
+    assert set(device_names()) >= EXPECTED
+
+
+def test_every_figure_of_the_catalogue_has_a_source() -> None:
+    for path in FOLDER.glob("*.yaml"):
+        sheet = read_sheet(path)
+        assert sheet.name == path.stem
+        assert sheet.unsourced == (), path.name
+
+
+def test_figures_are_physical(spec: DeviceSpec) -> None:
+    matrix, vector = spec.peak_flops, spec.vector_flops
+    assert matrix["bf16"] >= matrix["f32"]
+    assert matrix["f16"] >= matrix["bf16"]
+    assert matrix["tf32"] >= matrix["f32"]
+    assert matrix["f8e4m3fn"] >= matrix["bf16"]
+    assert matrix["f4e2m1fn"] >= matrix["f8e4m3fn"]
+    assert matrix["f64"] <= 1.001 * matrix["f32"]  # as printed, 19.5 and 19.49 on A100
+    assert vector["f16"] >= vector["f32"] >= vector["f64"]
+    rates = [level.bandwidth for level in spec.levels]
+    assert rates == sorted(rates, reverse=True)
+    assert spec.levels[-1].capacity == spec.memory_bytes
+    assert (len(spec.levels) == 2) == (spec.platform == "gpu")
+    assert spec.link_bandwidth >= spec.host_bandwidth or spec.name in ("arc-b60", "mi250")
+    assert 0.2e-6 <= spec.floor <= 5e-6
+    if spec.lanes_per_core:
+        lanes = 2 * spec.lanes_per_core * spec.core_count * spec.clock_hz
+        assert vector["f32"] == pytest.approx(lanes, rel=0.1)
+
+
+def test_every_type_has_a_rate(spec: DeviceSpec) -> None:
+    types = {name for name, bits in DTYPE_BITS.items() if bits}
+    assert set(spec.peak_flops) == types | {"tf32"}
+    assert set(spec.vector_flops) == types
+
+
+def test_every_figure_says_where_it_comes_from(spec: DeviceSpec) -> None:
+    assert set(spec.defaulted) <= set(spec.provenance)
+    assert all(spec.provenance[key].startswith("default: ") for key in spec.defaulted)
+    given = set(spec.provenance) - set(spec.defaulted)
+    assert not [key for key in given if spec.provenance[key].startswith("default: ")]
+
+
+def test_round_trip(spec: DeviceSpec) -> None:
+    assert DeviceSpec.from_dict(json.loads(spec.to_json())) == spec
+
+
+def test_figures_of_one_device_in_si_units() -> None:
+    h100 = find_device("h100-sxm")
+    assert h100.peak_flops["bf16"] == pytest.approx(989.4e12)
+    assert h100.peak_flops["f32"] == pytest.approx(66.9e12)  # true FP32
+    assert h100.matrix_peak("tf32") == pytest.approx(494.7e12)
+    assert h100.bandwidth == 3350e9
+    assert h100.cache_bytes == 50 * 2**20
+    assert h100.memory_bytes == 80 * 2**30
+    assert (h100.core_count, h100.clock_hz, h100.lanes_per_core) == (132, 1.98e9, 128)
+    assert (h100.link_bandwidth, h100.host_bandwidth) == (450e9, 64e9)
+    assert h100.shared_bytes_per_core == 228 * 1024
+
+
+def test_types_without_a_unit_run_as_the_type_that_they_are_converted_to() -> None:
+    a100, v100, b300 = (find_device(n) for n in ("a100-sxm-80gb", "v100-sxm", "b300"))
+    assert a100.matrix_peak("f8e4m3fn") == a100.matrix_peak("bf16")  # and not the rate of s8
+    assert v100.matrix_peak("bf16") == v100.matrix_peak("f32")  # f16 lacks the range
+    assert v100.matrix_peak("f8e5m2") == v100.matrix_peak("f16")
+    assert b300.matrix_peak("s8") == b300.matrix_peak("u8") == b300.matrix_peak("s4") == 153.5e12
+    assert b300.matrix_peak("c64") == b300.matrix_peak("f32")
+    assert b300.vector_peak("pred") == b300.vector_peak("s32") == b300.vector_peak("u8")
+
+
+def test_an_l2_resident_set_runs_at_the_bandwidth_of_l2() -> None:
+    h100 = find_device("h100-sxm")
+    l2, hbm = h100.levels
+    small, large = 20 * 2**20, 4 * 2**30
+    seconds = memory_seconds(np.array([small, large], float), h100)
+    assert seconds == pytest.approx([small / l2.bandwidth, large / hbm.bandwidth])
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical"),
+    [
+        ("h100-sxm", "h100-sxm"),
+        ("H100-SXM", "h100-sxm"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("nvidia h100 80gb hbm3", "h100-sxm"),
+        ("nvidia-h100-80gb-hbm3", "h100-sxm"),
+        ("NVIDIA A40 (vidur a40)", "a40"),
+        ("Intel(R) Arc(TM) Pro B60 Graphics", "arc-b60"),
+        ("TPU v5 lite", "tpu-v5e"),
+        ("TPU v5", "tpu-v5p"),
+        ("tpu-v6-lite", "tpu-v6e"),
+        ("Tesla V100-SXM2-16GB", "v100-sxm-16gb"),
+    ],
+)
+def test_names_and_aliases(name: str, canonical: str) -> None:
+    assert in_catalogue(name)
+    assert find_device(name).name == canonical
+
+
+def test_unknown_name_lists_the_closest() -> None:
+    assert not in_catalogue("abacus")
+    with pytest.raises(DeviceError, match=r"'h100-sxn' is not in the catalogue.*h100-sxm"):
+        find_device("h100-sxn")
+    assert closest_names("nvidia a100 sxm")[0].startswith("a100-")
+    # A path is no name.
+    assert not in_catalogue("../devices/h100-sxm")
+
+
+@pytest.mark.parametrize(
+    "table", ["published-latency/devices.csv", "published-tensor-core/devices2.csv"]
+)
+def test_devices_of_the_published_tables(table: str) -> None:
+    path = PUBLISHED / table
+    if not path.is_file():
+        pytest.skip(f"{table} is not at {PUBLISHED} (OPCAST_PUBLISHED_DATA)")
+    with path.open() as lines:
+        for row in csv.DictReader(lines):
+            found = find_device(row["device"])
+            assert find_device(device_slug(row["device"])) is found
+            assert found.vector_flops["f32"] == pytest.approx(
+                1e12 * float(row["fp32_vector_tflops"]), rel=0.02
+            )
+            assert found.core_count == int(row["sm"])
+            assert found.cache_bytes == float(row["l2_mb"]) * 2**20
+            if found.name != "rtx-pro-6000":  # the table has another edition's memory
+                assert found.bandwidth == pytest.approx(1e9 * float(row["hbm_gbs"]), rel=0.01)
+
+
+def test_hypothetical_chip_scales_what_it_does_not_say(tmp_path: Path) -> None:
+    chip = load_device_file(
+        write(
+            tmp_path,
+            "name: chip\nbase: h100-sxm\ncore_count: 264\nhbm_bandwidth_gbps: 8000\n"
+            "peak_tflops: {bf16: 2500}\n",
+        )
+    )
+    h100 = find_device("h100-sxm")
+    assert chip.name == "chip"
+    assert chip.aliases == ()
+    assert chip.bandwidth == 8000e9
+    assert chip.peak_flops["bf16"] == 2500e12
+    assert chip.peak_flops["f8e4m3fn"] == pytest.approx(2 * h100.peak_flops["f8e4m3fn"])
+    assert chip.vector_flops["f32"] == pytest.approx(2 * h100.vector_flops["f32"])
+    assert chip.memory_bytes == h100.memory_bytes
+    assert chip.provenance["hbm_bandwidth_gbps"] == "chip.yaml"
+    assert chip.provenance["peak_tflops.s8"] == "estimate: 2 × h100-sxm, as core_count"
+    assert "(h100-sxm)" in chip.provenance["memory_gb"]
+
+
+def test_example_of_the_document(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "devices.md").read_text()
+    (example,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    chip = load_device_file(write(tmp_path, example))
+    assert chip.peak_flops["bf16"] == pytest.approx(2 * 989.4e12)
+    assert chip.provenance["memory_gb"] == "our plan for 2027"
+    for key in (*NUMBERS, *RATES):
+        assert f"`{key}`" in text
+
+
+def test_lanes_scale_the_vector_unit_alone(tmp_path: Path) -> None:
+    chip = load_device_file(write(tmp_path, "name: chip\nbase: a40\nlanes_per_core: 256\n"))
+    a40 = find_device("a40")
+    assert chip.vector_flops["f32"] == pytest.approx(2 * a40.vector_flops["f32"])
+    assert chip.peak_flops["bf16"] == a40.peak_flops["bf16"]
+
+
+def test_what_a_bare_file_gets(tmp_path: Path) -> None:
+    chip = load_device_file(write(tmp_path, BARE))
+    assert len(chip.levels) == 1
+    assert chip.peak_flops["f32"] == chip.peak_flops["bf16"] == 10e12
+    assert chip.vector_flops["f16"] == 20e12  # a GPU of unknown generation has packed f16
+    assert chip.floor == 2e-6
+    assert chip.core_count == 1
+    assert chip.power_w == 0.0
+    assert {"launch_floor_us", "peak_tflops.bf16", "core_count"} <= set(chip.defaulted)
+    assert "power_w" not in chip.provenance
+
+
+def test_rate_of_l2_from_cores_and_clock(tmp_path: Path) -> None:
+    lanes = "core_count: 100\nlanes_per_core: 32\nboost_mhz: 1500\nl2_mb: 40\n"
+    chip = load_device_file(write(tmp_path, BARE.replace("f32: 10", "f32: 9.6") + lanes))
+    # 20 bytes × 100 cores × 1.5 GHz
+    assert chip.levels[0].bandwidth == pytest.approx(3e12)
+    slow = load_device_file(write(tmp_path, BARE + "l2_mb: 40\n"))
+    assert slow.levels[0].bandwidth == 4000e9  # four times main memory's
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    first = load_device_file(write(tmp_path, BARE))
+    second = load_device_file(write(tmp_path, BARE + "power_w: 123\n"))
+    assert second == replace(
+        first, power_w=123.0, provenance={**first.provenance, "power_w": "chip.yaml"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (BARE + "colour: red\n", r"chip.yaml:6: unknown key 'colour'"),
+        (BARE + "power_w: much\n", r"chip.yaml:6: 'power_w' must be a number, not 'much'"),
+        (BARE + "power_w: yes\n", r"'power_w' must be a number, not True"),
+        (BARE + "power_w: -3\n", r"'power_w' must be above zero"),
+        (BARE + "power_w: .nan\n", r"'power_w' must be above zero"),
+        (BARE + "core_count: 1.5\n", r"'core_count' must be a whole number"),
+        (BARE + "peak_tflops: 3\n", r"'peak_tflops' must map dtypes to numbers"),
+        (BARE + "peak_tflops: {fp16: 3}\n", r"chip.yaml:6: unknown dtype 'fp16'.*bf16"),
+        (BARE + "aliases: chip\n", r"'aliases' must be a list"),
+        (BARE + "vendor: 3\n", r"'vendor' must be a text"),
+        (BARE + "memory_gb: 3\n", r"chip.yaml:6: key 'memory_gb' is repeated"),
+        (BARE + "sources: {guess: [l2_mb]}\n", r"source of 'l2_mb', which has no figure"),
+        (BARE + "sources: {a: [memory_gb], b: [memory_gb]}\n", r"'memory_gb' has two sources"),
+        (BARE.replace("name: chip", ""), r"chip.yaml: key 'name' is missing"),
+        (BARE.replace("platform: gpu", ""), r"key 'platform' is missing"),
+        (BARE.replace("platform: gpu", "platform: npu"), r"chip.yaml:2: platform must be one of"),
+        (BARE.replace("memory_gb: 16", ""), r"key 'memory_gb' is missing"),
+        (BARE.replace("vector_tflops: {f32: 10}", ""), r"no rate of f32"),
+        (
+            BARE + "core_count: 10\nlanes_per_core: 64\nboost_mhz: 1000\n",
+            r"vector_tflops.f32 is 10, but .* is 1.28",
+        ),
+        ("name: chip\nbase: [h100\n", r"chip.yaml: not YAML"),
+        ("- name", r"a device file is a mapping"),
+        ("", r"a device file is a mapping"),
+        ("name: chip\nbase: h100-sxn\n", r"base 'h100-sxn' is not in the catalogue.*h100-sxm"),
+    ],
+)
+def test_bad_files_name_file_and_key(text: str, what: str, tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match=what):
+        load_device_file(write(tmp_path, text))
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match=r"none.yaml: no such device file"):
+        load_device_file(tmp_path / "none.yaml")
+
+
+def test_importing_needs_no_yaml() -> None:
+    code = "import sys, opcast.features.devices.catalogue; print('yaml' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

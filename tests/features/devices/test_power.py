@@ -1,0 +1,73 @@
+"""What a board's power leaves of the FP32 peak, and whose power bounds which chip."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from opcast.features.devices.catalogue import device_names, find_device, load_device_file
+from opcast.features.devices.device import DeviceSpec
+from opcast.features.operators.columns import sustained
+
+#: (power - 20 W) over the energy of the process and the FP32 peak, by device.
+CAPPED = {
+    "p4": (75 - 20) / (13 * 5.7),
+    "t4": (70 - 20) / (14 * 8.14),
+    "mi100": (300 - 20) / (9 * 46.1),
+    "a40": (300 - 20) / (9 * 37.4),
+    "l4": (72 - 20) / (6 * 30.3),
+    "l40s": (350 - 20) / (6 * 91.6),
+    "rtx-pro-6000": (600 - 20) / (6 * 117),
+}
+
+
+def chip(folder: Path, text: str) -> DeviceSpec:
+    path = folder / "chip.yaml"
+    path.write_text(f"name: chip\n{text}")
+    return load_device_file(path)
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_power_bounds_the_devices_that_it_was_read_off_and_their_kin(name: str) -> None:
+    assert sustained(find_device(name)) == pytest.approx(CAPPED.get(name, 1.0), rel=1e-3)
+
+
+def test_a_chip_is_not_bounded_by_the_energy_of_another_process() -> None:
+    mi100 = find_device("mi100")
+    assert sustained(mi100) < 0.7
+    # AMD's later chips are not MI100, and of a process without a reading nothing is known.
+    for architecture in ("cdna2", "cdna3", "cdna4", "xe2", "rubin", ""):
+        assert sustained(replace(mi100, architecture=architecture)) == 1.0
+    assert sustained(replace(mi100, power_w=0.0)) == 1.0
+
+
+@pytest.mark.parametrize("base", ["h100-sxm", "l4", "mi100", "t4", "v100-sxm"])
+@pytest.mark.parametrize("factor", [0.5, 2, 4])
+def test_power_that_a_file_does_not_give_grows_with_its_rate(
+    tmp_path: Path, base: str, factor: float
+) -> None:
+    one = find_device(base)
+    cores = int(one.core_count * factor)
+    for text in (f"core_count: {cores}\n", f"boost_mhz: {one.clock_hz / 1e6 * factor}\n"):
+        more = chip(tmp_path, f"base: {base}\n{text}hbm_bandwidth_gbps: 9000\n")
+        assert more.matrix_peak("f32") == pytest.approx(factor * one.matrix_peak("f32"), rel=0.02)
+        assert more.power_w - 20 == pytest.approx(factor * (one.power_w - 20), rel=0.02)
+        assert sustained(more) == pytest.approx(sustained(one))
+        assert "as the rate of f32" in more.provenance["power_w"]
+
+
+def test_power_follows_a_rate_that_the_file_lists(tmp_path: Path) -> None:
+    more = chip(tmp_path, "base: h100-sxm\npeak_tflops: {f32: 133.8}\n")
+    assert more.power_w == pytest.approx(20 + 2 * 680)
+    assert sustained(more) == 1.0
+
+
+def test_power_stays_with_the_rate(tmp_path: Path) -> None:
+    h100 = find_device("h100-sxm")
+    assert chip(tmp_path, "base: h100-sxm\nhbm_bandwidth_gbps: 9000\n").power_w == h100.power_w
+    own = chip(tmp_path, "base: h100-sxm\ncore_count: 528\npower_w: 700\n")
+    # What the file says holds: 680 W for 4 × 66.9 TFLOP/s at 6 pJ.
+    assert own.power_w == 700
+    assert sustained(own) == pytest.approx(680 / (6 * 4 * 66.9))

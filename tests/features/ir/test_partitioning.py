@@ -1,0 +1,136 @@
+"""For how many devices a program is: what its header sets decides, in StableHLO and in HLO."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from opcast.common.errors import CompilerError, ProgramError
+from opcast.features.devices.catalogue import find_device
+from opcast.features.ir.partitioning import (
+    annotated_devices,
+    check_one_device,
+    check_several_devices,
+    header_counts,
+    sharding_note,
+)
+from opcast.features.ir.reader import SourceProgram, read_program
+from opcast.features.lowering.lower import lower
+from opcast.features.lowering.target_compiler.install import find_compiler
+from opcast.features.lowering.xla import _as_stablehlo
+
+HLO = """HloModule sharded{header}
+
+ENTRY main {{
+  x = f32[512,256] parameter(0), sharding={{devices=[4,1]<=[4]}}
+  w = f32[256,256] parameter(1), sharding={{replicated}}
+  ROOT y = f32[512,256] dot(x, w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}},
+    sharding={{devices=[4,1]<=[4]}}
+}}
+"""
+STABLEHLO = """module {header} {{
+  sdy.mesh @mesh = <["data"=2, "model"=4]>
+  func.func public @main(
+      %x: tensor<512x256xf32> {{sdy.sharding = #sdy.sharding<@mesh, [{{"data"}}, {{}}]>}},
+      %w: tensor<256x256xf32>) -> tensor<512x256xf32> {{
+    %y = stablehlo.dot %x, %w
+      : (tensor<512x256xf32>, tensor<256x256xf32>) -> tensor<512x256xf32>
+    return %y : tensor<512x256xf32>
+  }}
+}}
+"""
+COLLECTIVE = """module {
+  func.func public @main(%x: tensor<64xf32>) -> tensor<64xf32> {
+    %y = "stablehlo.all_reduce"(%x) ({
+    ^bb0(%a: tensor<f32>, %b: tensor<f32>):
+      %s = stablehlo.add %a, %b : tensor<f32>
+      stablehlo.return %s : tensor<f32>
+    }) {replica_groups = dense<[[0, 1, 2, 3]]> : tensor<1x4xi64>}
+      : (tensor<64xf32>) -> tensor<64xf32>
+    return %y : tensor<64xf32>
+  }
+}
+"""
+FLOPS = 2 * 512 * 256 * 256
+
+
+def hlo(header: str = "") -> SourceProgram:
+    return read_program(HLO.format(header=header))
+
+
+def stablehlo(header: str = "") -> SourceProgram:
+    return read_program(STABLEHLO.format(header=header))
+
+
+def test_header_and_shardings_are_told_apart() -> None:
+    told = "attributes {mhlo.num_partitions = 8 : i32, mhlo.num_replicas = 2 : i32}"
+    assert [header_counts(p) for p in (hlo(), stablehlo())] == [(1, 1), (1, 1)]
+    assert header_counts(hlo(", replica_count=2, num_partitions=4")) == (2, 4)
+    assert header_counts(stablehlo(told)) == (2, 8)
+    assert [annotated_devices(p) for p in (hlo(), stablehlo())] == [4, 8]
+    mesh = HLO.format(header="").replace(
+        "{replicated}", '{replicated}, frontend_attributes={m="#sdy.mesh<[\\"a\\"=2, \\"b\\"=16]>"}'
+    )
+    assert annotated_devices(read_program(mesh)) == 32
+    assert annotated_devices(read_program("func.func @main() { return }")) == 1
+
+
+@pytest.mark.parametrize("lowering", ["xla", "fused", "op"])
+@pytest.mark.parametrize("program", [hlo, stablehlo])
+def test_shardings_without_partitions_are_not_heeded(program: Any, lowering: str) -> None:
+    found = lower(program(), lowering, cache=False)
+    assert sum(k.flops for k in found.kernels if k.kind == "gemm") == FLOPS
+    (note,) = [note for note in found.notes if "shardings" in note]
+    assert f"over {annotated_devices(program())} devices" in note and "counted whole" in note
+
+
+def test_an_absent_compiler_does_not_split_what_the_header_leaves_whole() -> None:
+    try:
+        find_compiler("gpu")
+    except CompilerError as error:
+        pytest.skip(str(error))
+    found = lower(hlo(), device=find_device("h100-sxm"), cache=False)
+    assert sum(k.flops for k in found.kernels) == pytest.approx(FLOPS, rel=0.01)
+    assert any("counted whole" in note for note in found.notes)
+    split = lower(hlo(", num_partitions=4"), device=find_device("h100-sxm"), cache=False)
+    assert sum(k.flops for k in split.kernels) == pytest.approx(FLOPS / 4, rel=0.02)
+    assert not any("counted whole" in note for note in split.notes)
+
+
+def test_counts_of_hlo_reach_the_compiler() -> None:
+    """XLA's converter to StableHLO forgets them."""
+    assert header_counts(_as_stablehlo(hlo(", replica_count=2, num_partitions=4"))) == (2, 4)
+    assert header_counts(_as_stablehlo(hlo())) == (1, 1)
+
+
+def test_compiled_programs_keep_shardings_as_a_record() -> None:
+    assert sharding_note(hlo(", is_scheduled=true")) == ""
+    assert "num_partitions=4 in the header" in sharding_note(hlo())
+    assert "mhlo.num_partitions = 8 : i32" in sharding_note(stablehlo())
+
+
+def test_a_program_for_several_devices_is_refused_for_one() -> None:
+    check_one_device(hlo(), "h100-sxm")
+    with pytest.raises(ProgramError, match=r"for 4 devices \(1 replicas of 4") as caught:
+        check_one_device(hlo(", num_partitions=4"), "h100-sxm")
+    assert "--cluster h100-sxm-x4" in caught.value.hint
+    assert "num_partitions" in caught.value.hint
+    with pytest.raises(ProgramError, match="for 2 devices"):
+        check_one_device(stablehlo("attributes {mhlo.num_replicas = 2 : i32}"), "h100-sxm")
+
+
+def test_a_program_for_one_device_is_refused_for_a_cluster() -> None:
+    where = ("h100-sxm-x4", 4, "h100-sxm")
+    plain = read_program(
+        "func.func @main(%x: tensor<8xf32>) -> tensor<8xf32> { return %x : tensor<8xf32> }"
+    )
+    with pytest.raises(ProgramError, match="for one device, but the cluster h100-sxm-x4") as caught:
+        check_several_devices(plain, *where)
+    assert "--device h100-sxm" in caught.value.hint and "opcast partition" in caught.value.hint
+    with pytest.raises(ProgramError) as caught:
+        check_several_devices(hlo(), *where)
+    assert "num_partitions=4 in the header" in caught.value.hint
+    check_several_devices(plain, "h100-sxm-x1", 1, "h100-sxm")
+    check_several_devices(hlo(", num_partitions=4"), *where)
+    check_several_devices(read_program(COLLECTIVE), *where)

@@ -1,0 +1,178 @@
+"""Peak memory from lifetimes: hand-computed programs, and the compiler's own figures."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from opcast.features.ir.hlo_reader import parse_hlo
+from opcast.features.kernels.memory import memory_over_time, peak_memory
+
+F32 = jnp.float32
+KB = 256 * 4
+
+
+def spec(*shape, dtype=F32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def module(body: str, header: str = "") -> str:
+    return f"HloModule m, is_scheduled=true{header}\n\nENTRY main {{\n{body}\n}}\n"
+
+
+def test_a_chain_reuses_buffers():
+    # a is argument, t1 dies where t2 is made: products cannot run in place, so two live at once.
+    text = module("""
+  a = f32[16,16] parameter(0)
+  t1 = f32[16,16] dot(a, a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  t2 = f32[16,16] dot(t1, a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  t3 = f32[16,16] dot(t2, a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT r = f32[16,16] dot(t3, a), lhs_contracting_dims={1}, rhs_contracting_dims={0}""")
+    # Argument, result, and two temporaries (t1 with t2, or t2 with t3).
+    assert peak_memory(parse_hlo(text)) == 4 * KB
+
+
+def test_elementwise_ops_run_in_place():
+    text = module("""
+  a = f32[256] parameter(0)
+  t1 = f32[256] negate(a)
+  t2 = f32[256] exponential(t1)
+  t3 = f32[256] negate(t2)
+  ROOT r = f32[1] slice(t3), slice={[0:1]}""")
+    # Argument and one temporary; the result has 4 bytes.
+    assert peak_memory(parse_hlo(text)) == 2 * KB + 4
+
+
+def test_a_value_that_is_read_later_keeps_its_buffer():
+    text = module("""
+  a = f32[256] parameter(0)
+  t1 = f32[256] negate(a)
+  t2 = f32[256] exponential(t1)
+  t3 = f32[256] negate(t2)
+  t4 = f32[256] add(t1, t3)
+  ROOT r = f32[1] slice(t4), slice={[0:1]}""")
+    assert peak_memory(parse_hlo(text)) == 3 * KB + 4
+
+
+def test_donated_arguments_count_once():
+    body = """
+  a = f32[256] parameter(0)
+  ROOT r = f32[256] negate(a)"""
+    assert peak_memory(parse_hlo(module(body))) == 2 * KB
+    donated = ", input_output_alias={ {}: (0, {}, may-alias) }"
+    assert peak_memory(parse_hlo(module(body, donated))) == KB
+
+
+def test_a_loop_adds_its_bodys_own_peak():
+    text = """HloModule m, is_scheduled=true
+
+body {
+  s = (s32[], f32[16,16]) parameter(0)
+  i = s32[] get-tuple-element(s), index=0
+  x = f32[16,16] get-tuple-element(s), index=1
+  one = s32[] constant(1)
+  t = f32[16,16] dot(x, x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  u = f32[16,16] dot(t, t), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  j = s32[] add(i, one)
+  ROOT o = (s32[], f32[16,16]) tuple(j, u)
+}
+
+cond {
+  s = (s32[], f32[16,16]) parameter(0)
+  i = s32[] get-tuple-element(s), index=0
+  n = s32[] constant(9)
+  ROOT c = pred[] compare(i, n), direction=LT
+}
+
+ENTRY main {
+  a = f32[16,16] parameter(0)
+  z = s32[] constant(0)
+  b = f32[16,16] copy(a)
+  k = s32[] copy(z)
+  t = (s32[], f32[16,16]) tuple(k, b)
+  w = (s32[], f32[16,16]) while(t), condition=cond, body=body
+  ROOT r = f32[16,16] get-tuple-element(w), index=1
+}
+"""
+    # Argument; the state, which is the result; t of the body; and the counter's four bytes. The
+    # condition's flag of one byte lives while the body does not.
+    assert peak_memory(parse_hlo(text)) == 3 * KB + 4
+
+
+def mlp(weights, x, y):
+    def loss(weights):
+        h = x
+        for w in weights:
+            h = jnp.tanh(h @ w)
+        return ((h - y) ** 2).mean()
+
+    return [w - 0.1 * g for w, g in zip(weights, jax.grad(loss)(weights), strict=True)]
+
+
+def scan(x, w):
+    def body(c, _):
+        c = jnp.tanh(c @ w)
+        return c, c
+
+    return jax.lax.scan(body, x, None, length=20)
+
+
+def conv(k1, k2, x):
+    def apply(x, k, stride):
+        return jax.lax.conv_general_dilated(
+            x, k, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    def loss(k1, k2):
+        return apply(jax.nn.relu(apply(x, k1, 1)), k2, 2).mean()
+
+    return jax.grad(loss, argnums=(0, 1))(k1, k2)
+
+
+WIDE = [spec(256, 256)] * 4
+PROGRAMS = {
+    "mlp": (mlp, (WIDE, spec(1024, 256), spec(1024, 256)), ()),
+    "mlp donated": (mlp, (WIDE, spec(1024, 256), spec(1024, 256)), (0,)),
+    "scan": (scan, (spec(256, 256), spec(256, 256)), ()),
+    "scan gradient": (
+        jax.grad(lambda x, w: scan(x, w)[0].sum(), argnums=1),
+        (spec(256, 256), spec(256, 256)),
+        (),
+    ),
+    "conv": (conv, (spec(3, 3, 16, 32), spec(3, 3, 32, 32), spec(8, 32, 32, 16)), ()),
+    "cumulative sum": (
+        lambda x: jnp.sin(x) * 2 + jnp.cumsum(x, axis=1),
+        (spec(512, 512),),
+        (),
+    ),
+    "sort": (lambda x: jnp.sort(x, axis=1)[:, ::-1], (spec(512, 512),), ()),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_within_ten_percent_of_the_compiler(name):
+    function, args, donated = PROGRAMS[name]
+    compiled = jax.jit(function, donate_argnums=donated).lower(*args).compile()
+    stats = compiled.memory_analysis()
+    stated = (
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        + stats.temp_size_in_bytes
+        - stats.alias_size_in_bytes
+    )
+    assert peak_memory(parse_hlo(compiled.as_text())) == pytest.approx(stated, rel=0.10)
+
+
+def test_memory_over_time_rises_to_the_peak_and_falls():
+    text = module("""
+  a = f32[16,16] parameter(0)
+  t1 = f32[16,16] dot(a, a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  t2 = f32[16,16] dot(t1, a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT r = f32[16,16] dot(t2, a), lhs_contracting_dims={1}, rhs_contracting_dims={0}""")
+    profile = memory_over_time(parse_hlo(text))
+    assert profile.names == ("a", "t1", "t2", "r")
+    assert profile.resident == 2 * KB
+    # Beside argument and result: nothing, t1, t1 with t2, t2.
+    assert profile.bytes == (2 * KB, 3 * KB, 4 * KB, 3 * KB)
+    assert max(profile.bytes) == peak_memory(parse_hlo(text))

@@ -1,0 +1,382 @@
+"""Kernels of the lowering ``fused`` on small programs, with bytes computed by hand."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from opcast.common.errors import LoweringError
+from opcast.features.devices.catalogue import find_device
+from opcast.features.ir.reader import read_program
+from opcast.features.lowering.lower import lower
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+H100 = find_device("h100-sxm")
+
+
+def spec(*shape, dtype=F32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def fused(function, *arguments, device=H100):
+    text = jax.jit(function).lower(*arguments).as_text(debug_info=True)
+    return lower(text, "fused", device=device)
+
+
+def working(lowered):
+    return [k for k in lowered.kernels if k.takes_time]
+
+
+def kinds(lowered):
+    return [k.kind for k in working(lowered)]
+
+
+def opcodes(kernel):
+    return [op.opcode for op in kernel.inner.ops]
+
+
+def test_a_chain_of_elementwise_ops_is_one_kernel():
+    found = fused(lambda x, y: jnp.tanh(x + y) * 2.0 - y, spec(1024, 512), spec(1024, 512))
+    (kernel,) = working(found)
+    size = 1024 * 512 * 4
+    assert (kernel.kind, kernel.bytes_in, kernel.bytes_out) == ("fusion", 2 * size, size)
+    assert kernel.flops == 3 * 1024 * 512
+    assert kernel.transcendentals == 1024 * 512
+
+
+def test_the_result_says_which_lowering_it_is():
+    found = fused(lambda x: x + 1.0, spec(8, 8))
+    assert (found.lowering, found.target, found.memory_source) == ("fused", "h100-sxm", "liveness")
+
+
+def test_kernels_point_to_ops_and_lines():
+    found = fused(lambda x: jnp.exp(x) + 1.0, spec(64, 64))
+    (kernel,) = working(found)
+    assert {s.op for s in kernel.sources} >= {"stablehlo.exponential", "stablehlo.add"}
+    assert all(s.file.endswith("test_fused_lowering.py") and s.line for s in kernel.sources)
+
+
+def test_a_product_takes_bias_and_relu_along():
+    found = fused(
+        lambda x, w, b: jnp.maximum(x @ w + b, 0.0), spec(128, 256), spec(256, 512), spec(512)
+    )
+    (kernel,) = working(found)
+    assert kernel.kind == "gemm"
+    assert kernel.bytes_in == 4 * (128 * 256 + 256 * 512 + 512)
+    assert kernel.bytes_out == 4 * 128 * 512
+    assert kernel.flops == 2 * 128 * 256 * 512 + 2 * 128 * 512
+
+
+def test_a_residual_is_added_by_the_product_that_comes_before():
+    def block(x, w, v):
+        return x + jnp.maximum(x @ w, 0.0) @ v
+
+    found = fused(block, spec(256, 512), spec(512, 512), spec(512, 512))
+    names = [k.kind for k in working(found)]
+    # The argument may not be overwritten, so the library adds to a copy of it.
+    assert names.count("gemm") == 2
+    assert names.count("copy") == 1
+    last = [k for k in working(found) if k.kind == "gemm"][-1]
+    assert last.bytes_in == 4 * (256 * 512 + 512 * 512 + 256 * 512)
+
+
+def test_gelu_belongs_to_the_product_if_nothing_else_reads_its_input():
+    found = fused(lambda x, w, b: jax.nn.gelu(x @ w + b), spec(128, 256), spec(256, 512), spec(512))
+    assert kinds(found) == ["gemm"]
+
+
+def test_transposed_operands_cost_nothing():
+    found = fused(lambda x, w: x.T @ w.T, spec(256, 128), spec(512, 256))
+    assert kinds(found) == ["gemm"]
+
+
+def test_heads_are_transposed_before_a_batched_product():
+    found = fused(
+        lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k),
+        spec(8, 128, 4, 64), spec(8, 128, 4, 64),
+    )  # fmt: skip
+    assert kinds(found) == ["copy", "copy", "gemm"]
+    assert working(found)[-1].op.type.shape == (32, 128, 128)
+
+
+def test_products_that_share_an_operand_are_one():
+    def qkv(x, q, k, v):
+        return jnp.sin(x @ q), jnp.sin(x @ k), jnp.sin(x @ v)
+
+    found = fused(qkv, spec(512, 256), *[spec(256, 256)] * 3)
+    gemms = [k for k in working(found) if k.kind == "gemm"]
+    (gemm,) = gemms
+    assert gemm.flops == 2 * 512 * 256 * 768
+    # The weights are joined by a kernel of their own.
+    joined = working(found)[0]
+    assert (joined.kind, joined.bytes_out) == ("copy", 4 * 256 * 768)
+
+
+def test_softmax_is_one_kernel_that_reads_its_input_once():
+    found = fused(lambda x: jax.nn.softmax(x * 0.5), spec(4096, 1024))
+    (kernel,) = working(found)
+    size = 4096 * 1024 * 4
+    assert (kernel.kind, kernel.bytes_in, kernel.bytes_out) == ("reduce", size, size)
+
+
+def test_softmax_takes_three_kernels_where_the_gpu_is_too_old_for_it():
+    found = fused(
+        lambda x: jax.nn.softmax(x * 0.5), spec(4096, 1024), device=find_device("v100-pcie")
+    )
+    assert kinds(found) == ["reduce", "reduce", "fusion"]
+    size = 4096 * 1024 * 4
+    assert [k.bytes_in for k in working(found)][:2] == [size, size + 4096 * 4]
+
+
+def test_two_sums_over_one_array_read_it_once():
+    found = fused(lambda x: (x.sum(1), (x * x).sum(1)), spec(1024, 2048))
+    (kernel,) = working(found)
+    assert kernel.bytes_in == 1024 * 2048 * 4
+    assert kernel.bytes_out == 2 * 1024 * 4
+
+
+def test_an_array_that_others_read_is_a_second_result():
+    def both(x):
+        y = jnp.tanh(x) * x
+        return y, y.sum(1)
+
+    found = fused(both, spec(1024, 2048))
+    (kernel,) = working(found)
+    assert kernel.op.is_tuple
+    assert kernel.bytes_in == 1024 * 2048 * 4
+    assert kernel.bytes_out == 1024 * 2048 * 4 + 1024 * 4
+
+
+def test_a_reduction_takes_what_comes_before_it_but_not_after():
+    found = fused(lambda x: jnp.sqrt(jnp.exp(x).sum(1)) * 3.0, spec(1024, 2048))
+    assert kinds(found) == ["reduce", "fusion"]
+    assert "exponential" in opcodes(working(found)[0])
+
+
+def test_long_reductions_take_two_steps():
+    found = fused(lambda x: x.sum(1), spec(16, 32_000))
+    assert kinds(found) == ["reduce", "reduce"]
+    # 128 is the power of two below √32000, and divides it.
+    assert working(found)[0].op.type.shape == (16, 128)
+
+
+def test_reductions_of_a_length_without_factors_are_padded():
+    found = fused(lambda x: x.sum(1), spec(16, 30_522))
+    # Of 128 … 174 parts, 131 of 233 elements need the least padding: one element.
+    assert working(found)[0].op.type.shape == (16, 131)
+    assert "pad" in opcodes(working(found)[0])
+
+
+def test_small_products_with_a_vector_are_reductions():
+    found = fused(lambda x, v: (x + 1.0) @ v, spec(1024, 256), spec(256))
+    (kernel,) = working(found)
+    assert kernel.kind == "reduce"
+    assert kernel.bytes_in == 4 * (1024 * 256 + 256)
+
+
+def test_sixteen_bit_products_are_padded_to_multiples_of_eight():
+    found = fused(lambda x, w: x @ w, spec(64, 128, dtype=BF16), spec(128, 1001, dtype=BF16))
+    assert kinds(found) == ["copy", "gemm", "copy"]
+    assert working(found)[1].op.type.shape == (64, 1008)
+
+
+def test_filters_are_transposed_for_a_convolution():
+    found = fused(
+        lambda x, w: jax.lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        ),
+        spec(8, 32, 32, 64), spec(3, 3, 64, 128),
+    )  # fmt: skip
+    assert kinds(found) == ["copy", "conv"]
+    conv = working(found)[1]
+    assert conv.flops == pytest.approx(2 * 8 * 32 * 32 * 128 * 64 * 9, rel=0.1)
+    assert conv.bytes_in == 4 * (8 * 32 * 32 * 64 + 9 * 64 * 128)
+
+
+def test_a_loop_multiplies_its_kernels():
+    def power(x, w):
+        return jax.lax.fori_loop(0, 10, lambda _, y: jnp.tanh(y @ w), x)
+
+    found = fused(power, spec(256, 256), spec(256, 256))
+    inside = [k for k in working(found) if k.scope]
+    assert {k.multiplicity for k in inside} == {10.0}
+    assert sorted(k.kind for k in inside) == ["fusion", "fusion", "gemm"]  # counter, tanh, product
+    assert sum(k.multiplicity * k.flops for k in inside if k.kind == "gemm") == 10 * 2 * 256**3
+
+
+def test_swapped_state_of_a_loop_is_copied():
+    def swap(x, y):
+        return jax.lax.fori_loop(0, 4, lambda _, s: (s[1], s[0]), (x, y))
+
+    found = fused(swap, spec(128, 128), spec(128, 128))
+    copies = [k for k in working(found) if k.scope and k.kind == "copy"]
+    assert len(copies) == 3  # two values change places by way of a third
+    assert all(k.bytes == 2 * 128 * 128 * 4 for k in copies)
+
+
+def test_an_update_in_place_writes_only_the_update():
+    def update(x, y, i):
+        return jax.lax.dynamic_update_slice(x * 2.0, jnp.exp(y), (i, 0))
+
+    found = fused(update, spec(4096, 512), spec(1, 512), spec(dtype=jnp.int32))
+    kernel = next(k for k in working(found) if "dynamic-update-slice" in opcodes(k))
+    assert "exponential" in opcodes(kernel)
+    assert kernel.bytes_out == 512 * 4
+
+
+def test_both_branches_are_seen_and_the_costlier_counts():
+    def choose(p, x, w):
+        return jax.lax.cond(p, lambda: x @ w, lambda: x)
+
+    found = fused(choose, spec(dtype=jnp.bool_), spec(512, 512), spec(512, 512))
+    assert "gemm" in kinds(found)
+    assert any("conditional" in note for note in found.notes)
+
+
+def recurrence(x, w, u):
+    def step(h, t):
+        h = jnp.tanh(t @ w + h @ u)
+        return h, h
+
+    return jax.lax.scan(step, jnp.zeros(x.shape[1:], x.dtype), x)
+
+
+def two_loops(x, w):
+    def rows(i, h):
+        return jax.lax.fori_loop(0, 5, lambda j, g: jnp.tanh(g @ w) + g, h)
+
+    return jax.lax.fori_loop(0, 3, rows, x)
+
+
+def sorted_again(x):
+    def body(state):
+        i, a, b = state
+        a, b = jax.lax.sort((a, b), num_keys=1)
+        return i + 1, b, a
+
+    return jax.lax.while_loop(lambda state: state[0] < 7, body, (0, x, x + 1.0))
+
+
+def two_of_three(i, x, w):
+    return jax.lax.switch(
+        i, [lambda x, w: x @ w, lambda x, w: jnp.sin(x), lambda x, w: x @ w @ w], x, w
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "flops"),
+    [
+        (recurrence, (spec(16, 32, 128), spec(128, 128), spec(128, 128)), 16 * 4 * 32 * 128**2),
+        (two_loops, (spec(64, 64), spec(64, 64)), 15 * 2 * 64**3),
+        (sorted_again, (spec(1000),), 0),
+        (two_of_three, (spec(dtype=jnp.int32), spec(64, 64), spec(64, 64)), 2 * 2 * 64**3),
+    ],
+)
+def test_loops_and_branches_of_hlo_become_the_kernels_of_stablehlo(function, arguments, flops):
+    """HLO's bodies take one tuple and each branch its own operand, StableHLO's a list."""
+    lowered = jax.jit(function).lower(*arguments)
+    ours, other = (lower(lowered.as_text(how), "fused", device=H100) for how in ("hlo", None))
+    assert products(ours) == pytest.approx(flops, rel=0.01)
+    keys = [[(k.kind, k.multiplicity, k.flops, k.bytes) for k in f.kernels] for f in (ours, other)]
+    assert keys[0] == keys[1]
+    assert ours.peak_memory_bytes == other.peak_memory_bytes
+    assert products(lower(lowered.as_text("hlo"), "op")) == flops
+
+
+def products(found):
+    return sum(k.flops * k.multiplicity for k in found.kernels if k.kind == "gemm")
+
+
+NESTED = """HloModule nested
+
+body {
+  state = (s32[], (f32[64,64], f32[64,64]), s32[]) parameter(0)
+  i = s32[] get-tuple-element(state), index=0
+  pair = (f32[64,64], f32[64,64]) get-tuple-element(state), index=1
+  x = f32[64,64] get-tuple-element(pair), index=0
+  w = f32[64,64] get-tuple-element(pair), index=1
+  bound = s32[] get-tuple-element(state), index=2
+  one = s32[] constant(1)
+  next = s32[] add(i, one)
+  y = f32[64,64] dot(x, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  after = (f32[64,64], f32[64,64]) tuple(y, w)
+  ROOT out = (s32[], (f32[64,64], f32[64,64]), s32[]) tuple(next, after, bound)
+}
+
+condition {
+  state = (s32[], (f32[64,64], f32[64,64]), s32[]) parameter(0)
+  i = s32[] get-tuple-element(state), index=0
+  bound = s32[] get-tuple-element(state), index=2
+  ROOT less = pred[] compare(i, bound), direction=LT
+}
+
+ENTRY main {
+  pair = (f32[64,64], f32[64,64]) parameter(0)
+  zero = s32[] constant(0)
+  nine = s32[] constant(9)
+  start = (s32[], (f32[64,64], f32[64,64]), s32[]) tuple(zero, pair, nine)
+  loop = (s32[], (f32[64,64], f32[64,64]), s32[]) while(start), condition=condition, body=body
+  last = (f32[64,64], f32[64,64]) get-tuple-element(loop), index=1
+  ROOT y = f32[64,64] get-tuple-element(last), index=0
+}
+"""
+
+
+def test_a_loop_over_tuples_of_tuples_reads_each_array():
+    found = lower(NESTED, "fused", device=H100)
+    gemms = [k for k in working(found) if k.kind == "gemm"]
+    assert [(k.multiplicity, k.flops, k.bytes) for k in gemms] == [(9, 2 * 64**3, 3 * 4 * 64**2)]
+    # The counter and the first array are copied: no iteration changes the second.
+    copies = [k.bytes for k in working(found) if k.kind == "copy"]
+    assert copies == [2 * 4, 2 * 4 * 64**2]
+
+
+def test_collectives_stay_as_they_are():
+    text = """
+    module @m attributes {mhlo.num_replicas = 4 : i32} {
+      func.func public @main(%a: tensor<64x64xf32>) -> tensor<64x64xf32> {
+        %0 = stablehlo.add %a, %a : tensor<64x64xf32>
+        %1 = "stablehlo.all_reduce"(%0) ({
+        ^bb0(%x: tensor<f32>, %y: tensor<f32>):
+          %s = stablehlo.add %x, %y : tensor<f32>
+          stablehlo.return %s : tensor<f32>
+        }) {replica_groups = dense<[[0, 1, 2, 3]]> : tensor<1x4xi64>}
+          : (tensor<64x64xf32>) -> tensor<64x64xf32>
+        %2 = stablehlo.multiply %1, %1 : tensor<64x64xf32>
+        return %2 : tensor<64x64xf32>
+      }
+    }"""
+    found = lower(text, "fused", device=H100)
+    assert kinds(found) == ["fusion", "collective", "fusion"]
+    assert working(found)[2].operands == (1,)
+
+
+def test_without_a_device_an_h100_is_assumed():
+    text = jax.jit(lambda x: x + 1.0).lower(spec(8)).as_text()
+    found = lower(text, "fused")
+    assert (len(found.kernels), found.target) == (1, "gpu")
+
+
+def test_a_device_that_is_no_gpu_is_noted():
+    found = fused(lambda x: x + 1.0, spec(8), device=find_device("tpu-v4"))
+    assert any("GPU" in note for note in found.notes)
+
+
+def test_an_optimised_program_is_refused():
+    compiled = jax.jit(lambda x: x + 1.0).lower(spec(8)).compile().as_text()
+    with pytest.raises(LoweringError, match="optimised already"):
+        lower(compiled, "fused")
+
+
+def test_a_partitioned_program_without_collectives_is_noted():
+    text = jax.jit(lambda x: x + 1.0).lower(spec(8)).as_text()
+    text = text.replace("mhlo.num_partitions = 1", "mhlo.num_partitions = 4")
+    assert any("partitioned over 4" in note for note in lower(text, "fused").notes)
+
+
+def test_reading_again_gives_the_same_kernels():
+    text = jax.jit(lambda x, w: jax.nn.softmax(x @ w)).lower(spec(64, 64), spec(64, 64)).as_text()
+    source = read_program(text)
+    first, second = (lower(source, "fused", device=H100) for _ in range(2))
+    assert [k.hash for k in first.kernels] == [k.hash for k in second.kernels]

@@ -1,0 +1,290 @@
+"""Properties of the fusion rules over the zoo, and single rules on small graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from opcast.common.errors import LoweringError
+from opcast.datagen.programs.random_program import random_program
+from opcast.datagen.zoo.registry import build
+from opcast.datagen.zoo.suites import suite
+from opcast.features.devices.catalogue import find_device
+from opcast.features.ir.program import TensorType
+from opcast.features.ir.reader import read_program
+from opcast.features.kernels.extract import kernel_from_ir
+from opcast.features.lowering.fused.dataflow import graph as graphs
+from opcast.features.lowering.fused.dataflow.classify import (
+    Shape,
+    is_loop,
+    is_loop_reduction,
+    reduction,
+)
+from opcast.features.lowering.fused.dataflow.graph import Node, build_graph
+from opcast.features.lowering.fused.dataflow.machine import Machine, machine_of
+from opcast.features.lowering.fused.fusion.clusters import Clusters
+from opcast.features.lowering.fused.fusion.epilogues import fuse_epilogues
+from opcast.features.lowering.fused.fusion.multi_output import MultiOutputFusion
+from opcast.features.lowering.fused.fusion.priority import PriorityFusion
+from opcast.features.lowering.fused.fusion.softmax import fuse_softmax
+from opcast.features.lowering.fused.rewrites.loops import drop_dead_state, merge_counters
+from opcast.features.lowering.fused.rewrites.reductions import parts_of
+from opcast.features.lowering.fused.rewrites.simplify import simplify
+from opcast.features.lowering.lower import choose_lowering, lower
+from opcast.features.lowering.options import AUTO
+
+H100 = find_device("h100-sxm")
+ALL_OPS = Path(__file__).parents[2] / "data" / "all_ops.mlir"
+QUICK = [(name, tuple(sorted(settings.items()))) for name, settings in suite("quick")]
+
+
+def graph_of(function, *shapes):
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    source = read_program(jax.jit(function).lower(*arguments).as_text())
+    graph = build_graph(source.program)
+    simplify(graph)
+    return graph
+
+
+def opcodes(graph):
+    return [n.opcode for n in graph.nodes() if n.opcode not in ("parameter", "constant")]
+
+
+def reduce_node(shape, dims):
+    kept = tuple(size for d, size in enumerate(shape) if d not in dims)
+    source = Node("parameter", [], (TensorType("f32", shape),), {"index": 0})
+    return Node("reduce", [source, source], (TensorType("f32", kept),), {"dimensions": dims})
+
+
+@pytest.fixture(scope="module", params=QUICK, ids=lambda item: item[0])
+def program(request):
+    name, settings = request.param
+    return read_program(build(name, **dict(settings)).mlir(debug_info=False))
+
+
+def test_work_is_conserved_and_traffic_falls(program):
+    op, fused = (lower(program, name, device=H100) for name in ("op", "fused"))
+
+    def total(lowered, what):
+        return sum(k.multiplicity * getattr(k, what) for k in lowered.kernels if k.takes_time)
+
+    # What is computed twice adds a little; the weights of merged products are joined by copies.
+    copied = sum(k.multiplicity * k.bytes for k in fused.kernels if k.kind == "copy")
+    assert total(fused, "flops") == pytest.approx(total(op, "flops"), rel=0.35)
+    assert total(fused, "bytes") - copied <= total(op, "bytes")
+    assert len(fused.kernels) <= len(op.kernels)
+
+
+def test_work_of_every_kind_of_op_is_conserved(monkeypatch):
+    """Of the file with all ops, whose results nobody reads: each op counts as an effect."""
+    visit = graphs._Builder._visit
+
+    def keep(self, op, values, arguments):
+        value = visit(self, op, values, arguments)
+        if isinstance(value, Node) and op.opcode != "parameter":
+            self.effects.append(value)
+        return value
+
+    source = read_program(ALL_OPS)
+    before = lower(source, "op")
+    monkeypatch.setattr(graphs._Builder, "_visit", keep)
+    after = lower(source, "fused", device=H100)
+    flops = [sum(k.flops for k in found.kernels) for found in (before, after)]
+    assert flops[1] == pytest.approx(flops[0], rel=0.05)
+    kinds = [{k.kind for k in found.kernels} for found in (before, after)]
+    # The program's loop is empty, so that it goes.
+    assert kinds[0] - kinds[1] <= {"copy"}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_programs_move_less_than_their_ops(seed):
+    text = random_program(np.random.default_rng(seed)).mlir
+    op, fused = (lower(text, name, device=H100) for name in ("op", "fused"))
+    moved = [sum(k.multiplicity * k.bytes for k in found.kernels) for found in (op, fused)]
+    flops = [sum(k.multiplicity * k.flops for k in found.kernels) for found in (op, fused)]
+    assert moved[1] <= moved[0]
+    assert 0.7 * flops[0] <= flops[1] <= 2.0 * flops[0]
+
+
+def test_a_result_that_nobody_reads_is_not_computed_unless_it_is_a_call():
+    text = """
+    module @m {
+      func.func public @main(%a: tensor<64x64xf32>) -> tensor<64x64xf32> {
+        %0 = stablehlo.exponential %a : tensor<64x64xf32>
+        %1 = stablehlo.custom_call @mine(%a) : (tensor<64x64xf32>) -> tensor<64x64xf32>
+        %2 = stablehlo.add %a, %a : tensor<64x64xf32>
+        return %2 : tensor<64x64xf32>
+      }
+    }"""
+    found = lower(text, "fused", device=H100)
+    assert sorted(k.kind for k in found.kernels) == ["custom_call", "fusion"]
+    assert sum(k.transcendentals for k in found.kernels) == 0
+
+
+def test_kernels_can_be_made_again_from_their_text(program):
+    for kernel in lower(program, "fused", device=H100).kernels:
+        again = kernel_from_ir(kernel.ir)
+        assert (again.hash, again.kind, again.flops, again.bytes) == (
+            kernel.hash, kernel.kind, kernel.flops, kernel.bytes,
+        )  # fmt: skip
+
+
+def test_kernels_read_only_what_came_before(program):
+    kernels = lower(program, "fused", device=H100).kernels
+    assert all(max(k.operands, default=-1) < i for i, k in enumerate(kernels))
+
+
+def test_every_op_is_in_one_kernel_or_may_be_repeated(program):
+    graph = build_graph(program.program)
+    simplify(graph)
+    clusters = Clusters(graph)
+    ops = {id(n): n for c in clusters.all() for n in c.members.values()}
+    fuse_epilogues(clusters)
+    fuse_softmax(clusters)
+    PriorityFusion(clusters, Machine()).run()
+    MultiOutputFusion(clusters, Machine()).run()
+    seen: dict[int, int] = {}
+    for cluster in clusters.all():
+        for node in cluster.members.values():
+            seen[id(node)] = seen.get(id(node), 0) + 1
+    assert set(ops) <= set(seen)
+    assert all(is_loop(ops[key]) for key, count in seen.items() if count > 1 and key in ops)
+
+
+@pytest.mark.parametrize(
+    ("function", "left"),
+    [
+        (lambda x: x * 1.0 + 0.0, []),
+        (lambda x: x.T.T, []),
+        (lambda x: jnp.negative(-x), []),
+        (lambda x: x / 4.0, ["broadcast", "multiply"]),
+        (lambda x: x.reshape(-1).reshape(8, 16), []),
+        (lambda x: jnp.concatenate([x, x + 1.0])[:8], []),
+        (lambda x: jnp.square(x) - x * x, ["multiply", "subtract"]),
+        (lambda x: x**2, ["multiply"]),
+        (lambda x: jnp.where(True, x, 0.0), []),
+        (lambda x: jnp.pad(x, 0), []),
+        (lambda x: x[None].transpose(1, 0, 2).reshape(8, 16), []),
+    ],
+)
+def test_simplification_leaves_what_is_needed(function, left):
+    assert opcodes(graph_of(function, (8, 16))) == left
+
+
+def test_constants_are_computed_beforehand():
+    graph = graph_of(lambda x: x * (jnp.float32(2.0) * 3.0 + jnp.sqrt(jnp.float32(9.0))), (8,))
+    (constant,) = [n for n in graph.nodes() if n.opcode == "constant"]
+    assert constant.attrs["value"] == 9.0
+
+
+def test_what_is_scattered_into_zeros_is_scattered_into_the_sum():
+    def both(x, i, y):
+        return x + jnp.zeros_like(x).at[i.astype(jnp.int32)].add(y)
+
+    codes = opcodes(graph_of(both, (64, 8), (4,), (4, 8)))
+    assert codes.count("scatter") == 1
+    assert codes[-1] == "scatter"
+
+
+def test_dead_state_and_second_counters_go():
+    def loop(x):
+        def step(s):
+            i, j, dead, y = s
+            return i + 1, j + 1, dead * 2.0, y * 1.5 + j
+
+        return jax.lax.while_loop(lambda s: s[0] < 9, step, (0, 0, x, x))[3]
+
+    graph = graph_of(loop, (16,))
+    merge_counters(graph)
+    drop_dead_state(graph)
+    (node,) = [n for n in graph.nodes() if n.opcode == "while"]
+    body = node.graphs[1]
+    kept = [o is p for o, p in zip(body.outputs, body.parameters, strict=False)]
+    assert kept == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "expected"),
+    [
+        ((64, 32), (1,), (Shape.ROW, 1, 32, 1)),
+        ((64, 32), (0,), (Shape.COLUMN, 1, 64, 32)),
+        ((4, 64, 32), (0, 1), (Shape.COLUMN, 1, 256, 32)),
+        ((4, 64, 32), (1,), (Shape.COLUMN, 4, 64, 32)),
+        ((4, 64, 32), (0, 2), (Shape.ROW, 4, 32, 1)),
+        ((4, 64, 1), (1,), (Shape.ROW, 1, 64, 1)),
+        ((2, 3, 4, 5), (0, 2), (Shape.SCATTERED, 1, 8, 1)),
+    ],
+)
+def test_reductions_are_grouped_by_memory_order(shape, dims, expected):
+    assert tuple(reduction(reduce_node(shape, dims))) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "loop"),
+    [
+        ((64, 10), (1,), True), ((64, 16), (1,), False), ((9, 64), (0,), True),
+        ((64, 64), (0,), False),
+    ],
+)  # fmt: skip
+def test_short_reductions_are_loops(shape, dims, loop):
+    assert is_loop_reduction(reduce_node(shape, dims)) is loop
+
+
+@pytest.mark.parametrize(
+    ("length", "parts"),
+    [(32_000, (128, 250)), (30_522, (131, 233)), (73_728, (256, 288)), (4_608, (64, 72))],
+)
+def test_parts_of_long_reductions_are_the_compilers(length, parts):
+    assert parts_of(length) == parts
+
+
+def test_a_machine_is_read_from_its_description():
+    v100, h100 = machine_of(find_device("v100-pcie")), machine_of(H100)
+    assert (v100.cores, v100.bandwidth, v100.tensor_fusion) == (80, 900e9, False)
+    assert (h100.cores, h100.lanes, h100.tensor_fusion) == (132, 128, True)
+    assert machine_of(find_device("tpu-v4")) == Machine()
+    for name in ("b200", "rtx-pro-6000"):  # sm_100 and sm_120: three digits
+        newer = machine_of(find_device(name))
+        assert newer.tensor_fusion and newer.channels_last and newer.half_channels_last
+
+
+def test_without_its_compiler_a_device_gets_fused_and_a_note(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPCAST_COMPILERS", str(tmp_path))
+    monkeypatch.setattr(
+        "opcast.features.lowering.target_compiler.install._versions", lambda folder: {}
+    )
+    chosen = choose_lowering(AUTO, H100, absent=True)
+    assert chosen.lowering == "fused"
+    assert "no gpu compiler" in chosen.note
+    assert "opcast compilers install gpu" in chosen.note
+    text = jax.jit(lambda x: x + 1.0).lower(jax.ShapeDtypeStruct((8,), jnp.float32)).as_text()
+    found = lower(text, AUTO, device=H100)
+    assert (found.lowering, found.notes[0]) == ("fused", chosen.note)
+
+
+def test_the_local_device_keeps_its_compiler():
+    assert choose_lowering(AUTO, None, absent=False) == ("xla", "")
+    assert choose_lowering("op", H100, absent=True).lowering == "op"
+
+
+def test_an_unknown_lowering_is_refused_with_the_choices():
+    with pytest.raises(LoweringError, match="auto, xla, fused, op"):
+        lower("module {}", "fuzed")
+
+
+def test_a_sum_of_a_transposed_product_may_choose_between_arrays():
+    """As clipping by the global norm does; a transpose of that scalar moves no further."""
+
+    def clipped(x, w, p):
+        g = jnp.einsum("bsd,dhk->bhsk", x, w)
+        return g, jax.lax.select((g * g).sum() > 0, p, 2 * p)
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 16, 32), (32, 8, 16), (7,))]
+    found = lower(jax.jit(clipped).lower(*shapes).as_text(), "fused", device=H100)
+    last = found.kernels[-1]
+    # Two arguments of one condition and seven elements each; the sum stays a scalar.
+    assert (last.bytes_in, last.bytes_out) == (4 + 7 * 4, 7 * 4)

@@ -1,0 +1,350 @@
+"""Physics of operators: FLOPs and bytes by hand, bounds, and how the estimate grows."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from opcast.features.devices.catalogue import device_names, find_device
+from opcast.features.operators import FAMILIES, gemm, op_features
+from opcast.features.operators.attention import visible_pairs, visited_keys
+from opcast.features.operators.moe import busy_rank
+from opcast.features.operators.physics import combine, fill, quantised, resident_share
+
+ATTENTION = {
+    "op": "attention", "dtype": "bf16", "batch": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 8,
+    "v_head_dim": 6, "q_len": 5, "kv_len": 9, "window": 0, "causal": 1,
+}  # fmt: skip
+EXPERTS = {
+    "op": "moe", "dtype": "bf16", "tokens": 16, "hidden": 64, "inter": 32, "topk": 2, "experts": 8,
+    "tp": 1, "ep": 2, "distribution": "balanced",
+}  # fmt: skip
+PRODUCT = {"op": "linear", "dtype": "fp16", "b": 1, "m": 64, "n": 128, "k": 256}
+CONV = {
+    "op": "conv", "dtype": "fp32", "batch": 2, "cin": 3, "cout": 4, "ksize": 3, "insize": 8,
+    "stride": 2, "pad": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def estimate(round_gpu):
+    def one(family, row, **changes):
+        frame = pd.DataFrame([{**row, **changes, "device": "round"}])
+        return op_features(frame, family, {"round": round_gpu()})
+
+    return one
+
+
+def test_product(estimate):
+    found = estimate("kernel/linear", PRODUCT)
+    moved = 2 * (64 * 256 + 256 * 128 + 64 * 128)
+    assert found.flops[0] == 2 * 64 * 128 * 256
+    assert found.moved[0] == moved
+    assert found.roofline_s[0] == pytest.approx(max(2 * 64 * 128 * 256 / 1e15, moved / 1e12))
+    assert found.floor_s[0] == pytest.approx(4500 / 1e9)
+    assert found.bound[0] == "latency"
+
+
+def test_batched_product_in_true_fp32(estimate):
+    found = estimate("eager/bmm", PRODUCT, b=3, dtype="fp32")
+    assert found.flops[0] == 3 * 2 * 64 * 128 * 256
+    assert found.moved[0] == 3 * 4 * (64 * 256 + 256 * 128 + 64 * 128)
+    assert found.floor_s[0] == pytest.approx(38e-6)  # a call from the host, whatever the device
+
+
+def test_narrowing_activations_costs_launches_rows_and_bytes(estimate):
+    found = estimate("graph/linear", PRODUCT, m=4096, k=512, dtype="fp8", backend="vllm")
+    seconds = found.X[0, found.names.index("quant_base")] * found.base_s[0]
+    launch, row, moved, element = gemm.QUANTISATION["fp8", "vllm"]
+    cores, clock, bandwidth = 100, 1e9, 1e12
+    # 41 rows a core; the operands exceed the cache of 1 MB, so that all bytes come from memory.
+    cycles = launch + row * 41 + element * 4096 * 512 / cores
+    streamed = moved * 4096 * 512 / (0.85 * bandwidth)
+    assert seconds == pytest.approx(cycles / clock + streamed, rel=1e-5)
+
+
+def test_nothing_precedes_products_of_wide_numbers(estimate):
+    found = estimate("graph/linear", PRODUCT, dtype="bf16", backend="vllm")
+    assert found.X[0, found.names.index("quant_base")] == 0
+
+
+def test_product_of_scaled_blocks(estimate):
+    found = estimate("graph/linear", PRODUCT, dtype="nvfp4", backend="trtllm")
+    # 4 bits and a scale of 8 bits for each 16 values; the result is 16 bits wide.
+    width = (4 + 8 / 16) / 8
+    assert found.moved[0] == width * (64 * 256 + 256 * 128) + 2 * 64 * 128
+
+
+def test_large_product_is_bound_by_compute(estimate):
+    found = estimate("kernel/linear", PRODUCT, m=8192, n=8192, k=8192)
+    assert found.bound[0] == "compute"
+    # 64 × 32 tiles of 128 × 256 on 100 SMs are 20.48 waves, of which the last costs 0.6.
+    tiles = 20.6 * 100 * 128 * 256 * 8192 * 2 / 1e15
+    weights = 2 * 8192 * 8192
+    memory = 3 * weights / (0.85 * 1e12)
+    depth = 0.33 * 8192 / 1e9
+    assert found.base_s[0] == pytest.approx(4.5e-6 + (tiles**4 + memory**4) ** 0.25 + depth)
+
+
+def test_convolution(estimate):
+    found = estimate("eager/conv", CONV)
+    out = (8 + 2 * 1 - 3) // 2 + 1
+    assert out == 4
+    assert found.flops[0] == 2 * (2 * out**2) * 4 * (3 * 3**2)
+    assert found.moved[0] == 4 * (2 * 3 * 8**2 + 3 * 4 * 3**2 + 2 * 4 * out**2)
+
+
+def test_elementwise(estimate):
+    row = {"op": "add", "dtype": "fp16", "rows": 1000, "cols": 1000, "n_in": 2}
+    found = estimate("kernel/elementwise", row)
+    assert found.moved[0] == (2 + 1) * 1000 * 1000 * 2
+    memory = 6e6 / (0.85 * 1e12)  # six times the cache: nothing of it stays
+    vector = 4 * 1e6 / 1e13
+    floor = 4500 / 2 / 1e9
+    assert found.base_s[0] == pytest.approx(floor + (memory**3 + vector**3) ** (1 / 3))
+    assert found.bound[0] == "memory"
+
+
+@pytest.mark.parametrize(
+    ("family", "op", "dtype", "per_element"),
+    [
+        ("eager/softmax", "softmax", "fp32", 2 * 4),
+        ("eager/ln", "ln", "fp32", 2 * 4),
+        ("kernel/elementwise", "silu_and_mul", "fp16", 2 + 2 / 2),
+        ("graph/quantize", "quantize_fp8", "bf16", 2 + 1),
+    ],
+)
+def test_bytes_of_passes(estimate, family, op, dtype, per_element):
+    found = estimate(family, {"op": op, "dtype": dtype, "rows": 30, "cols": 50})
+    assert found.moved[0] == 30 * 50 * per_element
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "pairs", "cached"),
+    [
+        ("graph/context_attention", {}, 5 + 6 + 7 + 8 + 9, 9 * (8 + 6)),
+        ("graph/context_attention", {"window": 6}, 5 + 6 + 6 + 6 + 6, 9 * (8 + 6)),
+        ("graph/encoder_attention", {"causal": 0}, 5 * 9, 9 * (8 + 6)),
+        ("graph/generation_attention", {"q_len": 1}, 9, 9 * (8 + 6)),
+        ("graph/generation_attention", {"q_len": 1, "window": 4}, 4, 4 * (8 + 6)),
+        ("graph/generation_mla", {"q_len": 1}, 9, 9 * 8),  # values are part of the latent keys
+    ],
+)
+@pytest.mark.parametrize(("kv_dtype", "width"), [("", 2), ("fp8", 1)])
+def test_attention(estimate, family, changes, pairs, cached, kv_dtype, width):
+    found = estimate(family, ATTENTION, kv_dtype=kv_dtype, **changes)
+    q_len = changes.get("q_len", 5)
+    assert found.flops[0] == 2 * 2 * 4 * pairs * (8 + 6)
+    queries_and_result = 2 * 4 * q_len * (8 + 6) * 2
+    assert found.moved[0] == queries_and_result + 2 * 2 * cached * width
+
+
+LONG = {
+    "op": "attention", "dtype": "bf16", "batch": 1, "q_heads": 4, "kv_heads": 4, "head_dim": 128,
+    "v_head_dim": 128, "q_len": 6400, "kv_len": 6400, "window": 0, "causal": 1,
+}  # fmt: skip
+
+
+def test_long_prefill(estimate):
+    """200 tiles are two waves on 100 cores; a tile has 64 masked keys beside those of a query."""
+    found = estimate("graph/context_attention", LONG)
+    keys = (1 + 6400) / 2 + 128 / 2
+    products = 2 * (128 + 128) / 1e4 / 0.72  # cycles of a pair, at 10,000 FLOP a cycle and core
+    tiles = 2 * (5000 + 128 * keys * (products + 1 / 16)) / 1e9
+    tensor = 4 * 6400 * (128 + 128) * 2  # bytes of the queries and the result
+    memory, cache = 2 * tensor / 0.85e12, 2 * tensor / 0.85e12
+    assert found.base_s[0] == pytest.approx(13e-6 + cache + combine(tiles, memory), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "products", "lanes"),
+    [
+        ("hopper", {"backend": "trtllm"}, 0.72, 16),
+        ("ampere", {"backend": "trtllm"}, 0.49, 16),
+        ("ampere", {"backend": "sglang", "kernel": "triton"}, 0.37, 16),
+        ("blackwell-ultra", {"backend": "vllm"}, 0.72, 32),
+    ],
+)
+def test_what_tiles_reach(round_gpu, architecture, changes, products, lanes):
+    frame = pd.DataFrame([{**LONG, **changes, "causal": 0, "device": "d"}])
+    device = round_gpu("d", architecture=architecture)
+    found = op_features(frame, "graph/encoder_attention", {"d": device})
+    tiles = found.base_s[0] * 2 ** found.X[0, found.names.index("log_tiles_base")]
+    pair = 2 * 256 / 1e4 / products + 1 / lanes
+    assert tiles == pytest.approx(2 * (5000 + 128 * 6400 * pair) / 1e9, rel=1e-6)
+
+
+def test_keys_at_the_edges_of_a_tile():
+    mean, span, keys, window = (
+        np.array(v, float)
+        for v in ((100, 100, 1, 4), (128, 0, 5, 128), (200, 100, 5, 4), (0, 0, 0, 4))
+    )
+    assert list(visited_keys(mean, span, keys, window)) == [164, 100, 64, 72]
+
+
+DECODE = {**LONG, "q_heads": 1, "kv_heads": 1, "head_dim": 64, "v_head_dim": 64, "q_len": 1,
+          "kv_len": 12_800}  # fmt: skip
+
+
+def test_decode_is_split_over_idle_cores(estimate):
+    found = estimate("graph/generation_attention", DECODE)
+    assert found.X[0, found.names.index("log_split")] == pytest.approx(np.log2(100))
+    serial = (4000 + 128 * 128 * 2 / 16 + 3000 / 100) / 1e9  # 128 keys a core, 16 bytes a cycle
+    memory = (12_800 + 1) * 128 * 2 / 0.85e12
+    tiles = 4000 / 100 / 1e9 + 2 * 12_800 * 128 / 1e15 / 0.2
+    merge = 4000 / 1e9 + 100 * 64 * 4 * 4 / 1e13
+    assert found.base_s[0] == pytest.approx(
+        14e-6 + merge + combine(tiles, memory, serial), rel=1e-6
+    )
+    short = estimate("graph/generation_attention", DECODE, kv_len=256)  # merging costs more
+    assert short.X[0, short.names.index("log_split")] == 0
+
+
+def test_heads_that_read_the_keys_for_themselves(estimate):
+    row = {**DECODE, "q_heads": 32, "kv_heads": 2, "backend": "vllm", "window": 1024}
+
+    def waves(**changes):
+        found = estimate("graph/generation_attention", row, **changes)
+        return {n: 2 ** found.X[0, found.names.index(n)] for n in ("log_waves", "log_split")}
+
+    assert waves(kernel="vllm_flash_attn_fa3")["log_waves"] > 0.1  # split
+    alone = waves(kernel="vllm_flash_attn_fa2")
+    assert alone == {"log_waves": pytest.approx(32 / 100), "log_split": 1}
+    grouped = waves(backend="trtllm", window=0, kv_len=64)
+    assert grouped["log_waves"] == pytest.approx(2 / 100)
+    assert waves(backend="trtllm", window=0, kv_len=64, q_heads=96)["log_waves"] == pytest.approx(
+        96 / 100
+    )
+
+
+def test_experts(estimate):
+    found = estimate("graph/moe", EXPERTS)
+    rows = 16 * 2 // 2
+    assert found.flops[0] == 2 * rows * 64 * 32 * 3
+    weights = 4 * 64 * 32 * 3 * 2
+    streams = rows * (64 * (2 + 2) + 32 * (4 + 2 + 2)) + rows * 64 * 2 + 16 * 64 * 4
+    assert found.moved[0] == weights + streams
+    ungated = estimate("graph/moe", EXPERTS, kernel="moe_torch_flow_nongated")
+    assert ungated.flops[0] == found.flops[0] * 2 / 3
+
+
+def busy(tokens, topk, experts, ep, skew):
+    found = busy_rank(*(np.array([float(v)]) for v in (tokens, topk, experts, ep, skew)))
+    return found[0][0], found[1][0]
+
+
+def test_balanced_ranks():
+    assert busy(8, 1, 16, 2, 0) == (4, 4)
+    assert busy(100, 2, 16, 2, 0) == (100, 8)
+    assert busy(1, 1, 16, 64, 0) == (1 / 64, 1)
+
+
+def test_the_busiest_rank_of_a_skewed_draw():
+    # Two experts, one row each on average: quantiles 1/4 and 3/4 of a density x^-2 between 1 and 8.
+    loads = np.array([1 / (1 - q * (1 - 1 / 8)) for q in (0.25, 0.75)])
+    loads *= 10 / loads.sum()
+    assert busy(10, 1, 2, 2, 2.0) == (pytest.approx(loads[1]), pytest.approx(1))
+    rows, active = busy(10, 1, 2, 1, 2.0)
+    assert rows == pytest.approx(10)  # one rank has them all
+    assert active == pytest.approx((1 - np.exp(-loads)).sum())
+
+
+def test_no_expert_gets_a_token_twice():
+    rows, _ = busy(100, 6, 8, 8, 1.2)
+    assert rows == pytest.approx(100, rel=0.02)
+
+
+def test_visible_pairs_by_counting():
+    cases = [(q, kv, w) for kv in range(1, 13) for q in range(1, kv + 1) for w in range(15)]
+    counted = [
+        sum(
+            1
+            for i in range(q)
+            for j in range(kv)
+            if j <= kv - q + i and (not w or j > kv - q + i - w)
+        )
+        for q, kv, w in cases
+    ]
+    q, kv, w = (np.array(c, float) for c in zip(*cases, strict=True))
+    assert visible_pairs(q, kv, w) == pytest.approx(counted)
+
+
+def test_waves():
+    waves = np.array([0.2, 1.0, 1.1, 1.8, 7.0])
+    assert quantised(waves) == pytest.approx([0.6, 1.0, 1.6, 1.8, 7.0])
+    assert fill(waves) == pytest.approx([0.2, 1.0, 0.55, 0.9, 1.0])
+    steps = quantised(np.linspace(0, 9, 500))
+    assert (np.diff(steps) >= 0).all()
+
+
+def test_resident_share_falls_from_all_to_nothing():
+    share = resident_share(np.linspace(0, 3, 100), np.array(1.0), 1.15, 0.3)
+    assert share[0] == 1 and share[-1] == 0
+    assert (np.diff(share) <= 0).all()
+    assert resident_share(np.array([0.85, 1.0, 1.15]), np.array(1.0)) == pytest.approx([1, 0.5, 0])
+
+
+def test_combine_is_a_soft_maximum():
+    a, b = np.array([1.0, 3.0, 0.0]), np.array([1.0, 1e-9, 2.0])
+    found = combine(a, b)
+    assert found == pytest.approx([2 ** (1 / 3), 3.0, 2.0])
+    assert (found >= np.maximum(a, b) - 1e-12).all() and (found <= a + b + 1e-12).all()
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    return {n: find_device(n) for n in device_names() if find_device(n).platform == "gpu"}
+
+
+@pytest.fixture(scope="module")
+def drawn(gpus, op_rows):
+    def rows(family, n=800):
+        found = op_rows(family, n)
+        return found.assign(device=np.random.default_rng(1).choice(list(gpus), n))
+
+    return rows
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_feature_is_finite(family, drawn, gpus):
+    found = op_features(drawn(family), family, gpus)
+    assert np.isfinite(found.X).all()
+    for values in (found.base_s, found.roofline_s, found.flops, found.moved):
+        assert np.isfinite(values).all() and (values > 0).all()
+    assert (found.floor_s > 0).all() and (found.floor_s < found.base_s).all()
+    assert set(found.bound) <= {"compute", "memory", "latency"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_estimate_is_not_below_the_roofline(family, drawn, gpus):
+    """Out of the cache; what fits there is faster than memory, whose bound does not hold then."""
+    rows = drawn(family)
+    found = op_features(rows, family, gpus)
+    cache = rows["device"].map({n: d.cache_bytes for n, d in gpus.items()}).to_numpy()
+    outside = found.moved > 1.2 * cache
+    assert outside.any()
+    assert (found.base_s >= found.roofline_s)[outside].all()
+
+
+GROWTH = {
+    "gemm": ("b", "m", "n"), "conv": ("batch", "cout"), "pointwise": ("rows", "cols"),
+    "attention": ("batch", "q_heads", "kv_len"), "moe": ("tokens", "hidden", "inter"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_estimate_grows_with_the_work(family, drawn, gpus):
+    rows = drawn(family)
+    before = op_features(rows, family, gpus)
+    for column in GROWTH[FAMILIES[family]]:
+        after = op_features(rows.assign(**{column: 2 * rows[column]}), family, gpus)
+        assert (after.base_s >= before.base_s * (1 - 1e-9)).all(), column
+        assert (after.flops >= before.flops).all() and (after.moved >= before.moved).all(), column
+
+
+@pytest.mark.parametrize("family", ["eager/linear", "kernel/linear", "graph/bmm"])
+def test_deeper_products_take_longer(family, drawn, gpus):
+    rows = drawn(family)
+    rows["k"] = 256 * np.maximum(rows["k"] // 256, 1)  # whole splits of the reduction
+    before = op_features(rows, family, gpus)
+    after = op_features(rows.assign(k=2 * rows["k"]), family, gpus)
+    assert (after.base_s >= before.base_s * (1 - 1e-9)).all()

@@ -1,0 +1,162 @@
+"""The TPU model: the roofline where its compiler says nothing, and never zero."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from opcast.common.errors import ModelError
+from opcast.datagen.compile.plan import CompileItem
+from opcast.datagen.compile.rows import estimated_rows
+from opcast.features.cost.bytes import array_traffic, on_chip_bytes
+from opcast.features.dataset import Dataset, sample_frame
+from opcast.features.devices.catalogue import find_device
+from opcast.features.ir.hlo_reader import parse_hlo
+from opcast.features.kernels.extract import extract_kernels
+from opcast.features.kernels.kernel import Kernel, LoweredProgram
+from opcast.features.table.roofline import least_seconds, roofline
+from opcast.features.table.table import feature_names, schema_hash
+from opcast.models.core.kernel_table import concatenate, kernel_table
+from opcast.models.estimators.tpu import TpuEstimator, is_estimated
+from opcast.models.program.overhead import Overhead
+from opcast.models.program.schedule_cost import schedule_cost
+
+DATA = Path(__file__).parents[2] / "features" / "data" / "absent"
+V5E = find_device("tpu-v5e")
+
+
+def kernels(name: str) -> list[Kernel]:
+    return extract_kernels(parse_hlo((DATA / f"{name}.hlo").read_text()))[0]
+
+
+@pytest.fixture(scope="module")
+def model() -> TpuEstimator:
+    """Fitted to copies of what the compiler says of three small programs, slowed by a factor."""
+    rows = []
+    for name in ("v5e_bias", "v5e_bmm", "v5e_pool"):
+        item = CompileItem(name, "random", "", True)
+        for row in estimated_rows((DATA / f"{name}.hlo").read_text(), [item], V5E):
+            for copy in range(12):
+                rows.append({
+                    **row, "kernel_hash": f"{row['kernel_hash']}{copy}",
+                    "sample_id": f"{name}{row['kernel_hash']}{copy}", "device": V5E.name,
+                    "run_id": "r",
+                })  # fmt: skip
+    dataset = Dataset(sample_frame(rows), {"r": {"device": asdict(V5E)}})
+    return TpuEstimator(rounds=5, stop_rounds=0).fit(dataset)
+
+
+def test_select_and_scatter_takes_its_roofline(model: TpuEstimator) -> None:
+    own = kernels("v5e_pool")
+    found = model.predict(own, V5E)
+    silent = [i for i, k in enumerate(own) if k.opcode == "select-and-scatter"]
+    assert silent
+    expected = roofline([own[i] for i in silent], V5E).latency_s + V5E.floor
+    np.testing.assert_allclose(found.latency[silent], expected)
+    assert set(found.source[silent]) == {"roofline"}
+    assert not found.in_domain[silent].any()
+    assert (found.lo[silent] < found.latency[silent]).all()
+    assert (found.hi[silent] > found.latency[silent]).all()
+
+
+def test_no_kernel_is_free(model: TpuEstimator) -> None:
+    for name in ("v5e_bias", "v5e_bmm", "v5e_pool", "v5e_gather"):
+        own = [k for k in kernels(name) if k.takes_time]
+        assert (model.predict(own, V5E).latency > 0).all()
+
+
+def test_asynchronous_copies_are_not_estimated() -> None:
+    own = [k for k in kernels("v5e_bias") if k.takes_time]
+    assert {k.opcode: is_estimated(k) for k in own} == {"copy-start": False, "fusion": True}
+    assert [k.cycles > 0 for k in own] == [is_estimated(k) for k in own]
+
+
+def test_kernels_with_an_estimate_are_learned(model: TpuEstimator) -> None:
+    own = [k for k in kernels("v5e_bias") if k.cycles]
+    found = model.predict(own, V5E)
+    assert set(found.source) == {"learned"}
+
+
+def test_asynchronous_copies_run_beside_the_rest() -> None:
+    own = kernels("v5e_bias")
+    cost = schedule_cost(np.full(len(own), 1e-6), LoweredProgram(own, "xla", V5E.name), V5E)
+    cost = replace(cost, total=7e-6, makespan=5e-6, gaps=3e-6, dispatch=1e-6)
+    # 7 + 0.5 · 3 + 1, 5 + 0.5 · 3 + 1, and the mean of 7 and 5 without gaps.
+    assert Overhead().wall(cost) == pytest.approx(9.5e-6)
+    assert Overhead(overlap=1.0).wall(cost) == pytest.approx(7.5e-6)
+    assert Overhead(gap=0.0, overlap=0.5).wall(cost) == pytest.approx(7e-6)
+    assert TpuEstimator.overheads["tpu"].wall(cost) == pytest.approx(6e-6)
+
+
+def test_it_says_that_nothing_was_measured(model: TpuEstimator) -> None:
+    notes = model.notes(kernels("v5e_pool"), V5E)
+    assert "not from measurements" in notes[0]
+    assert "roofline" in notes[1]
+    other = model.notes([], replace(V5E, name="my-tpu"))
+    assert "not of my-tpu" in other[1]
+
+
+def test_it_comes_back_from_its_folder(model: TpuEstimator, tmp_path: Path) -> None:
+    model.save(tmp_path / "m")
+    own = [k for k in kernels("v5e_bmm") if k.takes_time]
+    again = TpuEstimator.load(tmp_path / "m").predict(own, V5E)
+    # Compact trees keep fewer digits.
+    np.testing.assert_allclose(again.latency, model.predict(own, V5E).latency, rtol=1e-5)
+
+
+def test_nothing_is_faster_than_physics_allows(model: TpuEstimator) -> None:
+    slow = replace(
+        V5E,
+        peak_flops=dict.fromkeys(V5E.peak_flops, 1e9),
+        levels=(replace(V5E.levels[0], bandwidth=1e6),),
+        shared_bytes_per_core=1e4,
+    )
+    own = [k for k in kernels("v5e_bmm") if k.takes_time]
+    found = model.predict(own, slow)
+    least = least_seconds(own, slow)
+    for k, seconds in zip(own, least, strict=True):
+        # Besides what the compiler puts on the chip 10 kB may lie there; the rest comes at 1 MB/s.
+        entry = k.body.entry_computation
+        near = sum(on_chip_bytes(side) for side in array_traffic(k.op, entry, k.body))
+        assert seconds >= max((k.bytes - near - 1e4) / 1e6, 0.0) * (1 - 1e-9)
+    assert least.max() > 1.0
+    assert (found.latency >= least).all() and (found.lo >= least).all()
+    assert (found.hi >= found.latency).all()
+
+
+def test_on_chip_memory_of_a_tpu_is_no_traffic() -> None:
+    own = [k for k in kernels("v5e_bmm") if k.takes_time]
+    assert (least_seconds(own, V5E) < roofline(own, V5E).latency_s).any()
+    gpu = find_device("a100-sxm-80gb")
+    np.testing.assert_array_equal(least_seconds(own, gpu), roofline(own, gpu).latency_s)
+
+
+def test_a_model_without_tpus_own_features_is_refused(model: TpuEstimator, tmp_path: Path) -> None:
+    model.save(tmp_path / "m")
+    file = tmp_path / "m" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    names = feature_names()
+    manifest |= {"feature_names": list(names), "schema_hash": schema_hash(names)}
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(ModelError, match="without their own features"):
+        TpuEstimator.load(tmp_path / "m")
+
+
+def test_tables_of_several_platforms_go_together(model: TpuEstimator) -> None:
+    own = [k for k in kernels("v5e_bmm") if k.takes_time]
+    here, there = kernel_table(own, V5E), kernel_table(own, find_device("a100-sxm-80gb"))
+    both = concatenate([there, here])
+    assert both.names == here.names
+    assert both.schema == here.schema
+    n, width = len(own), len(there.names)
+    np.testing.assert_array_equal(both.X[n:], here.X)
+    np.testing.assert_array_equal(both.X[:n, :width], there.X)
+    assert not both.X[:n, width:].any()
+    np.testing.assert_array_equal(here.with_names(there.names).X, here.X[:, :width])
+    # A table of another platform is brought to what the model was fitted to.
+    assert model.predict_table(there).latency.shape == (n,)
+    assert here.with_names(("else",)) is here

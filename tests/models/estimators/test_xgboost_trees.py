@@ -1,0 +1,64 @@
+"""Trees walked by single rows, against XGBoost's own answers."""
+
+import numpy as np
+import pytest
+import xgboost as xgb
+
+from opcast.models.estimators.xgboost_trees import FEW, PATIENCE, RowTrees, SmallBatches, read_ubj
+
+
+@pytest.fixture(scope="module")
+def booster():
+    rng = np.random.default_rng(0)
+    values = np.round(rng.normal(size=(3000, 12)), 1).astype(np.float32)
+    target = values[:, 0] * 2 + np.sin(values[:, 1]) + 0.1 * rng.normal(size=3000)
+    data = xgb.QuantileDMatrix(values, target)
+    settings = {"objective": "reg:absoluteerror", "max_depth": 7, "nthread": 1}
+    return xgb.train(settings, data, 60)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    found = np.round(np.random.default_rng(1).normal(size=(200, 12)), 1).astype(np.float32)
+    found[0] = 0.0
+    found[1] = 1e30
+    return found
+
+
+def test_sums_are_the_same_to_the_last_bit(booster, rows):
+    expected = booster.inplace_predict(rows, validate_features=False)
+    trees = RowTrees.of(booster)
+    found = np.array([trees.predict(row) for row in rows], np.float32)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_few_rows_are_walked_once_that_has_been_asked_often(booster, rows):
+    small = SmallBatches(booster)
+    assert all(small.predict(rows[:1]) is None for _ in range(PATIENCE - 1))
+    expected = booster.inplace_predict(rows[:FEW], validate_features=False)
+    np.testing.assert_array_equal(small.predict(rows[:FEW]), expected.astype(np.float64))
+    assert small.predict(rows[: FEW + 1]) is None
+    missing = rows[:1].copy()
+    missing[0, 3] = np.nan
+    assert small.predict(missing) is None
+
+
+def test_what_is_more_than_trees_with_numeric_splits_is_left_to_xgboost(rows):
+    target = rows[:, 0]
+    data = xgb.DMatrix(rows, target)
+    assert RowTrees.of(xgb.train({"booster": "gblinear", "nthread": 1}, data, 2)) is None
+    kind = np.arange(200.0).reshape(-1, 1) % 5
+    categories = xgb.DMatrix(
+        kind, (kind[:, 0] % 2 == 0) * 1.0, feature_types=["c"], enable_categorical=True
+    )
+    settings = {"tree_method": "hist", "max_cat_to_onehot": 1, "nthread": 1}
+    assert RowTrees.of(xgb.train(settings, categories, 2)) is None
+
+
+def test_ubjson_as_its_specification_has_it():
+    text = b"{U\x01aI\x00\x02U\x01b[$l#U\x02\x00\x00\x00\x01\xff\xff\xff\xffU\x01c[SU\x02hiTZ]}"
+    found = read_ubj(text)
+    assert found["a"] == 2 and found["b"].tolist() == [1, -1] and found["c"] == ["hi", True, None]
+    for cut in range(1, len(text)):
+        with pytest.raises(ValueError):
+            read_ubj(text[:cut])

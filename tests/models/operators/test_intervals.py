@@ -1,0 +1,79 @@
+"""Interval ends of operator models."""
+
+import json
+
+import numpy as np
+import pytest
+
+from opcast.models.operators.intervals import BINS, DeviceIntervals, twins
+from opcast.models.trust.conformal import MIN_SCORES, UNCALIBRATED, ends
+
+
+def scored(n, seed=0, spread=0.1):
+    """Scores that are three times as wide for long kernels."""
+    rng = np.random.default_rng(seed)
+    predicted = np.exp(rng.uniform(np.log(1e-6), np.log(1e-3), n))
+    wide = np.where(predicted > 3e-5, 3.0, 1.0)
+    return rng.normal(size=n) * spread * wide, predicted
+
+
+def test_bins_by_size_cover_what_they_say():
+    found = DeviceIntervals()
+    found.fit_device("a", *scored(20_000))
+    assert len(found.edges["a"]) == BINS - 1 and len(found.lower["a"]) == BINS
+    scores, predicted = scored(20_000, 1)
+    lo, hi = found.of("a", predicted)
+    measured = predicted * np.exp(scores)
+    inside = (measured >= lo) & (measured <= hi)
+    for part in (predicted < 3e-6, predicted > 3e-4):
+        assert inside[part].mean() == pytest.approx(0.9, abs=0.02)
+    short, long = found.of("a", np.array([2e-6])), found.of("a", np.array([5e-4]))
+    assert np.log(long[1] / 5e-4) > 2 * np.log(short[1] / 2e-6)
+
+
+def test_few_scores_make_one_bin():
+    found = DeviceIntervals()
+    scores, predicted = scored(MIN_SCORES - 1)
+    found.fit_device("a", scores, predicted)
+    assert found.edges["a"] == []
+    lo, hi = ends(scores)
+    low, high = found.of("a", predicted[:3])
+    assert low == pytest.approx(predicted[:3] * np.exp(min(lo, 0)))
+    assert high == pytest.approx(predicted[:3] * np.exp(max(hi, 0)))
+
+
+def test_intervals_hold_the_prediction_even_if_all_scores_are_above():
+    found = DeviceIntervals()
+    scores, predicted = scored(500)
+    found.fit_device("a", np.abs(scores) + 0.2, predicted)
+    lo, hi = found.of("a", predicted)
+    assert (lo <= predicted).all() and (hi > predicted).all()
+
+
+def test_unseen_devices_have_the_widest_ends_of_those_left_out():
+    found = DeviceIntervals()
+    predicted = np.array([1e-5])
+    lo, hi = found.of("new", predicted)
+    assert np.log(hi / predicted)[0] == pytest.approx(UNCALIBRATED)
+    narrow, wide = scored(500)[0], scored(500, 1, 0.3)[0]
+    found.fit_unseen({"a": narrow, "b": wide, "c": np.full(MIN_SCORES - 1, 9.0)})
+    assert found.unseen == pytest.approx(ends(wide))
+    lo, hi = found.of("new", predicted)
+    assert np.log(lo / predicted)[0] == pytest.approx(ends(wide)[0])
+    assert np.log(hi / predicted)[0] == pytest.approx(ends(wide)[1])
+
+
+def test_round_trip():
+    found = DeviceIntervals()
+    found.fit_device("a", *scored(800))
+    found.fit_unseen({"a": scored(800)[0]})
+    again = DeviceIntervals.from_dict(json.loads(json.dumps(found.to_dict())))
+    assert again == found
+    predicted = scored(50, 4)[1]
+    for device in ("a", "new"):
+        assert np.array_equal(again.of(device, predicted), found.of(device, predicted))
+
+
+def test_twins_share_a_chip():
+    chips = {"h100": ("hopper", 132), "h200": ("hopper", 132), "a100": ("ampere", 108)}
+    assert twins(("a100", "h100", "h200"), chips) == [("a100",), ("h100", "h200")]

@@ -1,0 +1,61 @@
+"""The operator model that comes with the package."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from opcast.features.devices.catalogue import device_names, find_device
+from opcast.features.operators import FAMILIES
+from opcast.models.operators import OpModel
+from opcast.predict.locate import find_model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return OpModel.load(find_model("gpu-operators"))
+
+
+def gemm(device, m=4096, dtype="bf16", **changes):
+    row = {
+        "id": "x", "key": "graph/linear", "op": "linear", "family": "linear", "dtype": dtype,
+        "backend": "vllm", "kernel": "torch.nn.functional.linear", "device": device, "b": 1,
+        "m": m, "n": 4096, "k": 4096,
+    }  # fmt: skip
+    return row | changes
+
+
+def test_it_has_every_family_and_says_where_it_comes_from(model):
+    assert set(model.families) == set(FAMILIES)
+    assert {"h100-sxm", "a100-sxm-80gb", "rtx-pro-6000", "v100-pcie", "mi100"} <= set(model.devices)
+    assert model.info["rows"] > 3_000_000
+    assert model.info["metrics"], "figures of the same model, trained on the training rows alone"
+
+
+def test_a_large_product_runs_near_the_peak(model):
+    found = model.predict(pd.DataFrame([gemm("h100-sxm", 8192)]))
+    work = 2 * 8192 * 4096 * 4096
+    share = work / find_device("h100-sxm").matrix_peak("bf16") / found.latency[0]
+    assert 0.55 < share < 0.95
+    assert found.scope[0] == "known"
+    assert found.lo[0] < found.latency[0] < found.hi[0]
+
+
+def test_more_work_takes_longer(model):
+    rows = pd.DataFrame([gemm("h200-sxm", m) for m in (16, 256, 1024, 4096, 16384)])
+    assert (np.diff(model.predict(rows).latency) > 0).all()
+
+
+def test_unseen_gpus_get_wider_intervals(model):
+    rows = pd.DataFrame([gemm("h100-sxm"), gemm("b200"), gemm("l40s")])
+    found = model.predict(rows)
+    assert list(found.scope) == ["known", "unseen", "unseen"]
+    width = found.hi / found.lo
+    assert width[1] > 1.5 * width[0] and width[2] > 1.5 * width[0]
+    # B200 has 2.3 times H100's bf16 peak, L40S 0.37 times.
+    assert found.latency[1] < found.latency[0] < found.latency[2]
+
+
+def test_every_gpu_of_the_catalogue_can_be_predicted(model):
+    gpus = [n for n in device_names() if find_device(n).platform == "gpu"]
+    found = model.predict(pd.DataFrame([gemm(name, dtype="fp16") for name in gpus]))
+    assert np.isfinite(found.latency).all() and (found.latency > 1e-5).all()

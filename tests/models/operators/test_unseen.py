@@ -1,0 +1,76 @@
+"""How the model of unseen devices is chosen, on invented rows with a stand-in for the fits."""
+
+import numpy as np
+import pytest
+
+from opcast.features.devices.catalogue import find_device
+from opcast.models.operators.device_effects import DeviceEffects
+from opcast.models.operators.device_kinship import KnownDevices
+from opcast.models.operators.family_tables import FamilySettings
+from opcast.models.operators.shrinkage import SHRINKAGE
+from opcast.models.operators.unseen import JUDGE_ROWS, Strategy, UnseenFit, mean_ape
+
+ROWS = 40
+
+
+class Fits:
+    """Stands for ``GeneralFit``: a model fitted to any rows says the same ratio of all others."""
+
+    def __init__(self, device, target, ratio):
+        self.device, self.target, self.ratio = device, target, ratio
+        self.settings = FamilySettings()
+        self.fitted = []
+
+    def fit(self, rows, within):
+        self.fitted.append((rows, within))
+        return "regressor", DeviceEffects()
+
+    def left_out(self, learn, own, within):
+        assert not set(self.device[learn]) & set(self.device[own])
+        return np.full(len(own), self.ratio)
+
+
+def made(names, target, ratio, transferable=None):
+    device = np.repeat(np.array(names, object), ROWS)
+    job = Fits(device, np.full(len(device), target), ratio)
+    devices = KnownDevices.of({name: find_device(name) for name in names})
+    library = np.full(len(device), "lib", object)
+    good = np.ones(len(device), bool) if transferable is None else transferable
+    fit = UnseenFit(job, devices, library, good, np.random.default_rng(0))
+    return fit.make(np.arange(len(device))), job
+
+
+def test_mean_error_by_hand():
+    assert mean_ape(np.log([1.25, 0.5])) == pytest.approx((0.2 + 1.0) / 2)
+
+
+def test_one_chip_has_nothing_to_leave_out():
+    unseen, job = made(["h100-sxm", "h200-sxm"], 0.0, 0.5)
+    assert unseen.strategy == Strategy(False, 0.0, True)
+    assert unseen.folds == {}
+    assert unseen.seen == {"lib": 1}
+    assert len(job.fitted) == 1
+
+
+def test_ratios_that_carry_over_are_not_shrunk():
+    unseen, _ = made(["h100-sxm", "a100-sxm-80gb", "l4"], 0.5, 0.5)
+    assert unseen.strategy.shrunk == 0.0
+    assert unseen.seen == {"lib": 3}
+    rows, ratio = unseen.folds[("l4",)]
+    assert len(rows) == min(ROWS, JUDGE_ROWS)
+    assert (ratio == 0.5).all()
+
+
+def test_ratios_that_do_not_carry_over_are_shrunk_as_far_as_is_tried():
+    unseen, _ = made(["h100-sxm", "a100-sxm-80gb", "l4"], 0.0, 0.5)
+    assert unseen.strategy.shrunk == 3.0
+    # Two chips are left when one is left out.
+    assert unseen.folds[("l4",)][1] == pytest.approx(np.full(ROWS, 0.5 * SHRINKAGE[2] ** 3))
+
+
+def test_rows_that_mislead_about_other_devices_are_not_learned_from():
+    good = np.arange(3 * ROWS) % 4 > 0
+    unseen, job = made(["h100-sxm", "a100-sxm-80gb", "l4"], 0.5, 0.5, good)
+    assert unseen.seen == {"lib": 3}
+    assert sorted(job.fitted[-1][0]) == np.flatnonzero(good).tolist()
+    assert all(good[rows].all() for rows, _ in unseen.folds.values())

@@ -1,0 +1,165 @@
+import json
+import re
+import resource
+import time
+
+import numpy as np
+import pytest
+
+from opcast.common.errors import DeviceError, PlanError
+from opcast.features.devices.catalogue import find_device
+from opcast.models.operators import OpModel
+from opcast.predict.cluster.network import ClusterNetwork, analytical_time, learned_time
+from opcast.predict.cluster.step import StepPredictor
+from opcast.predict.locate import find_model
+from opcast.predict.operator.step_operators import OperatorLatency, op_row, roofline_seconds
+from opcast.predict.page.step import step_data, step_page
+from opcast.simulate.clusters.catalogue import find_cluster
+from opcast.simulate.collectives.choose import collective_latency_s
+from opcast.simulate.step.calls import OpCall
+from opcast.simulate.step.layer_ops import layer_ops
+from opcast.simulate.step.plan import Group, Plan, parse_plan
+from opcast.simulate.step.workload import make_workload, resolved
+
+LLAMA = {
+    "layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab": 128256,
+    "seq": 8192, "batch": 256,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def operators():
+    return OpModel.load(find_model("gpu-operators"))
+
+
+def test_every_operator_of_every_family_can_be_asked_for(operators):
+    latency = OperatorLatency(find_device("h100-sxm"), operators)
+    for family in ("llama", "moe", "gpt", "bert"):
+        w = make_workload(family, {"batch": 8, "layers": 2})
+        ops = layer_ops(w, resolved(w, Plan(tp=2), 2))
+        found = latency(ops.forward + ops.backward + ops.weights)
+        assert (found[:, 1] <= found[:, 0]).all()
+        assert (found[:, 0] <= found[:, 2]).all()
+        assert (found > 0).all()
+    known = {call.op for call, scope in latency.scopes.items() if scope == "known"}
+    assert known == {"linear", "attention", "moe"}
+
+
+def test_products_take_longer_than_the_roofline_of_the_peak(operators):
+    spec = find_device("h100-sxm")
+    calls = [OpCall("x", "linear", (m, 4096, 4096)) for m in (512, 4096, 16384)]
+    found = OperatorLatency(spec, operators)(calls)[:, 0]
+    floor = np.array([c.flops() for c in calls]) / spec.matrix_peak("bf16")
+    assert (found > floor).all()
+    assert (found < 3 * floor + 1e-5).all()
+    assert op_row(calls[0], spec)["key"] == "graph/linear"
+
+
+def test_devices_that_no_model_knows_take_the_roofline(operators):
+    spec = find_device("tpu-v5e")
+    call = OpCall("x", "linear", (8192, 4096, 4096))
+    latency = OperatorLatency(spec, operators)
+    expected = 2 * 8192 * 4096 * 4096 / (0.7 * 197e12) + spec.floor
+    assert latency([call])[0, 0] == pytest.approx(expected)
+    assert latency.scopes[call] == "roofline"
+    wide = roofline_seconds([OpCall("y", "move", (819_000_000,))], spec)
+    assert wide[0, 0] == pytest.approx(1e-3 / 0.85 + spec.floor)
+
+
+def test_gathers_are_asked_with_one_rank_s_share():
+    cluster = find_cluster("dgx-h100-x16")
+    network = ClusterNetwork(cluster, analytical_time)
+    found = network("all_gather", 8e6, Group(8, 1)).seconds
+    assert found == collective_latency_s("all_gather", 1e6, range(8), cluster)
+    across = network("all_reduce", 8e6, Group(2, 8)).seconds
+    assert across == collective_latency_s("all_reduce", 8e6, range(0, 16, 8), cluster)
+
+
+def test_measured_collectives_count_inside_a_box():
+    cluster = find_cluster("h100-sxm-x8")
+    learned = learned_time("all_reduce", 64e6, range(8), cluster)
+    formula = analytical_time("all_reduce", 64e6, range(8), cluster)
+    assert learned.lo < learned.seconds < learned.hi
+    assert learned.seconds != formula.seconds
+    assert 0.5 < learned.seconds / formula.seconds < 2.0
+
+
+def test_prediction_adds_up_and_its_interval_holds_it(operators):
+    predictor = StepPredictor(find_cluster("dgx-h100-x128"), operators)
+    found = predictor.predict(make_workload("llama", LLAMA), parse_plan("tp=8,pp=2,dp=8"))
+    data = found.to_dict()
+    parts = data["compute_us"] + data["exposed_communication_us"] + data["bubble_us"]
+    assert parts == pytest.approx(data["step_us"])
+    assert data["lo_us"] < data["latency_us"] < data["hi_us"]
+    assert data["step_us"] == data["latency_us"]
+    assert 0.2 < data["mfu"] < 0.7
+    assert data["fits"]
+    assert data["tflops_per_device"] == pytest.approx(data["mfu"] * 989.4)
+    assert sum(data["operators_us"].values()) == pytest.approx(data["compute_us"])
+    assert sum(data["scope_share"].values()) == pytest.approx(1.0)
+    assert json.loads(json.dumps(data)) == data
+
+
+def test_what_does_not_fit_says_what_would(operators):
+    predictor = StepPredictor(find_cluster("dgx-h100-x128"), operators)
+    found = predictor.predict(make_workload("llama", LLAMA), parse_plan("dp=128"))
+    assert not found.fit.fits
+    assert found.fit.plan is not None
+    again = predictor.predict(found.workload, found.fit.plan)
+    assert again.fit.fits
+    assert any("would fit with" in note for note in found.notes())
+
+
+def test_jitter_makes_samples(operators):
+    predictor = StepPredictor(find_cluster("h100-sxm-x8"), operators)
+    w = make_workload("llama", {**LLAMA, "layers": 4, "batch": 8, "vocab": 32000})
+    found = predictor.predict(w, parse_plan("tp=4,pp=2"), jitter=0.05, speeds={0: 0.8})
+    samples = found.to_dict()["samples"]
+    assert samples["p5_us"] < samples["p50_us"] < samples["p95_us"]
+    assert samples["p50_us"] > found.step.total * 1e6
+
+
+def test_page_stands_alone_and_draws_every_task(operators):
+    predictor = StepPredictor(find_cluster("h100-sxm-x8"), operators)
+    w = make_workload("llama", {**LLAMA, "layers": 4, "batch": 8, "vocab": 32000})
+    found = predictor.predict(w, parse_plan("tp=2,pp=4"))
+    page = step_page(found)
+    assert not re.search(r"(?:src|href)=[\"'](?!data:)|url\(|@import", page)
+    spans = step_data(found)["spans"]
+    kinds = [spans["words"][code] for code in spans["kind"]]
+    assert kinds.count("forward") == 4 * 8
+    assert max(spans["end"]) == pytest.approx(found.step.total * 1e6, rel=1e-5)
+
+
+def test_a_device_of_one_s_own_makes_its_cluster_faster(tmp_path, operators):
+    chip = tmp_path / "big.yaml"
+    chip.write_text("name: big-h100\nbase: h100-sxm\ncore_count: 264\nhbm_bandwidth_gbps: 6700\n")
+    box = find_cluster("h100-sxm-x8")
+    own = type(box)("big-box", str(chip), box.topology)
+    w = make_workload("llama", {**LLAMA, "layers": 2, "batch": 8, "vocab": 32000})
+    times = [
+        StepPredictor(cluster, operators).predict(w, parse_plan("dp=8")).step.compute
+        for cluster in (box, own)
+    ]
+    assert 0.4 < times[1] / times[0] < 0.75
+
+
+def test_unknown_devices_and_plans_are_refused(operators):
+    cluster = find_cluster("h100-sxm-x8")
+    with pytest.raises(PlanError, match="8"):
+        StepPredictor(cluster, operators).predict(make_workload("llama", LLAMA), Plan(dp=4))
+    nameless = type(cluster)("mine", "", cluster.topology)
+    with pytest.raises(DeviceError, match="device"):
+        StepPredictor(nameless, operators)
+
+
+def test_16384_devices_take_a_second_at_most(operators):
+    w = make_workload("llama", {**LLAMA, "batch": 4096})
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.process_time()
+    predictor = StepPredictor(find_cluster("dgx-h100-x16384"), operators)
+    found = predictor.predict(w, parse_plan("tp=8,pp=8,dp=256"))
+    assert found.plan.devices == 16384
+    # Under a second on an idle core; busy machines get time.
+    assert time.process_time() - start < 5.0
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 500e6

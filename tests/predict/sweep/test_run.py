@@ -1,0 +1,267 @@
+import contextlib
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from opcast.common.errors import DatasetError, PlanError
+from opcast.features.dataset import write_table
+from opcast.features.devices.catalogue import find_device
+from opcast.predict.sweep import workers as sweep_workers
+from opcast.predict.sweep.job import SweepJob, judge
+from opcast.predict.sweep.reasons import reasons, runner_up
+from opcast.predict.sweep.run import Sweep, grid, pareto, plot, search
+from opcast.predict.sweep.scaling import best_by_size, plot_scaling
+from opcast.predict.sweep.space import Candidate, axis_values, candidates, chunks, parse_grid
+from opcast.simulate.clusters.catalogue import find_cluster
+from opcast.simulate.clusters.files import save_cluster
+from opcast.simulate.step.plan import Plan
+from opcast.simulate.step.workload import make_workload
+
+WORK = make_workload(
+    "llama",
+    {"layers": 8, "d_model": 1024, "heads": 8, "kv_heads": 8, "d_ff": 4096, "vocab": 8192,
+     "seq": 1024, "batch": 32},
+)  # fmt: skip
+CLUSTERS = ["tpu-v5e-x8"]
+GRID = parse_grid("tp=1/2,pp=1/2,recompute=none/full,schedule=1f1b,split=1")
+JOB = SweepJob(WORK, "roofline")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return grid(Sweep(JOB, tmp_path_factory.mktemp("whole")), CLUSTERS, [32], GRID)
+
+
+def test_candidates_are_valid_and_distinct():
+    clusters = {name: find_cluster(name) for name in CLUSTERS}
+    found = candidates(WORK, clusters, [32, 64], GRID)
+    # Two of tp, pp and recompute each, three uses of the rest, two batches; all valid.
+    assert len(found) == 2 * 2 * 2 * 3 * 2
+    assert len({item.key for item in found}) == len(found)
+    assert all(item.plan.devices == 8 for item in found)
+    assert sum(len(piece) for piece in chunks(found, 7)) == len(found)
+
+
+def test_default_axes_stay_within_a_box_and_the_model():
+    values = axis_values(WORK, find_cluster("dgx-h100-x64"), {})
+    assert values["tp"] == ["1", "2", "4", "8"]
+    assert values["pp"] == ["1", "2", "4", "8"]
+    assert values["ep"] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("zz=1", "no axis"), ("tp=two", "no number"), ("data=ddp", "ddp"),
+     ("schedule=fast", "fast"), ("tp=3", "no combination")],
+)  # fmt: skip
+def test_bad_grids(tmp_path, text, said):
+    with pytest.raises(PlanError, match=said):
+        grid(Sweep(JOB, tmp_path), CLUSTERS, [32], parse_grid(text))
+
+
+def test_rows_hold_settings_and_figures(whole):
+    assert len(whole) == 24
+    assert whole["step_us"].is_monotonic_increasing
+    assert (whole["latency_us"] == whole["step_us"]).all()
+    assert (whole["lo_us"] < whole["latency_us"]).all()
+    assert (whole["latency_us"] < whole["hi_us"]).all()
+    row = whole.iloc[0]
+    assert (row["devices"], row["batch"], row["device"]) == (8, 32, "tpu-v5e")
+    full, kept = whole[whole["recompute"] == "full"], whole[whole["recompute"] == "none"]
+    assert full["memory_bytes_per_device"].mean() < kept["memory_bytes_per_device"].mean()
+    assert full["step_us"].mean() > kept["step_us"].mean()
+
+
+def test_parts_without_the_newer_name_of_the_time_are_completed(tmp_path, whole):
+    sweep, items = Sweep(JOB, tmp_path), [Candidate("tpu-v5e-x8", 32, Plan(fsdp=8))]
+    row = sweep.run(items).iloc[[0]]
+    for part in (tmp_path / "parts").iterdir():
+        write_table(row.drop(columns="latency_us"), part)
+    assert Sweep(JOB, tmp_path).run(items)["latency_us"].tolist() == row["step_us"].tolist()
+
+
+def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, whole, monkeypatch):
+    clusters = {name: find_cluster(name) for name in CLUSTERS}
+    items = candidates(WORK, clusters, [32], GRID)
+    sweep = Sweep(JOB, tmp_path)
+    sweep.run(items[:10])
+    judged = []
+    monkeypatch.setattr(
+        sweep_workers, "judge", lambda job, piece: judged.extend(piece) or judge(job, piece)
+    )
+    found = sweep.run(items)
+    assert {item.key for item in judged} == {item.key for item in items[10:]}
+    pd.testing.assert_frame_equal(found, whole)
+    with pytest.raises(DatasetError, match="another"):
+        Sweep(SweepJob(WORK, "gpu-operators"), tmp_path).run(items)
+
+
+def test_the_search_finds_the_best_plan_that_fits(tmp_path, whole):
+    pytest.importorskip("optuna")
+    values = axis_values(WORK, find_cluster(CLUSTERS[0]), GRID)
+    found = search(Sweep(JOB, tmp_path), CLUSTERS, [32], values, trials=16, seed=0)
+    best = whole[whole["fits"]]["step_us"].min()
+    assert found[found["fits"]]["step_us"].min() < 1.2 * best
+
+
+def test_pareto_by_hand(tmp_path):
+    frame = pd.DataFrame({
+        "step_us": [1.0, 2.0, 3.0, 0.5, 2.0],
+        "memory_bytes_per_device": [9.0, 4.0, 5.0, 1.0, 4.0],
+        "devices": [8, 8, 8, 8, 8],
+        "energy_j": [np.nan] * 5,
+        "fits": [True, True, True, False, True],
+    })  # fmt: skip
+    # The third loses to the second, the fourth does not fit, the last equals the second.
+    assert pareto(frame)["step_us"].tolist() == [1.0, 2.0, 2.0]
+    pytest.importorskip("matplotlib")
+    plot(frame, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 1000
+
+
+def test_reasons_by_hand():
+    frame = pd.DataFrame({
+        "tp": [1, 2, 4], "recompute": ["none", "none", "full"], "batch": [8, 8, 8],
+        "step_us": [100.0, 120.0, 150.0], "compute_us": [90.0, 90.0, 130.0],
+        "exposed_communication_us": [10.0, 30.0, 20.0], "bubble_us": [0.0, 0.0, 0.0],
+        "memory_bytes_per_device": [4 * 2.0**30, 3 * 2.0**30, 2.0**30],
+        "fits": [True, True, True],
+    })  # fmt: skip
+    assert reasons(frame) == [
+        "recomputation none: the best with full is 50.0% slower (computation +40.0%, exposed "
+        "communication +10.0% of the step), memory -3.0 GiB",
+        "tensor parallelism 1: the best with 2 is 20.0% slower (exposed communication +20.0% of "
+        "the step), memory -1.0 GiB",
+    ]
+    alone = frame.assign(fits=[False, False, True])
+    assert reasons(alone)[0] == (
+        "tensor parallelism 4: no other value fits, the least needs 3.0 GiB"
+    )
+    assert reasons(frame.assign(fits=False)) == []
+
+
+def test_scaling_by_hand(tmp_path):
+    frame = pd.DataFrame({
+        "devices": [8, 8, 16, 16, 16], "batch": [32, 32, 32, 64, 64], "plan": list("abcde"),
+        "step_us": [100.0, 90.0, 60.0, 100.0, 50.0], "fits": [True, True, True, True, False],
+    })  # fmt: skip
+    found = best_by_size(frame)
+    assert found["plan"].tolist() == ["b", "c", "d"]
+    # Twice the devices: 90 us become 60 for the same batch, 100 for twice the batch.
+    assert found["strong"].tolist() == [1.0, pytest.approx(90 / 60 / 2), 1.0]
+    assert found["weak"].tolist() == [1.0, 1.0, pytest.approx(90 / 100)]
+    pytest.importorskip("matplotlib")
+    plot_scaling(frame, tmp_path / "s.png")
+    assert (tmp_path / "s.png").stat().st_size > 1000
+    with pytest.raises(DatasetError, match="two sizes"):
+        plot_scaling(frame[:2], tmp_path / "t.png")
+
+
+@pytest.mark.slow
+def test_a_killed_worker_costs_nothing_but_time(tmp_path, whole, monkeypatch):
+    monkeypatch.setattr("opcast.predict.sweep.run.PIECE", 4)
+    before, killed = set(_children()), []
+
+    def kill():
+        while not killed:
+            for pid in set(_children()) - before:
+                if b"spawn_main" in _command(pid):
+                    time.sleep(0.5)
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(pid)
+                    return
+            time.sleep(0.02)
+
+    threading.Thread(target=kill, daemon=True).start()
+    found = grid(Sweep(JOB, tmp_path, workers=2), CLUSTERS, [32], GRID)
+    assert killed
+    pd.testing.assert_frame_equal(found, whole)
+
+
+def _children():
+    """Processes that this one has started."""
+    found = []
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            with contextlib.suppress(OSError):
+                fields = (path / "stat").read_text().rsplit(")", 1)[1].split()
+                found += [int(path.name)] if int(fields[1]) == os.getpid() else []
+    return found
+
+
+def _command(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.mark.slow
+def test_ray_gives_the_same_results_even_if_a_worker_dies(tmp_path, whole, monkeypatch):
+    ray = pytest.importorskip("ray", reason="the extra 'scale' is not installed")
+    monkeypatch.setattr("opcast.predict.sweep.run.PIECE", 4)
+    flag = tmp_path / "died"
+    monkeypatch.setattr(sweep_workers, "judge", _dying(str(flag)))
+    try:
+        found = grid(Sweep(JOB, tmp_path / "out", ray="local"), CLUSTERS, [32], GRID)
+    finally:
+        ray.shutdown()
+    assert flag.exists()
+    pd.testing.assert_frame_equal(found, whole)
+
+
+def _dying(flag):
+    """``judge``, in a worker that dies in its first piece."""
+
+    def judge_or_die(job, piece):
+        from opcast.predict.sweep.job import judge
+
+        if not Path(flag).exists():
+            Path(flag).touch()
+            os._exit(1)
+        return judge(job, piece)
+
+    return judge_or_die
+
+
+def test_a_hypothetical_device_in_a_sweep_takes_the_time_of_its_figures(tmp_path):
+    plain = find_device("tpu-v5e")
+    figures = {
+        "bf16": plain.peak_flops["bf16"] / 1e12, "hbm": plain.bandwidth / 1e9,
+        "floor": plain.floor * 1e6,
+    }  # fmt: skip
+    chip = tmp_path / "twice.yaml"
+    chip.write_text(
+        f"name: twice-v5e\nbase: tpu-v5e\npeak_tflops: {{bf16: {2 * figures['bf16']}}}\n"
+        f"hbm_bandwidth_gbps: {2 * figures['hbm']}\nlaunch_floor_us: {figures['floor'] / 2}\n"
+    )
+    box = find_cluster("tpu-v5e-x8")
+    save_cluster(replace(box, name="mine", device=str(chip)), tmp_path / "mine.yaml")
+    values = parse_grid("tp=1,pp=1,data=dp,recompute=none,schedule=1f1b,split=1")
+    names = ["tpu-v5e-x8", str(tmp_path / "mine.yaml")]
+    found = grid(Sweep(JOB, tmp_path / "out"), names, [32], values).set_index("device")
+    assert set(found.index) == {"tpu-v5e", "twice-v5e"}
+    # The roofline knows nothing but these figures, so every operator takes half its time.
+    half = found.loc["tpu-v5e", "compute_us"] / 2
+    assert found.loc["twice-v5e", "compute_us"] == pytest.approx(half, rel=1e-6)
+
+
+def test_what_holds_the_second_best_back():
+    frame = pd.DataFrame({
+        "plan": ["fsdp=8", "tp=2,fsdp=4", "tp=4"], "batch": [8, 8, 8],
+        "step_us": [100.0, 110.0, 90.0], "compute_us": [90.0, 95.0, 80.0],
+        "exposed_communication_us": [10.0, 15.0, 10.0], "bubble_us": [0.0, 0.0, 0.0],
+        "memory_bytes_per_device": [1.0, 1.0, 1.0], "fits": [True, True, False],
+    })  # fmt: skip
+    assert runner_up(frame) == [
+        "second, tp=2,fsdp=4: 10.0% slower than fsdp=8 (computation +5.0%, exposed communication "
+        "+5.0%)"
+    ]
+    assert runner_up(frame[:1]) == []

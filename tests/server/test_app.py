@@ -1,0 +1,168 @@
+"""The endpoints by themselves: how requests become tasks, and errors become answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from opcast.common.errors import DeviceError, InternalError, OpcastError
+from opcast.server.app import create_app
+from opcast.server.settings import ServerSettings
+
+PROGRAM = {"device": "h100-sxm", "program": "module {}"}
+
+
+class Tasks:
+    """Stands in for the sandbox: keeps what it is asked, and gives one reply or error."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[dict[str, object], bytes]] = []
+        self.reply: tuple[int, bytes] | OpcastError = (200, b'{"latency_us": 1.0}')
+
+    async def run(self, task: Mapping[str, object], payload: bytes) -> tuple[int, bytes]:
+        self.asked.append((dict(task), payload))
+        if isinstance(self.reply, OpcastError):
+            raise self.reply
+        return self.reply
+
+
+class Client:
+    """Asks an application in this process, without a server."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+
+    def get(self, path: str) -> httpx.Response:
+        return asyncio.run(self._ask("GET", path))
+
+    def post(self, path: str, **request: object) -> httpx.Response:
+        return asyncio.run(self._ask("POST", path, **request))
+
+    async def _ask(self, method: str, path: str, **request: object) -> httpx.Response:
+        transport = httpx.ASGITransport(self._app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://opcast") as client:
+            return await client.request(method, path, **request)
+
+
+@pytest.fixture
+def tasks() -> Tasks:
+    return Tasks()
+
+
+@pytest.fixture
+def client(tasks: Tasks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
+    """A client of an application whose models are never loaded."""
+    app = create_app(ServerSettings(max_body_bytes=2000))
+    service = app.state.service
+    monkeypatch.setattr(service, "program_model", lambda name: name or "default")
+    monkeypatch.setattr(service, "operator_model", lambda name: name or "default")
+    monkeypatch.setattr(service, "check_device", lambda model, name: name)
+    monkeypatch.setattr(service.sandbox, "run", tasks.run)
+    yield Client(app)
+    service.close()
+
+
+def test_a_program_in_json_becomes_a_task(client: Client, tasks: Tasks) -> None:
+    answer = client.post("/v1/predict/program", json={**PROGRAM, "lowering": "fused"})
+    assert (answer.status_code, answer.json()) == (200, {"latency_us": 1.0})
+    ((task, payload),) = tasks.asked
+    assert payload == b"module {}"
+    assert task == {
+        "kind": "program",
+        "model": "default",
+        "device": "h100-sxm",
+        "lowering": "fused",
+        "fallback": "",
+        "trip_count": None,
+        "strict": False,
+    }
+
+
+def test_an_upload_and_base64_are_the_same_task(client: Client, tasks: Tasks) -> None:
+    data = {"content": b"\x00\xff", "headers": {"Content-Type": "application/octet-stream"}}
+    client.post("/v1/predict/program", params={"device": "h100-sxm", "trip_count": 3}, **data)
+    body = {"device": "h100-sxm", "program": "AP8=", "encoding": "base64", "trip_count": 3}
+    client.post("/v1/predict/program", json=body)
+    first, second = tasks.asked
+    assert first == second and first[1] == b"\x00\xff" and first[0]["trip_count"] == 3
+
+
+def test_a_report_is_a_page_unless_it_is_an_error(client: Client, tasks: Tasks) -> None:
+    tasks.reply = 200, b"<!doctype html>"
+    page = client.post("/v1/report", json=PROGRAM)
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    tasks.reply = 422, b'{"error": "ProgramError"}'
+    refused = client.post("/v1/report", json=PROGRAM)
+    assert refused.status_code == 422 and refused.json()["error"] == "ProgramError"
+    assert [task["kind"] for task, _ in tasks.asked] == ["report", "report"]
+
+
+def test_a_step_becomes_a_task(client: Client, tasks: Tasks) -> None:
+    body = {"workload": "llama", "cluster": "dgx-h100-x16", "model": "roofline"}
+    assert client.post("/v1/simulate", json=body).status_code == 200
+    ((task, payload),) = tasks.asked
+    assert task["kind"] == "simulate" and task["model"] == "roofline" and payload == b""
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(InternalError("opcast fails at x.py:1"), 500), (DeviceError("none"), 404)],
+)
+def test_errors_have_a_status_and_one_form(
+    client: Client, tasks: Tasks, error: OpcastError, status: int
+) -> None:
+    tasks.reply = error
+    answer = client.post("/v1/predict/program", json=PROGRAM)
+    assert answer.status_code == status
+    assert answer.json() == {
+        "error": type(error).__name__,
+        "what": error.what,
+        "where": "",
+        "hint": "",
+    }
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "where"),
+    [
+        ({"content": b"{", "headers": {"Content-Type": "application/json"}}, 400, ""),
+        ({"content": b"{}", "headers": {"Content-Type": "text/html"}}, 415, "Content-Type"),
+        ({"json": PROGRAM, "params": {"device": "l4"}}, 400, "query 'device'"),
+        ({"json": {**PROGRAM, "program": "?", "encoding": "base64"}}, 400, "program"),
+        ({"json": {**PROGRAM, "lowering": "llvm"}}, 422, "lowering"),
+        ({"json": {**PROGRAM, "device": "../x"}}, 422, "device"),
+        ({"json": {**PROGRAM, "program": "x" * 3000}}, 413, "body"),
+    ],
+)
+def test_malformed_requests_become_no_task(
+    client: Client, tasks: Tasks, request_: dict, status: int, where: str
+) -> None:
+    answer = client.post("/v1/predict/program", **request_)
+    assert answer.status_code == status and where in answer.json()["where"]
+    assert tasks.asked == []
+
+
+def test_unknown_paths_and_methods_are_refused_in_the_same_form(client: Client) -> None:
+    for answer, status in ((client.get("/none"), 404), (client.get("/v1/report"), 405)):
+        assert answer.status_code == status
+        assert set(answer.json()) == {"error", "what", "where", "hint"}
+
+
+def test_the_document_names_every_endpoint(client: Client) -> None:
+    document = json.loads(client.get("/openapi.json").text)
+    assert set(document["paths"]) == {
+        "/health",
+        "/metrics",
+        "/v1/devices",
+        "/v1/models",
+        "/v1/predict/kernels",
+        "/v1/predict/program",
+        "/v1/report",
+        "/v1/simulate",
+    }
+    assert "500" in document["paths"]["/v1/predict/program"]["post"]["responses"]

@@ -1,0 +1,78 @@
+import pytest
+
+from opcast.common.errors import DeviceError
+from opcast.features.devices.catalogue import find_device
+from opcast.simulate.clusters.catalogue import cluster_names, find_cluster
+from opcast.simulate.clusters.files import save_cluster
+from opcast.simulate.collectives.choose import collective_cost
+
+
+def test_every_name_of_the_list_is_found_with_sources():
+    names = cluster_names()
+    assert {"h100-sxm-x4", "a100-sxm-40gb-x4", "h200-sxm-x4", "b200-x4", "tpu-v3-x8"} <= set(names)
+    for name in names:
+        found = find_cluster(name)
+        assert found.name == name and found.size == int(name.rsplit("-x", 1)[1])
+        assert find_device(found.device).name == found.device
+        for dim in found.topology.dims:
+            given = {k.split(".")[1] for k in found.sources if k.startswith(f"{dim.name}.")}
+            if dim.name != "cores":
+                assert {"latency_us", "launch_us", "efficiency"} <= given, (name, dim.name)
+
+
+def test_a_box_has_the_bandwidth_of_its_device_file():
+    (dim,) = find_cluster("h100-sxm-x4").topology.dims
+    assert (dim.kind, dim.size, dim.bandwidth) == ("switch", 4, 450e9)
+    assert "data sheet" in find_cluster("h100-sxm-x4").sources["nvlink.bandwidth_gbps"]
+    assert find_cluster("NVIDIA H200-x8").device == "h200-sxm"
+    assert find_cluster("l40s-x4").topology.dims[0].bandwidth == 32e9
+    assert find_cluster("h100-sxm").size == 1
+
+
+def test_several_boxes():
+    pod = find_cluster("dgx-h100-x128")
+    assert [(d.kind, d.size) for d in pod.topology.dims] == [("switch", 8), ("switch", 16)]
+    assert pod.devices_per_node == 8 and pod.topology.dims[1].bandwidth == 50e9
+    large = find_cluster("dgx-h100-x16384").topology.dims[1]
+    assert (large.kind, large.size, large.radix) == ("fat_tree", 2048, 32)
+    assert (
+        find_cluster("dgx-a100-x8").topology.dims == find_cluster("a100-sxm-80gb-x8").topology.dims
+    )
+
+
+def test_slices_of_tpus():
+    cores, grid = find_cluster("tpu-v3-x8").topology.dims
+    assert (cores.size, grid.shape) == (2, (2, 2))
+    assert grid.bandwidth == 164e9 / 2  # two of the four links of a chip stay inside 2 × 2 chips
+    cube = find_cluster("tpu-v4-x64").topology.dims[0]
+    assert cube.shape == (4, 4, 4) and cube.bandwidth == 300e9
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("h100-sxm-x9", "at most 8"),
+        ("dgx-h100-x12", "whole boxes of 8"),
+        ("h100-smx-x4", "close to it: .*h100-sxm-x4"),
+        ("dgx-l4-x16", "not in the catalogue"),
+        ("tpu-v4-x6", "power of two"),
+        ("h100-sxm-x0", "not in the catalogue"),
+        ("pod.yaml", "no such cluster file"),
+    ],
+)
+def test_names_that_are_not_there(name, what):
+    with pytest.raises(DeviceError, match=what):
+        find_cluster(name)
+
+
+def test_a_path_is_a_name(tmp_path):
+    save_cluster(find_cluster("b200-x4"), tmp_path / "mine.yaml")
+    assert find_cluster(tmp_path / "mine.yaml") == find_cluster("b200-x4")
+
+
+def test_networks_are_slower_than_boxes():
+    pod = find_cluster("dgx-h100-x128")
+    inside = collective_cost("all-reduce", 2**28, range(8), pod)
+    across = collective_cost("all-reduce", 2**28, range(0, 128, 8), pod)
+    both = collective_cost("all-reduce", 2**28, 128, pod)
+    assert inside.algorithm == "in_network" and inside.total < both.total < across.total

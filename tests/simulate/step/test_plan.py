@@ -1,0 +1,114 @@
+import pytest
+
+from opcast.common.errors import PlanError
+from opcast.simulate.step.plan import Group, Plan, parse_plan
+from opcast.simulate.step.workload import make_workload, resolved, stage_layers
+
+SIZES = {
+    "layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab": 128256,
+    "seq": 8192, "batch": 256,
+}  # fmt: skip
+
+
+def test_plan_from_text_and_from_yaml_is_the_same(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text("tp: 8\npp: 4\ndp: 4\nschedule: zero-bubble\nsp: false\n")
+    plan = parse_plan("tp=8, pp=4,dp=4,schedule=zero-bubble,sp=no")
+    assert plan == parse_plan(str(path)) == Plan(dp=4, tp=8, pp=4, schedule="zero-bubble", sp=False)
+    assert plan.devices == 8 * 4 * 4
+    assert parse_plan(plan.text()) == plan
+
+
+def test_ranks_are_numbered_tensor_innermost_and_pipeline_outermost():
+    plan = Plan(tp=2, cp=3, dp=5, pp=7, zero=1)
+    assert plan.tensor_group == Group(2, 1)
+    assert plan.context_group == Group(3, 2)
+    assert plan.shard_group == Group(5 * 3, 2)
+    assert plan.replica_group == Group(1, 30)
+    assert plan.stage_hop == Group(2, 2 * 3 * 5)
+
+
+def test_fsdp_shards_inside_and_replicates_outside():
+    plan = Plan(fsdp=4, dp=2, tp=8)
+    assert (plan.stage, plan.shard_group, plan.replica_group) == (3, Group(4, 8), Group(2, 32))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tp=eight", "not of type int"),
+        ("tp", "key=value"),
+        ("tensors=8", "no key 'tensors'"),
+        ("dp=0", "at least 1"),
+        ("schedule=fast", "gpipe"),
+        ("fsdp=4,zero=1", "zero"),
+        ("ep=3,dp=4", "ep=3"),
+        ("pp=4,virtual=2", "interleaved"),
+        ("sp=4,tp=8", "sp=4"),
+        ("nowhere.yaml", "nowhere.yaml"),
+    ],
+)
+def test_bad_plans_say_what_is_wrong(text, said):
+    with pytest.raises(PlanError, match=said):
+        parse_plan(text)
+
+
+@pytest.mark.parametrize(
+    ("plan", "devices", "said"),
+    [
+        ("tp=8,dp=4", 64, "takes 32 devices, the cluster has 64"),
+        ("tp=3", 3, "heads=32"),
+        ("dp=3", 3, "batch=256"),
+        ("tp=8,ep=2,dp=2", 16, "no experts"),
+        ("pp=64", 64, "layers=32"),
+        ("dp=4,microbatches=3", 4, "microbatches=3"),
+        ("pp=4,schedule=interleaved,virtual=3", 4, "layers=32"),
+    ],
+)
+def test_plans_that_do_not_fit_the_model_or_the_cluster(plan, devices, said):
+    with pytest.raises(PlanError, match=said):
+        resolved(make_workload("llama", SIZES), parse_plan(plan), devices)
+
+
+def test_microbatches_are_chosen_by_tokens():
+    llama = make_workload("llama", SIZES)
+    assert resolved(llama, parse_plan("tp=8,pp=2,dp=8"), 128).microbatches == 32
+    # 512 sequences of 512 tokens over 8 replicas: 64 each, 16 of which are 8192 tokens.
+    bert = make_workload("bert", {"batch": 512, "seq": 512})
+    assert resolved(bert, parse_plan("dp=8"), 8).microbatches == 4
+
+
+def test_parameters_of_published_models():
+    assert make_workload("llama", SIZES).parameters == 8_030_261_248  # Llama 3 8B
+    assert make_workload("gpt", {}).parameters == pytest.approx(353e6, rel=0.01)  # GPT-2 medium
+    # Mixtral 8x7B: 46.7e9 parameters, of which 12.9e9 see a token.
+    mixtral = make_workload("moe", {**SIZES, "vocab": 32000, "seq": 1, "batch": 1})
+    assert mixtral.parameters == pytest.approx(46.7e9, rel=0.002)
+    assert mixtral.model_flops() / 6 == pytest.approx(12.8e9, rel=0.01)
+
+
+def test_model_flops_by_hand():
+    w = make_workload(
+        "llama",
+        {"layers": 2, "d_model": 8, "heads": 2, "kv_heads": 1, "d_ff": 16, "vocab": 32, "seq": 4,
+         "batch": 3},
+    )  # fmt: skip
+    tokens = 3 * 4
+    weights = 2 * (8 * (2 + 2 * 1) * 4 + 8 * 8 + 3 * 8 * 16) + 8 * 32
+    pairs = 3 * (1 + 2 + 3 + 4)
+    assert w.model_flops() == 3 * (2 * weights * tokens + 2 * 2 * 2 * 2 * 4 * pairs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"heads": 5}, "multiple of heads"), ({"experts": 4}, "top_k"), ({"depth": 3}, "no key"),
+     ({"kv_heads": 3}, "kv_heads"), ({"dtype": "f8"}, "dtype"), ({"seq": 0}, "at least 1")],
+)  # fmt: skip
+def test_bad_workloads(settings, said):
+    with pytest.raises(PlanError, match=said):
+        make_workload("llama", settings)
+
+
+def test_layers_of_stages_spare_the_ends():
+    assert stage_layers(32, Plan(pp=4)) == [8, 8, 8, 8]
+    assert stage_layers(10, Plan(pp=4)) == [2, 3, 3, 2]

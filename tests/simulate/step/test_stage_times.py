@@ -1,0 +1,128 @@
+"""Times of one device of a stage, worked out by hand.
+
+Products run at the peak and everything else is free, so that a time is FLOPs over the peak; a link
+carries the bytes of a ring and has no latency.
+"""
+
+import numpy as np
+import pytest
+
+from opcast.simulate.step.calls import Estimate
+from opcast.simulate.step.costs import Costs
+from opcast.simulate.step.plan import parse_plan
+from opcast.simulate.step.stage_times import StageCost
+from opcast.simulate.step.workload import make_workload, resolved
+
+PEAK, LINK = 1e14, 1e11
+D, VOCAB, SEQ, BATCH, LAYERS = 512, 1024, 256, 8, 4
+WORK = make_workload(
+    "llama",
+    {
+        "layers": LAYERS,
+        "d_model": D,
+        "heads": 8,
+        "kv_heads": 4,
+        "d_ff": 1024,
+        "vocab": VOCAB,
+        "seq": SEQ,
+        "batch": BATCH,
+    },
+)
+#: Weights of a layer: queries and output 512², keys and values half of that, three of 512 · 1024.
+LAYER = 2 * D * D + 2 * D * (D // 2) + 3 * D * 1024
+
+
+def at_peak(calls):
+    return np.array([[c.flops() / PEAK] * 3 for c in calls])
+
+
+def ring(kind, size, group):
+    share = (group.size - 1) / group.size
+    seconds = {"all_reduce": 2 * share, "send_recv": 1.0}.get(kind, share) * size / LINK
+    return Estimate(seconds, seconds, seconds)
+
+
+def stages(text):
+    plan = parse_plan(text)
+    plan = resolved(WORK, plan, plan.devices)
+    costs = Costs(at_peak, ring)
+    return plan, [StageCost(WORK, plan, costs, stage).times() for stage in range(plan.pp)]
+
+
+def test_the_head_is_what_the_last_stage_has_more():
+    plan, (first, last) = stages("pp=2")
+    tokens = SEQ * BATCH / plan.microbatches
+    head = 2 * tokens * D * VOCAB / PEAK
+    assert last.forward.compute - first.forward.compute == pytest.approx(head)
+    # Gradients of its input and of its weights: a product of the same size each.
+    assert last.backward.compute - first.backward.compute == pytest.approx(2 * head)
+
+
+def test_a_layer_takes_two_flops_a_weight_and_token_and_its_attention():
+    plan, (first, _) = stages("pp=2")
+    tokens = SEQ * BATCH / plan.microbatches
+    # Causal attention: two products of 64 · (SEQ + 1) / 2 pairs a token and head.
+    attention = 2 * 2 * tokens * (SEQ + 1) / 2 * D
+    assert first.forward.compute == pytest.approx(2 * (2 * tokens * LAYER + attention) / PEAK)
+    # Two products of the weights, and three times the attention.
+    backward = 2 * 2 * tokens * LAYER + 3 * attention
+    assert first.backward.compute == pytest.approx(2 * backward / PEAK)
+
+
+def test_zero_bubble_keeps_gradients_of_weights_apart():
+    plan, together = stages("pp=2,schedule=1f1b")
+    _, apart = stages("pp=2,schedule=zero-bubble")
+    tokens = SEQ * BATCH / plan.microbatches
+    assert together[0].weights.total == 0.0
+    assert apart[0].weights.compute == pytest.approx(2 * 2 * tokens * LAYER / PEAK)
+    for one, two in zip(together, apart, strict=True):
+        assert two.backward.compute + two.weights.compute == pytest.approx(one.backward.compute)
+        assert two.micro.total == pytest.approx(one.micro.total)
+
+
+def test_gradients_that_nothing_hides_take_a_ring_all_reduce():
+    plan, (stage,) = stages("dp=4,overlap=false,microbatches=1")
+    assert plan.microbatches == 1
+    held = LAYERS * LAYER + 2 * VOCAB * D
+    # Two bytes each; 2 (n - 1) / n of them over the link. Norms' weights are left out.
+    assert stage.reduction == pytest.approx(2 * 3 / 4 * 2 * held / LINK, rel=0.002)
+    assert stage.tail == stage.reduction + stage.update.total
+    _, (several,) = stages("dp=4,overlap=false,microbatches=2")
+    # Micro-batches are added up in f32, and reduced once a step.
+    assert several.reduction == pytest.approx(2 * stage.reduction)
+
+
+def test_zero_1_gathers_the_weights_after_the_update():
+    _, (stage,) = stages("dp=4,zero=1,overlap=false,microbatches=1")
+    held = LAYERS * LAYER + 2 * VOCAB * D
+    assert stage.update.exposed == pytest.approx(3 / 4 * 2 * held / LINK, rel=0.002)
+
+
+def test_zero_3_gathers_weights_before_either_pass():
+    _, (plain,) = stages("dp=4,overlap=false,microbatches=1")
+    _, (sharded,) = stages("fsdp=4,overlap=false,microbatches=1")
+    gather = 3 / 4 * 2 * (LAYERS * LAYER + 2 * VOCAB * D) / LINK
+    assert sharded.forward.exposed - plain.forward.exposed == pytest.approx(gather, rel=0.002)
+    # The backward pass also scatters the gradients, of the same size.
+    more = sharded.backward.exposed - plain.backward.exposed
+    assert more == pytest.approx(2 * gather, rel=0.002)
+    assert sharded.reduction == 0.0
+
+
+def test_tensor_parallel_layers_send_activations_that_are_exposed():
+    _, (stage,) = stages("tp=2,microbatches=1")
+    size = SEQ * BATCH * D * 2
+    # A gather and a scatter around attention and feed-forward each, half the bytes over the link.
+    each = LAYERS * 4 * size / 2 / LINK
+    assert stage.forward.exposed == pytest.approx(each)
+    assert stage.backward.exposed == pytest.approx(each)
+
+
+def test_full_recomputation_runs_the_layers_again():
+    _, (kept,) = stages("dp=1,microbatches=1")
+    plan, (again,) = stages("dp=1,microbatches=1,recompute=full")
+    tokens = SEQ * BATCH / plan.microbatches
+    head = 2 * tokens * D * VOCAB / PEAK
+    layers = kept.forward.compute - head
+    assert again.forward == kept.forward
+    assert again.backward.compute - kept.backward.compute == pytest.approx(layers)

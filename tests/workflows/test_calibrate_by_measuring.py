@@ -1,0 +1,118 @@
+"""`opcast calibrate` for kernel models: from a dataset, and by measuring on this machine."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from opcast.cli import app
+from opcast.common.errors import DatasetError, DeviceError
+from opcast.features.dataset import Dataset
+from opcast.models.cost_model import CostModel
+from opcast.predict.locate import find_model
+from opcast.workflows.calibrate_by_measuring import Calibration, local_device, run_calibrate_budget
+from opcast.workflows.settings import CalibrateSettings
+
+COMMITTED = Path(__file__).resolve().parents[2] / "datagen" / "datasets" / "cpu"
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def twice_as_slow(tmp_path_factory):
+    """A dataset as of a machine on which every kernel takes twice as long."""
+    data = Dataset.load(COMMITTED)
+    kept = data.frame[data.frame["level"] != "program"].sample(1500, random_state=0)
+    columns = [c for c in kept if c.startswith("latency_us")]
+    found = Dataset(kept.assign(**{c: 2 * kept[c] for c in columns}), data.runs)
+    out = tmp_path_factory.mktemp("slow")
+    found.save(out)
+    return out, str(kept["device"].iloc[0])
+
+
+def test_a_kernel_dataset_calibrates(twice_as_slow, tmp_path):
+    data, device = twice_as_slow
+    out = tmp_path / "m"
+    result = run(
+        "calibrate", "--device", device, "--data", data, "--samples", 60, "--out", out,
+        "--plot", tmp_path / "curve.svg",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "active" in result.output and "needed" in result.output
+    assert (tmp_path / "curve.svg").stat().st_size > 1000
+    model = CostModel.load(out)
+    correction = model.corrections[device].correction
+    assert correction.count == 60
+    assert np.median(correction.errors) == pytest.approx(np.log(2), abs=0.35)
+
+
+def test_another_machine_of_a_trained_name_does_not_take_its_place(twice_as_slow, tmp_path):
+    data, device = twice_as_slow
+    dataset = Dataset.load(data)
+    for record in dataset.runs.values():
+        own = record["device"]
+        for table in ("peak_flops", "vector_flops"):
+            own[table] = {d: rate / 2 for d, rate in own[table].items()}
+        own["levels"] = [{**x, "bandwidth": x["bandwidth"] / 2} for x in own["levels"]]
+    dataset.save(tmp_path / "other")
+    run(
+        "calibrate", "--device", device, "--data", tmp_path / "other", "--samples", 20,
+        "--out", tmp_path / "m",
+    )  # fmt: skip
+    model, trained = CostModel.load(tmp_path / "m"), CostModel.load(find_model("default"))
+    assert set(model.devices) == {device, f"{device}~104gf-24.1gbs"}
+    assert model.devices[device] == trained.devices[device]
+    assert set(model.corrections) == {f"{device}~104gf-24.1gbs"}
+
+
+def test_too_small_a_dataset_is_refused(twice_as_slow):
+    data, device = twice_as_slow
+    with pytest.raises(DatasetError, match="are needed"):
+        run("calibrate", "--device", device, "--data", data, "--samples", 1000)
+
+
+def test_it_takes_data_or_a_budget(twice_as_slow):
+    data, device = twice_as_slow
+    for arguments in ((), ("--data", data, "--budget", "5m"), ("--budget", "soon")):
+        result = run("calibrate", "--device", device, *arguments)
+        assert result.exit_code == 2
+        assert "--data or --budget" in result.output or "not a duration" in result.output
+
+
+@pytest.mark.slow
+def test_a_short_budget_measures_on_this_machine(tmp_path, monkeypatch):
+    out = tmp_path / "m"
+    console = Console(record=True, width=120)
+    settings = CalibrateSettings("local", budget_s=15.0, out=out, ops=8)
+    rounds = run_calibrate_budget(console, settings)
+    assert json.loads((out / "settings.json").read_text())["budget_s"] == 15.0
+    assert rounds[0].learned == 0
+    learned = [r.learned for r in rounds]
+    assert learned == list(np.cumsum([0, *(r.kernels for r in rounds[:-1])]))
+    assert rounds[0].error == rounds[0].before  # nothing was learned yet
+    assert "calibrated" in console.export_text()
+    model = CostModel.load(out)
+    device = local_device("local", model)
+    assert model.corrections[device.name].count == sum(r.kernels for r in rounds)
+
+
+def test_only_the_device_at_hand_can_be_measured():
+    model = CostModel.load(find_model("default"))
+    with pytest.raises(DeviceError, match="not the device at hand"):
+        local_device("h100-sxm", model)
+
+
+def test_nothing_is_measured_twice():
+    model = CostModel.load(find_model("default"))
+    device = next(iter(model.devices.values()))
+    run_ = Calibration(model, device, CalibrateSettings("local", budget_s=10.0))
+    row = Dataset.load(COMMITTED).frame.query("level != 'program'").iloc[0].to_dict()
+    assert run_.samples.add([row]) == [row["kernel_hash"]]
+    assert run_.samples.add([{**row, "latency_us_p50": 7.0}]) == []
+    assert run_.samples.seconds[row["kernel_hash"]] == 7e-6
+    assert len(run_.samples) == 1

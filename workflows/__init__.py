@@ -1,0 +1,1 @@
+"""What commands do when they join several folders: measuring, training, checking, the demo."""

@@ -1,0 +1,264 @@
+"""Adapts a model to a device from a dataset of it, as if its rows were measured one by one.
+
+Samples are chosen by what they are expected to say; the same model with as many samples at random
+stands beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from ..common.errors import DatasetError
+from ..features.devices.identity import identified
+from ..predict.locate import OPERATOR_MODEL
+from .train_operators import TRAINING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..features.dataset import Dataset
+    from ..features.devices.device import DeviceSpec
+    from ..models.core.base import KernelPrediction, ModelBundle
+    from ..models.core.kernel_table import KernelTable
+    from ..models.cost_model import CostModel
+    from ..models.operators import OpModel
+    from ..models.operators.curves import Curve, Trial
+    from .settings import CalibrateSettings
+
+#: Most samples of a family over the mean of all, where its share of the time decides.
+FAVOURED = 3
+
+
+def run_calibrate_operators(
+    console: Console, dataset: Dataset, settings: CalibrateSettings
+) -> list[Curve]:
+    """Adapt a model to a device, and print the error against the number of samples.
+
+    Samples are chosen among the rows of training and calibration splits, by what they are expected
+    to say; errors are taken on the others.
+
+    Args:
+        console: Where to print.
+        dataset: Published operators.
+        settings: The device, the model, and how many samples are chosen how.
+
+    Raises:
+        DatasetError: The dataset has too few rows of the device.
+    """
+    from ..features.devices.catalogue import find_device
+    from ..models.adapt.active import allocate, shares_of, spread_evenly
+    from ..models.operators import OpModel, rows_of_dataset
+    from ..models.operators.curves import COUNTS, error_curve, joint_curve
+    from ..predict.locate import find_model
+
+    name = OPERATOR_MODEL if settings.model == "default" else settings.model
+    model = OpModel.load(find_model(name))
+    samples, seed = settings.samples, settings.seed
+    spec = find_device(settings.device)
+    rows = rows_of_dataset(dataset)
+    rows = rows[(rows["device"] == spec.name) & rows["key"].isin(list(model.families))]
+    trials = _trials(console, model, rows, spec, samples, seed)
+    counts = (*(n for n in COUNTS if n < samples), samples)
+    curves = [error_curve(trial, spec.name, counts, seed) for trial in trials]
+    if len(trials) > 1:
+        curves.append(joint_curve(trials, spec.name, counts, seed))
+    _print_curves(console, curves, "MAPE in % by samples of each family")
+    shares = shares_of({trial.family: trial.seconds for trial in trials})
+    gains = {trial.family: trial.gains for trial in trials}
+    total = samples * len(trials)
+    numbers = (
+        allocate(gains, shares, total) if settings.by_time else spread_evenly(list(gains), total)
+    )
+    for trial in trials:
+        chosen = trial.rows.iloc[trial.order[: numbers[trial.family]]]
+        if len(chosen):
+            model.families[trial.family].calibrate(spec.name, chosen, {spec.name: spec})
+    model.devices[spec.name] = spec
+    save_adapted(console, model, settings)
+    _plot(console, curves, settings.plot)
+    return curves
+
+
+def _trials(
+    console: Console, model: OpModel, rows: pd.DataFrame, spec: DeviceSpec, samples: int, seed: int
+) -> list[Trial]:
+    """One trial for each family that has enough rows."""
+    from ..models.operators.curves import Trial
+
+    trials = []
+    for key in sorted(set(rows["key"])):
+        pool, test = _pool(rows[rows["key"] == key].reset_index(drop=True), seed)
+        if len(pool) < samples or not len(test):
+            console.print(f"{key}: only {len(pool)} rows to choose from, left out", highlight=False)
+            continue
+        family = model.families[key]
+        # By time, a family may get more than its even part.
+        trials.append(Trial.of(family, pool, test, {spec.name: spec}, FAVOURED * samples, seed))
+    if not trials:
+        raise DatasetError(
+            f"no family has {samples} rows of {spec.name} to learn from and others to be judged on",
+            hint="ask for fewer --samples, or import more",
+        )
+    return trials
+
+
+def _pool(rows: pd.DataFrame, seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Rows that may be measured and rows to be judged on: by split, or half and half."""
+    split = rows["split"].astype(str)
+    mine = (split.isin(TRAINING) | split.str.startswith("calib")).to_numpy()
+    if not mine.any() or mine.all():
+        mine = np.random.default_rng(seed).random(len(rows)) < 0.5
+    return rows[mine], rows[~mine]
+
+
+def run_calibrate_kernels(
+    console: Console, dataset: Dataset, settings: CalibrateSettings
+) -> list[Curve]:
+    """Adapt a kernel model to a device from a profiled dataset of it.
+
+    Kernels of half of the programs may be chosen; errors are taken on those of the others.
+
+    Args:
+        console: Where to print.
+        dataset: Kernels measured on the device, as ``opcast profile`` writes them.
+        settings: The device, the model, and how many kernels to learn from.
+
+    Raises:
+        DatasetError: The dataset has too few kernels of the device.
+    """
+    from ..models.adapt.device_correction import DeviceCorrection
+    from ..models.cost_model import CostModel
+    from ..models.operators.curves import COUNTS, error_curve
+    from ..predict.locate import find_model
+
+    model = CostModel.load(find_model(settings.model))
+    samples, seed = settings.samples, settings.seed
+    described = _described(dataset, settings.device, model)
+    rows = _kernel_rows(dataset, described.name, samples)
+    # Another machine of a trained device's name does not take its place in the model.
+    spec = identified(described, model.devices)
+    trial = _kernel_trial(model, rows, spec, samples, seed)
+    counts = (*(n for n in COUNTS if n < samples), samples)
+    curves = [error_curve(trial, spec.name, counts, seed)]
+    _print_curves(console, curves, "MAPE in % by kernels learned")
+    chosen = trial.rows.iloc[trial.order[:samples]]
+    table, plain, measured = _featurised(model, chosen, spec)
+    programs = chosen["program"].to_numpy(object).astype(str)
+    model.corrections[spec.name] = DeviceCorrection.fit(table, spec, plain, measured, programs)
+    model.devices[spec.name] = spec
+    save_adapted(console, model, settings)
+    _plot(console, curves, settings.plot)
+    return curves
+
+
+def _described(dataset: Dataset, device: str, model: CostModel) -> DeviceSpec:
+    """The device as the dataset's runs describe it, else as it is known otherwise."""
+    from ..predict.devices import resolve_device
+
+    own = dataset.devices
+    return own[device] if device in own else resolve_device(device, {**model.devices, **own})
+
+
+def _kernel_rows(dataset: Dataset, device: str, samples: int) -> pd.DataFrame:
+    """Measured kernels of a device, each once with its median latency."""
+    frame = dataset.frame
+    own = frame[(frame["device"] == device) & (frame["level"] != "program")]
+    own = own[own["latency_us_p50"] > 0]
+    median = own.groupby("kernel_hash")["latency_us_p50"].median()
+    rows = own.drop_duplicates("kernel_hash")[["kernel_hash", "kernel_ir", "program"]]
+    if len(rows) < 2 * samples:
+        raise DatasetError(
+            f"only {len(rows)} kernels of {device}, {2 * samples} are needed to learn from "
+            f"{samples} and to judge on others",
+            hint="ask for fewer --samples, or profile for longer",
+        )
+    return rows.assign(latency_us=rows["kernel_hash"].map(median)).reset_index(drop=True)
+
+
+def _featurised(
+    model: CostModel, rows: pd.DataFrame, spec: DeviceSpec
+) -> tuple[KernelTable, KernelPrediction, np.ndarray]:
+    """Features, predictions without correction, and measured seconds of kernels."""
+    from ..features.kernels.extract import kernels_from_irs
+    from ..models.core.kernel_table import kernel_table
+
+    kernels = kernels_from_irs(rows["kernel_ir"].tolist())
+    plain = model.estimator.predict(kernels, spec)
+    return kernel_table(kernels, spec), plain, rows["latency_us"].to_numpy(np.float64) * 1e-6
+
+
+def _kernel_trial(
+    model: CostModel, rows: pd.DataFrame, spec: DeviceSpec, samples: int, seed: int
+) -> Trial:
+    from ..models.adapt.device_correction import kernel_sites, prior_params
+    from ..models.operators.curves import MAX_CANDIDATES, MAX_TEST, Trial
+
+    rng = np.random.default_rng(seed)
+    programs = rng.permutation(rows["program"].unique())
+    mine = rows["program"].isin(programs[: max(len(programs) // 2, 1)]).to_numpy()
+    if mine.sum() < samples or mine.all():  # few programs: half of the kernels
+        mine = rng.random(len(rows)) < 0.5
+    parts = []
+    for mask, most in ((mine, MAX_CANDIDATES), (~mine, MAX_TEST)):
+        own = np.flatnonzero(mask)
+        own = rng.choice(own, min(most, len(own)), replace=False)
+        table, plain, measured = _featurised(model, rows.iloc[own], spec)
+        errors = np.log(measured / plain.latency)
+        parts.append((own, kernel_sites(table, spec), errors, float(measured.sum())))
+    (own, sites, errors, seconds), (_, other, judged, _) = parts
+    chosen = rows.iloc[own].reset_index(drop=True)
+    return Trial.of_sites(
+        "kernels",
+        prior_params(),
+        chosen,
+        (sites, errors),
+        (other, judged),
+        seconds,
+        samples,
+        pd.factorize(chosen["program"])[0],
+    )
+
+
+def save_adapted(console: Console, model: ModelBundle, settings: CalibrateSettings) -> None:
+    """Save an adapted model with the settings, or say that it is not kept."""
+    out = settings.out
+    if out is None:
+        console.print("the adapted model is not kept: give --out to save it", highlight=False)
+        return
+    model.save(out)
+    settings.save(out)
+    console.print(f"saved to {out}", highlight=False)
+
+
+def _print_curves(console: Console, curves: Sequence[Curve], what: str) -> None:
+    from ..common.tables_text import print_frame
+
+    print_frame(console, _curve_table(curves), f"{curves[0].device}: {what}")
+
+
+def _plot(console: Console, curves: Sequence[Curve], plot: Path | None) -> None:
+    if plot is None:
+        return
+    from ..models.tracking.plots import calibration_plot, save_figure
+
+    save_figure(calibration_plot(curves), plot)
+    console.print(f"plot: {plot}", highlight=False)
+
+
+def _curve_table(curves: Sequence[Curve]) -> pd.DataFrame:
+    """Errors by family and choice; ``needed`` are the samples for random choice's last error."""
+    records = []
+    for curve in curves:
+        needed = curve.needed(curve.counts[-1])
+        for choice in ("active", "random"):
+            errors = getattr(curve, choice)
+            figures = {f"{n}": round(100 * e, 1) for n, e in zip(curve.counts, errors, strict=True)}
+            own = f"{needed:.0f}" if np.isfinite(needed) else "more"
+            last = own if choice == "active" else f"{curve.counts[-1]}"
+            records.append({"family": curve.family, "choice": choice, **figures, "needed": last})
+    return pd.DataFrame(records)

@@ -1,0 +1,263 @@
+"""Predicted beside measured: run a program on this machine and compare, kernel by kernel."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..common.errors import ProfileError
+from ..features.devices.identity import Comparison, compare_ceilings, is_measured
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from rich.console import Console
+
+    from ..features.kernels.kernel import Kernel, LoweredProgram
+    from ..predict.program.predictor import KernelEstimate, Prediction, Predictor
+
+
+@dataclass(frozen=True)
+class CheckedKernel:
+    """A kernel's prediction beside its measurement; microseconds of one execution.
+
+    Attributes:
+        name: Instruction name.
+        kind: Kind of kernel.
+        runs: Executions per program run.
+        predicted_us: Prediction.
+        lo_us: Lower end of its interval.
+        hi_us: Upper end of its interval.
+        measured_us: Median of the executions; nan if the trace had no event for it.
+        origin: Where it came from in the user's program.
+    """
+
+    name: str
+    kind: str
+    runs: float
+    predicted_us: float
+    lo_us: float
+    hi_us: float
+    measured_us: float
+    origin: str
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """A program's prediction beside its measurement.
+
+    Attributes:
+        name: Name of the program.
+        prediction: What was predicted.
+        measured_us: Median wall time of one run.
+        p10_us: 10th percentile of the wall time.
+        p90_us: 90th percentile of the wall time.
+        kernels: In schedule order.
+        speed: How the machine runs now beside its description: ratios by class of ceiling; empty
+            if the description is not measured.
+    """
+
+    name: str
+    prediction: Prediction
+    measured_us: float
+    p10_us: float
+    p90_us: float
+    kernels: tuple[CheckedKernel, ...]
+    speed: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def error(self) -> float:
+        """``(predicted - measured) / measured`` of the whole program."""
+        return self.prediction.latency_us / self.measured_us - 1.0
+
+    @property
+    def kernel_errors(self) -> np.ndarray:
+        """Absolute relative errors of the kernels that have a label."""
+        pairs = np.array([(k.predicted_us, k.measured_us) for k in self.kernels]).reshape(-1, 2)
+        known = pairs[np.isfinite(pairs[:, 1])]
+        return np.asarray(np.abs(known[:, 0] / known[:, 1] - 1.0))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as ``opcast check --json`` prints it; a missing label is null."""
+        return {
+            "name": self.name,
+            "device": self.prediction.device,
+            "model": self.prediction.model,
+            "predicted_us": self.prediction.latency_us,
+            "lo_us": self.prediction.lo_us,
+            "hi_us": self.prediction.hi_us,
+            "measured_us": self.measured_us,
+            "p10_us": self.p10_us,
+            "p90_us": self.p90_us,
+            "error": self.error,
+            "speed": dict(self.speed),
+            "notes": list(self.prediction.notes),
+            "kernels": [
+                {name: None if value != value else value for name, value in asdict(k).items()}
+                for k in self.kernels
+            ],
+        }
+
+
+def check_programs(
+    programs: Sequence[Path | str], predictor: Predictor, *, progress: bool = False
+) -> list[CheckResult]:
+    """Predict programs, run them on the local device as the profiler does, and compare.
+
+    The machine's ceilings are measured briefly first. Where it does not run as it did when it was
+    described, intervals reach as far as that explains, and a note says so.
+
+    Args:
+        programs: Paths of StableHLO programs.
+        predictor: Loaded model; it must know the local device.
+        progress: Whether to show the progress of measuring.
+
+    Raises:
+        OpcastError: A program cannot be read, compiled or run, or the device is not known.
+    """
+    from ..datagen.profile.device_probe import probe_ceilings
+    from ..datagen.profile.profile import profile
+    from ..features.dataset import Dataset
+    from ..features.ir.reader import read_program
+    from ..features.lowering.lower import lower
+    from ..predict.devices import resolve_device
+
+    device = resolve_device("local", predictor.model.devices)
+    lowered = [lower(read_program(Path(p)), cache=predictor.cache) for p in programs]
+    predictions = [predictor.predict_lowered(low, device) for low in lowered]
+    speed = compare_ceilings(probe_ceilings(), device) if is_measured(device) else Comparison()
+    predictions = [at_speed(prediction, speed) for prediction in predictions]
+    with tempfile.TemporaryDirectory(prefix="opcast-check-") as scratch:
+        profile(
+            scratch,
+            sources=[Path(p) for p in programs],
+            device_spec=device,
+            progress=progress,
+            replicate_share=0.0,
+        )
+        _raise_failures(Path(scratch))
+        frame = Dataset.load(scratch).frame
+    return [
+        replace(_compare(Path(program), low, prediction, frame), speed=speed.ratios)
+        for program, low, prediction in zip(programs, lowered, predictions, strict=True)
+    ]
+
+
+def at_speed(prediction: Prediction, speed: Comparison) -> Prediction:
+    """A prediction on a machine that runs at another speed than when it was described.
+
+    Latencies stay as they are; unless the speed is the same as far as measuring repeats, intervals
+    reach as far as its ratios explain.
+    """
+    if speed.same:
+        return prediction
+    low, high = speed.reach
+    note = (
+        f"this machine now runs at {speed} of when {prediction.device} was measured: intervals are "
+        "wider; wait until it is quiet, or measure it again with opcast device --save"
+    )
+    return replace(
+        prediction,
+        lo_us=prediction.lo_us * low,
+        hi_us=prediction.hi_us * high,
+        kernels=tuple(
+            replace(k, lo_us=k.lo_us * low, hi_us=k.hi_us * high) for k in prediction.kernels
+        ),
+        notes=(*prediction.notes, note),
+    )
+
+
+def _raise_failures(folder: Path) -> None:
+    """Raise the first failure that a profile run has recorded."""
+    failures = folder / "failures.jsonl"
+    if failures.is_file():
+        first = json.loads(failures.read_text().splitlines()[0])
+        raise ProfileError(str(first["reason"]), where=str(first["program"]))
+
+
+def _compare(
+    path: Path, lowered: LoweredProgram, prediction: Prediction, frame: pd.DataFrame
+) -> CheckResult:
+    own = frame[frame["program"] == f"given-{path.stem}"]
+    wall = own[own["level"] == "program"].iloc[0]
+    kernels = own[own["level"] != "program"]
+    label = dict(zip(kernels["kernel_hash"], kernels["latency_us_p50"], strict=True))
+    pairs = zip(lowered.kernels, prediction.kernels, strict=True)
+    return CheckResult(
+        name=path.stem,
+        prediction=prediction,
+        measured_us=float(wall["latency_us_p50"]),
+        p10_us=float(wall["latency_us_p10"]),
+        p90_us=float(wall["latency_us_p90"]),
+        kernels=tuple(_checked(k, p, float(label.get(k.hash, math.nan))) for k, p in pairs),
+    )
+
+
+def _checked(kernel: Kernel, predicted: KernelEstimate, measured_us: float) -> CheckedKernel:
+    from ..predict.program.predictor import origin
+
+    return CheckedKernel(
+        name=kernel.name,
+        kind=kernel.kind,
+        runs=kernel.multiplicity,
+        predicted_us=predicted.latency_us,
+        lo_us=predicted.lo_us,
+        hi_us=predicted.hi_us,
+        measured_us=measured_us,
+        origin=origin(predicted),
+    )
+
+
+def print_check(console: Console, result: CheckResult, top: int = 10) -> None:
+    """Print the kernels that took most time, and the total, predicted beside measured."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from ..common.units import duration
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("predicted", "interval", "measured", "error", "runs"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("kernel", "kind", "from"):
+        table.add_column(name, no_wrap=name != "from")
+    timed = [k for k in result.kernels if np.isfinite(k.measured_us)]
+    for k in sorted(timed, key=lambda k: -k.measured_us * k.runs)[:top]:
+        table.add_row(
+            duration(k.predicted_us),
+            f"{duration(k.lo_us)}–{duration(k.hi_us)}",
+            duration(k.measured_us),
+            f"{k.predicted_us / k.measured_us - 1:+.0%}",
+            f"{k.runs:.0f}",
+            Text(k.name[:34]),
+            k.kind,
+            Text(k.origin),
+        )
+    p = result.prediction
+    console.print(Text.assemble((result.name, "bold"), f" on {p.device}"))
+    console.print(table)
+    errors = result.kernel_errors
+    if len(errors):
+        console.print(
+            f"{len(errors)} kernels measured, median absolute error {np.median(errors):.0%}",
+            highlight=False,
+        )
+    console.print(
+        Text.assemble(
+            "total: predicted ",
+            (duration(p.latency_us), "bold"),
+            f" ({duration(p.lo_us)}–{duration(p.hi_us)}), measured ",
+            (duration(result.measured_us), "bold"),
+            f" ({duration(result.p10_us)}–{duration(result.p90_us)}), error {result.error:+.0%}",
+        )
+    )
+    if result.speed:
+        ratios = ", ".join(f"{name} {ratio:.2f} x" for name, ratio in result.speed.items())
+        console.print(f"machine now beside when measured: {ratios}", highlight=False)
+    for note in p.notes:
+        console.print(Text(f"note: {note}", style="yellow"))

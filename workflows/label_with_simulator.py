@@ -1,0 +1,174 @@
+"""Datasets whose labels a simulator gives: kernels of programs, as it models them."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from ..common.errors import ModelError
+
+if TYPE_CHECKING:
+    from ..datagen.dataset_folder import RunWriter
+    from ..features.devices.device import DeviceSpec
+    from ..features.kernels.kernel import LoweredProgram
+    from ..models.simulators import SimulatorEstimator
+
+#: Estimators that can label, by name.
+TOOLS = ("scalesim", "zigzag", "iree")
+
+
+@dataclass(frozen=True)
+class SimulateResult:
+    """What a call did.
+
+    Attributes:
+        device: Name of the device.
+        source: The rows' ``source``, such as ``simulator:scalesim``.
+        samples: Rows written.
+        programs: Programs labelled.
+        skipped: Programs that an earlier call had labelled.
+        refused: Kernels that the tool cannot model; they are no rows.
+    """
+
+    device: str
+    source: str
+    samples: int
+    programs: int
+    skipped: int
+    refused: int
+
+
+def simulate_dataset(
+    out: Path | str,
+    programs: Sequence[Path | str],
+    device: str | Path | DeviceSpec,
+    tool: str,
+    *,
+    lowering: str = "auto",
+    family: str = "",
+    progress: bool = True,
+) -> SimulateResult:
+    """Label the kernels of programs with a simulator's answers.
+
+    A label is the estimator's latency of one execution, of kernels that it models alone: the
+    roofline of the others is no label. A program's rows are written before the record says that it
+    is done, so the same call goes on where it was stopped.
+
+    Args:
+        out: Folder of the dataset.
+        programs: Files of StableHLO or HLO.
+        device: Name, path of a device file, or description.
+        tool: One of :data:`TOOLS`.
+        lowering: How the programs become kernels.
+        family: Family of all of them; empty for the name of each file.
+        progress: Whether to show progress.
+
+    Raises:
+        ModelError: No such tool, or it is not installed.
+        DeviceError: It cannot model the device.
+        OpcastError: A program cannot be read or lowered.
+    """
+    from ..common.progress import tracked
+    from ..features.ir.reader import read_program
+    from ..features.lowering.lower import lower
+    from ..predict.devices import resolve_device
+
+    spec = resolve_device(device, {})
+    estimator = _estimator(tool, progress)
+    estimator.check(spec)
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    run = _writer(folder, estimator, spec, lowering)
+    done: list[str] = run.record["done"]
+    before = len(done)
+    samples = refused = skipped = 0
+    for path in tracked(map(Path, programs), len(programs), f"{tool} on {spec.name}", progress):
+        key = _key(path)
+        if key in done:
+            skipped += 1
+            continue
+        lowered = lower(read_program(path), lowering, device=spec)
+        rows, left = _rows(lowered, estimator, spec)
+        names = {"program": path.stem, "family": family or path.stem}
+        run.add_rows([row | names for row in rows], spec.name)
+        run.flush(key)
+        done.append(key)
+        run.record["refused"] += left
+        run.save_record()
+        samples, refused = samples + len(rows), refused + left
+    labelled = len(done) - before
+    return SimulateResult(spec.name, estimator.source, samples, labelled, skipped, refused)
+
+
+def _estimator(tool: str, progress: bool) -> SimulatorEstimator:
+    from ..models.core.registry import make_estimator
+
+    if tool not in TOOLS:
+        raise ModelError(f"no simulator {tool!r}", hint=f"one of: {', '.join(TOOLS)}")
+    return cast("SimulatorEstimator", make_estimator(tool, progress=progress))
+
+
+def _key(path: Path) -> str:
+    """Name and content of a program's file."""
+    try:
+        return f"{path.stem}-{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
+    except FileNotFoundError:
+        return path.stem  # reading it will say so
+
+
+def _rows(
+    lowered: LoweredProgram, estimator: SimulatorEstimator, device: DeviceSpec
+) -> tuple[list[dict[str, Any]], int]:
+    """A row for each distinct kernel that the tool models, and how many it does not."""
+    kernels = list({k.hash: k for k in lowered.kernels if k.takes_time}.values())
+    found = estimator.predict(kernels, device)
+    rows = [
+        {
+            "kernel_hash": kernel.hash,
+            "kernel_ir": kernel.ir,
+            "level": "kernel",
+            "kind": kernel.kind,
+            "dtype": kernel.dtype,
+            "flops": kernel.flops,
+            "bytes": kernel.bytes,
+            "repeats": 1,
+            "source": estimator.source,
+            **dict.fromkeys(
+                ("latency_us_p10", "latency_us_p50", "latency_us_p90"), latency_s * 1e6
+            ),
+        }
+        for kernel, latency_s, own in zip(
+            kernels, found.latency.tolist(), found.in_domain.tolist(), strict=True
+        )
+        if own
+    ]
+    return rows, len(kernels) - len(rows)
+
+
+def _writer(
+    folder: Path, estimator: SimulatorEstimator, device: DeviceSpec, lowering: str
+) -> RunWriter:
+    """The run of one tool, device and lowering in a dataset, taken up again if it is there."""
+    from ..datagen.dataset_folder import RunWriter
+
+    described = [estimator.version, estimator.params, asdict(device), lowering]
+    text = json.dumps(described, sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    run = RunWriter(folder, f"{device.name}-{estimator.name}-{digest}")
+    if not run.resumed:
+        run.record |= {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(),
+            "device": asdict(device),
+            "compiler": estimator.version,
+            "source": estimator.source,
+            "params": estimator.params,
+            "lowering": lowering,
+            "done": [],
+            "refused": 0,
+        }
+    return run

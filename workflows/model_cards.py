@@ -1,0 +1,117 @@
+"""Models that ship: making the one for GPUs, listing all, printing their cards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from ..common.paths import PACKAGE
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+#: Name of a model's card in its folder, and where the cards of the shipped ones are: training a
+#: model again replaces its folder.
+CARD = "MODEL_CARD.md"
+CARDS = PACKAGE / "models" / "pretrained" / "cards"
+
+
+def model_rows() -> list[dict[str, Any]]:
+    """What each available model is, in a few words.
+
+    Raises:
+        ModelError: A manifest cannot be read.
+    """
+    from ..models.core.registry import OPERATOR_MODEL
+    from ..models.core.store import predicts_operators, read_manifest
+    from ..predict.locate import DEFAULT, PLATFORM_DEFAULTS, available
+
+    by_default = {DEFAULT: "cpu", **{name: p for p, name in PLATFORM_DEFAULTS.items()}}
+    rows = []
+    for name, folder in available().items():
+        manifest = read_manifest(folder)
+        operators = predicts_operators(manifest)
+        rows.append(
+            {
+                "name": name,
+                "predicts": "operators" if operators else "programs",
+                "default for": by_default.get(name, ""),
+                "rows": int(manifest.get("rows", 0)),
+                "learned from": ", ".join(sorted(manifest.get("devices", {}))) or OPERATOR_MODEL,
+                "folder": str(folder),
+            }
+        )
+    return rows
+
+
+def list_models(console: Console, *, as_json: bool) -> None:
+    """Print the models that are there."""
+    from ..common.tables_text import print_frame
+
+    rows = model_rows()
+    if as_json:
+        print(json.dumps(rows))
+        return
+    shown = pd.DataFrame(rows).drop(columns=["folder"])
+    print_frame(console, shown, "models; the card of one: opcast models NAME")
+
+
+def show_model(console: Console, name: str, *, as_json: bool) -> None:
+    """Print a model's card, if it has one, and the figures of its manifest.
+
+    Raises:
+        ModelError: There is no such model.
+    """
+    from ..common.tables_text import print_frame
+    from ..models.core.store import read_manifest
+    from ..predict.locate import find_model
+
+    folder = find_model(name)
+    manifest = read_manifest(folder)
+    card = card_of(folder)
+    if as_json:
+        print(json.dumps({"name": folder.name, "card": card, "manifest": manifest}))
+        return
+    if card:
+        console.print(card, markup=False, highlight=False)
+    table = figures(manifest)
+    if len(table):
+        print_frame(console, table, "figures of its manifest, errors in %")
+
+
+def card_of(folder: Path) -> str:
+    """Text of a model's card: in its folder, or beside the shipped models; empty if none."""
+    places = (folder / CARD, CARDS / f"{folder.name}.md")
+    return next((place.read_text() for place in places if place.is_file()), "")
+
+
+def figures(manifest: Mapping[str, Any]) -> pd.DataFrame:
+    """Errors that a manifest keeps: on each split, and on each chip that was left out."""
+    rows = []
+    for key, family in manifest.get("families", {}).items():
+        for chip, errors in family.get("left_out", {}).items():
+            rows.append(_figure(f"{key}, {chip} left out", errors))
+    metrics = manifest.get("metrics", {})
+    if isinstance(metrics, Mapping):
+        for split, errors in metrics.items():
+            rows.append(_figure(split, errors))
+            programs = {k.removeprefix("program/"): v for k, v in errors.items() if "program/" in k}
+            if programs:
+                rows.append(_figure(f"{split}, programs", programs))
+    return pd.DataFrame(rows)
+
+
+def _figure(name: str, errors: Mapping[str, float]) -> dict[str, Any]:
+    median = errors.get("median", errors.get("median_ape", float("nan")))
+    count = errors.get("rows", errors.get("n", 0))
+    return {
+        "judged on": name,
+        "rows": int(count),
+        "median": 100 * median,
+        "mean": 100 * errors.get("mape", float("nan")),
+    }

@@ -1,0 +1,75 @@
+"""Runs the profiler, and summarises datasets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..common.errors import DatasetError
+from ..common.tables_text import print_frame
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .settings import ProfileSettings
+
+
+#: Streams of a profile run by their names on the command line.
+_STREAMS = {"ops": "op", "random": "random", "zoo": "zoo"}
+
+
+def parse_mix(text: str) -> dict[str, float]:
+    """Parse the shares of the streams, such as ``ops=0.4,random=0.3,zoo=0.3``.
+
+    Raises:
+        DatasetError: A stream is unknown or a share is not a number.
+    """
+    try:
+        pairs = (part.split("=", 1) for part in text.split(","))
+        return {_STREAMS[name.strip()]: float(share) for name, share in pairs}
+    except (KeyError, ValueError):
+        raise DatasetError(
+            f"{text!r} is not a mix", hint="write shares such as ops=0.4,random=0.3,zoo=0.3"
+        ) from None
+
+
+def run_profile(settings: ProfileSettings) -> None:
+    """Measure into a dataset folder and print what was done."""
+    from ..datagen.profile.profile import profile
+
+    mix = parse_mix(settings.mix)
+    result = profile(
+        settings.out,
+        device=settings.device,
+        budget_s=settings.budget_s,
+        seed=settings.seed,
+        suite=settings.suite,
+        mix=mix,
+        progress=settings.progress,
+    )
+    settings.save(settings.out)
+    print(
+        f"{result.folder}: {result.samples} samples of {result.programs} programs, "
+        f"{result.failed} failed, {result.elapsed_s:.0f} s, {result.stopped}"
+    )
+    if result.stopped == "interrupted":
+        raise KeyboardInterrupt
+
+
+def show_data(console: Console, paths: Sequence[Path], *, plot: Path | None, as_json: bool) -> None:
+    """Print a summary of datasets."""
+    from ..datagen.describe import describe, tables
+    from ..datagen.describe import plot as draw
+    from ..features.dataset import Dataset
+
+    dataset = Dataset.load(*paths)
+    summary = describe(dataset)
+    if plot is not None:
+        draw(dataset, plot)
+    if as_json:
+        print(json.dumps(summary))
+        return
+    for title, table in tables(summary).items():
+        print_frame(console, table, title.replace("_", " "))

@@ -1,0 +1,1 @@
+"""Reports over many predictions: accuracy, devices, clusters, operators, fidelities."""

@@ -1,0 +1,332 @@
+"""The report on clusters: collectives, cost and error of the composition, scaling, best plans."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ...simulate.step.workload import Workload
+    from ..settings import ClusterReportSettings
+
+#: Models whose best plan is searched: family, sizes and batch.
+MODELS: dict[str, tuple[str, dict[str, int]]] = {
+    "8B decoder": (
+        "llama",
+        {
+            "layers": 32,
+            "d_model": 4096,
+            "heads": 32,
+            "kv_heads": 8,
+            "d_ff": 14336,
+            "vocab": 128256,
+            "seq": 8192,
+            "batch": 128,
+        },
+    ),
+    "70B decoder": (
+        "llama",
+        {
+            "layers": 80,
+            "d_model": 8192,
+            "heads": 64,
+            "kv_heads": 8,
+            "d_ff": 28672,
+            "vocab": 128256,
+            "seq": 8192,
+            "batch": 128,
+        },
+    ),
+    "8 x 7B experts": (
+        "moe",
+        {
+            "layers": 32,
+            "d_model": 4096,
+            "heads": 32,
+            "kv_heads": 8,
+            "d_ff": 14336,
+            "vocab": 32000,
+            "seq": 4096,
+            "batch": 256,
+            "experts": 8,
+            "top_k": 2,
+        },
+    ),
+}
+#: Plans of the 8B decoder by number of devices, whose cost of simulation is measured.
+SIZES = {
+    16: "tp=8,pp=2,dp=1",
+    128: "tp=8,pp=2,dp=8",
+    1024: "tp=8,pp=8,dp=16",
+    4096: "tp=8,pp=8,dp=64",
+    16384: "tp=8,pp=8,dp=256",
+}
+#: Sizes of the scaling plots, and the batch of strong scaling; that of weak scaling is one
+#: sequence a device.
+SCALING, STRONG = (8, 16, 32, 64, 128, 256, 512), 64
+#: Axes of the searches.
+GRID = {"schedule": ["1f1b", "interleaved"], "split": ["1"], "recompute": ["none", "full"]}
+SCALING_GRID = {
+    "schedule": ["1f1b"],
+    "split": ["1"],
+    "recompute": ["none", "full"],
+    "tp": ["1", "2", "4", "8"],
+    "pp": ["1", "2"],
+}
+#: Bandwidths of the links in the comparison with every message, bytes/s; latency in seconds.
+BANDWIDTHS, LATENCY = (20e9, 200e9), 2e-6
+CLUSTER = "dgx-h100-x64"
+
+
+def run_cluster_report(console: Console, settings: ClusterReportSettings) -> dict[str, Any]:
+    """Work out all parts, print them, write figures and plots; what is there is not made again.
+
+    Args:
+        console: Where to print.
+        settings: The measurements, the models, the sizes and the output.
+
+    Returns:
+        The figures, as written to ``settings.out``.
+
+    Raises:
+        DatasetError: ``settings.published`` has no measured collectives.
+    """
+    from ...common.files import write_text
+    from . import cluster_tables as tables
+
+    settings.save(settings.folder)
+    figures: dict[str, Any] = {}
+    if settings.published is None:
+        console.print("collectives: no measurements given; --published DIR")
+    else:
+        figures["collectives"] = tables.print_collectives(
+            console, collective_errors(console, settings.published, settings.folder)
+        )
+    figures["composition"] = tables.print_composition(console, composition_errors())
+    figures["cost"] = tables.print_cost(console, simulation_cost())
+    figures["sanity"] = tables.print_sanity(console, orders_of_magnitude())
+    figures["scaling"] = tables.print_scaling(console, *scaling(settings))
+    figures["best"] = [
+        tables.print_best(console, name, best_plans(settings, name))
+        for name in settings.models or MODELS
+    ]
+    write_text(settings.out, json.dumps(figures, indent=1))
+    console.print(f"{settings.out}: figures; plots in {settings.folder}", highlight=False)
+    return figures
+
+
+def collective_errors(console: Console, published: Path, folder: Path) -> pd.DataFrame:
+    """Errors of collectives, row by row, as :func:`~.simulate.collective_study.study` has them.
+
+    Fits take minutes, so the errors are kept in the folder until the measurements change.
+    """
+    from ...common.errors import DatasetError
+    from ...features.dataset import write_table
+    from ...models.collectives.measurements import read_collectives
+    from ...models.collectives.study import study
+
+    files = sorted({p.parent for p in published.rglob("collectives*.csv*")})
+    if not files:
+        raise DatasetError("no collectives*.csv here", where=str(published))
+    rows, find = read_collectives(files)
+    digest = hashlib.sha256(rows.to_csv(index=False).encode()).hexdigest()[:16]
+    kept = folder / f"collectives-{digest}.parquet"
+    if not kept.is_file():
+        errors = study(rows, find, lambda text: console.print(f"collectives: {text}"))
+        write_table(errors, kept)
+    return pd.read_parquet(kept)
+
+
+def composition_errors() -> pd.DataFrame:
+    """The composition beside the simulation of every message, over plans and bandwidths."""
+    from ...simulate.reference import rank_check
+    from ...simulate.reference.by_rank import Wire
+    from ...simulate.step.plan import parse_plan
+
+    rows = []
+    for bandwidth in BANDWIDTHS:
+        for text in rank_check.PLANS:
+            pair = rank_check.compare_ranks(text, Wire(LATENCY, bandwidth))
+            rows.append(
+                {
+                    "devices": parse_plan(text).devices,
+                    "plan": text,
+                    "bandwidth_gbps": bandwidth / 1e9,
+                    "composed_ms": pair.composed * 1e3,
+                    "by_rank_ms": pair.by_rank * 1e3,
+                    "error": pair.error,
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def simulation_cost() -> pd.DataFrame:
+    """Seconds and memory of one step by number of devices, in a process of its own."""
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pd.DataFrame(pool.submit(_measure_cost).result())
+
+
+def _measure_cost() -> list[dict[str, Any]]:
+    import resource
+
+    def peak() -> float:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+
+    before = peak()
+    operators, rows = _operators(), []
+    for devices, text in SIZES.items():
+        work = replace(_workload("8B decoder"), batch=max(32, devices // 4))
+        loaded, times = peak(), []
+        for _ in range(3):
+            start = time.perf_counter()
+            _predict(work, f"dgx-h100-x{devices}", text, operators)
+            times.append(time.perf_counter() - start)
+        rows.append(
+            {
+                "devices": devices,
+                "plan": text,
+                "seconds": min(times),
+                "first_s": times[0],
+                "more_mb": (peak() - loaded) / 1e6,
+                "process_mb": peak() / 1e6,
+                "bare_mb": before / 1e6,
+                "cores": os.cpu_count(),
+            }
+        )
+    return rows
+
+
+def orders_of_magnitude() -> pd.DataFrame:
+    """What is predicted beside what a few multiplications give."""
+    from ...predict.cluster.serving import ServingPredictor
+    from ...simulate.clusters.catalogue import find_cluster
+    from ...simulate.serving import Request
+    from ...simulate.step.plan import parse_plan
+
+    operators, work = _operators(), replace(_workload("8B decoder"), batch=256)
+    spec_bytes, rows = 3.35e12, []
+    step = _predict(work, "dgx-h100-x128", "fsdp=128", operators)
+    least = work.model_flops() / 128 / step.peak_flops
+    rows.append(_row("8B step on 128 H100, s", least, step.step.total, "FLOPs at the peak"))
+    rows.append(_row("its MFU", 0.425, least / step.step.total, "0.35 to 0.5 is usual"))
+    weights = 2.0 * (work.parameters - work.table_parameters)
+    serving = ServingPredictor(work, parse_plan("tp=1"), find_cluster("h100-sxm-x1"), operators)
+    tokens = serving.predict([Request(0.0, 128, 64)]).result.per_token
+    rows.append(
+        _row(
+            "8B decode on one H100, ms a token",
+            1e3 * weights / spec_bytes,
+            float(1e3 * tokens[0]),
+            "weights over the bandwidth",
+        )
+    )
+    layer = 2.0 * work.layer_parameters
+    gather = _collective("all_gather", layer / 64, CLUSTER)
+    rows.append(
+        _row(
+            "gather of a layer over 64 H100, ms",
+            1e3 * layer * 56 / 64 / 400e9,
+            1e3 * gather,
+            "bytes into a box over its 8 ports",
+        )
+    )
+    inside = _collective("all_reduce", 2.0**30, "h100-sxm-x8")
+    rows.append(
+        _row(
+            "all-reduce of 1 GiB in a box, ms",
+            1e3 * 2 * 7 / 8 * 2**30 / 450e9,
+            1e3 * inside,
+            "ring bytes over NVLink",
+        )
+    )
+    return pd.DataFrame(rows)
+
+
+def _row(what: str, least: float, predicted: float, by: str) -> dict[str, Any]:
+    return {"what": what, "by_hand": least, "predicted": predicted, "hand": by}
+
+
+def scaling(settings: ClusterReportSettings) -> tuple[pd.DataFrame, Path]:
+    """Best plans of the 8B decoder by number of devices, and the plot of both scalings."""
+    from ...predict.sweep.scaling import best_by_size, plot_scaling
+
+    frames = []
+    for name in ("strong", "weak"):
+        for devices in settings.scaling or SCALING:
+            batch = STRONG if name == "strong" else devices
+            frames.append(
+                _sweep(settings, "8B decoder", [f"dgx-h100-x{devices}"], batch, SCALING_GRID)
+            )
+    rows = pd.concat(frames, ignore_index=True).drop_duplicates("key")
+    path = settings.folder / "scaling.png"
+    plot_scaling(rows, path)
+    return best_by_size(rows), path
+
+
+def best_plans(settings: ClusterReportSettings, name: str) -> pd.DataFrame:
+    """All judged plans of a model on :data:`CLUSTER`; its Pareto front is plotted."""
+    from ...predict.sweep.run import plot
+
+    batch = MODELS[name][1]["batch"]
+    plans = _sweep(settings, name, [CLUSTER], batch, settings.grid or GRID)
+    plot(plans, settings.folder / f"{name.replace(' ', '-')}.png")
+    return plans
+
+
+def _sweep(
+    settings: ClusterReportSettings,
+    name: str,
+    clusters: Sequence[str],
+    batch: int,
+    values: Mapping[str, Sequence[str]],
+) -> pd.DataFrame:
+    from ...models.core.registry import OPERATOR_MODEL
+    from ...predict.sweep.job import SweepJob
+    from ...predict.sweep.run import Sweep, grid
+
+    folder = settings.folder / f"sweep-{name.replace(' ', '-')}"
+    job = Sweep(SweepJob(_workload(name), OPERATOR_MODEL), folder, settings.workers)
+    return grid(job, clusters, [batch], values)
+
+
+def _workload(name: str) -> Workload:
+    from ...simulate.step.workload import make_workload
+
+    return make_workload(*MODELS[name])
+
+
+def _operators() -> Any:
+    from ...models.core.registry import OPERATOR_MODEL
+    from ...predict.operator.step_operators import load_step_model
+
+    return load_step_model(OPERATOR_MODEL)
+
+
+def _predict(work: Workload, cluster: str, plan: str, operators: Any) -> Any:
+    from ...predict.cluster.step import StepPredictor
+    from ...simulate.clusters.catalogue import find_cluster
+    from ...simulate.step.plan import parse_plan
+
+    return StepPredictor(find_cluster(cluster), operators).predict(work, parse_plan(plan))
+
+
+def _collective(kind: str, size: float, cluster: str) -> float:
+    from ...predict.cluster.network import learned_time
+    from ...simulate.clusters.catalogue import find_cluster
+
+    own = find_cluster(cluster)
+    return float(np.asarray(learned_time(kind, size, range(own.size), own).seconds))

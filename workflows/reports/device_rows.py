@@ -1,0 +1,225 @@
+"""Rows of the report on devices: programs of the zoo, lowered and predicted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...common.errors import CompilerStartError, LoweringError, OpcastError
+
+if TYPE_CHECKING:
+    from ...features.devices.device import DeviceSpec
+    from ...features.ir.reader import SourceProgram
+    from ...features.kernels.kernel import LoweredProgram
+    from ...predict.program.predictor import Predictor
+
+
+#: Programs by name: family of the zoo and settings, of sizes that compile in seconds.
+PROGRAMS: dict[str, str] = {
+    "mlp": "mlp batch=4096 width=4096 layers=4 dtype=bf16",
+    "mlp-train": "mlp batch=256 width=1024 layers=4 mode=train",
+    "dlrm-train": "dlrm batch=1024 mode=train",
+    "gnn-train": "gnn mode=train",
+    "lstm-train": "lstm layers=1 dim=512 seq=32 mode=train",
+    "llama-decode": "llama_decode layers=8 batch=8 dtype=bf16",
+    "convnet-1d": "convnet_1d batch=8",
+    "vit": "vit layers=12 batch=8 dtype=bf16",
+    "moe": "moe layers=3 seq=256",
+    "ssm": "ssm layers=3 dim=512 seq=256",
+    "bert-train": "bert layers=4 batch=8 mode=train",
+    "llama-train": "llama layers=4 batch=2 seq=512 dtype=bf16 mode=train",
+    "resnet50-train": "resnet depth=50 batch=32 mode=train",
+}
+
+
+#: Share by which a sum may be below another for rounding alone.
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class DeviceRow:
+    """A program on a device. Times are of one run.
+
+    Attributes:
+        program: Name of the program.
+        device: Name of the device.
+        lowering: ``xla``, ``fused`` or ``op``.
+        lower_s: Seconds that the lowering took now; milliseconds if it was in the cache.
+        compile_s: Seconds that the compiler took when it made what is in the cache.
+        kernels: Kernels that take time.
+        executions: Their executions.
+        roofline_us: Program time of kernels at roofline and floor.
+        learned_us: Program time of kernels as the shipped model says.
+        learned_lo_us: Lower end of its 90 % interval.
+        learned_hi_us: Upper end.
+        compiler_us: The same of the TPU compiler's own estimates, the roofline where it gives none;
+            ``None`` for other platforms.
+        least_us: Program time that physics allows, without launch and dispatch.
+        undercut: Kernels that the model says to be faster than physics allows.
+        unclamped_us: Program time of kernels as the model estimates them, not held to physics.
+        clamped: Kernels whose estimate had to be held to what physics allows.
+        worst: Least ratio of an estimate to what physics allows; 1 if none is below.
+        peak_memory_bytes: Peak device memory.
+        memory_source: ``compiler`` or ``liveness``.
+        fits: Whether that is within the device's memory; ``None`` if it is not known.
+        error: Why there are no figures; empty if there are.
+    """
+
+    program: str
+    device: str
+    lowering: str = ""
+    lower_s: float = 0.0
+    compile_s: float = 0.0
+    kernels: int = 0
+    executions: float = 0.0
+    roofline_us: float = 0.0
+    learned_us: float = 0.0
+    learned_lo_us: float = 0.0
+    learned_hi_us: float = 0.0
+    compiler_us: float | None = None
+    least_us: float = 0.0
+    undercut: int = 0
+    unclamped_us: float = 0.0
+    clamped: int = 0
+    worst: float = 1.0
+    peak_memory_bytes: float = 0.0
+    memory_source: str = ""
+    fits: bool | None = None
+    error: str = ""
+
+
+def known_programs(names: Sequence[str]) -> dict[str, str]:
+    """Programs of the report by name, all without names.
+
+    Raises:
+        OpcastError: A name is not known.
+    """
+    for name in names:
+        if name not in PROGRAMS:
+            choices = ", ".join(PROGRAMS)
+            raise OpcastError(f"the report has no program {name!r}", hint=f"it has: {choices}")
+    return {name: PROGRAMS[name] for name in names or PROGRAMS}
+
+
+def rows(
+    predictor: Predictor,
+    programs: dict[str, str],
+    devices: Sequence[DeviceSpec],
+    lowering: str = "xla",
+) -> Iterator[DeviceRow]:
+    """A row for each program and device, one after the other."""
+    for name, text in programs.items():
+        source = build_program(text)
+        for device in devices:
+            yield device_row(predictor, name, source, device, lowering)
+
+
+def build_program(text: str, **changed: Any) -> SourceProgram:
+    """A program of the zoo.
+
+    Args:
+        text: Family and settings, as in :data:`PROGRAMS`.
+        changed: Settings to take instead.
+    """
+    from ...datagen.zoo import build, parse_settings
+    from ...features.ir.reader import read_program
+
+    family, *pairs = text.split()
+    settings = {**parse_settings(family, pairs), **changed}
+    return read_program(build(family, **settings).mlir())
+
+
+def device_row(
+    predictor: Predictor,
+    name: str,
+    source: SourceProgram,
+    device: DeviceSpec,
+    lowering: str = "xla",
+) -> DeviceRow:
+    """Figures of a program on a device, or why there are none.
+
+    Raises:
+        CompilerStartError: The compiler is installed, but does not start.
+    """
+    from ...features.lowering.lower import lower
+
+    start = time.perf_counter()
+    try:
+        lowered = lower(source, lowering, cache=predictor.cache, device=device)
+    except CompilerStartError:
+        raise
+    except LoweringError as error:
+        return DeviceRow(name, device.name, error=error.what)
+    seconds = time.perf_counter() - start
+    return replace(figures(predictor, name, lowered, device), lower_s=seconds)
+
+
+def figures(
+    predictor: Predictor, name: str, lowered: LoweredProgram, device: DeviceSpec
+) -> DeviceRow:
+    """Figures of a lowered program."""
+    from ...features.table.roofline import least_seconds
+    from ...models.program.schedule_cost import schedule_cost
+
+    model = predictor.model_for(device)
+    kernels = lowered.kernels
+    learned = model.predict_kernels(kernels, device)
+    by_model, program = model.predict_in_program(lowered, device, learned)
+    least = least_seconds(kernels, device)
+    takes = np.array([k.takes_time for k in kernels], bool)
+    undercut = takes & (by_model.latency < least * (1 - ROUNDING))
+    # The model holds its answers to physics: whether it would be right without is told by these.
+    clamped = takes & (learned.estimate < least * (1 - ROUNDING))
+    ratios = learned.estimate[clamped] / least[clamped]
+    peak, memory = lowered.peak_memory_bytes, device.memory_bytes
+    return DeviceRow(
+        name,
+        device.name,
+        lowered.lowering,
+        compile_s=lowered.compile_seconds,
+        kernels=int(takes.sum()),
+        executions=float(sum(k.multiplicity for k in kernels if k.takes_time)),
+        roofline_us=_physics_us(predictor, lowered, device),
+        learned_us=program.latency * 1e6,
+        learned_lo_us=program.lo * 1e6,
+        learned_hi_us=program.hi * 1e6,
+        compiler_us=_compiler_us(predictor, lowered, device),
+        least_us=schedule_cost(least, lowered, device).makespan * 1e6,
+        undercut=int(undercut.sum()),
+        unclamped_us=schedule_cost(learned.estimate, lowered, device).makespan * 1e6,
+        clamped=int(clamped.sum()),
+        worst=float(ratios.min(initial=1.0)),
+        peak_memory_bytes=peak,
+        memory_source=lowered.memory_source,
+        fits=peak <= memory if memory else None,
+    )
+
+
+def _physics_us(
+    predictor: Predictor,
+    lowered: LoweredProgram,
+    device: DeviceSpec,
+    cycles: np.ndarray | None = None,
+) -> float:
+    """Program time in µs with rooflines for kernels, or with estimated cycles where there are."""
+    from ...models.estimators.roofline import RooflineEstimator
+
+    prediction = RooflineEstimator().predict(lowered.kernels, device)
+    if cycles is not None:
+        estimated = np.where(cycles > 0, cycles / device.clock_hz, prediction.latency)
+        prediction = replace(prediction, latency=estimated)
+    # The kernels alone differ: launches and overlap are those of the learned prediction.
+    program_model = predictor.model_for(device).program_model
+    wall = program_model.predict(prediction.latency, lowered, device, prediction.lo, prediction.hi)
+    return wall.latency * 1e6
+
+
+def _compiler_us(predictor: Predictor, lowered: LoweredProgram, device: DeviceSpec) -> float | None:
+    cycles = np.array([k.cycles for k in lowered.kernels], float)
+    if device.platform != "tpu" or not device.clock_hz or not cycles.any():
+        return None
+    return _physics_us(predictor, lowered, device, cycles)

@@ -1,0 +1,149 @@
+"""The report on devices that are not here: programs of the zoo, lowered by each one's compiler."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from ...common.units import duration, size
+from .device_rows import DeviceRow, known_programs, rows
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ...features.devices.device import DeviceSpec
+    from ..settings import DeviceReportSettings
+    from .device_checks import Check
+
+#: What is reported unless told otherwise.
+DEVICES = ("h100-sxm", "a100-sxm-80gb", "v100-sxm", "l4", "tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p")
+
+
+def run_device_report(
+    console: Console, settings: DeviceReportSettings
+) -> tuple[list[DeviceRow], list[Check]]:
+    """Lower, predict and check programs on devices, print and write the figures.
+
+    What a compiler made is cached, so a report that was stopped goes on where it was.
+
+    Args:
+        console: Where to print.
+        settings: The programs, the devices and the file for the figures.
+
+    Raises:
+        CompilerStartError: A compiler is installed, but does not start.
+        OpcastError: A program or device is not known, or a compiler is missing.
+    """
+    from ...common.files import write_text
+    from ...common.progress import tracked
+    from ...predict.devices import resolve_device
+    from ...predict.program.predictor import load
+    from .device_checks import physics_checks
+
+    lowering, out = settings.lowering, settings.out
+    chosen = known_programs(settings.programs)
+    predictor = load()
+    specs = [resolve_device(name, predictor.devices) for name in settings.devices or DEVICES]
+    _require_compilers(specs, lowering)
+    count = len(chosen) * len(specs)
+    pending = rows(predictor, chosen, specs, lowering)
+    table = list(tracked(pending, count, "programs on devices"))
+    checks = physics_checks(predictor, table, specs, lowering)
+    print_report(console, table, checks)
+    if out is not None:
+        data = {"rows": [asdict(r) for r in table], "checks": [asdict(c) for c in checks]}
+        text = markdown(table, checks) if out.suffix == ".md" else json.dumps(data, indent=1)
+        write_text(out, text)
+    return table, checks
+
+
+def _require_compilers(devices: Sequence[DeviceSpec], lowering: str) -> None:
+    """Say at once that a compiler is missing, not once for each program."""
+    from ...features.lowering.target_compiler.target import target_of
+
+    if lowering == "xla":
+        for device in devices:
+            target_of(device)
+
+
+HEADER = (
+    "program",
+    "device",
+    "compiled in s",
+    "from cache in s",
+    "kernels",
+    "roofline",
+    "compiler",
+    "learned",
+    "90 % interval",
+    "peak memory",
+    "fits",
+)
+
+
+#: Columns of text; the others hold figures.
+_LEFT = ("program", "device", "fits")
+
+
+def print_report(console: Console, table: Sequence[DeviceRow], checks: Sequence[Check]) -> None:
+    """Print all programs on all devices, then what physics demands of them."""
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(title="predictions for devices", title_justify="left", box=None, pad_edge=False)
+    for name in HEADER:
+        shown.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=True)
+    for _, group in groupby(table, key=lambda row: row.program):
+        for place, row in enumerate(group):
+            cells = cells_of(row)
+            shown.add_row(*(Text(c) for c in (cells if not place else ("", *cells[1:]))))
+    console.print(shown)
+    for row in table:
+        if row.error:
+            console.print(Text(f"{row.program} on {row.device}: {row.error}", style="yellow"))
+    for line in check_lines(checks):
+        console.print(Text(line))
+
+
+def cells_of(row: DeviceRow) -> tuple[str, ...]:
+    """A row as text, in the order of :data:`HEADER`."""
+    if row.error:
+        return (row.program, row.device, *("–" for _ in HEADER[2:-1]), "no: see below")
+    return (
+        row.program,
+        row.device,
+        f"{row.compile_s:.1f}",
+        f"{row.lower_s:.2f}",
+        str(row.kernels),
+        duration(row.roofline_us),
+        "–" if row.compiler_us is None else duration(row.compiler_us),
+        duration(row.learned_us),
+        f"{duration(row.learned_lo_us)} – {duration(row.learned_hi_us)}",
+        size(row.peak_memory_bytes),
+        {True: "yes", False: "no", None: "–"}[row.fits],
+    )
+
+
+def check_lines(checks: Sequence[Check]) -> list[str]:
+    """What physics demands, met or not, a line each, and a line for each failure."""
+    lines = []
+    for check in checks:
+        state = "met" if check.passed else "NOT met" if check.cases else "not tested"
+        lines.append(f"{state}: {check.name} ({check.cases} cases)")
+        lines += [f"  {failure}" for failure in check.failures]
+    return lines
+
+
+def markdown(table: Sequence[DeviceRow], checks: Sequence[Check]) -> str:
+    """The same as Markdown: a table, errors and checks as lists."""
+    rule = "|".join("---" if name in _LEFT else "---:" for name in HEADER)
+    lines = [f"| {' | '.join(HEADER)} |", f"|{rule}|"]
+    lines += [f"| {' | '.join(cells_of(row))} |" for row in table]
+    errors = [f"- {row.program} on {row.device}: {row.error}" for row in table if row.error]
+    demands = [
+        f"- {line}" if line[0] != " " else f"  - {line.strip()}" for line in check_lines(checks)
+    ]
+    return "\n".join([*lines, "", *errors, *([""] if errors else []), *demands, ""])

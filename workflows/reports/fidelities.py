@@ -1,0 +1,286 @@
+"""Cross-fidelity table over the zoo: do estimators order programs and kernels alike?"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import LoweringError
+from ...common.files import write_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ...features.devices.device import DeviceSpec
+    from ...predict.program.predictor import Predictor
+    from ..settings import FidelitySettings
+
+#: Raised when what is kept of a program changes.
+VERSION = 1
+#: Programs that compile for a TPU in seconds, not all of them tiny: a family and its settings.
+PROGRAMS = (
+    "mlp batch=64 width=256 layers=3",
+    "mlp batch=512 width=1024 layers=3",
+    "mlp batch=2048 width=4096 layers=2",
+    "mlp batch=128 width=512 layers=3 mode=train",
+    "resnet depth=18 width=16 image=32 stem=cifar classes=10 batch=16",
+    "vit layers=2 dim=192 heads=3 hidden=768 image=64 batch=4",
+    "vit layers=1 dim=768 heads=12 hidden=3072 image=224 batch=2",
+    "bert layers=1 dim=256 heads=4 hidden=1024 seq=128 batch=4",
+    "llama layers=1 dim=512 heads=8 kv_heads=4 hidden=1024 seq=128 vocab=2000 batch=2",
+    "dlrm batch=16 tables=4 rows=100 dim=16 bottom=32 top=32",
+)
+#: Least programs or kernels for a rank correlation.
+LEAST = 3
+#: Characters of a program's name in the printed table.
+_TITLE = 38
+
+
+@dataclass
+class FidelityReport:
+    """Answers and the tables made of them.
+
+    Attributes:
+        answers: One of each device and program, see :func:`_ask`.
+        failures: Programs that could not be lowered, with the reason.
+        seconds: Time of this call.
+    """
+
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[dict[str, str]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def programs(self) -> pd.DataFrame:
+        """Times and covered shares: ``device program kernels <model>_us <model>_covered``."""
+        return pd.DataFrame(
+            [
+                {
+                    "device": own["device"],
+                    "program": own["program"],
+                    "kernels": own["count"],
+                    **{f"{name}_us": t["latency_us"] for name, t in own["totals"].items()},
+                    **{f"{name}_covered": t["covered"] for name, t in own["totals"].items()},
+                }
+                for own in self.answers
+            ]
+        )
+
+    def kernels(self) -> pd.DataFrame:
+        """Distinct kernels: ``device hash kind``, and ``<model>`` in µs where it models them."""
+        rows = [{"device": a["device"], **row} for a in self.answers for row in a["kernels"]]
+        frame = pd.DataFrame(rows)
+        return frame.drop_duplicates(["device", "hash"]).reset_index(drop=True)
+
+    def correlations(self) -> pd.DataFrame:
+        """Spearman's ρ of each two models, by device, over programs and over kernels.
+
+        Kernels count that both models estimate themselves; ``products`` are those of them that are
+        matrix products or convolutions. ``ratio`` is the median of the second model's time over the
+        first one's, over programs.
+        """
+        if not self.answers:
+            return pd.DataFrame()
+        programs, kernels = self.programs(), self.kernels()
+        names = list(self.answers[0]["totals"])
+        rows = []
+        for device in programs["device"].unique():
+            own = programs[programs["device"] == device]
+            single = kernels[kernels["device"] == device]
+            product = single[single["kind"].isin(("gemm", "conv"))]
+            for first, second in combinations(names, 2):
+                times = own[[f"{first}_us", f"{second}_us"]]
+                rows.append(
+                    {
+                        "device": device,
+                        "models": f"{first} / {second}",
+                        "programs": len(times),
+                        "rho_programs": rank_correlation(times),
+                        "kernels": _both(single, first, second),
+                        "rho_kernels": rank_correlation(single[[first, second]]),
+                        "products": _both(product, first, second),
+                        "rho_products": rank_correlation(product[[first, second]]),
+                        "ratio": float((times.iloc[:, 1] / times.iloc[:, 0]).median()),
+                    }
+                )
+        return pd.DataFrame(rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "correlations": json.loads(self.correlations().to_json(orient="records")),
+            "programs": json.loads(self.programs().to_json(orient="records")),
+            "failures": self.failures,
+            "seconds": self.seconds,
+        }
+
+
+def rank_correlation(pairs: pd.DataFrame) -> float:
+    """Spearman's ρ of two columns, of the rows that have both; NaN for too few."""
+    from ...models.training_data.metrics import spearman
+
+    both = pairs.dropna()
+    if len(both) < LEAST:
+        return float("nan")
+    return spearman(*(both.iloc[:, i].to_numpy(np.float64) for i in (0, 1)))
+
+
+def _both(frame: pd.DataFrame, first: str, second: str) -> int:
+    return int(frame[[first, second]].notna().all(axis=1).sum())
+
+
+def run_fidelity_report(settings: FidelitySettings) -> FidelityReport:
+    """Ask every model about every program; answers of earlier calls are read from the folder.
+
+    Args:
+        settings: The devices, models and programs, and the folder of the answers.
+
+    Raises:
+        OpcastError: A device or model is not usable.
+    """
+    from ...common.progress import tracked
+    from ...predict.program.fidelities import device_for, load_fidelities
+
+    start = time.monotonic()
+    predictors = load_fidelities(settings.models)
+    tasks = list(_tasks(settings))
+    report = FidelityReport()
+    settings.save(settings.out)
+    for name in settings.devices:
+        device = device_for(name, predictors)
+        marks = _marks(predictors, device)
+        title_of_bar = f"programs on {device.name}"
+        for title, mlir in tracked(tasks, len(tasks), title_of_bar, settings.progress):
+            key = _key(title, mlir, device, settings.lowering, marks)
+            path = settings.out / f"{key}.json"
+            if not path.is_file():
+                answer = _ask(title, mlir, device, settings.lowering, predictors)
+                write_text(path, json.dumps(answer))
+            answer = json.loads(path.read_text())
+            if "reason" in answer:
+                report.failures.append(answer)
+            else:
+                report.answers.append(answer)
+    report.seconds = time.monotonic() - start
+    return report
+
+
+def _tasks(settings: FidelitySettings) -> Iterator[tuple[str, str]]:
+    """Titles and texts of the programs."""
+    from ...datagen.zoo import build, parse_settings, suite, workload_name
+
+    split = (line.split() for line in PROGRAMS)
+    own = [(family, parse_settings(family, sizes)) for family, *sizes in split]
+    programs = suite(settings.suite) if settings.suite else own
+    if settings.limit and settings.limit < len(programs):
+        places = np.linspace(0, len(programs) - 1, settings.limit).round().astype(int)
+        programs = [programs[i] for i in places.tolist()]
+    for family, sizes in programs:
+        yield workload_name(family, sizes), build(family, **sizes).mlir(debug_info=False)
+
+
+def _marks(predictors: Mapping[str, Predictor], device: DeviceSpec) -> list[str]:
+    """What an answer depends on besides the program: models, their parameters and versions."""
+    from ...predict.locate import is_untrained, model_hash
+    from ...predict.program.fidelities import LEARNED
+
+    marks = []
+    for name, predictor in predictors.items():
+        estimator = predictor.model_for(device).estimator
+        marks.append(f"{name} {getattr(estimator, 'version', '')} {_params(estimator)}")
+        if not is_untrained(name):
+            marks.append(model_hash("default" if name == LEARNED else name))
+    return marks
+
+
+def _params(estimator: object) -> str:
+    return json.dumps(getattr(estimator, "params", {}), sort_keys=True, default=str)
+
+
+def _key(title: str, mlir: str, device: DeviceSpec, lowering: str, marks: Sequence[str]) -> str:
+    described = json.dumps(asdict(device), sort_keys=True, default=str)
+    parts = (str(VERSION), title, mlir, described, lowering, *marks)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+
+def _ask(
+    title: str, mlir: str, device: DeviceSpec, lowering: str, predictors: Mapping[str, Predictor]
+) -> dict[str, Any]:
+    """Answers of all models for a program, its distinct kernels once each."""
+    from ...features.ir.reader import read_program
+    from ...features.lowering.lower import lower
+    from ...predict.program.fidelities import fidelity
+
+    named = {"program": title, "device": device.name}
+    try:
+        lowered = lower(read_program(mlir), lowering, device=device)
+    except LoweringError as error:
+        return {**named, "reason": str(error)}
+    predictions = [fidelity(name, own, lowered, device) for name, own in predictors.items()]
+    first = {k.hash: i for i, k in reversed(list(enumerate(lowered.kernels))) if k.takes_time}
+    kernels = [
+        {
+            "hash": digest,
+            "kind": lowered.kernels[place].kind,
+            **{
+                f.name: f.prediction.kernels[place].latency_us if f.own[place] else None
+                for f in predictions
+            },
+        }
+        for digest, place in first.items()
+    ]
+    totals = {
+        f.name: {"latency_us": f.prediction.latency_us, "covered": f.covered} for f in predictions
+    }
+    count = sum(kernel.takes_time for kernel in lowered.kernels)
+    return {
+        **named,
+        "lowering": lowered.lowering,
+        "count": count,
+        "totals": totals,
+        "kernels": kernels,
+    }
+
+
+def print_report(console: Console, report: FidelityReport) -> None:
+    """Print the programs, then the rank correlations."""
+    from ...common.tables_text import print_frame
+
+    if report.answers:
+        print_frame(console, _shown(report), "programs: µs of a run, and the share modelled itself")
+        correlations = report.correlations()
+        for column in ("rho_programs", "rho_kernels", "rho_products", "ratio"):
+            correlations[column] = [f"{v:.2f}" if v == v else "–" for v in correlations[column]]
+        print_frame(console, correlations, "rank correlation (Spearman) of each two estimators")
+    for failure in report.failures:
+        console.print(f"{failure['program']} on {failure['device']}: {failure['reason']}")
+    console.print(f"{report.seconds:.0f} s")
+
+
+def _shown(report: FidelityReport) -> pd.DataFrame:
+    """The programs with a column for each model, as text."""
+    return pd.DataFrame(
+        [
+            {
+                "device": own["device"],
+                "program": _short(own["program"]),
+                "kernels": own["count"],
+                **{
+                    name: f"{told['latency_us']:.0f} {told['covered']:.0%}"
+                    for name, told in own["totals"].items()
+                },
+            }
+            for own in report.answers
+        ]
+    )
+
+
+def _short(title: str) -> str:
+    return title if len(title) <= _TITLE else title[: _TITLE - 1] + "…"

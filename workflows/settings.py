@@ -1,0 +1,329 @@
+"""Settings of the commands: one frozen dataclass each, saved beside what the command writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+#: Name of the file with the settings in an output folder.
+FILE = "settings.json"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all settings share: the command's name."""
+
+    command: ClassVar[str]
+
+    def save(self, folder: Path) -> None:
+        """Write the settings, with the command and its version, into an output folder."""
+        from .. import __version__
+        from ..common.files import write_text
+
+        content = {"command": f"opcast {self.command}", "opcast": __version__, **asdict(self)}
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / FILE, json.dumps(content, indent=1, default=str))
+
+
+@dataclass(frozen=True)
+class ProfileSettings(Settings):
+    """Settings of ``opcast profile``.
+
+    Attributes:
+        out: Folder of the dataset.
+        device: ``cpu``, ``gpu``, ``tpu`` or ``local``.
+        budget_s: Seconds to measure.
+        seed: Seed of the programs.
+        suite: Suite of the zoo.
+        mix: Shares of the streams, such as ``ops=0.4,random=0.3,zoo=0.3``.
+        progress: Whether to show progress.
+    """
+
+    command: ClassVar[str] = "profile"
+    out: Path
+    device: str
+    budget_s: float
+    seed: int
+    suite: str
+    mix: str
+    progress: bool = True
+
+
+@dataclass(frozen=True)
+class TrainSettings(Settings):
+    """Settings of ``opcast train``; which fields are read depends on the :class:`~.train.Trainer`.
+
+    Attributes:
+        data: Folders of the dataset.
+        model: Name of the estimator.
+        split: Split to test on.
+        out: Folder for the model.
+        seed: Seed of draws and estimators.
+        threads: Threads of the estimators.
+        track: Whether to log to MLflow.
+        register: Name to register the model under, here and in MLflow.
+        final: Save a model fitted to all rows, test rows included.
+        params: Hyperparameters of the estimator.
+        exclude_device: Devices to exclude from training; an operator model is tested on them.
+        max_rows: Maximum rows of an operator family to learn from.
+    """
+
+    command: ClassVar[str] = "train"
+    data: Sequence[Path] = ()
+    model: str = "xgboost"
+    split: str = "unseen_family"
+    out: Path | None = None
+    seed: int = 0
+    threads: int = 1
+    track: bool = True
+    register: str | None = None
+    final: bool = False
+    params: Mapping[str, Any] = field(default_factory=dict)
+    exclude_device: Sequence[str] = ()
+    max_rows: int = 1_000_000
+
+
+@dataclass(frozen=True)
+class TuneSettings(Settings):
+    """Settings of ``opcast tune``.
+
+    Attributes:
+        data: Folders of the dataset.
+        model: Name of the estimator.
+        split: Split whose training part is searched on.
+        trials: Number of trials, including those of earlier searches in ``study``.
+        timeout_s: Seconds after which no trial starts.
+        folds: Folds of the cross-validation.
+        objective: Error to minimise, ``mean_abs_log`` or ``median_ape``.
+        seed: Seed of the search and of the estimators.
+        threads: Threads of the estimators.
+        study: SQLite file of the trials.
+        out: JSON file for the best hyperparameters.
+        track: Whether to log the trials to MLflow.
+    """
+
+    command: ClassVar[str] = "tune"
+    data: Sequence[Path]
+    model: str
+    split: str
+    trials: int
+    timeout_s: float | None
+    folds: int
+    objective: str
+    seed: int
+    threads: int
+    study: Path | None
+    out: Path | None
+    track: bool
+
+
+@dataclass(frozen=True)
+class CalibrateSettings(Settings):
+    """Settings of ``opcast calibrate``, from a dataset or by measuring.
+
+    Attributes:
+        device: Name of the device.
+        model: Name or folder of the model.
+        data: Folders of the dataset; none to measure here.
+        budget_s: Seconds for compiling and measuring here; ``None`` with a dataset.
+        samples: Samples to learn from a dataset; of operators, of each family.
+        by_time: Whether operator families get samples by their share of the time and the expected
+            information gain, rather than ``samples`` each.
+        out: Folder for the adapted model.
+        plot: Image of the error against the number of samples.
+        seed: Seed of draws and of the candidates to measure.
+        suite: Suite of the zoo whose kernels the measuring is for.
+        ops: Number of single-op programs that may be measured.
+    """
+
+    command: ClassVar[str] = "calibrate"
+    device: str
+    model: str = "default"
+    data: Sequence[Path] = ()
+    budget_s: float | None = None
+    samples: int = 100
+    by_time: bool = False
+    out: Path | None = None
+    plot: Path | None = None
+    seed: int = 0
+    suite: str = "quick"
+    ops: int = 120
+
+
+@dataclass(frozen=True)
+class EvaluateSettings(Settings):
+    """Settings of ``opcast evaluate``.
+
+    Attributes:
+        published: Folder with tables of published latencies.
+        out: Parquet file for the predictions.
+        model: Name or folder of the operator model.
+        calibrate: Whether to calibrate on the rows of ``calib_*`` splits that have a latency.
+        limit: Maximum rows of each operator table.
+    """
+
+    command: ClassVar[str] = "evaluate"
+    published: Path
+    out: Path
+    model: str
+    calibrate: bool = False
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class SweepSettings(Settings):
+    """Settings of ``opcast sweep``.
+
+    Attributes:
+        workload: Family of the model, or a YAML file with family and sizes.
+        clusters: Names or files of clusters.
+        out: Folder of the results.
+        sizes: Sizes of the model, such as ``layers=32``.
+        batches: Batch sizes; none for that of the workload.
+        grid: Values of each axis, such as ``tp=4/8,recompute=none/full``, or a YAML file.
+        trials: Plans to search with Optuna; 0 evaluates all.
+        model: Name or folder of the operator model; ``roofline`` for none.
+        workers: Worker processes.
+        ray: Address of a Ray cluster; empty for none.
+        seed: Seed of the search.
+        top: Number of plans to print.
+        plot: Image of memory against time.
+        scaling: Image of strong and weak scaling over the clusters.
+    """
+
+    command: ClassVar[str] = "sweep"
+    workload: str
+    clusters: Sequence[str]
+    out: Path
+    sizes: Sequence[str] = ()
+    batches: Sequence[int] = ()
+    grid: str = ""
+    trials: int = 0
+    model: str = ""
+    workers: int = 1
+    ray: str = ""
+    seed: int = 0
+    top: int = 15
+    plot: Path | None = None
+    scaling: Path | None = None
+
+
+@dataclass(frozen=True)
+class FidelitySettings(Settings):
+    """Settings of ``opcast fidelities``.
+
+    Attributes:
+        devices: Names of devices.
+        models: Estimators, as of :func:`~opcast.predict.program.fidelities.compare_fidelities`.
+        out: Folder of the predictions, one file for each program and device.
+        suite: Suite of the zoo; empty for ``PROGRAMS`` of :mod:`.reports.fidelities`.
+        lowering: How programs become kernels.
+        limit: Maximum number of programs, drawn evenly from the suite; 0 for all.
+        progress: Whether to show progress.
+    """
+
+    command: ClassVar[str] = "fidelities"
+    devices: Sequence[str]
+    models: Sequence[str]
+    out: Path
+    suite: str = ""
+    lowering: str = "auto"
+    limit: int = 0
+    progress: bool = True
+
+
+@dataclass(frozen=True)
+class AccuracyReportSettings(Settings):
+    """Settings of ``opcast report accuracy``.
+
+    Attributes:
+        data: Folders of the dataset; none for the committed one.
+        out: JSON file for the figures.
+        threads: Threads for training.
+    """
+
+    command: ClassVar[str] = "report accuracy"
+    data: Sequence[Path] = ()
+    out: Path | None = None
+    threads: int = 2
+
+
+@dataclass(frozen=True)
+class DeviceReportSettings(Settings):
+    """Settings of ``opcast report devices``.
+
+    Attributes:
+        programs: Names of programs; none for all.
+        devices: Names or device files; none for ``DEVICES`` of :mod:`.reports.devices`.
+        lowering: Lowering of all programs.
+        out: File for the figures: Markdown if it ends in ``.md``, else JSON.
+    """
+
+    command: ClassVar[str] = "report devices"
+    programs: Sequence[str] = ()
+    devices: Sequence[str] = ()
+    lowering: str = "xla"
+    out: Path | None = None
+
+
+@dataclass(frozen=True)
+class ClusterReportSettings(Settings):
+    """Settings of ``opcast report clusters``.
+
+    Attributes:
+        published: Folder with measured collectives; ``None`` omits them.
+        out: JSON file for the figures; plots and parts go into a folder of its name.
+        models: Names of ``MODELS`` of :mod:`.reports.clusters`; none for all.
+        scaling: Numbers of devices; none for ``SCALING``.
+        grid: Axes of the search for the best plan; ``None`` for ``GRID``.
+        workers: Processes of the searches.
+    """
+
+    command: ClassVar[str] = "report clusters"
+    published: Path | None = None
+    out: Path = Path("report-out") / "clusters.json"
+    models: Sequence[str] = ()
+    scaling: Sequence[int] = ()
+    grid: Mapping[str, Sequence[str]] | None = None
+    workers: int = 1
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the plots and of the results of searches and fits."""
+        return self.out.with_suffix("")
+
+
+@dataclass(frozen=True)
+class OperatorReportSettings(Settings):
+    """Settings of ``opcast report operators``.
+
+    Attributes:
+        published: Folder with published tables, itself or in its subfolders.
+        out: JSON file for the figures; the parts go into :attr:`folder`.
+        studies: Names of ``STUDIES`` of :mod:`~opcast.models.operators.studies`; none for all.
+        estimators: Estimators, instead of those of the studies.
+        families: Families to restrict the report to.
+        max_rows: Maximum rows, instead of that of the studies.
+        seed: Seed of draws and regressors.
+        threads: Threads of the estimators.
+        track: Whether to log to MLflow.
+    """
+
+    command: ClassVar[str] = "report operators"
+    published: Path
+    out: Path = Path("report-out") / "operators.json"
+    studies: Sequence[str] = ()
+    estimators: Sequence[str] = ()
+    families: Sequence[str] = ()
+    max_rows: int | None = None
+    seed: int = 0
+    threads: int = 1
+    track: bool = True
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the parts of the report."""
+        return self.out.with_name(f"{self.out.stem}-parts")

@@ -1,0 +1,74 @@
+"""``opcast sweep``: evaluates many parallel plans and prints the Pareto front."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from rich.console import Console
+
+    from .settings import SweepSettings
+
+
+def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
+    """Evaluate plans, print the Pareto front of those that fit, and draw the plots.
+
+    Args:
+        console: Where to print.
+        settings: The workload, the clusters, the plans and the folder, from which it resumes.
+
+    Returns:
+        All evaluated plans, one row each.
+
+    Raises:
+        DatasetError: The folder holds a sweep of another workload or model.
+        OpcastError: A workload, cluster, axis or model is unknown, or the workers fail.
+    """
+    from ..predict.render.step import print_front
+    from ..predict.sweep import run as sweeps
+    from ..predict.sweep.job import SweepJob
+    from ..predict.sweep.reasons import reasons
+    from ..predict.sweep.space import axis_values, parse_grid
+    from ..simulate.clusters.catalogue import find_cluster
+    from ..simulate.step.workload import read_workload
+
+    work = read_workload(settings.workload, list(settings.sizes))
+    batches = list(settings.batches) or [work.batch]
+    grid = parse_grid(settings.grid) if settings.grid else {}
+    clusters, out = list(settings.clusters), settings.out
+    job = sweeps.Sweep(SweepJob(work, settings.model), out, settings.workers, settings.ray)
+    with _bar() as advance:
+        if settings.trials:
+            values = axis_values(work, find_cluster(clusters[0]), grid)
+            rows = sweeps.search(
+                job, clusters, batches, values, settings.trials, settings.seed, advance
+            )
+        else:
+            rows = sweeps.grid(job, clusters, batches, grid, advance)
+    settings.save(out)
+    if settings.plot is not None:
+        sweeps.plot(rows, settings.plot)
+    if settings.scaling is not None:
+        from ..predict.sweep.scaling import plot_scaling
+
+        plot_scaling(rows, settings.scaling)
+    print_front(console, sweeps.pareto(rows), len(rows), int(rows["fits"].sum()), settings.top)
+    for line in reasons(rows):
+        console.print(f"because of {line}", highlight=False, markup=False)
+    console.print(f"all results: {out / 'sweep.parquet'}", highlight=False)
+    return rows
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar on stderr; the callback takes the finished and total numbers."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("plans", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -1,0 +1,129 @@
+"""What joins several folders: measuring, training, reporting, and the demonstration."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from ..common.tables_text import print_metrics
+from .settings import TrainSettings
+from .training import keep_model, log_training, without_devices
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..features.dataset import Dataset
+    from ..models.tracking.mlflow_store import RunLog
+    from ..models.training.train import TrainResult
+    from ..models.training_data.prepared import PreparedDataset
+
+logger = logging.getLogger(__name__)
+
+
+def run_train(console: Console, dataset: Dataset, settings: TrainSettings) -> TrainResult:
+    """Train on kernels, print the metrics beside the noise, save, register and track."""
+    from ..models.training.train import train_final
+    from ..models.training_data.prepared import prepare
+
+    split, seed, threads = settings.split, settings.seed, settings.threads
+    if settings.exclude_device:
+        dataset = without_devices(dataset, settings.exclude_device)
+    prepared = prepare(dataset)
+    result, model = _train_or_choose(
+        console, prepared, settings.model, split, seed, threads, settings.params
+    )
+    print_metrics(console, result.metrics, f"{model}, kernels, split {split}")
+    if len(result.program_metrics):
+        print_metrics(console, result.program_metrics, f"{model}, programs, split {split}")
+    bundle = result.model
+    if settings.final:
+        bundle = train_final(
+            prepared,
+            model,
+            seed=seed,
+            n_jobs=threads,
+            metrics={split: result.flat_metrics},
+            **result.params,
+        )
+        kept = {k: v for k, v in result.model.info.items() if k == "ensemble_choice"}
+        bundle.info.update(kept)
+    console.print(f"trained in {result.seconds:.1f} s", highlight=False)
+    folder = keep_model(console, bundle, settings, model)
+    if settings.track:
+        run = _run_of(result, folder, model, split, seed)
+        log_training(console, run, settings.register)
+    return result
+
+
+def _train_or_choose(
+    console: Console,
+    prepared: PreparedDataset,
+    model: str,
+    split: str,
+    seed: int,
+    threads: int,
+    params: Mapping[str, Any],
+) -> tuple[TrainResult, str]:
+    """The training and the name of what was trained: an ensemble only if it beats its members."""
+    from ..models.training.train import train
+
+    if model != "ensemble":
+        return train(prepared, model, split, seed=seed, n_jobs=threads, **params), model
+    from ..models.training.ensemble_choice import train_ensemble
+
+    result, choice = train_ensemble(prepared, split, seed, threads, **params)
+    print_metrics(console, choice.table, "cross-validated on training rows, to choose by")
+    print_metrics(console, choice.test, "test part, not used to choose")
+    console.print(choice.sentence, highlight=False)
+    return result, choice.winner
+
+
+def _run_of(result: TrainResult, folder: Path, model: str, split: str, seed: int) -> RunLog:
+    """What is logged of a training on kernels."""
+    from ..models.tracking.mlflow_store import RunLog
+    from ..models.tracking.plots import all_figures
+
+    info = result.model.info
+    params = {
+        "model": model,
+        "split": split,
+        "seed": seed,
+        "dataset_hash": info.get("dataset_hash"),
+        "devices": ",".join(result.model.devices),
+        "rows": info.get("rows"),
+        **result.params,
+    }
+    title = f"{model}, split {split}"
+    tables = {"metrics": result.metrics, "predictions": result.predictions}
+    if len(result.programs):
+        tables["programs"] = result.programs
+    return RunLog(
+        name=f"{model}-{split}",
+        params=params,
+        metrics={_metric_name(k): v for k, v in result.flat_metrics.items()}
+        | {"train_seconds": result.seconds},
+        tables=tables,
+        figures=all_figures(result.predictions, title),
+        model_dir=folder,
+        predictions=_tracked_rows(result, split),
+    )
+
+
+def _tracked_rows(result: TrainResult, split: str) -> pd.DataFrame:
+    """Predictions of the test part, kernels and programs."""
+    from ..models.tracking.mlflow_store import tidy
+
+    kernels = tidy(result.predictions, split)
+    if not len(result.programs):
+        return kernels
+    programs = tidy(result.programs.drop(columns="kind", errors="ignore"), split, "program")
+    return pd.concat([kernels, programs], ignore_index=True)
+
+
+def _metric_name(name: str) -> str:
+    """MLflow allows letters, digits and ``_ - . / space :``."""
+    return name.replace("=", ":")

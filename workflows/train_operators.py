@@ -1,0 +1,158 @@
+"""Commands for library operators: import of tables, training, evaluation, calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from ..common.errors import DatasetError
+from ..common.tables_text import in_percent
+from .training import catalogue_names
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..features.dataset import Dataset
+    from ..models.operators import OpModel
+    from ..models.tracking.mlflow_store import RunLog
+    from .settings import EvaluateSettings, TrainSettings
+
+#: Splits of a published table that a model may learn from when it is to be judged on the others.
+TRAINING = ("train",)
+
+
+def run_import(console: Console, folder: Path, out: Path) -> None:
+    """Import published tables and say what came of it."""
+    from ..datagen.published.importer import import_published
+
+    imported = import_published(folder, out, show=True)
+    kept = f", {imported.kept} shards were there" if imported.kept else ""
+    console.print(
+        f"{out}: {imported.rows} samples of {len(imported.devices)} devices, "
+        f"{imported.skipped} rows without a latency skipped, "
+        f"{imported.shards} shards written{kept}",
+        highlight=False,
+    )
+
+
+def run_train_operators(console: Console, dataset: Dataset, settings: TrainSettings) -> OpModel:
+    """Train on the training rows, judge on the others, save, register and track.
+
+    Raises:
+        DatasetError: No row is left to learn from, or a device is not in the dataset.
+    """
+    from ..common.tables_text import print_frame
+    from ..models.operators import OpModel, rows_of_dataset
+    from ..models.operators.model import default_settings
+    from ..models.operators.report import left_out_table, predictions, settings_of, summary
+    from .training import keep_model, log_training
+
+    model, exclude, seed = settings.model, settings.exclude_device, settings.seed
+    rows = rows_of_dataset(dataset)
+    outside = _excluded(rows, exclude)
+    learn = ~outside & rows["split"].isin(TRAINING).to_numpy()
+    if not learn.any():
+        raise DatasetError("no row is left to train on", hint="splits to learn from: train")
+    options = default_settings(model, settings.threads, seed, settings.max_rows, **settings.params)
+
+    def fit(mask: np.ndarray) -> OpModel:
+        def tell(key: str, seconds: float) -> None:
+            console.print(f"{key}: {seconds:.0f} s", highlight=False)
+
+        return OpModel().fit(rows[mask], dataset.devices, options, tell)
+
+    model_bundle = fit(learn)
+    table = predictions(model_bundle, rows[~learn])
+    metrics, left_out = summary(table), left_out_table(model_bundle)
+    by_family = summary(table, ("split", "key"))
+    print_frame(
+        console, in_percent(metrics), f"{model}: rows that it did not learn from, errors in %"
+    )
+    print_frame(console, in_percent(by_family), f"{model}: the same by family")
+    print_frame(console, in_percent(left_out), f"{model}: each chip left out of training in turn")
+    if settings.final:
+        console.print("fitting to all rows", highlight=False)
+        learn = ~outside
+        model_bundle = fit(learn)
+    model_bundle.info = {
+        "dataset_hash": dataset.hash,
+        "rows": int(learn.sum()),
+        "excluded": list(exclude),
+        "splits": "all" if settings.final else list(TRAINING),
+        "estimator": model,
+        "seed": seed,
+        "metrics": metrics.to_dict("records"),
+        "metrics_of": "the same settings, fitted to the rows of split train alone",
+    }
+    folder = keep_model(console, model_bundle, settings, model)
+    if settings.track:
+        run = _run_of(model, settings_of(model_bundle), metrics, table, folder)
+        log_training(console, run, settings.register)
+    return model_bundle
+
+
+def _excluded(rows: pd.DataFrame, exclude: Sequence[str]) -> np.ndarray:
+    names = catalogue_names(exclude)
+    present = set(rows["device"])
+    for name in names:
+        if name not in present:
+            raise DatasetError(
+                f"device {name!r} is not in the dataset",
+                hint="it has: " + ", ".join(sorted(present)),
+            )
+    return np.asarray(rows["device"].isin(names))
+
+
+def _run_of(
+    model: str,
+    settings: Mapping[str, Any],
+    metrics: pd.DataFrame,
+    judged: pd.DataFrame,
+    folder: Path,
+) -> RunLog:
+    """What is logged of a training on operators."""
+    from ..models.operators.report import flat
+    from ..models.tracking.mlflow_store import RunLog, tidy
+
+    return RunLog(
+        f"operators-{model}",
+        settings,
+        flat(metrics),
+        tables={"metrics": metrics} if len(metrics) else {},
+        predictions=tidy(judged, level="op"),
+        model_dir=folder,
+    )
+
+
+def run_evaluate(console: Console, settings: EvaluateSettings) -> None:
+    """Predict every row of a folder of published tables; print the errors of those with a latency.
+
+    Args:
+        console: Where to print.
+        settings: The tables, the model and the file for the predictions.
+    """
+    from ..common.tables_text import print_frame
+    from ..features.dataset import write_table
+    from ..models.operators import OpModel
+    from ..predict.locate import OPERATOR_MODEL, find_model
+    from ..predict.published.tables import predict_published
+
+    name = OPERATOR_MODEL if settings.model == "default" else settings.model
+    predicted = predict_published(
+        settings.published,
+        OpModel.load(find_model(name)),
+        calibrate=settings.calibrate,
+        limit=settings.limit,
+    )
+    settings.out.parent.mkdir(parents=True, exist_ok=True)
+    write_table(predicted.frame, settings.out)
+    for what, count in predicted.calibrated.items():
+        console.print(f"calibrated {what}: {count} rows", highlight=False)
+    summary = predicted.summary()
+    if len(summary):
+        print_frame(console, in_percent(summary), "rows whose latency is given, errors in %")
+    console.print(f"{settings.out}: {len(predicted.frame)} rows", highlight=False)

@@ -1,0 +1,86 @@
+"""What all trainers share: keeping a model, logging a run, leaving devices out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..common.errors import DatasetError, ModelError
+from .settings import TrainSettings
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..features.dataset import Dataset
+    from ..models.core.base import ModelBundle
+    from ..models.tracking.mlflow_store import RunLog
+
+
+logger = logging.getLogger(__name__)
+
+
+def keep_model(console: Console, model: ModelBundle, settings: TrainSettings, name: str) -> Path:
+    """Save a trained model where it was asked for, and say where that is.
+
+    Args:
+        console: Where to print.
+        model: What was trained.
+        settings: Its folder and the name to register it under, if any; saved beside it.
+        name: Of its folder in ``models-out`` if it has neither.
+
+    Returns:
+        The folder; that given with ``--out`` if it was also registered.
+    """
+    from ..predict.locate import registered
+
+    folders = [settings.out] if settings.out is not None else []
+    if settings.register:
+        folders.append(registered() / settings.register)
+    folders = folders or [Path("models-out") / name]
+    for folder in folders:
+        model.save(folder)
+        settings.save(folder)
+        console.print(f"saved to {folder}", highlight=False, soft_wrap=True)
+    return folders[0]
+
+
+def log_training(console: Console, run: RunLog, register: str | None) -> None:
+    """Log a training to MLflow and say so; only a warning if that cannot be done.
+
+    Raises:
+        ModelError: It cannot be done, and the model was to be registered there.
+    """
+    from ..models.tracking.mlflow_store import log_run
+
+    try:
+        run_id = log_run(run, register=register)
+    except ModelError as error:
+        if register:
+            raise
+        logger.warning("not tracked: %s", error)
+        return
+    console.print(f"logged to MLflow as {run_id}; see it with: opcast ui", highlight=False)
+
+
+def without_devices(dataset: Dataset, exclude: Sequence[str]) -> Dataset:
+    """A dataset without the rows of some devices.
+
+    Raises:
+        DatasetError: A device is not in the dataset.
+    """
+    have = sorted(set(dataset.frame["device"]))
+    for name in exclude:
+        if name not in have:
+            raise DatasetError(
+                f"device {name!r} is not in the dataset", hint=f"it has: {', '.join(have)}"
+            )
+    return dataset.select(~dataset.frame["device"].isin(exclude))
+
+
+def catalogue_names(devices: Sequence[str]) -> list[str]:
+    """Devices as the catalogue names them."""
+    from ..features.devices.catalogue import find_device
+
+    return [find_device(name).name for name in devices]

@@ -1,0 +1,143 @@
+"""Searches for hyperparameters, with a progress bar, and logs the trials to MLflow."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..models.tracking.mlflow_store import ParentRun
+    from ..models.training.tuned import TrialRecord, Tuning
+    from .settings import TuneSettings
+
+logger = logging.getLogger(__name__)
+
+
+def run_tune(console: Console, settings: TuneSettings) -> Tuning:
+    """Search for hyperparameters, print the best and, once, their errors on the test part."""
+    from ..common.tables_text import print_frame, print_metrics
+    from ..features.dataset import Dataset
+    from ..models.training.train import train
+    from ..models.training.tuned import write_params
+    from ..models.training.tuning import require_optuna, tune
+    from ..models.training_data.prepared import prepare
+
+    require_optuna()  # before the minutes that reading a large dataset takes
+    model, split = settings.model, settings.split
+    prepared = prepare(Dataset.load(*settings.data))
+    with (
+        _parent(f"tune-{model}-{split}", settings.track) as parent,
+        _bar(console, settings.trials) as advance,
+    ):
+
+        def on_trial(trial: TrialRecord, finished: int) -> None:
+            advance(trial, finished)
+            if parent is not None:
+                _log_trial(parent, trial)
+
+        tuning = tune(
+            prepared,
+            model,
+            settings.trials,
+            split,
+            settings.seed,
+            settings.threads,
+            timeout_s=settings.timeout_s,
+            folds=settings.folds,
+            objective=settings.objective,
+            study=settings.study,
+            on_trial=on_trial,
+        )
+        if parent is not None:
+            _log_search(parent, tuning, settings.seed, prepared.dataset_hash)
+    print_frame(console, tuning.table(), f"{model}: best of {len(tuning.trials)} trials")
+    console.print(_verdict(tuning), highlight=False)
+    result = train(
+        prepared, model, split, seed=settings.seed, n_jobs=settings.threads, **tuning.best
+    )
+    title = f"{model} with these parameters, kernels, test part of {split}: not used for choosing"
+    print_metrics(console, result.metrics, title)
+    file = settings.out or Path("models-out") / f"{model}-params.json"
+    write_params(file, tuning)
+    console.print(
+        f"wrote {file}; train with: opcast train --model {model} --params {file}", highlight=False
+    )
+    return tuning
+
+
+def _verdict(tuning: Tuning) -> str:
+    figure = tuning.objective.replace("_", " ")
+    if not tuning.best:
+        return (
+            f"no trial beats the defaults ({figure} {tuning.default_error:.4f}, cross-validated on "
+            "training rows): they are kept"
+        )
+    chosen = " ".join(
+        f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in tuning.best.items()
+    )
+    return (
+        f"best: {chosen}; cross-validated {figure} {tuning.error:.4f}, "
+        f"with the defaults {tuning.default_error:.4f}; trials are kept in {tuning.study}"
+    )
+
+
+@contextmanager
+def _bar(console: Console, total: int) -> Iterator[Callable[[TrialRecord, int], None]]:
+    """Show a progress bar; the callback takes a trial and the number of finished trials."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    own = [TextColumn(c) if isinstance(c, str) else c for c in columns]
+    with Progress(*own, console=console, transient=True) as progress:
+        task = progress.add_task("defaults", total=total)
+        best = [float("inf")]
+
+        def advance(trial: TrialRecord, finished: int) -> None:
+            best[0] = min(best[0], float("inf") if trial.pruned else trial.error)
+            progress.update(task, completed=finished, description=f"best {best[0]:.4f}")
+
+        yield advance
+
+
+@contextmanager
+def _parent(name: str, track: bool) -> Iterator[ParentRun | None]:
+    """Open the parent run of the trials; ``None`` without MLflow or ``track``."""
+    if track and find_spec("mlflow") is not None:
+        from ..models.tracking.mlflow_store import parent_run
+
+        with parent_run(name) as parent:
+            yield parent
+        return
+    if track:
+        logger.warning("MLflow is not installed: the trials are not tracked")
+    yield None
+
+
+def _log_trial(parent: ParentRun, trial: TrialRecord) -> None:
+    from ..models.tracking.mlflow_store import RunLog
+
+    figures = {"error": trial.error, "seconds": trial.seconds}
+    state = {"state": "pruned" if trial.pruned else "complete"}
+    parent.log_child(RunLog(f"trial-{trial.number}", trial.params, figures, tags=state))
+
+
+def _log_search(parent: ParentRun, tuning: Tuning, seed: int, dataset_hash: str) -> None:
+    from ..models.tracking.mlflow_store import RunLog
+
+    params = {
+        "model": tuning.model,
+        "split": tuning.split,
+        "objective": tuning.objective,
+        "seed": seed,
+        "dataset_hash": dataset_hash,
+        **tuning.best,
+    }
+    figures = {"error": tuning.error, "default_error": tuning.default_error}
+    counted = {**figures, "trials": float(len(tuning.trials))}
+    parent.log(RunLog("search", params, counted, {"trials": tuning.table(len(tuning.trials))}))
