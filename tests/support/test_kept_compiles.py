@@ -33,7 +33,7 @@ def compile_job(tmp_path):
     def run(*programs: str, token: str = "t", **changes: object) -> tuple[list[str], int]:
         folder = tmp_path / f"job{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
-        job = {"folder": str(tmp_path / "packages"), "memory_bytes": 7, "flags": {}} | changes
+        job = {"folder": str(tmp_path / "packages"), "flags": {}} | changes
         job["shapes"] = [(1, 1)] * len(programs)
         (folder / "job.json").write_text(json.dumps(job))
         for number, text in enumerate(programs):
@@ -50,7 +50,6 @@ def compile_job(tmp_path):
 def test_equal_jobs_are_compiled_once(compile_job) -> None:
     assert compile_job("a", "b") == (["A", "B"], 1)
     assert compile_job("a", "b") == (["A", "B"], 1)
-    assert compile_job("a", "b", memory_bytes=9) == (["A", "B"], 1)
 
 
 def test_anything_else_is_compiled(compile_job, tmp_path: Path) -> None:

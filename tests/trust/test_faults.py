@@ -362,12 +362,22 @@ def test_models_of_other_versions_say_which(tmp_path):
         CostModel.load(folder, schema())
 
 
+#: Runs ``opcast predict`` with another body.
+_COMMAND = """
+import sys
+import opcast.cli
+{setup}
+module = sys.modules["opcast.cli.main"]
+sys.argv = ["opcast", "predict", {path}]
+module._main = {main}
+module.main()
+"""
+
+
 def test_a_command_whose_native_code_crashes_says_so(tmp_path):
     program = tmp_path / "p.mlir"
     write_text(program, "module {}")
-    code = ("import sys, ctypes; from opcast import cli\n"
-            "sys.argv = ['opcast', 'predict', sys.argv[1]]\n"
-            "cli._main = lambda: ctypes.string_at(0)\ncli.main()")  # fmt: skip
+    code = _COMMAND.format(setup="import ctypes", path="sys.argv[1]", main="lambda: ctypes.string_at(0)")
     done = subprocess.run(
         [sys.executable, "-c", code, program], capture_output=True, text=True, check=False
     )
@@ -376,10 +386,8 @@ def test_a_command_whose_native_code_crashes_says_so(tmp_path):
 
 
 def test_a_killed_command_takes_its_child_along(tmp_path):
-    code = ("import sys, time; from opcast import cli\n"
-            "sys.argv = ['opcast', 'predict', 'x']\n"
-            "def slow():\n    import os; print(os.getpid(), flush=True); time.sleep(60)\n"
-            "cli._main = slow\ncli.main()")  # fmt: skip
+    slow = "import os, time\ndef slow():\n    print(os.getpid(), flush=True)\n    time.sleep(60)"
+    code = _COMMAND.format(setup=slow, path="'x'", main="slow")
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as own:
         assert own.stdout is not None
         child = int(own.stdout.readline())
