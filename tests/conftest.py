@@ -32,6 +32,8 @@ os.environ["OPCAST_MLRUNS"] = os.path.join(_HOME.name, "mlruns")  # noqa: PTH118
 _LONGEST = ("test_readme.py", "test_tutorials.py")
 
 
+# pytest-xdist's own hook reads the groups, and is registered later, so that it would run earlier.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Group tests for ``--dist loadgroup``: those of a group run in one process, in order.
 

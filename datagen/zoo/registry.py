@@ -149,7 +149,7 @@ def describe() -> str:
                 continue
             own.append(f"`{key}`={_text(value)}{'' if key == 'optimizer' else listed}")
         lines.append(f"| `{item.name}` | {item.summary} | {'; '.join(own)} |")
-    return "\n".join([f"Every family takes {common}.", "", *lines, ""])
+    return "\n".join([f"Every family accepts {common}.", "", *lines, ""])
 
 
 def _module(chosen: Family) -> Any:

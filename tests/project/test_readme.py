@@ -85,8 +85,8 @@ def test_commands_of_the_readme_work_in_order(budget, tmp_path, op_rows):
     assert "unseen_family" in output("opcast train --data data")
     assert "each chip left out" in output("opcast train --data operators")
     assert "active" in output("opcast calibrate")
-    assert len(pd.read_parquet(tmp_path / "predictions.parquet")) == 900
-    assert len(pd.read_parquet(tmp_path / "calibrated.parquet")) == 900
+    assert len(pd.read_parquet(tmp_path / "predictions.parquet")) == 450
+    assert len(pd.read_parquet(tmp_path / "calibrated.parquet")) == 450
     assert "xgboost" in output("opcast compare")
     manifest = json.loads((tmp_path / "cache/models/mine/manifest.json").read_text())
     assert manifest["estimator"] == "xgboost"
@@ -104,7 +104,7 @@ def published_tables(folder: Path, op_rows: Callable[..., pd.DataFrame]) -> None
     """A folder as published: one family on three devices, each a factor slower than physics."""
     parts = []
     for factor, device in enumerate(["NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA L40S"], 2):
-        rows = op_rows("graph/linear", 300, factor).assign(device=device)
+        rows = op_rows("graph/linear", 150, factor).assign(device=device)
         base = op_features(rows, "graph/linear", {device: find_device(device)}).base_s
         parts.append(rows.assign(latency_us=base * 1e6 * (1 + factor / 10)))
     table = pd.concat(parts, ignore_index=True).assign(op="linear", source="aiconfigurator")

@@ -377,7 +377,9 @@ module.main()
 def test_a_command_whose_native_code_crashes_says_so(tmp_path):
     program = tmp_path / "p.mlir"
     write_text(program, "module {}")
-    code = _COMMAND.format(setup="import ctypes", path="sys.argv[1]", main="lambda: ctypes.string_at(0)")
+    code = _COMMAND.format(
+        setup="import ctypes", path="sys.argv[1]", main="lambda: ctypes.string_at(0)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, program], capture_output=True, text=True, check=False
     )

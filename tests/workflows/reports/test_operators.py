@@ -26,6 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*noload.*deprecated")
 
 DEVICES = {"Tesla T4": 1.2, "Tesla V100-PCIE-32GB": 1.4, "NVIDIA A100 80GB PCIe": 1.6}
 KEY = "eager/linear"
+#: Of each device: enough for 100 samples and as many rows to judge them on.
+ROWS = 300
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, op_rows: Callable[..., pd.D
     """Products on two GPUs, and on a third that only a test split has."""
     tables = []
     for seed, (device, factor) in enumerate(DEVICES.items()):
-        rows = op_rows(KEY, 300, seed).assign(device=device, source="neusight")
+        rows = op_rows(KEY, ROWS, seed).assign(device=device, source="neusight")
         base = op_features(rows, KEY, {device: find_device(device)}).base_s
-        split = np.where(np.arange(300) % 3 == 0, "val", "train")
+        split = np.where(np.arange(ROWS) % 3 == 0, "val", "train")
         rows["split"] = "dev_unseen_gpu" if "A100" in device else split
         tables.append(rows.assign(latency_us=base * 1e6 * factor))
     table = pd.concat(tables, ignore_index=True).drop(columns=["key", "method"])
