@@ -78,7 +78,7 @@ WITHOUT_COMPILER = ("op", "fused")
 def make_console(width: int = 120) -> Console:
     """Make a console as wide as the terminal or ``COLUMNS``, else ``width`` columns.
 
-    It prints text verbatim: no markup, no control sequences (:class:`.PlainConsole`).
+    It prints text verbatim: no markup, no control sequences (``PlainConsole``).
     """
     from ..common.console import PlainConsole
 

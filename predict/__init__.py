@@ -1,5 +1,5 @@
 """Predictions: a program, a device and a model go in; latency with intervals and reasons comes out.
 
 ``predictor`` is the public entry (``opcast.load``); ``render`` prints a prediction for people;
-``published_e2e`` composes published op graphs from the latencies of their operations.
+``published`` composes published op graphs from the latencies of their operations.
 """

@@ -1,7 +1,7 @@
 """Composition: kernels with durations go in, the time of a whole program comes out.
 
-``schedule`` places kernels on a device's workers in schedule order. ``collective`` estimates what
-goes over ``links``: the time of all-reduces and their like, with intervals. ``topology`` describes
-how devices are joined, ``cluster_catalogue`` finds that by name, ``algorithms`` has the formulas of
-collectives over it. Parallel plans build on all of them.
+``program`` places kernels on a device's workers, and its collectives beside them. ``clusters`` says
+how devices are joined, ``collectives`` has the formulas of all-reduces and their like over that.
+``step`` (parallel plans) and ``serving`` build on both; ``reference`` has slow, exact simulators
+that the fast ones are tested against, ``chakra`` reads and writes traces.
 """

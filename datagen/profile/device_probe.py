@@ -76,7 +76,7 @@ def probe_device(budget_s: float = 35.0) -> DeviceSpec:
 def probe_ceilings() -> DeviceSpec:
     """Measure JAX's default device in seconds: f32 rates, one thread and main memory alone.
 
-    Enough to tell whether the device runs as it did (:func:`.compare_ceilings`), too little to
+    Enough to tell whether the device runs as it did (``identity.compare_ceilings``), too little to
     predict with.
 
     Raises:

@@ -179,7 +179,7 @@ class Choice(NamedTuple):
     """A lowering, and the reason if it is not the best one.
 
     Attributes:
-        lowering: One of :data:`.LOWERINGS`.
+        lowering: One of :data:`.options.LOWERINGS`.
         note: What the user should know; empty if the best one was taken.
     """
 

@@ -19,7 +19,7 @@ def causal_pairs(q_len: float, kv_len: float) -> float:
     """(query, key) pairs of causal attention whose queries are the last ``q_len`` positions.
 
     Query ``i`` sees ``kv_len - q_len + 1 + i`` keys, which sum to an arithmetic series. With a
-    window it is :func:`.visible_pairs`.
+    window it is :func:`.attention.visible_pairs`.
     """
     return q_len * (kv_len - (q_len - 1) / 2)
 

@@ -1,7 +1,7 @@
 """HLO text of operators, by group of families: what one kernel of each looks like.
 
 A template takes a row and the text of its ``backend_config``, and gives a module of one fusion or
-one custom call. :mod:`.ir` chooses among them.
+one custom call. :mod:`.hlo` chooses among them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Models of library operators: one pair of regressors a family, for known and for unseen devices.
 
 ``rows`` turns datasets and published tables into one table, ``family`` learns a family's times,
-``intervals`` says how far they can be trusted, ``kriging`` adapts them to a device from a few
-samples and ``active`` chooses these; ``model`` bundles the families, ``report`` judges them.
+``intervals`` says how far they can be trusted; ``model`` bundles the families, ``report`` judges
+them. :mod:`opcast.models.adapt` adapts them to a device from a few samples, and chooses these.
 """
 
 from .model import OpModel

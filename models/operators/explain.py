@@ -134,7 +134,7 @@ def explain_op(
 
     Args:
         model: Of the operator's family.
-        row: Its parameters, as ``features.ops.query.parse_op`` gives them.
+        row: Its parameters, as ``features.operators.query.parse_op`` gives them.
         device: Where it runs.
         measured: Measured rows of the family to look for neighbours in.
         k: Neighbours to name.

@@ -62,7 +62,7 @@ class FamilyModel:
     """Learns and predicts one family.
 
     Args:
-        family: One of the keys of ``features.ops.FAMILIES``.
+        family: One of the keys of ``features.operators.FAMILIES``.
         settings: How its regressors are made.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Boosted trees that correct kernel latencies for what surrounds the kernel in its program.
 
 They learn the log-ratio of a kernel's label *in a program* to the prediction of a model that had
-not seen it, from the features of :mod:`.program_context`. A program's time is a sum, so that the
+not seen it, from the features of :mod:`.context`. A program's time is a sum, so that the
 error of the sum matters beside those of its terms; the objective has both,
 
     Σ_kernels |c_i - r_i|_δ  +  λ n/m Σ_programs |log Σ t_i exp(c_i) - log Σ t_i exp(r_i)|_δ'
@@ -52,7 +52,7 @@ class ContextProgram:
     """The kernels of one measured program.
 
     Attributes:
-        features: As :func:`.program_context.context_features` gives them, shape ``(n, f)``.
+        features: As :func:`.context.context_features` gives them, shape ``(n, f)``.
         predicted_s: Seconds of one execution by a model that saw none of them, shape ``(n,)``.
         label_s: Measured seconds in this program, shape ``(n,)``; nan without label.
         executions: Per run of the program, 0 for kernels that take no time, shape ``(n,)``.

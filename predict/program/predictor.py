@@ -235,7 +235,7 @@ class Predictor:
 
         Raises:
             OpcastError: The program, device or lowering is not usable, ``strict`` is not met, or
-                the program is for several devices (:func:`.predict_partitioned` takes those).
+                the program is for several devices (``predict_partitioned`` takes those).
         """
         from ...features.lowering.options import LoweringOptions
 

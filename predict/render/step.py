@@ -47,7 +47,7 @@ def print_front(console: Console, front: pd.DataFrame, judged: int, fitting: int
 
     Args:
         console: Where to print.
-        front: Rows of :func:`~.sweep.run.pareto`.
+        front: Rows of :func:`~opcast.predict.sweep.run.pareto`.
         judged: Number of evaluated plans.
         fitting: Number of those that fit into memory.
         top: Number of rows to print.

@@ -137,7 +137,7 @@ def search(
         sweep: Where results go; those that are there already cost nothing.
         clusters: Names.
         batches: Batch sizes.
-        values: Values of every axis, as :func:`~.sweep_space.axis_values` gives.
+        values: Values of every axis, as :func:`~.space.axis_values` gives.
         trials: Plans to try; choices that are not valid do not count, up to ten times as many.
         seed: Of the search.
         progress: Told of each trial.

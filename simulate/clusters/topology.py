@@ -29,7 +29,7 @@ KINDS = ("ring", "fully_connected", "switch", "torus", "fat_tree")
 #: and writes to many devices at a device's request (NVLink SHARP, NVLS).
 REDUCTIONS = ("", "tree", "multicast")
 
-#: Algorithms inside a dimension (``algorithms_dim``).
+#: Algorithms inside a dimension (formulas: ``collectives/one_dimension.py``).
 ALGORITHMS = (
     "ring",
     "direct",

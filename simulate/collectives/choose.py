@@ -2,7 +2,7 @@
 
 ``time = launch + latency + transfer``: what it costs to begin, the latencies of the steps that
 follow each other, and the bytes over the bandwidth of what limits. Formulas inside one dimension
-are in ``algorithms_dim``, over several dimensions here.
+are in ``one_dimension``, over several dimensions here.
 
 **Bytes** are what *each rank puts in*: the whole buffer for ``all_reduce``, ``reduce_scatter``,
 ``all_to_all`` (all blocks, its own included), ``broadcast`` (the root's), ``collective_permute``
@@ -230,7 +230,7 @@ def multi_ring(kind: str, size: float, dims: tuple[Dimension, ...]) -> Cost | No
     which the largest holds: the port to the network sends ``n-1`` messages, the port inside
     ``(g-1)(n-1)``, and a message passes ``n-1`` ranks, every ``g``-th time between boxes; one that
     begins farthest from the network waits there for those ahead of it (rings as in [P] of
-    ``algorithms_dim``; ports as NVIDIA's *NCCL* forms its channels).
+    ``one_dimension``; ports as NVIDIA's *NCCL* forms its channels).
     """
     if len(dims) != 2 or any(d.kind not in ("switch", "fat_tree") for d in dims):
         return None
@@ -258,7 +258,7 @@ def direct_over(kind: str, size: float, dims: tuple[Dimension, ...]) -> Cost | N
     """All-to-all at once: inside to the rank with the same number as the receiver, then across.
 
     Every switched dimension carries all blocks whose receiver differs in it, at the same time, each
-    as in :func:`~.algorithms_dim.direct`; the outermost begins with the blocks that it alone
+    as in :func:`~.one_dimension.direct`; the outermost begins with the blocks that it alone
     carries, and is idle if those from inside are not there yet when it has sent them.
     """
     if kind != "all_to_all" or any(d.kind not in ("switch", "fat_tree") for d in dims):

@@ -1,4 +1,4 @@
-"""Trees for broadcast and for all-reduce; sources are listed in ``algorithms_dim``."""
+"""Trees for broadcast and for all-reduce; sources are listed in ``one_dimension``."""
 
 from __future__ import annotations
 

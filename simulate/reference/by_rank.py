@@ -1,6 +1,6 @@
 """The same step the long way: every rank, every layer and every message of every ring.
 
-Slow, and only for checking :mod:`.compose`, which takes one rank of each stage for all. Ranks have
+Slow, and only for checking ``step.compose``, which takes one rank of each stage for all. Ranks have
 a stream of computation and one for parameters and gradients; collectives are rings of messages, in
 which a rank sends its next message when it has sent the last one and received what it passes on.
 """

@@ -14,10 +14,10 @@ def message_seconds(kind: str, size: float, topology: Topology, algorithm: str) 
     """Seconds of a collective of all devices, message by message, without launch cost.
 
     Args:
-        kind: As in ``algorithms``, ragged all-to-all apart.
+        kind: As in ``choose``, ragged all-to-all apart.
         size: Bytes that each rank puts in.
         topology: Where.
-        algorithm: As in ``algorithms``; ``hierarchical`` takes the fastest in each dimension, as
+        algorithm: As in ``choose``; ``hierarchical`` takes the fastest in each dimension, as
             the formula does.
 
     Raises:
@@ -61,7 +61,7 @@ def _direct(schedule: Schedule, size: float, n: int) -> None:
 
 
 def _hierarchical(schedule: Schedule, kind: str, size: float, topology: Topology) -> None:
-    """The order of ``algorithms.hierarchical``."""
+    """The order of ``choose.hierarchical``."""
     first = [sum(len(d.rings()) for d in topology.dims[:i]) for i in range(len(topology.dims))]
     jobs = list(zip(topology.dims, first, strict=True))
     if kind == "all_reduce":
@@ -89,7 +89,7 @@ def _phase(schedule: Schedule, kind: str, size: float, dim: Dimension, at: int) 
 
 
 def _torus(schedule: Schedule, kind: str, size: float, dim: Dimension, at: int) -> None:
-    """Parts of the bytes take the axes in turn, as ``algorithms_dim.torus``."""
+    """Parts of the bytes take the axes in turn, as ``one_dimension.torus``."""
     if kind == "all_reduce":
         _torus(schedule, "reduce_scatter", size, dim, at)
         _torus(schedule, "all_gather", size / dim.size, dim, at)

@@ -1,6 +1,6 @@
 """Collectives message by message: every message on every link, one after another where they meet.
 
-This is what the formulas of ``algorithms`` are checked against. It needs time in proportion to the
+This is what the formulas of ``collectives`` are checked against. It needs time in proportion to the
 number of messages, so it is for tens of devices. A message is cut through: its head goes on to the
 next link after the latency of the one before, its tail follows as fast as the slowest link lets it.
 A link is busy for bytes over bandwidth with each, takes the one that comes first in the schedule of

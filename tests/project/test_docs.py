@@ -1,5 +1,9 @@
-"""The docs: pages are on the site, which builds without a warning; what they name exists."""
+"""The docs: pages are on the site, which builds without a warning; what they name exists.
 
+So does what docstrings refer to.
+"""
+
+import ast
 import functools
 import importlib.util
 import re
@@ -85,6 +89,38 @@ def defined(parts: list[str]) -> bool:
     if parts and (folder / f"{parts[0]}.py").is_file():
         module, parts = folder / f"{parts[0]}.py", parts[1:]
     return not parts or re.search(rf"\b{parts[0]}\b", module.read_text()) is not None
+
+
+#: Modules of the package; docstrings of tests refer to little.
+MODULES = sorted(f for f in repository() if f.endswith(".py") and not f.startswith("tests/"))
+_ROLE = re.compile(r":\w+:`~?((?:opcast)?\.[\w.]+)`")
+_QUOTED = re.compile(r"``([a-z_]\w*)``")
+_TOPS = {Path(file).parts[0] for file in MODULES if "/" in file}
+_QUOTED_DOTTED = re.compile(rf"``((?:{'|'.join(sorted(_TOPS))})(?:\.\w+)+)``")
+_QUOTED_FILE = re.compile(r"``((?:\w+/)+\w+\.py)``")
+
+
+@pytest.mark.parametrize("file", MODULES)
+def test_modules_that_docstrings_refer_to_exist(file):
+    """Relative ones start at the module's own folder, as in imports."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    folder = list(Path(file).parts[:-1])
+    for name in _ROLE.findall(text):
+        first, _, rest = name.partition(".")
+        assert defined([*([] if first else folder), *rest.split(".")]), name
+    for name in _QUOTED_DOTTED.findall(text):
+        assert defined(name.split(".")), name
+    for name in _QUOTED_FILE.findall(text):
+        assert any(f == name or f.endswith(f"/{name}") for f in repository()), name
+
+
+@pytest.mark.parametrize("file", [f for f in MODULES if f.endswith("__init__.py")])
+def test_modules_that_a_folder_describes_exist(file):
+    """Of what its docstring quotes: its modules and folders, or the folders at the top."""
+    folder = ROOT / Path(file).parent
+    known = {p.stem for p in folder.rglob("*") if p.is_dir() or p.suffix == ".py"}
+    docstring = ast.get_docstring(ast.parse((ROOT / file).read_text(encoding="utf-8"))) or ""
+    assert set(_QUOTED.findall(docstring)) <= known | _TOPS | {"opcast"}
 
 
 @pytest.mark.exhaustive

@@ -127,7 +127,7 @@ def run_cluster_report(console: Console, settings: ClusterReportSettings) -> dic
 
 
 def collective_errors(console: Console, published: Path, folder: Path) -> pd.DataFrame:
-    """Errors of collectives, row by row, as :func:`~.simulate.collective_study.study` has them.
+    """Errors of collectives, row by row, as ``study`` below has them.
 
     Fits take minutes, so the errors are kept in the folder until the measurements change.
     """
