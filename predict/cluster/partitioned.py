@@ -1,9 +1,10 @@
-"""A partitioned program on a cluster: kernels and collectives of one device, overlapped.
+"""Predict a partitioned program on a cluster: kernels and collectives of one device, overlapped.
 
-Every device runs the same program, so one is simulated, with the collectives of one group of each
-kind standing for all. A scheduled program keeps its order, its start/done pairs and what is marked
-synchronous; of one that comes unoptimised the collectives are first changed as XLA would. Kernels
-and what lies between them take the time that they take in a program of a single device.
+Every device runs the same program (SPMD), so only one is simulated, and one replica group of each
+collective stands for its siblings. A scheduled program keeps its order, its start/done pairs and
+the collectives marked synchronous. In an unoptimised program the collectives are first rewritten
+as XLA's passes would. Kernels, and the gaps between them, take as long as in a program of a
+single device.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ class PartitionedPrediction:
     Attributes:
         run: When each node runs.
         nodes: Kernels and collectives of one device.
-        transfer: Seconds of each node's collective, alone, all executions.
+        transfer: Seconds of each node's collective by itself, over all its executions.
         interval: The time with its 90 % interval.
         cluster: Name of the cluster.
         device: Name of its device.
         lowering: How the program became kernels.
         peak_memory_bytes: Of one device.
         capacity_bytes: Memory of the device.
-        notes: What limits trust.
-        sources: Share of the computation by who estimated it.
+        notes: Known limits of the prediction.
+        sources: Share of the computation time by kind of estimate.
         kernels: What ``members`` of the nodes point to.
         devices: Devices that the program was partitioned for.
         scheduled: Whether collectives are issued in their place in the order.
@@ -75,7 +76,7 @@ class PartitionedPrediction:
         return not self.capacity_bytes or self.peak_memory_bytes <= self.capacity_bytes
 
     def by_collective(self) -> dict[str, tuple[float, float, float]]:
-        """Number, bytes put in and seconds alone of all executions, by kind."""
+        """Count, bytes contributed and isolated seconds of all executions, by collective."""
         sums: dict[str, tuple[float, float, float]] = {}
         for node, seconds in zip(self.nodes, self.transfer.tolist(), strict=True):
             own = node.collective
@@ -116,13 +117,12 @@ def predict_partitioned(
     *,
     collective: CollectiveTime = learned_time,
 ) -> PartitionedPrediction:
-    """Predict a program that is partitioned already.
+    """Predict a program that has already been partitioned.
 
     Args:
         program: Path, text or bytes of StableHLO with explicit collectives or of HLO.
         cluster: Devices, as many as the program is partitioned for.
-        predictor: Answers for kernels as it does for programs of one device; ``None`` for
-            rooflines.
+        predictor: Predicts the kernels as in a program of one device; ``None`` for rooflines.
         options: How StableHLO becomes kernels, as for one device (scheduled HLO is taken as it
             is); ``device`` is ``None`` for the one that the cluster names.
         collective: Time of a collective.
@@ -142,15 +142,19 @@ def predict_partitioned(
     check_several_devices(source, cluster.name, cluster.size, spec.name)
     own = source.program
     devices = own.num_replicas * own.num_partitions
+    # Scheduled HLO is what a compiler emitted: its order and fusions are facts, not to be redone.
     if own.dialect == "hlo" and own.is_scheduled:
         options = replace(options, lowering="xla")
     else:
-        # A compiler takes the program as it came; the other lowerings read it with fewer
-        # collectives.
+        # A compiler gets the program unchanged and runs these passes itself; the other lowerings
+        # know nothing of collectives, so XLA's rewrites (all-reduce to reduce-scatter, merging of
+        # equal ones) are applied before.
         source = source.with_program(optimise_collectives(own))
     lowered = lower_with(source, replace(options, device=spec))
     scheduled = lowered.lowering == "xla"
     _check_partitioned(lowered, devices, cluster, source.origin)
+    # Latencies do not depend on the cluster; only the simulation below is repeated for the
+    # interval.
     times = program_seconds(lowered, spec, asked.model_for(spec))
     job = _Job(lowered, cluster, collective, devices, scheduled)
     nodes, transfer, run = job.run(times.kernels)
@@ -176,7 +180,7 @@ def predict_partitioned(
 
 @dataclass
 class _Job:
-    """One program on one cluster, to be run with several latencies."""
+    """One program on one cluster, simulated once per set of latencies."""
 
     lowered: LoweredProgram
     cluster: Cluster
@@ -189,24 +193,30 @@ class _Job:
 
         Args:
             seconds: Of the kernels.
-            side: Which of a collective's times counts: 0 the estimate, 1 and 2 its interval's ends.
+            side: Which time of each collective to use: 0 for the estimate, 1 and 2 for the lower
+                and upper end of its interval.
         """
         nodes = program_nodes(
             self.lowered.kernels, seconds.tolist(), self.devices, scheduled=self.scheduled
         )
         check_devices(nodes, self.cluster.size)
         if not self.scheduled:
+            # XLA's all-reduce, all-gather and reduce-scatter combiner passes run before scheduling,
+            # so a program that was compiled has them behind it already.
             nodes = combine_all(nodes)
         transfer = np.array([self._transfer(node, side) for node in nodes])
         links = [self._links(node) for node in nodes]
         return nodes, transfer, run_streams(nodes, transfer, links, scheduled=self.scheduled)
 
     def interval(self, times: ProgramSeconds, run: StreamRun) -> Interval:
-        """90 % interval, as for plans: kernels, collectives and the composition err apart."""
+        """90 % interval, as for plans; kernels, collectives and composition err independently."""
         total = run.makespan
+        # Without collectives nothing is composed: the prediction must equal that of one device.
         own = COMPOSITION_ERROR * total if self._talks() else 0.0
         widths = []
         for side, factor in ((1, times.low), (2, times.high)):
+            # The program is simulated anew at each end, so that time hidden behind other work does
+            # not widen the interval; independent errors then add in quadrature.
             shifts = [
                 self.run(times.kernels * factor)[2].makespan - total,
                 self.run(times.kernels, side)[2].makespan - total,
@@ -227,6 +237,8 @@ class _Job:
     def _links(self, node: Node) -> frozenset[Any]:
         if node.collective is None:
             return frozenset()
+        # Collectives that cross the same dimension share its links; ``run_streams`` gives each a
+        # fair share of them.
         dims = self.cluster.topology.group_dims(node.collective.group)
         return frozenset((d.kind, d.name) for d in dims)
 
@@ -240,6 +252,8 @@ def _check_partitioned(
             where=origin,
             hint="take a cluster of as many devices as the program was partitioned for",
         )
+    # Annotated but unpartitioned modules say num_partitions = N, yet every device would run the
+    # whole program: the time would be wrong by about that factor.
     if devices > 1 and not any(k.kind == "collective" for k in lowered.kernels):
         raise ProgramError(
             f"the program is for {devices} devices but has no collectives",
@@ -273,6 +287,8 @@ def stream_trace(prediction: PartitionedPrediction) -> dict[str, Any]:
         if end <= start:
             continue
         own = node.collective
+        # One span for all executions of a node: a loop's kernels are not unrolled in the
+        # simulation.
         details: dict[str, Any] = {"critical": place in critical, "runs": node.times}
         if own is not None:
             details |= {"bytes": own.size, "devices": len(own.group)}

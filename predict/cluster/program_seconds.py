@@ -1,9 +1,8 @@
-"""Seconds of a program's kernels such that, without collectives, they add up to the program's time.
+"""Kernel times that, without collectives, add up to the predicted time of the program.
 
-The model that answers for programs of one device says what each kernel takes and what the whole
-program takes; what lies between kernels is dealt out over their executions. So a partitioned
-program costs on each device what the same kernels cost anywhere else, and its collectives come on
-top of that.
+The model for programs of one device predicts each kernel and the whole program; the time between
+kernels is distributed over their executions. A partitioned program therefore costs each device
+what the same kernels cost without partitioning, and its collectives come on top.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class ProgramSeconds:
 def program_seconds(
     lowered: LoweredProgram, device: DeviceSpec, model: CostModel
 ) -> ProgramSeconds:
-    """Ask a model for a program's kernels and for all of them together.
+    """Predict a program's kernels such that they add up to the program's own prediction.
 
     Args:
         lowered: The program of one device.
@@ -47,6 +46,8 @@ def program_seconds(
     """
     kernels = lowered.kernels
     apart = np.array([k.kind == "collective" for k in kernels], bool)
+    # The program model must not see the collectives: their time depends on the cluster, and the
+    # stream simulation adds it, overlapped, later.
     alone = model.predict_kernels(kernels, device)
     placed, wall = model.predict_in_program(lowered, device, _without(alone, apart))
     busy = np.array([k.takes_time for k in kernels], bool) & ~apart
@@ -55,12 +56,15 @@ def program_seconds(
     total, executions = float((seconds * counts).sum()), float(counts.sum())
     if total <= 0.0 or not executions:
         return ProgramSeconds(np.zeros(len(kernels)), 1.0, 1.0, {})
+    # Longer than its kernels: launch gaps, the same after every execution. Shorter: kernels that
+    # overlap on one device (a CPU's workers, asynchronous copies), so all shrink by one factor.
     if wall.latency >= total:
         spread = seconds + busy * (wall.latency - total) / executions
     else:
         spread = seconds * wall.latency / total
     return ProgramSeconds(
         spread,
+        # Guard: the factors must enclose 1 even where an interval does not enclose its estimate.
         min(wall.lo / wall.latency, 1.0),
         max(wall.hi / wall.latency, 1.0),
         _shares(spread * counts, placed.source),
@@ -68,7 +72,7 @@ def program_seconds(
 
 
 def _without(prediction: KernelPrediction, apart: np.ndarray) -> KernelPrediction:
-    """The prediction with nothing for some kernels."""
+    """The prediction with zero latency for the kernels marked in ``apart``."""
     latency, lo, hi = (
         np.where(apart, 0.0, own) for own in (prediction.latency, prediction.lo, prediction.hi)
     )

@@ -1,7 +1,7 @@
-"""Serving a decoder on a cluster: iterations of prefill and decode from operators and collectives.
+"""Serve a decoder on a cluster: iteration times of prefill and decode for continuous batching.
 
-Iterations are estimated on a grid of sizes and interpolated between, so that a trace of thousands
-of requests asks the model of operators once for each point of the grid.
+Iteration times are estimated on a grid of sizes and interpolated, so that a trace of thousands of
+requests queries the operator model once for each grid point.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from .spread import COMPOSITION_ERROR, RHO, combined_spread
 
 #: Columns of a trace.
 COLUMNS = ("arrival_s", "prompt", "output")
-#: Points of the grid for each doubling of a size.
+#: Grid points per octave of a size. Times follow powers of the sizes over so short a distance, and
+#: interpolation is log-log, which is exact for powers; engineering estimate.
 POINTS = 2
 
 
 @dataclass(frozen=True)
 class ServingPrediction:
-    """How a trace is served by one replica of a model.
+    """Latencies and throughput of a trace of requests.
 
     Attributes:
         result: Latencies of requests.
@@ -62,6 +63,7 @@ class ServingPrediction:
     def to_dict(self) -> dict[str, Any]:
         """Plain data: mean latency of a request, percentiles, and throughput of all replicas."""
         figures: dict[str, Any] = dict(self.result.to_dict())
+        # One replica was simulated; the others serve as much each.
         for name in ("requests_per_s", "output_tokens_per_s"):
             figures[name] *= self.replicas
         return {
@@ -101,17 +103,23 @@ class ServingPredictor:
                 where="workload",
                 hint="take a causal one, such as llama",
             )
+        # Plans count a batch over all replicas, so ``dp`` sequences are one per replica; the grid
+        # sets the tokens.
         own = replace(workload, mode="forward", seq=1, batch=plan.dp)
+        # Inference engines all-reduce the full activations: sequence parallelism would shard
+        # tokens, of which a decode step has too few.
         self.plan = resolved(own, plan.changed(sp=False), cluster.size)
         self.workload, self.cluster = own, cluster
         spec = cluster_device(cluster)
         self.memory = spec.memory_bytes
+        # No sustained-clock factor: serving is bursty, so the clock of short measurements applies
+        # (docs/simulate.md).
         self._latency, self._network = OperatorLatency(spec, model), ClusterNetwork(cluster)
         self._products, self._head = _Grid(self._products_at), _Grid(self._head_at)
         self._prefill, self._decode = _Grid(self._prefill_at), _Grid(self._decode_at)
 
     def cache_tokens(self) -> int:
-        """Tokens that the cache of a replica holds: what weights and driver leave.
+        """Capacity of a replica's key-value cache in tokens: the memory left by weights and driver.
 
         Raises:
             PlanError: The weights alone do not fit, or the device's memory is not known.
@@ -124,6 +132,8 @@ class ServingPredictor:
                 hint="add memory_bytes to the device's file",
             )
         weights = w.parameters / tp * w.width
+        # Keys and values of all layers. With more devices than key-value heads, each head is
+        # replicated, so a device never holds less than one.
         token = 2.0 * w.layers * max(1.0, w.groups / tp) * w.head * w.width
         left = self.memory - RESERVED_BYTES - weights
         if left < token:
@@ -144,6 +154,7 @@ class ServingPredictor:
         """
         cache = self.cache_tokens()
         check_requests(requests, cache)
+        # Round-robin, as a load balancer deals out requests that it knows nothing about.
         own = requests[:: self.plan.dp]
 
         def served(side: int) -> ServingResult:
@@ -155,6 +166,8 @@ class ServingPredictor:
                 token_budget=token_budget,
             )
 
+        # The whole trace is replayed at each end: slower iterations also lengthen the queues, which
+        # scaling the latencies would miss.
         runs = [served(side) for side in (0, 1, 2)]
         interval = Interval(*(float(run.latency.mean()) for run in runs))
         return ServingPrediction(
@@ -166,15 +179,15 @@ class ServingPredictor:
         return self.estimate(chunks, batch, length).seconds
 
     def estimate(self, chunks: Sequence[Chunk], batch: int, length: float) -> Estimate:
-        """Seconds of an iteration with both ends of their 90 % interval.
+        """Seconds of an iteration with its 90 % interval.
 
-        All tokens go through the same products; the vocabulary projection sees the last token of
-        each sequence. Attention is one kernel for the parts of prompts, and one for decoding. A
-        part attends to its own prompt alone: it takes its share of the time of a batch of as many
-        parts that are all like it.
+        All tokens share the matrix products; the vocabulary projection sees only the last token
+        of each sequence. Attention is one kernel for all chunks of prompts and one for decoding. A
+        chunk attends to its own prompt alone and is priced as its share of a batch of equally
+        many chunks of its size.
 
         Args:
-            chunks: Parts of prompts.
+            chunks: Chunks of prompts.
             batch: Running requests.
             length: Mean length of their caches.
         """
@@ -183,21 +196,30 @@ class ServingPredictor:
         for chunk, count in Counter(chunks).items():
             times = times + count / len(chunks) * self._prefill(len(chunks), *chunk)
         if batch:
+            # Decode attention streams keys and values, so its time is linear in the cache length
+            # and the mean length stands for the batch.
             times = times + self._decode(batch, max(length, 1.0))
         middle = float(times[0])
+        # The operators' interval and the composition's error are independent: they add in
+        # quadrature.
         own = COMPOSITION_ERROR * middle
         down, up = hypot(middle - times[1], own), hypot(times[2] - middle, own)
         return Estimate(*Interval.around(middle, down, up))
 
     def _products_at(self, tokens: int) -> Estimate:
         w, p = replace(self.workload, batch=self.plan.dp, seq=tokens), self.plan
+        # Attention depends on lengths, not only on the number of tokens, so it has grids of its
+        # own.
         ops = [c for c in layer_ops(w, p).forward if c.op != "attention"]
         size = float(tokens) * w.d_model * w.width
+        # Two all-reduces of the activations in each layer's forward pass, after attention and after
+        # the feed-forward block (Shoeybi et al., Megatron-LM, 2019, section 3).
         sent = CommCall("tensor", "all_reduce", size, p.tensor_group, 2.0)
         return self._sum(ops, w.layers, sent)
 
     def _head_at(self, sequences: int) -> Estimate:
         w = self.workload
+        # The vocabulary is padded to a multiple of the tensor-parallel ranks, as in Megatron-LM.
         shape = (sequences, ceil(w.vocab / self.plan.tp), w.d_model)
         return self._sum([OpCall("head", "linear", shape, w.dtype)])
 
@@ -233,9 +255,9 @@ class ServingPredictor:
 
 
 class _Grid:
-    """Estimates at points of a grid of sizes, each asked for once, and in between.
+    """Memoised estimates on a grid of sizes, interpolated in between.
 
-    Times are about powers of the sizes, so it is their logarithms that are linear between points.
+    Times behave like powers of the sizes, so the interpolation is linear in logarithms.
 
     Args:
         at: Estimate at a point.
@@ -248,6 +270,7 @@ class _Grid:
     def __call__(self, *sizes: float) -> np.ndarray:
         """Seconds and both ends of the interval, shape ``(3,)``."""
         total = np.zeros(3)
+        # Multilinear: a weighted sum over the corners of the grid cell.
         for corner in product(*map(_neighbours, sizes)):
             point = tuple(size for size, _ in corner)
             if point not in self._known:
@@ -257,11 +280,12 @@ class _Grid:
 
 
 def _neighbours(size: float) -> list[tuple[int, float]]:
-    """Points of the grid on both sides of a size, with their weights; 0 is a point of its own."""
+    """Grid points on both sides of a size with their weights; 0 is a point by itself."""
     if size < 1:
         return [(0, 1.0)]
     place = log2(size) * POINTS
     low = int(place)
+    # Sizes are whole tokens and sequences; the first two points both round to 1.
     points = sorted({round(2 ** (low / POINTS)), round(2 ** ((low + 1) / POINTS))})
     if len(points) == 1 or size <= points[0]:
         return [(points[0], 1.0)]
@@ -274,7 +298,7 @@ def _neighbours(size: float) -> list[tuple[int, float]]:
 def poisson_requests(
     rate: float, count: int, prompt: int, output: int, seed: int = 0
 ) -> list[Request]:
-    """Requests that come at random, with lengths that vary geometrically around their means.
+    """Random requests: Poisson arrivals, with geometrically distributed lengths.
 
     Args:
         rate: Requests a second on average.
@@ -292,6 +316,7 @@ def poisson_requests(
             hint="all of them are above 0",
         )
     rng = np.random.default_rng(seed)
+    # A Poisson process has exponential gaps, as the Server scenario of MLPerf's LoadGen.
     arrivals = np.cumsum(rng.exponential(1.0 / rate, count))
     lengths = [rng.geometric(1.0 / mean, count) for mean in (prompt, output)]
     rows = zip(arrivals.tolist(), lengths[0].tolist(), lengths[1].tolist(), strict=True)
@@ -299,7 +324,7 @@ def poisson_requests(
 
 
 def read_requests(path: Path) -> list[Request]:
-    """Requests of a CSV file with the columns ``arrival_s``, ``prompt`` and ``output``.
+    """Read requests from a CSV file with the columns ``arrival_s``, ``prompt`` and ``output``.
 
     Raises:
         DatasetError: The file cannot be read, or lacks a column.
@@ -321,5 +346,6 @@ def read_requests(path: Path) -> list[Request]:
             where=str(path),
             hint="arrival_s in seconds from 0, whole tokens of prompt and output",
         )
+    # Stable, so that requests with equal arrival times keep the order of the file.
     rows = known.sort_values("arrival_s", kind="stable").itertuples(index=False)
     return [Request(float(a), int(p), int(o)) for a, p, o in rows]

@@ -1,4 +1,4 @@
-"""The public entry to clusters: a workload, a cluster and a plan in; the time of a step out."""
+"""Public entry for clusters: predict a training step of a workload under a parallel plan."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from ..operator.step_operators import SUSTAINED, SUSTAINED_RANGE, OperatorLatenc
 from .network import ClusterNetwork
 from .spread import COMPOSITION_ERROR, RHO, combined_spread
 
-#: Cores of a GPU that run collectives beside kernels: 16 channels of NCCL; an estimate.
+#: Streaming multiprocessors that a collective occupies beside kernels: one for each NCCL channel.
+#: Engineering estimate; not fitted (12 % of an H100's 132).
 COLLECTIVE_CORES = 16
 
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """How long a step takes on a cluster, where the time goes, and whether it fits.
+    """Predicted time of a step on a cluster, its parts, and whether the plan fits into memory.
 
     Attributes:
         workload: What is trained.
-        plan: How it is spread, micro-batches chosen.
+        plan: Parallel plan with its number of micro-batches resolved.
         cluster: Name of the cluster.
         device: Name of its device.
         step: Times in seconds.
@@ -42,8 +43,8 @@ class StepPrediction:
         fit: Memory.
         peak_flops: Of one device, for the workload's dtype.
         operators: Seconds of operators of the busiest stage, by name.
-        scopes: Share of the operators' time by what the model knows of the device.
-        spread: Samples with jitter and stragglers, if asked for.
+        scopes: Share of the operators' time by scope of the estimate (``known``, ``unseen`` …).
+        spread: Sampled steps with jitter and stragglers, if requested.
     """
 
     workload: Workload
@@ -60,7 +61,7 @@ class StepPrediction:
 
     @property
     def flops_per_device(self) -> float:
-        """Matrix FLOP/s of a device that the model needs, nothing counted twice."""
+        """Model FLOP/s of one device, without recomputation (Chowdhery et al., PaLM, app. B)."""
         return self.workload.model_flops() / self.step.total / self.plan.devices
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,8 +96,9 @@ class StepPrediction:
         return data
 
     def notes(self) -> list[str]:
-        """What limits trust in the figures."""
+        """Known limits of the prediction."""
         notes = [self.fit.reason()] if not self.fit.fits else []
+        # More than half of the time: a note about a few small operators would only distract.
         unknown = sum(v for k, v in self.scopes.items() if k == "roofline")
         if unknown > 0.5:
             notes.append(f"no model knows operators of {self.device}: times are of its roofline")
@@ -106,12 +108,12 @@ class StepPrediction:
 
 
 class StepPredictor:
-    """Predicts steps on one cluster; operators and collectives are asked for once.
+    """Predicts steps on one cluster; each distinct operator and collective is priced once.
 
     Args:
         cluster: The devices and their links.
         model: Model of library operators; ``None`` for rooflines.
-        device: The device, if it is not the one of the catalogue that the cluster names.
+        device: Description to use instead of the one that the cluster names.
 
     Raises:
         DeviceError: The cluster names no device, and none is given.
@@ -124,6 +126,8 @@ class StepPredictor:
         self.spec = device or cluster_device(cluster)
         self.latency = OperatorLatency(self.spec, model, SUSTAINED)
         self.network = ClusterNetwork(cluster)
+        # PCI Express 4.0 x16 in one direction: 16 GT/s x 16 lanes / 8 bits, 31.5 GB/s after
+        # 128b/130b encoding.
         host = self.spec.host_bandwidth or 32e9
         self._costs = Costs(self.latency, self.network, host, _contention(self.spec))
 
@@ -142,12 +146,12 @@ class StepPredictor:
 
         Args:
             workload: What is trained.
-            plan: How it is spread.
+            plan: Parallel plan.
             jitter: Standard deviation of the logarithm of a task's time on one device.
             speeds: Relative speeds of devices by rank; 1 if left out.
             draws: Samples, if ``jitter`` or ``speeds`` is given.
             seed: Of the samples.
-            remedy: Whether to look for a change if the plan does not fit the memory.
+            remedy: Whether to search for the smallest change if the plan does not fit into memory.
 
         Raises:
             PlanError: The plan does not fit the model or the cluster.
@@ -157,7 +161,10 @@ class StepPredictor:
         counts = operator_counts(workload, plan, step.worst)
         seconds = {c: float(self._costs.ops[c][0]) * n for c, n in counts.items()}
         capacity = self.spec.memory_bytes
+        # A device file may omit the capacity; everything then fits rather than nothing.
         fit = Fit(memory_of(workload, plan), capacity or np.inf)
+        # The search composes many neighbouring plans; sweeps turn it off, since they try them
+        # anyway.
         if remedy and not fit.fits:
             fit = find_fit(workload, plan, fit.capacity, self._seconds(workload))
         spread = None
@@ -191,11 +198,11 @@ class StepPredictor:
     def _interval(
         self, workload: Workload, plan: Plan, step: StepTime, counts: dict[OpCall, float]
     ) -> Interval:
-        """90 % interval: operators, collectives, clocks and the composition err independently.
+        """90 % interval from four independent errors: operators, clock, collectives, composition.
 
-        Errors of operators correlate by ``RHO``; those of collectives, and of the clock under
-        load, are taken as common. Both ends of each are composed anew, so that what is hidden does
-        not count.
+        Errors of operators correlate by ``RHO``; collectives err all alike, and so does the
+        clock under load. The step is recomposed at both ends of each, so that errors of hidden
+        work do not widen the interval.
         """
         costs, total = self._costs, step.total
         times = np.array([costs.ops[c] * n for c, n in counts.items()])
@@ -203,10 +210,15 @@ class StepPredictor:
         down, up = combined_spread(ends, RHO)
         compute = float(times[:, 0].sum()) or 1.0
         own = COMPOSITION_ERROR * total
+        # The lower end stays positive however wide the intervals are; 0.95 is a guard, not a fit.
         ops = [1.0 - min(down / compute, 0.95), 1.0 + up / compute]
+        # Only arithmetic slows with the clock; memory-bound operators run at the memory's own
+        # clock.
         slowed = sum(t[0] for t, c in zip(times, counts, strict=True) if self.latency.slowed.get(c))
         widths = []
         for side in (0, 1):
+            # Both ends of the sustained clock, relative to the one that the estimate already
+            # contains.
             clock = 1.0 + float(slowed) / compute * (SUSTAINED / SUSTAINED_RANGE[side] - 1.0)
             shifts = [
                 step_time(workload, plan, _scaled(costs, ops[side], None)).total - total,
@@ -214,6 +226,7 @@ class StepPredictor:
                 step_time(workload, plan, _scaled(costs, 1.0, side)).total - total,
                 own,
             ]
+            # Independent errors add in quadrature.
             widths.append(float(np.sqrt(np.square(shifts).sum())))
         return Interval.around(total, *widths)
 
@@ -226,7 +239,10 @@ def _by_name(seconds: dict[OpCall, float]) -> dict[str, float]:
 
 
 def _scaled(costs: Costs, factor: float, side: int | None) -> Costs:
-    """Costs with all operators multiplied, or all collectives at one end of their interval."""
+    """Costs with operators scaled by ``factor``, and collectives at one end of their interval.
+
+    ``side`` is 0 for the lower end, 1 for the upper, and ``None`` for the estimates themselves.
+    """
 
     def latency(calls: Any) -> np.ndarray:
         return np.array([costs.ops[c] for c in calls]) * factor
@@ -239,9 +255,13 @@ def _scaled(costs: Costs, factor: float, side: int | None) -> Costs:
 
 
 def _contention(spec: DeviceSpec) -> float:
-    """Share of a device that a collective takes: cores of a GPU, nothing of a TPU's engines."""
+    """Share of the compute cores that a running collective takes away from kernels.
+
+    Collectives of a GPU are kernels themselves; a TPU's interconnect has DMA engines of its own.
+    """
     if spec.platform != "gpu" or not spec.core_count:
         return 0.0
+    # Guard for chips with few cores; engineering estimate.
     return min(0.5, COLLECTIVE_CORES / spec.core_count)
 
 

@@ -1,4 +1,4 @@
-"""Predicts and explains one operator of a library, given by its parameters."""
+"""Predict and explain a single library operator, given by its parameters."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from ...models.operators.explain import OpExplanation
     from ...models.operators.family import FamilyModel
 
-#: Measured rows to look for neighbours among.
+#: Most measured rows searched for neighbours: enough for a dense neighbourhood, few enough to
+#: featurise in seconds. Engineering estimate.
 MAX_MEASURED = 20_000
 
 
 @dataclass(frozen=True)
 class OpEstimate:
-    """How long an operator takes on a device; times in microseconds.
+    """Predicted latency of an operator on a device; times in microseconds.
 
     Attributes:
         family: ``method/family``.
@@ -39,7 +40,7 @@ class OpEstimate:
         bound: What limits the analytical estimate.
         scope: ``known``, ``sibling``, ``unseen`` or ``calibrated``.
         in_domain: Whether training rows are near.
-        outside: Why not, if they are not.
+        outside: Reasons, one a feature, if none are near.
     """
 
     family: str
@@ -70,11 +71,13 @@ def predict_op(text: str, device: str, model: str | Path = OPERATOR_MODEL) -> Op
     from ...models.operators import OpModel
 
     row = parse_op(text)
+    # Operators are published tables of GPUs; nothing here measures them on the machine at hand.
     if device == "local":
         raise DeviceError(
             "an operator needs a device",
             hint="name one with --device, such as h100-sxm; list them with: opcast device --list",
         )
+    # Only the family asked for: the others would take most of the loading time.
     bundle = OpModel.load(_folder(model), only=[row["key"]])
     family = _family(bundle, row["key"], model)
     spec = resolve_device(device, bundle.devices)
@@ -160,6 +163,7 @@ def measured_rows(data: Sequence[Path], key: str, device: str) -> pd.DataFrame |
     if not len(measured):
         return None
     if len(measured) > MAX_MEASURED:
+        # A fixed draw, so that explanations repeat; sorted, so that rows keep their order.
         keep = np.random.default_rng(0).choice(len(measured), MAX_MEASURED, replace=False)
         measured = measured.iloc[np.sort(keep)].reset_index(drop=True)
     rows = op_frame(measured["kernel_ir"])

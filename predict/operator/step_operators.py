@@ -1,8 +1,8 @@
 """Latencies of a step's operators: from the model of library operators, or from the roofline.
 
-On NVIDIA GPUs, products and attention are asked of the model as PyTorch's and FlashAttention's
-kernels, passes over memory as fused CUDA kernels. On other devices, and in f32, the roofline
-speaks, with the shares of the peak and of the bandwidth that well-tuned kernels reach.
+On NVIDIA GPUs, the model prices products and attention as PyTorch's and FlashAttention's kernels,
+and passes over memory as fused CUDA kernels. Other devices, and f32, get the roofline at the
+shares of peak and bandwidth that well-tuned kernels reach.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ from ...simulate.step.calls import SHAPES, OpCall
 from ...simulate.step.workload import HLO_DTYPE, WIDTH
 from ..locate import find_model
 
-#: Shares of the matrix peak and of the memory bandwidth where the roofline speaks; estimates.
+#: Shares of the matrix peak and of the memory bandwidth that the roofline assumes where nothing was
+#: learned. Engineering estimates; not fitted.
 MATRIX_SHARE, MEMORY_SHARE = 0.7, 0.85
-#: Width of its interval, as a factor either way.
+#: Half-width of the roofline's interval, as a factor either way. Engineering estimate; not fitted.
 ROOFLINE_FACTOR = 1.6
-#: Clock that a GPU holds under minutes of arithmetic at its power limit, over that of the short
-#: measurements which the model of operators learned from, with its likely range; an engineering
-#: estimate, since the tables hold no sustained load.
+#: Clock under sustained arithmetic at the power limit, relative to that of the short measurements
+#: from which the operator model learned, and its likely range (fast end first, in the order of an
+#: interval's ends). Engineering estimate: the tables hold no sustained load, and the figure is the
+#: same for all GPUs.
 SUSTAINED, SUSTAINED_RANGE = 0.82, (0.95, 0.72)
-#: Dtypes that operator tables hold, by dtype of a workload.
+#: Dtype of the operator tables by dtype of a workload. f16 is priced as bf16: NVIDIA's tensor cores
+#: have the same peak for both (data sheets of A100 and H100). Dtypes left out get the roofline.
 TABLE_DTYPE = {"bf16": "bf16", "f16": "bf16", "fp8": "fp8"}
-#: Families of the model that operators of a step belong to; the others need not be read.
+#: Families of the model that the operators of a step belong to; loading only these saves most of
+#: the time and memory of the full model.
 FAMILIES = (
     "graph/linear",
     "graph/context_attention",
@@ -41,7 +45,8 @@ FAMILIES = (
     "kernel/norm",
     "kernel/elementwise",
 )
-#: Columns of the tensor that stands for moved bytes: an addition reads two and writes one.
+#: Columns of the tensor that stands for moved bytes; an addition reads two such tensors and writes
+#: one. Engineering choice: only the number of elements matters.
 _MOVED_COLS = 8192
 
 
@@ -61,6 +66,8 @@ class OperatorLatency:
 
     def __init__(self, spec: DeviceSpec, model: OpModel | None, sustained: float = 1.0) -> None:
         self.spec, self.sustained = spec, sustained
+        # The rows name CUDA kernels; on another vendor's GPU they would describe libraries that it
+        # lacks.
         learned = model is not None and spec.platform == "gpu" and spec.vendor == "NVIDIA"
         self.model = model if learned else None
         self.scopes: dict[OpCall, str] = {}
@@ -70,6 +77,7 @@ class OperatorLatency:
 
     def __call__(self, calls: Sequence[OpCall]) -> np.ndarray:
         """Seconds and both ends of the interval, shape ``(n, 3)``."""
+        # Everything gets the roofline first; what the model knows is then overwritten.
         times = roofline_seconds(calls, self.spec)
         scope = np.full(len(calls), "roofline", object)
         if self.model is not None:
@@ -77,9 +85,13 @@ class OperatorLatency:
             if at:
                 rows = pd.DataFrame([op_row(calls[i], self.spec) for i in at])
                 said = self.model.predict(rows)
+                # The learned tables hold short measurements at boost clock; only arithmetic draws
+                # enough power for the clock to fall under sustained load.
                 bound = [self._is_arithmetic(calls[i]) for i in at]
                 self.slowed.update(zip((calls[i] for i in at), bound, strict=True))
                 scale = np.array([calls[i].scale for i in at])
+                # ``scale`` prices a backward pass as a multiple of the forward kernel that was
+                # measured.
                 scale = np.where(bound, scale / self.sustained, scale)
                 times[at] = np.stack([said.latency, said.lo, said.hi], axis=1) * scale[:, None]
                 scope[at] = said.scope
@@ -109,6 +121,7 @@ def roofline_seconds(calls: Sequence[OpCall], spec: DeviceSpec) -> np.ndarray:
     moved = np.array([c.moved(WIDTH.get(c.dtype, 2)) for c in calls])
     peak = np.array([spec.matrix_peak(HLO_DTYPE.get(c.dtype, c.dtype)) for c in calls])
     middle = np.maximum(flops / (peak * MATRIX_SHARE), moved / (spec.bandwidth * MEMORY_SHARE))
+    # Added rather than a third bound: the launch precedes the work.
     middle = middle + spec.floor
     return np.stack([middle, middle / ROOFLINE_FACTOR, middle * ROOFLINE_FACTOR], axis=1)
 
@@ -118,6 +131,7 @@ def op_row(call: OpCall, spec: DeviceSpec) -> dict[str, Any]:
     sizes: dict[str, Any] = dict(zip(SHAPES[call.op], call.shape, strict=True))
     row: dict[str, Any] = {"device": spec.name, "dtype": TABLE_DTYPE[call.dtype]}
     if call.op == "linear":
+        # The kernels that vLLM's measurements name: cuBLAS behind PyTorch, CUTLASS for scaled fp8.
         kernel = "torch.nn.functional.linear"
         if row["dtype"] == "fp8":
             kernel = "CutlassFP8ScaledMMLinearKernel"
@@ -127,8 +141,11 @@ def op_row(call: OpCall, spec: DeviceSpec) -> dict[str, Any]:
     if call.op == "decode":
         return {**row, **_attention({**sizes, "q_len": 1, "causal": 1}, spec)}
     if call.op == "moe":
+        # TensorRT-LLM's CUTLASS grouped GEMM, which large batches of tokens run as; balanced
+        # routing is what an auxiliary loss trains for.
         experts = _table("graph/moe", "trtllm", "moe_torch_flow_cutlass")
         return {**row, **experts, "distribution": "balanced", **sizes}
+    # Passes over memory were published in fp16 only; bf16 moves the same bytes.
     return {**row, "dtype": "fp16", **_pass(call, sizes)}
 
 
@@ -139,15 +156,17 @@ def _table(key: str, backend: str = "", kernel: str = "") -> dict[str, Any]:
 
 def _attention(sizes: dict[str, Any], spec: DeviceSpec) -> dict[str, Any]:
     columns = {**_table(attention_key(sizes)), **flash_attention(sizes, spec)}
+    # Values as wide as keys, and no sliding window: the workloads have neither variant.
     return {**columns, **sizes, "v_head_dim": sizes["head_dim"], "window": 0}
 
 
 def _pass(call: OpCall, sizes: dict[str, Any]) -> dict[str, Any]:
     if call.op == "move":
-        # An addition of that traffic: three tensors of two bytes an element.
+        # An addition of that traffic: three tensors of two bytes an element, hence six.
         rows = max(1, round(sizes["bytes"] / (6 * _MOVED_COLS)))
         shape = {"rows": rows, "cols": _MOVED_COLS, "n_in": 2}
         return {**_table("kernel/elementwise"), **shape, "op": "add"}
     family = "norm" if call.op.endswith("norm") else "elementwise"
+    # The tables count input tensors; silu_and_mul reads one tensor, of twice the width.
     inputs = 2 if call.op == "add" else 1
     return {**_table(f"kernel/{family}"), **sizes, "n_in": inputs, "op": call.op}

@@ -1,1 +1,1 @@
-"""Predictions for tables that others published, whole op graphs included."""
+"""Predictions for published tables of latencies, including whole op graphs."""

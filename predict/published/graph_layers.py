@@ -21,7 +21,7 @@ from ...common.errors import DatasetError
 
 @dataclass(frozen=True)
 class LayerSpan:
-    """Where the repeated layer of a family of models lies.
+    """Which nodes of a family's graphs make up the repeated layer.
 
     Attributes:
         first: Name of its first node.
@@ -36,6 +36,8 @@ class LayerSpan:
     second: str
 
 
+# First and last node of layer 0, as torch.fx names them. Generated names such as ``add_15`` count
+# calls from the top of the model, so they hold for the first layer alone.
 SPANS = {
     "bert": LayerSpan(
         "bert_encoder_layer_0_attention_self_query",
@@ -51,7 +53,9 @@ SPANS = {
         "model_decoder_layers_1_",
     ),
 }
-#: Layers of models whose labels leave the number out (those of distributed runs).
+#: Layers of models whose labels omit the number (those of distributed runs): BERT large (Devlin et
+#: al., 2019), GPT-2 large (Radford et al., 2019, table 2), GPT-3 XL and 2.7B (Brown et al., 2020,
+#: table 2.1), OPT 1.3B (Zhang et al., 2022, table 1).
 LAYERS = {"bert_large": 24, "gpt2_large": 36, "gpt3_xl": 24, "gpt3_27": 32, "opt_13": 24}
 
 
@@ -80,7 +84,7 @@ class Variant:
 
     @property
     def pipeline_hops(self) -> int:
-        """Transfers between stages in a row, in each direction."""
+        """Consecutive transfers between stages that nothing hides, in each direction."""
         return self.devices + self.micro_batches - 2 if self.kind == "pp" else 0
 
 
@@ -90,6 +94,7 @@ def parse_variant(text: object) -> Variant:
     Raises:
         DatasetError: It is none of ``fusion``, ``dpN``, ``tpN`` and ``ppN_M``.
     """
+    # ``text != text`` is true of NaN alone, which pandas reads from an empty cell.
     if text is None or text != text or text == "":
         return Variant()
     if text == "fusion":
@@ -118,6 +123,8 @@ def node_repeats(names: Sequence[str], model: str, layers: int) -> np.ndarray:
         DatasetError: The layer's first or last node is missing.
     """
     repeats = np.ones(len(names))
+    # A node of a second layer means that the graph lists them all (fused graphs, mixtures of
+    # experts): nothing is repeated.
     span = next((s for family, s in SPANS.items() if model.startswith(family)), None)
     if span is None or any(span.second in name for name in names):
         return repeats
@@ -139,7 +146,7 @@ def label_layers(labels: pd.DataFrame) -> np.ndarray:
     """Layers of each label's model, shape ``(n,)``.
 
     Taken from the label, else from another label of the same model, else from :data:`LAYERS`; 1 for
-    a model without repeated layer.
+    a model without a repeated layer.
 
     Raises:
         DatasetError: No source knows the layers of a model that has them.

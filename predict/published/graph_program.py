@@ -42,7 +42,7 @@ class GraphProgram:
     Attributes:
         variant: How it is distributed.
         terms: Its operations and collectives.
-        probe: Row of the operation with next to no work, which shows the launch.
+        probe: Row of the operation with almost no work, whose latency is that of the launch.
     """
 
     variant: Variant
@@ -81,6 +81,8 @@ class _Unique:
 
     def table(self, columns: tuple[str, ...]) -> pd.DataFrame:
         frame = pd.DataFrame(self.rows, columns=list(columns))
+        # A nullable dtype: NumPy's integers have no gaps, and as floats large sizes would be
+        # rounded.
         whole = [c for c in ("b", "m", "n", "k", "rows", "cols", "n_in") if c in frame]
         return frame.astype(dict.fromkeys(whole, "Int64"))
 
@@ -112,6 +114,7 @@ def graph_programs(labels: pd.DataFrame, graphs: pd.DataFrame) -> GraphPrograms:
 
 
 def _probe(label: dict[str, Any]) -> dict[str, Any]:
+    # 4 KiB in f32: no device takes longer to move so little than to launch the kernel.
     return {"device": label["device"], **op_rows(GraphOp("VECrelu", (1, 1024)), _dtype(label))}
 
 
@@ -129,6 +132,7 @@ def _terms(
     links: _Unique,
 ) -> list[Term]:
     dtype, device = _dtype(label), label["device"]
+    # Labels without a known dtype are those of the f32 tables.
     width = ELEMENT_BYTES.get(dtype, 4)
     repeats = node_repeats([str(n) for n in graph["Name"]], str(label["model"]), layers)
     totals: dict[tuple[str, str, int, float], float] = {}
@@ -136,6 +140,7 @@ def _terms(
         size = 0.0
         if op.kind in COLLECTIVES:
             size = float(op.shape[0]) * width
+            # A transfer between stages has two ends, however many stages the pipeline has.
             world = 2 if op.kind == "SENDRECV" else variant.devices
             link = {"device": device, "op": _OPS[op.kind], "bytes": size, "world_size": world}
             row = links.place({**link, "dtype": dtype})

@@ -1,4 +1,4 @@
-"""Published op graphs: from lists of operations in text to a table of kernels with counts.
+"""Published op graphs: from textual lists of operations to kernels with execution counts.
 
 A graph has nodes (calls of the framework) with lists of operations for the forward pass, the
 backward pass and the accumulation of gradients: ``Linear`` (rows, reduced, columns), ``BMM``
@@ -39,9 +39,12 @@ OP_COLUMNS = ("op", "family", "dtype", "b", "m", "n", "k", "rows", "cols", "n_in
 PHASES = {"fw": "FwOps", "bw": "BwOps", "acc": "AccOps"}
 #: Operations that go over links.
 COLLECTIVES = ("ALLREDUCE", "ALLREDUCE_ASYNC", "SENDRECV")
-#: Columns of the tensor that stands for moved data.
+#: Columns of the tensor that stands for moved data. Engineering choice: the latency of an
+#: element-wise op depends on the product of rows and columns.
 MOVED_COLS = 1024
+# Element-wise ops with two operands; each has a tensor-scalar form with the suffix ``u``.
 _BINARY = ("add", "mul", "div", "pow", "sub")
+# Nodes of a traced graph that launch no kernel, whatever their lists say.
 _VIEWS = ("getitem", "misc", "output", "Weight")
 #: Bytes of an element by dtype of a graph; tf32 is a rate, its values are stored as f32.
 ELEMENT_BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
@@ -95,6 +98,7 @@ def _numbers(shape: Any) -> tuple[Any, ...]:
     """
     numbers = tuple(shape)
     plain = (n for part in numbers for n in (part if isinstance(part, list | tuple) else (part,)))
+    # Neither NaN nor beyond int64, into which sizes are converted later.
     if not all(isinstance(n, int | float) and n == n and abs(n) < 2**63 for n in plain):
         raise ValueError(f"{numbers!r} is no shape")
     return numbers
@@ -107,6 +111,7 @@ def _literal(text: str) -> Any:
         ValueError: It is none, or nests too deep.
     """
     try:
+        # Literals only: the tables are untrusted text, and ``eval`` would run it.
         return ast.literal_eval(text)
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(str(error) or "it nests too deep") from None
@@ -128,6 +133,9 @@ def node_kernels(node: dict[str, Any], phase: str, mode: str, width: int = 4) ->
     if name == "fused":
         return _fused(listed, node, width)
     if name == "dropout":
+        # In tensors of f32, where the byte mask is a quarter of one. Forward: read, write, write
+        # the mask. Backward: convert the mask (1.25), scale it (2), multiply the gradient by it
+        # (3).
         return [_move((2.25 if phase == "fw" else 6.25) * width * _elements(listed[0].shape[0]))]
     if phase == "bw":
         return _backward(name, listed, node, width)
@@ -147,8 +155,11 @@ def _forward(op: GraphOp, node: dict[str, Any], width: int) -> GraphOp:
 
 
 def _backward(name: str, listed: list[GraphOp], node: dict[str, Any], width: int) -> list[GraphOp]:
+    # The gradient of a sum is the gradient itself: autograd passes the same tensor on.
     if name in ("VECadd", "VECaddu", "VECsub", "contiguous"):
         return []
+    # PyTorch's native layer norm has two backward kernels, and each reads the input and the
+    # gradient.
     if name == "VECln":
         return [op for op in listed for _ in range(2)]
     if name == "VECgelu":
@@ -162,8 +173,10 @@ def _fused(listed: list[GraphOp], node: dict[str, Any], width: int) -> list[Grap
     shapes = parse_shapes(str(node["InputShapes"])) + parse_shapes(str(node["OutputShape"]))
     traffic = float(width * sum(_elements(shape) for shape in shapes))
     heavy = [op for op in listed if op.kind not in ("MEM", *COLLECTIVES) and not _light(op)]
+    # A row-wise op already reads its tensor and writes one; only the rest of the traffic is moved.
     rest = traffic - sum(2.0 * width * _elements(op.shape) for op in heavy if _row_wise(op))
     others = [op for op in listed if op.kind in COLLECTIVES]
+    # Beside a heavier kernel the traffic joins it; alone it is a kernel of its own.
     moved = [GraphOp("JOIN" if heavy else "MOVE", (rest,))] if rest > 0 else []
     return heavy + moved + others
 
@@ -178,6 +191,8 @@ def _row_wise(op: GraphOp) -> bool:
 
 def _broadcasts(node: dict[str, Any]) -> bool:
     shapes = parse_shapes(str(node.get("InputShapes", "[]")))
+    # An operand of less than an eighth is read from cache by all rows, so its traffic is
+    # negligible; the threshold is an engineering estimate.
     return len(shapes) > 1 and 8 * _elements(shapes[1]) < _elements(shapes[0])
 
 
@@ -202,12 +217,15 @@ def op_rows(op: GraphOp, dtype: str) -> dict[str, Any]:
     if len(op.shape) != wanted or not all(isinstance(n, int | float) for n in op.shape):
         raise DatasetError(f"{op.kind} of shape {op.shape} is not of {wanted} numbers")
     if op.kind == "Linear":
+        # The graphs list the reduced dimension before the output's columns; the schema has n before
+        # k.
         m, k, n = op.shape
         return {**row, "op": "linear", "family": "linear", "b": 1, "m": m, "n": n, "k": k}
     if op.kind == "BMM":
         b, m, k, n = op.shape
         return {**row, "op": "bmm", "family": "bmm", "b": b, "m": m, "n": n, "k": k}
     if op.kind in ("MOVE", "JOIN"):
+        # A relu reads and writes each element once.
         rows = max(1, round(op.shape[0] / (2 * ELEMENT_BYTES.get(dtype, 4) * MOVED_COLS)))
         return {**row, **_vector("relu", rows, MOVED_COLS)}
     if op.kind.startswith("VEC"):

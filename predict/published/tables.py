@@ -1,4 +1,4 @@
-"""Predicts folders of published latencies: operators, collectives and whole programs.
+"""Predict folders of published latencies: operators, collectives and whole programs.
 
 A folder holds tables of queries (``queries_ops_*.parquet``, ``queries_collectives*.csv.gz``,
 ``queries_e2e.csv`` with ``opgraphs.parquet``) or the answered tables of a published pack. Every row
@@ -23,15 +23,17 @@ from ...models.operators import OpModel, rows_of_published
 from ...models.operators.report import only_or_mixed
 from .composition import compose
 
-#: Tables by what they hold, queries first; the first pattern with a match counts.
+#: File patterns by content. Queries come before answered tables: a folder that has both asks for
+#: the queries, and the first pattern with a match counts.
 OPERATORS = ("queries_ops_*.parquet", "ops_*.parquet")
 COLLECTIVES = ("queries_collectives*.csv.gz", "collectives*.csv.gz")
 PROGRAMS = ("queries_e2e.csv", "e2e_labels.csv")
 GRAPHS = "opgraphs.parquet"
-#: Rows of these splits may be learned from.
+#: Prefix of the splits whose rows may be learned from.
 CALIBRATION = "calib"
-#: Sources by the first letter of an operator's id.
+#: Sources by the first letter of an operator's id, for query tables without a source column.
 SOURCES = {"N": "neusight", "V": "vidur", "T": "aiconfigurator"}
+# Rows predicted at a time, so that features of millions of rows never exist at once.
 _ROWS = 200_000
 
 
@@ -55,6 +57,7 @@ class PublishedPredictions:
         """Figures of the judged rows by table, family, device and split, and of whole tables."""
         if not len(self.judged):
             return pd.DataFrame()
+        # Rows that were learned from would flatter the figures.
         judged = self.judged[~self.judged["calibration"]]
         judged = judged.assign(size=judged["error"].abs())
         whole = judged.assign(family="all", device="all", split="all", scope="")
@@ -114,6 +117,7 @@ class _Job:
 
     def operators(self) -> Iterator[PublishedPredictions]:
         tables = [(p, _sourced(p, read_table(p))) for p in _files(self.folder, OPERATORS)]
+        # All tables first: a family's calibration rows may be spread over several files.
         if self.calibrate:
             given = [frame[_given(frame)] for _, frame in tables]
             known = [part for part in given if len(part)]
@@ -123,6 +127,7 @@ class _Job:
         for path, whole in tables:
             frame = whole
             if self.limit is not None and len(frame) > self.limit:
+                # A fixed draw, so that two models are compared on the same rows.
                 frame = frame.sample(self.limit, random_state=0).reset_index(drop=True)
             for start in range(0, len(frame), _ROWS):
                 yield self._operators(path, frame.iloc[start : start + _ROWS])
@@ -170,6 +175,8 @@ class _Job:
 
     def _op_latency(self, ops: pd.DataFrame) -> pd.DataFrame:
         """Operators as the op tables time them: alone, called from the host."""
+        # The graphs were published with NeuSight's tables, whose method (one call between two
+        # events, launch included) is what the composition expects.
         rows = rows_of_published(ops.assign(source="neusight"), find_device)
         prediction = self.model.predict(rows)
         return _microseconds(prediction.latency, prediction.lo, prediction.hi)
@@ -216,6 +223,7 @@ def _given(frame: pd.DataFrame) -> np.ndarray:
     """Rows that may be learned from."""
     if "split" not in frame or "latency_us" not in frame:
         return np.zeros(len(frame), bool)
+    # NaN compares false, so rows without a label are left out as well.
     known = frame["latency_us"].to_numpy(np.float64, na_value=np.nan) > 0
     return np.asarray(frame["split"].astype(str).str.startswith(CALIBRATION) & known)
 
@@ -245,6 +253,8 @@ def _part(
             "device": frame["device" if "device" in frame else "platform"].astype(str).to_numpy(),
             "split": frame["split"].astype(str).to_numpy() if "split" in frame else "",
             "scope": scope.to_numpy(),
+            # Where there is no label, error and coverage are NaN and False; the filter below drops
+            # the rows.
             "error": times["latency_us"] / label - 1,
             "covered": (label >= times["lo_us"]) & (label <= times["hi_us"]),
             "calibration": _given(frame.assign(latency_us=label)),

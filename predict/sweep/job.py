@@ -1,4 +1,4 @@
-"""Judges candidates: what a worker of a sweep does, in this process or anywhere else."""
+"""Evaluate candidates of a sweep: the work of one worker, in this process or elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..cluster.step import StepPredictor
 from ..operator.step_operators import load_step_model
 from .space import Candidate
 
-#: Power of a waiting device over its limit; an estimate.
+#: Power of a waiting device, as a share of its limit. Engineering estimate; not fitted.
 IDLE_SHARE = 0.3
 #: Columns that a sweep writes, besides the plan's settings.
 FIGURES = (
@@ -36,7 +36,7 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class SweepJob:
-    """What all candidates share, in a form that travels.
+    """What all candidates share, in a form that can be sent to another process.
 
     Attributes:
         workload: The model; ``batch`` is the candidate's.
@@ -50,7 +50,8 @@ class SweepJob:
 def judge(job: SweepJob, items: Sequence[Candidate]) -> list[dict[str, Any]]:
     """One row for each candidate: its settings and figures.
 
-    Energy is the device's power limit over its computation, and a share of it while it waits.
+    Energy in joules is the power limit times the computation time, plus :data:`IDLE_SHARE` of the
+    limit while a device waits, over all devices.
     """
     return [_row(job, item) for item in items]
 
@@ -58,10 +59,13 @@ def judge(job: SweepJob, items: Sequence[Candidate]) -> list[dict[str, Any]]:
 def _row(job: SweepJob, item: Candidate) -> dict[str, Any]:
     predictor = _predictor(item.cluster, job.model)
     workload = replace(job.workload, batch=item.batch)
+    # No remedy: a plan that does not fit is a result, and the grid holds its neighbours anyway.
     prediction = predictor.predict(workload, item.plan, remedy=False)
     data = prediction.to_dict()
     spec = predictor.spec
+    # Guard: rounding may put the busiest device's computation a little above the total.
     waiting = max(0.0, prediction.step.total - prediction.step.compute)
+    # The busiest device stands for all, which overstates energy where stages are unequal.
     joules = spec.power_w * item.plan.devices * (prediction.step.compute + IDLE_SHARE * waiting)
     tokens = workload.batch * workload.seq
     return {
@@ -72,15 +76,19 @@ def _row(job: SweepJob, item: Candidate) -> dict[str, Any]:
         "plan": item.plan.text(),
         **_settings(item.plan),
         **{name: data[name] for name in FIGURES},
+        # NaN, not 0: an unknown power must not win the Pareto front.
         "energy_j": joules if spec.power_w else float("nan"),
         "energy_j_per_token": joules / tokens if spec.power_w else float("nan"),
     }
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
+    # Not an axis of a sweep: it is true of every candidate.
     return {name: value for name, value in asdict(plan).items() if name != "overlap"}
 
 
+# A predictor keeps the prices of all operators and collectives that it has seen, so consecutive
+# candidates of a cluster cost little; eight clusters at once bound the memory.
 @lru_cache(maxsize=8)
 def _predictor(cluster: str, model: str) -> StepPredictor:
     return StepPredictor(find_cluster(cluster), _operators(model))

@@ -1,4 +1,4 @@
-"""Why the best plan of a sweep is the best: what the best plan with another setting loses."""
+"""Why the best plan of a sweep is best: what the best plan with another setting loses."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ def reasons(frame: pd.DataFrame) -> list[str]:
     for setting, name in SETTINGS.items():
         if setting not in frame:
             continue
+        # The best of the others may differ in further settings as well: each side is compared at
+        # its best, which is what choosing another value would give.
         others = _per_sequence(frame[frame[setting] != best[setting]])
         if len(others):
             effects.append(_reason(setting, name, best, others))
@@ -93,10 +95,12 @@ def _reason(
     if fitting.empty:
         least = others.sort_values("memory_bytes_per_device").iloc[0]
         need = least["memory_bytes_per_device"] / 2**30
+        # Sorted first: without an alternative the setting is not a choice.
         return float("inf"), f"{kept}: no other value fits, the least needs {need:.1f} GiB"
     other = fitting.iloc[0]
     share = float(other["own_us"] / best["own_us"] - 1.0)
     told = _told(best, other)
+    # Half of the last printed digit of a per cent.
     slower = "as fast" if share < 0.0005 else f"{share:.1%} slower"
     why = f" ({told} of the step)" if told and share >= 0.0005 else ""
     memory = (other["memory_bytes_per_device"] - best["memory_bytes_per_device"]) / 2**30

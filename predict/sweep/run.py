@@ -1,7 +1,7 @@
 """Sweeps over plans, clusters and batch sizes: resumable, with a Pareto front at the end.
 
-Every piece of results is written beside the others as soon as it is there; a sweep that is started
-again with the same folder judges only what is missing.
+Results are written in pieces as soon as they are computed; a sweep restarted in the same folder
+evaluates only what is missing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from .job import SweepJob, judge
 from .space import Candidate, candidates, chunks, make_plan
 from .workers import Rows, run_here, run_processes, run_ray
 
-#: Candidates of a piece.
+#: Candidates of a piece: what an interrupted sweep loses at most, and what a worker gets at a time.
+#: Engineering estimate.
 PIECE = 16
 #: What the Pareto front minimises.
 OBJECTIVES = ("step_us", "memory_bytes_per_device", "devices", "energy_j")
@@ -35,7 +36,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep and where its results lie.
+    """A sweep and the folder of its results.
 
     Attributes:
         job: What all candidates share.
@@ -50,7 +51,7 @@ class Sweep:
     ray: str = ""
 
     def run(self, items: Sequence[Candidate], progress: Progress | None = None) -> pd.DataFrame:
-        """Judge candidates that have not been judged yet; returns all results of the folder.
+        """Evaluate the candidates that have no result yet; returns the results of all of them.
 
         Raises:
             DatasetError: The folder holds a sweep of another workload or model.
@@ -80,17 +81,18 @@ class Sweep:
         return {row["key"]: row for row in rows}
 
     def judge_one(self, item: Candidate) -> dict[str, Any]:
-        """Judge a candidate here and write its row."""
+        """Evaluate one candidate in this process and write its row."""
         rows = judge(self.job, [item])
         self._write(rows)
         return rows[0]
 
     def results(self) -> pd.DataFrame:
-        """All results that were written."""
+        """All results in the folder."""
         parts = sorted((self.folder / _PARTS).glob("*.parquet"))
         frames = [read_table(part) for part in parts]
         if not frames:
             return pd.DataFrame({"key": pd.Series(dtype=str)})
+        # A piece that was given to a second worker may have been written twice.
         rows = pd.concat(frames, ignore_index=True).drop_duplicates("key")
         # Parts from before there was latency_us have the same time under its other name alone.
         return rows.assign(latency_us=rows["step_us"])
@@ -107,8 +109,9 @@ class Sweep:
             write_table(pd.DataFrame(rows), self.folder / _PARTS / f"{rows[0]['key']}.parquet")
 
     def _claim(self) -> None:
-        """Write what the folder is for, or check that it is for this."""
+        """Record which sweep the folder holds, or check that it holds this one."""
         sizes = asdict(self.job.workload)
+        # The batch is an axis, so sweeps over different batches may share a folder.
         sizes.pop("batch")
         settings = {"workload": sizes, "model": self.job.model}
         path = self.folder / _SETTINGS
@@ -131,13 +134,13 @@ def search(
     seed: int,
     progress: Progress | None = None,
 ) -> pd.DataFrame:
-    """Look for the fastest plan that fits with Optuna's TPE, instead of trying all.
+    """Search for the fastest plan that fits with Optuna's TPE sampler, instead of trying all.
 
     Args:
-        sweep: Where results go; those that are there already cost nothing.
+        sweep: Where results go; existing ones are reused.
         clusters: Names.
         batches: Batch sizes.
-        values: Values of every axis, as :func:`~.space.axis_values` gives.
+        values: Values of every axis, from :func:`~opcast.predict.sweep.space.axis_values`.
         trials: Plans to try; choices that are not valid do not count, up to ten times as many.
         seed: Of the search.
         progress: Told of each trial.
@@ -145,6 +148,8 @@ def search(
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    # In memory: the rows on disk are what a search resumes from, and the seed repeats the
+    # proposals.
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
     visited: dict[Candidate, None] = {}
     known = {name: find_cluster(name) for name in clusters}
@@ -164,7 +169,12 @@ def search(
         item = Candidate(name, batch, plan)
         row = rows.get(item.key) or sweep.judge_one(item)
         rows[item.key] = row
+        # Time for each token, so that batches compare. A plan that does not fit counts as ten times
+        # slower (engineering estimate): worse than any that fits, yet the sampler still learns its
+        # time.
         over = 1.0 if row["fits"] else 10.0
+        # Logarithms: TPE models densities of the objective, and step times span orders of
+        # magnitude.
         study.tell(trial, float(np.log(row["step_us"] / (batch * per_token) * over)))
         visited[item] = None
         if progress is not None:
@@ -179,7 +189,7 @@ def grid(
     values: Mapping[str, Sequence[str]],
     progress: Progress | None = None,
 ) -> pd.DataFrame:
-    """Judge all valid combinations; arguments as for :func:`search`."""
+    """Evaluate all valid combinations; arguments as for :func:`search`."""
     known = {name: find_cluster(name) for name in clusters}
     return sweep.run(candidates(sweep.job.workload, known, batches, values), progress)
 
@@ -187,10 +197,12 @@ def grid(
 def pareto(frame: pd.DataFrame, objectives: Sequence[str] = OBJECTIVES) -> pd.DataFrame:
     """Rows that fit and that no other row beats in one objective without losing in another."""
     fitting = frame[frame["fits"]]
+    # An objective that some rows lack (energy without a known power) cannot order them.
     used = [o for o in objectives if len(fitting) and fitting[o].notna().all()]
     values = fitting[used].to_numpy(float)
     keep = np.ones(len(fitting), bool)
     for i, row in enumerate(values):
+        # Quadratic in the number of rows, yet negligible beside evaluating them.
         beaten = (values <= row).all(axis=1) & (values < row).any(axis=1)
         keep[i] = not beaten.any()
     return fitting[keep].sort_values("step_us").reset_index(drop=True)
@@ -200,6 +212,7 @@ def plot(frame: pd.DataFrame, path: Path) -> None:
     """Memory against step time of all rows, the Pareto front marked."""
     import matplotlib
 
+    # Files only: the default backend may look for a display.
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

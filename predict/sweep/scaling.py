@@ -26,6 +26,7 @@ def best_by_size(frame: pd.DataFrame) -> pd.DataFrame:
         per_device=best["batch"] / best["devices"],
         rate=best["batch"] / best["step_us"] / best["devices"],
     )
+    # The smallest cluster of each group is the reference of its efficiency, so it comes first.
     first = best.sort_values("devices")
     strong = first.groupby("batch")["rate"].transform("first")
     weak = first.groupby("per_device")["rate"].transform("first")
@@ -46,6 +47,7 @@ def plot_scaling(frame: pd.DataFrame, path: Path) -> None:
         )
     import matplotlib
 
+    # Files only: the default backend may look for a display.
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -53,12 +55,14 @@ def plot_scaling(frame: pd.DataFrame, path: Path) -> None:
     top = 1.1 * max(1.0, float(best[["strong", "weak"]].max().max()))
     for side, kind, key in zip(axes, ("strong", "weak"), ("batch", "per_device"), strict=True):
         for value, part in best.groupby(key):
+            # A single size has no scaling to show.
             if len(part) > 1:
                 label = f"batch {value:g}" + (" a device" if kind == "weak" else "")
                 side.plot(part["devices"], part[kind], "o-", label=label)
         side.axhline(1.0, color="grey", lw=0.5)
         side.set(title=f"{kind} scaling", xlabel="devices", xscale="log", ylim=(0, top))
         side.set_xscale("log", base=2)
+        # The last line is the ideal one at 1, which needs no legend.
         if side.lines[:-1]:
             side.legend()
     axes[0].set_ylabel("tokens/s of a device, relative")

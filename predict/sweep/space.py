@@ -1,4 +1,4 @@
-"""What a sweep tries: plans over clusters and batch sizes, each with a name of its own."""
+"""The search space of a sweep: plans over clusters and batch sizes, each with its own key."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from ...simulate.step.plan import RECOMPUTE, Plan
 from ...simulate.step.settings import read_pairs
 from ...simulate.step.workload import Workload, resolved
 
-#: Axes that a sweep may vary; ``data`` says how what is left of the devices is used, ``split`` into
-#: how many parts the chosen micro-batch is cut.
+#: Axes of a sweep. ``data`` is how the devices left by the other kinds of parallelism are used,
+#: ``split`` into how many parts the chosen micro-batch is cut.
 AXES = ("tp", "pp", "cp", "ep", "data", "recompute", "schedule", "split", "offload")
-#: Uses of the devices that tensor, context and pipeline parallelism leave.
+#: Values of the axis ``data``: replicas, replicas with sharded optimiser state, sharded parameters.
 DATA = ("dp", "zero1", "fsdp")
-#: Chunks of a device under ``interleaved``.
+#: Model chunks of a device in the interleaved schedule: the least that interleaves at all
+#: (Narayanan et al., SC 2021, section 2.2). More would multiply the transfers; not an axis.
 CHUNKS = 2
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One combination to be judged.
+    """One combination to evaluate.
 
     Attributes:
         cluster: Name or file.
@@ -40,7 +41,7 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """Digest of all settings: what results are found by again."""
+        """Digest of all settings, by which results are found again."""
         text = json.dumps([self.cluster, self.batch, asdict(self.plan)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -67,9 +68,12 @@ def axis_values(
 
     By default ``tp`` stays within a box, ``cp`` and ``offload`` are off.
     """
+    # Tensor parallelism talks in every layer, so by default it stays on the links of one box; it
+    # cannot exceed the heads that it divides.
     inside = min(cluster.devices_per_node or cluster.size, cluster.size)
     default = {
         "tp": _powers(min(inside, workload.heads)),
+        # 32 stages are the upper end of the default axis; engineering estimate.
         "pp": _powers(min(cluster.size, workload.layers, 32)),
         "cp": ["1"],
         "ep": _powers(min(workload.experts, cluster.size)) if workload.experts else ["1"],
@@ -93,6 +97,7 @@ def candidates(
     Raises:
         PlanError: None is valid, or a value of the grid is of no use.
     """
+    # A dict as an ordered set: different choices may resolve to the same plan.
     unique: dict[Candidate, None] = {}
     for (name, cluster), batch in itertools.product(clusters.items(), batches):
         own = replace(workload, batch=batch)
@@ -125,6 +130,7 @@ def make_plan(choice: Mapping[str, str], workload: Workload, cluster: Cluster) -
         known["zero"] = 1
     if choice["data"] not in DATA:
         raise PlanError(f"data={choice['data']!r}", where="grid", hint="one of " + ", ".join(DATA))
+    # With one device left to use, all three are the same plan; the plain one is kept.
     if data == 1 and choice["data"] != "dp":
         return None
     virtual = CHUNKS if choice["schedule"] == "interleaved" else 1
@@ -132,17 +138,20 @@ def make_plan(choice: Mapping[str, str], workload: Workload, cluster: Cluster) -
     known |= {axis: choice[axis] for axis in ("recompute", "schedule", "offload")}
     try:
         plan = Plan(**known, virtual=virtual)
+        # Resolved twice: the first chooses the micro-batches that ``split`` then multiplies.
         plan = resolved(workload, plan, cluster.size)
         more = plan.changed(microbatches=plan.microbatches * sizes["split"])
         return resolved(workload, more, cluster.size)
     except PlanError as error:
+        # A misspelt value is the user's mistake; sizes that do not divide merely exclude a
+        # combination.
         if "is not known" in error.what:
             raise
         return None
 
 
 def _idle(choice: Mapping[str, str], sizes: Mapping[str, int]) -> bool:
-    """Whether a choice is the same as a simpler one."""
+    """Whether a choice equals a simpler one: without stages the schedule does not matter."""
     return sizes["pp"] == 1 and choice["schedule"] != "1f1b"
 
 
@@ -158,6 +167,7 @@ def _number(axis: str, value: str) -> int:
 
 def chunks(items: Sequence[Candidate], size: int) -> Iterator[list[Candidate]]:
     """Pieces of at most ``size``; candidates of a cluster stay together."""
+    # A worker keeps a predictor for each cluster, whose prices the next candidates reuse.
     ordered = sorted(items, key=lambda c: c.cluster)
     for start in range(0, len(ordered), size):
         yield list(ordered[start : start + size])

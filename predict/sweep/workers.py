@@ -1,4 +1,4 @@
-"""Where the pieces of a sweep run: here, in processes of this machine, or on a Ray cluster.
+"""Run the pieces of a sweep here, in processes of this machine, or on a Ray cluster.
 
 A piece whose worker dies is given to another one; results are the same everywhere.
 """
@@ -20,7 +20,8 @@ from .space import Candidate
 
 logger = logging.getLogger(__name__)
 
-#: Workers that may die before the sweep gives up.
+#: Workers that may die before the sweep gives up. Single deaths (memory, preemption) are retried; a
+#: piece that kills every worker must not retry forever. Engineering estimate.
 MOST_LOSSES = 20
 
 Rows = list[dict[str, Any]]
@@ -41,9 +42,12 @@ def run_processes(job: SweepJob, pieces: Sequence[list[Candidate]], workers: int
     left = dict(enumerate(pieces))
     losses = 0
     while left:
+        # A broken pool cannot be used again, so each round starts a new one. Processes are spawned:
+        # a fork would copy locks that threads of native libraries may hold.
         with ProcessPoolExecutor(
             workers, get_context("spawn"), die_with_parent, (os.getpid(),)
         ) as pool:
+            # All at once: the pool hands out the next piece as soon as a worker is free.
             running = {pool.submit(judge, job, piece): n for n, piece in left.items()}
             try:
                 for number, rows in _finished(running):
