@@ -1,5 +1,6 @@
-"""Predictions: a program, a device and a model go in; latency with intervals and reasons comes out.
+"""Predictions: program, device and model in; latency with an interval and an explanation out.
 
-``predictor`` is the public entry (``opcast.load``); ``render`` prints a prediction for people;
-``published`` composes published op graphs from the latencies of their operations.
+``program/predictor.py`` is the public entry (``opcast.load``), ``cluster/`` predicts steps and
+partitioned programs, ``operator/`` single library operators, ``published/`` published tables and
+op graphs. ``render/``, ``page/`` and ``export/`` turn predictions into text, HTML and files.
 """

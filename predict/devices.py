@@ -1,4 +1,4 @@
-"""From a device's name to its description."""
+"""Resolve a device's name to its description."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ def resolve_device(
         known: Devices that the model was trained on.
 
     Returns:
-        The description. The user's own measurement of a device wins over the model's, and that
-        over the catalogue's. A name of the catalogue also finds what was measured or trained
-        under another name of the same device. A measurement whose ceilings differ from those of
-        the trained device of its name is another device, with a name of its own: ``local`` finds
+        The description. The user's own measurement takes precedence over the model's description,
+        and that over the catalogue's. A catalogue name also finds a device that was measured or
+        trained under one of its aliases. A measurement whose ceilings differ from those of the
+        trained device of the same name is another device with a name of its own: ``local`` finds
         it, the trained device's name does not.
 
     Raises:
-        DeviceError: The name is not known; the message lists what is.
+        DeviceError: The name is unknown; the message lists known names.
     """
     if isinstance(device, DeviceSpec):
         return device
     device = "local" if device is None else device
     suffix = Path(device).suffix.lower()
+    # Paths are told from names by suffix: no device of the catalogue has one.
     if suffix == ".json":
         return _from_path(Path(device))
     if suffix in (".yaml", ".yml"):
@@ -54,6 +55,8 @@ def resolve_device(
         spec = _measured_or_trained([name], known)
     if spec is None and in_catalogue(name):
         listed = find_device(name)
+        # The catalogue comes last, yet its aliases help to find a measurement or a trained device
+        # of the same chip, which say more about it than a data sheet.
         spec = _measured_or_trained(_other_names(listed), known) or listed
     if spec is not None:
         return spec
@@ -82,8 +85,8 @@ def cluster_device(cluster: Cluster, known: Mapping[str, DeviceSpec] | None = No
 def is_known(device: str, known: Mapping[str, DeviceSpec]) -> bool:
     """Whether a device, given by name or as ``local``, was measured here or trained on.
 
-    The catalogue does not count: a machine that is at hand had better be measured. Nor does a
-    trained device of the local one's name: another machine may have it.
+    The catalogue does not count, because a machine at hand should be measured. For ``local``, nor
+    does a trained device of the same name, because it may be another machine.
     """
     if device == "local":
         return measured_path(local_device_name()).is_file()
@@ -91,7 +94,7 @@ def is_known(device: str, known: Mapping[str, DeviceSpec]) -> bool:
 
 
 def measured_path(name: str) -> Path:
-    """Where the user's own measurement of a device is kept."""
+    """Path of the user's own measurement of a device."""
     return home() / "devices" / f"{name}.json"
 
 
@@ -103,6 +106,8 @@ def _local(known: Mapping[str, DeviceSpec]) -> DeviceSpec | None:
         trained = known[name]
         if not is_measured(trained):
             return trained
+        # Virtual machines of different hosts go by one CPU name, so a match by name alone is marked
+        # and later noted beside the prediction.
         return replace(trained, extra={**trained.extra, BY_NAME: True})
     return spec
 
@@ -110,26 +115,28 @@ def _local(known: Mapping[str, DeviceSpec]) -> DeviceSpec | None:
 def _measured_or_trained(names: list[str], known: Mapping[str, DeviceSpec]) -> DeviceSpec | None:
     for name in names:
         spec = _measured(base_name(name), known)
-        # Another machine than the trained one is not what the name asks for.
+        # A machine that differs from the trained one of this name has another name, and is not
+        # meant.
         if spec is not None and (spec.name == name or base_name(spec.name) == spec.name):
             return spec
     return next((known[name] for name in names if name in known), None)
 
 
 def _measured(name: str, known: Mapping[str, DeviceSpec]) -> DeviceSpec | None:
-    """The user's own measurement of a device, under the name of the trained device that it is."""
+    """The user's own measurement of a device, renamed if it equals a trained device."""
     path = measured_path(name)
     if not path.is_file():
         return None
     spec = _from_path(path)
     if is_measured(spec) and MEASURED_AT not in spec.extra:
+        # Files of earlier versions do not hold the time; that of the file stands for it.
         taken = datetime.fromtimestamp(path.stat().st_mtime, UTC)
         spec = replace(spec, extra={**spec.extra, MEASURED_AT: time_text(taken)})
     return identified(spec, known)
 
 
 def time_text(time: datetime) -> str:
-    """A time as notes say it."""
+    """Format a time for notes, to the minute."""
     return f"{time:%Y-%m-%d %H:%M} UTC"
 
 

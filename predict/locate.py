@@ -1,4 +1,4 @@
-"""From a model's name to its folder."""
+"""Resolve a model's name to its folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 #: Models that come with the package.
 SHIPPED = PRETRAINED
 DEFAULT = CPU_MODEL
-#: Models that answer by default for devices of other platforms.
+#: Default models for devices of other platforms than that of :data:`DEFAULT`.
 PLATFORM_DEFAULTS = {"gpu": GPU_MODEL, "tpu": TPU_MODEL}
 
 
@@ -30,6 +30,7 @@ def available() -> dict[str, Path]:
     """Model folders by name; registered ones shadow shipped ones."""
     return {
         folder.name: folder
+        # Later entries of a dict win: a registered model shadows the shipped one of its name.
         for root in (SHIPPED, registered())
         if root.is_dir()
         for folder in sorted(root.iterdir())
@@ -46,6 +47,7 @@ def find_model(model: str | Path) -> Path:
     folder = Path(model)
     if (folder / "manifest.json").is_file():
         return folder
+    # A folder takes precedence over a name, so that a local model cannot be shadowed.
     names = available()
     name = DEFAULT if str(model) == "default" else str(model)
     if name in names:
@@ -61,7 +63,7 @@ def find_model(model: str | Path) -> Path:
 def trained_devices() -> dict[str, DeviceSpec]:
     """Devices that the shipped and registered models of programs describe, by name.
 
-    A model that cannot be read describes none: who asks for it is told then.
+    A model that cannot be read contributes none; whoever loads it gets the error.
     """
     devices: dict[str, DeviceSpec] = {}
     for folder in available().values():
@@ -76,7 +78,7 @@ def trained_devices() -> dict[str, DeviceSpec]:
 
 
 def is_untrained(model: str | Path) -> bool:
-    """Whether a name stands for an estimator that needs no model folder, and no model has it."""
+    """Whether a name is that of an estimator without a model folder, and of no model."""
     from ..models.core.registry import UNTRAINED
 
     folder = (Path(model) / "manifest.json").is_file()
@@ -94,5 +96,6 @@ def model_hash(model: str | Path) -> str:
     """
     from ..models.core.store import folder_digest
 
+    # The default answers with the model of the device's platform, so its digest covers all of them.
     others = PLATFORM_DEFAULTS.values() if str(model) == "default" else ()
     return folder_digest(*(find_model(name) for name in (model, *others)))

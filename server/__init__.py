@@ -1,8 +1,8 @@
-"""The HTTP server: programs, kernels and plans come in as requests, predictions go out as JSON.
+"""The HTTP server: programs, kernels and plans in, predictions as JSON out.
 
-``app.py`` has the endpoints, ``guard.py`` the limits before them. Kernels are answered from a cache
-(``cache.py``) and in batches (``batching.py``); whatever has to be parsed runs in a process of its
-own (``sandbox.py``, ``fork_server.py``, ``jobs.py``). ``cli/serve.py`` at the root starts it.
+``app.py`` has the endpoints, ``guard.py`` the limits in front of them. Kernels are answered from a
+cache (``cache.py``) and in batches (``batching.py``); whatever must be parsed runs in a process of
+its own (``sandbox.py``, ``fork_server.py``, ``jobs.py``). ``cli/serve.py`` starts it.
 """
 
 from .settings import ServerSettings

@@ -27,14 +27,16 @@ from .settings import ServerSettings
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 _JSON = "application/json"
+# Content types of an uploaded program: its bytes are the body, its options are in the query.
 _RAW = ("application/octet-stream", "text/plain")
+# Built once: compiling a pydantic validator takes milliseconds, running it microseconds.
 _PROGRAM = TypeAdapter(schemas.ProgramQuery)
 _UPLOAD = TypeAdapter(schemas.ProgramOptions)
 _SIMULATE = TypeAdapter(schemas.SimulateQuery)
 
 
 def create_app(settings: ServerSettings) -> FastAPI:
-    """The application of a server; models are loaded when it starts.
+    """Create the application; models are loaded when it starts.
 
     Args:
         settings: What it serves, and its limits.
@@ -45,9 +47,11 @@ def create_app(settings: ServerSettings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
             service.load()
+            # After the models: a damaged one is then reported here, not by the fork server.
             await service.sandbox.start()
             _collect_rarely()
             yield
+        # Also when loading fails half-way: the fork server must not outlive the server.
         finally:
             service.close()
 
@@ -63,6 +67,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
     _add_information(app, service)
     handlers = _add_predictions(app, service)
     paths = [str(getattr(route, "path", "")) for route in app.routes]
+    # The middleware added last runs first: the guard checks its limits before ``Direct`` answers.
     app.add_middleware(Direct, handlers=handlers)
     app.add_middleware(Guard, settings=settings, metrics=service.metrics, paths=paths)
     documents.extend(app, secured=bool(settings.token))
@@ -70,9 +75,11 @@ def create_app(settings: ServerSettings) -> FastAPI:
 
 
 def _collect_rarely() -> None:
-    """Leave models out of garbage collections, which would stop answers for a tenth of a second."""
+    """Exclude the models from garbage collection, which would stall answers for 0.1 s."""
     gc.collect()
     gc.freeze()
+    # CPython's default is (700, 10, 10). A batch creates tens of thousands of objects that die by
+    # reference count, so frequent collections find nothing. Engineering estimate.
     gc.set_threshold(100_000, 50, 100)
 
 
@@ -156,6 +163,7 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
     async def simulate(request: Request) -> Response:
         """Predict one training step on a cluster under a parallel plan."""
         query = await _body(request, _SIMULATE)
+        # ``find_cluster`` also reads files; no name in a request may be used as a path.
         if query.cluster.lower().endswith((".yaml", ".yml")):
             raise RequestError(422, "files of the server are not read", where="cluster")
         model = service.operator_model(query.model)
@@ -172,7 +180,7 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
 
 
 async def _program_task(request: Request, service: Service) -> tuple[dict[str, Any], bytes]:
-    """What a request asks about a program, and the program.
+    """Parse a request about a program into its task and the program's bytes.
 
     Raises:
         RequestError: It is of another type or schema.
@@ -187,6 +195,7 @@ async def _program_task(request: Request, service: Service) -> tuple[dict[str, A
         options, payload = query, _payload(query)
     model = service.program_model(options.model)
     device = service.check_device(model, options.device)
+    # The program travels beside the task, as bytes: it may be megabytes of binary data.
     kept = options.model_dump(exclude={"program", "encoding"})
     return kept | {"model": model, "device": device}, payload
 
@@ -231,8 +240,10 @@ def _no_query(request: Request) -> None:
 
 def _payload(query: schemas.ProgramQuery) -> bytes:
     if query.encoding == "text":
+        # JSON may hold lone surrogates, which UTF-8 cannot encode.
         return query.program.encode("utf-8", "replace")
     try:
+        # Strict: by default, characters outside of the alphabet would be skipped silently.
         return base64.b64decode(query.program, validate=True)
     except (binascii.Error, ValueError):
         raise RequestError(400, "the program is not base64", where="program") from None
@@ -243,18 +254,19 @@ def _media_type(request: Request) -> str:
 
 
 def _malformed(errors: Any) -> RequestError:
-    """The first error of a validation, with its place."""
+    """The first validation error with its location."""
     first = errors[0]
     place = list(first.get("loc", ()))
-    if len(place) > 1 and place[0] in ("ops", "columns", "kernels"):  # which form it is
+    if len(place) > 1 and place[0] in ("ops", "columns", "kernels"):  # the form of the body, not a key
         place = place[1:]
+    # Cut: keys and values come from the request.
     where = ".".join(map(str, place))[:200]
     status = 400 if first["type"] == "json_invalid" else 422
     return RequestError(status, first["msg"][:300], where=where, hint="see /docs")
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    """Every refusal has one form."""
+    """Give every refusal the same form."""
 
     @app.exception_handler(OpcastError)
     async def refused(request: Request, error: OpcastError) -> Response:

@@ -1,4 +1,4 @@
-"""A cache that drops the least recently used answers."""
+"""A least-recently-used cache of answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class LruCache:
-    """Drops the least recently used entries when it is full. Not thread-safe.
+    """Cache that evicts the least recently used entries when full. Not thread-safe.
 
     Args:
         entries: Most entries; 0 keeps none.
@@ -30,6 +30,7 @@ class LruCache:
 
     def get_many(self, keys: Iterable[Hashable]) -> list[Any]:
         """Value of each key, or ``None``."""
+        # Bound methods: batches look up 10,000 keys at 1.8 µs each (docs/server.md).
         values, get, renew = [], self._entries.get, self._entries.move_to_end
         missing = 0
         for key in keys:

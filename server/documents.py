@@ -46,6 +46,7 @@ def _body(schema: dict[str, Any], **others: dict[str, Any]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
+# What each group of endpoints may answer; a fuzzing test holds the server to this document.
 FREE = _errors(401)
 LIMITED = _errors(401, 413, 503, 504)
 METRICS: Responses = {
@@ -70,12 +71,13 @@ SIMULATE_BODY = _body({"$ref": _REF.format(model="SimulateQuery")})
 
 
 def _parameters() -> list[dict[str, Any]]:
-    """Options of an upload, which stand in the query."""
+    """Options of an upload, which are query parameters."""
     schema = schemas.ProgramOptions.model_json_schema()
     return [
         {
             "name": name,
             "in": "query",
+            # Requests with a JSON body have no query, so even ``device`` is optional at this level.
             "required": False,
             "schema": {k: v for k, v in own.items() if k != "description"},
             "description": f"Of an upload only. {own.get('description', '')}".strip(),
@@ -95,6 +97,7 @@ def extend(app: FastAPI, *, secured: bool) -> None:
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:
+        # FastAPI keeps the finished document there; it is extended only once.
         if app.openapi_schema is not None:
             return app.openapi_schema
         document = plain()
@@ -109,7 +112,9 @@ def extend(app: FastAPI, *, secured: bool) -> None:
             document["security"] = [{"token": []}]
         return document
 
+    # FastAPI's documented way to extend the document.
     app.openapi = openapi  # type: ignore[method-assign]
 
 
+# Bodies are read by hand, so FastAPI does not see their schemas.
 _BODIES = (schemas.ProgramQuery, schemas.SimulateQuery, schemas.KernelAnswers)

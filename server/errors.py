@@ -9,12 +9,13 @@ from starlette.responses import Response
 
 from ..common.errors import DeviceError, InternalError, ModelError, OpcastError
 
-#: Seconds after which a request that met a busy server may come again.
+#: Seconds until a refused request may be retried: most requests take far less. Engineering
+#: estimate.
 RETRY_S = 1
 
 
 class RequestError(OpcastError):
-    """A request that is refused whatever the models would say.
+    """A request that is refused before any model is asked.
 
     Args:
         status: HTTP status.
@@ -35,8 +36,8 @@ class RequestError(OpcastError):
 def status_of(error: OpcastError) -> int:
     """HTTP status of an error.
 
-    That of a request's own error; 500 for faults of opcast, 404 for unknown devices and models, and
-    422 for everything else, which the sender can correct.
+    A :class:`RequestError` has its own; faults of opcast are 500, unknown devices and models 404,
+    and everything else, which the sender can correct, is 422.
     """
     if isinstance(error, RequestError):
         return error.status
@@ -46,7 +47,7 @@ def status_of(error: OpcastError) -> int:
 
 
 def error_data(error: OpcastError) -> dict[str, Any]:
-    """What a response says of an error."""
+    """Content of an error response."""
     name = error.name if isinstance(error, RequestError) else type(error).__name__
     return {"error": name, "what": error.what, "where": error.where, "hint": error.hint}
 
@@ -58,6 +59,7 @@ def error_response(error: OpcastError) -> Response:
     if status == 503:
         headers["Retry-After"] = str(RETRY_S)
     if status == 401:
+        # A 401 must name the scheme (RFC 9110, section 11.6.1).
         headers["WWW-Authenticate"] = "Bearer"
     if status == 413:  # the rest of the body is not read
         headers["Connection"] = "close"
@@ -71,5 +73,5 @@ def json_response(data: Any, status: int = 200, headers: dict[str, str] | None =
 
 
 def page_response(page: bytes) -> Response:
-    """A response with a page; the page's own policy says what it may do."""
+    """A response with a page, which carries its own content security policy."""
     return Response(page, 200, None, "text/html; charset=utf-8")

@@ -1,9 +1,9 @@
-"""The fork server: a process with the models, from which a child is forked for each task.
+"""The fork server: a process that holds the models and forks a child for each task.
 
-It parses nothing untrusted itself. ``sandbox.py`` starts it with a socket, over which it passes one
-connection for each task. Each child has limits of memory and time that the kernel enforces, so that
-whatever a program does to a native parser ends with that child. A fork takes milliseconds;
-importing the packages and loading the models takes seconds.
+It parses nothing untrusted itself. ``sandbox.py`` starts it with a socket, over which one connection
+arrives for each task. The kernel enforces limits of memory and time on each child, so whatever a
+program does to a native parser ends with that child. A fork takes milliseconds; importing the
+packages and loading the models takes seconds.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from ..common.child_process import begin_worker, die_with_parent, limit_memory
 from ..predict.program.predictor import Predictor, load
 from .jobs import answer
 
-#: Headers on a task's connection: lengths of its JSON and payload; status and length of a reply.
+#: Headers on a task's connection, in network byte order: 32-bit length of the JSON and 64-bit
+#: length of the payload; status and 64-bit length of a reply.
 TASK, REPLY = struct.Struct("!IQ"), struct.Struct("!HQ")
 READY = b"ready"
-#: Predicted once before the first fork, so that children inherit what every prediction imports.
+#: Predicted once before the first fork: modules imported and tables built lazily by a prediction
+#: are then shared by all children.
 _WARM = (
     b"module { func.func public @main(%a: tensor<8x8xf32>) -> tensor<8x8xf32> {"
     b" %0 = stablehlo.add %a, %a : tensor<8x8xf32> return %0 : tensor<8x8xf32> } }"
@@ -43,6 +45,7 @@ def main(control: socket.socket, models: list[str], memory_bytes: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
     predictors = {name: load(name) for name in models}
+    # Operators load lazily; loaded here, their pages are shared with all children as well.
     for predictor in predictors.values():
         _ = predictor.operators
         _warm(predictor)
@@ -51,6 +54,7 @@ def main(control: socket.socket, models: list[str], memory_bytes: int) -> None:
     control.sendall(READY)
     own = os.getpid()
     while True:
+        # The connection's file descriptor arrives as ancillary data (SCM_RIGHTS) of one byte.
         data, fds, _, _ = socket.recv_fds(control, 1, 1)
         if not data:
             return
@@ -62,6 +66,7 @@ def main(control: socket.socket, models: list[str], memory_bytes: int) -> None:
 
 
 def _warm(predictor: Predictor) -> None:
+    # One device suffices: imports are the same for all.
     for name in list(predictor.devices)[:1]:
         predictor.predict(_WARM, device=predictor.devices[name], lowering="op")
 
@@ -72,8 +77,10 @@ def _child(
     """Read a task, answer it and end; whatever happens, never return to the parent's loop."""
     try:
         die_with_parent(parent)
+        # Compilers run in a grandchild, whose exit status would be lost if the kernel reaped it.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         limit_memory(memory_bytes)
+        # A core dump would write the models' memory to disk for each crash.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         lengths = TASK.unpack(_exactly(task, TASK.size))
         head: dict[str, Any] = json.loads(_exactly(task, lengths[0]))
@@ -82,6 +89,7 @@ def _child(
         task.sendall(REPLY.pack(status, len(body)) + body)
         task.close()
     finally:
+        # Not sys.exit: handlers and buffers inherited from the parent must not run twice.
         os._exit(0)
 
 

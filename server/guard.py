@@ -1,4 +1,4 @@
-"""Limits checked before every request: token, concurrency, size and time."""
+"""Limits that apply to every request: token, concurrency, size and time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from .metrics import Metrics
 from .sandbox import out_of_time
 from .settings import ServerSettings
 
-#: Answered without token, and not counted among requests at a time.
+#: Answered without a token, for load balancers.
 _OPEN = "/health"
+# Answered even when the server is at its limit of concurrent requests, to show why.
 _FREE = (_OPEN, "/metrics")
 
 
@@ -40,6 +41,7 @@ class Guard:
         self.metrics = metrics
         self.paths = frozenset(paths)
         self.in_flight = 0
+        # Compared as bytes, which is what ASGI headers are.
         self._token = f"Bearer {settings.token}".encode()
         metrics.in_flight.set_function(lambda: self.in_flight)
 
@@ -61,9 +63,12 @@ class Guard:
         except (OpcastError, TimeoutError) as error:
             known = error if isinstance(error, OpcastError) else None
             answer = error_response(known or out_of_time(self.settings.timeout_s))
+            # Once a response has started, a second one would break the protocol; the connection
+            # ends.
             if not status:
                 await answer(scope, receive, note)
         finally:
+            # Labels of a metric are kept for ever, so unknown paths must not become labels.
             path = scope["path"] if scope["path"] in self.paths else "other"
             self.metrics.done(path, status or 500, time.perf_counter() - started)
 
@@ -87,6 +92,7 @@ class Guard:
 
     def _authorise(self, scope: Scope) -> None:
         shown = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
+        # In constant time, so that response times do not reveal how much of a token was right.
         if not hmac.compare_digest(shown, self._token):
             raise RequestError(
                 401,
@@ -96,14 +102,18 @@ class Guard:
             )
 
     async def _with_body(self, scope: Scope, receive: Receive) -> Receive:
-        """A ``receive`` that gives the body, which has been read up to the limit."""
+        """A ``receive`` that returns the whole body, read up to the limit."""
         limit = self.settings.max_body_bytes
+        # Refused by its declared length before a byte is read; the loop below counts what really
+        # comes, since the header may be missing (chunked) or wrong.
         length = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
+        # Cut to 20 digits: Python refuses to convert thousands of them.
         if length.isdigit() and int(length[:20]) > limit:
             raise _too_large(limit)
         parts, size = [], 0
         while True:
             message = await receive()
+            # The client disconnected; the application is told so.
             if message["type"] != "http.request":
                 return _once(message, receive)
             parts.append(message.get("body", b""))
@@ -117,7 +127,7 @@ class Guard:
 
 
 class Direct:
-    """ASGI middleware that hands requests of some paths straight to their handlers.
+    """ASGI middleware that passes requests of some paths straight to their handlers.
 
     FastAPI has the same handlers, documents them and answers other methods, but its routing takes
     longer than a cached answer.

@@ -1,4 +1,4 @@
-"""Tasks on untrusted programs, kernels and plans, which run in a child of the fork server."""
+"""Tasks on untrusted programs, kernels and plans; they run in a child of the fork server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Reply = tuple[int, bytes]
 
 
 def answer(predictors: Predictors, task: Mapping[str, Any], payload: bytes) -> Reply:
-    """Status and JSON of a task; whatever it raises becomes an answer.
+    """Run a task and return status and body; whatever it raises becomes an answer.
 
     Args:
         predictors: Loaded models by name.
@@ -34,6 +34,8 @@ def answer(predictors: Predictors, task: Mapping[str, Any], payload: bytes) -> R
         return (200, result.encode()) if isinstance(result, str) else _reply(result)
     except OpcastError as error:
         return status_of(error), json.dumps(error_data(error)).encode()
+    # RLIMIT_AS makes allocations fail, which Python code meets as a MemoryError; native code
+    # aborts.
     except MemoryError:
         return _refused(
             "it needs more memory than the server allows",
@@ -43,6 +45,7 @@ def answer(predictors: Predictors, task: Mapping[str, Any], payload: bytes) -> R
         return _refused("it is nested too deeply", "call fewer functions within each other")
     except Exception as error:  # a reader met what it does not know: the log has the rest
         logger.exception("unexpected error in a %s task", task["kind"])
+        # 422, not 500: the payload is untrusted, and most such errors are its fault.
         return _refused(
             f"it cannot be processed: {type(error).__name__}: {error}"[:300],
             "is it complete? If it runs elsewhere, please report it",
@@ -93,6 +96,7 @@ def _read(task: Mapping[str, Any], payload: bytes) -> tuple[SourceProgram, Lower
     source = read_program(payload, trip_counts=task["trip_count"])
     compiled = source.kind == "hlo" and source.program.is_scheduled
     lowering = str(task["lowering"])
+    # A compiler runs for minutes on code that a stranger sent; scheduled HLO needs none.
     if not (task["allow_compile"] or compiled):
         if lowering == "xla":
             raise RequestError(
@@ -101,6 +105,7 @@ def _read(task: Mapping[str, Any], payload: bytes) -> tuple[SourceProgram, Lower
                 where="lowering",
                 hint="ask for fused or op, or start it with --allow-compile",
             )
+        # ``auto`` may mean the compiler, which must not run here.
         lowering = "fused" if lowering == "auto" else lowering
     return source, LoweringOptions(
         lowering, task["device"], task["trip_count"], task["fallback"], _limits(task)
@@ -119,11 +124,14 @@ def predict_kernels(
     from ..predict.devices import resolve_device
 
     predictor, kernels = predictors[task["model"]], []
+    # One by one, so that an error can name the row.
     for row, text in enumerate(json.loads(payload)):
         try:
             kernels.append(kernel_from_ir(text))
         except OpcastError as error:
+            # The class decides the status, so it is kept.
             raise type(error)(error.what, where=f"kernel {row}", hint=error.hint) from None
+        # Limits of this process, not faults of the row: handled where all tasks end.
         except (MemoryError, RecursionError):
             raise
         except Exception as error:
@@ -167,8 +175,9 @@ def simulate(predictors: Predictors, task: Mapping[str, Any], payload: bytes) ->
 
 
 def _limits(task: Mapping[str, Any]) -> CompileSettings:
-    """What a target compiler gets: less time than the request, so that it can be told."""
+    """Limits of a target compiler: less time than the task has, so that it can still report."""
     return CompileSettings(
+        # Engineering estimate; the rest is for reading, features and the answer.
         timeout_s=0.9 * task["timeout_s"], memory_bytes=task["memory_bytes"], progress=False
     )
 

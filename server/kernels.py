@@ -1,4 +1,4 @@
-"""Answers kernels and operators: from the cache, or computed together with others that wait."""
+"""Answer queries on kernels and operators from the cache, or in batches with other queries."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ AnyQuery = OpsQuery | ColumnsQuery | KernelsQuery
 
 
 class _Group(NamedTuple):
-    """What is computed together: operators (``kernels`` unset) or kernels of a model and device."""
+    """Queries that share a batch: operators or kernels, of one model and one device."""
 
     model: str
     device: str
@@ -60,8 +60,12 @@ class KernelService:
         self.sandbox = sandbox
         self.metrics = metrics
         self.cache = LruCache(settings.cache_entries)
+        # One thread: XGBoost releases the GIL while it predicts, so the event loop keeps answering
+        # from the cache; a second batch at the same time would only slow the first.
         self._thread = ThreadPoolExecutor(1, "kernels")
         self._batches = {
+            # Apart, because kernels wait for a process that parses them, operators only for the
+            # thread.
             kernels: MicroBatcher(self._compute, self._told) for kernels in (False, True)
         }
 
@@ -83,6 +87,7 @@ class KernelService:
         elif isinstance(query, OpsQuery):
             rows = await self._texts(query.ops, group, query.ops)
         else:
+            # Digests as keys: texts of kernels may be long, and the cache would keep them alive.
             rows = await self._texts(query.kernels, group, [_digest(t) for t in query.kernels])
         self.metrics.rows.inc(len(rows))
         columns = dict(zip(names, zip(*rows, strict=True), strict=True))
@@ -97,6 +102,7 @@ class KernelService:
         answers = self.cache.get_many(keys)
         missing = [i for i, value in enumerate(answers) if value is None]
         if missing:
+            # By key, so that a row that a request holds twice is computed once.
             own = {keys[i]: i for i in missing}
             work: Any = [texts[i] for i in own.values()]
             if not group.kernels:
@@ -111,6 +117,8 @@ class KernelService:
         varying = {k: v for k, v in row.items() if isinstance(v, np.ndarray)}
         n = len(next(iter(varying.values()))) if varying else 1
         self._check_rows(n)
+        # Parameters shared by all rows are part of the group, hashed once; a row's key is then only
+        # the tuple of those that vary.
         same = tuple(sorted((k, v) for k, v in row.items() if k not in varying))
         lists = [v.tolist() for v in varying.values()]
         marks = zip(*lists, strict=True) if lists else [()]
@@ -151,6 +159,7 @@ class KernelService:
 
     async def _compute(self, group: _Group, works: Sequence[Any]) -> list[list[Sequence[Any]]]:
         """Columns of each of the works of a group."""
+        # Rows of all queries form one table; the answers are cut at these positions.
         ends = np.cumsum([len(work) for work in works])
         if group.kernels:
             columns = await self._read(group, [text for work in works for text in work])
@@ -166,6 +175,7 @@ class KernelService:
         estimates = bundle.predict(frame.assign(device=group.device))
         own = latency_fields(estimates.latency, estimates.lo, estimates.hi)
         times = [*own.values(), estimates.roofline * 1e6]
+        # JSON has no infinity, and 2**40 rows of a huge product overflow even in float64.
         if not all(np.isfinite(t).all() for t in times):
             raise ProgramError("an operator has no finite latency", hint="give smaller sizes")
         rest = (estimates.bound, estimates.scope, estimates.in_domain)
@@ -173,6 +183,7 @@ class KernelService:
 
     async def _read(self, group: _Group, texts: Sequence[str]) -> list[list[Any]]:
         task = {"kind": "kernels", "model": group.model, "device": group.device}
+        # HLO text is untrusted, so the parser runs in a process that may crash.
         status, body = await self.sandbox.run(task, json.dumps(texts).encode())
         data = json.loads(body)
         if status != 200:
@@ -200,4 +211,5 @@ def _row(text: str, place: int) -> dict[str, Any]:
 
 
 def _digest(text: str) -> bytes:
+    # Texts may hold lone surrogates, which UTF-8 cannot encode.
     return hashlib.sha256(text.encode("utf-8", "replace")).digest()

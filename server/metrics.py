@@ -1,4 +1,4 @@
-"""Figures of a server in the format of Prometheus."""
+"""Metrics of a server in Prometheus' format."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
+# Bucket bounds: cached answers take well under 10 ms, programs and compilations up to the time
+# limit (docs/server.md, "Performance").
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 120.0)
 _ROWS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096, 16384, 65536)
 
@@ -17,6 +19,7 @@ class Metrics:
     """Counters of one server."""
 
     def __init__(self) -> None:
+        # Not the global registry: several servers may live in one process, as in tests.
         own = self.registry = CollectorRegistry()
         self.requests = Counter(
             "opcast_requests", "Requests answered.", ("path", "status"), registry=own
@@ -35,7 +38,7 @@ class Metrics:
         )
 
     def watch(self, name: str, about: str, read: Callable[[], float]) -> None:
-        """Add a figure that is read when someone asks."""
+        """Add a gauge that is read when the metrics are requested."""
         Gauge(name, about, registry=self.registry).set_function(read)
 
     def done(self, path: str, status: int, seconds: float) -> None:

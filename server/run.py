@@ -1,4 +1,4 @@
-"""Runs a server until it is told to stop; requests at work are answered first."""
+"""Run a server until it is stopped; open requests are answered first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import uvicorn
 from .app import create_app
 from .settings import ServeError, ServerSettings
 
-#: Seconds that requests at work get when the server is told to stop.
+#: Seconds for open requests to finish when the server is stopped; documented in docs/server.md.
 _GRACE_S = 30
 
 
@@ -26,16 +26,21 @@ def serve(settings: ServerSettings, ready: Callable[[str], None] = lambda url: N
         ServeError: The address cannot be bound.
         ModelError: A model is missing or damaged.
     """
+    # Bound before the models load, so that a taken port is reported at once.
     with bound(settings) as listener:
         address, port = listener.getsockname()[:2]
         config = uvicorn.Config(
             create_app(settings),
             log_level="warning",
+            # Counted by /metrics instead; a line for each cached answer would cost as much as the
+            # answer.
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=_GRACE_S,
             timeout_keep_alive=30,
             ws="none",
+            # The guard refuses with JSON; this outer limit, of connections, only bounds memory, and
+            # idle keep-alive connections count towards it. Engineering estimate.
             limit_concurrency=max(1024, 4 * settings.concurrency),
         )
         shown = f"[{address}]" if ":" in address else address
@@ -55,6 +60,8 @@ def bound(settings: ServerSettings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
+        # Lets a restarted server bind while old connections linger in TIME_WAIT. On Windows the
+        # option would let a second process take over the port.
         if os.name == "posix":
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((settings.host, settings.port))

@@ -1,4 +1,4 @@
-"""Runs tasks in processes that may crash without harm: the server's side of ``fork_server.py``."""
+"""Run tasks in processes that may crash without harm: the counterpart of ``fork_server.py``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from .fork_server import READY, REPLY, TASK
 from .jobs import Reply, ended
 from .settings import ServeError, ServerSettings
 
-#: Seconds that models may take to load.
+#: Seconds that loading the models may take on a busy machine with cold disks. Engineering estimate.
 _START_S = 300.0
-#: Share of a request's time that its process gets; the rest is for the answer (by judgement).
+#: Share of a request's time limit that its process gets; the rest is for sending the answer.
+#: Engineering estimate.
 _TIME_SHARE = 0.95
 
 
@@ -39,6 +40,7 @@ class Sandbox:
         self.starts = 0
         self._free = asyncio.Semaphore(settings.workers)
         self._waiting = 0
+        # Two requests that both find the fork server dead must not both start one.
         self._starting = asyncio.Lock()
         self._process: WorkerProcess | None = None
         self._control: socket.socket | None = None
@@ -54,6 +56,8 @@ class Sandbox:
                 return
             self.close()
             ours, theirs = socket.socketpair()
+            # Our copy of their end is closed after the start; else the death of the child would go
+            # unnoticed.
             with theirs:
                 self._process = self._spawn(theirs)
             ours.setblocking(False)
@@ -63,6 +67,8 @@ class Sandbox:
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(_START_S):
                     if await loop.sock_recv(ours, len(READY)) == READY:
+                        # ``send_fds`` is a blocking call without an asyncio form; it sends one
+                        # byte.
                         ours.setblocking(True)
                         return
             self.close()
@@ -70,7 +76,7 @@ class Sandbox:
 
     def _spawn(self, control: socket.socket) -> WorkerProcess:
         memory_bytes = str(self.settings.memory_bytes)
-        # The limit is for the children: the fork server itself holds every model.
+        # The limit applies to the children: the fork server itself holds every model.
         return WorkerProcess(
             module_command(
                 f"{__package__}.fork_server",
@@ -95,6 +101,7 @@ class Sandbox:
             RequestError: Too many wait already, or it ran out of time.
             OpcastError: Its process died.
         """
+        # Refused at once: a queue that cannot be served within the time limit only wastes memory.
         if self._free.locked() and self._waiting >= self.settings.waiting:
             raise RequestError(503, "too many programs are waiting", hint="come again")
         self._waiting += 1
@@ -109,6 +116,8 @@ class Sandbox:
 
     async def _one(self, task: dict[str, Any], payload: bytes) -> Reply:
         await self.start()
+        # Set after waiting for a worker: the guard's limit counts from the request's arrival, this
+        # from here.
         task["timeout_s"] = _TIME_SHARE * self.settings.timeout_s
         task["memory_bytes"] = self.settings.memory_bytes
         task["allow_compile"] = self.settings.allow_compile
@@ -126,6 +135,8 @@ class Sandbox:
                 status, length = REPLY.unpack(await _exactly(ours, REPLY.size))
                 return status, await _exactly(ours, length)
             except (OSError, EOFError):
+                # The timer's signal and a crash look alike from here, an end of file; the clock
+                # tells them apart (with 50 ms of tolerance for scheduling).
                 if loop.time() - started >= task["timeout_s"] - 0.05:
                     raise out_of_time(self.settings.timeout_s) from None
                 self.crashes += 1
@@ -134,6 +145,7 @@ class Sandbox:
     def _hand_over(self, task: socket.socket) -> None:
         assert self._control is not None
         try:
+            # The byte carries the descriptor: ancillary data needs at least one byte of payload.
             socket.send_fds(self._control, [b"1"], [task.fileno()])
         except OSError:
             raise OpcastError("the process for programs died", hint="come again") from None

@@ -6,8 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter
 
-#: Names of devices, models, clusters and workloads: no path can be made of them.
+#: Names of devices, models, clusters and workloads: no slash and no leading dot, so that no path
+#: can be made of them.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9 ()+._-]{0,79}$"
+# Largest trip count: beyond any real program, and its products with times stay finite.
 LARGEST = 2**40
 
 Name = Annotated[str, Field(pattern=NAME)]
@@ -87,6 +89,7 @@ class KernelsQuery(_Kernels):
     )
 
 
+# Pydantic's union would validate a large body against each form in turn.
 def _form(value: Any) -> str:
     """Which of the three bodies a body of kernels is."""
     given = value if isinstance(value, dict) else {}
@@ -105,6 +108,7 @@ QUERY: TypeAdapter[OpsQuery | ColumnsQuery | KernelsQuery] = TypeAdapter(Query)
 class ProgramOptions(BaseModel):
     """What to predict a program for, and how."""
 
+    # Not strict: in a query every value is a text.
     model_config = ConfigDict(extra="forbid")
     device: Name = Field(description="A device that GET /v1/devices lists, or an alias of it.")
     model: Name | None = Field(
@@ -136,6 +140,7 @@ class SimulateQuery(Body):
 
     workload: Literal["llama", "moe", "gpt", "bert"]
     cluster: Name = Field(description="Such as dgx-h100-x128.")
+    # Settings of a plan only: the pattern has no slash or dot, so a plan's file cannot be named.
     plan: str = Field("", max_length=200, pattern=r"^[A-Za-z0-9_=, -]*$")
     settings: dict[Name, int | float | bool | Annotated[str, Field(max_length=40)]] = Field(
         default_factory=dict, description="Sizes such as layers and d_model."

@@ -18,8 +18,10 @@ from .metrics import Metrics
 from .sandbox import Sandbox
 from .settings import ServerSettings
 
+# Suffixes by which ``resolve_device`` takes a name for a path.
 _FILES = (".json", ".yaml", ".yml")
-#: Device names that are remembered. A name has any number of spellings, so the memory is bounded.
+#: Device names whose descriptions are kept. Aliases have any number of spellings, so the memory is
+#: bounded. Engineering estimate.
 _REMEMBERED = 4096
 
 
@@ -73,7 +75,7 @@ class Service:
         return chosen
 
     def device(self, model: str, name: str) -> DeviceSpec:
-        """The description of a device; files and the server's own device are not looked at.
+        """The description of a device by name; files and the server's own device are excluded.
 
         Raises:
             DeviceError: It is not known.
@@ -85,6 +87,7 @@ class Service:
             raise DeviceError(f"{name!r} is not the name of a device", hint="see GET /v1/devices")
         predictor = self.predictors[model]
         spec = resolve_device(name, predictor.devices)
+        # Rows of operators name their device, so the operator model must know its description.
         predictor.operators.devices[spec.name] = spec
         if len(self._devices) >= _REMEMBERED:
             self._devices.clear()
@@ -96,7 +99,7 @@ class Service:
         return self.device(model, name).name
 
     def operator_model(self, name: str | None) -> str:
-        """The model of operators for a simulation: a served one's, or ``roofline`` for none."""
+        """The operator model for a simulation: that of a served model, or ``roofline`` for none."""
         return "roofline" if name == "roofline" else self.model(name)
 
     def program_model(self, name: str | None) -> str:
@@ -145,5 +148,6 @@ class Service:
                 "memory_bytes": spec.memory_bytes,
                 "learned": name in self._learned,
             }
+            # The catalogue's description wins for display: it has aliases and the vendor.
             for name, spec in sorted((self._learned | specs).items())
         ]

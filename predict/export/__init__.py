@@ -1,5 +1,4 @@
-"""Plug-ins: opcast as the estimator of other simulators.
+"""Exports for other tools: estimators for HESPAS, Chakra traces, Vidur's tables, latency tables.
 
-Programs and operators of another simulator go in, seconds come out. ``hespas`` needs HESPAS itself
-and is imported by nothing else.
+``hespas.py`` imports HESPAS, so nothing but ``hespas_run.py`` imports it, and only on demand.
 """

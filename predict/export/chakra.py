@@ -17,7 +17,7 @@ from ..cluster.partitioned import PartitionedPrediction
 def export_chakra(
     prediction: PartitionedPrediction, cluster: Cluster, device: DeviceSpec, out: Path
 ) -> dict[str, Any]:
-    """Write one trace a rank, and what else ASTRA-sim needs.
+    """Write one trace per rank and the other input files of ASTRA-sim.
 
     Args:
         prediction: The program, predicted on the cluster.
@@ -33,6 +33,7 @@ def export_chakra(
         ProgramError: The cluster has more devices than the program, or a collective is unknown.
         DeviceError: ASTRA-sim cannot describe the network.
     """
+    # ASTRA-sim reads one trace for each device of network.yml.
     if prediction.devices != cluster.size:
         raise ProgramError(
             f"the program is for {prediction.devices} devices, the cluster has {cluster.size}",
@@ -40,6 +41,7 @@ def export_chakra(
             hint="ASTRA-sim wants a trace for each device of the network",
         )
     groups = process_groups(prediction.nodes)
+    # FLOPs and bytes are informative: roofline-enabled is 0, so durations come from the trace.
     work = [_work(prediction, node.members) for node in prediction.nodes]
     traces = [
         rank_trace(
@@ -58,6 +60,7 @@ def export_chakra(
 
 def summary(traces: list[list[EtNode]]) -> dict[str, Any]:
     """What :func:`export_chakra` returns."""
+    # Every rank runs the same program, so rank 0 stands for all.
     first = traces[0]
     collectives: dict[str, dict[str, int]] = {}
     for node in first:

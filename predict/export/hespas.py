@@ -1,9 +1,10 @@
 """opcast as a compute estimator of HESPAS (https://github.com/imec-int/hespas).
 
-HESPAS calls a handler for every operation of an estimator that has any, and asks for whole modules
-otherwise; so there are two: ``opcast`` lowers each block of computation as a whole, fused as the
-target would, ``opcast_op`` estimates every operation by itself. HESPAS keeps results by the
-configuration, of which ``model_hash`` is a part: another model is never answered from the cache.
+If an estimator has handlers of operations, HESPAS calls one for every operation; otherwise it asks
+for whole modules. So there are two estimators: ``opcast`` lowers each block of computation as a
+whole, fused as the target would, and ``opcast_op`` estimates each operation by itself. HESPAS
+caches results by configuration, and ``model_hash`` is part of it, so that results of another model
+are never reused.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..locate import model_hash
 from ..program.predictor import Prediction, Predictor, load
 from .op_text import op_program
 
-#: What ends a function or a region and takes no time.
+#: Terminators of functions and regions, which launch nothing.
 _FREE = ("func.return", "stablehlo.return")
 _DEVICE = "Name of a device, or of a device file"
 _MODEL = "Name or folder of a model"
@@ -45,6 +46,7 @@ class OpcastEstimator(ComputeEstimator):
         self.predictor = _predictor(self)
 
     def _get_whole_module_result(self, module: Any) -> Any:
+        # With a fallback: one block that the compiler refuses should not end a long run.
         prediction = self.predictor.predict(
             module.mlir_string, device=self.device, lowering=self.lowering, fallback="op"
         )
@@ -80,7 +82,9 @@ class OpcastOpEstimator(ComputeEstimator):
         if op_info.op_name in _FREE:
             return OpResult(success=True, op_info=op_info, runtime_estimate=0.0, metadata={})
         text = op_program(op_info.op_line, op_info.input_types, op_info.output_types)
+        # A single operation leaves nothing to fuse, and needs no compiler.
         prediction = self.predictor.predict(text, device=self.device, lowering="op")
+        # Kernels alone: the launch of a program would be added to every operation.
         seconds = sum(k.total_us for k in prediction.kernels) / 1e6
         metadata = {
             "source": prediction.kernels[0].source if prediction.kernels else "",

@@ -1,4 +1,4 @@
-"""Runs HESPAS with opcast's estimators, which it does not discover by itself."""
+"""Run HESPAS with opcast's estimators, which it does not discover by itself."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def run_hespas(config: Path, arguments: Sequence[str] = ()) -> None:
             f"HESPAS cannot be imported: {error}", hint="install it from its repository"
         ) from None
     register()
+    # HESPAS takes a path; the user's file stays as it is.
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / config.name
         write_text(path, json.dumps(data))
@@ -50,6 +51,7 @@ def register() -> None:
 
     for name, cls in zip(METHODS, (OpcastEstimator, OpcastOpEstimator), strict=True):
         if name not in choice.existing_estimators:
+            # HESPAS has a fixed list and no entry points; both have to know a name.
             choice.existing_estimators.append(name)
             choice.add_estimator_choice(name, cls)
 

@@ -23,7 +23,7 @@ from ..operator.step_operators import ROOFLINE_FACTOR
 
 #: Columns of a table. ``shape`` is JSON; times are of one execution, in microseconds.
 COLUMNS = ("op", "shape", "dtype", "device", *LATENCY_KEYS, "source", "in_domain")
-#: More rows than these are taken for a mistake in a grid.
+#: Largest table: a grid of more rows is taken for a mistake. Engineering estimate.
 MOST_ROWS = 1_000_000
 
 
@@ -37,6 +37,7 @@ def expand_ops(text: str) -> list[str]:
     choices = [
         [f"{k}={v}" for v in values.split("/")] if mark else [k] for k, mark, values in words
     ]
+    # In floats: the product of many long lists would overflow 64-bit integers unnoticed.
     count = int(np.prod([len(c) for c in choices], dtype=float))
     if count > MOST_ROWS:
         raise ProgramError(
@@ -74,7 +75,7 @@ def operator_table(
 
 
 def kernel_table(lowered: LoweredProgram, device: DeviceSpec, model: CostModel) -> pd.DataFrame:
-    """Latencies of the kernels of a program that take time, each once.
+    """Latencies of a program's distinct kernels, without those that take no time.
 
     Returns:
         Columns :data:`COLUMNS`; ``op`` is the opcode and ``shape`` has ``operands`` and
@@ -98,6 +99,7 @@ def _analytical(rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> np.nda
     middle = np.empty(len(rows))
     for key, part in rows.groupby("key", sort=False):
         middle[part.index] = op_features(part.reset_index(drop=True), str(key), devices).base_s
+    # The same uncertainty as the roofline of steps; nothing was learned or measured here.
     return np.stack([middle, middle / ROOFLINE_FACTOR, middle * ROOFLINE_FACTOR], axis=1)
 
 

@@ -1,4 +1,4 @@
-"""A single StableHLO operation, as another simulator prints it, made a program of its own."""
+"""Wrap a single StableHLO operation, as another simulator prints it, into a program."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from ...common.errors import ProgramError
 
+# SSA values of MLIR, such as ``%2``, ``%arg0`` and ``%3#1`` (a result of a multi-result op).
 _VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
 _RESULT = re.compile(r"^\s*%[\w$.-]+(?::\d+)?\s*=\s*")
 
@@ -28,11 +29,14 @@ def op_program(
         ProgramError: The text does not name as many operands as there are types.
     """
     body = _RESULT.sub("", line.strip(), count=1)
+    # Operands come first in MLIR's generic and pretty forms; values used within a region follow and
+    # are not arguments.
     names = [m.group() for m in _VALUE.finditer(body)][: len(inputs)]
     if len(names) < len(inputs):
         raise ProgramError(
             f"the operation names {len(names)} operands, {len(inputs)} have types", where=line[:80]
         )
+    # A value used twice (x * x) is one argument.
     own = {name: f"%in{i}" for i, name in enumerate(dict.fromkeys(names))}
     body = _VALUE.sub(lambda m: own.get(m.group(), m.group()), body)
     types = dict(zip(names, map(_tensor, inputs), strict=True))

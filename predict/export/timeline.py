@@ -1,4 +1,4 @@
-"""A predicted schedule as a Chrome trace, for Perfetto and chrome://tracing."""
+"""Write a predicted schedule as a Chrome trace, for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..program.predictor import Prediction
 def chrome_trace(prediction: Prediction) -> dict[str, Any]:
     """Trace events of a prediction, kernels in schedule order on one track.
 
-    The kernels are scaled so that the last one ends at the predicted program time: what lies
-    between kernels, or overlaps, is spread over them.
+    Kernels are scaled so that the last one ends at the predicted program time: gaps between
+    kernels, and overlap, are spread over all of them.
     """
     total = sum(k.total_us for k in prediction.kernels) or 1.0
     scale = prediction.latency_us / total

@@ -1,8 +1,8 @@
-"""Tables that Vidur's random forests train on, for a model and a device that nobody profiled.
+"""Training tables for Vidur's random forests, for models and devices that were not profiled.
 
 Columns and units (milliseconds) are those that Vidur (https://github.com/microsoft/vidur) reads:
 ``mlp.csv`` and ``attention.csv`` of a device and a model, ``all_reduce.csv`` and ``send_recv.csv``
-of a network. Every statistic of a time is the prediction, its deviation that of the interval.
+of a network. Every statistic of a time is the prediction; ``std`` is derived from its interval.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from ...simulate.step.plan import Group
 from ...simulate.step.workload import Workload
 from ..cluster.network import ClusterNetwork
 
-#: Standard deviations to an end of a 90 % interval of a normal distribution.
+#: Standard deviations from the mean to either end of a normal distribution's 90 % interval.
 _Z90 = 1.645
-#: Points of an octave of sizes; below as many, all sizes.
+#: Sizes per octave of the token grid; all sizes below that number. Engineering estimate.
 _PER_OCTAVE = 16
-#: Batches of decoding, and bytes that a collective moves at most.
+#: Batch sizes of decoding, and the largest message in bytes (256 MiB: beyond, bandwidth alone
+#: decides and extrapolation is linear). Engineering estimates.
 _BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 _MOST_BYTES = 2**28
+# Vidur's published profiles are in fp16.
 _DTYPE = "f16"
 _WIDTH = 2
 
@@ -37,6 +39,8 @@ def sizes(limit: int, per_octave: int = _PER_OCTAVE) -> list[int]:
     points, at = [], 1
     while at <= limit:
         points.append(at)
+        # The step doubles with each octave, as errors are relative and latencies near powers of
+        # sizes.
         at += max(1, 2 ** (at.bit_length() - 1) // per_octave)
     return points if points[-1] == limit else [*points, limit]
 
@@ -80,8 +84,10 @@ def attention_table(
         PlanError: Workers do not divide heads, or the model has experts.
     """
     _check(work, tensor_parallel)
+    # 16 tokens are one block of the paged cache (``block_size``).
     chunks = [c for c in sizes(max_len, 4) if c >= 16]
     prefill = [(c, k, 1) for c in chunks for k in (0, *sizes(max_len, 2)) if c + k <= max_len]
+    # One token less than the longest sequence: decoding appends one.
     caches = [k for k in sizes(max_len - 1, 4) if k >= 16]
     decode = [(0, k, b) for b in _BATCHES for k in caches]
     grid = [(tp, *point) for tp in tensor_parallel for point in (*prefill, *decode)]
@@ -102,6 +108,7 @@ def attention_table(
         block_size=block_size,
         max_model_len=max_len,
         is_prefill=table["prefill_chunk_size"] > 0,
+        # Text of Vidur's enum of attention kernels.
         attention_backend="AttentionBackend.FLASHINFER",
     )
     return pd.concat([_times(calls, latency), table], axis=1)
@@ -116,6 +123,7 @@ def collective_table(kind: str, workers: Sequence[int], cluster: Cluster) -> pd.
         cluster: Where they are.
     """
     per_node = cluster.devices_per_node or cluster.size
+    # Below 1 KiB an all-reduce takes its latency alone.
     grid = [(n, s) for n in workers for s in sizes(_MOST_BYTES, 4) if s >= 1024]
     network = ClusterNetwork(cluster)
     times = np.array([network(kind, float(s), Group(n, 1)) for n, s in grid]).reshape(-1, 3)
@@ -171,6 +179,7 @@ def write_vidur(
     }
     if cluster is not None:
         network = out / "network" / cluster.name
+        # A single worker has nothing to reduce.
         many = [n for n in tensor_parallel if n > 1]
         tables[network / "all_reduce.csv"] = lambda: collective_table("all_reduce", many, cluster)
         tables[network / "send_recv.csv"] = lambda: collective_table("send_recv", [2], cluster)
@@ -200,8 +209,9 @@ def _check(work: Workload, tensor_parallel: Sequence[int]) -> None:
 
 
 def _layer_calls(work: Workload, tp: int, tokens: int) -> dict[str, OpCall]:
-    """Operators of a layer by their names in Vidur."""
+    """Operators of a layer by the names that Vidur gives them."""
     d, heads, groups, inner = work.d_model, work.heads // tp, work.groups // tp, work.d_ff // tp
+    # Gate and up projections are one product; ``matrices`` counts the down projection as well.
     wide = inner * (work.matrices - 1)
     act = "silu_and_mul" if work.gated else "gelu"
 
@@ -212,6 +222,7 @@ def _layer_calls(work: Workload, tp: int, tokens: int) -> dict[str, OpCall]:
         return OpCall("", op, (tokens, cols), _DTYPE)
 
     return {
+        # A gather: each row of the table is read and written once.
         "emb": OpCall("", "move", (2 * _WIDTH * tokens * d,), _DTYPE),
         "input_layernorm": rows(work.norm, d),
         "attn_pre_proj": linear((heads + 2 * groups) * work.head, d),
@@ -232,6 +243,7 @@ def _attention_calls(
     heads, groups, new = work.heads // tp, work.groups // tp, chunk or 1
     shape = (batch, heads, groups, work.head, new, new + cache, 1)
     name = "attn_prefill" if chunk else "attn_decode"
+    # Keys and values, each read once and written once into the paged cache.
     saved = 2 * 2 * _WIDTH * batch * new * groups * work.head
     return {
         name: OpCall("", "attention", shape, _DTYPE),
@@ -241,6 +253,7 @@ def _attention_calls(
 
 def _times(calls: Sequence[dict[str, OpCall]], latency: OpLatency) -> pd.DataFrame:
     """Statistics of all operators; empty where a row has no such operator."""
+    # Many rows share an operator; each distinct one is predicted once, all in one call.
     unique = list(dict.fromkeys(c for row in calls for c in row.values()))
     said = dict(zip(unique, latency(unique), strict=True))
     parts = []
@@ -252,6 +265,7 @@ def _times(calls: Sequence[dict[str, OpCall]], latency: OpLatency) -> pd.DataFra
 
 def _statistics(name: str, times: np.ndarray) -> pd.DataFrame:
     """Columns of an operator from seconds and ends of their interval, shape ``(n, 3)``."""
+    # Milliseconds, Vidur's unit.
     middle, lo, hi = times.T * 1e3
     table = {f"time_stats.{name}.{s}": middle for s in ("min", "max", "mean", "median")}
     return pd.DataFrame({**table, f"time_stats.{name}.std": (hi - lo) / (2 * _Z90)})

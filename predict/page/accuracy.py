@@ -14,11 +14,12 @@ from ...models.training_data.metrics import absolute_percentage_error, summary
 from .assemble import Page, assemble, rounded, short
 
 SCRIPTS = ("breakdown.js", "accuracy.js")
-#: Points of a run that are drawn; figures are of all rows that the run keeps.
+#: Points drawn of a run, which a browser's canvas redraws without delay; the figures are of all
+#: rows that the run keeps. Engineering estimate.
 MOST_POINTS = 4000
-#: Groups of a kind of grouping that are listed, those with most rows.
+#: Groups listed for each column, those with most rows first.
 MOST_GROUPS = 40
-#: Quantiles of the absolute percentage error.
+#: Quantiles of the absolute percentage error: whiskers, box and median of a box plot.
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
 _FIGURES = ("n", "median_ape", "mape", "bias", "spearman", "kendall", "coverage", "width_median")
 _SHOWN_PARAMS = ("model", "split", "dataset_hash", "seed", "rows", "devices", "studies")
@@ -27,11 +28,11 @@ _SHOWN_PARAMS = ("model", "split", "dataset_hash", "seed", "rows", "devices", "s
 def accuracy_page(
     run: str, tell: Callable[[str], None] = lambda what: None, root: Path | None = None
 ) -> str:
-    """The page of a run, or of an experiment's newest runs.
+    """Make the page of a run, or of an experiment's newest runs.
 
     Args:
         run: As :func:`~opcast.models.tracking.prediction_log.read_runs` takes it.
-        tell: Told what is done next.
+        tell: Called with a description of each stage of the work.
         root: Folder of the MLflow store.
 
     Raises:
@@ -47,6 +48,7 @@ def accuracy_page(
 def run_data(run: TrackedRun) -> dict[str, Any]:
     """A run as plain data, by level (``kernel``, ``program``, ``op``)."""
     frame = run.predictions
+    # Relative errors of zero or missing times are undefined.
     usable = frame[(frame["measured_us"] > 0) & (frame["predicted_us"] > 0)]
     return {
         "id": run.run_id,
@@ -56,6 +58,7 @@ def run_data(run: TrackedRun) -> dict[str, Any]:
         "rows": run.rows,
         "kept": len(frame),
         "levels": {
+            # A run's label noise is that of its kernels.
             str(level): _level(own, run.noise if level != "program" else {})
             for level, own in usable.groupby("level", sort=False)
         },
@@ -97,6 +100,8 @@ def _figures(name: str, frame: pd.DataFrame, noise: float | None) -> dict[str, A
 def _points(frame: pd.DataFrame) -> dict[str, Any]:
     """A fixed draw of rows to draw, with words in place of codes in ``names``."""
     if len(frame) > MOST_POINTS:
+        # A fixed draw, so that a page can be made again; sorted, so that points keep the rows'
+        # order.
         drawn = np.random.default_rng(0).permutation(len(frame))[:MOST_POINTS]
         frame = frame.iloc[np.sort(drawn)]
     points: dict[str, Any] = {"names": {}}

@@ -1,8 +1,8 @@
-"""Puts a page together: its data, and the styles and scripts beside this file.
+"""Assemble a page from its data and the style and scripts in ``static/``.
 
-Data stands in the page as JSON that no browser runs; scripts write it as text, never as markup. A
-content security policy forbids everything but the page's own styles and scripts, by their digests:
-so nothing is fetched, and what a program's names may hold is not run.
+Data is embedded as JSON, which browsers do not execute, and scripts insert it as text, never as
+markup. A content security policy allows only the page's own style and scripts, by digest: nothing
+is fetched, and nothing in a program's names is executed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 
 _STATIC = Path(__file__).resolve().parent / "static"
 STYLE = "page.css"
-#: What every page starts with: formats, colours, the light and the dark mode, canvases.
+#: Scripts of every page: formats, colours, the light and the dark mode, canvases.
 BASE = ("base.js", "plot.js")
-#: A drawing in the tab, so that browsers do not ask a server for one.
+#: An empty icon, so that browsers do not request one from a server.
 _ICON = "data:,"
 
 _SHELL = """<!doctype html>
@@ -49,7 +49,7 @@ _SHELL = """<!doctype html>
 
 @dataclass(frozen=True)
 class Page:
-    """What makes a page.
+    """Content of a page.
 
     Attributes:
         title: Of the tab.
@@ -63,9 +63,10 @@ class Page:
 
 
 def assemble(page: Page) -> str:
-    """The page as text, without anything from elsewhere."""
+    """The page as HTML that refers to no other resource."""
     style = _static(STYLE)
     parts = "\n".join(_static(name) for name in (*BASE, *page.scripts))
+    # A function around all scripts keeps their names out of the global scope.
     script = f'"use strict";\n(() => {{\n{parts}}})();\n'
     return _SHELL.format(
         policy=escape(_policy(style, script)),
@@ -78,12 +79,15 @@ def assemble(page: Page) -> str:
 
 
 def json_for_html(data: Any) -> str:
-    """JSON that may stand in a script element: no markup can begin or end in it.
+    """JSON for a script element: no markup can begin or end in it.
 
     Raises:
         ValueError: A number is neither finite nor ``None``.
     """
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    # ``</script`` and ``<!--`` end or change a script element even within a string (HTML Standard,
+    # "Restrictions for contents of script elements"); U+2028 and U+2029 end lines in older
+    # JavaScript. All of them may be written as escapes in JSON.
     for letter in "<>&\u2028\u2029":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
     return text
@@ -99,6 +103,7 @@ def short(value: float, digits: int = 5) -> float | None:
     if not math.isfinite(value):
         return None
     rounded_value = float(f"{value:.{digits}g}")
+    # Integers below 2**53 are exact in JavaScript's numbers, and shorter than 1.0.
     whole = rounded_value.is_integer() and abs(rounded_value) < 2**53
     return int(rounded_value) if whole else rounded_value
 
@@ -117,7 +122,7 @@ def _digest(text: str) -> str:
 
 @cache
 def _static(name: str) -> str:
-    """A file of ``static``, which ends nowhere too early."""
+    """Read a file of ``static``, checking that it cannot close its own element."""
     text = (_STATIC / name).read_text(encoding="utf-8")
     assert "</script" not in text and "</style" not in text, name
     return text

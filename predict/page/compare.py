@@ -1,4 +1,4 @@
-"""One program on several devices, by one lowering, so that only the devices differ."""
+"""Predict one program on several devices with one lowering, so that only the devices differ."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..devices import resolve_device
 from ..program.predictor import Prediction, Predictor
 from .assemble import short
 
-#: Devices that a program is compared on unless told otherwise.
+#: Default devices of the comparison: GPUs and TPUs of several generations, all of the catalogue.
 DEVICES = ("h100-sxm", "a100-sxm-80gb", "v100-sxm", "l4", "tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p")
-#: The lowering that needs no compiler.
+#: Default lowering of the comparison: no compiler needed, seconds per device.
 LOWERING = "fused"
-#: What the page is told of a program that is optimised already.
+#: Lowering shown for a program that is optimised already.
 AS_GIVEN = "as given"
 
 
@@ -27,14 +27,14 @@ def compare_devices(
     lowering: str = LOWERING,
     tell: Callable[[str], None] = lambda device: None,
 ) -> list[dict[str, Any]]:
-    """Predict a program on devices; a device that fails says why.
+    """Predict a program on several devices; a failure is reported in its row.
 
     Args:
         predictor: With the model.
-        source: The program; kernels of one that is optimised already are taken as they are.
+        source: The program; if it is optimised already, its kernels are used unchanged.
         devices: Names or device files.
         lowering: For all of them.
-        tell: Told the name of each device before it is predicted.
+        tell: Called with the name of each device before it is predicted.
 
     Returns:
         One row a device, in the order given.
@@ -55,7 +55,7 @@ def compare_devices(
 
 
 def is_optimised(source: SourceProgram) -> bool:
-    """Whether a program is a compiler's result, whose kernels no lowering makes anew."""
+    """Whether a program is a compiler's output, which is not lowered again."""
     return source.kind == "hlo" and source.program.is_scheduled
 
 

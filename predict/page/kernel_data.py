@@ -17,7 +17,8 @@ from ...simulate.program.list_schedule import list_schedule
 from ..program.predictor import Prediction
 from .assemble import rounded, short
 
-#: Kernels that a page holds; of more, those that take most time, in schedule order.
+#: Most kernels of a page, which bounds the size of the file; of more, those that take most time, in
+#: schedule order. Engineering estimate.
 MOST_KERNELS = 20_000
 
 
@@ -51,23 +52,26 @@ class Schedule:
 def schedule_of(prediction: Prediction, lowered: LoweredProgram, device: DeviceSpec) -> Schedule:
     """List schedule of the predicted kernels, ending at the predicted time of the program.
 
-    What the program takes beyond its kernels (gaps, dispatch) lies behind those that are not
-    asynchronous, the same after each execution; where it takes less, kernels overlap more than the
-    schedule says, and all shrink.
+    Time beyond the kernels (gaps, dispatch) is spread evenly over the executions of kernels that
+    are not asynchronous. If the program takes less than the schedule, kernels overlap more than
+    it shows, and all are shortened by one factor.
     """
     kernels = lowered.kernels
     counts = np.array([k.multiplicity for k in kernels], np.float64)
     one = np.array([k.latency_us for k in prediction.kernels], np.float64)
     times = durations(one, kernels) * counts
+    # XLA's CPU runtime executes independent kernels on a pool of threads; GPUs and TPUs run one
+    # compute stream, with asynchronous copies beside it.
     workers = max(1, device.core_count) if device.platform == "cpu" else 1
     channel = [k.async_role == "start" for k in kernels]
     plan = list_schedule(times, reads(kernels), workers, channel)
     beyond = prediction.latency_us - plan.makespan
     stretch = min(1.0, prediction.latency_us / plan.makespan) if plan.makespan > 0 else 1.0
+    # Asynchronous copies have no gap: they do not occupy the compute stream.
     runs = np.where((times > 0) & ~np.array(channel, bool), counts, 0.0)
     gap = max(beyond, 0.0) / max(float(runs.sum()), 1.0)
     shift = gap * np.concatenate([[0.0], np.cumsum(runs)])
-    # The last executions' own gaps stay open behind each kernel.
+    # The gap after a kernel's last execution belongs between it and the next kernel, not inside it.
     inside = gap * np.maximum(runs - 1.0, 0.0)
     start = plan.start * stretch + shift[:-1]
     end = plan.end * stretch + shift[:-1] + inside
@@ -114,6 +118,7 @@ def kernel_columns(
         "bytes": rounded([k.bytes for k in own]),
         "compute": rounded((roofs.compute_s[kept] * 1e6).tolist()),
         "memory": rounded((roofs.memory_s[kept] * 1e6).tolist()),
+        # More digits than a duration: neighbouring spans of a long timeline must not overlap.
         "start": rounded(schedule.start[kept].tolist(), 7),
         "end": rounded(schedule.end[kept].tolist(), 7),
         "stream": schedule.stream[kept].tolist(),
@@ -132,7 +137,7 @@ def kernel_columns(
 
 
 def peak_lines(columns: dict[str, Any], device: DeviceSpec) -> list[dict[str, Any]]:
-    """Peaks that a program's kernels may reach: ``name`` and ``flops``, in FLOP/s.
+    """Peaks of the roofline for a program's kernels: ``name`` and ``flops``, in FLOP/s.
 
     One for each dtype of products and convolutions, and the vector unit's for f32.
 
@@ -149,7 +154,7 @@ def peak_lines(columns: dict[str, Any], device: DeviceSpec) -> list[dict[str, An
 
 
 def _product_peak(device: DeviceSpec, dtype: str) -> float:
-    """Rate of products; those of f32 round their operands where that is faster."""
+    """Peak of products; XLA rounds f32 operands to TF32 by default where that is faster."""
     peak = device.matrix_peak(dtype)
     return max(peak, device.matrix_peak("tf32")) if dtype == "f32" else peak
 
@@ -166,7 +171,7 @@ def _joined(place: ModulePath) -> str:
 
 
 class _Words:
-    """Words by name of their column, so that columns hold codes."""
+    """Dictionary encoding: columns hold codes, and the words are kept once by column."""
 
     def __init__(self) -> None:
         self.lists: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Memory of a program over its predicted time."""
+"""Memory in use over the predicted time of a program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..program.predictor import Prediction
 from .assemble import rounded, short
 from .kernel_data import Schedule
 
-#: Points of the curve; of more, the largest of neighbouring ones.
+#: Most points of the curve, about what a screen can show; of more, the largest in each slot.
 MOST_POINTS = 3000
 _EXTRAPOLATED = "layers were compiled once and extrapolated, so there is no course over time"
 _NO_MODULE = "there is no lowered module to take lifetimes from"
@@ -35,6 +35,8 @@ def memory_data(
         "fits": prediction.fits,
         "why_not": "",
     }
+    # Kernels that run several times outside of any loop stand for repeated layers, whose buffers
+    # are not in the module.
     if any(k.multiplicity != 1 and not k.scope for k in lowered.kernels):
         return {**data, "why_not": _EXTRAPOLATED}
     module = lowered.module or (parse_hlo(lowered.hlo) if lowered.hlo else None)
@@ -43,6 +45,7 @@ def memory_data(
     profile = memory_over_time(module)
     starts = _starts(lowered, schedule)
     known = [starts.get(name, 0.0) for name in profile.names]
+    # Buffers are in schedule order; ops without time of their own take that of the last kernel.
     us = np.maximum.accumulate(np.array(known, np.float64)) if known else np.zeros(0)
     us, used = _thinned(us, np.array(profile.bytes, np.float64))
     return {
@@ -54,7 +57,7 @@ def memory_data(
 
 
 def _starts(lowered: LoweredProgram, schedule: Schedule) -> dict[str, float]:
-    """Start of each kernel by name, and of each loop, which is that of its first kernel."""
+    """Start time of each kernel by name; a loop starts with its first kernel."""
     starts: dict[str, float] = {}
     for kernel, start, busy in zip(
         lowered.kernels, schedule.start.tolist(), schedule.busy.tolist(), strict=True
@@ -71,4 +74,5 @@ def _thinned(us: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     width = us[-1] / MOST_POINTS if len(us) > MOST_POINTS else 0.0
     slot = np.floor(us / width) if width > 0 else us
     first = np.flatnonzero(np.diff(slot, prepend=-1.0) != 0)
+    # The largest of each slot, so that thinning cannot hide the peak.
     return us[first], np.maximum.reduceat(used, first)

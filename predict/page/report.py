@@ -1,4 +1,4 @@
-"""The page of a program on a device: total, where the time goes, and why."""
+"""The page of a program on a device: total time, its parts, and explanations."""
 
 from __future__ import annotations
 
@@ -30,20 +30,22 @@ SCRIPTS = (
     "table.js",
     "report.js",
 )
-#: Distinct kernels that are explained, costliest first, with neighbours each.
+#: Distinct kernels to explain, costliest first, and training neighbours of each. Engineering
+#: estimates: beyond some tens, kernels rarely take a visible share.
 EXPLAINED, NEIGHBOURS = 40, 3
 #: Characters of a kernel's text that the page shows.
 _TEXT = 2000
+# Contributions, and features outside of the training range, listed for each kernel.
 _CONTRIBUTIONS, _OUTSIDE = 8, 4
 
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """What is asked for beside the program.
+    """Options of a page.
 
     Attributes:
         lowering: How the program is lowered, and for which device.
-        compare: Devices to compare with; none for no comparison.
+        compare: Devices to compare with; empty for no comparison.
         compare_lowering: Of the comparison.
         title: Name of the program; by default that of its file.
     """
@@ -65,11 +67,11 @@ def report_page(
     Args:
         predictor: With the model.
         program: As :meth:`Predictor.predict` takes it.
-        options: What else is asked for.
-        tell: Told what is done next.
+        options: Lowering, comparison and title.
+        tell: Called with a description of each stage of the work.
 
     Returns:
-        HTML that needs nothing else.
+        Self-contained HTML.
 
     Raises:
         OpcastError: The program, device or lowering is not usable.
@@ -144,6 +146,7 @@ def _explained(
     listed = []
     for own in found.kernels:
         e = own.explanation
+        # Its kernels are not among those that the page holds.
         if e.kernel_hash not in rows:
             continue
         listed.append(

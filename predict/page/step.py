@@ -1,4 +1,4 @@
-"""The page of a step on a cluster: total, where the time goes, timeline of the stages, memory."""
+"""The page of a step on a cluster: total time, its parts, timeline of the stages, memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ..cluster.step import StepPrediction, breakdown
 from .assemble import Page, assemble, rounded, short
 
 SCRIPTS = ("breakdown.js", "timeline.js", "step.js")
-#: Most spans that a page holds; what lies beyond is left out and said so.
+#: Most spans of a timeline; the page says how many were left out. Engineering estimate.
 MOST_SPANS = 30_000
 
 
 def step_page(prediction: StepPrediction) -> str:
-    """The page as HTML that needs nothing else."""
+    """Make the page as self-contained HTML."""
     data = step_data(prediction)
     return assemble(Page(data["title"], data, SCRIPTS))
 

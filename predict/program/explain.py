@@ -1,4 +1,4 @@
-"""Why a program takes what it takes: its costliest kernels, each taken apart."""
+"""Explain a program's predicted time: its costliest kernels, each broken down."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from ...models.explain.kernel import KernelExplanation
 
 DEFAULT_KERNELS = 3
-#: Names to list when one is not found.
+#: Number of kernel names to suggest when one is not found.
 _LISTED = 8
 
 
 @dataclass(frozen=True)
 class ExplainedKernel:
-    """A kernel of a program.
+    """A kernel of a program with its explanation.
 
     Attributes:
-        name: Its instruction; of equal kernels, the first one's.
+        name: Instruction name; for equal kernels, that of the first one.
         executions: Executions per run of the program, equal kernels together.
         share: Of the program's summed kernel time.
-        origin: StableHLO op and line that it mainly came from.
-        in_program_us: Predicted latency of one execution in its place in the program, the mean of
-            equal kernels; differs from the explained one if the model corrects for the place.
-        explanation: Of one execution of the kernel by itself.
+        origin: StableHLO op and source line that it mainly came from.
+        in_program_us: Predicted latency of one execution in the context of the program, the mean
+            over equal kernels; differs from the explained one if the model corrects for context.
+        explanation: Of one execution in isolation.
     """
 
     name: str
@@ -93,7 +93,7 @@ def explain(
     """Explain the prediction of a program.
 
     Args:
-        predictor: With the model.
+        predictor: Predictor with the model to explain.
         program: As :meth:`Predictor.predict` takes it.
         args: Example arguments of a jitted function.
         device: Name, path of a device file, or description.
@@ -164,6 +164,7 @@ def _chosen(
     lowered: LoweredProgram, prediction: Prediction, name: str | None, top: int
 ) -> list[list[int]]:
     """Positions of the kernels to explain, equal ones together, costliest first."""
+    # Equal kernels have one explanation, so they compete for the top by their time together.
     groups: dict[str, list[int]] = {}
     for position, kernel in enumerate(lowered.kernels):
         groups.setdefault(kernel.hash, []).append(position)
@@ -173,6 +174,7 @@ def _chosen(
         return ordered[:top]
     position = _position(lowered, name, ordered)
     own = groups[lowered.kernels[position].hash]
+    # The kernel that was asked for comes first: its name is the one printed.
     return [[position, *(i for i in own if i != position)]]
 
 

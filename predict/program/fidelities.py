@@ -1,4 +1,4 @@
-"""One program by several estimators side by side: the same kernels, lowered once."""
+"""Compare estimators on one program: the same kernels, lowered once."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ if TYPE_CHECKING:
 
 #: Name of a device's default model.
 LEARNED = "learned"
-#: Name of the roofline, whose own answers are no fallback.
+#: Name of the roofline. Its answers carry the same source as those of estimators that fall back to
+#: it, but they are its own.
 ROOFLINE = "roofline"
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """What one estimator says of a program.
+    """One estimator's prediction of a program.
 
     Attributes:
-        name: As it was asked for.
+        name: Name of the estimator as requested.
         prediction: Its prediction.
         covered: Share of the summed kernel time that it models itself; the rest is the roofline.
         own: Whether it models each kernel itself, in schedule order.
-        reasons: Why it does not; empty where it does or does not say.
+        reasons: Why it does not; empty where it does, or gives no reason.
     """
 
     name: str
@@ -46,13 +47,13 @@ class Fidelity:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A program on a device by several estimators.
+    """Predictions of a program on a device by several estimators.
 
     Attributes:
         program: What was predicted.
         device: Name of the device.
-        lowering: How its kernels were made.
-        fidelities: In the order in which they were asked for.
+        lowering: Lowering that made its kernels.
+        fidelities: In the order of the request.
     """
 
     program: str
@@ -71,8 +72,9 @@ class Comparison:
         return {f.name: f.prediction.latency_us for f in self.fidelities}
 
     def disputed(self, count: int = 10) -> list[int]:
-        """Positions of the kernels whose times differ most, in microseconds, most first."""
+        """Positions of the kernels whose times differ most (in microseconds), largest first."""
         times = self.times_us
+        # Differences, not ratios: those of tiny kernels would crowd out the ones that matter.
         spread = times.max(axis=0) - times.min(axis=0)
         order = np.argsort(-spread, kind="stable")[:count]
         return [int(i) for i in order if spread[i] > 0]
@@ -123,7 +125,7 @@ def compare_fidelities(
         program: As of :meth:`Predictor.predict`.
         names: Model names or folders; ``learned`` is the device's default model, ``roofline``,
             ``scalesim``, ``zigzag``, ``iree`` and ``compiler`` need no training.
-        options: How it is lowered, and for which device.
+        options: Lowering options, including the device.
 
     Raises:
         OpcastError: The program, the device, an estimator or the lowering is not usable.
@@ -161,10 +163,11 @@ def device_for(
 ) -> DeviceSpec:
     """A device as measured here or in the catalogue, else as a model was trained on it.
 
-    Simulators need what the catalogue says of a device and older models may not have kept.
+    Simulators need figures, such as the sizes of systolic arrays, that the catalogue has and older
+    models may lack.
 
     Raises:
-        DeviceError: Nobody knows the device.
+        DeviceError: The device is not known.
     """
     known = {n: spec for own in predictors.values() for n, spec in own.devices.items()}
     try:
@@ -176,7 +179,7 @@ def device_for(
 def fidelity(
     name: str, predictor: Predictor, lowered: LoweredProgram, device: DeviceSpec
 ) -> Fidelity:
-    """What a predictor says of a lowered program.
+    """Predict a lowered program by one estimator, with its coverage.
 
     Raises:
         OpcastError: Its estimator cannot be used for the device.
@@ -188,5 +191,6 @@ def fidelity(
     total = float(times.sum())
     explain = getattr(predictor.model_for(device).estimator, "reasons", None)
     reasons = explain(lowered.kernels, device) if explain else [""] * len(own)
+    # An empty program is fully covered: there is nothing that the estimator left to the roofline.
     covered = float(times[list(own)].sum()) / total if total else 1.0
     return Fidelity(name, prediction, covered, own, tuple(reasons))

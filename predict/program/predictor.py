@@ -1,4 +1,4 @@
-"""The public entry: a program, a device and a model in; a prediction with its reasons out."""
+"""Public entry: predict a program or kernel on a device, with intervals and notes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from ...models.cost_model import CostModel
     from ...models.operators import OpModel
 
-#: How many single-kernel answers :meth:`Predictor.latency_us` remembers.
+#: Single-kernel answers that :meth:`Predictor.latency_us` remembers; a full memory is emptied. It
+#: bounds the memory of long runs. Engineering estimate.
 MEMO_SIZE = 200_000
 
 
@@ -45,7 +46,7 @@ class KernelEstimate:
         bound: ``compute``, ``memory``, ``latency`` or ``communication``.
         source: ``measured``, ``learned``, ``roofline`` or ``compiler``; a colon and what it was
             learned from may follow.
-        in_domain: Whether the model was trained on kernels like it.
+        in_domain: Whether the model was trained on similar kernels.
         flops: Floating-point operations of one execution.
         bytes: Bytes touched by one execution.
         source_op: StableHLO op that it mainly came from.
@@ -74,7 +75,7 @@ class KernelEstimate:
 
 @dataclass(frozen=True)
 class Prediction:
-    """How long a program takes on a device, why, and how sure that is.
+    """Predicted time of a program on a device, with its interval, kernels and notes.
 
     Attributes:
         latency_us: Time of one run of the program.
@@ -86,7 +87,7 @@ class Prediction:
         lowering: ``xla``, ``fused`` or ``op``.
         model: Name of the estimator.
         device: Name of the device.
-        notes: What limits trust in the figures.
+        notes: Known limits of the prediction.
         compiler: Compiler and version, if a compiler made the kernels.
         device_memory_bytes: Memory of the device; 0 if not known.
     """
@@ -160,7 +161,7 @@ class Predictor:
         by_platform: Models for devices of a platform that ``model`` was not trained on.
         operators: Name or folder of the model that answers for operators of libraries.
 
-    Single latencies may be asked from several threads.
+    Single latencies may be queried from several threads.
     """
 
     def __init__(
@@ -178,6 +179,7 @@ class Predictor:
         self._specs: dict[str, DeviceSpec] = {}
         self._operators = operators
         self._bundle: OpModel | None = None
+        # Reentrant: ``latency_us`` calls ``latencies_us`` while it holds the lock.
         self._lock = threading.RLock()
 
     @property
@@ -185,6 +187,7 @@ class Predictor:
         """Devices that any of the models was trained on, by name."""
         others = [model.devices for model in self.by_platform.values()]
         found: dict[str, DeviceSpec] = {}
+        # The predictor's own model wins where several describe a device.
         for known in (*others, self.model.devices):
             found.update(known)
         return found
@@ -204,6 +207,8 @@ class Predictor:
 
     def model_for(self, device: DeviceSpec) -> CostModel:
         """The model that answers for a device."""
+        # By platform, not by name: a model of GPUs extrapolates to an unseen GPU far better than
+        # the default model of CPUs would.
         if any(d.platform == device.platform for d in self.model.devices.values()):
             return self.model
         return self.by_platform.get(device.platform, self.model)
@@ -265,6 +270,7 @@ class Predictor:
         source = read_program(program, *args, trip_counts=options.trip_counts)
         check_one_device(source, spec.name)
         lowered = lower_with(source, replace(options, device=spec, cache=self.cache))
+        # HLO attributes that contradict their shapes surface only while features are computed.
         with well_formed(source):
             return self.predict_lowered(lowered, spec, strict=strict)
 
@@ -278,8 +284,11 @@ class Predictor:
         """
         model = self.model_for(device)
         kernels = model.predict_kernels(lowered.kernels, device)
+        # On the kernels in isolation: corrections for the context say nothing about the source.
         if strict:
             _require_learned(lowered.kernels, kernels.source)
+        # Latencies in context (cache contents left by neighbours) may differ from those in
+        # isolation.
         kernels, program = model.predict_in_program(lowered, device, kernels)
         rows = zip(
             lowered.kernels,
@@ -319,11 +328,15 @@ class Predictor:
         """
         ask = what if isinstance(what, str) else what.hash
         key = (ask, device if isinstance(device, str) else id(device))
+        # Read without the lock: a dict look-up is atomic, and a miss is checked again by computing
+        # it.
         found = self._memo.get(key)
         if found is None:
             with self._lock:
                 found = float(self.latencies_us([what], device)[0])
                 if len(self._memo) >= MEMO_SIZE:
+                    # Dropping everything is cheaper than keeping an order of use for each of
+                    # millions of hits.
                     self._memo.clear()
                     self._described.clear()
                 if not isinstance(device, str):
@@ -344,6 +357,7 @@ class Predictor:
         kernels = [(i, w) for i, w in enumerate(what) if not isinstance(w, str)]
         texts = [(i, w) for i, w in enumerate(what) if isinstance(w, str)]
         found = np.empty(len(what))
+        # Models are loaded and their tables built on first use, which threads must not do at once.
         with self._lock:
             if kernels:
                 own = self.model_for(spec).predict_kernels([k for _, k in kernels], spec)
@@ -353,7 +367,7 @@ class Predictor:
         return found
 
     def _spec(self, device: str | DeviceSpec) -> DeviceSpec:
-        """Description of a device, remembered by name: looking for files takes a millisecond."""
+        """Description of a device, cached by name, since looking for files takes a millisecond."""
         if not isinstance(device, str):
             return device
         found = self._specs.get(device)
@@ -375,9 +389,9 @@ class Predictor:
 def load(model: str | Path = "default", *, cache: LoweringCache | None = None) -> Predictor:
     """Load a model by name (shipped or registered) or from its folder.
 
-    ``default`` is the shipped model of each platform: a device decides which one answers. A model
-    of library operators comes with those of ``default``, which answer for programs. The roofline
-    and simulators, which learn nothing, need no folder: their names are enough.
+    ``default`` loads the shipped model of every platform; the device selects one of them. A model
+    of library operators is loaded together with those of ``default``, which predict programs. The
+    roofline and the simulators learn nothing and have no folder, only a name.
 
     Raises:
         ModelError: No such model, or its folder is damaged or of another version.
@@ -397,7 +411,7 @@ def load(model: str | Path = "default", *, cache: LoweringCache | None = None) -
 
 
 def roofline_predictor() -> Predictor:
-    """A predictor that knows nothing but rooflines, for any device."""
+    """A predictor that uses the roofline alone, for any device."""
     from ...models.cost_model import CostModel
     from ...models.estimators.roofline import RooflineEstimator
 
@@ -405,7 +419,7 @@ def roofline_predictor() -> Predictor:
 
 
 def load_for_programs(model: str | Path = "default") -> Predictor:
-    """:func:`load` where a program is asked for, which no model of operators can answer.
+    """Load a model for programs; as :func:`load`, but refuses models of library operators.
 
     Raises:
         ModelError: As :func:`load`, or the model is one of library operators.
@@ -414,23 +428,24 @@ def load_for_programs(model: str | Path = "default") -> Predictor:
     from ...models.cost_model import CostModel
 
     if not is_untrained(model) and predicts_operators(read_manifest(find_model(model))):
-        CostModel.load(find_model(model))  # says what the folder holds and where it is of use
+        CostModel.load(find_model(model))  # raises an error that says what the folder holds
     return load(model)
 
 
 def model_notes(model: CostModel, kernels: Sequence[Kernel], device: DeviceSpec) -> tuple[str, ...]:
-    """What limits the model on this device, and how the device itself is known."""
+    """Notes on the model's limits for this device, and on the origin of its description."""
     return (*_model_limits(model, kernels, device), *_device_notes(device))
 
 
 def _device_notes(device: DeviceSpec) -> tuple[str, ...]:
-    """Whether a device was taken by its name alone, or when it was measured."""
+    """A note that a device was matched by name alone, or the time of its measurement."""
     if device.extra.get(BY_NAME):
         return (
             f"this machine is taken for the {device.name} of the model by its name alone; "
             "to measure it: opcast device --save",
         )
     if isinstance(taken := device.extra.get(MEASURED_AT), str):
+        # Device files are untrusted: their text is cut and printed without control sequences.
         return (f"{device.name} was measured on {printable(taken[:40])}",)
     return ()
 
@@ -438,7 +453,8 @@ def _device_notes(device: DeviceSpec) -> tuple[str, ...]:
 def _model_limits(
     model: CostModel, kernels: Sequence[Kernel], device: DeviceSpec
 ) -> tuple[str, ...]:
-    """The model's own words, or that it does not know the device."""
+    """The estimator's own notes, or a note that it was not trained on the device."""
+    # First: a machine that only shares its name with a trained one would pass as known below.
     other = model.unlike(device)
     if other is not None:
         return (
@@ -463,6 +479,7 @@ def _model_limits(
 
 def _require_learned(kernels: Sequence[Kernel], source: np.ndarray) -> None:
     for kernel, origin in zip(kernels, source.tolist(), strict=True):
+        # Control kernels take no time of their own, so there is nothing to learn about them.
         own = origin.split(":")[0] in ("learned", "measured", "simulator")
         if not own and kernel.kind != "control":
             where = f"{kernel.sources[0].file}:{kernel.sources[0].line}" if kernel.sources else ""
@@ -476,6 +493,7 @@ def _require_learned(kernels: Sequence[Kernel], source: np.ndarray) -> None:
 def _estimate(
     kernel: Kernel, latency: float, lo: float, hi: float, bound: str, source: str, in_domain: bool
 ) -> KernelEstimate:
+    # The first source is the op that the kernel mainly came from.
     main = kernel.sources[0] if kernel.sources else None
     line = f"{main.file}:{main.line}" if main and main.line else ""
     return KernelEstimate(
@@ -496,7 +514,7 @@ def _estimate(
 
 
 def origin(kernel: KernelEstimate) -> str:
-    """StableHLO op and line of the user's program that a kernel mainly came from, briefly."""
+    """Short form of the StableHLO op and source line that a kernel mainly came from."""
     line = kernel.source_line.rsplit("/", 1)[-1]
     op = kernel.source_op.removeprefix("stablehlo.")
     return f"{op} {line}".strip()

@@ -1,4 +1,4 @@
-"""Devices as text: one with the source of every figure, or the catalogue as a table."""
+"""Print a device with the source of every figure, or the catalogue as a table."""
 
 from __future__ import annotations
 
@@ -109,6 +109,7 @@ def _row(spec: DeviceSpec) -> Iterator[str | Text]:
 
 def _numbers(spec: DeviceSpec) -> dict[str, float]:
     """Figures by key in SI units; 0 where they are not known."""
+    # The last level is main memory; the one before it is the last cache.
     cache = spec.levels[-2] if len(spec.levels) > 1 else None
     return {
         "core_count": spec.core_count,
@@ -145,7 +146,7 @@ def _short(value: float) -> str:
     return f"{value:.4g}" if value < 1e4 else f"{value:.0f}"
 
 
-#: First columns hold names, which are no use when cut off.
+#: Least width of the first column: truncated names are of no use.
 NAME_WIDTH = 18
 
 

@@ -1,4 +1,4 @@
-"""Prints explanations of a program's kernels."""
+"""Print explanations of a program's kernels."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ...models.trust.neighbours import Neighbour
 from ..program.explain import ExplainedKernel, ProgramExplanation
 from .parts import factor_table, headline, print_notes
 
-#: Number of contributions to print; the rest are summed.
+#: Number of contributions to print; the others are summed into one row.
 _SHOWN = 6
-#: A factor within this of one is not printed.
+#: A factor this close to one would print as 1.00 or 1.01, so it is left out.
 _SAME = 0.005
 
 
@@ -49,6 +49,7 @@ def _print_kernel(console: Console, kernel: ExplainedKernel) -> None:
         highlight=False,
         markup=False,
     )
+    # How the program around it changes the kernel's time, such as operands left in a cache.
     place = kernel.in_program_us / e.latency_us if e.latency_us > 0 else 1.0
     if abs(place - 1.0) >= _SAME:
         console.print(
@@ -64,6 +65,8 @@ def _print_kernel(console: Console, kernel: ExplainedKernel) -> None:
 
 
 def _contributions(e: KernelExplanation) -> Table:
+    # Both start from a reference: SHAP values from the mean over the training data (Lundberg et
+    # al., Nature Machine Intelligence 2020), ablation from the median kernel of the kind.
     how = "TreeSHAP" if e.method == TREESHAP else "ablation to the training median"
     start = "mean of training" if e.method == TREESHAP else "median kernel of its kind"
     rows = [(start, e.baseline), *((c.group, c.log_ratio) for c in e.contributions[:_SHOWN])]
@@ -79,6 +82,7 @@ def _domain_text(e: KernelExplanation) -> str:
     figures = f"score {e.domain_score:.2f}, threshold {e.domain_threshold:.2f}"
     side = "in" if e.in_domain else "outside"
     text = f"{side} the training domain ({figures})"
+    # Features beyond their range say more than a score; otherwise only the combination is unusual.
     beyond = [o for o in e.outside if o.beyond]
     if beyond:
         return text + ": " + "; ".join(map(_beyond_text, beyond))

@@ -1,4 +1,4 @@
-"""Prints the predictions of several estimators side by side."""
+"""Print the predictions of several estimators side by side."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...common.units import duration
 from ..program.fidelities import Comparison
 from .parts import print_notes
 
-#: Shown beside a kernel's time that is the roofline's for want of the estimator's own.
+#: Marks a kernel's time that was taken from the roofline because the estimator has none.
 _BORROWED = "*"
 
 
@@ -25,6 +25,7 @@ def print_comparison(console: Console, comparison: Comparison, top: int = 10) ->
         f"{_BORROWED} the roofline, for want of its own",
         highlight=False,
     )
+    # Notes on the program and the device come from every estimator; they are printed once.
     shared = set.intersection(*[set(f.prediction.notes) for f in comparison.fidelities])
     first = comparison.fidelities[0].prediction.notes
     print_notes(console, dict.fromkeys(n for n in first if n in shared))

@@ -1,4 +1,4 @@
-"""Prints predictions of library operators."""
+"""Print predictions of library operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prints the prediction of a partitioned program."""
+"""Print the prediction of a partitioned program."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def print_partitioned(console: Console, prediction: PartitionedPrediction, top: 
 
 def _critical(prediction: PartitionedPrediction, top: int) -> Table:
     run = prediction.run
+    # Longest first (the key is a negative duration); then printed in the order of execution.
     spans = sorted(run.critical, key=lambda p: run.start[p] - run.end[p])[:top]
     table = Table("share", "time", "on the critical path", box=None, header_style="bold")
     for place in sorted(spans):

@@ -1,4 +1,4 @@
-"""Pieces of text that several screens share."""
+"""Pieces of text that several outputs share."""
 
 from __future__ import annotations
 

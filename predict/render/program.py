@@ -1,4 +1,4 @@
-"""Prints the prediction of a program."""
+"""Print the prediction of a program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prints the prediction of a training step, and the Pareto front of a sweep."""
+"""Print the prediction of a training step, and the Pareto front of a sweep."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ def print_front(console: Console, front: pd.DataFrame, judged: int, fitting: int
             duration(row["step_us"]),
             size(row["memory_bytes_per_device"]),
             f"{row['mfu']:.1%}",
+            # NaN where the device's power limit is not known.
             "" if energy != energy else f"{energy / 1e3:.4g} kJ",
             str(row["batch"]),
             Text(str(row["cluster"])),
