@@ -1,4 +1,4 @@
-"""Runs the command line as ``python -m opcast.cli``."""
+"""Run the command line as ``python -m opcast.cli``."""
 
 from __future__ import annotations
 

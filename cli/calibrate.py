@@ -54,6 +54,7 @@ def calibrate(
     if bool(data) == (budget is not None):
         raise typer.BadParameter("give either --data or --budget")
 
+    # After the checks above: imports of numpy and pandas take longer than a refusal should.
     from ..workflows.settings import CalibrateSettings
 
     console = make_console()
@@ -71,6 +72,7 @@ def calibrate(
     if budget is not None:
         from ..workflows.calibrate_by_measuring import run_calibrate_budget
 
+        # Options for datasets would be ignored silently, so they are refused.
         used = {"budget", "device", "model", "out", "seed"}
         refuse_unused(context, "measuring here (--budget)", used)
         run_calibrate_budget(console, settings)

@@ -65,6 +65,7 @@ def _print_cluster(cluster: Cluster) -> None:
 
     from ..simulate.collectives.choose import COLLECTIVES, collective_cost
 
+    # Wider than the default, for tables of seven columns whose sources would wrap.
     console = make_console(140)
     title = f"{cluster.name}: {cluster.size} × {cluster.device or 'device not named'}"
     table = Table(
@@ -76,6 +77,8 @@ def _print_cluster(cluster: Cluster) -> None:
         figures = (d.bandwidth / 1e9, d.efficiency, d.latency * 1e6, d.launch * 1e6)
         table.add_row(d.name, detail, shape, *(f"{x:g}" for x in figures))
     console.print(table)
+    # One size for each range of a collective: latency-bound, intermediate, bulk
+    # (docs/collectives.md).
     sizes = (2.0**16, 2.0**24, 2.0**30)
     times = Table(
         "µs, all ranks",
@@ -84,6 +87,7 @@ def _print_cluster(cluster: Cluster) -> None:
         caption="sizes: bytes that each rank puts in (all_gather: its own share)",
     )
     for kind in COLLECTIVES if cluster.size > 1 else ():
+        # A transfer has two ends.
         group = 2 if kind == "send_recv" else cluster.size
         costs = [collective_cost(kind, size, group, cluster) for size in sizes]
         times.add_row(kind, *(f"{1e6 * c.total:,.1f}" for c in costs), costs[-1].algorithm)
@@ -141,6 +145,7 @@ def calibrate_collectives(
         about = {"sources": sorted(set(rows["source"].astype(str))), "rows": len(rows)}
         model = fit_collectives(rows, find, about)
     else:
+        # A few rows adapt their own machine; the shipped parameters stay for everything else.
         model = CollectiveModel.load().calibrated(rows, find)
     model.save(out)
     if not report:
@@ -179,6 +184,7 @@ def _print_fit(rows: pd.DataFrame, find: Any, model: Any, json_output: bool) -> 
     errors = rows[[]].assign(**names, fitted=100 * np.abs(predicted / latency - 1))
     result = summary(errors, ["machine", "fabric", "op", "backend"], ["fitted"])
     three = fit_three(table, latency)
+    # In the units of a cluster file, so that they can be pasted there.
     for i, key in enumerate(("launch_us", "latency_us", "efficiency")):
         result[key] = [round(float(three[f, o, b, m][i]), 3) for m, f, o, b in result.index]
     if json_output:
@@ -194,6 +200,7 @@ def _print_frame(frame: pd.DataFrame, title: str) -> None:
     table = Table(*map(str, flat.columns), title=title)
     for values in flat.to_numpy(dtype=object):
         table.add_row(
+            # ``v != v``: NaN, where a group has no such figure.
             *("–" if v != v else f"{v:g}" if isinstance(v, float) else str(v) for v in values)
         )
     make_console(140).print(table)

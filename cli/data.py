@@ -57,6 +57,7 @@ def zoo_export(
         export_partitioned(name, chosen, mesh, out, format=form)
     else:
         export(name, chosen, out, format=form)
+    # On stderr: a message, not a result.
     typer.echo(f"{out}: {out.stat().st_size} bytes", err=True)
 
 
@@ -87,7 +88,7 @@ def data_import(
     run_import(make_console(), folder, out)
 
 
-#: TPUs of the catalogue that libtpu can compile for without the device.
+#: TPUs of the catalogue for which libtpu compiles without the device, and so gives estimates.
 GENERATIONS = ("tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e")
 
 
@@ -127,6 +128,7 @@ def data_compile(
         f"{result.folder}: {result.samples} estimates of kernels of {result.programs} programs, "
         f"{result.failed} failed, {result.elapsed_s:.0f} s, {result.stopped}"
     )
+    # Status 130, as after any other Ctrl-C; what was compiled is on disk.
     if result.stopped == "interrupted":
         raise KeyboardInterrupt
     if merge and result.samples:

@@ -102,8 +102,10 @@ def export_table(
         parts.append(operator_table(texts, {s.name: s for s in specs}, _operators(model)))
     if programs:
         predictor = load(kernels)
+        # Kernels may be of devices that the model was trained on; operators only of described ones.
         for spec in (resolve_device(d, predictor.devices) for d in device):
             for program in programs:
+                # A table of many programs should not end at the first that the compiler refuses.
                 lowered = lower(program, lowering, device=spec, fallback="op")
                 parts.append(kernel_table(lowered, spec, predictor.model_for(spec)))
     table = pd.concat(parts, ignore_index=True).drop_duplicates(["op", "shape", "dtype", "device"])

@@ -50,6 +50,8 @@ def data_simulate(
     """
     from ..workflows.label_with_simulator import simulate_dataset
 
+    # IREE runs the kernels on this machine; SCALE-Sim and ZigZag model devices with systolic
+    # arrays.
     devices = device or (["local"] if tool == "iree" else ["tpu-v3"])
     for name in devices:
         done = simulate_dataset(out, program, name, tool, lowering=lowering, family=family)

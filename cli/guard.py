@@ -1,8 +1,8 @@
-"""Runs a command in a child process, so that a crash of native code ends in an error message.
+"""Run a command in a child process, so that a crash of native code ends in an error message.
 
 Parsers and compilers of programs, and readers of tables and models, are native code, which a
 damaged file can crash. The command runs in a fork of this process, which only waits for it; forking
-before anything heavy is imported takes milliseconds. Every command is guarded but those listed in
+before anything heavy is imported takes milliseconds. All commands are guarded except those in
 :data:`UNGUARDED`, so that a new command is guarded by default.
 """
 
@@ -18,6 +18,7 @@ from ..common.child_process import die_with_parent
 #: Commands that read no untrusted file in their own process. They run until they are stopped, and
 #: leave whatever may crash to worker processes.
 UNGUARDED = ("demo", "profile", "serve", "ui")
+# Signals by which native code fails: bad memory, aborts of assertions, bad instructions.
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
@@ -30,6 +31,8 @@ def guarded(arguments: Sequence[str], command: Callable[[], None]) -> None:
         arguments: Arguments of the command line, without the program's name.
         command: Runs the command; it ends with ``SystemExit``.
     """
+    # Elsewhere forking is unsafe (macOS frameworks) or absent (Windows); commands then run
+    # unguarded.
     if not is_guarded(arguments) or not sys.platform.startswith("linux"):
         command()
         return
@@ -44,6 +47,7 @@ def guarded(arguments: Sequence[str], command: Callable[[], None]) -> None:
 
 def is_guarded(arguments: Sequence[str]) -> bool:
     """Whether a command line names a command that runs in a child process."""
+    # Options before a command (--help, --version) read no files.
     return bool(arguments) and arguments[0][:1] != "-" and arguments[0] not in UNGUARDED
 
 
@@ -51,6 +55,7 @@ def _wait(child: int, arguments: Sequence[str]) -> int:
     """Exit status for the parent, once the child has ended."""
     # Ctrl-C reaches the child as well, which ends in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # SIGTERM reaches this process alone, so it is passed on.
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
     _, status = os.waitpid(child, 0)
     if os.WIFEXITED(status):
@@ -67,4 +72,5 @@ def _wait(child: int, arguments: Sequence[str]) -> int:
         )
         return 1
     sys.stderr.write(f"opcast: error: the command was ended ({name})\n")
+    # The convention of POSIX shells for a process that a signal ended.
     return 128 + number

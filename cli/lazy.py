@@ -63,6 +63,7 @@ def lazy_app(group: Group, **settings: Any) -> typer.Typer:
         settings: Further arguments of :class:`typer.Typer`.
     """
 
+    # Typer instantiates the class itself, so the table has to be an attribute of it.
     class Bound(LazyGroup):
         table = group
 
@@ -71,6 +72,7 @@ def lazy_app(group: Group, **settings: Any) -> typer.Typer:
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
+        # Help and errors hold names of files and programs, whose brackets are not markup.
         rich_markup_mode=None,
         help=group.help,
         **settings,
@@ -95,6 +97,7 @@ class LazyGroup(TyperGroup):
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         """Parse the group's own options; name the new spelling of a former one."""
+        # Only words that would fail anyway: a former spelling never shadows a command.
         if args and args[0] not in self.commands:
             options = {word.partition("=")[0] for word in args}
             successor = next((c for o, c in self.table.former.items() if o in options), "")
@@ -129,6 +132,7 @@ def _load(name: str, entry: Command | Group) -> ClickCommand:
     """Make a command's Click object."""
     if isinstance(entry, Group):
         app = lazy_app(entry)
+        # Without a callback, Typer turns an application with few commands into a single command.
         app.callback()(lambda: None)
     else:
         app = typer.Typer(

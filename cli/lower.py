@@ -70,6 +70,7 @@ def _refuse_compiler_options(
     context: typer.Context, lowering: str, device: DeviceSpec | None, flags: list[str]
 ) -> None:
     """Refuse options of a target compiler if none will run."""
+    # Options that only a target compiler in its own process reads.
     limits = {"compile_timeout", "compile_memory", "whole", "fallback"}
     if lowering == "op":
         refuse(context, "--lowering op, which compiles nothing", limits | {"xla_flag", "cache"})
@@ -79,6 +80,7 @@ def _refuse_compiler_options(
         refuse(context, "--lowering fused, which compiles nothing", limits | {"cache"})
         if any(flag.lstrip("-").partition("=")[0] != HORIZONTAL for flag in flags):
             raise typer.BadParameter(f"--lowering fused supports only --xla-flag {HORIZONTAL}")
+    # The local device is compiled for within this process, which nothing limits.
     elif device is None or device.platform not in ("gpu", "tpu"):
         refuse(context, "this machine's own compiler", limits | {"xla_flag"})
 
@@ -109,6 +111,7 @@ def summary(lowered: LoweredProgram, device: DeviceSpec | None) -> dict[str, Any
 def _cycles(lowered: LoweredProgram, device: DeviceSpec | None) -> dict[str, float]:
     """The compiler's own estimate, if any, and the number of kernels without one."""
     kernels = [k for k in lowered.kernels if k.takes_time]
+    # Only libtpu gives estimates; zero means that there are none.
     cycles = sum(k.cycles * k.multiplicity for k in kernels)
     if not cycles:
         return {}
@@ -191,8 +194,10 @@ def _settings(
 
 
 def _flag_value(text: str) -> str | int | bool | float:
+    # Before numbers: XLA's compile options are typed, and a text in place of a bool is refused.
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
+    # In this order: a number without a point is an integer to XLA's flags.
     for kind in (int, float):
         try:
             return kind(text)

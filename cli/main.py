@@ -34,6 +34,7 @@ REPORT = Group(
             "report", "operators", "Compare estimators on published operator tables."
         ),
     },
+    # Options of earlier versions, so that a familiar command line names its successor.
     former={
         "--accuracy": "accuracy",
         "--devices": "devices",
@@ -152,6 +153,7 @@ COMMANDS: dict[str, Command | Group] = {
         "export",
         "hespas",
         "Run HESPAS with opcast as its estimator.",
+        # Everything after the configuration belongs to HESPAS.
         {"ignore_unknown_options": True},
     ),
     "serve": Command("serve", "serve", "Serve predictions over HTTP."),
@@ -190,6 +192,7 @@ def _main() -> NoReturn:
     from ..common.errors import OpcastError
     from ..models.estimators.xgboost_import import own_process
 
+    # This process is opcast's own, so XGBoost may be imported without scikit-learn.
     own_process()
     try:
         app(standalone_mode=True)
@@ -198,5 +201,6 @@ def _main() -> NoReturn:
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         sys.stderr.write("opcast: stopped\n")
+        # 128 + SIGINT, as shells report it.
         raise SystemExit(130) from None
     raise SystemExit(0)

@@ -1,4 +1,4 @@
-"""What commands share: the console, JSON output, declarations and parsing of options."""
+"""Shared by commands: the console, JSON output, declarations and parsing of options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ..predict.program.predictor import Predictor
 
-#: Longest error line to print, in characters.
+#: Longest error line to print, in characters: native parsers quote whole programs.
 LONGEST = 2000
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -82,6 +82,7 @@ def make_console(width: int = 120) -> Console:
     """
     from ..common.console import PlainConsole
 
+    # Rich takes 80 columns for a pipe, in which tables of kernels would wrap.
     own = sys.stdout.isatty() or "COLUMNS" in os.environ
     return PlainConsole(width=None if own else width)
 
@@ -91,6 +92,7 @@ def one_line(error: Exception) -> str:
     from ..common.files import printable
 
     line = printable(" ".join(str(error).split()))
+    # Both ends: what failed comes first, the reason often last.
     return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} […] {line[-LONGEST // 2 :]}"
 
 
@@ -106,6 +108,7 @@ def given(context: typer.Context) -> dict[str, str]:
         for parameter in context.command.params
         if parameter.name is not None
         and (source := context.get_parameter_source(parameter.name)) is not None
+        # By source, not by value: an option set to its default was still given.
         and source.name not in ("DEFAULT", "DEFAULT_MAP")
     }
 
@@ -146,6 +149,7 @@ def refuse(
         typer.BadParameter: One of them was given.
     """
     unknown = {*spare, *used} - _names(context)
+    # A misspelt name here would never refuse anything.
     assert not unknown, f"not parameters: {sorted(unknown)}"
     ignored = [spelt for name, spelt in given(context).items() if name in spare]
     if ignored:
@@ -164,11 +168,13 @@ def seconds_of(text: str) -> float:
         typer.BadParameter: It is not a positive, finite duration.
     """
     scale = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    # Without a unit, seconds.
     number, unit = (text[:-1], text[-1]) if text[-1:] in scale else (text, "s")
     try:
         seconds = float(number) * scale[unit]
     except ValueError:
         seconds = math.nan
+    # Also false for NaN.
     if not 0.0 < seconds < math.inf:
         raise typer.BadParameter(f"{text!r} is not a duration: write 90s, 10m or 2h")
     return seconds
@@ -202,6 +208,7 @@ def trips_of(values: list[str] | None) -> dict[str, int] | int | None:
 
 
 def _trips(text: str) -> int:
+    # Zero is allowed: a loop that never runs.
     if int(text) < 0:
         raise ValueError(text)
     return int(text)
@@ -217,5 +224,6 @@ def require_plots() -> None:
 
     from ..common.errors import ModelError
 
+    # Looked for, not imported, which would be slow.
     if find_spec("matplotlib") is None:
         raise ModelError("matplotlib is not installed", hint="pip install 'opcast[track]'")

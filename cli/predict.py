@@ -53,6 +53,7 @@ def predict(
 
     Several models, comma-separated, are compared.
     """
+    # Operators share few options with programs; any other is refused, not ignored.
     if _one_of(program, op):
         from ..predict.operator.predict import predict_op
         from ..predict.render.operator import print_op
@@ -79,6 +80,7 @@ def predict(
             program, cluster, model, options, top=top, timeline=timeline, json_output=json_output
         )
         return
+    # No model's name has a comma.
     if "," in model:
         refuse(context, "several models: give a single --model", {"strict", "timeline"})
         from .fidelities import predict_side_by_side

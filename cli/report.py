@@ -126,6 +126,7 @@ def devices(
     from ..workflows.settings import DeviceReportSettings
 
     settings = DeviceReportSettings(programs or (), device or (), lowering, out)
+    # Eleven columns.
     run_device_report(make_console(160), settings)
 
 
@@ -143,6 +144,7 @@ def clusters(
     from ..workflows.reports.clusters import run_cluster_report
     from ..workflows.settings import ClusterReportSettings
 
+    # Plans are long words that must not be cut.
     run_cluster_report(make_console(170), ClusterReportSettings(published, out, workers=threads))
 
 
@@ -164,6 +166,7 @@ def operators(
     ] = None,
     max_rows: Annotated[
         int | None,
+        # Families with fewer than 200 rows are not learned (docs/operators.md).
         typer.Option(min=200, help="Maximum rows of a family to learn from, and of a test split."),
     ] = None,
     out: FiguresFile = Path("report-out/operators.json"),

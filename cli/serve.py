@@ -52,6 +52,7 @@ def serve(
             f"the server's packages are not installed: {error}", hint="pip install 'opcast[serve]'"
         ) from None
     settings = ServerSettings(
+        # Each model once, in the order given: the first is the default.
         models=tuple(dict.fromkeys(model or ["default"])),
         host=host,
         port=port,
@@ -65,4 +66,5 @@ def serve(
         memory_bytes=int(memory * 2**30),
         cache_entries=cache,
     )
+    # On stderr, when the port is bound: with --port 0 it is only known by then.
     run(settings, lambda url: typer.echo(f"{url}/docs  (loading models)", err=True))

@@ -50,6 +50,7 @@ def simulate_serving(
     from ..simulate.step.workload import read_workload
 
     work, where = read_workload(workload, settings or []), find_cluster(cluster)
+    # Tensor parallelism over all devices usually has the lowest latency for a single request.
     chosen = parse_plan(plan) if plan else Plan(tp=where.size)
     predictor = ServingPredictor(work, chosen, where, load_step_model(model))
     if requests is not None:

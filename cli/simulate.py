@@ -46,6 +46,7 @@ def simulate(
     html: Annotated[Path | None, typer.Option(help="Write an HTML page with a timeline.")] = None,
 ) -> None:
     """Predict one training step on a cluster: time, memory, efficiency."""
+    # Without jitter nothing is drawn, so a seed would have no effect.
     if not jitter:
         refuse(context, "a step without --jitter", {"seed"})
     from ..common.chrome_trace import write_trace
@@ -59,6 +60,7 @@ def simulate(
 
     work = read_workload(workload, settings or [])
     where = find_cluster(cluster)
+    # Data parallelism fits every model's sizes; whether it fits into memory is reported.
     chosen = parse_plan(plan) if plan else Plan(dp=where.size)
     predictor = StepPredictor(where, load_step_model(model))
     prediction = predictor.predict(work, chosen, jitter, _speeds(speed or []), seed=seed)

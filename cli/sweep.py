@@ -43,8 +43,10 @@ def sweep(
     """
     if not trials:
         refuse(context, "a sweep over all plans, without --trials", {"seed"})
+    # The Ray cluster decides how many workers there are.
     if ray:
         refuse(context, "a sweep on a Ray cluster (--ray)", {"workers"})
+    # Before the sweep, not after hours of it.
     if plot is not None or scaling is not None:
         require_plots()
     from ..workflows.settings import SweepSettings

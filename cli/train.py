@@ -68,6 +68,7 @@ def train(
 
         chosen = read_params(params, model)
     dataset = Dataset.load(*data)
+    # What the dataset holds decides which options apply, so it is read before they are checked.
     trainer = trainer_of(dataset, model)
     refuse_unused(context, trainer.subject, trainer.fields)
     settings = TrainSettings(

@@ -78,8 +78,9 @@ def _collect_rarely() -> None:
     """Exclude the models from garbage collection, which would stall answers for 0.1 s."""
     gc.collect()
     gc.freeze()
-    # CPython's default is (700, 10, 10). A batch creates tens of thousands of objects that die by
-    # reference count, so frequent collections find nothing. Engineering estimate.
+    # By default CPython collects after some hundreds of allocations. A batch creates tens of
+    # thousands of objects that die by reference count, so such collections find nothing.
+    # Engineering estimate.
     gc.set_threshold(100_000, 50, 100)
 
 
@@ -257,7 +258,7 @@ def _malformed(errors: Any) -> RequestError:
     """The first validation error with its location."""
     first = errors[0]
     place = list(first.get("loc", ()))
-    if len(place) > 1 and place[0] in ("ops", "columns", "kernels"):  # the form of the body, not a key
+    if len(place) > 1 and place[0] in ("ops", "columns", "kernels"):  # the form of the body
         place = place[1:]
     # Cut: keys and values come from the request.
     where = ".".join(map(str, place))[:200]

@@ -46,7 +46,7 @@ def _body(schema: dict[str, Any], **others: dict[str, Any]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-# What each group of endpoints may answer; a fuzzing test holds the server to this document.
+# Statuses of each group of endpoints; tests/bench/fuzz_server.py holds the server to them.
 FREE = _errors(401)
 LIMITED = _errors(401, 413, 503, 504)
 METRICS: Responses = {

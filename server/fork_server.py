@@ -1,8 +1,8 @@
 """The fork server: a process that holds the models and forks a child for each task.
 
-It parses nothing untrusted itself. ``sandbox.py`` starts it with a socket, over which one connection
-arrives for each task. The kernel enforces limits of memory and time on each child, so whatever a
-program does to a native parser ends with that child. A fork takes milliseconds; importing the
+It parses nothing untrusted itself. ``sandbox.py`` starts it with a socket, over which it passes a
+connection for each task. The kernel enforces limits of memory and time on each child, so whatever
+a program does to a native parser ends with that child. A fork takes milliseconds; importing the
 packages and loading the models takes seconds.
 """
 

@@ -34,8 +34,7 @@ def answer(predictors: Predictors, task: Mapping[str, Any], payload: bytes) -> R
         return (200, result.encode()) if isinstance(result, str) else _reply(result)
     except OpcastError as error:
         return status_of(error), json.dumps(error_data(error)).encode()
-    # RLIMIT_AS makes allocations fail, which Python code meets as a MemoryError; native code
-    # aborts.
+    # RLIMIT_DATA makes allocations fail: Python raises a MemoryError, native code mostly aborts.
     except MemoryError:
         return _refused(
             "it needs more memory than the server allows",
@@ -176,8 +175,8 @@ def simulate(predictors: Predictors, task: Mapping[str, Any], payload: bytes) ->
 
 def _limits(task: Mapping[str, Any]) -> CompileSettings:
     """Limits of a target compiler: less time than the task has, so that it can still report."""
+    # Engineering estimate; the rest is for reading, features and the answer.
     return CompileSettings(
-        # Engineering estimate; the rest is for reading, features and the answer.
         timeout_s=0.9 * task["timeout_s"], memory_bytes=task["memory_bytes"], progress=False
     )
 

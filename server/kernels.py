@@ -63,9 +63,8 @@ class KernelService:
         # One thread: XGBoost releases the GIL while it predicts, so the event loop keeps answering
         # from the cache; a second batch at the same time would only slow the first.
         self._thread = ThreadPoolExecutor(1, "kernels")
+        # Apart, because kernels wait for a process that parses them, operators only for the thread.
         self._batches = {
-            # Apart, because kernels wait for a process that parses them, operators only for the
-            # thread.
             kernels: MicroBatcher(self._compute, self._told) for kernels in (False, True)
         }
 
@@ -175,7 +174,7 @@ class KernelService:
         estimates = bundle.predict(frame.assign(device=group.device))
         own = latency_fields(estimates.latency, estimates.lo, estimates.hi)
         times = [*own.values(), estimates.roofline * 1e6]
-        # JSON has no infinity, and 2**40 rows of a huge product overflow even in float64.
+        # JSON has no infinity, and a schema bounds sizes only so far.
         if not all(np.isfinite(t).all() for t in times):
             raise ProgramError("an operator has no finite latency", hint="give smaller sizes")
         rest = (estimates.bound, estimates.scope, estimates.in_domain)

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter
 
-#: Names of devices, models, clusters and workloads: no slash and no leading dot, so that no path
-#: can be made of them.
+#: Names of devices, models, clusters and workloads: without a slash they cannot leave the working
+#: folder; names that end like files are refused where they are used.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9 ()+._-]{0,79}$"
 # Largest trip count: beyond any real program, and its products with times stay finite.
 LARGEST = 2**40

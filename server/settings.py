@@ -39,8 +39,7 @@ class ServerSettings:
     port: int = 8000
     token: str = ""
     allow_compile: bool = False
-    # Limits: engineering estimates. 64 MiB hold a program with large constants; 4 GiB, what
-    # features of a large program take; 60 s, minutes of compilation excluded.
+    # Limits and sizes are engineering estimates; each has an option of opcast serve.
     max_body_bytes: int = 64 * 2**20
     max_rows: int = 100_000
     timeout_s: float = 60.0
@@ -48,7 +47,6 @@ class ServerSettings:
     workers: int = 2
     waiting: int = 16
     memory_bytes: int = 4 * 2**30
-    # Measured at 736 MB resident in all (docs/server.md).
     cache_entries: int = 200_000
 
     def __post_init__(self) -> None:

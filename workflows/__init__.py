@@ -1,1 +1,1 @@
-"""What commands do when they join several folders: measuring, training, checking, the demo."""
+"""Workflows behind the commands that join several folders: measuring, training, checking, demo."""

@@ -1,9 +1,9 @@
-"""Adapts a kernel model to the device at hand within a time budget, measuring what says most.
+"""Adapt a kernel model to the local device within a time budget, by active measurement.
 
-Candidates are programs of one op and the zoo's smallest programs; the targets are the zoo's
-kernels, weighted by their share of a program's time and by how unsure the model is of them. Each
-round measures the candidates that are expected to say most about the targets for the time that
-they take, judges the model on them before it learns them, and learns them.
+Candidates are single-op programs and the zoo's smallest programs; the targets are the zoo's
+kernels, weighted by their share of a program's time and by the model's uncertainty. Each round
+measures the candidates that are expected to reduce the targets' variance most for their time,
+evaluates the model on them before it learns them, and then learns them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Part of the budget for compiling candidates.
+#: Share of the budget for compiling candidates (docs/models.md, "A device at hand"). Engineering
+#: estimate: without many candidates there is little to choose from, and compiling is no
+#: measurement.
 COMPILING = 0.3
-#: Programs of a round: few at first, when each says much.
+#: Programs of each round, the last figure for all later ones: few at first, while each one still
+#: changes what is worth measuring next. Engineering estimate.
 ROUNDS = (4, 4, 8, 8, 12)
-#: Kernels of one program that are looked at, those that take most time.
+#: Kernels considered for each program, those that take most time; the covariance of all candidates'
+#: kernels is a dense matrix. Engineering estimate.
 MAX_KERNELS = 40
-#: Seconds that a program is expected to take, by stream, before any was measured.
+#: Seconds that measuring a program is expected to take, by stream, before any was measured.
+#: Engineering estimate; the mean with what was seen soon replaces it.
 EXPECTED_S = {"op": 0.5, "zoo": 4.0}
 
 
@@ -58,14 +63,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Round:
-    """What a round measured, and how the model stood before it learned that.
+    """What a round measured, and the model's errors before it learned from it.
 
     Attributes:
         learned: Kernels that the model had learned before the round.
         kernels: Kernels measured in the round.
         programs: Programs of the round.
-        before: Median error of the model without correction on them, a share.
-        error: The same of the model as it was at the start of the round.
+        before: Median relative error on them of the model without correction.
+        error: The same of the model as corrected by the earlier rounds.
         seconds: Since the start.
     """
 
@@ -89,6 +94,7 @@ class Samples:
         """Take over the kernel rows of a measurement; returns the hashes of new kernels."""
         from ..features.kernels.extract import kernels_from_irs
 
+        # A latency of zero is a kernel that the trace's clock could not resolve.
         own = [r for r in rows if r["level"] != "program" and r["latency_us_p50"] > 0]
         new = [r for r in own if r["kernel_hash"] not in self.kernels]
         read = kernels_from_irs([r["kernel_ir"] for r in new])
@@ -112,6 +118,7 @@ class Calibration:
     """
 
     def __init__(self, model: CostModel, device: DeviceSpec, settings: CalibrateSettings) -> None:
+        # The command refuses --data together with --budget; this is for the type checker.
         assert settings.budget_s is not None
         self.model, self.device = model, device
         self.samples = Samples()
@@ -121,6 +128,7 @@ class Calibration:
         self._start = time.monotonic()
         self._settings, self._budget_s = settings, settings.budget_s
         self._seconds: dict[str, list[float]] = {}
+        # A correction from an earlier calibration would hide the model's own error.
         model.corrections.pop(device.name, None)
         model.devices[device.name] = device
 
@@ -136,6 +144,8 @@ class Calibration:
         from ..common.progress import Progress
         from ..datagen.profile.worker_client import Measurer
 
+        # Zero leaves the memory limit to the worker (a share of what is free); compiling must not
+        # run beside measurements, which it would disturb.
         measurer = Measurer({"memory": 0, "overlap": False})
         try:
             with Progress(self._budget_s, "s", progress) as bar:
@@ -149,6 +159,7 @@ class Calibration:
                     spent = self._budget_s - max(self._left(), 0.0)
                     measured = sum(len(r.programs) for r in self.rounds)
                     bar.update(spent, len(self.samples), measured, len(self.failed), "")
+        # Learned after every round, so an interrupted calibration is a shorter one.
         except KeyboardInterrupt:
             logger.info("interrupted; what was measured is learned")
         finally:
@@ -169,6 +180,8 @@ class Calibration:
         order = np.random.default_rng(seed).permutation(len(zoo_suite(suite)))
         zoo = [Item("zoo", int(i), seed, suite=suite) for i in order]
         ops = [Item("op", i, seed) for i in range(self._settings.ops)]
+        # In turn, in the ratio of the two streams: compiling may stop at any time, and both are
+        # needed, the zoo as targets and single ops as cheap samples.
         each = max(len(ops) // max(len(zoo), 1), 1)
         candidates = []
         while (zoo or ops) and time.monotonic() - self._start < COMPILING * self._budget_s:
@@ -186,6 +199,7 @@ class Calibration:
 
         try:
             lowered = lower(read_program(load_item(item).mlir))
+        # A program that cannot be lowered here is no candidate; others are.
         except OpcastError as error:
             logger.info("%s: %s", item.key, error)
             return None
@@ -214,35 +228,42 @@ class Calibration:
         for candidate, block in zip(candidates, blocks, strict=True):
             if candidate.item.stream == "zoo":
                 np.add.at(weight, block, candidate.share)
+        # Until a program of the zoo has been compiled, all kernels count the same.
         choice = self._doubts(list(unique.values()), weight if weight.any() else weight + 1.0)
         seconds = [self._expected(c.item.stream) for c in candidates]
         most = ROUNDS[min(len(self.rounds), len(ROUNDS) - 1)]
         return choose_programs(choice, blocks, seconds, max(self._left(), 0.0), most)
 
     def _doubts(self, kernels: Sequence[Kernel], share: np.ndarray) -> RemainingVariance:
-        """What is uncertain of kernels; they weigh by their share and the model's interval."""
+        """Remaining variance of kernels, weighted by share of the time and the model's interval."""
         from ..models.adapt.device_correction import half_width, kernel_sites, prior_params
         from ..models.adapt.next_program import RemainingVariance
         from ..models.core.kernel_table import kernel_table
 
+        # Expected squared error: the target's weight is its share of the time and the square of its
+        # interval's half-width.
         half = half_width(self.model.predict_kernels(kernels, self.device))
         sites = kernel_sites(kernel_table(kernels, self.device), self.device)
         known = self.model.corrections.get(self.device.name)
+        # Before the first samples: the covariance made for errors of library operators, scaled for
+        # kernels of compiled programs.
         if known is None:
             return RemainingVariance.of(sites, prior_params(), share * half**2)
         own = known.correction
         return RemainingVariance.of(sites, own.params, share * half**2, own.sites)
 
     def _expected(self, stream: str) -> float:
-        """Seconds that measuring a program takes, as seen so far."""
+        """Expected seconds to measure a program, from those measured so far."""
         seen = self._seconds.get(stream, [])
+        # The prior counts as one observation.
         return float(np.mean([EXPECTED_S[stream], *seen]))
 
     def _measure(self, measurer: Any, chosen: Sequence[Candidate]) -> None:
-        """Measure programs, judge the model on them, then learn them."""
+        """Measure programs, evaluate the model on them, then learn them."""
         rows: list[dict[str, Any]] = []
         names = []
         for candidate in chosen:
+            # A program may have taken longer than expected.
             if self._left() <= 0:
                 break
             begin = time.monotonic()
@@ -262,6 +283,8 @@ class Calibration:
             return
         kernels = [self.samples.kernels[h] for h in new]
         measured = np.array([self.samples.seconds[h] for h in new])
+        # Before learning: errors are of kernels that neither the model nor its correction has seen,
+        # and of those it was least sure of.
         plain = self.model.estimator.predict(kernels, self.device).latency
         now = self.model.predict_kernels(kernels, self.device).latency
         self.rounds.append(
@@ -284,6 +307,8 @@ class Calibration:
         measured = np.array([self.samples.seconds[k.hash] for k in kernels])
         table = kernel_table(kernels, self.device)
         plain = self.model.estimator.predict(kernels, self.device)
+        # Fitted anew to all samples in each round: the strength of the correction is chosen by
+        # predicting each program's samples from those of the others.
         self.model.corrections[self.device.name] = DeviceCorrection.fit(
             table, self.device, plain, measured, np.array(list(self.samples.programs.values()))
         )
@@ -326,7 +351,7 @@ def run_calibrate_budget(console: Console, settings: CalibrateSettings) -> list[
 
 
 def local_device(device: str, model: CostModel) -> DeviceSpec:
-    """Description of the device at hand, measured first if need be.
+    """Description of the local device, measured first if necessary.
 
     Raises:
         DeviceError: ``device`` names another one.
@@ -340,6 +365,7 @@ def local_device(device: str, model: CostModel) -> DeviceSpec:
     asked = None if device in ("local", name) else resolve_device(device, model.devices)
     if asked and name not in (base_name(asked.name), *map(device_slug, asked.aliases)):
         raise _not_at_hand(device, name)
+    # Ceilings come first and outside of the budget: every feature depends on them.
     if not is_known("local", model.devices):
         measure_device(save=True)
     spec = resolve_device("local", model.devices)
@@ -356,12 +382,14 @@ def _not_at_hand(device: str, local: str) -> DeviceError:
 
 
 def _remeasured(spec: DeviceSpec, model: CostModel) -> DeviceSpec:
-    """The local device as it was measured, or measured anew if it no longer runs like that."""
+    """The local device as measured, or measured again if its ceilings have changed."""
     from ..datagen.profile.device_probe import probe_ceilings
     from ..features.devices.identity import compare_ceilings
     from ..predict.devices import resolve_device
     from .device import measure_device
 
+    # A virtual machine may have moved to another host since it was measured; samples would then be
+    # explained by ceilings that no longer hold.
     speed = compare_ceilings(probe_ceilings(), spec)
     if speed.same:
         return spec
@@ -373,7 +401,7 @@ def _remeasured(spec: DeviceSpec, model: CostModel) -> DeviceSpec:
 
 
 def rounds_table(rounds: Sequence[Round]) -> pd.DataFrame:
-    """One row a round."""
+    """One row per round, errors in per cent."""
     import pandas as pd
 
     return pd.DataFrame(

@@ -1,7 +1,7 @@
-"""Adapts a model to a device from a dataset of it, as if its rows were measured one by one.
+"""Adapt a model to a device from a dataset, as if its rows were measured one by one.
 
-Samples are chosen by what they are expected to say; the same model with as many samples at random
-stands beside it.
+Samples are chosen by their expected information gain; the same number of random samples is the
+baseline.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from ..models.operators.curves import Curve, Trial
     from .settings import CalibrateSettings
 
-#: Most samples of a family over the mean of all, where its share of the time decides.
+#: Most samples of a family relative to the mean, when samples are allocated by share of the time.
+#: Engineering estimate: it bounds the candidates that each trial has to order.
 FAVOURED = 3
 
 
@@ -39,8 +40,8 @@ def run_calibrate_operators(
 ) -> list[Curve]:
     """Adapt a model to a device, and print the error against the number of samples.
 
-    Samples are chosen among the rows of training and calibration splits, by what they are expected
-    to say; errors are taken on the others.
+    Samples are chosen among the rows of training and calibration splits by their expected
+    information gain; errors are measured on the other splits.
 
     Args:
         console: Where to print.
@@ -63,6 +64,7 @@ def run_calibrate_operators(
     rows = rows_of_dataset(dataset)
     rows = rows[(rows["device"] == spec.name) & rows["key"].isin(list(model.families))]
     trials = _trials(console, model, rows, spec, samples, seed)
+    # The requested number ends the curve, whatever the standard counts are.
     counts = (*(n for n in COUNTS if n < samples), samples)
     curves = [error_curve(trial, spec.name, counts, seed) for trial in trials]
     if len(trials) > 1:
@@ -71,6 +73,7 @@ def run_calibrate_operators(
     shares = shares_of({trial.family: trial.seconds for trial in trials})
     gains = {trial.family: trial.gains for trial in trials}
     total = samples * len(trials)
+    # Gains are known before anything is measured: they depend on features, not on labels.
     numbers = (
         allocate(gains, shares, total) if settings.by_time else spread_evenly(list(gains), total)
     )
@@ -97,7 +100,7 @@ def _trials(
             console.print(f"{key}: only {len(pool)} rows to choose from, left out", highlight=False)
             continue
         family = model.families[key]
-        # By time, a family may get more than its even part.
+        # With --allocate time a family may get more than its even share.
         trials.append(Trial.of(family, pool, test, {spec.name: spec}, FAVOURED * samples, seed))
     if not trials:
         raise DatasetError(
@@ -108,7 +111,7 @@ def _trials(
 
 
 def _pool(rows: pd.DataFrame, seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Rows that may be measured and rows to be judged on: by split, or half and half."""
+    """Rows that may be sampled and rows to test on: by split, or a random half each."""
     split = rows["split"].astype(str)
     mine = (split.isin(TRAINING) | split.str.startswith("calib")).to_numpy()
     if not mine.any() or mine.all():
@@ -168,7 +171,9 @@ def _kernel_rows(dataset: Dataset, device: str, samples: int) -> pd.DataFrame:
     """Measured kernels of a device, each once with its median latency."""
     frame = dataset.frame
     own = frame[(frame["device"] == device) & (frame["level"] != "program")]
+    # A latency of zero is a kernel that the trace's clock could not resolve.
     own = own[own["latency_us_p50"] > 0]
+    # A kernel may have been measured in several programs and runs.
     median = own.groupby("kernel_hash")["latency_us_p50"].median()
     rows = own.drop_duplicates("kernel_hash")[["kernel_hash", "kernel_ir", "program"]]
     if len(rows) < 2 * samples:
@@ -199,15 +204,18 @@ def _kernel_trial(
     from ..models.operators.curves import MAX_CANDIDATES, MAX_TEST, Trial
 
     rng = np.random.default_rng(seed)
+    # By program: kernels of one program share shapes and the state of the machine, so a random half
+    # of the kernels would be judged by its siblings.
     programs = rng.permutation(rows["program"].unique())
     mine = rows["program"].isin(programs[: max(len(programs) // 2, 1)]).to_numpy()
-    if mine.sum() < samples or mine.all():  # few programs: half of the kernels
+    if mine.sum() < samples or mine.all():  # too few programs: half of the kernels
         mine = rng.random(len(rows)) < 0.5
     parts = []
     for mask, most in ((mine, MAX_CANDIDATES), (~mine, MAX_TEST)):
         own = np.flatnonzero(mask)
         own = rng.choice(own, min(most, len(own)), replace=False)
         table, plain, measured = _featurised(model, rows.iloc[own], spec)
+        # Log-ratios, as the correction learns them: factors err symmetrically.
         errors = np.log(measured / plain.latency)
         parts.append((own, kernel_sites(table, spec), errors, float(measured.sum())))
     (own, sites, errors, seconds), (_, other, judged, _) = parts
@@ -225,7 +233,7 @@ def _kernel_trial(
 
 
 def save_adapted(console: Console, model: ModelBundle, settings: CalibrateSettings) -> None:
-    """Save an adapted model with the settings, or say that it is not kept."""
+    """Save an adapted model with its settings, or print that it is not kept."""
     out = settings.out
     if out is None:
         console.print("the adapted model is not kept: give --out to save it", highlight=False)
@@ -251,7 +259,7 @@ def _plot(console: Console, curves: Sequence[Curve], plot: Path | None) -> None:
 
 
 def _curve_table(curves: Sequence[Curve]) -> pd.DataFrame:
-    """Errors by family and choice; ``needed`` are the samples for random choice's last error."""
+    """Errors by family and choice; ``needed``: chosen samples for the last error of random ones."""
     records = []
     for curve in curves:
         needed = curve.needed(curve.counts[-1])

@@ -1,4 +1,4 @@
-"""Predicted beside measured: run a program on this machine and compare, kernel by kernel."""
+"""Compare predicted with measured times: run a program on this machine, kernel by kernel."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class CheckResult:
         p10_us: 10th percentile of the wall time.
         p90_us: 90th percentile of the wall time.
         kernels: In schedule order.
-        speed: How the machine runs now beside its description: ratios by class of ceiling; empty
-            if the description is not measured.
+        speed: Present speed of the machine relative to its description, by class of ceiling;
+            empty if the description was not measured.
     """
 
     name: str
@@ -110,8 +110,8 @@ def check_programs(
 ) -> list[CheckResult]:
     """Predict programs, run them on the local device as the profiler does, and compare.
 
-    The machine's ceilings are measured briefly first. Where it does not run as it did when it was
-    described, intervals reach as far as that explains, and a note says so.
+    The machine's ceilings are measured briefly first. If they differ from those of its description,
+    intervals are widened by as much as that explains, and a note says so.
 
     Args:
         programs: Paths of StableHLO programs.
@@ -129,8 +129,10 @@ def check_programs(
     from ..predict.devices import resolve_device
 
     device = resolve_device("local", predictor.model.devices)
+    # Lowered natively: these are the kernels that the run below executes, so they pair one to one.
     lowered = [lower(read_program(Path(p)), cache=predictor.cache) for p in programs]
     predictions = [predictor.predict_lowered(low, device) for low in lowered]
+    # Data sheets describe an ideal machine: only a measurement can be compared with this one.
     speed = compare_ceilings(probe_ceilings(), device) if is_measured(device) else Comparison()
     predictions = [at_speed(prediction, speed) for prediction in predictions]
     with tempfile.TemporaryDirectory(prefix="opcast-check-") as scratch:
@@ -150,10 +152,9 @@ def check_programs(
 
 
 def at_speed(prediction: Prediction, speed: Comparison) -> Prediction:
-    """A prediction on a machine that runs at another speed than when it was described.
+    """Widen the intervals of a prediction for a machine that now runs at another speed.
 
-    Latencies stay as they are; unless the speed is the same as far as measuring repeats, intervals
-    reach as far as its ratios explain.
+    Latencies stay as they are, and so do intervals if the speeds agree within repeatability.
     """
     if speed.same:
         return prediction
@@ -184,9 +185,11 @@ def _raise_failures(folder: Path) -> None:
 def _compare(
     path: Path, lowered: LoweredProgram, prediction: Prediction, frame: pd.DataFrame
 ) -> CheckResult:
+    # The profiler names programs given by path like this.
     own = frame[frame["program"] == f"given-{path.stem}"]
     wall = own[own["level"] == "program"].iloc[0]
     kernels = own[own["level"] != "program"]
+    # By content, not by name: equal kernels of a program share one row and its label.
     label = dict(zip(kernels["kernel_hash"], kernels["latency_us_p50"], strict=True))
     pairs = zip(lowered.kernels, prediction.kernels, strict=True)
     return CheckResult(

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from .check import CheckResult
 
-#: Programs of families that the demo's measurements leave out.
+#: Programs that the demo predicts and then runs; the demo measures no program of their families.
 PROGRAMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("resnet", {"depth": 18, "width": 32, "image": 64, "batch": 8, "mode": "train"}),
     (
@@ -21,14 +21,14 @@ PROGRAMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
     ("lstm", {"batch": 16, "mode": "forward"}),
 )
-#: Chips that are not there, for which the first program is predicted, too.
+#: Devices that are not attached, for which the first program is predicted as well.
 ABSENT = ("a100-sxm-80gb", "h100-sxm", "tpu-v5e")
-#: Single ops and random programs: no model family is measured, so that all of them are unseen.
+#: Single ops and random programs only: every family of the zoo stays unseen.
 MIX = {"op": 0.5, "random": 0.5}
 
 
 def run_demo(console: Console, out: Path, budget_s: float) -> list[CheckResult]:
-    """Run the whole job in ``out``; a second call resumes the measuring.
+    """Run the whole demonstration in ``out``; a second call resumes measuring.
 
     Args:
         console: Where to print.
@@ -51,6 +51,7 @@ def run_demo(console: Console, out: Path, budget_s: float) -> list[CheckResult]:
     console.rule("1. measure this machine")
     profile(data, budget_s=budget_s, mix=MIX)
     console.rule("2. train")
+    # The split only serves the printed figures; the model saved is fitted to all rows.
     settings = TrainSettings([data], "xgboost", "random", out=model, threads=2, final=True)
     run_train(console, Dataset.load(data), settings)
     console.rule("3. predict programs that the model has never seen, then run them")

@@ -1,4 +1,4 @@
-"""Measures and prints devices."""
+"""Measure and print devices."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
 
 def measure_device(*, save: bool) -> DeviceSpec:
-    """Measure the local device; keep it for ``--device local`` if ``save``."""
+    """Measure the local device, and keep the result for ``--device local`` if ``save`` is set."""
     from ..common.files import write_text
     from ..datagen.profile.device_probe import probe_device
     from ..predict.devices import measured_path, time_text
 
     spec = probe_device()
     if save:
+        # Ceilings of shared machines drift, so notes of predictions state when they were taken.
         spec = replace(spec, extra={**spec.extra, MEASURED_AT: time_text(datetime.now(UTC))})
         path = measured_path(spec.name)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Datasets whose labels a simulator gives: kernels of programs, as it models them."""
+"""Datasets labelled by a simulator: kernels of programs with its latencies."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from ..features.kernels.kernel import LoweredProgram
     from ..models.simulators import SimulatorEstimator
 
-#: Estimators that can label, by name.
+#: Estimators that can label kernels.
 TOOLS = ("scalesim", "zigzag", "iree")
 
 
 @dataclass(frozen=True)
 class SimulateResult:
-    """What a call did.
+    """Outcome of a labelling run.
 
     Attributes:
         device: Name of the device.
@@ -32,7 +32,7 @@ class SimulateResult:
         samples: Rows written.
         programs: Programs labelled.
         skipped: Programs that an earlier call had labelled.
-        refused: Kernels that the tool cannot model; they are no rows.
+        refused: Kernels that the tool cannot model, for which there are no rows.
     """
 
     device: str
@@ -55,16 +55,16 @@ def simulate_dataset(
 ) -> SimulateResult:
     """Label the kernels of programs with a simulator's answers.
 
-    A label is the estimator's latency of one execution, of kernels that it models alone: the
-    roofline of the others is no label. A program's rows are written before the record says that it
-    is done, so the same call goes on where it was stopped.
+    A label is the estimator's latency of one execution. Kernels that it does not model itself are
+    left out, since their roofline is not a label. A program's rows are written before it is
+    recorded as done, so the same call resumes where an earlier one stopped.
 
     Args:
         out: Folder of the dataset.
         programs: Files of StableHLO or HLO.
         device: Name, path of a device file, or description.
         tool: One of :data:`TOOLS`.
-        lowering: How the programs become kernels.
+        lowering: Lowering of the programs.
         family: Family of all of them; empty for the name of each file.
         progress: Whether to show progress.
 
@@ -80,6 +80,7 @@ def simulate_dataset(
 
     spec = resolve_device(device, {})
     estimator = _estimator(tool, progress)
+    # Before any program is lowered, which may take minutes.
     estimator.check(spec)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,6 +97,8 @@ def simulate_dataset(
         rows, left = _rows(lowered, estimator, spec)
         names = {"program": path.stem, "family": family or path.stem}
         run.add_rows([row | names for row in rows], spec.name)
+        # Order matters: rows, then the mark. After a crash in between, the program is repeated and
+        # its shard of the same name replaced.
         run.flush(key)
         done.append(key)
         run.record["refused"] += left
@@ -116,6 +119,7 @@ def _estimator(tool: str, progress: bool) -> SimulatorEstimator:
 def _key(path: Path) -> str:
     """Name and content of a program's file."""
     try:
+        # A program that was edited since is another program.
         return f"{path.stem}-{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
     except FileNotFoundError:
         return path.stem  # reading it will say so
@@ -136,6 +140,7 @@ def _rows(
             "dtype": kernel.dtype,
             "flops": kernel.flops,
             "bytes": kernel.bytes,
+            # Deterministic, so a single run is the distribution: all quantiles are equal.
             "repeats": 1,
             "source": estimator.source,
             **dict.fromkeys(
@@ -156,6 +161,7 @@ def _writer(
     """The run of one tool, device and lowering in a dataset, taken up again if it is there."""
     from ..datagen.dataset_folder import RunWriter
 
+    # Labels of other versions, parameters or device figures must not join this run.
     described = [estimator.version, estimator.params, asdict(device), lowering]
     text = json.dumps(described, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]

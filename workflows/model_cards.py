@@ -1,4 +1,4 @@
-"""Models that ship: making the one for GPUs, listing all, printing their cards."""
+"""List the available models and print their cards."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-#: Name of a model's card in its folder, and where the cards of the shipped ones are: training a
-#: model again replaces its folder.
+#: Name of a model's card in its folder, and the folder of the shipped models' cards: it lies
+#: outside of the models' own folders, because training a model again replaces its folder.
 CARD = "MODEL_CARD.md"
 CARDS = PACKAGE / "models" / "pretrained" / "cards"
 
 
 def model_rows() -> list[dict[str, Any]]:
-    """What each available model is, in a few words.
+    """Describe each available model in one row.
 
     Raises:
         ModelError: A manifest cannot be read.
@@ -50,7 +50,7 @@ def model_rows() -> list[dict[str, Any]]:
 
 
 def list_models(console: Console, *, as_json: bool) -> None:
-    """Print the models that are there."""
+    """Print the available models."""
     from ..common.tables_text import print_frame
 
     rows = model_rows()
@@ -91,7 +91,7 @@ def card_of(folder: Path) -> str:
 
 
 def figures(manifest: Mapping[str, Any]) -> pd.DataFrame:
-    """Errors that a manifest keeps: on each split, and on each chip that was left out."""
+    """Errors recorded in a manifest: on each split, and on each chip left out of training."""
     rows = []
     for key, family in manifest.get("families", {}).items():
         for chip, errors in family.get("left_out", {}).items():
@@ -107,6 +107,7 @@ def figures(manifest: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def _figure(name: str, errors: Mapping[str, float]) -> dict[str, Any]:
+    # Operator models and kernel models name their figures differently.
     median = errors.get("median", errors.get("median_ape", float("nan")))
     count = errors.get("rows", errors.get("n", 0))
     return {

@@ -1,4 +1,4 @@
-"""Runs the profiler, and summarises datasets."""
+"""Run the profiler, and summarise datasets."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ def run_profile(settings: ProfileSettings) -> None:
         f"{result.folder}: {result.samples} samples of {result.programs} programs, "
         f"{result.failed} failed, {result.elapsed_s:.0f} s, {result.stopped}"
     )
+    # What was measured is saved and reported; the command still ends as interrupted (status 130).
     if result.stopped == "interrupted":
         raise KeyboardInterrupt
 

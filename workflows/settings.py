@@ -1,4 +1,4 @@
-"""Settings of the commands: one frozen dataclass each, saved beside what the command writes."""
+"""Settings of the commands: one frozen dataclass each, saved beside the command's output."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Settings:
 
         content = {"command": f"opcast {self.command}", "opcast": __version__, **asdict(self)}
         folder.mkdir(parents=True, exist_ok=True)
+        # ``default=str`` writes paths as text.
         write_text(folder / FILE, json.dumps(content, indent=1, default=str))
 
 

@@ -42,6 +42,8 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
     job = sweeps.Sweep(SweepJob(work, settings.model), out, settings.workers, settings.ray)
     with _bar() as advance:
         if settings.trials:
+            # One space for all trials: a sampler needs fixed axes, so those of the first cluster
+            # are used.
             values = axis_values(work, find_cluster(clusters[0]), grid)
             rows = sweeps.search(
                 job, clusters, batches, values, settings.trials, settings.seed, advance
@@ -69,6 +71,7 @@ def _bar() -> Iterator[Callable[[int, int], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    # On stderr, so that the tables on stdout can be redirected.
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("plans", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

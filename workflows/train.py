@@ -1,4 +1,4 @@
-"""Chooses the trainer of a dataset and a model."""
+"""Choose the trainer for a dataset and a model."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def trainer_of(dataset: Dataset, model: str) -> Trainer:
     from .train_gpu_passes import run_train_passes
     from .train_operators import run_train_operators
 
+    # Each trainer ignores some settings; the command refuses those when they are given.
     every = frozenset(own.name for own in fields(TrainSettings))
     if not dataset.of_operators:
         return Trainer("training on kernels and programs", every - {"max_rows"}, run_train)

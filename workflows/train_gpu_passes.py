@@ -1,4 +1,4 @@
-"""Trains the model of XLA's passes over memory on GPUs."""
+"""Train the model of XLA's memory-bound kernels on GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What joins several folders: measuring, training, reporting, and the demonstration."""
+"""Train a model of kernels and programs, print its metrics, and save and track it."""
 
 from __future__ import annotations
 
@@ -41,6 +41,8 @@ def run_train(console: Console, dataset: Dataset, settings: TrainSettings) -> Tr
         print_metrics(console, result.program_metrics, f"{model}, programs, split {split}")
     bundle = result.model
     if settings.final:
+        # Fitted to all rows, test rows included, with the parameters found above; the metrics saved
+        # with it are those of the model that did not see the test rows.
         bundle = train_final(
             prepared,
             model,
@@ -49,6 +51,7 @@ def run_train(console: Console, dataset: Dataset, settings: TrainSettings) -> Tr
             metrics={split: result.flat_metrics},
             **result.params,
         )
+        # The manifest keeps why an ensemble was chosen, or was not.
         kept = {k: v for k, v in result.model.info.items() if k == "ensemble_choice"}
         bundle.info.update(kept)
     console.print(f"trained in {result.seconds:.1f} s", highlight=False)

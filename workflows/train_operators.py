@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from ..models.tracking.mlflow_store import RunLog
     from .settings import EvaluateSettings, TrainSettings
 
-#: Splits of a published table that a model may learn from when it is to be judged on the others.
+#: Splits of a published table that a model learns from if it is to be tested on the others.
 TRAINING = ("train",)
 
 
 def run_import(console: Console, folder: Path, out: Path) -> None:
-    """Import published tables and say what came of it."""
+    """Import published tables and print the counts."""
     from ..datagen.published.importer import import_published
 
     imported = import_published(folder, out, show=True)
@@ -40,7 +40,7 @@ def run_import(console: Console, folder: Path, out: Path) -> None:
 
 
 def run_train_operators(console: Console, dataset: Dataset, settings: TrainSettings) -> OpModel:
-    """Train on the training rows, judge on the others, save, register and track.
+    """Train on the training rows, test on the others, save, register and track.
 
     Raises:
         DatasetError: No row is left to learn from, or a device is not in the dataset.
@@ -67,6 +67,7 @@ def run_train_operators(console: Console, dataset: Dataset, settings: TrainSetti
 
     model_bundle = fit(learn)
     table = predictions(model_bundle, rows[~learn])
+    # Before a final fit, whose rows leave nothing to test on.
     metrics, left_out = summary(table), left_out_table(model_bundle)
     by_family = summary(table, ("split", "key"))
     print_frame(
@@ -86,6 +87,7 @@ def run_train_operators(console: Console, dataset: Dataset, settings: TrainSetti
         "estimator": model,
         "seed": seed,
         "metrics": metrics.to_dict("records"),
+        # A final model has seen every row, so its metrics are those of its twin.
         "metrics_of": "the same settings, fitted to the rows of split train alone",
     }
     folder = keep_model(console, model_bundle, settings, model)

@@ -1,4 +1,4 @@
-"""What all trainers share: keeping a model, logging a run, leaving devices out."""
+"""Shared by all trainers: keeping a model, logging a run, excluding devices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def keep_model(console: Console, model: ModelBundle, settings: TrainSettings, name: str) -> Path:
-    """Save a trained model where it was asked for, and say where that is.
+    """Save a trained model to the requested folders, and print where.
 
     Args:
         console: Where to print.
@@ -47,10 +47,10 @@ def keep_model(console: Console, model: ModelBundle, settings: TrainSettings, na
 
 
 def log_training(console: Console, run: RunLog, register: str | None) -> None:
-    """Log a training to MLflow and say so; only a warning if that cannot be done.
+    """Log a training to MLflow; a failure is only a warning.
 
     Raises:
-        ModelError: It cannot be done, and the model was to be registered there.
+        ModelError: Logging failed, and the model was to be registered in MLflow.
     """
     from ..models.tracking.mlflow_store import log_run
 
@@ -59,6 +59,7 @@ def log_training(console: Console, run: RunLog, register: str | None) -> None:
     except ModelError as error:
         if register:
             raise
+        # The model is saved by now; hours of training must not end in an error for want of a log.
         logger.warning("not tracked: %s", error)
         return
     console.print(f"logged to MLflow as {run_id}; see it with: opcast ui", highlight=False)

@@ -1,4 +1,4 @@
-"""Searches for hyperparameters, with a progress bar, and logs the trials to MLflow."""
+"""Search for hyperparameters with a progress bar, logging the trials to MLflow."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ def run_tune(console: Console, settings: TuneSettings) -> Tuning:
             _log_search(parent, tuning, settings.seed, prepared.dataset_hash)
     print_frame(console, tuning.table(), f"{model}: best of {len(tuning.trials)} trials")
     console.print(_verdict(tuning), highlight=False)
+    # The test part is used here for the first time, once, with the parameters already chosen.
     result = train(
         prepared, model, split, seed=settings.seed, n_jobs=settings.threads, **tuning.best
     )
@@ -99,6 +100,7 @@ def _bar(console: Console, total: int) -> Iterator[Callable[[TrialRecord, int], 
         best = [float("inf")]
 
         def advance(trial: TrialRecord, finished: int) -> None:
+            # A pruned trial has the error of some folds only, which does not compare.
             best[0] = min(best[0], float("inf") if trial.pruned else trial.error)
             progress.update(task, completed=finished, description=f"best {best[0]:.4f}")
 

@@ -29,7 +29,8 @@ ROOFLINE_FACTOR = 1.6
 #: Clock under sustained arithmetic at the power limit, relative to that of the short measurements
 #: from which the operator model learned, and its likely range (fast end first, in the order of an
 #: interval's ends). Engineering estimate: the tables hold no sustained load, and the figure is the
-#: same for all GPUs.
+#: same for all GPUs. Without it and the cores of collectives, an 8B decoder on 128 H100 came to an
+#: MFU of 62 %, which no training reaches (docs/reports/clusters.md).
 SUSTAINED, SUSTAINED_RANGE = 0.82, (0.95, 0.72)
 #: Dtype of the operator tables by dtype of a workload. f16 is priced as bf16: NVIDIA's tensor cores
 #: have the same peak for both (data sheets of A100 and H100). Dtypes left out get the roofline.

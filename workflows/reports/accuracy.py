@@ -1,4 +1,4 @@
-"""Report: every model on every split of a dataset, and whole programs."""
+"""The report on accuracy: every model on every split of a dataset, and whole programs."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ def run_accuracy_report(console: Console, settings: AccuracyReportSettings) -> N
     shown = programs.programs
     if len(shown):
         for name, part in shown.groupby("set"):
+            # How far labels of single kernels explain wall time at all: a ratio away from 1 bounds
+            # what any sum of kernels can reach.
             ratio = (part["labels_us"] / part["measured_us"]).dropna()
             console.print(
                 f"measured kernels add up to {ratio.median():.2f} of the measured wall time "

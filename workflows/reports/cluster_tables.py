@@ -11,10 +11,11 @@ import pandas as pd
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: Groups of the tables of collectives.
+#: Groupings of the tables of collectives: held-out rows, and machines left out.
 KNOWN_BY = (("source",), ("source", "size"), ("machine", "size"), ("op",), ("fabric", "world_size"))
 UNSEEN_BY = (("source",), ("machine",), ("machine", "size"), ("fabric", "world_size"))
-#: Largest error of the composition that is good enough.
+#: Largest acceptable error of the composition against message-level simulation, far below that of
+#: operators and collectives themselves. Engineering estimate.
 ENOUGH = 0.03
 
 Rows = list[dict[str, Any]]
@@ -39,6 +40,7 @@ def print_collectives(console: Console, errors: pd.DataFrame) -> dict[str, Rows]
 
 def print_composition(console: Console, errors: pd.DataFrame) -> Rows:
     """Largest and mean error of the composition by number of devices."""
+    # Sorted, so that the last row of each group is the one with the largest error.
     by = errors.assign(size=errors["error"].abs()).sort_values("size").groupby("devices")
     table = pd.DataFrame(
         {
@@ -63,7 +65,7 @@ def print_cost(console: Console, cost: pd.DataFrame) -> Rows:
 
 
 def print_sanity(console: Console, rows: pd.DataFrame) -> Rows:
-    """What is predicted beside a few multiplications."""
+    """Predictions beside back-of-the-envelope figures."""
     table = rows.assign(ratio=rows["predicted"] / rows["by_hand"])
     _print(console, table, "orders of magnitude")
     return _plain(table)

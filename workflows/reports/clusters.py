@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from ...simulate.step.workload import Workload
     from ..settings import ClusterReportSettings
 
-#: Models whose best plan is searched: family, sizes and batch.
+#: Models whose best plan is searched: family, sizes and batch. The decoders have the sizes of Llama
+#: 3 8B and 70B (Llama Team, 2024, table 3; vocabulary of the released checkpoints), the mixture of
+#: experts those of Mixtral 8x7B (Jiang et al., 2024, table 1).
 MODELS: dict[str, tuple[str, dict[str, int]]] = {
     "8B decoder": (
         "llama",
@@ -64,7 +66,8 @@ MODELS: dict[str, tuple[str, dict[str, int]]] = {
         },
     ),
 }
-#: Plans of the 8B decoder by number of devices, whose cost of simulation is measured.
+#: Plans of the 8B decoder by number of devices, for the cost of a simulation. Tensor parallelism
+#: stays within a box of eight; data parallelism takes what pipelines leave.
 SIZES = {
     16: "tp=8,pp=2,dp=1",
     128: "tp=8,pp=2,dp=8",
@@ -72,10 +75,10 @@ SIZES = {
     4096: "tp=8,pp=8,dp=64",
     16384: "tp=8,pp=8,dp=256",
 }
-#: Sizes of the scaling plots, and the batch of strong scaling; that of weak scaling is one
-#: sequence a device.
+#: Numbers of devices of the scaling plots, and the global batch of strong scaling; weak scaling has
+#: one sequence per device.
 SCALING, STRONG = (8, 16, 32, 64, 128, 256, 512), 64
-#: Axes of the searches.
+#: Axes of the searches, narrowed so that a report takes minutes; omitted ones take their defaults.
 GRID = {"schedule": ["1f1b", "interleaved"], "split": ["1"], "recompute": ["none", "full"]}
 SCALING_GRID = {
     "schedule": ["1f1b"],
@@ -84,13 +87,15 @@ SCALING_GRID = {
     "tp": ["1", "2", "4", "8"],
     "pp": ["1", "2"],
 }
-#: Bandwidths of the links in the comparison with every message, bytes/s; latency in seconds.
+#: Link bandwidths in bytes/s, of the order of an InfiniBand port and of a scale-up link, and
+#: latency in seconds, of the comparison with message-level simulation: both exposed and hidden
+#: collectives have to occur.
 BANDWIDTHS, LATENCY = (20e9, 200e9), 2e-6
 CLUSTER = "dgx-h100-x64"
 
 
 def run_cluster_report(console: Console, settings: ClusterReportSettings) -> dict[str, Any]:
-    """Work out all parts, print them, write figures and plots; what is there is not made again.
+    """Compute all parts, print them, and write figures and plots; existing parts are reused.
 
     Args:
         console: Where to print.
@@ -127,7 +132,7 @@ def run_cluster_report(console: Console, settings: ClusterReportSettings) -> dic
 
 
 def collective_errors(console: Console, published: Path, folder: Path) -> pd.DataFrame:
-    """Errors of collectives, row by row, as ``study`` below has them.
+    """Errors of collectives row by row, from :func:`opcast.models.collectives.study.study`.
 
     Fits take minutes, so the errors are kept in the folder until the measurements change.
     """
@@ -140,6 +145,7 @@ def collective_errors(console: Console, published: Path, folder: Path) -> pd.Dat
     if not files:
         raise DatasetError("no collectives*.csv here", where=str(published))
     rows, find = read_collectives(files)
+    # By content: other measurements get a file of their own.
     digest = hashlib.sha256(rows.to_csv(index=False).encode()).hexdigest()[:16]
     kept = folder / f"collectives-{digest}.parquet"
     if not kept.is_file():
@@ -149,7 +155,7 @@ def collective_errors(console: Console, published: Path, folder: Path) -> pd.Dat
 
 
 def composition_errors() -> pd.DataFrame:
-    """The composition beside the simulation of every message, over plans and bandwidths."""
+    """The composition beside message-level simulation, over plans and bandwidths."""
     from ...simulate.reference import rank_check
     from ...simulate.reference.by_rank import Wire
     from ...simulate.step.plan import parse_plan
@@ -176,6 +182,7 @@ def simulation_cost() -> pd.DataFrame:
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
+    # Spawned: a fork would inherit the memory peak of the parts that ran before.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pd.DataFrame(pool.submit(_measure_cost).result())
 
@@ -184,13 +191,18 @@ def _measure_cost() -> list[dict[str, Any]]:
     import resource
 
     def peak() -> float:
+        # Linux reports KiB.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
     before = peak()
     operators, rows = _operators(), []
     for devices, text in SIZES.items():
+        # Grows with the cluster, as in practice; the minimum leaves small ones micro-batches for
+        # the pipeline.
         work = replace(_workload("8B decoder"), batch=max(32, devices // 4))
         loaded, times = peak(), []
+        # The first run also pays for what is built once; the least of three is the cost of a
+        # further step.
         for _ in range(3):
             start = time.perf_counter()
             _predict(work, f"dgx-h100-x{devices}", text, operators)
@@ -211,18 +223,23 @@ def _measure_cost() -> list[dict[str, Any]]:
 
 
 def orders_of_magnitude() -> pd.DataFrame:
-    """What is predicted beside what a few multiplications give."""
+    """Predictions beside what a few multiplications give, as a check of orders of magnitude."""
     from ...predict.cluster.serving import ServingPredictor
     from ...simulate.clusters.catalogue import find_cluster
     from ...simulate.serving import Request
     from ...simulate.step.plan import parse_plan
 
     operators, work = _operators(), replace(_workload("8B decoder"), batch=256)
+    # HBM3 bandwidth of an H100 SXM in bytes/s (NVIDIA's data sheet).
     spec_bytes, rows = 3.35e12, []
     step = _predict(work, "dgx-h100-x128", "fsdp=128", operators)
+    # A lower bound: every model FLOP at the data sheet's dense bf16 peak.
     least = work.model_flops() / 128 / step.peak_flops
     rows.append(_row("8B step on 128 H100, s", least, step.step.total, "FLOPs at the peak"))
+    # Middle of the usual range for dense decoders.
     rows.append(_row("its MFU", 0.425, least / step.step.total, "0.35 to 0.5 is usual"))
+    # Two bytes a parameter. A decode step reads all weights once, but of the embedding only one row
+    # for each token.
     weights = 2.0 * (work.parameters - work.table_parameters)
     serving = ServingPredictor(work, parse_plan("tp=1"), find_cluster("h100-sxm-x1"), operators)
     tokens = serving.predict([Request(0.0, 128, 64)]).result.per_token
@@ -234,11 +251,14 @@ def orders_of_magnitude() -> pd.DataFrame:
             "weights over the bandwidth",
         )
     )
+    # Bytes of a layer's bf16 parameters, which FSDP gathers before the layer runs.
     layer = 2.0 * work.layer_parameters
     gather = _collective("all_gather", layer / 64, CLUSTER)
     rows.append(
         _row(
             "gather of a layer over 64 H100, ms",
+            # A box of 8 already holds 8/64; the rest enters over 8 ports of 50 GB/s (400 Gbit/s
+            # InfiniBand).
             1e3 * layer * 56 / 64 / 400e9,
             1e3 * gather,
             "bytes into a box over its 8 ports",
@@ -248,6 +268,8 @@ def orders_of_magnitude() -> pd.DataFrame:
     rows.append(
         _row(
             "all-reduce of 1 GiB in a box, ms",
+            # Ring bytes 2 (n-1)/n over NVLink 4, 450 GB/s in one direction (H100 data sheet: 900
+            # both ways).
             1e3 * 2 * 7 / 8 * 2**30 / 450e9,
             1e3 * inside,
             "ring bytes over NVLink",

@@ -1,4 +1,4 @@
-"""What physics demands of predictions for any device, whatever was learned."""
+"""Checks that physics imposes on predictions for any device, whatever was learned."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ if TYPE_CHECKING:
     from ...predict.program.predictor import Predictor
     from .device_rows import DeviceRow
 
-#: Programs of the report whose batch is doubled: forward and training, compiled quickly.
+#: Programs of the report whose batch is doubled: inference and training, all quick to compile.
 DOUBLED = ("mlp-train", "llama-decode", "dlrm-train", "convnet-1d")
-#: Sides of the matrices, products in the chain, and elements that are added.
+#: Side of the matrices, products in the chain, and elements of the added vectors: large enough that
+#: one figure of the data sheet decides. A product does 1.1 TFLOP on 400 MB; the vectors hold 1 GiB
+#: each, far more than any cache.
 SIDE, PRODUCTS, ELEMENTS = 8192, 4, 2**28
 
 
 @dataclass(frozen=True)
 class Check:
-    """A demand and how it was met.
+    """A check and its outcome.
 
     Attributes:
-        name: What is demanded.
-        cases: How often it was put to the test.
-        failures: Where it was not met, in words.
+        name: The condition that must hold.
+        cases: Number of cases tested.
+        failures: Descriptions of the cases in which it does not hold.
     """
 
     name: str
@@ -37,7 +39,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether it was tested, and always met."""
+        """Whether it was tested and held in every case."""
         return self.cases > 0 and not self.failures
 
 
@@ -64,10 +66,10 @@ def physics_checks(
 
 
 def not_below_roofline(table: Sequence[DeviceRow]) -> Check:
-    """No answer, of a kernel or a program, is below its roofline with L2 (a TPU: on-chip memory).
+    """No latency of a kernel or program is below its roofline with L2 (TPU: on-chip memory).
 
-    The models hold their kernels to it: :func:`estimates_below_roofline` looks at what they say
-    without.
+    The models clamp their kernels to it; :func:`estimates_below_roofline` looks at the estimates
+    before that.
     """
     rows = [row for row in table if not row.error]
     failures = [
@@ -85,11 +87,12 @@ def not_below_roofline(table: Sequence[DeviceRow]) -> Check:
 
 
 def estimates_below_roofline(table: Sequence[DeviceRow]) -> Check:
-    """No estimate is below its roofline before the model holds it there.
+    """No estimate is below its roofline before the model clamps it.
 
-    A failure is a device, with the share of its kernels that had to be held, the estimate furthest
-    below, and programs whose kernels as estimated take less than physics allows the whole.
+    A failure names a device, the share of its kernels that were clamped, the estimate furthest
+    below, and programs whose unclamped kernels take less than physics allows the whole program.
     """
+    # Sorted by device: ``groupby`` joins only neighbouring rows.
     rows = sorted((row for row in table if not row.error), key=lambda row: row.device)
     failures = []
     for device, group in groupby(rows, key=lambda row: row.device):
@@ -133,7 +136,7 @@ def larger_batches(table: Sequence[DeviceRow], doubled: Sequence[DeviceRow]) -> 
 def device_orders(
     predictor: Predictor, devices: Sequence[DeviceSpec], lowering: str = "xla"
 ) -> list[Check]:
-    """Devices come in the order of their data sheets where one figure of those decides."""
+    """Devices are ordered as in their data sheets where a single figure decides."""
     if len(devices) < 2:
         return []
     from .device_rows import device_row
@@ -152,12 +155,12 @@ def device_orders(
 
 
 def in_order(name: str, table: Sequence[DeviceRow], rates: dict[str, float], unit: str) -> Check:
-    """The device with the higher rate is the faster one, of each two.
+    """Of every two devices, the one with the higher rate is faster.
 
     Args:
         name: Of the check.
         table: One program on several devices.
-        rates: What their data sheets say, by device.
+        rates: Rate from the data sheet, by device.
         unit: Of the rates.
     """
     failures = [f"{row.device}: {row.error}" for row in table if row.error]
@@ -165,6 +168,7 @@ def in_order(name: str, table: Sequence[DeviceRow], rates: dict[str, float], uni
     cases = 0
     for one, other in pairs:
         fast, slow = sorted((one, other), key=lambda row: -rates[row.device])
+        # Equal rates say nothing about the order.
         if rates[fast.device] == rates[slow.device]:
             continue
         cases += 1
@@ -181,6 +185,7 @@ def compute_bound(side: int = SIDE) -> SourceProgram:
 
     def chain(x: Any, w: Any) -> Any:
         for _ in range(PRODUCTS):
+            # Each product needs the result of the one before: nothing can overlap or be merged.
             x = x @ w
         return x
 
@@ -188,7 +193,7 @@ def compute_bound(side: int = SIDE) -> SourceProgram:
 
 
 def memory_bound(elements: int = ELEMENTS) -> SourceProgram:
-    """A sum of two long vectors of f32, one of them scaled."""
+    """A scaled sum of two long f32 vectors, as STREAM's triad."""
     return _traced(lambda x, y: 1.5 * x + y, ((elements,), (elements,)), "float32")
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ...predict.program.predictor import Predictor
 
 
-#: Programs by name: family of the zoo and settings, of sizes that compile in seconds.
+#: Programs by name: family of the zoo and settings, in sizes that compile in seconds.
 PROGRAMS: dict[str, str] = {
     "mlp": "mlp batch=4096 width=4096 layers=4 dtype=bf16",
     "mlp-train": "mlp batch=256 width=1024 layers=4 mode=train",
@@ -36,7 +36,7 @@ PROGRAMS: dict[str, str] = {
 }
 
 
-#: Share by which a sum may be below another for rounding alone.
+#: Relative tolerance for comparisons of sums in float64.
 ROUNDING = 1e-9
 
 
@@ -53,15 +53,15 @@ class DeviceRow:
         kernels: Kernels that take time.
         executions: Their executions.
         roofline_us: Program time of kernels at roofline and floor.
-        learned_us: Program time of kernels as the shipped model says.
+        learned_us: Program time of kernels by the shipped model.
         learned_lo_us: Lower end of its 90 % interval.
         learned_hi_us: Upper end.
         compiler_us: The same of the TPU compiler's own estimates, the roofline where it gives none;
             ``None`` for other platforms.
         least_us: Program time that physics allows, without launch and dispatch.
-        undercut: Kernels that the model says to be faster than physics allows.
-        unclamped_us: Program time of kernels as the model estimates them, not held to physics.
-        clamped: Kernels whose estimate had to be held to what physics allows.
+        undercut: Kernels whose latency is below what physics allows.
+        unclamped_us: Program time of the model's estimates before they are clamped to physics.
+        clamped: Kernels whose estimate was clamped to what physics allows.
         worst: Least ratio of an estimate to what physics allows; 1 if none is below.
         peak_memory_bytes: Peak device memory.
         memory_source: ``compiler`` or ``liveness``.
@@ -150,6 +150,7 @@ def device_row(
     start = time.perf_counter()
     try:
         lowered = lower(source, lowering, cache=predictor.cache, device=device)
+    # A compiler that does not start would fail for every program: the report ends instead.
     except CompilerStartError:
         raise
     except LoweringError as error:
@@ -172,7 +173,7 @@ def figures(
     least = least_seconds(kernels, device)
     takes = np.array([k.takes_time for k in kernels], bool)
     undercut = takes & (by_model.latency < least * (1 - ROUNDING))
-    # The model holds its answers to physics: whether it would be right without is told by these.
+    # Answers are clamped to physics; the unclamped estimates show what the model alone would say.
     clamped = takes & (learned.estimate < least * (1 - ROUNDING))
     ratios = learned.estimate[clamped] / least[clamped]
     peak, memory = lowered.peak_memory_bytes, device.memory_bytes
@@ -212,7 +213,7 @@ def _physics_us(
     if cycles is not None:
         estimated = np.where(cycles > 0, cycles / device.clock_hz, prediction.latency)
         prediction = replace(prediction, latency=estimated)
-    # The kernels alone differ: launches and overlap are those of the learned prediction.
+    # Only the kernels differ: launches and overlap are those of the learned prediction.
     program_model = predictor.model_for(device).program_model
     wall = program_model.predict(prediction.latency, lowered, device, prediction.lo, prediction.hi)
     return wall.latency * 1e6
@@ -220,6 +221,7 @@ def _physics_us(
 
 def _compiler_us(predictor: Predictor, lowered: LoweredProgram, device: DeviceSpec) -> float | None:
     cycles = np.array([k.cycles for k in lowered.kernels], float)
+    # Kernels carry cycles only where libtpu compiled them.
     if device.platform != "tpu" or not device.clock_hz or not cycles.any():
         return None
     return _physics_us(predictor, lowered, device, cycles)

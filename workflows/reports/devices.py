@@ -1,4 +1,4 @@
-"""The report on devices that are not here: programs of the zoo, lowered by each one's compiler."""
+"""The report on absent devices: programs of the zoo, lowered by each device's own compiler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..settings import DeviceReportSettings
     from .device_checks import Check
 
-#: What is reported unless told otherwise.
+#: Default devices of the report: GPUs and TPUs whose compilers run without the device.
 DEVICES = ("h100-sxm", "a100-sxm-80gb", "v100-sxm", "l4", "tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p")
 
 
@@ -61,7 +61,7 @@ def run_device_report(
 
 
 def _require_compilers(devices: Sequence[DeviceSpec], lowering: str) -> None:
-    """Say at once that a compiler is missing, not once for each program."""
+    """Raise at once if a compiler is missing, instead of failing for each program."""
     from ...features.lowering.target_compiler.target import target_of
 
     if lowering == "xla":
@@ -128,7 +128,7 @@ def cells_of(row: DeviceRow) -> tuple[str, ...]:
 
 
 def check_lines(checks: Sequence[Check]) -> list[str]:
-    """What physics demands, met or not, a line each, and a line for each failure."""
+    """One line for each check, and one for each of its failures."""
     lines = []
     for check in checks:
         state = "met" if check.passed else "NOT met" if check.cases else "not tested"

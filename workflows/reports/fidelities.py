@@ -1,4 +1,4 @@
-"""Cross-fidelity table over the zoo: do estimators order programs and kernels alike?"""
+"""Cross-fidelity table over the zoo: do estimators rank programs and kernels alike?"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ...predict.program.predictor import Predictor
     from ..settings import FidelitySettings
 
-#: Raised when what is kept of a program changes.
+#: Version of the stored answers; increased when their content changes.
 VERSION = 1
 #: Programs that compile for a TPU in seconds, not all of them tiny: a family and its settings.
 PROGRAMS = (
@@ -38,7 +38,7 @@ PROGRAMS = (
     "llama layers=1 dim=512 heads=8 kv_heads=4 hidden=1024 seq=128 vocab=2000 batch=2",
     "dlrm batch=16 tables=4 rows=100 dim=16 bottom=32 top=32",
 )
-#: Least programs or kernels for a rank correlation.
+#: Fewest programs or kernels for a rank correlation; with two it could only be 1 or -1.
 LEAST = 3
 #: Characters of a program's name in the printed table.
 _TITLE = 38
@@ -180,14 +180,16 @@ def _tasks(settings: FidelitySettings) -> Iterator[tuple[str, str]]:
     own = [(family, parse_settings(family, sizes)) for family, *sizes in split]
     programs = suite(settings.suite) if settings.suite else own
     if settings.limit and settings.limit < len(programs):
+        # Evenly over the suite, not its first programs, so that most families stay.
         places = np.linspace(0, len(programs) - 1, settings.limit).round().astype(int)
         programs = [programs[i] for i in places.tolist()]
     for family, sizes in programs:
+        # Locations hold paths of this machine, which would change the key of equal programs.
         yield workload_name(family, sizes), build(family, **sizes).mlir(debug_info=False)
 
 
 def _marks(predictors: Mapping[str, Predictor], device: DeviceSpec) -> list[str]:
-    """What an answer depends on besides the program: models, their parameters and versions."""
+    """What an answer depends on besides program and device: models, parameters and versions."""
     from ...predict.locate import is_untrained, model_hash
     from ...predict.program.fidelities import LEARNED
 
@@ -224,6 +226,7 @@ def _ask(
     except LoweringError as error:
         return {**named, "reason": str(error)}
     predictions = [fidelity(name, own, lowered, device) for name, own in predictors.items()]
+    # Reversed, so that the first of equal kernels is the one kept.
     first = {k.hash: i for i, k in reversed(list(enumerate(lowered.kernels))) if k.takes_time}
     kernels = [
         {

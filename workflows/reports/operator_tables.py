@@ -12,7 +12,7 @@ from ...common.tables_text import percent
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: Figures of printed tables: title, and the noise that belongs beside.
+#: Figures of the printed tables: title, and the column of label noise to print beside it.
 FIGURES = {
     "mape": ("mean APE", "noise_mape"),
     "median_ape": ("median APE", "noise_median_ape"),
@@ -82,6 +82,7 @@ def metric_names(figures: pd.DataFrame) -> dict[str, float]:
     for row in figures.to_dict("records"):
         words = [row["study"], row["left_out"], row["split"], row["key"]]
         words += [f"{row['samples']} samples"] if row["samples"] else []
+        # Slashes separate the parts, and MLflow does not allow a plus sign.
         prefix = "/".join(str(w).replace("/", ".").replace("+", " ") for w in words if w)
         metrics |= {f"{prefix}/{name}": float(row[name]) for name in FIGURES}
     return metrics

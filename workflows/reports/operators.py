@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Second measurements of rows of the tensor-core pack.
+#: Table of second measurements of rows of the tensor-core pack.
 REPEATS = "repeats_tc.parquet"
-#: What one row of the figures in the file is.
+#: Columns that identify one row of the figures in the file.
 CELL = ("study", "estimator", "left_out", "samples", "split", "key", "dtype", "device")
 
 
@@ -86,6 +86,7 @@ def _load(folder: Path, methods: set[str]) -> tuple[pd.DataFrame, dict[str, Devi
         expected = "expected " + ", ".join(OPERATOR_FILES)
         raise DatasetError("no operator table here", where=str(folder), hint=expected)
     columns = ("id", "source", "split", "latency_us")
+    # Filtered while reading: the packs hold millions of rows.
     wanted = [("source", "in", [s for s, method in METHODS.items() if method in methods])]
     tables = [t for t in (_table(path, columns, wanted) for path in files) if len(t)]
     if not tables:
@@ -115,6 +116,7 @@ def _noise(folder: Path, rows: pd.DataFrame) -> pd.DataFrame:
 
     columns = ("family", "dtype", "latency_first_us", "latency_us")
     repeats = [repeat_noise(_table(path, columns)) for path in sorted(folder.rglob(REPEATS))]
+    # Second measurements are better evidence of noise than two rows of equal parameters.
     repeated = {key for table in repeats for key in set(table["key"])}
     return pd.concat(
         [*repeats, replicate_noise(rows[~rows["key"].isin(repeated)])], ignore_index=True
@@ -122,6 +124,7 @@ def _noise(folder: Path, rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _digest(rows: pd.DataFrame) -> str:
+    # Identifiers and labels: what a figure depends on, whatever columns the tables have.
     labels = rows[["id", "latency_us"]].astype({"id": str})
     hashes = pd.util.hash_pandas_object(labels, index=False).to_numpy()
     return hashlib.sha256(hashes.tobytes()).hexdigest()[:16]

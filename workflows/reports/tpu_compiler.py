@@ -1,4 +1,4 @@
-"""Whole programs: what the TPU's compiler expects of them beside what a model predicts."""
+"""Compare the TPU compiler's estimates of whole programs with a model's predictions."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Agreement:
         program: Name of the program's file.
         device: Where it would run.
         kernels: Kernels that take time.
-        unestimated: Of those, how many the compiler gives no estimate of.
-        compiler_us: Sum of the compiler's estimates, of the kernels that have one.
+        unestimated: Of those, how many have no estimate from the compiler.
+        compiler_us: Sum of the compiler's estimates over the kernels that have one.
         predicted_us: Sum of the predictions for the same kernels.
         left_us: Sum of the predictions for the others, which are never free.
         step_us: Predicted time of the whole program, its asynchronous copies beside the rest.
@@ -79,11 +79,13 @@ def agreement(program: Path, device: DeviceSpec, predictor: Predictor) -> Agreem
     prediction = predictor.predict_lowered(lowered, device)
     seconds = time.perf_counter() - start
     rows = [
+        # libtpu's ``estimated_cycles`` count the device's clock.
         (k.cycles / device.clock_hz * 1e6 * k.multiplicity, e.latency_us * k.multiplicity)
         for k, e in zip(lowered.kernels, prediction.kernels, strict=True)
         if k.takes_time
     ]
     fused = None
+    # Optimised HLO has been fused already, so there is no StableHLO left to fuse again.
     if not source.program.is_scheduled:
         fused = predictor.predict(source, device=device, lowering="fused").latency_us
     return Agreement(
