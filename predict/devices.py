@@ -64,7 +64,7 @@ def resolve_device(
 
 
 def cluster_device(cluster: Cluster, known: Mapping[str, DeviceSpec] | None = None) -> DeviceSpec:
-    """The device that a cluster is made of.
+    """Find the description of a cluster's device.
 
     Args:
         cluster: The cluster.

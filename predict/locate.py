@@ -22,12 +22,12 @@ PLATFORM_DEFAULTS = {"gpu": GPU_MODEL, "tpu": TPU_MODEL}
 
 
 def registered() -> Path:
-    """Folder of the models that the user registered with ``opcast train --register NAME``."""
+    """Return the folder of models registered with ``opcast train --register NAME``."""
     return home() / "models"
 
 
 def available() -> dict[str, Path]:
-    """Model folders by name; registered ones shadow shipped ones."""
+    """Return model folders by name; registered models shadow shipped ones."""
     return {
         folder.name: folder
         # Later entries of a dict win: a registered model shadows the shipped one of its name.
@@ -39,7 +39,7 @@ def available() -> dict[str, Path]:
 
 
 def find_model(model: str | Path) -> Path:
-    """Folder of a model given by name or path.
+    """Find the folder of a model given by name or path.
 
     Raises:
         ModelError: Neither a model folder nor a known name; the message lists the names.
@@ -61,7 +61,7 @@ def find_model(model: str | Path) -> Path:
 
 
 def trained_devices() -> dict[str, DeviceSpec]:
-    """Devices that the shipped and registered models of programs describe, by name.
+    """Collect the devices described by shipped and registered models of programs, by name.
 
     A model that cannot be read contributes none; whoever loads it gets the error.
     """
@@ -86,7 +86,7 @@ def is_untrained(model: str | Path) -> bool:
 
 
 def model_hash(model: str | Path) -> str:
-    """Digest of a model: of its manifest, which has the digests of its files.
+    """Compute a model's digest, that of its manifest, which holds the digests of its files.
 
     Args:
         model: Name or folder; ``default`` stands for the models of all platforms.

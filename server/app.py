@@ -85,7 +85,7 @@ def _collect_rarely() -> None:
 
 
 def _add_information(app: FastAPI, service: Service) -> None:
-    """Endpoints that tell what is there."""
+    """Add the endpoints that describe the server."""
 
     @app.get("/health", responses=documents.FREE)
     async def health() -> schemas.Health:
@@ -97,22 +97,22 @@ def _add_information(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", responses=documents.METRICS, response_class=Response)
     async def metrics() -> Response:
-        """Figures for Prometheus: requests, times, batches, cache, crashes."""
+        """Metrics for Prometheus: requests, times, batches, cache, crashes."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
     @app.get("/v1/devices", response_model=list[schemas.DeviceEntry], responses=documents.LIMITED)
     async def devices() -> Response:
-        """Devices that predictions can be asked for."""
+        """List the devices that can be predicted."""
         return json_response(service.devices())
 
     @app.get("/v1/models", response_model=list[schemas.ModelEntry], responses=documents.LIMITED)
     async def models() -> Response:
-        """Models that are served."""
+        """List the models that are served."""
         return json_response(list(service.models.values()))
 
 
 def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
-    """Endpoints that predict. Bodies are read by hand: FastAPI's way is several times slower.
+    """Add the endpoints that predict; they read bodies by hand, several times faster than FastAPI.
 
     Returns:
         Their handlers by path.
@@ -125,7 +125,7 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
         response_class=Response,
     )
     async def predict_kernels(request: Request) -> Response:
-        """Predict many kernels or operators: as texts, by column, or as HLO modules."""
+        """Predict many kernels or operators, given as texts, by column, or as HLO modules."""
         query = await _body(request, schemas.QUERY)
         model = service.model(query.model)
         device = service.device(model, query.device)
@@ -138,7 +138,7 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
         response_class=Response,
     )
     async def predict_program(request: Request) -> Response:
-        """Predict a program: as JSON, or uploaded as it is with its options in the query."""
+        """Predict a program given as JSON, or uploaded unchanged with its options in the query."""
         task, payload = await _program_task(request, service)
         status, body = await service.sandbox.run(task | {"kind": "program"}, payload)
         return json_response(body, status)
@@ -150,7 +150,7 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
         response_class=Response,
     )
     async def report(request: Request) -> Response:
-        """The page of a program, with other devices beside; bodies as for a prediction."""
+        """Make the page of a program, compared with other devices; bodies as of a prediction."""
         task, payload = await _program_task(request, service)
         status, body = await service.sandbox.run(task | {"kind": "report"}, payload)
         return page_response(body) if status == 200 else json_response(body, status)
@@ -202,7 +202,7 @@ async def _program_task(request: Request, service: Service) -> tuple[dict[str, A
 
 
 async def _body(request: Request, kind: TypeAdapter[T]) -> T:
-    """The body as JSON of a schema.
+    """Parse the body as JSON of a schema.
 
     Raises:
         RequestError: It is of another type or schema.
@@ -255,7 +255,7 @@ def _media_type(request: Request) -> str:
 
 
 def _malformed(errors: Any) -> RequestError:
-    """The first validation error with its location."""
+    """Convert the first validation error, with its location."""
     first = errors[0]
     place = list(first.get("loc", ()))
     if len(place) > 1 and place[0] in ("ops", "columns", "kernels"):  # the form of the body

@@ -45,7 +45,7 @@ class MicroBatcher:
         self._running: asyncio.Task[None] | None = None
 
     async def ask(self, group: Hashable, work: Any, rows: int) -> Any:
-        """The answer to a query.
+        """Wait for the answer to a query.
 
         Args:
             group: Queries of one group can be computed together.
@@ -71,7 +71,7 @@ class MicroBatcher:
             self._running = None
 
     def _next(self) -> list[_Item]:
-        """The oldest query and others of its group, up to the most rows of a batch."""
+        """Take the oldest query and others of its group, up to :data:`BATCH_ROWS` rows."""
         group, rows = self._waiting[0].group, 0
         batch: list[_Item] = []
         rest: list[_Item] = []

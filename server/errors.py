@@ -34,7 +34,7 @@ class RequestError(OpcastError):
 
 
 def status_of(error: OpcastError) -> int:
-    """HTTP status of an error.
+    """Return the HTTP status of an error.
 
     A :class:`RequestError` has its own; faults of opcast are 500, unknown devices and models 404,
     and everything else, which the sender can correct, is 422.
@@ -47,13 +47,13 @@ def status_of(error: OpcastError) -> int:
 
 
 def error_data(error: OpcastError) -> dict[str, Any]:
-    """Content of an error response."""
+    """Return the content of an error response."""
     name = error.name if isinstance(error, RequestError) else type(error).__name__
     return {"error": name, "what": error.what, "where": error.where, "hint": error.hint}
 
 
 def error_response(error: OpcastError) -> Response:
-    """The response to a request that caused an error."""
+    """Make the response to a request that caused an error."""
     status = status_of(error)
     headers = {}
     if status == 503:
@@ -67,11 +67,11 @@ def error_response(error: OpcastError) -> Response:
 
 
 def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A response with plain data; surrogates that came in with a request are replaced."""
+    """Make a response with plain data; surrogates that a request brought are replaced."""
     body = data if isinstance(data, bytes) else to_json(data)
     return Response(body, status, headers, "application/json")
 
 
 def page_response(page: bytes) -> Response:
-    """A response with a page, which carries its own content security policy."""
+    """Make a response with a page, which carries its own content security policy."""
     return Response(page, 200, None, "text/html; charset=utf-8")

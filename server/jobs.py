@@ -61,7 +61,7 @@ def _reply(result: dict[str, Any]) -> Reply:
 def predict_program(
     predictors: Predictors, task: Mapping[str, Any], payload: bytes
 ) -> dict[str, Any]:
-    """The prediction of a program, as ``opcast predict --json`` prints it.
+    """Predict a program, as ``opcast predict --json`` prints it.
 
     Raises:
         OpcastError: The program, device or lowering is not usable.
@@ -73,7 +73,7 @@ def predict_program(
 
 
 def report(predictors: Predictors, task: Mapping[str, Any], payload: bytes) -> str:
-    """The page of a program, as ``opcast report program`` writes it.
+    """Make the page of a program, as ``opcast report program`` writes it.
 
     Raises:
         OpcastError: The program, device or lowering is not usable.
@@ -86,7 +86,7 @@ def report(predictors: Predictors, task: Mapping[str, Any], payload: bytes) -> s
 
 
 def _read(task: Mapping[str, Any], payload: bytes) -> tuple[SourceProgram, LoweringOptions]:
-    """A program, and how the server may lower it.
+    """Read a program, and decide how the server may lower it.
 
     Raises:
         ProgramError: It cannot be read.
@@ -114,7 +114,7 @@ def _read(task: Mapping[str, Any], payload: bytes) -> tuple[SourceProgram, Lower
 def predict_kernels(
     predictors: Predictors, task: Mapping[str, Any], payload: bytes
 ) -> dict[str, Any]:
-    """Columns of predictions of kernels given as HLO text.
+    """Predict kernels given as HLO text, by column.
 
     Raises:
         OpcastError: A text is not a kernel, or the device is unknown.
@@ -151,7 +151,7 @@ def predict_kernels(
 
 
 def simulate(predictors: Predictors, task: Mapping[str, Any], payload: bytes) -> dict[str, Any]:
-    """A step on a cluster, as ``opcast simulate --json`` prints it.
+    """Predict a step on a cluster, as ``opcast simulate --json`` prints it.
 
     Raises:
         OpcastError: The workload, plan, cluster or model does not fit.
@@ -186,7 +186,7 @@ def _refused(what: str, hint: str) -> Reply:
 
 
 def ended(task: Mapping[str, Any]) -> OpcastError:
-    """The error of a task whose process died."""
+    """Make the error of a task whose process died."""
     what = "the process that read it crashed, or needed more memory than the server allows"
     kind = LoweringError if task["kind"] == "simulate" else ProgramError
     return kind(what, where=str(task["kind"]), hint="is it complete and well formed?")

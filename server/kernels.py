@@ -39,7 +39,7 @@ class _Group(NamedTuple):
 
 
 class KernelService:
-    """Latencies of kernels and operators.
+    """Answers queries on kernels and operators.
 
     Args:
         settings: Limits.
@@ -73,7 +73,7 @@ class KernelService:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def answer(self, query: AnyQuery, model: str, device: DeviceSpec) -> dict[str, Any]:
-        """Predictions by column, as :class:`~opcast.server.schemas.KernelAnswers` has them.
+        """Predict by column; see :class:`~opcast.server.schemas.KernelAnswers`.
 
         Raises:
             OpcastError: A row is no operator or kernel, or a field is unknown.
@@ -138,7 +138,7 @@ class KernelService:
     async def _fresh(
         self, group: _Group, work: Any, keys: Sequence[Hashable]
     ) -> dict[Hashable, Any]:
-        """Computed rows by key, remembered."""
+        """Compute rows, remember them, and return them by key."""
         columns = await self._batches[group.kernels].ask(group, work, len(keys))
         rows = dict(zip(keys, zip(*columns, strict=True), strict=True))
         for key, value in rows.items():
@@ -157,7 +157,7 @@ class KernelService:
         self.metrics.batch.observe(rows)
 
     async def _compute(self, group: _Group, works: Sequence[Any]) -> list[list[Sequence[Any]]]:
-        """Columns of each of the works of a group."""
+        """Compute the works of a group together; returns the columns of each."""
         # Rows of all queries form one table; the answers are cut at these positions.
         ends = np.cumsum([len(work) for work in works])
         if group.kernels:

@@ -47,5 +47,5 @@ class Metrics:
         self.seconds.labels(path).observe(seconds)
 
     def text(self) -> bytes:
-        """All figures in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -52,7 +52,7 @@ def serve(settings: ServerSettings, ready: Callable[[str], None] = lambda url: N
 
 
 def bound(settings: ServerSettings) -> socket.socket:
-    """A socket that listens at the address of the settings.
+    """Bind a socket to the address of the settings.
 
     Raises:
         ServeError: It is taken, not this machine's, or not permitted.

@@ -91,7 +91,7 @@ class Sandbox:
         )
 
     async def run(self, task: Mapping[str, Any], payload: bytes) -> Reply:
-        """Status and JSON of a task.
+        """Run a task; returns its status and body.
 
         Args:
             task: As :func:`~opcast.server.jobs.answer` takes it; its limits are added.
@@ -161,7 +161,7 @@ class Sandbox:
 
 
 def out_of_time(limit_s: float) -> RequestError:
-    """The error of a request that took too long."""
+    """Make the error of a request that took too long."""
     return RequestError(
         504,
         f"it takes longer than {limit_s:g} s",

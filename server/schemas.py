@@ -29,7 +29,7 @@ PROGRAM = (
 
 
 class Body(BaseModel):
-    """A body of a request: JSON types are taken as they are, unknown keys are refused."""
+    """A request body: JSON types are not converted, unknown keys are refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -54,7 +54,7 @@ class OpsQuery(_Kernels):
 
 
 class ColumnsQuery(_Kernels):
-    """Operators of one family by column: a number, or one for each row; texts hold for all rows."""
+    """Operators of one family by column: one number, or one per row; texts apply to all rows."""
 
     operator: Annotated[str, Field(max_length=80)] = Field(
         description="Family, or method/family, as the first word of an operator's text."
@@ -91,7 +91,7 @@ class KernelsQuery(_Kernels):
 
 # Pydantic's union would validate a large body against each form in turn.
 def _form(value: Any) -> str:
-    """Which of the three bodies a body of kernels is."""
+    """Tell which of the three forms a body of kernels has."""
     given = value if isinstance(value, dict) else {}
     return next((name for name in ("ops", "kernels") if name in given), "columns")
 
@@ -106,7 +106,7 @@ QUERY: TypeAdapter[OpsQuery | ColumnsQuery | KernelsQuery] = TypeAdapter(Query)
 
 
 class ProgramOptions(BaseModel):
-    """What to predict a program for, and how."""
+    """Options of a program's prediction."""
 
     # Not strict: in a query every value is a text.
     model_config = ConfigDict(extra="forbid")
@@ -186,7 +186,7 @@ class KernelAnswers(BaseModel):
 
 
 class DeviceEntry(BaseModel):
-    """A device that predictions can be asked for."""
+    """A device that can be predicted."""
 
     name: str
     platform: str

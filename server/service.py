@@ -26,7 +26,7 @@ _REMEMBERED = 4096
 
 
 class Service:
-    """Everything behind the endpoints.
+    """State and look-ups behind the endpoints.
 
     Args:
         settings: How the server was started.
@@ -63,7 +63,7 @@ class Service:
         self.sandbox.close()
 
     def model(self, name: str | None) -> str:
-        """The model that a request names, or the first.
+        """Find the model that a request names, or the first one.
 
         Raises:
             ModelError: It is not served.
@@ -75,7 +75,7 @@ class Service:
         return chosen
 
     def device(self, model: str, name: str) -> DeviceSpec:
-        """The description of a device by name; files and the server's own device are excluded.
+        """Find a device by name; files and the server's own device are excluded.
 
         Raises:
             DeviceError: It is not known.
@@ -95,15 +95,15 @@ class Service:
         return spec
 
     def check_device(self, model: str, name: str) -> str:
-        """Name of a device that :meth:`device` knows."""
+        """Return the canonical name of a device; see :meth:`device`."""
         return self.device(model, name).name
 
     def operator_model(self, name: str | None) -> str:
-        """The operator model for a simulation: that of a served model, or ``roofline`` for none."""
+        """Find the operator model for a simulation: a served model's, or ``roofline`` for none."""
         return "roofline" if name == "roofline" else self.model(name)
 
     def program_model(self, name: str | None) -> str:
-        """The model for a program.
+        """Find the model for a program.
 
         Raises:
             RequestError: It is one of library operators.
@@ -136,7 +136,7 @@ class Service:
         return entries
 
     def devices(self) -> list[dict[str, Any]]:
-        """Entries of ``GET /v1/devices``: those of the models and of the catalogue."""
+        """List the entries of ``GET /v1/devices``: devices of the models and of the catalogue."""
         specs = {name: find_device(name) for name in device_names()}
         return [
             {

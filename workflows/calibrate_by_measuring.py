@@ -68,7 +68,7 @@ class Round:
     Attributes:
         learned: Kernels that the model had learned before the round.
         kernels: Kernels measured in the round.
-        programs: Programs of the round.
+        programs: Names of the programs of the round.
         before: Median relative error on them of the model without correction.
         error: The same of the model as corrected by the earlier rounds.
         seconds: Since the start.
@@ -91,7 +91,7 @@ class Samples:
     programs: dict[str, str] = field(default_factory=dict)
 
     def add(self, rows: Sequence[dict[str, Any]]) -> list[str]:
-        """Take over the kernel rows of a measurement; returns the hashes of new kernels."""
+        """Add the kernel rows of a measurement; returns the hashes of new kernels."""
         from ..features.kernels.extract import kernels_from_irs
 
         # A latency of zero is a kernel that the trace's clock could not resolve.
@@ -173,7 +173,7 @@ class Calibration:
         return self.rounds
 
     def _candidates(self) -> list[Candidate]:
-        """Programs of one op and of the zoo in turn, as many as compile in their time."""
+        """Compile single-op and zoo programs in turn, as many as the time for compiling allows."""
         from ..datagen.profile.plan import Item, zoo_suite
 
         seed, suite = self._settings.seed, self._settings.suite
@@ -351,7 +351,7 @@ def run_calibrate_budget(console: Console, settings: CalibrateSettings) -> list[
 
 
 def local_device(device: str, model: CostModel) -> DeviceSpec:
-    """Description of the local device, measured first if necessary.
+    """Describe the local device, measuring it first if necessary.
 
     Raises:
         DeviceError: ``device`` names another one.
@@ -401,7 +401,7 @@ def _remeasured(spec: DeviceSpec, model: CostModel) -> DeviceSpec:
 
 
 def rounds_table(rounds: Sequence[Round]) -> pd.DataFrame:
-    """One row per round, errors in per cent."""
+    """Tabulate rounds, with errors in per cent."""
     import pandas as pd
 
     return pd.DataFrame(

@@ -90,7 +90,7 @@ def run_calibrate_operators(
 def _trials(
     console: Console, model: OpModel, rows: pd.DataFrame, spec: DeviceSpec, samples: int, seed: int
 ) -> list[Trial]:
-    """One trial for each family that has enough rows."""
+    """Prepare a trial for each family that has enough rows."""
     from ..models.operators.curves import Trial
 
     trials = []

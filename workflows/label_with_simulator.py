@@ -158,7 +158,7 @@ def _rows(
 def _writer(
     folder: Path, estimator: SimulatorEstimator, device: DeviceSpec, lowering: str
 ) -> RunWriter:
-    """The run of one tool, device and lowering in a dataset, taken up again if it is there."""
+    """Open the run of one tool, device and lowering in a dataset, resuming an existing one."""
     from ..datagen.dataset_folder import RunWriter
 
     # Labels of other versions, parameters or device figures must not join this run.

@@ -85,13 +85,13 @@ def show_model(console: Console, name: str, *, as_json: bool) -> None:
 
 
 def card_of(folder: Path) -> str:
-    """Text of a model's card: in its folder, or beside the shipped models; empty if none."""
+    """Read a model's card from its folder or from the shipped cards; empty if there is none."""
     places = (folder / CARD, CARDS / f"{folder.name}.md")
     return next((place.read_text() for place in places if place.is_file()), "")
 
 
 def figures(manifest: Mapping[str, Any]) -> pd.DataFrame:
-    """Errors recorded in a manifest: on each split, and on each chip left out of training."""
+    """Tabulate a manifest's errors: on each split, and on each chip left out of training."""
     rows = []
     for key, family in manifest.get("families", {}).items():
         for chip, errors in family.get("left_out", {}).items():

@@ -86,7 +86,7 @@ def _train_or_choose(
 
 
 def _run_of(result: TrainResult, folder: Path, model: str, split: str, seed: int) -> RunLog:
-    """What is logged of a training on kernels."""
+    """Collect what is logged of a training on kernels."""
     from ..models.tracking.mlflow_store import RunLog
     from ..models.tracking.plots import all_figures
 
@@ -117,7 +117,7 @@ def _run_of(result: TrainResult, folder: Path, model: str, split: str, seed: int
 
 
 def _tracked_rows(result: TrainResult, split: str) -> pd.DataFrame:
-    """Predictions of the test part, kernels and programs."""
+    """Collect predictions of the test part, kernels and programs."""
     from ..models.tracking.mlflow_store import tidy
 
     kernels = tidy(result.predictions, split)
@@ -128,5 +128,5 @@ def _tracked_rows(result: TrainResult, split: str) -> pd.DataFrame:
 
 
 def _metric_name(name: str) -> str:
-    """MLflow allows letters, digits and ``_ - . / space :``."""
+    """Make a name that MLflow allows: letters, digits and ``_ - . / space :``."""
     return name.replace("=", ":")

@@ -116,7 +116,7 @@ def _run_of(
     judged: pd.DataFrame,
     folder: Path,
 ) -> RunLog:
-    """What is logged of a training on operators."""
+    """Collect what is logged of a training on operators."""
     from ..models.operators.report import flat
     from ..models.tracking.mlflow_store import RunLog, tidy
 

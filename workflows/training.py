@@ -66,7 +66,7 @@ def log_training(console: Console, run: RunLog, register: str | None) -> None:
 
 
 def without_devices(dataset: Dataset, exclude: Sequence[str]) -> Dataset:
-    """A dataset without the rows of some devices.
+    """Remove the rows of some devices from a dataset.
 
     Raises:
         DatasetError: A device is not in the dataset.
@@ -81,7 +81,7 @@ def without_devices(dataset: Dataset, exclude: Sequence[str]) -> Dataset:
 
 
 def catalogue_names(devices: Sequence[str]) -> list[str]:
-    """Devices as the catalogue names them."""
+    """Replace aliases of devices by their catalogue names."""
     from ..features.devices.catalogue import find_device
 
     return [find_device(name).name for name in devices]

@@ -20,30 +20,30 @@ FACTOR = 1.4
 
 
 def learned_time(kind: str, size: float, ranks: Sequence[int], cluster: Cluster) -> Estimate:
-    """Time of a collective from the fitted curves where they apply, else from closed forms."""
+    """Estimate a collective from the fitted curves where they apply, else from closed forms."""
     found = _collectives().estimate(kind, size, ranks, cluster)
     return Estimate(found.latency, found.lo, found.hi)
 
 
 def analytical_time(kind: str, size: float, ranks: Sequence[int], cluster: Cluster) -> Estimate:
-    """Time of a collective from closed forms alone, without any measurement."""
+    """Estimate a collective from closed forms alone, without any measurement."""
     found = collective_latency_s(kind, size, ranks, cluster)
     return Estimate(found, found / FACTOR, found * FACTOR)
 
 
 class ClusterNetwork:
-    """Collectives of one cluster.
+    """Prices the collectives of one cluster.
 
     Args:
-        cluster: Where the ranks are.
-        time: Time of a collective.
+        cluster: The devices and their links.
+        time: Estimates the time of a collective.
     """
 
     def __init__(self, cluster: Cluster, time: CollectiveTime = learned_time) -> None:
         self.cluster, self.time = cluster, time
 
     def __call__(self, kind: str, size: float, group: Group) -> Estimate:
-        """Time of a collective, ``size`` as in :class:`~opcast.simulate.step.calls.CommCall`."""
+        """Return the time of a collective; ``size`` is that of a :class:`.CommCall`."""
         ranks = range(0, group.size * group.stride, group.stride)
         # Steps count an all-gather's full buffer, as nccl-tests does; the estimators count what one
         # rank contributes. For every other collective the two conventions agree.

@@ -72,7 +72,7 @@ class PartitionedPrediction:
 
     @property
     def fits(self) -> bool:
-        """Whether one device's memory suffices."""
+        """Whether the peak fits into one device's memory; true if its size is not known."""
         return not self.capacity_bytes or self.peak_memory_bytes <= self.capacity_bytes
 
     def by_collective(self) -> dict[str, tuple[float, float, float]]:
@@ -189,7 +189,7 @@ class _Job:
     scheduled: bool
 
     def run(self, seconds: np.ndarray, side: int = 0) -> tuple[list[Node], np.ndarray, StreamRun]:
-        """Nodes, seconds of their collectives, and when all of them run.
+        """Simulate the program; returns nodes, seconds of their collectives, and the schedule.
 
         Args:
             seconds: Of the kernels.
@@ -276,7 +276,7 @@ def _notes(lowered: LoweredProgram, scheduled: bool, devices: int, cluster: Clus
 
 
 def stream_trace(prediction: PartitionedPrediction) -> dict[str, Any]:
-    """Chrome trace of one device: computation, and communication beside it."""
+    """Make a Chrome trace of one device: computation, and communication beside it."""
     trace = ChromeTrace()
     trace.process(f"{prediction.device} of {prediction.cluster}")
     for track, name in enumerate(("compute", "communication")):

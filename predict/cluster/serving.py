@@ -119,7 +119,7 @@ class ServingPredictor:
         self._prefill, self._decode = _Grid(self._prefill_at), _Grid(self._decode_at)
 
     def cache_tokens(self) -> int:
-        """Capacity of a replica's key-value cache in tokens: the memory left by weights and driver.
+        """Return how many tokens a replica's key-value cache holds beside weights and driver.
 
         Raises:
             PlanError: The weights alone do not fit, or the device's memory is not known.
@@ -175,11 +175,11 @@ class ServingPredictor:
         )
 
     def seconds(self, chunks: Sequence[Chunk], batch: int, length: float) -> float:
-        """Seconds of an iteration, as :data:`~opcast.simulate.serving.IterationSeconds`."""
+        """Estimate an iteration; see :data:`~opcast.simulate.serving.IterationSeconds`."""
         return self.estimate(chunks, batch, length).seconds
 
     def estimate(self, chunks: Sequence[Chunk], batch: int, length: float) -> Estimate:
-        """Seconds of an iteration with its 90 % interval.
+        """Estimate the seconds of an iteration, with a 90 % interval.
 
         All tokens share the matrix products; the vocabulary projection sees only the last token
         of each sequence. Attention is one kernel for all chunks of prompts and one for decoding. A
@@ -224,7 +224,7 @@ class ServingPredictor:
         return self._sum([OpCall("head", "linear", shape, w.dtype)])
 
     def _prefill_at(self, sequences: int, tokens: int, past: int) -> Estimate:
-        """Attention of ``sequences`` parts of prompts, each of ``tokens`` after ``past`` others."""
+        """Attention of ``sequences`` prompt chunks, each of ``tokens`` after ``past`` others."""
         shape = (sequences, *self._heads(), tokens, past + tokens, 1)
         return self._attention(OpCall("attention", "attention", shape, self.workload.dtype))
 
@@ -243,7 +243,7 @@ class ServingPredictor:
     def _sum(
         self, ops: Sequence[OpCall], layers: int = 1, sent: CommCall | None = None
     ) -> Estimate:
-        """Operators and a collective one after the other in each layer; their errors correlate."""
+        """Add up operators and a collective over all layers; their errors correlate."""
         times = [Estimate(*row) for row in self._latency(ops)]
         if sent is not None and sent.needed:
             times.append(self._network(sent.kind, sent.size, sent.group).times(sent.times))
@@ -298,7 +298,7 @@ def _neighbours(size: float) -> list[tuple[int, float]]:
 def poisson_requests(
     rate: float, count: int, prompt: int, output: int, seed: int = 0
 ) -> list[Request]:
-    """Random requests: Poisson arrivals, with geometrically distributed lengths.
+    """Draw random requests: Poisson arrivals, geometrically distributed lengths.
 
     Args:
         rate: Requests a second on average.

@@ -142,7 +142,7 @@ class StepPredictor:
         *,
         remedy: bool = True,
     ) -> StepPrediction:
-        """Time and memory of a step.
+        """Predict time and memory of a step.
 
         Args:
             workload: What is trained.
@@ -266,6 +266,6 @@ def _contention(spec: DeviceSpec) -> float:
 
 
 def breakdown(prediction: StepPrediction) -> list[tuple[str, float]]:
-    """Parts of the step in seconds: computation, exposed communication, bubble."""
+    """Split a step into computation, exposed communication and bubble, in seconds."""
     s = prediction.step
     return [("computation", s.compute), ("exposed communication", s.exposed), ("bubble", s.bubble)]

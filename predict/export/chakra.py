@@ -59,7 +59,7 @@ def export_chakra(
 
 
 def summary(traces: list[list[EtNode]]) -> dict[str, Any]:
-    """What :func:`export_chakra` returns."""
+    """Summarise traces; see :func:`export_chakra`."""
     # Every rank runs the same program, so rank 0 stands for all.
     first = traces[0]
     collectives: dict[str, dict[str, int]] = {}

@@ -29,7 +29,7 @@ _HASH = "Digest of the model: opcast hespas fills it in"
 
 
 class OpcastEstimator(ComputeEstimator):
-    """Whole modules. Options: ``device``, ``model``, ``lowering`` and ``model_hash``."""
+    """Estimates whole modules. Options: ``device``, ``model``, ``lowering`` and ``model_hash``."""
 
     display_name = "opcast"
     device = ConfigOption(str, description=_DEVICE)
@@ -57,7 +57,7 @@ class OpcastEstimator(ComputeEstimator):
 
 
 class OpcastOpEstimator(ComputeEstimator):
-    """Operations one by one. Options: ``device``, ``model`` and ``model_hash``."""
+    """Estimates operations one by one. Options: ``device``, ``model`` and ``model_hash``."""
 
     display_name = "opcast_op"
     device = ConfigOption(str, description=_DEVICE)
@@ -70,12 +70,12 @@ class OpcastOpEstimator(ComputeEstimator):
 
     @register_op_handler(["stablehlo.dot_general", "stablehlo.dot", "stablehlo.convolution"])
     def handle_product(self, op_info: Any) -> Any:
-        """A product on the matrix unit."""
+        """Estimate a matrix product or convolution."""
         return self._estimate(op_info)
 
     @register_default_op_handler
     def handle_other(self, op_info: Any) -> Any:
-        """Any other operation."""
+        """Estimate any other operation."""
         return self._estimate(op_info)
 
     def _estimate(self, op_info: Any) -> Any:
@@ -105,7 +105,7 @@ def _predictor(estimator: Any) -> Predictor:
 
 
 def _answer(prediction: Prediction) -> tuple[float, dict[str, Any]]:
-    """Seconds, and what else HESPAS may keep."""
+    """Convert a prediction to seconds and metadata."""
     return prediction.latency_us / 1e6, {
         "lo_s": prediction.lo_us / 1e6,
         "hi_s": prediction.hi_us / 1e6,

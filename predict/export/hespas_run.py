@@ -57,7 +57,7 @@ def register() -> None:
 
 
 def configured(config: Path) -> dict[str, Any]:
-    """The configuration with the model's digest in it.
+    """Read a configuration and add the model's digest.
 
     Raises:
         DatasetError: It cannot be read, or names another estimator.

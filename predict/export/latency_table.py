@@ -28,7 +28,7 @@ MOST_ROWS = 1_000_000
 
 
 def expand_ops(text: str) -> list[str]:
-    """Operators of a grid: ``linear m=1/64 n=4096 k=4096 dtype=bf16`` stands for two.
+    """Expand a grid of operators: ``linear m=1/64 n=4096 k=4096 dtype=bf16`` becomes two.
 
     Raises:
         ProgramError: The grid has more than :data:`MOST_ROWS` operators.
@@ -49,7 +49,7 @@ def expand_ops(text: str) -> list[str]:
 def operator_table(
     texts: Sequence[str], devices: Mapping[str, DeviceSpec], model: OpModel | None
 ) -> pd.DataFrame:
-    """Latencies of operators on every device.
+    """Tabulate latencies of operators on every device.
 
     Args:
         texts: As :func:`~opcast.features.operators.query.parse_op` takes them.
@@ -75,7 +75,7 @@ def operator_table(
 
 
 def kernel_table(lowered: LoweredProgram, device: DeviceSpec, model: CostModel) -> pd.DataFrame:
-    """Latencies of a program's distinct kernels, without those that take no time.
+    """Tabulate latencies of a program's distinct kernels, without those that take no time.
 
     Returns:
         Columns :data:`COLUMNS`; ``op`` is the opcode and ``shape`` has ``operands`` and

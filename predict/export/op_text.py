@@ -18,7 +18,7 @@ def op_program(
     inputs: Sequence[tuple[Sequence[int], Any]],
     outputs: Sequence[tuple[Sequence[int], Any]],
 ) -> str:
-    """A module whose only function is the operation.
+    """Make a module whose only function consists of the operation.
 
     Args:
         line: The operation as MLIR prints it, such as ``%2 = stablehlo.add %0, %1 : …``.

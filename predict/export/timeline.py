@@ -10,7 +10,7 @@ from ..program.predictor import Prediction
 
 
 def chrome_trace(prediction: Prediction) -> dict[str, Any]:
-    """Trace events of a prediction, kernels in schedule order on one track.
+    """Make trace events of a prediction, with kernels in schedule order on one track.
 
     Kernels are scaled so that the last one ends at the predicted program time: gaps between
     kernels, and overlap, are spread over all of them.

@@ -35,7 +35,7 @@ _WIDTH = 2
 
 
 def sizes(limit: int, per_octave: int = _PER_OCTAVE) -> list[int]:
-    """Whole numbers up to ``limit``: all the small ones, then so many in each octave."""
+    """List whole numbers up to ``limit``: all small ones, then ``per_octave`` in each octave."""
     points, at = [], 1
     while at <= limit:
         points.append(at)
@@ -48,7 +48,7 @@ def sizes(limit: int, per_octave: int = _PER_OCTAVE) -> list[int]:
 def mlp_table(
     work: Workload, tensor_parallel: Sequence[int], max_tokens: int, latency: OpLatency
 ) -> pd.DataFrame:
-    """``mlp.csv``: all of a layer but attention, by tokens and tensor-parallel workers.
+    """Make ``mlp.csv``: a layer without attention, by tokens and tensor-parallel workers.
 
     Raises:
         PlanError: Workers do not divide heads, or the model has experts.
@@ -78,7 +78,7 @@ def attention_table(
     latency: OpLatency,
     block_size: int = 16,
 ) -> pd.DataFrame:
-    """``attention.csv``: prefill by chunk and cache, decoding by batch and cache.
+    """Make ``attention.csv``: prefill by chunk and cache, decoding by batch and cache.
 
     Raises:
         PlanError: Workers do not divide heads, or the model has experts.
@@ -115,7 +115,7 @@ def attention_table(
 
 
 def collective_table(kind: str, workers: Sequence[int], cluster: Cluster) -> pd.DataFrame:
-    """``all_reduce.csv`` or ``send_recv.csv``, by the collectives that steps and serving take.
+    """Make ``all_reduce.csv`` or ``send_recv.csv`` with the collective model of steps.
 
     Args:
         kind: ``all_reduce`` or ``send_recv``.

@@ -144,7 +144,7 @@ def _family(bundle: Any, key: str, model: str | Path) -> FamilyModel:
 
 
 def measured_rows(data: Sequence[Path], key: str, device: str) -> pd.DataFrame | None:
-    """Measured rows of a family on a device, at most :data:`MAX_MEASURED`; ``None`` for none.
+    """Read a family's measured rows on a device, at most :data:`MAX_MEASURED`; else ``None``.
 
     Raises:
         DatasetError: A folder holds no dataset.

@@ -52,13 +52,13 @@ _MOVED_COLS = 8192
 
 
 class OperatorLatency:
-    """Latencies of operators on one device.
+    """Prices operators on one device.
 
     Args:
         spec: The device.
         model: Model of library operators; ``None`` for the roofline throughout.
-        sustained: Clock under the load of interest over that of short measurements: what the
-            arithmetic of learned operators is slowed by.
+        sustained: Clock under the load of interest relative to that of short measurements; divides
+            the speed of learned operators that arithmetic bounds.
 
     Attributes:
         slowed: Whether arithmetic bounds an operator, so that ``sustained`` applied to it.
@@ -77,7 +77,7 @@ class OperatorLatency:
             self.model.devices[spec.name] = spec
 
     def __call__(self, calls: Sequence[OpCall]) -> np.ndarray:
-        """Seconds and both ends of the interval, shape ``(n, 3)``."""
+        """Return seconds and both ends of the 90 % interval, shape ``(n, 3)``."""
         # Everything gets the roofline first; what the model knows is then overwritten.
         times = roofline_seconds(calls, self.spec)
         scope = np.full(len(calls), "roofline", object)
@@ -100,13 +100,13 @@ class OperatorLatency:
         return times
 
     def _is_arithmetic(self, call: OpCall) -> bool:
-        """Whether the roofline of an operator is that of arithmetic."""
+        """Whether arithmetic, rather than memory, bounds an operator's roofline."""
         peak = self.spec.matrix_peak(HLO_DTYPE.get(call.dtype, call.dtype))
         return call.flops() / peak > call.moved(WIDTH[call.dtype]) / self.spec.bandwidth
 
 
 def load_step_model(model: str | Path) -> OpModel | None:
-    """The part of a model of operators that steps ask; ``None`` for the name ``roofline``.
+    """Load the families of an operator model that steps need; ``None`` for ``roofline``.
 
     Raises:
         ModelError: There is no such model, or it is of another kind.
@@ -117,7 +117,7 @@ def load_step_model(model: str | Path) -> OpModel | None:
 
 
 def roofline_seconds(calls: Sequence[OpCall], spec: DeviceSpec) -> np.ndarray:
-    """Seconds and both ends of the interval by the roofline, shape ``(n, 3)``."""
+    """Estimate operators by the roofline: seconds and interval ends, shape ``(n, 3)``."""
     flops = np.array([c.flops() for c in calls])
     moved = np.array([c.moved(WIDTH.get(c.dtype, 2)) for c in calls])
     peak = np.array([spec.matrix_peak(HLO_DTYPE.get(c.dtype, c.dtype)) for c in calls])
@@ -128,7 +128,7 @@ def roofline_seconds(calls: Sequence[OpCall], spec: DeviceSpec) -> np.ndarray:
 
 
 def op_row(call: OpCall, spec: DeviceSpec) -> dict[str, Any]:
-    """An operator as a row that :meth:`OpModel.predict` takes; ``scale`` is left out."""
+    """Convert an operator to a row for :meth:`OpModel.predict`; ``scale`` is left out."""
     sizes: dict[str, Any] = dict(zip(SHAPES[call.op], call.shape, strict=True))
     row: dict[str, Any] = {"device": spec.name, "dtype": TABLE_DTYPE[call.dtype]}
     if call.op == "linear":

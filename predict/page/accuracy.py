@@ -46,7 +46,7 @@ def accuracy_page(
 
 
 def run_data(run: TrackedRun) -> dict[str, Any]:
-    """A run as plain data, by level (``kernel``, ``program``, ``op``)."""
+    """Collect a run as plain data, by level (``kernel``, ``program``, ``op``)."""
     frame = run.predictions
     # Relative errors of zero or missing times are undefined.
     usable = frame[(frame["measured_us"] > 0) & (frame["predicted_us"] > 0)]
@@ -98,7 +98,7 @@ def _figures(name: str, frame: pd.DataFrame, noise: float | None) -> dict[str, A
 
 
 def _points(frame: pd.DataFrame) -> dict[str, Any]:
-    """A fixed draw of rows to draw, with words in place of codes in ``names``."""
+    """Points for the plot, a fixed sample; columns hold codes, whose words are in ``names``."""
     if len(frame) > MOST_POINTS:
         # A fixed draw, so that a page can be made again; sorted, so that points keep the rows'
         # order.

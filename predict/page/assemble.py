@@ -63,7 +63,7 @@ class Page:
 
 
 def assemble(page: Page) -> str:
-    """The page as HTML that refers to no other resource."""
+    """Assemble a page as HTML that refers to no other resource."""
     style = _static(STYLE)
     parts = "\n".join(_static(name) for name in (*BASE, *page.scripts))
     # A function around all scripts keeps their names out of the global scope.
@@ -79,7 +79,7 @@ def assemble(page: Page) -> str:
 
 
 def json_for_html(data: Any) -> str:
-    """JSON for a script element: no markup can begin or end in it.
+    """Write JSON for a script element: no markup can begin or end in it.
 
     Raises:
         ValueError: A number is neither finite nor ``None``.
@@ -94,12 +94,12 @@ def json_for_html(data: Any) -> str:
 
 
 def rounded(values: Sequence[float], digits: int = 5) -> list[float | None]:
-    """Numbers with few digits, so that pages stay small; ``None`` for those that are not finite."""
+    """Round numbers to few digits, so that pages stay small; ``None`` if not finite."""
     return [short(value, digits) for value in values]
 
 
 def short(value: float, digits: int = 5) -> float | None:
-    """A number with few digits; ``None`` if it is not finite."""
+    """Round a number to few significant digits; ``None`` if it is not finite."""
     if not math.isfinite(value):
         return None
     rounded_value = float(f"{value:.{digits}g}")

@@ -24,7 +24,7 @@ MOST_KERNELS = 20_000
 
 @dataclass(frozen=True)
 class Schedule:
-    """When kernels run, in microseconds; arrays have shape ``(n_kernels,)``.
+    """Schedule of kernels in microseconds; arrays have shape ``(n_kernels,)``.
 
     Attributes:
         start: Start of each kernel.
@@ -50,7 +50,7 @@ class Schedule:
 
 
 def schedule_of(prediction: Prediction, lowered: LoweredProgram, device: DeviceSpec) -> Schedule:
-    """List schedule of the predicted kernels, ending at the predicted time of the program.
+    """List-schedule the predicted kernels so that they fill the program's predicted time.
 
     Time beyond the kernels (gaps, dispatch) is spread evenly over the executions of kernels that
     are not asynchronous. If the program takes less than the schedule, kernels overlap more than
@@ -85,7 +85,7 @@ def kernel_columns(
     schedule: Schedule,
     paths: ModulePaths,
 ) -> dict[str, Any]:
-    """Columns of all kernels that take time, in schedule order.
+    """Collect columns of all kernels that take time, in schedule order.
 
     Returns:
         ``columns`` (lists of one length), ``names`` of the words that columns of codes point to,
@@ -137,7 +137,7 @@ def kernel_columns(
 
 
 def peak_lines(columns: dict[str, Any], device: DeviceSpec) -> list[dict[str, Any]]:
-    """Peaks of the roofline for a program's kernels: ``name`` and ``flops``, in FLOP/s.
+    """List the roofline's peaks for a program's kernels: ``name`` and ``flops`` in FLOP/s.
 
     One for each dtype of products and convolutions, and the vector unit's for f32.
 

@@ -22,7 +22,7 @@ _NO_MODULE = "there is no lowered module to take lifetimes from"
 def memory_data(
     prediction: Prediction, lowered: LoweredProgram, schedule: Schedule
 ) -> dict[str, Any]:
-    """Peak, capacity, and the bytes in use over time from the lifetimes of buffers.
+    """Collect peak, capacity, and bytes in use over time from the lifetimes of buffers.
 
     Returns:
         ``peak_bytes``, ``source``, ``device_bytes``, ``fits``, ``resident_bytes`` (arguments and
@@ -68,7 +68,7 @@ def _starts(lowered: LoweredProgram, schedule: Schedule) -> dict[str, float]:
 
 
 def _thinned(us: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The curve with one value a moment, the largest, and at most :data:`MOST_POINTS`."""
+    """Thin a curve to the largest value of each slot, at most :data:`MOST_POINTS` of them."""
     if not len(us):
         return us, used
     width = us[-1] / MOST_POINTS if len(us) > MOST_POINTS else 0.0

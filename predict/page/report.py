@@ -93,7 +93,7 @@ def report_page(
 def report_data(
     predictor: Predictor, source: SourceProgram, lowered: LoweredProgram, device: DeviceSpec
 ) -> dict[str, Any]:
-    """Everything that the page shows of a lowered program, as plain data; times in microseconds."""
+    """Collect what the page shows of a lowered program as plain data; times in microseconds."""
     found = explain_lowered(predictor, lowered, device, top=EXPLAINED, neighbours=NEIGHBOURS)
     p = found.prediction
     schedule = schedule_of(p, lowered, device)
@@ -137,7 +137,7 @@ def _device(device: DeviceSpec) -> dict[str, Any]:
 def _explained(
     found: ProgramExplanation, lowered: LoweredProgram, position: dict[int, int]
 ) -> list[dict[str, Any]]:
-    """Why the costliest distinct kernels take what they take, with the rows of equal ones."""
+    """Explanations of the costliest distinct kernels, with the rows of equal ones."""
     rows: dict[str, list[int]] = {}
     for place, kernel in enumerate(lowered.kernels):
         if place in position:

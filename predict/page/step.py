@@ -20,7 +20,7 @@ def step_page(prediction: StepPrediction) -> str:
 
 
 def step_data(prediction: StepPrediction) -> dict[str, Any]:
-    """Everything that the page shows as plain data; times in microseconds."""
+    """Collect what the page shows as plain data; times in microseconds."""
     s, work = prediction.step, prediction.workload
     return {
         "title": f"{work.parameters / 1e9:.1f}B parameters on {prediction.cluster}",

@@ -145,7 +145,7 @@ def compare_fidelities(
 
 
 def load_fidelities(names: Sequence[str]) -> dict[str, Predictor]:
-    """Predictors by name.
+    """Load predictors by name.
 
     Raises:
         ModelError: A name is empty, there twice, or not known.
@@ -161,7 +161,7 @@ def load_fidelities(names: Sequence[str]) -> dict[str, Predictor]:
 def device_for(
     device: str | Path | DeviceSpec | None, predictors: dict[str, Predictor]
 ) -> DeviceSpec:
-    """A device as measured here or in the catalogue, else as a model was trained on it.
+    """Find a device as measured here or in the catalogue, else as a model was trained on it.
 
     Simulators need figures, such as the sizes of systolic arrays, that the catalogue has and older
     models may lack.

@@ -128,7 +128,7 @@ class Prediction:
         return sum(k.total_us for k in self.kernels if k.in_domain) / total
 
     def top(self, count: int = 10) -> list[KernelEstimate]:
-        """The kernels that take most time over all their executions."""
+        """Return the kernels that take most time over all their executions."""
         return sorted(self.kernels, key=lambda k: -k.total_us)[:count]
 
     def to_dict(self) -> dict[str, Any]:
@@ -206,7 +206,7 @@ class Predictor:
         return self._bundle
 
     def model_for(self, device: DeviceSpec) -> CostModel:
-        """The model that answers for a device."""
+        """Select the model for a device."""
         # By platform, not by name: a model of GPUs extrapolates to an unseen GPU far better than
         # the default model of CPUs would.
         if any(d.platform == device.platform for d in self.model.devices.values()):
@@ -314,7 +314,7 @@ class Predictor:
         )
 
     def latency_us(self, what: Kernel | str, device: str | DeviceSpec = "local") -> float:
-        """Latency of one execution, in microseconds; repeated queries are remembered.
+        """Predict the latency of one execution in microseconds; repeated queries are cached.
 
         Args:
             what: A kernel, or an operator as :func:`~opcast.features.operators.query.parse_op`
@@ -348,7 +348,7 @@ class Predictor:
     def latencies_us(
         self, what: Sequence[Kernel | str], device: str | DeviceSpec = "local"
     ) -> np.ndarray:
-        """Latencies of many kernels or operators, in microseconds, shape ``(n,)``.
+        """Predict latencies of many kernels or operators in microseconds, shape ``(n,)``.
 
         Raises:
             OpcastError: As :meth:`latency_us`.
@@ -411,7 +411,7 @@ def load(model: str | Path = "default", *, cache: LoweringCache | None = None) -
 
 
 def roofline_predictor() -> Predictor:
-    """A predictor that uses the roofline alone, for any device."""
+    """Make a predictor that uses the roofline alone, for any device."""
     from ...models.cost_model import CostModel
     from ...models.estimators.roofline import RooflineEstimator
 
@@ -433,7 +433,7 @@ def load_for_programs(model: str | Path = "default") -> Predictor:
 
 
 def model_notes(model: CostModel, kernels: Sequence[Kernel], device: DeviceSpec) -> tuple[str, ...]:
-    """Notes on the model's limits for this device, and on the origin of its description."""
+    """Collect notes on the model's limits for a device and on the device's description."""
     return (*_model_limits(model, kernels, device), *_device_notes(device))
 
 
@@ -514,7 +514,7 @@ def _estimate(
 
 
 def origin(kernel: KernelEstimate) -> str:
-    """Short form of the StableHLO op and source line that a kernel mainly came from."""
+    """Format the StableHLO op and source line that a kernel mainly came from."""
     line = kernel.source_line.rsplit("/", 1)[-1]
     op = kernel.source_op.removeprefix("stablehlo.")
     return f"{op} {line}".strip()

@@ -133,7 +133,7 @@ def _step(
 
 
 def kernel_us(time: float, launch: float, joins: bool = False) -> float:
-    """A kernel's share of a stream of kernels, in microseconds.
+    """Estimate a kernel's time within a stream of kernels, in microseconds.
 
     Args:
         time: As measured alone.
@@ -175,7 +175,7 @@ def measure_rho(
     collective_latency: Latency,
     coverage: float = 0.9,
 ) -> float:
-    """The smallest correlation, in steps of 0.05, whose intervals cover measured programs.
+    """Find the least correlation, in steps of 0.05, whose intervals cover measured programs.
 
     Args:
         labels: As for :func:`compose`, with the measured ``e2e_ms``.

@@ -61,7 +61,7 @@ LAYERS = {"bert_large": 24, "gpt2_large": 36, "gpt3_xl": 24, "gpt3_27": 32, "opt
 
 @dataclass(frozen=True)
 class Variant:
-    """How a label was run.
+    """Parallelism under which a label was measured.
 
     Attributes:
         kind: ``single``, ``fusion``, ``dp``, ``tp`` or ``pp``.
@@ -108,7 +108,7 @@ def parse_variant(text: object) -> Variant:
 
 
 def node_repeats(names: Sequence[str], model: str, layers: int) -> np.ndarray:
-    """Executions of each node.
+    """Count the executions of each node.
 
     Args:
         names: Names of the nodes in order, ``n`` of them.
@@ -143,7 +143,7 @@ def node_repeats(names: Sequence[str], model: str, layers: int) -> np.ndarray:
 
 
 def label_layers(labels: pd.DataFrame) -> np.ndarray:
-    """Layers of each label's model, shape ``(n,)``.
+    """Find the number of layers of each label's model, shape ``(n,)``.
 
     Taken from the label, else from another label of the same model, else from :data:`LAYERS`; 1 for
     a model without a repeated layer.

@@ -37,7 +37,7 @@ class Term:
 
 @dataclass(frozen=True)
 class GraphProgram:
-    """What one label runs.
+    """The work of one label.
 
     Attributes:
         variant: How it is distributed.

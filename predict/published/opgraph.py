@@ -91,7 +91,7 @@ def parse_shapes(text: str) -> list[tuple[int, ...]]:
 
 
 def _numbers(shape: Any) -> tuple[Any, ...]:
-    """A shape that holds numbers alone: of a list of bytes, or of lengths.
+    """Check that a shape holds plain numbers, or lists of them, and nothing else.
 
     Raises:
         ValueError: It holds something else.
@@ -105,7 +105,7 @@ def _numbers(shape: Any) -> tuple[Any, ...]:
 
 
 def _literal(text: str) -> Any:
-    """Plain data of a text as Python writes it.
+    """Evaluate a text of Python literals.
 
     Raises:
         ValueError: It is none, or nests too deep.
@@ -118,7 +118,7 @@ def _literal(text: str) -> Any:
 
 
 def node_kernels(node: dict[str, Any], phase: str, mode: str, width: int = 4) -> list[GraphOp]:
-    """Kernels and collectives that a node launches in one phase.
+    """List the kernels and collectives that a node launches in one phase.
 
     Args:
         node: ``OpName``, the three lists, ``InputShapes`` and ``OutputShape``.
@@ -205,7 +205,7 @@ def _elements(shape: Iterable[int]) -> int:
 
 
 def op_rows(op: GraphOp, dtype: str) -> dict[str, Any]:
-    """One operation in the published op schema: :data:`OP_COLUMNS`, unused ones ``None``.
+    """Convert an operation to :data:`OP_COLUMNS` of the published schema, unused ones ``None``.
 
     Raises:
         DatasetError: The kind is not known.
@@ -249,7 +249,7 @@ def _vector(name: str, rows: int, cols: int) -> dict[str, Any]:
 def graph_ops(
     graph: pd.DataFrame, mode: str, repeats: np.ndarray, width: int
 ) -> Iterator[tuple[str, GraphOp, float]]:
-    """Phase, operation and number of executions of everything that a graph launches.
+    """Yield phase, operation and number of executions of all that a graph launches.
 
     Args:
         graph: Nodes of one graph.

@@ -54,7 +54,7 @@ class PublishedPredictions:
     calibrated: dict[str, int] = field(default_factory=dict)
 
     def summary(self) -> pd.DataFrame:
-        """Figures of the judged rows by table, family, device and split, and of whole tables."""
+        """Summarise judged rows by table, family, device and split, and over whole tables."""
         if not len(self.judged):
             return pd.DataFrame()
         # Rows that were learned from would flatter the figures.
@@ -204,7 +204,7 @@ def _files(folder: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def _sourced(path: Path, frame: pd.DataFrame) -> pd.DataFrame:
-    """A table that says where its rows come from: by its column, or by the first letter of ids."""
+    """Ensure a column ``source``, taken from the first letter of ids where it is missing."""
     if "source" in frame:
         return frame
     if "id" not in frame:

@@ -30,7 +30,7 @@ class Figure(NamedTuple):
 
 
 def figures(spec: DeviceSpec) -> list[Figure]:
-    """All figures of a device that are known, in the order of a device file."""
+    """List all known figures of a device, in the order of a device file."""
     values = [(key, si / NUMBERS[key]) for key, si in _numbers(spec).items() if si]
     values += _rates(spec)
     source = spec.provenance
@@ -60,7 +60,7 @@ def print_device(console: Console, spec: DeviceSpec) -> None:
 
 
 def print_devices(console: Console, specs: Iterable[DeviceSpec]) -> None:
-    """Print devices side by side, one a line."""
+    """Print devices side by side, one per line."""
     table = _table(
         "name",
         "cores",

@@ -30,7 +30,7 @@ def interval_text(interval: Interval) -> str:
 
 
 def print_notes(console: Console, notes: Iterable[str]) -> None:
-    """Print notes, one a line."""
+    """Print notes, one per line."""
     for note in notes:
         console.print(Text(f"note: {note}", style="yellow"))
 

@@ -48,7 +48,7 @@ class SweepJob:
 
 
 def judge(job: SweepJob, items: Sequence[Candidate]) -> list[dict[str, Any]]:
-    """One row for each candidate: its settings and figures.
+    """Evaluate candidates; returns one row each, with settings and figures.
 
     Energy in joules is the power limit times the computation time, plus :data:`IDLE_SHARE` of the
     limit while a device waits, over all devices.

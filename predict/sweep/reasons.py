@@ -30,7 +30,7 @@ _PARTS = {
 
 
 def reasons(frame: pd.DataFrame) -> list[str]:
-    """One sentence for each setting that had an alternative, the dearest first.
+    """Write one sentence for each setting that had an alternative, the costliest first.
 
     Args:
         frame: Results of a sweep.
@@ -55,7 +55,7 @@ def reasons(frame: pd.DataFrame) -> list[str]:
 
 
 def runner_up(frame: pd.DataFrame) -> list[str]:
-    """One sentence on the second-fastest plan that fits: what it loses to the fastest.
+    """Write one sentence on what the second-fastest plan that fits loses to the fastest.
 
     Args:
         frame: Results of a sweep.
@@ -73,7 +73,7 @@ def runner_up(frame: pd.DataFrame) -> list[str]:
 
 
 def _told(best: pd.Series[Any], other: pd.Series[Any]) -> str:
-    """By how much each part of another plan's step is longer, in shares of the best step."""
+    """Describe how much longer each part of another plan's step is, relative to the best step."""
     changes = {
         what: (other[part] / other["batch"] - best[part] / best["batch"]) / best["own_us"]
         for part, what in _PARTS.items()

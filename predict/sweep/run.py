@@ -75,7 +75,7 @@ class Sweep:
         return results
 
     def known(self) -> dict[str, dict[str, Any]]:
-        """Rows of the folder by key."""
+        """Return the rows of the folder by key."""
         self._claim()
         rows: Any = self.results().to_dict("records")
         return {row["key"]: row for row in rows}
@@ -87,7 +87,7 @@ class Sweep:
         return rows[0]
 
     def results(self) -> pd.DataFrame:
-        """All results in the folder."""
+        """Read all results in the folder."""
         parts = sorted((self.folder / _PARTS).glob("*.parquet"))
         frames = [read_table(part) for part in parts]
         if not frames:
@@ -195,7 +195,7 @@ def grid(
 
 
 def pareto(frame: pd.DataFrame, objectives: Sequence[str] = OBJECTIVES) -> pd.DataFrame:
-    """Rows that fit and that no other row beats in one objective without losing in another."""
+    """Select the Pareto front: rows that fit and that no other row dominates."""
     fitting = frame[frame["fits"]]
     # An objective that some rows lack (energy without a known power) cannot order them.
     used = [o for o in objectives if len(fitting) and fitting[o].notna().all()]
@@ -209,7 +209,7 @@ def pareto(frame: pd.DataFrame, objectives: Sequence[str] = OBJECTIVES) -> pd.Da
 
 
 def plot(frame: pd.DataFrame, path: Path) -> None:
-    """Memory against step time of all rows, the Pareto front marked."""
+    """Plot memory against step time of all rows, with the Pareto front."""
     import matplotlib
 
     # Files only: the default backend may look for a display.

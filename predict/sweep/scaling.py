@@ -10,7 +10,7 @@ from ...common.errors import DatasetError
 
 
 def best_by_size(frame: pd.DataFrame) -> pd.DataFrame:
-    """Fastest plan that fits for each number of devices and batch.
+    """Find the fastest plan that fits for each number of devices and batch.
 
     Args:
         frame: Results of a sweep.
@@ -35,7 +35,7 @@ def best_by_size(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def plot_scaling(frame: pd.DataFrame, path: Path) -> None:
-    """Strong and weak scaling side by side.
+    """Plot strong and weak scaling side by side.
 
     Raises:
         DatasetError: The sweep has clusters of one size only.

@@ -47,7 +47,7 @@ class Candidate:
 
 
 def parse_grid(text: str) -> dict[str, list[str]]:
-    """Values by axis from ``tp=1/2/4,recompute=none/full``.
+    """Parse values by axis, such as ``tp=1/2/4,recompute=none/full``.
 
     Raises:
         PlanError: An axis is not one of :data:`AXES`.
@@ -64,7 +64,7 @@ def parse_grid(text: str) -> dict[str, list[str]]:
 def axis_values(
     workload: Workload, cluster: Cluster, grid: Mapping[str, Sequence[str]]
 ) -> dict[str, list[str]]:
-    """Values of every axis: those of the grid, else those that make sense.
+    """Choose the values of every axis: those of the grid, else defaults for model and cluster.
 
     By default ``tp`` stays within a box, ``cp`` and ``offload`` are off.
     """
@@ -92,7 +92,7 @@ def candidates(
     batches: Sequence[int],
     grid: Mapping[str, Sequence[str]],
 ) -> list[Candidate]:
-    """All valid combinations, each once.
+    """List all valid combinations, each once.
 
     Raises:
         PlanError: None is valid, or a value of the grid is of no use.
@@ -115,7 +115,7 @@ def candidates(
 
 
 def make_plan(choice: Mapping[str, str], workload: Workload, cluster: Cluster) -> Plan | None:
-    """The plan of one choice, ``None`` if model and cluster do not allow it.
+    """Make the plan of one choice; ``None`` if model and cluster do not allow it.
 
     Raises:
         PlanError: A value is of no use, such as a name that is not known.
@@ -166,7 +166,7 @@ def _number(axis: str, value: str) -> int:
 
 
 def chunks(items: Sequence[Candidate], size: int) -> Iterator[list[Candidate]]:
-    """Pieces of at most ``size``; candidates of a cluster stay together."""
+    """Cut candidates into pieces of at most ``size``, those of a cluster together."""
     # A worker keeps a predictor for each cluster, whose prices the next candidates reuse.
     ordered = sorted(items, key=lambda c: c.cluster)
     for start in range(0, len(ordered), size):

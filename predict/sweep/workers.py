@@ -28,13 +28,13 @@ Rows = list[dict[str, Any]]
 
 
 def run_here(job: SweepJob, pieces: Sequence[list[Candidate]]) -> Iterator[Rows]:
-    """One piece after the other, in this process."""
+    """Run one piece after the other in this process."""
     for piece in pieces:
         yield judge(job, piece)
 
 
 def run_processes(job: SweepJob, pieces: Sequence[list[Candidate]], workers: int) -> Iterator[Rows]:
-    """Pieces on processes of this machine, in the order in which they are done.
+    """Run pieces on processes of this machine; yields results in order of completion.
 
     Raises:
         OpcastError: Workers die again and again.
@@ -73,7 +73,7 @@ def _finished(running: dict[Future[Rows], int]) -> Iterator[tuple[int, Rows]]:
 
 
 def run_ray(job: SweepJob, pieces: Sequence[list[Candidate]], address: str) -> Iterator[Rows]:
-    """Pieces on a Ray cluster, in the order in which they are done.
+    """Run pieces on a Ray cluster; yields results in order of completion.
 
     Args:
         job: What all candidates share.

@@ -22,7 +22,7 @@ Rows = list[dict[str, Any]]
 
 
 def print_collectives(console: Console, errors: pd.DataFrame) -> dict[str, Rows]:
-    """Errors on held-out rows beside simpler forms, and on machines that were left out."""
+    """Print errors on held-out rows beside simpler models, and on machines left out."""
     from ...models.collectives.study import KNOWN, UNSEEN, summary
 
     tables = {}
@@ -39,7 +39,7 @@ def print_collectives(console: Console, errors: pd.DataFrame) -> dict[str, Rows]
 
 
 def print_composition(console: Console, errors: pd.DataFrame) -> Rows:
-    """Largest and mean error of the composition by number of devices."""
+    """Print the largest and mean error of the composition by number of devices."""
     # Sorted, so that the last row of each group is the one with the largest error.
     by = errors.assign(size=errors["error"].abs()).sort_values("size").groupby("devices")
     table = pd.DataFrame(
@@ -59,20 +59,20 @@ def print_composition(console: Console, errors: pd.DataFrame) -> Rows:
 
 
 def print_cost(console: Console, cost: pd.DataFrame) -> Rows:
-    """Seconds and memory of a step by number of devices."""
+    """Print seconds and memory of a step by number of devices."""
     _print(console, cost, "cost of one step, 8B decoder")
     return _plain(cost)
 
 
 def print_sanity(console: Console, rows: pd.DataFrame) -> Rows:
-    """Predictions beside back-of-the-envelope figures."""
+    """Print predictions beside back-of-the-envelope figures."""
     table = rows.assign(ratio=rows["predicted"] / rows["by_hand"])
     _print(console, table, "orders of magnitude")
     return _plain(table)
 
 
 def print_scaling(console: Console, best: pd.DataFrame, path: Path) -> Rows:
-    """The best plan at each size, with both efficiencies."""
+    """Print the best plan at each size, with both efficiencies."""
     table = best.assign(step_s=best["step_us"] / 1e6).sort_values(["batch", "devices"])[
         ["devices", "batch", "step_s", "strong", "weak", "plan"]
     ]
@@ -82,7 +82,7 @@ def print_scaling(console: Console, best: pd.DataFrame, path: Path) -> Rows:
 
 
 def print_best(console: Console, name: str, frame: pd.DataFrame, top: int = 5) -> dict[str, Any]:
-    """The fastest plans that fit, why the best is the best, and what holds the second one back."""
+    """Print the fastest plans that fit, with the reasons for the best one."""
     from ...predict.sweep.reasons import reasons, runner_up
 
     fitting = frame[frame["fits"]].sort_values("step_us")

@@ -132,7 +132,7 @@ def run_cluster_report(console: Console, settings: ClusterReportSettings) -> dic
 
 
 def collective_errors(console: Console, published: Path, folder: Path) -> pd.DataFrame:
-    """Errors of collectives row by row, from :func:`opcast.models.collectives.study.study`.
+    """Compute errors of collectives row by row, by :func:`opcast.models.collectives.study.study`.
 
     Fits take minutes, so the errors are kept in the folder until the measurements change.
     """
@@ -155,7 +155,7 @@ def collective_errors(console: Console, published: Path, folder: Path) -> pd.Dat
 
 
 def composition_errors() -> pd.DataFrame:
-    """The composition beside message-level simulation, over plans and bandwidths."""
+    """Compare the composition with message-level simulation, over plans and bandwidths."""
     from ...simulate.reference import rank_check
     from ...simulate.reference.by_rank import Wire
     from ...simulate.step.plan import parse_plan
@@ -178,7 +178,7 @@ def composition_errors() -> pd.DataFrame:
 
 
 def simulation_cost() -> pd.DataFrame:
-    """Seconds and memory of one step by number of devices, in a process of its own."""
+    """Measure seconds and memory of one step by number of devices, in a fresh process."""
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
@@ -223,7 +223,7 @@ def _measure_cost() -> list[dict[str, Any]]:
 
 
 def orders_of_magnitude() -> pd.DataFrame:
-    """Predictions beside what a few multiplications give, as a check of orders of magnitude."""
+    """Compare predictions with what a few multiplications give."""
     from ...predict.cluster.serving import ServingPredictor
     from ...simulate.clusters.catalogue import find_cluster
     from ...simulate.serving import Request
@@ -283,7 +283,7 @@ def _row(what: str, least: float, predicted: float, by: str) -> dict[str, Any]:
 
 
 def scaling(settings: ClusterReportSettings) -> tuple[pd.DataFrame, Path]:
-    """Best plans of the 8B decoder by number of devices, and the plot of both scalings."""
+    """Find the best plans of the 8B decoder by number of devices, and plot both scalings."""
     from ...predict.sweep.scaling import best_by_size, plot_scaling
 
     frames = []
@@ -300,7 +300,7 @@ def scaling(settings: ClusterReportSettings) -> tuple[pd.DataFrame, Path]:
 
 
 def best_plans(settings: ClusterReportSettings, name: str) -> pd.DataFrame:
-    """All judged plans of a model on :data:`CLUSTER`; its Pareto front is plotted."""
+    """Evaluate a model's plans on :data:`CLUSTER`, and plot their Pareto front."""
     from ...predict.sweep.run import plot
 
     batch = MODELS[name][1]["batch"]

@@ -66,7 +66,7 @@ def physics_checks(
 
 
 def not_below_roofline(table: Sequence[DeviceRow]) -> Check:
-    """No latency of a kernel or program is below its roofline with L2 (TPU: on-chip memory).
+    """Check that no latency is below its roofline with L2 (TPU: on-chip memory).
 
     The models clamp their kernels to it; :func:`estimates_below_roofline` looks at the estimates
     before that.
@@ -87,7 +87,7 @@ def not_below_roofline(table: Sequence[DeviceRow]) -> Check:
 
 
 def estimates_below_roofline(table: Sequence[DeviceRow]) -> Check:
-    """No estimate is below its roofline before the model clamps it.
+    """Check that no estimate is below its roofline before the model clamps it.
 
     A failure names a device, the share of its kernels that were clamped, the estimate furthest
     below, and programs whose unclamped kernels take less than physics allows the whole program.
@@ -112,7 +112,7 @@ def estimates_below_roofline(table: Sequence[DeviceRow]) -> Check:
 
 
 def larger_batches(table: Sequence[DeviceRow], doubled: Sequence[DeviceRow]) -> Check:
-    """Twice the batch takes no less time.
+    """Check that twice the batch takes no less time.
 
     Args:
         table: Rows of programs.
@@ -136,7 +136,7 @@ def larger_batches(table: Sequence[DeviceRow], doubled: Sequence[DeviceRow]) -> 
 def device_orders(
     predictor: Predictor, devices: Sequence[DeviceSpec], lowering: str = "xla"
 ) -> list[Check]:
-    """Devices are ordered as in their data sheets where a single figure decides."""
+    """Check that devices are ordered as in their data sheets where one figure decides."""
     if len(devices) < 2:
         return []
     from .device_rows import device_row
@@ -155,7 +155,7 @@ def device_orders(
 
 
 def in_order(name: str, table: Sequence[DeviceRow], rates: dict[str, float], unit: str) -> Check:
-    """Of every two devices, the one with the higher rate is faster.
+    """Check for every two devices that the one with the higher rate is faster.
 
     Args:
         name: Of the check.
@@ -181,7 +181,7 @@ def in_order(name: str, table: Sequence[DeviceRow], rates: dict[str, float], uni
 
 
 def compute_bound(side: int = SIDE) -> SourceProgram:
-    """A chain of square bf16 products."""
+    """Make a chain of square bf16 products."""
 
     def chain(x: Any, w: Any) -> Any:
         for _ in range(PRODUCTS):
@@ -193,7 +193,7 @@ def compute_bound(side: int = SIDE) -> SourceProgram:
 
 
 def memory_bound(elements: int = ELEMENTS) -> SourceProgram:
-    """A scaled sum of two long f32 vectors, as STREAM's triad."""
+    """Make a scaled sum of two long f32 vectors, as STREAM's triad."""
     return _traced(lambda x, y: 1.5 * x + y, ((elements,), (elements,)), "float32")
 
 

@@ -93,7 +93,7 @@ class DeviceRow:
 
 
 def known_programs(names: Sequence[str]) -> dict[str, str]:
-    """Programs of the report by name, all without names.
+    """Select programs of the report by name; all if none is given.
 
     Raises:
         OpcastError: A name is not known.
@@ -111,7 +111,7 @@ def rows(
     devices: Sequence[DeviceSpec],
     lowering: str = "xla",
 ) -> Iterator[DeviceRow]:
-    """A row for each program and device, one after the other."""
+    """Yield a row for each program and device."""
     for name, text in programs.items():
         source = build_program(text)
         for device in devices:
@@ -119,7 +119,7 @@ def rows(
 
 
 def build_program(text: str, **changed: Any) -> SourceProgram:
-    """A program of the zoo.
+    """Build a program of the zoo.
 
     Args:
         text: Family and settings, as in :data:`PROGRAMS`.
@@ -140,7 +140,7 @@ def device_row(
     device: DeviceSpec,
     lowering: str = "xla",
 ) -> DeviceRow:
-    """Figures of a program on a device, or why there are none.
+    """Predict a program on a device; the row says why if that fails.
 
     Raises:
         CompilerStartError: The compiler is installed, but does not start.
@@ -162,7 +162,7 @@ def device_row(
 def figures(
     predictor: Predictor, name: str, lowered: LoweredProgram, device: DeviceSpec
 ) -> DeviceRow:
-    """Figures of a lowered program."""
+    """Predict a lowered program at all fidelities."""
     from ...features.table.roofline import least_seconds
     from ...models.program.schedule_cost import schedule_cost
 

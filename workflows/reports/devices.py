@@ -89,7 +89,7 @@ _LEFT = ("program", "device", "fits")
 
 
 def print_report(console: Console, table: Sequence[DeviceRow], checks: Sequence[Check]) -> None:
-    """Print all programs on all devices, then what physics demands of them."""
+    """Print all programs on all devices, then the physics checks."""
     from rich.table import Table
     from rich.text import Text
 
@@ -109,7 +109,7 @@ def print_report(console: Console, table: Sequence[DeviceRow], checks: Sequence[
 
 
 def cells_of(row: DeviceRow) -> tuple[str, ...]:
-    """A row as text, in the order of :data:`HEADER`."""
+    """Format a row as text, in the order of :data:`HEADER`."""
     if row.error:
         return (row.program, row.device, *("–" for _ in HEADER[2:-1]), "no: see below")
     return (
@@ -128,7 +128,7 @@ def cells_of(row: DeviceRow) -> tuple[str, ...]:
 
 
 def check_lines(checks: Sequence[Check]) -> list[str]:
-    """One line for each check, and one for each of its failures."""
+    """Format checks: one line each, and one for each failure."""
     lines = []
     for check in checks:
         state = "met" if check.passed else "NOT met" if check.cases else "not tested"
@@ -138,7 +138,7 @@ def check_lines(checks: Sequence[Check]) -> list[str]:
 
 
 def markdown(table: Sequence[DeviceRow], checks: Sequence[Check]) -> str:
-    """The same as Markdown: a table, errors and checks as lists."""
+    """Format the report as Markdown: a table, then errors and checks as lists."""
     rule = "|".join("---" if name in _LEFT else "---:" for name in HEADER)
     lines = [f"| {' | '.join(HEADER)} |", f"|{rule}|"]
     lines += [f"| {' | '.join(cells_of(row))} |" for row in table]

@@ -59,7 +59,7 @@ class FidelityReport:
     seconds: float = 0.0
 
     def programs(self) -> pd.DataFrame:
-        """Times and covered shares: ``device program kernels <model>_us <model>_covered``."""
+        """Tabulate programs: ``device program kernels <model>_us <model>_covered``."""
         return pd.DataFrame(
             [
                 {
@@ -74,17 +74,17 @@ class FidelityReport:
         )
 
     def kernels(self) -> pd.DataFrame:
-        """Distinct kernels: ``device hash kind``, and ``<model>`` in µs where it models them."""
+        """Tabulate distinct kernels: ``device hash kind``, ``<model>`` in µs where modelled."""
         rows = [{"device": a["device"], **row} for a in self.answers for row in a["kernels"]]
         frame = pd.DataFrame(rows)
         return frame.drop_duplicates(["device", "hash"]).reset_index(drop=True)
 
     def correlations(self) -> pd.DataFrame:
-        """Spearman's ρ of each two models, by device, over programs and over kernels.
+        """Compute Spearman's ρ of each two models, by device, over programs and over kernels.
 
-        Kernels count that both models estimate themselves; ``products`` are those of them that are
-        matrix products or convolutions. ``ratio`` is the median of the second model's time over the
-        first one's, over programs.
+        Only kernels that both models estimate themselves count; ``products`` are the matrix
+        products and convolutions among them. ``ratio`` is the median over programs of the second
+        model's time over the first one's.
         """
         if not self.answers:
             return pd.DataFrame()
@@ -123,7 +123,7 @@ class FidelityReport:
 
 
 def rank_correlation(pairs: pd.DataFrame) -> float:
-    """Spearman's ρ of two columns, of the rows that have both; NaN for too few."""
+    """Compute Spearman's ρ of two columns over the rows that have both; NaN for too few."""
     from ...models.training_data.metrics import spearman
 
     both = pairs.dropna()
@@ -137,7 +137,7 @@ def _both(frame: pd.DataFrame, first: str, second: str) -> int:
 
 
 def run_fidelity_report(settings: FidelitySettings) -> FidelityReport:
-    """Ask every model about every program; answers of earlier calls are read from the folder.
+    """Predict every program by every model; earlier answers are read from the folder.
 
     Args:
         settings: The devices, models and programs, and the folder of the answers.
@@ -173,7 +173,7 @@ def run_fidelity_report(settings: FidelitySettings) -> FidelityReport:
 
 
 def _tasks(settings: FidelitySettings) -> Iterator[tuple[str, str]]:
-    """Titles and texts of the programs."""
+    """Yield titles and texts of the programs."""
     from ...datagen.zoo import build, parse_settings, suite, workload_name
 
     split = (line.split() for line in PROGRAMS)
@@ -215,7 +215,7 @@ def _key(title: str, mlir: str, device: DeviceSpec, lowering: str, marks: Sequen
 def _ask(
     title: str, mlir: str, device: DeviceSpec, lowering: str, predictors: Mapping[str, Predictor]
 ) -> dict[str, Any]:
-    """Answers of all models for a program, its distinct kernels once each."""
+    """Predict a program by all models, with one answer for each distinct kernel."""
     from ...features.ir.reader import read_program
     from ...features.lowering.lower import lower
     from ...predict.program.fidelities import fidelity

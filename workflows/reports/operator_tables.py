@@ -21,7 +21,7 @@ FIGURES = {
 
 
 def print_studies(console: Console, judged: pd.DataFrame, noise: pd.DataFrame) -> None:
-    """Print every study's tables, errors in per cent, the labels' own noise beside."""
+    """Print every study's tables, errors in per cent, beside the label noise."""
     from ...models.operators.studies import STUDIES
 
     for name, own in judged.groupby("study", sort=False):
@@ -77,7 +77,7 @@ def _show(console: Console, frame: pd.DataFrame, title: str) -> None:
 
 
 def metric_names(figures: pd.DataFrame) -> dict[str, float]:
-    """Figures by names that MLflow allows: ``study/left_out/split/family/samples/figure``."""
+    """Name figures as MLflow allows: ``study/left_out/split/family/samples/figure``."""
     metrics: dict[str, float] = {}
     for row in figures.to_dict("records"):
         words = [row["study"], row["left_out"], row["split"], row["key"]]
@@ -89,7 +89,7 @@ def metric_names(figures: pd.DataFrame) -> dict[str, float]:
 
 
 def print_shipped(console: Console, methods: Sequence[str]) -> None:
-    """Print what the shipped model's manifest keeps of its training.
+    """Print the errors in the shipped model's manifest.
 
     Errors of the same settings fitted to split ``train`` alone, and those on the devices of each
     chip while it was left out.
@@ -118,7 +118,7 @@ def print_shipped(console: Console, methods: Sequence[str]) -> None:
 
 
 def left_out_errors(families: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
-    """Mean errors on left-out chips from a manifest's families: a row a family, a column a chip."""
+    """Tabulate a manifest's mean errors on left-out chips: one row per family."""
     rows = {
         key: {chip: errors["mape"] for chip, errors in data.get("left_out", {}).items()}
         for key, data in families.items()
@@ -128,7 +128,7 @@ def left_out_errors(families: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
 
 
 def _by_dtype(figures: pd.DataFrame) -> pd.DataFrame:
-    """Figures of each family, and by dtype of those that have several."""
+    """Pool figures by family, and by dtype for families that have several."""
     fine = pooled(figures, ("key", "dtype"))
     several = fine[fine["key"].duplicated(keep=False)]
     both = pd.concat([pooled(figures, ("key",)).assign(dtype="all"), several])
@@ -136,7 +136,7 @@ def _by_dtype(figures: pd.DataFrame) -> pd.DataFrame:
 
 
 def pooled(figures: pd.DataFrame, by: tuple[str, ...]) -> pd.DataFrame:
-    """Mean APE and coverage of groups of groups: means weighted by ``n``."""
+    """Pool mean APE and coverage over groups, weighted by ``n``."""
     sums = figures.assign(
         mape=figures["mape"] * figures["n"], coverage=figures["coverage"] * figures["n"]
     )

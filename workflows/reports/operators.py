@@ -31,7 +31,7 @@ CELL = ("study", "estimator", "left_out", "samples", "split", "key", "dtype", "d
 
 
 def run_operator_report(console: Console, settings: OperatorReportSettings) -> pd.DataFrame:
-    """Fit and test all parts that are not there yet, print the tables, write and track them.
+    """Fit and test all missing parts, print the tables, write and track them.
 
     Args:
         console: Where to print.
@@ -75,7 +75,7 @@ def _methods(studies: Sequence[str]) -> set[str]:
 
 
 def _load(folder: Path, methods: set[str]) -> tuple[pd.DataFrame, dict[str, DeviceSpec]]:
-    """Rows with a latency whose labels were taken by one of the methods, and their devices."""
+    """Load the rows whose latency was measured by one of the methods, and their devices."""
     from ...datagen.published.importer import OPERATOR_FILES
     from ...features.devices.catalogue import find_device
     from ...features.operators.schema import METHODS
@@ -111,7 +111,7 @@ def _table(
 
 
 def _noise(folder: Path, rows: pd.DataFrame) -> pd.DataFrame:
-    """Differences between repeated measurements: second versions if there are any, else twins."""
+    """Compute label noise from second measurements if there are any, else from equal rows."""
     from ...models.operators.studies import repeat_noise, replicate_noise
 
     columns = ("family", "dtype", "latency_first_us", "latency_us")
@@ -136,7 +136,7 @@ def _parts(
     rows: pd.DataFrame,
     devices: Mapping[str, DeviceSpec],
 ) -> list[Part]:
-    """All parts; estimators that nobody asked for by name and that are not installed are skipped.
+    """List all parts; default estimators that are not installed are skipped.
 
     Raises:
         DatasetError: A family that was asked for has no rows.
@@ -180,7 +180,7 @@ def _judge(
     folder: Path,
     threads: int,
 ) -> pd.DataFrame:
-    """Predictions of all parts, from their files where those are there."""
+    """Predict all parts, or read their predictions from files of earlier runs."""
     from ...common.progress import tracked
     from ...models.operators.parts import PartStore, draw, judge, possible
 
@@ -229,7 +229,7 @@ def _write(
 def _track(
     console: Console, settings: OperatorReportSettings, judged: pd.DataFrame, digest: str
 ) -> None:
-    """One run with a run below it for each estimator: figures by family, tables by device."""
+    """Log a run with a child run per estimator: figures by family, tables by device."""
     from ...models.operators.report import summary
     from ...models.tracking.mlflow_store import RunLog, parent_run
     from .operator_tables import metric_names

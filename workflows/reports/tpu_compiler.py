@@ -26,7 +26,7 @@ class Agreement:
     Attributes:
         program: Name of the program's file.
         device: Where it would run.
-        kernels: Kernels that take time.
+        kernels: Number of kernels that take time.
         unestimated: Of those, how many have no estimate from the compiler.
         compiler_us: Sum of the compiler's estimates over the kernels that have one.
         predicted_us: Sum of the predictions for the same kernels.
