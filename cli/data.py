@@ -83,6 +83,7 @@ def data_import(
     """
     from ..workflows.train_operators import run_import
 
+    # The only kind so far; an argument leaves room for others.
     if kind != "published":
         raise typer.BadParameter(f"cannot import {kind!r}; choose: published")
     run_import(make_console(), folder, out)

@@ -65,4 +65,5 @@ def device(
         refuse_unused(context, "a known device", {"name", "json_output"})
         show_device(make_console(), name, as_json=json_output)
     else:
+        # As a file: the output can be redirected, edited, and given to --device.
         sys.stdout.write(measure_device(save=save).to_json() + "\n")

@@ -188,6 +188,7 @@ def _print(result: dict[str, Any], title: str, json_output: bool) -> None:
         print_json(result)
         return
     work = f"{result['compute_us']:,.0f} µs of {result['kernels']} kernels"
+    # Export and import share the fields of their summaries, hence one printer.
     lines = [title.format(**result), work]
     lines += [f"{k}: {v['count']}, {v['bytes']:,} bytes" for k, v in result["collectives"].items()]
     typer.echo("\n".join([lines[0], *(f"  {line}" for line in lines[1:])]))

@@ -65,6 +65,7 @@ def predict(
     assert program is not None
     if json_output:
         refuse(context, "--json, which has all kernels", {"top"})
+    # A fallback could never be taken.
     if lowering in WITHOUT_COMPILER:
         refuse(context, f"--lowering {lowering}, which needs no compiler", {"fallback"})
     from ..features.lowering.options import LoweringOptions
@@ -90,6 +91,7 @@ def predict(
     from ..predict.program.predictor import load_for_programs
 
     predictor = load_for_programs(model)
+    # Before the prediction, since the ceilings are part of every feature.
     measure_once(device, predictor)
     prediction = predictor.predict_with(program, options, strict=strict)
     if timeline is not None:

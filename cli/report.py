@@ -104,6 +104,7 @@ def accuracy(
 
     refuse(context, "the figures of a dataset, without --run", {"html"})
     run_accuracy_report(make_console(), AccuracyReportSettings(data or (), out, threads))
+    # The other half of the models' accuracy, which needs published tables.
     typer.echo("for operators of GPUs: opcast report operators --published DIR")
 
 
@@ -208,5 +209,6 @@ def _status() -> Iterator[Callable[[str], None]]:
     from rich.console import Console
     from rich.markup import escape
 
+    # On stderr and transient: stdout is left to the result.
     with Console(stderr=True).status("reading") as status:
         yield lambda what: status.update(escape(what))

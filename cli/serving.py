@@ -28,6 +28,7 @@ def simulate_serving(
     output: Annotated[
         int, typer.Option(help="Without a trace: mean output length in tokens.")
     ] = 256,
+    # Engineering estimates, of the order of serving engines' defaults.
     max_batch: Annotated[int, typer.Option(min=1, help="Maximum requests in a batch.")] = 256,
     token_budget: Annotated[
         int, typer.Option(min=1, help="Maximum tokens in an iteration.")

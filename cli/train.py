@@ -66,6 +66,7 @@ def train(
     if params is not None:
         from ..models.training.tuned import read_params
 
+        # Refused if the file was written for another model.
         chosen = read_params(params, model)
     dataset = Dataset.load(*data)
     # What the dataset holds decides which options apply, so it is read before they are checked.

@@ -17,6 +17,7 @@ Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Lowering = Literal["auto", "xla", "fused", "op"]
 Fallback = Literal["", "fused", "op"]
 
+# Examples of the OpenAPI document, from which the fuzzing benchmark draws its requests.
 OPERATOR = "linear m=64 n=4096 k=4096 dtype=bf16 backend=vllm"
 KERNEL = (
     "HloModule k\nENTRY e {\n  a = f32[64,256]{1,0} parameter(0)\n"
@@ -47,6 +48,7 @@ class _Kernels(Body):
 class OpsQuery(_Kernels):
     """Operators of libraries, each as ``opcast predict --op`` takes it."""
 
+    # A text of parameters has some hundred characters; the number of rows has a limit of its own.
     ops: list[Annotated[str, Field(max_length=1000)]] = Field(min_length=1)
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"device": "h100-sxm", "ops": [OPERATOR]}]}
@@ -96,6 +98,7 @@ def _form(value: Any) -> str:
     return next((name for name in ("ops", "kernels") if name in given), "columns")
 
 
+# The form is told by its key, so that an error names the fault in that form and not in all three.
 Query = Annotated[
     Annotated[OpsQuery, Tag("ops")]
     | Annotated[ColumnsQuery, Tag("columns")]
@@ -146,10 +149,13 @@ class SimulateQuery(Body):
         default_factory=dict, description="Sizes such as layers and d_model."
     )
     model: Name | None = Field(None, description="A model of operators, or roofline.")
+    # A standard deviation of the logarithm: 10 is a factor of 22,000, beyond any real cluster.
     jitter: float = Field(0.0, ge=0, le=10, allow_inf_nan=False)
+    # Keys of JSON objects are texts; six digits exceed any cluster of the catalogue.
     speed: dict[Annotated[str, Field(pattern=r"^[0-9]{1,6}$")], float] = Field(
         default_factory=dict, description="Relative speed by rank."
     )
+    # NumPy's generators take no negative seeds.
     seed: int = Field(0, ge=0, le=2**32 - 1)
     model_config = ConfigDict(
         json_schema_extra={

@@ -40,6 +40,7 @@ class Service:
         self.kernels = KernelService(settings, self.predictors, self.sandbox, self.metrics)
         self._devices: dict[tuple[str, str], DeviceSpec] = {}
         self._learned: dict[str, DeviceSpec] = {}
+        # Read when /metrics is requested, so that counting costs nothing in between.
         cache, sandbox = self.kernels.cache, self.sandbox
         watch = self.metrics.watch
         watch("opcast_cache_entries", "Kernels remembered.", lambda: len(cache))
@@ -83,6 +84,8 @@ class Service:
         known = self._devices.get((model, name))
         if known is not None:
             return known
+        # ``local`` is the server's machine, which a client knows nothing of; files would be its
+        # paths.
         if name == "local" or name.lower().endswith(_FILES):
             raise DeviceError(f"{name!r} is not the name of a device", hint="see GET /v1/devices")
         predictor = self.predictors[model]
@@ -131,6 +134,7 @@ class Service:
                 "predicts": "operators" if operators else "programs",
                 "default": place == 0,
                 "devices": sorted(learned),
+                # Lets a client tell whether answers that it kept are of the same model.
                 "digest": model_hash(name),
             }
         return entries

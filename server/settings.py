@@ -55,6 +55,7 @@ class ServerSettings:
         Raises:
             ServeError: It is not this machine's own, and there is no token.
         """
+        # The server runs models for whoever reaches it; on loopback only local users can.
         if not self.token and not is_loopback(self.host):
             raise ServeError(
                 f"{self.host} can be reached from other machines, and no token is set",
@@ -66,5 +67,6 @@ def is_loopback(host: str) -> bool:
     """Whether an address is a loopback one; of names, only ``localhost`` counts."""
     try:
         return ipaddress.ip_address(host).is_loopback
+    # Not an address but a name, which a resolver could point anywhere.
     except ValueError:
         return host == _LOOPBACK_NAME

@@ -79,6 +79,7 @@ class CheckResult:
     @property
     def kernel_errors(self) -> np.ndarray:
         """Absolute relative errors of the kernels that have a label."""
+        # The reshape keeps two columns where there are no kernels.
         pairs = np.array([(k.predicted_us, k.measured_us) for k in self.kernels]).reshape(-1, 2)
         known = pairs[np.isfinite(pairs[:, 1])]
         return np.asarray(np.abs(known[:, 0] / known[:, 1] - 1.0))
@@ -99,6 +100,7 @@ class CheckResult:
             "speed": dict(self.speed),
             "notes": list(self.prediction.notes),
             "kernels": [
+                # JSON has no NaN.
                 {name: None if value != value else value for name, value in asdict(k).items()}
                 for k in self.kernels
             ],
@@ -135,6 +137,7 @@ def check_programs(
     # Data sheets describe an ideal machine: only a measurement can be compared with this one.
     speed = compare_ceilings(probe_ceilings(), device) if is_measured(device) else Comparison()
     predictions = [at_speed(prediction, speed) for prediction in predictions]
+    # A dataset of its own: the comparison needs the profiler's rows, and nobody else does.
     with tempfile.TemporaryDirectory(prefix="opcast-check-") as scratch:
         profile(
             scratch,
@@ -158,6 +161,8 @@ def at_speed(prediction: Prediction, speed: Comparison) -> Prediction:
     """
     if speed.same:
         return prediction
+    # At most and at least 1: a faster machine lowers the lower ends, a slower one raises the upper
+    # ends.
     low, high = speed.reach
     note = (
         f"this machine now runs at {speed} of when {prediction.device} was measured: intervals are "
@@ -178,6 +183,7 @@ def _raise_failures(folder: Path) -> None:
     """Raise the first failure that a profile run has recorded."""
     failures = folder / "failures.jsonl"
     if failures.is_file():
+        # The profiler skips a program that fails; here it is the only one that matters.
         first = json.loads(failures.read_text().splitlines()[0])
         raise ProfileError(str(first["reason"]), where=str(first["program"]))
 
@@ -230,6 +236,7 @@ def print_check(console: Console, result: CheckResult, top: int = 10) -> None:
     for name in ("kernel", "kind", "from"):
         table.add_column(name, no_wrap=name != "from")
     timed = [k for k in result.kernels if np.isfinite(k.measured_us)]
+    # By measured time: a kernel that the model underestimates badly must not drop off the list.
     for k in sorted(timed, key=lambda k: -k.measured_us * k.runs)[:top]:
         table.add_row(
             duration(k.predicted_us),

@@ -56,6 +56,7 @@ def run_demo(console: Console, out: Path, budget_s: float) -> list[CheckResult]:
     run_train(console, Dataset.load(data), settings)
     console.rule("3. predict programs that the model has never seen, then run them")
     predictor = load(model)
+    # Kept as files, so that the reader can predict them again by hand.
     paths = [out / f"{family}.mlir" for family, _ in PROGRAMS]
     for path, (family, sizes) in zip(paths, PROGRAMS, strict=True):
         export(family, sizes, path)

@@ -49,6 +49,7 @@ def run_profile(settings: ProfileSettings) -> None:
         mix=mix,
         progress=settings.progress,
     )
+    # Beside the dataset, so that the run can be repeated.
     settings.save(settings.out)
     print(
         f"{result.folder}: {result.samples} samples of {result.programs} programs, "

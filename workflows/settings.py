@@ -78,12 +78,14 @@ class TrainSettings(Settings):
     split: str = "unseen_family"
     out: Path | None = None
     seed: int = 0
+    # One thread: XGBoost with more threads than free cores is 30 to 90 times slower than with one.
     threads: int = 1
     track: bool = True
     register: str | None = None
     final: bool = False
     params: Mapping[str, Any] = field(default_factory=dict)
     exclude_device: Sequence[str] = ()
+    # Bounds the memory that the largest families need. Engineering estimate.
     max_rows: int = 1_000_000
 
 
@@ -145,12 +147,14 @@ class CalibrateSettings(Settings):
     model: str = "default"
     data: Sequence[Path] = ()
     budget_s: float | None = None
+    # Enough for most families to level off (docs/operators.md, "A new device").
     samples: int = 100
     by_time: bool = False
     out: Path | None = None
     plot: Path | None = None
     seed: int = 0
     suite: str = "quick"
+    # More than a budget of minutes can measure; the choice among them is what matters.
     ops: int = 120
 
 

@@ -50,6 +50,8 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
             )
         else:
             rows = sweeps.grid(job, clusters, batches, grid, advance)
+    # After the first results: ``Sweep`` refuses a folder of another sweep before anything is
+    # overwritten.
     settings.save(out)
     if settings.plot is not None:
         sweeps.plot(rows, settings.plot)

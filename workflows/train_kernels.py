@@ -74,6 +74,7 @@ def _train_or_choose(
     """The training and the name of what was trained: an ensemble only if it beats its members."""
     from ..models.training.train import train
 
+    # An ensemble costs several trainings, so it is kept only if it beats every member.
     if model != "ensemble":
         return train(prepared, model, split, seed=seed, n_jobs=threads, **params), model
     from ..models.training.ensemble_choice import train_ensemble

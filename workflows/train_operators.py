@@ -55,6 +55,7 @@ def run_train_operators(console: Console, dataset: Dataset, settings: TrainSetti
     rows = rows_of_dataset(dataset)
     outside = _excluded(rows, exclude)
     learn = ~outside & rows["split"].isin(TRAINING).to_numpy()
+    # Packs may hold calibration and test splits only.
     if not learn.any():
         raise DatasetError("no row is left to train on", hint="splits to learn from: train")
     options = default_settings(model, settings.threads, seed, settings.max_rows, **settings.params)
@@ -98,6 +99,7 @@ def run_train_operators(console: Console, dataset: Dataset, settings: TrainSetti
 
 
 def _excluded(rows: pd.DataFrame, exclude: Sequence[str]) -> np.ndarray:
+    # Rows carry names of the catalogue, users may give aliases.
     names = catalogue_names(exclude)
     present = set(rows["device"])
     for name in names:

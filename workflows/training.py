@@ -38,9 +38,11 @@ def keep_model(console: Console, model: ModelBundle, settings: TrainSettings, na
     folders = [settings.out] if settings.out is not None else []
     if settings.register:
         folders.append(registered() / settings.register)
+    # A trained model is never discarded, even if no folder was named.
     folders = folders or [Path("models-out") / name]
     for folder in folders:
         model.save(folder)
+        # Beside the model: with the dataset's hash in the manifest, the training can be repeated.
         settings.save(folder)
         console.print(f"saved to {folder}", highlight=False, soft_wrap=True)
     return folders[0]

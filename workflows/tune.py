@@ -30,6 +30,7 @@ def run_tune(console: Console, settings: TuneSettings) -> Tuning:
 
     require_optuna()  # before the minutes that reading a large dataset takes
     model, split = settings.model, settings.split
+    # Features are computed once and shared by all trials.
     prepared = prepare(Dataset.load(*settings.data))
     with (
         _parent(f"tune-{model}-{split}", settings.track) as parent,
@@ -38,6 +39,7 @@ def run_tune(console: Console, settings: TuneSettings) -> Tuning:
 
         def on_trial(trial: TrialRecord, finished: int) -> None:
             advance(trial, finished)
+            # As they finish, so that an interrupted search leaves its trials in MLflow.
             if parent is not None:
                 _log_trial(parent, trial)
 

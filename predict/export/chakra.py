@@ -40,6 +40,7 @@ def export_chakra(
             where=cluster.name,
             hint="ASTRA-sim wants a trace for each device of the network",
         )
+    # Chakra names process groups by number, the same in the traces of all ranks.
     groups = process_groups(prediction.nodes)
     # FLOPs and bytes are informative: roofline-enabled is 0, so durations come from the trace.
     work = [_work(prediction, node.members) for node in prediction.nodes]

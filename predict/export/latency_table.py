@@ -67,6 +67,7 @@ def operator_table(
     if model is None:
         times, source, inside = _analytical(rows, devices), np.full(len(rows), "roofline"), False
         return _frame(_named(rows), times, source, inside)
+    # Device files may describe devices that the model does not know.
     model.devices.update(devices)
     prediction = model.predict(rows)
     times = np.stack([prediction.latency, prediction.lo, prediction.hi], axis=1)
@@ -117,6 +118,7 @@ def _named(rows: pd.DataFrame) -> pd.DataFrame:
         }
         shapes.append(json.dumps({**shape, **extra}))
     names = [
+        # A family such as ``elementwise`` has several operators; their names are kept apart.
         f"{k}:{o}" if o != f else k
         for k, o, f in zip(rows["key"], rows["op"], rows["family"], strict=True)
     ]

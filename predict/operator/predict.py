@@ -80,6 +80,7 @@ def predict_op(text: str, device: str, model: str | Path = OPERATOR_MODEL) -> Op
     # Only the family asked for: the others would take most of the loading time.
     bundle = OpModel.load(_folder(model), only=[row["key"]])
     family = _family(bundle, row["key"], model)
+    # The description that the model was trained with comes before the catalogue's.
     spec = resolve_device(device, bundle.devices)
     frame = pd.DataFrame([{**row, "device": spec.name}])
     prediction = family.predict(frame, {spec.name: spec})
@@ -156,6 +157,7 @@ def measured_rows(data: Sequence[Path], key: str, device: str) -> pd.DataFrame |
         shards = sorted(folder.glob("*.parquet"))
         if not shards:
             raise DatasetError("no dataset here: expected *.parquet", where=str(folder))
+        # Pushed down to parquet: shards hold many families and devices.
         wanted = [("family", "==", f"op:{key}"), ("device", "==", device)]
         columns = ["program", "kernel_ir", "latency_us_p50", "device"]
         parts += [read_table(s, columns, wanted) for s in shards]

@@ -39,6 +39,7 @@ def compare_devices(
     Returns:
         One row a device, in the order given.
     """
+    # ``xla`` takes scheduled HLO as it is, and compiles nothing.
     how = "xla" if is_optimised(source) else lowering
     rows = []
     for name in devices:
@@ -49,6 +50,7 @@ def compare_devices(
                 source, how, cache=predictor.cache, trip_counts=source.trip_counts, device=device
             )
             rows.append(_row(name, predictor.predict_lowered(lowered, device)))
+        # One device that cannot be predicted must not cost the page.
         except OpcastError as error:
             rows.append({"device": name, "error": str(error)})
     return rows

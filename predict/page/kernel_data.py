@@ -92,6 +92,7 @@ def kernel_columns(
         ``left_out`` kernels and their time, and ``position``, by which others find a kernel's row.
     """
     kept = _kept(schedule.busy)
+    # Both bounds of the roofline: the page's sliders recompute the larger one from changed peaks.
     roofs = roofline(lowered.kernels, device)
     own = [prediction.kernels[i] for i in kept]
     below = [lowered.kernels[i] for i in kept]
@@ -148,6 +149,7 @@ def peak_lines(columns: dict[str, Any], device: DeviceSpec) -> list[dict[str, An
     names, codes = columns["names"]["dtype"], columns["columns"]["dtype"]
     kinds, kind = columns["names"]["kind"], columns["columns"]["kind"]
     used = {names[d] for d, k in zip(codes, kind, strict=True) if kinds[k] in ("gemm", "conv")}
+    # Products run on the matrix unit at a rate by dtype; all else on the vector unit.
     matrix = [(f"{d} matrix", _product_peak(device, d)) for d in sorted(used)]
     lines = [*matrix, ("f32 vector", device.vector_peak("f32"))]
     return [{"name": name, "flops": short(peak)} for name, peak in lines]
@@ -162,6 +164,7 @@ def _product_peak(device: DeviceSpec, dtype: str) -> float:
 def _kept(busy: np.ndarray) -> list[int]:
     costly = np.flatnonzero(busy > 0)
     if len(costly) > MOST_KERNELS:
+        # Chosen by time, shown in the order of the schedule.
         costly = np.sort(costly[np.argsort(-busy[costly], kind="stable")[:MOST_KERNELS]])
     return [int(i) for i in costly]
 

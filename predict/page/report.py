@@ -33,7 +33,7 @@ SCRIPTS = (
 #: Distinct kernels to explain, costliest first, and training neighbours of each. Engineering
 #: estimates: beyond some tens, kernels rarely take a visible share.
 EXPLAINED, NEIGHBOURS = 40, 3
-#: Characters of a kernel's text that the page shows.
+#: Characters of a kernel's HLO that the page shows; texts of large fusions are far longer.
 _TEXT = 2000
 # Contributions, and features outside of the training range, listed for each kernel.
 _CONTRIBUTIONS, _OUTSIDE = 8, 4
@@ -98,6 +98,7 @@ def report_data(
     p = found.prediction
     schedule = schedule_of(p, lowered, device)
     kernels = kernel_columns(p, lowered, device, schedule, ModulePaths(source))
+    # Only needed here, to attach explanations to rows.
     position = kernels.pop("position")
     return {
         "device": _device(device),
@@ -160,6 +161,7 @@ def _explained(
                 "factor": short(e.factor),
                 "method": e.method,
                 "parts": [[c.group, short(c.log_ratio)] for c in e.contributions[:_CONTRIBUTIONS]],
+                # Estimators without a training domain have no score.
                 "score": rounded(
                     [v for v in (e.domain_score, e.domain_threshold) if v is not None]
                 ),

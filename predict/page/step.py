@@ -62,6 +62,7 @@ def _spans(prediction: StepPrediction) -> dict[str, Any]:
     spans = sorted(
         step_events(prediction.step, prediction.plan), key=lambda s: (s["start"], s["stage"])
     )
+    # Sorted by start: a cut leaves the beginning of the step whole.
     kept = spans[:MOST_SPANS]
     words: dict[str, int] = {}
     return {

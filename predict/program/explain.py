@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ...features.kernels.kernel import LoweredProgram
     from ...models.explain.kernel import KernelExplanation
 
+#: Kernels to explain by default: about what a screen shows at once.
 DEFAULT_KERNELS = 3
 #: Number of kernel names to suggest when one is not found.
 _LISTED = 8
@@ -112,6 +113,7 @@ def explain(
 
     spec = resolve_device(device, predictor.devices)
     source = read_program(program, *args, trip_counts=trip_counts)
+    # Before the lowering, which may take minutes.
     check_one_device(source, spec.name)
     lowered = lower(source, lowering, cache=predictor.cache, trip_counts=trip_counts, device=spec)
     return explain_lowered(predictor, lowered, spec, kernel=kernel, top=top, neighbours=neighbours)
@@ -136,12 +138,15 @@ def explain_lowered(
 
     prediction = predictor.predict_lowered(lowered, device)
     groups = _chosen(lowered, prediction, kernel, top)
+    # In isolation, one of each group: trees explain a kernel by its own features; what its
+    # neighbours change is shown as the ratio to ``in_program_us``.
     found = explain_kernels(
         predictor.model_for(device),
         [lowered.kernels[group[0]] for group in groups],
         device,
         neighbours,
     )
+    # Guard for a program whose kernels take no time.
     total = sum(k.total_us for k in prediction.kernels) or 1.0
     explained = []
     for group, explanation in zip(groups, found, strict=True):
@@ -153,6 +158,7 @@ def explain_lowered(
                 executions=executions,
                 share=sum(k.total_us for k in own) / total,
                 origin=origin(own[0]),
+                # No executions: the kernel is in a loop of no trips.
                 in_program_us=sum(k.total_us for k in own) / executions if executions else 0.0,
                 explanation=explanation,
             )
@@ -182,5 +188,6 @@ def _position(lowered: LoweredProgram, name: str, ordered: Sequence[Sequence[int
     for position, kernel in enumerate(lowered.kernels):
         if kernel.name == name:
             return position
+    # Names of optimised kernels cannot be guessed, so the message offers those that matter.
     costly = ", ".join(lowered.kernels[group[0]].name for group in ordered[:_LISTED])
     raise ProgramError(f"no kernel {name!r} in the lowered program", hint=f"costliest: {costly}")

@@ -76,6 +76,7 @@ class Comparison:
         times = self.times_us
         # Differences, not ratios: those of tiny kernels would crowd out the ones that matter.
         spread = times.max(axis=0) - times.min(axis=0)
+        # Stable: equal differences keep the order of the schedule.
         order = np.argsort(-spread, kind="stable")[:count]
         return [int(i) for i in order if spread[i] > 0]
 
@@ -138,6 +139,7 @@ def compare_fidelities(
     spec = device_for(options.device, predictors)
     source = read_program(program, trip_counts=options.trip_counts)
     check_one_device(source, spec.name)
+    # Once for all: what differs is then the estimators alone.
     lowered = lower_with(source, replace(options, device=spec))
     found = tuple(fidelity(name, own, lowered, spec) for name, own in predictors.items())
     title = Path(program).name if isinstance(program, str | Path) else source.program.name
@@ -155,6 +157,7 @@ def load_fidelities(names: Sequence[str]) -> dict[str, Predictor]:
             f"{','.join(names)!r} is no list of different models",
             hint="write --model roofline,scalesim,learned",
         )
+    # A device's default model depends on its platform, which the device decides later.
     return {n: load_for_programs("default" if n == LEARNED else n) for n in names}
 
 
@@ -185,10 +188,12 @@ def fidelity(
         OpcastError: Its estimator cannot be used for the device.
     """
     prediction = predictor.predict_lowered(lowered, device)
+    # The part after the colon says what was learned from; here only the kind matters.
     sources = [k.source.split(":")[0] for k in prediction.kernels]
     own = tuple(name == ROOFLINE or source != ROOFLINE for source in sources)
     times = np.array([k.total_us for k in prediction.kernels])
     total = float(times.sum())
+    # Optional in the estimator protocol: only wrappers of simulators leave kernels out.
     explain = getattr(predictor.model_for(device).estimator, "reasons", None)
     reasons = explain(lowered.kernels, device) if explain else [""] * len(own)
     # An empty program is fully covered: there is nothing that the estimator left to the roofline.

@@ -135,6 +135,7 @@ class Prediction:
         """Plain data, as ``opcast predict --json`` prints it."""
         return {
             **latency_of(self),
+            # Not ``asdict``, which copies recursively: programs have tens of thousands of kernels.
             "kernels": [
                 {name: getattr(k, name) for name in KernelEstimate.__slots__} for k in self.kernels
             ],
@@ -292,6 +293,7 @@ class Predictor:
         kernels, program = model.predict_in_program(lowered, device, kernels)
         rows = zip(
             lowered.kernels,
+            # Converted as whole columns: reading NumPy scalars one by one is many times slower.
             (kernels.latency * 1e6).tolist(),
             (kernels.lo * 1e6).tolist(),
             (kernels.hi * 1e6).tolist(),
@@ -308,6 +310,7 @@ class Predictor:
             lowering=lowered.lowering,
             model=model.name,
             device=device.name,
+            # What the lowering could not do comes first, then what the model does not know.
             notes=(*lowered.notes, *model_notes(model, lowered.kernels, device)),
             compiler=lowered.compiler,
             device_memory_bytes=device.memory_bytes,
@@ -356,6 +359,7 @@ class Predictor:
         spec = self._spec(device)
         kernels = [(i, w) for i, w in enumerate(what) if not isinstance(w, str)]
         texts = [(i, w) for i, w in enumerate(what) if isinstance(w, str)]
+        # Kernels and operators go to different models, each in one call, and back in their order.
         found = np.empty(len(what))
         # Models are loaded and their tables built on first use, which threads must not do at once.
         with self._lock:
@@ -404,6 +408,7 @@ def load(model: str | Path = "default", *, cache: LoweringCache | None = None) -
     folder = find_model(model)
     operators: str | Path = OPERATOR_MODEL
     if predicts_operators(read_manifest(folder)):
+        # Programs are then predicted by the default models.
         operators, model, folder = folder, "default", find_model("default")
     others = PLATFORM_DEFAULTS if str(model) == "default" else {}
     by_platform = {name: CostModel.load(find_model(other)) for name, other in others.items()}

@@ -31,6 +31,7 @@ class Figure(NamedTuple):
 
 def figures(spec: DeviceSpec) -> list[Figure]:
     """List all known figures of a device, in the order of a device file."""
+    # Back from SI to the units of a device file, whose keys are printed.
     values = [(key, si / NUMBERS[key]) for key, si in _numbers(spec).items() if si]
     values += _rates(spec)
     source = spec.provenance
@@ -102,6 +103,7 @@ def _row(spec: DeviceSpec) -> Iterator[str | Text]:
         "power_w",
     ):
         figure = known.get(key)
+        # Figures that a rule filled are less certain than those of a data sheet.
         mark = "~" if figure and figure.defaulted else ""
         yield mark + _short(figure.value) if figure else "–"
     yield Text(spec.aliases[0] if spec.aliases else "")

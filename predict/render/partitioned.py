@@ -40,6 +40,7 @@ def _critical(prediction: PartitionedPrediction, top: int) -> Table:
     for place in sorted(spans):
         length = float(run.end[place] - run.start[place])
         node = prediction.nodes[place]
+        # As text: names come from the program and may hold markup.
         name = Text(node.name[:60] + (" (collective)" if node.collective else ""))
         share = f"{length / (run.makespan or 1.0):.1%}"
         table.add_row(share, duration(length * 1e6), name)

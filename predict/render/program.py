@@ -55,6 +55,7 @@ def kernel_table(kernels: Iterable[KernelEstimate], total_us: float) -> Table:
             duration(k.total_us),
             f"{k.multiplicity:.0f}",
             f"{duration(k.lo_us)}–{duration(k.hi_us)}",
+            # Names of fusions grow with their ops; the prefix tells them apart within 120 columns.
             Text(k.name[:34]),
             k.kind,
             k.bound,

@@ -11,7 +11,7 @@ from ...common.units import duration, size
 from ..cluster.step import StepPrediction, breakdown
 from .parts import headline, interval_text, print_notes
 
-#: Number of operators to list.
+#: Number of operators to list: those that fit the width of a table.
 TOP = 8
 
 
@@ -37,6 +37,7 @@ def print_step(console: Console, prediction: StepPrediction) -> None:
         console.print(headline("does NOT fit", " in the devices' memory: this step cannot run"))
     if prediction.spread is not None:
         parts = prediction.spread.to_dict()
+        # Without the suffix ``_us``, since ``duration`` prints the unit.
         listed = ", ".join(f"{k[:-3]} {duration(v)}" for k, v in parts.items())
         console.print(f"with jitter: {listed}", highlight=False)
     print_notes(console, prediction.notes())

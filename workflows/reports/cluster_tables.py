@@ -124,11 +124,13 @@ def _print(console: Console, frame: pd.DataFrame, title: str) -> None:
 
 def _text(value: Any) -> str:
     if isinstance(value, float):
+        # NaN, where a group has no such figure.
         return "–" if value != value else f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
     return str(value)
 
 
 def _plain(frame: pd.DataFrame) -> Rows:
     columns: Sequence[Any] = list(frame.columns)
+    # JSON has no NaN.
     rows = frame.astype(object).where(frame.notna(), None).to_numpy().tolist()
     return [dict(zip(map(str, columns), row, strict=True)) for row in rows]

@@ -77,6 +77,7 @@ def not_below_roofline(table: Sequence[DeviceRow]) -> Check:
         for row in rows
         if row.undercut
     ]
+    # A program may undercut its bound by overlap alone, so it is checked beside its kernels.
     failures += [
         f"{row.program} on {row.device}: {row.learned_us:.4g} µs, least {row.least_us:.4g} µs"
         for row in rows
@@ -220,6 +221,7 @@ def _doubled(
     names = [name for name in DOUBLED if any(row.program == name for row in table)]
     for name in tracked(names, len(names), "twice the batch"):
         family, *pairs = PROGRAMS[name].split()
+        # The family's default where the report's settings name no batch.
         batch = int(resolve(family, parse_settings(family, pairs))["batch"])
         source = build_program(PROGRAMS[name], batch=2 * batch)
         rows += [device_row(predictor, name, source, d, lowering) for d in devices]

@@ -153,6 +153,7 @@ def device_row(
     # A compiler that does not start would fail for every program: the report ends instead.
     except CompilerStartError:
         raise
+    # A program that one device's compiler refuses is a row with a reason, not the end of a report.
     except LoweringError as error:
         return DeviceRow(name, device.name, error=error.what)
     seconds = time.perf_counter() - start
@@ -170,6 +171,7 @@ def figures(
     kernels = lowered.kernels
     learned = model.predict_kernels(kernels, device)
     by_model, program = model.predict_in_program(lowered, device, learned)
+    # Per kernel: the roofline with L2, without launch, below which no implementation can be.
     least = least_seconds(kernels, device)
     takes = np.array([k.takes_time for k in kernels], bool)
     undercut = takes & (by_model.latency < least * (1 - ROUNDING))
@@ -189,6 +191,8 @@ def figures(
         learned_lo_us=program.lo * 1e6,
         learned_hi_us=program.hi * 1e6,
         compiler_us=_compiler_us(predictor, lowered, device),
+        # The same schedule with these times: a bound of the program that allows for all of its
+        # overlap.
         least_us=schedule_cost(least, lowered, device).makespan * 1e6,
         undercut=int(undercut.sum()),
         unclamped_us=schedule_cost(learned.estimate, lowered, device).makespan * 1e6,

@@ -47,6 +47,7 @@ def run_device_report(
     chosen = known_programs(settings.programs)
     predictor = load()
     specs = [resolve_device(name, predictor.devices) for name in settings.devices or DEVICES]
+    # Before the first of a hundred lowerings.
     _require_compilers(specs, lowering)
     count = len(chosen) * len(specs)
     pending = rows(predictor, chosen, specs, lowering)
@@ -99,6 +100,7 @@ def print_report(console: Console, table: Sequence[DeviceRow], checks: Sequence[
     for _, group in groupby(table, key=lambda row: row.program):
         for place, row in enumerate(group):
             cells = cells_of(row)
+            # A program's name stands once, above all of its devices.
             shown.add_row(*(Text(c) for c in (cells if not place else ("", *cells[1:]))))
     console.print(shown)
     for row in table:

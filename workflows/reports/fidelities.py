@@ -160,9 +160,11 @@ def run_fidelity_report(settings: FidelitySettings) -> FidelityReport:
         for title, mlir in tracked(tasks, len(tasks), title_of_bar, settings.progress):
             key = _key(title, mlir, device, settings.lowering, marks)
             path = settings.out / f"{key}.json"
+            # Written before it is read: an interrupted report resumes with the next program.
             if not path.is_file():
                 answer = _ask(title, mlir, device, settings.lowering, predictors)
                 write_text(path, json.dumps(answer))
+            # Always from the file: fresh and resumed runs then see the same rounded figures.
             answer = json.loads(path.read_text())
             if "reason" in answer:
                 report.failures.append(answer)
@@ -208,6 +210,7 @@ def _params(estimator: object) -> str:
 
 def _key(title: str, mlir: str, device: DeviceSpec, lowering: str, marks: Sequence[str]) -> str:
     described = json.dumps(asdict(device), sort_keys=True, default=str)
+    # Joined by NUL, which no part contains, so that different parts never make one text.
     parts = (str(VERSION), title, mlir, described, lowering, *marks)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 

@@ -26,8 +26,10 @@ def print_studies(console: Console, judged: pd.DataFrame, noise: pd.DataFrame) -
 
     for name, own in judged.groupby("study", sort=False):
         study = STUDIES[str(name)]
+        # Rows with samples are calibrations of a left-out chip, which have tables of their own.
         plain = own[own["samples"] == 0]
         column = "left_out" if study.leaves_out else "split"
+        # Tensor-core packs have many dtypes and few devices, the others the reverse.
         finer = "device" if name == "estimators" else "dtype"
         for value, part in plain.groupby(column, sort=True):
             title = f"{study.title}: {value}"

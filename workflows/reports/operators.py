@@ -165,6 +165,7 @@ def _parts(
         try:
             make_estimator(name)
         except ModelError as error:
+            # Named by the user, so its absence is an error; a default one is left out with a note.
             if settings.estimators:
                 raise
             missing.add(name)
@@ -185,6 +186,7 @@ def _judge(
     from ...models.operators.parts import PartStore, draw, judge, possible
 
     store, tables, kept = PartStore(folder), [], 0
+    # Split once: every part draws from the rows of its family.
     families = {str(key): own for key, own in rows.groupby("key")}
     for number, part in enumerate(tracked(parts, len(parts), "fitting"), 1):
         drawn = draw(part, families.get(part.key, rows.iloc[:0]))

@@ -75,6 +75,7 @@ def agreement(program: Path, device: DeviceSpec, predictor: Predictor) -> Agreem
         )
     source = read_program(program)
     lowered = lower(source, "xla", cache=predictor.cache, device=device)
+    # The prediction alone: the compilation has its own figure, from when it was made.
     start = time.perf_counter()
     prediction = predictor.predict_lowered(lowered, device)
     seconds = time.perf_counter() - start
