@@ -155,6 +155,7 @@ def calibrate_collectives(
 def _report(rows: pd.DataFrame, find: Any, unseen: bool, json_output: bool) -> None:
     from ..models.collectives.study import KNOWN, UNSEEN, study, summary
 
+    # Fits take minutes: progress goes to stderr, apart from --json.
     errors = study(rows, find, lambda text: typer.echo(text, err=True), unseen)
     known = [["source"], ["source", "size"], ["op"], ["machine"], ["fabric", "world_size"]]
     tables = {", ".join(by): summary(errors, by, KNOWN) for by in known}

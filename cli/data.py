@@ -100,6 +100,7 @@ def data_compile(
     suite: Annotated[
         str, typer.Option(help="Zoo suite: quick, standard, full; '' for none.")
     ] = "quick",
+    # Mix of a round: engineering estimates, many small programs beside one real model.
     ops: Annotated[int, typer.Option(min=0, help="Single-op programs in a round.")] = 16,
     random: Annotated[int, typer.Option(min=0, help="Random programs in a round.")] = 8,
     zoo: Annotated[int, typer.Option(min=0, help="Zoo programs in a round.")] = 1,

@@ -16,6 +16,7 @@ def profile(
     budget: Annotated[str, typer.Option(help="Time to spend, such as 90s, 10m or 2h.")] = "10m",
     seed: Seed = 0,
     suite: Annotated[str, typer.Option(help="Zoo suite: quick, standard or full.")] = "standard",
+    # The default repeats DEFAULT_MIX of datagen/profile/plan.py, so that --help can show it.
     mix: Annotated[
         str, typer.Option(help="Shares of single ops, random programs and zoo programs.")
     ] = "ops=0.35,random=0.35,zoo=0.3",

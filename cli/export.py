@@ -108,6 +108,7 @@ def export_table(
                 # A table of many programs should not end at the first that the compiler refuses.
                 lowered = lower(program, lowering, device=spec, fallback="op")
                 parts.append(kernel_table(lowered, spec, predictor.model_for(spec)))
+    # Programs share kernels, and grids may overlap.
     table = pd.concat(parts, ignore_index=True).drop_duplicates(["op", "shape", "dtype", "device"])
     out.parent.mkdir(parents=True, exist_ok=True)
     write_table(table, out)

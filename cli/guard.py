@@ -18,7 +18,7 @@ from ..common.child_process import die_with_parent
 #: Commands that read no untrusted file in their own process. They run until they are stopped, and
 #: leave whatever may crash to worker processes.
 UNGUARDED = ("demo", "profile", "serve", "ui")
-# Signals by which native code fails: bad memory, aborts of assertions, bad instructions.
+# Signals by which native code fails: bad memory accesses, aborts, illegal instructions, arithmetic.
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 

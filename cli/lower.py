@@ -23,6 +23,7 @@ def lower(
     lowering: LoweringOpt = "xla",
     out: Annotated[Path | None, typer.Option(help="Write the optimised HLO to this file.")] = None,
     fallback: Fallback = "",
+    # Defaults as of CompileSettings. An hour ends a compiler that hangs, not one that is slow.
     compile_timeout: Annotated[
         float, typer.Option(help="Time limit of the compiler in seconds.")
     ] = 3600.0,
@@ -49,6 +50,7 @@ def lower(
 
     spec = None if device == "local" else resolve_device(device, {})
     _refuse_compiler_options(context, lowering, spec, xla_flag or [])
+    # ``cache=False`` neither reads nor writes an entry; ``None`` takes the default folder.
     lowered = lower_program(
         read_program(program),
         lowering,

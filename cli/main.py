@@ -184,6 +184,7 @@ def about(
 
 def main() -> NoReturn:
     """Run the command line: one line on stderr and status 1 for errors the user can fix."""
+    # Forks before anything heavy is imported: the copy is cheap, and no thread runs yet.
     guarded(sys.argv[1:], _main)
     raise SystemExit(0)
 

@@ -95,6 +95,7 @@ def predict(
     measure_once(device, predictor)
     prediction = predictor.predict_with(program, options, strict=strict)
     if timeline is not None:
+        # Before printing, so that a closed pipe does not lose the file.
         from ..predict.export.timeline import write_chrome_trace
 
         write_chrome_trace(prediction, timeline)

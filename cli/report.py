@@ -127,7 +127,7 @@ def devices(
     from ..workflows.settings import DeviceReportSettings
 
     settings = DeviceReportSettings(programs or (), device or (), lowering, out)
-    # Eleven columns.
+    # Wide enough for the eleven columns of the report.
     run_device_report(make_console(160), settings)
 
 

@@ -27,6 +27,7 @@ def serve(
         bool, typer.Option("--allow-compile", help="Allow requests to run target compilers.")
     ] = False,
     timeout: Annotated[str, typer.Option(help="Time limit of a request.")] = "60s",
+    # Defaults as of ServerSettings, repeated so that --help needs nothing of the extra ``serve``.
     max_body: Annotated[int, typer.Option(min=1, help="Size limit of a request body in MiB.")] = 64,
     max_rows: Annotated[int, typer.Option(min=1, help="Maximum kernels in a request.")] = 100_000,
     concurrency: Annotated[int, typer.Option(min=1, help="Maximum concurrent requests.")] = 64,

@@ -118,6 +118,7 @@ def kernels(model: str) -> Any:
 
 def _speeds(pairs: list[str]) -> dict[int, float]:
     try:
+        # Ranks as plans number them: tp innermost, pp outermost (docs/simulate.md).
         return {int(rank): float(value) for rank, value in (p.split("=", 1) for p in pairs)}
     except ValueError:
         raise typer.BadParameter("write --speed RANK=0.9") from None

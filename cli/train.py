@@ -71,6 +71,7 @@ def train(
     dataset = Dataset.load(*data)
     # What the dataset holds decides which options apply, so it is read before they are checked.
     trainer = trainer_of(dataset, model)
+    # Options that the chosen trainer would ignore are refused, not accepted silently.
     refuse_unused(context, trainer.subject, trainer.fields)
     settings = TrainSettings(
         data=data,

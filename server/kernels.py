@@ -90,6 +90,7 @@ class KernelService:
             rows = await self._texts(query.kernels, group, [_digest(t) for t in query.kernels])
         self.metrics.rows.inc(len(rows))
         columns = dict(zip(names, zip(*rows, strict=True), strict=True))
+        # The canonical name, so that clients can join answers asked under different aliases.
         answer: dict[str, Any] = {"device": device.name, "model": model, "count": len(rows)}
         return answer | {name: columns[name] for name in wanted}
 

@@ -206,6 +206,7 @@ class Calibration:
         own = {k.hash: k for k in lowered.kernels if k.takes_time}
         if not own:
             return None
+        # Equal kernels are one candidate, with the executions of all of them.
         runs = dict.fromkeys(own, 0.0)
         for kernel in lowered.kernels:
             if kernel.hash in runs:
@@ -214,6 +215,7 @@ class Calibration:
         latency = self.model.predict_kernels(kernels, self.device).latency
         total = latency * np.array(list(runs.values()))
         costly = np.argsort(-total)[:MAX_KERNELS]
+        # Guard against a model that predicts zero for all of them.
         share = total[costly] / max(float(total.sum()), 1e-12)
         return Candidate(item, tuple(kernels[i] for i in costly), share)
 
@@ -231,6 +233,7 @@ class Calibration:
         # Until a program of the zoo has been compiled, all kernels count the same.
         choice = self._doubts(list(unique.values()), weight if weight.any() else weight + 1.0)
         seconds = [self._expected(c.item.stream) for c in candidates]
+        # Rounds beyond the table are as large as its last one.
         most = ROUNDS[min(len(self.rounds), len(ROUNDS) - 1)]
         return choose_programs(choice, blocks, seconds, max(self._left(), 0.0), most)
 
@@ -267,6 +270,7 @@ class Calibration:
             if self._left() <= 0:
                 break
             begin = time.monotonic()
+            # One at a time: each one's seconds inform the choice of the next round.
             (reply,) = measurer.measure([candidate.item])
             took = time.monotonic() - begin
             self._seconds.setdefault(candidate.item.stream, []).append(took)
@@ -279,6 +283,7 @@ class Calibration:
                 self.failed.append(str(reply["failed"]))
         learned = len(self.samples)
         new = self.samples.add(rows)
+        # A round without new kernels teaches nothing; its programs are not candidates any more.
         if not new:
             return
         kernels = [self.samples.kernels[h] for h in new]

@@ -164,6 +164,7 @@ def _described(dataset: Dataset, device: str, model: CostModel) -> DeviceSpec:
     from ..predict.devices import resolve_device
 
     own = dataset.devices
+    # The dataset's runs hold the ceilings under which its labels were taken.
     return own[device] if device in own else resolve_device(device, {**model.devices, **own})
 
 
@@ -176,6 +177,7 @@ def _kernel_rows(dataset: Dataset, device: str, samples: int) -> pd.DataFrame:
     # A kernel may have been measured in several programs and runs.
     median = own.groupby("kernel_hash")["latency_us_p50"].median()
     rows = own.drop_duplicates("kernel_hash")[["kernel_hash", "kernel_ir", "program"]]
+    # Half of the kernels are kept for testing.
     if len(rows) < 2 * samples:
         raise DatasetError(
             f"only {len(rows)} kernels of {device}, {2 * samples} are needed to learn from "
@@ -211,6 +213,7 @@ def _kernel_trial(
     if mine.sum() < samples or mine.all():  # too few programs: half of the kernels
         mine = rng.random(len(rows)) < 0.5
     parts = []
+    # Gaussian processes cost the cube of the candidates and the square of the test rows.
     for mask, most in ((mine, MAX_CANDIDATES), (~mine, MAX_TEST)):
         own = np.flatnonzero(mask)
         own = rng.choice(own, min(most, len(own)), replace=False)
@@ -266,6 +269,7 @@ def _curve_table(curves: Sequence[Curve]) -> pd.DataFrame:
         for choice in ("active", "random"):
             errors = getattr(curve, choice)
             figures = {f"{n}": round(100 * e, 1) for n, e in zip(curve.counts, errors, strict=True)}
+            # Infinite: the chosen samples never reach the last error of random ones.
             own = f"{needed:.0f}" if np.isfinite(needed) else "more"
             last = own if choice == "active" else f"{curve.counts[-1]}"
             records.append({"family": curve.family, "choice": choice, **figures, "needed": last})

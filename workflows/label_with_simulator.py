@@ -129,6 +129,7 @@ def _rows(
     lowered: LoweredProgram, estimator: SimulatorEstimator, device: DeviceSpec
 ) -> tuple[list[dict[str, Any]], int]:
     """A row for each distinct kernel that the tool models, and how many it does not."""
+    # Simulators take seconds for a kernel, so equal ones are asked for once.
     kernels = list({k.hash: k for k in lowered.kernels if k.takes_time}.values())
     found = estimator.predict(kernels, device)
     rows = [
@@ -140,7 +141,7 @@ def _rows(
             "dtype": kernel.dtype,
             "flops": kernel.flops,
             "bytes": kernel.bytes,
-            # Deterministic, so a single run is the distribution: all quantiles are equal.
+            # One answer of the tool stands for the distribution, so all quantiles are equal.
             "repeats": 1,
             "source": estimator.source,
             **dict.fromkeys(

@@ -29,6 +29,7 @@ def run_train_passes(console: Console, dataset: Dataset, settings: TrainSettings
         dataset = without_devices(dataset, catalogue_names(settings.exclude_device))
     rows, digest = pass_rows(dataset)
     about = {"rows": len(rows), "dataset_hash": digest}
+    # Each chip is left out in turn, since the model answers above all for GPUs without any rows.
     model, fit = build_gpu_model(rows, dataset.devices, about, settings.seed)
     table = pd.DataFrame(
         [

@@ -152,6 +152,7 @@ def run_evaluate(console: Console, settings: EvaluateSettings) -> None:
         calibrate=settings.calibrate,
         limit=settings.limit,
     )
+    # Predicting takes minutes; a missing folder should not lose the result.
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     write_table(predicted.frame, settings.out)
     for what, count in predicted.calibrated.items():

@@ -159,6 +159,7 @@ class StepPredictor:
         plan = resolved(workload, plan, self.cluster.size)
         step = step_time(workload, plan, self._costs)
         counts = operator_counts(workload, plan, step.worst)
+        # Already priced while the step was composed; nothing is predicted again.
         seconds = {c: float(self._costs.ops[c][0]) * n for c, n in counts.items()}
         capacity = self.spec.memory_bytes
         # A device file may omit the capacity; everything then fits rather than nothing.

@@ -69,6 +69,7 @@ def summary(traces: list[list[EtNode]]) -> dict[str, Any]:
             own = collectives.setdefault(node.collective, {"count": 0, "bytes": 0})
             own["count"] += 1
             own["bytes"] += node.bytes
+    # Durations of collectives are left out: ASTRA-sim computes its own.
     computes = [n for n in first if n.type == NodeType.COMP]
     return {
         "ranks": len(traces),

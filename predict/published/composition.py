@@ -109,6 +109,7 @@ def _step(
         # A JOIN is traffic that another kernel carries (an epilogue), so it has no launch floor of
         # its own.
         own = kernel_us(time, launch, joins=term.kind == "JOIN")
+        # A pipeline's share scales all compute: bubbles are part of the ratio (m + p - 1) / p.
         weight = term.times * share * own
         parts[term.phase] += weight
         # The interval is relative to the latency measured alone; what is left after the launch is

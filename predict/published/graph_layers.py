@@ -135,6 +135,7 @@ def node_repeats(names: Sequence[str], model: str, layers: int) -> np.ndarray:
             hint="one layer must be listed from the first to the last of its nodes",
         )
     first, last = order.index(span.first), order.index(span.last)
+    # By position, and by name for nodes of the layer that were traced out of order.
     inside = np.array(
         [first <= i <= last or n.startswith(span.prefix) for i, n in enumerate(order)]
     )

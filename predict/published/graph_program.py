@@ -135,6 +135,7 @@ def _terms(
     # Labels without a known dtype are those of the f32 tables.
     width = ELEMENT_BYTES.get(dtype, 4)
     repeats = node_repeats([str(n) for n in graph["Name"]], str(label["model"]), layers)
+    # Equal operations are one term: interval widths add up within it, as their errors are common.
     totals: dict[tuple[str, str, int, float], float] = {}
     for phase, op, times in graph_ops(graph, str(label["mode"]), repeats, width):
         size = 0.0

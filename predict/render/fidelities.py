@@ -58,4 +58,5 @@ def _table(comparison: Comparison, top: int) -> Table:
 
 
 def _ratio(times: list[float]) -> str:
+    # A kernel that one estimator takes to be free has no ratio.
     return f"{max(times) / min(times):.2f}" if min(times) > 0 else "–"

@@ -67,6 +67,7 @@ def _row(job: SweepJob, item: Candidate) -> dict[str, Any]:
     waiting = max(0.0, prediction.step.total - prediction.step.compute)
     # The busiest device stands for all, which overstates energy where stages are unequal.
     joules = spec.power_w * item.plan.devices * (prediction.step.compute + IDLE_SHARE * waiting)
+    # For each token, since batches of a sweep differ.
     tokens = workload.batch * workload.seq
     return {
         "key": item.key,

@@ -33,6 +33,7 @@ def run_accuracy_report(console: Console, settings: AccuracyReportSettings) -> N
     kernels = compare_models(prepared, n_jobs=settings.threads)
     print_metrics(console, kernels, "kernels")
     if "program_n" in kernels:
+        # Splits by kernel put parts of one program on both sides, so these have no whole programs.
         own = kernels[kernels["program_n"].notna()].filter(regex="^(split|model|program_.*)$")
         own = own.rename(columns=lambda name: name.removeprefix("program_"))
         print_metrics(console, own, "whole programs in the test part of a split")

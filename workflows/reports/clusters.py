@@ -289,10 +289,12 @@ def scaling(settings: ClusterReportSettings) -> tuple[pd.DataFrame, Path]:
     frames = []
     for name in ("strong", "weak"):
         for devices in settings.scaling or SCALING:
+            # Weak scaling has one sequence for each device.
             batch = STRONG if name == "strong" else devices
             frames.append(
                 _sweep(settings, "8B decoder", [f"dgx-h100-x{devices}"], batch, SCALING_GRID)
             )
+    # The two kinds share a plan where the number of devices is the batch of strong scaling.
     rows = pd.concat(frames, ignore_index=True).drop_duplicates("key")
     path = settings.folder / "scaling.png"
     plot_scaling(rows, path)
@@ -320,6 +322,7 @@ def _sweep(
     from ...predict.sweep.job import SweepJob
     from ...predict.sweep.run import Sweep, grid
 
+    # A folder for each model: results of earlier runs are found again by their keys.
     folder = settings.folder / f"sweep-{name.replace(' ', '-')}"
     job = Sweep(SweepJob(_workload(name), OPERATOR_MODEL), folder, settings.workers)
     return grid(job, clusters, [batch], values)

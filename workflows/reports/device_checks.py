@@ -98,6 +98,7 @@ def estimates_below_roofline(table: Sequence[DeviceRow]) -> Check:
     failures = []
     for device, group in groupby(rows, key=lambda row: row.device):
         own = list(group)
+        # Counted by device: what fails is a model on a device, not a program.
         held, kernels = sum(row.clamped for row in own), sum(row.kernels for row in own)
         short = [r.program for r in own if r.unclamped_us < r.least_us * (1 - ROUNDING)]
         if not held and not short:
@@ -126,6 +127,7 @@ def larger_batches(table: Sequence[DeviceRow], doubled: Sequence[DeviceRow]) -> 
         if single is None or row.error:
             continue
         cases += 1
+        # Equal times are fine: a program may be bound by launches at both sizes.
         if row.learned_us < single.learned_us:
             failures.append(
                 f"{row.program} on {row.device}: {single.learned_us:.4g} µs, twice the batch "

@@ -215,6 +215,8 @@ def _physics_us(
 
     prediction = RooflineEstimator().predict(lowered.kernels, device)
     if cycles is not None:
+        # The compiler leaves some kernels without an estimate, zero cycles; those keep the
+        # roofline.
         estimated = np.where(cycles > 0, cycles / device.clock_hz, prediction.latency)
         prediction = replace(prediction, latency=estimated)
     # Only the kernels differ: launches and overlap are those of the learned prediction.

@@ -94,6 +94,7 @@ class FidelityReport:
         for device in programs["device"].unique():
             own = programs[programs["device"] == device]
             single = kernels[kernels["device"] == device]
+            # Systolic-array simulators model products alone, so only these compare them fairly.
             product = single[single["kind"].isin(("gemm", "conv"))]
             for first, second in combinations(names, 2):
                 times = own[[f"{first}_us", f"{second}_us"]]

@@ -56,6 +56,7 @@ def _print(
     if floor is not None:
         columns = [c for c in by if c in noise]
         floors = noise_table(noise, columns)[[*columns, floor]]
+        # Left join: families without repeated measurements keep their row.
         wide = wide.merge(floors.rename(columns={floor: "noise"}), how="left", on=columns)
     _show(console, percent(wide, (*by, "n")), f"{title}, {what} in %")
 
@@ -132,6 +133,7 @@ def left_out_errors(families: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
 def _by_dtype(figures: pd.DataFrame) -> pd.DataFrame:
     """Pool figures by family, and by dtype for families that have several."""
     fine = pooled(figures, ("key", "dtype"))
+    # A family with a single dtype would only repeat its own line.
     several = fine[fine["key"].duplicated(keep=False)]
     both = pd.concat([pooled(figures, ("key",)).assign(dtype="all"), several])
     return both[["key", "dtype", "n", "mape", "coverage"]].sort_values(["key", "dtype"])

@@ -192,6 +192,7 @@ def _judge(
         drawn = draw(part, families.get(part.key, rows.iloc[:0]))
         if not possible(drawn):
             continue
+        # One file for each part: a report that was stopped resumes with the next one.
         path = store.path(part, drawn)
         table = store.read(path)
         if table is None:
