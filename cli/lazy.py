@@ -59,7 +59,7 @@ def lazy_app(group: Group, **settings: Any) -> typer.Typer:
     """A Typer application of a group.
 
     Args:
-        group: Its commands.
+        group: The commands of the application.
         settings: Further arguments of :class:`typer.Typer`.
     """
 

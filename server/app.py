@@ -39,7 +39,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
     """Create the application; models are loaded when it starts.
 
     Args:
-        settings: What it serves, and its limits.
+        settings: Models and limits of the server.
     """
     service = Service(settings)
 
@@ -184,7 +184,7 @@ async def _program_task(request: Request, service: Service) -> tuple[dict[str, A
     """Parse a request about a program into its task and the program's bytes.
 
     Raises:
-        RequestError: It is of another type or schema.
+        RequestError: The body is of another type or schema.
         OpcastError: The model or device is not known.
     """
     if _media_type(request) in _RAW:
@@ -205,7 +205,7 @@ async def _body(request: Request, kind: TypeAdapter[T]) -> T:
     """Parse the body as JSON of a schema.
 
     Raises:
-        RequestError: It is of another type or schema.
+        RequestError: The body is of another type or schema.
     """
     media = _media_type(request)
     if media != _JSON:

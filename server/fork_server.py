@@ -35,12 +35,12 @@ _WARM = (
 
 
 def main(control: socket.socket, models: list[str], memory_bytes: int) -> None:
-    """Load the models, say so, and fork a child for each connection that arrives.
+    """Load the models, report ready, and fork a child for each connection that arrives.
 
     Args:
-        control: Brings the connections; the fork server ends when it is closed.
+        control: Socket over which connections arrive; closing it ends the fork server.
         models: Names or folders of the models.
-        memory_bytes: Most private memory of a child.
+        memory_bytes: Limit of a child's private memory.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle

@@ -65,7 +65,7 @@ def predict_program(
 
     Raises:
         OpcastError: The program, device or lowering is not usable.
-        RequestError: It would have to be compiled, which the server was not allowed.
+        RequestError: The program would have to be compiled, which is not allowed.
     """
     predictor = predictors[task["model"]]
     source, options = _read(task, payload)
@@ -77,7 +77,7 @@ def report(predictors: Predictors, task: Mapping[str, Any], payload: bytes) -> s
 
     Raises:
         OpcastError: The program, device or lowering is not usable.
-        RequestError: It would have to be compiled, which the server was not allowed.
+        RequestError: The program would have to be compiled, which is not allowed.
     """
     from ..predict.page.report import ReportOptions, report_page
 
@@ -89,8 +89,8 @@ def _read(task: Mapping[str, Any], payload: bytes) -> tuple[SourceProgram, Lower
     """Read a program, and decide how the server may lower it.
 
     Raises:
-        ProgramError: It cannot be read.
-        RequestError: It would have to be compiled, which the server was not allowed.
+        ProgramError: The program cannot be read.
+        RequestError: The program would have to be compiled, which is not allowed.
     """
     source = read_program(payload, trip_counts=task["trip_count"])
     compiled = source.kind == "hlo" and source.program.is_scheduled

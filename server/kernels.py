@@ -76,7 +76,7 @@ class KernelService:
         """Predict by column; see :class:`~opcast.server.schemas.KernelAnswers`.
 
         Raises:
-            OpcastError: A row is no operator or kernel, or a field is unknown.
+            OpcastError: A row is not an operator or kernel, or a field is unknown.
         """
         names = KERNEL_COLUMNS if isinstance(query, KernelsQuery) else OP_COLUMNS
         wanted = _wanted(query.fields, names)

@@ -55,7 +55,7 @@ def bound(settings: ServerSettings) -> socket.socket:
     """Bind a socket to the address of the settings.
 
     Raises:
-        ServeError: It is taken, not this machine's, or not permitted.
+        ServeError: The address is taken, not this machine's, or not permitted.
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

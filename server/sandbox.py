@@ -31,7 +31,7 @@ class Sandbox:
 
     Attributes:
         crashes: Tasks whose process died.
-        starts: How often the fork server was started.
+        starts: Number of times that the fork server was started.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -49,7 +49,7 @@ class Sandbox:
         """Start the fork server, unless it runs.
 
         Raises:
-            ServeError: It does not start; its standard error says why.
+            ServeError: The fork server does not start; its standard error says why.
         """
         async with self._starting:
             if self._process is not None and self._process.status() is None:
@@ -94,12 +94,12 @@ class Sandbox:
         """Run a task; returns its status and body.
 
         Args:
-            task: As :func:`~opcast.server.jobs.answer` takes it; its limits are added.
+            task: Task for :func:`~opcast.server.jobs.answer`, without its limits.
             payload: The program, or JSON.
 
         Raises:
             RequestError: Too many wait already, or it ran out of time.
-            OpcastError: Its process died.
+            OpcastError: The task's process died.
         """
         # Refused at once: a queue that cannot be served within the time limit only wastes memory.
         if self._free.locked() and self._waiting >= self.settings.waiting:

@@ -29,7 +29,7 @@ class Service:
     """State and look-ups behind the endpoints.
 
     Args:
-        settings: How the server was started.
+        settings: Settings of the server.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -67,7 +67,7 @@ class Service:
         """Find the model that a request names, or the first one.
 
         Raises:
-            ModelError: It is not served.
+            ModelError: The model is not served.
         """
         chosen = name or self.settings.models[0]
         if chosen not in self.predictors:
@@ -79,7 +79,7 @@ class Service:
         """Find a device by name; files and the server's own device are excluded.
 
         Raises:
-            DeviceError: It is not known.
+            DeviceError: The device is not known.
         """
         known = self._devices.get((model, name))
         if known is not None:
@@ -109,7 +109,7 @@ class Service:
         """Find the model for a program.
 
         Raises:
-            RequestError: It is one of library operators.
+            RequestError: The model is one of library operators.
         """
         chosen = self.model(name)
         if self.models[chosen]["predicts"] == "operators":

@@ -11,7 +11,7 @@ _LOOPBACK_NAME = "localhost"
 
 
 class ServeError(OpcastError):
-    """The server cannot be started as asked."""
+    """The server cannot be started with these settings."""
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,16 @@ class ServerSettings:
         models: Names or folders of the models; the first answers where a request names none.
         host: Address to bind.
         port: Port to bind; 0 takes a free one.
-        token: What requests have to show as ``Authorization: Bearer``; empty for none.
+        token: Bearer token that requests must carry; empty for none.
         allow_compile: Whether target compilers may be run.
-        max_body_bytes: Largest body of a request.
-        max_rows: Most kernels of a request.
-        timeout_s: Longest time of a request.
-        concurrency: Most requests at a time.
-        workers: Most programs and plans at a time.
-        waiting: Most programs and plans that wait for one of ``workers``.
-        memory_bytes: Most private memory of the process that works on a program or plan.
-        cache_entries: Kernels whose answers are remembered.
+        max_body_bytes: Maximum size of a request's body.
+        max_rows: Maximum kernels in a request.
+        timeout_s: Time limit of a request.
+        concurrency: Maximum concurrent requests.
+        workers: Maximum programs and plans processed at a time.
+        waiting: Maximum programs and plans waiting for one of ``workers``.
+        memory_bytes: Limit of private memory of a program's or plan's process.
+        cache_entries: Number of kernels whose answers are cached.
     """
 
     models: tuple[str, ...] = ("default",)
@@ -53,7 +53,7 @@ class ServerSettings:
         """Check that the address may be bound without a token.
 
         Raises:
-            ServeError: It is not this machine's own, and there is no token.
+            ServeError: It is not a loopback address, and there is no token.
         """
         # The server runs models for whoever reaches it; on loopback only local users can.
         if not self.token and not is_loopback(self.host):

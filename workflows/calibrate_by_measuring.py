@@ -51,8 +51,8 @@ class Candidate:
     """A program that may be measured.
 
     Attributes:
-        item: What the profiler measures.
-        kernels: Its kernels that take time, the costliest ones.
+        item: Program, as the profiler takes it.
+        kernels: The program's costliest kernels.
         share: Share of each in the program's predicted time, shape ``(n,)``.
     """
 
@@ -327,7 +327,7 @@ def run_calibrate_budget(console: Console, settings: CalibrateSettings) -> list[
     """Adapt a kernel model to the local device by measuring there, and print how its error falls.
 
     Args:
-        console: Where to print.
+        console: Console to print to.
         settings: The device (``local`` or the local device's name), the model and the budget.
 
     Raises:

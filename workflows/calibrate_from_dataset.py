@@ -44,7 +44,7 @@ def run_calibrate_operators(
     information gain; errors are measured on the other splits.
 
     Args:
-        console: Where to print.
+        console: Console to print to.
         dataset: Published operators.
         settings: The device, the model, and how many samples are chosen how.
 
@@ -127,7 +127,7 @@ def run_calibrate_kernels(
     Kernels of half of the programs may be chosen; errors are taken on those of the others.
 
     Args:
-        console: Where to print.
+        console: Console to print to.
         dataset: Kernels measured on the device, as ``opcast profile`` writes them.
         settings: The device, the model, and how many kernels to learn from.
 
@@ -160,7 +160,7 @@ def run_calibrate_kernels(
 
 
 def _described(dataset: Dataset, device: str, model: CostModel) -> DeviceSpec:
-    """The device as the dataset's runs describe it, else as it is known otherwise."""
+    """The device as described by the dataset's runs, else as found by name."""
     from ..predict.devices import resolve_device
 
     own = dataset.devices

@@ -35,7 +35,7 @@ class CheckedKernel:
         lo_us: Lower end of its interval.
         hi_us: Upper end of its interval.
         measured_us: Median of the executions; nan if the trace had no event for it.
-        origin: Where it came from in the user's program.
+        origin: StableHLO op and source line that it mainly came from.
     """
 
     name: str
@@ -54,11 +54,11 @@ class CheckResult:
 
     Attributes:
         name: Name of the program.
-        prediction: What was predicted.
+        prediction: Prediction of the program.
         measured_us: Median wall time of one run.
         p10_us: 10th percentile of the wall time.
         p90_us: 90th percentile of the wall time.
-        kernels: In schedule order.
+        kernels: Kernels in schedule order.
         speed: Present speed of the machine relative to its description, by class of ceiling;
             empty if the description was not measured.
     """

@@ -31,12 +31,12 @@ def run_demo(console: Console, out: Path, budget_s: float) -> list[CheckResult]:
     """Run the whole demonstration in ``out``; a second call resumes measuring.
 
     Args:
-        console: Where to print.
+        console: Console to print to.
         out: Folder for the dataset, the model and the programs.
         budget_s: Seconds to measure.
 
     Returns:
-        Predicted beside measured, one for each program.
+        Predicted and measured times, one result per program.
     """
     from ..datagen.profile.profile import profile
     from ..datagen.zoo import export

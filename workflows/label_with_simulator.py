@@ -70,7 +70,7 @@ def simulate_dataset(
 
     Raises:
         ModelError: No such tool, or it is not installed.
-        DeviceError: It cannot model the device.
+        DeviceError: The tool cannot model the device.
         OpcastError: A program cannot be read or lowered.
     """
     from ..common.progress import tracked

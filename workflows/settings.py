@@ -225,7 +225,7 @@ class FidelitySettings(Settings):
         models: Estimators, as of :func:`~opcast.predict.program.fidelities.compare_fidelities`.
         out: Folder of the predictions, one file for each program and device.
         suite: Suite of the zoo; empty for ``PROGRAMS`` of :mod:`.reports.fidelities`.
-        lowering: How programs become kernels.
+        lowering: Lowering of the programs.
         limit: Maximum number of programs, drawn evenly from the suite; 0 for all.
         progress: Whether to show progress.
     """

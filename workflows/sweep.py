@@ -17,7 +17,7 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
     """Evaluate plans, print the Pareto front of those that fit, and draw the plots.
 
     Args:
-        console: Where to print.
+        console: Console to print to.
         settings: The workload, the clusters, the plans and the folder, from which it resumes.
 
     Returns:

@@ -20,7 +20,7 @@ class Trainer:
     """One way to train.
 
     Attributes:
-        subject: What it trains, as messages name it.
+        subject: Description for messages.
         fields: Fields of :class:`TrainSettings` that it reads.
         run: Function that trains, prints the metrics, saves and tracks.
     """

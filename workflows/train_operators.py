@@ -136,7 +136,7 @@ def run_evaluate(console: Console, settings: EvaluateSettings) -> None:
     """Predict every row of a folder of published tables; print the errors of those with a latency.
 
     Args:
-        console: Where to print.
+        console: Console to print to.
         settings: The tables, the model and the file for the predictions.
     """
     from ..common.tables_text import print_frame

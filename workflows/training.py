@@ -25,13 +25,13 @@ def keep_model(console: Console, model: ModelBundle, settings: TrainSettings, na
     """Save a trained model to the requested folders, and print where.
 
     Args:
-        console: Where to print.
-        model: What was trained.
-        settings: Its folder and the name to register it under, if any; saved beside it.
-        name: Of its folder in ``models-out`` if it has neither.
+        console: Console to print to.
+        model: The trained model.
+        settings: The folder and the name to register it under, if any; saved beside it.
+        name: Name of its folder in ``models-out`` if neither is given.
 
     Returns:
-        The folder; that given with ``--out`` if it was also registered.
+        The folder; if the model was also registered, the one given with ``--out``.
     """
     from ..predict.locate import registered
 

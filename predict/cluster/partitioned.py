@@ -45,12 +45,12 @@ class PartitionedPrediction:
         interval: The time with its 90 % interval.
         cluster: Name of the cluster.
         device: Name of its device.
-        lowering: How the program became kernels.
-        peak_memory_bytes: Of one device.
+        lowering: Lowering of the program, or ``scheduled``.
+        peak_memory_bytes: Peak memory of one device.
         capacity_bytes: Memory of the device.
         notes: Known limits of the prediction.
         sources: Share of the computation time by kind of estimate.
-        kernels: What ``members`` of the nodes point to.
+        kernels: Kernels to which ``members`` of the nodes refer.
         devices: Devices that the program was partitioned for.
         scheduled: Whether collectives are issued in their place in the order.
     """
@@ -123,8 +123,8 @@ def predict_partitioned(
         program: Path, text or bytes of StableHLO with explicit collectives or of HLO.
         cluster: Devices, as many as the program is partitioned for.
         predictor: Predicts the kernels as in a program of one device; ``None`` for rooflines.
-        options: How StableHLO becomes kernels, as for one device (scheduled HLO is taken as it
-            is); ``device`` is ``None`` for the one that the cluster names.
+        options: Lowering options, as for one device (scheduled HLO is used unchanged); ``device``
+            is ``None`` for the one that the cluster names.
         collective: Time of a collective.
 
     Raises:
@@ -192,7 +192,7 @@ class _Job:
         """Simulate the program; returns nodes, seconds of their collectives, and the schedule.
 
         Args:
-            seconds: Of the kernels.
+            seconds: Seconds of one execution of each kernel.
             side: Which time of each collective to use: 0 for the estimate, 1 and 2 for the lower
                 and upper end of its interval.
         """

@@ -41,8 +41,8 @@ def program_seconds(
 
     Args:
         lowered: The program of one device.
-        device: Where it runs.
-        model: As for programs of one device.
+        device: Device that it runs on.
+        model: Model for programs of one device.
     """
     kernels = lowered.kernels
     apart = np.array([k.kind == "collective" for k in kernels], bool)

@@ -49,7 +49,7 @@ class ServingPrediction:
             the lower or the upper end of their 90 % interval.
         cache_tokens: Tokens that the key-value cache of a replica holds.
         replicas: Replicas that share the requests evenly.
-        plan: Of one replica.
+        plan: Parallel plan, replicas included.
         cluster: Name of the cluster.
     """
 
@@ -82,7 +82,7 @@ class ServingPredictor:
     Args:
         workload: The model; ``batch``, ``seq`` and ``mode`` do not matter.
         plan: ``tp``, and ``dp`` replicas.
-        cluster: Where it runs.
+        cluster: Cluster that serves it.
         model: Model of library operators; ``None`` for rooflines.
 
     Raises:
@@ -302,13 +302,13 @@ def poisson_requests(
 
     Args:
         rate: Requests a second on average.
-        count: How many.
+        count: Number of requests.
         prompt: Mean tokens of a prompt.
         output: Mean tokens of an output.
-        seed: Of the draws.
+        seed: Random seed.
 
     Raises:
-        PlanError: A figure is not positive.
+        PlanError: An argument is not positive.
     """
     if not rate > 0 or min(count, prompt, output) < 1:
         raise PlanError(

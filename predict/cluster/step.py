@@ -34,14 +34,14 @@ class StepPrediction:
     """Predicted time of a step on a cluster, its parts, and whether the plan fits into memory.
 
     Attributes:
-        workload: What is trained.
+        workload: Model that is trained.
         plan: Parallel plan with its number of micro-batches resolved.
         cluster: Name of the cluster.
         device: Name of its device.
         step: Times in seconds.
         interval: ``step.total`` with its 90 % interval.
-        fit: Memory.
-        peak_flops: Of one device, for the workload's dtype.
+        fit: Memory use, and whether it fits.
+        peak_flops: Matrix peak of one device for the workload's dtype.
         operators: Seconds of operators of the busiest stage, by name.
         scopes: Share of the operators' time by scope of the estimate (``known``, ``unseen`` …).
         spread: Sampled steps with jitter and stragglers, if requested.
@@ -145,12 +145,12 @@ class StepPredictor:
         """Predict time and memory of a step.
 
         Args:
-            workload: What is trained.
+            workload: Model that is trained.
             plan: Parallel plan.
             jitter: Standard deviation of the logarithm of a task's time on one device.
-            speeds: Relative speeds of devices by rank; 1 if left out.
-            draws: Samples, if ``jitter`` or ``speeds`` is given.
-            seed: Of the samples.
+            speeds: Relative speeds of devices by rank; 1 where omitted.
+            draws: Number of samples, taken if ``jitter`` or ``speeds`` is given.
+            seed: Random seed of the samples.
             remedy: Whether to search for the smallest change if the plan does not fit into memory.
 
         Raises:

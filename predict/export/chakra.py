@@ -21,8 +21,8 @@ def export_chakra(
 
     Args:
         prediction: The program, predicted on the cluster.
-        cluster: The cluster; it has as many devices as the program.
-        device: Its device.
+        cluster: Cluster with as many devices as the program.
+        device: Device of the cluster.
         out: Folder to write.
 
     Returns:

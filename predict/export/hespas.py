@@ -41,7 +41,7 @@ class OpcastEstimator(ComputeEstimator):
         """Load the model.
 
         Raises:
-            ModelError: It is not the one that the configuration names by its digest.
+            ModelError: The model's digest differs from the one in the configuration.
         """
         self.predictor = _predictor(self)
 

@@ -60,7 +60,7 @@ def configured(config: Path) -> dict[str, Any]:
     """Read a configuration and add the model's digest.
 
     Raises:
-        DatasetError: It cannot be read, or names another estimator.
+        DatasetError: The configuration cannot be read, or names another estimator.
     """
     try:
         data = parse_json(config.read_text(encoding="utf-8"))

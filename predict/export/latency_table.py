@@ -52,7 +52,7 @@ def operator_table(
     """Tabulate latencies of operators on every device.
 
     Args:
-        texts: As :func:`~opcast.features.operators.query.parse_op` takes them.
+        texts: Operators, as accepted by :func:`~opcast.features.operators.query.parse_op`.
         devices: Descriptions by name.
         model: Model of operators; ``None`` for the analytical estimate.
 
@@ -60,8 +60,8 @@ def operator_table(
         Columns :data:`COLUMNS`.
 
     Raises:
-        ProgramError: A text is no operator.
-        ModelError: The model knows no such operators.
+        ProgramError: A text does not describe an operator.
+        ModelError: The model does not know the family.
     """
     rows = pd.DataFrame([{**parse_op(t), "device": d} for t in texts for d in devices])
     if model is None:

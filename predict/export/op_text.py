@@ -23,7 +23,7 @@ def op_program(
     Args:
         line: The operation as MLIR prints it, such as ``%2 = stablehlo.add %0, %1 : …``.
         inputs: Shape and element type of each operand.
-        outputs: Of each result.
+        outputs: Shape and element type of each result.
 
     Raises:
         ProgramError: The text does not name as many operands as there are types.

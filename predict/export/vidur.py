@@ -119,8 +119,8 @@ def collective_table(kind: str, workers: Sequence[int], cluster: Cluster) -> pd.
 
     Args:
         kind: ``all_reduce`` or ``send_recv``.
-        workers: Ranks of the group, the first ones of the cluster.
-        cluster: Where they are.
+        workers: Sizes of the group, which consists of the first ranks.
+        cluster: The devices and their links.
     """
     per_node = cluster.devices_per_node or cluster.size
     # Below 1 KiB an all-reduce takes its latency alone.
@@ -154,15 +154,15 @@ def write_vidur(
     """Write the tables in Vidur's layout.
 
     Args:
-        out: What stands for Vidur's ``data/profiling``.
-        name: Of the model, such as ``meta-llama/Llama-2-7b-hf``.
+        out: Folder in place of Vidur's ``data/profiling``.
+        name: Name of the model, such as ``meta-llama/Llama-2-7b-hf``.
         device: Name of the device in Vidur.
         work: The model.
-        tensor_parallel: Numbers of workers.
-        max_tokens: Most tokens of a batch, and of a sequence.
+        tensor_parallel: Tensor-parallel degrees.
+        max_tokens: Maximum tokens of a batch, and of a sequence.
         latency: Latencies of operators on the device.
-        cluster: For tables of the network; ``None`` leaves them out.
-        progress: Told of each file that is written.
+        cluster: Cluster for tables of the network; ``None`` omits them.
+        progress: Called with the name of each file that is written.
 
     Returns:
         Rows by file.

@@ -32,7 +32,7 @@ class OpEstimate:
 
     Attributes:
         family: ``method/family``.
-        device: Where it runs.
+        device: Name of the device.
         latency_us: Predicted.
         lo_us: Lower end of the 90 % interval.
         hi_us: Upper end.
@@ -59,14 +59,14 @@ def predict_op(text: str, device: str, model: str | Path = OPERATOR_MODEL) -> Op
     """Predict an operator.
 
     Args:
-        text: As :func:`~opcast.features.operators.query.parse_op` takes it.
+        text: Operator, as accepted by :func:`~opcast.features.operators.query.parse_op`.
         device: Name, or path of a device file.
         model: Name or folder of a model of operators; ``default`` is the shipped one.
 
     Raises:
-        ProgramError: The text is no operator.
+        ProgramError: The text does not describe an operator.
         DeviceError: The device is not known.
-        ModelError: The model is none of operators, or does not know the family.
+        ModelError: The model is not one of operators, or does not know the family.
     """
     from ...models.operators import OpModel
 
@@ -110,11 +110,11 @@ def explain_operator(
     """Explain the prediction of an operator; see :func:`predict_op`.
 
     Args:
-        text: The operator.
-        device: Where it runs.
-        model: Model of operators.
+        text: As for :func:`predict_op`.
+        device: Name, or path of a device file.
+        model: Name or folder of a model of operators.
         data: Datasets of operators to look for measured neighbours in.
-        k: Neighbours to name.
+        k: Number of neighbours to list.
 
     Raises:
         DatasetError: A dataset cannot be read.

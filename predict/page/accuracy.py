@@ -31,7 +31,7 @@ def accuracy_page(
     """Make the page of a run, or of an experiment's newest runs.
 
     Args:
-        run: As :func:`~opcast.models.tracking.prediction_log.read_runs` takes it.
+        run: Run, as accepted by :func:`~opcast.models.tracking.prediction_log.read_runs`.
         tell: Called with a description of each stage of the work.
         root: Folder of the MLflow store.
 

@@ -52,7 +52,7 @@ class Page:
     """Content of a page.
 
     Attributes:
-        title: Of the tab.
+        title: Title of the browser's tab.
         data: Plain data for the scripts.
         scripts: Files of ``static`` after :data:`BASE`, in order; the last one draws the page.
     """

@@ -30,14 +30,14 @@ def compare_devices(
     """Predict a program on several devices; a failure is reported in its row.
 
     Args:
-        predictor: With the model.
+        predictor: Predictor with the model.
         source: The program; if it is optimised already, its kernels are used unchanged.
         devices: Names or device files.
-        lowering: For all of them.
+        lowering: Lowering for all devices.
         tell: Called with the name of each device before it is predicted.
 
     Returns:
-        One row a device, in the order given.
+        One row per device, in the order given.
     """
     # ``xla`` takes scheduled HLO as it is, and compiles nothing.
     how = "xla" if is_optimised(source) else lowering

@@ -143,8 +143,8 @@ def peak_lines(columns: dict[str, Any], device: DeviceSpec) -> list[dict[str, An
     One for each dtype of products and convolutions, and the vector unit's for f32.
 
     Args:
-        columns: As :func:`kernel_columns` gives them.
-        device: Where they run.
+        columns: Result of :func:`kernel_columns`.
+        device: Device that the kernels run on.
     """
     names, codes = columns["names"]["dtype"], columns["columns"]["dtype"]
     kinds, kind = columns["names"]["kind"], columns["columns"]["kind"]

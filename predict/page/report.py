@@ -44,9 +44,9 @@ class ReportOptions:
     """Options of a page.
 
     Attributes:
-        lowering: How the program is lowered, and for which device.
+        lowering: Lowering options of the program, including the device.
         compare: Devices to compare with; empty for no comparison.
-        compare_lowering: Of the comparison.
+        compare_lowering: Lowering of the comparison.
         title: Name of the program; by default that of its file.
     """
 
@@ -65,8 +65,8 @@ def report_page(
     """Predict a program and make its page.
 
     Args:
-        predictor: With the model.
-        program: As :meth:`Predictor.predict` takes it.
+        predictor: Predictor with the model.
+        program: Program, as accepted by :meth:`Predictor.predict`.
         options: Lowering, comparison and title.
         tell: Called with a description of each stage of the work.
 

@@ -30,11 +30,11 @@ class ExplainedKernel:
     Attributes:
         name: Instruction name; for equal kernels, that of the first one.
         executions: Executions per run of the program, equal kernels together.
-        share: Of the program's summed kernel time.
+        share: Share of the program's summed kernel time.
         origin: StableHLO op and source line that it mainly came from.
         in_program_us: Predicted latency of one execution in the context of the program, the mean
             over equal kernels; differs from the explained one if the model corrects for context.
-        explanation: Of one execution in isolation.
+        explanation: Explanation of one execution in isolation.
     """
 
     name: str
@@ -50,8 +50,8 @@ class ProgramExplanation:
     """A prediction with its costliest kernels explained.
 
     Attributes:
-        prediction: Of the whole program.
-        kernels: Costliest first.
+        prediction: Prediction of the whole program.
+        kernels: Explained kernels, costliest first.
     """
 
     prediction: Prediction
@@ -95,17 +95,17 @@ def explain(
 
     Args:
         predictor: Predictor with the model to explain.
-        program: As :meth:`Predictor.predict` takes it.
+        program: Program, as accepted by :meth:`Predictor.predict`.
         args: Example arguments of a jitted function.
         device: Name, path of a device file, or description.
         lowering: ``auto``, ``xla``, ``fused`` or ``op``.
         trip_counts: Trips of loops whose count cannot be found.
-        kernel: Explain the kernel of this name alone.
-        top: Costliest kernels to explain; equal kernels count as one.
-        neighbours: Training kernels to name beside each.
+        kernel: Explain only the kernel of this name.
+        top: Number of costliest kernels to explain; equal kernels count as one.
+        neighbours: Number of nearest training kernels to list for each.
 
     Raises:
-        OpcastError: The program, device or lowering is not usable, or it has no such kernel.
+        OpcastError: The program, device or lowering is not usable, or there is no such kernel.
     """
     from ...features.ir.partitioning import check_one_device
     from ...features.ir.reader import read_program
@@ -131,7 +131,7 @@ def explain_lowered(
     """Explain the prediction of a program that is already lowered; see :func:`explain`.
 
     Raises:
-        ProgramError: It has no kernel of that name.
+        ProgramError: The program has no kernel of that name.
     """
     from ...models.explain.kernel import explain_kernels
     from .predictor import origin

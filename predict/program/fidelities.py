@@ -32,7 +32,7 @@ class Fidelity:
 
     Attributes:
         name: Name of the estimator as requested.
-        prediction: Its prediction.
+        prediction: Prediction of the program.
         covered: Share of the summed kernel time that it models itself; the rest is the roofline.
         own: Whether it models each kernel itself, in schedule order.
         reasons: Why it does not; empty where it does, or gives no reason.
@@ -50,10 +50,10 @@ class Comparison:
     """Predictions of a program on a device by several estimators.
 
     Attributes:
-        program: What was predicted.
+        program: Name of the program.
         device: Name of the device.
         lowering: Lowering that made its kernels.
-        fidelities: In the order of the request.
+        fidelities: Predictions in the order of the request.
     """
 
     program: str
@@ -123,7 +123,7 @@ def compare_fidelities(
     """Predict a program by several estimators; it is lowered once.
 
     Args:
-        program: As of :meth:`Predictor.predict`.
+        program: Program, as accepted by :meth:`Predictor.predict`.
         names: Model names or folders; ``learned`` is the device's default model, ``roofline``,
             ``scalesim``, ``zigzag``, ``iree`` and ``compiler`` need no training.
         options: Lowering options, including the device.
@@ -150,7 +150,7 @@ def load_fidelities(names: Sequence[str]) -> dict[str, Predictor]:
     """Load predictors by name.
 
     Raises:
-        ModelError: A name is empty, there twice, or not known.
+        ModelError: A name is empty, duplicated or unknown.
     """
     if not names or "" in names or len(set(names)) < len(names):
         raise ModelError(
@@ -185,7 +185,7 @@ def fidelity(
     """Predict a lowered program by one estimator, with its coverage.
 
     Raises:
-        OpcastError: Its estimator cannot be used for the device.
+        OpcastError: The estimator cannot be used for the device.
     """
     prediction = predictor.predict_lowered(lowered, device)
     # The part after the colon says what was learned from; here only the kind matters.

@@ -81,7 +81,7 @@ class Prediction:
         latency_us: Time of one run of the program.
         lo_us: Lower end of the 90 % interval.
         hi_us: Upper end of the 90 % interval.
-        kernels: In schedule order.
+        kernels: Kernels in schedule order.
         peak_memory_bytes: Peak device memory.
         memory_source: ``compiler`` or ``liveness``.
         lowering: ``xla``, ``fused`` or ``op``.
@@ -198,7 +198,7 @@ class Predictor:
         """The model of library operators, loaded on first use.
 
         Raises:
-            ModelError: It cannot be read.
+            ModelError: The model cannot be read.
         """
         if self._bundle is None:
             from ...models.operators import OpModel
@@ -251,16 +251,16 @@ class Predictor:
     def predict_with(
         self, program: Any, options: LoweringOptions, *args: Any, strict: bool = False
     ) -> Prediction:
-        """Predict a whole program; :meth:`predict` with its options as one value.
+        """Predict a whole program, as :meth:`predict`, with the lowering options as one value.
 
         Args:
-            program: As of :meth:`predict`.
-            options: How it is lowered; their cache is the predictor's.
-            args: As of :meth:`predict`.
-            strict: Likewise.
+            program: Program, as for :meth:`predict`.
+            options: Lowering options; the predictor's cache replaces theirs.
+            args: As for :meth:`predict`.
+            strict: As for :meth:`predict`.
 
         Raises:
-            OpcastError: As :meth:`predict`.
+            OpcastError: As for :meth:`predict`.
         """
         from ...features.ir.partitioning import check_one_device
         from ...features.ir.reader import read_program
@@ -320,14 +320,14 @@ class Predictor:
         """Predict the latency of one execution in microseconds; repeated queries are cached.
 
         Args:
-            what: A kernel, or an operator as :func:`~opcast.features.operators.query.parse_op`
-                takes it.
+            what: A kernel, or an operator as accepted by
+                :func:`~opcast.features.operators.query.parse_op`.
             device: Name, path of a device file, or description.
 
         Raises:
             DeviceError: The device is not known.
-            ProgramError: The text is no operator.
-            ModelError: The model knows no such operators.
+            ProgramError: The text does not describe an operator.
+            ModelError: The model does not know the family.
         """
         ask = what if isinstance(what, str) else what.hash
         key = (ask, device if isinstance(device, str) else id(device))
@@ -354,7 +354,7 @@ class Predictor:
         """Predict latencies of many kernels or operators in microseconds, shape ``(n,)``.
 
         Raises:
-            OpcastError: As :meth:`latency_us`.
+            OpcastError: As for :meth:`latency_us`.
         """
         spec = self._spec(device)
         kernels = [(i, w) for i, w in enumerate(what) if not isinstance(w, str)]
@@ -427,7 +427,7 @@ def load_for_programs(model: str | Path = "default") -> Predictor:
     """Load a model for programs; as :func:`load`, but refuses models of library operators.
 
     Raises:
-        ModelError: As :func:`load`, or the model is one of library operators.
+        ModelError: As for :func:`load`, or the model is one of library operators.
     """
     from ...models.core.store import predicts_operators, read_manifest
     from ...models.cost_model import CostModel

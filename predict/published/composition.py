@@ -137,8 +137,8 @@ def kernel_us(time: float, launch: float, joins: bool = False) -> float:
     """Estimate a kernel's time within a stream of kernels, in microseconds.
 
     Args:
-        time: As measured alone.
-        launch: Measured alone of an operation with almost nothing to do.
+        time: Latency measured alone.
+        launch: Latency, measured alone, of an operation with almost no work.
         joins: Whether it is part of another kernel, so that it has no floor of its own.
     """
     # Operations shorter than the probe are noise around the launch: they keep the floor alone.

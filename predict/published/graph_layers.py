@@ -92,7 +92,7 @@ def parse_variant(text: object) -> Variant:
     """Read the variant of a label; empty, None and NaN are a plain run on one device.
 
     Raises:
-        DatasetError: It is none of ``fusion``, ``dpN``, ``tpN`` and ``ppN_M``.
+        DatasetError: The variant is not one of ``fusion``, ``dpN``, ``tpN`` and ``ppN_M``.
     """
     # ``text != text`` is true of NaN alone, which pandas reads from an empty cell.
     if text is None or text != text or text == "":
@@ -112,8 +112,8 @@ def node_repeats(names: Sequence[str], model: str, layers: int) -> np.ndarray:
 
     Args:
         names: Names of the nodes in order, ``n`` of them.
-        model: Such as ``gpt2_large``.
-        layers: Layers of the model.
+        model: Name of the model, such as ``gpt2_large``.
+        layers: Number of layers of the model.
 
     Returns:
         Shape ``(n,)``: ``layers`` inside the repeated layer and 1 outside; all 1 for graphs that

@@ -22,7 +22,7 @@ class Term:
 
     Attributes:
         phase: ``fw``, ``bw`` or ``acc``.
-        kind: As in the graph; ``JOIN`` for traffic that joins another kernel.
+        kind: Kind of operation in the graph; ``JOIN`` for traffic that joins another kernel.
         row: Position in the table of its kind (operations or collectives).
         times: Executions.
         size: Bytes of one collective; 0 for a kernel.
@@ -40,8 +40,8 @@ class GraphProgram:
     """The work of one label.
 
     Attributes:
-        variant: How it is distributed.
-        terms: Its operations and collectives.
+        variant: Parallelism of the label.
+        terms: Operations and collectives of the label.
         probe: Row of the operation with almost no work, whose latency is that of the launch.
     """
 

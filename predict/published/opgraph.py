@@ -55,8 +55,8 @@ class GraphOp:
     """One operation of a node.
 
     Attributes:
-        kind: As in the list, such as ``Linear`` or ``VECadd``; ``MOVE`` for bytes moved.
-        shape: Its numbers; ``(bytes,)`` for ``MOVE``.
+        kind: Name in the list, such as ``Linear`` or ``VECadd``; ``MOVE`` for bytes moved.
+        shape: Numbers of its shape; ``(bytes,)`` for ``MOVE``.
     """
 
     kind: str
@@ -94,7 +94,7 @@ def _numbers(shape: Any) -> tuple[Any, ...]:
     """Check that a shape holds plain numbers, or lists of them, and nothing else.
 
     Raises:
-        ValueError: It holds something else.
+        ValueError: The shape holds something else.
     """
     numbers = tuple(shape)
     plain = (n for part in numbers for n in (part if isinstance(part, list | tuple) else (part,)))
@@ -108,7 +108,7 @@ def _literal(text: str) -> Any:
     """Evaluate a text of Python literals.
 
     Raises:
-        ValueError: It is none, or nests too deep.
+        ValueError: The text is not a literal, or nests too deep.
     """
     try:
         # Literals only: the tables are untrusted text, and ``eval`` would run it.

@@ -43,10 +43,10 @@ class PublishedPredictions:
 
     Attributes:
         frame: ``id``, ``latency_us``, ``lo_us`` and ``hi_us`` of every row.
-        judged: Of rows with a known latency: ``table``, ``family``, ``device``, ``split``,
+        judged: Rows with a known latency: ``table``, ``family``, ``device``, ``split``,
             ``scope``, ``error`` (predicted / measured - 1), ``covered``, ``calibration`` (whether
             the row was learned from).
-        calibrated: Rows learned from by what they adapted.
+        calibrated: Number of rows learned from, by what they adapted.
     """
 
     frame: pd.DataFrame
@@ -84,14 +84,14 @@ def predict_published(
 
     Args:
         folder: Holds at least one of the tables.
-        model: Latencies of operators; calibrated in place if asked to.
-        collectives: Latencies of collectives; the shipped ones by default.
-        calibrate: Learn from rows of ``calib_*`` splits whose latency is given.
-        limit: Most rows of each operator table, drawn at random; for a quick look.
+        model: Model of operators; calibrated in place if ``calibrate`` is set.
+        collectives: Model of collectives; the shipped one by default.
+        calibrate: Whether to learn from rows of ``calib_*`` splits whose latency is given.
+        limit: Maximum rows of each operator table, drawn at random.
 
     Raises:
-        DatasetError: The folder holds none of the tables, or a table lacks a column.
-        DeviceError: A device is in no catalogue entry.
+        DatasetError: The folder has no such table, or a table lacks a column.
+        DeviceError: A device is not in the catalogue.
     """
     if not folder.is_dir():
         raise DatasetError("no such folder", where=str(folder))

@@ -18,8 +18,8 @@ class Figure(NamedTuple):
 
     Attributes:
         key: Key of the device file, such as ``peak_tflops.bf16``.
-        value: In the unit of the key.
-        source: Where it comes from.
+        value: Value in the unit of the key.
+        source: Source of the value.
         defaulted: Whether the device file left it out and a rule filled it.
     """
 

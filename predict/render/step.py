@@ -47,7 +47,7 @@ def print_front(console: Console, front: pd.DataFrame, judged: int, fitting: int
     """Print the Pareto front of a sweep, fastest first.
 
     Args:
-        console: Where to print.
+        console: Console to print to.
         front: Rows of :func:`~opcast.predict.sweep.run.pareto`.
         judged: Number of evaluated plans.
         fitting: Number of those that fit into memory.

@@ -36,7 +36,7 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class SweepJob:
-    """What all candidates share, in a form that can be sent to another process.
+    """Settings that all candidates share; can be sent to another process.
 
     Attributes:
         workload: The model; ``batch`` is the candidate's.

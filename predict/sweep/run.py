@@ -39,9 +39,9 @@ class Sweep:
     """A sweep and the folder of its results.
 
     Attributes:
-        job: What all candidates share.
-        folder: Of the results.
-        workers: Processes; 1 for this one.
+        job: Settings that all candidates share.
+        folder: Folder of the results.
+        workers: Number of processes; 1 for this one.
         ray: Address of a Ray cluster; empty for none.
     """
 
@@ -137,13 +137,13 @@ def search(
     """Search for the fastest plan that fits with Optuna's TPE sampler, instead of trying all.
 
     Args:
-        sweep: Where results go; existing ones are reused.
-        clusters: Names.
+        sweep: Sweep that holds the results; existing ones are reused.
+        clusters: Names or files of clusters.
         batches: Batch sizes.
         values: Values of every axis, from :func:`~opcast.predict.sweep.space.axis_values`.
         trials: Plans to try; choices that are not valid do not count, up to ten times as many.
-        seed: Of the search.
-        progress: Told of each trial.
+        seed: Random seed of the search.
+        progress: Called with the numbers of finished and of all trials.
     """
     import optuna
 

@@ -31,8 +31,8 @@ class Candidate:
 
     Attributes:
         cluster: Name or file.
-        batch: Sequences of a step.
-        plan: Micro-batches chosen.
+        batch: Sequences of a step over all devices.
+        plan: Plan with its number of micro-batches resolved.
     """
 
     cluster: str
@@ -95,7 +95,7 @@ def candidates(
     """List all valid combinations, each once.
 
     Raises:
-        PlanError: None is valid, or a value of the grid is of no use.
+        PlanError: No combination is valid, or a value of the grid is unknown.
     """
     # A dict as an ordered set: different choices may resolve to the same plan.
     unique: dict[Candidate, None] = {}
@@ -118,7 +118,7 @@ def make_plan(choice: Mapping[str, str], workload: Workload, cluster: Cluster) -
     """Make the plan of one choice; ``None`` if model and cluster do not allow it.
 
     Raises:
-        PlanError: A value is of no use, such as a name that is not known.
+        PlanError: A value is invalid, such as an unknown name.
     """
     sizes = {axis: _number(axis, choice[axis]) for axis in ("tp", "pp", "cp", "ep", "split")}
     taken = sizes["tp"] * sizes["pp"] * sizes["cp"]

@@ -76,9 +76,9 @@ def run_ray(job: SweepJob, pieces: Sequence[list[Candidate]], address: str) -> I
     """Run pieces on a Ray cluster; yields results in order of completion.
 
     Args:
-        job: What all candidates share.
-        pieces: The candidates.
-        address: Of the cluster, such as ``auto`` or ``ray://host:10001``; ``local`` starts one.
+        job: Settings that all candidates share.
+        pieces: Pieces of candidates.
+        address: Cluster address, such as ``auto`` or ``ray://host:10001``; ``local`` starts one.
 
     Raises:
         OpcastError: Ray is not installed, or the cluster cannot be reached.

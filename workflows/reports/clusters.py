@@ -98,7 +98,7 @@ def run_cluster_report(console: Console, settings: ClusterReportSettings) -> dic
     """Compute all parts, print them, and write figures and plots; existing parts are reused.
 
     Args:
-        console: Where to print.
+        console: Console to print to.
         settings: The measurements, the models, the sizes and the output.
 
     Returns:

@@ -52,10 +52,10 @@ def physics_checks(
     """Check the rows of a report, programs of twice the batch, and the order of devices.
 
     Args:
-        predictor: What predicts.
+        predictor: Predictor with the shipped models.
         table: Rows of the report.
-        devices: Its devices.
-        lowering: Its lowering.
+        devices: Devices of the report.
+        lowering: Lowering of the report.
     """
     return [
         not_below_roofline(table),
@@ -161,10 +161,10 @@ def in_order(name: str, table: Sequence[DeviceRow], rates: dict[str, float], uni
     """Check for every two devices that the one with the higher rate is faster.
 
     Args:
-        name: Of the check.
+        name: Name of the check.
         table: One program on several devices.
         rates: Rate from the data sheet, by device.
-        unit: Of the rates.
+        unit: Unit of the rates.
     """
     failures = [f"{row.device}: {row.error}" for row in table if row.error]
     pairs = list(combinations([row for row in table if not row.error], 2))

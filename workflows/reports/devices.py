@@ -30,7 +30,7 @@ def run_device_report(
     What a compiler made is cached, so a report that was stopped goes on where it was.
 
     Args:
-        console: Where to print.
+        console: Console to print to.
         settings: The programs, the devices and the file for the figures.
 
     Raises:

@@ -98,8 +98,8 @@ def print_shipped(console: Console, methods: Sequence[str]) -> None:
     chip while it was left out.
 
     Args:
-        console: Where to print.
-        methods: How the labels were taken of the families to print.
+        console: Console to print to.
+        methods: Measurement methods of the families to print.
     """
     from ...models.core.store import read_manifest
     from ...predict.locate import OPERATOR_MODEL, find_model

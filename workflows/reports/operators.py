@@ -34,14 +34,14 @@ def run_operator_report(console: Console, settings: OperatorReportSettings) -> p
     """Fit and test all missing parts, print the tables, write and track them.
 
     Args:
-        console: Where to print.
+        console: Console to print to.
         settings: The tables, the studies and the output.
 
     Returns:
-        The figures, one row a study, estimator, left-out chip, split, family, dtype and device.
+        The figures, one row per study, estimator, left-out chip, split, family, dtype and device.
 
     Raises:
-        DatasetError: There is no table, or none has rows for the studies.
+        DatasetError: There is no table, or no rows for the studies.
         ModelError: A study or an estimator is unknown.
     """
     from ...models.operators.report import summary
@@ -139,8 +139,8 @@ def _parts(
     """List all parts; default estimators that are not installed are skipped.
 
     Raises:
-        DatasetError: A family that was asked for has no rows.
-        ModelError: An estimator that was asked for is unknown or not installed.
+        DatasetError: A requested family has no rows.
+        ModelError: A requested estimator is unknown or not installed.
     """
     from ...models.core.registry import make_estimator
     from ...models.operators.studies import parts_of

@@ -25,7 +25,7 @@ class Agreement:
 
     Attributes:
         program: Name of the program's file.
-        device: Where it would run.
+        device: Name of the device.
         kernels: Number of kernels that take time.
         unestimated: Of those, how many have no estimate from the compiler.
         compiler_us: Sum of the compiler's estimates over the kernels that have one.
@@ -62,7 +62,7 @@ def agreement(program: Path, device: DeviceSpec, predictor: Predictor) -> Agreem
     """Compile a program for a TPU and predict the same kernels.
 
     Raises:
-        DeviceError: The device is no TPU.
+        DeviceError: The device is not a TPU.
         OpcastError: The program cannot be read or compiled.
     """
     from ...features.ir.reader import read_program
