@@ -1,4 +1,4 @@
-"""A correction of predictions from published operators, learned from kernels under XLA."""
+"""Corrects predictions from published operators by what was measured of kernels under XLA."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from ..core.registry import estimator_class, make_estimator
 from ..estimators.tabular import TabularEstimator
 
 #: From this many rows on boosted trees learn the correction; with fewer they would overfit, so a
-#: ridge regression is used. Chosen by judgement.
+#: ridge regression is used. Engineering estimate; not fitted (docs/gpu.md).
 TREES_FROM = 500
+#: Folds behind the intervals: as many as cross-fitting uses elsewhere
+#: (:data:`~opcast.models.training_data.crossfit.DEFAULT_FOLDS`).
 FOLDS = 4
 
 
 class Correction:
     """Learns ``log(measured / predicted)`` of XLA's kernels from the feature table.
 
-    The estimator sees the published prediction in place of roofline and floor, so all that it has
-    to learn is where XLA's kernels differ.
+    The estimator gets the published prediction in place of roofline plus floor as its base, so it
+    only has to learn where XLA's kernels differ.
 
     Args:
         estimator: An estimator on the feature table.
@@ -46,15 +48,15 @@ class Correction:
         devices: Sequence[str],
         **params: Any,
     ) -> Correction:
-        """Learn from measured kernels, with intervals from groups that are held out.
+        """Learn from measured kernels, with intervals from held-out groups.
 
         Args:
-            table: Their features.
-            predicted_s: Predicted from published operators, shape ``(n,)``.
-            latency_s: Measured, shape ``(n,)``.
-            groups: Group of each (a program, a family), held out whole.
-            devices: Where they ran.
-            params: Of the estimator.
+            table: Features of ``n`` kernels.
+            predicted_s: Seconds predicted from published operators, shape ``(n,)``.
+            latency_s: Measured seconds, shape ``(n,)``.
+            groups: Group of each kernel (a program, a family), held out whole, shape ``(n,)``.
+            devices: Names of the devices they ran on.
+            params: Parameters of the estimator.
 
         Raises:
             ModelError: A parameter is unknown.
@@ -63,9 +65,12 @@ class Correction:
         name = "xgboost" if len(table) >= TREES_FROM else "ridge"
         made = _make(name, params)
         held, scores = np.full(len(table), np.nan), np.full(len(table), np.nan)
+        # Groups are numbered in the order of their names and dealt out in turn: reproducible
+        # without a seed.
         fold = np.unique(groups, return_inverse=True)[1] % FOLDS
         for number in range(FOLDS):
             test = fold == number
+            # Fewer groups than folds leave folds empty; a single group leaves nothing to fit to.
             if not test.any() or test.all():
                 continue
             part = _make(name, params)
@@ -73,6 +78,7 @@ class Correction:
             held[test] = part.point(shifted.take(test))
             if part.domain is not None:
                 scores[test] = part.domain.score(shifted.take(test))
+        # The estimator that is kept sees all rows; only its intervals come from the folds above.
         made.fit_table(shifted, latency_s, groups)
         done = np.isfinite(held)
         if done.any():
@@ -82,12 +88,19 @@ class Correction:
     def apply(
         self, prediction: KernelPrediction, table: KernelTable, device: str
     ) -> KernelPrediction:
-        """Correct predictions; on devices that it never saw intervals do not narrow."""
+        """Correct predictions of kernels on one device.
+
+        On a device without measured kernels the intervals move with the latency but never narrow.
+        """
         own = self.estimator.predict_table(_on(table, prediction.latency))
+        # Kinds without enough measured kernels come back as "roofline": their prediction stays as
+        # it was.
         known = own.source == "learned"
         latency = np.where(known, own.latency, prediction.latency)
         moved = latency / prediction.latency
         lo, hi = np.where(known, own.lo, prediction.lo), np.where(known, own.hi, prediction.hi)
+        # The errors behind the new ends are those of other devices, which says nothing of this
+        # one's.
         if device not in self.devices:
             lo, hi = np.minimum(lo, prediction.lo * moved), np.maximum(hi, prediction.hi * moved)
         inside = np.where(known & (device in self.devices), own.in_domain, prediction.in_domain)
@@ -99,21 +112,27 @@ class Correction:
         self.estimator.save(path)
 
     def stored(self) -> dict[str, Any]:
-        """What the manifest of the whole estimator has to hold."""
+        """Entries of the whole estimator's manifest from which :meth:`load` restores this."""
         return {"estimator": self.estimator.name, "devices": list(self.devices)}
 
     @classmethod
     def load(cls, path: Path, stored: Mapping[str, Any], schema: str | None = None) -> Correction:
         """Read what :meth:`save` wrote.
 
+        Args:
+            path: The estimator's folder.
+            stored: Data of :meth:`stored`.
+            schema: Feature schema to expect; ``None`` takes the current one.
+
         Raises:
-            ModelError: It is damaged, or of other features.
+            ModelError: The folder is damaged, or was written for other features.
         """
         kind = cast(type[TabularEstimator], estimator_class(stored["estimator"]))
         return cls(kind.load(path, schema), stored["devices"])
 
 
 def _make(name: str, params: Mapping[str, object]) -> TabularEstimator:
+    # The user's parameters are meant for the trees; the ridge regression would refuse them.
     own = dict(params) if name == "xgboost" else {}
     made = make_estimator(name, **own)
     if not isinstance(made, TabularEstimator):

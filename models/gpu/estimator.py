@@ -1,4 +1,4 @@
-"""Kernels of XLA on any GPU with a description, from published operators and passes over memory."""
+"""Predicts XLA's kernels on any described GPU, from published operators and passes over memory."""
 
 from __future__ import annotations
 
@@ -40,26 +40,28 @@ from .routes import (
 
 #: Log half-widths added to the intervals of passes: XLA's fusions are not the published kernels
 #: (``FUSED``), and factors for irregular access are engineering estimates (``IRREGULAR``). Both
-#: were chosen by judgement: no kernels measured under XLA on GPUs come with the package.
+#: are engineering estimates, not fitted: the package has no GPU kernels measured under XLA.
 FUSED, IRREGULAR = 0.15, 0.4
-#: A radix sort reads and writes its keys this often (four digits and their histograms).
+#: Passes of a radix sort over its keys: one for the histograms and one for each of the four 8-bit
+#: digits of a 32-bit key (Adinets and Merrill, Onesweep, arXiv:2206.01784, 2022).
 SORT_PASSES = 5.0
-#: Footprint in bytes beyond which a pass counts as outside the domain of the published rows.
+#: Footprint of 16 GiB beyond which a pass counts as outside the domain of the published rows.
+#: Engineering estimate; not fitted.
 LARGEST = 2.0**34
 _CORRECTION = "correction"
 
 
 class GpuEstimator:
-    """Predicts the kernels of XLA on GPUs without having seen one.
+    """Predicts XLA's kernels on GPUs without having been trained on any of them.
 
-    Products, convolutions and attention are asked of published operator models; fusions, reductions
-    and copies of constants of memory traffic fitted to published passes; the rest is left to the
-    roofline with a wide interval. Nothing is predicted below the roofline. Kernels measured under
-    XLA, if there are any, teach a correction on top.
+    Products, convolutions and attention are looked up in published operator models; fusions,
+    reductions and copies follow a model of memory traffic fitted to published passes; the rest
+    takes the roofline with a wide interval. Nothing is predicted below the roofline. Kernels
+    measured under XLA, if there are any, train a correction on top.
 
     Args:
         operators: Folder of the operator model; ``None`` takes the shipped one.
-        constants: Of passes over memory; ``None`` takes those of the shipped model.
+        constants: Constants of passes over memory; ``None`` takes those of the shipped model.
         params: Parameters of the estimator that learns the correction.
     """
 
@@ -80,10 +82,10 @@ class GpuEstimator:
 
     @property
     def overheads(self) -> dict[str, Overhead]:
-        """What programs cost beyond their kernels, by platform, until measured ones say so.
+        """Overheads of programs beyond their kernels, by platform, until programs are measured.
 
-        Times of kernels replayed as a graph hold the gap to the next one. XLA records most kernels
-        into graphs, but not all: half of a gap is expected besides.
+        The published times of graph-replayed kernels include the gap to the next one. XLA records
+        most kernels into CUDA graphs, but not all, so half a gap is expected on top.
         """
         return {"gpu": Overhead(correlation=self.constants.correlation)}
 
@@ -116,10 +118,13 @@ class GpuEstimator:
         rows, devices = rows[gpu], devices[gpu]
         from ..training_data.crossfit import predict_entries
 
+        # A second fit must learn from the published prediction, not from an earlier correction of
+        # it.
         plain = self._clone_without_correction()
         entries = data.entry[rows]
         predicted = predict_entries(plain, data, entries).latency
         frame = data.frame.iloc[rows].reset_index(drop=True)
+        # Whole model families are held out, so that the intervals are those of a new program.
         groups = np.unique(fold_groups(frame, "unseen_family").astype(str), return_inverse=True)[1]
         table = data.table.take(entries)
         self.correction = Correction.fit(
@@ -129,6 +134,7 @@ class GpuEstimator:
 
     def _clone_without_correction(self) -> GpuEstimator:
         other = GpuEstimator(self.operators_path, self.constants, **self.params)
+        # Fills the cached property: the operator model takes seconds to read.
         other.__dict__["operators"] = self.operators
         return other
 
@@ -149,6 +155,7 @@ class GpuEstimator:
     ) -> KernelPrediction:
         described = describe(kernels)
         answer = Answer.empty(len(kernels))
+        # One call for each route: the operator models are vectorised, and a call has a fixed cost.
         for route in (PRODUCT, CONV, ATTENTION, PASS, OTHER):
             at = np.flatnonzero(described.route == route)
             if len(at):
@@ -183,8 +190,11 @@ class GpuEstimator:
 
     def _passes(self, row: np.ndarray, device: DeviceSpec) -> Answer:
         passes = traffic(row)
+        # Two independent errors add in quadrature: that of the fitted passes, and that of XLA's
+        # fusion or of irregular access.
         times = pass_seconds(passes, device, self.memory)
         known = device.name in self.memory.device_log
+        # A device without samples takes the widest ends of the devices that were left out in turn.
         lo, hi = self.constants.known if known else self.constants.unseen
         odd = irregular(row)
         extra = np.where(odd, IRREGULAR, FUSED)
@@ -197,31 +207,36 @@ class GpuEstimator:
         from ...features.table.columns import INDEX
 
         launch = launch_seconds(device, self.memory)
+        # Library sorts are the one kernel of this route whose traffic is known.
         sorts = row[:, INDEX["sort_length"]] > 1
         streamed = pass_seconds(traffic(row), device, self.memory).memory
+        # The description's floor is a launch from the host; kernels of a program are replayed in a
+        # graph, so the launch fitted to graphs replaces it.
         latency = np.where(sorts, SORT_PASSES * (launch + streamed), base_s - device.floor + launch)
         return unknown(np.maximum(latency, launch))
 
     def routes(self, kernels: Sequence[Kernel], device: DeviceSpec) -> list[str]:
-        """For each kernel the published operator that it is predicted from, as a sentence."""
+        """Describe, one sentence a kernel, the published operator it is predicted from."""
         return route_notes(kernels, device, self.memory)
 
     def notes(self, kernels: Sequence[Kernel], device: DeviceSpec) -> tuple[str, ...]:
-        """What a user should know of predictions on a device."""
+        """Limits of the predictions on a device, for the user; none once it was measured there."""
         if self.correction is not None and device.name in self.correction.devices:
             return ()
         return limit_notes(kernels, canonical(device), self.devices())
 
     def devices(self) -> frozenset[str]:
-        """Devices of which published rows were learned from."""
+        """Devices whose published rows the model was fitted to."""
         return frozenset(self.operators.devices) | frozenset(self.memory.device_log)
 
     def save(self, path: Path) -> None:
-        """Write the model folder. The operator model is named, not copied."""
+        """Write the model folder; the operator model is referred to by path, not copied."""
         files: dict[str, bytes] = {}
         if self.correction is not None:
             correction = self.correction
             files = contents_of(lambda root: correction.save(root / _CORRECTION))
+        # ``None`` stands for the shipped model, so that the folder works wherever the package is
+        # installed.
         shipped = self.operators_path.resolve() == SHIPPED
         write_folder(
             Path(path),
@@ -268,7 +283,9 @@ class GpuEstimator:
 def _guarded(
     prediction: KernelPrediction, table: KernelTable, device: DeviceSpec
 ) -> KernelPrediction:
-    """Nothing is faster than the roofline with its cache; the interval holds the prediction."""
+    """Raise latencies to the roofline with its caches; let each interval contain its latency."""
+    # Without the floor: a kernel replayed from a graph may well take less than a launch from the
+    # host.
     least = table.base_s - device.floor
     latency = np.maximum(prediction.latency, least)
     lo = np.clip(prediction.lo, np.minimum(least, latency), latency)

@@ -1,4 +1,9 @@
-"""Time of passes over memory: fusions, reductions and copies on a GPU."""
+"""Time of a pass over memory (fusion, reduction, copy) on a GPU.
+
+    time = launch + softmax(penalty · moved / bandwidth(footprint), vector · work / vector rate)
+
+The constants are fitted to published kernels by :mod:`.memory_passes_fit` (docs/gpu.md).
+"""
 
 from __future__ import annotations
 
@@ -14,13 +19,14 @@ from ..core.store import read_manifest
 from ..trust.conformal import Ends
 
 #: Half-width in octaves of the transition from cache to main memory as the footprint grows. Real
-#: caches lose hits gradually because replacement is not exact LRU; half an octave was chosen by
-#: judgement, the centre of the transition (``edge``) is fitted.
+#: caches lose hits gradually because replacement is not exact LRU. Half an octave is an engineering
+#: estimate; the centre of the transition (``edge``) is fitted.
 SPILL = 0.5
 #: Power of the soft maximum of overlapping times: equal times give 2^(1/4) = 1.19 of either, since
-#: memory and arithmetic of one kernel do not overlap perfectly. Chosen by judgement.
+#: memory and arithmetic of one kernel do not overlap perfectly. Engineering estimate; not fitted.
 POWER = 4.0
 #: Clock in Hz of a device whose file gives none; data-centre GPUs boost to 1.4 to 2 GHz.
+#: Engineering estimate; it scales nothing but the launch.
 CLOCK = 1.5e9
 
 
@@ -30,7 +36,7 @@ class Traffic:
 
     Attributes:
         moved: Bytes read and written.
-        again: Bytes that are read once more, where they are not in the cache any more.
+        again: Bytes that later steps of the kernel read again, where the cache has lost them.
         work: Vector operations.
         penalty: Factor on the time of memory: 1 for streams, more for transposes and the like.
     """
@@ -51,7 +57,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class MemoryParams:
-    """Fitted constants of :func:`pass_seconds`; all are dimensionless.
+    """Fitted constants of :func:`pass_seconds`; all but ``launch_cycles`` are dimensionless.
+
+    The defaults are rough values for use without the shipped model, whose fitted ones are in
+    docs/gpu.md.
 
     Attributes:
         hbm: Share of the data-sheet bandwidth that long streams reach.
@@ -89,7 +98,7 @@ class MemoryParams:
 
 @dataclass(slots=True)
 class PassTimes:
-    """Parts of the time of ``n`` passes, seconds, shape ``(n,)`` each."""
+    """Parts of the time of ``n`` passes, in seconds, shape ``(n,)`` each."""
 
     launch: np.ndarray
     memory: np.ndarray
@@ -97,17 +106,23 @@ class PassTimes:
 
     @property
     def total(self) -> np.ndarray:
-        """Launch, and what overlaps after it."""
+        """Launch plus the soft maximum of memory and arithmetic, which overlap."""
         return np.asarray(self.launch + soft_maximum(self.memory, self.vector))
 
 
 def soft_maximum(*limits: np.ndarray) -> np.ndarray:
-    """Soft maximum of times that overlap but compete; never falls when one of them grows."""
+    """``(Σ tᵖ)^(1/p)``: time of activities that overlap but compete, monotone in each of them."""
     return np.asarray(sum(limit**POWER for limit in limits) ** (1 / POWER))
 
 
 def launch_seconds(device: DeviceSpec, params: MemoryParams) -> float:
-    """Time of a kernel without work, seconds."""
+    """Time of an empty kernel in seconds, from one graph-replayed kernel to the next.
+
+    The fitted cycles are those of NVIDIA's chips; another vendor's launch is scaled by its floor.
+    """
+    # The rows that determine the fitted cycles are all of NVIDIA's chips. Elsewhere the launch is
+    # longer in proportion to the described floor over 2 µs, never shorter (engineering estimate);
+    # an unnamed vendor counts as NVIDIA.
     slow = 1.0 if device.vendor.upper() in ("NVIDIA", "") else device.floor / 2e-6
     return params.launch_cycles / (device.clock_hz or CLOCK) * max(slow, 1.0)
 
@@ -117,8 +132,8 @@ def pass_seconds(traffic: Traffic, device: DeviceSpec, params: MemoryParams) -> 
 
     ``memory = penalty · moved / bandwidth(footprint)``, where the bandwidth goes over from the
     cache's to main memory's as the footprint outgrows the cache; ``vector = work / vector rate``.
-    All terms grow with the size of a tensor. How many thread blocks there are does not count: a
-    limit on what one core moves, when fitted, went away.
+    Every term grows with the size of a tensor. The number of thread blocks plays no part: a limit
+    on the bandwidth of one core was tried, and the fit drove it to zero.
 
     Args:
         traffic: ``n`` passes.
@@ -126,11 +141,17 @@ def pass_seconds(traffic: Traffic, device: DeviceSpec, params: MemoryParams) -> 
         params: Fitted constants.
     """
     main = np.exp(params.device_log.get(device.name, 0.0)) / (device.bandwidth * params.hbm)
+    # A cache slower than main memory is an artefact of a rough description: it would make small
+    # kernels slower than large ones.
     cache = min(1.0 / (device.levels[0].bandwidth * params.cache), float(main))
+    # The guards (one byte moved, a cache of one byte) keep the logarithm finite for empty kernels
+    # and devices without a described cache.
     footprint = np.maximum(traffic.moved, 1.0) / max(device.cache_bytes * params.edge, 1.0)
+    # Share of the traffic that misses: a ramp over the logarithm of the footprint, one octave wide.
     outside = np.clip(np.log2(footprint) / (2 * SPILL) + 0.5, 0.0, 1.0)
     moved = traffic.moved + traffic.again * outside
     stream = moved * (cache + outside * (main - cache))
+    # Work counts at the f32 rate whatever the type; ``routes.traffic`` doubles it for 64 bits.
     vector = params.vector * traffic.work / device.vector_peak("f32")
     launch = np.full(len(traffic), launch_seconds(device, params))
     return PassTimes(launch, traffic.penalty * stream, vector)
@@ -141,13 +162,15 @@ _SHIPPED = PRETRAINED / GPU_MODEL / "estimator"
 
 @dataclass(frozen=True)
 class Constants:
-    """What was fitted to published passes over memory.
+    """Constants and errors fitted to published passes over memory.
+
+    The defaults are wide guesses for use without the shipped model (engineering estimates).
 
     Attributes:
-        memory: Constants of their times.
-        known: Interval ends of the log-ratio on devices that were fitted.
-        unseen: The same on devices that were left out.
-        correlation: Of the log errors of two kernels of a program.
+        memory: Constants of the times.
+        known: Interval ends of the log-ratio of measured to predicted on fitted devices.
+        unseen: The same on devices left out of the fit.
+        correlation: Correlation of the log errors of two kernels of a program.
     """
 
     memory: MemoryParams = field(default_factory=MemoryParams)
@@ -175,7 +198,7 @@ class Constants:
 
 
 def shipped_constants() -> Constants:
-    """Constants of the shipped model; rough ones where it is not there."""
+    """Constants of the shipped model; rough defaults if the package comes without it."""
     if not (_SHIPPED / "manifest.json").is_file():
         return Constants()
     return Constants.from_dict(read_manifest(_SHIPPED)["constants"])

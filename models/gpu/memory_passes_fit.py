@@ -1,4 +1,4 @@
-"""Fits the constants of passes over memory to published rows, tested on left-out devices."""
+"""Fits the constants of passes over memory to published rows, judged on left-out devices."""
 
 from __future__ import annotations
 
@@ -30,36 +30,45 @@ FAMILIES = (
     "graph/quantize",
 )
 #: Ops of ``kernel/elementwise`` that are plain streams. The others (embedding, rope, silu_and_mul)
-#: are kernels of one framework's version at a fifth to a half of the bandwidth.
+#: are kernels of one framework's version at a fifth to a half of the bandwidth (measured in the
+#: published-latency pack): what they show is that code, not the memory.
 KERNEL_OPS = ("add", "gelu")
-#: Quantisation by SGLang runs at a tenth of the bandwidth.
+#: Frameworks whose quantisation streams. SGLang's runs at a tenth of the bandwidth
+#: (published-tensor-core pack).
 QUANTISERS = ("trtllm", "vllm")
-#: Kernel-timed rows have a resolution of 1 µs; shorter ones are left out.
+#: Kernel-timed rows (Vidur's) have a resolution of 1 µs, which from here on is at most an eighth of
+#: the label; shorter rows are left out.
 LEAST_KERNEL_US = 8.0
 #: Most rows of a device and family in the fit, so that large tables do not outweigh small ones.
+#: Enough for five constants; more only costs time.
 PER_GROUP = 700
-#: Rows whose launch, as fitted, is less than this share count as bound by memory.
+#: Rows whose launch, as fitted, is less than this share count as bound by memory. Only those are
+#: judged.
 LAUNCH_SHARE = 0.5
-#: Prior on the log factors of devices and launches, in rows of their own weight.
+#: Weight of the prior that pulls the log factors of devices and host launches towards 0, relative
+#: to a device's residuals together. Engineering estimate: it keeps the factors from absorbing what
+#: the shared constants should explain.
 PRIOR = 0.15
+#: Start of the fit: usual shares of a data sheet's bandwidths, and a launch of 1.5 to 2 µs.
 _START = {"hbm": 0.85, "cache": 0.7, "edge": 0.7, "launch_cycles": 2600.0, "vector": 1.0}
-#: Largest factor between a constant and its start; wider bounds let constants that the rows do not
-#: determine drift.
+#: Largest factor between a constant and its start; wider bounds let constants drift that the rows
+#: do not determine.
 _REACH = 4.0
 #: Start of the fit for the host launch of one eagerly timed call, seconds; refitted for each host.
+#: The eager tables include 26 to 47 µs of it by op (docs/operators.md).
 _EAGER_S = {"eager/elementwise": 26e-6, "eager/softmax": 33e-6, "eager/ln": 47e-6}
 
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """Fitted constants, with their errors on devices that were left out in turn.
+    """Fitted constants, with their errors on devices left out in turn.
 
     Attributes:
-        params: Constants, with the factors of the devices that were fitted.
+        params: Constants, with the factors of the fitted devices.
         left_out: Interval ends of the log-ratio for devices without samples.
         known: Interval ends for those with samples.
-        errors: For each device the median and mean absolute relative error when it was left out,
-            and the number of rows; rows of which launches are less than half.
+        errors: By device, ``median`` and mean (``mape``) absolute relative error when it was left
+            out, and the number of ``rows``: those of which the launch is less than half.
         correlation: Share of the variance of log errors that all rows of a device have in common.
     """
 
@@ -71,7 +80,7 @@ class MemoryFit:
 
 
 def suitable(rows: pd.DataFrame) -> np.ndarray:
-    """Which published rows the constants can be learned from, bool."""
+    """Published rows that the constants can be fitted to, bool, shape ``(n,)``."""
     key, us = rows["key"], rows["latency_us"]
     backend = rows["backend"] if "backend" in rows else pd.Series("", index=rows.index)
     plain = key.isin(["eager/elementwise", "eager/softmax", "eager/ln"])
@@ -81,29 +90,34 @@ def suitable(rows: pd.DataFrame) -> np.ndarray:
 
 
 def traffic_of_rows(rows: pd.DataFrame) -> Traffic:
-    """Traffic of published rows.
+    """Traffic of ``n`` published rows.
 
-    A softmax of rows above 1024 elements reads them twice more, a layer norm once more.
+    A softmax over rows of more than 1024 elements reads them twice more (maximum, sum, result), a
+    layer norm once more; shorter rows of a softmax stay in registers.
     """
     size = rows["rows"].to_numpy(np.float64) * rows["cols"].to_numpy(np.float64)
     width = rows["dtype"].map({"fp32": 4.0}).fillna(2.0).to_numpy(np.float64)
+    # Tables of kernel times do not give the number of inputs: one is the common case.
     inputs = rows["n_in"].fillna(1).to_numpy(np.float64)
     quantised = (rows["key"] == "graph/quantize").to_numpy()
     softmax, norm = ((rows["op"] == name).to_numpy() for name in ("softmax", "ln"))
     wide = (rows["cols"] > IN_REGISTERS).to_numpy()
     again = size * width * (2.0 * (softmax & wide) + norm)
+    # Four vector instructions an element unless the op is listed, as the operators' physics has it
+    # (features/operators/pointwise.py); the fitted ``vector`` scales all counts alike.
     work = rows["op"].map(WORK).fillna(4.0).to_numpy(np.float64)
+    # Quantisation reads two bytes (bf16) and writes one (fp8) an element.
     moved = np.where(quantised, 3.0, (inputs + 1) * width) * size
     return Traffic(moved, again, work * size, np.ones(len(rows)))
 
 
 def fit_memory(rows: pd.DataFrame, devices: Mapping[str, DeviceSpec], seed: int = 0) -> MemoryFit:
-    """Fit the constants; leave out one chip after the other for errors and intervals.
+    """Fit the constants, then leave out one chip after the other for errors and intervals.
 
     Args:
         rows: Published rows, as :func:`~opcast.models.operators.rows_of_dataset` gives them.
         devices: Descriptions by name.
-        seed: Of the draw of rows.
+        seed: Seed of the draw of rows.
 
     Raises:
         DatasetError: No row is a pass over memory.
@@ -115,30 +129,44 @@ def fit_memory(rows: pd.DataFrame, devices: Mapping[str, DeviceSpec], seed: int 
     params, launches = _fit(drawn, devices)
     inside, errors, scores = _scores(drawn, devices, params, launches), {}, {}
     names = sorted(set(drawn["device"]))
+    # Devices with the same chip go together: a twin left in would make the chip known.
     for group in twins(names, {name: chip_of(devices[name]) for name in names}):
         own = drawn["device"].isin(group).to_numpy()
         other, _ = _fit(drawn[~own], devices)
+        # Host launches come from the fit to all rows: they belong to the machine of the benchmark,
+        # and what is judged is the device.
         own_scores = _scores(drawn[own], devices, other, launches)
         scores["+".join(group)] = own_scores
+        # A score is log(measured / predicted), so this is the error relative to the measured time.
         ape = np.abs(np.exp(-own_scores) - 1)
         errors["+".join(group)] = {
             "median": float(np.median(ape)),
             "mape": float(ape.mean()),
             "rows": float(len(ape)),
         }
+    # With fewer than 20 scores the 5 % tails are not determined. The outermost ends count because a
+    # new device is one more draw of a device, and few have been drawn.
     every = [ends(s) for s in scores.values() if len(s) >= 20]
     left_out = (min(lo for lo, _ in every), max(hi for _, hi in every))
     return MemoryFit(params, left_out, ends(inside), errors, shared_variance(list(scores.values())))
 
 
 def shared_variance(scores: Sequence[np.ndarray]) -> float:
-    """Share of the variance of errors that lies between devices, 0 to 1."""
+    """Share of the variance of log errors that lies between devices, 0 to 1.
+
+    This is the intraclass correlation of two passes on one device; 1 if there is no variance.
+
+    Args:
+        scores: Log errors of each left-out device.
+    """
     within = float(np.mean([s.var() for s in scores]))
     between = float(np.mean([s.mean() ** 2 for s in scores]))
     return between / (between + within) if between + within > 0 else 1.0
 
 
 def _draw(rows: pd.DataFrame, seed: int) -> pd.DataFrame:
+    # Sorted groups and a fixed seed, so that the same rows are drawn whatever the order of the
+    # table.
     parts = [
         part.sample(min(len(part), PER_GROUP), random_state=seed)
         for _, part in rows.groupby(["device", "key"], sort=True)
@@ -147,7 +175,7 @@ def _draw(rows: pd.DataFrame, seed: int) -> pd.DataFrame:
 
 
 def _launch_keys(rows: pd.DataFrame) -> pd.Series:
-    """What eager launches are told apart by: host and op. Others have none."""
+    """Name of the host launch within each row (device and family); empty unless timed eagerly."""
     eager = rows["key"].str.startswith("eager/")
     return (rows["device"] + " " + rows["key"]).where(eager, "")
 
@@ -155,22 +183,29 @@ def _launch_keys(rows: pd.DataFrame) -> pd.Series:
 def _fit(
     rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]
 ) -> tuple[MemoryParams, dict[str, float]]:
-    """Robust least squares of log-ratios, every device counting the same."""
+    """Robust least squares of log-ratios, every device counting the same.
+
+    Returns:
+        The constants, and the host launch in seconds by :func:`_launch_keys`.
+    """
     from scipy.optimize import least_squares
 
     names = sorted(set(rows["device"]))
     keys = sorted(set(_launch_keys(rows)) - {""})
     traffic = traffic_of_rows(rows)
+    # Natural logarithm of seconds, as the predictions are.
     log_us = np.log(rows["latency_us"].to_numpy(np.float64) * 1e-6)
     place = {d: np.flatnonzero(rows["device"].to_numpy() == d) for d in names}
     weight = np.empty(len(rows))
     for own in place.values():
+        # The squares of a device's residuals add up to its mean, whatever the number of its rows.
         weight[own] = 1 / np.sqrt(len(own))
     number = {key: i for i, key in enumerate(keys)}
     launch_code = _launch_keys(rows).map(number).fillna(-1).to_numpy(np.int64)
     first = np.array([_EAGER_S[k.split(" ")[1]] for k in keys])
 
     def unpack(x: np.ndarray) -> tuple[MemoryParams, np.ndarray]:
+        # All unknowns are logarithms of factors on their start: positive, and of like scale.
         plain = {n: v * float(np.exp(x[i])) for i, (n, v) in enumerate(_START.items())}
         offsets = dict(zip(names, x[len(_START) : len(_START) + len(names)].tolist(), strict=True))
         launches = first * np.exp(x[len(_START) + len(names) :])
@@ -183,13 +218,19 @@ def _fit(
             times = pass_seconds(traffic.take(own), devices[name], params)
             code = launch_code[own]
             extra = np.where(code >= 0, launches[code] if len(keys) else 0.0, 0.0)
+            # Rows timed eagerly have the host's launch instead of the device's, not on top of it:
+            # the host is slower, so the device waits for it.
             launch = np.where(code >= 0, extra, times.launch)
             predicted[own] = launch + times.total - times.launch
+        # Only factors of single devices and hosts are pulled; the shared constants are free within
+        # bounds.
         prior = PRIOR * x[len(_START) :]
         return np.concatenate([weight * (log_us - np.log(predicted)), prior])
 
     size = len(_START) + len(names) + len(keys)
     reach = np.log(_REACH)
+    # soft_l1 turns linear at a weighted residual of 0.02, in a table of 700 rows an error of half a
+    # log unit: single faulty rows must not bend the constants.
     solution = least_squares(
         residual, np.zeros(size), bounds=(-reach, reach), loss="soft_l1", f_scale=0.02, max_nfev=60
     )
@@ -203,9 +244,9 @@ def _scores(
     params: MemoryParams,
     launches: Mapping[str, float],
 ) -> np.ndarray:
-    """Log-ratios of measured to predicted times of the kernels themselves, launches of hosts apart.
+    """Log-ratios of measured to predicted times, of rows that are not mostly launch.
 
-    Only rows in which the launch is not the larger part: the host's says nothing of the device.
+    A row that is mostly launch says nothing of the device, so it is not judged.
     """
     eager = _launch_keys(rows).map(launches).fillna(0.0).to_numpy(np.float64)
     predicted = np.empty(len(rows))
@@ -222,13 +263,13 @@ def _scores(
 
 
 def without(params: MemoryParams, device: str) -> MemoryParams:
-    """The constants with no factor of their own for a device, as if it had no samples."""
+    """Constants without a device's own factor, as if there were no samples of it."""
     kept = {name: value for name, value in params.device_log.items() if name != device}
     return replace(params, device_log=kept)
 
 
-#: Least correlation of kernel errors in a program: kernels of a route share what the route gets
-#: wrong, whatever the passes alone say.
+#: Least correlation of kernel errors in a program. 0.21 was measured between passes of a device,
+#: but kernels of one route share what that route gets wrong (docs/gpu.md). Engineering estimate.
 LEAST_CORRELATION = 0.5
 
 
@@ -236,9 +277,10 @@ def pass_rows(dataset: Dataset) -> tuple[pd.DataFrame, str]:
     """Rows of a published dataset that pass over memory, and the digest of their samples.
 
     Raises:
-        DatasetError: There is none.
+        DatasetError: The dataset has no such row.
     """
     names = sorted({family.split("/")[1] for family in FAMILIES})
+    # A search in the text first: parsing millions of kernels only to drop most of them is slow.
     mark = '"family":"(?:' + "|".join(names) + ')"'
     some = dataset.frame["kernel_ir"].str.contains(mark, regex=True)
     part = dataset.select(some.to_numpy())
@@ -248,13 +290,13 @@ def pass_rows(dataset: Dataset) -> tuple[pd.DataFrame, str]:
 def build_gpu_model(
     rows: pd.DataFrame, devices: Mapping[str, DeviceSpec], info: Mapping[str, object], seed: int = 0
 ) -> tuple[CostModel, MemoryFit]:
-    """Fit the constants of passes and put the model together.
+    """Fit the constants of passes and assemble the cost model.
 
     Args:
-        rows: As :func:`pass_rows` gives them.
+        rows: Published rows, as :func:`pass_rows` gives them.
         devices: Descriptions by name.
-        info: What else to keep in the manifest.
-        seed: Of the draw of rows.
+        info: Further entries of the manifest.
+        seed: Seed of the draw of rows.
 
     Raises:
         DatasetError: No row is a pass over memory.

@@ -1,4 +1,4 @@
-"""Notes to predictions of the GPU model: the route of each kernel, and the model's limits."""
+"""Notes on predictions of the GPU model: the route of each kernel, and the model's limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PRODUCTS = {PRODUCT: "a product", CONV: "a convolution, a product of"}
 
 
 def route_notes(kernels: Sequence[Kernel], device: DeviceSpec, params: MemoryParams) -> list[str]:
-    """For each kernel the published operator that it is predicted from."""
+    """Describe, one sentence a kernel, the published operator it is predicted from."""
     described = describe(kernels)
     times = pass_seconds(traffic(described.row), device, params)
     notes = []
@@ -42,12 +42,12 @@ def route_notes(kernels: Sequence[Kernel], device: DeviceSpec, params: MemoryPar
 def limit_notes(
     kernels: Sequence[Kernel], device: DeviceSpec, known: Collection[str]
 ) -> tuple[str, ...]:
-    """What a user should know of predictions on a device.
+    """Limits of the predictions on a device, for the user.
 
     Args:
         kernels: The kernels.
         device: Where they run.
-        known: Devices of which there are published rows.
+        known: Names of the devices with published rows.
     """
     notes = ["kernels are predicted from published library operators, not from XLA's own"]
     if device.name not in known:
@@ -57,6 +57,8 @@ def limit_notes(
         )
     described = describe(kernels)
     sized = described.column("gemm_m") > 0
+    # Devices before Ampere have no TF32: their "tf32" rate is the f32 rate, and the note would be
+    # wrong.
     has_unit = device.matrix_peak("tf32") > device.matrix_peak("f32")
     if has_unit and bool((described.rate[sized] == "tf32").any()):
         notes.append(

@@ -21,7 +21,8 @@ from ..operators.prediction import FamilyPrediction
 
 #: The operator model that comes with the package.
 SHIPPED = PRETRAINED / OPERATOR_MODEL
-#: Factor on bandwidths that takes memory out of the physics.
+#: Factor on bandwidths that takes memory out of the physics: large enough for any traffic to take
+#: no time, small enough to stay finite in 64 bits.
 _ENDLESS = 1e9
 
 
@@ -71,12 +72,16 @@ class Operators:
         return self.family(key).predict(rows, {device.name: device})
 
     def knows(self, key: str, device: str) -> bool:
-        """Whether a family was fitted to a device."""
+        """Whether the model has a family and was fitted to its rows of a device."""
         return key in self.families and device in self._stored[key]["devices"]
 
 
 def canonical(device: DeviceSpec) -> DeviceSpec:
-    """The device under the catalogue's name, if that lists it under another one (JAX's)."""
+    """The device under the catalogue's name, where it came under an alias such as JAX's.
+
+    The operator models know devices by catalogue name, and chips by architecture and lanes; all
+    measured figures of the description stay.
+    """
     if not in_catalogue(device.name):
         return device
     listed = find_device(device.name)
@@ -90,19 +95,19 @@ def canonical(device: DeviceSpec) -> DeviceSpec:
 
 
 def base_seconds(key: str, rows: pd.DataFrame, device: DeviceSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Analytical estimate of rows of a family, and the fixed cost within it, seconds."""
+    """Analytical estimate of rows of a family and the fixed cost in it, seconds, ``(n,)`` each."""
     features = op_features(rows.assign(device=device.name), key, {device.name: device})
     return features.base_s, features.floor_s
 
 
 def with_rate(device: DeviceSpec, rate: float) -> DeviceSpec:
-    """The device with another bf16 rate: a product of another type looks like one of bf16."""
+    """The device with another bf16 rate, so that a product of another type can pass for bf16."""
     if rate == device.matrix_peak("bf16"):
         return device
     return replace(device, peak_flops={**device.peak_flops, "bf16": rate})
 
 
 def without_memory(device: DeviceSpec) -> DeviceSpec:
-    """The device with endless bandwidth: what is left of the physics is arithmetic and launch."""
+    """The device with endless bandwidth, so that only arithmetic and launch are left to price."""
     levels = tuple(MemoryLevel(x.capacity, x.bandwidth * _ENDLESS) for x in device.levels)
     return replace(device, levels=levels)

@@ -1,10 +1,10 @@
-"""Matrix products and convolutions of XLA as published GEMMs and convolutions.
+"""XLA's matrix products and convolutions, priced as published GEMMs.
 
-A product of any type is asked for as a bf16 product of the same bytes and the same arithmetic time:
-``k`` is scaled with the width of an operand, and the device's rate with it (an f32 product at
-default precision on an A100 is a bf16 product of twice the depth). Products of true f32 are those
-of the tables timed eagerly, with the host's launch taken out; products of fp8 those of the tables
-with the quantisation of the activations, a kernel of its own in XLA, taken out.
+A product of any type is looked up as a bf16 product with the same bytes and the same arithmetic
+time: ``k`` is scaled with the width of an operand, and the device's rate with it (an f32 product at
+default precision on an A100 is a bf16 product of twice the depth). True f32 products use the
+tables timed eagerly, with the host's launch taken out; fp8 products use the fp8 tables with the
+quantisation of the activations taken out, which in XLA is a kernel of its own.
 """
 
 from __future__ import annotations
@@ -20,35 +20,39 @@ from .memory_passes import MemoryParams, Traffic, launch_seconds, pass_seconds, 
 from .operator_library import Operators, base_seconds, with_rate, without_memory
 from .route_answer import Answer, spread
 
-#: Whose GEMMs stand for XLA's: PyTorch calls the same library.
+#: The published GEMMs that stand in for XLA's: vLLM calls PyTorch's products here, which like XLA
+#: call cuBLAS and cuBLASLt. bf16 GEMMs differ by only 1 to 5 % between backends
+#: (published-tensor-core pack).
 CUBLAS = {
     "graph/linear": {"backend": "vllm", "kernel": "torch.nn.functional.linear"},
     "graph/bmm": {"backend": "vllm", "kernel": "vllm_torch_bmm"},
 }
-#: Log half-widths added to the operator model's intervals: XLA runs another version of the library,
-#: with other epilogues; products of another type or timing are moved over by physics; convolutions
-#: are not products.
+#: Log half-widths added to the operator model's intervals: XLA runs another version of the library
+#: with other epilogues (``LIBRARY``); products of another type or timing method are converted by
+#: physics (``MOVED``); convolutions are not GEMMs (``IMPLICIT``). Estimates, not fitted.
 LIBRARY, MOVED, IMPLICIT = 0.1, 0.2, 0.35
-#: A convolution on matrix units over the product that it is: gathering its input costs cycles. An
-#: engineering estimate; no published row is a convolution on matrix units.
+#: Arithmetic of a convolution on matrix units over that of its implicit GEMM: gathering the input
+#: costs cycles. Engineering estimate; no published row is a convolution on matrix units.
 GATHERING = 1.25
-#: Products of no more operations are mostly launch on every device (about 2 µs at 100 TFLOP/s).
+#: Products of no more FLOPs are mostly launch on every device (2 µs at 100 TFLOP/s).
 SMALL_FLOPS = 2e8
-#: An fp8 rate counts as a unit of its own from this factor over bf16 on.
+#: The device has fp8 units if its fp8 rate is this factor above bf16 (usual data sheets: twice);
+#: the margin is for rounded or measured peaks.
 _NARROW = 1.2
 _FP8 = ("f8e4m3fn", "f8e5m2", "f8e4m3", "f8e4m3fnuz", "f8e5m2fnuz", "f8e4m3b11fnuz")
-#: Types that are computed in f32 where the device has nothing faster.
+#: Types that are computed in f32 where the device has nothing faster (bf16 before Ampere, f16 and
+#: fp8 on chips without matrix units for them).
 _BY_F32 = ("tf32", "bf16", "f16", *_FP8)
 _DIMS = ("b", "m", "n", "k")
 
 
 class Products:
-    """Products on one device.
+    """Predicts products and convolutions on one device.
 
     Args:
         operators: Published families.
         device: Where they run.
-        params: Constants of passes over memory, for what is read besides.
+        params: Constants of passes over memory, for operands read by fused epilogues.
     """
 
     def __init__(self, operators: Operators, device: DeviceSpec, params: MemoryParams) -> None:
@@ -58,36 +62,48 @@ class Products:
     def gemms(self, rows: pd.DataFrame) -> Answer:
         """Latencies of products as :func:`~opcast.models.gpu.routes.products` gives them."""
         answer = self.products(rows)
-        # Results wider than those of the bf16 product that was asked for count here.
+        # A result wider than that of the bf16 product that was looked up (f32 from bf16) costs more
+        # traffic than the table knows: 90 % of the stream's time is a lower bound. The margin is an
+        # engineering estimate, since a product in the cache may beat the fitted stream.
         least = 0.9 * self._stream(rows["moved"].to_numpy(np.float64))
+        # Operands of a fused epilogue are read on top of the product, which does not hide them.
         extra = self._stream(rows["extra"].to_numpy(np.float64))
         times = rows["times"].to_numpy(np.float64)
         return _scaled(answer, np.maximum(answer.latency * times, least) + extra)
 
     def products(self, rows: pd.DataFrame) -> Answer:
-        """Latencies of the products alone; never shorter than those of half their size."""
+        """Latencies of the products alone, each at least as long as any product of half its size.
+
+        Tree predictions are not monotone in the sizes, so the halves are predicted too and the
+        longest time is taken (docs/gpu.md).
+        """
         slowest = Answer.empty(len(rows))
         way = self._ways(rows)
         for name in dict.fromkeys(way):
             at = np.flatnonzero(way == name)
             chains, owner = _chains(rows.iloc[at])
+            # The chains of a program's products overlap a lot: each size is predicted once.
             code, first_of = _distinct(chains)
             answer = _taken(self._ask(name, chains.iloc[first_of]), code)
             highest = np.full(len(at), 0.0)
             np.maximum.at(highest, owner, answer.latency)
+            # A chain begins with the product itself, whose interval and source are kept.
             first = np.searchsorted(owner, np.arange(len(at)))
             slowest.put(at, _scaled(_taken(answer, first), highest))
         return slowest
 
     def convs(self, rows: pd.DataFrame) -> Answer:
-        """Latencies of convolutions as the products that they are, with their own traffic.
+        """Latencies of convolutions as implicit GEMMs with their own memory traffic.
 
-        What the operator model says of such a product, over its physics, is taken for the
-        arithmetic; memory is that of the convolution, whose input is read once.
+        The ratio of the operator model's prediction to its physics for such a product is applied to
+        the arithmetic; memory is that of the convolution, whose input is read once rather than
+        unfolded into ``m × k``.
         """
         product = self.products(rows)
         ratio, tiles = self._tiles(rows, product.latency)
         streamed = self._stream(rows["moved"].to_numpy(np.float64))
+        # The ratio of a launch-bound product says nothing of its arithmetic, so it is limited to
+        # what libraries reach on large ones. Engineering estimate; not fitted.
         arithmetic = tiles * np.clip(ratio, 0.8, 3.0) * GATHERING
         latency = self.launch + soft_maximum(arithmetic, streamed)
         lower, upper = spread(product.latency, product.lo, product.hi, IMPLICIT)
@@ -106,13 +122,13 @@ class Products:
         return pass_seconds(traffic, self.device, self.params).memory
 
     def _ways(self, rows: pd.DataFrame) -> np.ndarray:
-        """How each product is asked for: the matrix rate, and whether it is batched."""
+        """Look-up of each product: the matrix rate it runs at, and whether it is batched."""
         batched = np.where(rows["b"].to_numpy() > 1, "bmm", "linear").astype(object)
         rate = rows["rate"].map({r: self._rate(r) for r in rows["rate"].unique()})
         return np.asarray(rate.to_numpy(object) + "/" + batched)
 
     def _rate(self, name: str) -> str:
-        """The rate that counts on this device: f32 for a type that has no unit of its own."""
+        """The matrix rate on this device: f32 for a type without a faster unit of its own."""
         peak = self.device.matrix_peak
         return "f32" if name in _BY_F32 and peak(name) <= peak("f32") else name
 
@@ -121,18 +137,22 @@ class Products:
         eager = f"eager/{shape}"
         if rate == "f32" and self._eager(eager):
             return self._timed_eagerly(eager, rows)
+        # Batched fp8 products have no table that separates the quantisation: they go by physics, as
+        # do fp8 products on chips without fp8 units.
         narrow = self.device.matrix_peak(rate) > _NARROW * self.device.matrix_peak("bf16")
         if rate in _FP8 and shape == "linear" and narrow:
             return self._quantised(rows)
         return self._as_bf16(f"graph/{shape}", rate, rows)
 
     def _eager(self, key: str) -> bool:
-        """Whether true f32 products are asked of the tables timed eagerly."""
+        """Whether the operator model has the eagerly timed tables that true f32 products use."""
         return key in self.operators.families
 
     def _as_bf16(self, key: str, rate: str, rows: pd.DataFrame) -> Answer:
         asked, device = self._alike(key, rate, rows)
         prediction = self.operators.predict(key, asked, device)
+        # f16 runs at the rate of bf16 with the same bytes: the table's own product, but for the
+        # version of the library.
         same = rate in ("bf16", "f16") and device is self.device
         lower, upper = spread(
             prediction.latency, prediction.lo, prediction.hi, LIBRARY if same else MOVED
@@ -143,15 +163,20 @@ class Products:
 
     def _alike(self, key: str, rate: str, rows: pd.DataFrame) -> tuple[pd.DataFrame, DeviceSpec]:
         """Rows and device of bf16 products with the same bytes and the same arithmetic time."""
+        # k in units of bf16's two bytes an element keeps the bytes of the operands.
         scale = rows["width"].to_numpy(np.float64) / 2
         deep = np.maximum(np.round(rows["k"].to_numpy(np.float64) * scale), 1).astype(np.int64)
         asked = rows[list(_DIMS)].assign(k=deep, dtype="bf16", **CUBLAS[key])
+        # A deeper product has more FLOPs by the same factor, so the rate rises with it to keep the
+        # time. All rows of one look-up have one matrix rate, and so one width.
         factor = float(scale[0]) if len(scale) else 1.0
         return asked, with_rate(self.device, self.device.matrix_peak(rate) * factor)
 
     def _timed_eagerly(self, key: str, rows: pd.DataFrame) -> Answer:
         asked = rows[list(_DIMS)].assign(dtype="fp32")
         prediction = self.operators.predict(key, asked, self.device)
+        # The ratio of prediction to physics is kept; in the physics a graph-replayed launch takes
+        # the place of the host's 26 to 47 µs.
         base, host = base_seconds(key, asked, self.device)
         latency = prediction.latency * (base - host + self.launch) / base
         lower, upper = spread(prediction.latency, prediction.lo, prediction.hi, MOVED)
@@ -160,6 +185,8 @@ class Products:
     def _quantised(self, rows: pd.DataFrame) -> Answer:
         asked = rows[list(_DIMS)].assign(dtype="fp8", backend="trtllm", kernel="torch_flow")
         prediction = self.operators.predict("graph/linear", asked, self.device)
+        # Published fp8 times include the quantisation of the activations (docs/operators.md), which
+        # XLA compiles to a kernel of its own, priced as a pass.
         whole, _ = base_seconds("graph/linear", asked, self.device)
         # Kernel timing has the same physics without the quantisation.
         alone, _ = base_seconds("kernel/linear", asked, self.device)
@@ -176,6 +203,7 @@ class Products:
             rate, shape = name.split("/")
             asked, device = self._alike(f"graph/{shape}", rate, rows.iloc[at])
             base, floor = base_seconds(f"graph/{shape}", asked, device)
+            # With endless bandwidth the physics holds arithmetic and launch alone.
             bare, bare_floor = base_seconds(f"graph/{shape}", asked, without_memory(device))
             ratio[at] = latency[at] / (base - floor + self.launch)
             tiles[at] = bare - bare_floor
@@ -183,10 +211,10 @@ class Products:
 
 
 def _chains(rows: pd.DataFrame) -> tuple[pd.DataFrame, np.ndarray]:
-    """Every product, followed by those that it becomes when its dimensions are halved.
+    """Each product, followed by the products it becomes when dimensions are halved repeatedly.
 
-    Small products, whose time is mostly launch, are halved in all dimensions at once; of larger
-    ones each dimension by itself, since halving another one shortens them anyway.
+    Small products, whose time is mostly launch, are halved in all dimensions at once; larger ones
+    in one dimension at a time, since halving two shortens them for sure.
 
     Returns:
         The rows, and the position of the product that each belongs to, ascending.
@@ -195,6 +223,7 @@ def _chains(rows: pd.DataFrame) -> tuple[pd.DataFrame, np.ndarray]:
     chains: list[list[int]] = []
     owner: list[int] = []
     for place, size in enumerate(sizes.tolist()):
+        # A batch ends at 2: with a batch of 1 the product would belong to another family.
         axes = [
             _halved(value, 2 if axis == 0 and value > 1 else 1) for axis, value in enumerate(size)
         ]
@@ -212,7 +241,7 @@ def _chains(rows: pd.DataFrame) -> tuple[pd.DataFrame, np.ndarray]:
 
 
 def _halved(value: int, least: int) -> list[int]:
-    """The value and its halves down to a least one."""
+    """The value and its repeated halves (rounded down), none below ``least``."""
     halves = [value]
     while halves[-1] // 2 >= least:
         halves.append(halves[-1] // 2)
@@ -220,7 +249,7 @@ def _halved(value: int, least: int) -> list[int]:
 
 
 def _distinct(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """For each row the number of its sizes, and the first row of each number."""
+    """Code of each row's sizes, and the first row that has each code."""
     sizes = rows[[*_DIMS, "width"]].to_numpy(np.float64)
     _, first, code = np.unique(sizes, axis=0, return_index=True, return_inverse=True)
     return code.reshape(-1), first
@@ -231,6 +260,6 @@ def _taken(answer: Answer, at: np.ndarray) -> Answer:
 
 
 def _scaled(answer: Answer, latency: np.ndarray) -> Answer:
-    """The answer moved to other latencies, ends in proportion."""
+    """The answer at other latencies, with its interval scaled in proportion."""
     factor = latency / answer.latency
     return Answer(latency, answer.lo * factor, answer.hi * factor, answer.source, answer.in_domain)

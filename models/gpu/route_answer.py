@@ -1,4 +1,4 @@
-"""Predictions of one route, and how their intervals are widened."""
+"""The predictions of one route, and how their intervals are widened."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from ..trust.conformal import UNCALIBRATED
 
-#: Source of a kernel that nothing was learned about.
+#: Source of a kernel that no published row resembles.
 ROOFLINE = "roofline"
 
 
@@ -17,9 +17,9 @@ class Answer:
     """Latencies of ``n`` kernels of one route, seconds, shape ``(n,)`` each.
 
     Attributes:
-        latency: Predicted.
-        lo: Lower end of the 90 % interval.
-        hi: Upper end.
+        latency: Predicted latencies.
+        lo: Lower ends of the 90 % intervals.
+        hi: Upper ends.
         source: ``learned:<family>`` or ``roofline``.
         in_domain: Whether published rows lie near.
     """
@@ -39,7 +39,7 @@ class Answer:
         source: str | np.ndarray,
         in_domain: np.ndarray,
     ) -> Answer:
-        """An answer from latencies and log distances of the ends, both at least 0."""
+        """Build an answer from latencies and the log distances of the ends, both at least 0."""
         named = np.full(len(latency), source, object) if isinstance(source, str) else source
         return cls(latency, latency * np.exp(-lower), latency * np.exp(upper), named, in_domain)
 
@@ -57,13 +57,16 @@ class Answer:
 def spread(
     latency: np.ndarray, lo: np.ndarray, hi: np.ndarray, extra: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Log distances of interval ends with another, independent error added.
+    """Log distances of interval ends, widened by another, independent error in quadrature.
 
     Args:
-        latency: Predicted, shape ``(n,)``.
-        lo: Lower ends.
-        hi: Upper ends.
+        latency: Predicted seconds, shape ``(n,)``.
+        lo: Lower ends in seconds.
+        hi: Upper ends in seconds.
         extra: Half-width of the other error in log space.
+
+    Returns:
+        Distances of the lower and of the upper end, at least ``extra``, shape ``(n,)`` each.
     """
     lower = np.hypot(np.maximum(np.log(latency / lo), 0.0), extra)
     upper = np.hypot(np.maximum(np.log(hi / latency), 0.0), extra)
@@ -71,10 +74,12 @@ def spread(
 
 
 def unknown(latency: np.ndarray, above: float = 2 * UNCALIBRATED) -> Answer:
-    """Roofline answers: nothing was learned, so they may be far too low.
+    """Roofline answers, whose intervals reach from a quarter of the latency to sixteen times it.
+
+    A roofline is a lower bound, so the interval is twice as far upwards (docs/gpu.md).
 
     Args:
-        latency: Roofline and launch.
+        latency: Roofline plus launch in seconds, shape ``(n,)``.
         above: Log distance of the upper end.
     """
     n = len(latency)

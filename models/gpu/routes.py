@@ -1,4 +1,4 @@
-"""Routes of kernels on a GPU: matrix product, convolution, attention, or pass over memory."""
+"""Decides how a GPU kernel is priced: product, convolution, attention, or pass over memory."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from .memory_passes import Traffic
 PRODUCT, CONV, ATTENTION, PASS, OTHER = "product", "conv", "attention", "pass", "other"
 #: Kinds of kernel that only pass over memory.
 _PASSES = frozenset(("fusion", "reduce", "copy", "gather_scatter"))
-#: Library calls that do.
+#: Words in the targets of library calls that only pass over memory as well.
 _PASS_TARGETS = ("norm", "softmax")
 #: Bytes of a sector, the smallest transfer between L2 cache and memory on NVIDIA GPUs (CUDA C++
-#: Best Practices Guide, coalesced access).
+#: Best Practices Guide, coalesced access to global memory).
 SECTOR = 32.0
 
 # How much longer than a stream the memory traffic of a pass takes, by what it does to its data. The
-# published rows hold streams alone, so these are engineering estimates: a tiled transpose through
-# shared memory and a reduction over the slow dimension lose some of the bandwidth; elements read
-# with a stride drag whole sectors along; indexed rows hit pages at random; atomic updates read what
-# they write.
+# published rows hold streams alone, so these are engineering estimates, not fitted: a tiled
+# transpose through shared memory and a reduction over the slow dimension lose some of the
+# bandwidth; elements read with a stride drag whole sectors along; indexed rows hit DRAM pages at
+# random; atomic updates read what they write.
 TRANSPOSED, COLUMN_REDUCED, STRIDED, GATHERED, SCATTERED = 0.25, 0.1, 1.0, 0.3, 1.0
 
 
 @dataclass(slots=True)
 class Described:
-    """``n`` kernels.
+    """Routes and features of ``n`` kernels.
 
     Attributes:
-        route: Which of the routes takes each, object, shape ``(n,)``.
-        row: Their device-independent rows, shape ``(n, len(COLUMNS))``.
-        attention: Parameters of an attention by position.
+        route: Route of each kernel, object, shape ``(n,)``.
+        row: Device-independent feature rows, shape ``(n, len(COLUMNS))``.
+        attention: Parameters of attention calls by position.
     """
 
     route: np.ndarray
@@ -52,13 +52,13 @@ class Described:
 
     @property
     def rate(self) -> np.ndarray:
-        """Matrix rate that each kernel asks for, object, shape ``(n,)``."""
+        """Name of the matrix rate that each kernel asks for, object, shape ``(n,)``."""
         names = np.array(DTYPES, object)
         return np.asarray(names[self.column("matrix_dtype").astype(np.intp)])
 
 
 def describe(kernels: Sequence[Kernel]) -> Described:
-    """Routes and rows of kernels."""
+    """Find the route of each kernel, and compute its feature row."""
     row = rows(kernels)
     attention = {i: a for i, k in enumerate(kernels) if (a := attention_of(k)) is not None}
     sized = row[:, INDEX["gemm_m"]] > 0
@@ -67,8 +67,11 @@ def describe(kernels: Sequence[Kernel]) -> Described:
     for i, kernel in enumerate(kernels):
         if i in attention:
             route[i] = ATTENTION
+        # A depthwise convolution multiplies each input by a few weights only: memory bounds it, as
+        # it does a pass.
         elif kernel.kind in _PASSES or _is_pass_call(kernel) or (depthwise[i] and sized[i]):
             route[i] = PASS
+        # Only kernels whose product dimensions are known can be looked up; the rest falls to OTHER.
         elif kernel.kind == "gemm" and sized[i]:
             route[i] = PRODUCT
         elif kernel.kind == "conv" and sized[i]:
@@ -82,13 +85,15 @@ def _is_pass_call(kernel: Kernel) -> bool:
 
 
 def attention_of(kernel: Kernel) -> dict[str, int] | None:
-    """Parameters of a fused attention call; ``None`` for any other kernel.
+    """Parameters of a fused attention call (cuDNN's ``fmha``); ``None`` for any other kernel.
 
-    The call's first product has the dimensions: batch and heads are batched, the size of a head is
-    contracted, what is left are positions.
+    The dimension numbers of the first product (queries times keys) tell the sizes apart: batch and
+    heads are batch dimensions, the size of a head is contracted, and positions are what is left.
     """
     op = kernel.op
     target = str(op.attrs.get("target", ""))
+    # XLA names these calls __cudnn$fmhaSoftmax, __cudnn$fmhaSoftmaxBackward and so on; queries,
+    # keys and values are the first three operands.
     if "fmha" not in target or len(op.operands) < 3:
         return None
     entry = kernel.body.entry_computation.ops
@@ -100,6 +105,8 @@ def attention_of(kernel: Kernel) -> dict[str, int] | None:
     for side, shape in (("lhs", query.shape), ("rhs", key.shape)):
         batch = [int(d) for d in numbers.get(f"{side}_batch_dimensions", ())]
         contracted = [int(d) for d in numbers.get(f"{side}_contracting_dimensions", ())]
+        # Another layout than (batch, heads, positions, head) in some order is not understood; the
+        # call then takes the roofline.
         if len(batch) != 2 or len(contracted) != 1 or len(shape) != 4:
             return None
         free = prod(shape) // prod(shape[d] for d in (*batch, *contracted))
@@ -110,6 +117,8 @@ def attention_of(kernel: Kernel) -> dict[str, int] | None:
         "q_heads": lead[1],
         "kv_heads": kv_heads,
         "head_dim": size,
+        # The first product does not show the size of a value; it equals that of a key except in
+        # latent attention.
         "v_head_dim": size,
         "q_len": queries,
         "kv_len": keys,
@@ -120,17 +129,19 @@ def attention_of(kernel: Kernel) -> dict[str, int] | None:
 
 
 def products(described: Described, at: np.ndarray) -> pd.DataFrame:
-    """Dimensions of the products, or of the implicit products of convolutions, at some positions.
+    """Dimensions of the products, or of the implicit GEMMs of convolutions, at some positions.
 
     Returns:
-        ``b m n k`` (at least 1), ``rate``, ``width`` (bytes of an operand), ``times`` (all products
-        of a kernel over its largest) and ``extra`` (bytes read besides the two operands).
+        ``b m n k`` (at least 1), ``rate``, ``width`` (bytes of an operand's element), ``times``
+        (FLOPs of all products of a kernel over those of its largest), ``extra`` (bytes read besides
+        the two operands) and ``moved`` (bytes read and written).
     """
     row, rate = described.row[at], described.rate[at]
     size = {
         c: np.maximum(row[:, INDEX[f"gemm_{long}"]], 1.0)
         for c, long in (("b", "batch"), ("m", "m"), ("n", "n"), ("k", "k"))
     }
+    # Multiply and add count as two FLOPs.
     main = 2.0 * size["b"] * size["m"] * size["n"] * size["k"]
     operands = row[:, INDEX["gemm_lhs_bytes"]] + row[:, INDEX["gemm_rhs_bytes"]]
     return pd.DataFrame(
@@ -146,20 +157,28 @@ def products(described: Described, at: np.ndarray) -> pd.DataFrame:
 
 
 def traffic(row: np.ndarray) -> Traffic:
-    """Traffic of kernels that pass over memory, from their rows ``(n, columns)``."""
+    """Traffic of kernels that pass over memory.
+
+    Args:
+        row: Feature rows, shape ``(n, len(COLUMNS))``.
+    """
 
     def c(name: str) -> np.ndarray:
         return np.asarray(row[:, INDEX[name]])
 
     elements = np.maximum(c("elements_max"), 1.0)
     width = np.maximum(c("dtype_bits"), 8.0) / 8
+    # Rows shorter than a sector move the rest of the sector, too: traffic, not lost bandwidth.
     dragged = c("moved_gathered") * width * _drag(c("gather_run"), width)
     dragged = dragged + c("moved_scattered") * width * _drag(c("scatter_length"), width)
     moved = c("bytes_in") + c("bytes_out")
+    # A penalty applies to the share of the largest array that is moved in that way.
     share = {
         n: np.minimum(c(f"moved_{n}") / elements, 1.0)
         for n in ("transposed", "strided", "gathered", "scattered")
     }
+    # Reductions that keep the minor dimension read columns: coalesced, but with partial sums to
+    # combine.
     column = (c("reduce_length") > 1) & (c("reduce_minor") == 0)
     penalty = (
         1.0
@@ -169,6 +188,7 @@ def traffic(row: np.ndarray) -> Traffic:
         + COLUMN_REDUCED * column
         + SCATTERED * share["scattered"] * (c("scatter_combines") > 0)
     )
+    # Integer work is index arithmetic for the most part, on units of its own since Volta.
     work = sum(
         row[:, i]
         for name, i in INDEX.items()
@@ -180,7 +200,7 @@ def traffic(row: np.ndarray) -> Traffic:
 
 
 def irregular(row: np.ndarray) -> np.ndarray:
-    """Kernels that do more than stream: no published row is like them, bool."""
+    """Kernels that do more than stream, so that no published row is like them, bool, ``(n,)``."""
     names = ("moved_transposed", "moved_strided", "moved_gathered", "moved_scattered")
     moves_irregularly = np.zeros(len(row), bool)
     for name in names:
@@ -191,6 +211,6 @@ def irregular(row: np.ndarray) -> np.ndarray:
 
 
 def _drag(run: np.ndarray, width: np.ndarray) -> np.ndarray:
-    """Bytes dragged along for each byte wanted, where rows are shorter than a sector."""
+    """Bytes moved in vain for each byte wanted, where contiguous runs are shorter than a sector."""
     length = np.maximum(run, 1.0) * width
     return np.asarray(np.maximum(SECTOR / length, 1.0) - 1.0)
