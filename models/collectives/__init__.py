@@ -1,1 +1,1 @@
-"""Models of collectives: parameters fitted to measurements, over the formulas of ``simulate``."""
+"""Models of measured collectives: parameters fitted on top of the formulas of ``simulate``."""

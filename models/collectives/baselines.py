@@ -1,4 +1,4 @@
-"""What fitted collectives are compared with: three parameters, and a table of twelve knots."""
+"""Baselines of the fitted collectives: three parameters, and interpolation over twelve knots."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ def three_parameters(table: CollectiveTable, latency_us: np.ndarray) -> np.ndarr
         return np.asarray(np.log(three_parameter_us(np.exp(parameters), table) / latency_us))
 
     bounds = (START - 8.0, START + 4.0)
+    # Linear beyond errors of 10 %, so that a change of protocol, which this form cannot follow,
+    # does not rule the fit.
     solution = least_squares(residuals, START, loss="soft_l1", f_scale=0.1, bounds=bounds)
     return np.asarray(np.exp(solution.x))
 
@@ -76,10 +78,12 @@ def knots_us(table: CollectiveTable, latency_us: np.ndarray, others: CollectiveT
 
 
 def _hats(x: np.ndarray, y: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Least squares over hat functions, held together by a trace of second differences."""
+    """Least squares over hat functions, with a weak penalty on second differences."""
     low, high = min(x.min(), at.min()), max(x.max(), at.max())
+    # The knots cover the asked sizes, too; the offset keeps the last one inside the last interval.
     knots = np.linspace(low, high + 1e-9, KNOTS)
     basis = np.stack([np.interp(x, knots, row) for row in np.eye(KNOTS)], axis=1)
+    # Weak against the data; it only determines knots that no measurement touches.
     smooth = 0.03 * np.diff(np.eye(KNOTS), 2, axis=0)
     matrix = np.concatenate([basis, smooth])
     values = np.linalg.lstsq(matrix, np.concatenate([y, np.zeros(KNOTS - 2)]), rcond=None)[0]

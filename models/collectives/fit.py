@@ -1,8 +1,8 @@
-"""Fit the parameters of collective curves, each group near the more general one that it belongs to.
+"""Fits the parameters of collective curves by group, each regularised towards its parent.
 
 The groups form a tree: everything, one fabric, one operation on it, one library, one machine. A
-child's parameters are drawn towards its parent's, so that a group with few rows stays close to it
-and a machine that was never measured takes the last group that it shares with measured ones.
+child's parameters are drawn towards its parent's, so a group with few rows stays close to it, and a
+machine that was never measured takes the parameters of the closest group it belongs to.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from .curve import SPREAD, START, curve_us
 from .residual import Table, cell_key, cells, fit_residual, read_residual
 from .table import CollectiveTable
 
-#: Residual in log latency that costs as much as one spread of a parameter. Chosen by
-#: judgement.
+#: Residual in log latency that costs as much as one spread of a parameter. Engineering estimate;
+#: not fitted.
 NOISE = 0.1
 #: Spread of a child around its parent, as a share of that around the start: groups that share a
-#: fabric differ less from each other than fabrics do. Chosen by judgement.
+#: fabric differ less from each other than fabrics do. Engineering estimate; not fitted.
 CHILD_SPREAD = 0.6
 #: Most rows of one machine, operation and world size in a fit, evenly over the sizes: densely
-#: measured machines must not outweigh the others.
+#: measured machines must not outweigh the others. Sixty sizes are two or three to an octave.
 ROWS_PER_CELL = 60
-#: Fewest rows with which a group gets parameters of its own.
+#: Fewest rows with which a group above a machine gets parameters of its own. Machines are exempt:
+#: calibration may bring as few as four sizes, and the pull towards the parent holds the rest.
 MIN_ROWS = 6
 
 
@@ -34,14 +35,14 @@ class CurveTree:
 
     Attributes:
         curves: Parameters of every group, shape ``(17,)`` each; the key ``""`` is everything.
-        residuals: What machines' own rows leave over, by group and number of devices.
+        residuals: Tables of what the curves leave of machines' own rows, by :func:`cell_key`.
     """
 
     curves: dict[str, np.ndarray] = field(default_factory=lambda: {"": START.copy()})
     residuals: dict[str, Table] = field(default_factory=dict)
 
     def find(self, path: tuple[str, ...]) -> str:
-        """Key of the closest group: itself, then its ancestors, then the same without fabric."""
+        """Key of the closest fitted group: the path itself, else its nearest ancestor."""
         for length in range(len(path), 0, -1):
             key = "/".join(path[:length])
             if key in self.curves:
@@ -57,8 +58,10 @@ class CurveTree:
         """
         result = np.zeros(len(table))
         for path, rows in groups(table, depth=4).items():
+            # Without the machine's name the look-up is that of a machine that was never measured.
             key = self.find(path if known else path[:3])
             result[rows] = curve_us(self.curves[key], table.points.take(rows))
+            # Residual tables belong to a machine; they do not carry over to another.
             for world, own in cells(table, rows).items() if known else ():
                 residual = self.residuals.get(cell_key(path, world))
                 if residual is not None:
@@ -94,7 +97,16 @@ def fit_tree(table: CollectiveTable, latency_us: np.ndarray) -> CurveTree:
 def refine_tree(
     tree: CurveTree, table: CollectiveTable, latency_us: np.ndarray, depths: tuple[int, ...]
 ) -> CurveTree:
-    """A copy of ``tree`` with the groups of ``table`` at ``depths`` fitted near their parents."""
+    """Copy ``tree`` and fit the groups of ``table`` at ``depths`` near their parents.
+
+    A group that has parameters already is fitted near those instead.
+
+    Args:
+        tree: Stays as it is.
+        table: Collectives, ``n`` of them.
+        latency_us: Measured, shape ``(n,)``.
+        depths: From the most general to the machines (1 fabric … 4 machine), ascending.
+    """
     grown = CurveTree(dict(tree.curves), dict(tree.residuals))
     for depth in depths:
         for path, rows in groups(table, depth).items():
@@ -104,6 +116,7 @@ def refine_tree(
             some = thin(part)
             own = "/".join(path) in grown.curves
             parent = grown.curves[grown.find(path if own else path[:-1])]
+            # Fabrics differ as much as the start from the truth; below them groups are alike.
             spread = 1.0 if depth < 2 else CHILD_SPREAD
             fitted = fit_curve(part.take(some), latency_us[rows][some], parent, spread)
             grown.curves["/".join(path)] = fitted
@@ -119,7 +132,7 @@ def _keep_residuals(
     latency_us: np.ndarray,
     rows: np.ndarray,
 ) -> None:
-    """Tables of what the machine's curve leaves over of its rows."""
+    """Keep tables of the residuals of the machine's rows, one for each number of devices."""
     for world, own in cells(table, rows).items():
         points = table.points.take(own)
         left = np.log(latency_us[own] / curve_us(tree.curves["/".join(path)], points))
@@ -144,9 +157,12 @@ def fit_curve(
 
     def residuals(parameters: np.ndarray) -> np.ndarray:
         error = (np.log(curve_us(parameters, table.points)) - target) / NOISE
+        # The square of this is the pseudo-Huber loss 2·(√(1 + e²) - 1): least_squares' own losses
+        # would treat the prior's residuals in the same way, which must stay quadratic.
         robust = np.sign(error) * np.sqrt(2.0 * (np.sqrt(1.0 + error**2) - 1.0))
         return np.concatenate([robust, (parameters - prior) / width])
 
+    # Six spreads are beyond any plausible value; the bounds only keep exponentials finite.
     solution = least_squares(
         residuals, prior, bounds=(prior - 6 * width, prior + 6 * width), max_nfev=60
     )
@@ -154,7 +170,10 @@ def fit_curve(
 
 
 def thin(table: CollectiveTable) -> np.ndarray:
-    """Positions of at most :data:`ROWS_PER_CELL` rows of each machine, op, library and world."""
+    """Positions of at most :data:`ROWS_PER_CELL` rows of each machine, op, library and world size.
+
+    They are spread evenly over the logarithm of the size.
+    """
     keep: list[np.ndarray] = []
     for rows in groups(table, depth=4).values():
         world = table.points.world[rows]

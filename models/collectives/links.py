@@ -17,10 +17,13 @@ from ...common.errors import DeviceError
 #: for want of peer access; ``network``: more than one node.
 FABRICS = ("scale_up", "pcie", "host", "staged", "network")
 #: A link is a scale-up link if it is this much faster than the host's; PCI Express otherwise.
+#: The bridge of an A40, the slowest NVLink in the tables, has 1.8 times the rate of PCI Express.
 SCALE_UP_RATIO = 1.3
-#: From this share of the scale-up bandwidth on, the network is the same fabric in a larger box.
+#: From this share of the scale-up bandwidth on, the network is the same fabric in a larger box, as
+#: in an NVL72 rack.
 RACK_RATIO = 0.9
-#: Clock that the fitted start-up times refer to, in Hz.
+#: Clock that the fitted start-up times refer to, in Hz. The value only sets their unit: between the
+#: boost clocks of A100 (1.41 GHz) and H100 (1.98 GHz).
 REFERENCE_CLOCK = 1.8e9
 
 

@@ -18,8 +18,10 @@ from .table import PLATFORMS, device_rows
 
 #: Columns that a CSV must have, beside ``device`` or ``platform``.
 NEEDED = ("op", "bytes", "world_size", "latency_us")
-#: Names of operations in the tables that curves were fitted to.
+#: Names of operations in the tables that curves were fitted to, where they differ from ours.
 _TABLE_NAMES = {"all_to_all": "alltoall"}
+# What nccl-tests prints (common.cu): "#  Rank  0 Group  0 Pid … on HOST device  0 [0x…] NVIDIA …",
+# and rows of size, count, type, redop, root, then time, algbw and busbw out of place.
 _RANK = re.compile(r"^#\s+Rank\s+(\d+).*?\bon\s+(\S+)\s+device\s+\d+\s+\[[^\]]*\]\s+(.+?)\s*$")
 _TEST = re.compile(r"(all_reduce|all_gather|reduce_scatter|alltoall|sendrecv|broadcast)(?:_perf)?")
 _ROW = re.compile(r"^\s*(\d+)\s+(\d+)\s+(\w+)\s+(\S+)\s+(-?\d+)\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)")
@@ -93,7 +95,7 @@ def _read_csv(path: Path) -> pd.DataFrame:
 def parse_nccl_tests(
     text: str, where: str = "nccl-tests", device: str = "", op: str = ""
 ) -> pd.DataFrame:
-    """Rows of what ``all_reduce_perf`` and its like print: sizes in bytes, out-of-place times.
+    """Read rows from the output of ``all_reduce_perf`` and its like: bytes and out-of-place times.
 
     Several outputs may follow each other in one text. The operation is the name of the program,
     which newer versions print, or which the text or ``where`` has; device, number of devices and of
@@ -107,11 +109,13 @@ def parse_nccl_tests(
     kind, named_device = op, device
     for line in text.splitlines():
         if rank := _RANK.match(line):
+            # Rank 0 begins the list of another run.
             hosts = {} if rank[1] == "0" else hosts
             hosts[int(rank[1])] = rank[2]
             named_device = device or rank[3]
         elif (named := _TEST.search(line)) and not op:
             kind = named[1]
+        # Rows of size 0 or without a time hold no measurement.
         elif (row := _ROW.match(line)) and float(row[6]) > 0 and int(row[1]) > 0:
             if not kind and (named := _TEST.search(Path(where).name)):
                 kind = named[1]
@@ -151,6 +155,7 @@ def _find(tables: list[pd.DataFrame]) -> FindLinks:
     def find(name: str) -> Links:
         if name in listed:
             return from_tables(name)
+        # The tables write "NVIDIA A40 (vidur a40)"; the catalogue knows the part before.
         plain = name.split(" (")[0] if name in {d for d, _ in PLATFORMS.values()} else name
         return Links.from_spec(find_device(plain))
 
@@ -158,6 +163,7 @@ def _find(tables: list[pd.DataFrame]) -> FindLinks:
 
 
 def size_bins(size: np.ndarray) -> np.ndarray:
-    """Names of the sizes that reports tell apart, shape ``(n,)``."""
+    """Names of the size ranges of reports, shape ``(n,)``."""
     names = np.array(["up to 32 KiB", "32 KiB to 1 MiB", "1 to 16 MiB", "above 16 MiB"])
+    # The + 1 puts a size that equals an edge below it ("up to").
     return np.asarray(names[np.digitize(size, [2**15 + 1, 2**20 + 1, 2**24 + 1])])

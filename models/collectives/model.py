@@ -1,4 +1,4 @@
-"""Latency of collectives from what is sent, by how many devices, over which links.
+"""Predicts collectives from the operation, its bytes, the number of devices and their links.
 
 The physics is ring volume over link bandwidth plus start-ups (:mod:`.curve`); on top come a few
 fitted parameters for each fabric, operation, library and machine (:mod:`.fit`). A machine without
@@ -30,7 +30,7 @@ from .table import CollectiveTable, collective_table
 FORMAT = 1
 #: Parameters that ship with the package.
 PRETRAINED = PACKAGE / "models" / "pretrained" / "collectives.json"
-#: Folds of the calibration scores.
+#: Folds of the calibration scores; each costs a fit of the whole tree, which takes about a minute.
 FOLDS = 5
 
 FindLinks = Callable[[str], Links]
@@ -43,7 +43,7 @@ class CollectiveModel:
     Attributes:
         tree: Parameters by group.
         intervals: Ends of the 90 % intervals.
-        calibrated_machines: Machines whose owner gave rows.
+        calibrated_machines: Machines that were calibrated with rows of their own.
         provenance: Where the parameters come from.
     """
 
@@ -66,6 +66,8 @@ class CollectiveModel:
         """
         table = collective_table(frame, find)
         latency = self.tree.predict_us(table) / 1e6
+        # Depth 3 is the library's operation on the fabric; without it nothing closer than the
+        # operation on the fabric was fitted.
         scope = np.where(self.tree.knows(table, depth=3), "new", "foreign").astype(object)
         scope[self.tree.knows(table)] = "known"
         own = np.isin(table.machine, self.calibrated_machines) & (scope == "known")
@@ -80,7 +82,18 @@ class CollectiveModel:
         return pd.DataFrame(columns, index=frame.index)
 
     def calibrated(self, rows: pd.DataFrame, find: FindLinks) -> CollectiveModel:
-        """A model that also knows the machines of measured ``rows`` (with ``latency_us``)."""
+        """Return a copy that is calibrated to the machines of measured rows.
+
+        Only parameters of machines (depth 4) are fitted; those of fabrics, operations and libraries
+        stay as they are.
+
+        Args:
+            rows: As for :meth:`predict`, with ``latency_us``.
+            find: Links by device string.
+
+        Raises:
+            DatasetError: There is no row, or a latency is missing or not positive.
+        """
         table, latency = measured_table(rows, find)
         tree = refine_tree(self.tree, table, latency, depths=(4,))
         scores = _fold_scores(
@@ -107,6 +120,8 @@ class CollectiveModel:
             "calibrated_machines": self.calibrated_machines,
             "provenance": self.provenance,
         }
+        # A list of numbers on one line: one number a line would make the file, which is under
+        # version control, several times as long.
         lines = json.dumps(content, indent=1).replace("\n   ", " ").replace("\n  ]", " ]")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, lines + "\n")
@@ -120,6 +135,8 @@ class CollectiveModel:
         """
         try:
             content = parse_json(path.read_text(encoding="utf-8"))
+            # The vector has no names of its own: parameters in another order would be silently
+            # wrong.
             if content["format"] != FORMAT or tuple(content["parameters"]) != PARAMETERS:
                 raise ModelError(
                     "collective parameters of another format",
@@ -158,6 +175,8 @@ def fit_collectives(
     intervals = Intervals()
     intervals.add("known", table, _fold_scores(fit_tree, table, latency))
     left_out, related = leave_one_out(table, latency)
+    # Rows whose library's operation no other architecture has on that fabric show a worse case than
+    # a new machine does.
     for scope, of_scope in (("new", related), ("foreign", ~related & np.isfinite(left_out))):
         scores = np.log(latency[of_scope] / left_out[of_scope])
         intervals.add(scope, table.take(of_scope), scores)
@@ -200,6 +219,8 @@ def _fold_scores(
     table: CollectiveTable,
     latency_us: np.ndarray,
 ) -> np.ndarray:
+    # Single rows, not machines, are held out: the scope is a known machine at another size. The
+    # fixed seed makes the shipped file reproducible.
     fold = np.random.default_rng(0).permutation(len(table)) % FOLDS
     scores = np.zeros(len(table))
     for k in range(FOLDS):

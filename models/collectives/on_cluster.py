@@ -1,4 +1,4 @@
-"""Collectives on a cluster: by the fitted curves where they apply, by closed forms elsewhere.
+"""Prices collectives on a cluster by fitted curves where they apply, by closed forms elsewhere.
 
 Inside one box of GPUs the fitted curves (:mod:`.model`) know the library's protocols; across whole
 boxes they are used only where the machine itself was measured that way. Everything else takes the
@@ -56,13 +56,13 @@ class CollectiveEstimate:
     detail: str
 
 
-#: A group, a collective and its options: what answers are remembered by.
+#: Key under which an answer is remembered: the collective, its group and its options.
 _Query = tuple[str, float, int | range | tuple[int, ...], Cluster, str, str, float]
 
 
 @dataclass
 class ClusterCollectives:
-    """Estimates collectives between the ranks of a cluster; remembers its answers.
+    """Estimates collectives between the ranks of a cluster, and remembers the answers.
 
     Attributes:
         model: Fitted collectives.
@@ -125,6 +125,8 @@ class ClusterCollectives:
         skew: float,
     ) -> CollectiveEstimate:
         plain = collective_name(kind).removeprefix("ragged_")
+        # In an all-to-all the busiest rank finishes last; other collectives send the same from
+        # every rank.
         size = float(bytes_per_rank) * (skew if plain == "all_to_all" else 1.0)
         dims = cluster.topology.group_dims(ranks)
         if algorithm == "auto" and size > 0 and plain in _TABLE and _of_gpus(cluster, dims):
@@ -133,6 +135,7 @@ class ClusterCollectives:
                 if learned is not None:
                     return learned
         cost = dims_cost(plain, size, dims, algorithm)
+        # A group of a single rank sends nothing: its time of 0 is exact.
         lower, upper = UNKNOWN if dims else (0.0, 0.0)
         low, high = cost.total * exp(lower), cost.total * exp(upper)
         return CollectiveEstimate(cost.total, low, high, "analytical", cost.algorithm)
@@ -141,6 +144,8 @@ class ClusterCollectives:
 def _of_gpus(cluster: Cluster, dims: tuple[Dimension, ...]) -> bool:
     """Whether a group of GPUs lies in one box, or is made of whole boxes."""
     first = cluster.topology.dims[0]
+    # The curves know one box or several whole ones; a group that takes part of several boxes has
+    # another pattern of traffic.
     whole = len(dims) == 2 and dims[0] == first
     if not (len(dims) == 1 and dims[0].name == first.name) and not whole:
         return False
@@ -155,7 +160,7 @@ def _learned(
     cluster: Cluster,
     library: str,
 ) -> CollectiveEstimate | None:
-    """An estimate from the curves, if the library's operation was measured on such links.
+    """Estimate from the curves, or ``None`` if the library's operation was never measured so.
 
     Across boxes the machine itself must have been measured with the same number of devices.
     """
@@ -164,6 +169,7 @@ def _learned(
     links = Links.from_spec(spec, link=first.bandwidth, devices_per_node=inside)
     operation, gathered = _TABLE[kind]
     machines = {key.split("/", 3)[3] for key in model.tree.curves if key.count("/") >= 3}
+    # A calibration may have named the cluster itself, which is closer than the device's name.
     machine = next((m for m in (cluster.name, spec.name, *spec.aliases) if m in machines), "")
     row = {
         "op": operation,
@@ -173,6 +179,8 @@ def _learned(
         "device": machine or spec.name,
         "backend": library,
     }
+    # Networks differ more than their data sheets (docs/collectives.md): across boxes only
+    # measurements of this very machine and number of devices count, otherwise the closed forms do.
     cell = cell_key(("network", operation, library, machine), world)
     if len(dims) > 1 and cell not in model.tree.residuals:
         return None

@@ -1,4 +1,4 @@
-"""Errors of the collectives as a table, and the command that fits the shipped parameters.
+"""Tabulates errors of collectives, and holds the command that fits the shipped parameters.
 
 ``python -m opcast.models.collectives.report DEVICES.csv... -- ROWS.csv... [--save FILE]`` prints
 the errors on rows whose ``split`` starts with ``val`` (every fifth row of a source without such
@@ -19,8 +19,8 @@ from .fit import fit_tree
 from .model import FindLinks, fit_collectives, leave_one_out, measured_table
 from .table import CollectiveTable, device_rows
 
-#: Start-up time of one step of the plain ring, in microseconds. Chosen by judgement and
-#: not fitted: the ring is the baseline that the curves have to beat.
+#: Start-up time of one step of the plain ring, in microseconds. Engineering estimate, not fitted:
+#: the ring is the baseline that the curves have to beat.
 NAIVE_START_US = 3.0
 #: What is compared, as in :func:`collective_errors`.
 ESTIMATES = ("val", "unseen_device", "ring")
@@ -39,7 +39,7 @@ def naive_ring_us(table: CollectiveTable) -> np.ndarray:
 
 
 def held_out_rows(rows: pd.DataFrame) -> np.ndarray:
-    """Mask of the validation rows: those so named, or every fifth of a source without any."""
+    """Mask of the validation rows: split ``val…``, or every fifth row of a source without any."""
     named = rows["split"].astype(str).str.startswith("val").to_numpy()
     source = rows["source"].to_numpy()
     fifth = np.arange(len(rows)) % 5 == 4

@@ -1,10 +1,9 @@
 """Residuals of the curves on measured machines: a table by size for every cell.
 
 A cell is one fabric, operation, library, machine and number of devices. The logarithm of measured
-over predicted is taken for a random walk that is drawn back to zero (an Ornstein–Uhlenbeck process;
-Rasmussen and Williams, *Gaussian Processes for Machine Learning*, 2006, appendix B.2) over the
-logarithm of the size, seen with noise: a measured interpolation that goes over into the curve where
-nothing was measured.
+over predicted is modelled as an Ornstein–Uhlenbeck process (Rasmussen and Williams, *Gaussian
+Processes for Machine Learning*, 2006, appendix B.2) over the logarithm of the size, observed with
+noise. It interpolates between measured sizes and decays to the bare curve beyond them.
 """
 
 from __future__ import annotations
@@ -13,9 +12,11 @@ import numpy as np
 
 from .table import CollectiveTable
 
-#: Correlation length of residuals in octaves of size. Chosen by judgement.
+#: Correlation length of residuals in octaves of size: a protocol spans several octaves. Engineering
+#: estimate; not fitted.
 LENGTH = 3.0
-#: Standard deviation of residuals, and of what a repeated measurement would change.
+#: Standard deviation of residuals and of the noise of a measurement, in log units. Only their ratio
+#: matters: it sets how far the table smooths. Engineering estimates; not fitted.
 SPREAD, NOISE = 0.15, 0.03
 #: Most measurements in the fit of a cell, which costs O(n³), and most knots kept in the saved file.
 MOST_ROWS, MOST_KNOTS = 240, 64
@@ -38,17 +39,25 @@ def fit_residual(octaves: np.ndarray, logs: np.ndarray) -> Table:
     """
     order = np.argsort(octaves, kind="stable")
     some = order[np.unique(np.linspace(0, len(order) - 1, MOST_ROWS).astype(int))]
+    # A residual beyond a factor e is taken for a fault of the measurement, not of the curve.
     x, y = octaves[some], np.clip(logs[some], -1.0, 1.0)
+    # Posterior mean in units of SPREAD² (Rasmussen and Williams, equation 2.25).
     weights = np.linalg.solve(_alike(x, x) + (NOISE / SPREAD) ** 2 * np.eye(len(x)), y)
     seen = np.unique(x)
+    # The table is read by linear interpolation, for which 64 knots over some 20 octaves are enough.
     knots = seen[np.unique(np.linspace(0, len(seen) - 1, MOST_KNOTS).astype(int))]
     return knots, _alike(knots, x) @ weights
 
 
 def read_residual(table: Table, octaves: np.ndarray) -> np.ndarray:
-    """Logarithms at ``octaves``, shape ``(n,)``: linear between knots, fading beyond them."""
+    """Read a table at ``octaves`` of size, shape ``(n,)``: linear between knots, fading beyond.
+
+    Returns:
+        Log-ratios of measured to predicted, shape ``(n,)``.
+    """
     knots, values = table
     beyond = np.maximum(knots[0] - octaves, octaves - knots[-1])
+    # The process's own decay from its last known value.
     fade = np.exp(-np.maximum(beyond, 0.0) / LENGTH)
     return np.asarray(np.interp(octaves, knots, values) * fade)
 
@@ -58,6 +67,6 @@ def _alike(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def cells(table: CollectiveTable, rows: np.ndarray) -> dict[float, np.ndarray]:
-    """Positions among ``rows`` by number of devices."""
+    """Split ``rows`` (positions in the table) by number of devices."""
     world = table.points.world[rows]
     return {float(n): rows[world == n] for n in np.unique(world)}

@@ -1,4 +1,4 @@
-"""How well collectives are predicted: held-out sizes, machines left out, and simpler forms.
+"""Measures how well collectives are predicted: held-out sizes, left-out machines, simpler forms.
 
 Figures are absolute percentage errors. ``fitted`` is the model fitted to the other rows, ``three``
 (parameters) and ``knots`` are simpler forms fitted to the same rows, ``ring`` is the plain ring.
@@ -24,9 +24,10 @@ from .table import CollectiveTable
 #: What is compared on held-out rows, and on machines that were left out.
 KNOWN = ("fitted", "three", "knots", "ring")
 UNSEEN = ("left_out", "four_sizes", "from_a100")
-#: Sizes of a cell that ``four_sizes`` is given, in octaves.
+#: Sizes of a cell that ``four_sizes`` is given, in octaves: 4 KiB, 256 KiB, 8 MiB and 256 MiB, so
+#: that each part of the curve has one.
 FOUR = (12.0, 18.0, 23.0, 28.0)
-#: Architecture of the A100.
+#: Architecture of the A100, as the published device tables write it.
 A100 = "Ampere GA100"
 
 Tell = Callable[[str], None]
@@ -109,7 +110,7 @@ def _four_sizes(
 
 
 def four_of_each_cell(table: CollectiveTable) -> np.ndarray:
-    """Positions of the rows whose sizes are closest to :data:`FOUR`, in every cell."""
+    """Positions of the rows of every cell whose sizes are closest to :data:`FOUR`."""
     given: set[int] = set()
     for rows in groups(table, depth=4).values():
         for own in cells(table, rows).values():

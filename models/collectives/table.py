@@ -1,4 +1,4 @@
-"""Tables of collectives: from rows of a frame to arrays that the curves understand.
+"""Turns rows of a frame into the arrays that the curves are evaluated on.
 
 Bytes are those of nccl-tests: the buffer for ``all_reduce``, ``send_recv`` and ``broadcast``; the
 full buffer (the output of the gather, the input of the scatter) for ``all_gather`` and
@@ -22,10 +22,11 @@ from .links import REFERENCE_CLOCK, Links
 
 #: Frameworks with an all-reduce of their own, which sends whole buffers while messages are small.
 CUSTOM_BACKENDS = ("sglang", "vllm", "trtllm")
-#: Machines that published tables name instead of a device: device string, and what is known
-#: better. Pairs are joined by NVLink bridges, pairs by PCI Express, and nodes by 25 Gb/s Ethernet.
-#: The pair of A40 that was measured reaches 4.3e9 bytes/s, a thirteenth of the bridge's rate and a
-#: seventh of PCI Express: it has no peer access.
+#: Machines that the published-latency pack (Vidur) names instead of a device: device string, and
+#: what is known better of their links. Two devices are joined by an NVLink bridge, such pairs by
+#: PCI Express, and nodes by 25 Gb/s Ethernet (3.125e9 bytes/s). The pair of A40 that was measured
+#: reaches 4.3e9 bytes/s, a thirteenth of the bridge's rate and a seventh of PCI Express: it has no
+#: peer access.
 PLATFORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "a100_dgx": ("NVIDIA A100-SXM4-80GB (vidur a100)", {}),
     "a100_pairwise_nvlink": (
@@ -82,7 +83,7 @@ class CollectiveTable:
 
 
 def device_rows(*tables: pd.DataFrame) -> Callable[[str], Links]:
-    """A function from a device string to its links, by published device tables.
+    """Make a function from device string to links, from published device tables.
 
     Args:
         *tables: Frames with a ``device`` column and those of ``Links.from_row``; for a device in
@@ -92,6 +93,8 @@ def device_rows(*tables: pd.DataFrame) -> Callable[[str], Links]:
     for table in tables:
         for row in table.to_dict("records"):
             name = str(row["device"])
+            # NaN differs from itself: a row without a link bandwidth does not replace one that may
+            # have it.
             if name not in links or row.get("link_gbs_unidir") == row.get("link_gbs_unidir"):
                 links[name] = Links.from_row({str(k): v for k, v in row.items()})
 
@@ -173,6 +176,8 @@ def _machines(frame: pd.DataFrame) -> np.ndarray:
 def _operations(frame: pd.DataFrame) -> np.ndarray:
     op = frame["op"].astype(str).to_numpy(dtype=object)
     if "dtype" in frame:
+        # NVLink switches (NVLS) reduce floating-point types but not bytes, so NCCL runs another
+        # algorithm.
         of_bytes = frame["dtype"].isin(["int8", "uint8", "s8", "u8"]).to_numpy()
         op = np.where((op == "all_reduce") & of_bytes, "all_reduce_int8", op)
     return op
@@ -181,6 +186,7 @@ def _operations(frame: pd.DataFrame) -> np.ndarray:
 def _backends(frame: pd.DataFrame) -> np.ndarray:
     default = np.full(len(frame), "nccl", dtype=object)
     if "source" in frame:
+        # Vidur timed torch.distributed, whose calls add the host's part to NCCL's own time.
         default[frame["source"].eq("vidur").to_numpy()] = "torch"
     if "backend" not in frame:
         return default
@@ -216,14 +222,21 @@ def _points(
     custom = np.isin(library, CUSTOM_BACKENDS) & (op == "all_reduce")
     eager = np.array([str(b).endswith("_eager") for b in backend], dtype=float)
     memory = np.array([link.memory for link in links])
+    # Read and written once; a device without described memory bandwidth copies for nothing.
     copied = 2.0 * size / (COPY_EFFICIENCY * np.where(memory > 0, memory, np.inf)) * 1e6
     return Points(
         size=size,
         world=world,
+        # Across nodes the link is a device's share of the network: what matters is how many devices
+        # of a node use it, not how many nodes there are. The factor 2 starts one device at octave
+        # 1.
         spread=np.where(fabric == "network", 2.0 * np.minimum(per_node, world), world),
         wire=wire,
+        # While messages are small, a custom all-reduce sends its whole buffer to every other
+        # device.
         wire_low=np.where(custom, (world - 1.0) * size, wire),
         bandwidth=np.array([k.bandwidth(f) for k, f in zip(links, fabric, strict=True)]) / 1e6,
+        # Start-ups are code on the device: they shorten as its clock rises.
         scale=np.array([REFERENCE_CLOCK / k.clock_hz if k.clock_hz else 1.0 for k in links]),
         copy=copied * eager,
         eager=eager,

@@ -195,6 +195,7 @@ def traffic(row: np.ndarray) -> Traffic:
         if name.startswith("work_") and name != "work_integer"
     )
     work = np.asarray(work + c("dense_flops"))
+    # Engineering estimate: data-centre chips run f64 at about half the f32 rate, others far slower.
     wide = np.where(c("dtype_wide") > 0, 2.0, 1.0)
     return Traffic(moved + dragged, np.zeros(len(row)), work * wide, penalty)
 
