@@ -1,9 +1,9 @@
-"""Calibrates a kernel model to a device from a few measured kernels there.
+"""Calibrates a kernel model to a device from a few kernels measured there.
 
 The errors of a model on a device that it was not trained on, or on another machine of the same
-kind, are mostly systematic. They are taken as a Gaussian process over a few key features, with the
-covariance of :mod:`~opcast.models.adapt.gaussian_process`: slopes of compute, memory and launch,
-and errors that kernels share which lie close to each other or are of the same kind and dtype.
+kind, are mostly systematic. They are modelled as a Gaussian process over a few key features, with
+the covariance of :mod:`~opcast.models.adapt.gaussian_process`: slopes of compute, memory and
+launch, and errors shared by kernels that lie close together or are of the same kind and dtype.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from .gaussian_process import (
     start_params,
 )
 
-#: Features that say how close two kernels are, with their typical spread over kernels of models.
+#: Features that tell how close two kernels are, with their typical spread over the kernels of
+#: models, which makes distances dimensionless. The spreads are engineering estimates.
 KEYS = {
     "log_roofline_floor": 4.0,
     "compute_over_memory": 3.0,
@@ -43,12 +44,12 @@ _DTYPES = "dtype_"
 
 @dataclass
 class DeviceCorrection:
-    """What is known of a model's errors on one device.
+    """A model's errors on one device, learned from samples.
 
     Attributes:
         correction: The Gaussian process.
         stretch: Interval ends in units of the model's own half-width, from the errors of samples
-            that are predicted from those of other programs; (-1, 1) for too few of them.
+            predicted from those of other programs; (-1, 1) if there are too few of them.
     """
 
     correction: ErrorPosterior
@@ -70,8 +71,8 @@ class DeviceCorrection:
             device: Where they were measured.
             prediction: Their predictions by the model without correction.
             measured_s: Measured latencies in seconds, shape ``(n,)``, positive.
-            programs: Program of each, shape ``(n,)``: kernels of one are alike, and say too much
-                of each other. Each by itself by default.
+            programs: Program of each, shape ``(n,)``: kernels of one program are alike, so they are
+                not predicted from each other. Each counts by itself by default.
         """
         errors, groups = np.log(measured_s / prediction.latency), programs
         sites, half = kernel_sites(table, device), half_width(prediction)
@@ -94,7 +95,7 @@ class DeviceCorrection:
     def correct(
         self, prediction: KernelPrediction, kernels: Sequence[Kernel], device: DeviceSpec
     ) -> KernelPrediction:
-        """Predictions without their expected error; equal kernels are computed once."""
+        """Take the expected error out of predictions; equal kernels are computed once."""
         if not kernels:
             return prediction
         unique, index = distinct(kernels)
@@ -102,7 +103,7 @@ class DeviceCorrection:
         return self.shifted(prediction, mean)
 
     def shifted(self, prediction: KernelPrediction, mean: np.ndarray) -> KernelPrediction:
-        """Predictions without the error ``mean``, with intervals scaled to the device."""
+        """Take the error ``mean`` out of predictions, and scale their intervals to the device."""
         latency = prediction.latency * np.exp(mean)
         half = half_width(prediction)
         lo, hi = latency * np.exp(self.stretch[0] * half), latency * np.exp(self.stretch[1] * half)
@@ -126,16 +127,19 @@ def prior_params() -> np.ndarray:
     Kernels of compiled programs err more by themselves, and less by the device, than operators of
     libraries do, for which the covariance was made.
     """
+    # Engineering estimates, not fitted: there are not enough devices with kernel datasets to fit
+    # to.
     return scaled_params(start_params(len(KEYS)), slopes=0.6, noise=3.0, smooth=0.5)
 
 
 def half_width(prediction: KernelPrediction) -> np.ndarray:
     """Half the width of intervals in log space, shape ``(n,)``."""
+    # The guards keep the logarithm finite and the width above zero, by which scores are divided.
     return np.asarray(0.5 * np.log(prediction.hi / np.maximum(prediction.lo, 1e-12)) + 1e-6)
 
 
 def kernel_sites(table: KernelTable, device: DeviceSpec) -> Sites:
-    """Where kernels lie for the covariance of errors."""
+    """Sites of kernels for the covariance of errors."""
     columns = [table.names.index(name) for name in KEYS]
     place = table.X[:, columns].astype(np.float64) / np.array(list(KEYS.values()))
     kind = np.array([CELLS[c] for c in table.cell], object)

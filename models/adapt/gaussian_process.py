@@ -1,16 +1,16 @@
 """Calibrates a model to a device from a few samples: a Gaussian process on its errors there.
 
-The error of a model on a new device is mostly systematic: its compute, its memory and its launch
-are each a bit faster or slower than thought, differently for every library, and kernels that lie
-close to each other err alike. So the covariance of two errors is
+The error of a model on a new device is mostly systematic: its compute, memory and launch are each a
+bit faster or slower than assumed, differently for every library, and kernels that lie close to each
+other err alike. So the covariance of two errors is
 
     w·w' (a0 + a1 [same op, dtype, backend] + a2 [same kernel])
       + exp(-d) (s0 + s1 [same op, dtype, backend] + s2 [same kernel])
 
 with ``w`` the shares of a kernel's time that compute, memory and launch have, and ``d`` the scaled
 distance of the key features (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006,
-chapters 2, 4 and 5). The variances and length scales are fitted once, to errors on devices that
-were left out of training; with them, ten samples say what ten samples can.
+chapters 2, 4 and 5). The variances and length scales are fitted once, to errors on devices left out
+of training, so that a handful of samples of a new device is enough.
 """
 
 from __future__ import annotations
@@ -24,26 +24,31 @@ import numpy as np
 from ...features.operators import OpFeatures
 from ..trust.conformal import COVERAGE, ends
 
-#: Fewest samples for an interval from the device's own errors.
+#: Fewest samples for an interval from the device's own errors: with 39 or fewer, 5 % tails would be
+#: the extremes.
 MIN_OWN = 50
 #: Least standard deviation of a label's noise, in log space: errors are heavier in the tails than
 #: a Gaussian's, and a smaller one lets single outliers bend the correction.
 LEAST_NOISE = 0.06
-#: How far fitted parameters may lie from :func:`start_params`, in log space.
+#: How far fitted parameters may lie from :func:`start_params`, in log space (a factor of 150):
+#: keeps the covariance well conditioned where the errors do not determine a parameter.
 FARTHEST = 5.0
 #: Most samples: the time to invert their covariance grows with the cube of their number, and
 #: further ones hardly change the correction.
 MAX_SAMPLES = 1500
-#: Factors on amplitudes and noise that the samples of a device choose among, from so many samples
-#: on, and the samples that are looked at for it.
+#: Factors on amplitudes and noise that the samples of a device choose among: the fitted ones, or
+#: weaker corrections, never stronger ones. Engineering estimates.
 AMPLITUDE_FACTORS, NOISE_FACTORS = (0.3, 0.6, 1.0), (1.0, 2.5, 6.0)
+#: Factors on the terms that all rows of a device share: libraries may err independently.
 SHARED_FACTORS = (1.0, 0.3, 0.05)
-#: Factor on the amplitudes where no correction predicts left-out samples best.
+#: Factor on the amplitudes where left-out samples are predicted best without any correction.
 SMALLEST = 0.05
+#: Fewest samples for that choice, and most that it looks at: each of its 27 variants inverts their
+#: covariance.
 LEAST_CHOICE, MAX_CHOICE = 8, 400
 _AMPLITUDES = 7  # three of slopes, three of smooth terms, noise
 #: Amplitudes before fitting, as standard deviations of log errors: 25 % shared by a device, 15 % by
-#: library and kernel, 10 % noise (chosen by judgement; :func:`fit_params` moves them).
+#: library and kernel, 10 % noise (engineering estimates; :func:`fit_params` moves them).
 _START = (0.25, 0.15, 0.15, 0.15, 0.15, 0.2, 0.1)
 #: Length scale of every key feature before fitting, in standard deviations.
 _REACH = 2.5
@@ -53,12 +58,13 @@ _NORMAL_90 = 1.645
 
 @dataclass(slots=True)
 class Sites:
-    """Where kernels lie, for the covariance.
+    """Positions of ``n`` kernels for the covariance.
 
     Attributes:
         place: Scaled key features, shape ``(n, d)``.
-        share: Shares of compute, memory and launch, shape ``(n, 3)``.
-        coarse: What runs a kernel, object, shape ``(n,)``.
+        share: Shares of compute, memory and launch in the time, shape ``(n, 3)``; operator models
+            append how far each known chip lies from the general prediction.
+        coarse: Op, dtype and backend of each kernel, object, shape ``(n,)``.
         fine: The same with the kernel's name, object, shape ``(n,)``.
     """
 
@@ -72,35 +78,41 @@ class Sites:
         return len(self.place)
 
     def take(self, rows: np.ndarray) -> Sites:
-        """Some of them."""
+        """The given kernels, by position or mask."""
         return Sites(self.place[rows], self.share[rows], self.coarse[rows], self.fine[rows])
 
 
 @dataclass
 class Scale:
-    """Centre and spread of key features, so that distances have no unit."""
+    """Centre and spread of key features, which make distances dimensionless."""
 
     centre: np.ndarray
     spread: np.ndarray
 
     @classmethod
     def of(cls, features: OpFeatures) -> Scale:
-        """Measure them."""
+        """Take them from the key features of training rows."""
         keys = features.X[:, features.keys].astype(np.float64)
+        # 1e-6 keeps a constant feature from dividing by zero.
         return cls(keys.mean(axis=0), keys.std(axis=0) + 1e-6)
 
     def sites(self, features: OpFeatures, coarse: np.ndarray, fine: np.ndarray) -> Sites:
         """Sites of kernels."""
         keys = features.X[:, features.keys].astype(np.float64)
+        # Six standard deviations: beyond them everything is equally far.
         place = np.clip((keys - self.centre) / self.spread, -6, 6)
         return Sites(place, time_shares(features), coarse, fine)
 
 
 def time_shares(features: OpFeatures) -> np.ndarray:
-    """Shares of compute, memory and launch in the analytical estimate, shape ``(n, 3)``."""
+    """Shares of compute, memory and launch in the analytical estimate, shape ``(n, 3)``.
+
+    Rows add up to 1. Compute and memory overlap, so their shares go by the squares of their times.
+    """
     launch = np.clip(features.floor_s / features.base_s, 0, 1)
     compute, memory = (_share(features, n) for n in ("log_tiles_base", "log_memory_base"))
     vector = _share(features, "log_vector_base")
+    # Matrix and vector units are both compute; the one that takes longer decides.
     compute = np.maximum(compute, vector)
     rest = (1 - launch) / (compute + memory + 1e-9)
     return np.stack([compute * rest, memory * rest, launch], axis=1)
@@ -110,6 +122,7 @@ def _share(features: OpFeatures, name: str) -> np.ndarray:
     if name not in features.names:
         return np.zeros(len(features.X))
     logs = features.X[:, features.names.index(name)].astype(np.float64)
+    # The feature is log2(time / base): this is the square of the ratio.
     return np.asarray(np.exp2(2 * logs))
 
 
@@ -118,7 +131,10 @@ def covariance(first: Sites, second: Sites, log_params: np.ndarray) -> np.ndarra
     p = np.exp(log_params)
     scale = p[_AMPLITUDES:]
     a, b = first.place / scale, second.place / scale
+    # |a - b|² expanded: one matrix product instead of an (n, m, d) array. Rounding may make it
+    # negative.
     gap = (a**2).sum(1)[:, None] + (b**2).sum(1)[None] - 2 * a @ b.T
+    # Exponential covariance (Matérn 1/2): errors are rough functions of the features.
     near: np.ndarray = np.exp(-np.sqrt(np.maximum(gap, 0.0) + 1e-12))
     slope = first.share @ second.share.T
     coarse = first.coarse[:, None] == second.coarse[None]
@@ -130,7 +146,7 @@ def covariance(first: Sites, second: Sites, log_params: np.ndarray) -> np.ndarra
 
 
 def start_params(keys: int) -> np.ndarray:
-    """Parameters before any fitting."""
+    """Parameters before any fitting, as logarithms, shape ``(7 + keys,)``."""
     return np.asarray(np.log(np.array([*_START, *([_REACH] * keys)])))
 
 
@@ -149,6 +165,8 @@ def fit_params(tasks: Sequence[tuple[Sites, np.ndarray]], iterations: int = 15) 
     start = start_params(tasks[0][0].place.shape[1])
 
     def loss(params: np.ndarray) -> float:
+        # A standard deviation of one log unit: two or three left-out devices determine few
+        # parameters.
         prior = 0.5 * float(((params - start) ** 2).sum())
         return prior + sum(_negative_log_likelihood(params, *task) for task in tasks)
 
@@ -177,7 +195,7 @@ def noise_variance(params: np.ndarray) -> float:
 def left_out_errors(
     inverse: np.ndarray, weights: np.ndarray, groups: np.ndarray | None = None
 ) -> np.ndarray:
-    """What is left of each sample's error when it is predicted from the samples of other groups.
+    """Error left of each sample when it is predicted from the samples of other groups.
 
     In closed form (Rasmussen and Williams, equation 5.12, and the same for blocks).
 
@@ -206,9 +224,11 @@ def chosen_params(
     of other groups (:func:`left_out_errors`); if no correction is better than any, the smallest
     amplitudes are taken.
     """
+    # The error without any correction: what every variant has to beat.
     best, least = _scaled(params, SMALLEST, 1.0), float(np.abs(errors).mean())
     for shared, amplitude, noise in product(SHARED_FACTORS, AMPLITUDE_FACTORS, NOISE_FACTORS):
         scaled = _scaled(params, amplitude, noise)
+        # a0 and s0: the terms that rows share whatever their op, dtype and backend.
         scaled[[0, 3]] += np.log(shared)
         matrix = covariance(sites, sites, scaled)
         inverse = np.linalg.inv(matrix + noise_variance(scaled) * np.eye(len(errors)))
@@ -222,7 +242,7 @@ def chosen_params(
 def scaled_params(
     params: np.ndarray, slopes: float, noise: float, reach: float = 1.0, smooth: float = 1.0
 ) -> np.ndarray:
-    """Parameters with factors on what they say.
+    """Scale groups of parameters.
 
     Args:
         params: Of the covariance.
@@ -234,6 +254,7 @@ def scaled_params(
     scaled = params.copy()
     scaled[:3] += np.log(slopes)
     scaled[3 : _AMPLITUDES - 1] += np.log(smooth)
+    # From the variance, not the parameter: a factor must act on the noise after its lower limit.
     scaled[_AMPLITUDES - 1] = 0.5 * np.log(noise_variance(params)) + np.log(noise)
     scaled[_AMPLITUDES:] += np.log(reach)
     return scaled
@@ -252,9 +273,10 @@ class ErrorPosterior:
         sites: Where the samples lie.
         weights: Solution of the covariance for the samples' errors, shape ``(n,)``.
         inverse: Inverse covariance of the samples, shape ``(n, n)``.
-        scale: Factor on the standard deviation so that the samples' own left-out errors are
-            covered as they should.
+        scale: Factor on the standard deviation with which intervals cover the samples' own
+            left-out errors at the nominal rate.
         count: Number of samples.
+        errors: Errors of the samples as given, shape ``(n,)``, from which it is saved.
     """
 
     params: np.ndarray
@@ -288,7 +310,8 @@ class ErrorPosterior:
             keep = np.random.default_rng(0).choice(len(errors), MAX_SAMPLES, replace=False)
             sites, errors = sites.take(keep), errors[keep]
             groups = None if groups is None else groups[keep]
-        # Single failed measurements must not bend the correction of all their neighbours.
+        # Single failed measurements must not bend the correction of all their neighbours; with 20
+        # samples or fewer a percentile is no outlier.
         bounded = errors
         if len(errors) > 20:
             bounded = np.clip(errors, *np.quantile(errors, [0.01, 0.99]))
@@ -304,7 +327,7 @@ class ErrorPosterior:
         return posterior
 
     def _own_scale(self, errors: np.ndarray) -> float:
-        """Conformal factor from errors of each sample predicted from the others.
+        """Conformal factor on the standard deviation, from left-out errors of the samples.
 
         Left-out mean and variance of a Gaussian process in closed form: Rasmussen and Williams,
         equations 5.12.
@@ -312,10 +335,11 @@ class ErrorPosterior:
         left_out = left_out_errors(self.inverse, self.weights)
         deviation = left_out * np.sqrt(np.diag(self.inverse))
         lo, hi = ends(deviation, COVERAGE)
+        # One factor for both ends, the larger one: the process is symmetric.
         return float(max(-lo, hi) / _NORMAL_90)
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """Arrays to save: the samples, from which the matrices follow."""
+        """Arrays to save: the samples, from which the matrices are computed again."""
         return {
             "params": self.params,
             "place": self.sites.place.astype(np.float32),
@@ -327,7 +351,10 @@ class ErrorPosterior:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> ErrorPosterior:
-        """Read :meth:`to_arrays`'s arrays, and condition on the samples again."""
+        """Read :meth:`to_arrays`'s arrays, and condition on the samples again.
+
+        The saved parameters are those that the samples chose, so they are not chosen anew.
+        """
         sites = Sites(
             arrays["place"].astype(np.float64),
             arrays["share"].astype(np.float64),
@@ -346,6 +373,7 @@ class ErrorPosterior:
             cross = covariance(part, self.sites, self.params)
             own = _variance(part, self.params)
             mean[start : start + 4096] = cross @ self.weights
+            # Variance that the samples explain (Rasmussen and Williams, equation 2.26).
             known = np.einsum("ij,jk,ik->i", cross, self.inverse, cross, optimize=True)
             spread = np.sqrt(np.maximum(own - known, 0.0) + noise_variance(self.params))
             half[start : start + 4096] = _NORMAL_90 * self.scale * spread
@@ -353,7 +381,7 @@ class ErrorPosterior:
 
 
 def _variance(sites: Sites, params: np.ndarray) -> np.ndarray:
-    """Prior variance of each kernel's error."""
+    """Prior variance of each kernel's error, the diagonal of :func:`covariance`, shape ``(n,)``."""
     p = np.exp(params)
     slope = (sites.share**2).sum(axis=1)
     return np.asarray(slope * (p[:3] ** 2).sum() + (p[3:6] ** 2).sum())

@@ -1,8 +1,8 @@
-"""Which program to measure next: the one whose kernels say most, for the time that it takes.
+"""Chooses which program to measure next: the one most telling for the time that it takes.
 
-A program tells of all its kernels at once. Its worth is by how much measuring them is expected to
-lower the variance of the error at the targets, each weighted by its share of the time and by how
-unsure the model is of it (active learning of Cohn, Neural Networks 9, 1996, for blocks).
+Measuring a program gives labels of all its kernels at once. Its gain is the expected fall of the
+error variance at the targets, each weighted by its share of the time and by the square of its
+interval (active learning of Cohn, Neural Networks 9, 1996, for blocks).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .gaussian_process import Sites, covariance, noise_variance
 
 @dataclass
 class RemainingVariance:
-    """Variance of the errors that remains after the measurements so far.
+    """Error variance that remains after the measurements so far.
 
     Attributes:
         posterior: Covariance of the errors of all kernels given what was measured, shape
             ``(n, n)``.
-        noise: Variance of a label's noise.
+        noise: Variance of a label's noise, in log space.
         weight: Importance of each kernel, shape ``(n,)``; zero for those that are only candidates.
     """
 
@@ -34,13 +34,13 @@ class RemainingVariance:
     def of(
         cls, sites: Sites, params: np.ndarray, weight: np.ndarray, measured: Sites | None = None
     ) -> RemainingVariance:
-        """Start from kernels and what was measured already.
+        """Start from kernels, and from what was measured already.
 
         Args:
             sites: Kernels of the candidates and the targets.
-            params: Of the covariance.
+            params: Parameters of the covariance.
             weight: Importance of each, shape ``(n,)``.
-            measured: Kernels with a label.
+            measured: Kernels that have a label already.
         """
         posterior, noise = covariance(sites, sites, params), noise_variance(params)
         if measured is not None and len(measured):
@@ -56,7 +56,7 @@ class RemainingVariance:
         return float((cross * solved).sum(axis=0) @ self.weight)
 
     def measure(self, block: np.ndarray) -> None:
-        """Take the kernels ``block`` as measured."""
+        """Update the posterior as if the kernels ``block`` had been measured."""
         cross = self.posterior[block]
         solved = np.linalg.solve(cross[:, block] + self.noise * np.eye(len(block)), cross)
         self.posterior = self.posterior - cross.T @ solved
@@ -87,6 +87,8 @@ def choose_programs(
         open_ = [i for i in range(len(blocks)) if i not in chosen and seconds[i] <= left]
         if not open_:
             break
+        # Greedy by gain per second. A posterior that is updated after each choice keeps a second
+        # program with the same kernels from looking as good as the first.
         best = max(open_, key=lambda i: choice.gain(blocks[i]) / seconds[i])
         chosen.append(best)
         left -= seconds[best]

@@ -1,1 +1,1 @@
-"""From kernel latencies to a program's time: overlap, overhead, context of a kernel."""
+"""Composes kernel latencies into a program's time: overlap, overhead, context of a kernel."""

@@ -1,8 +1,8 @@
 """Features of a kernel's context: what is still in the cache, loops, neighbours, position.
 
-The same kernel takes another time in another program: an operand may lie in the cache because its
-producer has just written it, a loop may keep its working set there, another kernel may run beside
-it. None of this can be seen from the kernel alone; all of it can be seen from the schedule.
+The same kernel takes a different time in another program: an operand may lie in the cache because
+its producer has just written it, a loop may keep its working set there, another kernel may run
+beside it. None of this can be seen from the kernel alone; all of it can be seen from the schedule.
 
 The *reuse distance* of an operand is the number of bytes that kernels touch between its producer's
 end and its use, the operand included (Mattson et al., IBM Systems Journal 9, 1970, with bytes for
@@ -22,10 +22,10 @@ from ...simulate.program.list_schedule import list_schedule
 from .schedule_cost import SMALLEST, durations, reads
 
 #: Fractions of the last-level cache within which an operand is looked for: from what an inner cache
-#: level holds to what is certainly evicted.
+#: level holds to what is certainly evicted. Engineering estimates; the trees choose among them.
 CACHE_PARTS = (1 / 32, 1 / 4, 1.0, 4.0)
-#: Bytes of last-level cache assumed where a device description gives none: 32 MB, an
-#: assumption in the range of server CPUs.
+#: Bytes of last-level cache assumed where a device description gives none: 32 MB, in the range of
+#: server CPUs. Engineering estimate.
 DEFAULT_CACHE = 32e6
 #: Features of a kernel in its program, all dimensionless or logarithms.
 CONTEXT = (
@@ -100,6 +100,7 @@ def _reuse(kernels: Sequence[Kernel], cache: float) -> list[np.ndarray]:
     count = len(kernels)
     touched = np.cumsum([0.0] + [k.bytes for k in kernels])
     features = np.zeros((count, 3 + len(CACHE_PARTS) + 1))
+    # Inputs of the program were written by nobody here: as cold as can be.
     features[:, 0] = features[:, 1] = _FAR
     next_use, users = np.full(count, -1), np.zeros(count)
     for i, kernel in enumerate(kernels):
@@ -109,9 +110,11 @@ def _reuse(kernels: Sequence[Kernel], cache: float) -> list[np.ndarray]:
             users[j] += 1
         if not made:
             continue
-        # Bytes touched since the producer ended, and the operand itself.
+        # Bytes touched since the producer ended, and the operand itself, which must fit as well.
         size = np.array([kernels[j].bytes_out for j in made])
         distance = touched[i] - touched[np.array(made) + 1] + size
+        # A kernel may read less of its operands than their producers wrote (slices) or other inputs
+        # besides: the larger total keeps the shares at most 1.
         share = size / max(size.sum(), kernel.bytes_in, 1.0)
         log = _log_ratio(distance, cache)
         features[i, 0] = (log * share).sum() + _FAR * (1 - share.sum())
@@ -119,6 +122,7 @@ def _reuse(kernels: Sequence[Kernel], cache: float) -> list[np.ndarray]:
         features[i, 2:-2] = [share[distance <= part * cache].sum() for part in CACHE_PARTS]
         features[i, -2] = share[np.array(made) == i - 1].sum()
         features[i, -1] = share.sum()
+    # A result that is never used again counts as used infinitely far ahead.
     until = np.where(next_use >= 0, touched[next_use] - touched[np.arange(count) + 1], np.inf)
     ahead = np.where(next_use >= 0, _log_ratio(np.where(next_use >= 0, until, 1.0), cache), _FAR)
     return [*features.T, ahead, np.log1p(users)]
@@ -129,6 +133,8 @@ def _sizes(lowered: LoweredProgram, cache: float) -> list[np.ndarray]:
     kernels = lowered.kernels
     count = len(kernels)
     every = sum(k.bytes for k in kernels)
+    # A loop's working set is what its body touches in one iteration: later ones find it in a cache
+    # that holds as much.
     inside: dict[tuple[str, ...], float] = {}
     for kernel in kernels:
         inside[kernel.scope] = inside.get(kernel.scope, 0.0) + kernel.bytes
@@ -148,7 +154,10 @@ def _beside(
     times = durations(latency_s, kernels) * np.array([k.multiplicity for k in kernels])
     workers = max(1, device.core_count) if device.platform == "cpu" else 1
     channel = [k.async_role == "start" for k in kernels]
+    # Predicted times are enough: only the order and the overlap that they imply count.
     line = list_schedule(times, reads(kernels), workers, channel)
+    # Integral over time of the number of kernels that run: within a kernel's own span it counts the
+    # kernel itself, and whatever runs beside it.
     edges = np.unique(np.concatenate([line.start, line.end]))
     opened = np.searchsorted(np.sort(line.start), edges, side="right")
     closed = np.searchsorted(np.sort(line.end), edges, side="right")
@@ -162,6 +171,8 @@ def _beside(
 def _neighbours(latency_s: np.ndarray, kernels: Sequence[Kernel], cache: float) -> list[np.ndarray]:
     """Times of the kernels before and after, the position, and the share of the program."""
     count = len(kernels)
+    # Neighbours are the kernels that really ran before and after; tuples, parameters and the like
+    # take no time.
     timed = np.array([k.takes_time for k in kernels])
     log = np.log(np.maximum(latency_s, SMALLEST))
     places = np.flatnonzero(timed)

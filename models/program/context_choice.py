@@ -1,4 +1,4 @@
-"""Decides whether to correct kernels for their context: only if that beats the plain sum.
+"""Decides whether to correct kernels for their context, which must beat the plain sum.
 
 The choice is made by cross-validation over the training programs alone, whole families held out.
 The kernels' predictions come from cross-fitting; the correction is fitted to the programs of the
@@ -23,11 +23,13 @@ from .context_trees import ContextProgram, ContextTrees
 from .program_model import GAIN, ProgramModel
 
 SUM, TREES = "sum", "trees"
-#: Least programs to learn a correction from: twelve in each fold (chosen by judgement).
+#: Least programs to learn a correction from: twelve in each fold. Engineering estimate; not fitted.
 MIN_PROGRAMS = 60
-#: Folds over families.
+#: Folds over families; each costs a training, and four fifths of the families are left to learn
+#: from.
 _FOLDS = 5
-#: Draws of the folds, and trees whose mean is used: a single draw decides too much.
+#: Draws of the folds, and trees whose mean is used: a single draw decides too much. Another draw
+#: moves the family error of the trees by about 5 % (docs/models.md).
 REPEATS = 2
 
 
@@ -74,14 +76,17 @@ def choose_context(
     plain_model, before = context_figures(
         samples, programs, [np.zeros(len(p.predicted_s)) for p in programs]
     )
+    # Without a fitted program model there is no family error to compare.
     enough = len(samples) >= MIN_PROGRAMS and plain_model.corrections
     if not enough or not any(p.labelled.any() for p in programs):
         return ContextChoice(None, plain_model)
-    # The same trees never see a program that they are judged on, nor any of its kernels.
+    # No trees see a program that they are judged on, nor any of its kernels.
     drawn = [held_out_shifts(programs, seed + i, n_jobs) for i in range(REPEATS)]
     shifts = [np.mean(own, axis=0) for own in zip(*drawn, strict=True)]
     moved_model, after = context_figures(samples, programs, shifts)
     figures: list[dict[str, object]] = [{"model": SUM, **before}, {"model": TREES, **after}]
+    # The correction costs time and a file in every model: it has to earn more than the noise of the
+    # folds.
     if after["family_error"] >= before["family_error"] * (1 - GAIN):
         return ContextChoice(None, plain_model, figures)
     platforms = tuple(sorted({p.device.platform for p in samples}))
@@ -96,6 +101,8 @@ def context_programs(
     """Measured programs with features and the labels of the cross-fitted rows."""
     part = data.frame.iloc[crossed.rows]
     keys = zip(part["device"], part["program"], part["kernel_hash"], strict=True)
+    # A kernel's label is the one measured in this program: the same kernel elsewhere took another
+    # time, which is what there is to learn.
     labels = dict(zip(keys, data.latency_s[crossed.rows].tolist(), strict=True))
     programs = []
     for sample in samples:
@@ -119,7 +126,16 @@ def context_programs(
 def held_out_shifts(
     programs: Sequence[ContextProgram], seed: int = 0, n_jobs: int = 1
 ) -> list[np.ndarray]:
-    """Corrections of every program by trees that saw neither its family nor its kernels."""
+    """Corrections of every program by trees that saw neither its family nor its kernels.
+
+    Args:
+        programs: Measured programs, ``m`` of them.
+        seed: Seed of the trees and the folds.
+        n_jobs: Threads.
+
+    Returns:
+        For each program the logs of the factors for its kernels.
+    """
     fold = balanced_folds(np.array([p.group for p in programs], object), _FOLDS, seed)
     shifts = [np.zeros(len(p.predicted_s)) for p in programs]
     for number in range(int(fold.max()) + 1):
@@ -175,7 +191,7 @@ def context_figures(
     return model, figures
 
 
-#: Least programs with two or more kernels to measure it.
+#: Least programs with two or more kernels for a correlation. Engineering estimate; not fitted.
 FEWEST_TO_CORRELATE = 20
 
 
@@ -202,6 +218,8 @@ def pair_correlation(errors: Sequence[np.ndarray]) -> float:
         left = own - centre
         square = float((left**2).sum())
         squares.append(square / len(left))
+        # (Σe)² = Σe² + the products of all ordered pairs: the mean over pairs without looping over
+        # them.
         pairs.append((float(left.sum()) ** 2 - square) / (len(left) * (len(left) - 1)))
     variance = float(np.mean(squares))
     return float(np.clip(np.mean(pairs) / variance, 0.0, 1.0)) if variance > 0 else 1.0

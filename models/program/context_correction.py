@@ -1,4 +1,4 @@
-"""The correction of kernel latencies for their place in a program, as a cost model keeps it."""
+"""The correction of kernel latencies for their place in a program, as a cost model stores it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class ContextCorrection:
     """Corrects kernel latencies for their place in a program.
 
     Attributes:
-        trees: What was learned; the mean of all counts.
-        platforms: On which; elsewhere nothing is corrected.
+        trees: Fitted trees, one set for each seed; the mean of their corrections is applied.
+        platforms: Platforms they were trained on; elsewhere nothing is corrected.
     """
 
     trees: tuple[ContextTrees, ...]
@@ -35,7 +35,7 @@ class ContextCorrection:
         device: DeviceSpec,
         base_s: np.ndarray | None = None,
     ) -> KernelPrediction:
-        """Predictions of a program's kernels in their place; those of the roofline stay.
+        """Correct the predictions of a program's kernels; those of the roofline stay as they are.
 
         Args:
             kernels: Predictions of each by itself.
@@ -49,6 +49,7 @@ class ContextCorrection:
             base_s = roofline(lowered.kernels, device).latency_s + device.floor
         features = context_features(kernels.latency, base_s, lowered, device)
         shift = np.mean([trees.shift(features) for trees in self.trees], axis=0)
+        # The trees learned errors of the learned model; those of a bare roofline are other ones.
         factor = np.where(kernels.source != "roofline", np.exp(shift), 1.0)
         return replace(
             kernels,

@@ -1,13 +1,13 @@
 """Boosted trees that correct kernel latencies for what surrounds the kernel in its program.
 
 They learn the log-ratio of a kernel's label *in a program* to the prediction of a model that had
-not seen it, from the features of :mod:`.context`. A program's time is a sum, so that the
-error of the sum matters beside those of its terms; the objective has both,
+not seen it, from the features of :mod:`.context`. A program's time is a sum, so the error of the
+sum matters besides those of its terms; the objective has both,
 
     Σ_kernels |c_i - r_i|_δ  +  λ n/m Σ_programs |log Σ t_i exp(c_i) - log Σ t_i exp(r_i)|_δ'
 
 with the correction ``c``, the label's log-ratio ``r``, the predicted time of all executions ``t``,
-``n`` kernels, ``m`` programs and Huber's loss over its bend (linear beyond ``δ``).
+``n`` kernels, ``m`` programs and ``|·|_δ`` Huber's loss divided by its bend (linear beyond ``δ``).
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ import numpy as np
 if TYPE_CHECKING:
     from xgboost import Booster
 
-#: Fixed before the families of any test were looked at, on the training part of ``unseen_family``.
+#: Boosting rounds. Like all settings here chosen on the training part of ``unseen_family``, before
+#: the families of any test were looked at (docs/models.md).
 ROUNDS = 150
 #: Weight λ of the error of a program's sum beside those of its kernels.
 SUM_WEIGHT = 0.5
 #: Bends δ and δ' of Huber's loss, in log units: single kernels scatter more than sums do.
 BEND_KERNEL = 0.3
 BEND_SUM = 0.1
+#: Parameters of XGBoost: shallow trees with strong regularisation, since there are few families to
+#: generalise from.
 SETTINGS = {
     "max_depth": 5,
     "eta": 0.05,
@@ -37,11 +40,13 @@ SETTINGS = {
     "max_bin": 64,
     "reg_lambda": 5.0,
     "tree_method": "hist",
+    # No correction is the prior, not the mean of the labels' ratios.
     "base_score": 0.0,
 }
 #: Largest correction of a kernel (log of a factor): larger ones would be extrapolation.
 MAX_SHIFT = float(np.log(4.0))
-#: A program's sum counts if kernels without label take no more than this share of it.
+#: A program's sum counts if kernels without a label take no more than this share of it: their times
+#: are predictions, which teach nothing.
 MAX_UNLABELLED = 0.02
 
 Objective = Callable[[np.ndarray, object], tuple[np.ndarray, np.ndarray]]
@@ -81,10 +86,10 @@ class ContextProgram:
 
 @dataclass
 class ContextTrees:
-    """Fitted trees.
+    """Boosted trees of the correction.
 
     Attributes:
-        raw: The booster in XGBoost's binary JSON (UBJ).
+        raw: The booster in XGBoost's universal binary JSON (UBJ).
     """
 
     raw: bytes
@@ -152,7 +157,9 @@ def objective(
         known: Programs whose sum counts, bool, shape ``(m,)``.
     """
     size = len(known)
+    # t · exp(r) is the measured time of a kernel's executions: the label's sum.
     measured = np.bincount(where, times * np.exp(ratio), size)
+    # λ n/m of the loss; programs whose kernels were all left out do not count.
     weight = SUM_WEIGHT * len(ratio) / max(int((np.bincount(where, minlength=size) > 0).sum()), 1)
 
     def loss(shift: np.ndarray, _: object) -> tuple[np.ndarray, np.ndarray]:
@@ -161,6 +168,7 @@ def objective(
         total = np.bincount(where, corrected, size)
         off = np.log(np.maximum(total, 1e-15) / np.maximum(measured, 1e-15))
         program = np.clip(off, -BEND_SUM, BEND_SUM) / BEND_SUM * known
+        # Derivative of log Σ t exp(c) by one kernel's correction: its share of the sum.
         share = corrected / total[where]
         gradient = kernel + weight * program[where] * share
         # Upper bounds of the curvature, halved: nearly all errors lie beyond the bends.

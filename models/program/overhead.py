@@ -12,14 +12,14 @@ from .schedule_cost import ScheduleCost
 
 @dataclass(frozen=True)
 class Overhead:
-    """Overheads of a platform, by physics alone, and how errors of kernels add up.
+    """Overheads of a platform from physics alone, and how errors of kernels add up.
 
     Attributes:
-        gap_low: Least share of the device's gap between kernels that each kernel waits besides what
-            its own time already holds (kernels replayed as a graph).
+        gap_low: Least share of the device's gap between kernels that each kernel waits on top of
+            what its own time already includes (kernels replayed as a graph).
         gap: Expected share.
         gap_high: Largest share (every kernel launched on its own).
-        correlation: Of the log errors of two kernels of a program.
+        correlation: Correlation of the log errors of two kernels of a program.
         overlap: Share of the overlap that the schedule allows: 1 where asynchronous kernels run
             beside the others.
     """
@@ -52,9 +52,12 @@ class Overhead:
             low: Of the lower ends of the kernels' intervals.
             high: Of the upper ends.
         """
+        # Var(Σ e) of errors with equal correlation: ρ (Σ σ)² + (1 - ρ) Σ σ², over (Σ σ)².
         rho = self.correlation
         together = float(np.sqrt(rho + (1.0 - rho) * cost.concentration))
         wall = self.wall(cost)
+        # Errors of the gaps come on top of those of the kernels: both ends of the gap are possible
+        # at once.
         below = (
             together * max(self._busy(cost) - self._busy(low), 0.0)
             + (self.gap - self.gap_low) * cost.gaps
@@ -72,8 +75,8 @@ class Overhead:
         return cls(**data)
 
 
-#: Of devices that nobody measured: on a TPU asynchronous copies run beside the other kernels and
-#: nothing is launched from the host.
+#: Overheads of platforms without measured programs: on a TPU asynchronous copies run beside the
+#: other kernels, and kernels are not launched from the host (docs/tpu.md).
 UNMEASURED: Mapping[str, Overhead] = {
     "tpu": Overhead(gap_low=0.0, gap=0.0, gap_high=0.0, overlap=1.0)
 }

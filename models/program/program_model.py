@@ -4,9 +4,9 @@ Two stages, each kept only where it beats the simpler answer on held-out familie
 
 1. physics with few coefficients, ``wall = (1 - θ) · total + θ · makespan + c · executions · floor +
    d · dispatch`` with ``0 ≤ θ ≤ 1`` and ``c, d ≥ 0`` (robust least squares of the relative error;
-   Lawson & Hanson's NNLS), against the plain sum ``total + gaps + dispatch``. A kernel takes its
-   time, no more and no less, whatever the overheads are: so what small programs lose between
-   kernels is never put down to the kernels of large ones;
+   Lawson & Hanson's NNLS), against the plain sum ``total + gaps + dispatch``. The kernels' times
+   themselves have no free factor, so that what small programs lose between kernels is never
+   attributed to the kernels of large ones;
 2. a small robust ridge regression of ``log(wall / stage 1)`` on the shape of the schedule.
 
 It is fitted to predictions of kernels that the kernel model had not seen, since that is what it
@@ -17,7 +17,7 @@ errors of kernels add up. What is measured is how the width should differ betwee
 log errors of any two kernels of a program have the correlation ``ρ``, the sum of kernels with
 shares ``w`` of the time has an error in proportion to ``sqrt(ρ + (1 - ρ) Σ w²)``, 1 for a single
 kernel and ``sqrt(ρ)`` for very many. The conformal scores are divided by it, and intervals
-multiplied (normalised conformal prediction: Papadopoulos et al., ECML 2002).
+multiplied by it (normalised conformal prediction: Papadopoulos et al., ECML 2002).
 """
 
 from __future__ import annotations
@@ -47,22 +47,24 @@ CORRECTION = (
     "log_iterations",
     *(f"share_{kind}" for kind in KINDS),
 )
-#: Ridge penalties to choose from, a decade apart.
+#: Ridge penalties to choose from, a decade apart, strongest first: a weaker one must beat it.
 ALPHAS = (0.3, 0.03, 0.003)
-#: Where Huber's loss turns linear, in log units: errors above 15 % count as outliers.
+#: Where Huber's loss turns linear, in log units: errors above 15 % count as outliers. Engineering
+#: estimate; not fitted.
 HUBER = 0.15
-#: Values of θ to choose from: in steps of 5 %.
+#: Values of θ to choose from, in steps of 5 %.
 OVERLAPS = np.linspace(0.0, 1.0, 21)
-#: Least programs, and families, to fit anything.
+#: Least programs to fit anything to, of two families or more. Engineering estimate; not fitted.
 MIN_PROGRAMS = 12
 #: Largest correction (log of a factor): larger ones would be extrapolation.
 MAX_CORRECTION = float(np.log(3.0))
 #: A stage must lower the error of the simpler one by this share to be kept: less is within what
-#: another draw of the folds changes (chosen by judgement).
+#: another draw of the folds changes. Engineering estimate; not fitted.
 GAIN = 0.02
-#: Programs of similar size whose errors make one interval.
+#: Programs of similar size whose errors make one interval: enough for 5 % tails that are not the
+#: extremes (see ``MIN_SCORES`` in :mod:`..trust.conformal`).
 PER_BIN = 50
-#: Folds over families.
+#: Folds over families; more than elsewhere, since no kernel model is trained for them.
 _FOLDS = 10
 
 
@@ -76,15 +78,16 @@ class ProgramPrediction(NamedTuple):
 
 @dataclass
 class WallTimeCorrection:
-    """Fitted coefficients for one platform.
+    """Fitted coefficients of one platform.
 
     Attributes:
         physics: ``1 - θ, θ, c, d`` of stage 1; ``None`` for the plain sum.
-        mean: Of the stage-2 features.
-        scale: One over their spread.
-        coef: Of the standardised features, intercept last; all zero for no correction.
+        mean: Means of the stage-2 features.
+        scale: Inverse standard deviations of the stage-2 features; 0 for constant ones.
+        coef: Coefficients of the standardised features, intercept last; all zero for no correction.
         conformal: Intervals from held-out programs, their scores divided by :func:`spread`.
-        correlation: Of the log errors of two kernels of a program; 1 makes all spreads 1.
+        correlation: Correlation of the log errors of two kernels of a program; 1 makes every spread
+            1.
         error: Mean absolute log error on held-out families, by candidate.
     """
 
@@ -99,6 +102,8 @@ class WallTimeCorrection:
     def predict(self, costs: Sequence[ScheduleCost]) -> np.ndarray:
         """Wall times in seconds, shape ``(n,)``."""
         base = physics_time(costs, self.physics)
+        # Clipped at four standard deviations, so that a program unlike any other is not
+        # extrapolated.
         values = np.clip((features(costs) - self.mean) * self.scale, -4.0, 4.0)
         shift = values @ self.coef[:-1] + self.coef[-1]
         return np.asarray(base * np.exp(np.clip(shift, -MAX_CORRECTION, MAX_CORRECTION)))
@@ -109,6 +114,7 @@ class WallTimeCorrection:
         """Lower and upper ends in seconds around predicted wall times, shape ``(n,)`` each."""
         # Programs have no cells: all of them are calibrated as cell 0.
         lo, hi = self.conformal.interval(wall_s, np.zeros(len(wall_s), np.int64))
+        # The ends are stored for a spread of 1: a power of the ratio multiplies them in log space.
         width = spread(costs, self.correlation)
         return wall_s * (lo / wall_s) ** width, wall_s * (hi / wall_s) ** width
 
@@ -181,12 +187,14 @@ class ProgramModel:
             return ProgramPrediction(float(wall[0]), float(lo[0]), float(hi[0]))
         middle = cost.baseline
         if kernels_lo is None or kernels_hi is None:
+            # Neither programs nor kernel intervals to go by: the width of an uncalibrated roofline.
             reach = float(np.exp(UNCALIBRATED))
             return ProgramPrediction(middle, middle / reach, middle * reach)
         low, high = (schedule_cost(k, lowered, device) for k in (kernels_lo, kernels_hi))
         overhead = self.overheads.get(device.platform)
         if overhead is not None:
             return ProgramPrediction(overhead.wall(cost), *overhead.ends(cost, low, high))
+        # Kernels that all err together: the widest that their own intervals allow.
         return ProgramPrediction(middle, min(low.baseline, middle), max(high.baseline, middle))
 
     def to_dict(self) -> dict[str, object]:
@@ -266,8 +274,12 @@ def _fit_overheads(terms: np.ndarray, overlap: float) -> tuple[float, np.ndarray
     """Huber loss of the relative error, and coefficients, for a given share of overlap."""
     from scipy.optimize import nnls
 
+    # Terms are relative to the measured wall time, so that 1 is the target for small and large
+    # programs.
     left = 1.0 - (1.0 - overlap) * terms[:, 0] - overlap * terms[:, 1]
     weight = np.ones(len(terms))
+    # Iteratively reweighted least squares; eight rounds settle a fit of two coefficients. The
+    # weight is a square root because it multiplies rows whose squares are summed.
     for _ in range(8):
         coef = nnls(terms[:, 2:] * weight[:, None], left * weight)[0]
         residual = np.abs(terms[:, 2:] @ coef - left)
@@ -291,6 +303,7 @@ def _fit_platform(
     costs: Sequence[ScheduleCost], wall_s: np.ndarray, groups: Sequence[str], correlation: float
 ) -> WallTimeCorrection:
     """Choose the stages on held-out families, then fit the choice to all programs."""
+    # In the order of their complexity: each must beat the best so far by GAIN.
     candidates: list[tuple[str, bool, float | None]] = [("sum", False, None)]
     candidates.append(("physics", True, None))
     candidates += [(f"ridge {a:g}", True, a) for a in ALPHAS]
@@ -315,6 +328,7 @@ def _fit_platform(
     bins = max(1, len(costs) // PER_BIN)
     middle = held[best[0]]  # held-out predictions: fitted ones would make intervals too narrow
     scores = np.log(wall_s / middle) / spread(costs, correlation)
+    # Scores over the program's spread are handed over as if they had been measured.
     chosen.conformal = Conformal.fit(middle * np.exp(scores), middle, cells, bins=bins)
     chosen.correlation = correlation
     return chosen
@@ -325,7 +339,7 @@ def family_error(
 ) -> float:
     """Mean absolute log error, every family counting the same however many programs it has.
 
-    Programs that are alone in their group, as generated ones are, count as one family together.
+    Programs that are alone in their group, as generated ones are, count together as one family.
     """
     errors = np.abs(np.log(predicted_s / wall_s))
     names, where, counts = np.unique(
@@ -341,6 +355,7 @@ def _fit_candidate(
     coef = fit_physics(costs, wall_s) if physics else None
     values = features(costs)
     mean, spread = values.mean(axis=0), values.std(axis=0)
+    # A constant feature gets scale 0 rather than a division by zero.
     scale = np.where(spread > 1e-9, 1.0 / np.maximum(spread, 1e-9), 0.0)
     ridge = np.zeros(len(CORRECTION) + 1)
     if alpha is not None:

@@ -1,4 +1,4 @@
-"""Cost terms of a schedule: sum, critical path, makespan, overheads, shares by kind."""
+"""Reduces a schedule to its cost terms: sum, critical path, makespan, overheads, shares by kind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ScheduleCost:
     """Times of a program in seconds, loops multiplied out.
 
     Attributes:
-        total: Kernels one after the other; asynchronous ones once, overlapped with nothing.
+        total: Sum over all kernels, nothing overlapped; the pair of an asynchronous kernel once.
         critical: Longest chain of dependent kernels.
         makespan: On the device's workers, in schedule order, with one channel for communication.
         executions: Executions of kernels that take time.
@@ -93,6 +93,7 @@ def schedule_cost(
 
 def _concentration(times: np.ndarray, kernels: Sequence[Kernel]) -> float:
     """Sum of squared shares by distinct kernel; 1 without any time."""
+    # Executions of one kernel share its error, so they count as one term of the sum.
     by_hash: dict[str, float] = {}
     for kernel, time in zip(kernels, times.tolist(), strict=True):
         by_hash[kernel.hash] = by_hash.get(kernel.hash, 0.0) + time
