@@ -1,4 +1,4 @@
-"""Error against number of samples on a new device, with samples chosen and at random."""
+"""Traces the error on a new device over the number of samples, chosen actively and at random."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .family import FamilyModel
 #: Most candidates and test rows that are used; larger tables are sampled down, so that
 #: a trial needs small matrices only.
 MAX_CANDIDATES, MAX_TEST = 1200, 3000
-#: Numbers of samples of each family.
+#: Numbers of samples of each family at which the curves are drawn.
 COUNTS = (0, 5, 10, 25, 50, 100)
-#: Draws of the random choice, whose mean error the active choice is compared with.
+#: Draws of the random choice, with whose mean error the active choice is compared.
 RANDOM_DRAWS = 10
 #: Name of the curve over all families.
 ALL = "all, by time"
@@ -63,22 +63,22 @@ class Curve:
 
 @dataclass
 class Trial:
-    """One family on one device: what may be measured, and what is judged.
+    """One family on one device: candidates for measurement, and rows to judge on.
 
     Features and predictions are computed once; every number of samples and every draw then costs
-    a few small matrices.
+    a few small matrix operations.
 
     Attributes:
         family: The family.
-        params: Of its covariance.
+        params: Parameters of its covariance.
         pool: Sites of the candidates.
-        pool_errors: ``log(measured / predicted)`` of them, shape ``(n,)``.
-        test: Sites of the rows to be judged on.
-        test_errors: The same of these, shape ``(m,)``.
+        pool_errors: ``log(measured / predicted)`` of the candidates, shape ``(n,)``.
+        test: Sites of the rows to judge on.
+        test_errors: ``log(measured / predicted)`` of these rows, shape ``(m,)``.
         rows: The candidates' rows, in the same order.
         seconds: Predicted time of all of the device's rows together.
         order: Candidates, most telling first.
-        gains: What each is expected to say.
+        gains: Expected fall of the variance from each, in that order.
         groups: Groups of similar candidates, shape ``(n,)``; ``None`` without groups.
     """
 
@@ -146,11 +146,11 @@ class Trial:
         count: int,
         groups: np.ndarray | None = None,
     ) -> Trial:
-        """Prepare a trial from what is known of its rows.
+        """Prepare a trial from sites and errors of its rows.
 
         Args:
-            family: Name.
-            params: Of the covariance.
+            family: Name of the family.
+            params: Parameters of the covariance.
             rows: The candidates.
             pool: Their sites and errors.
             test: Sites and errors of the rows to be judged on.
@@ -171,6 +171,8 @@ class Trial:
             own = None if self.groups is None else self.groups[chosen]
             some = self.pool.take(chosen)
             correction = ErrorPosterior.fit(self.params, some, self.pool_errors[chosen], groups=own)
+            # The posterior mean alone: intervals are not needed, and cost a matrix the size of the
+            # test rows.
             mean = covariance(self.test, correction.sites, correction.params) @ correction.weights
         return float(np.mean(np.abs(np.exp(mean - self.test_errors) - 1)))
 
@@ -211,6 +213,8 @@ def _curve(
     for draw in range(RANDOM_DRAWS):
         orders = [rng.permutation(len(trial.pool)) for trial in trials]
         for place, n in enumerate(totals):
+            # The active choice divides the samples by gain; a user without one would spread them
+            # evenly.
             evenly = spread_evenly(list(gains), n)
             random[draw, place] = _weighted(trials, shares, evenly, orders)
     return Curve(name, device, tuple(counts), tuple(active), tuple(random.mean(axis=0).tolist()))
@@ -230,7 +234,7 @@ def _weighted(
 
 
 def _coded(first: Sites, second: Sites) -> tuple[Sites, Sites]:
-    """The same sites with numbers instead of names, which compare faster."""
+    """Sites with integer codes instead of names, which compare faster."""
     codes = []
     for name in ("coarse", "fine"):
         code, _ = pd.factorize(np.concatenate([getattr(first, name), getattr(second, name)]))

@@ -3,9 +3,9 @@
     log-ratio ≈ w · (g + d[device] + k[device, op and library])
 
 with ``w`` the shares of compute, memory and launch in the analytical estimate. Where one of them
-takes all the time, the ratio is a constant of the device, however large the kernel: that is what a
-tree cannot know beyond the sizes that it has seen. Each level is a ridge regression on what the
-level above leaves, so that a library with few rows falls back to its device.
+takes all the time, the ratio is a constant of the device, however large the kernel; a tree cannot
+extrapolate that beyond the sizes that it has seen. Each level is a ridge regression on the residual
+of the level above, so that a library with few rows falls back to its device.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ from collections.abc import Iterator
 
 import numpy as np
 
-#: Ridge penalty of each level, as a number of rows without effect: a device or library needs about
-#: this many rows before its own effect outweighs the level above. Chosen by judgement.
+#: Ridge penalty of each level, as a number of prior rows with effect 0: a device or library needs
+#: about this many rows before its own effect outweighs the level above. Engineering estimate; not
+#: fitted.
 RIDGE = 20.0
+#: Between device and library in the keys of the table: neither name can contain a tab.
 _SEPARATOR = "\t"
 
 
 class DeviceEffects:
-    """Effects by device and by what runs there.
+    """Effects by device, and by library on a device.
 
     Attributes:
-        table: Effects by ``""``, ``device`` and ``device`` + tab + ``library``, shape ``(3,)``.
+        table: Effects on compute, memory and launch, shape ``(3,)``, by ``""`` (all devices),
+            ``device`` and ``device`` + tab + ``library``.
     """
 
     def __init__(self, table: dict[str, np.ndarray] | None = None) -> None:
@@ -36,10 +39,10 @@ class DeviceEffects:
         """Learn the effects.
 
         Args:
-            share: Shares of time, shape ``(n, 3)``.
-            ratio: Log-ratios, shape ``(n,)``.
-            device: Names, shape ``(n,)``.
-            library: What runs each row, shape ``(n,)``.
+            share: Shares of compute, memory and launch, shape ``(n, 3)``.
+            ratio: Log-ratios of measured latency to the estimate, shape ``(n,)``.
+            device: Names of devices, shape ``(n,)``.
+            library: Library that runs each row, shape ``(n,)``.
         """
         self.table = {"": _ridge(share, ratio)}
         rest = ratio - share @ self.table[""]
@@ -64,7 +67,7 @@ class DeviceEffects:
         return ratio
 
     def parts(self, share: np.ndarray, device: str, library: str) -> dict[str, float]:
-        """What each level adds to the log-ratio of one row, which has ``share`` of shape (1, 3)."""
+        """Contribution of each level to one row's log-ratio; ``share`` has shape ``(1, 3)``."""
         levels = {
             "all devices": "",
             "this device": device,
@@ -74,12 +77,21 @@ class DeviceEffects:
         return {what: float(share[0] @ self.table.get(at, none)) for what, at in levels.items()}
 
     def unseen(self, share: np.ndarray, library: np.ndarray) -> np.ndarray:
-        """Linear part for a device that was not fitted: the mean over those that were."""
+        """Linear part for a device that was not fitted: the mean over those that were.
+
+        Args:
+            share: Shares of compute, memory and launch, shape ``(n, 3)``.
+            library: Library that runs each row, shape ``(n,)``.
+
+        Returns:
+            Shape ``(n,)``; 0 if nothing was fitted.
+        """
         ratio = np.zeros(len(share))
         devices = [name for name in self.table if name and _SEPARATOR not in name]
         if not devices:
             return ratio
         for inner, rows in _parts(library):
+            # Devices that ran this very library say more of it; without any, all devices stand in.
             own = [d for d in devices if f"{d}{_SEPARATOR}{inner}" in self.table]
             effects = [self.table[d] + self.table[f"{d}{_SEPARATOR}{inner}"] for d in own]
             effects = effects or [self.table[d] for d in devices]
@@ -88,6 +100,7 @@ class DeviceEffects:
 
     def to_dict(self) -> dict[str, list[float]]:
         """Plain data for the manifest."""
+        # Five decimals of a log-ratio are 0.001 %, and keep the manifest readable.
         return {name: [round(float(v), 5) for v in values] for name, values in self.table.items()}
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Which known device stands in for another one: by chip, and by vendor."""
+"""Finds the known device that stands in for another one, by chip and by vendor."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class KnownDevices:
     """Chips and vendors of the devices that a model was fitted to.
 
     Attributes:
-        chips: What makes the chip, by device.
-        vendors: Who makes it, by device.
+        chips: Identity of the chip (:func:`~.family_tables.chip_of`) by device.
+        vendors: Vendor by device.
     """
 
     chips: dict[str, tuple[object, ...]] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class KnownDevices:
 
     @classmethod
     def of(cls, devices: Mapping[str, DeviceSpec]) -> KnownDevices:
-        """Take them from descriptions."""
+        """Take chips and vendors from device descriptions."""
         return cls(
             {name: chip_of(spec) for name, spec in devices.items()},
             {name: spec.vendor for name, spec in devices.items()},
@@ -41,10 +41,10 @@ class KnownDevices:
         return [name for name in self.chips if self.vendors[name] != first]
 
     def native(self, device: np.ndarray) -> np.ndarray:
-        """Rows from which a model of unseen devices learns, bool, shape ``(n,)``.
+        """Rows of the most common vendor's devices, bool, shape ``(n,)``.
 
-        Those of the most common vendor's devices, if they are of two chips or more: kernels of
-        another vendor do not tell how this one's behave.
+        A model of unseen devices may learn from these alone: chips of other vendors mislead as
+        often as they help (docs/operators.md). All rows, if that vendor has a single chip only.
 
         Args:
             device: Known devices, shape ``(n,)``.
@@ -54,22 +54,27 @@ class KnownDevices:
         return ~np.isin(device, foreign) if len(own) > 1 else np.ones(len(device), bool)
 
     def chip_names(self, device: np.ndarray) -> np.ndarray:
-        """A name of each row's chip, shape ``(n,)``."""
+        """Name of each row's chip, equal for devices of the same chip, shape ``(n,)``."""
         order, code = np.unique(device.astype(str), return_inverse=True)
         return np.array([str(self.chips[str(name)]) for name in order], object)[code]
 
     def proxies(
         self, device: np.ndarray, devices: Mapping[str, DeviceSpec]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """For each row the known device that stands for its own, and the scope of that.
+        """Find the known device that stands in for each row's own.
 
-        Another vendor's unseen device is like that vendor's known one rather than like those that
-        the model of unseen devices learned from.
+        An unseen device of a minority vendor is more like that vendor's known one than like those
+        that the model of unseen devices learned from.
 
         Args:
             device: Any devices, shape ``(n,)``.
             devices: Descriptions by name.
+
+        Returns:
+            Names of the known devices (the row's own name if none fits), and scopes: ``known``,
+            ``sibling`` or ``unseen``, shape ``(n,)`` each.
         """
+        # Reversed, so that of several devices the first one wins.
         by_chip = {chip: name for name, chip in reversed(self.chips.items())}
         by_vendor = {self.vendors[name]: name for name in reversed(self.foreign)}
         names, scopes = {}, {}

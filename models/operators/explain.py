@@ -1,9 +1,9 @@
 """Explains the predicted latency of an operator.
 
-``latency = base × exp(log-ratio)``. The base is made of terms (compute, memory, fixed cost). The
+``latency = base × exp(log-ratio)``. The base consists of terms (compute, memory, fixed cost). The
 log-ratio is the sum of the effects of the device and its library, of the trees, and of the
-calibration. The trees' part is split among groups of features by exact Shapley values, against the
-same operator in other sizes on the same device.
+calibration. The trees' part is split among groups of features by exact Shapley values, relative to
+the same operator in other sizes on the same device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from ..explain.contributions import (
 from .family import FamilyModel
 from .rows import unnamed
 
-#: Parameters that are varied for the comparison, by group of families; a tuple varies together.
+#: Parameters that are varied for the comparison, by group of families; a tuple varies together (a
+#: prefill keeps its ratio of queries to keys). What names a model, such as heads, stays.
 _VARIED: dict[str, tuple[tuple[str, ...], ...]] = {
     "gemm": (("m",), ("n",), ("k",)),
     "conv": (("batch",), ("cin",), ("cout",), ("insize",)),
@@ -41,6 +42,8 @@ _ROUNDING = 1e-6
 #: Number of other sizes to compare with, and by how many powers of two each differs at most. The
 #: draw is fixed, so an explanation does not change from call to call.
 VARIANTS, REACH = 48, 4
+#: Terms that overlap, by the feature that has the logarithm (base 2) of their share of the
+#: estimate.
 _TERMS = {
     "log_tiles_base": "compute",
     "log_memory_base": "memory",
@@ -154,9 +157,11 @@ def explain_op(
     others = _variants(row, FAMILIES[model.family], device.name)
     _, background = model.regressor_of(others, model.features(others, specs), specs)
     baseline, groups = shapley(regressor, table, background, OPERATOR_GROUPS)
+    # On an unseen device the log-ratio is shrunk as a whole, so each of its parts is.
     factor = float(model.carried(frame, specs)[0])
     baseline, parts = baseline * factor, {name: value * factor for name, value in parts.items()}
     groups = {name: value * factor for name, value in groups.items()}
+    # What the calibration adds is the difference between predictions with and without it.
     plain = float(np.log(model.predict(frame, specs, corrected=False).latency[0] / base))
     parts |= groups | {CALIBRATION: ratio - plain}
     return OpExplanation(
@@ -220,6 +225,8 @@ def nearest(
 ) -> tuple[MeasuredOp, ...]:
     """The measured operators of the same device that lie nearest, the same library first."""
     rows = measured[measured["device"] == device.name].reset_index(drop=True)
+    # Another type or library is another kernel: such rows are neighbours only if there are no
+    # others.
     alike = rows["dtype"].astype(str) == str(frame["dtype"].iloc[0])
     if "backend" in rows and "backend" in frame:
         alike &= rows["backend"].fillna("") == (frame["backend"].fillna("").iloc[0])

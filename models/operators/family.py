@@ -1,4 +1,4 @@
-"""Latency of one family of operators: a regressor for known devices, another for unseen ones."""
+"""Predicts one family of operators, by one regressor for known devices and one for unseen ones."""
 
 from __future__ import annotations
 
@@ -44,17 +44,20 @@ from .shrinkage import shrinkage
 from .unseen import Strategy, UnseenFit, mean_ape
 
 #: Share of the groups, and of single rows, held out of the fit to calibrate intervals. Whole groups
-#: show the error on shapes that were never seen, single rows that between measured sizes; both are
-#: kept small, by judgement, because every held-out row is lost to the regressor.
+#: show the error on shapes that were never seen, single rows that between measured sizes. Both are
+#: kept small because every held-out row is lost to the regressor. Engineering estimates.
 HELD_GROUPS, HELD_ROWS = 0.05, 0.03
 #: With fewer groups than this only single rows are held out: one group would be a large share.
+#: Engineering estimate.
 MIN_GROUPS = 8
-#: Least number of groups to hold out, but never more than a fifth of them.
+#: Least number of groups to hold out, but never more than a fifth of them: fewer would make the
+#: intervals those of one or two layers. Engineering estimate.
 LEAST_GROUPS = 5
-#: Errors per left-out device that the covariance is fitted to: its likelihood costs O(n³).
+#: Errors per left-out device that the covariance is fitted to: its likelihood costs O(n³), and a
+#: few hundred determine its dozen parameters.
 COVARIANCE_ROWS = 200
 #: Scale of the "behaves like that known chip" directions of the error covariance, relative to the
-#: factors on compute, memory and launch. Chosen by judgement.
+#: factors on compute, memory and launch. Engineering estimate; not fitted.
 LIKENESS = 2.0
 
 
@@ -63,14 +66,14 @@ class FamilyModel:
 
     Args:
         family: One of the keys of ``features.operators.FAMILIES``.
-        settings: How its regressors are made.
+        settings: Settings of its regressors.
 
     Attributes:
         devices: Names of the devices that it was fitted to, in order.
-        seen: Number of chips from which the model of unseen devices knows each library.
-        strategy: How the model of unseen devices was made.
+        seen: Number of chips on which the model of unseen devices saw each library.
+        strategy: How the model of unseen devices was fitted.
         named: Text parameters that every training row of the family gives.
-        corrections: Corrections of devices that were calibrated.
+        corrections: Corrections by calibrated device.
         intervals: Interval ends.
     """
 
@@ -119,6 +122,8 @@ class FamilyModel:
         device = rows["device"].to_numpy(object)
         library, share = codes(rows)[0], time_shares(features)
         self.effects.fit(share[fitting], ratio[fitting], device[fitting], library[fitting])
+        # The trees learn what the linear part leaves, so that beyond their sizes they add a
+        # constant to it.
         linear = self.effects.predict(share, device, library)
         self.known = new_regressor(self.settings, sized(self.settings.known, len(fitting)))
         learn(self.known, self._known_table(features, device), ratio - linear, fitting)
@@ -127,7 +132,7 @@ class FamilyModel:
         return self
 
     def _held(self, rows: pd.DataFrame, rng: np.random.Generator) -> np.ndarray:
-        """Rows that are kept from fitting: the first groups of a draw, and some single rows."""
+        """Rows held out of the fit, bool, shape ``(n,)``: whole groups, and some single rows."""
         place = group_draw(rows, self.family, self.settings.seed)
         groups = np.unique(place)
         least = min(LEAST_GROUPS, len(groups) // 5)
@@ -148,6 +153,8 @@ class FamilyModel:
             self.known.domain.calibrate(self.known.domain.score(table))
         for name in self.devices:
             own = device[held] == name
+            # With fewer than ten scores a device stays without ends of its own and takes those of
+            # an unseen one.
             if own.sum() >= 10:
                 self.intervals.fit_device(name, scores[own], predicted[own])
 
@@ -166,6 +173,7 @@ class FamilyModel:
         sites = self.scale.sites(features, coarse, fine)
         self.params = start_params(sites.place.shape[1])
         job = GeneralFit(self.family, self.settings, features, target, device, coarse)
+        # Rows that mislead about other devices stay in the fit of known ones, where they are true.
         made = UnseenFit(job, self.known_devices, libraries(rows), ~misleading(rows), rng).make(
             fitting
         )
@@ -173,10 +181,13 @@ class FamilyModel:
         self.strategy, self.seen = made.strategy, made.seen
         if not made.folds:
             return
+        # The errors on left-out chips are what a new device's errors will look like: intervals and
+        # covariance are fitted to them.
         likes = self._likes(features, coarse)
         tasks, scores = [], {}
         for group, (own, ratio) in made.folds.items():
             errors = target[own] - ratio
+            # Twins count as one device.
             scores[group[0]] = errors
             some = np.arange(min(len(own), COVARIANCE_ROWS))
             task = sites.take(own[some])
@@ -195,12 +206,12 @@ class FamilyModel:
     def predict(
         self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec], corrected: bool = True
     ) -> FamilyPrediction:
-        """Predict rows of the family; every device may be one that the model never saw.
+        """Predict rows of the family, on devices that the model has seen or not.
 
         Args:
             rows: Columns of the family's parameters and ``device``.
             devices: Descriptions by the values of ``device``.
-            corrected: Whether to use corrections of calibrated devices.
+            corrected: Whether to apply corrections of calibrated devices.
 
         Raises:
             ModelError: The model was not fitted.
@@ -250,18 +261,21 @@ class FamilyModel:
             at = np.flatnonzero(device == name)
             lo[at], hi[at] = self._ends(str(proxy[at[0]]), str(scope[at[0]]), latency[at])
         wide_lo, wide_hi = self.intervals.of("", latency)
-        far = ~inside & own  # halfway to a device that was never seen
+        # Outside the domain of a known device: ends halfway (geometric mean) to those of a device
+        # that was never seen, since the error on such rows was not measured.
+        far = ~inside & own
         lo[far] = np.minimum(lo, np.sqrt(lo * wide_lo))[far]
         hi[far] = np.maximum(hi, np.sqrt(hi * wide_hi))[far]
         nameless = unnamed(rows, self.named) | _elsewhere(device, devices)
-        if nameless.any():  # what runs it may matter as much as the device
+        # Which library runs an operator matters as much as the device does (docs/operators.md).
+        if nameless.any():
             lo[nameless] = np.minimum(lo, wide_lo)[nameless]
             hi[nameless] = np.maximum(hi, wide_hi)[nameless]
             inside &= ~nameless
         return FamilyPrediction(latency, lo, hi, features.roofline_s, features.bound, scope, inside)
 
     def why_outside(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> list[str]:
-        """Why the first of some rows is outside the training domain, a text a reason."""
+        """Reasons why the first of some rows is outside the training domain, one text each."""
         self._require_fitted()
         assert self.known is not None and self.general is not None
         row = rows.iloc[:1].reset_index(drop=True)
@@ -282,15 +296,22 @@ class FamilyModel:
     def _general_ratio(
         self, rows: pd.DataFrame, features: OpFeatures, point_s: np.ndarray
     ) -> np.ndarray:
-        """Log-ratios of rows as on a device that was never seen, by the regressor's ``point_s``."""
+        """Log-ratios of rows on a device that was never seen, shape ``(n,)``.
+
+        Args:
+            rows: ``n`` rows of the family.
+            features: Their features.
+            point_s: Seconds by the general regressor alone, shape ``(n,)``.
+        """
         linear = self.general_effects.unseen(time_shares(features), codes(rows)[0])
         ratio = np.log(point_s / features.base_s) + linear
         return np.asarray(self._shrinkage(libraries(rows)) * ratio)
 
     def _ends(self, device: str, scope: str, latency: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Interval ends of rows that a device stands for.
+        """Interval ends in seconds of rows for which a known device stands in.
 
-        A sibling's are those of the known device, stretched towards unseen.
+        A sibling's ends lie halfway (geometric mean) between those of the known device and those of
+        an unseen one; the lower end moves by at most half of its own distance.
         """
         if scope == "unseen":
             return self.intervals.of(
@@ -313,6 +334,8 @@ class FamilyModel:
             at = np.flatnonzero(device == name)
             if not len(at):
                 continue
+            # The posterior knows the uncertainty around the corrected value: its interval replaces
+            # the uncorrected one.
             mean, half = correction.apply(self.sites(rows.iloc[at], features.take(at)))
             prediction.latency[at] *= np.exp(mean)
             prediction.lo[at] = prediction.latency[at] * np.exp(-half)
@@ -320,7 +343,7 @@ class FamilyModel:
             prediction.scope[at] = "calibrated"
 
     def sites(self, rows: pd.DataFrame, features: OpFeatures) -> Sites:
-        """Where rows lie for the covariance of errors."""
+        """Sites of rows for the covariance of errors."""
         assert self.scale is not None and self.general is not None
         coarse, fine = codes(rows)
         sites = self.scale.sites(features, coarse, fine)
@@ -330,11 +353,12 @@ class FamilyModel:
         return sites
 
     def _likes(self, features: OpFeatures, library: np.ndarray) -> np.ndarray:
-        """Log-ratios if the device were like each known chip, shape ``(n, chips)``."""
+        """Log-ratios as if the device were each of the known chips, shape ``(n, chips)``."""
         assert self.known is not None
         share = time_shares(features)
         ratios = []
         for group in twins(self.devices, self.known_devices.chips):
+            # Twins behave alike, so one device stands for its chip.
             device = np.full(len(library), group[0], object)
             table = self._known_table(features, device)
             ratio = np.log(self.known.point(table)) - np.log(table.base_s)
@@ -344,7 +368,10 @@ class FamilyModel:
     def _with_likes(
         self, share: np.ndarray, likes: np.ndarray, general: np.ndarray, own: tuple[str, ...]
     ) -> np.ndarray:
-        """Shares, and how far each known chip lies from the model of unseen devices.
+        """Append to the shares how far each known chip lies from the model of unseen devices.
+
+        In a covariance linear in these columns, a few samples can tell that a new device behaves
+        like one of the known chips.
 
         Args:
             share: Shares of time, shape ``(n, 3)``.
@@ -356,12 +383,14 @@ class FamilyModel:
         for place, group in enumerate(twins(self.devices, self.known_devices.chips)):
             if group == own:
                 apart[:, place] = 0.0
+        # Clipped at a factor e either way before scaling (2 after), so that one odd chip does not
+        # outweigh the shares.
         return np.concatenate([share, np.clip(apart, -2, 2)], axis=1)
 
     def calibrate(
         self, device: str, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]
     ) -> ErrorPosterior:
-        """Adapt to a device from rows that were measured there; replaces an earlier correction.
+        """Adapt to a device from rows measured there; replaces an earlier correction.
 
         Args:
             device: Its name.
@@ -379,7 +408,7 @@ class FamilyModel:
     def site_errors(
         self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]
     ) -> tuple[Sites, np.ndarray, np.ndarray]:
-        """Where measured rows lie, and how the model without corrections errs on them.
+        """Sites of measured rows, and the errors of the uncorrected model on them.
 
         Args:
             rows: Rows of the family, with ``latency_us``.
@@ -402,7 +431,7 @@ class FamilyModel:
     def regressor_of(
         self, rows: pd.DataFrame, features: OpFeatures, devices: Mapping[str, DeviceSpec]
     ) -> tuple[TabularEstimator, KernelTable]:
-        """The regressor that speaks for rows, all of one device, and its table of them."""
+        """The regressor that predicts rows, all of one device, and its table of them."""
         assert self.known is not None and self.general is not None
         proxy, _ = self.known_devices.proxies(rows["device"].to_numpy(object), devices)
         if proxy[0] in self.devices:
@@ -412,7 +441,7 @@ class FamilyModel:
     def linear_parts(
         self, rows: pd.DataFrame, features: OpFeatures, devices: Mapping[str, DeviceSpec]
     ) -> dict[str, float]:
-        """What the effects add to the log-ratio of one row, by what has the effect."""
+        """Contributions of the device effects to the log-ratio of one row, by level."""
         proxy, _ = self.known_devices.proxies(rows["device"].to_numpy(object), devices)
         library, share = codes(rows)[0], time_shares(features)
         if proxy[0] in self.devices:
@@ -420,20 +449,21 @@ class FamilyModel:
         return {"mean of known devices": float(self.general_effects.unseen(share, library)[0])}
 
     def carried(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
-        """Share of the learned log-ratio that is taken, 1 on known devices, shape ``(n,)``."""
+        """Share of the learned log-ratio that is kept, 1 on known devices, shape ``(n,)``."""
         proxy, _ = self.known_devices.proxies(rows["device"].to_numpy(object), devices)
         return np.where(np.isin(proxy, self.devices), 1.0, self._shrinkage(libraries(rows)))
 
     def _shrinkage(self, library: np.ndarray) -> np.ndarray:
+        # Power 0 gives 1: ratios stay as they are.
         return shrinkage(library, self.seen) ** self.strategy.shrunk
 
     def distance(
         self, features: OpFeatures, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]
     ) -> np.ndarray:
-        """How far rows lie from one operator, in its key features.
+        """Distance of rows from one operator, over its key features.
 
         Args:
-            features: Of the operator.
+            features: Features of the operator.
             rows: ``n`` rows of the family.
             devices: Descriptions by name.
 
@@ -468,6 +498,8 @@ class FamilyModel:
             "chips": {name: list(chip) for name, chip in self.known_devices.chips.items()},
             "vendors": self.known_devices.vendors,
             "seen_chips": self.seen,
+            # Names of entries are those of the released format; "way" is the strategy, "slopes" are
+            # the effects.
             "way": self.strategy._asdict(),
             "named": list(self.named),
             "intervals": self.intervals.to_dict(),
@@ -498,6 +530,7 @@ class FamilyModel:
         chips = {name: tuple(chip) for name, chip in manifest["chips"].items()}
         model.known_devices = KnownDevices(chips, dict(manifest["vendors"]))
         model.seen = {name: int(count) for name, count in manifest["seen_chips"].items()}
+        # Entries that the first released models lack have a default.
         model.named = tuple(manifest.get("named", ()))
         strategy = manifest["way"]
         model.strategy = Strategy(strategy["within"], float(strategy["shrunk"]), strategy["alien"])
@@ -512,6 +545,6 @@ class FamilyModel:
 
 
 def _elsewhere(device: np.ndarray, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
-    """Rows on devices that are no GPUs, of which no operators are known, bool, shape ``(n,)``."""
+    """Rows on devices other than GPUs, of which no operators are published, bool, ``(n,)``."""
     other = {name: devices[name].platform != "gpu" for name in dict.fromkeys(device)}
     return np.array([other[name] for name in device], bool)

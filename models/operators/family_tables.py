@@ -1,4 +1,4 @@
-"""What the models of a family are made of: settings, tables, targets, draws of rows."""
+"""Building blocks of the models of a family: settings, tables, targets, draws of rows."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from ..estimators.tabular import TabularEstimator
 from .device_effects import DeviceEffects
 
 #: Measured latencies are raised to this (seconds): smaller ones are below the resolution of the
-#: timers, and their logarithm would dominate a fit.
+#: timers (CUDA events: about 0.5 µs), and their logarithm would dominate a fit.
 LEAST_S = 1e-7
+#: Kind of kernel whose cell (platform × kind) the rows of a group of families are put into. A
+#: family has one cell only; which one matters for names in manifests alone.
 _KIND = {
     "gemm": "gemm",
     "conv": "conv",
@@ -38,14 +40,14 @@ Params = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class FamilySettings:
-    """How the regressors of a family are made.
+    """Settings of the regressors of a family.
 
     Attributes:
         estimator: Name of an estimator that works on a feature table.
         known: Its parameters for the model of known devices.
-        general: For the model of unseen devices.
-        max_rows: Most rows that the model of known devices learns from.
-        seed: Of draws and regressors.
+        general: Its parameters for the model of unseen devices.
+        max_rows: Most rows that a regressor learns from.
+        seed: Seed of draws and regressors.
         n_jobs: Threads.
     """
 
@@ -65,6 +67,7 @@ def new_regressor(settings: FamilySettings, params: Params) -> TabularEstimator:
     """
     accepted = inspect.signature(estimator_class(settings.estimator)).parameters
     own: dict[str, Any] = {"seed": settings.seed, "n_jobs": settings.n_jobs}
+    # Not every estimator has a seed or threads (the roofline has neither).
     own = {k: v for k, v in own.items() if k in accepted} | dict(params)
     regressor = make_estimator(settings.estimator, **own)
     if not isinstance(regressor, TabularEstimator):
@@ -83,14 +86,14 @@ def learn(
 def known_table(
     family: str, features: OpFeatures, device: np.ndarray, devices: tuple[str, ...]
 ) -> KernelTable:
-    """All features, and a flag for each of the known ``devices``."""
+    """Table of all features and one flag for each of the known ``devices``."""
     flags = np.stack([device == name for name in devices], axis=1).astype(np.float32)
     names = (*features.names, *(f"on_{name}" for name in devices))
     return _table(family, features, np.concatenate([features.X, flags], axis=1), names)
 
 
 def general_table(family: str, features: OpFeatures) -> KernelTable:
-    """The features that do not identify a device."""
+    """Table of the features that do not identify a device."""
     names = tuple(n for n, g in zip(features.names, features.general, strict=True) if g)
     return _table(family, features, features.X[:, features.general], names)
 
@@ -111,7 +114,8 @@ def _table(family: str, features: OpFeatures, X: np.ndarray, names: tuple[str, .
 def sized(params: Params, rows: int) -> Params:
     """Parameters for the number of rows: shallower trees where there are few.
 
-    A tree of depth ``d`` has up to ``2^d`` leaves; the limits on it were chosen by judgement.
+    A tree of depth ``d`` has up to ``2^d`` leaves, so that deep trees on few rows would memorise
+    them. The limits are engineering estimates; not fitted.
     """
     if "max_depth" not in params:
         return params
@@ -127,7 +131,7 @@ def _graphs(features: OpFeatures) -> KernelGraphs | None:
 
 
 def chip_of(spec: DeviceSpec) -> tuple[object, ...]:
-    """What makes two devices the same chip, whatever memory and power they were given."""
+    """Identity of a device's chip: two devices with the same one differ in memory or power only."""
     return spec.architecture, spec.core_count, spec.lanes_per_core
 
 
@@ -158,9 +162,20 @@ def latency_s(rows: pd.DataFrame) -> np.ndarray:
 def balanced_weights(
     device: np.ndarray, devices: tuple[str, ...], chips: Mapping[str, tuple[object, ...]]
 ) -> np.ndarray:
-    """Weights of draws: chips with many rows count by the square root of their number."""
+    """Weights of a draw by which chips count with the square root of their number of rows.
+
+    Args:
+        device: Device of each row, shape ``(n,)``.
+        devices: Names of all devices.
+        chips: Identity of the chip by device.
+
+    Returns:
+        Shape ``(n,)``, not normalised.
+    """
     code, names = pd.factorize(device)
     group = {name: chips[name] for name in devices}
+    # Between equal weight of rows, where one chip drowns the others, and equal weight of chips,
+    # where a chip with few rows would be repeated noise.
     counts: dict[tuple[object, ...], int] = {}
     for place, name in enumerate(names):
         counts[group[name]] = counts.get(group[name], 0) + int((code == place).sum())
@@ -178,7 +193,16 @@ def draw_rows(
 
 @dataclass(slots=True)
 class GeneralFit:
-    """What the models of unseen devices are fitted to, in either of two ways."""
+    """Rows that models of unseen devices are fitted to, in either of two ways.
+
+    Attributes:
+        family: Key of the family.
+        settings: Settings of the regressors.
+        features: Features of ``n`` rows.
+        target: Log-ratios of measured latency to the estimate, shape ``(n,)``.
+        device: Names of devices, shape ``(n,)``.
+        library: Op, dtype and backend of each row, shape ``(n,)``.
+    """
 
     family: str
     settings: FamilySettings
@@ -188,7 +212,16 @@ class GeneralFit:
     library: np.ndarray
 
     def fit(self, rows: np.ndarray, within: bool) -> tuple[TabularEstimator, DeviceEffects]:
-        """Fit to rows: to their ratios, or to what the effects of their devices leave."""
+        """Fit to rows.
+
+        Args:
+            rows: Positions of the rows.
+            within: Whether to fit to what the effects of the rows' devices leave, instead of to the
+                log-ratios themselves.
+
+        Returns:
+            The regressor, and the effects (empty unless ``within``).
+        """
         part = self.features.take(rows)
         share, effects, rest = time_shares(part), DeviceEffects(), self.target[rows]
         if within:
@@ -199,7 +232,7 @@ class GeneralFit:
         return regressor, effects
 
     def left_out(self, learn: np.ndarray, own: np.ndarray, within: bool) -> np.ndarray:
-        """Log-ratios of rows ``own`` by a model fitted to rows ``learn``."""
+        """Log-ratios of rows ``own`` by a model fitted to rows ``learn``, shape ``(len(own),)``."""
         regressor, effects = self.fit(learn, within)
         part = self.features.take(own)
         table = general_table(self.family, part)

@@ -19,8 +19,10 @@ from ..trust.conformal import (
     widest,
 )
 
+#: Most size bins of a device; with fewer scores than MIN_SCORES for each, there are fewer.
+#: Engineering estimate.
 BINS = 4
-#: Stands for devices of another vendor than most that were learned from.
+#: Name that stands for devices of another vendor than most that were learned from.
 FOREIGN = "*"
 #: Ends before any calibration.
 UNKNOWN = (-UNCALIBRATED, UNCALIBRATED)
@@ -53,6 +55,8 @@ class DeviceIntervals:
             predicted_s: Their predictions.
         """
         bins = int(np.clip(len(scores) // MIN_SCORES, 1, BINS))
+        # By prediction, not by measurement: only the prediction is known when an interval is asked
+        # for.
         edges, place = size_bins(np.log(predicted_s), bins)
         every = ends(scores)
         by_bin = [including_zero(ends_or(scores[place == b], every)) for b in range(len(edges) + 1)]
@@ -72,6 +76,8 @@ class DeviceIntervals:
         """
         own = [values for name, values in scores.items() if name not in foreign]
         self.unseen = widest(own) or UNKNOWN
+        # A vendor with a single chip has no left-out chip of its own to go by, so all of them
+        # count.
         self.foreign = widest(scores.values()) or UNKNOWN
 
     def of(self, device: str, predicted_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""The bundle of operator models: families by name, devices, corrections; saved as one folder."""
+"""Bundles operator models (families, devices, corrections), and saves them as one folder."""
 
 from __future__ import annotations
 
@@ -36,11 +36,13 @@ from .rows import faulty
 
 logger = logging.getLogger(__name__)
 
-#: Families with fewer rows are left out: their intervals could not be calibrated.
+#: Families with fewer rows are left out: a few per cent of them are held out, too few to calibrate
+#: intervals with.
 MIN_ROWS = 200
 
-#: Parameters of the regressors by estimator: for known devices, and for unseen ones, where fewer
-#: and shallower trees carry further.
+#: Parameters of the regressors by estimator: for known devices, and for unseen ones, to which fewer
+#: and shallower trees carry over better. All rounds are grown (``stop_rounds`` 0): a family's rows
+#: are many and nearly free of noise, so early stopping would only cost rows.
 DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "xgboost": (
         {
@@ -75,7 +77,7 @@ class OpModel:
     Attributes:
         families: Models by family.
         devices: Descriptions of the devices that the model was fitted or calibrated to.
-        info: What is known of its training.
+        info: Provenance of its training.
     """
 
     def __init__(self) -> None:
@@ -101,6 +103,8 @@ class OpModel:
         Raises:
             ModelError: No family has enough rows.
         """
+        # Faulty labels are dropped here once and for all; rows that only mislead about other
+        # devices stay for the regressor of known devices.
         good = rows[~faulty(rows)]
         self.devices = {name: devices[name] for name in sorted(set(good["device"]))}
         for key in sorted(set(good["key"])):
@@ -141,6 +145,7 @@ class OpModel:
                 f"the model knows no operators {missing[0]!r}", hint=f"it has: {known}"
             )
         specs = {name: self.spec(name) for name in dict.fromkeys(texts_of(rows["device"]))}
+        # The common case, a query of one operator, saves the copies below.
         if len(set(keys)) == 1:
             return self.families[keys[0]].predict(rows, specs)
         rows = rows.reset_index(drop=True)
@@ -179,6 +184,7 @@ class OpModel:
             if key not in self.families:
                 continue
             spec = self.spec(str(device))
+            # From now on the model carries the description under which it was calibrated.
             self.devices[str(device)] = spec
             correction = self.families[key].calibrate(str(device), part, {str(device): spec})
             used[f"{key} @ {device}"] = correction.count
@@ -282,6 +288,7 @@ def default_settings(
         max_rows: Most rows a family's regressor for known devices learns from.
         params: Parameters of the estimator that replace the defaults of both regressors.
     """
+    # Estimators without an entry take their own defaults for both.
     known, general = DEFAULTS.get(estimator, ({}, {}))
 
     def of(family: str) -> FamilySettings:
@@ -297,7 +304,7 @@ def _folder(key: str) -> str:
 
 
 def _spec_data(spec: DeviceSpec) -> dict[str, object] | None:
-    """Data of a device; ``None`` for one that the catalogue describes in the same way."""
+    """Data of a device for the manifest; ``None`` if the catalogue has the same description."""
     if in_catalogue(spec.name) and find_device(spec.name) == spec:
         return None
     return asdict(spec)

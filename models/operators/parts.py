@@ -1,8 +1,8 @@
-"""Parts of a report on operators: one fit each, the rows it is judged on, and where they are kept.
+"""Parts of a report on operators: one fit each, the rows it is judged on, and its stored result.
 
 A part draws its rows by a seed that does not depend on the estimator, so that all estimators learn
-from the same rows and are judged on the same. What a part predicts is a file of its own; a stopped
-report finds those that are there.
+from the same rows and are judged on the same ones. The predictions of a part are a file of its own;
+a report that was stopped resumes with the missing ones.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Draw:
 def draw(part: Part, rows: pd.DataFrame) -> Draw:
     """The rows of a part.
 
-    Rows whose labels say nothing of the device are neither learned from nor used to adapt, but they
-    are judged.
+    Rows whose labels do not describe the device are neither learned from nor used to adapt, but
+    they are judged: leaving them out would flatter the figures.
 
     Args:
         part: What to draw for.
@@ -92,8 +92,10 @@ def draw(part: Part, rows: pd.DataFrame) -> Draw:
         judged = own[~training]
         pool = own.iloc[:0]
     else:
+        # A device without training rows gives half of its others for samples.
         spare = training | _half(own, part.seed)
         pool, judged = own[outside & spare & good], own[outside & ~spare]
+    # The cap holds for each split, so that a small one is not crowded out.
     parts = [_capped(p, part.rows, part.seed) for _, p in judged.groupby("split", sort=True)]
     sampled = pd.concat(parts) if parts else judged
     return Draw(*(f.reset_index(drop=True) for f in (learned, pool, sampled)))
@@ -137,6 +139,7 @@ def judge(
     settings = default_settings(part.estimator, n_jobs, part.seed, part.rows)
     model = OpModel().fit(drawn.learned, devices, settings)
     seconds = time.perf_counter() - start
+    # Left-out devices need descriptions, too; those that were fitted to keep their own.
     model.devices = {**devices, **model.devices}
     tables = []
     for count in part.samples:
@@ -171,6 +174,7 @@ class PartStore:
     def path(self, part: Part, drawn: Draw) -> Path:
         """File of a part; named by its settings, its rows and the schema of its features."""
         known = f"{VERSION}|{sorted(asdict(part).items())}|{ops_schema_hash(part.key)}"
+        # Labels are in the digest: a corrected table makes its parts anew.
         digest = hashlib.sha256(known.encode())
         for table in (drawn.learned, drawn.pool, drawn.judged):
             labels = table[["id", "latency_us", "device"]].astype({"id": str})

@@ -1,4 +1,4 @@
-"""What a model of a family of operators predicts."""
+"""The predictions of a model of one family of operators."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class FamilyPrediction:
     """Latencies in seconds with 90 % intervals, shape ``(n,)`` each.
 
     Attributes:
-        latency: Predicted.
-        lo: Lower end.
-        hi: Upper end.
-        roofline: Bound from FLOPs and bytes.
+        latency: Predicted latencies.
+        lo: Lower ends.
+        hi: Upper ends.
+        roofline: Lower bounds from FLOPs and bytes.
         bound: What limits the analytical estimate.
         scope: ``known``, ``calibrated``, ``sibling`` (another device with the same chip is known)
             or ``unseen``.

@@ -1,4 +1,4 @@
-"""Figures of operator models by split, family, dtype and device."""
+"""Tabulates errors of operator models by split, family, dtype and device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pandas as pd
 
 from .model import OpModel
 
-#: What figures are given by.
+#: Columns by which figures are grouped.
 BY = ("split", "key", "dtype", "device")
 
 
@@ -39,7 +39,12 @@ def predictions(model: OpModel, rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def summary(rows: pd.DataFrame, by: Sequence[str] = BY) -> pd.DataFrame:
-    """Figures of :func:`predictions`, one row a group."""
+    """Figures of the rows of :func:`predictions`, one row a group.
+
+    Returns:
+        ``by``, ``n``, ``mape``, ``median_ape``, ``bias`` (median relative error), ``coverage``,
+        ``width_ratio`` (median of ``hi / lo``), share ``in_domain``, and ``scope``.
+    """
     measured, predicted = rows["measured_us"], rows["predicted_us"]
     table = rows.assign(
         error=predicted / measured - 1,
@@ -102,7 +107,7 @@ def flat(metrics: pd.DataFrame) -> dict[str, float]:
 
 
 def settings_of(model: OpModel) -> Mapping[str, object]:
-    """What a run is tracked with."""
+    """Parameters with which a run is tracked: all of the model's provenance but its metrics."""
     return {k: v for k, v in model.info.items() if k != "metrics"}
 
 

@@ -1,4 +1,4 @@
-"""Operator rows from datasets and from published tables, in one form."""
+"""Reads operator rows from datasets and from published tables into one form."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...features.operators.hlo import op_frame
 from ...features.operators.physics import BACKENDS, KERNEL_WORDS
 
 #: Columns that make a group: a layer, a head configuration, a model. Rows of a group are alike, so
-#: they are held out together.
+#: they are held out together. What varies within one is the batch: tokens, sequences, images.
 GROUP = {
     "gemm": ("b", "n", "k"),
     "conv": ("cin", "cout", "ksize", "stride"),
@@ -39,6 +39,7 @@ def rows_of_dataset(dataset: Dataset) -> pd.DataFrame:
         DatasetError: No row is an operator's.
     """
     frame = dataset.frame
+    # Reading parameters from a kernel's text is slow: once for each distinct text.
     first = ~frame["kernel_hash"].duplicated().to_numpy()
     table = op_frame(frame["kernel_ir"][first])
     known = table["method"].astype(str) != ""
@@ -81,8 +82,8 @@ def rows_of_published(frame: pd.DataFrame, find: Callable[[str], DeviceSpec]) ->
 def faulty(rows: pd.DataFrame) -> np.ndarray:
     """Rows whose labels do not describe the device, bool.
 
-    The training session of ``linear`` on the P4 was throttled to a fifth of the utilisation of its
-    test session.
+    The training session of ``linear`` on the P4 ran at a median utilisation of 0.20, its test
+    session at 0.75: it was throttled (published-latency pack, known data problems).
     """
     p4 = (rows["device"] == "p4") & (rows["key"] == "eager/linear")
     session = rows["split"].isin(["train", "val"]) if "split" in rows else True
@@ -92,7 +93,8 @@ def faulty(rows: pd.DataFrame) -> np.ndarray:
 def misleading(rows: pd.DataFrame) -> np.ndarray:
     """Rows that hold on their own device but mislead about others, bool.
 
-    One version of vLLM dispatches FP8 experts wrongly on Hopper: 3.6 times slower than others.
+    vLLM 0.24.0 dispatches FP8 experts on Hopper to a kernel that is 3.6 times slower than that of
+    TensorRT-LLM or of vLLM 0.19.0 (published-tensor-core pack, known data problems).
     """
     if "kernel" not in rows:
         return np.zeros(len(rows), bool)
@@ -101,7 +103,13 @@ def misleading(rows: pd.DataFrame) -> np.ndarray:
 
 
 def group_draw(rows: pd.DataFrame, key: str, seed: int = 0) -> np.ndarray:
-    """A number in [0, 1) for each row, the same for all rows of a group."""
+    """Draw a number in [0, 1) for each row, the same for all rows of a group.
+
+    Args:
+        rows: ``n`` rows of one family.
+        key: The family.
+        seed: Seed of the draw.
+    """
     columns = [c for c in GROUP[FAMILIES[key]] if c in rows]
     text = rows[columns[0]].astype(str)
     for column in columns[1:]:
@@ -111,13 +119,16 @@ def group_draw(rows: pd.DataFrame, key: str, seed: int = 0) -> np.ndarray:
 
 
 def codes(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Two levels of implementation: (op, dtype, backend), and that with kernel and KV cache."""
+    """Two levels of implementation: (op, dtype, backend), and that with kernel and KV cache.
+
+    They are the coarse and the fine groups of the error covariance, shape ``(n,)`` each.
+    """
     coarse = _joined(rows, ("op", "dtype", "backend"))
     return coarse, coarse + "|" + _joined(rows, ("kernel", "kv_dtype", "distribution"))
 
 
 def libraries(rows: pd.DataFrame) -> np.ndarray:
-    """Library that runs a row: op, dtype, backend and the type of the KV cache."""
+    """Library that runs each row: op, dtype, backend and type of the KV cache, shape ``(n,)``."""
     return _joined(rows, ("op", "dtype", "backend", "kv_dtype"))
 
 
@@ -137,6 +148,7 @@ def unnamed(rows: pd.DataFrame, columns: Sequence[str]) -> np.ndarray:
 def _informative(values: pd.Series, column: str) -> np.ndarray:
     """Whether names are among those that features are made of."""
     code, names = pd.factorize(np.array([str(v).lower() for v in texts_of(values)], object))
+    # A kernel's name is matched by the words that features are made of, as substrings.
     markers = (*BACKENDS, *(KERNEL_WORDS if column == "kernel" else ()), "static_scaled")
     known = [n in BACKENDS if column == "backend" else any(w in n for w in markers) for n in names]
     return np.array(known, bool)[code] if len(names) else np.zeros(0, bool)
@@ -157,5 +169,6 @@ def _joined(rows: pd.DataFrame, columns: tuple[str, ...]) -> np.ndarray:
 
 
 def _draw(text: str) -> float:
+    # A digest rather than a generator: the draw of a group does not depend on the other rows.
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

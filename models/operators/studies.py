@@ -1,4 +1,4 @@
-"""Studies of a report on published operator tables, and the noise of its labels."""
+"""The studies of a report on published operator tables, and the noise of their labels."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Study:
     """One question of the report.
 
     Attributes:
-        title: Of its tables.
-        methods: How the labels were taken that it looks at.
-        estimators: Estimators that it compares, unless told otherwise.
+        title: Title of its tables.
+        methods: Timing methods of the labels it uses.
+        estimators: Estimators that it compares by default.
         rows: Most rows of a family to learn from, and of a split to be judged on, by default.
         leaves_out: Whether each chip is left out in turn, all devices with the chip together.
         samples: Samples of a left-out device before it is judged.
@@ -42,7 +42,8 @@ class Study:
     samples: tuple[int, ...] = (0,)
 
 
-#: Studies by name, in the order in which they are made.
+#: Studies by name, in the order in which they are made. The numbers of rows let the whole report
+#: run in an hour on two cores (docs/reports/accuracy.md).
 STUDIES = {
     "estimators": Study("estimators side by side", FIRST, ESTIMATORS, 2000),
     "left-out": Study(
@@ -123,6 +124,7 @@ def _pairs(rows: pd.DataFrame, key: str) -> pd.DataFrame:
     code = rows.groupby(columns, dropna=False, sort=False).ngroup().to_numpy()
     order = np.argsort(code, kind="stable")
     ordered, latency = code[order], rows["latency_us"].to_numpy(np.float64)[order]
+    # Neighbours rather than all pairs: a shape measured often would otherwise outweigh the others.
     same = ordered[1:] == ordered[:-1]
     a, b = latency[:-1][same], latency[1:][same]
     dtype = rows["dtype"].to_numpy(object)[order][1:][same]

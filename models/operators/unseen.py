@@ -1,4 +1,4 @@
-"""Fits the model of unseen devices by the strategy that transfers best to left-out chips."""
+"""Fits the model of unseen devices, by the strategy that transfers best to left-out chips."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from .shrinkage import chips_by_library, shrinkage
 
 #: Most rows that the model of unseen devices learns from, that each of its leave-one-chip-out
 #: copies learns from, and that a copy is tested on. The copies compare strategies, for which fewer
-#: rows are enough.
+#: rows are enough. Engineering estimates that bound the time of a training.
 GENERAL_ROWS, FOLD_ROWS, JUDGE_ROWS = 120_000, 40_000, 4000
 
-#: Powers of the shrinkage that are compared; 0 leaves ratios as they are.
+#: Powers of the shrinkage that are compared; 0 leaves ratios as they are. Shipped families chose
+#: each of them (manifest of gpu-operators, ``way``).
 SHRINKING = (0.0, 1.0, 2.0, 3.0)
 
 
@@ -29,9 +30,9 @@ class Strategy(NamedTuple):
     """How the model is fitted; the field names are those of saved manifests.
 
     Attributes:
-        within: Whether it learns what is left of a ratio within each device.
+        within: Whether it learns the residual within each device rather than the ratio itself.
         shrunk: Power of :func:`~opcast.models.operators.shrinkage.shrinkage` by which ratios are
-            shrunk; 0 does not.
+            shrunk; 0 leaves them as they are.
         alien: Whether it learns from other vendors' chips, too.
     """
 
@@ -47,10 +48,10 @@ class Unseen:
     Attributes:
         general: Its regressor.
         effects: Effects of the devices that it learned from.
-        strategy: How it was made.
-        seen: Number of chips from which it knows each library.
-        folds: By group of left-out devices, rows of theirs and their log-ratios by a model of the
-            same strategy that never saw them.
+        strategy: How it was fitted.
+        seen: Number of chips on which it saw each library.
+        folds: By group of left-out devices, positions of their rows and the rows' log-ratios by a
+            model of the same strategy that never saw them.
     """
 
     general: TabularEstimator
@@ -62,14 +63,14 @@ class Unseen:
 
 @dataclass(slots=True)
 class UnseenFit:
-    """Makes the model of unseen devices.
+    """Fits the model of unseen devices.
 
     Attributes:
-        job: Rows and how regressors are fitted to them.
+        job: Rows, and how regressors are fitted to them.
         known_devices: Chips and vendors of the devices.
-        library: What runs each row, shape ``(n,)``.
-        transferable: Rows that tell something of other devices, bool, shape ``(n,)``.
-        rng: Draws.
+        library: Library that runs each row, shape ``(n,)``.
+        transferable: Rows that are informative about other devices, bool, shape ``(n,)``.
+        rng: Generator of all draws.
     """
 
     job: GeneralFit
@@ -86,6 +87,7 @@ class UnseenFit:
         """
         fitting = fitting[self.transferable[fitting]]
         groups = twins(list(self.known_devices.chips), self.known_devices.chips)
+        # A single chip leaves nothing to choose a strategy by; ratios are taken as learned.
         if len(groups) < 2:
             general, effects = self.job.fit(self._drawn(fitting, GENERAL_ROWS), within=False)
             return Unseen(general, effects, Strategy(False, 0.0, True), self._seen(fitting), {})
@@ -102,6 +104,7 @@ class UnseenFit:
         """Rows of a group of devices, and their log-ratios by models that never saw them."""
         own = np.flatnonzero(np.isin(self.job.device, group) & self.transferable)
         own = self.rng.choice(own, min(len(own), JUDGE_ROWS), replace=False)
+        # Without another vendor's chips both pools are the same.
         mixed = not self.known_devices.native(self.job.device).all()
         ratios: dict[Strategy, np.ndarray] = {}
         for alien in (False, True) if mixed else (False,):
@@ -118,7 +121,9 @@ class UnseenFit:
     def _best(
         self, folds: dict[tuple[str, ...], tuple[np.ndarray, dict[Strategy, np.ndarray]]]
     ) -> Strategy:
-        """The way with the least mean error over the left-out chips of the common vendor."""
+        """The strategy with the least mean error over left-out chips of the most common vendor."""
+        # An unseen device of a minority vendor is predicted as that vendor's known one
+        # (device_kinship), not by this model.
         judges = [g for g in folds if g[0] not in self.known_devices.foreign] or list(folds)
         strategies = [Strategy(*p) for p in product((False, True), SHRINKING, (False, True))]
         strategies = [
