@@ -1,4 +1,4 @@
-"""The bundle that is trained, saved and used: a kernel estimator, a program model, and devices."""
+"""The bundle that is trained, saved and loaded: kernel estimator, program model, and devices."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _ESTIMATOR = "estimator"
 _NEIGHBOURS = "neighbours.npz"
 _CONTEXT = "context-{}.ubj"
 _CORRECTION = "correction-{}.npz"
-#: Entries of the manifest that say nothing of the training.
+#: Entries of the manifest that are parts of the model rather than provenance of its training.
 _OWN_ENTRIES = ("estimator", "units", "devices", "program_model", "context", "corrections")
 
 
@@ -118,11 +118,12 @@ class CostModel:
     def predict_kernels(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
         """Predict one execution of every kernel.
 
-        If a device has the name of a training device but other measured peaks, every kernel is out
-        of domain, and intervals are widened by the ratio of the peaks.
+        If a device has the name of a training device but different measured peaks, every kernel is
+        out of domain, and intervals are widened by the ratio of the peaks.
         """
         prediction = self.estimator.predict(kernels, device)
         other = self.unlike(device)
+        # Corrections are by name as well: those of the other machine do not apply to this one.
         if other is not None:
             return replace(
                 prediction,
@@ -180,6 +181,7 @@ class CostModel:
         if self.context is not None:
             trees = self.context.trees
             files |= {_CONTEXT.format(i): own.raw for i, own in enumerate(trees)}
+        # Numbered, not named: a device's name may hold characters that a file name must not.
         for place, name in enumerate(sorted(self.corrections)):
             files[_CORRECTION.format(place)] = pack(self.corrections[name].to_arrays())
         manifest = {
@@ -236,6 +238,7 @@ class CostModel:
             }
         except DAMAGE as error:
             raise ModelError(f"manifest is incomplete: {error!r}", where=str(path)) from None
+        # Estimators of other packages need not know of schemas.
         extra: dict[str, str] = {}
         if schema is not None and "schema" in inspect.signature(kind.load).parameters:
             extra["schema"] = schema

@@ -6,12 +6,14 @@ import numpy as np
 
 from ..core.kernel_table import CELLS
 
-#: A cell gets weights of its own from this many rows on; fewer do not tell members apart reliably
-#: (chosen by judgement).
+#: A cell gets weights of its own from this many rows on; fewer do not tell members apart reliably.
+#: Engineering estimate; not fitted.
 MIN_CELL_ROWS = 100
-#: Residuals in log space below this count alike, so that exact hits do not rule the fit.
+#: Residuals in log space below this (2 %, far less than the labels' noise) count alike, so that
+#: exact hits, whose weight would be unbounded, do not rule the fit.
 _SMALLEST_RESIDUAL = 0.02
-#: Weight of the equation "the weights sum to one" against all the others.
+#: Weight of the equation "the weights sum to one" against all the others: makes it nearly exact in
+#: a least-squares solver without constraints; the division at the end does the rest.
 _SUM_TO_ONE = 1e4
 #: Reweightings; the weights change little after a few.
 _ROUNDS = 10
@@ -20,7 +22,7 @@ _ROUNDS = 10
 def blend_weights(
     predictions: np.ndarray, target: np.ndarray, cell: np.ndarray, shrinkage: float
 ) -> np.ndarray:
-    """Weights by cell, shape ``(cells, members)``.
+    """Fit weights by cell, shape ``(cells, members)``.
 
     Args:
         predictions: Log-ratios by members that did not see the row, shape ``(n, members)``.
@@ -40,7 +42,7 @@ def blend_weights(
 
 
 def simplex_weights(predictions: np.ndarray, target: np.ndarray, shrinkage: float) -> np.ndarray:
-    """Weights of least absolute error, shape ``(members,)``.
+    """Fit weights of least absolute error, shape ``(members,)``.
 
     Least absolute deviations by iteratively reweighted least squares, each a non-negative least
     squares problem (Lawson & Hanson, Solving Least Squares Problems, 1974) with an equation for
@@ -63,6 +65,7 @@ def simplex_weights(predictions: np.ndarray, target: np.ndarray, shrinkage: floa
     weights = equal
     total = np.ones((1, members))
     for _ in range(_ROUNDS):
+        # A weight of 1/|r| turns r² into |r|.
         row = 1.0 / np.maximum(np.abs(predictions @ weights - target), _SMALLEST_RESIDUAL)
         root = np.sqrt(row / row.mean())
         pull = np.sqrt(shrinkage * float((root**2 * spread).mean()))

@@ -1,4 +1,4 @@
-"""Gradient-boosted trees (XGBoost) of the log-ratio: the default estimator."""
+"""Gradient-boosted trees (XGBoost) of the log-ratio, the default estimator."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from xgboost import Booster
 
 #: A cell gets trees of its own from this many rows on, if ``per_cell`` is set: deep trees on fewer
-#: rows overfit, and the joint model serves such a cell better (chosen by judgement).
+#: rows overfit, and the joint model serves such a cell better. Engineering estimate; not fitted.
 MIN_CELL_ROWS = 1000
 
+#: Objectives by our names, as XGBoost calls them.
 OBJECTIVES = {
     "absolute": "reg:absoluteerror",
     "squared": "reg:squarederror",
@@ -35,9 +36,9 @@ _COLUMNS_FILE = "columns.npz"
 class XGBoostEstimator(TabularEstimator):
     """Histogram-grown boosted trees with a robust loss and early stopping.
 
-    The default loss is the absolute error of the log-ratio: its minimiser is the median, which is
-    what median and mean absolute percentage errors ask for, and outliers of the labels
-    (interrupts, neighbours on the machine) do not pull it.
+    The default loss is the absolute error of the log-ratio: its minimiser is the median, which
+    suits absolute percentage errors, and outliers among the labels (interrupts, other jobs on the
+    machine) do not pull it.
 
     Args:
         rounds: Most boosting rounds; early stopping ends sooner.
@@ -59,8 +60,8 @@ class XGBoostEstimator(TabularEstimator):
             medians after the tree is grown, which breaks the constraint.
         stop_rounds: Rounds without improvement before stopping; 0 grows all rounds on all rows.
         seed: Random state.
-        n_jobs: Threads. More than there are free cores is far slower than one.
-        compact: Save without what only training and TreeSHAP need, compressed.
+        n_jobs: Threads. More threads than free cores are far slower than one.
+        compact: Whether to save compressed, without what only training and TreeSHAP need.
     """
 
     name = "xgboost"
@@ -155,6 +156,8 @@ class XGBoostEstimator(TabularEstimator):
     def _scores(self, table: KernelTable) -> np.ndarray:
         """Scores of the order, shape ``(n,)``: higher is slower."""
         values = np.take(table.X, self._columns, axis=1)
+        # A base margin of zero takes the intercept out, as in training, where it was log(roofline +
+        # floor).
         start = np.zeros(len(table), np.float32)
         margin = self._boosters["joint"].inplace_predict(
             values, validate_features=False, base_margin=start
@@ -179,6 +182,7 @@ class XGBoostEstimator(TabularEstimator):
             early_stopping_rounds=self.params["stop_rounds"],
             verbose_eval=False,
         )
+        # Slicing drops the rounds after the best one; predictions would use all of them otherwise.
         return booster[: booster.best_iteration + 1]
 
     def _held_back(self, groups: np.ndarray) -> np.ndarray:
@@ -196,6 +200,7 @@ class XGBoostEstimator(TabularEstimator):
         if p["monotone"] and p["objective"] != "squared":
             raise ModelError("monotone constraints need objective='squared'")
         names = [table.names[column] for column in self._columns]
+        # In the order of the kept columns, since XGBoost sees no names.
         constraint = tuple(int(p["monotone"].get(name, 0)) for name in names)
         return {
             "objective": OBJECTIVES[p["objective"]],
@@ -235,6 +240,8 @@ class XGBoostEstimator(TabularEstimator):
         """Log-ratios by one of the boosters, shape ``(n,)``."""
         booster = self._boosters[stem]
         small = self._small.get(stem)
+        # A refit replaces the booster: trees that were read from the former one must not answer for
+        # it.
         if small is None or small[0] is not booster:
             small = self._small[stem] = (booster, SmallBatches(booster))
         sums = small[1].predict(values) if len(values) else None

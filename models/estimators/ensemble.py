@@ -1,4 +1,4 @@
-"""Ensemble: several estimators, combined in log space with weights of their own for every cell."""
+"""Combines several estimators in log space, with separate weights for every cell."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ..training_data.splits import balanced_folds
 from .blend import blend_weights
 from .tabular import TabularEstimator
 
+#: Default members: the two best of the cheap estimators on the CPU dataset (docs/models.md).
 MEMBERS = ("forest", "xgboost")
 _FILE = "weights.npz"
 _FOLDER = "members"
@@ -71,7 +72,7 @@ class EnsembleEstimator(TabularEstimator):
         return _make(name, self.member_params(name))
 
     def member_params(self, name: str) -> dict[str, Any]:
-        """What a member is made with: seed and threads if it takes them, and its own parameters."""
+        """Keywords of a member: seed and threads if it takes them, and its own parameters."""
         accepted = _accepted(name)
         general = {k: self.params[k] for k in ("seed", "n_jobs") if k in accepted}
         return {**general, **self.params["member_params"].get(name, {})}
@@ -104,6 +105,7 @@ class EnsembleEstimator(TabularEstimator):
         )
         for number in np.unique(fold):
             test = fold == number
+            # Equal kernels under different names would let a member recall the held-out label.
             train = ~test & ~np.isin(same, same[test])
             if not train.any():
                 continue
@@ -133,6 +135,7 @@ class EnsembleEstimator(TabularEstimator):
     def _restore(self, files: Mapping[str, bytes]) -> None:
         arrays = unpack(files[_FILE])
         stored = {str(name): index for index, name in enumerate(arrays["cells"])}
+        # Cells that a former version did not have take equal weights.
         equal = np.full(len(self.params["members"]), 1.0 / len(self.params["members"]))
         rows = [arrays["weights"][stored[c]] if c in stored else equal for c in CELLS]
         self.weights = np.stack(rows)

@@ -1,4 +1,4 @@
-"""Forest of the log-ratio: grown by scikit-learn, kept and evaluated as plain arrays."""
+"""A forest of the log-ratio, grown by scikit-learn and evaluated from plain arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..core.kernel_table import KernelTable
 from ..core.store import pack, unpack
 from .tabular import TabularEstimator
 
-#: Rows that walk down a tree together: few enough to stay in cache.
+#: Rows that walk down a tree together: few enough for their positions to stay in cache.
 CHUNK = 16_384
 _FILE = "forest.npz"
 
@@ -95,6 +95,7 @@ def export_trees(trees: Sequence[Any]) -> dict[str, np.ndarray]:
     left, right = [], []
     for offset, tree in zip(start[:-1], trees, strict=True):
         own = np.arange(tree.node_count)
+        # scikit-learn marks the children of a leaf with -1.
         leaf = tree.children_left < 0
         left.append(offset + np.where(leaf, own, tree.children_left))
         right.append(offset + np.where(leaf, own, tree.children_right))
@@ -104,6 +105,8 @@ def export_trees(trees: Sequence[Any]) -> dict[str, np.ndarray]:
     rounded[above] = np.nextafter(rounded[above], np.float32(-np.inf))
     return {
         "root": start[:-1].astype(np.int32),
+        # Leaves have feature -2 there; any valid column does, since both children are the leaf
+        # itself.
         "feature": np.concatenate([np.maximum(t.feature, 0) for t in trees]).astype(np.int16),
         "threshold": rounded,
         "left": np.concatenate(left).astype(np.int32),
@@ -128,6 +131,7 @@ def walk(trees: Mapping[str, np.ndarray], values: np.ndarray) -> np.ndarray:
             at = node[moving]
             goes_left = values[moving, trees["feature"][at]] <= trees["threshold"][at]
             node[moving] = np.where(goes_left, left[at], right[at])
+            # Rows that have reached a leaf leave the walk.
             moving = moving[left[node[moving]] != node[moving]]
         total += trees["value"][node]
     return total / max(1, len(trees["root"]))

@@ -1,4 +1,4 @@
-"""Ridge regression of the log-ratio, robust to outliers."""
+"""A ridge regression of the log-ratio, robust to outliers."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class RidgeEstimator(TabularEstimator):
     def _fit(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> None:
         values = np.nan_to_num(table.X.astype(np.float64))
         self._mean, spread = values.mean(axis=0), values.std(axis=0)
+        # A constant feature gets scale 0, and with it no effect.
         self._scale = np.where(spread > 1e-9, 1.0 / np.maximum(spread, 1e-9), 0.0)
         design = self._design(table)
         self._coef = huber_ridge(design, target, self.params["alpha"], self.params["huber"])

@@ -1,4 +1,4 @@
-"""Learning to rank: which of the candidates is faster, and a map from scores back to latencies.
+"""Learns which of several candidates is faster, and maps scores back to latencies.
 
 The pairwise logistic objective (RankNet; Burges et al., ICML 2005, as XGBoost's ``rank:pairwise``)
 learns an order and no scale. Two things bring the scale back. The trees start from ``log(roofline +
@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 
 #: Most rows of one query: the pairs of a query grow with the square of its rows.
 QUERY_LIMIT = 512
-#: Pairs drawn for each row in every round; more cost time in proportion (chosen by judgement).
+#: Pairs drawn for each row in every round; more cost time in proportion. Engineering estimate.
 PAIRS = 8
-#: Pairs of held-back rows that early stopping looks at: their share of errors is known to ±0.7 %.
+#: Pairs of held-back rows that early stopping looks at: their share of errors is known to ±0.7 %
+#: (two standard errors of a share of one half).
 _STOP_PAIRS = 20_000
-#: A cell gets a map of its own from this many rows on; a map has this many rows to a knot.
+#: A cell gets a map of its own from this many rows on; a map has this many rows to a knot, so that
+#: the median of a bin is steady. Engineering estimates.
 _CELL_ROWS, _KNOT_ROWS = 200, 20
 #: Most knots of a map; linear interpolation between them leaves errors far below the model's.
 _MAX_KNOTS = 64
@@ -55,6 +57,7 @@ def query_order(queries: np.ndarray, seed: int, limit: int = QUERY_LIMIT) -> tup
         Row positions, shape ``(n,)``, and their query numbers, ascending, shape ``(n,)``.
     """
     code = np.unique(queries.astype(str), return_inverse=True)[1]
+    # Dealt at random: parts cut in the order of the table would hold rows of one program each.
     shuffled = np.random.default_rng(seed).permutation(len(code))
     order = np.lexsort((shuffled, code))
     ordered = code[order]
@@ -141,6 +144,7 @@ class _Discordance:
         size = np.bincount(ordered)[ordered]
         rng = np.random.default_rng(seed)
         drawn = rng.integers(0, len(code), _STOP_PAIRS)
+        # The partner is drawn from the same query, which lies in one stretch of the sorted rows.
         other = first[drawn] + rng.integers(0, size[drawn])
         a, b = order[drawn], order[other]
         differs = label[a] != label[b]
@@ -213,6 +217,8 @@ def _knots(score: np.ndarray, value: np.ndarray) -> tuple[np.ndarray, np.ndarray
     y = np.array([np.median(value[part]) for part in parts])
     counts = np.array([len(part) for part in parts], np.float64)
     level = isotonic_regression(y, sample_weight=counts)
+    # Isotonic regression leaves plateaus; joining each to one knot makes the map strictly
+    # increasing.
     levels, block = np.unique(level, return_inverse=True)
     weight = np.bincount(block, counts)
     middle = np.bincount(block, counts * x) / weight

@@ -1,4 +1,4 @@
-"""The physics alone: ``latency = roofline + floor``."""
+"""The baseline of physics alone: ``latency = roofline + floor``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .tabular import TabularEstimator
 
 
 class RooflineEstimator(TabularEstimator):
-    """Roofline plus the device's floor; predicts without fitting.
+    """Predicts roofline plus the device's floor, without training.
 
-    Fitting learns nothing of the latency; it gives intervals and the domain, so that the baseline
-    is reported with the same figures as the others.
+    Fitting learns intervals and the domain only, so that the baseline is reported with the same
+    figures as the others.
     """
 
     name = "roofline"
@@ -27,7 +27,10 @@ class RooflineEstimator(TabularEstimator):
         return
 
     def log_ratio(self, table: KernelTable) -> np.ndarray:
-        """What the roofline is of the table's base, as a logarithm, for every cell."""
+        """Log-ratio of the roofline to the table's base, whatever cells were trained, ``(n,)``.
+
+        It is 0 except on TPUs, whose base is not the roofline.
+        """
         return np.asarray(np.log(table.roofline_s / table.base_s))
 
     def _ratio(self, table: KernelTable) -> np.ndarray:

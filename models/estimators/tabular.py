@@ -1,7 +1,7 @@
-"""Base of the estimators that learn from the feature table.
+"""Base class of the estimators that learn from the feature table.
 
-``latency = (roofline + floor) × exp(ratio)``: a subclass learns the ratio; intervals, domain, the
-roofline for what was never trained, and the model folder are here, the same for all.
+``latency = (roofline + floor) × exp(ratio)``: a subclass learns the ratio. Intervals, domain, the
+roofline for kinds that were never trained, and the model folder are the same for all, and here.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from ..core.store import (
 from ..trust.conformal import UNCALIBRATED, Conformal, ends
 from ..trust.domain import Domain
 
+#: What a ratio is, for the manifest.
 TARGET = "log(latency_s / (roofline_s + floor_s))"
 #: A cell with fewer training rows than this is left to the roofline: a handful of kernels says
-#: nothing of the others of their kind (chosen by judgement).
+#: nothing of the others of their kind. Engineering estimate; not fitted.
 MIN_ROWS = 8
-#: Learned ratios beyond this are noise of the extrapolation (a factor of 3000).
+#: Learned ratios are limited to this in absolute value (a factor of 3000): more can only come from
+#: extrapolation. Engineering estimate.
 MAX_LOG_RATIO = 8.0
 _DOMAIN_FILE = "domain.npz"
 
@@ -45,14 +47,18 @@ class TabularEstimator(ABC):
     """An estimator on the feature table.
 
     Args:
-        params: What the estimator was made with, by keyword; saved with it.
+        params: Keywords of the constructor; saved with the estimator.
 
     Attributes:
+        name: Name in the registry.
+        learned: Whether predictions count as learned; false for the bare roofline.
+        needs_graphs: Whether it also reads ``KernelTable.graphs``.
+        schema: Digest of the features that it was fitted to; empty before fitting.
+        feature_names: Names of those features.
         conformal: Interval ends, from samples that the model was not fitted to.
         fallback: Interval ends in log space for the bare roofline.
-        domain: Where the training rows lie; ``None`` before fitting.
-        trained: Which cells it was trained on, bool, shape ``(cells,)``.
-        needs_graphs: Whether it also reads ``KernelTable.graphs``.
+        domain: Region of the training rows; ``None`` before fitting.
+        trained: Cells that it was trained on, bool, shape ``(cells,)``.
     """
 
     name: str = ""
@@ -71,7 +77,7 @@ class TabularEstimator(ABC):
 
     @property
     def ranks(self) -> bool:
-        """Whether it learns an order, and asks which rows are to be compared."""
+        """Whether it learns an order, for which it needs to know which rows are compared."""
         return False
 
     @abstractmethod
@@ -83,21 +89,21 @@ class TabularEstimator(ABC):
         """Predicted log-ratio, shape ``(n,)``."""
 
     def contributions(self, table: KernelTable) -> np.ndarray | None:
-        """What each feature adds to the log-ratio, where an estimator can say so exactly.
+        """Exact contributions of the features to the log-ratio, if the estimator has them.
 
         Returns:
-            Shape ``(n, d + 1)``, the last column what is there before any feature; a row adds up
-            to the log-ratio. ``None`` if the estimator cannot say.
+            Shape ``(n, d + 1)``, the last column the value before any feature; a row adds up to the
+            log-ratio. ``None`` if the estimator has no exact contributions.
         """
         return None
 
     @abstractmethod
     def _weights(self) -> dict[str, bytes]:
-        """What was learned, as files."""
+        """Learned state as contents of files by name."""
 
     @abstractmethod
     def _restore(self, files: Mapping[str, bytes]) -> None:
-        """Take over what :meth:`_weights` gave."""
+        """Restore the state from what :meth:`_weights` returned."""
 
     def clone(self) -> Self:
         """An unfitted estimator with the same parameters."""
@@ -166,7 +172,7 @@ class TabularEstimator(ABC):
             self.domain.calibrate(domain_scores)
 
     def log_ratio(self, table: KernelTable) -> np.ndarray:
-        """Predicted log-ratio, limited to what is plausible, shape ``(n,)``.
+        """Predicted log-ratio within :data:`MAX_LOG_RATIO`, shape ``(n,)``.
 
         It is 0 for kernels of a cell that the estimator was not trained on.
         """
@@ -268,7 +274,10 @@ class TabularEstimator(ABC):
 
 
 def _check_tpu(path: Path, model: TabularEstimator) -> None:
-    """Refuse what was trained on TPUs before they had features, and a base, of their own."""
+    """Refuse a model that was trained on TPUs before these had features and a base of their own.
+
+    Its ratios are to another base, so it would be wrong by large factors without an error.
+    """
     from ...features.table.tpu import tpu_feature_names
 
     cells = [name for name, on in zip(CELLS, model.trained, strict=True) if on]
@@ -282,7 +291,7 @@ def _check_tpu(path: Path, model: TabularEstimator) -> None:
 
 
 def current_schema(names: Sequence[str] = ()) -> str:
-    """Digest of today's feature schema, with TPUs' own features if ``names`` has them."""
+    """Digest of the current feature schema, with TPUs' own features if ``names`` ends in them."""
     from ...features.table.table import feature_names, schema_hash
     from ...features.table.tpu import tpu_feature_names
 

@@ -1,6 +1,6 @@
-"""Kernels of TPUs as their compiler expects them, in milliseconds instead of a compilation.
+"""Reproduces the TPU compiler's estimates of kernels, in milliseconds and without compiling.
 
-The labels are the compiler's own estimates of cycles; nothing was measured.
+The labels are libtpu's own estimates of cycles (``estimated_cycles``); nothing was measured.
 """
 
 from __future__ import annotations
@@ -20,30 +20,40 @@ from ..core.kernel_table import SMALLEST
 from ..program.overhead import UNMEASURED, Overhead
 from .boosted import XGBoostEstimator
 
-#: Opcodes of which the compiler says nothing.
+#: Opcodes for which libtpu writes no ``estimated_cycles`` (docs/tpu.md).
 UNESTIMATED = frozenset(("select-and-scatter", "custom-call"))
 
 
 def is_estimated(kernel: Kernel) -> bool:
-    """Whether the TPU's compiler estimates kernels such as this one.
+    """Whether the TPU's compiler estimates kernels like this one.
 
-    It does not for collectives, asynchronous copies and slices between HBM and VMEM, calls of its
-    library, and select-and-scatter.
+    It has no estimate of collectives, asynchronous copies and slices between HBM and VMEM, calls of
+    its library, and select-and-scatter.
     """
     silent = kernel.kind == "collective" or kernel.opcode in UNESTIMATED
     return not (silent or kernel.async_role)
 
 
 class TpuEstimator(XGBoostEstimator):
-    """Boosted trees of the compiler's estimates; the roofline for kernels without any.
+    """Boosted trees fitted to the compiler's estimates; the roofline for kernels without any.
 
     A kernel that the compiler leaves out is never free: it takes ``roofline + floor``, marked
-    ``roofline`` and outside of the domain, with a wide interval. Kinds of kernel of which too few
-    have an estimate are left to the roofline as well. No kernel is faster than
+    ``roofline`` and out of domain, with a wide interval. Kinds of kernel with too few estimates are
+    left to the roofline as well. No kernel is faster than
     :func:`~opcast.features.table.roofline.least_seconds`, whatever the trees say.
 
+    The labels have no noise (equal kernels always have equal estimates, docs/tpu.md), which allows
+    smaller leaves and a faster learning rate than the defaults of :class:`XGBoostEstimator`.
+
     Args:
-        params: As of :class:`XGBoostEstimator`; by default fewer and smaller trees, saved compact.
+        rounds: Most boosting rounds.
+        max_depth: Depth of a tree.
+        learning_rate: Shrinkage.
+        min_child_weight: Least sum of weights in a leaf.
+        compact: Whether to save compressed, without training statistics.
+        seed: Random state.
+        n_jobs: Threads.
+        params: Further parameters of :class:`XGBoostEstimator`.
     """
 
     name = "tpu-xgboost"
@@ -89,6 +99,8 @@ class TpuEstimator(XGBoostEstimator):
         silent: np.ndarray,
     ) -> KernelPrediction:
         left = [k for k, own in zip(kernels, silent, strict=True) if own]
+        # The plain roofline, not the base of the trees, which counts passes over registers that
+        # these kernels do not make.
         base_s = np.maximum(roofline(left, device).latency_s + device.floor, SMALLEST)
         latency, lo, hi = prediction.latency.copy(), prediction.lo.copy(), prediction.hi.copy()
         latency[silent] = base_s
@@ -104,7 +116,7 @@ class TpuEstimator(XGBoostEstimator):
         )
 
     def notes(self, kernels: Sequence[Kernel], device: DeviceSpec) -> tuple[str, ...]:
-        """What limits the answer, for the prediction's notes."""
+        """Limits of the prediction, for its notes."""
         notes = ["learned from estimates of the TPU's compiler, not from measurements"]
         if not in_catalogue(device.name):
             notes.append(f"the estimates are of TPUs of the catalogue, not of {device.name}")

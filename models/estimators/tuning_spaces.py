@@ -1,7 +1,7 @@
 """Search spaces of hyper-parameters, by estimator.
 
 An estimator of another package declares its own: a classmethod ``search_space(trial)`` that draws
-from an Optuna trial and gives keywords of the class. It wins over the table here.
+from an Optuna trial and returns keywords of the class. It takes precedence over the table here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Boosted trees evaluated for single rows, without the fixed cost of a call into XGBoost.
+"""Evaluates boosted trees for single rows, without the fixed cost of a call into XGBoost.
 
 XGBoost prepares all its trees on every call, which takes longer than walking one row through them.
 Here the nodes of all trees lie in one array each, and a row walks through all trees at the same
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from xgboost import Booster
 
 #: Most rows that are walked one by one, and how many such calls are left to XGBoost first: reading
-#: the trees takes as long as fifty of them.
+#: the trees takes as long as fifty of them, so a process with few queries had better not.
 FEW, PATIENCE = 8, 20
-#: Names of UBJSON's number types: how NumPy and struct call them.
+#: NumPy's names of UBJSON's number types, by their marks (https://ubjson.org).
 _TYPES = {"i": "i1", "U": "u1", "I": "i2", "l": "i4", "L": "i8", "d": "f4", "D": "f8"}
 
 
@@ -44,6 +44,7 @@ class RowTrees:
         self.value = _joined(trees, "split_conditions", np.float32)
         # A leaf leads to itself on either side.
         right = _joined(trees, "right_children", np.int32)
+        # Children side by side, so that the outcome of a comparison (0 or 1) is an index.
         self.child = np.empty(2 * len(left), np.int32)
         self.child[0::2] = np.where(leaf, own, left + offset)
         self.child[1::2] = np.where(leaf, own, right + offset)
@@ -56,7 +57,10 @@ class RowTrees:
         model = read_ubj(bytes(booster.save_raw("ubj")))
         learner = model["learner"]
         trees = learner["gradient_booster"].get("model", {}).get("trees", [])
+        # Recent versions of XGBoost write a list, "[5E-1]", earlier versions a plain number; more
+        # than one value means several outputs.
         given = str(learner["learner_model_param"]["base_score"]).strip("[]")
+        # Dropout (dart) weighs trees and categorical splits test sets: neither is walked here.
         plain = learner["gradient_booster"]["name"] == "gbtree" and "," not in given
         if not (trees and plain) or any(len(t["categories"]) for t in trees):
             return None
@@ -136,6 +140,7 @@ class _UbjReader:
         self.at = 0
 
     def value(self, mark: str = "") -> Any:
+        # UBJSON names each value's type by one character; numbers are big-endian.
         mark = mark or self._mark()
         if mark == "{":
             return self._object()
@@ -156,6 +161,8 @@ class _UbjReader:
         return entries
 
     def _array(self) -> Any:
+        # Optimised containers: "$" announces a common type, "#" a count, after which no end mark
+        # follows.
         if self._peek() == "$":
             self.at += 1
             kind = self._mark()
@@ -181,6 +188,7 @@ class _UbjReader:
     def _numbers(self, kind: str, count: int) -> np.ndarray:
         numbers = np.frombuffer(self.data, f">{kind}", count, self.at)
         self.at += numbers.nbytes
+        # To the machine's byte order.
         return numbers.astype(kind)
 
     def _mark(self) -> str:
@@ -203,7 +211,11 @@ _CLEARED = ("loss_changes", "sum_hessian")
 
 
 def compact(booster: Booster) -> bytes:
-    """A booster as compressed UBJSON without training statistics."""
+    """Compress a booster as UBJSON without training statistics.
+
+    Leaves are rounded to :data:`DECIMALS`; splits keep all their bits, so that no row takes another
+    path.
+    """
     import xgboost as xgb
 
     model = json.loads(bytes(booster.save_raw("json")))
@@ -228,6 +240,7 @@ def expand(data: bytes) -> bytes:
     Raises:
         ValueError: It is damaged, or holds more than :data:`MAX_BYTES`.
     """
+    # Limits on memory and output: the file comes from a model folder, which may be malicious.
     unpacker = lzma.LZMADecompressor(memlimit=MAX_MEMORY)
     try:
         booster = unpacker.decompress(data, MAX_BYTES)

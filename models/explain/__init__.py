@@ -1,1 +1,1 @@
-"""What each group of features adds to a prediction."""
+"""Explanations of predictions: contributions of groups of features."""

@@ -1,7 +1,7 @@
-"""How much each group of features adds to a learned log-ratio.
+"""Splits a learned log-ratio into contributions of groups of features.
 
-Features are sorted into groups that a person can name; three methods then split a log-ratio among
-the groups, so that ``baseline + Σ contributions = log-ratio``:
+Features are sorted into groups that a person can name; three methods split a log-ratio among the
+groups, so that ``baseline + Σ contributions = log-ratio``:
 
 * :func:`treeshap`: exact, from the estimator's own TreeSHAP values by feature;
 * :func:`ablation`: how far the log-ratio falls when one group's features are set to the median;
@@ -22,11 +22,12 @@ import numpy as np
 from ..core.kernel_table import KernelTable
 from ..estimators.tabular import TabularEstimator
 
-#: What ablations of single groups leave over (their interactions), and what the estimator's limit
-#: on log-ratios cuts off.
+#: Remainders: what ablations of single groups leave over (their interactions), and what the limit
+#: of the estimator on log-ratios cuts off.
 INTERACTIONS, LIMIT = "interactions", "limit"
-#: What was learned from samples of the device, on top of the estimator.
+#: Contribution of what was learned from samples of the device, on top of the estimator.
 CALIBRATION = "calibration"
+#: Group of features that no rule matches.
 OTHER = "other"
 #: TreeSHAP values are single precision, so their sum may miss the log-ratio by this much without
 #: anything having been cut off.
@@ -35,7 +36,7 @@ _FLOAT32 = 1e-4
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a group of features adds to the log-ratio; ``exp`` of it is the factor."""
+    """Contribution of a group of features to the log-ratio; its ``exp`` is a factor on latency."""
 
     group: str
     log_ratio: float
@@ -82,7 +83,8 @@ class FeatureGroups:
         return {group: np.array(columns[group]) for group in self.names if group in columns}
 
 
-#: Groups of the features of compiled kernels.
+#: Groups of the features of compiled kernels. Order matters, since the first match counts: special
+#: names come before the general patterns of "size", "op mix" and "shape".
 KERNEL_GROUPS = FeatureGroups(
     (
         ("device", r"device_"),
@@ -160,14 +162,14 @@ def ablation(
     groups: FeatureGroups,
     medians: np.ndarray,
 ) -> Split:
-    """How far the log-ratio falls when a group's features take other values.
+    """Fall of the log-ratio when a group's features take other values.
 
     Args:
         estimator: A fitted estimator.
         table: Features of ``n`` kernels.
         ratio: Their log-ratios, shape ``(n,)``.
         groups: Groups of the features.
-        medians: What replaces the features, shape ``(n, d)``.
+        medians: Values that replace the features, shape ``(n, d)``.
     """
     parts = {
         group: ratio - estimator.log_ratio(_replaced(table, columns, medians))
@@ -207,6 +209,8 @@ def shapley(
     players = [
         group
         for group, own in sorted(columns.items(), key=lambda item: int(item[1][0]))
+        # A group that is equal in the whole background contributes exactly 0; leaving it out halves
+        # the coalitions.
         if (background.X[:, own] != table.X[:, own]).any()
     ]
     value: dict[frozenset[str], float] = {}
@@ -223,6 +227,8 @@ def shapley(
     for group in players:
         rest = [g for g in players if g != group]
         values[group] = sum(
+            # Shapley's weight of a coalition of this size: the share of orders in which exactly it
+            # precedes.
             math.factorial(count)
             * math.factorial(n - count - 1)
             / math.factorial(n)

@@ -1,7 +1,7 @@
 """Explains the predicted latency of a kernel.
 
-A prediction is ``(roofline + floor) × exp(log-ratio)``. The log-ratio is split into what each group
-of features adds to it: exactly, by TreeSHAP, for boosted trees; otherwise by ablation to the
+A prediction is ``(roofline + floor) × exp(log-ratio)``. The log-ratio is split into contributions
+of groups of features: exactly, by TreeSHAP, for boosted trees; otherwise by ablation to the
 training median of the kernel's kind. Ablations of single groups need not add up; the remainder is
 listed as ``interactions``. Either way ``baseline + Σ contributions = log-ratio``.
 """
@@ -42,7 +42,7 @@ NO_TABLE = (
 _NO_MEDIANS = "without the neighbour table there are no medians to set feature groups to"
 _NO_KIND = "the model was not trained on kernels of this kind on this platform: roofline and floor"
 _NO_GROUPS = "this estimator does not learn from the feature table: no contributions by group"
-#: Notes that say nothing of an estimator that explains its own routes.
+#: Notes that do not apply to an estimator that describes its own routes.
 _OF_TABLES = (NO_TABLE, _NO_MEDIANS, _NO_KIND, _NO_GROUPS)
 
 
@@ -93,7 +93,7 @@ class KernelExplanation:
         outside: Why it is outside, the worst feature first; inside, key features that lie beyond
             the training range all the same.
         neighbours: Nearest training kernels.
-        notes: What could not be said, and why.
+        notes: What could not be explained, and why.
     """
 
     kernel_hash: str
@@ -174,6 +174,8 @@ def explain_table(
     ratio = np.log(prediction.latency / table.base_s)
     learned_ratio, correction = ratio, model.corrections.get(device.name)
     if correction is not None:
+        # The estimator's contributions add up to its own log-ratio, which is the one before the
+        # calibration.
         learned_ratio = ratio - correction.mean(table, device)
     method, split = _split(model, table, learned_ratio, nearby)
     parts = dict(split.parts)
@@ -181,6 +183,7 @@ def explain_table(
         parts[CALIBRATION] = ratio - learned_ratio
     near = nearby.nearest(table, list(hashes), k) if nearby is not None else [[] for _ in hashes]
     domain = getattr(model.estimator, "domain", None)
+    # On a TPU the base is not roofline plus floor and may be less than the floor.
     floor = np.minimum(device.floor, table.base_s)
     explained = []
     for i, digest in enumerate(hashes):
@@ -214,7 +217,7 @@ def explain_table(
 def _split(
     model: CostModel, table: KernelTable, ratio: np.ndarray, nearby: NeighbourTable | None
 ) -> tuple[str, Split]:
-    """How the log-ratios can be split, and the split."""
+    """Split the log-ratios by the best method that applies; returns its name and the split."""
     estimator = model.estimator
     if isinstance(estimator, TabularEstimator) and estimator.learned:
         exact = treeshap(estimator, table, ratio, KERNEL_GROUPS)
@@ -233,7 +236,7 @@ def _contributions(parts: Mapping[str, np.ndarray], row: int) -> tuple[Contribut
 def _domain(
     domain: Domain | None, row: KernelTable
 ) -> tuple[float | None, float | None, tuple[Outside, ...]]:
-    """Score, threshold, and the key features that keep a kernel out, of a table of one row."""
+    """Domain score, threshold, and the key features that keep the kernel of a one-row table out."""
     if domain is None:
         return None, None, ()
     occupied = domain.occupancy(row)[0]

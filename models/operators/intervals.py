@@ -76,8 +76,7 @@ class DeviceIntervals:
         """
         own = [values for name, values in scores.items() if name not in foreign]
         self.unseen = widest(own) or UNKNOWN
-        # A vendor with a single chip has no left-out chip of its own to go by, so all of them
-        # count.
+        # All left-out devices count, those of minority vendors with their larger errors included.
         self.foreign = widest(scores.values()) or UNKNOWN
 
     def of(self, device: str, predicted_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

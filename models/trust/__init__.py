@@ -1,1 +1,1 @@
-"""How far a prediction holds: conformal intervals, training domain, nearest measured kernels."""
+"""Reliability of predictions: conformal intervals, training domain, nearest measured kernels."""

@@ -22,8 +22,8 @@ COVERAGE = 0.9
 #: Bins and cells with fewer scores than this fall back. 19 is the least for two 5 % tails, where
 #: the ends are the extremes and vary a lot between samples; twice that lets the second ones decide.
 MIN_SCORES = 40
-#: Half-width in log space without any calibration: a factor of 4 either way. Chosen by judgement,
-#: as what a roofline with launch cost is rarely off by.
+#: Half-width in log space without any calibration: a factor of 4 either way. Engineering estimate
+#: of what a roofline with launch cost is rarely off by; not fitted.
 UNCALIBRATED = float(np.log(4.0))
 
 Ends = tuple[float, float]
@@ -37,7 +37,7 @@ class Conformal:
         edges: Ascending predicted latencies (s) between the size bins, shape ``(bins - 1,)``.
         lower: Lower ends, at most 0, shape ``(cells, bins)``.
         upper: Upper ends, at least 0, shape ``(cells, bins)``.
-        count: Number of calibration scores in all.
+        count: Total number of calibration scores.
     """
 
     edges: np.ndarray = field(default_factory=lambda: np.zeros(0))
@@ -60,6 +60,8 @@ class Conformal:
         scores = np.log(measured / predicted)
         if len(scores) < MIN_SCORES:
             return cls._wide(scores)
+        # Bins by predicted size, because the measured one is not known when an interval is asked
+        # for.
         edges, place = size_bins(predicted, bins)
         every = ends(scores)
         lower = np.full((len(CELLS), len(edges) + 1), every[0])
@@ -69,11 +71,14 @@ class Conformal:
             of_cell = ends_or(scores[own], every)
             for b in range(len(edges) + 1):
                 lower[c, b], upper[c, b] = ends_or(scores[own & (place == b)], of_cell)
+        # A biased bin could have both ends on one side; the prediction itself must lie in its
+        # interval.
         return cls(edges, np.minimum(lower, 0.0), np.maximum(upper, 0.0), len(scores))
 
     @classmethod
     def _wide(cls, scores: np.ndarray) -> Conformal:
         """Intervals from too few scores: the largest error, at least the uncalibrated width."""
+        # Too few scores for a quantile: none of those that are known may lie outside.
         reach = max(UNCALIBRATED, float(np.abs(scores).max(initial=0.0)))
         shape = (len(CELLS), 1)
         return cls(np.zeros(0), np.full(shape, -reach), np.full(shape, reach), len(scores))
@@ -100,6 +105,7 @@ class Conformal:
     def from_dict(cls, data: Mapping[str, Any]) -> Conformal:
         """Read :meth:`to_dict`'s data; cells that it does not list get its widest ends."""
         stored = {name: index for index, name in enumerate(data["cells"])}
+        # Saved by name: cells are added when the list of kinds grows.
         low = np.asarray(data["lower_log"], np.float64)
         high = np.asarray(data["upper_log"], np.float64)
         lower = np.stack([low[stored[c]] if c in stored else low.min(axis=0) for c in CELLS])

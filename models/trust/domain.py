@@ -1,4 +1,4 @@
-"""Applicability domain: whether a kernel lies within what a model was trained on.
+"""Tells whether a kernel lies within a model's training domain.
 
 For every cell (platform × kind) and every pair of a few key features, a coarse 2-D grid remembers
 where training kernels lie (grown by one square, so that neighbours count). The score of a kernel is
@@ -18,13 +18,14 @@ import numpy as np
 from ..core.kernel_table import CELLS, KernelTable
 
 #: Squares per axis inside the trained range; one more on each side lies outside. Finer grids leave
-#: holes between training kernels, coarser ones call everything known; chosen by judgement.
+#: holes between training kernels, coarser ones call everything known. Engineering estimate.
 GRID = 16
 #: Most key features: the pairs, and so the table, grow with the square of their number.
 MAX_KEYS = 8
 #: Share of held-out samples that may be called out of domain: the false-alarm rate of the check.
 OUTSIDE_SHARE = 0.05
-#: Features to look at if the table has them, most telling first.
+#: Key features, if the table has them, most telling first: time and what bounds it, size, layout
+#: and device. Engineering choice.
 PREFERRED = (
     "log_roofline_floor",
     "compute_over_memory",
@@ -57,10 +58,11 @@ class Domain:
 
     @classmethod
     def fit(cls, table: KernelTable) -> Domain:
-        """Remember where the rows of a table lie."""
+        """Mark the squares of a table's rows, and those around them, as occupied."""
         keys = key_columns(table)
         values = table.X[:, keys].astype(np.float64)
         low, high = values.min(axis=0), values.max(axis=0)
+        # A feature without spread gets one narrow square, outside of which any other value lies.
         step = np.where(high > low, (high - low) / GRID, 1e-6 + 1e-6 * np.abs(low))
         # A single key makes one pair with itself.
         pairs = max(1, len(keys) * (len(keys) - 1) // 2)
@@ -106,18 +108,21 @@ class Domain:
 
     def contains(self, table: KernelTable) -> np.ndarray:
         """Whether each kernel lies in the domain, bool, shape ``(n,)``."""
+        # The score is a ratio of small integers: rounding must not decide a tie.
         return np.asarray(self.score(table) >= self.threshold - 1e-12)
 
     def reasons(self, table: KernelTable) -> list[str]:
-        """Why the first row of a table lies outside: features out of range, then odd pairs.
+        """Reasons why the first row of a table lies outside the domain.
 
         Returns:
-            One text a feature, or a pair of features in range that no training row has together.
+            One text for each feature out of its trained range, then one for each pair of features
+            in range that no training row has together.
         """
         names = [table.names[column] for column in self.keys]
         value = table.X[0, self.keys].astype(np.float64)
         reasons, odd = [], set()
         for place, name in enumerate(names):
+            # Tolerances for values that went through 32 bits.
             if not self.low[place] <= value[place] <= self.high[place] * (1 + 1e-6) + 1e-12:
                 odd.add(place)
                 reasons.append(
@@ -132,6 +137,7 @@ class Domain:
     def calibrate(self, scores: np.ndarray) -> None:
         """Set the threshold from the scores of held-out samples."""
         if len(scores):
+            # Above zero: a kernel that no pair supports is never in the domain.
             self.threshold = max(float(np.quantile(scores, OUTSIDE_SHARE)), 1e-6)
 
     def to_arrays(self) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Training kernels in a compact table, to show what a prediction resembles.
+"""Keeps training kernels in a compact table, to show which ones a prediction resembles.
 
 A row is a kernel on a device: its key features (those of the domain), standardised and rounded to
 16 bits, its measured latency, its prediction by a model that had not seen it, and where it is from.
@@ -149,6 +149,8 @@ class NeighbourTable:
         rows = own if len(own) else np.arange(len(self))
         difference = self.values[rows].astype(np.float32) - value.astype(np.float32)
         distance = np.sqrt((difference**2).mean(axis=1))
+        # Rounding to 16 bits makes distinct kernels equally near: the kernel itself goes first
+        # among them.
         other = self.hashes[rows] != digest[:_HASH].encode()
         order = np.lexsort((other, distance))[:k]
         return [self._neighbour(int(rows[i]), float(distance[i])) for i in order]
@@ -178,6 +180,7 @@ class NeighbourTable:
         """
         arrays = unpack(data)
         names = [str(name) for name in arrays.pop("cells")]
+        # Kinds that this version does not have any more count as "other".
         place = np.array([CELLS.index(n) if n in CELLS else len(CELLS) - 1 for n in names])
         arrays["cell"] = place[arrays["cell"]].astype(np.int16)
         stored = {name: index for index, name in enumerate(names)}
