@@ -1,1 +1,1 @@
-"""What all estimators share: protocol, registry, folders on disk, tables and graphs of kernels."""
+"""Shared by all estimators: protocol, registry, folders on disk, tables and graphs of kernels."""

@@ -1,4 +1,4 @@
-"""What every estimator offers."""
+"""The protocols of estimators and saved models, and the record of their predictions."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class KernelPrediction:
         source: ``measured``, ``learned``, ``roofline`` or ``compiler``; an estimator with several
             routes adds a colon and the route (``learned:graph/linear``).
         in_domain: Whether the kernel lies within what the model was trained on.
-        unclamped: What was estimated before it was held to what physics allows, seconds; ``None``
-            of a model that holds nothing.
+        unclamped: Estimate in seconds before it was limited to what physics allows; ``None`` for a
+            model that limits nothing.
     """
 
     latency: np.ndarray
@@ -56,12 +56,13 @@ class KernelPrediction:
 
     @property
     def estimate(self) -> np.ndarray:
-        """What the model estimates by itself, not held to physics, shape ``(n,)``."""
+        """The model's own estimate, not limited by physics, shape ``(n,)``."""
         return self.latency if self.unclamped is None else self.unclamped
 
 
 def distinct(kernels: Sequence[Kernel]) -> tuple[list[Kernel], np.ndarray]:
     """Every kernel once, and for each of ``kernels`` its place among those, shape ``(n,)``."""
+    # By content hash: kernels of equal text take equal time, whatever their names.
     first: dict[str, int] = {}
     index = np.array([first.setdefault(k.hash, len(first)) for k in kernels], np.intp)
     by_hash = {k.hash: k for k in kernels}
@@ -69,18 +70,18 @@ def distinct(kernels: Sequence[Kernel]) -> tuple[list[Kernel], np.ndarray]:
 
 
 class ModelBundle(Protocol):
-    """A saved model as commands list, register and load it: of programs, or of operators.
+    """A saved model of programs or operators, as commands list, register and load it.
 
     Attributes:
         devices: Devices that it was fitted or calibrated to, by name.
-        info: What is known of its training: dataset hash, seed, metrics.
+        info: Provenance of its training: dataset hash, seed, metrics.
     """
 
     devices: dict[str, DeviceSpec]
     info: dict[str, Any]
 
     def contents(self) -> tuple[dict[str, object], dict[str, bytes]]:
-        """What the model folder holds.
+        """Contents of the model folder.
 
         Returns:
             Plain data of the manifest, :attr:`info` included, and the contents of all other files
@@ -141,7 +142,7 @@ class TableEstimator(Estimator, Protocol):
 
     @property
     def ranks(self) -> bool:
-        """Whether it learns an order, and asks which rows are to be compared."""
+        """Whether it learns an order, for which it needs to know which rows are compared."""
         ...
 
     def clone(self) -> Self:

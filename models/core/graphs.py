@@ -1,4 +1,4 @@
-"""Graphs beside a feature table: made when first asked for, and once for equal kernels."""
+"""Graphs that accompany a feature table: built on first use, and once for equal kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ...features.table.kernel_graph import KernelGraph
 
 #: Kernel texts parsed at a time. Parsed kernels take far more memory than their graphs, which alone
-#: are kept; the number was chosen by judgement.
+#: are kept. Engineering estimate.
 _CHUNK = 512
 
 
@@ -61,6 +61,7 @@ class PackedGraphs:
         nodes, uses = self.nodes[which], self.uses[which]
         node_at = _ranges(_starts(self.nodes)[which], nodes)
         edge_at = _ranges(_starts(self.uses)[which], uses)
+        # Edges hold positions among all nodes, so they move with their graph.
         moved = _starts(nodes) - _starts(self.nodes)[which]
         return PackedGraphs(
             opcode=self.opcode[node_at],
@@ -77,7 +78,7 @@ class PackedGraphs:
 
 
 class GraphStore:
-    """Graphs of different kernels, made from their sources when first asked for.
+    """Graphs of distinct kernels, built from their sources on first use.
 
     Args:
         sources: By kernel hash: the kernel, its text, or its graph.
@@ -130,6 +131,7 @@ class KernelGraphs:
     def concatenate(parts: Sequence[KernelGraphs]) -> KernelGraphs:
         """The rows of all parts, one after the other."""
         first = parts[0]
+        # Parts of one table: nothing to merge, and graphs that were built already are kept.
         if all(part.store is first.store for part in parts):
             return KernelGraphs(first.store, np.concatenate([part.index for part in parts]))
         sources = {h: s for part in parts for h, s in part.store.sources.items()}

@@ -1,4 +1,4 @@
-"""What estimators work on: the feature table of kernels with their roofline, kind and platform."""
+"""The input of estimators: a feature table of kernels with their roofline, kind and platform."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import KINDS, Kernel
 from .graphs import KernelGraphs
 
-#: Order matters: it is that of the cells, which saved models list by name.
+#: Platforms with cells of their own. The order is that of the cells, which saved models list by
+#: name.
 PLATFORMS = ("cpu", "gpu", "tpu")
 #: Names of the cells (platform × kind) that have intervals and a domain of their own; the last one
 #: takes all other kernels.
@@ -29,14 +30,14 @@ class KernelTable:
     Attributes:
         X: Features, float32, shape ``(n, d)``.
         names: Names of the features, length ``d``.
-        base_s: What a learned ratio is relative to, in seconds, shape ``(n,)``, positive: roofline
-            plus floor, on a TPU the sum of parts of :func:`~opcast.features.table.tpu.tpu_parts`.
+        base_s: Reference of the learned ratio in seconds, shape ``(n,)``, positive: roofline plus
+            floor, on a TPU the sum of parts of :func:`~opcast.features.table.tpu.tpu_parts`.
         bound: What limits the roofline, shape ``(n,)``.
         cell: Index into :data:`CELLS`, shape ``(n,)``.
         schema: Digest of the feature schema.
         graphs: Computation graphs of the kernels, for the estimators that look at them; they
             cost nothing before they are used.
-        line_s: Roofline plus floor in seconds, shape ``(n,)``, where that is not the base.
+        line_s: Roofline plus floor in seconds, shape ``(n,)``, where that differs from the base.
     """
 
     X: np.ndarray
@@ -73,9 +74,11 @@ class KernelTable:
     def with_names(self, names: tuple[str, ...]) -> KernelTable:
         """The table with the features of another platform, for a model that was trained there.
 
+        Features of a TPU are appended to the common ones, so one list begins with the other.
+
         Args:
-            names: Names of the features. Where they go on from this table's, those that are
-                missing are zero; where this table's go on, those that are too many are left out.
+            names: Names of the features. Those that this table lacks at the end are zero; those
+                that it has beyond are dropped. Unrelated names leave the table as it is.
         """
         n, width = self.X.shape
         shared = min(width, len(names))

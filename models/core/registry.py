@@ -1,4 +1,4 @@
-"""Estimators by name: ours, and others from the entry points ``opcast.estimators``."""
+"""Finds estimators by name: opcast's own, and others from entry points ``opcast.estimators``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:  # the command line asks for names before anything needs NumPy
     from .base import Estimator
 
 GROUP = "opcast.estimators"
-#: Ours by class path, so that they are found where the package runs without being installed.
+#: Opcast's own by class path, so that they are found even if the package is not installed; imported
+#: on use, since some need heavy libraries.
 _OWN = {
     "roofline": "..estimators.roofline:RooflineEstimator",
     "ridge": "..estimators.linear:RidgeEstimator",
@@ -30,7 +31,7 @@ _OWN = {
     "iree": "..simulators.iree:IreeEstimator",
     "compiler": "..simulators.compiler:CompilerEstimator",
 }
-#: Of ours, those that predict without training.
+#: Those of opcast's own that predict without training.
 UNTRAINED = ("roofline", "scalesim", "zigzag", "iree", "compiler")
 
 
@@ -73,6 +74,7 @@ def make_estimator(name: str, **params: object) -> Estimator:
     cls = estimator_class(name)
     try:
         return cls(**params)
+    # A constructor that does not take a keyword raises TypeError with the keyword's name.
     except TypeError as error:
         raise ModelError(f"estimator {name!r}: {error}", hint="see docs/models.md") from None
 

@@ -26,6 +26,7 @@ def huber_ridge(
     n, d = design.shape
     penalty = np.full(d, alpha * n)
     penalty[-1] = 1e-9 * n  # not zero, so that the system stays solvable
+    # All rows count fully in the first round, which is plain ridge regression.
     weight = np.ones(n)
     coef = np.zeros(d)
     for _ in range(rounds):

@@ -45,7 +45,7 @@ DAMAGE = (
     MemoryError,
 )
 #: Most bytes that the arrays of one file may unpack to: a compressed archive of a few kilobytes
-#: could otherwise fill the memory.
+#: could otherwise fill the memory. 2 GiB is far above the largest model.
 MAX_ARRAYS = 2**31
 #: Libraries whose versions are kept in the manifest, to explain differences between predictions.
 _LIBRARIES = (
@@ -74,6 +74,7 @@ def write_folder(path: Path, manifest: Mapping[str, object], files: Mapping[str,
         FileError: The place cannot be written, or the disk is full.
     """
     path = Path(path)
+    # A mistyped path must not cost the user a folder.
     if path.exists() and not (path / MANIFEST).is_file() and not _is_empty(path):
         raise ModelError("will not overwrite: not a model folder", where=str(path))
     # In the same folder, so that the rename stays on one file system and is atomic.
@@ -98,6 +99,7 @@ def write_folder(path: Path, manifest: Mapping[str, object], files: Mapping[str,
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise cannot_write(path, error) from error
+    # Ctrl-C, too, leaves nothing half-written behind.
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -116,6 +118,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise ModelError("not a model folder: no manifest.json", where=str(path)) from None
     except (OSError, ValueError) as error:
         raise ModelError(f"manifest cannot be read: {error}", where=str(file)) from None
+    # JSON may hold a list or a number at the top.
     version = manifest.get("format") if isinstance(manifest, dict) else None
     if version not in READS:
         raise ModelError(
@@ -238,8 +241,10 @@ def unpack(data: bytes) -> dict[str, np.ndarray]:
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            # Sizes from the archive's directory, before anything is unpacked.
             if sum(entry.file_size for entry in archive.infolist()) > MAX_ARRAYS:
                 raise ValueError(f"its arrays take more than {MAX_ARRAYS} bytes")
+        # A pickled object would run code when it is loaded.
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
     except (zipfile.BadZipFile, zlib.error, EOFError, MemoryError, NotImplementedError) as error:
@@ -281,6 +286,7 @@ def library_versions() -> dict[str, str]:
 
 def _swap(partial: Path, path: Path) -> None:
     """Rename ``partial`` to ``path``; what was there goes only once the new one is in place."""
+    # Two renames rather than one, since a folder cannot be renamed onto one that is not empty.
     old = partial.with_name(partial.name + ".old")
     if path.exists():
         path.rename(old)
@@ -300,6 +306,7 @@ def _inside(folder: Path, name: str) -> Path:
         ModelError: It lies outside the folder, or is a device, a pipe or a folder.
     """
     file = folder / name
+    # A manifest is untrusted: its names must not lead out of the folder, by dots or by links.
     outside = ".." in Path(name).parts or Path(name).is_absolute() or "\0" in name
     if outside or not file.resolve().is_relative_to(folder.resolve()):
         raise ModelError(f"manifest names a file outside the folder: {name}", where=str(folder))

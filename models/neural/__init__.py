@@ -1,6 +1,6 @@
-"""Neural estimators: a table or graphs go in, a bounded log-ratio to the roofline comes out.
+"""Neural estimators: map a feature table or graphs to a bounded log-ratio to the roofline.
 
 ``mlp`` and ``gnn-flax`` run in JAX, ``gnn-pyg`` in PyTorch; all three are
 :class:`~opcast.models.estimators.tabular.TabularEstimator` with the same target, loss, early
-stopping and model folder. The registry of :mod:`opcast.models.core.registry` makes them by name.
+stopping and model folder. :mod:`opcast.models.core.registry` creates them by name.
 """

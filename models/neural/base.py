@@ -1,4 +1,4 @@
-"""Base of the neural estimators: what is the same for all of them."""
+"""Base class of the neural estimators: inputs, target, early stopping and saving."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _FILE = "network.safetensors"
 
 
 class NeuralEstimator(TabularEstimator):
-    """A network of the standardised feature table with a bounded log-ratio.
+    """A network on the standardised feature table, with a bounded log-ratio.
 
-    The loss is the absolute error of the log-ratio, rounded off near zero:
-    ``sqrt(r² + delta²)`` (pseudo-Huber). Trained by AdamW with a cosine schedule on mini-batches;
-    the weights are those of the epoch that is best on groups that were held back. Equal seeds
-    give equal models on the same machine.
+    The loss is the absolute error of the log-ratio, smoothed near zero: ``sqrt(r² + delta²)``
+    (pseudo-Huber). Training is AdamW with a cosine schedule on mini-batches; the weights of the
+    best epoch on held-back groups are kept. Equal seeds give equal models on the same machine.
 
-    A subclass sets :attr:`inputs` of its own in ``_look_at``, trains in ``_train`` and predicts in
+    A subclass may fit more inputs in ``_look_at``; it trains in ``_train`` and predicts in
     ``_network_ratio``. Weights live in :attr:`weights` as plain arrays by name.
     """
 
     def __init__(self, **params: object) -> None:
         super().__init__(**params)
         self.inputs: Scaling | None = None
+        # A placeholder until the targets are known.
         self.bound = Bound(-1.0, 1.0, 1.0, 0.0)
         self.weights: dict[str, np.ndarray] = {}
 
@@ -49,14 +49,14 @@ class NeuralEstimator(TabularEstimator):
 
     @abstractmethod
     def _network_ratio(self, table: KernelTable) -> np.ndarray:
-        """Log-ratios by the network with :attr:`weights`, shape ``(n,)``, for ``n`` at least 1."""
+        """Log-ratios by the network with :attr:`weights`, shape ``(n,)``, for at least one row."""
 
     @abstractmethod
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every array that :attr:`weights` must hold."""
 
     def _look_at(self, table: KernelTable) -> None:
-        """Learn what the inputs look like."""
+        """Fit the standardisation of the inputs."""
         self.inputs = Scaling.fit(table.X)
 
     def _fit(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> None:
@@ -73,23 +73,23 @@ class NeuralEstimator(TabularEstimator):
         return self._known(self.inputs)(table.X)
 
     def _known(self, scaling: Scaling | None) -> Scaling:
-        """The scaling, which is there after fitting or loading.
+        """The scaling, which exists after fitting or loading.
 
         Raises:
-            ModelError: It is neither fitted nor loaded.
+            ModelError: The estimator was neither fitted nor loaded.
         """
         if scaling is None:
             raise ModelError(f"estimator {self.name!r} is not fitted", hint="call fit, or load")
         return scaling
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        """All that was learned, by name."""
+        """Everything that was learned, as arrays by name."""
         inputs = self._known(self.inputs)
         network = {f"network/{name}": array for name, array in self.weights.items()}
         return {**network, **inputs.to_arrays("inputs"), "bound": self.bound.to_array()}
 
     def _take(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Take over what :meth:`_arrays` gave.
+        """Restore what :meth:`_arrays` returned.
 
         Raises:
             KeyError: An array is missing.
@@ -99,6 +99,7 @@ class NeuralEstimator(TabularEstimator):
         self.bound = Bound.from_array(arrays["bound"])
         own = {n: a for n, a in arrays.items() if n.startswith("network/")}
         self.weights = {name.removeprefix("network/"): array for name, array in own.items()}
+        # A network with arrays of other shapes would fail late, or broadcast silently.
         shapes = {name: array.shape for name, array in self.weights.items()}
         if shapes != self._expected_shapes():
             raise ValueError("arrays of the network do not fit its parameters")

@@ -1,4 +1,4 @@
-"""Graphs in batches of few different sizes, so that a compiled function serves many batches."""
+"""Packs graphs into batches of few different sizes, so that compiled functions are reused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 from ..core.graphs import PackedGraphs
 from .scaling import Scaling
 
-#: Most nodes of a batch of several graphs: bounds the memory of its activations.
+#: Most nodes of a batch of several graphs: bounds the memory of its activations (at 64 floats a
+#: node 4 MB a layer). Engineering estimate.
 MAX_NODES = 16_384
 
 
@@ -47,7 +48,7 @@ class GraphRows(NamedTuple):
     """Kernels before they are cut into batches.
 
     Attributes:
-        packed: Their graphs.
+        packed: Their graphs, each once.
         graph: Graph of every row, shape ``(rows,)``.
         x: Standardised features, float32, shape ``(rows, c)``.
         y: Log-ratios, float32, shape ``(rows,)``.
@@ -81,6 +82,8 @@ class GraphRows(NamedTuple):
         """
         nodes = self.packed.nodes[self.graph]
         rows = order.shape[1]
+        # Mean plus two standard deviations of the nodes of a batch: nearly all batches fit, and
+        # larger ones are padded further.
         usual = min(MAX_NODES, int(nodes.mean() * rows + 2 * nodes.std() * rows**0.5))
         for step, at in enumerate(order):
             for start, stop in cuts(nodes[at], rows):
@@ -89,6 +92,7 @@ class GraphRows(NamedTuple):
 
 def node_bucket(size: int) -> int:
     """The size, rounded up by at most a quarter, so that every octave has four sizes."""
+    # An eighth of the next power of two: 4 sizes between one power of two and the next.
     step = max(8, 1 << max(0, (size - 1).bit_length() - 3))
     return -(-size // step) * step
 
@@ -126,9 +130,11 @@ def assemble(part: GraphRows, rows: int, least: int = 0) -> GraphBatch:
         rows: To how many rows to pad.
         least: To how many nodes to pad at least.
     """
+    # Rows with the same kernel (on other devices, or measured again) share one graph.
     unique, graph_of_row = np.unique(part.graph, return_inverse=True)
     graphs = part.packed.take(unique)
     n, m, real = len(graphs.opcode), graphs.edges.shape[1], len(part.graph)
+    # One more node than there are: padding edges need a node that no real graph has.
     size = node_bucket(max(n + 1, m, least))
     features = part.nodes(graphs.features)
     return GraphBatch(

@@ -1,4 +1,4 @@
-"""What training has in common, whatever library computes the gradients."""
+"""Training utilities that do not depend on the library which computes the gradients."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ logger = logging.getLogger(__name__)
 
 Weights = TypeVar("Weights")
 
-#: Share of the steps in which the learning rate rises: Adam's estimates of the second moment are
-#: poor in the first ones (Liu et al., ICLR 2020).
+#: Share of the steps in which the learning rate rises: Adam's estimates of the second moment vary
+#: too much in the first ones (Liu et al., On the Variance of the Adaptive Learning Rate and Beyond,
+#: ICLR 2020). The value is an engineering estimate.
 WARM_UP = 0.05
 #: Gradients with a larger norm are scaled down to it (Pascanu et al., ICML 2013), so that a batch
 #: with outliers does not undo what was learned.
@@ -24,8 +25,8 @@ def learning_rates(steps: int, peak: float) -> np.ndarray:
     """Learning rate of every step: linear warm-up, then cosine decay to zero.
 
     Args:
-        steps: How many.
-        peak: The largest.
+        steps: Number of steps.
+        peak: Largest learning rate.
 
     Returns:
         float32, shape ``(steps,)``.
@@ -39,7 +40,7 @@ def learning_rates(steps: int, peak: float) -> np.ndarray:
 def shuffled(rows: int, batch: int, rng: np.random.Generator) -> np.ndarray:
     """Rows in random order, cut into full batches: shape ``(steps, min(batch, rows))``.
 
-    What is left over after the last full batch is left out; it is other rows every time.
+    The remainder after the last full batch is left out; it consists of other rows every time.
     """
     size = min(batch, rows)
     steps = rows // size
@@ -52,13 +53,14 @@ def best_epoch(
     """Weights of the epoch with the least error on held-back rows.
 
     Args:
-        epochs: Gives the weights after every epoch; at least once.
-        error: Error of weights on the rows held back; without, the last weights are taken.
+        epochs: Yields the weights after every epoch; at least once.
+        error: Error of weights on the held-back rows; ``None`` takes the last weights.
         patience: Epochs without improvement before stopping.
     """
     best: Weights | None = None
     least, since = np.inf, 0
     for number, weights in enumerate(epochs):
+        # Falls with every epoch, so that the last one wins and nothing stops early.
         current = error(weights) if error else -float(number)
         logger.debug("epoch %d: error %.4f", number, current)
         if current < least or best is None:

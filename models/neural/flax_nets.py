@@ -1,6 +1,6 @@
-"""The networks in Flax, and compiled functions on them that all estimators of equal size share.
+"""The networks in Flax, with compiled functions that all estimators of equal size share.
 
-Imported only where a network is trained or asked, since Flax takes a second to import.
+Imported only where a network is trained or evaluated, since Flax takes a second to import.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .fitting import CLIP_NORM
 from .scaling import Bound
 
 Array = jax.Array | np.ndarray
-#: What a network is asked with: rows of a table, or a batch of graphs.
+#: Inputs of a network: rows of a table, or a batch of graphs.
 Inputs = Array | GraphBatch
 Weights = Any  # nested mappings of arrays, which JAX calls a PyTree
 #: Decay rates of Adam's moments: the defaults of Kingma and Ba (ICLR 2015).
@@ -73,6 +73,7 @@ class FlaxGraphNet(nn.Module):
     @nn.compact
     def __call__(self, batch: GraphBatch) -> jax.Array:
         """Raw output, shape ``(rows,)``."""
+        # One more graph than rows: the last one takes all padding.
         nodes, graphs = len(batch.opcode), len(batch.graph_of_row) + 1
         embedded = nn.Embed(len(OPCODES), self.hidden, name="opcode")(batch.opcode)
         h = nn.silu(embedded + nn.Dense(self.hidden, name="node")(batch.features))
@@ -87,20 +88,22 @@ class FlaxGraphNet(nn.Module):
         mean = jax.ops.segment_sum(h, batch.graph, graphs) / jnp.maximum(size, 1)
         # The maximum over no nodes is minus infinity: padding graphs take zero instead.
         most = jnp.where(size > 0, jax.ops.segment_max(h, batch.graph, graphs), 0)
+        # The mean tells of the mix of ops, the maximum whether a rare one is there.
         pooled = jnp.concatenate([mean, most], axis=1)[batch.graph_of_row]
         seen = jnp.concatenate([pooled, batch.x], axis=1)
         return Perceptron(self.head, self.layers, name="head")(seen)
 
 
 def _mean_over(source: Array, target: Array, nodes: int) -> Callable[[jax.Array], jax.Array]:
-    """Function that gives every node the mean over the nodes with an edge to it, or zero."""
+    """Make a function from node states to the mean over each node's sources, or zero if none."""
+    # Nodes without such edges have degree 0: the guard makes their mean zero.
     degree = jax.ops.segment_sum(jnp.ones(len(target)), target, nodes)
     share = (1 / jnp.maximum(degree, 1))[:, None]
     return lambda h: jax.ops.segment_sum(h[source], target, nodes) * share
 
 
 class State(NamedTuple):
-    """Weights, and what the optimiser knows."""
+    """Weights and the state of the optimiser."""
 
     weights: Weights
     optimiser: Any
@@ -125,7 +128,10 @@ class CompiledNetwork(NamedTuple):
 
 @cache
 def compiled(network: nn.Module, delta: float, weight_decay: float) -> CompiledNetwork:
-    """Functions of a network, trained with a loss rounded off at ``delta``."""
+    """Compiled functions of a network that is trained with a loss smoothed at ``delta``.
+
+    Cached by their arguments: folds and estimators of equal size share what XLA compiled.
+    """
     # AdamW (Loshchilov and Hutter, ICLR 2019); the learning rate is applied in `step`.
     optimiser = optax.chain(
         optax.clip_by_global_norm(CLIP_NORM),
@@ -133,6 +139,8 @@ def compiled(network: nn.Module, delta: float, weight_decay: float) -> CompiledN
         optax.add_decayed_weights(weight_decay),
     )
 
+    # The bound is an argument, not a constant of the function: each fold has its own, and would
+    # otherwise compile anew.
     def ratio(weights: Weights, inputs: Inputs, bound: np.ndarray) -> jax.Array:
         raw = network.apply(weights, inputs)
         return jnp.asarray(Bound(*(bound[i] for i in range(4)))(raw, jax.nn.sigmoid))
@@ -158,6 +166,8 @@ def compiled(network: nn.Module, delta: float, weight_decay: float) -> CompiledN
             at, rate = batch
             return step(state, x[at], y[at], jnp.ones(at.shape), rate, bound), None
 
+        # One call an epoch: with small batches, dispatching each step would take longer than
+        # computing it.
         return jax.lax.scan(one, state, (rows, rates))[0]
 
     def init(seed: int, example: Inputs) -> State:
@@ -176,6 +186,8 @@ def initial_weights(network: nn.Module, seed: int, example: Inputs) -> Weights:
     arrays = {}
     for name, shape in shapes(network, example).items():
         layer, kind = name.split("/")[-2:]
+        # Flax stores an embedding as (entries, width): its output, unlike a dense layer's, is one
+        # row.
         inputs = shape[1] if kind == "embedding" else shape[0]
         scale = 0.0 if kind == "bias" or layer == _OUT else inputs**-0.5
         arrays[name] = (scale * rng.normal(size=shape)).astype(np.float32)

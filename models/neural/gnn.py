@@ -1,4 +1,4 @@
-"""What the graph networks have in common: which graphs they see, and the schema they check."""
+"""Base class of the graph networks: the graphs they see, and the schema they check."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from .scaling import Scaling
 class GraphEstimator(NeuralEstimator):
     """A network of the kernel's computation graph beside its row of the feature table.
 
-    The graph is the same on every device; the row holds what the device and the kernel as a whole
-    are like. So the graph is embedded once, and a perceptron puts the two together.
+    The graph is the same on every device; the row describes the device and the kernel as a whole.
+    So the graph is embedded once, and a perceptron combines the two.
 
     Args:
         hidden: Width of a node.
-        rounds: Rounds of message passing: how many uses away a node looks.
+        rounds: Rounds of message passing, the number of edges that information travels.
         head: Width of the perceptron behind it.
         layers: Hidden layers of the perceptron.
         epochs: Most passes over the rows; early stopping may end sooner.
-        batch: Rows to a step.
-        learning_rate: Its peak.
-        weight_decay: Of AdamW.
+        batch: Rows of a step.
+        learning_rate: Peak of the learning rate.
+        weight_decay: Weight decay of AdamW.
         delta: Errors of the log-ratio below this count quadratically.
         stop_epochs: Epochs without improvement before stopping.
-        seed: Of weights, order and held-back groups.
+        seed: Seed of weights, order and held-back groups.
     """
 
     needs_graphs: ClassVar[bool] = True
@@ -72,10 +72,11 @@ class GraphEstimator(NeuralEstimator):
     def _look_at(self, table: KernelTable) -> None:
         super()._look_at(table)
         graphs = self._graphs(table)
+        # Each graph once, however many rows have it; graphs of rows outside the table do not count.
         self.nodes = Scaling.fit(graphs.packed.take(np.unique(graphs.index)).features)
 
     def _rows(self, table: KernelTable, target: np.ndarray | None = None) -> GraphRows:
-        """The table as a network sees it; without targets, they are zero."""
+        """The table in the form of a network's input; missing targets are zero."""
         graphs = self._graphs(table)
         y = np.zeros(len(table), np.float32) if target is None else target
         nodes = self._known(self.nodes)

@@ -1,4 +1,4 @@
-"""The graph network in Flax: padded batches and compiled segment sums."""
+"""The graph network in Flax, on padded batches with compiled segment sums."""
 
 from __future__ import annotations
 

@@ -17,9 +17,10 @@ from .gnn import GraphEstimator
 
 
 class PygGraphEstimator(GraphEstimator):
-    """Message passing by PyTorch Geometric, for those who build on PyTorch.
+    """Message passing in PyTorch Geometric, for those who build on PyTorch.
 
-    Network, target and loss are those of ``gnn-flax``, which trains several times faster on a CPU.
+    Network, target and loss are those of ``gnn-flax``, which trains about twice as fast on a CPU
+    (docs/models.md).
 
     Args:
         hidden: Width of a node.
@@ -27,12 +28,12 @@ class PygGraphEstimator(GraphEstimator):
         head: Width of the perceptron behind it.
         layers: Hidden layers of the perceptron.
         epochs: Most passes over the rows; early stopping may end sooner.
-        batch: Rows to a step.
-        learning_rate: Its peak.
-        weight_decay: Of AdamW.
+        batch: Rows of a step.
+        learning_rate: Peak of the learning rate.
+        weight_decay: Weight decay of AdamW.
         delta: Errors of the log-ratio below this count quadratically.
         stop_epochs: Epochs without improvement before stopping.
-        seed: Of weights, order and held-back groups.
+        seed: Seed of weights, order and held-back groups.
         n_jobs: Threads.
 
     Raises:
@@ -56,6 +57,7 @@ class PygGraphEstimator(GraphEstimator):
         seed: int = 0,
         n_jobs: int = 1,
     ) -> None:
+        # Asked for without importing, which takes seconds.
         missing = [name for name in ("torch", "torch_geometric") if find_spec(name) is None]
         if missing:
             raise ModelError(
@@ -151,6 +153,7 @@ class PygGraphEstimator(GraphEstimator):
         from .pyg_net import PygGraphNet
 
         p, inputs, nodes = self.params, self._known(self.inputs), self._known(self.nodes)
+        # The seed is set in a fork of the generator: a library does not seed the user's global one.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(p["seed"])
             return PygGraphNet(

@@ -15,8 +15,8 @@ from .fitting import best_epoch, learning_rates, shuffled
 if TYPE_CHECKING:
     from .flax_nets import CompiledNetwork, Perceptron, Weights
 
-#: Rows predicted at a time: one compiled function serves any number of rows, whose activations
-#: otherwise grow with them.
+#: Most rows predicted at a time: bounds the memory of activations, and the number of shapes to
+#: compile for.
 _CHUNK = 1024
 
 
@@ -27,12 +27,12 @@ class MLPEstimator(NeuralEstimator):
         hidden: Width of the hidden layers.
         layers: How many hidden layers.
         epochs: Most passes over the rows; early stopping may end sooner.
-        batch: Rows to a step.
-        learning_rate: Its peak.
-        weight_decay: Of AdamW.
+        batch: Rows of a step.
+        learning_rate: Peak of the learning rate.
+        weight_decay: Weight decay of AdamW.
         delta: Errors of the log-ratio below this count quadratically.
         stop_epochs: Epochs without improvement before stopping.
-        seed: Of weights, order and held-back groups.
+        seed: Seed of weights, order and held-back groups.
     """
 
     name = "mlp"
@@ -76,6 +76,7 @@ class MLPEstimator(NeuralEstimator):
 
         def epochs() -> Iterator[Weights]:
             state = functions.init(p["seed"], values[:1])
+            # All epochs have the same number of steps, so the schedule divides evenly among them.
             for part in np.split(rates, p["epochs"]):
                 rows = shuffled(len(y), p["batch"], rng)
                 state = functions.epoch(state, x, y, rows, part, bound)
@@ -96,6 +97,7 @@ class MLPEstimator(NeuralEstimator):
         parts = []
         for start in range(0, len(values), _CHUNK):
             part = values[start : start + _CHUNK]
+            # A power of two of rows: a handful of compiled shapes serve any number.
             padded = np.zeros((row_bucket(len(part), _CHUNK), values.shape[1]), np.float32)
             padded[: len(part)] = part
             parts.append(np.asarray(functions.ratio(weights, padded, bound))[: len(part)])

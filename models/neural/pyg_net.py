@@ -34,7 +34,8 @@ class PygGraphNet(nn.Module):
         super().__init__()
         self.opcode = nn.Embedding(len(OPCODES), hidden)
         self.node = nn.Linear(node_columns, hidden)
-        # With root weight and bias in one direction, so that a round has each of them once.
+        # With root weight and bias in one direction only, so that a round has each of them once, as
+        # the network in Flax does.
         self.producers = nn.ModuleList(SAGEConv(hidden, hidden) for _ in range(rounds))
         self.users = nn.ModuleList(
             SAGEConv(hidden, hidden, root_weight=False, bias=False) for _ in range(rounds)
@@ -42,7 +43,9 @@ class PygGraphNet(nn.Module):
         widths = [2 * hidden + columns, *[head] * layers]
         self.head = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(widths))
         self.out = nn.Linear(widths[-1], 1)
+        # PyTorch's default has standard deviation 1, which would drown the features of a node.
         nn.init.normal_(self.opcode.weight, std=hidden**-0.5)
+        # Training starts from the median of the target, which is what the bound gives at 0.
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
 
@@ -69,6 +72,8 @@ def graph_data(rows: GraphRows) -> list[Data]:
     opcode = torch.from_numpy(graphs.opcode.astype(np.int64))
     last_node, last_edge = np.cumsum(graphs.nodes), np.cumsum(graphs.uses)
     first_node, first_edge = last_node - graphs.nodes, last_edge - graphs.uses
+    # From positions among all packed nodes to positions within each graph, as PyTorch Geometric
+    # counts.
     local = graphs.edges - np.repeat(first_node, graphs.uses)
     edges = torch.from_numpy(local.astype(np.int64))
     x, y = torch.from_numpy(rows.x), torch.from_numpy(rows.y)

@@ -1,4 +1,4 @@
-"""What goes into a network and what comes out: standardised inputs, bounded targets."""
+"""Scaling of a network's inputs (standardised, clipped) and of its output (bounded)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Any, Self
 import numpy as np
 
 #: A column's range is at most this many standard units, so that a rare flag does not become a
-#: value in the hundreds.
+#: value in the hundreds. Engineering estimate: a normal column spans about as much.
 SPAN = 8.0
-#: How far beyond the training range a value may go, in standard units.
+#: How far beyond the training range a value may go, in standard units: far outside a prediction
+#: keeps its value at the edge (docs/models.md). Engineering estimate.
 MARGIN = 0.5
 #: Results have a multiple of this many columns, so that the folds of a dataset, in which other
 #: columns vary, have the same number of them and share compiled functions.
 ALIGN = 32
-#: Shares of the training targets left outside the bounds (before :data:`ROOM` is added).
+#: Share of the training targets left outside each bound before :data:`ROOM` is added: faulty labels
+#: must not set the bounds.
 TAIL = 0.0005
-#: Room between those targets and the bounds, in log units (a factor of 1.65).
+#: Room between those targets and the bounds, in log units (a factor of 1.65). Engineering estimate.
 ROOM = 0.5
 
 
@@ -61,7 +63,7 @@ class Scaling:
     def __call__(self, values: np.ndarray) -> np.ndarray:
         """Standardised values, float32, shape ``(n, width)``; the columns added hold zero.
 
-        What is not a number counts as the mean.
+        NaN counts as the mean.
         """
         own = np.take(values, self.columns, axis=1)
         scaled = (np.clip(own, self.low, self.high) - self.centre) / self.scale
@@ -114,6 +116,8 @@ class Bound:
         """Learn from training targets, shape ``(n,)``."""
         below, middle, above = np.quantile(target, [TAIL, 0.5, 1 - TAIL]).tolist()
         low, high = below - ROOM, above + ROOM
+        # The logistic function must take this value at u = 0; its slope there is share · (1 -
+        # share) times that of its argument.
         share = (middle - low) / (high - low)
         slope = 1.0 / ((high - low) * share * (1.0 - share))
         return cls(low, high, slope, float(np.log(share / (1.0 - share))))

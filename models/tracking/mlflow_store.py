@@ -1,7 +1,7 @@
-"""MLflow: one store beside the code, one run a training, whole model folders as artifacts.
+"""Logs runs to MLflow: one local store, one run a training, whole model folders as artifacts.
 
-MLflow needs a database behind it (its plain file store is gone), so the store is an SQLite file in
-``mlruns/`` with artifacts beside it. It is imported only in the commands that track.
+The store is an SQLite file in ``mlruns/`` with artifacts beside it, since MLflow has deprecated its
+plain file store. MLflow is imported only in the commands that track.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from ...common.files import locked
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+#: Name of the one MLflow experiment that holds all runs.
 EXPERIMENT = "opcast"
 #: Metrics that ``opcast compare`` prints, if a run has them.
 COMPARED = ("median_ape", "mape", "bias", "spearman", "coverage", "noise_median_ape")
-#: Column of a table of runs that holds the parent run.
+#: Column of a table of runs that holds the id of the parent run (MLflow's tag for nested runs).
 PARENT = "tags.mlflow.parentRunId"
 #: Seconds that SQLite waits for a lock that another process holds on the store.
 WAIT_S = 60
@@ -37,7 +38,7 @@ WAIT_S = 60
 
 @dataclass
 class RunLog:
-    """What is logged of one training.
+    """The contents of one logged run.
 
     Attributes:
         name: Name of the run.
@@ -204,6 +205,8 @@ def connect(root: Path | None) -> Any:
             "MLflow is not installed", hint="pip install 'opcast[track]', or pass --no-track"
         ) from None
     base = root or store_dir()
+    # MLflow shows progress bars and logs migrations of its database, which no user of a command
+    # asked for.
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     for noisy in ("mlflow", "alembic"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
@@ -221,7 +224,7 @@ def connect(root: Path | None) -> Any:
 
 @contextmanager
 def _explained(base: Path) -> Iterator[None]:
-    """Errors of the store and its database as one that says what to do.
+    """Turn errors of the store and its database into one that says what to do.
 
     Raises:
         ModelError: The store cannot be read or written.
@@ -229,6 +232,7 @@ def _explained(base: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # By module name: SQLAlchemy's classes are not a dependency to import here.
         family = type(error).__module__.split(".")[0]
         known = family in ("mlflow", "sqlalchemy", "sqlite3") or isinstance(error, OSError)
         if isinstance(error, Warning) or not known:
@@ -254,6 +258,7 @@ def _register(mlflow: Any, run_id: str, name: str) -> None:
 FILE, ROWS_TAG = "predictions.parquet", "predictions_rows"
 
 
+#: Columns of the predictions that a run keeps.
 COLUMNS = (
     "level",
     "kind",
@@ -303,6 +308,8 @@ def log_predictions(mlflow: Any, frame: pd.DataFrame) -> None:
     """Log :func:`tidy`'s frame to the active run."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / FILE
+        # Single precision and categories make the file several times smaller; pages show three
+        # digits.
         small = capped(frame).astype(
             {name: "float32" for name in COLUMNS if name.endswith("_us")}
             | dict.fromkeys(("level", "kind", "device", "split"), "category")

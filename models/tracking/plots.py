@@ -1,6 +1,6 @@
-"""Figures of an evaluation: parity, error by kind, error by size, interval calibration.
+"""Plots of an evaluation: parity, error by kind, error by size, interval calibration.
 
-Every function takes a frame with one row a sample and the columns ``kind``, ``measured_us``,
+The functions take a frame with one row a sample and the columns ``kind``, ``measured_us``,
 ``predicted_us``, ``lo_us`` and ``hi_us``.
 """
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from ..operators.curves import Curve
 
-#: Panels in a row.
+#: Panels side by side in the plot of a calibration.
 _PANELS = 4
-#: Nominal coverage of the intervals.
+#: Nominal coverage of the intervals; apart from ``trust.conformal`` so that plots import little.
 NOMINAL = 0.9
 
 
@@ -62,6 +62,7 @@ def error_by_size(frame: pd.DataFrame, title: str, bins: int = 12) -> Figure:
     """Median and 90th percentile of the error over bins of measured latency."""
     figure, axes = _canvas(title, "measured (µs)", "absolute percentage error")
     log = np.log10(frame["measured_us"].to_numpy())
+    # The offset keeps the largest sample inside the last bin.
     edges = np.linspace(log.min(), log.max() + 1e-9, bins + 1)
     which = np.digitize(log, edges) - 1
     errors = _ape(frame)

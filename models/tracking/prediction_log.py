@@ -1,4 +1,4 @@
-"""Predictions beside measurements as tracked runs keep them: one form, capped, for pages."""
+"""Reads the predictions that tracked runs keep, for the pages that show them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pandas as pd
 from ...common.errors import ModelError
 from .mlflow_store import COLUMNS, FILE, ROWS_TAG
 
-#: Table of figures by group, which a training logs with the label noise beside.
+#: Table of figures by group, which a training logs together with the label noise.
 _METRICS = "tables/metrics.csv"
 
 
@@ -80,6 +80,7 @@ def _chosen(table: pd.DataFrame, wanted: str) -> pd.DataFrame:
     own = table[ids == wanted]
     if not len(own):
         own = table[names == wanted].head(1)
+    # Six hexadecimal digits are enough to tell runs apart; fewer might rather be a mistyped name.
     if not len(own) and len(wanted) >= 6:
         own = table[ids.str.startswith(wanted)].head(1)
     if not len(own):

@@ -1,4 +1,4 @@
-"""Whether an ensemble is worth keeping: it must beat its best member on held-out groups.
+"""Decides whether an ensemble is worth keeping: it must beat its best member on held-out groups.
 
 The choice is made by cross-validation over the training rows alone. In fitting the ensemble, its
 members are fitted to all of a fold's rows anyway, so one pass judges them all. Held out are model
@@ -31,7 +31,7 @@ ENSEMBLE = "ensemble"
 
 @dataclass(frozen=True)
 class EnsembleChoice:
-    """What was kept, and the figures behind it.
+    """The model that was kept, and the figures behind the choice.
 
     Attributes:
         winner: ``ensemble``, or the name of its best member.
@@ -109,6 +109,7 @@ def train_ensemble(
     own = {"seed": seed, "n_jobs": n_jobs, **params}
     table = cross_validate(data, rows, own, folds, seed)
     winner = choose(table)
+    # After the choice, for the report alone.
     test = _test_figures(data, rows, parts.test, own, split)
     chosen = params if winner == ENSEMBLE else _ensemble(own).member_params(winner)
     choice = EnsembleChoice(winner, dict(chosen), table, test)
@@ -147,6 +148,7 @@ def cross_validate(
     frame = data.frame.iloc[rows].reset_index(drop=True)
     by_member: dict[str, list[pd.DataFrame]] = {}
     for name, fold in _held_out(frame, data, folds, seed):
+        # Folds have no validation part; splits by device do, and it is no test data here.
         fitting = np.concatenate([fold.train, fold.validation])
         part = _predictions(data, rows[fitting], rows[fold.test], params, name)
         if part is not None:
@@ -184,6 +186,8 @@ def _predictions(
     model = _ensemble(params)
     fit_rows(model, data, fitting, split)
     table = data.table.take(data.entry[held])
+    # The ensemble's members were fitted to all rows of the fold, so they are judged at no further
+    # cost.
     columns = {name: member.point(table) for name, member in model.members.items()}
     columns = {ENSEMBLE: model.point(table), **columns}
     return pd.DataFrame({"measured": data.latency_s[held], **columns})

@@ -1,4 +1,4 @@
-"""Evaluation: figures of a model on chosen rows, models side by side, and whole programs."""
+"""Evaluates models: on chosen rows, side by side, and on whole programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from ..training_data.prepared import PreparedDataset, prepare
 from ..training_data.splits import leave_family_out
 from .predictions import _total, prediction_frame, program_frame
 
+#: Estimators that are compared by default: those that train within minutes.
 MODELS = ("roofline", "ridge", "forest", "xgboost")
+#: Splits that every dataset has; the others need several devices or runs.
 REPORTED_SPLITS = ("random", "unseen_shape", "unseen_family")
 
 

@@ -1,4 +1,4 @@
-"""Frames of predictions beside labels, for kernels and for programs."""
+"""Tables of predictions beside measurements, for kernels and for programs."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ def _program_record(
         "sum_us": float(time.sum()) * 1e6,
         "labels_us": data.label_sum_s(sample) * 1e6,
         "kernels": len(time),
+        # The guard is for programs without any time.
         "in_domain_share": float(time[kernels.in_domain].sum() / max(time.sum(), 1e-12)),
     }
 

@@ -1,4 +1,4 @@
-"""Training: a dataset goes in, an evaluated cost model comes out."""
+"""Trains a cost model on a dataset, and evaluates it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class TrainResult:
-    """A trained model and how it did on the test part of its split.
+    """A trained model and its errors on the test part of its split.
 
     Attributes:
         model: The cost model, fitted to train and validation rows.
@@ -42,6 +42,7 @@ class TrainResult:
         programs: One row a test program, same columns; empty without program rows.
         program_metrics: As ``metrics``, of the programs.
         seconds: Wall time of training.
+        params: Parameters given to the estimator.
     """
 
     model: CostModel
@@ -92,6 +93,7 @@ def train(
     data = prepare(dataset)
     parts = make_split(data.frame, split, seed, inside=data.inside, held_out=held_out)
     rows = np.sort(np.concatenate([parts.train, parts.validation]))
+    # Preparation is not counted: it is shared by all models that are trained on the dataset.
     start = time.perf_counter()
     bundle = fit_bundle(data, rows, model, split, seed, n_jobs, folds, params)
     seconds = time.perf_counter() - start
@@ -156,9 +158,11 @@ def fit_bundle(
         crossed = fit_and_calibrate(estimator, data, rows, split, folds, seed)
     else:
         crossed = cross_fit(factory, data, rows, split, folds, seed)
+        # An estimator without a table calibrates itself; the folds serve the program model alone.
         estimator = estimator.fit(data.subset(data.kernel_rows(rows)))
     choice = choose_context(data, crossed, seed=seed, n_jobs=n_jobs)
-    # An estimator without measured programs brings the overheads of its platform.
+    # Some estimators bring overheads of platforms without measured programs; fitted corrections of
+    # measured ones take precedence.
     choice.program_model.overheads.update(getattr(estimator, "overheads", {}))
     used = sorted(set(data.frame["device"].iloc[rows]))
     return CostModel(
@@ -181,7 +185,7 @@ def fit_bundle(
 def estimator_factory(
     model: str, seed: int, n_jobs: int, params: Mapping[str, object]
 ) -> Callable[[], Estimator]:
-    """Makes unfitted estimators; seed and threads go to those that take them."""
+    """Return a function that makes unfitted estimators; seed and threads go to those with them."""
     accepted = inspect.signature(estimator_class(model)).parameters
     general = {"seed": seed, "n_jobs": n_jobs}
     own = {**{k: v for k, v in general.items() if k in accepted}, **params}

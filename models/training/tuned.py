@@ -1,4 +1,4 @@
-"""What a search for hyper-parameters found, and the file in which it goes to training."""
+"""The result of a search for hyper-parameters, and the file that hands it to training."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TrialRecord:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         model: Name of the estimator.

@@ -1,4 +1,4 @@
-"""Search for hyper-parameters by cross-validation, with Optuna.
+"""Searches for hyper-parameters by cross-validation, with Optuna.
 
 A trial's error is that of held-out rows in folds of the *training and validation part* of a split,
 cut like the split itself (whole families with ``unseen_family``). The test part is never looked at
@@ -51,7 +51,7 @@ def median_ape(measured: np.ndarray, predicted: np.ndarray) -> float:
     return float(np.median(absolute_percentage_error(measured, predicted)))
 
 
-#: What a search can minimise.
+#: Errors that a search can minimise, by name.
 OBJECTIVES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     "mean_abs_log": mean_abs_log,
     "median_ape": median_ape,
@@ -106,6 +106,8 @@ def tune(
     judge = _Judge(data, rows, model, split, seed, n_jobs, folds, objective)
     file = study or home() / "tuning.db"
     key = f"{model} {split} {objective} {held_out or ''} seed={seed} folds={folds}"
+    # All that changes what an error means is in the name: a resumed search goes on with comparable
+    # trials only.
     open_study = _open_study(file, f"{key} data={data.dataset_hash} {data.table.schema}", seed)
     default = _default_error(open_study, judge)
     _search(open_study, judge, space, trials, timeout_s, on_trial)
@@ -184,11 +186,13 @@ def _open_study(file: Path, name: str, seed: int) -> Study:
         raise ModelError(f"cannot keep trials there: {text}", where=str(file)) from None
     # The seed moves on with the finished trials: a resumed search would otherwise repeat the first.
     study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials))
+    # A trial that is worse than the median of the others after a fold is stopped.
     study.pruner = optuna.pruners.MedianPruner(n_startup_trials=_STARTUP_TRIALS)
     return study
 
 
 def _default_error(study: Study, judge: _Judge) -> float:
+    # Kept in the study, so that a resumed search does not evaluate the defaults again.
     known = study.user_attrs.get("default_error")
     if known is None:
         known = judge.error({})
@@ -208,6 +212,7 @@ def _search(
 
     def run(trial: Trial) -> float:
         params = space(trial)
+        # The estimator's keywords, which may differ from the names that the trial drew by.
         trial.set_user_attr("params", params)
         error = float("nan")
         for step, error in enumerate(judge.errors(params)):
@@ -246,6 +251,7 @@ def _finished(study: Study) -> list[TrialRecord]:
 
 def _result(study: Study, judge: _Judge, default_error: float, file: Path) -> Tuning:
     records = _finished(study)
+    # The error of a pruned trial is that of its first folds, which does not compare.
     whole = [r for r in records if not r.pruned]
     best = min(whole, key=lambda r: r.error, default=None)
     better = best is not None and best.error < default_error

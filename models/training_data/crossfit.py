@@ -1,10 +1,10 @@
-"""Predictions for every training row by a model that has not seen it.
+"""Predicts every training row by a model that has not seen it.
 
 Intervals, the domain's threshold and the program model all need predictions with the error of
 unseen kernels; those of the final model on its own training rows would be far too good. So the rows
-are cut into folds like the split that is reported, each fold is predicted by a model fitted to the
-others, and the final model is fitted to all (cross-conformal prediction: Vovk, Annals of
-Mathematics and Artificial Intelligence 74, 2015).
+are cut into folds like the reported split, each fold is predicted by a model fitted to the others,
+and the final model is fitted to all rows (cross-conformal prediction: Vovk, Annals of Mathematics
+and Artificial Intelligence 74, 2015).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .prepared import PreparedDataset, ProgramSample
 from .splits import fold_groups, make_folds, query_names
 
 #: Each fold costs a training. Four leave three quarters of the rows to each model, close enough to
-#: the final one for its errors to stand for those of the final model; chosen by judgement.
+#: the final one for its errors to stand in for those of the final model. Engineering estimate.
 DEFAULT_FOLDS = 4
 
 
@@ -58,8 +58,8 @@ def cross_fit(
         data: The prepared dataset.
         rows: Training rows, by position.
         split: Name of the split that the folds should resemble.
-        folds: How many.
-        seed: Of the folds.
+        folds: Number of folds.
+        seed: Seed of the folds.
     """
     frame = data.frame.iloc[rows].reset_index(drop=True)
     groups = fold_groups(frame, split)
@@ -91,7 +91,7 @@ def fit_and_calibrate(
     folds: int = DEFAULT_FOLDS,
     seed: int = 0,
 ) -> CrossFit:
-    """Fit to all the rows, with intervals and domain from cross-fitting over them."""
+    """Fit an estimator to all the rows, with intervals and domain from cross-fitting over them."""
     crossed = cross_fit(estimator.clone, data, rows, split, folds, seed)
     fit_rows(estimator, data, data.kernel_rows(rows), split)
     estimator.calibrate(
@@ -132,6 +132,7 @@ def predict_entries(
         kernels = kernels_from_irs([data.irs[entries[p]] for p in places])
         part = estimator.predict(kernels, data.devices[device])
         for name in KernelPrediction.__slots__:
+            # ``unclamped`` is missing where a model limits nothing.
             if getattr(part, name) is None:
                 continue
             values = np.asarray(getattr(part, name))
@@ -143,5 +144,6 @@ def predict_program_kernels(
     estimator: Estimator, data: PreparedDataset, program: ProgramSample
 ) -> np.ndarray:
     """Latencies of a program's kernels in schedule order, in seconds."""
+    # A program repeats its layers: each distinct kernel is predicted once.
     unique, inverse = np.unique(program.entries, return_inverse=True)
     return predict_entries(estimator, data, unique).latency[inverse]

@@ -60,6 +60,7 @@ def kendall_within(measured: np.ndarray, predicted: np.ndarray, groups: np.ndarr
     """
     parts = pd.Series(np.arange(len(groups))).groupby(np.asarray(groups, object)).indices.values()
     taus = [(kendall(measured[own], predicted[own]), len(own)) for own in parts]
+    # NaN is not equal to itself: groups of one kernel, or of equal times, have no order.
     known = [(tau, size) for tau, size in taus if tau == tau]
     if not known:
         return float("nan")
@@ -151,6 +152,8 @@ def replicate_differences(frame: pd.DataFrame) -> pd.DataFrame:
 
 def label_noise(frame: pd.DataFrame) -> dict[str, float]:
     """Noise floor of the labels from replicate pairs; nan without any.
+
+    No model can do better on average than two measurements of the same kernel agree.
 
     Returns:
         ``noise_median_ape``, ``noise_mape`` and ``noise_pairs``.

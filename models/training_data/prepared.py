@@ -1,4 +1,4 @@
-"""A dataset made ready for training: kernels as a feature table, programs as schedules.
+"""Prepares a dataset for training: kernels as a feature table, programs as schedules.
 
 Kernels are read and featurised once for each (kernel, device), however many rows, splits and models
 there are. Rows are referred to by position in :attr:`PreparedDataset.frame` throughout.
@@ -49,7 +49,7 @@ class ProgramSample:
 
     @property
     def group(self) -> str:
-        """What is held out together with it: its model family, or itself if generated."""
+        """Group that is held out together: its model family, or the program itself if generated."""
         return self.family if is_family(self.family) else self.name
 
 
@@ -176,6 +176,7 @@ def _usable(frame: pd.DataFrame) -> pd.DataFrame:
     label = frame["latency_us_p50"].to_numpy(np.float64)
     good = np.isfinite(label) & (label > 0)
     if not good.all():
+        # Logarithms are learned: a zero or missing label has none.
         logger.warning("left out %d rows without a positive latency", int((~good).sum()))
     if not good.any():
         raise DatasetError("no row has a positive latency")
@@ -212,6 +213,7 @@ def _keys(
     for row, program in lowered.items():
         device = frame["device"].iloc[row]
         keys.update(dict.fromkeys((device, k.hash) for k in program.kernels if k.hash in irs))
+    # Devices together, since a feature table is of one device; the sort is stable.
     return sorted(keys, key=lambda key: key[0])
 
 

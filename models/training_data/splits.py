@@ -1,4 +1,4 @@
-"""Named, reproducible splits. In none of them is a kernel in training and in test.
+"""Named, reproducible splits. In none of them does a kernel appear in both training and test.
 
 ``random``         kernels drawn by the digest of their hash;
 ``unseen_shape``   the largest kernels of each kind are held out;
@@ -24,11 +24,11 @@ import pandas as pd
 from ...common.errors import DatasetError
 
 SPLITS = ("random", "unseen_shape", "unseen_family", "unseen_device", "unseen_run")
-#: Shares of the kernels, by convention 70:10:20.
+#: Shares of the kernels, by the usual convention 70:10:20.
 TEST_SHARE = 0.2
 VALIDATION_SHARE = 0.1
-#: One family in this many is held out by ``unseen_family``: a
-#: smaller test part would depend too much on which families are drawn.
+#: One family in this many is held out by ``unseen_family``: a smaller test part would depend too
+#: much on which families are drawn. Engineering estimate.
 FAMILY_STRIDE = 3
 _FOLD = "fold"
 
@@ -180,6 +180,8 @@ def _by_draw(frame: pd.DataFrame, seed: int) -> np.ndarray:
 def _by_size(frame: pd.DataFrame) -> np.ndarray:
     """Rank of FLOPs and bytes within the kind; the top fifth is test, the next tenth validation."""
     unique = frame.drop_duplicates("kernel_hash")
+    # Ranks of FLOPs and of bytes, averaged: a kernel may be large in either. Within a kind, since a
+    # large copy is a small GEMM.
     ranks = unique.groupby("kind")[["flops", "bytes"]].rank(pct=True).mean(axis=1)
     place = ranks.groupby(unique["kind"]).rank(pct=True, method="first")
     by_hash = dict(zip(unique["kernel_hash"], place, strict=True))
@@ -194,9 +196,11 @@ def _by_family(frame: pd.DataFrame, seed: int) -> tuple[np.ndarray, tuple[str, .
             "unseen_family needs at least two model families",
             hint="choose another: --split random; or add programs of the zoo to the dataset",
         )
+    # Seed 0 takes the third, sixth … family in alphabetical order; other seeds shift which.
     first = (FAMILY_STRIDE - 1 - seed) % FAMILY_STRIDE % len(families)
     test = families[first::FAMILY_STRIDE]
     rest = [f for f in families if f not in test]
+    # Every fourth of the others, about a sixth of all families.
     validation = rest[FAMILY_STRIDE :: FAMILY_STRIDE + 1]
     family = frame["family"]
     return np.where(family.isin(test), 2, np.where(family.isin(validation), 1, 0)), tuple(test)
@@ -216,6 +220,7 @@ def _by_column(
     hashes = frame["kernel_hash"]
     shared = hashes.isin(set(hashes[away]) & set(hashes[~away])).to_numpy()
     first = np.array([draw(h, seed) for h in hashes])
+    # A kernel that both sides have may be on one of them only; a coin decides, by its hash.
     to_test, to_train = ~shared | (first < 0.5), ~shared | (first >= 0.5)
     second = np.array([draw(h, seed + 1) for h in hashes])
     train = np.where(second < VALIDATION_SHARE, 1, 0)

@@ -1,4 +1,4 @@
-"""Which training rows are held back, so that early stopping sees kernels that were not fitted."""
+"""Chooses the training rows that are held back for early stopping."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIN_STOP_ROWS = 50
 
 
 def stop_rows(groups: np.ndarray, seed: int) -> np.ndarray:
-    """Which rows are held back: whole groups, drawn by name.
+    """Draw the rows that are held back, whole groups by name.
 
     The names are salted: a split draws kernels by the same names and seed, and without the salt
     its training part would hold none of the groups that are drawn here.
