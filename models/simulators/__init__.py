@@ -1,7 +1,7 @@
-"""Foreign simulators and compilers as estimators: SCALE-Sim, ZigZag and IREE.
+"""Third-party simulators and compilers as estimators: SCALE-Sim, ZigZag, IREE and libtpu.
 
-Kernels and a device go in, seconds of each kernel that the tool can model come out; the others take
-the roofline, with a reason. Tools run in a process of their own, answers stay on disk.
+Each predicts the kernels that its tool can model; the others take the roofline, with a reason.
+Tools run in a separate process, and their answers are cached on disk (docs/fidelities.md).
 """
 
 from .answers import Answer, AnsweringEstimator

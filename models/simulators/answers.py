@@ -1,4 +1,4 @@
-"""Base of estimators whose answers, for some of the kernels, come from another tool."""
+"""Base class of estimators whose answers, for some of the kernels, come from another tool."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Answer:
     """A tool's answer about a kernel.
 
     Attributes:
-        seconds: Its time of the part that it models; 0 if it models none.
-        reason: Why it models none; empty if it does.
+        seconds: Time of the part of the kernel that it models; 0 if it models none.
+        reason: Why it models none; empty if it models the kernel.
     """
 
     seconds: float
@@ -42,11 +42,11 @@ class Answer:
 class AnsweringEstimator(ABC):
     """An estimator whose answers come from another tool; it learns nothing.
 
-    A kernel without an answer takes ``roofline + floor``, marked ``roofline`` and outside of the
-    domain; :meth:`reasons` says why.
+    A kernel without an answer takes ``roofline + floor``, marked ``roofline`` and out of domain;
+    :meth:`reasons` says why.
 
     Args:
-        params: What it was made with, by keyword; saved with it.
+        params: Keywords of the constructor; saved with the estimator.
     """
 
     name: str = ""
@@ -81,7 +81,7 @@ class AnsweringEstimator(ABC):
         return answered
 
     def fit(self, dataset: Dataset) -> Self:
-        """Nothing is learned."""
+        """Return the estimator as it is: it learns nothing."""
         return self
 
     def reasons(self, kernels: Sequence[Kernel], device: DeviceSpec) -> list[str]:
@@ -103,6 +103,8 @@ class AnsweringEstimator(ABC):
         simulated = np.array([answer.seconds for answer in answers])
         own = np.maximum(self.latency(simulated, rows(kernels), device), SMALLEST)
         latency = np.where(covered, own, table.roofline_s)
+        # No tool is calibrated against measurements, so the interval is that of an uncalibrated
+        # roofline.
         width = float(np.exp(UNCALIBRATED))
         return KernelPrediction(
             latency,
@@ -114,7 +116,7 @@ class AnsweringEstimator(ABC):
         )
 
     def notes(self, kernels: Sequence[Kernel], device: DeviceSpec) -> tuple[str, ...]:
-        """How much the tool models and why not the rest, for the prediction's notes."""
+        """Share of the kernels that the tool models, and reasons for the others, as notes."""
         own = [kernel for kernel in kernels if kernel.takes_time]
         reasons = Counter(filter(None, self.reasons(own, device)))
         covered = len(own) - sum(reasons.values())
@@ -129,7 +131,7 @@ class AnsweringEstimator(ABC):
 
     @property
     def settings(self) -> dict[str, object]:
-        """Arguments that make the same estimator again."""
+        """Keywords that construct the same estimator again."""
         return dict(self.params)
 
     @classmethod

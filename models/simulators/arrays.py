@@ -1,4 +1,4 @@
-"""Matrix products on systolic arrays: what a kernel multiplies, and how arrays share it."""
+"""Maps kernels to matrix products on systolic arrays, and shares products among arrays."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from ...features.ir.dtypes import DTYPE_BITS, DTYPES, REDUCED
 from ...features.kernels.kernel import Kernel
 from ...features.table.columns import INDEX
 
-#: What a device needs to be modelled, by key of a device file.
+#: Attributes that a device must have to be modelled, with their keys in a device file.
 _NEEDED = {
     "array_rows": "array_rows",
     "array_columns": "array_columns",
     "arrays_per_core": "arrays_per_core",
     "clock_hz": "boost_mhz",
 }
+#: The same for models of the memories.
 _VMEM = {"shared_bytes_per_core": "shared_kb_per_core", "memory_bytes": "memory_gb"}
 
 
@@ -61,7 +62,10 @@ def product_of(kernel: Kernel, row: np.ndarray) -> Product | str:
     if min(m, n, k, batch) < 1:
         return f"product of unknown size ({kernel.opcode})"
     dense = float(row[INDEX["dense_flops"]])
+    # A fusion may hold several products: the largest stands for all, scaled by their FLOPs.
     times = max(dense / (2.0 * batch * m * n * k), 1.0)
+    # Gradients of strided convolutions dilate their input: ``dense_flops`` counts the zeros between
+    # its elements, ``matmul_flops`` does not.
     if row[INDEX["conv_dilates_input"]] > 0:
         m = max(ceil(m * float(row[INDEX["matmul_flops"]]) / dense), 1)
     rate = DTYPES[int(row[INDEX["matrix_dtype"]])]
@@ -72,9 +76,9 @@ def product_of(kernel: Kernel, row: np.ndarray) -> Product | str:
 
 
 def passes(rate: str, device: DeviceSpec) -> float:
-    """How often an array goes over a product of a type: 1 for bf16, 6 for true f32 on a TPU.
+    """Passes of an array over a product of a type: 1 for bf16, 6 for true f32 on a TPU.
 
-    Operands that may be rounded are taken in one pass, as the TPU's compiler does by default.
+    Operands that may be rounded take one pass, as the TPU's compiler does by default.
     """
     if rate == REDUCED:
         return 1.0
@@ -103,7 +107,7 @@ def require_arrays(device: DeviceSpec, tool: str, memory: bool = False) -> None:
 
 
 def arrays_of(device: DeviceSpec) -> int:
-    """Systolic arrays of all cores."""
+    """Number of systolic arrays of all cores."""
     return device.arrays_per_core * device.core_count
 
 
@@ -119,6 +123,7 @@ def shared_cycles(folds: int, length: int, overhead: int, arrays: int) -> int:
         overhead: Cycles of a fold that it does not (fill, drain, loading).
         arrays: Arrays.
     """
+    # More parts fill idle arrays, but each of them pays the overhead again.
     return min(
         ceil(folds * parts / arrays) * (overhead + ceil(length / parts))
         for parts in range(1, arrays + 1)

@@ -1,4 +1,4 @@
-"""Base of the simulators: which kernels they model, their process, their cached answers."""
+"""Base class of the simulators: the kernels they model, their process, their cached answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from ..core.base import distinct
 from .answers import Answer, AnsweringEstimator
 from .tool_process import ToolProcess
 
-#: Raised when the drivers change what they ask a tool or make of its answer.
+#: Version of the drivers, part of a cached answer's key. Increase it when they change what they ask
+#: a tool, or how they read its answer.
 ANSWER_VERSION = 1
 
 #: A request to a tool and its reply, as JSON objects; each tool documents its own keys.
@@ -34,18 +35,19 @@ Reply = Mapping[str, Any]
 
 
 class SimulatorEstimator(AnsweringEstimator):
-    """An estimator whose answers a foreign tool gives, run in a process of its own.
+    """An estimator whose answers come from a third-party tool in a separate process.
 
     Answers are kept in the user's cache folder, by kernel, device, parameters and version of the
     tool.
 
     Args:
         limit_s: Seconds that the tool may take for one kernel.
-        progress: Whether to show progress, if a person looks.
+        progress: Whether to show progress, if standard error is a terminal.
         params: Parameters of the tool; part of an answer's key.
     """
 
-    #: Extra of ``pyproject.toml`` that installs it, and the packages whose versions count.
+    #: Extra of ``pyproject.toml`` that installs the tool, and packages whose versions are part of
+    #: the key of an answer.
     extra: ClassVar[str] = ""
     packages: ClassVar[tuple[str, ...]] = ()
     #: Module of this package that runs it.
@@ -68,7 +70,7 @@ class SimulatorEstimator(AnsweringEstimator):
 
     @abstractmethod
     def job(self, kernel: Kernel, row: np.ndarray, device: DeviceSpec) -> Job | str:
-        """What to ask the tool of a kernel with a feature row, or why nothing can be asked."""
+        """Request to the tool about a kernel with its feature row, or why there can be none."""
 
     @abstractmethod
     def seconds(self, reply: Reply, job: Job) -> float:
@@ -138,6 +140,8 @@ class SimulatorEstimator(AnsweringEstimator):
     def _keys(self, device: DeviceSpec, tool_version: str) -> Callable[[Kernel, Job], str]:
         described = json.dumps(asdict(device), sort_keys=True, default=str)
         params = json.dumps(self.params, sort_keys=True)
+        # Everything that an answer depends on; the whole description of the device, since a user's
+        # file may change any figure of it.
         fixed = (str(ANSWER_VERSION), self.name, tool_version, params, described)
         return lambda kernel, job: LoweringCache.key(
             *fixed,
@@ -146,7 +150,7 @@ class SimulatorEstimator(AnsweringEstimator):
         )
 
     def _remembered(self, key: str) -> bool:
-        """Whether there is an answer; one that only says that a shorter limit passed is none."""
+        """Whether an answer is known; a timeout under a shorter limit does not count as one."""
         if key in self._known:
             return True
         entry = self._cache.get(key)
@@ -165,6 +169,7 @@ class SimulatorEstimator(AnsweringEstimator):
                 answer, meta = Answer(0.0, str(reply.get("error", ""))), {}
                 if answer.covered:
                     answer = Answer(self.seconds(reply, job))
+                # Remembered with its limit, so that it is tried again only with a longer one.
                 elif reply.get("hung"):
                     meta = {"hung_s": self.limit_s}
                 self._known[key] = answer
@@ -173,5 +178,5 @@ class SimulatorEstimator(AnsweringEstimator):
 
     @property
     def settings(self) -> dict[str, object]:
-        """Arguments that make the same estimator again."""
+        """Keywords that construct the same estimator again."""
         return {"limit_s": self.limit_s, **self.params}

@@ -1,4 +1,4 @@
-"""The TPU compiler's own estimates as an estimator, of kernels that it has just made."""
+"""The TPU compiler's own estimates as an estimator, for kernels that it has just compiled."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from .answers import Answer, AnsweringEstimator
 
 
 class CompilerEstimator(AnsweringEstimator):
-    """What libtpu wrote beside each kernel: ``cycles / clock``. Estimates, not measurements.
+    """Returns the cycles that libtpu wrote into each kernel's ``backend_config``, over the clock.
 
-    Only lowering ``xla`` for a TPU has them, and not for every kernel.
+    They are estimates, not measurements. Only lowering ``xla`` for a TPU has them, and not for
+    every kernel (docs/tpu.md).
     """
 
     name = "compiler"
@@ -24,7 +25,7 @@ class CompilerEstimator(AnsweringEstimator):
 
     @property
     def version(self) -> str:
-        """The estimates come with the kernels, whose compiler the prediction names."""
+        """A generic name: the prediction names the version that compiled the kernels."""
         return "the TPU's compiler"
 
     def answers(self, kernels: Sequence[Kernel], device: DeviceSpec) -> list[Answer]:

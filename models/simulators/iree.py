@@ -12,8 +12,10 @@ from ...features.devices.identity import base_name
 from ...features.kernels.kernel import Kernel
 from .base import Job, Reply, SimulatorEstimator
 
-#: On the one thread that works, the processor's time is the wall time of a machine at rest.
+#: On the one thread that works, the processor's time is the wall time of an idle machine, and other
+#: jobs disturb it least.
 TIMER = "cpu_time"
+#: IREE's optimisation levels (``--iree-opt-level``).
 LEVELS = ("O0", "O1", "O2", "O3")
 
 
@@ -26,8 +28,8 @@ class IreeEstimator(SimulatorEstimator):
 
     Args:
         opt: IREE's optimisation level.
-        repeats: Timings of which the median counts.
-        time_s: Least seconds of each.
+        repeats: Number of timings, of which the median is taken.
+        time_s: Least seconds of each timing.
         limit_s: Seconds that compiling and running a kernel may take.
         progress: Whether to show progress.
     """
@@ -74,5 +76,5 @@ class IreeEstimator(SimulatorEstimator):
         return float(reply["seconds"])
 
     def latency(self, answered: np.ndarray, row: np.ndarray, device: DeviceSpec) -> np.ndarray:
-        """The measurement is the whole kernel."""
+        """The answers themselves: a measurement is of the whole kernel."""
         return answered

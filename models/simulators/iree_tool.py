@@ -1,4 +1,4 @@
-"""IREE, called in the worker process: a kernel compiled for this machine's CPU and run."""
+"""Runs IREE in the worker process: compiles a kernel for this machine's CPU and times it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...features.ir.hlo_reader import parse_hlo
 from ...features.ir.jax_compat import hlo_to_stablehlo, parse_module
 from ...features.ir.program import Computation, Op, Program, TensorType
 
-#: HLO types by IREE's names; unsigned ones have the sign of their bits only.
+#: IREE's names of HLO types; IREE's inputs have no sign, only a width.
 _TYPES = {
     "pred": "i8",
     "s8": "i8",
@@ -31,6 +31,7 @@ _TYPES = {
     "f32": "f32",
     "f64": "f64",
 }
+#: Options of ``iree-compile``: code for all instructions of this very CPU, as XLA makes.
 _COMPILE = (
     "--iree-input-type=stablehlo",
     "--iree-hal-target-backends=llvm-cpu",
@@ -51,6 +52,7 @@ def run(job: dict[str, Any]) -> dict[str, float | str]:
     program = unfused(parse_hlo(job["ir"]))
     inputs = [_input(op.type) for op in program.entry_computation.parameters]
     text = str(parse_module(hlo_to_stablehlo(print_hlo(program))))
+    # The converter leaves what StableHLO lacks in the MHLO dialect, which IREE cannot read.
     foreign = re.search(r"(?:= |\")mhlo\.(\w+)", text)
     if foreign:
         return {"error": f"StableHLO has no {foreign[1]}"}
@@ -69,6 +71,8 @@ def run(job: dict[str, Any]) -> dict[str, float | str]:
             benchmark(),
             f"--module={module}",
             "--function=main",
+            # One thread, in the caller: kernels are compared by work, not by how a scheduler
+            # spreads it.
             "--device=local-sync",
             "--benchmark_format=json",
             f"--benchmark_min_time={job['time_s']}s",
@@ -79,10 +83,9 @@ def run(job: dict[str, Any]) -> dict[str, float | str]:
 
 
 def unfused(program: Program) -> Program:
-    """A kernel's module with the computation that its fusion calls as the entry.
+    """Make the computation that a kernel's fusion calls the module's entry.
 
-    Casts without work between layouts become reshapes: a program for another compiler has no
-    layouts.
+    Bitcasts between layouts become reshapes: a program for another compiler has no layouts.
     """
     op = program.entry_computation.root_op
     computations = {
@@ -125,6 +128,7 @@ def benchmark() -> str:
 def median_seconds(told: str, timer: str) -> float:
     """Median of the repeats in the JSON that ``iree-benchmark-module`` prints."""
     unit = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+    # Google Benchmark prints aggregates (mean, median, …) as further rows.
     rows = [row for row in json.loads(told)["benchmarks"] if row["run_type"] == "iteration"]
     times = sorted(row[timer] * unit[row["time_unit"]] for row in rows)
     return float(times[len(times) // 2])
@@ -133,6 +137,7 @@ def median_seconds(told: str, timer: str) -> float:
 def _tool(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
+        # The first line that names an error; the rest is usually a dump of the module.
         lines = [line.strip() for line in done.stderr.splitlines() if "error" in line.lower()]
         said = (lines or done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
         raise RuntimeError(said)

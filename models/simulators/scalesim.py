@@ -1,4 +1,4 @@
-"""SCALE-Sim as an estimator: cycles of systolic arrays (Samajdar et al., ISPASS 2020)."""
+"""SCALE-Sim as an estimator of products on systolic arrays (Samajdar et al., ISPASS 2020)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ...features.kernels.kernel import Kernel
 from .arrays import arrays_of, passes, product_of, require_arrays, shared_cycles
 from .base import Job, Reply, SimulatorEstimator
 
+#: SCALE-Sim's names: what stays in the array (weights, outputs, inputs).
 DATAFLOWS = ("ws", "os", "is")
 
 
@@ -20,7 +21,9 @@ class ScaleSimEstimator(SimulatorEstimator):
     """Cycles of SCALE-Sim's systolic array for products and convolutions.
 
     The simulator computes one fold; a product of ``F`` folds takes ``F`` times that, shared among
-    the device's arrays. Weights may be either operand: the faster choice counts.
+    the device's arrays. Either operand may be the weights: the faster choice counts. Loading
+    weights is not overlapped with computing, so products with few rows come out too slow
+    (docs/fidelities.md).
 
     Args:
         dataflow: What stays in the array: ``ws`` weights (as in a TPU), ``os`` outputs, ``is``
@@ -51,7 +54,7 @@ class ScaleSimEstimator(SimulatorEstimator):
         require_arrays(device, self.name)
 
     def job(self, kernel: Kernel, row: np.ndarray, device: DeviceSpec) -> Job | str:
-        """Array and product, both ways round."""
+        """Sizes of the array and of the product; the tool tries either operand as the weights."""
         product = product_of(kernel, row)
         if isinstance(product, str):
             return product
@@ -65,8 +68,9 @@ class ScaleSimEstimator(SimulatorEstimator):
         }
 
     def seconds(self, reply: Reply, job: Job) -> float:
-        """Seconds of the faster way round."""
-        # A sum that stays in place cannot be split among arrays.
+        """Seconds with the faster choice of weights."""
+        # With outputs in place, time runs over the sum: splitting it would leave partial sums in
+        # several arrays.
         split = job["dataflow"] != "os"
         cycles = min(
             shared_cycles(

@@ -1,4 +1,4 @@
-"""SCALE-Sim, called in the worker process: cycles of one fold of a product.
+"""Runs SCALE-Sim in the worker process: cycles of one fold of a product.
 
 Its compute system is run as ``scalesim.single_layer_sim`` runs it, without the memory system: that
 writes traces, goes cycle by cycle, and version 3.0.0 of it fails with NumPy from 2.4 on.
@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 #: Most steps in time that are simulated: beyond the fill of the array a fold's cycles grow by one a
-#: step, so longer dimensions are extrapolated exactly.
+#: step, so longer dimensions are extrapolated exactly (checked in docs/fidelities.md).
 MAX_TIME = 64
 
 
@@ -22,9 +22,10 @@ def run(job: dict[str, Any]) -> dict[str, list[dict[str, int]]]:
             ``m``, ``n``, ``k`` of the product.
 
     Returns:
-        ``ways``: of each way round the ``folds`` of the product, the ``length`` of a fold in time
-        and the cycles that a fold takes besides, as ``overhead``.
+        ``ways``: for each choice of weights the ``folds`` of the product, the ``length`` of a fold
+        in time, and as ``overhead`` the cycles that a fold takes beyond that.
     """
+    # Transposing a product swaps its operands; a square one has a single way.
     sizes = {(job["m"], job["n"]), (job["n"], job["m"])}
     return {"ways": [_fold(job, m, n) for m, n in sorted(sizes)]}
 
@@ -39,6 +40,7 @@ def _fold(job: dict[str, Any], m: int, n: int) -> dict[str, int]:
     topology.num_layers, topology.topo_load_flag = 1, True
     topology.topo_calc_hyperparams()
     across, down, length = topology.calc_spatio_temporal_params(df=dataflow, layer_id=0)
+    # One fold: no larger than the array, and no longer than the extrapolation needs.
     own = min(across, rows), min(down, columns), min(length, MAX_TIME)
     cycles = compute_cycles(*own, rows, columns, dataflow)
     folds = -(-across // rows) * -(-down // columns)
@@ -51,9 +53,9 @@ def compute_cycles(
     """Cycles that the simulator's compute system takes.
 
     Args:
-        across: Size that is laid over the array's rows, any size: it is folded.
-        down: Size that is laid over its columns.
-        length: Size that runs in time.
+        across: Size laid over the array's rows; a larger one is folded.
+        down: Size laid over its columns; a larger one is folded.
+        length: Size that streams in time.
         rows: Rows of the array.
         columns: Columns of the array.
         dataflow: ``ws``, ``os`` or ``is``.
@@ -70,6 +72,7 @@ def compute_cycles(
         "os": ((across, length), (length, down), (across, down)),
         "is": ((down, across), (across, length), (down, length)),
     }[dataflow]
+    # Only the shapes count; the matrices hold addresses that nothing looks at.
     inputs, weights, outputs = (np.zeros(shape) for shape in shapes)
     name = f"systolic_compute_{dataflow}"
     system = getattr(import_module(f"scalesim.compute.{name}"), name)()
@@ -77,4 +80,5 @@ def compute_cycles(
         config_obj=config, ifmap_op_mat=inputs, filter_op_mat=weights, ofmap_op_mat=outputs
     )
     system.create_demand_matrices()
+    # A row of the demand matrix is a cycle.
     return int(system.ofmap_demand_matrix.shape[0])

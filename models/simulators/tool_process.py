@@ -9,14 +9,15 @@ from typing import Any
 
 from ...common.worker_process import WorkerEnded, WorkerProcess, WorkerTimeout, module_command
 
-#: Seconds that a tool may take to be imported, on top of the limit of its first job.
+#: Seconds that a tool may take to be imported, on top of the limit of its first job. Engineering
+#: estimate for a cold disk.
 START_S = 60.0
 #: JAX must not load compilers of absent devices there, nor Matplotlib look for a display.
 _SET = {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg", "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 
 class ToolProcess:
-    """A tool's process, started when it is needed and anew after it hung or died.
+    """A tool's process, started on the first job and again after it hung or died.
 
     Args:
         tool: Module of this package with a function ``run(job) -> reply``.
@@ -40,7 +41,11 @@ class ToolProcess:
         self.stop()
 
     def ask(self, job: Mapping[str, object]) -> dict[str, Any]:
-        """The tool's reply, or ``{"error": …}``; with ``"hung": True`` if the limit passed."""
+        """Run one job.
+
+        Returns:
+            The tool's reply, or ``{"error": …}``, with ``"hung": True`` if the limit passed.
+        """
         limit_s = self._limit_s + (START_S if self._worker is None else 0.0)
         worker = self._worker = self._worker or self._started()
         try:

@@ -1,4 +1,4 @@
-"""The process in which a tool runs: a message of JSON for each job, and one for each reply.
+"""Entry point of the process in which a tool runs: one JSON message a job, and one a reply.
 
 Whatever the tool prints goes to standard error. The process may be killed at any time; it ends with
 its parent.
@@ -32,6 +32,7 @@ def _answer(module: ModuleType, job: Mapping[str, object]) -> dict[str, Any]:
         return dict(module.run(job))
     except Exception as error:  # tools raise many unrelated classes
         first = (str(error).strip().splitlines() or [""])[0]
+        # One line, cut to a length that fits a note of a prediction.
         return {"error": f"{type(error).__name__}: {first}"[:300]}
 
 

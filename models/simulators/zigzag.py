@@ -1,4 +1,4 @@
-"""ZigZag as an estimator: analytical cost of the best mapping (Mei et al., IEEE TC 2021)."""
+"""ZigZag as an estimator, by the cost of the best mapping (Mei et al., IEEE TC 70(8), 2021)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class ZigZagEstimator(SimulatorEstimator):
     """Cycles of the best mapping that ZigZag finds on a TPU-like accelerator.
 
     The accelerator has the device's systolic arrays with stationary weights, its on-chip memory and
-    its main memory with its bandwidth. A convolution is its implicit product; elements that this
-    unfolds count in memory as often as they are there, by having fewer bits.
+    its main memory with its bandwidth. A convolution is its implicit GEMM; input elements that the
+    GEMM repeats get fewer bits, so that each counts once in memory traffic.
 
     Args:
-        orders: Loops whose permutations are searched; time grows with its factorial.
+        orders: Number of loops whose permutations are searched; time grows with its factorial.
         limit_s: Seconds that the tool may take for one kernel.
         progress: Whether to show progress.
     """
@@ -47,7 +47,7 @@ class ZigZagEstimator(SimulatorEstimator):
         require_arrays(device, self.name, memory=True)
 
     def job(self, kernel: Kernel, row: np.ndarray, device: DeviceSpec) -> Job | str:
-        """Accelerator and product."""
+        """Description of the accelerator and of the product."""
         product = product_of(kernel, row)
         if isinstance(product, str):
             return product
@@ -58,11 +58,14 @@ class ZigZagEstimator(SimulatorEstimator):
             "n": product.n,
             "k": product.k,
             "bits": product.bits,
+            # ZigZag counts in whole bits.
             "input_bits": max(round(product.bits * product.fold), 1),
             "rows": device.array_rows,
             "columns": device.array_columns,
             "arrays": arrays_of(device),
             "bits_per_cycle": max(floor(bits_per_cycle), 1),
+            # ZigZag's accelerator is one core: that of the device with all arrays and the memories
+            # of all cores.
             "on_chip_bits": int(device.shared_bytes_per_core * device.core_count * 8),
             "memory_bits": int(device.memory_bytes * 8),
             "orders": self.params["orders"],

@@ -1,4 +1,4 @@
-"""ZigZag, called in the worker process: cycles of the best mapping of a product that it finds.
+"""Runs ZigZag in the worker process: cycles of the best mapping of a product that it finds.
 
 Its stages are those of ``zigzag.api``, without the ones that write files.
 """
@@ -13,9 +13,10 @@ import yaml
 
 #: Bits of a partial sum: matrix units of TPUs accumulate in f32 (Jouppi et al., CACM 63(7), 2020).
 SUM_BITS = 32
-#: Bits a clock between VMEM and the arrays: enough that VMEM never limits.
+#: Bits a clock between VMEM and the arrays: enough that VMEM never limits, since device files hold
+#: no bandwidth for it.
 _WIDE = 1 << 20
-#: Fewest bits that a port moves in one access.
+#: Fewest bits that a port moves in one access. Engineering estimate.
 _LEAST = 64
 
 
@@ -31,6 +32,8 @@ def run(job: dict[str, Any]) -> dict[str, float]:
         ``cycles`` of the faster way round, with loading, stalls and writing back, and ``ideal``,
         those of the arithmetic alone.
     """
+    # As the product of the transposes. What was the convolution's input is then the weights, which
+    # count with all their bits.
     turned = {**job, "m": job["n"], "n": job["m"], "input_bits": job["bits"]}
     ways = [job] if job["m"] == job["n"] else [job, turned]
     return min((_search(way) for way in ways), key=lambda reply: reply["cycles"])
@@ -68,6 +71,7 @@ def _search(job: dict[str, Any]) -> dict[str, float]:
             workload=workload(job),
             accelerator=str(folder / "accelerator.yaml"),
             mapping=str(folder / "mapping.yaml"),
+            # LOMA orders loop prime factors; the limit bounds how many there are to permute.
             loma_lpf_limit=int(job["orders"]),
             loma_show_progress_bar=False,
             nb_mappings_generated=1,
@@ -101,7 +105,11 @@ def workload(job: dict[str, Any]) -> list[dict[str, object]]:
 
 
 def mapping(job: dict[str, Any]) -> list[dict[str, object]]:
-    """Columns of the array take columns, rows what is summed over; arrays share rows or batch."""
+    """Spatial mapping: columns over array columns, the sum over array rows, rows over arrays.
+
+    A batch is spread over the arrays instead of the rows of one product.
+    """
+    # Independent products of a batch need no exchange between arrays, nor do rows of one product.
     shared = "B" if int(job["b"]) > 1 else "D"
     return [
         {

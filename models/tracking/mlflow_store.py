@@ -1,7 +1,7 @@
 """Logs runs to MLflow: one local store, one run a training, whole model folders as artifacts.
 
-The store is an SQLite file in ``mlruns/`` with artifacts beside it, since MLflow has deprecated its
-plain file store. MLflow is imported only in the commands that track.
+The store is an SQLite file in ``mlruns/`` with artifacts beside it, since MLflow needs a database
+(its plain file store is gone). MLflow is imported only in the commands that track.
 """
 
 from __future__ import annotations

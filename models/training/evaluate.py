@@ -16,9 +16,9 @@ from ..training_data.prepared import PreparedDataset, prepare
 from ..training_data.splits import leave_family_out
 from .predictions import _total, prediction_frame, program_frame
 
-#: Estimators that are compared by default: those that train within minutes.
+#: Estimators that are compared by default: all that learn from a table but networks and ensembles.
 MODELS = ("roofline", "ridge", "forest", "xgboost")
-#: Splits that every dataset has; the others need several devices or runs.
+#: Splits that are reported by default; the others need several devices or runs.
 REPORTED_SPLITS = ("random", "unseen_shape", "unseen_family")
 
 

@@ -158,7 +158,8 @@ def fit_bundle(
         crossed = fit_and_calibrate(estimator, data, rows, split, folds, seed)
     else:
         crossed = cross_fit(factory, data, rows, split, folds, seed)
-        # An estimator without a table calibrates itself; the folds serve the program model alone.
+        # An estimator without a table calibrates itself: the folds serve the program model and the
+        # table of neighbours.
         estimator = estimator.fit(data.subset(data.kernel_rows(rows)))
     choice = choose_context(data, crossed, seed=seed, n_jobs=n_jobs)
     # Some estimators bring overheads of platforms without measured programs; fitted corrections of
