@@ -108,7 +108,7 @@ class CostModel:
         return metrics
 
     def unlike(self, device: DeviceSpec) -> Comparison | None:
-        """How a device differs from those of its name that the model was trained on.
+        """Compare a device with those of its name that the model was trained on.
 
         Returns:
             ``None`` if it is one of them, or has a name of its own.
@@ -141,7 +141,7 @@ class CostModel:
 
         Args:
             lowered: The program as the target runs it.
-            device: Where it runs.
+            device: Device it runs on.
             kernels: Predictions of its kernels in isolation; computed if not given.
         """
         return self.predict_in_program(lowered, device, kernels)[1]
@@ -157,7 +157,7 @@ class CostModel:
 
         Args:
             lowered: The program as the target runs it.
-            device: Where it runs.
+            device: Device it runs on.
             kernels: Predictions of its kernels in isolation; computed if not given.
             base_s: Roofline plus floor of its kernels in seconds; computed if not given.
         """

@@ -30,7 +30,7 @@ def choose(
     Args:
         sites: ``n`` candidates, which also stand for the kernels to be predicted.
         params: Parameters of the covariance.
-        count: How many to choose.
+        count: Number of candidates to choose.
         weight: Importance of each, shape ``(n,)``, such as its share of time; equal by default.
 
     Returns:

@@ -68,7 +68,7 @@ class DeviceCorrection:
 
         Args:
             table: Features of ``n`` kernels.
-            device: Where they were measured.
+            device: Device they were measured on.
             prediction: Their predictions by the model without correction.
             measured_s: Measured latencies in seconds, shape ``(n,)``, positive.
             programs: Program of each, shape ``(n,)``: kernels of one program are alike, so they are

@@ -245,7 +245,7 @@ def scaled_params(
     """Scale groups of parameters.
 
     Args:
-        params: Of the covariance.
+        params: Parameters of the covariance.
         slopes: Factor on the amplitudes of slopes.
         noise: Factor on the standard deviation of noise.
         reach: Factor on the length scales.
@@ -269,8 +269,8 @@ class ErrorPosterior:
     """Posterior of a model's log errors on one device, given samples.
 
     Attributes:
-        params: Of the covariance, logarithms.
-        sites: Where the samples lie.
+        params: Parameters of the covariance, logarithms.
+        sites: Sites of the samples.
         weights: Solution of the covariance for the samples' errors, shape ``(n,)``.
         inverse: Inverse covariance of the samples, shape ``(n, n)``.
         scale: Factor on the standard deviation with which intervals cover the samples' own
@@ -300,7 +300,7 @@ class ErrorPosterior:
 
         Args:
             params: From :func:`fit_params`.
-            sites: Of the samples.
+            sites: Sites of the samples.
             errors: ``log(measured / predicted)`` of the samples by the uncorrected model.
             choose: Whether to rescale ``params`` to what the samples say.
             groups: Groups of samples that are alike, such as kernels of one program, shape

@@ -74,9 +74,9 @@ def choose_programs(
     Args:
         choice: The state; it is moved on as if the chosen ones were measured.
         blocks: Positions of each candidate's kernels.
-        seconds: What measuring each is expected to take.
+        seconds: Expected time to measure each candidate.
         time_s: Time for all of them together.
-        most: How many to choose at most.
+        most: Most candidates to choose.
 
     Returns:
         Positions of the chosen candidates; empty if none fits into the time.

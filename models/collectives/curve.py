@@ -82,7 +82,7 @@ class Points:
             a node where the network is the limit.
         wire: Bytes that each device sends in a ring.
         wire_low: Bytes that each device sends in the low-latency part.
-        bandwidth: Of the limiting link, one direction.
+        bandwidth: Bandwidth of the limiting link, one direction.
         scale: Start-up times as a multiple of those at the reference clock.
         copy: Time to copy the message once where the host issues the calls; else 0.
         eager: Whether the host issues the calls one by one (1.0 or 0.0).

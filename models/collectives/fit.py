@@ -148,7 +148,7 @@ def fit_curve(
         table: Collectives, ``n`` of them.
         latency_us: Measured, shape ``(n,)``.
         prior: Parameters to start from and to stay near, shape ``(17,)``.
-        spread: How far from the prior, as a multiple of ``SPREAD``.
+        spread: Allowed distance from the prior, as a multiple of ``SPREAD``.
     """
     from scipy.optimize import least_squares
 

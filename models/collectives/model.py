@@ -44,7 +44,7 @@ class CollectiveModel:
         tree: Parameters by group.
         intervals: Ends of the 90 % intervals.
         calibrated_machines: Machines that were calibrated with rows of their own.
-        provenance: Where the parameters come from.
+        provenance: Sources of the parameters.
     """
 
     tree: CurveTree

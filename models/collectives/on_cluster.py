@@ -87,9 +87,9 @@ class ClusterCollectives:
 
         Args:
             kind: Collective.
-            bytes_per_rank: What each rank puts in.
+            bytes_per_rank: Bytes that each rank contributes.
             group: Ranks, or their number.
-            cluster: Where they are.
+            cluster: Cluster that they belong to.
             backend: Library whose curves are wanted.
             algorithm: Anything but ``auto`` takes the closed form of that algorithm.
             skew: Bytes of the busiest rank over the mean, for all-to-all.

@@ -56,7 +56,7 @@ class CollectiveTable:
         op: Operation; ``all_reduce_int8`` for all-reduces of bytes, which switches cannot add up.
         machine: Device string or platform, the key of known machines.
         family: Architecture of the device.
-        points: What the curves take.
+        points: Arguments of the curves.
     """
 
     fabric: np.ndarray

@@ -26,7 +26,7 @@ class KernelPrediction:
         latency: Predicted latency.
         lo: Lower end of the 90 % interval.
         hi: Upper end of the 90 % interval.
-        bound: What limits it: ``compute``, ``memory``, ``latency`` or ``communication``.
+        bound: Limiting resource: ``compute``, ``memory``, ``latency`` or ``communication``.
         source: ``measured``, ``learned``, ``roofline`` or ``compiler``; an estimator with several
             routes adds a colon and the route (``learned:graph/linear``).
         in_domain: Whether the kernel lies within what the model was trained on.
@@ -61,7 +61,7 @@ class KernelPrediction:
 
 
 def distinct(kernels: Sequence[Kernel]) -> tuple[list[Kernel], np.ndarray]:
-    """Every kernel once, and for each of ``kernels`` its place among those, shape ``(n,)``."""
+    """Distinct kernels, and the position of each of ``kernels`` among them, shape ``(n,)``."""
     # By content hash: kernels of equal text take equal time, whatever their names.
     first: dict[str, int] = {}
     index = np.array([first.setdefault(k.hash, len(first)) for k in kernels], np.intp)

@@ -32,7 +32,7 @@ class KernelTable:
         names: Names of the features, length ``d``.
         base_s: Reference of the learned ratio in seconds, shape ``(n,)``, positive: roofline plus
             floor, on a TPU the sum of parts of :func:`~opcast.features.table.tpu.tpu_parts`.
-        bound: What limits the roofline, shape ``(n,)``.
+        bound: Limiting term of the roofline, shape ``(n,)``.
         cell: Index into :data:`CELLS`, shape ``(n,)``.
         schema: Digest of the feature schema.
         graphs: Computation graphs of the kernels, for the estimators that look at them; they

@@ -17,7 +17,7 @@ def huber_ridge(
         design: Shape ``(n, d)``, the last column ones.
         target: Shape ``(n,)``.
         alpha: Penalty per row.
-        delta: Where the loss turns from quadratic to linear.
+        delta: Residual at which the loss turns from quadratic to linear.
         rounds: Reweightings.
 
     Returns:

@@ -163,7 +163,7 @@ def predicts_operators(manifest: Mapping[str, object]) -> bool:
 
 
 def training_info(manifest: Mapping[str, object], own: Collection[str]) -> dict[str, object]:
-    """What a manifest says of the training: all but the entries of the folder and ``own`` ones."""
+    """Provenance in a manifest: all entries but those of the folder and the ``own`` ones."""
     return {k: v for k, v in manifest.items() if k not in _ADDED and k not in own}
 
 
@@ -211,7 +211,7 @@ def check_schema(
         path: The model folder.
         manifest: Its manifest.
         expected: Digest of today's schema.
-        kind: Which schema: ``feature``, or ``graph`` for models that look at graphs.
+        kind: Schema to check: ``feature``, or ``graph`` for models that look at graphs.
 
     Raises:
         ModelError: The schema hash differs.

@@ -28,7 +28,7 @@ def blend_weights(
         predictions: Log-ratios by members that did not see the row, shape ``(n, members)``.
         target: True log-ratios, shape ``(n,)``.
         cell: Cell of every row, shape ``(n,)``.
-        shrinkage: How many rows' worth the equal weights count.
+        shrinkage: Weight of the equal weights, in rows.
     """
     members = predictions.shape[1]
     if not len(target):

@@ -35,8 +35,8 @@ class EnsembleEstimator(TabularEstimator):
         members: Names of estimators that work on the feature table.
         member_params: Parameters by member.
         inner_folds: Folds behind the weights.
-        shrinkage: How many rows' worth the equal weights count; more keeps closer to them.
-        seed: Of the folds and of members that take one.
+        shrinkage: Weight of the equal weights, in rows; more keeps closer to them.
+        seed: Seed of the folds and of members that take one.
         n_jobs: Threads of members that take them.
 
     Raises:

@@ -50,7 +50,7 @@ def query_order(queries: np.ndarray, seed: int, limit: int = QUERY_LIMIT) -> tup
 
     Args:
         queries: Names, shape ``(n,)``.
-        seed: Of the deal of large queries.
+        seed: Seed of the deal of large queries.
         limit: Most rows of one query.
 
     Returns:
@@ -85,8 +85,8 @@ def grow_pairwise(
         table: The same rows.
         target: Log-ratios, shape ``(n,)``.
         queries: Query of every row, shape ``(n,)``.
-        stop: Which rows are held back for early stopping; ``None`` grows all rounds on all rows.
-        settings: Of XGBoost, with ``max_bin``, ``nthread`` and ``seed``.
+        stop: Rows that are held back for early stopping; ``None`` grows all rounds on all rows.
+        settings: Settings of XGBoost, with ``max_bin``, ``nthread`` and ``seed``.
         rounds: Most boosting rounds.
         stop_rounds: Rounds without improvement before stopping.
     """
@@ -133,7 +133,7 @@ class _Discordance:
     Args:
         label: True log-latencies, shape ``(n,)``.
         queries: Query of every row, shape ``(n,)``.
-        seed: Of the draw of pairs.
+        seed: Seed of the draw of pairs.
     """
 
     def __init__(self, label: np.ndarray, queries: np.ndarray, seed: int) -> None:

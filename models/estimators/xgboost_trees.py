@@ -30,7 +30,7 @@ class RowTrees:
 
     Args:
         trees: Arrays of the saved model, one mapping a tree.
-        start: What the sum begins with.
+        start: Initial value of the sum.
     """
 
     def __init__(self, trees: list[dict[str, Any]], start: float) -> None:
@@ -94,7 +94,7 @@ class SmallBatches:
     """Walks few rows at a time through a booster's trees, once that has been asked often.
 
     Args:
-        booster: What answers otherwise.
+        booster: Booster that predicts larger batches.
     """
 
     def __init__(self, booster: Booster) -> None:

@@ -48,7 +48,7 @@ class Split:
 
     Attributes:
         baseline: Log-ratio before any group, shape ``(n,)``.
-        parts: What each group adds, shape ``(n,)`` each.
+        parts: Contribution of each group, shape ``(n,)`` each.
     """
 
     baseline: np.ndarray

@@ -52,7 +52,7 @@ class Outside:
 
     Attributes:
         feature: Its name.
-        value: Of the kernel.
+        value: Value of the kernel.
         low: Lower end of the training range.
         high: Upper end.
         empty_pairs: Share of the other key features with which no training kernel is near.
@@ -80,10 +80,10 @@ class KernelExplanation:
         latency_us: Predicted latency: ``(roofline_us + floor_us) · exp(log_ratio)``.
         roofline_us: Roofline; on a TPU the base of its own features, without the floor.
         floor_us: Launch floor of the device.
-        log_ratio: What was learned on top.
-        bound: What limits the roofline.
+        log_ratio: Learned log-ratio to roofline plus floor.
+        bound: Limiting term of the roofline.
         source: ``learned`` or ``roofline``.
-        method: How the contributions were found: ``treeshap``, ``ablation`` or ``none``.
+        method: Method of the contributions: ``treeshap``, ``ablation`` or ``none``.
         baseline: Log-ratio before any group.
         contributions: Largest first; with the baseline they add up to the log-ratio.
         in_domain: Whether the kernel lies in the training domain.
@@ -132,7 +132,7 @@ def explain_kernels(
     Args:
         model: A trained model.
         kernels: ``n`` kernels.
-        device: Where they run.
+        device: Device they run on.
         k: Neighbours to name.
     """
     if not kernels:
@@ -167,7 +167,7 @@ def explain_table(
         table: Features of ``n`` kernels.
         prediction: Their predictions.
         hashes: Their hashes.
-        device: Where they run.
+        device: Device they run on.
         k: Neighbours to name.
     """
     nearby = model.neighbours

@@ -55,7 +55,7 @@ def attention_answer(
     Args:
         calls: Parameters as :func:`~opcast.models.gpu.routes.attention_of` gives them.
         operators: Published families.
-        device: Where they run.
+        device: Device they run on.
 
     Returns:
         Latencies in seconds with 90 % intervals, one for each call.

@@ -137,7 +137,7 @@ def pass_seconds(traffic: Traffic, device: DeviceSpec, params: MemoryParams) -> 
 
     Args:
         traffic: ``n`` passes.
-        device: Where they run.
+        device: Device they run on.
         params: Fitted constants.
     """
     main = np.exp(params.device_log.get(device.name, 0.0)) / (device.bandwidth * params.hbm)

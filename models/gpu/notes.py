@@ -46,7 +46,7 @@ def limit_notes(
 
     Args:
         kernels: The kernels.
-        device: Where they run.
+        device: Device they run on.
         known: Names of the devices with published rows.
     """
     notes = ["kernels are predicted from published library operators, not from XLA's own"]

@@ -51,7 +51,7 @@ class Products:
 
     Args:
         operators: Published families.
-        device: Where they run.
+        device: Device they run on.
         params: Constants of passes over memory, for operands read by fused epilogues.
     """
 

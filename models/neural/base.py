@@ -44,7 +44,7 @@ class NeuralEstimator(TabularEstimator):
         Args:
             table: ``n`` kernels.
             target: Log-ratios, float32, shape ``(n,)``.
-            stop: Which rows are held back, bool, shape ``(n,)``; perhaps none.
+            stop: Rows that are held back, bool, shape ``(n,)``; perhaps none.
         """
 
     @abstractmethod

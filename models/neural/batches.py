@@ -52,7 +52,7 @@ class GraphRows(NamedTuple):
         graph: Graph of every row, shape ``(rows,)``.
         x: Standardised features, float32, shape ``(rows, c)``.
         y: Log-ratios, float32, shape ``(rows,)``.
-        nodes: How node features are standardised.
+        nodes: Scaling of the node features.
     """
 
     packed: PackedGraphs
@@ -103,7 +103,7 @@ def row_bucket(rows: int, most: int) -> int:
 
 
 def cuts(nodes: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
-    """Where to cut rows into batches of at most ``most`` rows and :data:`MAX_NODES` nodes.
+    """Cut rows into batches of at most ``most`` rows and :data:`MAX_NODES` nodes.
 
     Args:
         nodes: Nodes of each row's graph, shape ``(rows,)``.

@@ -36,7 +36,7 @@ class Perceptron(nn.Module):
 
     Attributes:
         hidden: Width of the hidden layers.
-        layers: How many hidden layers.
+        layers: Number of hidden layers.
     """
 
     hidden: int
@@ -207,7 +207,7 @@ def to_arrays(weights: Weights) -> dict[str, np.ndarray]:
 
 
 def from_arrays(arrays: dict[str, np.ndarray]) -> Weights:
-    """What :func:`to_arrays` was given."""
+    """Restore weights from the arrays of :func:`to_arrays`."""
     return {"params": unflatten_dict(arrays, sep="/")}
 
 

@@ -25,7 +25,7 @@ class MLPEstimator(NeuralEstimator):
 
     Args:
         hidden: Width of the hidden layers.
-        layers: How many hidden layers.
+        layers: Number of hidden layers.
         epochs: Most passes over the rows; early stopping may end sooner.
         batch: Rows of a step.
         learning_rate: Peak of the learning rate.

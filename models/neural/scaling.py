@@ -77,7 +77,7 @@ class Scaling:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray], prefix: str) -> Self:
-        """What :meth:`to_arrays` gave.
+        """Restore from the arrays of :meth:`to_arrays`.
 
         Raises:
             KeyError: An array is missing.
@@ -102,8 +102,8 @@ class Bound:
     Attributes:
         low: Least log-ratio.
         high: Largest log-ratio.
-        slope: Of the logistic function's argument.
-        shift: Of the logistic function's argument.
+        slope: Slope of the logistic function's argument.
+        shift: Shift of the logistic function's argument.
     """
 
     low: float
@@ -137,7 +137,7 @@ class Bound:
 
     @classmethod
     def from_array(cls, array: np.ndarray) -> Self:
-        """What :meth:`to_array` gave.
+        """Restore from the array of :meth:`to_array`.
 
         Raises:
             TypeError: There are not four numbers.

@@ -112,7 +112,7 @@ class Trial:
             test: Rows that the error is taken on.
             devices: Descriptions by name.
             count: Candidates to put in order.
-            seed: Of the draws from too many rows.
+            seed: Seed of the draws from too many rows.
 
         Raises:
             DatasetError: The pool or the test rows are empty.

@@ -65,7 +65,7 @@ class MeasuredOp:
 
     Attributes:
         label: Its parameters.
-        device: Where it was measured.
+        device: Device it was measured on.
         measured_us: Its latency.
         distance: Root mean square difference of the key features, in standard deviations.
     """
@@ -82,17 +82,17 @@ class OpExplanation:
 
     Attributes:
         family: ``method/family``.
-        device: Where it runs.
+        device: Device it runs on.
         latency_us: ``base_us · exp(log_ratio)``.
         lo_us: Lower end of the 90 % interval.
         hi_us: Upper end.
         scope: ``known``, ``sibling``, ``unseen`` or ``calibrated``.
         in_domain: Whether training rows are near.
-        bound: What limits the analytical estimate.
+        bound: Limiting term of the analytical estimate.
         roofline_us: From FLOPs and bytes alone.
         base_us: The analytical estimate.
         terms: Its parts in microseconds; compute and memory overlap.
-        log_ratio: What was learned on top.
+        log_ratio: Learned log-ratio to the analytical estimate.
         baseline: Mean log-ratio by the trees of the operator in other sizes.
         contributions: Largest first; with the baseline they add up to the log-ratio.
         neighbours: Nearest measured operators.
@@ -136,9 +136,9 @@ def explain_op(
     """Explain the prediction of one operator.
 
     Args:
-        model: Of the operator's family.
+        model: Model of the operator's family.
         row: Its parameters, as ``features.operators.query.parse_op`` gives them.
-        device: Where it runs.
+        device: Device it runs on.
         measured: Measured rows of the family to look for neighbours in.
         k: Neighbours to name.
 

@@ -72,7 +72,7 @@ class DeviceIntervals:
 
         Args:
             scores: Scores of each left-out device by a model that never saw it.
-            foreign: Which of them are of another vendor than most; they count for their like only.
+            foreign: Devices of a minority vendor; they count for :attr:`foreign` only.
         """
         own = [values for name, values in scores.items() if name not in foreign]
         self.unseen = widest(own) or UNKNOWN

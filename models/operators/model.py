@@ -284,7 +284,7 @@ def default_settings(
     Args:
         estimator: Its name.
         n_jobs: Threads.
-        seed: Of draws and regressors.
+        seed: Seed of draws and regressors.
         max_rows: Most rows a family's regressor for known devices learns from.
         params: Parameters of the estimator that replace the defaults of both regressors.
     """

@@ -39,14 +39,14 @@ class Part:
     """One fit of one family by one estimator.
 
     Attributes:
-        study: What it belongs to.
+        study: Study that it belongs to.
         estimator: Name of the estimator.
         key: Family.
         rows: Most rows to learn from, and most rows of a split to be judged on.
         left_out: Devices that are not learned from, and judged alone; none judges all devices.
         samples: Numbers of samples of each left-out device, drawn from its training rows, with
             which the model is adapted before it is judged again.
-        seed: Of draws and regressors.
+        seed: Seed of draws and regressors.
     """
 
     study: str
@@ -80,7 +80,7 @@ def draw(part: Part, rows: pd.DataFrame) -> Draw:
     they are judged: leaving them out would flatter the figures.
 
     Args:
-        part: What to draw for.
+        part: The part.
         rows: As :func:`~opcast.models.operators.rows_of_published` gives them, with ``split``.
     """
     own = rows[rows["key"] == part.key]
@@ -123,7 +123,7 @@ def judge(
     """Fit a part and predict the rows that it is judged on.
 
     Args:
-        part: What to fit.
+        part: The part.
         drawn: Its rows.
         devices: Descriptions by the values of ``device``, of left-out devices, too.
         n_jobs: Threads.
@@ -183,7 +183,7 @@ class PartStore:
         return self.folder / f"{name}-{digest.hexdigest()[:12]}.parquet"
 
     def read(self, path: Path) -> pd.DataFrame | None:
-        """What was kept there, if anything.
+        """Read the predictions of a part; ``None`` if the file does not exist.
 
         Raises:
             DatasetError: The file is damaged.

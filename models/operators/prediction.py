@@ -16,7 +16,7 @@ class FamilyPrediction:
         lo: Lower ends.
         hi: Upper ends.
         roofline: Lower bounds from FLOPs and bytes.
-        bound: What limits the analytical estimate.
+        bound: Limiting term of the analytical estimate.
         scope: ``known``, ``calibrated``, ``sibling`` (another device with the same chip is known)
             or ``unseen``.
         in_domain: Whether training rows are near.

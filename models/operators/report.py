@@ -75,9 +75,9 @@ def side_by_side(
 
     Args:
         table: Predictions with the columns of ``by`` and ``across``.
-        by: What makes a row.
+        by: Columns whose values make a row.
         figure: ``mape``, ``median_ape``, ``coverage`` …
-        across: What makes a column; columns keep the order in which values first appear.
+        across: Column whose values become columns, in the order in which values first appear.
 
     Returns:
         ``by``, ``n`` (of the column with most rows) and the columns, nan where a group has no rows.

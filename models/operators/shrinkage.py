@@ -18,7 +18,7 @@ def chips_by_library(library: np.ndarray, chip: np.ndarray) -> dict[str, int]:
     """Number of chips on which each library was seen.
 
     Args:
-        library: What runs each row, shape ``(n,)``.
+        library: Library that runs each row, shape ``(n,)``.
         chip: Any name of its chip, shape ``(n,)``.
     """
     counts = pd.Series(chip).groupby(pd.Series(library)).nunique()

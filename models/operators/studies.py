@@ -80,13 +80,13 @@ def parts_of(
     """Parts of studies, in the order in which they are to be made.
 
     Args:
-        names: Of the studies.
+        names: Names of the studies.
         rows: Operators, with ``key`` and ``device``.
         devices: Descriptions by name.
-        estimators: Instead of those of the studies.
-        families: Alone, if any.
-        max_rows: Instead of theirs.
-        seed: Of draws and regressors.
+        estimators: Estimators to use instead of those of the studies.
+        families: Families to restrict the studies to; all if empty.
+        max_rows: Most rows, instead of the number of each study.
+        seed: Seed of draws and regressors.
     """
     for name in names:
         study = STUDIES[name]

@@ -73,7 +73,7 @@ def context_features(
         latency_s: Predicted seconds of one execution, in schedule order, shape ``(n,)``.
         base_s: Roofline plus floor of one execution, in seconds, shape ``(n,)``.
         lowered: The schedule.
-        device: Where it runs.
+        device: Device it runs on.
 
     Returns:
         float32, columns as in :data:`CONTEXT`, shape ``(n, len(CONTEXT))``.
@@ -96,7 +96,7 @@ def context_features(
 
 
 def _reuse(kernels: Sequence[Kernel], cache: float) -> list[np.ndarray]:
-    """Where operands come from and how long ago, and when the result is used next."""
+    """Origin and reuse distance of operands, and the distance to the result's next use."""
     count = len(kernels)
     touched = np.cumsum([0.0] + [k.bytes for k in kernels])
     features = np.zeros((count, 3 + len(CACHE_PARTS) + 1))
@@ -212,7 +212,7 @@ def _own(kernels: Sequence[Kernel], cache: float) -> list[np.ndarray]:
 
 
 def _copies(kernels: Sequence[Kernel]) -> np.ndarray:
-    """How many kernels of the program are the same as each."""
+    """Number of kernels of the program that equal each, itself included, shape ``(n,)``."""
     count: dict[str, int] = {}
     for kernel in kernels:
         count[kernel.hash] = count.get(kernel.hash, 0) + 1

@@ -35,7 +35,7 @@ REPEATS = 2
 
 @dataclass
 class ContextChoice:
-    """What was kept, and the figures behind it.
+    """The candidate that was kept, and the figures behind the choice.
 
     Attributes:
         correction: Fitted to all programs; ``None`` if the plain sum stays.
@@ -68,7 +68,7 @@ def choose_context(
     Args:
         data: The prepared dataset.
         crossed: Held-out predictions of the training rows; only their labels are used.
-        seed: Of the trees and the folds.
+        seed: Seed of the trees and the folds.
         n_jobs: Threads of the trees.
     """
     samples = [p for p in data.programs if p.row in crossed.program_kernels]

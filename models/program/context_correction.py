@@ -40,7 +40,7 @@ class ContextCorrection:
         Args:
             kernels: Predictions of each by itself.
             lowered: The program.
-            device: Where it runs; on platforms that were not trained on, nothing changes.
+            device: Device it runs on; on platforms that were not trained on, nothing changes.
             base_s: Roofline plus floor of each kernel, if it is there already.
         """
         if device.platform not in self.platforms or not lowered.kernels:

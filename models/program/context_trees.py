@@ -61,8 +61,8 @@ class ContextProgram:
         predicted_s: Seconds of one execution by a model that saw none of them, shape ``(n,)``.
         label_s: Measured seconds in this program, shape ``(n,)``; nan without label.
         executions: Per run of the program, 0 for kernels that take no time, shape ``(n,)``.
-        hashes: Of the kernels, shape ``(n,)``.
-        group: What is held out together with it.
+        hashes: Hashes of the kernels, shape ``(n,)``.
+        group: Group that is held out as a whole.
     """
 
     features: np.ndarray
@@ -74,7 +74,7 @@ class ContextProgram:
 
     @property
     def labelled(self) -> np.ndarray:
-        """Which kernels can be learned from, shape ``(n,)``."""
+        """Kernels that can be learned from, bool, shape ``(n,)``."""
         return np.asarray(np.isfinite(self.label_s) & (self.executions > 0))
 
     @property

@@ -48,9 +48,9 @@ class Overhead:
         ``sqrt(ρ + (1 - ρ) Σ w²)`` of what it would be if all kernels erred together.
 
         Args:
-            cost: Of the predicted latencies.
-            low: Of the lower ends of the kernels' intervals.
-            high: Of the upper ends.
+            cost: Cost of the predicted latencies.
+            low: Cost of the lower ends of the kernels' intervals.
+            high: Cost of the upper ends.
         """
         # Var(Σ e) of errors with equal correlation: ρ (Σ σ)² + (1 - ρ) Σ σ², over (Σ σ)².
         rho = self.correlation

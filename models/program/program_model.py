@@ -146,10 +146,10 @@ class ProgramModel:
             kernels_latency: For each program the predicted seconds of its kernels, by a model that
                 saw none of them.
             lowered: Their schedules.
-            devices: Where each ran.
+            devices: Device that each ran on.
             wall_s: Measured wall times in seconds, shape ``(n,)``.
             groups: Family of each program; families are held out whole.
-            correlation: Of the log errors of two kernels of a program.
+            correlation: Correlation of the log errors of two kernels of a program.
         """
         triples = zip(kernels_latency, lowered, devices, strict=True)
         costs = [schedule_cost(*triple) for triple in triples]
@@ -175,7 +175,7 @@ class ProgramModel:
         Args:
             kernels_latency: Predicted seconds of each kernel, shape ``(n_kernels,)``.
             lowered: The schedule.
-            device: Where it runs.
+            device: Device it runs on.
             kernels_lo: Lower ends of the kernels' intervals; used for a platform never fitted.
             kernels_hi: Upper ends.
         """
@@ -292,8 +292,8 @@ def spread(costs: Sequence[ScheduleCost], correlation: float) -> np.ndarray:
     """``sqrt(ρ + (1 - ρ) Σ w²)``: error of a program relative to that of a kernel, shape ``(n,)``.
 
     Args:
-        costs: Of the programs.
-        correlation: Of the log errors of two kernels of a program, from 0 to 1.
+        costs: Costs of the programs.
+        correlation: Correlation of the log errors of two kernels of a program, from 0 to 1.
     """
     concentration = np.array([c.concentration for c in costs], np.float64)
     return np.asarray(np.sqrt(correlation + (1.0 - correlation) * concentration))

@@ -60,7 +60,7 @@ def schedule_cost(
     Args:
         latency_s: Seconds, in schedule order, shape ``(n_kernels,)``.
         lowered: The schedule.
-        device: Where it runs: a CPU runs independent kernels on its cores at once, the others one
+        device: Device it runs on: a CPU runs independent kernels on its cores at once, others one
             after the other beside one stream of communication.
     """
     kernels = lowered.kernels

@@ -76,7 +76,7 @@ class AnsweringEstimator(ABC):
         Args:
             answered: Seconds of the answers.
             row: Feature rows of the kernels.
-            device: Where they run.
+            device: Device they run on.
         """
         return answered
 

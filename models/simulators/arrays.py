@@ -32,7 +32,7 @@ class Product:
         batch: Independent products: batched ones, or groups of a convolution.
         m: Rows; of a convolution its output positions.
         n: Columns; of a convolution the features of a group.
-        k: What is summed over; of a convolution the channels of a group times the window.
+        k: Size that is summed over; of a convolution the channels of a group times the window.
         times: Work of all products of the kernel over that of this one, the largest.
         rate: Matrix rate that it runs at.
         bits: Bits of an element.

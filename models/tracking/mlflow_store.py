@@ -75,7 +75,7 @@ def log_run(run: RunLog, *, register: str | None = None, root: Path | None = Non
     """Log one run.
 
     Args:
-        run: What to log.
+        run: Contents of the run.
         register: Name under which to register the model folder, if any.
         root: Folder of the store.
 

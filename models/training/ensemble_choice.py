@@ -35,7 +35,7 @@ class EnsembleChoice:
 
     Attributes:
         winner: ``ensemble``, or the name of its best member.
-        params: Of the winner.
+        params: Parameters of the winner.
         table: One row a (``split``, ``model``): ``n``, ``mean_abs_log`` and ``median_ape`` by
             cross-validation over training rows.
         test: The same figures on the test part, by model; they decided nothing.
@@ -90,11 +90,11 @@ def train_ensemble(
     Args:
         dataset: Samples.
         split: Name of the split to report on.
-        seed: Of the split, the folds and the estimators.
+        seed: Seed of the split, the folds and the estimators.
         n_jobs: Threads of the estimators.
         folds: Folds of the cross-validation, and of the cross-fitting of the winner.
         held_out: Device or run to hold out, for those splits.
-        params: Of the ensemble.
+        params: Parameters of the ensemble.
 
     Returns:
         The training of the winner, with the decision in its manifest, and the decision.
@@ -137,9 +137,9 @@ def cross_validate(
     Args:
         data: The prepared dataset.
         rows: Training rows, by position.
-        params: Of the ensemble.
+        params: Parameters of the ensemble.
         folds: Folds over families.
-        seed: Of the folds.
+        seed: Seed of the folds.
 
     Returns:
         One row a (``split``, ``model``): ``n``, ``mean_abs_log`` (mean absolute log-ratio of

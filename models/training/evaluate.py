@@ -45,7 +45,7 @@ def evaluate(
     Args:
         model: A trained model.
         dataset: Samples.
-        mask: Which rows of the (prepared) frame, bool or positions; all if not given.
+        mask: Rows of the (prepared) frame, bool or positions; all if not given.
 
     Returns:
         One row a group (``all``, ``kind=…``, ``device=…``), beside the label noise.
@@ -71,7 +71,7 @@ def compare_models(
         dataset: Samples.
         models: Names of estimators.
         splits: Names of splits.
-        seed: Of splits and estimators.
+        seed: Seed of splits and estimators.
         n_jobs: Threads of the estimators.
         params: Parameters by estimator.
 
@@ -107,8 +107,8 @@ def compare_objectives(
     Args:
         dataset: Samples.
         splits: Names of splits.
-        objectives: Of ``xgboost``.
-        seed: Of splits and estimators.
+        objectives: Objectives of ``xgboost``.
+        seed: Seed of splits and estimators.
         n_jobs: Threads of the estimators.
         params: Other parameters of ``xgboost``.
 
@@ -150,10 +150,10 @@ def program_report(
         dataset: Samples with program rows.
         model: Name of the estimator.
         folds: Folds over families.
-        seed: Of folds and estimators.
+        seed: Seed of folds and estimators.
         n_jobs: Threads of the estimators.
         inner_folds: Folds of the cross-fitting within each training.
-        params: Of the estimator.
+        params: Parameters of the estimator.
     """
     from .train import fit_bundle
 

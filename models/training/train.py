@@ -80,11 +80,11 @@ def train(
         dataset: Samples; prepare them once with :func:`prepare` to train on them often.
         model: Name of the estimator.
         split: Name of the split, one of ``splits.SPLITS``.
-        seed: Of the split, the folds and the estimator.
+        seed: Seed of the split, the folds and the estimator.
         n_jobs: Threads of the estimator.
         folds: Folds of the cross-fitting behind intervals and the program model.
         held_out: Device or run to hold out, for those splits.
-        params: Of the estimator.
+        params: Parameters of the estimator.
 
     Raises:
         DatasetError: Too little data for the split.
@@ -124,11 +124,11 @@ def train_final(
     Args:
         dataset: Samples.
         model: Name of the estimator.
-        seed: Of the folds and the estimator.
+        seed: Seed of the folds and the estimator.
         n_jobs: Threads of the estimator.
         folds: Folds of the cross-fitting.
         metrics: Figures by split from evaluations with the same settings, to keep with the model.
-        params: Of the estimator.
+        params: Parameters of the estimator.
     """
     data = prepare(dataset)
     rows = np.arange(len(data.frame))

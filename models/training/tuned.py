@@ -22,10 +22,10 @@ class TrialRecord:
 
     Attributes:
         number: Its number in the study.
-        params: What was tried.
+        params: Keywords that were tried.
         error: Cross-validated error; that of the folds done, if it was stopped early.
         pruned: Whether it was stopped early.
-        seconds: How long it took.
+        seconds: Wall time of the trial.
     """
 
     number: int
@@ -42,7 +42,7 @@ class Tuning:
     Attributes:
         model: Name of the estimator.
         split: Name of the split.
-        objective: What was minimised.
+        objective: Name of the error that was minimised.
         best: Keywords of the estimator to train with; empty if its defaults were not beaten.
         error: Cross-validated error of ``best``.
         default_error: Cross-validated error of the defaults, on the same folds.
@@ -87,7 +87,7 @@ def read_params(path: Path, model: str) -> dict[str, Any]:
     """Parameters of an estimator from a JSON file.
 
     Args:
-        path: What :func:`write_params` wrote, or an object of the estimator's keywords.
+        path: File of :func:`write_params`, or an object of the estimator's keywords.
         model: Name of the estimator that they are for.
 
     Raises:

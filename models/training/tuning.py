@@ -80,7 +80,7 @@ def tune(
         model: Name of an estimator that declares a search space.
         trials: Trials in the study, those of earlier searches included.
         split: Split whose training and validation rows are searched on.
-        seed: Of the split, the folds, the estimator and the search.
+        seed: Seed of the split, the folds, the estimator and the search.
         n_jobs: Threads of the estimator.
         timeout_s: No trial starts after so many seconds.
         folds: Folds of the cross-validation.

@@ -74,7 +74,7 @@ def top_k_recall(measured: np.ndarray, predicted: np.ndarray, k: int | None = No
     Args:
         measured: Shape ``(n,)``.
         predicted: Shape ``(n,)``.
-        k: How many; ``None`` takes a tenth of the samples, at least one.
+        k: Number of samples; ``None`` takes a tenth of the samples, at least one.
     """
     count = k or max(1, round(TOP_SHARE * len(measured)))
     slow = set(np.argsort(-np.asarray(measured), kind="stable")[:count].tolist())
@@ -93,7 +93,7 @@ def summary(
     lo: np.ndarray | None = None,
     hi: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """Every figure of one group of samples.
+    """Compute all figures of one group of samples.
 
     Args:
         measured: Latencies in any unit, positive, shape ``(n,)``.

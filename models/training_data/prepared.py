@@ -34,7 +34,7 @@ class ProgramSample:
         lowered: Its schedule.
         entries: Position in the feature table of each of its kernels.
         wall_s: Measured wall time.
-        device: Where it was measured.
+        device: Device it was measured on.
         name: Name of the program.
         family: Model family, or ``random``.
     """
@@ -128,7 +128,7 @@ def prepare(dataset: Dataset | PreparedDataset, *, programs: bool = True) -> Pre
     """Read and featurise a dataset.
 
     Args:
-        dataset: What to prepare; returned unchanged if it is prepared already.
+        dataset: Samples; returned unchanged if it is prepared already.
         programs: Whether to read program rows; without, they are left out.
 
     Raises:

@@ -44,7 +44,7 @@ class Split:
         train: To fit on.
         validation: To tune and calibrate on.
         test: To report on; shares no kernel with the others.
-        held_out: What ``test`` holds (families, device or run), if it is that kind of split.
+        held_out: Contents of ``test`` (families, device or run), if it is that kind of split.
     """
 
     name: str
@@ -123,7 +123,7 @@ def leave_family_out(
 
     Args:
         frame: Rows with the dataset's columns.
-        folds: How many; fewer if there are fewer groups.
+        folds: Number of folds; fewer if there are fewer groups.
         seed: Chooses the draw.
         inside: Hashes of the kernels inside each program row, by ``sample_id``.
     """
@@ -158,8 +158,8 @@ def balanced_folds(groups: np.ndarray, folds: int, seed: int = 0) -> np.ndarray:
 
     Args:
         groups: Group of every row, shape ``(n,)``.
-        folds: How many; fewer if there are fewer groups.
-        seed: Of the order among groups of one size.
+        folds: Number of folds; fewer if there are fewer groups.
+        seed: Seed of the order among groups of one size.
     """
     names, codes, sizes = np.unique(groups.astype(str), return_inverse=True, return_counts=True)
     load = np.zeros(min(folds, len(names)))

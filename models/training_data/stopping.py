@@ -20,7 +20,7 @@ def stop_rows(groups: np.ndarray, seed: int) -> np.ndarray:
 
     Args:
         groups: Group of every row, shape ``(n,)``.
-        seed: Of the draw.
+        seed: Seed of the draw.
 
     Returns:
         Bool, shape ``(n,)``; all false if either side would have fewer than

@@ -57,7 +57,7 @@ class NeighbourTable:
 
     Attributes:
         keys: Names of the key features, shape ``(k,)``.
-        mean: Of the key features, shape ``(k,)``.
+        mean: Means of the key features, shape ``(k,)``.
         scale: Their standard deviations, shape ``(k,)``.
         values: Standardised key features, float16, shape ``(n, k)``.
         cell: Index into ``CELLS``, shape ``(n,)``.
@@ -135,7 +135,7 @@ class NeighbourTable:
         Args:
             table: ``n`` kernels.
             hashes: Their hashes.
-            k: How many neighbours.
+            k: Number of neighbours.
         """
         columns = [table.names.index(name) for name in self.keys.tolist()]
         asked = _standardise(table.X[:, columns], self.mean, self.scale)
