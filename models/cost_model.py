@@ -69,7 +69,7 @@ class CostModel:
 
     @cached_property
     def neighbours(self) -> NeighbourTable | None:
-        """Training kernels to compare with, unpacked on first use; ``None`` if there are none.
+        """Training kernels to compare with, unpacked on first use; ``None`` without a table.
 
         Raises:
             ModelError: The table is damaged.
@@ -174,7 +174,7 @@ class CostModel:
         return in_place, wall
 
     def contents(self) -> tuple[dict[str, object], dict[str, bytes]]:
-        """Manifest and files of the model folder, as :class:`~.core.base.ModelBundle` says."""
+        """Manifest and files of the model folder (see :class:`~.core.base.ModelBundle`)."""
         files = contents_of(lambda root: self.estimator.save(root / _ESTIMATOR))
         if self.neighbour_file:
             files[_NEIGHBOURS] = self.neighbour_file

@@ -1,4 +1,4 @@
-"""Chooses which operators to measure next on a new device: those most telling of the others.
+"""Chooses which operators to measure next on a new device: those most informative of the others.
 
 Measuring a kernel lowers the error variance of every kernel that errs like it. The choice is
 greedy: next comes the candidate whose measurement is expected to lower the variance most, summed
@@ -34,7 +34,7 @@ def choose(
         weight: Importance of each, shape ``(n,)``, such as its share of time; equal by default.
 
     Returns:
-        Positions of the chosen candidates, most telling first, and the expected fall of the
+        Positions of the chosen candidates, most informative first, and the expected fall of the
         weighted mean variance (in log space) from each, shape ``(count,)`` each.
     """
     weight = np.full(len(sites), 1 / max(len(sites), 1)) if weight is None else weight

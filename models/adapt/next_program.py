@@ -1,4 +1,4 @@
-"""Chooses which program to measure next: the one most telling for the time that it takes.
+"""Chooses which program to measure next: the most informative one for the time it takes.
 
 Measuring a program gives labels of all its kernels at once. Its gain is the expected fall of the
 error variance at the targets, each weighted by its share of the time and by the square of its

@@ -285,7 +285,7 @@ def library_versions() -> dict[str, str]:
 
 
 def _swap(partial: Path, path: Path) -> None:
-    """Rename ``partial`` to ``path``; what was there goes only once the new one is in place."""
+    """Rename ``partial`` to ``path``; delete the former folder once the new one is in place."""
     # Two renames rather than one, since a folder cannot be renamed onto one that is not empty.
     old = partial.with_name(partial.name + ".old")
     if path.exists():

@@ -53,7 +53,7 @@ class RowTrees:
 
     @classmethod
     def of(cls, booster: Booster) -> Self | None:
-        """Trees of a booster; ``None`` for one that is more than trees with numeric splits."""
+        """Read a booster's trees; ``None`` unless they are plain trees with numeric splits."""
         model = read_ubj(bytes(booster.save_raw("ubj")))
         learner = model["learner"]
         trees = learner["gradient_booster"].get("model", {}).get("trees", [])
@@ -91,7 +91,7 @@ class RowTrees:
 
 
 class SmallBatches:
-    """Walks few rows at a time through a booster's trees, once that has been asked often.
+    """Predicts small batches by walking a booster's trees, after a number of such calls.
 
     Args:
         booster: Booster that predicts larger batches.
@@ -103,7 +103,7 @@ class SmallBatches:
         self._trees: RowTrees | None = None
 
     def predict(self, values: np.ndarray) -> np.ndarray | None:
-        """Sums of leaves, shape ``(n,)``; ``None`` where the booster had better be asked.
+        """Sums of leaves, shape ``(n,)``; ``None`` where the booster itself should predict.
 
         Args:
             values: Features, float32, shape ``(n, d)``.

@@ -248,7 +248,7 @@ def ranked(parts: Mapping[str, float], least: float) -> tuple[Contribution, ...]
 def _with_rest(
     parts: dict[str, np.ndarray], total: np.ndarray, name: str, least: float = 0.0
 ) -> dict[str, np.ndarray]:
-    """The parts, and what they leave of the total where that is more than ``least``."""
+    """The parts, and under ``name`` the remainder of the total where it exceeds ``least``."""
     rest = total - np.sum(list(parts.values()), axis=0)
     return {**parts, name: np.where(np.abs(rest) > least, rest, 0.0)}
 

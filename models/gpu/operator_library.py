@@ -1,4 +1,4 @@
-"""Published operator families, loaded when they are first asked for."""
+"""Loads published operator families on first use, and poses queries to them."""
 
 from __future__ import annotations
 

@@ -60,7 +60,11 @@ class Products:
         self.launch = launch_seconds(device, params)
 
     def gemms(self, rows: pd.DataFrame) -> Answer:
-        """Latencies of products as :func:`~opcast.models.gpu.routes.products` gives them."""
+        """Latencies of products, with the operands and results of fused epilogues.
+
+        Args:
+            rows: Dimensions as :func:`~opcast.models.gpu.routes.products` returns them.
+        """
         answer = self.products(rows)
         # A result wider than that of the bf16 product that was looked up (f32 from bf16) costs more
         # traffic than the table knows: 90 % of the stream's time is a lower bound. The margin is an

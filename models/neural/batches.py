@@ -123,7 +123,7 @@ def cuts(nodes: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
 
 
 def assemble(part: GraphRows, rows: int, least: int = 0) -> GraphBatch:
-    """One batch, padded to ``rows`` rows and to nodes as :func:`node_bucket` gives.
+    """Assemble one batch, padded to ``rows`` rows and to a size of :func:`node_bucket` nodes.
 
     Args:
         part: The rows of the batch.

@@ -19,7 +19,7 @@ from .scaling import Scaling
 
 
 class GraphEstimator(NeuralEstimator):
-    """A network of the kernel's computation graph beside its row of the feature table.
+    """A network on the kernel's computation graph and its row of the feature table.
 
     The graph is the same on every device; the row describes the device and the kernel as a whole.
     So the graph is embedded once, and a perceptron combines the two.

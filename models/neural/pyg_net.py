@@ -93,6 +93,6 @@ def to_arrays(net: nn.Module) -> dict[str, np.ndarray]:
 
 
 def from_arrays(net: PygGraphNet, arrays: Mapping[str, np.ndarray]) -> PygGraphNet:
-    """The network with the weights that :func:`to_arrays` gave."""
+    """Load the weights of :func:`to_arrays` into the network, and return it."""
     net.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
     return net

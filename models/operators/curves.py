@@ -77,7 +77,7 @@ class Trial:
         test_errors: ``log(measured / predicted)`` of these rows, shape ``(m,)``.
         rows: The candidates' rows, in the same order.
         seconds: Predicted time of all of the device's rows together.
-        order: Candidates, most telling first.
+        order: Candidates, most informative first.
         gains: Expected fall of the variance from each, in that order.
         groups: Groups of similar candidates, shape ``(n,)``; ``None`` without groups.
     """

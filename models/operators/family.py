@@ -167,7 +167,10 @@ class FamilyModel:
         fitting: np.ndarray,
         rng: np.random.Generator,
     ) -> None:
-        """The model of unseen devices, with its errors on each device when that is left out."""
+        """Fit the model of unseen devices, its intervals and the covariance of its errors.
+
+        The errors are those on each chip when it is left out.
+        """
         self.scale = Scale.of(features)
         coarse, fine = codes(rows)
         sites = self.scale.sites(features, coarse, fine)

@@ -66,7 +66,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Draw:
-    """Rows of a part: to learn from, to adapt with, to be judged on."""
+    """Rows of a part.
+
+    Attributes:
+        learned: Rows to learn from.
+        pool: Rows of left-out devices to draw samples from.
+        judged: Rows to judge on.
+    """
 
     learned: pd.DataFrame
     pool: pd.DataFrame
@@ -102,7 +108,7 @@ def draw(part: Part, rows: pd.DataFrame) -> Draw:
 
 
 def _half(rows: pd.DataFrame, seed: int) -> np.ndarray:
-    """Half of the rows of devices without training rows: what is left is judged."""
+    """Mask of half of the rows of devices without training rows; the other half is judged."""
     trained = set(rows.loc[rows["split"] == TRAINING, "device"])
     drawn = np.random.default_rng(seed).random(len(rows)) < 0.5
     return np.asarray(drawn & ~rows["device"].isin(trained))

@@ -14,7 +14,7 @@ BY = ("split", "key", "dtype", "device")
 
 
 def predictions(model: OpModel, rows: pd.DataFrame) -> pd.DataFrame:
-    """Predictions beside measurements.
+    """Tabulate predictions beside measurements.
 
     Args:
         model: The model.

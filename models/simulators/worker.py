@@ -17,7 +17,7 @@ from ...common.child_process import Channel
 
 
 def serve(tool: str) -> None:
-    """Answer jobs with the function ``run`` of a module of this package until there are no more.
+    """Answer jobs with the function ``run`` of a module of this package until the input ends.
 
     A reply is what ``run`` returns, or ``{"error": …}`` with the message of what it raised.
     """

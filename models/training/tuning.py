@@ -160,7 +160,7 @@ class _Judge:
 
 
 def require_optuna() -> ModuleType:
-    """Optuna, told to be quiet.
+    """Import Optuna, and limit its logging to warnings.
 
     Raises:
         ModelError: It is not installed.

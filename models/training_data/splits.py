@@ -154,7 +154,7 @@ def make_folds(
 
 
 def balanced_folds(groups: np.ndarray, folds: int, seed: int = 0) -> np.ndarray:
-    """Fold of every row, int64, shape ``(n,)``: groups stay whole, folds are of like size.
+    """Fold of every row, int64, shape ``(n,)``: groups stay whole, folds are of similar size.
 
     Args:
         groups: Group of every row, shape ``(n,)``.

@@ -208,12 +208,12 @@ def _unique_rows(data: PreparedDataset, crossed: CrossFit) -> pd.DataFrame:
 
 
 def _label(family: str, program: str) -> str:
-    """Family and program, briefly; the name of a generated program says that it is one."""
+    """Label of a program: family and name, or the name alone if the program was generated."""
     return (program if family == "random" else f"{family} {program}").strip()
 
 
 def _standardise(values: np.ndarray, mean: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Standardised values as float16, by the mean and scale in the precision that is stored."""
+    """Standardised values as float16, with mean and scale in the precision they are stored in."""
     shift, unit = mean.astype(np.float32), scale.astype(np.float32)
     # Clipped below the largest float16 (65,504), so that outliers do not become infinite.
     return np.asarray(np.clip((values - shift) / unit, -6e4, 6e4).astype(np.float16))
