@@ -18,7 +18,7 @@ import numpy as np
 #: about this many rows before its own effect outweighs the level above. Engineering estimate; not
 #: fitted.
 RIDGE = 20.0
-#: Between device and library in the keys of the table: neither name can contain a tab.
+#: Between device and library in the keys of the table: names hold no tabs.
 _SEPARATOR = "\t"
 
 

@@ -308,8 +308,7 @@ def log_predictions(mlflow: Any, frame: pd.DataFrame) -> None:
     """Log :func:`tidy`'s frame to the active run."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / FILE
-        # Single precision and categories make the file several times smaller; pages show three
-        # digits.
+        # Single precision and categories keep the artifact small; pages show three digits at most.
         small = capped(frame).astype(
             {name: "float32" for name in COLUMNS if name.endswith("_us")}
             | dict.fromkeys(("level", "kind", "device", "split"), "category")
