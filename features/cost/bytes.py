@@ -47,12 +47,13 @@ _READS_ALL = frozenset(
         "map",
     )
 )
-#: Ops whose operands are needed in another share than their result.
+#: Ops whose operands are needed in another share than their result; all others, elementwise ones
+#: above all, need of each operand the share that is needed of them.
 _UNEVEN = _READS_RESULT | _UPDATES | _READS_ALL | {"broadcast", "pad"}
 
 
 def op_bytes(op: Op, comp: Computation) -> tuple[float, float]:
-    """Bytes that one op reads and writes on its own.
+    """Count the bytes that one op reads and writes on its own.
 
     Slices and gathers read what they return (at most the whole operand) and their indices;
     updates and scatters run in place: they read and write the updates and read the indices.
@@ -68,11 +69,14 @@ def op_bytes(op: Op, comp: Computation) -> tuple[float, float]:
     if opcode in FREE or opcode.endswith("-done"):
         return 0.0, 0.0
     operands = [comp.ops[i] for i in op.operands]
+    # With layouts assigned, a transpose may be a bitcast under another name.
     if opcode == "transpose" and _keeps_order(op, operands[0]):
         return 0.0, 0.0
     if opcode in _READS_RESULT:
         touched = min(op.result_bytes, operands[0].result_bytes)
         return float(touched + _total(operands[1:])), float(op.result_bytes)
+    # In place, as XLA's buffer assignment arranges it: the rest of the target is not touched. Where
+    # it has to be copied first, the copy is an op of its own.
     if opcode in _UPDATES:
         updates = _total(_update_operands(op, operands))
         n_targets = _n_targets(op)
@@ -89,6 +93,7 @@ def _keeps_order(op: Op, operand: Op) -> bool:
     rank = len(dims)
     order = after.layout or tuple(range(rank - 1, -1, -1))
     moved = [dims[d] for d in order if after.shape[d] != 1]
+    # Dimensions of size one have no place in memory and may stand anywhere.
     kept = before.layout or range(rank - 1, -1, -1)
     return moved == [d for d in kept if before.shape[d] != 1]
 
@@ -111,8 +116,10 @@ def _update_operands(op: Op, operands: Sequence[Op]) -> Sequence[Op]:
 def _start_bytes(op: Op, operands: Sequence[Op]) -> tuple[float, float]:
     """Bytes of an asynchronous start, whose result may repeat the operands and add contexts."""
     read = _total(operands)
+    # These return what they write; other starts return (operands, results, contexts).
     if op.opcode in ("all-reduce-start", "send", "recv") or not op.is_tuple:
         return float(read), float(op.result_bytes)
+    # Scalar integers among the results are contexts (semaphores, tokens of a DMA), not data.
     arrays = sum(t.nbytes for t in op.results if t.shape or t.dtype not in ("u32", "s32"))
     scalars = sum(o.result_bytes for o in operands if not o.results[0].shape)
     written = max(arrays - read + scalars, 0)
@@ -154,12 +161,17 @@ def fusion_traffic(inner: Computation) -> tuple[dict[int, float], list[float]]:
     outputs = root.operands if root.opcode == "tuple" else (inner.root % len(ops),)
     written = []
     in_place: set[int] = set()
+    # Two ways of being read: `whole` is a share that readers have in common (all elementwise
+    # readers of a value want the same part, so the largest counts), `parts` adds up slices of
+    # different places.
     whole = [0.0] * len(ops)
     parts = [0.0] * len(ops)
     for output in outputs:
         whole[output] = 1.0
         written.append(_written(ops, output, in_place))
     read: dict[int, float] = {}
+    # Ops come operands first, so a walk backwards has seen every reader of a value before the
+    # value.
     for i in range(len(ops) - 1, -1, -1):
         share = min(1.0, whole[i] + parts[i])
         if share == 0.0:
@@ -189,6 +201,8 @@ def _written(ops: Sequence[Op], output: int, in_place: set[int]) -> float:
             position = op.operands[0]
         else:
             break
+    # Only an update of what comes from outside can reuse its buffer; others write a whole new
+    # array.
     if not chain or ops[position].opcode != "parameter":
         return float(ops[output].result_bytes)
     in_place.update(chain)
@@ -217,11 +231,13 @@ def _spread(
         for i in operands[1:]:
             whole[i] = 1.0
         return
+    # The target (operand 0) is written where it lies, not read; updates and indices are read whole.
     if in_place:
         operands = operands[1:]
         share = 1.0
     elif opcode in _READS_ALL:
         share = 1.0
+    # The result is larger than the operand: a part of it may need all of the operand.
     elif opcode in ("broadcast", "pad"):
         source = ops[operands[0]].type.size
         share = min(1.0, share * op.type.size / max(1, source))
@@ -235,7 +251,7 @@ Touched = list[tuple[TensorType, float]]
 
 
 def array_traffic(op: Op, entry: Computation, program: Program) -> tuple[Touched, Touched]:
-    """Memory traffic of a kernel by array: its operands with the bytes read, its results written.
+    """List a kernel's memory traffic by array: operands with the bytes read, results written.
 
     Args:
         op: The instruction.
@@ -260,7 +276,7 @@ def array_traffic(op: Op, entry: Computation, program: Program) -> tuple[Touched
 
 
 def on_chip_bytes(arrays: Touched) -> float:
-    """Touched bytes of the arrays that lie on a TPU's chip."""
+    """Sum the touched bytes of the arrays that lie on a TPU's chip."""
     return sum(touched for t, touched in arrays if t.memory_space in ON_CHIP)
 
 

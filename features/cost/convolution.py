@@ -70,7 +70,7 @@ def read_dim_labels(labels: str) -> ConvDims:
 
 @lru_cache(maxsize=65536)
 def valid_positions(size: int, out_size: int, window: WindowDim) -> int:
-    """Pairs of output and kernel position whose input position holds data, in one dimension.
+    """Count pairs of output and kernel position whose input holds data, in one dimension.
 
     Output ``o`` and kernel tap ``k`` read position ``o * stride + k * rhs_dilation - pad_low`` of
     the dilated input; it holds data if it lies in ``[0, (size - 1) * lhs_dilation]`` and is a
@@ -82,6 +82,7 @@ def valid_positions(size: int, out_size: int, window: WindowDim) -> int:
         out_size: Output size.
         window: Kernel size, stride, padding and dilations.
     """
+    # Taps and outputs play symmetric roles: loop over the fewer, count along the more.
     few, few_step, many, many_step = window.size, window.rhs_dilation, out_size, window.stride
     if few > many:
         few, few_step, many, many_step = many, many_step, few, few_step
@@ -89,12 +90,16 @@ def valid_positions(size: int, out_size: int, window: WindowDim) -> int:
         return 0
     hole = window.lhs_dilation
     base = np.arange(few, dtype=np.int64) * few_step - window.pad_low
+    # -(base // step) is the ceiling of -base / step: the first partner at or beyond the left edge.
     first = np.maximum(0, -(base // many_step))
     last = np.minimum(many - 1, ((size - 1) * hole - base) // many_step)
     if hole == 1:
         return int(np.maximum(0, last - first + 1).sum())
+    # With holes (lhs_dilation) only positions divisible by `hole` hold data: base + j · step ≡ 0
+    # (mod hole) has solutions j spaced by hole / gcd, if gcd divides base.
     common = gcd(many_step, hole)
     period = hole // common
+    # The modular inverse gives the first solution; modulo 1 every number is one.
     inverse = pow(many_step // common, -1, period) if period > 1 else 0
     start = (-base // common * inverse) % period
     first = first + (start - first) % period
@@ -110,7 +115,7 @@ def conv_flops(
     dim_labels: str,
     batch_group_count: int = 1,
 ) -> float:
-    """FLOPs of a convolution: two for every product that meets data.
+    """Count the FLOPs of a convolution: two for every product that meets data.
 
     ``2 · batch / batch_groups · out_features · kernel_in_features · Π valid_positions``; grouped
     features show in the kernel's input features already. Agrees with XLA's cost analysis.
@@ -124,6 +129,7 @@ def conv_flops(
         batch_group_count: Groups of the batch dimension (gradients of grouped convolutions).
     """
     dims = read_dim_labels(dim_labels)
+    # HLO may leave the window out: then it is as large as the kernel, with stride 1.
     if not window:
         window = tuple(WindowDim(rhs.shape[d]) for d in dims.rhs_spatial)
     spatial = prod(

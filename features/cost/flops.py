@@ -72,6 +72,8 @@ _ONE_FLOP = frozenset(
     )
 )
 #: Ops that compute nothing. XLA gives batch-norm ops no FLOPs either: it expands them first.
+#: An all-reduce is not among them: its additions count (`_all_reduce`). A reduce-scatter's do not,
+#: as in XLA.
 NO_FLOPS = FREE | frozenset(
     (
         "copy",
@@ -103,7 +105,8 @@ NO_FLOPS = FREE | frozenset(
         "rng-get-and-update-state",
     )
 )
-#: FLOPs and transcendentals of one element: what XLA counts after it expands the op for f32.
+#: FLOPs and transcendentals of one element: what XLA counts after it expands the op for f32, mostly
+#: polynomials. Found with XLA's cost analysis, as the other rules.
 CHLO: dict[str, Work] = {
     "chlo.acos": (3, 2),
     "chlo.acosh": (7, 4),
@@ -134,7 +137,7 @@ CHLO: dict[str, Work] = {
 
 
 def op_work(op: Op, comp: Computation, program: Program, loops: bool = True) -> Work:
-    """FLOPs and transcendentals of one execution of an op.
+    """Count the FLOPs and transcendentals of one execution of an op.
 
     Args:
         op: Any op; of fusions, calls and control flow everything inside is counted.
@@ -143,6 +146,7 @@ def op_work(op: Op, comp: Computation, program: Program, loops: bool = True) -> 
         loops: Whether a loop's body counts as often as it runs (unknown: once).
     """
     opcode = op.opcode
+    # The commonest ops first: this function runs for every op of every kernel.
     if opcode in _ONE_FLOP:
         return float(op.results[0].size), 0.0
     if opcode in NO_FLOPS:
@@ -157,6 +161,8 @@ def op_work(op: Op, comp: Computation, program: Program, loops: bool = True) -> 
     if opcode in CHLO:
         flops, transcendentals = CHLO[opcode]
         return flops * float(op.results[0].size), transcendentals * float(op.results[0].size)
+    # Shardings and other annotations of dialects cost nothing; the end of an asynchronous pair was
+    # counted at its start.
     if opcode.endswith("-done") or opcode.startswith(("sdy.", "mhlo.")) or not op.results:
         return _NONE
     if opcode.endswith("-start"):
@@ -191,13 +197,13 @@ def _control(op: Op, program: Program, loops: bool) -> Work:
 
 
 def trip_count(op: Op) -> int:
-    """How often a ``while`` runs; 1 if it is not known."""
+    """Return how often a ``while`` runs; 1 if it is not known."""
     count = op.attrs.get("trip_count")
     return 1 if count is None else int(count)
 
 
 def _called(op: Op, program: Program, position: int = 0) -> Work:
-    """Work of one application of a called computation; one FLOP if there is none."""
+    """Count the work of one application of a called computation; one FLOP if there is none."""
     if position >= len(op.called):
         return 1.0, 0.0
     return computation_work(program.computations[op.called[position]], program)
@@ -228,6 +234,7 @@ def _convolution(op: Op, comp: Computation, program: Program) -> Work:
 
 
 def _reduce(op: Op, comp: Computation, program: Program) -> Work:
+    # n elements take n - 1 applications; XLA counts a reduction with an initial value alike.
     steps = _operand_size(op, comp) - op.results[0].size
     return _times(steps, _called(op, program))
 
@@ -237,6 +244,7 @@ def _window_size(op: Op) -> int:
 
 
 def _reduce_window(op: Op, comp: Computation, program: Program) -> Work:
+    # Padding counts as if it were data: XLA does not subtract it for windows, unlike convolutions.
     return _times(op.results[0].size * (_window_size(op) - 1), _called(op, program))
 
 
@@ -248,6 +256,7 @@ def _select_and_scatter(op: Op, comp: Computation, program: Program) -> Work:
 
 
 def _scatter(op: Op, comp: Computation, program: Program) -> Work:
+    # Operands are n arrays, the indices, and n updates.
     first_update = (len(op.operands) - 1) // 2 + 1
     return _times(_operand_size(op, comp, first_update), _called(op, program))
 
@@ -259,6 +268,7 @@ def _map(op: Op, comp: Computation, program: Program) -> Work:
 def _sort(op: Op, comp: Computation, program: Program) -> Work:
     """``n · ⌈log2 n⌉`` for all ``n`` elements of the first operand, as XLA counts."""
     n = _operand_size(op, comp)
+    # ⌈log2 n⌉ of an integer without floating point.
     return float(n * max(0, n - 1).bit_length()), 0.0
 
 
@@ -273,6 +283,7 @@ def _all_reduce(op: Op, comp: Computation, program: Program) -> Work:
 def _cholesky(op: Op, comp: Computation, program: Program) -> Work:
     """``n³ / 3`` for each matrix (Golub and Van Loan, Matrix Computations, 4.2)."""
     result = op.results[0]
+    # size is batch · n²; the last dimension is n.
     return result.size * result.shape[-1] / 3, 0.0
 
 
@@ -306,6 +317,7 @@ def _start(op: Op, comp: Computation, program: Program) -> Work:
         return _all_reduce(op, comp, program)
     if op.called:
         return _called(op, program)
+    # A start's tuple repeats its operands before the results.
     results = op.results[len(op.operands) :] or op.results
     return op_work(Op(op.name, base, op.operands, results, op.attrs), comp, program)
 

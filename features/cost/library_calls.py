@@ -29,14 +29,18 @@ _PUBLISHED = ("opcast.op.attention", "opcast.op.moe")
 #: Sorts by CUB: n · ⌈log2 n⌉ comparisons, as every sort counts.
 _SORT = re.compile(r"cub\$DeviceRadixSort|cub_sort")
 #: Mean, variance, subtraction, scaling by deviation, scale and shift: about eight an element.
+#: Engineering estimate; norms are limited by memory anyway.
 _NORM_FLOPS = 8.0
 _TOP_K = re.compile(r"top_?k", re.IGNORECASE)
+#: LAPACK's and the GPU libraries' routines, in any spelling: lapack_dgetrf, cusolver_getrf_ffi,
+#: __cublas$triangularSolve, Eigh, …
 _ROUTINE = re.compile(
     r"potrf|trsm|getrf|geqrf|orgqr|ungqr|syevd?|heevd?|gesdd|gesvdj?|geev|gehrd|gees|sytrd|hetrd"
     r"|gtsv|cholesky|triangular_?solve|lu_pivots|eigh|svd|qr|householder",
     re.IGNORECASE,
 )
-#: FLOPs of an m × n factorisation, by routine.
+#: FLOPs of an m × n factorisation with m ≥ n, by routine: leading terms of Golub and Van Loan (see
+#: the module). Iterative ones (eigenvalues, SVD) are their usual averages.
 _FACTORISATIONS: tuple[tuple[str, Matrix], ...] = (
     ("potrf cholesky", lambda m, n: n**3 / 3),
     ("getrf", lambda m, n: m * n**2 - n**3 / 3 if m >= n else n * m**2 - m**3 / 3),
@@ -70,7 +74,7 @@ def is_annotation(op: Op) -> bool:
 
 
 def custom_call_flops(op: Op, operands: Sequence[TensorType]) -> Work:
-    """FLOPs and transcendentals of a custom call, from its target and shapes.
+    """Count the FLOPs and transcendentals of a custom call from its target and shapes.
 
     Args:
         op: A ``custom-call``.
@@ -82,6 +86,7 @@ def custom_call_flops(op: Op, operands: Sequence[TensorType]) -> Work:
     target = str(op.attrs.get("target", ""))
     if not operands or not op.results or is_annotation(op):
         return 0.0, 0.0
+    # From the most to the least specific: parts of these names occur in others.
     if target.startswith(_PUBLISHED):
         return _published(op), 0.0
     if "fmha" in target:
@@ -121,6 +126,7 @@ def fft_flops(
         return 0.0
     rank = len(lengths)
     transforms = prod(source.shape[: len(source.shape) - rank])
+    # FFTW's convention is a figure of merit, not a count: real transforms use half of the symmetry.
     return (2.5 if real else 5.0) * transforms * points * log2(points)
 
 
@@ -134,6 +140,7 @@ def _library_fft(op: Op, source: TensorType) -> float:
     result = op.results[0]
     if not source.shape or not result.shape:
         return 0.0
+    # The longer side has all points: the complex side of a real transform keeps only n / 2 + 1.
     real = (source.dtype[0] == "c") != (result.dtype[0] == "c")
     return fft_flops(source, result, (max(source.shape[-1], result.shape[-1]),), real=real)
 
@@ -173,9 +180,13 @@ def _attention(op: Op, operands: Sequence[TensorType], target: str) -> Work:
     if len(dims) != 4 or not scores:
         return 0.0, 0.0
     queries, keys = dims[2:]
+    # Queries are the last positions, so query i sees keys - queries + 1 + i keys: an arithmetic
+    # series, as in operators/flops.py.
     if "CAUSAL" in str(config.get("mask_type", "")) and queries <= keys:
         scores *= 1.0 - (queries - 1) / (2.0 * keys)
     head_size = operands[0].size / (dims[0] * dims[1] * dims[2])
+    # Backward recomputes the scores (one product) and has two each for the gradients of both
+    # forward products (Dao et al., FlashAttention, 2022, algorithm 4).
     products = 5 if "Backward" in target else 2
     return products * 2.0 * scores * head_size, float(scores)
 
@@ -187,6 +198,7 @@ def _linear_algebra(routine: str, op: Op, operands: Sequence[TensorType]) -> flo
     *batch, rows, columns = matrix.shape
     if routine in ("trsm", "triangular_solve", "triangularsolve"):
         return float(op.results[0].size * columns)
+    # Thomas algorithm: eight operations for each unknown of a tridiagonal system.
     if routine == "gtsv":
         return 8.0 * op.results[0].size
     rule = _BY_ROUTINE.get(routine)
@@ -208,7 +220,7 @@ CallCost = Callable[[Sequence[TensorType], Sequence[TensorType]], tuple[float, f
 def plugin_flops(
     target: str, operands: Sequence[TensorType], results: Sequence[TensorType]
 ) -> tuple[float, float]:
-    """FLOPs and transcendentals of a custom call; zeros if no package knows its target.
+    """Ask plug-ins for the FLOPs and transcendentals of a call; zeros if none knows its target.
 
     Raises:
         OpcastError: The package cannot be imported, or returns no such numbers.

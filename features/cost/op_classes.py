@@ -34,12 +34,12 @@ class TypeFacts(NamedTuple):
 NO_FACTS = TypeFacts(0, 0, -1, 0, 0, NONE, ())
 #: Facts by type; for loops that cannot afford the call of :func:`type_facts`.
 FACTS: dict[TensorType, TypeFacts] = {}
-#: Types that are remembered, so that a run over many programs does not grow without end.
+#: Most types that are remembered, so that a run over many programs does not grow without end.
 _MAX_FACTS = 1 << 16
 
 
 def type_facts(t: TensorType) -> TypeFacts:
-    """Facts of ``t``; remembered, since a program has few distinct types."""
+    """Return the facts of ``t``; remembered, since a program has few distinct types."""
     known = FACTS.get(t)
     if known is None:
         if len(FACTS) >= _MAX_FACTS:
@@ -74,7 +74,7 @@ class OpClass(NamedTuple):
 
 # Weights are those of the class docstring. Their order of magnitude is what counts: 8 for what
 # hardware approximates and refines (sqrt, divide), 16 to 20 for a polynomial, 40 for several of
-# them or a range reduction; chosen by judgement, not fitted.
+# them or a range reduction. Engineering estimates; not fitted.
 _GROUPS: tuple[tuple[str, str, float, str], ...] = (
     (
         "n_elementwise",
@@ -112,6 +112,8 @@ _GROUPS: tuple[tuple[str, str, float, str], ...] = (
     ("n_select", "work_select", 1.0, "compare select"),
     ("n_select", "work_select", 2.0, "clamp"),
     ("n_convert", "work_convert", 2.0, "convert bitcast-convert"),
+    # Broadcasts and slices mostly fold into the addressing of what reads them; gathers and scatters
+    # compute an address for each element, scatters also combine.
     ("n_broadcast", "work_move", 0.25, "broadcast"),
     ("n_reduce", "work_reduce", 1.0, "reduce"),
     ("n_reduce_window", "work_reduce", 2.0, "reduce-window select-and-scatter"),
@@ -127,6 +129,7 @@ _GROUPS: tuple[tuple[str, str, float, str], ...] = (
     ("n_sort", "work_select", 4.0, "sort topk"),
     ("n_iota", "work_move", 0.5, "iota"),
     ("n_copy", "work_move", 1.0, "copy copy-start"),
+    # No work of their own: reshapes are views, products count as FLOPs of the matrix unit.
     ("n_reshape", "work_move", 0.0, "reshape bitcast"),
     ("n_dot", "work_basic", 0.0, "dot ragged-dot scaled-dot"),
     ("n_convolution", "work_basic", 0.0, "convolution"),

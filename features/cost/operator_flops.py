@@ -7,7 +7,7 @@ from typing import Any
 
 
 def op_flops(params: Mapping[str, Any]) -> float:
-    """FLOPs of one execution, from the parameters that :func:`read_op` gives; 0 if unknown.
+    """Count the FLOPs of one execution from what :func:`read_op` gives; 0 for other operators.
 
     Attention counts two products over the visible pairs of queries and keys, experts their two or
     three matrices over every routed row.
@@ -16,6 +16,7 @@ def op_flops(params: Mapping[str, Any]) -> float:
         return _attention(params)
     if "topk" in params:
         rows = params["tokens"] * params["topk"] / params["ep"]
+        # A gated expert has a gate, an up and a down projection, any other one up and down.
         matrices = 2 if "nongated" in params.get("kernel", "") else 3
         return float(2 * rows * params["hidden"] * params["inter"] / params["tp"] * matrices)
     return 0.0
@@ -26,6 +27,7 @@ def _attention(params: Mapping[str, Any]) -> float:
     reach = params["window"] or kv_len
     if params["causal"] and not params["family"].startswith("generation"):
         first = kv_len - q_len + 1
+        # As operators/attention.py: visible_pairs, for one row of plain numbers.
         growing = min(max(reach - first + 1, 0), q_len)
         pairs = growing * (2 * first + growing - 1) / 2 + (q_len - growing) * reach
     else:

@@ -40,7 +40,7 @@ class Cost:
         )
 
     def scale(self, factor: float) -> Cost:
-        """The cost of ``factor`` executions."""
+        """Return the cost of ``factor`` executions."""
         return Cost(
             factor * self.flops,
             factor * self.transcendentals,
@@ -53,7 +53,7 @@ _ZERO = Cost()
 
 
 def op_cost(op: Op, comp: Computation, program: Program, *, loops: bool = True) -> Cost:
-    """Cost of one op, everything that it calls included.
+    """Compute the cost of one op, everything that it calls included.
 
     Args:
         op: Any op.
@@ -69,6 +69,7 @@ def op_cost(op: Op, comp: Computation, program: Program, *, loops: bool = True) 
     opcode = op.opcode
     if opcode in FREE:
         return _ZERO
+    # Inside a fusion values stay in registers: traffic is that of its boundary.
     if opcode == "fusion" and op.called:
         inner = program.computations[op.called[0]]
         return Cost(*computation_work(inner, program, loops), *fusion_bytes(inner))
@@ -85,6 +86,7 @@ _CONTROL = frozenset(("call", "while", "conditional", "async-start"))
 def _control_cost(op: Op, program: Program, loops: bool) -> Cost:
     inside = [_computation_cost(program.computations[n], program, loops) for n in op.called]
     if op.opcode == "conditional":
+        # Element by element: the costliest branch for FLOPs need not be the one that moves most.
         return Cost(*map(max, *(astuple(cost) for cost in inside), (0.0,) * 4))
     once = sum(inside, _ZERO)
     return once.scale(trip_count(op)) if loops and op.opcode == "while" else once
@@ -99,7 +101,7 @@ def _computation_cost(comp: Computation, program: Program, loops: bool) -> Cost:
 
 
 def program_cost(program: Program, *, loops: bool = True) -> Cost:
-    """Cost of one run of a program.
+    """Compute the cost of one run of a program.
 
     Args:
         program: From StableHLO (every op moves its operands and results) or HLO (fusions move
@@ -111,7 +113,7 @@ def program_cost(program: Program, *, loops: bool = True) -> Cost:
 
 
 def kernel_cost(body: Program) -> Cost:
-    """Cost of one execution of a kernel.
+    """Compute the cost of one execution of a kernel.
 
     Args:
         body: A module with one instruction, the root, beside the parameters of its entry.

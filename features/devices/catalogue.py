@@ -33,7 +33,7 @@ from .sheet import NUMBERS, RATES, TERA, Sheet, overlay, read_sheet
 GROUP = "opcast.devices"
 _FOLDER = PACKAGE / "features" / "devices"
 #: The vector rate may differ from 2 × lanes × cores × clock by this share: vendors round, and quote
-#: one of several boost clocks. Chosen by judgement.
+#: one of several boost clocks. Engineering estimate.
 _RATE_TOLERANCE = 0.1
 _REQUIRED = ("hbm_bandwidth_gbps", "memory_gb")
 
@@ -47,11 +47,12 @@ def device_names() -> list[str]:
 def _files() -> dict[str, Path]:
     """Device files by canonical name; ours win over those of other packages."""
     folders = [Path(plugins.load(point)) for point in plugins.found(GROUP).values()]
+    # The last one wins: a plug-in cannot replace a device that models were trained on.
     return {path.stem: path for folder in (*folders, _FOLDER) for path in folder.glob("*.yaml")}
 
 
 def find_device(name: str) -> DeviceSpec:
-    """Find a device of the catalogue.
+    """Find a device in the catalogue.
 
     Args:
         name: Canonical name (``h100-sxm``), an alias such as JAX's device kind
@@ -77,6 +78,7 @@ def in_catalogue(name: str) -> bool:
 def closest_names(name: str, count: int = 4) -> list[str]:
     """Canonical names whose own name or an alias is most like ``name``, best first."""
     known = _index()
+    # Several aliases may name one device: more are asked for than are shown.
     close = difflib.get_close_matches(device_slug(name), known, n=4 * count, cutoff=0.0)
     return list(dict.fromkeys(known[slug] for slug in close))[:count]
 
@@ -91,6 +93,7 @@ def load_device_file(path: Path | str) -> DeviceSpec:
             little, or its figures contradict each other; the message names file and key.
     """
     path = Path(path)
+    # Time and size are part of the cache's key, so that an edited file is read again.
     stat = path.stat() if path.is_file() else None
     return _load_device_file(path, stat and stat.st_mtime_ns, stat and stat.st_size)
 
@@ -114,6 +117,7 @@ def _with_base(sheet: Sheet, above: tuple[str, ...] = ()) -> Sheet:
     if "base" not in sheet.texts:
         return sheet
     base = _canonical(sheet.texts["base"])
+    # A base of a base may lead back to a file only by mistake; `above` ends such a circle.
     if base is None or base in above:
         what = f"base {sheet.texts['base']!r} is not in the catalogue"
         close = ", ".join(closest_names(sheet.texts["base"]))
@@ -141,7 +145,7 @@ def _index() -> dict[str, str]:
 
 
 def device_of_sheet(sheet: Sheet) -> DeviceSpec:
-    """Make the description: fill what is missing, check that it holds together, convert to SI.
+    """Make a description: fill in defaults, check for contradictions, convert to SI.
 
     Raises:
         DeviceError: Platform, memory or every rate is missing, or the vector rate is not that of
@@ -151,9 +155,12 @@ def device_of_sheet(sheet: Sheet) -> DeviceSpec:
     texts = sheet.texts
     platform, architecture = texts["platform"], texts.get("architecture", "")
     values, why = fill(sheet.values, rules_of(architecture, platform))
+    # After filling: a contradiction between two given figures must not depend on which one is
+    # default.
     _check_lanes(values, sheet)
     _fill_capability(texts.get("compiler_target", ""), values, why)
     si = {key: values[key] * scale for key, scale in NUMBERS.items() if key in values}
+    # Units are converted once, here: everything behind a DeviceSpec is SI.
     matrix, vector = ({d: r * TERA for d, r in rates.items()} for rates in _rates(values))
     extra = {"notes": texts["notes"]} if "notes" in texts else {}
     pair = {"pair_link_bandwidth": si["pair_link_gbps"]} if "pair_link_gbps" in si else {}
@@ -191,7 +198,7 @@ def device_of_sheet(sheet: Sheet) -> DeviceSpec:
 
 
 def _fill_capability(target: str, values: Values, why: dict[str, str]) -> None:
-    """Fill what a core holds from the compute capability that the compiler is to follow."""
+    """Fill in a core's resources from the compute capability that its compiler follows."""
     rules = NEAREST.get(target, target)
     table = CAPABILITIES.get(capability_of(rules) or 0, {})
     for key, value in table.items():
@@ -217,6 +224,8 @@ def _rates(values: Values) -> tuple[Values, Values]:
 
 def _levels(si: Values) -> tuple[MemoryLevel, ...]:
     main = MemoryLevel(si["memory_gb"], si["hbm_bandwidth_gbps"])
+    # Without a cache the working set always goes to main memory. TPUs come this way: their VMEM is
+    # filled by the compiler and is no cache.
     if "l2_mb" not in si:
         return (main,)
     return (MemoryLevel(si["l2_mb"], si["l2_bandwidth_gbps"]), main)

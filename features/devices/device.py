@@ -121,11 +121,11 @@ class DeviceSpec:
         return np.array([[peak(dtype) for dtype in DTYPES] for peak in asked])
 
     def matrix_peak(self, dtype: str) -> float:
-        """Dense matrix FLOP/s for ``dtype``; the nearest wider type if it is not listed."""
+        """Return dense matrix FLOP/s for ``dtype``, or for the nearest wider type listed."""
         return _lookup(self.peak_flops, dtype)
 
     def vector_peak(self, dtype: str) -> float:
-        """Element-wise FLOP/s for ``dtype``; the nearest wider type if it is not listed."""
+        """Return element-wise FLOP/s for ``dtype``, or for the nearest wider type listed."""
         return _lookup(self.vector_flops or self.peak_flops, dtype)
 
     def to_json(self) -> str:
@@ -163,10 +163,13 @@ class DeviceSpec:
 def _lookup(table: dict[str, float], dtype: str) -> float:
     if dtype in table:
         return table[dtype]
+    # Saved descriptions from before the rate of tf32, and devices without such a unit.
     if dtype == REDUCED and "f32" in table:
         return table["f32"]
     if not table:
         raise DeviceError("device lists no peak FLOP/s", hint="add peak_flops")
+    # A narrower type is converted to a wider one that the device has, so it runs at that one's
+    # rate; only if none is wide enough, the widest stands in.
     bits = DTYPE_BITS.get(dtype, 32)
     # A rate of reduced precision (tf32) is not an HLO type and stands in for none.
     known = [d for d in table if d in DTYPE_BITS] or list(table)
@@ -188,11 +191,13 @@ def local_device_name() -> str:
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device_slug(device.device_kind)
+    # The number of cores belongs to the name: a container of two cores is another device than the
+    # whole machine.
     return f"cpu-{device_slug(_cpu_model())}-{usable_cores()}c"
 
 
 def device_slug(text: str) -> str:
-    """Lower case, dashes, no trademark signs: ``NVIDIA H200`` gives ``nvidia-h200``."""
+    """Normalise a name to lower case and dashes: ``NVIDIA H200`` gives ``nvidia-h200``."""
     plain = re.sub(r"\((?:r|tm|c)\)|®|™|\bcpu\b", " ", text.lower())
     return re.sub(r"[^a-z0-9.]+", "-", plain).strip("-.") or "unknown"
 
@@ -207,7 +212,8 @@ def _cpu_model() -> str:
 
 
 def usable_cores() -> int:
-    """Logical cores that this process may use."""
+    """Count the logical cores that this process may use."""
+    # Affinity shows what a container or batch system grants; cpu_count() shows the whole machine.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -233,7 +239,7 @@ _NOT_BELOW = (
 
 
 def check_name(name: object) -> str:
-    """A name that a file can be called after and a terminal can print.
+    """Check that a file can be called after a name, and that a terminal can print it.
 
     Raises:
         ValueError: It is empty or too long, or has slashes or control characters.
@@ -267,6 +273,7 @@ def check_figures(spec: DeviceSpec) -> None:
 
 
 def _number(name: str, value: object, *, above: bool, finite: bool = True) -> None:
+    # Device files and JSON are untrusted: True is an int for Python, NaN passes comparisons.
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} is {value!r}, not a number")
     if value != value or (finite and math.isinf(value)) or value < 0 or (above and value == 0):

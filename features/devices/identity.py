@@ -1,7 +1,7 @@
-"""Tell whether two measured descriptions are of one device: by its ceilings, not its name alone.
+"""Decide whether two measured descriptions are of one device: by its ceilings, not by its name.
 
-Virtual machines of different hosts go by one name, and a shared host gives a machine more or less
-of itself from hour to hour. What was learned under a name holds only where the ceilings are alike.
+Virtual machines on different hosts share a name, and a busy host gives a guest more or less of
+itself from hour to hour. What was learned under a name holds only where the ceilings are alike.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ SINGLE_THREAD, CACHE_BYTES = "single_thread_flops", "cache_bytes"
 MEASURED_AT, BY_NAME = "measured_at", "taken_by_name"
 #: What ``DeviceSpec.source`` says of a probe.
 MEASURED = "measured"
+#: Separates a name from the ceilings that :func:`distinct` appends; no vendor uses it in a name.
 _MARK = "~"
 
 
@@ -50,6 +51,8 @@ class Comparison:
     @property
     def same(self) -> bool:
         """Whether both may be one device, as far as measuring repeats."""
+        # Two tests: one class may be far off by noise (a neighbour saturates memory), the mean over
+        # all classes is steadier and gets the narrower limit.
         every = [*self.ratios.values(), self.cache]
         near = all(max(r, 1 / r) <= SAME_CLASS for r in every)
         return near and max(self.overall, 1 / self.overall) <= SAME_OVERALL
@@ -60,6 +63,7 @@ class Comparison:
 
         A device that runs at 0.5 x needs up to twice the time: ``(1, 2)``.
         """
+        # A kernel is limited by one class at a time: the extreme ratios bound its change.
         speeds = [1.0, *self.ratios.values()]
         return 1 / max(speeds), 1 / min(speeds)
 
@@ -84,6 +88,7 @@ def compare_ceilings(now: DeviceSpec, then: DeviceSpec) -> Comparison:
     if not (is_measured(now) and is_measured(then)):
         return Comparison()
     tables = ((now.peak_flops, then.peak_flops), (now.vector_flops, then.vector_flops))
+    # Probes of different versions measure different dtypes: only common ones are compared.
     rates = [new[d] / old[d] for new, old in tables for d in new if d in old]
     ratios = {"arithmetic": _mean(rates)} if rates else {}
     if single := _extra_ratio(now, then, SINGLE_THREAD):
@@ -98,20 +103,22 @@ def is_measured(spec: DeviceSpec) -> bool:
 
 
 def base_name(name: str) -> str:
-    """Name of a device without what :func:`distinct` added."""
+    """Strip what :func:`distinct` added to a device's name."""
     return name.partition(_MARK)[0]
 
 
 def distinct(spec: DeviceSpec) -> DeviceSpec:
-    """The device under a name with its ceilings, ``cpu-amd-epyc-2c~59gf-16gbs``."""
+    """Rename a device after its ceilings, such as ``cpu-amd-epyc-2c~59gf-16gbs``."""
     base = base_name(spec.name)
     rate = spec.matrix_peak("f32") / 1e9
+    # Three digits name the machine readably; equal names of unlike machines would need ceilings
+    # within half a per cent, which counts as the same device anyway.
     name = f"{base}{_MARK}{rate:.3g}gf-{spec.bandwidth / 1e9:.3g}gbs"
     return replace(spec, name=name, aliases=tuple(dict.fromkeys((*spec.aliases, base))))
 
 
 def identified(spec: DeviceSpec, known: Mapping[str, DeviceSpec]) -> DeviceSpec:
-    """A measured device under the name of the known device that it is.
+    """Give a measured device the name of the known device that it is.
 
     Returns:
         The device under its own name if none of ``known`` is called so; under the name of the
@@ -127,7 +134,7 @@ def identified(spec: DeviceSpec, known: Mapping[str, DeviceSpec]) -> DeviceSpec:
 
 
 def unlike(spec: DeviceSpec, known: Mapping[str, DeviceSpec]) -> Comparison | None:
-    """How a device differs from the known ones of its name; ``None`` if it is one of them.
+    """Compare a device with the known ones of its name; ``None`` if it is one of them.
 
     It is also ``None`` where no known device has the name.
     """
@@ -140,14 +147,14 @@ def unlike(spec: DeviceSpec, known: Mapping[str, DeviceSpec]) -> Comparison | No
 
 
 def namesakes(spec: DeviceSpec, known: Mapping[str, DeviceSpec]) -> list[DeviceSpec]:
-    """Known devices that go by the name of a device, the one of the very name first."""
+    """List known devices that share a device's base name, the one of the exact name first."""
     base = base_name(spec.name)
     own = [other for name, other in known.items() if base_name(name) == base]
     return sorted(own, key=lambda other: (other.name != spec.name, other.name))
 
 
 def distinct_runs(runs: Mapping[str, dict[str, Any]]) -> dict[str, str]:
-    """Names of the devices of measured runs, told apart by their ceilings.
+    """Name the devices of measured runs, telling them apart by their ceilings.
 
     The oldest run of a name keeps it. A later run with other ceilings gets the name of the first
     run that it agrees with, or a :func:`distinct` one.
@@ -158,6 +165,7 @@ def distinct_runs(runs: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     Returns:
         Names by run id; a run that was not measured has none.
     """
+    # By date, then id: adding a newer run to a dataset never renames the devices of older ones.
     ordered = sorted(runs, key=lambda run_id: (str(runs[run_id].get("date", "")), run_id))
     known: dict[str, DeviceSpec] = {}
     names: dict[str, str] = {}
@@ -176,7 +184,7 @@ def distinct_runs(runs: Mapping[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def _extra_ratio(now: DeviceSpec, then: DeviceSpec, key: str) -> float:
-    """Ratio of a figure in ``extra``; 0 if either does not have it."""
+    """Return the ratio of a figure in ``extra``; 0 if either description lacks it."""
     new, old = now.extra.get(key), then.extra.get(key)
     if not isinstance(new, int | float) or not isinstance(old, int | float):
         return 0.0

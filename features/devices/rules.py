@@ -25,7 +25,7 @@ _L2_OVER_HBM = 1.5
 _L2_OVER_HBM_BLIND = 4.0
 #: Devices of a usual server: NVIDIA's HGX and AMD's OAM boards carry eight.
 _NODE = 8.0
-#: Power that memory, clocks and leakage take before arithmetic, in watts; by judgement.
+#: Power that memory, clocks and leakage take before arithmetic, in watts; engineering estimate.
 IDLE_W = 20.0
 #: Energy of an FP32 operation in joules, with what its operands cost, by process: read off devices
 #: whose power does not suffice for their peak. P4 (16 nm), T4 (12 nm), MI100 (7 nm) and L4 (4 nm)
@@ -49,6 +49,7 @@ class Architecture:
         f32_joules: Energy of an FP32 operation; 0 if none was read off a chip of its process.
     """
 
+    # The defaults are the usual case among the generations below; each row lists only what differs.
     l2_bytes_per_clock: float = 20.0
     half: float = 2.0
     brain: float = 1.0
@@ -60,7 +61,7 @@ class Architecture:
     f32_joules: float = 0.0
 
 
-#: What holds for a GPU of unknown generation.
+#: Rules for a GPU of unknown generation.
 GENERIC = Architecture()
 #: Bytes per clock are rounded from what micro-benchmarks of L2 commonly report (from memory): 1.6
 #: TB/s on P100, 2.2 on V100, 1.3 on T4, 5 on A100, 6 to 7 on H100, 8 on GB202. Blackwell for data
@@ -71,10 +72,14 @@ GENERIC = Architecture()
 ARCHITECTURES: dict[str, Architecture] = {
     # GP104 has hardly any f16; compilers convert to f32 and back.
     "pascal": Architecture(22.0, half=1.0, f32_joules=_NM16),
+    # The data-centre Pascal: f16 at twice and f64 at half the f32 rate (NVIDIA P100 white paper).
     "pascal-gp100": Architecture(22.0, double=0.5, f32_joules=_NM16),
     "volta": Architecture(20.0, integer=1.0, double=0.5, f32_joules=_NM12),
     "turing": Architecture(20.0, integer=1.0, f32_joules=_NM12),
+    # GA100 issues f16 at four times and bf16 at twice the f32 rate on its vector unit (A100 white
+    # paper).
     "ampere": Architecture(32.0, half=4.0, brain=2.0, integer=1.0, double=0.5, f32_joules=_NM7),
+    # Graphics dies (GA10x, AD10x, GB20x): f16 at the rate of f32, f64 at 1/64 (white papers).
     "ampere-ga10x": Architecture(18.0, half=1.0, double=1 / 64, f32_joules=_NM7),
     "ada": Architecture(15.0, half=1.0, double=1 / 64, f32_joules=_NM4),
     "hopper": Architecture(28.0, brain=2.0, double=0.5, f32_joules=_NM4),
@@ -98,7 +103,7 @@ _Rule = Callable[[Values, Architecture], tuple[float, str] | None]
 
 
 def rules_of(architecture: str, platform: str) -> Architecture:
-    """Rules of an architecture; those of its platform if it is not listed."""
+    """Return the rules of an architecture; those of its platform if it is not listed."""
     return ARCHITECTURES.get(architecture) or _BY_PLATFORM.get(platform, GENERIC)
 
 
@@ -124,11 +129,12 @@ def fill(given: Values, rules: Architecture) -> tuple[Values, dict[str, str]]:
 
 
 def _as(source: str, reason: str = "", factor: float = 1.0) -> _Rule:
-    """Rule: the figure of another key, if it is given."""
+    """Make the rule that takes the figure of another key, if it is given."""
 
     def rule(values: Values, _: Architecture) -> tuple[float, str] | None:
         if source not in values:
             return None
+        # The text is the figure's provenance, which `opcast device NAME` prints.
         text = f"{factor:.3g} × {source}" if factor != 1.0 else f"as {source}"
         return values[source] * factor, f"{text}: {reason}" if reason else text
 
@@ -136,7 +142,7 @@ def _as(source: str, reason: str = "", factor: float = 1.0) -> _Rule:
 
 
 def _first(*rules: _Rule) -> _Rule:
-    """Rule: the first of several that finds a figure."""
+    """Make the rule that takes the first of several rules that finds a figure."""
 
     def rule(values: Values, of: Architecture) -> tuple[float, str] | None:
         return next((filled for r in rules if (filled := r(values, of)) is not None), None)
@@ -145,7 +151,7 @@ def _first(*rules: _Rule) -> _Rule:
 
 
 def _ratio(name: str) -> _Rule:
-    """Rule: the architecture's ratio times the vector rate of f32."""
+    """Make the rule that multiplies the vector rate of f32 by the architecture's ratio."""
 
     def rule(values: Values, of: Architecture) -> tuple[float, str] | None:
         factor = float(getattr(of, name))
@@ -169,6 +175,7 @@ def _lanes(values: Values, _: Architecture) -> tuple[float, str] | None:
     if not all(key in values for key in keys):
         return None
     lanes, cores, mhz = (values[key] for key in keys)
+    # A fused multiply-add counts as two operations; MHz to TFLOP/s.
     return 2.0 * lanes * cores * mhz * 1e-6, "2 × lanes_per_core × core_count × boost_mhz"
 
 
@@ -179,6 +186,8 @@ def _l2_bandwidth(values: Values, of: Architecture) -> tuple[float, str] | None:
     if "core_count" not in values or "boost_mhz" not in values:
         return _L2_OVER_HBM_BLIND * hbm, f"{_L2_OVER_HBM_BLIND:g} × hbm_bandwidth_gbps"
     rate = of.l2_bytes_per_clock
+    # L2 runs at the cores' clock, so its bandwidth follows cores × clock rather than the memory
+    # behind it (H100 and H200 share one L2). MHz × bytes to GB/s.
     by_clock = rate * values["core_count"] * values["boost_mhz"] * 1e-3
     if by_clock < _L2_OVER_HBM * hbm:
         return _L2_OVER_HBM * hbm, f"{_L2_OVER_HBM:g} × hbm_bandwidth_gbps, at least"
@@ -187,6 +196,7 @@ def _l2_bandwidth(values: Values, of: Architecture) -> tuple[float, str] | None:
 
 def _f8(values: Values, _: Architecture) -> tuple[float, str] | None:
     names = [k for k in ("peak_tflops.f16", "peak_tflops.bf16") if k in values]
+    # Without fp8 units operands are widened to the faster of the 16-bit types.
     best = max(names, key=lambda k: values[k], default=None)
     return None if best is None else (values[best], f"as {best}: no unit of its own, converted")
 
@@ -222,7 +232,7 @@ _RULES: dict[str, _Rule] = {
 
 
 def matrix_rates(listed: Values) -> Values:
-    """Rates of all HLO types on the matrix unit, and ``tf32``, from those of :data:`MATRIX_TYPES`.
+    """Extend the rates of :data:`MATRIX_TYPES` to all HLO types and ``tf32`` on the matrix unit.
 
     Types of the same width and family run alike; integers beyond 8 bits go through the vector unit
     (key ``s32``), 64-bit ones at a quarter of its rate; complex types count as their parts.
@@ -235,7 +245,7 @@ def matrix_rates(listed: Values) -> Values:
 
 
 def vector_rates(listed: Values) -> Values:
-    """The same on the vector unit; narrow floats run as f16, narrow integers as s32."""
+    """Do the same for the vector unit; narrow floats run as f16, narrow integers as s32."""
     rates = {name: listed[name] for name in VECTOR_TYPES}
     for name, bits in DTYPE_BITS.items():
         if name in rates or not bits:
@@ -252,18 +262,22 @@ def _like(name: str, bits: int, listed: Values) -> float:
         return listed["f8e5m2" if name.startswith("f8e5m2") else "f8e4m3fn"]
     if name == "pred" or bits == 8:
         return listed["s8"]
+    # 1- and 2-bit integers run at the rate of s4, the narrowest that vendors list.
     return listed["s4"] if bits < 8 else _wide(name, bits, listed)
 
 
 def _wide(name: str, bits: int, listed: Values) -> float:
     if name[0] == "c":
+        # c64 is a pair of f32, c128 of f64; complex products count as one product (cost/flops.py).
         return listed["f32" if bits == 64 else "f64"]
+    # A 64-bit multiplication takes about four 32-bit ones. Engineering estimate.
     return listed["s32"] if bits <= 32 else listed["s32"] / 4
 
 
 #: Where :data:`CAPABILITIES` comes from.
 SOURCE = "CUDA C++ programming guide, technical specifications by compute capability, from memory"
 #: Nearest NVIDIA architecture to AMD's: HBM, a large L2 and bf16 in the matrix unit, as an A100.
+#: XLA's compiler for AMD does not run without the device (docs/lowering.md).
 NEAREST = {"gfx908": "sm_80", "gfx90a": "sm_80"}
 #: How NVIDIA's architectures are named.
 NVIDIA = "sm_"
@@ -280,13 +294,13 @@ COMPILER_KEYS = _KEYS
 
 
 def capability_of(architecture: str) -> int | None:
-    """Compute capability × 10 of ``sm_90`` or ``sm_120``; ``None`` for what is not NVIDIA's."""
+    """Return compute capability × 10, such as 90 for ``sm_90``; ``None`` for other vendors."""
     digits = architecture.removeprefix(NVIDIA)
     return int(digits) if architecture.startswith(NVIDIA) and digits.isdigit() else None
 
 
 def _row(threads: float, shared_optin: float) -> dict[str, float]:
-    """Threads of a core and shared memory that a block may ask for; the rest never changed."""
+    """Build a row of :data:`CAPABILITIES`: only these two figures differ between generations."""
     return dict(zip(_KEYS, (threads, shared_optin, 48.0, 1024.0, 65536.0, 65536.0), strict=True))
 
 

@@ -17,7 +17,8 @@ from ...common.errors import DeviceError
 from ...common.files import check_yaml, yaml_loader
 from .rules import IDLE_W, MATRIX_TYPES, VECTOR_TYPES
 
-#: Figures by key, each with its size in SI units.
+#: Figures by key, each with its unit in SI. Rates are decimal and capacities binary, as vendors
+#: print both: an "80 GB" H100 has 80 · 2^30 bytes, and 3.35 TB/s are 3.35e12 bytes/s.
 NUMBERS: dict[str, float] = {
     "core_count": 1.0,
     "lanes_per_core": 1.0,
@@ -48,7 +49,7 @@ NUMBERS: dict[str, float] = {
 }
 #: Figures by dtype: the types that may be listed.
 RATES: dict[str, tuple[str, ...]] = {"peak_tflops": MATRIX_TYPES, "vector_tflops": VECTOR_TYPES}
-#: FLOP/s of one unit of a rate.
+#: FLOP/s in one unit of a rate.
 TERA = 1e12
 TEXTS = ("name", "base", "platform", "vendor", "architecture", "compiler_target", "notes")
 PLATFORMS = ("cpu", "gpu", "tpu")
@@ -110,6 +111,7 @@ def read_sheet(path: Path) -> Sheet:
         line = next((lines[k] for k in (keys, keys[:1]) if k in lines), None)
         return DeviceError(what, where=f"{path}:{line}" if line else str(path), hint=hint)
 
+    # Unknown keys are refused, not ignored: a misspelt figure would silently become a default.
     for key in data:
         if key not in _KEYS:
             raise wrong(f"unknown key {key!r}", str(key), hint=f"one of {', '.join(_KEYS)}")
@@ -141,6 +143,7 @@ def overlay(base: Sheet, own: Sheet) -> Sheet:
     """
     values, sources = dict(base.values), {k: f"{s} ({base.name})" for k, s in base.sources.items()}
     for table in RATES:
+        # The matrix unit's rate does not depend on the vector lanes.
         keys = (*_SCALE, "lanes_per_core") if table == "vector_tflops" else _SCALE
         changed = [k for k in keys if k in own.values and k in base.values]
         factor = math.prod(own.values[k] / base.values[k] for k in changed)
@@ -150,6 +153,8 @@ def overlay(base: Sheet, own: Sheet) -> Sheet:
                 sources[key] = f"estimate: {factor:.3g} × {base.name}, as {' × '.join(changed)}"
     values |= own.values
     sources |= own.sources
+    # A bigger chip with its base's power limit would be power-bound at once (`sustained` in
+    # operators/columns.py); idle power does not scale with the arithmetic.
     if "power_w" in values and "power_w" not in own.values:
         factor = _f32_rate(values) / _f32_rate(base.values)
         busy = values["power_w"] - IDLE_W
@@ -196,6 +201,8 @@ def _key_lines(
     node: Any, path: Path, above: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], int]]:
     """Keys of a YAML tree with their line numbers; a repeated key is refused."""
+    # PyYAML keeps the last of repeated keys without a word; the node tree still has both, with
+    # lines.
     if getattr(node, "id", "") != "mapping" or len(above) > 1:
         return  # no key lies deeper than two
     seen: set[str] = set()
@@ -246,6 +253,7 @@ def _sources(value: object, values: dict[str, float], wrong: _Wrong) -> dict[str
     if not isinstance(value, dict):
         raise wrong("'sources' must map a source to the keys that it gives", "sources")
     tables: dict[str, str] = {}
+    # A source may give a whole table (`peak_tflops`) and another one a single entry of it.
     own: dict[str, str] = {}
     for source, keys in value.items():
         for key in _texts(keys, "sources", wrong):

@@ -54,10 +54,13 @@ def lower_fused(
     program = source.program
     graph = build_graph(program)
     emitter = Emitter(program)
+    # As in XLA: expansions and simplifications first, then the libraries' forms, then fusion. Each
+    # pass relies on the forms that those before it leave.
     expand_ops(graph, program)
     simplify(graph)
     merge_counters(graph)
     drop_dead_state(graph)
+    # Library forms leave reshapes and transposes between ops, hence simplify() once more after it.
     prepare(graph, machine, program)
     simplify(graph)
     writer = _fused(graph, machine, emitter, is_entry=True, horizontal=horizontal)
@@ -95,6 +98,7 @@ def prepare(graph: Graph, machine: Machine, program: Program) -> None:
     sink_transposes(graph)
     simplify(graph)
     merge_dots(graph)
+    # After merging: a merged product may be a multiple of eight where its parts are not.
     pad_products(graph)
     split_reductions(graph)
 
@@ -122,7 +126,10 @@ def _fused(
     fuse_epilogues(clusters)
     if machine.tensor_fusion:
         fuse_softmax(clusters)
+    # The order is XLA's: library epilogues and softmax kernels are fixed before loops are fused,
+    # and kernels get several results only at the end.
     PriorityFusion(clusters, machine).run()
+    # CopyFusion runs on the entry computation only (fusion/fills.py).
     if is_entry:
         join_fills(clusters)
     MultiOutputFusion(clusters, machine).run()

@@ -21,22 +21,26 @@ from .physics import (
     stream_seconds,
 )
 
+# Constants were read off the tensor-core pack's own rows (split `train`) of all its chips, so their
+# figures on left-out chips are not entirely blind (docs/operators.md).
 #: Cycles of a kernel without work: prefill, and decode with its reduction over splits. Those of
 #: TensorRT-LLM come with kernels that rearrange the queries first.
 PREFILL_FLOOR, DECODE_FLOOR, TRT_PREFILL = 13_000.0, 14_000.0, 1.6
 #: Cycles that a thread block costs besides its arithmetic.
 PREFILL_BLOCK, DECODE_BLOCK, DECODE_BLOCK_TRT = 5000.0, 4000.0, 1500.0
-#: Query rows and keys of a tile.
+#: Query rows and keys of a tile, of the sizes that FlashAttention-2 uses (Dao, 2023, section 3.3).
 ROWS, KEYS = 128.0, 64.0
 #: Share of the matrix peak that the two products of a tile reach; TensorRT-LLM has kernels made for
 #: the data-centre chips from Hopper on.
 PRODUCTS, PRODUCTS_TRITON, PRODUCTS_TRT = 0.72, 0.37, 0.49
 TRT_TUNED = ("hopper", "blackwell", "blackwell-ultra")
-#: Exponentials of a core in a cycle, one for each (query, key) pair: special-function lanes, which
-#: Blackwell Ultra has twice. They do not overlap with the products of their own tile (Shah et al.,
+#: Exponentials of a core in a cycle, one for each (query, key) pair: special-function lanes (CUDA
+#: C++ Programming Guide, throughput of native arithmetic instructions), of which Blackwell Ultra
+#: has twice as many. They do not overlap with the products of their own tile (Shah et al.,
 #: FlashAttention-3, 2024).
 EXPONENTIALS, EXPONENTIALS_ULTRA = 16.0, 32.0
-#: Keys of the smallest split of a decode, and cycles to merge the partial results.
+#: Keys of the smallest split of a decode, and cycles to merge the partial results (splits over the
+#: keys: Dao et al., Flash-Decoding, 2023).
 SPLIT, MERGE = 128.0, 4000.0
 #: Bytes per cycle that one core can stream, and that it can where every query head reads the keys.
 CORE_RATE, LONE_RATE = 16.0, 26.0
@@ -46,15 +50,16 @@ PARTIALS, CONVERTED = 4.0, 1.4
 SEQUENCE, CONVERT = 3000.0, 5000.0
 #: Query heads of a group beyond which TensorRT-LLM has no grouped decode kernel.
 MOST_GROUPED = 32
-#: Latent keys and values of an absorbed head, 512 and 64 rotary ones; and the share of the matrix
-#: peak that TensorRT-LLM reaches with them in a decode where it has no kernel made for the chip.
+#: Latent keys and values of an absorbed head, 512 and 64 rotary ones (DeepSeek-V2, 2024), of which
+#: the values are the 512; and the share of the matrix peak that TensorRT-LLM reaches with them in a
+#: decode where it has no kernel made for the chip.
 LATENT_WIDTH, UNTUNED = 512 + 64 + 512, 0.14
 DTYPES = ("bf16", "fp8")
 
 
 @dataclass(slots=True)
 class _Work:
-    """Attention of ``n`` rows, shapes ``(n,)``; times in seconds."""
+    """Attention of ``n`` rows as arrays of shape ``(n,)``; times in seconds."""
 
     table: OpTable
     mc: Machine
@@ -97,21 +102,22 @@ class _Tiles(NamedTuple):
 
 
 def visible_pairs(q_len: np.ndarray, kv_len: np.ndarray, window: np.ndarray) -> np.ndarray:
-    """(query, key) pairs of causal attention whose queries are the last ``q_len`` positions.
+    """Count the (query, key) pairs of causal attention over the last ``q_len`` positions.
 
-    Query ``i`` of ``q_len`` sees ``min(kv_len - q_len + 1 + i, window)`` keys; a window of 0 is
-    none. The sum is an arithmetic series until the window is reached, and constant after.
+    Query ``i`` of ``q_len`` sees ``min(kv_len - q_len + 1 + i, window)`` keys; a window of 0 means
+    no window. The sum is an arithmetic series until the window is reached, and constant after.
     """
     first = kv_len - q_len + 1
     reach = np.where(window > 0, window, np.inf)
     growing = np.clip(reach - first + 1, 0, q_len)
     growing = np.minimum(growing, q_len)
     series = growing * (2 * first + growing - 1) / 2
+    # Without a window `growing` is all of q_len: the inner `where` avoids 0 · inf, which is nan.
     return np.asarray(series + (q_len - growing) * np.where(np.isinf(reach), 0.0, reach))
 
 
 def attention(table: OpTable) -> Physics:
-    """Physics of attention over ``batch`` sequences with the heads of one rank."""
+    """Estimate attention over ``batch`` sequences with the heads of one rank."""
     batch, heads, groups, d_key, d_value, q_len, kv_len, window = table.numbers(
         "batch", "q_heads", "kv_heads", "head_dim", "v_head_dim", "q_len", "kv_len", "window"
     )
@@ -122,10 +128,13 @@ def attention(table: OpTable) -> Physics:
     keys = np.where(window > 0, np.minimum(kv_len, window), kv_len)
     pairs = keys if decode else np.where(causal, visible_pairs(q_len, kv_len, window), q_len * keys)
     flops = attention_flops(batch, heads, pairs, d_key + d_value)
+    # The cache is bf16 unless the table says fp8. Queries and results are always 16 bits wide.
     kv_width = table.mapped("kv_dtype", {"fp8": 1.0}, 2.0)
     cached = batch * groups * (keys if decode else kv_len) * kv_width
+    # In latent decode values are part of the latent keys, so they are read once.
     kv_bytes = cached * (d_key if latent else d_key + d_value)
     moved = batch * heads * q_len * (d_key + d_value) * 2 + kv_bytes
+    # The benchmarks reuse the same buffers, so a small cache of keys stays in L2 from call to call.
     resident = resident_share(moved, mc.cache, 1.15, 0.15)
     t_memory = stream_seconds(moved, resident, mc)
     work = _Work(
@@ -151,6 +160,7 @@ def attention(table: OpTable) -> Physics:
     blocks, split, t_tiles, t_blocks, t_both, t_extra, floor = (
         _decode(work, latent) if decode else _prefill(work, causal)
     )
+    # Intel's Arc B60 is the only device of another vendor with such rows: one rough factor for it.
     floor = floor * np.where(non_nvidia(table) > 0, 3.0, 1.0)
     base = floor + t_extra + t_both
     repeat = work.repeat
@@ -219,7 +229,10 @@ def attention(table: OpTable) -> Physics:
 def _waves(
     batch: np.ndarray, heads: np.ndarray, groups: np.ndarray, q_len: np.ndarray, cores: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Waves of query tiles, by head and with the heads of a group packed together."""
+    """Return waves of query tiles, by head and with the heads of a group packed together.
+
+    Both forms are features, since which of them a kernel uses is not always known.
+    """
     columns = {}
     for rows in (64, 128):
         own = batch * heads * np.ceil(q_len / rows) / cores
@@ -230,13 +243,19 @@ def _waves(
 
 
 def _prefill(work: _Work, causal: np.ndarray) -> _Tiles:
-    """Tiles of 128 query rows, in waves over the cores; before it, keys go into the cache."""
+    """Cut prefill into tiles of 128 query rows, in waves over the cores.
+
+    Keys and values are written to the cache before.
+    """
     w, mc = work, work.mc
     sharing = np.where(_packs_heads(w), w.repeat, 1.0)
+    # Packing turns the heads of a group into rows of one tile, which fills tiles of short queries.
     blocks = w.batch * w.heads / sharing * np.ceil(w.q_len * sharing / ROWS)
     span = np.where(causal, np.minimum(ROWS, w.q_len), 0.0)
     seen = visited_keys(w.pairs / w.q_len, span, w.keys, w.window)
     products = 2 * _width(work) / (w.peak / mc.cores) / _efficiency(work)
+    # Products and exponentials add up: within a tile, softmax needs the first product and feeds the
+    # second. Each (query, key) pair takes one exponential.
     one = PREFILL_BLOCK / mc.clock + ROWS * seen * (products + 1 / (_lanes(w.table) * mc.clock))
     t_tiles = np.maximum(quantised(blocks / mc.cores, 0.5), 1.0) * one
     t_blocks = blocks / mc.cores * PREFILL_BLOCK / mc.clock
@@ -247,33 +266,33 @@ def _prefill(work: _Work, causal: np.ndarray) -> _Tiles:
 
 
 def _tuned(table: OpTable) -> np.ndarray:
-    """Whether TensorRT-LLM has kernels made for the chip, bool."""
+    """Return where TensorRT-LLM has kernels made for the chip, bool, shape ``(n,)``."""
     return table.of_device([float(d.architecture in TRT_TUNED) for d in table.devices]) > 0
 
 
 def _width(work: _Work) -> np.ndarray:
-    """Multiplications of a pair; SGLang attends to latent keys in prefill, too."""
+    """Return the multiply-adds of a (query, key) pair; SGLang prefills with latent keys, too."""
     latent = work.table.family.endswith("mla") & work.table.is_("backend", "sglang")
     return np.asarray(np.where(latent, LATENT_WIDTH, work.d_key + work.d_value))
 
 
 def _lanes(table: OpTable) -> np.ndarray:
-    """Special-function lanes of a core."""
+    """Return the special-function lanes of a core, shape ``(n,)``."""
     ultra = [d.architecture == "blackwell-ultra" for d in table.devices]
     return table.of_device([EXPONENTIALS_ULTRA if u else EXPONENTIALS for u in ultra])
 
 
 def _efficiency(work: _Work) -> np.ndarray:
-    """Share of the matrix peak that products reach."""
+    """Return the share of the matrix peak that products reach, shape ``(n,)``."""
     tuned = _tuned(work.table)
     share = np.where(work.table.says("kernel", "triton"), PRODUCTS_TRITON, PRODUCTS)
     return np.asarray(np.where(work.trt & ~tuned, PRODUCTS_TRT, share))
 
 
 def _packs_heads(work: _Work) -> np.ndarray:
-    """Whether query heads that share keys are rows of one tile, bool.
+    """Return where query heads that share keys are rows of one tile, bool, shape ``(n,)``.
 
-    FlashAttention 2 does so only for a single query.
+    FlashAttention 2 packs them only for a single query.
     """
     table = work.table
     always = table.says("kernel", "fa3", "fa4", "flashinfer", "fiprefill", "fidecode")
@@ -285,7 +304,7 @@ def _packs_heads(work: _Work) -> np.ndarray:
 def visited_keys(
     mean: np.ndarray, span: np.ndarray, keys: np.ndarray, window: np.ndarray
 ) -> np.ndarray:
-    """Keys that a tile of queries reads, masked ones at its edges included, shape ``(n,)``.
+    """Count the keys that a tile of queries reads, masked ones at its edges included, ``(n,)``.
 
     Args:
         mean: Keys visible to a query on average.
@@ -293,36 +312,50 @@ def visited_keys(
         keys: Keys visible to the last query.
         window: Of sliding attention; 0 is none.
     """
+    # A causal tile computes the whole square on the diagonal, of which half is masked. Under a
+    # window the far edge is masked, too, and both ends fall within tiles of keys.
     edge = np.where(window > 0, np.minimum(span, keys) + KEYS, span / 2)
     return np.asarray(np.maximum(mean + edge, KEYS))
 
 
 def _cache_write(work: _Work) -> np.ndarray:
-    """Seconds to write keys and values to the cache; TensorRT-LLM rewrites the queries, too."""
+    """Return the seconds to write keys and values to the cache, shape ``(n,)``.
+
+    TensorRT-LLM rewrites the queries, too.
+    """
     w, width = work, work.d_key + work.d_value
+    # The timed kernels of encoders and of latent attention do not include a cache write.
     if w.table.family != "graph/context_attention":
         return np.zeros(len(w.table))
+    # Read in bf16, written in the cache's own type.
     rewritten = w.batch * w.groups * w.kv_len * width * (2 + w.kv_width)
     rewritten = rewritten + np.where(w.trt, 2.0, 0.0) * w.batch * w.heads * w.q_len * width
     return stream_seconds(rewritten, w.resident, w.mc)
 
 
 def _decode(work: _Work, latent: bool) -> _Tiles:
-    """Blocks of up to 64 query heads, split over the keys for idle cores where that pays."""
+    """Cut decode into blocks of up to 64 query heads; split the keys for idle cores if it pays."""
     w, mc = work, work.mc
     sliding, many = _ungrouped(work, latent)
     blocks = w.batch * np.where(sliding | many, w.heads, w.groups * np.ceil(w.repeat / 64))
     cycles = np.where(w.trt, DECODE_BLOCK_TRT, DECODE_BLOCK)
+    # One query for each head: the heads of a group are the rows of a product, padded to the 16 rows
+    # of a matrix instruction.
     rows = np.maximum(16, np.ceil(w.repeat / 16) * 16)
     padded = 2 * w.batch * w.groups * rows * w.keys * (w.d_key + w.d_value)
+    # The faster of two ways counts: matrix units on padded rows at 0.35 of the peak, or the work
+    # without padding at 0.2 of it and a cost for each block. Read off the pack, as above.
     scalar = blocks / mc.cores * cycles / mc.clock + w.flops / w.peak / 0.2
     t_tiles = np.minimum(padded / w.peak / 0.35, scalar)
     if latent:
         untuned = 2 * w.batch * np.maximum(rows, 64) * w.keys * LATENT_WIDTH / w.peak / UNTUNED
         t_tiles = np.where(w.trt & ~_tuned(w.table), untuned, t_tiles)
+    # On chips with more memory bandwidth for each core than that, a core streams up to 1.5 times
+    # its even share.
     rate = np.maximum(CORE_RATE, 1.5 * mc.bandwidth / mc.cores / mc.clock)
     rate = np.where(many, LONE_RATE, rate)
     width = w.d_key if latent else w.d_key + w.d_value
+    # An fp8 key is one byte in memory, but costs a core like 1.4, since it is widened there.
     streamed = w.keys * np.maximum(w.kv_width, CONVERTED) * width / rate
 
     def cut(split: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -331,7 +364,9 @@ def _decode(work: _Work, latent: bool) -> _Tiles:
         return serial / mc.clock, combine(t_tiles, w.t_memory, serial / mc.clock)
 
     most = np.where(sliding, 1, np.maximum(1, w.keys / SPLIT))
+    # As many splits as occupy the idle cores; more would only add partial results to merge.
     split = np.clip(mc.cores / blocks, 1, most)
+    # Partial results are f32 (4 bytes); they stay in the cache between the two kernels.
     partial = w.batch * w.heads * split * w.d_value * 4 * PARTIALS / mc.cache_bandwidth
     merge = MERGE / mc.clock + partial
     (whole, t_whole), (parts, t_parts) = cut(np.ones(len(split))), cut(split)
@@ -349,7 +384,7 @@ def _decode(work: _Work, latent: bool) -> _Tiles:
 
 
 def _ungrouped(work: _Work, latent: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Where each query head reads the keys for itself, bool: in a window, and in large groups.
+    """Return where each query head reads the keys for itself: in a window, and in large groups.
 
     FlashAttention 2 neither groups heads nor splits keys under a window. TensorRT-LLM's grouped
     kernel takes up to 32 heads.

@@ -16,9 +16,10 @@ from .schema import NAMES
 
 
 def sustained(spec: DeviceSpec) -> float:
-    """Share of the FP32 peak that a device's power allows, at most 1.
+    """Return the share of the FP32 peak that a device's power limit allows, at most 1.
 
-    It is 1 where the power is not known, or what an operation takes on the chip's process.
+    ``(power - idle) / (energy of an operation · peak rate)``. It is 1 where the power limit or the
+    energy of an operation on the chip's process is not known.
     """
     energy = rules_of(spec.architecture, spec.platform).f32_joules
     if spec.power_w <= IDLE_W or not energy:
@@ -89,6 +90,7 @@ class OpTable:
     def says(self, column: str, *words: str) -> np.ndarray:
         """Whether a text column holds any of the words, bool."""
         code, values = self._codes(column)
+        # Texts repeat: the search runs over the distinct ones.
         has: np.ndarray = np.array([any(w in str(v).lower() for w in words) for v in values], bool)
         return np.asarray(has[code])
 
@@ -128,7 +130,9 @@ class OpTable:
         d = self.devices
         return Machine(
             cores=self.of_device([x.core_count for x in d]),
+            # A usual boost clock, for devices described without one: fixed costs are in cycles.
             clock=self.of_device([x.clock_hz or 1.5e9 for x in d]),
+            # Never zero: it divides footprints. One byte means that nothing is resident.
             cache=self.of_device([max(x.cache_bytes, 1.0) for x in d]),
             cache_bandwidth=self.of_device([x.levels[0].bandwidth for x in d]),
             bandwidth=self.of_device([x.bandwidth for x in d]),
@@ -149,6 +153,7 @@ class Machine:
 
 
 def _rate(spec: DeviceSpec, dtype: str) -> float:
+    # Energies are known for FP32 operations alone (`_NM16` … in devices/rules.py).
     return spec.matrix_peak(dtype) * (sustained(spec) if dtype == "f32" else 1.0)
 
 
@@ -156,6 +161,7 @@ def _numbers(frame: pd.DataFrame, column: str, n: int) -> np.ndarray:
     if column not in frame:
         return np.full(n, np.nan)
     values = frame[column]
+    # Plain NumPy columns convert at once; nullable and object columns take the slow path below.
     if isinstance(values.dtype, np.dtype) and values.dtype.kind in "iuf":
         return values.to_numpy().astype(np.float64)
     try:

@@ -10,11 +10,11 @@ from .physics import Physics, combine, fill, log2, resident_share, stream_second
 
 
 def conv(table: OpTable) -> Physics:
-    """Physics of a square, dense 2-D convolution in NCHW without bias.
+    """Estimate a square, dense 2-D convolution in NCHW without bias.
 
-    As an implicit product ``m = batch × out²``, ``n = cout``, ``k = cin × ksize²`` (Chetlur et al.,
-    cuDNN: Efficient Primitives for Deep Learning, 2014). A 3 × 3 filter of stride 1 may run as a
-    Winograd transform with 2.25 times fewer products (Lavin and Gray, 2016).
+    It counts as an implicit product ``m = batch × out²``, ``n = cout``, ``k = cin × ksize²``
+    (Chetlur et al., cuDNN: Efficient Primitives for Deep Learning, 2014). A 3 × 3 filter of stride
+    1 may run as a Winograd transform with 2.25 times fewer products (Lavin and Gray, 2016).
     """
     batch, cin, cout, size, inside, stride, pad = table.numbers(
         "batch", "cin", "cout", "ksize", "insize", "stride", "pad"
@@ -23,10 +23,13 @@ def conv(table: OpTable) -> Physics:
     out = np.maximum(np.floor((inside + 2 * pad - size) / stride) + 1, 1)
     m, n, k = batch * out**2, cout, cin * size**2
     one = np.ones(len(m))
+    # All published convolutions are in fp32, four bytes an element.
     moved = 4 * (batch * cin * inside**2 + cin * cout * size**2 + m * n)
     t_tiles, waves, tile_use = _tiles(one, m, n, k, peak, mc)
     t_compute = 2 * m * n * k / peak
     winograd = (size == 3) & (stride == 1)
+    # F(2 × 2, 3 × 3) saves 2.25 times the products, but its transforms cost vector work, and
+    # libraries do not always choose it: 1.6 is an engineering estimate.
     t_tiles = np.where(winograd, t_tiles / 1.6, t_tiles)
     resident = resident_share(moved, mc.cache, 1.0, 0.5)
     t_memory = stream_seconds(moved, resident, mc)
@@ -63,6 +66,7 @@ def conv(table: OpTable) -> Physics:
         "log_balance": log2(peak / mc.bandwidth),
         "log_cores": log2(mc.cores),
     }
+    # The bound has to hold for whichever algorithm the library chose.
     roofline = np.maximum(t_compute / np.where(winograd, 2.25, 1.0), moved / mc.bandwidth)
     return Physics(
         base,

@@ -101,6 +101,7 @@ def op_features(
     group = FAMILIES[family]
     table = OpTable.of(frame, family, PARAMETERS[group], devices)
     _check(table, frame)
+    # Both branches of each `np.where` are evaluated; the one not taken may divide by zero.
     with np.errstate(divide="ignore", invalid="ignore"):
         physics = _PHYSICS[group](table)
     names = tuple(physics.features)
@@ -116,6 +117,7 @@ def op_features(
         floor_s=physics.fixed_s,
         flops=physics.flops,
         moved=physics.moved,
+        # More than half of the time is a fixed cost: neither peak matters much.
         bound=np.where(physics.fixed_s > 0.5 * physics.base_s, "latency", limited).astype(object),
         general=np.array([n not in physics.specific for n in names]),
         keys=np.array([names.index(k) for k in physics.keys]),
@@ -158,6 +160,7 @@ def feature_names(family: str) -> tuple[str, ...]:
     return op_features(pd.DataFrame(row), family, {"any": _ANY}).names
 
 
+# A device of ones: feature names do not depend on the figures.
 _ANY = DeviceSpec(
     "any",
     "gpu",

@@ -16,16 +16,16 @@ Size = TypeVar("Size", float, "np.ndarray")
 
 
 def causal_pairs(q_len: float, kv_len: float) -> float:
-    """(query, key) pairs of causal attention whose queries are the last ``q_len`` positions.
+    """Count the (query, key) pairs of causal attention over the last ``q_len`` positions.
 
     Query ``i`` sees ``kv_len - q_len + 1 + i`` keys, which sum to an arithmetic series. With a
-    window it is :func:`.attention.visible_pairs`.
+    window see :func:`.visible_pairs`.
     """
     return q_len * (kv_len - (q_len - 1) / 2)
 
 
 def attention_flops(batch: Size, heads: Size, pairs: Size, width: Size) -> Size:
-    """FLOPs of the two products of attention, ``2 · batch · heads · pairs · width``.
+    """Return the FLOPs of the two products of attention, ``2 · batch · heads · pairs · width``.
 
     Softmax is left out: its exponentials run on special-function units.
 
@@ -42,7 +42,7 @@ def attention_flops(batch: Size, heads: Size, pairs: Size, width: Size) -> Size:
 def expert_flops(
     tokens: Size, topk: Size, ep: Size, hidden: Size, inner: Size, per_weight: float
 ) -> Size:
-    """FLOPs of the experts of one rank: its share of the chosen (token, expert) pairs.
+    """Return the FLOPs of the experts of one rank: its share of the chosen (token, expert) pairs.
 
     Args:
         tokens: Of all ranks.

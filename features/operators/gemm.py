@@ -19,7 +19,9 @@ from .physics import (
     stream_seconds,
 )
 
-#: Output tiles that libraries choose from, with the share of the peak of their inner loops.
+#: Output tiles (rows, columns) that GEMM libraries choose from, with the share of the matrix peak
+#: that their inner loops reach. Small tiles reload operands from shared memory more often for each
+#: product. Sizes are CUTLASS's usual ones; shares are engineering estimates.
 TILES = (
     (256, 128, 1.0),
     (128, 256, 1.0),
@@ -32,16 +34,21 @@ TILES = (
     (16, 64, 0.25),
     (16, 32, 0.15),
 )
-#: Tiles whose waves are features.
+#: Tiles whose waves are features, whichever of :data:`TILES` is fastest, so that a model can learn
+#: that a library chose another one.
 SHOWN = ((128, 128), (256, 128), (64, 64), (64, 128), (128, 64), (32, 32))
-#: Cost of a kernel without work, in cycles, by timing method. Within 10 % the same on A100, H100
-#: and RTX PRO 6000, though their times differ by a factor of 1.7.
+#: Cost of a kernel without work, in cycles, by timing method: read off the published tables
+#: (docs/operators.md). Within 10 % the same on A100, H100 and RTX PRO 6000, though their times
+#: differ by a factor of 1.7: hence cycles, not seconds.
 FLOOR_CYCLES = {"graph": 5200.0, "kernel": 4500.0}
-#: Launch of one call from the host, seconds.
+#: Launch of one call from the host, seconds: the floor of NeuSight's event timings, in which the
+#: host and not the device sets the pace, so it is the same for all devices (docs/operators.md).
 EAGER_FLOOR_S = 38e-6
-#: Least depth of one split of the reduction.
+#: Least depth of one split of the reduction: shallower ones spend their time on the prologue and on
+#: adding up partial results. Engineering estimate.
 SPLIT_DEPTH = 256
-#: Copies of the weights that the frameworks' benchmarks rotate through.
+#: Copies of the weights that the frameworks' benchmarks rotate through, so that a call does not
+#: find its own in the cache: vLLM and SGLang, TensorRT-LLM (README of the tensor-core pack).
 ROTATION = 6.0
 TRT_ROTATION = 5.0
 #: What narrowing 16-bit activations costs before a product, by (dtype, framework): cycles of its
@@ -61,9 +68,10 @@ QUANTISATION = {
     ("int4_wo", "trtllm"): (8000.0, 0.0, 0.0, 0.0),
     ("int8_sq", "trtllm"): (7500.0, 0.0, 0.0, 0.0),
 }
-#: Cycles of one step of a reduction that is not split, by depth: libraries that split it (cuBLAS)
-#: and kernels that do not.
+#: Cycles for each element of depth of a reduction, a latency that no parallelism hides: of
+#: libraries that split deep reductions (cuBLAS), and of kernels that do not.
 DEPTH_SPLIT, DEPTH_WHOLE = 0.33, 2.0
+#: Dtypes of the published GEMM tables, one flag each.
 DTYPES = ("bf16", "fp8", "fp8_block", "nvfp4", "int8_sq", "int8_wo", "int4_wo")
 
 
@@ -74,6 +82,8 @@ def gemm(table: OpTable) -> Physics:
     sizes = _sizes(table, b, m, n, k)
     weights, activations, out = sizes
     resident, footprint, copies = _residence(table, sizes, mc)
+    # Only weights are rotated: activations are warm in every method, since benchmarks reuse one
+    # buffer (README of the tensor-core pack).
     small = resident_share(activations + out, mc.cache, 1.2, 0.8)
     t_weights = stream_seconds(weights, resident, mc)
     t_memory = t_weights + stream_seconds(activations + out, small, mc)
@@ -82,7 +92,11 @@ def gemm(table: OpTable) -> Physics:
     floor = floor_s(table, mc)
     t_quant = _quantisation(table, b * m, k, small, mc)
     t_depth = k * _depth_cycles(table) / mc.clock
+    # Arithmetic and transfers overlap almost completely in pipelined GEMMs, hence a sharper maximum
+    # than elsewhere. Depth and quantisation come before or after and add up.
     base = floor + combine(t_tiles, t_memory, power=4.0) + t_depth + t_quant
+    # A bound must hold wherever the operands lie: it takes the main memory's full bandwidth and
+    # leaves out quantisation.
     roofline = np.maximum(t_compute, (weights + activations + out) / mc.bandwidth)
     features = {
         **flags(table, DTYPES),
@@ -114,6 +128,8 @@ def gemm(table: OpTable) -> Physics:
         "k_of_32": (k % 32 == 0) * 1.0,
         "n_of_32": (n % 32 == 0) * 1.0,
         "copies": copies,
+        # Ratios that combine a size with one property of the chip let trees recognise the device:
+        # they are `specific` below and withheld from models for unseen devices.
         "log_weights_cache": np.clip(log2(weights / mc.cache), -8, 8),
         "log_activations_cache": np.clip(log2((activations + out) / mc.cache), -10, 8),
         "log_tile_cycles": log2(k * 2 * 128 * 128 * mc.cores / peak * mc.clock),
@@ -133,10 +149,11 @@ def gemm(table: OpTable) -> Physics:
 
 
 def floor_s(table: OpTable, machine: Machine) -> np.ndarray:
-    """Time of a kernel without work."""
+    """Return the time of a kernel without work in seconds, shape ``(n,)``."""
     method = table.family.split("/")[0]
     if method == "eager":
         return np.full(len(table), EAGER_FLOOR_S)
+    # Intel's Arc B60 is the only device of another vendor with such rows: one rough factor for it.
     other = np.where(non_nvidia(table) > 0, 10.0, 1.0)
     return np.asarray(FLOOR_CYCLES[method] / machine.clock * other)
 
@@ -145,6 +162,7 @@ def _sizes(
     table: OpTable, b: np.ndarray, m: np.ndarray, n: np.ndarray, k: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Bytes of weights, activations and result; results of narrow types are 16 bits wide."""
+    # Frameworks let 8- and 4-bit products return bf16 for the next layer.
     out = np.maximum(table.activation_bytes, 2.0)
     return b * n * k * table.weight_bytes, b * m * k * table.activation_bytes, b * m * n * out
 
@@ -175,9 +193,9 @@ def _residence(
 def _tiles(
     b: np.ndarray, m: np.ndarray, n: np.ndarray, k: np.ndarray, peak: np.ndarray, mc: Machine
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Time of the fastest tiling, its waves and the used share of its tiles.
+    """Return the time of the fastest tiling in seconds, its waves, and the used share of its tiles.
 
-    Tiles that do not fill the device split the reduction among idle cores.
+    All have shape ``(n,)``. Tiles that do not fill the device split the reduction among idle cores.
     """
     time = np.full(len(m), np.inf)
     waves, use = np.ones(len(m)), np.ones(len(m))
@@ -186,6 +204,7 @@ def _tiles(
         own = tiles / mc.cores
         deepest = np.maximum(1, np.floor(k / SPLIT_DEPTH))
         split = np.clip(np.floor(mc.cores / tiles), 1, deepest)
+        # Below one wave, splitting shortens the only wave; a tile is never faster than its split.
         runs = np.where(own < 1, 1 / split, quantised(own))
         seconds = runs * mc.cores * rows * columns * k * 2 / peak / efficiency
         faster = seconds < time
@@ -200,6 +219,7 @@ def _quantisation(
 ) -> np.ndarray:
     """Time of the kernels that narrow 16-bit activations before the product, where they run."""
     launch, row, moved, element = (_by_library(table, QUANTISATION, place) for place in range(4))
+    # Rows are dealt out whole to cores (one block a row), elements evenly.
     cycles = launch + row * np.ceil(rows / mc.cores) + element * rows * k / mc.cores
     return np.asarray(cycles / mc.clock + stream_seconds(rows * k * moved, resident, mc))
 
@@ -207,6 +227,7 @@ def _quantisation(
 def _depth_cycles(table: OpTable) -> np.ndarray:
     """Cycles of one step of the reduction."""
     whole = (table.activation_bytes < 2) & (table.family == "graph/linear")
+    # Per-tensor fp8 of TensorRT-LLM counts as a library that splits deep reductions.
     whole &= ~(table.is_("dtype", "fp8") & table.is_("backend", "trtllm"))
     return np.where(whole, DEPTH_WHOLE, DEPTH_SPLIT)
 

@@ -22,13 +22,15 @@ from .hlo_templates import TEMPLATES, Row
 from .schema import FAMILIES, NAMES, PARAMETERS
 
 CONFIG = "published_op"
+# The text of the key as `json.dumps` writes it first in the configuration: a plain search finds it
+# without parsing HLO, which matters for millions of rows.
 _MARK = f'{{"{CONFIG}":'
 #: Parameters that a row may lack.
 _OPTIONAL = frozenset(("n_in",))
 
 
 def op_ir(row: Row) -> str:
-    """Text of an operator's kernel.
+    """Write an operator's kernel as HLO text.
 
     Args:
         row: ``method`` and the columns of its family's parameters and names.
@@ -50,7 +52,7 @@ def op_ir(row: Row) -> str:
 
 
 def op_texts(frame: pd.DataFrame, family: str) -> list[str]:
-    """Texts of the kernels of a table's rows, all of one family.
+    """Write the kernels of a table's rows, all of one family, as HLO texts.
 
     Raises:
         DatasetError: As :func:`op_ir`, with the row's ``id``.
@@ -66,7 +68,7 @@ def op_texts(frame: pd.DataFrame, family: str) -> list[str]:
 
 
 def _records(frame: pd.DataFrame, family: str) -> Iterator[dict[str, Any]]:
-    """Parameters of each row as plain Python values."""
+    """Yield the parameters of each row as plain Python values."""
     method, own = family.split("/")
     whole = [c for c in PARAMETERS[FAMILIES[family]] if c in frame]
     text = [c for c in NAMES if c in frame and c != "family"]
@@ -81,7 +83,7 @@ def _records(frame: pd.DataFrame, family: str) -> Iterator[dict[str, Any]]:
 
 
 def read_op(ir: str) -> dict[str, Any] | None:
-    """Parameters of a kernel that :func:`op_ir` wrote; ``None`` for any other kernel."""
+    """Read the parameters of a kernel that :func:`op_ir` wrote; ``None`` for any other kernel."""
     start = ir.find(_MARK)
     if start < 0:
         return None
@@ -90,7 +92,7 @@ def read_op(ir: str) -> dict[str, Any] | None:
 
 
 def op_frame(irs: Iterable[str]) -> pd.DataFrame:
-    """Table of the operators of kernels, one row each; ``method`` is empty for other kernels."""
+    """Make a table of the kernels' operators, one row each; other kernels have no ``method``."""
     rows = [read_op(ir) or {"method": ""} for ir in irs]
     wanted = ["method", *NAMES, *dict.fromkeys(c for g in PARAMETERS.values() for c in g)]
     frame = pd.DataFrame(rows)
@@ -109,4 +111,5 @@ def _config(row: Row, group: str) -> dict[str, Any]:
 
 
 def _present(value: Any) -> bool:
+    # `value == value` is false for NaN, which marks missing numbers in a frame.
     return value is not None and value is not pd.NA and value == value and value != ""

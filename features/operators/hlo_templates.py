@@ -2,6 +2,8 @@
 
 A template takes a row and the text of its ``backend_config``, and gives a module of one fusion or
 one custom call. :mod:`.hlo` chooses among them.
+
+Texts identify samples by their hash: a change to a template makes stored samples look new.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from .schema import PARAMETERS
 
 #: Target of custom calls that only this package reads.
 TARGET = "opcast.op"
-#: Rows of an embedding table, of which the published rows do not say the height.
+#: Rows of an embedding table, whose height the published rows do not give: Llama's vocabulary. Only
+#: the gathered rows count as traffic, so it hardly matters.
 VOCABULARY = 32_000
 
 Row = Mapping[str, Any]
@@ -61,6 +64,7 @@ def _gemm(row: Row, config: str) -> str:
     dot = f"{out} dot(v0, v1), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}\n"
     if row["method"] != "eager":
         return _module([left, right], f"  ROOT v2 = {dot}", out, "kCustom", config, "")
+    # NeuSight's linear layers are PyTorch's `addmm`, with a bias.
     bias = f"{kind}[{n}]"
     inner = (
         f"  v3 = {dot}  v4 = {out} broadcast(v2), dimensions={{1}}\n  ROOT v5 = {out} add(v3, v4)\n"
@@ -75,6 +79,8 @@ def _quantised(dtype: str, shape: tuple[int, int, int, int], config: str) -> str
     types = [f"bf16[{batch}{m},{k}]", f"{TABLE_FORMATS[dtype].weights}[{batch}{k},{n}]"]
     if block := TABLE_FORMATS[dtype].block:
         deep = -(-k // block)
+        # Block scales of fp8 cover 128 × 128 weights; those of the 4-bit formats lie along the
+        # depth only.
         wide = -(-n // 128) if dtype == "fp8_block" else n
         types.append(f"f8e4m3fn[{batch}{deep},{wide}]")
     return _call(types, f"bf16[{batch}{m},{n}]", f"{TARGET}.quantized_gemm", config)
@@ -116,6 +122,7 @@ def _binary(op: str, kind: str, rows: int, cols: int, config: str) -> str:
 def _scalar(op: str, kind: str, rows: int, cols: int, config: str) -> str:
     t = f"{kind}[{rows},{cols}]"
     inner = (
+        # Any constant does: the cost of an op does not depend on its value.
         f"  v1 = {kind}[] constant(2)\n  v2 = {t} broadcast(v1), dimensions={{}}\n"
         f"  ROOT v3 = {t} {_BINARY[op[:-1]]}(v0, v2)\n"
     )

@@ -18,6 +18,8 @@ from .physics import (
     stream_seconds,
 )
 
+# Constants were read off the tensor-core pack's own rows (split `train`) of all its chips, so their
+# figures on left-out chips are not entirely blind (docs/operators.md).
 #: Cycles of the group of kernels without work (sort, two products, activation, sum), and what 4-bit
 #: activations add.
 FLOOR_CYCLES, FLOOR_NARROW = 58_000.0, 45_000.0
@@ -28,14 +30,17 @@ BLOCK, ROUTE, ROUTE_TRITON = 2000.0, 350.0, 1300.0
 PASSES = 1.2
 #: Share of the tokens that the most loaded expert of a skewed draw gets at most.
 MOST_LOADED = 0.8
+#: Tiles of grouped GEMMs with the share of the matrix peak that they reach: engineering estimates.
 TILES = ((16, 128, 0.25), (64, 128, 0.7), (128, 128, 0.9), (128, 256, 1.0))
+#: Least depth of one split of the reduction; engineering estimate.
 SPLIT_DEPTH = 512
 DTYPES = ("bf16", "fp8", "fp8_block", "nvfp4", "int4_wo", "w4a16_mxfp4", "w4a8_mxfp4_mxfp8")
+#: Exponents of the published distributions of tokens over experts; any other name is balanced.
 SKEW = {"power_law_1.01": 1.01, "power_law_1.2": 1.2}
 
 
 def moe(table: OpTable) -> Physics:
-    """Physics of the experts of one rank, the busiest where draws are skewed."""
+    """Estimate the experts of one rank: the busiest one if the draw is skewed."""
     tokens, hidden, full, topk, experts, tp, ep = table.numbers(
         "tokens", "hidden", "inter", "topk", "experts", "tp", "ep"
     )
@@ -46,7 +51,9 @@ def moe(table: OpTable) -> Physics:
     rows = np.where(_everywhere(table), tokens * topk, rows)
     triton = table.says("kernel", "triton", "fused_moe", "marlin")
     ungated = table.says("kernel", "nongated")
+    # Gate, up and down projection; without a gate, up and down.
     matrices = np.where(ungated, 2.0, 3.0)
+    # Experts are treated as equally loaded from here on; the skew shows in rows and active.
     depth = np.maximum(rows / active, 1)
     flops = expert_flops(tokens, topk, ep, hidden, inner, 2.0) * matrices
     weights = active * hidden * inner * matrices * table.weight_bytes
@@ -61,6 +68,8 @@ def moe(table: OpTable) -> Physics:
     t_blocks = blocks / mc.cores * BLOCK / mc.clock
     t_route = tokens * topk / mc.cores * np.where(triton, ROUTE_TRITON, ROUTE) / mc.clock
     floor = _floor(table, mc)
+    # Weights are prefetched while products run. Routing and the passes over activations are kernels
+    # before, between and after them, so they add up.
     base = floor + t_streams + t_route + combine(t_tiles + t_blocks, t_memory)
     t_compute = flops / peak
     t_least = footprint / np.maximum(mc.bandwidth, mc.cache_bandwidth * resident)
@@ -127,7 +136,9 @@ def moe(table: OpTable) -> Physics:
 def busy_rank(
     tokens: np.ndarray, topk: np.ndarray, experts: np.ndarray, ep: np.ndarray, skew: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of the busiest rank, and its experts that get any, shape ``(n,)`` each.
+    """Return the rows of the busiest rank, and how many of its experts get any.
+
+    Both have shape ``(n,)``.
 
     A balanced draw gives each rank ``tokens × topk / ep`` rows and each expert one as long as there
     are any. A skewed one gives experts loads with a density ``∝ x^-skew`` between a row and 0.8 of
@@ -144,6 +155,7 @@ def busy_rank(
     rows, local = tokens * topk / ep, experts / ep
     active = np.minimum(local, rows)
     skewed = np.flatnonzero(skew > 0)
+    # Tables repeat few distinct draws: each is solved once.
     keys = np.stack([tokens, topk, experts, ep, skew], axis=1)[skewed]
     unique, place = np.unique(keys, axis=0, return_inverse=True)
     busiest = np.array([_busiest(*map(float, key)) for key in unique]).reshape(-1, 2)
@@ -155,32 +167,42 @@ def _busiest(
     tokens: float, topk: float, experts: float, ep: float, skew: float
 ) -> tuple[float, float]:
     count, total = max(round(experts), 1), tokens * topk
+    # Quantiles of the density x^-skew on [1, most] in closed form (inverse of its distribution
+    # function), at the midpoints of `count` equal parts.
     place = (np.arange(count) + 0.5) / count
     most = max(MOST_LOADED * tokens, 1.5)
     load = (1 + place * (most ** (1 - skew) - 1)) ** (1 / (1 - skew))
-    for _ in range(3):  # nobody gets a token twice
+    # An expert gets a token at most once; what the cap cuts off goes to the others. Three rounds of
+    # rescaling suffice: the cap binds for a few experts only.
+    for _ in range(3):
         load = np.minimum(load * total / load.sum(), tokens)
     local = max(count / ep, 1.0)
     others = (load.sum() - load[-1]) / max(count - 1, 1)
     rows = float(np.clip(load[-1] + (local - 1) * others, total / ep, total))
+    # Poisson: an expert with an expected load x gets no row with probability exp(-x).
     return rows, max(1.0, local * float((1 - np.exp(-load)).mean()))
 
 
 def _everywhere(table: OpTable) -> np.ndarray:
-    """Where every rank computes the rows of all, bool: TensorRT-LLM's Triton kernel."""
+    """Return where each rank computes the rows of all ranks (TensorRT-LLM's Triton kernel)."""
     return np.asarray(table.is_("backend", "trtllm") & table.says("kernel", "triton_fp8"))
 
 
 def _floor(table: OpTable, mc: Machine) -> np.ndarray:
     narrow = table.is_("dtype", "nvfp4") | table.is_("dtype", "w4a8_mxfp4_mxfp8")
     cycles = FLOOR_CYCLES + np.where(narrow, FLOOR_NARROW, 0.0)
+    # Intel's Arc B60 is the only device of another vendor with such rows: one rough factor for it.
     return np.asarray(cycles / mc.clock * np.where(non_nvidia(table) > 0, 2.0, 1.0))
 
 
 def _streams(
     table: OpTable, tokens: np.ndarray, rows: np.ndarray, hidden: np.ndarray, inner: np.ndarray
 ) -> np.ndarray:
-    """Bytes of activations: gather and quantise, two intermediate results, weighted sum."""
+    """Return the bytes of activations that the group of kernels moves, shape ``(n,)``.
+
+    Gather and quantise, two intermediate results, weighted sum.
+    """
+    # 2 bytes are a value of bf16; 4 are two of them (gate and up), or one of f32 (the sum).
     width = table.activation_bytes
     return np.asarray(
         rows * (hidden * (2 + width) + inner * (4 + width + 2))
@@ -198,7 +220,10 @@ def _tiles(
     peak: np.ndarray,
     mc: Machine,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Time of both grouped products with the best tile, waves of the first and used share."""
+    """Return the time of both grouped products with the best tile, the first one's waves and fill.
+
+    Seconds, waves over the cores, and the share of the tiles' rows that hold tokens, ``(n,)`` each.
+    """
     time = np.full(len(active), np.inf)
     waves, use = np.ones(len(active)), np.ones(len(active))
     for rows, columns, efficiency in TILES:

@@ -8,9 +8,11 @@ import numpy as np
 
 from .columns import Machine, OpTable
 
-#: Share of the data-sheet bandwidth that long streams reach.
+#: Share of the data-sheet bandwidth that long streams reach. Engineering estimate, used by every
+#: family; the learned ratio corrects it.
 STREAM = 0.85
-#: Words that tell kernels apart, looked for in their names.
+#: Words that tell kernels apart, looked for in the column ``kernel`` of the published tables. Each
+#: becomes a flag: adding or removing one changes the schema (``OPS_VERSION`` in ``features.py``).
 KERNEL_WORDS = (
     "triton",
     "cutlass",
@@ -34,6 +36,7 @@ KERNEL_WORDS = (
     "block",
     "modelopt",
 )
+#: Serving frameworks that the tensor-core pack was measured with.
 BACKENDS = ("sglang", "trtllm", "vllm")
 
 
@@ -66,12 +69,15 @@ class Physics:
 
 
 def log2(values: np.ndarray) -> np.ndarray:
-    """Base-2 logarithm, with zero mapped to the smallest value that matters."""
+    """Return the base-2 logarithm, clamped below at 1e-9 so that zero stays finite."""
+    # Times over a base and sizes over a cache are shares; 1e-9 (-30) lies below any real one.
     return np.asarray(np.log2(np.maximum(values, 1e-9)))
 
 
 def stream_seconds(size: np.ndarray, resident: np.ndarray, machine: Machine) -> np.ndarray:
-    """Time to move ``size`` bytes of which a share ``resident`` comes from the cache."""
+    """Return the seconds to move ``size`` bytes, of which a share ``resident`` hits the cache."""
+    # The cache bandwidth of a device description is a sustained rate already, that of main memory
+    # is the data sheet's peak: only the latter is derated.
     outside = (1 - resident) / (machine.bandwidth * STREAM)
     return np.asarray(size * (resident / machine.cache_bandwidth + outside))
 
@@ -79,32 +85,40 @@ def stream_seconds(size: np.ndarray, resident: np.ndarray, machine: Machine) -> 
 def resident_share(
     footprint: np.ndarray, cache: np.ndarray, upper: float = 1.15, width: float = 0.3
 ) -> np.ndarray:
-    """Share of a footprint that survives in the cache.
+    """Return the share of a footprint that survives in the cache from one call to the next.
 
-    All of it well below the capacity, none above ``upper`` times it, as an LRU cache behaves that
-    is swept through again and again.
+    Cyclic sweeps over an LRU cache hit either everything or nothing, with a short transition
+    around the capacity: all of it below ``(upper - width)``, none above ``upper`` times it.
     """
+    # Bounds and widths, here and where callers give others, are engineering estimates.
     return np.asarray(np.clip((upper - footprint / cache) / width, 0, 1))
 
 
 def combine(*limits: np.ndarray, power: float = 3.0) -> np.ndarray:
-    """Soft maximum of times that overlap but compete."""
+    """Return the soft maximum ``(Σ tᵖ)^(1/p)`` of times that overlap but compete.
+
+    A plain maximum would have a kink where two limits meet, and a sum would ignore the overlap.
+    """
     return np.asarray(sum(limit**power for limit in limits) ** (1 / power))
 
 
 def quantised(waves: np.ndarray, tail: float = 0.6) -> np.ndarray:
-    """Waves as they run: a last, partly filled wave costs at least ``tail`` of a full one."""
+    """Round waves up as they run: a partly filled last wave costs at least ``tail`` of a full one.
+
+    The blocks of a thin wave run faster, since each has more of the device's bandwidth to itself.
+    The share is an engineering estimate.
+    """
     rest = waves - np.floor(waves)
     return np.asarray(np.floor(waves) + np.where(rest > 0, np.maximum(rest, tail), 0.0))
 
 
 def fill(waves: np.ndarray) -> np.ndarray:
-    """How full the waves are on average, in (0, 1]."""
+    """Return how full the waves are on average, in (0, 1]."""
     return np.asarray(waves / np.ceil(np.maximum(waves, 1e-9)))
 
 
 def flags(table: OpTable, dtypes: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Who runs the operator, and with which numbers: flags of backend, kernel and dtype."""
+    """Return the flags of backend, kernel and dtype by name, float64, shape ``(n,)`` each."""
     flags_by_name = {f"backend_{b}": table.is_("backend", b) for b in BACKENDS}
     flags_by_name |= {f"kernel_{w}": table.says("kernel", w) for w in KERNEL_WORDS}
     flags_by_name |= {f"dtype_{d}": table.is_("dtype", d) for d in dtypes}
@@ -112,5 +126,5 @@ def flags(table: OpTable, dtypes: tuple[str, ...]) -> dict[str, np.ndarray]:
 
 
 def non_nvidia(table: OpTable) -> np.ndarray:
-    """1 where the device is of another vendor, by vendor's name."""
+    """Return 1 where the device is not NVIDIA's, else 0, by its vendor's name."""
     return table.of_device([float(d.vendor.upper() != "NVIDIA") for d in table.devices])

@@ -8,8 +8,10 @@ from .columns import Machine, OpTable
 from .gemm import FLOOR_CYCLES
 from .physics import Physics, combine, fill, log2, non_nvidia, resident_share, stream_seconds
 
-#: Launch of one call from the host, seconds, with what the framework adds for a row-wise op.
+#: Launch of one call from the host, seconds, with what the framework adds for a row-wise op: floors
+#: of NeuSight's event timings, the same for all devices (docs/operators.md).
 EAGER_FLOOR_S = {"elementwise": 26e-6, "softmax": 33e-6, "ln": 47e-6}
+#: Ops of the published tables, one flag each; a ``u`` marks the form with a scalar operand.
 OPS = (
     "add",
     "addu",
@@ -28,20 +30,25 @@ OPS = (
     "layernorm",
     "rmsnorm",
 )
-#: Elements that a thread block of a vectorised element-wise kernel takes.
+#: Elements that a thread block of a vectorised element-wise kernel takes: 256 threads of four, one
+#: proxy for all frameworks. Engineering estimate.
 BLOCK = 1024
 #: Further passes over the input of row-wise ops: maximum, sum and result of a softmax; moments and
 #: result of a norm. Rows of a softmax up to 1024 stay in registers.
 PASSES = {"softmax": 2.0, "ln": 1.0, "layernorm": 1.0, "rmsnorm": 1.0}
-#: Rows in flight on a core: blocks of a softmax are wide, those of a norm narrow.
+#: Rows in flight on a core: blocks of a softmax are wide, those of a norm narrow. Engineering
+#: estimates; they only decide whether later passes of a row find it in the cache.
 ROWS_IN_FLIGHT = {"softmax": 4.0, "ln": 16.0, "layernorm": 8.0, "rmsnorm": 4.0}
+#: Longest row of a softmax that needs no second pass: PyTorch's persistent kernel holds it in
+#: registers.
 IN_REGISTERS = 1024
-#: Vector instructions for one element, where they are many.
+#: Vector instructions for one element, where they are many: a polynomial with its range reduction
+#: (20), two of them (40), a reciprocal with its refinement (8). Engineering estimates.
 WORK = {"gelu": 20.0, "tanh": 20.0, "pow": 40.0, "powu": 10.0, "div": 8.0, "softmax": 16.0}
 
 
 def pointwise(table: OpTable) -> Physics:
-    """Physics of an op that reads ``n_in`` tensors of ``rows × cols`` and writes one."""
+    """Estimate an op that reads ``n_in`` tensors of ``rows × cols`` and writes one."""
     rows, cols = table.numbers("rows", "cols")
     operands = np.nan_to_num(table.columns["n_in"], nan=1.0)
     mc = table.machine()
@@ -50,6 +57,7 @@ def pointwise(table: OpTable) -> Physics:
     resident = resident_share(moved, mc.cache, 1.1, 0.5)
     in_flight, again = _again(table, rows, cols, mc)
     t_memory = stream_seconds(moved + again, resident, mc)
+    # Four instructions for an op that is not listed: load, compute, store and addressing.
     t_vector = rows * cols * table.mapped("op", WORK, 4.0) / mc.vector
     floor = _floor(table, mc)
     base = floor + combine(t_memory, t_vector)
@@ -82,6 +90,7 @@ def pointwise(table: OpTable) -> Physics:
         moved / np.maximum(mc.bandwidth, mc.cache_bandwidth * resident),
         np.zeros(len(table), bool),
         floor,
+        # FLOPs: one an element, whatever the op, as XLA counts elementwise ops.
         rows * cols,
         moved,
         features,
@@ -93,6 +102,7 @@ def pointwise(table: OpTable) -> Physics:
 def _bytes_per_element(table: OpTable, operands: np.ndarray) -> np.ndarray:
     width = table.weight_bytes
     moved = (operands + 1) * width
+    # Two bytes of bf16 in, one byte of fp8 out.
     moved = np.where(table.is_("op", "quantize_fp8"), 3.0, moved)
     # The gate and the value lie in one tensor of ``cols``; half as many elements are written.
     return np.asarray(np.where(table.is_("op", "silu_and_mul"), 1.5 * width, moved))
@@ -108,6 +118,8 @@ def _again(
     """
     width = table.weight_bytes
     in_flight = np.minimum(rows, mc.cores * table.mapped("op", ROWS_IN_FLIGHT, 1.0)) * cols * width
+    # Later passes hit while the rows in flight take less than 0.3 of the cache (inputs and results
+    # of other blocks share it), and miss above 0.9. Engineering estimates.
     missed = np.clip((in_flight / mc.cache - 0.3) / 0.6, 0, 1)
     passes = table.mapped("op", PASSES, 0.0)
     passes = np.where(table.is_("op", "softmax") & (cols <= IN_REGISTERS), 0.0, passes)
@@ -118,5 +130,7 @@ def _floor(table: OpTable, mc: Machine) -> np.ndarray:
     method, family = table.family.split("/")
     if method == "eager":
         return np.full(len(table), EAGER_FLOOR_S[family])
+    # As for products, see gemm.floor_s.
     other = np.where(non_nvidia(table) > 0, 10.0, 1.0)
+    # Half of a GEMM's fixed cost, read off the same tables (docs/operators.md).
     return np.asarray(FLOOR_CYCLES[method] / 2 / mc.clock * other)

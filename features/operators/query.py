@@ -12,7 +12,8 @@ from ..ir.dtypes import NUMPY_NAMES, TABLE_FORMATS, UNQUANTISED
 from .physics import BACKENDS
 from .schema import FAMILIES, NAMES, PARAMETERS
 
-#: How the rows of a dtype were timed, where a family is named without it.
+#: How the rows of a dtype were timed, where a family is named without a method: NeuSight's tables
+#: are fp32 and eager, Vidur's fp16 and by kernel, all other dtypes come as replayed graphs.
 _METHOD_OF = {"fp32": "eager", "fp16": "kernel"}
 _METHODS = ("graph", "kernel", "eager")
 #: Tables' names of formats, by those of HLO and of NumPy.
@@ -43,7 +44,7 @@ _LARGEST = 2**40
 
 
 def parse_op(text: str) -> dict[str, Any]:
-    """Parameters of an operator given as its family and ``name=value`` pairs.
+    """Parse an operator given as its family and ``name=value`` pairs.
 
     Args:
         text: A family, or ``method/family`` as in :data:`FAMILIES`, then parameters. Without a
@@ -69,7 +70,7 @@ def parse_op(text: str) -> dict[str, Any]:
 def parse_op_columns(
     operator: str, given: Mapping[str, str | int | Sequence[int]]
 ) -> dict[str, Any]:
-    """Parameters of many operators of one family, by column.
+    """Parse many operators of one family, given by column.
 
     Args:
         operator: A family, or ``method/family``.
@@ -100,7 +101,7 @@ def _column(name: str, values: Sequence[int], where: str) -> np.ndarray:
 
 
 def _completed(head: str, given: dict[str, Any], where: str) -> dict[str, Any]:
-    """The row of an operator, or a table of columns, with all parameters of its family."""
+    """Complete an operator's row, or a table of columns, to all parameters of its family."""
     given["dtype"] = _DTYPES.get(str(given.get("dtype")), given.get("dtype"))
     key = _key(head, given["dtype"], where)
     group = FAMILIES[key]
@@ -157,6 +158,8 @@ def _numbered(given: dict[str, Any], numbers: tuple[str, ...], where: str) -> di
 def _fill(row: dict[str, Any], key: str, group: str) -> None:
     """Add the parameters that follow from others."""
     for name, value in _DEFAULTS[group].items():
+        # A name stands for another parameter's value if that is given; only "balanced" of the
+        # experts is a literal.
         if name not in row and (value in row or not isinstance(value, str) or group == "moe"):
             row[name] = row.get(value, value) if isinstance(value, str) else value
     if group != "attention":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pandas as pd
 
-#: Integer parameters by group of families; absent ones are missing values in a table.
+#: Integer parameters by group of families; absent ones are missing values in a table. Heads are
+#: those of one rank; ``experts`` and ``inter`` are the whole layer's, of which a rank has
+#: ``experts / ep`` of width ``inter / tp``. Samples store parameters by name.
 PARAMETERS: dict[str, tuple[str, ...]] = {
     "gemm": ("b", "m", "n", "k"),
     "conv": ("batch", "cin", "cout", "ksize", "insize", "stride", "pad"),
@@ -52,7 +54,8 @@ FAMILIES: dict[str, str] = {
 
 
 def family_keys(frame: pd.DataFrame) -> pd.Series:
-    """``method/family`` of each row, from its columns ``source`` and ``family``."""
+    """Return ``method/family`` of each row, from its columns ``source`` and ``family``."""
+    # Sources without an entry are users' own tables: profilers report kernel durations.
     method = frame["source"].map(METHODS).fillna("kernel")
     keys: pd.Series = method.astype(str) + "/" + frame["family"].astype(str)
     return keys

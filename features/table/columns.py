@@ -51,6 +51,8 @@ AMOUNTS = (
 )
 
 #: Choices by column; the column holds the position plus one, or 0 for none of them.
+#: Positions are saved in rows and one-hot columns of trained models: append only, with a new schema
+#: version.
 CODES: dict[str, tuple[str, ...]] = {
     "kind": KINDS,
     "fusion": ("kLoop", "kInput", "kOutput", "kCustom"),

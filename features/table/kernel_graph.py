@@ -195,11 +195,12 @@ class KernelGraph:
 
 
 def kernel_graph(kernel: Kernel) -> KernelGraph:
-    """Graph of the fused computation, or of the single instruction with its parameters.
+    """Build the graph of the fused computation, or of the instruction with its parameters.
 
     Nodes keep the order of the computation, so edges run from lower to higher positions.
     """
     ops = kernel.inner.ops
+    # A root of -1 stands for the last op.
     root = kernel.inner.root % len(ops)
     edges = [(source, i) for i, op in enumerate(ops) for source in op.operands]
     work = _work(kernel)
@@ -220,6 +221,7 @@ def _describe(op: Op, work: float, is_root: bool, users: int, depth: int) -> lis
     """Features of one node, in the order of :data:`NODE_FEATURES`."""
     facts = type_facts(op.type) if op.results else NO_FACTS
     families = [0.0] * len(FAMILIES)
+    # Tokens and opaque values have the family NONE, which has a flag of its own.
     families[facts.family] = float(bool(op.results))
     dims = [log2(1 + op.type.shape[d]) for d in facts.order[:MAX_DIMS]]
     dims += [0.0] * (MAX_DIMS - len(dims))
@@ -242,7 +244,7 @@ def _describe(op: Op, work: float, is_root: bool, users: int, depth: int) -> lis
 
 
 def _work(kernel: Kernel) -> list[float]:
-    """Work of every op: twice the products of a dot or convolution, else weighted elements."""
+    """Return the work of every op: FLOPs of a dot or convolution, else weighted elements."""
     work = []
     ops = kernel.inner.ops
     for op in ops:
@@ -251,6 +253,7 @@ def _work(kernel: Kernel) -> list[float]:
             work.append(0.0)
             continue
         handler = HANDLERS.get(op.opcode)
+        # Handlers enter details into a row; here only the product's FLOPs are wanted.
         scratch: Row = defaultdict(float)
         size = handler(scratch, op, ops, kernel.body) if handler else type_facts(op.type).size
         work.append(scratch["dense_flops"] + weight * size)

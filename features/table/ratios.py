@@ -12,9 +12,10 @@ from .roofline import compute_seconds, main_bytes, memory_seconds, peaks
 
 _MIN_FLOOR = 1e-9  # seconds; for a device described without a floor
 _LIMIT = 30.0  # octaves; no real ratio of sizes or times is beyond 2^30
-# Elements of an element-wise block, for waves: 256 threads of 4 elements; by
-# judgement, one proxy for all devices.
+# Elements of an element-wise block, for waves: 256 threads of 4 elements. Engineering estimate, one
+# proxy for all devices.
 _BLOCK = 1024.0
+# Kinds of work that partition a kernel's total; ``work_integer`` overlaps with them and is apart.
 _WORK = (
     "work_basic",
     "work_transcendental",
@@ -37,7 +38,8 @@ Columns = dict[str, np.ndarray]
 
 
 def log_ratio(a: np.ndarray | float, b: np.ndarray | float) -> np.ndarray:
-    """``log2(a / b)`` clipped to ±30; zero over zero gives 0."""
+    """Return ``log2(a / b)`` clipped to ±30; zero over zero gives 0."""
+    # Far below any time in seconds or size in bytes, so it changes no ratio of positive values.
     tiny = 1e-30
     ratio = np.log2((a + tiny) / (b + tiny))
     return np.asarray(np.clip(ratio, -_LIMIT, _LIMIT))
@@ -72,6 +74,8 @@ class DeviceFacts:
         Raises:
             DeviceError: The device lists no peaks.
         """
+        # Main memory stands in where no cache is described (TPUs): ratios to it are then all far
+        # below one and carry no information.
         caches = device.levels[:-1] or device.levels
         floor, cores = max(device.floor, _MIN_FLOOR), float(max(device.core_count, 1))
         first, middle, last = (caches[i].capacity for i in (0, len(caches) // 2, -1))
@@ -84,6 +88,7 @@ def _device_features(
 ) -> dict[str, float]:
     matrix, vector = device.matrix_peak, device.vector_peak
     main, fastest = device.levels[-1], device.levels[0]
+    # Without a clock, features in cycles become neutral: a floor of one cycle.
     clock = device.clock_hz or 1.0 / floor
     pairs = {
         "device_matrix_over_vector": (matrix("f32"), vector("f32")),
@@ -102,6 +107,7 @@ def _device_features(
         "device_cores": (cores, 1.0),
     }
     features = {name: float(log_ratio(a, b)) for name, (a, b) in pairs.items()}
+    # Clipped like the logarithms: descriptions without a floor would make it huge.
     features["device_gap_over_floor"] = min(device.launch_gap / floor, 16.0)
     features["device_levels"] = float(len(device.levels))
     for platform in ("cpu", "gpu", "tpu"):
@@ -136,9 +142,11 @@ def _times(
     moved = main_bytes(row, device)
     memory = memory_seconds(moved, device)
     compute, weighted = matmul + vector, work / vector_peak
+    # What the kernel would take on the cores that it really uses (XLA:CPU may run a loop on one).
     serial = np.maximum((matmul + np.maximum(vector, weighted)) / used, memory)
     floor = facts.floor
-    # A floor's worth is added so that the ratio says nothing far below the floor.
+    # A thousandth of a floor is added, so that the ratio levels off far below the floor: what takes
+    # a millionth of the launch is as irrelevant as what takes a thousandth.
     return {
         "log_roofline_floor": log_ratio(np.maximum(compute, memory) + 2**-10 * floor, floor),
         "log_compute_floor": log_ratio(compute + 2**-10 * floor, floor),
@@ -189,6 +197,8 @@ def _shares(c: Columns, work: np.ndarray) -> Columns:
     shares |= {f"share_{name}": np.minimum(c[name] / largest, 8.0) for name in _MOVES}
     shares["share_matmul"] = c["matmul_flops"] / np.maximum(c["flops"], c["matmul_flops"] + 1e-9)
     shares["share_grouped"] = c["grouped_flops"] / np.maximum(c["dense_flops"], 1.0)
+    # Below one for convolutions with padding or holes: the cost rules leave out what dense_flops
+    # counts.
     shares["share_useful"] = np.where(
         c["dense_flops"] > 0, c["matmul_flops"] / np.maximum(c["dense_flops"], 1.0), 1.0
     )
@@ -201,13 +211,15 @@ def _shares(c: Columns, work: np.ndarray) -> Columns:
 
 
 def real_share(size: np.ndarray, tile: float) -> np.ndarray:
-    """Share of a dimension rounded up to a tile that is real; 1 if there is none."""
+    """Return the share of a dimension, rounded up to a tile, that is real; 1 if it is absent."""
     padded = np.ceil(size / tile) * tile
     return np.asarray(np.where(size > 0, size / np.maximum(padded, 1.0), 1.0))
 
 
 def _tiles(c: Columns, facts: DeviceFacts) -> Columns:
     m, n, k, batch = c["gemm_m"], c["gemm_n"], c["gemm_k"], c["gemm_batch"]
+    # Usual tiles: of CPU micro-kernels (4 to 16), matrix instructions (8, 16), thread blocks (32
+    # to 128). The trees choose those that matter.
     features = {f"fill_m{tile}": real_share(m, tile) for tile in (4, 8, 16, 64)}
     features |= {f"fill_n{tile}": real_share(n, tile) for tile in (8, 16, 32, 64)}
     features |= {f"fill_k{tile}": real_share(k, tile) for tile in (8, 16, 32)}
@@ -219,6 +231,7 @@ def _tiles(c: Columns, facts: DeviceFacts) -> Columns:
         tiles = np.where(m > 0, np.ceil(m / tile) * np.ceil(n / tile) * batch, elementwise)
         waves = tiles / facts.cores
         name = f"{tile:.0f}"
+        # The constant keeps the logarithm finite; a 256th of a wave is no parallelism at all.
         features[f"waves_{name}"] = np.log2(waves + 2**-8)
         features[f"last_wave_{name}"] = np.where(
             waves > 0, waves / np.maximum(np.ceil(waves), 1), 1.0
@@ -244,6 +257,7 @@ def _parallel(c: Columns, used: np.ndarray, facts: DeviceFacts) -> Columns:
     share = c["elements_max"] / np.maximum(parts, 1.0)
     return {
         "log_partitions": np.log2(1.0 + parts),
+        # -1 marks a split that the compiler does not state (it also is half the number of cores).
         "partitions_per_core": np.where(parts > 0, log_ratio(parts, facts.cores), -1.0),
         "cores_used": used,
         "elements_per_core": log_ratio(c["elements_max"] + 1.0, facts.cores),

@@ -13,13 +13,13 @@ from .columns import CODE, INDEX
 from .row import rows
 
 #: Vector operations that one transcendental (exp, log, tanh …) stands for: about a polynomial with
-#: its range reduction. Chosen by judgement; learned ratios correct it (see ``op_classes``).
+#: its range reduction. Engineering estimate; learned ratios correct it (see ``op_classes``).
 TRANSCENDENTAL_FLOPS = 16.0
 #: Largest window of a reduction that a TPU goes through element by element; wider ones are made in
-#: passes. Chosen by judgement.
+#: passes. Engineering estimate.
 WINDOW = 16.0
 #: Octaves around a level's capacity over which its hit rate falls from one to zero: from half to
-#: twice the capacity. Chosen by judgement; a step would make the time jump.
+#: twice the capacity. Engineering estimate; a step would make the time jump at the capacity.
 _SPILL_OCTAVES = 2.0
 
 
@@ -61,11 +61,14 @@ def roofline(kernels: Sequence[Kernel], device: DeviceSpec) -> Roofline:
 def roofline_of_rows(row: np.ndarray, device: DeviceSpec) -> Roofline:
     """Rooflines from raw rows of shape ``(n, len(COLUMNS))``."""
     matmul_s, vector_s = compute_seconds(row, device)
+    # Added, not overlapped: a fusion's epilogue runs after its product, and where units do overlap
+    # the learned ratio says so.
     compute = matmul_s + vector_s
     memory = memory_seconds(main_bytes(row, device), device)
     latency = np.maximum(compute, memory)
     bound = np.where(compute >= memory, "compute", "memory").astype("<U13")
     bound[latency < device.floor] = "latency"
+    # A kernel without work or traffic, on a device described without a floor.
     bound[latency == 0.0] = "latency"
     bound[row[:, INDEX["kind"]] == CODE["kind"]["collective"]] = "communication"
     return Roofline(latency, compute, memory, bound)
@@ -87,8 +90,10 @@ def least_seconds(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
     line = roofline_of_rows(row, device)
     if device.platform != "tpu":
         return line.latency_s
+    # VMEM of all cores: with megacore (v4, v5p) the chip's two cores work as one device.
     beyond = main_bytes(row, device) - device.core_count * device.shared_bytes_per_core
     memory = memory_seconds(np.maximum(beyond, 0.0), device)
+    # Unlike the estimate, a bound may assume perfect overlap of the units.
     products, other = unit_seconds(row, device, transcendental=0.0)
     return np.asarray(np.maximum(np.maximum(products, other), memory))
 
@@ -122,6 +127,7 @@ def unit_seconds(
         transcendental: Vector operations that one transcendental counts as.
     """
     matmul = row[:, INDEX["matmul_flops"]]
+    # Calls of unknown work may have a product but no FLOPs: the rest must not be negative.
     other = np.maximum(row[:, INDEX["flops"]] - matmul, 0.0)
     if device.platform == "tpu":
         other = other * np.minimum(1.0, WINDOW / np.maximum(row[:, INDEX["window_size"]], 1.0))
@@ -145,7 +151,10 @@ def memory_seconds(moved: np.ndarray, device: DeviceSpec) -> np.ndarray:
     capacity by the next; between them the time per byte goes over in the logarithm of the size.
     So the time is continuous and never falls when bytes grow.
     """
+    # A described or measured cache may be slower than main memory; accumulating keeps the time per
+    # byte from falling when the working set grows.
     per_byte = np.maximum.accumulate([1.0 / level.bandwidth for level in device.levels])
+    # Time per byte of the fastest level, plus each step down as far as the set has spilled over it.
     cost = np.full(moved.shape, per_byte[0])
     octaves = np.log2(np.maximum(moved, 1.0))
     for level, faster, slower in zip(device.levels[:-1], per_byte[:-1], per_byte[1:], strict=True):

@@ -27,6 +27,8 @@ _TYPED_BY_INPUT = frozenset(("compare", "convert", "dot", "convolution", "reduce
 _TOKEN = TensorType("token", (0,))
 _EMPTY = dict.fromkeys(COMMON, 0.0)
 # struct converts numbers faster than numpy does.
+# A row is made for every kernel of every program: this module trades some elegance for speed
+# (docs/features.md, Speed).
 _PACK_COMMON = struct.Struct(f"{len(COMMON)}d").pack
 _PACK_RARE = struct.Struct(f"{len(RARE)}d").pack
 _NO_RARE = [0.0] * len(RARE)
@@ -46,6 +48,7 @@ _TABLE: dict[str, _Entry | None] = {
     **dict.fromkeys(FREE),
 }
 _OTHER_ENTRY = _entry("")
+# What the root says about the emitter that a compiler chooses; arithmetic roots are the default, 0.
 _ROOT = {
     "reduce": "reduce",
     "dynamic-update-slice": "update",
@@ -66,10 +69,11 @@ _KIND_CODE, _FUSION_CODE, _COLLECTIVE_CODE = CODE["kind"], CODE["fusion"], CODE[
 
 
 def rows(kernels: Sequence[Kernel]) -> np.ndarray:
-    """Rows of all kernels, shape ``(n, len(COLUMNS))``; computed where ``kernel.row`` is empty."""
+    """Return the rows of all kernels, ``(n, len(COLUMNS))``; made where ``kernel.row`` is empty."""
     parts = []
     for kernel in kernels:
         row = kernel.row
+        # A row of another length comes from another version of the columns.
         if row is None or row.size != len(COLUMNS):
             row = kernel.row = kernel_row(kernel)
         parts.append(row)
@@ -79,7 +83,7 @@ def rows(kernels: Sequence[Kernel]) -> np.ndarray:
 
 
 def code_flags(row: np.ndarray) -> list[np.ndarray]:
-    """Code columns of rows ``(n, columns)`` as flags, one ``(n, choices)`` array a column."""
+    """Expand the code columns of rows ``(n, columns)`` to flags, an ``(n, choices)`` array each."""
     return [
         row[:, INDEX[column], None] == np.arange(1.0, len(choices) + 1)
         for column, choices in CODES.items()
@@ -87,7 +91,7 @@ def code_flags(row: np.ndarray) -> list[np.ndarray]:
 
 
 def kernel_row(kernel: Kernel) -> np.ndarray:
-    """Device-independent row of one kernel, shape ``(len(COLUMNS),)``, float64."""
+    """Make the device-independent row of one kernel, shape ``(len(COLUMNS),)``, float64."""
     row = _EMPTY.copy()
     body = kernel.body
     entry = body.computations[body.entry]
@@ -100,10 +104,13 @@ def kernel_row(kernel: Kernel) -> np.ndarray:
     row["kind"] = _KIND_CODE[kernel.kind]
     main = _visit(row, inner, body)
     dense = row["dense_flops"]
+    # dense_flops counts a convolution as an implicit GEMM, padding included; the cost rules leave
+    # padding out. Unknown library calls have no FLOPs of their own.
     row["matmul_flops"] = min(dense, kernel.flops) if kernel.flops > 0 else dense
     if _interface(row, op, entry.ops):
         read, written = array_traffic(op, entry, body)
         row["on_chip_in"], row["on_chip_out"] = on_chip_bytes(read), on_chip_bytes(written)
+    # A kernel computes in the type of its largest working op; pure data movement has none.
     _dtype(row, main or _largest_result(op))
     _root(row, inner)
     _instruction(row, op, kernel)
@@ -122,7 +129,7 @@ def _pack(row: Row) -> bytes:
 
 
 def _visit(row: Row, computation: Computation, program: Program) -> TensorType | None:
-    """Add up the ops of a computation, and of those that it inlines; the type computed most.
+    """Add up the ops of a computation and of those that it inlines; return the main type.
 
     This loop is most of the time of a row: one dictionary look-up an op, types looked up only when
     they change, sums kept in local names.
@@ -148,6 +155,7 @@ def _visit(row: Row, computation: Computation, program: Program) -> TensorType |
         depth.append(below + 1)
         if below >= deepest:
             deepest = below + 1
+        # Free ops were passed above: what is left is code that runs.
         count, work, weight, handler, inlines = entry
         row[count] += 1.0
         n_ops += 1
@@ -168,11 +176,14 @@ def _visit(row: Row, computation: Computation, program: Program) -> TensorType |
             row[work] += weight * size
             if facts.family == INTEGER:
                 row["work_integer"] += weight * size
+            # At equal size the later op wins: the end of a chain of conversions is what is
+            # computed.
             if size >= main_size:
                 main_size, main = size, op
         elif handler and size >= main_size:
             main = op
     row["n_ops"] += n_ops
+    # Values with several readers are recomputed or kept in registers.
     row["n_shared"] += len(uses) - len(set(uses))
     row["depth"] += deepest
     row["elements_all"] += total
@@ -214,6 +225,8 @@ def _interface(row: Row, op: Op, entry: list[Op]) -> bool:
                 continue
             if facts.nbytes > biggest:
                 biggest, largest = facts.nbytes, facts
+            # Dimensions can be compared by number only between arrays of one rank; vectors have no
+            # order.
             if facts.minor != out.minor and len(t.shape) == rank and len(facts.order) > 1:
                 row["layouts_differ"] = 1.0
     row["n_inputs"], row["n_scalar_inputs"], row["n_outputs"] = n_inputs, scalars, len(op.results)
@@ -223,6 +236,7 @@ def _interface(row: Row, op: Op, entry: list[Op]) -> bool:
     row["elements_max"] = row["elements_max"] or out.size  # a fill works on its result
     row["out_minor"], row["out_rank"] = out.minor_length, len(out.order)
     row["out_outer"] = out.size // max(out.minor_length, 1)
+    # Rows of whole 64-byte lines (512 bits) start aligned, so vector loads need no peeling.
     row["out_aligned"] = out.minor_length * out.bits % 512 == 0
     row["in_minor"] = largest.minor_length
     row["out_bits"], row["in_bits"] = out.bits, largest.bits
@@ -235,6 +249,7 @@ def _dtype(row: Row, main: TensorType) -> None:
     row["vector_dtype"] = DTYPE_CODE[main.dtype]
     row["dtype_bits"] = facts.bits
     row["dtype_wide"] = facts.bits >= 64
+    # Codes count from one; NONE, the last family, wraps around to 0, "none of them".
     row["dtype"] = (facts.family + 1) % len(FAMILIES)
     if "gemm_k" not in row:
         row["matrix_dtype"] = row["vector_dtype"]
@@ -242,6 +257,7 @@ def _dtype(row: Row, main: TensorType) -> None:
 
 def _root(row: Row, inner: Computation) -> None:
     root = inner.root_op
+    # Views do not choose the emitter: what makes their operand does.
     while root.opcode in ("bitcast", "reshape") and root.operands:
         root = inner.ops[root.operands[0]]
     row["root"] = _ROOT_CODE.get(root.opcode, 0.0)
@@ -264,7 +280,7 @@ def _instruction(row: Row, op: Op, kernel: Kernel) -> None:
 
 
 def _partitions(config: dict[str, Any]) -> float:
-    """Product of XLA:CPU's ``outer_dimension_partitions``; 0 if not told."""
+    """Return the product of XLA:CPU's ``outer_dimension_partitions``; 0 if it states none."""
     parts = config.get("outer_dimension_partitions")
     if not parts:
         return 0.0

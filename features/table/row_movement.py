@@ -17,9 +17,10 @@ Handler = Callable[[Row, Op, list[Op], Program], float]
 
 
 def contiguous_run(t: TensorType, sizes: tuple[int, ...], facts: TypeFacts) -> int:
-    """Elements that lie side by side in memory when a box of ``sizes`` is cut out of ``t``."""
+    """Count the elements side by side in memory when a box of ``sizes`` is cut out of ``t``."""
     run = 1
     for d in facts.order:
+        # Minor to major: the run ends with the first dimension that is not taken whole.
         run *= sizes[d]
         if sizes[d] != t.shape[d]:
             break
@@ -77,6 +78,7 @@ def _slice(row: Row, op: Op, ops: list[Op], program: Program) -> float:
     if source is None or not bounds:
         return out.size
     facts = type_facts(source)
+    # A stride along the contiguous dimension touches single elements.
     if facts.minor >= 0 and bounds[facts.minor][2] > 1:
         row["moved_strided"] += out.size
         row["slice_run"] = 1.0
@@ -122,10 +124,13 @@ def _reduce(row: Row, op: Op, ops: list[Op], program: Program) -> float:
     facts, dims = type_facts(source), op.attrs.get("dimensions", ())
     n = len(op.operands) // 2 or 1
     length = prod([source.shape[d] for d in dims])
+    # Of several reductions the details are those of one that has at least half of the work before
+    # it.
     if 2 * facts.size * n >= row["work_reduce"]:
         row["reduce_length"], row["reduce_kept"] = length, facts.size // max(length, 1)
         row["reduce_run"] = _leading_run(source, facts, dims)
         row["reduce_minor"] = facts.minor in dims
+        # Reducing the outermost dimension is a sum of rows: it streams, unlike one across each row.
         row["reduce_major"] = facts.minor >= 0 and facts.order[-1] in dims
         row["reduce_all"] = len(dims) == len(source.shape)
     _reducer(row, op, facts, program)
@@ -147,6 +152,8 @@ def _reducer(row: Row, op: Op, facts: TypeFacts, program: Program) -> None:
     if reducer is None:
         return
     row["reducer_ops"] = max(row["reducer_ops"], _work_ops(reducer.ops))
+    # Float sums may not be reordered freely, so a compiler vectorises them only with care; max, min
+    # and integer sums may.
     if reducer.root_op.opcode in ("add", "multiply") and facts.family in (FLOAT, HALF, COMPLEX):
         row["reduce_ordered"] = 1.0
 
@@ -160,12 +167,14 @@ def _reduce_window(row: Row, op: Op, ops: list[Op], program: Program) -> float:
     window = op.attrs.get("window", ())
     taps = int(prod([w.size for w in window]))
     row["window_size"] = max(row["window_size"], taps)
+    # Overlapping windows read elements several times.
     if any(w.size > w.stride for w in window):
         row["window_overlap"] = 1.0
     if source is None or not op.results:
         return 0.0
     _reducer(row, op, type_facts(source), program)
     positions: float = op.type.size
+    # Its windows are those of the forward pooling, one for each update.
     if op.opcode == "select-and-scatter" and (updates := _operand(op, ops, 1)) is not None:
         positions = updates.size
     return positions * taps
@@ -192,6 +201,7 @@ def _scatter(row: Row, op: Op, ops: list[Op], program: Program) -> float:
     row["moved_scattered"] += elements
     row["scatter_rows"], row["scatter_length"] = updates.size // length, length
     combiner = program.computations.get(op.called[0]) if op.called else None
+    # A combiner that returns a parameter overwrites; any other one needs atomics or an order.
     row["scatter_combines"] = combiner is not None and combiner.root_op.opcode != "parameter"
     return elements
 
@@ -208,6 +218,8 @@ def _sort(row: Row, op: Op, ops: list[Op], program: Program) -> float:
     row["sort_stable"] = str(op.attrs.get("is_stable", "")).lower() == "true"
     comparator = program.computations.get(op.called[0]) if op.called else None
     row["sort_comparator"] = _work_ops(comparator.ops) if comparator else 0
+    # Comparison sort: log2(length) passes over all keys and payloads; + 1 keeps length 1 above
+    # zero.
     return float(source.size * len(op.operands) * log2(length + 1))
 
 
@@ -217,12 +229,14 @@ def _fft(row: Row, op: Op, ops: list[Op], program: Program) -> float:
     source = _operand(op, ops)
     row["fft_length"] = length
     row["fft_batch"] = max(source.size if source else 0, op.type.size) // max(length, 1)
+    # RFFT and IRFFT: half the points on one side.
     row["fft_real"] = "R" in str(op.attrs.get("fft_type", ""))
     return op.type.size
 
 
 def _while(row: Row, op: Op, ops: list[Op], program: Program) -> float:
     trips = op.attrs.get("trip_count")
+    # Conditionals come here, too, and have no trips: unknown.
     row["trip_unknown"] = trips is None
     row["trip_count"] = trips or 0
     bodies = (program.computations.get(name) for name in op.called)

@@ -58,10 +58,12 @@ def gemm(
     for d in lhs_k:
         k *= lhs.shape[d]
     a, b, c = type_facts(lhs), type_facts(rhs), type_facts(out)
+    # Zero-sized dimensions occur in valid programs.
     shared = max(batch * k, 1)
     m, n = a.size // shared, b.size // shared
     flops = 2.0 * batch * m * n * k
     row["dense_flops"] += flops
+    # dense_flops includes this product: only one that is at least half of all so far gives details.
     if 2 * flops < row["dense_flops"]:
         return
     _sizes(row, m, n, k, batch, lhs, rhs, out, rate)
@@ -70,6 +72,7 @@ def gemm(
     row["gemm_rhs_k_minor"] = b.minor in rhs_k
     row["gemm_rhs_batch_minor"] = b.minor in rhs_batch
     rhs_free = len(rhs.shape) - len(rhs_k) - len(rhs_batch)
+    # HLO orders a dot's result as batch, free dimensions of the left side, then of the right one.
     row["gemm_out_n_minor"] = c.minor >= len(out.shape) - rhs_free
 
 
@@ -102,6 +105,8 @@ def convolution_row(row: Row, op: Op, ops: list[Op], program: Program) -> float:
         return 0.0
     data, kernel, out = ops[op.operands[0]].type, ops[op.operands[1]].type, op.type
     target = str(op.attrs.get("target", ""))
+    # A gradient call takes the gradient of the result as an operand: exchanged with what it
+    # computes, that gives the shapes of the forward convolution.
     if "BackwardInput" in target:
         data, out = out, data
     elif "BackwardFilter" in target:
@@ -121,6 +126,7 @@ def _convolution(
     window: tuple[WindowDim, ...] = attrs.get("window", ())
     groups = int(attrs.get("feature_group_count", 1))
     batch_groups = int(attrs.get("batch_group_count", 1))
+    # m, n and k of the implicit GEMM; padding and holes of dilations count as if multiplied.
     taps = space = batch = 1
     for w in window:
         if _is_batch(w):
@@ -148,6 +154,7 @@ def _convolution(
     row["conv_depthwise"] = groups > 1 and groups == channels
     row["conv_grouped"], row["conv_batch_grouped"] = groups > 1, batch_groups > 1
     row["conv_pointwise"] = taps == 1
+    # A window larger than the result marks the gradient of a filter.
     row["conv_window_over_output"] = taps > space
     row["conv_canonical"] = at.is_nhwc
     row["conv_input_f_minor"] = type_facts(data).minor == at.lhs_feature
@@ -157,7 +164,7 @@ def _convolution(
 
 
 def _is_batch(w: WindowDim) -> bool:
-    """Whether a spatial dimension is a batch of products, as a TPU's compiler writes them.
+    """Return whether a spatial dimension is a batch of products, as a TPU's compiler writes them.
 
     Every output meets one tap: ``size=B stride=B-1 lhs_dilate=B``.
     """
@@ -181,6 +188,7 @@ def _window_flags(row: Row, window: tuple[WindowDim, ...]) -> None:
 
 #: Library of a custom call by a part of its target; the first that matches counts.
 _TARGETS = (
+    # The order decides: short marks such as "qr" and "lu_" occur in names of other libraries, too.
     ("topk", "topk"),
     ("cublas", "cublas"),
     ("matmul", "cublas"),
@@ -207,7 +215,7 @@ _TARGETS = (
 
 @lru_cache(maxsize=4096)
 def library_of(target: str) -> str:
-    """Library that a custom-call target belongs to, one of ``CODES["library"]``."""
+    """Return the library that a custom-call target belongs to, one of ``CODES["library"]``."""
     lower = target.lower()
     libraries = (library for mark, library in _TARGETS if mark in lower)
     return next(libraries, "other")
@@ -238,6 +246,7 @@ def _library_gemm(row: Row, op: Op, operands: list[TensorType]) -> None:
             return
     if not isinstance(config, dict):
         return
+    # Older XLA writes the fields of the GEMM configuration at the top level.
     config = config.get("gemm_backend_config", config)
     dims = _numbers(config.get("dot_dimension_numbers", {}))
     rate = matrix_rate(operands[0].dtype, op.attrs)
@@ -252,6 +261,8 @@ def _attention(row: Row, op: Op, operands: list[TensorType]) -> None:
         return
     before = row["dense_flops"]
     gemm(row, query, key, op.type, *_numbers(numbers), rate=query.dtype)
+    # All FLOPs of the call run on the matrix unit, the second product included, which gemm() did
+    # not see.
     row["dense_flops"] = before + row["flops"]
 
 

@@ -31,6 +31,7 @@ from .row import code_flags, rows
 #: Raised whenever the meaning or the set of features changes.
 SCHEMA_VERSION = 2
 
+# An intermediate column of float64 takes 8 kB; about a hundred of them fit into L2.
 _CHUNK = 1024  # rows whose intermediate arrays stay in the cache
 _COUNTS, _FLAGS = (COMMON_COUNTS, RARE_COUNTS), (COMMON_FLAGS, RARE_FLAGS)
 
@@ -82,9 +83,12 @@ def feature_table(kernels: Sequence[Kernel], device: DeviceSpec) -> FeatureTable
 
 def _fill(X: np.ndarray, row: np.ndarray, facts: DeviceFacts, device: DeviceSpec) -> None:
     derived = derived_features(row, facts, device)
+    # Column by column into contiguous memory, then transposed once: writing columns of a row-major
+    # table directly would stride through all of it for each feature.
     block = np.empty((len(derived), len(row)), np.float32)
     for values, target in zip(derived.values(), block, strict=True):
         target[:] = values
+    # Logarithms compress counts over many orders of magnitude; the one added keeps zero at zero.
     counts = [np.log2(1 + _columns(row, names).astype(np.float32)) for names in _COUNTS]
     flags = [_columns(row, names) for names in _FLAGS]
     device_part = np.broadcast_to(list(facts.features.values()), (len(row), len(facts.features)))
@@ -119,4 +123,5 @@ def schema_hash(names: tuple[str, ...] = ()) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+# A device of ones: feature names do not depend on the figures.
 _ANY = DeviceSpec("any", "cpu", {"f32": 1.0}, {"f32": 1.0}, (MemoryLevel(1.0, 1.0),), 1.0)

@@ -25,13 +25,15 @@ from .roofline import compute_seconds
 from .row import rows as kernel_rows
 from .table import FeatureTable, feature_table
 
+#: Shape of a vector register, and with it of a memory tile, on all generations of the catalogue.
 LANES, SUBLANES = 128, 8
 #: Bytes of a vector register: 8 × 128 values of 32 bits.
 REGISTER = SUBLANES * LANES * 4
 #: Cycles that libtpu estimates for a vector register that is read or written: the median of its
 #: estimates for kernels that only pass over registers (docs/features.md).
 REGISTER_CYCLES = 8.0
-#: Vector operations that it counts for a sine or cosine of f32, which reduces its angle exactly.
+#: Vector operations that libtpu counts for a sine or cosine of f32, which reduces its angle exactly
+#: (docs/features.md): more than ten times an ordinary transcendental.
 ANGLE_FLOPS = 200.0
 _ANGLES = frozenset(("sine", "cosine", "tan"))
 _SMALL = 2**-10  # share of a floor that is added, so that ratios level off far below it
@@ -90,9 +92,12 @@ def tiles(t: TensorType) -> Tiles:
     sizes = [t.shape[d] for d in order]
     lanes, sublanes = (*sizes, 1, 1)[:2]
     outer = prod(sizes[2:])
+    # Only the two minor dimensions are tiled; the others repeat tiles.
     if len(sizes) < 2:
+        # A vector is tiled as (1024) from 1024 elements on, and as lanes of 128 below.
         elements = _up(lanes, SUBLANES * LANES if lanes >= SUBLANES * LANES else LANES)
     else:
+        # Arrays of fewer than eight rows get tiles of 1, 2 or 4 sublanes, so they are padded less.
         elements = outer * _up(lanes, LANES) * _up(sublanes, min(SUBLANES, _power(sublanes)))
     return Tiles(lanes, sublanes, outer, elements * DTYPE_BITS[t.dtype] / 8, tuple(order))
 
@@ -152,6 +157,8 @@ def tpu_parts(rows: np.ndarray, own: np.ndarray, device: DeviceSpec) -> dict[str
     products, other = compute_seconds(rows, device)
     return {
         "main": (c["main_in"] + c["main_out"]) / device.bandwidth,
+        # A register over the on-chip rate is one cycle shared among the vector units of all cores,
+        # which work side by side.
         "registers": REGISTER_CYCLES * c["registers"] * REGISTER / _near_rate(device),
         "compute": products + other + ANGLE_FLOPS * c["angles"] / device.vector_peak("f32"),
         "start": np.full(len(own), device.floor),
@@ -160,6 +167,7 @@ def tpu_parts(rows: np.ndarray, own: np.ndarray, device: DeviceSpec) -> dict[str
 
 def base_seconds(parts: dict[str, np.ndarray]) -> np.ndarray:
     """Parts put together, shape ``(n,)``: transfers run beside the registers, the rest after."""
+    # DMA engines move data while the vector units work on what arrived before.
     moved = np.maximum(parts["main"], parts["registers"])
     return np.asarray(moved + parts["compute"] + parts["start"])
 
@@ -180,16 +188,22 @@ def tpu_rows(kernels: Sequence[Kernel]) -> np.ndarray:
 def _enter(row: np.ndarray, kernel: Kernel) -> None:
     entry = kernel.body.entry_computation
     read, written = array_traffic(entry.root_op, entry, kernel.body)
+    # The general rule counts a reshape as free.
     if kernel.opcode == "reshape":  # of two layouts: free elsewhere, a pass over the array here
         read, written = ([(t, float(t.nbytes)) for t, _ in arrays] for arrays in (read, written))
     for side, arrays in (("in", read), ("out", written)):
         for t, moved in arrays:
+            # The touched share of an array is padded like the whole: slices along outer dimensions
+            # are whole tiles. Slices across a tile move more than this says.
             padded = moved * tiles(t).padded_bytes / max(t.nbytes, 1)
             place = "near" if t.memory_space in ON_CHIP else "main"
             row[_AT[f"{place}_{side}"]] += padded
             row[_AT[f"touched_{side}"]] += moved
+            # An element takes a 32-bit lane of a register whatever its width: narrow types are
+            # unpacked.
             row[_AT["registers"]] += padded / REGISTER * 32 / max(DTYPE_BITS[t.dtype], 1)
             row[_AT[f"n_{place}"]] += t.size > 1
+    # Scalars say nothing about the layout.
     source = max((t for t, _ in read if t.size > 1), key=_size, default=None)
     result = max((t for t, _ in written), key=_size, default=None)
     if source is not None:
@@ -198,10 +212,12 @@ def _enter(row: np.ndarray, kernel: Kernel) -> None:
     if result is not None:
         row[_AT["result_near"]] = result.memory_space in ON_CHIP
         row[_AT["out_lanes"] : _AT["out_outer"] + 1] = tiles(result)[:3]
+    # Only for equal shapes can dimensions of both be matched by number.
     if source is not None and result is not None and source.shape == result.shape:
         before, after = tiles(source).order, tiles(result).order
         row[_AT["same_lanes"]] = before[:1] == after[:1]
         row[_AT["same_sublanes"]] = before[1:2] == after[1:2]
+        # A transpose of the two minor dimensions: data crosses lanes, the costliest move on a TPU.
         row[_AT["lanes_to_sublanes"]] = before[:1] == after[1:2]
     _reduced(row, kernel.inner)
     row[_AT["angles"]] = sum(
@@ -242,6 +258,7 @@ def _features(
 ) -> dict[str, np.ndarray]:
     """Features by name, each of shape ``(n,)``, dimensionless and finite."""
     c = dict(zip(_COLUMNS, own.T, strict=True))
+    # A device described without a floor must not divide by zero: a nanosecond.
     floor = max(device.floor, 1e-9)
     near = (c["near_in"] + c["near_out"]) / _near_rate(device)
     padded_in, padded_out = c["main_in"] + c["near_in"], c["main_out"] + c["near_out"]
@@ -287,6 +304,7 @@ def _products(
     m, n, k = (rows[:, INDEX[f"gemm_{dim}"]] for dim in "mnk")
     depth, width = device.array_rows or LANES, device.array_columns or LANES
     fill_n, fill_k = real_share(n, width), real_share(k, depth)
+    # Time of the arithmetic if the padding of rows, columns and depth is computed, too.
     padded = parts["compute"] / (real_share(m, SUBLANES) * fill_n * fill_k)
     return {
         "fill_n_array": fill_n,
@@ -307,9 +325,12 @@ def _array_fill(rows: np.ndarray, device: DeviceSpec) -> np.ndarray:
     """
     m, n, k = (rows[:, INDEX[f"gemm_{dim}"]] for dim in "mnk")
     depth, width = device.array_rows or LANES, device.array_columns or LANES
+    # Weights are loaded row by row, `depth` cycles for a full array: with fewer than `depth` rows
+    # of activations to stream meanwhile, the array waits for its next weights.
     usual = real_share(n, width) * np.minimum(m / depth, 1.0)
     swapped = real_share(m, width) * np.minimum(n / depth, 1.0)
     share = np.maximum(usual, swapped) * real_share(k, depth)
+    # A floor before the logarithm; no real product fills the arrays less.
     return np.asarray(np.where(m > 0, np.maximum(share, 2**-10), 1.0))
 
 

@@ -32,6 +32,7 @@ _NO_VALUES = frozenset(
     )
 )
 #: Part of the on-chip memory that values may take; the rest is for the kernels' own windows.
+#: Engineering estimates, this and the next one (docs/fused.md).
 SHARE = 0.75
 #: Largest part of it that one value may take; the compiler places few that are larger.
 LARGEST = 0.2
@@ -56,9 +57,11 @@ def on_chip_of(device: DeviceSpec | None) -> OnChip | None:
     if device is None or device.platform != "tpu":
         return None
     target = str(device.compiler.get("target", ""))
+    # XLA assigns memory spaces from v4 on; docs/tpu.md: "v3 has no such memory spaces".
     if target in ("v2", "v3"):
         return None
     if target == "v4":
+        # 128 MiB of CMEM (Jouppi et al., TPU v4, ISCA 2023); memory space 3, as libtpu writes it.
         return OnChip(3, 128 * _MIB)
     return OnChip(1, device.shared_bytes_per_core)
 
@@ -95,11 +98,13 @@ def _place(comp: Computation, memory: OnChip) -> None:
     ends: dict[int, float] = {}
     used, near = 0.0, set()
     for position, op in enumerate(comp.ops):
+        # A value is free from the op after its last use on.
         used -= ends.pop(position - 1, 0.0)
         if op.opcode in _NO_VALUES:
             continue
         for leaf, t in enumerate(op.results):
             value = (position, leaf)
+            # Results of the program go to main memory; values that nobody reads need no place.
             if value in kept or value not in last or t.nbytes > LARGEST * memory.capacity:
                 continue
             if used + t.nbytes > SHARE * memory.capacity:

@@ -40,6 +40,9 @@ _MOVEMENT = frozenset(
 )
 #: Updates run in place: nothing is fused into the array that they write to.
 IN_PLACE = frozenset(("scatter", "dynamic-update-slice"))
+#: Threads of a warp, and shortest column that XLA's column emitter takes; both limits are those of
+#: IsUnnestedReductionFasterThanElemental in XLA's reduction_utils.cc (which also keeps columns of
+#: up to 256 elements in loops where very few of them lie side by side).
 _WARP = 32
 _SMALL_COLUMN = 32
 
@@ -80,6 +83,7 @@ def reduction(node: Node) -> Reduction:
     """How a ``reduce`` meets its elements in memory."""
     shape = node.operands[0].type.shape
     dims = frozenset(node.attrs.get("dimensions", ()))
+    # Neighbouring dimensions of one role count as one; those of size one have no place in memory.
     groups: list[tuple[bool, int]] = []
     for d, size in enumerate(shape):
         if size == 1:
@@ -105,12 +109,14 @@ def is_loop_reduction(node: Node) -> bool:
     """Whether a reduction is so short that each thread sums its own element in a plain loop."""
     reduced = reduction(node)
     if reduced.shape is Shape.ROW:
+        # Short rows of a power of two share a warp in the row emitter; others run as a loop.
         return reduced.length < _WARP and _WARP % reduced.length != 0
     return reduced.shape is Shape.SCATTERED or reduced.length < _SMALL_COLUMN
 
 
 def is_loop(node: Node) -> bool:
     """Whether one thread computes one element of the result, so that it can be fused anywhere."""
+    # Ops of several results would need a kernel with several outputs.
     if node.opcode in _MOVEMENT or is_elementwise(node):
         return not node.is_tuple
     if node.opcode == "reduce":

@@ -115,6 +115,7 @@ def splat(node: Node) -> Any:
 def is_splat(node: Node, value: float) -> bool:
     """Whether all elements are known to be ``value``."""
     repeated = splat(node)
+    # True == 1 for Python: a predicate must not pass as a number.
     return repeated is not None and not isinstance(repeated, bool) and repeated == value
 
 
@@ -152,6 +153,7 @@ def _evaluate(node: Node, values: list[Any]) -> Any:
             return _cast(_BINARY[opcode](*values), dtype)
         if opcode in _UNARY:
             return _cast(_UNARY[opcode](values[0]), dtype)
+        # Integer division rounds towards zero in HLO, towards minus infinity in Python: left alone.
         if opcode == "divide" and not dtype.startswith(("s", "u")):
             return values[0] / values[1]
         if opcode == "compare":
@@ -159,6 +161,7 @@ def _evaluate(node: Node, values: list[Any]) -> Any:
         if opcode == "convert":
             return _cast(values[0], dtype)
         if opcode in ("and", "or") and dtype == "pred":
+            # Out-of-range results and domain errors (log of zero) are left to the device.
             return all(values) if opcode == "and" else any(values)
     except (ArithmeticError, ValueError, TypeError, KeyError):
         return None

@@ -10,7 +10,8 @@ from typing import Any
 from ....cost.library_calls import is_annotation
 from ....ir.program import Computation, Op, Program, Source, TensorType
 
-#: Ops that only name their operand; they vanish when a program becomes a graph.
+#: Ops that only name their operand; they vanish when a program becomes a graph. Copies do, too: the
+#: compiler puts in its own where a buffer is written to (rewrites/loops.py, fusion/epilogues.py).
 _NAMES = frozenset(
     (
         "opt-barrier",
@@ -23,7 +24,8 @@ _NAMES = frozenset(
         "domain",
     )
 )
-#: Ops that run whether or not their result is read.
+#: Ops that run whether or not their result is read. Custom calls are kept in any case: the readers
+#: drop the attribute that says whether one has side effects.
 _EFFECTS = frozenset(("infeed", "outfeed", "send", "recv", "custom-call"))
 
 
@@ -101,6 +103,7 @@ def topological(roots: Iterable[Node], first: Sequence[Node] = ()) -> list[Node]
     for root in roots:
         if id(root) in done:
             continue
+        # With a stack of its own: chains of ops are longer than Python's limit of recursion.
         stack = [(root, iter(root.operands))]
         while stack:
             node, rest = stack[-1]
@@ -297,6 +300,7 @@ def _structure(what: Op | Node) -> Structure:
     """Places of a tuple's leaves among its results, as nested as its type."""
     stack: list[list[Structure]] = [[]]
     leaves = 0
+    # Nesting is written as "(*(*))": a star for each leaf (ir/hlo_attributes.py: read_type).
     for mark in what.attrs.get("nesting") or f"({'*' * len(what.results)})":
         if mark == "(":
             stack.append([])

@@ -43,11 +43,14 @@ def machine_of(device: DeviceSpec | None) -> Machine:
     An H100 stands in for a missing description, for one of another platform, and for figures that
     the description leaves out.
     """
+    # Figures are those of the H100 SXM data sheet, in 50e6 bytes of L2 and the boost clock.
     usual = Machine()
     if device is None or device.platform != "gpu" or not device.levels:
         return usual
     capability = capability_of(str(device.compiler.get("target", "")))
     # Without a target (or on another vendor's GPU) units for bf16 tell the generation.
+    # Triton needs compute capability 8.0; cuDNN prefers NHWC for TF32, which came with it, and for
+    # f16 since tensor cores (7.0).
     modern = capability >= 80 if capability else "bf16" in device.peak_flops
     cache = device.levels[-2].capacity if len(device.levels) > 1 else usual.cache
     return Machine(

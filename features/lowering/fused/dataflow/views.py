@@ -30,6 +30,7 @@ def _reshape(node: Node) -> Node | None:
         return Node("reshape", [inner.operands[0]], node.results, source=node.source)
     if inner.opcode == "broadcast" and not inner.operands[0].type.shape:
         return Node("broadcast", [inner.operands[0]], node.results, {"dimensions": ()})
+    # Masks compare iotas of one shape: with the reshape moved away, equal ones are merged.
     if inner.opcode == "iota" and _squeezed(inner.type.shape) == _squeezed(node.type.shape):
         return _moved_iota(inner, node)
     return None

@@ -17,16 +17,25 @@ from .machine import Machine
 
 # The form is that of XLA's GpuPerformanceModel, on which PriorityFusion bases its choice. The times
 # only rank fusions against each other; no prediction is made from them.
+#: Share of the shorter of memory and compute time that is hidden behind the longer one:
+#: kMemoryComputeParallelism in XLA's gpu_performance_model_base.h.
 _OVERLAP = 0.95
+#: Bandwidth of L2 over that of main memory: kL2CacheSpeedup, same file.
 _CACHE_SPEED_UP = 2.5
+#: Bandwidth of L1 over L2, and bytes of it in a core that count. XLA takes 8 (kL1CacheSpeedup) and
+#: 2 KiB; these were chosen to agree with the compiler's choices on an H100 (docs/fused.md).
 _L1_SPEED_UP = 11.0
 _L1_BYTES = 8192
 #: Bytes of a memory transaction, of which an uncoalesced read uses one element.
 _SECTOR = 32
+#: Elements of a loop kernel's block: 128 threads of four, as XLA's launch dimensions have them.
 _ELEMENTS_PER_BLOCK = 512.0
-#: Bytes that a block moves in a cycle.
+#: Bytes that a block moves in a cycle: an SM issues at most one 32-byte transaction a clock
+#: (AdjustBandwidth in XLA's gpu_performance_model_base.cc).
 _BYTES_PER_CYCLE = 32.0
-#: Cycles of one element, roughly; 3 for what is not listed.
+#: Cycles of one element, roughly; 3 for what is not listed. XLA measures such figures for each
+#: device (HloOpProfiles); these are engineering estimates in their order of magnitude, tuned so
+#: that expensive producers are recomputed about as often as by the compiler (docs/fused.md).
 _CYCLES: dict[str, float] = {
     "divide": 48.0,
     "power": 3000.0,
@@ -63,7 +72,8 @@ _CYCLES: dict[str, float] = {
 _MOVING = frozenset(
     ("broadcast", "slice", "concatenate", "pad", "gather", "transpose", "reverse", "dynamic-slice")
 )
-#: Ops whose code branches, and how many branches one kernel's code may have (XLA's limit). Short
+#: Ops whose code branches, and how many branches one kernel's code may have
+#: (kMaxBasicBlockSplitsPerFusion in XLA's gpu_hlo_cost_analysis.h: each may double the code). Short
 #: sums do not count: the compiler puts twelve of them into one concatenation.
 _BRANCHING = frozenset(("concatenate", "pad", "reduce-window"))
 MAX_BRANCHES = 10
@@ -119,8 +129,10 @@ class Work:
             self._whole[id(root)] = float(root.size)
             self.written += _written(root)
             self.blocks = max(self.blocks, blocks_of(root))
+        # Users before operands: when a node is visited, all that is wanted of it is known.
         for node in reversed(ordered):
             count = self._whole.get(id(node), 0.0) + self._parts.get(id(node), 0.0)
+            # A softmax kernel keeps rows on the chip: nothing is computed twice.
             if shared:
                 count = min(count, float(node.size))
             if count:
@@ -130,6 +142,7 @@ class Work:
         """Add the work of ``count`` elements of a node, and hand on what it needs."""
         opcode = node.opcode
         paths = self._paths.get(id(node), 1.0)
+        # A node that is computed along several paths has its code emitted once for each.
         if opcode in _BRANCHING:
             self.branches += paths
         factor = 1.0
@@ -138,6 +151,8 @@ class Work:
         elif opcode == "reduce-window":
             factor = float(prod([dim.size for dim in node.attrs.get("window", ())]))
         self.cycles += _CYCLES.get(opcode, 3.0) * count * factor
+        # A transpose inside a kernel turns the access order of everything above it; as the root it
+        # is written through shared memory, which keeps reads coalesced.
         turned = id(node) in self._turned or (not is_head and _turns(node))
         for position, operand in enumerate(node.operands):
             source = source_of(operand)
@@ -155,6 +170,8 @@ class Work:
                 width = DTYPE_BITS[node.type.dtype] / 8
                 self.reads[key] = [wanted, float(node.size), width]
             else:
+                # Readers that walk elements in the same order share loads, so the largest need
+                # counts; those that move elements read their own.
                 known[0] = known[0] + wanted if adds else max(known[0], wanted)
             if turned:
                 self.strided.add(key)
@@ -170,10 +187,13 @@ class Work:
 
     def seconds(self, machine: Machine) -> float:
         """Time of one execution without its launch."""
+        # Too few blocks cannot saturate the memory.
         bandwidth = min(machine.bandwidth, self.blocks * machine.clock * _BYTES_PER_CYCLE)
         memory = self.written / bandwidth
         for key, (elements, size, width) in self.reads.items():
             total = elements * width
+            # The first read of each element comes from main memory, repeated ones from a cache if
+            # the array fits.
             net = min(total, size * width)
             speed = _CACHE_SPEED_UP if net < machine.cache else 1.0
             if net < _L1_BYTES * machine.cores:
@@ -185,7 +205,9 @@ class Work:
                 speed = min(speed, _CACHE_SPEED_UP)
             memory += net / bandwidth + again / (bandwidth * speed)
         active = min(self.blocks, float(machine.cores)) * machine.lanes
+        # Two operations per lane and clock: XLA counts a fused multiply-add as two.
         compute = self.cycles / (active * machine.clock * 2.0)
+        # The longer time plus 5 % of the shorter one.
         return memory + compute - _OVERLAP * min(memory, compute)
 
 
@@ -194,6 +216,7 @@ def _turns(node: Node) -> bool:
     if node.opcode != "transpose":
         return False
     order = node.attrs["dimensions"]
+    # The minor dimension comes from another one, and has more than one element.
     return bool(order[-1] != len(order) - 1 and node.type.shape[-1] > 1)
 
 
@@ -229,6 +252,8 @@ def blocks_of(root: Node) -> float:
         reduced = reduction(root)
         if reduced.shape is Shape.COLUMN:
             return reduced.major * ceil(reduced.minor / 64) * ceil(reduced.length / 4096)
+        # Whole warps for a row, 16 elements each, at most a block of 1024; rows share a block of
+        # 256.
         lanes = min(1024, ceil(reduced.length / 16 / 32) * 32)
         return root.size / max(1, 256 // lanes)
     size = source_of(root.operands[-1]).size if root.opcode in IN_PLACE else root.size

@@ -54,6 +54,7 @@ class Clusters:
         self.graph = graph
         self.nodes = graph.nodes()
         self.inserted: list[Node] = []
+        # Floats, so that a copy can be put between two nodes without renumbering (`insert`).
         self.position = {id(node): float(i) for i, node in enumerate(self.nodes)}
         self.by_root: dict[int, Cluster] = {}
         self.kept: set[int] = {id(source_of(node)) for node in graph.outputs}
@@ -62,6 +63,7 @@ class Clusters:
         for node in self.nodes:
             if not is_free(node):
                 self.add(Cluster([node], {self.position[id(node)]: node}))
+            # Elements are views of their tuple: whoever makes the tuple has to write it.
             elif node.opcode == "get-tuple-element":
                 self.kept.add(id(source_of(node.operands[0])))
 
@@ -102,6 +104,7 @@ class Clusters:
         cluster.inputs = list(inputs.values())
         makers = {id(maker): maker for maker in map(owner, cluster.inputs)}
         cluster.makers = [maker for maker in makers.values() if maker.opcode not in FREE]
+        # Clusters are ordered by their last root: nothing that reads them can stand before it.
         cluster.last = max(self.position[id(root)] for root in cluster.roots)
         cluster.loops = not (cluster.library or cluster.rows) and all(map(is_loop, nodes))
         cluster.consumes = cluster.loops or (not cluster.library and all(map(is_consumer, nodes)))

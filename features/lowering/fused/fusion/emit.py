@@ -179,6 +179,8 @@ class ComputationWriter:
                 operands = [operands[0]] + [self._append(state)] * len(called)
             elif attrs.get("trip_count") is not None:
                 # A GPU runs a loop of known length without asking its condition.
+                # The text that XLA:GPU writes; extraction reads it (kernels/extract.py:
+                # _counted_by_compiler).
                 attrs["backend_config"] = {"known_init_step": {"init": "0", "step": "1"}}
         op = Op("", node.opcode, tuple(operands), node.results, attrs, called, node.is_tuple)
         op.source = node.source
@@ -256,6 +258,8 @@ def _kind(cluster: Cluster) -> str:
     if cluster.library or cluster.rows:
         return "kCustom"
     codes = {root.opcode for root in cluster.roots}
+    # XLA's names: kLoop kernels compute an element per thread, kInput ones are driven by their
+    # input.
     return "kInput" if codes & {"reduce", "scatter", "transpose"} else "kLoop"
 
 

@@ -41,6 +41,8 @@ class _Epilogue:
         if self.is_dot:
             self._factor()
         biased = self._add(self._bias)
+        # cuBLAS computes alpha · A·B + beta · C (+ bias): a residual takes C. A product with one
+        # gets no activation.
         if (self.is_dot or self._is_forward()) and self._add(self._residual) and self.is_dot:
             return
         if biased:
@@ -52,6 +54,8 @@ class _Epilogue:
         """Whether a convolution is one that the library runs forwards, with a second input."""
         conv = next(n for n in self.call.members.values() if n.opcode == "convolution")
         dilated = any(w.lhs_dilation != 1 for w in conv.attrs.get("window", ()))
+        # Labels that start with the feature are those of filter gradients
+        # (rewrites/convolutions.py).
         turned = str(conv.attrs.get("dim_labels", "")).startswith("f")
         return not (dilated or turned or conv.attrs.get(REVERSED, False))
 
@@ -106,6 +110,7 @@ class _Epilogue:
             return False
         vector = source.operands[0]
         dims = source.attrs.get("dimensions", ())
+        # cublasLt's bias is one value for each column, cuDNN's one for each feature.
         sizes = [size for size in vector.type.shape if size != 1]
         if len(sizes) != 1 or dims[-1] != len(source.type.shape) - 1:
             return False
@@ -129,6 +134,7 @@ class _Epilogue:
         clusters = self.clusters
         if source.opcode in ("parameter", "constant") or id(source) in clusters.kept:
             return True
+        # Readers that come later in the order would find the sum instead of the residual.
         start = clusters.position[id(self.call.root)]
         readers = clusters.readers.get(id(source), {}).values()
         return any(clusters.position[id(c.roots[-1])] > start for c in readers)
@@ -167,6 +173,7 @@ class _Epilogue:
         inside: dict[int, Node] = {id(root): root}
         chain: list[Cluster] = []
         front = list(self.clusters.users(self.call))
+        # GELU's tanh form has eight or nine ops; twelve steps bound the search.
         for _ in range(12):
             ready = [c for c in front if self._ready(c, inside)]
             if len(ready) != len(front) and not ready:
@@ -187,6 +194,7 @@ class _Epilogue:
     def _is_complete(self, root: Node, chain: list[Cluster], inside: dict[int, Node]) -> bool:
         """Whether a chain has one tanh, and one result that others read."""
         codes = [c.root.opcode for c in chain]
+        # x/2 · (1 + tanh(…)) ends in a product.
         if codes.count("tanh") != 1 or codes[-1] != "multiply":
             return False
         readers = {id(c): self.clusters.users(c) for c in chain}

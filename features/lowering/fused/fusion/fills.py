@@ -26,6 +26,7 @@ def own_fills(graph: Graph) -> None:
             if source.opcode == "broadcast" and splat(source) is not None:
                 writes.setdefault(id(source), []).append((node, i))
     for places in writes.values():
+        # The first keeps the shared fill; XLA's CopyInsertion copies for the others.
         for node, i in places[1:]:
             like = node.operands[i]
             own = splat_node(splat(like), like.type)
@@ -38,6 +39,7 @@ def join_fills(clusters: Clusters) -> None:
     known: dict[Hashable, Cluster] = {}
     for key, fill in _fills(clusters):
         own = clusters.by_root.get(id(fill))
+        # Something was fused into it, so it is no plain fill any more.
         if own is None or own.inputs or fill.opcode != "broadcast":
             continue
         first = known.setdefault(key, own)

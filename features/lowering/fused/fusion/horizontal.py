@@ -16,15 +16,20 @@ from .clusters import Cluster, Clusters, owner
 from .multi_output import frame_of, hero_of
 from .priority import MAX_OPERANDS
 
-#: Most elements of a loop that shares a kernel with others of its shape, or of other shapes.
+# Limits are those of XLA's horizontal_loop_fusion.cc. Larger loops take longer than the launch that
+# joining them would save.
+#: Most elements of a loop that shares a kernel with others of its shape, or of other shapes
+#: (kShapeThreshold).
 MAX_ALIKE = 8192 * 8192
 MAX_MIXED = 128 * 2048
-#: Most ops of such a loop.
+#: Most ops of such a loop (kInstrCountThreshold).
 MAX_OPS_ALIKE = 128
 MAX_OPS_MIXED = 30
-#: Results that end a kernel: this many, or more, are too many; twice that if each is one op.
+#: Results that end a kernel (kMaxFusionBatchSize): this many, or more, are too many; twice that if
+#: each is one op.
 MAX_RESULTS = 32
-#: Bytes of kernel arguments, pointers of eight bytes, that end a kernel.
+#: Bytes of kernel arguments, pointers of eight bytes, that end a kernel (kMaxCudaParamSize: CUDA
+#: allows 4 KiB).
 MAX_ARGUMENT_BYTES = 4000
 _POINTER = 8
 
@@ -150,12 +155,14 @@ def _spans(
     ``lone`` is how many times as many results may come of loops of one op each.
     """
     by_key: dict[tuple[object, ...], list[Cluster]] = {}
+    # Similar amounts of work side by side: a kernel takes as long as its longest thread.
     for cluster in sorted(loops, key=lambda c: (_ops(c), c.root.size)):
         by_key.setdefault(key(cluster), []).append(cluster)
     groups = []
     for alike in by_key.values():
         group: list[Cluster] = []
         for cluster in alike:
+            # XLA decides by the first of a group; fusions count as several ops.
             limit = MAX_RESULTS * (lone if len((group or [cluster])[0].members) == 1 else 1)
             results = sum(len(c.roots) for c in (*group, cluster))
             arguments = sum(len(c.inputs) + len(c.roots) for c in (*group, cluster))

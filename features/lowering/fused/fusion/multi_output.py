@@ -29,6 +29,7 @@ class MultiOutputFusion:
 
     def run(self) -> None:
         """Go through the graph from its results to its arguments."""
+        # From the results up: merged consumers make their producers' readers fewer.
         for node in reversed(self.clusters.nodes):
             self._siblings(node)
             producer = self.clusters.by_root.get(id(node))
@@ -37,6 +38,7 @@ class MultiOutputFusion:
 
     def _siblings(self, node: Node) -> None:
         """Join clusters that all read ``node``."""
+        # Scalars are read by nearly everything; sharing one saves nothing.
         if node.size <= 1:
             return
         readers = [c for c in self.clusters.readers.get(id(node), {}).values() if _joins(c)]
@@ -67,6 +69,8 @@ class MultiOutputFusion:
                 continue
             if narrow_reduction(consumer, self.machine) is not None:
                 continue
+            # A third kernel that needs one and feeds the other would have to run in the middle of
+            # them.
             if self._between(producer, consumer) or not self._pays(producer, consumer):
                 continue
             self.clusters.merge(producer, consumer)
@@ -87,6 +91,7 @@ class MultiOutputFusion:
         both = {**producer.members, **consumer.members}
         members = [both[i] for i in sorted(both)]
         roots = [*producer.roots, *consumer.roots]
+        # One launch less, and the shared input is read once.
         return Work(members, roots).seconds(self.machine) + LAUNCH_S <= apart
 
     def _apart(self, first: Cluster, second: Cluster) -> bool:
@@ -108,6 +113,8 @@ class MultiOutputFusion:
                 producer = by_root.get(id(node))
                 if producer is target:
                     return True
+                # What ends before the target's first root cannot depend on it: the search stays
+                # short.
                 if producer is not None and producer.last > first and id(producer) not in seen:
                     seen.add(id(producer))
                     stack.append(producer)

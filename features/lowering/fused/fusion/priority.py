@@ -13,7 +13,8 @@ from .clusters import Cluster, Clusters
 
 #: Most arrays that one kernel reads and writes (XLA's MaxOperandsAndOutputsPerFusion).
 MAX_OPERANDS = 96
-#: Ops too costly to repeat in each of several consumers.
+#: Ops too costly to repeat for each element of an overlapping window, after XLA's IsExpensive
+#: (instruction_fusion.cc).
 _EXPENSIVE = frozenset(
     (
         "exponential",
@@ -31,7 +32,8 @@ _EXPENSIVE = frozenset(
         "exponential-minus-one",
     )
 )
-#: Ops that become dozens of others and read their operand many times.
+#: Ops that are expanded to dozens of others, of which many read the operand: fusing a producer into
+#: them would compute it that often.
 _MANY_READS = frozenset(("chlo.erfc", "chlo.lgamma", "chlo.digamma", "chlo.erf_inv"))
 
 
@@ -70,10 +72,14 @@ class PriorityFusion:
         for cluster in self.clusters.all():
             self._push(cluster)
         while self._queue:
+            # Entries cannot be removed from a heap: one whose cluster has changed since is skipped
+            # by version.
             _, _, version, cluster = heapq.heappop(self._queue)
             if self._version.get(id(cluster)) != version:
                 continue
             consumers = self.clusters.users(cluster)
+            # Gains depend on a cluster's own time and on its readers': neighbours on both sides
+            # change, and so do other producers of the consumers.
             touched = {id(c): c for c in (*consumers, *self.clusters.producers(cluster))}
             if cluster.rows:
                 consumers[0].rows = True
@@ -99,11 +105,13 @@ class PriorityFusion:
         root = producer.root
         if producer.library or len(producer.roots) > 1 or id(root) in clusters.kept:
             return None
+        # Only what one thread can compute per element can move into another kernel.
         if not producer.loops and not (producer.rows and self._extends(producer)):
             return None
         consumers = clusters.users(producer)
         if not consumers:
             return None
+        # All consumers or none, as in XLA: one that keeps reading the array would keep the kernel.
         apart = self._time(producer) + LAUNCH_S * (1 + len(consumers))
         together = LAUNCH_S * len(consumers)
         for consumer in consumers:
@@ -158,6 +166,7 @@ class PriorityFusion:
         root = producer.root
         heavy = any(node.opcode in _EXPENSIVE for node in producer.members.values())
         for node in consumer.members.values():
+            # The array that an update writes to has to exist in memory before.
             if node.opcode in IN_PLACE:
                 written = (len(node.operands) - 1) // 2 if node.opcode == "scatter" else 1
                 if any(source_of(operand) is root for operand in node.operands[:written]):
@@ -170,6 +179,7 @@ class PriorityFusion:
         inputs.pop(id(root), None)
         if len(inputs) > MAX_OPERANDS:
             return False
+        # One input of half the size of the reduced array, or more, is allowed: the array itself.
         narrow = narrow_reduction(consumer, self.machine)
         if narrow is None:
             return True

@@ -20,6 +20,7 @@ def fuse_softmax(clusters: Clusters) -> None:
         if diamond is None:
             continue
         top, members = diamond
+        # Softmax is two diamonds, a maximum and a sum: the second begins where the first ends.
         above, chain = _climb(clusters, top, diamonds)
         if above is not None:
             first, earlier = diamonds.pop(id(above))
@@ -57,10 +58,12 @@ def _diamond(clusters: Clusters, node: Node) -> tuple[Node, list[Node]] | None:
             continue
         dims = narrow.attrs.get("dimensions", ())
         rank = len(narrow.type.shape)
+        # Only a broadcast along the last dimension undoes a reduction of rows.
         if tuple(dims) != tuple(range(rank - 1)) or not _single(clusters, narrow):
             continue
         chain = [node, narrow]
         inner = source_of(narrow.operands[0])
+        # Between reduction and broadcast: scale, epsilon, square root of a norm.
         while is_elementwise(inner) and _single(clusters, inner) and len(inner.operands) <= 2:
             chain.append(inner)
             following = [source_of(o) for o in inner.operands if splat(o) is None]
@@ -69,9 +72,11 @@ def _diamond(clusters: Clusters, node: Node) -> tuple[Node, list[Node]] | None:
             inner = following[0]
         if inner.opcode != "reduce" or not _single(clusters, inner) or len(inner.operands) != 2:
             continue
+        # Triton's kernel keeps one row in a block: it must be contiguous.
         if reduction(inner).shape is not Shape.ROW or len(inner.attrs["dimensions"]) != 1:
             continue
         top, between = _top(clusters, source_of(inner.operands[0]), wide)
+        # The reduction and the combining op; a third reader would need the value in memory.
         if top is wide and _two_users(clusters, wide):
             chain += [inner, *between]
             return wide, [*chain, *_constants(clusters, chain)]

@@ -35,10 +35,13 @@ def canonical_convs(graph: Graph, machine: Machine) -> None:
 def is_weight_gradient(conv: Node) -> bool:
     """Whether a library computes it as a filter's gradient: a window larger than the result."""
     lhs, _, out = _labels(conv)
+    # JAX writes a filter's gradient with batch and features exchanged, so that the sum over the
+    # batch is a sum over "features".
     if lhs.index("f") >= lhs.index("b"):
         return False
     window: tuple[WindowDim, ...] = conv.attrs["window"]
     spatial = [conv.type.shape[out.index(str(i))] for i in range(len(window))]
+    # The window is the forward pass's result, the result its filter.
     return prod(w.size for w in window) > prod(spatial)
 
 
@@ -80,6 +83,7 @@ def _ordered(node: Node, labels: str, wanted: str) -> Node:
     shape = tuple(node.type.shape[d] for d in order)
     kind = TensorType(node.type.dtype, shape)
     moved = [d for d in order if node.type.shape[d] != 1]
+    # Only dimensions of size one change places: no data moves.
     if moved == sorted(moved):
         return Node("reshape", [node], (kind,), source=node.source)
     return Node("transpose", [node], (kind,), {"dimensions": order}, source=node.source)
@@ -111,6 +115,7 @@ def _padded(conv: Node, labels: str, gradient: bool) -> Node:
 def _extra(conv: Node) -> list[tuple[int, int]]:
     """Padding that the library cannot do: what one side has more than the other."""
     window: tuple[WindowDim, ...] = conv.attrs["window"]
+    # Holes between elements mark the gradient of an input: its padding is left to the library.
     if any(w.lhs_dilation != 1 for w in window):
         return [(0, 0)] * len(window)
     pads = []

@@ -36,6 +36,7 @@ def _scattered(node: Node, program: Program) -> Node:
     rank = len(shape)
     whole = TensorType(_INDEX, shape)
     places = [Node("iota", [], (whole,), {"dimensions": (d,)}) for d in range(rank)]
+    # Position -1 marks a window that met no element yet.
     none = splat_node(-1, TensorType(_INDEX))
     kinds = (TensorType(operand.type.dtype, windows), *[TensorType(_INDEX, windows)] * rank)
     search = Node(

@@ -32,6 +32,7 @@ def _drop(graphs: list[Graph], live: set[int]) -> None:
     places = {id(node): i for i, node in enumerate(body.parameters)}
     tested = {id(node) for node in topological(condition.outputs)}
     live |= {i for i, node in enumerate(condition.parameters) if id(node) in tested}
+    # Backwards from what is read: an element is live if a live element's next value needs it.
     waiting = list(live)
     while waiting:
         index = waiting.pop()
@@ -44,6 +45,7 @@ def _drop(graphs: list[Graph], live: set[int]) -> None:
                 waiting.append(place)
     for index in range(len(body.outputs)):
         if index not in live:
+            # Handed on unchanged, it costs nothing; the state keeps its shape.
             body.outputs[index] = body.parameters[index]
 
 
@@ -102,6 +104,7 @@ def copy_loop_state(graph: Graph) -> None:
             for i, output in enumerate(body.outputs):
                 start = node.operands[i]
                 source = source_of(start)
+                # A loop overwrites its state, which it may only do with a value of its own.
                 shared = _is_given(source) or readers[id(source)] > 1
                 if shared and output is not body.parameters[i]:
                     node.operands[i] = _own_start(start, node)
@@ -136,6 +139,7 @@ def _copy_exchanges(body: Graph) -> None:
     closing = {max(cycle) for cycle in _cycles(moves)}
     for i in moves:
         value = body.outputs[i]
+        # Exchanging two buffers takes a third one, once for each cycle.
         for _ in range(2 if i in closing else 1):
             value = Node("copy", [value], value.results)
         body.outputs[i] = value

@@ -163,6 +163,7 @@ def _order(side: _Operand) -> str:
             order += role
     if len(set(order)) < len(order) or any(dims != sorted(dims) for dims in wanted.values()):
         return ""
+    # cuBLAS strides between batches: rows or columns have to be contiguous.
     if order.endswith("b") and len(order) > 1:
         return ""
     missing = [role for role in "bfc" if role not in order]
@@ -187,6 +188,7 @@ def merge_dots(graph: Graph) -> None:
             groups.setdefault(key, []).append(node)
     replaced: dict[int, Node] = {}
     for (_, side, *_rest), dots in groups.items():
+        # A product that was merged by its left operand is not merged again by its right one.
         chosen = _independent([d for d in dots if id(d) not in replaced], position)
         if len(chosen) > 1:
             _merge(chosen, side, replaced)
@@ -199,6 +201,7 @@ def _independent(dots: list[Node], position: dict[int, int]) -> list[Node]:
     chosen: list[Node] = []
     for dot in dots:
         small = _moved(dot) <= MERGE_BYTES
+        # DotMerger joins two if at least one is small: large ones fill the device alone.
         if chosen and not small and not any(_moved(c) <= MERGE_BYTES for c in chosen):
             continue
         if not any(depends(dot, other, position) for other in chosen):
@@ -230,6 +233,7 @@ def _merge(dots: list[Node], side: int, replaced: dict[int, Node]) -> None:
     others = [dot.operands[1 - side] for dot in dots]
     key = "rhs" if side == 0 else "lhs"
     used = {*first.attrs[f"{key}_contracting_dims"], *first.attrs[f"{key}_batch_dims"]}
+    # The free dimension of the operand that is not shared.
     along = next(d for d in range(len(first.type.shape)) if d not in used)
     shape = list(others[0].type.shape)
     shape[along] = sum(other.type.shape[along] for other in others)

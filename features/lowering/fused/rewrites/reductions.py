@@ -9,7 +9,8 @@ from ..dataflow.classify import Reduction, Shape, is_loop_reduction, reduction
 from ..dataflow.graph import Graph, Node
 from ..dataflow.views import reshape
 
-#: Most elements that one pass sums without atomics: 1024 threads of 16, 32 threads of 128.
+#: Most elements that one pass sums without atomics: 1024 threads of 16, 32 threads of 128
+#: (ReductionDimensionRaceFreeBound in XLA's reduction_utils.cc).
 MAX_ROW = 16_384
 MAX_COLUMN = 4_096
 
@@ -23,6 +24,8 @@ def split_reductions(graph: Graph) -> None:
 
 def parts_of(length: int) -> tuple[int, int]:
     """Number of parts and elements in each: the least padding from a power of two to the root."""
+    # Both steps are then about as long. A power of two saves divisions in the kernel's indexing, so
+    # it wins among equal paddings (XLA's TreeReductionRewriter).
     root = isqrt(length)
     candidates = range(1 << (root.bit_length() - 1), root + 1)
     parts = min(candidates, key=lambda k: (-(-length // k) * k - length, k))
@@ -40,6 +43,7 @@ def _split(node: Node) -> None:
     shape = node.operands[0].type.shape
     before = tuple(s for d, s in enumerate(shape) if d < dims[0])
     after = tuple(s for d, s in enumerate(shape) if d > dims[-1])
+    # The summed dimensions are not side by side (size-one dimensions between them): left as it is.
     if len(before) + len(after) + len(dims) != len(shape):
         return
     starts = node.operands[count:]
@@ -76,5 +80,6 @@ def _in_parts(
         kind = TensorType(flat.type.dtype, (*before, parts * rest, *after))
         attrs = {"padding": tuple(config)}
         flat = Node("pad", [flat, start], (kind,), attrs, source=value.source)
+    # Columns are cut so that neighbours stay side by side; rows, so that each part is contiguous.
     inner = (rest, parts) if reduced.shape is Shape.COLUMN else (parts, rest)
     return reshape(flat, (*before, *inner, *after))

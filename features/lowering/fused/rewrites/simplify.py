@@ -14,7 +14,8 @@ from ..dataflow.folding import fold, is_splat, splat, splat_node
 from ..dataflow.graph import Graph, Node
 from ..dataflow.views import simplify_view
 
-#: Rounds after which rewriting stops even if it has not settled; chosen by judgement.
+#: Rounds after which rewriting stops even if it has not settled. Engineering estimate: what is left
+#: after four changes hardly any kernel.
 _MAX_ROUNDS = 4
 _FLOATS = ("f", "b", "c")
 
@@ -37,6 +38,8 @@ def simplify(graph: Graph) -> None:
 def _round(graph: Graph) -> bool:
     replaced: dict[int, Node] = {}
     known: dict[Hashable, Node] = {}
+    # Nodes are told apart by id(): those that were replaced must stay alive, or a new node could
+    # get the id of a collected one.
     keep: list[Node] = []
     changed = False
     for node in graph.nodes():
@@ -50,6 +53,8 @@ def _round(graph: Graph) -> bool:
         for new_node in _fresh(target, known):
             keep.append(new_node)
         keep.append(target)
+        # Common subexpressions, as HloCSE: ops come in topological order, so operands are merged
+        # already.
         same = known.setdefault(_key(target), target) if _pure(target) else target
         if same is not node:
             replaced[id(node)] = same
@@ -75,6 +80,8 @@ def _pure(node: Node) -> bool:
     return not node.graphs and node.opcode not in _IMPURE
 
 
+# Random numbers, transfers and collectives differ though they look equal; custom calls may have
+# side effects.
 _IMPURE = frozenset(
     (
         "parameter",
@@ -160,6 +167,8 @@ def _divide(node: Node) -> Node | None:
     if not node.type.dtype.startswith(_FLOATS):
         return None
     value = splat(rhs)
+    # 1 / c would change an inexact result in the last bit; XLA accepts that only for some types.
+    # Here only the cost counts, where a division is dearer.
     if isinstance(value, float | int) and value and value not in (float("inf"), float("-inf")):
         return _binary("multiply", node, lhs, splat_node(1.0 / value, node.type))
     if rhs.opcode == "sqrt":
@@ -192,6 +201,7 @@ def _convert(node: Node) -> Node | None:
     inner = node.operands[0]
     if inner.type.dtype == node.type.dtype:
         return inner
+    # There and back is nothing, if the way there lost no bits.
     if inner.opcode == "convert" and inner.operands[0].type.dtype == node.type.dtype:
         first = inner.operands[0]
         return first if _widens(first.type.dtype, inner.type.dtype) else None
@@ -260,6 +270,7 @@ def _dynamic_slice(node: Node) -> Node | None:
     sizes = node.type.shape
     limits = []
     for start, size, full in zip(starts, sizes, source.type.shape, strict=True):
+        # HLO clamps starts so that a slice stays inside.
         begin = max(0, min(int(start), full - size))
         limits.append((begin, begin + size, 1))
     return Node("slice", [source], node.results, {"slice": tuple(limits)}, source=node.source)

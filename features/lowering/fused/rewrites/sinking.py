@@ -11,7 +11,7 @@ from ..dataflow.classify import source_of
 from ..dataflow.folding import is_elementwise
 from ..dataflow.graph import Graph, Node
 
-#: Ops back from an operand in which its order is looked for. Chosen by judgement: it bounds the
+#: Ops back from an operand in which its order is looked for. Engineering estimate: it bounds the
 #: search where elementwise ops form long chains.
 _DEPTH = 6
 
@@ -73,6 +73,7 @@ def _sunk_reduce(node: Node, order: tuple[int, ...]) -> Node | None:
 
 def _turned(node: Node, order: tuple[int, ...], depth: int) -> Node | None:
     """A value in the order from before a transpose by ``order``; ``None`` if that costs."""
+    # Scalars have no order.
     if not node.type.shape:
         return node
     if node.opcode == "transpose":

@@ -9,7 +9,8 @@ from ..dataflow.folding import splat_node
 from ..dataflow.graph import Graph, Node
 from ..dataflow.views import reshape
 
-#: Products with a vector below this many multiply-adds become a reduction (XLA's threshold).
+#: Products with a vector below this many multiply-adds become a reduction: the threshold in XLA's
+#: dot_strength_reduction.cc. Larger ones are worth a library call or a Triton kernel.
 SMALL_PRODUCT = 10_000_000
 #: Multiple to which library GEMMs in 16 bits are padded for the matrix units (CublasPadForGemms).
 PADDED_TO = 8
@@ -57,6 +58,7 @@ def _as_reduction(dot: Node, program: Program) -> Node | None:
     if depth == 1:
         lhs, rhs = (_spread(dot, side) for side in (0, 1))
         return Node("multiply", [lhs, rhs], dot.results, source=dot.source)
+    # A vector has one row or one column; of outer products (depth 1) any size becomes a loop.
     if min(rows, columns) > 1 or batch * rows * columns * depth >= SMALL_PRODUCT:
         return None
     # The matrix keeps its order in memory; the vector is spread over it.
@@ -82,6 +84,7 @@ def _as_reduction(dot: Node, program: Program) -> Node | None:
     )
     batch_dims = dot.attrs[f"{key}_batch_dims"]
     if batch_dims and next(d for d in range(3) if d != along) != batch_dims[0]:
+        # The sum left the free dimension before the batch, but a product returns the batch first.
         turned = TensorType(dot.type.dtype, (shape[1], shape[0]))
         total = Node("transpose", [total], (turned,), {"dimensions": (1, 0)}, source=dot.source)
     return reshape(total, dot.type.shape)
@@ -154,6 +157,7 @@ def adder(program: Program, dtype: str) -> str:
 
 
 def _padded(dot: Node) -> Node | None:
+    # XLA pads products of 16-bit types only.
     if dot.operands[0].type.dtype not in ("bf16", "f16"):
         return None
     if all(size % PADDED_TO == 0 for size in _sizes(dot)[1:]):
