@@ -21,7 +21,8 @@ WORKER = "OPCAST_WORKER"
 LENGTH_BYTES = 8
 #: Of Linux's <sys/prctl.h>.
 _PR_SET_PDEATHSIG = 1
-#: Seconds between looks at the parent where the system has no parent-death signal.
+#: Seconds between looks at the parent where the system has no parent-death signal: a leftover
+#: worker for half a second hurts nobody.
 _LOOK_S = 0.5
 
 
@@ -83,6 +84,7 @@ class Channel:
     def __init__(self) -> None:
         begin_worker()
         self._replies = os.fdopen(os.dup(1), "wb")
+        # XLA and MLIR write to file descriptor 1 directly; one stray byte would break the framing.
         os.dup2(2, 1)
         self._lock = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""A console on which text is text: no markup, no links, no control sequences.
+"""A console that prints text literally: no markup, no links, no control sequences.
 
 Names of kernels, devices, models and files come from untrusted input. They must not be able to
 colour the screen, make a link, move the cursor or set the window title.

@@ -11,7 +11,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-#: Files by which Linux shows GPUs and TPUs.
+#: Files by which Linux shows GPUs and TPUs: NVIDIA's driver, AMD's ROCm (kfd), TPU hosts (accel or
+#: vfio).
 _DEVICE_FILES = ("nvidia[0-9]*", "accel*", "kfd", "vfio/*")
 _PLUGINS = ("jax_plugins", "libtpu")
 

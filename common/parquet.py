@@ -52,6 +52,7 @@ def read_table(
 def _check_size(metadata: Any, path: Path) -> None:
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     values = metadata.num_rows * metadata.num_columns * _VALUE_BYTES
+    # Both are claims of the file's footer: either may be far below what the other demands.
     need = max(values, sum(g.total_byte_size for g in groups))
     have = MEMORY_SHARE * memory_bytes()
     if need > have:
@@ -68,4 +69,5 @@ def memory_bytes() -> float:
     try:
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (ValueError, OSError):
+        # Where the system does not say: a small workstation.
         return 16 * 2.0**30

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 
+#: Seconds between log lines where no terminal shows a bar: hours of profiling stay readable.
 _LOG_EVERY_S = 30.0
 T = TypeVar("T")
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+#: Numeric columns of a metrics table that fit on a terminal, text columns aside.
 _SHOWN = (
     "group",
     "n",

@@ -58,6 +58,8 @@ def worker_environment(
         without: Variables to leave out.
         memory_bytes: The worker's memory limit; 0 for none.
     """
+    # PYTHONPATH carries this process's path over: the worker is started with -P, without its
+    # folder.
     paths = [path for path in (*sys.path, str(PACKAGE.parent)) if path]
     kept = {name: value for name, value in os.environ.items() if name not in without}
     return {
@@ -104,10 +106,13 @@ class WorkerProcess:
             stderr=self._errors,
             bufsize=0,
             env=worker_environment(variables, without=without, memory_bytes=memory_bytes),
+            # A group of its own, so that stop() reaches processes that the worker started.
             start_new_session=True,
             pass_fds=pass_fds,
         )
         if self._process.stdin is not None:
+            # A worker that does not read must not block this process: poll() says when there is
+            # room.
             os.set_blocking(self._process.stdin.fileno(), False)
 
     def __enter__(self) -> WorkerProcess:
@@ -213,6 +218,7 @@ class WorkerProcess:
             poller.register(receives, select.POLLIN)
             if self._unsent:
                 poller.register(sends, select.POLLOUT)
+            # poll() counts milliseconds.
             left = None if end is None else max(0.0, end - time.monotonic()) * 1000
             ready = [file for file, _ in poller.poll(left)]
             if not ready:

@@ -83,6 +83,7 @@ class Dataset:
     @property
     def hash(self) -> str:
         """Digest of sample ids and labels, independent of row order."""
+        # Merged and re-saved datasets keep their digest.
         ordered = self.frame.sort_values("sample_id", kind="stable")
         digest = hashlib.sha256("\n".join(ordered["sample_id"]).encode())
         digest.update(
@@ -141,6 +142,7 @@ class Dataset:
             frames += [_read_shard(shard) for shard in shards]
             for record in sorted(root.glob("run-*.json")):
                 runs[record.stem.removeprefix("run-")] = read_record(record)
+        # The last of equal ids wins: re-measured samples are appended in later shards.
         frame = pd.concat(frames, ignore_index=True).drop_duplicates("sample_id", keep="last")
         missing = sorted(set(frame["run_id"]) - set(runs))
         if missing:
@@ -205,6 +207,7 @@ def write_table(
 ) -> None:
     """Write any table as parquet through a temporary file and a rename."""
     with replacing(path) as partial:
+        # Checksums of pages make a damaged shard an error instead of wrong numbers (docs/trust.md).
         frame.to_parquet(partial, index=False, compression=compression, write_page_checksum=True)
 
 
@@ -232,6 +235,7 @@ def sample_ids(frame: pd.DataFrame) -> list[str]:
         "|".join(values[c][i] for c in IDENTITY.get(source, DEFAULT_IDENTITY))
         for i, source in enumerate(sources)
     )
+    # 64 bits: among ten million samples a collision has a chance of about 3e-6.
     return [hashlib.sha256(text.encode()).hexdigest()[:16] for text in identities]
 
 

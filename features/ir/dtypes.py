@@ -71,6 +71,8 @@ def dtype_family(dtype: str) -> int:
 
 
 def _numpy_name(dtype: str) -> str:
+    # HLO's s and u are int and uint in NumPy; small floats carry their format after the width, as
+    # in float8_e4m3fn.
     if dtype[0] in "su":
         return ("int" if dtype[0] == "s" else "uint") + dtype[1:]
     if dtype in ("f16", "f32", "f64"):

@@ -25,6 +25,7 @@ def _braces(depth: int) -> str:
 #: Depth by judgement: more than twice that of the modules in the tests. Possessive quantifiers keep
 #: the match linear.
 _BRACES = _braces(12)
+# A value without quotes or braces ends at a comma outside brackets.
 _PLAIN = r'(?:[^,\[\](){}"]++|\[[^\]]*+\]|\([^)]*+\)|\{[^}]*+\})++'
 #: One attribute: ``, key=value``.
 ATTRIBUTE = re.compile(rf",\s*([\w\-.]+)=({QUOTED}|{_BRACES}|{_PLAIN})", re.DOTALL)

@@ -42,6 +42,7 @@ class Sources:
         fields = dict(_FIELD.findall(text))
         name = unquote(fields.get("op_name", '""'))
         frame = self._frames.get(int(fields.get("stack_frame_id", 0)), Frame())
+        # XLA before stack frames wrote file and line into each instruction.
         if "source_file" in fields:
             frame = Frame(unquote(fields["source_file"]), int(fields.get("source_line", 0)))
         return Source(name, frame.file, frame.line) if name or frame.file else None

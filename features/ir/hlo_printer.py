@@ -11,6 +11,7 @@ from typing import Any
 
 from .program import Computation, Op, Program, TensorType, WindowDim
 
+# Texts that need no quotes: read_value() would read the excluded words back as other types.
 _BARE = re.compile(r"(?!true$|false$|nan$|inf$)[A-Za-z_][\w.\-]*")
 _CALLED = {
     "fusion": ("calls",),
@@ -110,6 +111,7 @@ def _result(op: Op) -> str:
     nesting = op.attrs.get("nesting")
     if not nesting:
         return f"({', '.join([_type(leaf) for leaf in op.results])})"
+    # The nesting "(*(*))" with a type for each star, commas between neighbours.
     leaves = iter(op.results)
     text = re.sub(r"\*", lambda _: _type(next(leaves)) + ",", nesting)
     return re.sub(r",(?=\))", "", re.sub(r"\)(?=[^)])", "),", text)).replace(",,", ",")

@@ -153,6 +153,7 @@ class _Reader:
             if "/*" in line:
                 line = _INDEX_COMMENT.sub("", line)
             match = _INSTRUCTION.match(line)
+            # Fast path: nearly every instruction is one line with balanced braces.
             if match is None or line.endswith(",") or line.count("{") != line.count("}"):
                 stripped = line.strip()
                 if stripped.startswith("}"):
@@ -194,6 +195,7 @@ class _Reader:
         name, type_text, opcode = match.group(2, 3, 4)
         results, is_tuple, nesting = read_type(type_text)
         start = match.end()
+        # Operands seldom have brackets of their own: a plain search before the exact one.
         end = line.find(")", start)
         if end < 0 or line.find("(", start, end) >= 0:
             end = _closing(line, start)
@@ -217,6 +219,7 @@ class _Reader:
         return op
 
     def _operands(self, name: str, text: str, index: dict[str, int]) -> tuple[int, ...]:
+        # Three notations: %name, bare name, and "type name" of older XLA, tried in that order.
         names = _OPERAND.findall(text) if "%" in text else text.split(", ")
         try:
             return tuple([index[item] for item in names])

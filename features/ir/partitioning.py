@@ -13,6 +13,7 @@ from ...common.errors import ProgramError
 from ..kernels.kinds import is_collective
 from .reader import SourceProgram
 
+# Shardings are found by text: they come as attributes, frontend attributes and escaped strings.
 _MESH_AXIS = re.compile(r'\\?"[^"\\]+\\?"\s*=\s*(\d+)')
 _MESH = re.compile(r"sdy\.mesh<\[([^\]]*)\]")
 _TILES = re.compile(r"devices=\[([\d,]+)\]")

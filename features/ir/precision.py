@@ -24,9 +24,12 @@ def matrix_rate(dtype: str, attrs: Mapping[str, object]) -> str:
     """
     if dtype != "f32":
         return dtype
+    # Attributes come as tuples (StableHLO), texts (HLO) or dictionaries (library calls): their
+    # names are searched as text.
     text = _text(attrs)
     if "bf16_bf16" in text:
         return "bf16"
+    # "tf32_tf32_f32" holds "f32_f32" as well; the algorithm of true FP32 is "f32_f32_f32".
     exact = "highest" in text or "f32_f32_f32" in text.replace("tf32", "")
     return "f32" if exact else REDUCED
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from .dtypes import DTYPE_BITS
 
 #: Memory spaces on a TPU's chip: VMEM, the CMEM of a v4, scalar memory.
+#: Numbers as libtpu prints them in layouts: S(1), S(3) and S(6).
 ON_CHIP = frozenset((1, 3, 6))
 #: Ops that run no code on any target: they name, group or order values.
 BOOKKEEPING = frozenset(
@@ -68,6 +69,7 @@ class TensorType(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes in memory, sub-byte types packed."""
+        # XLA packs 4-bit types two to a byte, rounded up over the whole array.
         return (self.size * DTYPE_BITS[self.dtype] + 7) // 8
 
     def __str__(self) -> str:

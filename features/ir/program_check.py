@@ -136,6 +136,7 @@ def program_fault(program: Program) -> tuple[str, str]:
 def _op_fault(op: Op, computation: Computation, program: Program) -> str:
     if not op.is_tuple and len(op.results) != 1:
         return f"{op.opcode} has no type"
+    # Products of such sizes would leave the integers that floats hold exactly, and overflow int64.
     if any(t.size > _MOST_ELEMENTS for t in op.results):
         return f"{op.opcode} has a result of more than 2^60 elements"
     missing = _OPERANDS.get(op.opcode, 0) - len(op.operands)
@@ -148,6 +149,7 @@ def _op_fault(op: Op, computation: Computation, program: Program) -> str:
     rule = _RULES.get(op.opcode)
     if rule is None:
         return ""
+    # The rules below read one type from each operand.
     if op.opcode not in _ON_TUPLES and any(o.is_tuple for o in operands):
         return f"an operand of {op.opcode} is a tuple, but must be an array"
     try:

@@ -120,6 +120,7 @@ def read_program(source: object, *args: object, trip_counts: TripCounts = None) 
 
 def _is_path(text: str) -> bool:
     """Whether a string names a file: it exists, or looks like a name rather than a program."""
+    # 4096 is Linux's PATH_MAX; no program fits on one line without brackets.
     if "\n" in text or len(text) > 4096:
         return False
     try:
@@ -141,11 +142,14 @@ def _from_bytes(data: bytes, origin: str, trip_counts: TripCounts) -> SourceProg
     if data.startswith(_BYTECODE):
         check_bytecode(data, origin)
         return _stablehlo(data, origin, trip_counts)
+    # A jax.export file is a flatbuffer around bytecode, which therefore does not stand at its
+    # start.
     if _BYTECODE in data:
         exported = _exported(data, origin)
         check_bytecode(bytes(exported.mlir_module_serialized), origin)
         return _from_object(exported, (), trip_counts, origin)
     try:
+        # Editors on Windows put a byte-order mark in front.
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ProgramError(

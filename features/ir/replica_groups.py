@@ -124,6 +124,7 @@ def mesh_groups(
     outer = [i for i in range(len(shape)) if i not in inner]
     group_size = prod(shape[i] for i in inner)
     ids = np.asarray(device_ids) if len(device_ids) == total else np.arange(total)
+    # Devices that differ only in the inner axes become neighbours, hence one row.
     rows = ids.reshape(shape).transpose(outer + inner).reshape(-1, group_size)
     return tuple(tuple(int(d) for d in row) for row in rows)
 

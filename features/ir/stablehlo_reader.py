@@ -74,6 +74,7 @@ def read_module(
             program = ModuleReader(module, origin).read()
     except (UnicodeDecodeError, RuntimeError) as error:
         # Damaged bytecode can hold names that are not UTF-8, or regions that nest without end.
+        # Bytecode that parses can still hold what only shows when it is walked.
         what = f"the program is damaged: {type(error).__name__}: {error}"
         raise ProgramError(what, where=origin) from error
     set_trip_counts(program, trip_counts)

@@ -27,13 +27,15 @@ _TRANSPARENT = frozenset(
         "sdy.reshard",
     )
 )
+#: Comparisons with their sides exchanged, for bounds on the left.
 _SWAPPED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "EQ": "EQ", "NE": "NE"}
 _FOLDED: dict[str, Callable[[int, int], int]] = {
     "multiply": operator.mul,
     "maximum": max,
     "minimum": min,
 }
-#: Ops that a value is followed through; each takes three of the 1000 frames that Python allows.
+#: Most ops that a value is followed through; each takes three of the 1000 frames that Python allows
+#: by default.
 _MAX_DEPTH = 100
 
 
@@ -209,6 +211,8 @@ class _Walk:
         memo: dict[int, Value],
     ) -> Value:
         if index not in memo:
+            # Set before descending: a circle (malformed input) then yields "unknown" instead of
+            # recursing.
             memo[index] = None
             if depth < _MAX_DEPTH:
                 memo[index] = self._compute(where, where.ops[index], arguments, depth + 1, memo)
@@ -238,6 +242,7 @@ class _Walk:
             inner = self.program.computations[op.called[0]]
             values = [operand(i) for i in range(len(op.operands))]
             return self._value(inner, inner.root, values, depth, {})
+        # Loops within loops multiply the work of this search: only a few levels are entered.
         if code == "while" and op.is_tuple and len(op.called) == 2 and depth < 20:
             initial = [operand(i) for i in range(len(op.operands))]
             kept = self._invariants(op, initial)
@@ -295,11 +300,13 @@ def _count(direction: str, first: int, step: int, bound: int) -> int | None:
     """How many of ``first, first + step, …`` satisfy the comparison before one does not."""
     if direction in ("GT", "GE"):
         return _count({"GT": "LT", "GE": "LE"}[direction], -first, -step, -bound)
+    # Integers: i <= b is i < b + 1.
     if direction == "LE":
         direction, bound = "LT", bound + 1
     if direction == "LT":
         if first >= bound:
             return 0
+        # The ceiling of (bound - first) / step.
         return -((first - bound) // step) if step > 0 else None
     if direction == "NE":
         if first == bound:

@@ -96,6 +96,7 @@ def canonical_body(op: Op, operands: Iterable[Op], program: Program) -> Program:
         places.append(place)
     entry.root = len(entry.ops)
     attrs = canonical_attrs(op)
+    # An empty list means all devices, of which a kernel on its own would not know the number.
     if "replica_groups" in attrs and not attrs["replica_groups"]:
         attrs["replica_groups"] = _all_devices(op, program)
     entry.ops.append(Op("r", op.opcode, tuple(places), op.results, attrs, names, op.is_tuple))
@@ -118,6 +119,7 @@ def canonical_attrs(op: Op) -> dict[str, Any]:
         return {}
     kept = {k: v for k, v in attrs.items() if k not in _DROPPED}
     if "channel_id" in attrs:
+        # Whether there is a channel stays visible; its number is arbitrary.
         kept["channel_id"] = None
     if "use_global_device_ids" in attrs:
         kept["use_global_device_ids"] = False
@@ -197,6 +199,7 @@ class _Calls:
     def _store(self, name: str, computation: Computation) -> str:
         """Keep a copy, or find the equal one that is there already."""
         for other in self.body.computations.values():
+            # Reducers of one kind occur many times under different names.
             if _equal(other, computation):
                 self.names[name] = other.name
                 return other.name

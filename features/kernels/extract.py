@@ -13,6 +13,7 @@ from .kinds import fused_ops, is_free, main_opcodes
 
 #: libtpu writes 2^63 - 1 where it has no estimate; no kernel takes half of that.
 _NO_CYCLES = 2.0**62
+# As `tag_locations` writes them: "op12/add", nested by slashes.
 _TAG = re.compile(r"(?:^|/)op(\d+)(?=/|$)")
 
 
@@ -122,6 +123,8 @@ class _Schedule:
             return self._branch(op, inputs, times, scope)
         if opcode == "call" and op.called and not self._is_one_kernel(op):
             return self._inline(self.program.computations[op.called[0]], inputs, times, scope)
+        # In StableHLO no layouts are assigned yet: a reshape moves nothing. In optimised HLO a
+        # reshape that is not a bitcast does.
         if is_free(op) or (self.from_stablehlo and opcode == "reshape"):
             if len(inputs) > 1 and op.is_tuple:
                 return inputs
@@ -135,10 +138,12 @@ class _Schedule:
         """Whether a call runs as one kernel: the CPU's small and parallel calls."""
         if self.from_stablehlo:
             return False
+        # XLA:CPU outlines runs of cheap ops into such calls, and times and traces them as one.
         if "xla_cpu_small_call" in str(op.attrs.get("frontend_attributes", "")):
             return True
         inner = self.program.computations[op.called[0]].ops
         work = [o for o in inner if not is_free(o)]
+        # A parallel call wraps a single op that XLA:CPU splits over threads.
         return len(work) == 1 and work[0].opcode not in ("while", "conditional", "call")
 
     def _add(
@@ -159,6 +164,7 @@ class _Schedule:
 
     def _pair(self, done: Kernel, position: int) -> None:
         """Connect the end of an asynchronous operation with its start."""
+        # The latest unpaired start: async operations of one kind may be nested.
         for candidate in reversed(done.operands):
             start = self.kernels[candidate]
             if start.async_role == "start" and start.async_peer < 0:
@@ -180,8 +186,10 @@ class _Schedule:
         state = [merge(value, control) for value in inputs]
         condition, body = (self.program.computations[name] for name in op.called)
         inside = (*scope, op.name)
+        # The condition runs once more than the body, for the test that ends the loop.
         if not _counted_by_compiler(op):
             self._inline(condition, state, times * (trips + 1), inside)
+        # The state passes through unchanged.
         if trips == 0:
             return state[0] if len(state) == 1 else list(state)
         result = self._inline(body, state, times * trips, inside)
@@ -218,6 +226,8 @@ class _Schedule:
         if name not in self.weights:
             comp = self.program.computations[name]
             costs = [op_cost(op, comp, self.program) for op in comp.ops]
+            # A FLOP and a byte count alike here. Engineering estimate; good enough to rank
+            # branches.
             self.weights[name] = sum(c.flops + c.transcendentals + c.bytes for c in costs)
         return self.weights[name]
 
@@ -257,6 +267,7 @@ def tagged_ops(name: str) -> list[int]:
 
 def estimated_cycles(op: Op) -> float:
     """Cycles that the TPU's compiler expects of an instruction; 0 if it does not say."""
+    # libtpu writes the estimate of products and convolutions into their window configuration.
     stated = op.config("window_config").get("estimated_cycles")
     cycles = float(op.config().get("estimated_cycles", 0) if stated is None else stated)
     # Unknown is written as the largest integer, or as a negative one.

@@ -51,6 +51,7 @@ class ProgramFacts:
     """
 
     def __init__(self, program: Program) -> None:
+        # Only between programs: signatures of one program refer to numbers of its computations.
         if max(len(_by_signature), len(_computations)) > _MEMORY:
             _by_signature.clear()
             _computations.clear()
@@ -87,9 +88,11 @@ def control_facts(opcode: str) -> KernelFacts:
 def _remember(body: Program, ir: str) -> KernelFacts:
     op = body.entry_computation.root_op
     kind = kernel_kind(op, body)
+    # The start of a pair carries the cost, and bodies of loops are kernels of their own.
     waits = kind == "control" or (is_collective(op.opcode) and op.opcode.endswith("-done"))
     cost = _FREE if waits else kernel_cost(body)
     facts = KernelFacts(body, ir, hashlib.sha256(ir.encode()).hexdigest()[:16], kind, cost)
+    # Dropping all is simpler than tracking use, and a program refills it within a second.
     if len(_known) >= _MEMORY:
         _known.clear()
     _known[ir] = facts

@@ -140,6 +140,8 @@ def _fused_kind(op: Op, program: Program) -> str:
                 if not is_annotation(inner):
                     targets.add(kernel_kind(inner, program))
             elif code in ("gather", "scatter"):
+                # A scatter decides the kind whatever its size: its updates collide or have to be
+                # ordered.
                 accessed = max(accessed, inner.type.size if code == "gather" else 1 << 62)
             elif code in ("dynamic-slice", "dynamic-update-slice"):
                 moved = inner if code == "dynamic-slice" else ops[inner.operands[1]]
@@ -149,11 +151,13 @@ def _fused_kind(op: Op, program: Program) -> str:
     if any(is_collective(code) for code in codes):
         return "collective"
     kinds = {_DIRECT[code] for code in codes if code in _DIRECT and code != "custom-call"}
+    # By how much each dominates a kernel that has several of them.
     for kind in ("gemm", "conv", "sort", "reduce", "custom_call"):
         if kind in kinds or kind in targets:
             return kind
     if (accessed and accessed >= made) or sliced > made:
         return "gather_scatter"
+    # Without arithmetic it only moves data.
     return "fusion" if made else "copy"
 
 

@@ -93,6 +93,7 @@ def _unwrapped(op: Op, operands: Sequence[Op], program: Program) -> PlainForm:
 def _without_scratch(op: Op) -> Op:
     """Drop trailing byte arrays, in which libraries get their scratch space."""
     results = list(op.results)
+    # Workspaces are flat byte arrays at the end; no product has such a result.
     while len(results) > 1 and results[-1].dtype in ("u8", "s8") and len(results[-1].shape) == 1:
         results.pop()
     if len(results) == len(op.results):
@@ -177,15 +178,18 @@ class _Epilogue:
 
     def read(self) -> bool:
         """Write the computation; false if operands and epilogue do not fit each other."""
+        # cuBLAS's order of operands after the factors: C, scales, bias.
         rest = list(range(2, len(self.operands)))
         out = self.results[0]
         value = self._add("dot", (0, 1), out, self.dot_attrs)
+        # 8-bit calls are scaled by operands, see below.
         if not self.scaled and self.alpha != 1.0:
             value = self._binary("multiply", value, self._constant(self.alpha, out), out)
         if float(self.config.get("beta", 0.0)) != 0.0:
             if not rest:
                 return False
             value = self._binary("add", value, self._converted(rest.pop(0), out), out)
+        # Constant scales are ones that XLA puts in where the program has none.
         for scale in [i for i in rest if self.scaled and not self.operands[i].results[0].shape]:
             rest.remove(scale)
             if self.operands[scale].opcode != "constant":
@@ -241,6 +245,7 @@ class _Epilogue:
     def _bias(self, place: int, out: TensorType) -> int:
         """A vector along the result's rows: along its dimension of that size, the last first."""
         length = self.ops[place].results[0].size
+        # The last dimension first: a bias has one value for each column.
         fits = [d for d in reversed(range(len(out.shape))) if out.shape[d] == length]
         return self._broadcast(place, out, tuple(fits[:1]))
 

@@ -7,8 +7,9 @@ from typing import NamedTuple
 from ..ir.program import Computation, Op, Program
 from .kinds import is_free
 
-#: Ops whose result cannot take over the buffer of an operand: an element depends on others than its
-#: own. Any other op may, as XLA's buffer assignment does, if nothing reads the operand afterwards.
+#: Ops whose result cannot take over the buffer of an operand, since an element depends on others
+#: than its own. Any other op may, if nothing reads the operand afterwards, as in XLA's buffer
+#: assignment.
 _NOT_IN_PLACE = frozenset(
     (
         "dot",
@@ -86,6 +87,7 @@ def memory_over_time(program: Program) -> MemoryProfile:
     """
     entry = program.entry_computation
     arguments = sum(op.result_bytes for op in entry.parameters)
+    # A donated argument and the result in its place are one buffer.
     aliased = {parameter: output for output, parameter in program.aliases}
     shared = sum(op.result_bytes for op in entry.parameters if int(op.attrs["index"]) in aliased)
     results, living = _Lifetimes(program, entry, {}).living()
@@ -124,7 +126,9 @@ class _Lifetimes:
     def _last_uses(self) -> list[int]:
         """Position of the last op that reads each op's value, views followed."""
         ops = self.comp.ops
+        # An op that nobody reads lives while it runs.
         last = list(range(len(ops)))
+        # Backwards, so that a view's own last use is known when its operand is reached.
         for position in range(len(ops) - 1, -1, -1):
             op = ops[position]
             through = last[position] if op.opcode in _VIEWS or op.opcode == "while" else position
@@ -139,6 +143,7 @@ class _Lifetimes:
             return self._element(op, inputs[0])
         if opcode in _VIEWS or (opcode.endswith("-done") and inputs):
             joined = [b for leaves in inputs for b in leaves]
+            # The start's leaves are (operands, results, contexts); a done hands on the results.
             return joined[-len(op.results) :] if opcode.endswith("-done") else joined
         if opcode == "while":
             return self._state(op, [b for leaves in inputs for b in leaves], position)
@@ -177,10 +182,12 @@ class _Lifetimes:
         source = self.comp.ops[op.operands[0]]
         wanted = len(op.results)
         index = int(op.attrs["index"])
+        # In a flat tuple the index is the position of the leaf.
         if wanted == 1 and not source.attrs.get("nesting"):
             return leaves[index : index + 1]
         if wanted == len(leaves):
             return leaves
+        # Nested tuples: the first leaves from there on that fit by type.
         for start in range(index, len(source.results) - wanted + 1):
             if source.results[start : start + wanted] == op.results:
                 return leaves[start : start + wanted]
@@ -212,6 +219,7 @@ class _Lifetimes:
         root = inner.root_op
         if root.opcode == "bitcast":
             root = inner.ops[root.operands[0]]
+        # XLA fuses an update only if it can run in place.
         if root.opcode in ("dynamic-update-slice", "scatter"):
             return True
         codes = {o.opcode for o in inner.ops} - {"broadcast"}

@@ -84,6 +84,7 @@ def parse_scopes(name: str) -> ModulePath:
     """Modules and pass of an op's name; the last part, the op itself, is left out."""
     modules = []
     phase = ""
+    # Order matters: recomputation happens within the backward pass, and both within jvp.
     if "rematted_computation" in name:
         phase = RECOMPUTED
     elif "transpose(" in name:

@@ -55,6 +55,7 @@ def schedule_to_json(lowered: LoweredProgram, known: Collection[str] = ()) -> st
         "kernel": [hashes[k.hash] for k in lowered.kernels],
         "times": [k.multiplicity for k in lowered.kernels],
         "scope": [scopes[k.scope] for k in lowered.kernels],
+        # Relative positions repeat from layer to layer, so the text compresses well.
         "operands": [[i - operand for operand in k.operands] for i, k in listed],
         "role": {str(i): k.async_role for i, k in listed if k.async_role},
         "peer": {str(i): i - k.async_peer for i, k in listed if k.async_peer >= 0},
@@ -117,6 +118,7 @@ def _kernels(data: Mapping[str, Any], ir_by_hash: Mapping[str, str]) -> list[Ker
         for i, (kernel, times, scope, operands) in enumerate(columns)
     ]
     for kernel in kernels:
+        # As extraction does: a done is of its start's kind.
         if kernel.async_role == "done" and kernel.async_peer >= 0:
             kernel.kind = kernels[kernel.async_peer].kind
     return kernels

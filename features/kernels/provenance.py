@@ -94,6 +94,7 @@ def _candidates(operations: Sequence[Operation], named: set[int]) -> list[_Candi
             if maker in candidates:
                 candidates[maker].readers.add(index)
         for result in op.results:
+            # A view's value counts as its operand's: the compiler may have folded it.
             makers[result] = values[0] if is_view else index
     return list(candidates.values())
 
@@ -112,6 +113,8 @@ def _match(
     for candidate in candidates:
         if candidate.name not in names:
             continue
+        # Weights make it lexicographic: a name counts for more than readers and inputs together (4
+        # > 2 + 1).
         shared = 4 * (candidate.source in after or candidate.source in before)
         shared += 2 * bool(candidate.readers & after) + bool(candidate.reads & before)
         if shared > score:

@@ -129,6 +129,7 @@ class _Job:
     def by_layers(self) -> LoweredProgram | None:
         """Compile it with fewer layers; ``None`` if too few are equal or work would be lost."""
         module, least = self.source.module, MIN_LAYERS[self.target.platform]
+        # Tagged before ops are taken out: tags are positions in the whole program.
         short = shorten(module, tag_locations(module), least)
         if short is None:
             return None
@@ -140,6 +141,8 @@ class _Job:
             logger.info("the program is compiled whole: with fewer layers %s", error)
             return None
         lowered = extrapolate(full, half, short.layers)
+        # Trip counts that depend on the number of layers cannot be extrapolated, nor can lost
+        # products.
         if not self.settled or (notes := self._work_notes(lowered)):
             logger.info("the program is compiled whole: %s", notes if self.settled else "loops")
             self.settled = True
@@ -189,6 +192,7 @@ class _Job:
 def _replicated(source: SourceProgram) -> SourceProgram:
     """The program with its partitions as replicas if it is partitioned already, else unchanged."""
     replicas, partitions = module_counts(source.module)
+    # Partitioned already: XLA's partitioner would run again and refuse partition_id.
     if replicas > 1 or partitions == 1 or not is_partitioned(source.module):
         return source
     return replace(source, _module=partitions_as_replicas(source.module, partitions))
@@ -210,6 +214,7 @@ def is_partitioned(module: Any) -> bool:
 def _key(source: SourceProgram, target: CompileTarget, settings: CompileSettings) -> str:
     options = sorted((name, repr(value)) for name, value in settings.flags.items())
     described = target.config
+    # libtpu is told a chip by name; an empty configuration must not make all generations alike.
     if target.platform == "tpu":
         described = f"{target.architecture} {target.config}".strip()
     return LoweringCache.key(

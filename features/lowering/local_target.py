@@ -18,6 +18,7 @@ from ..devices.device import local_device_name
 
 logger = logging.getLogger(__name__)
 
+#: Environment variables that change what JAX compiles for, or how.
 _SETTINGS = (
     "JAX_PLATFORMS",
     "JAX_PLATFORM_NAME",
@@ -30,6 +31,7 @@ _SETTINGS = (
     "PJRT_DEVICE",
     "TPU_VISIBLE_CHIPS",
 )
+#: Packages whose versions decide what the compiler makes of a program.
 _PACKAGES = (
     "jax",
     "jaxlib",
@@ -67,6 +69,7 @@ def local_target() -> LocalTarget:
         LoweringError: JAX cannot start a backend.
     """
     path = home() / "targets" / f"{environment_hash()}.json"
+    # A backend that runs already answers for free, and may have been chosen in the process itself.
     if not _is_started():
         try:
             return LocalTarget(**parse_json(path.read_text()))
@@ -85,11 +88,13 @@ def environment_hash() -> str:
     """Digest of everything outside of the program that decides what a compiler makes of it."""
     import jax
 
+    # Host and kernel: a home folder may be shared by machines with unlike devices.
     parts = [platform.node(), platform.machine(), platform.release(), str(os.cpu_count())]
     parts += [f"{name}={os.environ.get(name, '')}" for name in _SETTINGS]
     parts += [f"{name}={_version(name)}" for name in _PACKAGES]
     parts.append(str(getattr(jax.config, "jax_platforms", "")))
     parts += device_files()
+    # XLA:CPU partitions loops by the cores that the process may use.
     if hasattr(os, "sched_getaffinity"):
         parts.append(str(len(os.sched_getaffinity(0))))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
@@ -118,6 +123,7 @@ def _ask() -> LocalTarget:
             f"JAX has no device to compile for: {str(error).splitlines()[0]}",
             hint="unset or change JAX_PLATFORMS, or use lowering='op'",
         ) from error
+    # The version text may span lines.
     version = " ".join(str(device.client.platform_version).split())
     compiler = f"xla {_version('jaxlib')} {device.client.platform}"
     if version and version != device.client.platform:

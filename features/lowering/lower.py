@@ -113,9 +113,12 @@ def _lower(
     if trip_counts is not None and program.trip_counts != trip_counts:
         program = replace(program, trip_counts=trip_counts)
     asked = options.lowering
+    # Asking which device is local may start a JAX backend: only a lowering that compiles needs to
+    # know.
     absent = device is not None and asked in (AUTO, "xla") and _is_absent(program, device)
     choice = choose_lowering(asked, device, absent=absent)
     if choice.lowering == "op":
+        # Imports are local: `fused` and `op` must work without jaxlib's compiler, and load quickly.
         from .op import lower_op
 
         return lower_op(program)
@@ -126,6 +129,7 @@ def _lower(
         if choice.note:
             lowered.notes.insert(0, choice.note)
         return lowered
+    # `False` switches the cache off, `None` asks for the default one.
     store = LoweringCache() if options.cache is None else options.cache or None
     if device is not None and absent:
         from .absent import lower_absent
@@ -152,6 +156,7 @@ def _is_absent(program: SourceProgram, device: DeviceSpec) -> bool:
         return False
     from .local_target import local_target
 
+    # Without a device file there is no GPU or TPU here, so JAX need not be started to find out.
     if not device_files():
         return True
     names = {device_slug(name) for name in (device.name, *device.aliases)}
@@ -167,6 +172,7 @@ def _note_platform(lowered: LoweredProgram, device: DeviceSpec | None) -> None:
     known = lowered.compiler.split()
     if device is None or len(known) < 3:
         return
+    # compiler reads "xla <version> <platform> …" (local_target.py).
     platform = "gpu" if known[2] in ("cuda", "rocm") else known[2]
     if platform != device.platform:
         lowered.notes.append(

@@ -36,12 +36,15 @@ def work_notes(before: Iterable[Kernel], after: Iterable[Kernel], devices: int) 
     after = list(after)
     source, products = product_flops(before), product_flops(after)
     # A compiler may write small products as multiplications and sums, so all FLOPs count here.
+    # The source's FLOPs are those of all devices, the compiled kernels those of one.
     done = devices * sum(k.flops * k.multiplicity for k in after if k.takes_time)
     if done < (1 - _TOLERANCE) * source:
         return [
             f"products of the program are {source / 1e9:.4g} GFLOP, all its kernels "
             f"{done / 1e9:.4g}: the compiler removed some, or a kernel was not understood"
         ]
+    # Over several devices some products are meant to be replicated: only lost work is reported
+    # there.
     if devices == 1 and products > (1 + _TOLERANCE) * source > 0:
         return [
             f"products of the program are {source / 1e9:.4g} GFLOP, of its kernels "

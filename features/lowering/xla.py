@@ -103,6 +103,7 @@ def compile_native(source: SourceProgram, *, name: str = "") -> NativeExecutable
     replicas, partitions = _jax_compat.module_counts(stablehlo.module)
     target = local_target()
     count = replicas * partitions
+    # Checked here, since XLA's own message names neither the program nor the remedy.
     if count > target.device_count:
         raise LoweringError(
             f"the program is written for {count} devices ({replicas} replicas of {partitions} "
@@ -111,6 +112,8 @@ def compile_native(source: SourceProgram, *, name: str = "") -> NativeExecutable
             hint="use lowering='op', or for a CPU "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={count}",
         )
+    # Tags become instruction names' metadata, by which kernels are traced back
+    # (kernels/extract.py).
     module = _jax_compat.tag_locations(stablehlo.module)
     if name:
         _jax_compat.rename_module(module, name)
@@ -147,6 +150,7 @@ def lower_xla(
             native.program, native.hlo, native.source, native.target, meta, trip_counts
         )
     target = local_target()
+    # The environment is part of the key: XLA_FLAGS and versions change kernels.
     key = cache.key(source.content_hash, target.device, target.compiler, environment_hash(), "xla")
     cached = cache.get(key)
     if cached is not None:
@@ -159,6 +163,7 @@ def lower_xla(
             return lower_compiled(program, cached.hlo, stablehlo, target, cached.meta, trip_counts)
     native = compile_native(source)
     meta = native._meta()
+    # Read before trip counts are filled in from the source or the user.
     settled = not _unknown_loops(native.program)
     lowered = lower_compiled(
         native.program, native.hlo, native.source, native.target, meta, trip_counts
@@ -198,6 +203,7 @@ def lower_compiled(
         target=target.device,
         compiler=str(meta.get("compiler", "")),
         peak_memory_bytes=stated or peak_memory(program),
+        # Where the compiler states no memory figures, buffer lifetimes give an estimate.
         memory_source="compiler" if stated else "liveness",
         notes=[*notes, *uncosted_notes(kernels)],
         hlo=hlo,
@@ -224,6 +230,7 @@ def _set_trip_counts(program: Program, source: SourceProgram, trip_counts: TripC
     given = source.trip_counts if trip_counts is None else trip_counts
     for op in unknown:
         indices = tagged_ops(op.source.op) if op.source else []
+        # A merged instruction lists several ops: the last one named is the innermost.
         origin = next((origins[i] for i in reversed(indices) if i in origins), op)
         count = origin.attrs.get("trip_count")
         if count is None and isinstance(given, int):

@@ -68,6 +68,7 @@ class _Rewriter:
 
     def run(self) -> Computation:
         """All rewrites."""
+        # Most computations (reducers, bodies) have none and stay the same object.
         if not any(op.opcode in _PURE_COLLECTIVES for op in self.ops):
             return self.computation
         self._merge_equal()
@@ -86,6 +87,8 @@ class _Rewriter:
 
     def _merge_equal(self) -> None:
         """Value numbering: equal ops on equal operands have equal values."""
+        # All pure ops get a value number, so that collectives of equal but separate operands are
+        # found; only the collectives themselves are merged, the rest is the compiler's business.
         number, known = list(range(len(self.ops))), dict[Hashable, int]()
         for place, op in enumerate(self.ops):
             if op.opcode in _IMPURE:
@@ -102,6 +105,7 @@ class _Rewriter:
         self.dropped |= set(twins)
 
     def _key(self, op: Op, operands: Sequence[int]) -> Hashable:
+        # Channels only tell collectives apart; a merged one keeps the first.
         attrs = {k: v for k, v in op.attrs.items() if k != "channel_id"}
         called = tuple(self._reducer(name) for name in op.called)
         return op.opcode, tuple(operands), op.results, repr(sorted(attrs.items())), called
@@ -127,9 +131,11 @@ class _Rewriter:
             cut = self.ops[way[-1]]
             before = self.ops[cut.operands[0]].type
             dimension = _cut_dimension(before.shape, cut.type.shape, _group_size(op, self.program))
+            # The slice has to be the device's own: its start must depend on the device's number.
             if dimension < 0 or not any(ranked[o] for o in cut.operands[1:]):
                 continue
             source = op.operands[0]
+            # Reshapes on the way run on the unreduced value instead: a reduction is elementwise.
             for view in way[:-1]:
                 self.ops[view] = replace(self.ops[view], operands=(source,))
                 source = view
@@ -173,12 +179,14 @@ class _Rewriter:
             if op.opcode != "add" or place in self.dropped or len(set(op.operands)) != 2:
                 continue
             first, second = sorted(op.operands)
+            # Another reader would still need the single reduction.
             if any(len(readers[o]) != 1 or o == self.root for o in (first, second)):
                 continue
             one, two = self.ops[first], self.ops[second]
             if not self._may_join(one, two):
                 continue
             inner = self.ops[one.operands[0]].type
+            # The later of the two positions holds the sum, so that both operands stand before it.
             self.ops[second] = Op(
                 f"{two.name}.sum",
                 "add",
@@ -205,6 +213,7 @@ class _Rewriter:
         """Without what nobody reads any more because of the rewrites."""
         readers = self._readers()
         left = [len(r) for r in readers]
+        # Only operands of the original ops can have lost their last reader.
         pending = [o for op in self.computation.ops for o in op.operands]
         while pending:
             place = pending.pop()
@@ -232,6 +241,7 @@ def _group_size(op: Op, program: Program) -> int:
     sizes = {len(group) for group in groups}
     if not sizes:
         return program.num_replicas * program.num_partitions
+    # Groups of unlike sizes cut into unlike parts: no reduce-scatter.
     return sizes.pop() if len(sizes) == 1 else 0
 
 

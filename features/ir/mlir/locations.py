@@ -44,6 +44,7 @@ def user_line(location: str, origin: str) -> Line:
         end = location.index(":", len(_TEXT_POSITION))
         return Line(origin, int(location[len(_TEXT_POSITION) : end]), True)
     first: Line | None = None
+    # Innermost first: the first position that is not a framework's is the user's own.
     for match in _FILE.finditer(location):
         file = origin if match[1] == ANONYMOUS else match[1]
         if not FRAMEWORK.search(file):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 _TYPE = re.compile(r"!quant\.\w+<\s*([iu]\d+)(?:[^<>]|<[^<>]*>)*>")
+# Both the pretty form (`stablehlo.uniform_quantize %x : …`) and the generic one in quotes.
 _CONVERSION = re.compile(
     r'"?stablehlo\.(uniform_(?:de)?quantize)"?(?:\s+(%[\w#$.\-]+)|(?=\s*\())(?:\s*:)?'
 )

@@ -69,6 +69,8 @@ class ModuleReader:
         self.program.name = str(attrs.get("sym_name", ""))
         self.program.num_replicas = int(attrs.get("mhlo.num_replicas", 1))
         self.program.num_partitions = int(attrs.get("mhlo.num_partitions", 1))
+        # Functions are read where they are called, but Source.index counts the whole module's walk:
+        # each function's start is noted first.
         for index, op in enumerate(walk_ops(self.module)):
             if op.name == "func.func":
                 self.starts[self._symbol(op)] = (op, index)
@@ -129,6 +131,7 @@ class ModuleReader:
         """Read a function, once, and return the name of its computation."""
         if name in self.names:
             return self.names[name]
+        # `open` holds the functions being read: HLO has no recursion.
         if name in self.open or name not in self.starts:
             what = "calls itself" if name in self.open else "is called but not defined"
             raise ProgramError(f"function @{name} {what}", where=self.origin)
@@ -270,6 +273,7 @@ class ModuleReader:
         if len(results) == 1:
             values[results[0]] = position
         else:
+            # get-tuple-element ops are made on first use, so unused results leave none.
             scope.parts.update((r, (position, number)) for number, r in enumerate(results))
 
     def _results(self, results: Sequence[Any], source: Source) -> Types:
@@ -302,6 +306,7 @@ class ModuleReader:
             for number, region in enumerate(op.regions)
             if len(region.blocks)
         ]
+        # In order of first use, the same for all regions of the op (docs/ir.md, Rules).
         captured = tuple(dict.fromkeys(value for inner in scopes for value in inner.captured))
         own.operands += tuple(self._operand(scope, value) for value in captured)
         for inner in scopes:
@@ -315,6 +320,7 @@ class ModuleReader:
             return {}
         ops = scope.computation.ops
         kinds = tuple([kind for i in own.operands for kind in ops[i].results])
+        # MLIR attributes are unique objects of their context: cheap keys, and layers repeat them.
         key = (own.opcode, tuple(attributes.items()), kinds, own.results)
         attrs = self.normalised.get(key)
         if attrs is None:

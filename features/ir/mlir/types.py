@@ -39,6 +39,7 @@ def split_top(text: str, separator: str = ",") -> list[str]:
     return [*parts, last] if last or parts else []
 
 
+# Strings and arrows are matched first, so that brackets within them do not count.
 _SPLIT = re.compile(r'"(?:[^"\\]|\\.)*"|->|[\[\](){}<>,=]')
 
 
@@ -79,6 +80,7 @@ def _dtype(text: str) -> str:
     if match := _INTEGER.match(text):
         if text == "i1":
             return "pred"
+        # Odd widths (i3, i17) are stored in the next wider type.
         width = next((w for w in _WIDTHS if w >= int(match[2])), 64)
         return f"{'u' if match[1] == 'u' else 's'}{width}"
     if text == "index":

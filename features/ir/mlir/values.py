@@ -118,6 +118,7 @@ def _dense(text: str) -> object:
     shape = tuple(map(int, dims.split("x")[:-1]))
     if element not in _DTYPES:
         return Raw(text)
+    # MLIR prints large dense attributes as hexadecimal bytes, little-endian.
     if body.startswith('"0x'):
         values = np.frombuffer(bytes.fromhex(body[3:-1]), dtype=_DTYPES[element])
     else:

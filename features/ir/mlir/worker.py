@@ -46,6 +46,7 @@ def check(data: bytes) -> bytes:
     except Exception:  # the bindings raise several unrelated classes
         return REFUSED
     with context:
+        # Damage may show only here: bytecode is read lazily, and printing follows every attribute.
         module.operation.walk(lambda op: ir.WalkResult.ADVANCE)
         module.operation.get_asm(enable_debug_info=True, large_elements_limit=16)
         module.operation.get_asm(print_generic_op_form=True, large_elements_limit=16)

@@ -47,6 +47,7 @@ def excise(table: OpTable, repeats: Repeats, keep: int) -> Excision | None:
         What goes and what is read instead; ``None`` if a kept op reads what has no counterpart.
     """
     first = keep // 2
+    # From the middle: the first and last layers, whose surroundings differ, stay.
     gone = range(first, repeats.layers - (keep - first))
     if not gone or any(not set(gone) <= set(labels) for labels in repeats.layer_of):
         return None
@@ -65,6 +66,7 @@ def excise(table: OpTable, repeats: Repeats, keep: int) -> Excision | None:
         for number, (source, _) in enumerate(table.reads[op]):
             if source in removed:
                 instead = seams.counterpart(op, number)
+                # An op can only read what stands before it.
                 if instead is None or instead[0] in removed or instead[0] >= op:
                     return None
                 rewired[op, number] = instead

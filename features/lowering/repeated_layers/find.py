@@ -38,10 +38,13 @@ def _label(table: OpTable, runs: Sequence[Run], layers: int) -> Repeats | None:
     if not complete:
         return None
     # The first long one is the forward pass, in the model's own order.
+    # A quarter of the longest run: backward runs are about twice as long as forward ones.
     main = next(i for i, size in complete.items() if 4 * size >= max(complete.values()))
     labels: dict[int, tuple[int, ...]] = {main: tuple(range(layers))}
     arguments = _argument_layers(table, runs[main], labels[main])
     grown = True
+    # Each labelled run tells the layers of what it reads and of what reads it, so labels spread
+    # until nothing is added.
     while grown:
         grown = False
         for number, run in enumerate(runs):
@@ -115,6 +118,7 @@ class _Known:
 
     def _complete(self, label: list[int | None]) -> tuple[int, ...] | None:
         """A different layer for each block; one that is missing can only be the one left."""
+        # Two blocks of one layer mean that this operand does not tell layers apart.
         known = [layer for layer in label if layer is not None]
         if len(set(known)) != len(known) or len(known) < len(label) - 1:
             return None

@@ -14,10 +14,11 @@ from typing import Any
 
 from ...kernels.kernel import Kernel, LoweredProgram
 
-#: Layers of the two programs that are compiled.
+#: Layers of the two programs that are compiled. Two keep a first and a last layer, which often
+#: differ; four have two equal ones between them.
 FULL, HALF = 4, 2
 #: With fewer layers two small programs take longer to compile than the whole: XLA compiles equal
-#: kernels of one program for a GPU once, for a TPU each time.
+#: kernels of one program for a GPU once, for a TPU each time (docs/lowering.md, Equal layers).
 MIN_LAYERS = {"cuda": 12, "tpu": 7}
 
 
@@ -82,6 +83,8 @@ def extrapolate(full: LoweredProgram, half: LoweredProgram, layers: int) -> Lowe
         replace(k, multiplicity=k.multiplicity * f)
         for k, f in zip(full.kernels, factors, strict=True)
     ]
+    # Saved activations grow with the layers; a compiler that frees more with more layers does not
+    # count.
     peak = full.peak_memory_bytes + steps * (full.peak_memory_bytes - half.peak_memory_bytes)
     note = (
         f"{layers} equal runs of ops (layers): compiled with {FULL} and with {HALF} of them; "
@@ -98,8 +101,11 @@ def extrapolate(full: LoweredProgram, half: LoweredProgram, layers: int) -> Lowe
 
 def _factors(full: Sequence[Kernel], half: Sequence[Kernel], steps: float) -> list[float]:
     """How often each kernel of ``full`` stands for one."""
+    # n(layers) = n(4) + steps · (n(4) - n(2)), for each distinct kernel.
     more, less = _executions(full), _executions(half)
     counts = {h: n + steps * (n - less.get(h, 0.0)) for h, n in more.items()}
+    # Kernels of the long program only (stacked over layers, say), or fewer in it than in the short
+    # one.
     odd = {h for h in more if h not in less or counts[h] < 0}
     gone = {h for h in less if h not in more} | (odd & set(less))
     # What has another shape with another number of layers: all of a kind together, by bytes.

@@ -77,6 +77,7 @@ def write_excised(module: Any, function: Any, table: OpTable, excision: Excision
             values = ops[source].results if source >= 0 else block.arguments
             ops[reader].operands[number] = values[result]
         kept_results = _shorten_return(ops, len(table.reads), excision)
+        # Users before what they use: MLIR refuses to erase an op with uses.
         for number in sorted(excision.removed, reverse=True):
             ops[number].erase()
         used = {
@@ -87,9 +88,11 @@ def write_excised(module: Any, function: Any, table: OpTable, excision: Excision
             if (read := excision.rewired.get((op, number), old))[0] < 0
         }
         was_used = {read[1] for reads in table.reads for read in reads if read[0] < 0}
+        # Arguments that nobody read from the start stay: they are part of the program's interface.
         gone = {i for i in range(len(block.arguments)) if i in was_used and i not in used}
         gone -= _returned_arguments(block)
         _retype(function, block, gone, [i for i, kept in enumerate(kept_results) if kept])
+        # The rewiring is a guess at the structure: only a module that verifies is compiled.
         return bool(module.operation.verify())
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: Programs with fewer layers are compiled whole.
+#: Runs of fewer blocks are not looked for. It must not exceed the least of ``MIN_LAYERS`` in
+#: ``lower.py``, less one: the first or last layer may differ.
 MIN_LAYERS = 6
 #: Most periods that are tried, the most frequent gaps between equal ops first. Chosen by judgement:
 #: it bounds the search, and the period of a layer is among the commonest gaps.
@@ -74,6 +75,7 @@ def _codes(signatures: Sequence[Hashable]) -> np.ndarray:
 
 def _periods(codes: np.ndarray) -> list[int]:
     """Likely periods: gaps between neighbouring equal ops, the commonest first."""
+    # Sorted by what they do, in order of place: neighbours are successive equal ops.
     order = np.argsort(codes, kind="stable")
     same = codes[order][1:] == codes[order][:-1]
     gaps = np.diff(order)[same]
@@ -87,6 +89,7 @@ def _runs_of(codes: np.ndarray, period: int) -> Iterator[Run]:
     edges = np.flatnonzero(np.diff(equal.astype(np.int8)))
     for start, stop in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
         blocks, tail = divmod(stop - start, period)
+        # k periods in which each op equals the next are k + 1 equal blocks.
         if blocks + 1 >= MIN_LAYERS:
             yield Run(start, period, blocks + 1, tail)
 
@@ -97,6 +100,7 @@ def likely_counts(candidates: Sequence[Run]) -> list[int]:
     for layers in {run.count for run in candidates}:
         near = [r for r in candidates if layers - 1 <= r.count <= layers + 1]
         covered[layers] = sum(r.stop - r.start for r in disjoint(near))
+    # Five candidates: a wrong one costs a failed labelling, which is cheap.
     return sorted(covered, key=lambda layers: (-covered[layers], -layers))[:5]
 
 

@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 #: Platforms of devices that have such a compiler.
 PLATFORMS = ("gpu", "tpu")
-#: Assemblers for CUDA: the second one knows the architectures that CUDA 13 has dropped.
+#: Assemblers for CUDA: that of 12.9 knows the architectures that CUDA 13 has dropped (Maxwell,
+#: Pascal and Volta).
 _CUDA_TOOLS = ("nvidia-cuda-nvcc>=13,<14", "nvidia-nvvm>=13,<14", "nvidia-cuda-nvcc-cu12>=12.9,<13")
 _MAIN_PACKAGE = {"gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt"), "tpu": ("libtpu",)}
 #: Folders of CUDA tools among the packages, the newest first.
@@ -48,6 +49,7 @@ class Compiler:
 
     def assemblers(self) -> list[tuple[Path, tuple[int, ...]]]:
         """CUDA folders with ``ptxas``, each with the architectures (as in ``sm_90``) it knows."""
+        # Packages in this environment may lie in any folder of its path.
         roots = [self.folder] if self.folder else [Path(p) for p in sys.path if p]
         folders = [root / name for name in _CUDA_FOLDERS for root in roots]
         if self.folder is None and (toolkit := shutil.which("ptxas")):
@@ -115,6 +117,7 @@ def install_compiler(platform: str) -> Compiler:
     target = _own_folder(platform)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     partial.parent.mkdir(parents=True, exist_ok=True)
+    # Without dependencies: they would pull a second jax into the folder.
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
     try:
         done = subprocess.run(
@@ -149,6 +152,7 @@ def _look(platform: str, folder: Path | None, wrong: list[str]) -> Compiler | No
         version = versions.get(name)
         if version is None:
             continue
+        # The CUDA plug-in is released with each jaxlib and fits that one alone.
         if platform == "gpu" and version != _jaxlib():
             wrong.append(f"{name} {version} in {folder or 'this environment'}")
             continue
@@ -192,6 +196,7 @@ def _architectures(ptxas: Path) -> tuple[int, ...]:
         return ()
     try:
         done = subprocess.run(
+            # The help lists the architectures that `--gpu-name` takes.
             [str(ptxas), "--help"], capture_output=True, text=True, timeout=60, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -85,6 +85,7 @@ def compile_absent(
     context = make_context()
     module = parse_module(program, context)
     options = _options(used, replicas, partitions, flags)
+    # One partitioner runs: Shardy for programs in its dialect, GSPMD for `mhlo.sharding`.
     options.executable_build_options.use_shardy_partitioner = partitions > 1 and _has_shardy(module)
     with context:
         executable = used[0].client.compile(
@@ -106,6 +107,7 @@ def _options(used: Sequence[Any], replicas: int, partitions: int, flags: Mapping
 
 
 def _has_shardy(module: Any) -> bool:
+    # Constants are elided: only dialect names are looked for.
     return "sdy." in module.operation.get_asm(large_elements_limit=8)
 
 

@@ -34,12 +34,14 @@ _SET = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
+#: What allocators and runtimes write before they give up.
 _OUT_OF_MEMORY = re.compile(
     r"bad_alloc|cannot allocate memory|out of memory|memoryerror|failed to allocate|mmap\(",
     re.IGNORECASE,
 )
 #: Words of the error that says a program does not fit into the device's memory.
 _DEVICE_MEMORY = re.compile(r"RESOURCE_EXHAUSTED")
+#: Seconds between looks at the job folder; compiling takes seconds at least.
 _POLL_S = 0.05
 
 
@@ -108,6 +110,7 @@ def compile_programs(
     """
     settings = settings or CompileSettings()
     results: list[CompiledModule | LoweringError] = []
+    # Each process yields at least one result, if only a crash: the loop ends.
     while len(results) < len(programs):
         rest = slice(len(results), None)
         results += _one_process(programs[rest], shapes[rest], target, settings, origin)
@@ -236,6 +239,7 @@ def _crash(
 ) -> CompilerError:
     status, how = worker.ending()
     errors = worker.errors()
+    # Linux's out-of-memory killer sends SIGKILL.
     if status == -signal.SIGKILL or _OUT_OF_MEMORY.search(errors):
         limit = f"{memory_bytes / 2**30:.1f} GiB"
         return CompilerError(
@@ -244,6 +248,7 @@ def _crash(
             hint="give it more with opcast lower --compile-memory, or use another lowering",
         )
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    # glog marks fatal lines by F and the date; stack traces after them say less.
     telling = [line for line in lines if re.match(r"F\d{4} |.*(Check failed|Error:)", line)]
     last = (telling or lines)[-1:]
     return CompilerError(
@@ -259,6 +264,7 @@ def _memory_limit() -> int:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return 0
+    # Four fifths: the parent process and the page cache need the rest.
     return int(0.8 * total)
 
 

@@ -38,7 +38,8 @@ _COMMON = (
     "threads_per_warp: 32 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 "
     "block_dim_limit_z: 65535"
 )
-#: Without a device no library is asked to choose algorithms, but the compiler requires versions.
+#: Without a device no library is asked to choose algorithms, but the compiler requires versions;
+#: they were found to have no effect on the kernels.
 _LIBRARIES = (
     "dnn_version_info { major: 9 minor: 7 } runtime_version { major: 13 minor: 0 patch: 0 }"
 )
@@ -84,6 +85,7 @@ class CompileTarget:
         if self.platform == "tpu":
             return tpu_topology(self.architecture, count)
         per_host = min(count, max(1, self.devices_per_node))
+        # XLA's text form: slices × hosts × devices of a host.
         return f"1x{math.ceil(count / per_host)}x{per_host}"
 
 
@@ -209,6 +211,7 @@ def gpu_figures(spec: DeviceSpec) -> dict[str, float | int]:
     """
     shared = {key: float(value) for key, value in spec.compiler.items() if key != "target"}
     known = {
+        # The default of one core is a placeholder that would pass for a figure.
         "core_count": 0 if "core_count" in spec.defaulted else spec.core_count,
         "lanes_per_core": spec.lanes_per_core,
         "boost_mhz": spec.clock_hz / 1e9,
@@ -225,6 +228,7 @@ def gpu_figures(spec: DeviceSpec) -> dict[str, float | int]:
             where=f"device {spec.name}",
             hint="add them to the device file, or give a base or a known compiler_target",
         )
+    # A device file that shrinks shared memory gets the block's limit from its capability.
     if known["shared_kb_per_block_optin"] > known["shared_kb_per_core"]:
         raise DeviceError(
             "shared_kb_per_block_optin is more than shared_kb_per_core",
@@ -232,6 +236,7 @@ def gpu_figures(spec: DeviceSpec) -> dict[str, float | int]:
             hint="a block runs on one core: give shared_kb_per_block_optin, too",
         )
     return {
+        # The text format takes integers; the clock is the only fraction.
         field: round(known[key], 6) if field == "clock_rate_ghz" else round(known[key])
         for field, key in _FIELDS.items()
     }
@@ -264,6 +269,7 @@ def _assembler(compiler: Compiler, wanted: int) -> tuple[Path, int]:
 
 
 def _nearest(assemblers: Sequence[tuple[Path, tuple[int, ...]]], wanted: int) -> tuple[Path, int]:
+    # At equal distance the newer architecture: its rules include the older ones'.
     choices = [(abs(n - wanted), -n, folder) for folder, known in assemblers for n in known]
     _, negative, folder = min(choices, key=lambda choice: choice[:2])
     return folder, -negative

@@ -58,6 +58,7 @@ def run(folder: Path) -> None:
     data = json.loads((folder / "job.json").read_text())
     job = Job(**{**data, "shapes": tuple(tuple(shape) for shape in data["shapes"])})
     if job.folder:
+        # At the end: packages of this environment win over copies in the compiler's folder.
         sys.path.append(job.folder)
     try:
         from .pjrt_compat import compiler_version, open_devices
@@ -89,6 +90,7 @@ def _compile(
     except Exception as error:  # compilers raise several unrelated classes
         _write(target, {"error": _message(error), "stage": "compile"})
         return
+    # The module before its result file, whose appearance tells the parent that both are complete.
     (folder / f"hlo{number}.txt").write_text(compiled.hlo)
     seconds = time.monotonic() - started
     result = {"seconds": seconds, "memory": compiled.memory, "version": version, "notes": notes}

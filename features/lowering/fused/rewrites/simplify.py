@@ -167,8 +167,7 @@ def _divide(node: Node) -> Node | None:
     if not node.type.dtype.startswith(_FLOATS):
         return None
     value = splat(rhs)
-    # 1 / c would change an inexact result in the last bit; XLA accepts that only for some types.
-    # Here only the cost counts, where a division is dearer.
+    # As XLA does for floats. The last bit of the result may differ, on which no cost depends.
     if isinstance(value, float | int) and value and value not in (float("inf"), float("-inf")):
         return _binary("multiply", node, lhs, splat_node(1.0 / value, node.type))
     if rhs.opcode == "sqrt":
