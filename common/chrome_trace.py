@@ -64,6 +64,7 @@ class ChromeTrace:
 
     def to_dict(self) -> dict[str, object]:
         """The trace as plain data."""
+        # displayTimeUnit only sets the viewer's axis; times stay in microseconds.
         return {"traceEvents": self._events, "displayTimeUnit": "ms"}
 
 

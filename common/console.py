@@ -23,6 +23,7 @@ class PlainConsole(Console):
     """
 
     def __init__(self, **options: Any) -> None:
+        # Rich turns [red]…[/] and :smile: in any text into style: not for names from files.
         super().__init__(**{"markup": False, "emoji": False, **options})
 
     def render(
@@ -30,6 +31,7 @@ class PlainConsole(Console):
     ) -> Iterable[Segment]:
         """Segments of something to print, without control characters in their text."""
         for segment in super().render(renderable, options):
+            # Rich's own control segments (cursor, progress) pass; text is escaped.
             if segment.control or segment.text.isprintable():
                 yield segment
             else:

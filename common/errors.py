@@ -16,6 +16,7 @@ class OpcastError(Exception):
         self.what = what
         self.where = where
         self.hint = hint
+        # args holds the message alone, so that pickling and logging show it.
         super().__init__(what)
 
     def __str__(self) -> str:

@@ -68,6 +68,7 @@ def locked(path: Path) -> Iterator[None]:
     """Hold a lock file while the block runs; other processes wait (where the system has locks)."""
     with path.open("ab") as file:
         if fcntl is not None:
+            # The lock goes with the file's descriptor, even if the process is killed.
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -156,6 +157,7 @@ def gunzip(data: bytes, limit: int = MAX_EXPANDED) -> bytes:
     Raises:
         ValueError: It is not a gzip file, is truncated, or holds more than ``limit`` bytes.
     """
+    # 16 + MAX_WBITS expects a gzip header; `limit` stops a bomb before it is expanded.
     unpacker = zlib.decompressobj(16 + zlib.MAX_WBITS)
     try:
         content = unpacker.decompress(data, limit)
@@ -180,12 +182,14 @@ def _escaped(char: str) -> str:
 
 def _new_file(path: Path) -> Path:
     """An empty file beside ``path`` that no other process has; those of killed ones go."""
+    # Hidden, and short enough with its suffix for file systems that allow 255 bytes.
     start = f".{path.name[-80:]}."
     for old in path.parent.glob(f"{glob.escape(start)}*{PARTIAL}"):
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > STALE_S:
                 old.unlink()
     partial = path.with_name(f"{start}{os.getpid()}-{secrets.token_hex(4)}{PARTIAL}")
+    # O_EXCL: two processes never get the same name; 0o666 leaves the mode to the umask.
     os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     return partial
 

@@ -59,6 +59,7 @@ def latency_fields(latency: Time, lo: Time, hi: Time) -> dict[str, Time]:
         lo: Lower end of its 90 % interval.
         hi: Upper end.
     """
+    # Seconds inside, microseconds in files and APIs: this is where they meet.
     return dict(zip(LATENCY_KEYS, (latency * 1e6, lo * 1e6, hi * 1e6), strict=True))
 
 

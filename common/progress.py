@@ -67,6 +67,7 @@ class Progress:
         text += f", {note}" if note else ""
         if self._bar is not None:
             self._bar.update(self._task, completed=min(done, self._total), description=text)
+        # Without a terminal (batch jobs, CI) the log gets a line now and then.
         elif time.monotonic() - self._logged > _LOG_EVERY_S:
             self._logged = time.monotonic()
             logger.info("%.0f of %.0f %s: %s", done, self._total, self._unit, text)

@@ -47,6 +47,7 @@ def print_metrics(console: Console, table: pd.DataFrame, title: str) -> None:
     shown = table[keep].copy()
     for column in keep:
         if column in _PERCENT:
+            # v == v is false for NaN: a figure that could not be computed.
             shown[column] = [f"{v:.1%}" if v == v else "–" for v in table[column]]
         elif column == "n":
             shown[column] = table[column].astype(int)

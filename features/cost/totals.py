@@ -88,6 +88,7 @@ def _control_cost(op: Op, program: Program, loops: bool) -> Cost:
     if op.opcode == "conditional":
         # Element by element: the costliest branch for FLOPs need not be the one that moves most.
         return Cost(*map(max, *(astuple(cost) for cost in inside), (0.0,) * 4))
+    # Condition and body together; the condition's last test is left out, as it hardly costs.
     once = sum(inside, _ZERO)
     return once.scale(trip_count(op)) if loops and op.opcode == "while" else once
 

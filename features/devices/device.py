@@ -142,6 +142,7 @@ class DeviceSpec:
         try:
             values = dict(data)
             values["levels"] = tuple(MemoryLevel(**level) for level in values["levels"])
+            # JSON has no tuples.
             for name in ("aliases", "defaulted"):
                 values[name] = tuple(values.get(name, ()))
             spec = cls(**values)
@@ -198,6 +199,7 @@ def local_device_name() -> str:
 
 def device_slug(text: str) -> str:
     """Normalise a name to lower case and dashes: ``NVIDIA H200`` gives ``nvidia-h200``."""
+    # As in "Intel(R) Xeon(R) CPU @ 2.50GHz".
     plain = re.sub(r"\((?:r|tm|c)\)|®|™|\bcpu\b", " ", text.lower())
     return re.sub(r"[^a-z0-9.]+", "-", plain).strip("-.") or "unknown"
 

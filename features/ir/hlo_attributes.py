@@ -58,6 +58,7 @@ def read_type(text: str) -> tuple[tuple[TensorType, ...], bool, str]:
     skeleton = re.sub(r"[\s,]", "", _LEAF.sub("*", text))
     if skeleton == "*":
         return leaves, False, ""
+    # The skeleton keeps the parentheses and a star for each leaf.
     if not re.fullmatch(r"\([*()]*\)", skeleton) or skeleton.count("(") != skeleton.count(")"):
         raise ValueError(f"cannot read the type {text!r}")
     flat = skeleton == "(" + "*" * len(leaves) + ")"
@@ -71,6 +72,7 @@ def _leaf(dtype: str, dims: str, layout: str, tiles: str) -> TensorType:
         raise ValueError(f"dimension without a static size in {dtype}[{dims}]")
     shape = tuple(map(int, _INTEGER.findall(dims)))
     order = tuple(map(int, _INTEGER.findall(layout)))
+    # A layout that is no permutation would fail far from here.
     if order and sorted(order) != list(range(len(shape))):
         raise ValueError(f"layout {{{layout}}} does not order the dimensions of {dtype}[{dims}]")
     row_major = order == tuple(range(len(shape) - 1, -1, -1))
@@ -191,6 +193,7 @@ def read_literal(text: str, shape: TensorType) -> Any:
     Raises:
         ValueError: An element is not a number.
     """
+    # XLA elides large constants as {...}.
     if "..." in text:
         return None
     # Chosen as text, so that long constants are not converted.

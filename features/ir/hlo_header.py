@@ -77,6 +77,7 @@ def read_header(lines: Sequence[str], program: Program) -> tuple[int, Sources]:
         head, _, rest = text.partition(" ")
         if text in tables:
             table = tables[text]
+        # Rows of the tables: a number, then text.
         elif head.isdigit():
             table[int(head)] = rest
     return len(lines), Sources({})
@@ -112,6 +113,7 @@ def _user_frame(
 ) -> Frame:
     innermost = places.get(rows[key].get("file_location_id", 0), Frame())
     frame, seen = innermost, {key}
+    # Outwards to the user's own code; `seen` ends circles in damaged tables.
     while FRAMEWORK.search(frame.file):
         key = rows[key].get("parent_frame_id", 0) - shift
         if key in seen or key not in rows:

@@ -31,6 +31,7 @@ _IMPLIED: dict[str, object] = {
     "channel_id": None,
     "use_global_device_ids": False,
 }
+# Printed elsewhere on the line, or implied by it.
 _HIDDEN = frozenset(("index", "value", "nesting"))
 
 
@@ -137,6 +138,7 @@ def _attributes(op: Op) -> str:
             continue
         if key in _IMPLIED and value == _IMPLIED[key]:
             continue
+        # It is printed inside the backend configuration, where XLA keeps it.
         if key == "trip_count" and op.opcode == "while":
             continue
         if key == "dimension" and op.opcode != "custom-call":
@@ -156,6 +158,7 @@ def _backend_config(op: Op) -> str:
     config = op.attrs.get("backend_config")
     trips = op.attrs.get("trip_count") if op.opcode == "while" else None
     if trips is not None:
+        # XLA writes 64-bit integers of protocol buffers as JSON strings.
         known = {"known_trip_count": {"n": str(trips)}}
         config = {**config, **known} if isinstance(config, dict) else known
     if not config:
@@ -165,6 +168,7 @@ def _backend_config(op: Op) -> str:
 
 
 def _json(value: object) -> str:
+    # Sorted: equal configurations give equal text, which is hashed.
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 

@@ -173,6 +173,7 @@ class _Reader:
             raise self._error(f"the text ends within the computation {name}")
         if not ops:
             raise self._error(f"the computation {name} is empty")
+        # Text without ROOT returns its last instruction, as HLO's parser has it.
         if computation.root < 0:
             computation.root = len(ops) - 1
         return computation
@@ -242,6 +243,7 @@ class _Reader:
         known = self.attributes.get((op.opcode, text))
         if known is None:
             self._read_attributes(op, text)
+            # Configurations are mutable and often unique: only the rest is shared.
             if "backend_config" not in op.attrs:
                 self.attributes[op.opcode, text] = (op.attrs, op.called)
         else:
@@ -265,11 +267,13 @@ class _Reader:
             elif key == "backend_config":
                 _backend_config(op, read_backend_config(value.strip()))
             elif key == "replica_groups":
+                # All notations become lists: costs and simulation need the members.
                 attrs[key] = parse_replica_groups(value, self.program.meshes)
             elif key == "iota_dimension":
                 attrs["dimensions"] = (int(value),)
             elif key not in _DROPPED:
                 attrs[_RENAMED.get(key, key)] = read_attribute(key, value.strip())
+        # Attributes come in any order; Op.called has a fixed one (condition before body).
         called.sort(key=lambda item: item[0])
         op.called = tuple([n for _, n in called])
         if op.opcode in _ONE_DIMENSION and "dimensions" in attrs:

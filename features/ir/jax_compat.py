@@ -35,6 +35,7 @@ def make_context() -> ir.Context:
 
 def is_portable_artifact(data: bytes) -> bool:
     """Whether bytecode was written by a StableHLO serialiser and needs its version upgrade."""
+    # The producer's name lies within the first bytes of the header.
     return data.startswith(BYTECODE_MAGIC) and PORTABLE_PRODUCER in data[:64]
 
 
@@ -119,6 +120,7 @@ def tag_locations(module: ir.Module) -> Any:
     copy = copy_module(module)
     with module.context:
         for position, op in enumerate(walk_ops(copy)):
+            # Position 0 is the module itself.
             if position:
                 name = f"op{position}/{op.name.rsplit('.', 1)[-1]}"
                 op.location = ir.Location.name(name, op.location)
@@ -168,9 +170,11 @@ def compile_module(
     count = replicas * partitions
     assignment = np.array([d.id for d in client.devices()[:count]]).reshape(replicas, partitions)
     options = get_compile_options(replicas, partitions, device_assignment=assignment)
+    # Options of one compilation, beside XLA_FLAGS of the process.
     options.env_option_overrides = list((flags or {}).items())
     build = options.executable_build_options
     build.use_spmd_partitioning = partitions > 1
+    # Without sdy ops the program carries GSPMD's annotations, which Shardy would not read.
     build.use_shardy_partitioner = partitions > 1 and "sdy." in str(module)
     devices = _jax.DeviceList(tuple(client.devices()[:count]))
     with module.context:

@@ -46,6 +46,7 @@ def _annotated_in(module: Any) -> int:
     sizes = [1]
     for op in walk_ops(module):
         if op.name == "sdy.mesh":
+            # A mesh may be defined without being used: the largest one counts all the same.
             sizes.append(_mesh_size(str(op.attributes["mesh"])))
         elif "mhlo.sharding" in op.attributes:
             sizes += _tile_sizes(str(op.attributes["mhlo.sharding"]))
@@ -64,6 +65,7 @@ def _tile_sizes(text: str) -> list[int]:
 
 def sharding_note(source: SourceProgram) -> str:
     """Note that shardings are ignored because the header sets one device; empty if none are."""
+    # Compiled modules are partitioned already; others with several partitions will be.
     if _is_compiled(source) or header_counts(source) != (1, 1):
         return ""
     devices = annotated_devices(source)

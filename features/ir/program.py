@@ -89,6 +89,7 @@ def constant_value(elements: list[Any]) -> Any:
     """
     if elements and elements.count(elements[0]) == len(elements):
         return elements[0]
+    # Splats were taken above, whatever their size: a fill's value decides rewrites.
     return elements if 0 < len(elements) <= MAX_CONSTANT_SIZE else None
 
 

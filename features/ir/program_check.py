@@ -160,6 +160,7 @@ def _op_fault(op: Op, computation: Computation, program: Program) -> str:
 
 def _equal_shapes(op: Op, operands: Sequence[Op], program: Program) -> str:
     shapes = [
+        # select and clamp take scalars beside arrays.
         o.type.shape for o in operands if o.type.shape or op.opcode not in ("select", "clamp")
     ]
     if any(shape != op.type.shape for shape in shapes):
@@ -284,6 +285,7 @@ def _element(op: Op, operands: Sequence[Op], program: Program) -> str:
 def _while(op: Op, operands: Sequence[Op], program: Program) -> str:
     given = [t.shape for o in operands for t in o.results]
     for name in op.called:
+        # Shapes only: layouts and memory spaces may differ between a loop and its body.
         taken = [t.shape for p in program.computations[name].parameters for t in p.results]
         if taken != given:
             return f"{name} does not take the state of the loop"

@@ -78,6 +78,7 @@ class SourceProgram:
 
     def with_program(self, program: Program) -> SourceProgram:
         """The same program, read as the given IR instead; a compiler still gets the original."""
+        # The parsed module is shared: parsing twice would double the memory.
         copy = replace(self, _module=self.module if self.kind == "stablehlo" else None)
         copy.__dict__["program"] = program
         return copy
@@ -159,6 +160,7 @@ def _from_bytes(data: bytes, origin: str, trip_counts: TripCounts) -> SourceProg
 
 
 def _from_text(text: str, origin: str, trip_counts: TripCounts) -> SourceProgram:
+    # Test files begin with comments and RUN lines.
     start = _COMMENT.match(text)
     body = text[start.end() if start else 0 :]
     if not body:
@@ -197,6 +199,7 @@ def _from_object(
 ) -> SourceProgram:
     """Objects of JAX, told apart by what they can do, so that JAX is imported only if needed."""
     name = origin or str(getattr(source, "fun_name", "") or getattr(source, "__name__", ""))
+    # By what they can do, most specific first: Exported, Lowered, Compiled, MLIR module, function.
     if hasattr(source, "mlir_module_serialized"):
         return _stablehlo(bytes(source.mlir_module_serialized), name, trip_counts)
     if hasattr(source, "compiler_ir") and hasattr(source, "compile"):

@@ -61,6 +61,7 @@ def parse_replica_groups(
         ProgramError: The text is in none of the notations, or names an unknown mesh or axis.
     """
     text = text.strip()
+    # From the most to the least distinctive notation.
     if match := _IOTA.fullmatch(text):
         return _from_iota(*(_integers(part or "") for part in match.groups()))
     if match := _DENSE.match(text):
@@ -108,6 +109,7 @@ def mesh_groups(
     total = prod(sizes.values())
     shape: list[int] = []
     parts: dict[tuple[str, int], int] = {}
+    # Size 0 stands for the whole axis.
     wanted = [(name, pre, size or sizes.get(name, 0)) for name, pre, size in axes]
     for name, axis_size in sizes.items():
         for pre, size in _split_axis(name, axis_size, wanted):
@@ -135,6 +137,7 @@ def _split_axis(name: str, size: int, wanted: Sequence[AxisRef]) -> list[tuple[i
     for axis, pre, part in wanted:
         if axis == name:
             edges |= {pre, pre * part}
+    # Between neighbouring cuts lies one part of the axis; each must divide the next.
     cuts = sorted(edges)
     pieces = list(pairwise(cuts)) or [(1, 1)]
     if any(after % before for before, after in pieces) or cuts[-1] != size:
@@ -167,6 +170,7 @@ def _from_dense(match: re.Match[str], n_devices: int) -> Groups:
         return expand_lists(_lists(body), n_devices)
     value = _integers(body)
     shape = (int(rows or 0), int(columns or 0))
+    # dense<0> : tensor<1x1xi64> gives its only element once.
     return expand_lists([value * shape[1]] * shape[0] if value else [], n_devices)
 
 

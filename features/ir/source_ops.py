@@ -63,6 +63,7 @@ class SourceOps(Sequence[Source]):
         line = self._lines.get(location)
         if line is None:
             line = self._lines[location] = user_line(str(location), self._origin)
+        # The op lies in library code that was outlined: the user's line is at its call.
         if line.own or depth > MAX_CALLS:
             return line
         call = self.first_calls.get(function_of(op))

@@ -46,6 +46,7 @@ def parse(data: str | bytes, origin: str = "") -> Any:
         raise ProgramError(
             "the program is empty", where=origin, hint="give StableHLO or HLO, text or bytecode"
         )
+    # Only text can be rewritten; bytecode with the quant dialect is refused by the parser.
     if isinstance(data, str) and is_quantised(data):
         data = with_storage_types(data)
     try:
@@ -55,6 +56,7 @@ def parse(data: str | bytes, origin: str = "") -> Any:
 
 
 def _parse_error(message: str, origin: str) -> ProgramError:
+    # MLIR names text without a file "-" and may wrap its positions in loc(…).
     match = re.search(r'"-":(\d+):(\d+)\)?:\s*(?:error:\s*)?([^\n]*)', message)
     what = match[3] if match else (message.splitlines() or ["unknown error"])[-1]
     line = f":{match[1]}:{match[2]}" if match and match[1] != "0" else ""

@@ -118,6 +118,7 @@ class _Walk:
         """Visit all; callees come before callers in a program."""
         entry = self.program.entry_computation
         self.known[entry.name] = [None] * len(entry.parameters)
+        # Callers first, so that what they pass is known when the callee is visited.
         for computation in reversed(list(self.program.computations.values())):
             memo: dict[int, Value] = {}
             arguments = self.known.get(computation.name, [])
@@ -150,6 +151,7 @@ class _Walk:
             self.known[name] = list(values)
         else:
             agreed = zip(before, values, strict=False)
+            # A function with several callers: only what all of them agree on.
             self.known[name] = [a if a == b else None for a, b in agreed]
 
     def _invariants(self, op: Op, initial: Arguments) -> Arguments:
@@ -197,6 +199,8 @@ class _Walk:
             step = _pick(after, counter)
             if first is None or limit is None or counter.element < 0:
                 continue
+            # The counter starts at a known number, and each iteration adds a constant to the same
+            # element.
             if first.element >= 0 or step is None or step.element != counter.element:
                 continue
             return _count(direction, first.offset + counter.offset, step.offset, limit)

@@ -149,6 +149,7 @@ def _reduced(config: dict[str, object] | str) -> dict[str, object] | str:
                 kept[key] = part
         elif key in _PLAIN and value:
             kept[key] = value
+        # Mosaic kernels (Pallas) are whole programs in this text.
         elif key == "custom_call_config":
             kept[key] = _short(str(value))
     return kept
@@ -163,6 +164,7 @@ def _short(text: str) -> str:
 def _parameter(number: int, like: Op) -> Op:
     attrs: dict[str, Any] = {"index": number}
     if "nesting" in like.attrs:
+        # Tuple operands keep their structure, which get-tuple-element refers to.
         attrs["nesting"] = like.attrs["nesting"]
     return Op(f"p{number}", "parameter", (), like.results, attrs, (), like.is_tuple)
 

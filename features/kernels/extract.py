@@ -122,6 +122,7 @@ class _Schedule:
         if opcode == "conditional" and op.called:
             return self._branch(op, inputs, times, scope)
         if opcode == "call" and op.called and not self._is_one_kernel(op):
+            # Functions are inlined: targets run kernels, not calls.
             return self._inline(self.program.computations[op.called[0]], inputs, times, scope)
         # In StableHLO no layouts are assigned yet: a reshape moves nothing. In optimised HLO a
         # reshape that is not a bitcast does.
@@ -138,7 +139,7 @@ class _Schedule:
         """Whether a call runs as one kernel: the CPU's small and parallel calls."""
         if self.from_stablehlo:
             return False
-        # XLA:CPU outlines runs of cheap ops into such calls, and times and traces them as one.
+        # XLA:CPU moves small loops into such calls (SmallWhileLoopHoistingPass), which run as one.
         if "xla_cpu_small_call" in str(op.attrs.get("frontend_attributes", "")):
             return True
         inner = self.program.computations[op.called[0]].ops

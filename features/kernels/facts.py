@@ -92,7 +92,7 @@ def _remember(body: Program, ir: str) -> KernelFacts:
     waits = kind == "control" or (is_collective(op.opcode) and op.opcode.endswith("-done"))
     cost = _FREE if waits else kernel_cost(body)
     facts = KernelFacts(body, ir, hashlib.sha256(ir.encode()).hexdigest()[:16], kind, cost)
-    # Dropping all is simpler than tracking use, and a program refills it within a second.
+    # Dropping all is simpler than tracking use; what is needed is made again.
     if len(_known) >= _MEMORY:
         _known.clear()
     _known[ir] = facts
@@ -114,6 +114,7 @@ class Signatures:
 
     def of(self, op: Op, operands: Sequence[Op]) -> tuple[object, ...]:
         """Key of an instruction with the ops that it reads; equal operands count as one."""
+        # Equal operands get equal places, which tells a square from a product of two values.
         places = {id(operand): i for i, operand in enumerate(operands)}
         reads = [(o.results, o.is_tuple, o.attrs.get("nesting"), places[id(o)]) for o in operands]
         return (

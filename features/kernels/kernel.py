@@ -78,6 +78,7 @@ class Kernel:
         Control (loops, branches, tuples) does not: its bodies' kernels are in the list. Nor does
         the done of an asynchronous pair, for both of which the start stands.
         """
+        # A done without a start (a module that was cut) keeps its own cost.
         paired = self.async_role == "done" and self.async_peer >= 0
         return self.kind != "control" and not paired
 
@@ -106,6 +107,7 @@ class Kernel:
             if op.opcode in ("dot", "convolution") and op.operands:
                 return self.inner.ops[op.operands[0]].type.dtype
         results = self.op.results
+        # Of several results the largest: indices beside values, or counters, do not decide.
         return max(results, key=lambda t: t.nbytes).dtype if results else "token"
 
 

@@ -189,7 +189,7 @@ class _Epilogue:
             if not rest:
                 return False
             value = self._binary("add", value, self._converted(rest.pop(0), out), out)
-        # Constant scales are ones that XLA puts in where the program has none.
+        # A constant scale is taken for the one that XLA puts in where the program has none.
         for scale in [i for i in rest if self.scaled and not self.operands[i].results[0].shape]:
             rest.remove(scale)
             if self.operands[scale].opcode != "constant":

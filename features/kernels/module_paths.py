@@ -74,6 +74,7 @@ class ModulePaths:
         name = _location_name(str(op.location.attr))
         place = parse_scopes(name) if name else None
         call = self._ops.first_calls.get(function_of(op)) if self._ops is not None else None
+        # JAX outlines functions that are traced twice: ops in them carry no scope of the caller.
         if (place and place.modules) or call is None or depth > MAX_CALLS:
             return place
         return self._of_op(call, depth + 1) or place
@@ -111,6 +112,7 @@ def _parts(name: str) -> list[str]:
     """Parts between slashes that stand outside of parentheses."""
     parts, depth = [""], 0
     for letter in name:
+        # A slash inside `jit(f/g)` is part of a function's name.
         depth += (letter == "(") - (letter == ")")
         if letter == "/" and depth <= 0:
             parts.append("")

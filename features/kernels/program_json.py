@@ -50,6 +50,8 @@ def schedule_to_json(lowered: LoweredProgram, known: Collection[str] = ()) -> st
         "memory_source": lowered.memory_source,
         "notes": lowered.notes,
         "hashes": list(hashes),
+        # Texts make up nearly all of a program's JSON; those that are samples of the dataset are
+        # left out.
         "irs": {value: k.ir for value, k in by_hash.items() if value not in known},
         "scopes": [list(scope) for scope in scopes],
         "kernel": [hashes[k.hash] for k in lowered.kernels],
@@ -103,6 +105,7 @@ def _kernels(data: Mapping[str, Any], ir_by_hash: Mapping[str, str]) -> list[Ker
             f"the texts of {len(missing)} kernels are missing, the first is {missing[0]}",
             hint="load the dataset's folders together",
         )
+    # Parsed once for each distinct kernel, then copied for each execution.
     originals = [kernel_from_ir(known[value]) for value in data["hashes"]]
     scopes = [tuple(scope) for scope in data["scopes"]]
     columns = zip(data["kernel"], data["times"], data["scope"], data["operands"], strict=True)

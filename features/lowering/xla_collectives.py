@@ -114,6 +114,7 @@ class _Rewriter:
         """What a computation does, if it is one op over its parameters; else its name."""
         own = self.program.computations[name]
         plain = [op for op in own.ops if op.opcode != "parameter"]
+        # Each collective has a reducer of its own name; what it does is what counts.
         if len(plain) == 1 and own.root_op is plain[0]:
             return plain[0].opcode, plain[0].operands
         return name

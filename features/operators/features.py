@@ -105,6 +105,7 @@ def op_features(
     with np.errstate(divide="ignore", invalid="ignore"):
         physics = _PHYSICS[group](table)
     names = tuple(physics.features)
+    # float32 halves the memory of millions of rows; trees do not need more digits.
     X = np.empty((len(table), len(names)), np.float32)
     for place, values in enumerate(physics.features.values()):
         X[:, place] = values
@@ -134,6 +135,7 @@ def _check(table: OpTable, frame: pd.DataFrame) -> None:
     for name, values in table.columns.items():
         if name in _OPTIONAL:
             continue
+        # Written so that NaN (a missing value) counts as bad.
         bad = ~(values >= (0 if name in _MAY_BE_ZERO else 1))
         if bad.any():
             row = int(np.flatnonzero(bad)[0])

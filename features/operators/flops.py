@@ -35,6 +35,8 @@ def attention_flops(batch: Size, heads: Size, pairs: Size, width: Size) -> Size:
         pairs: (query, key) pairs of a head that are computed.
         width: Elements of a key and of a value together.
     """
+    # Whole numbers from left to right, see the module: the order of factors is part of the
+    # contract.
     flops: Size = 2 * batch * heads * pairs * width
     return flops
 
@@ -53,5 +55,6 @@ def expert_flops(
         per_weight: FLOPs for each of the ``hidden · inner`` entries of an expert's matrices
             together: 2 a matrix, of which a gated expert has three.
     """
+    # Division by ep after the exact product of whole numbers, for the same reason.
     flops: Size = per_weight * tokens * topk / ep * hidden * inner
     return flops

@@ -47,6 +47,7 @@ def op_ir(row: Row) -> str:
         raise DatasetError(
             f"no dtype {dtype!r} of operators", hint="dtypes: " + ", ".join(TABLE_FORMATS)
         )
+    # Without spaces and in a fixed order: the text is hashed, and `_MARK` is searched in it.
     config = json.dumps({CONFIG: _config(row, group)}, separators=(",", ":"))
     return TEMPLATES[group](row, config)
 
@@ -94,6 +95,7 @@ def read_op(ir: str) -> dict[str, Any] | None:
 def op_frame(irs: Iterable[str]) -> pd.DataFrame:
     """Make a table of the kernels' operators, one row each; other kernels have no ``method``."""
     rows = [read_op(ir) or {"method": ""} for ir in irs]
+    # A fixed order of columns, whatever the first kernel has; unknown ones come last.
     wanted = ["method", *NAMES, *dict.fromkeys(c for g in PARAMETERS.values() for c in g)]
     frame = pd.DataFrame(rows)
     return frame.reindex(columns=[*wanted, *(c for c in frame if c not in wanted)])

@@ -122,6 +122,7 @@ def _completed(head: str, given: dict[str, Any], where: str) -> dict[str, Any]:
         raise _wrong(where, f"{key} needs " + ", ".join(missing))
     if row["dtype"] not in TABLE_FORMATS:
         raise _wrong(where, f"no dtype {row['dtype']!r}", "dtypes: " + ", ".join(TABLE_FORMATS))
+    # A misspelt backend would silently have no flag and look like an unknown library.
     if row.get("backend", BACKENDS[0]) not in BACKENDS:
         raise _wrong(where, f"no backend {row['backend']!r}", "backends: " + ", ".join(BACKENDS))
     method, family = key.split("/")
@@ -132,6 +133,7 @@ def _key(head: str, dtype: str | None, where: str) -> str:
     if head in FAMILIES:
         return head
     wanted = _METHOD_OF.get(str(dtype), "graph")
+    # The dtype's usual method first, then the others for families that were not timed that way.
     for method in (wanted, *_METHODS):
         if f"{method}/{head}" in FAMILIES:
             return f"{method}/{head}"
@@ -164,6 +166,7 @@ def _fill(row: dict[str, Any], key: str, group: str) -> None:
             row[name] = row.get(value, value) if isinstance(value, str) else value
     if group != "attention":
         return
+    # Encoders see all positions; of prefill and decode the queries are the last ones.
     row.setdefault("causal", int("encoder" not in key))
     if "generation" in key:
         row.setdefault("q_len", 1)

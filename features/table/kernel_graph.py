@@ -168,6 +168,7 @@ NODE_FEATURES = (
     "depth",
     *(f"log_dim_{i}" for i in range(MAX_DIMS)),
 )
+# Codes of dtypes are not amounts: their logarithm would mean nothing.
 _LOGGED = tuple(name for name in AMOUNTS if name not in ("matrix_dtype", "vector_dtype"))
 _COUNTS = (*_LOGGED, *COMMON_COUNTS, *RARE_COUNTS)
 _FLAGS = (*COMMON_FLAGS, *RARE_FLAGS)
@@ -265,6 +266,7 @@ def _users_and_depth(ops: list[Op]) -> tuple[list[int], list[int]]:
     for i, op in enumerate(ops):
         for source in op.operands:
             users[source] += 1
+        # Free ops add no depth: a chain of tuples takes no time.
         below = max((depth[source] for source in op.operands), default=0)
         depth[i] = below + (op.opcode not in FREE)
     return users, depth

@@ -11,7 +11,8 @@ from .values import Raw
 Attrs = dict[str, Any]
 Types = Sequence[TensorType]
 
-#: Attributes that do not change what is computed.
+#: Attributes that do not change what is computed, or that the reader handles itself (callees,
+#: function attributes).
 _DROPPED = frozenset(
     (
         "result_accuracy",
@@ -54,6 +55,7 @@ def normalise(opcode: str, attrs: Attrs, operands: Types, results: Types) -> Att
     Returns:
         The attributes of docs/ir.md, then the remaining ones as they are.
     """
+    # Rules take out (`pop`) what they rename: what is left keeps its name.
     rule = _RULES.get(opcode)
     normalised = rule(attrs, operands, results) if rule else {}
     for key, value in attrs.items():
@@ -106,6 +108,7 @@ def _windows(attrs: Attrs, sizes: Sequence[int], names: dict[str, str]) -> tuple
 
     def column(field: str, default: int) -> tuple[int, ...]:
         values = _ints(attrs.pop(names.get(field, field), None) or ())
+        # A single value stands for all dimensions (MLIR prints splats so).
         return values if len(values) == rank else (values or (default,))[:1] * rank
 
     pads = _pairs(attrs.pop("padding", None)) or ((0, 0),) * rank
@@ -133,6 +136,7 @@ def _convolution(attrs: Attrs, operands: Types, results: Types) -> Attrs:
     labels = _labels(numbers.text)
     kernel = labels[labels.index("_") + 1 : labels.index("->")]
     by_label = {label: operands[1].shape[i] for i, label in enumerate(kernel)}
+    # The window's sizes are the kernel's spatial dimensions, in the labels' order.
     sizes = [by_label[str(i)] for i in range(len(kernel) - 2)]
     return {
         "window": _windows(attrs, sizes, {}),
@@ -152,6 +156,7 @@ def _reduce_window(attrs: Attrs, operands: Types, results: Types) -> Attrs:
 def _broadcast(attrs: Attrs, operands: Types, results: Types) -> Attrs:
     for key in ("known_expanding_dimensions", "known_nonexpanding_dimensions"):
         attrs.pop(key, None)
+    # The old `broadcast` puts new dimensions in front.
     if "broadcast_sizes" in attrs:
         added = len(_ints(attrs.pop("broadcast_sizes")))
         return {"dimensions": tuple(range(added, len(results[0].shape)))}
@@ -221,6 +226,7 @@ def _scatter(attrs: Attrs, operands: Types, results: Types) -> Attrs:
 
 def _compare(attrs: Attrs, operands: Types, results: Types) -> Attrs:
     kind = attrs.pop("compare_type", None)
+    # Other kinds follow from the operands' type, so HLO leaves them out.
     extra = {"type": kind} if kind == "TOTALORDER" else {}
     return {"direction": str(attrs.pop("comparison_direction", "")), **extra}
 
@@ -252,6 +258,7 @@ def _sort(attrs: Attrs, operands: Types, results: Types) -> Attrs:
     dimension = int(attrs.pop("dimension", -1))
     rank = len(operands[0].shape)
     return {
+        # -1 is StableHLO's default, the last dimension.
         "dimension": dimension + rank if dimension < 0 else dimension,
         "is_stable": bool(attrs.pop("is_stable", False)),
     }
@@ -260,6 +267,7 @@ def _sort(attrs: Attrs, operands: Types, results: Types) -> Attrs:
 def _channel(attrs: Attrs) -> Attrs:
     handle = _struct(attrs.pop("channel_handle", None))
     number = handle.get("handle")
+    # StableHLO writes 0 where HLO has no channel.
     return {"channel_id": number if isinstance(number, int) and number > 0 else None}
 
 

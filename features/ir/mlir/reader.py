@@ -92,6 +92,8 @@ class ModuleReader:
             for name, (op, _) in self.starts.items()
             if self._attributes(op).get("sym_visibility", "public") == "public"
         ]
+        # Exports of other frameworks may name their entry differently; one public function is
+        # unambiguous.
         if len(public) == 1:
             return public[0]
         raise ProgramError(
@@ -122,6 +124,7 @@ class ModuleReader:
         values: dict[str, Any] = {}
         cache = self.attributes
         for name, attribute in op.attributes.items():
+            # Printing an attribute is slow; equal ones are one object and are printed once.
             if attribute not in cache:
                 cache[attribute] = read_value(str(attribute))
             values[name] = cache[attribute]
@@ -137,6 +140,7 @@ class ModuleReader:
             raise ProgramError(f"function @{name} {what}", where=self.origin)
         self.open.add(name)
         function, start = self.starts[name]
+        # The walk's counter jumps to the function's place and back.
         outer, self.index = self.index, start + 1
         region = function.regions[0]
         if not len(region.blocks):
@@ -178,12 +182,15 @@ class ModuleReader:
     def _finish(self, scope: _Scope, captured: tuple[Any, ...]) -> None:
         """Number the captured parameters and hand the computation over."""
         ops = scope.computation.ops
+        # Captured values are numbered behind the region's own arguments, in the same order for all
+        # regions.
         formal = sum(op.opcode == "parameter" for op in ops) - len(scope.captured)
         for offset, value in enumerate(captured):
             position = scope.captured.get(value)
             if position is None:
                 position = self._capture(scope, value)
             ops[position].attrs["index"] = formal + offset
+        # An empty region or a function without a return: HLO needs a root.
         if scope.computation.root < 0:
             scope.computation.root = scope.add(Op(self._name("tuple"), "tuple", is_tuple=True))
         self.program.computations[scope.computation.name] = scope.computation
@@ -356,6 +363,7 @@ class ModuleReader:
 
     def _groups(self, value: Any) -> Groups:
         if isinstance(value, tuple) and not isinstance(value, Raw):
+            # An empty list means all devices; with one device it stays empty, as XLA prints it.
             total = self.program.num_replicas * self.program.num_partitions
             return expand_lists(value, total if total > 1 else 0)
         text = value.text if isinstance(value, Raw) else str(value)

@@ -56,6 +56,7 @@ def read_types(text: str) -> tuple[tuple[TensorType, ...], bool]:
     if text.startswith("tuple<"):
         parts = [read_types(part)[0] for part in split_top(text[6:-1])]
         return tuple(leaf for part in parts for leaf in part), True
+    # Asynchronous values are read like tuples of what they will hold.
     if text.startswith(("!stablehlo.future<", "!mhlo.async_bundle<")):
         parts = [read_types(part)[0] for part in split_top(text[text.index("<") + 1 : -1])]
         return tuple(leaf for part in parts for leaf in part), True
@@ -83,8 +84,10 @@ def _dtype(text: str) -> str:
         # Odd widths (i3, i17) are stored in the next wider type.
         width = next((w for w in _WIDTHS if w >= int(match[2])), 64)
         return f"{'u' if match[1] == 'u' else 's'}{width}"
+    # MLIR's index type has the width of a pointer.
     if text == "index":
         return "s64"
+    # TF32 is stored in 32 bits.
     if text == "tf32":
         return "f32"
     if text.endswith(".token") or text in ("none", "token"):

@@ -20,6 +20,7 @@ _STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
 _ESCAPE = re.compile(rb"\\([0-9A-Fa-f]{2}|.)", re.DOTALL)
 _ARRAY = re.compile(r"array<(\w+)(?:: (.*))?>$", re.DOTALL)
 _DENSE = re.compile(r"dense<(.*)> : \w+<((?:\d+x)*)(\w+)>$", re.DOTALL)
+# Such as `#stablehlo<comparison_direction LT>`.
 _ENUM = re.compile(r"#\w+<\w+ (\w+)>$")
 _STRUCT = re.compile(r"#[\w.]+<(.*)>$", re.DOTALL)
 _ELEMENT = re.compile(r"0x[0-9A-Fa-f]+|true|false|-?\d[\d.]*(?:[eE][-+]?\d+)?")
@@ -102,6 +103,7 @@ def _dialect_attribute(text: str) -> object:
     if match := _ENUM.match(text):
         return match[1]
     match = _STRUCT.match(text)
+    # Replica groups have a parser of their own for every notation (ir/replica_groups.py).
     if match is None or ".replica_group_mesh_axes<" in text:
         return Raw(text)
     entries = split_top(match[1])
@@ -124,6 +126,7 @@ def _dense(text: str) -> object:
     else:
         values = np.asarray(json.loads(body) if body else [], dtype=_DTYPES[element])
     size = math.prod(shape)
+    # A splat is printed once.
     if values.size == 1 and size != 1:
         values = np.full(size, values.reshape(-1)[0])
     return _nested(values.reshape(shape).tolist())
@@ -142,6 +145,7 @@ def read_literal(text: str, kind: TensorType) -> Any:
     if not text.startswith("dense<"):
         return None
     body = text[6 : text.rfind("> : ")]
+    # Hexadecimal or left out: no rule needs the values of large constants.
     if '"' in body or "__elided__" in body:
         return None
     parts = [_element(item, kind.dtype) for item in _ELEMENT.findall(body)]
@@ -165,6 +169,7 @@ def _element(text: str, dtype: str) -> bool | int | float:
 
 def _from_bits(bits: int, dtype: str) -> float:
     """Value of a float that MLIR prints as its bits (infinities and NaN)."""
+    # bf16 is the upper half of an f32.
     if dtype == "bf16":
         return float(struct.unpack("<f", struct.pack("<I", bits << 16))[0])
     formats = {"f16": ("<H", "<e"), "f64": ("<Q", "<d"), "c128": ("<Q", "<d")}

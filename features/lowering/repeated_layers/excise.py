@@ -86,6 +86,8 @@ class _Seams:
         ]
         self.labels = []
         for labels in repeats.layer_of:
+            # A run of one block less (the first or last layer differs) has a tail or head of that
+            # layer.
             lacking = set(range(repeats.layers)) - set(labels)
             self.labels.append((*labels, lacking.pop() if len(lacking) == 1 else -1))
 

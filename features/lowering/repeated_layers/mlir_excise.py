@@ -55,6 +55,7 @@ def _body(block: Any) -> tuple[Any, ...]:
     signatures = []
     for op in block.operations:
         operation = op.operation
+        # Values captured from outside the region are not told apart.
         reads = tuple(values.get(value, -1) for value in operation.operands)
         for result in operation.results:
             values[result] = len(values)

@@ -136,6 +136,7 @@ def _one_process(
             target_config=target.config,
             folder=str(target.compiler.folder or ""),
             shapes=tuple(shapes),
+            # The user's flags win over the target's.
             flags={**dict(target.flags), **settings.flags},
         )
         (folder / "job.json").write_text(json.dumps(asdict(job)))
@@ -206,6 +207,7 @@ def shown(what: str, count: int, show: bool) -> Iterator[Any]:
 def _results(
     folder: Path, count: int, origin: str, target: CompileTarget
 ) -> Iterator[CompiledModule | LoweringError]:
+    # Results come in order: the first that is missing is where the process ended.
     for number in range(count):
         path = folder / f"result{number}.json"
         if not path.is_file():

@@ -102,6 +102,7 @@ def is_elementwise(node: Node) -> bool:
 
 def splat(node: Node) -> Any:
     """The one value of all elements; ``None`` if it is not known or there are several."""
+    # Repeating or renaming a single value leaves it the same.
     while node.opcode in ("broadcast", "reshape"):
         node = node.operands[0]
     if node.opcode != "constant":
@@ -185,6 +186,7 @@ def _sink(node: Node) -> Node | None:
         return None
     scalars = []
     for operand in node.operands:
+        # Only broadcasts of scalars: other ones would need matching dimensions.
         if operand.opcode != "broadcast" or operand.operands[0].type.shape:
             return None
         scalars.append(operand.operands[0])

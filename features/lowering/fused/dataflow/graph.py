@@ -162,6 +162,7 @@ class _Builder:
         return self._graph(comp, parameters, list(parameters))
 
     def _graph(self, comp: Computation, parameters: list[Node], arguments: list[Value]) -> Graph:
+        # Effects belong to the graph that they occur in.
         outside, self.effects = self.effects, []
         value = self._inline(comp, arguments)
         effects, self.effects = self.effects, outside
@@ -200,6 +201,7 @@ class _Builder:
 
     def _control(self, op: Op, inputs: list[Value]) -> Value:
         """A loop or conditional, whose bodies get every array that is handed to any of them."""
+        # A conditional's first operand chooses the branch and is not handed on.
         test = [] if op.opcode == "while" else flatten(inputs[0])
         given = [split(value) for value in inputs[len(test) :]]
         bodies = [self.program.computations[name] for name in op.called]
@@ -220,6 +222,7 @@ class _Builder:
         if branch >= 0:
             arguments = arguments[branch : branch + 1]
         graph = self._graph(comp, parameters, arguments)
+        # One output for each array, whatever the tuple's nesting.
         graph.outputs = [leaf for node in graph.outputs for leaf in flatten(split(node))]
         return graph
 
@@ -230,6 +233,7 @@ def sink_constants(graph: Graph) -> None:
     Compilers do so, and captured values of StableHLO are elements of HLO's state of loops.
     """
     for node in graph.nodes():
+        # Operand 0 of a conditional is its predicate, which no branch receives.
         shift = 1 if node.opcode == "conditional" else 0
         for inner in node.graphs:
             known = {

@@ -62,6 +62,7 @@ def _transpose(node: Node) -> Node | None:
     if inner.opcode == "broadcast":
         place = {old: new for new, old in enumerate(order)}
         dims = tuple(place[d] for d in inner.attrs.get("dimensions", ()))
+        # A broadcast maps dimensions in ascending order; others would need a transpose first.
         if dims == tuple(sorted(dims)):
             return Node("broadcast", [inner.operands[0]], node.results, {"dimensions": dims})
     moved = [d for d in order if inner.type.shape[d] != 1]
@@ -77,6 +78,7 @@ def _broadcast(node: Node) -> Node | None:
     shape = node.type.shape
     if inner.type.shape == shape:
         return inner
+    # A dimension of size one is repeated, which HLO's broadcast may not do: it is dropped first.
     kept = [i for i, d in enumerate(dims) if inner.type.shape[i] != 1]
     if len(kept) < len(dims):
         small = reshape(inner, tuple(inner.type.shape[i] for i in kept), node)
@@ -114,6 +116,7 @@ def _slice_of_concatenate(node: Node, inner: Node) -> Node | None:
     offset = 0
     for operand in inner.operands:
         size = operand.type.shape[along]
+        # A slice across two operands keeps the concatenation.
         if offset <= begin and end <= offset + size:
             limits = list(node.attrs["slice"])
             limits[along] = (begin - offset, end - offset, step)

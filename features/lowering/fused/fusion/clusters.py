@@ -57,6 +57,7 @@ class Clusters:
         # Floats, so that a copy can be put between two nodes without renumbering (`insert`).
         self.position = {id(node): float(i) for i, node in enumerate(self.nodes)}
         self.by_root: dict[int, Cluster] = {}
+        # Results of the graph have to be written, whoever else reads them.
         self.kept: set[int] = {id(source_of(node)) for node in graph.outputs}
         #: Clusters that read a node's value, by the node's id.
         self.readers: dict[int, dict[int, Cluster]] = {}
@@ -99,6 +100,7 @@ class Clusters:
         for node in nodes:
             for operand in node.operands:
                 source = source_of(operand)
+                # Constants are written into each kernel that needs them.
                 if id(source) not in inside and source.opcode != "constant":
                     inputs[id(source)] = source
         cluster.inputs = list(inputs.values())

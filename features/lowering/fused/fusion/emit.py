@@ -103,7 +103,9 @@ class ComputationWriter:
                     done.add(id(cluster))
                     order.append(cluster)
                     continue
+                # Depth first with a stack of its own: what a cluster reads is written before it.
                 stack.append((cluster, True))
+                # Reversed, since the stack gives back the last one first: the program's order stays.
                 waiting = [p for p in self.clusters.producers(cluster) if id(p) not in done]
                 stack.extend((p, False) for p in reversed(waiting) if p is not cluster)
         return order
@@ -176,6 +178,7 @@ class ComputationWriter:
             if node.opcode == "conditional":
                 types = tuple(t for o in node.operands[1:] for t in o.results)
                 state = Op("", "tuple", tuple(operands[1:]), types, is_tuple=True)
+                # HLO hands each branch one operand: all get the same tuple.
                 operands = [operands[0]] + [self._append(state)] * len(called)
             elif attrs.get("trip_count") is not None:
                 # A GPU runs a loop of known length without asking its condition.
@@ -238,6 +241,7 @@ class _Fused:
 
     def _parameter(self, node: Node) -> int:
         """A parameter for a value from outside; views of it are taken inside."""
+        # Keyed by the op outside: a value and its views become one parameter.
         outer = self.writer._value(node)
         parameter = self.parameters.get(outer)
         if parameter is None:

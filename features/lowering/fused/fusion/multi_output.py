@@ -172,6 +172,7 @@ def hero_of(root: Node, cluster: Cluster) -> Node:
         sources = [source_of(o) for o in node.operands if source_of(o).opcode != "constant"]
         if len(sources) != 1 or id(sources[0]) not in inside:
             return root
+        # A size change (broadcast, slice) between hero and root would need other threads.
         if sources[0].size != root.size and sources[0].opcode != "reduce":
             return root
         node = sources[0]

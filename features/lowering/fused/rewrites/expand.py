@@ -85,6 +85,7 @@ def _chooser(program: Program, dtype: str, rank: int) -> str:
     ops.append(Op(f"{name}.c", "compare", (0, count), (TensorType("pred"),), {"direction": "GE"}))
     chosen = []
     for i, t in enumerate(types):
+        # Value and positions are selected together, by one comparison of the values.
         chosen.append(len(ops))
         ops.append(Op(f"{name}.s{i}", "select", (2 * count, i, count + i), (t,)))
     ops.append(Op(f"{name}.t", "tuple", tuple(chosen), tuple(types), is_tuple=True))

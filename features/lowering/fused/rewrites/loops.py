@@ -30,6 +30,7 @@ def drop_dead_state(graph: Graph) -> None:
 def _drop(graphs: list[Graph], live: set[int]) -> None:
     condition, body = graphs
     places = {id(node): i for i, node in enumerate(body.parameters)}
+    # What the condition reads decides how often the loop runs, so it is live.
     tested = {id(node) for node in topological(condition.outputs)}
     live |= {i for i, node in enumerate(condition.parameters) if id(node) in tested}
     # Backwards from what is read: an element is live if a live element's next value needs it.
@@ -79,6 +80,7 @@ def _equal_counters(loop: Node) -> dict[int, int]:
         start = splat(loop.operands[i])
         if parameter.type.shape or len(steps) != 1 or steps[0] is None or start is None:
             continue
+        # Same start, same step, same type: equal in every iteration.
         first = known.setdefault((parameter.type, steps[0], start), i)
         if first != i:
             same[i] = first
@@ -119,6 +121,7 @@ def _is_given(node: Node) -> bool:
 
 def _own_start(start: Node, loop: Node) -> Node:
     """A loop's own copy of a start value; a constant is written again instead."""
+    # Filling an array is cheaper than copying one, and can join other fills.
     if splat(start) is not None and start.type.shape:
         return Node("broadcast", *_parts(start), source=loop.source)
     return Node("copy", [start], start.results, source=loop.source)

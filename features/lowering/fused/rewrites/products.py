@@ -42,6 +42,7 @@ def canonical_dots(graph: Graph) -> None:
         node.operands = [replaced.get(id(o), o) for o in node.operands]
         if node.opcode == "dot":
             mine = users[id(node)]
+            # C = A·B transposed is Bᵀ·Aᵀ: swapping the operands saves the transpose of the result.
             turn = len(mine) == 1 and id(node) not in outputs and _is_swap(mine[0], node)
             if turn:
                 swapped.add(id(mine[0]))
@@ -113,6 +114,7 @@ def _matched(sides: Sequence[_Operand]) -> list[_Operand]:
 
 def _prepared(side: _Operand, position: int) -> tuple[Node, str]:
     """The operand reshaped to one dimension for each role, and the roles in that order."""
+    # A transposed operand is read in its original order if a library can (TransposeFolding).
     through = _through_transpose(side)
     if through is not None and _order(through):
         side = through
@@ -183,6 +185,7 @@ def merge_dots(graph: Graph) -> None:
             continue
         for side in (0, 1):
             attrs = tuple(sorted((k, repr(v)) for k, v in node.attrs.items()))
+            # Operands that are concatenated need one dtype.
             other = node.operands[1 - side].type.dtype
             key = (id(node.operands[side]), side, attrs, node.type.dtype, other)
             groups.setdefault(key, []).append(node)

@@ -129,6 +129,7 @@ def _add(node: Node) -> Node | None:
     for this, other in (node.operands, node.operands[::-1]):
         if is_splat(this, 0):
             return other
+        # Gradients of embeddings: XLA then updates the other summand in place.
         into_zeros = this.opcode == "scatter" and is_splat(this.operands[0], 0)
         if into_zeros and not this.is_tuple and this is not other:
             operands = [other, *this.operands[1:]]
@@ -253,6 +254,7 @@ def _reduce(node: Node) -> Node | None:
         return None
     order = tuple(source.attrs["dimensions"])
     kept = [order[d] for d in range(len(order)) if d not in dims]
+    # The result would come transposed.
     if kept != sorted(kept):
         return None
     attrs = {**node.attrs, "dimensions": tuple(sorted(order[d] for d in dims))}

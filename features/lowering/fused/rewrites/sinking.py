@@ -24,6 +24,7 @@ def sink_transposes(graph: Graph) -> None:
     for node in graph.nodes():
         node.operands = [replaced.get(id(o), o) for o in node.operands]
         if node.opcode == "transpose":
+            # Only their layouts are fixed by a library; other transposes are fused anyway.
             if source_of(node.operands[0]).opcode in ("dot", "convolution"):
                 sinkable.add(id(node))
             continue
