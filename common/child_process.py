@@ -89,7 +89,7 @@ class Channel:
         self._lock = threading.Lock()
 
     def __iter__(self) -> Iterator[bytes]:
-        """Requests, until the parent closes the channel."""
+        """Yield requests until the parent closes the channel."""
         stream = sys.stdin.buffer
         while len(head := stream.read(LENGTH_BYTES)) == LENGTH_BYTES:
             yield stream.read(int.from_bytes(head, "little"))

@@ -63,7 +63,7 @@ class ChromeTrace:
         self._events.append(event)
 
     def to_dict(self) -> dict[str, object]:
-        """The trace as plain data."""
+        """Return the trace as plain data."""
         # displayTimeUnit only sets the viewer's axis; times stay in microseconds.
         return {"traceEvents": self._events, "displayTimeUnit": "ms"}
 

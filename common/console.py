@@ -29,7 +29,7 @@ class PlainConsole(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Segments of something to print, without control characters in their text."""
+        """Render something to segments without control characters in their text."""
         for segment in super().render(renderable, options):
             # Rich's own control segments (cursor, progress) pass; text is escaped.
             if segment.control or segment.text.isprintable():

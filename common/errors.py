@@ -20,7 +20,7 @@ class OpcastError(Exception):
         super().__init__(what)
 
     def __str__(self) -> str:
-        """One line: ``where: what. hint``."""
+        """Format as one line: ``where: what. hint``."""
         head = f"{self.where}: {self.what}" if self.where else self.what
         return f"{head} ({self.hint})" if self.hint else head
 

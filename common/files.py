@@ -39,7 +39,7 @@ MAX_EXPANDED = 2**31
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path to write to; the file there takes the place of ``path`` when the block ends.
+    """Give a path to write to; its file takes the place of ``path`` when the block ends.
 
     Several processes may do this at once: each has a file of its own, and the last one stays.
 
@@ -85,7 +85,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> FileError:
-    """The error to raise for a file that cannot be written."""
+    """Return the error to raise for a file that cannot be written."""
     return FileError(
         f"cannot be written: {error.strerror or error}",
         where=str(path),
@@ -94,7 +94,7 @@ def cannot_write(path: Path, error: OSError) -> FileError:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Data of a JSON text.
+    """Parse a JSON text.
 
     Raises:
         ValueError: It is not JSON, or nests too deep.
@@ -106,7 +106,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """Plain data of a YAML text: numbers, texts, lists, mappings.
+    """Parse a YAML text to plain data: numbers, texts, lists, mappings.
 
     Raises:
         ValueError: It is not YAML, has a tag that names an object or an alias (a few lines of which
@@ -122,7 +122,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def yaml_loader() -> Any:
-    """The fastest loader that makes plain data only."""
+    """Return the fastest loader that makes plain data only."""
     import yaml
 
     return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -152,7 +152,7 @@ def check_yaml(text: str) -> None:
 
 
 def gunzip(data: bytes, limit: int = MAX_EXPANDED) -> bytes:
-    """Content of a ``.gz`` file.
+    """Unpack a ``.gz`` file.
 
     Raises:
         ValueError: It is not a gzip file, is truncated, or holds more than ``limit`` bytes.
@@ -170,7 +170,7 @@ def gunzip(data: bytes, limit: int = MAX_EXPANDED) -> bytes:
 
 
 def printable(text: str) -> str:
-    """Text whose control characters, on which a terminal acts, are written as escapes."""
+    """Write control characters, on which a terminal acts, as escapes."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else _escaped(c) for c in text)
@@ -181,7 +181,7 @@ def _escaped(char: str) -> str:
 
 
 def _new_file(path: Path) -> Path:
-    """An empty file beside ``path`` that no other process has; those of killed ones go."""
+    """Make an empty file beside ``path`` for this process alone; remove those of killed ones."""
     # Hidden, and short enough with its suffix for file systems that allow 255 bytes.
     start = f".{path.name[-80:]}."
     for old in path.parent.glob(f"{glob.escape(start)}*{PARTIAL}"):

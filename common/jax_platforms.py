@@ -18,7 +18,7 @@ _PLUGINS = ("jax_plugins", "libtpu")
 
 
 def device_files() -> list[str]:
-    """Files of GPUs and TPUs on this machine, found without starting JAX."""
+    """Return the files of GPUs and TPUs on this machine, found without starting JAX."""
     return sorted(str(p) for pattern in _DEVICE_FILES for p in Path("/dev").glob(pattern))
 
 

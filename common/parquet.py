@@ -21,7 +21,7 @@ _VALUE_BYTES = 8
 def read_table(
     path: Path, columns: Sequence[str] | None = None, filters: Any | None = None
 ) -> pd.DataFrame:
-    """A parquet file as a frame.
+    """Read a parquet file into a frame.
 
     Args:
         path: The file.
@@ -65,7 +65,7 @@ def _check_size(metadata: Any, path: Path) -> None:
 
 
 def memory_bytes() -> float:
-    """Bytes of memory that the machine has."""
+    """Return the bytes of memory that the machine has."""
     try:
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (ValueError, OSError):

@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def home() -> Path:
-    """The user's folder: ``$OPCAST_CACHE``, else ``opcast`` in the XDG cache folder."""
+    """Return the user's folder: ``$OPCAST_CACHE``, else ``opcast`` in the XDG cache folder."""
     if override := os.environ.get("OPCAST_CACHE"):
         return Path(override)
     base = os.environ.get("XDG_CACHE_HOME")

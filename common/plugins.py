@@ -14,7 +14,7 @@ from .errors import OpcastError
 
 
 def found(group: str) -> dict[str, EntryPoint]:
-    """Entry points of a group by name; the names are sorted."""
+    """Return the entry points of a group by name; the names are sorted."""
     # A name that two packages define belongs to the one found last.
     points = {point.name: point for point in entry_points(group=group)}
     return dict(sorted(points.items()))

@@ -73,13 +73,13 @@ PERCENTAGES = ("mape", "median_ape", "largest", "bias", "coverage", "in_domain")
 
 
 def in_percent(figures: pd.DataFrame) -> pd.DataFrame:
-    """Shares as percentages with one decimal, for printing."""
+    """Convert shares to percentages with one decimal, for printing."""
     shares = [c for c in PERCENTAGES if c in figures]
     return figures.assign(**{c: (100 * figures[c]).round(1) for c in shares})
 
 
 def percent(wide: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
-    """Shares as text in per cent with one decimal, ``–`` where there is none."""
+    """Write shares in per cent with one decimal, ``–`` where there is none."""
     shown = wide.copy()
     for column in (c for c in wide.columns if c not in names):
         shown[column] = [f"{100 * v:.1f}" if v == v else "–" for v in wide[column]]

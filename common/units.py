@@ -6,7 +6,7 @@ _UNITS = ((1e6, "s"), (1e3, "ms"), (1.0, "µs"))
 
 
 def duration(us: float) -> str:
-    """Microseconds with a readable unit, three significant digits."""
+    """Write microseconds with a readable unit, three significant digits."""
     for scale, unit in _UNITS:
         if abs(us) >= scale:
             return f"{us / scale:.3g} {unit}"
@@ -14,7 +14,7 @@ def duration(us: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes with a binary unit."""
+    """Write bytes with a binary unit."""
     for unit in ("B", "KiB", "MiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

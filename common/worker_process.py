@@ -41,7 +41,7 @@ class WorkerTimeout(Exception):
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module of opcast; the folder it is run in stays off its path."""
+    """Make the command that runs a module of opcast; its folder stays off the path."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
@@ -51,7 +51,7 @@ def worker_environment(
     without: Collection[str] = (),
     memory_bytes: int = 0,
 ) -> dict[str, str]:
-    """This process's environment, in which a worker imports the same packages from the same places.
+    """Copy this process's environment so that a worker imports the same packages.
 
     Args:
         variables: Variables to set.
@@ -132,7 +132,7 @@ class WorkerProcess:
         return self._process.pid
 
     def status(self) -> int | None:
-        """Exit status, or the negative number of the signal that ended it; ``None`` if it runs."""
+        """Return the exit status, or minus the signal that ended it; ``None`` if it still runs."""
         return self._process.poll()
 
     def send(self, message: bytes, timeout_s: float | None = None) -> None:
@@ -147,7 +147,7 @@ class WorkerProcess:
         self._exchange(lambda: not self._unsent, timeout_s)
 
     def receive(self, timeout_s: float | None = None) -> bytes:
-        """The next message of the worker.
+        """Return the next message of the worker.
 
         Raises:
             WorkerEnded: The worker is gone.
@@ -160,7 +160,7 @@ class WorkerProcess:
         return message
 
     def ending(self) -> tuple[int, str]:
-        """How a worker that closed its output ended: its status, and that in words."""
+        """Tell how a worker that closed its output ended: its status, and that in words."""
         try:
             status = self._process.wait(_END_S)
         except subprocess.TimeoutExpired:  # it closed its output and stays
@@ -174,7 +174,7 @@ class WorkerProcess:
             return status, f"signal {-status}"
 
     def errors(self) -> str:
-        """The end of what it wrote to standard error, as far as that is kept."""
+        """Return the end of what it wrote to standard error, as far as that is kept."""
         if self._errors is None or self._errors.closed:
             return ""
         file = self._errors.fileno()
@@ -183,7 +183,7 @@ class WorkerProcess:
         return os.pread(file, _TAIL_BYTES, start).decode(errors="replace")
 
     def last_error(self, length: int = 300) -> str:
-        """The last line of :meth:`errors` that is not empty, cut to a length."""
+        """Return the last line of :meth:`errors` that is not empty, cut to a length."""
         lines = [line.strip() for line in self.errors().splitlines() if line.strip()]
         return lines[-1][:length] if lines else ""
 
@@ -203,7 +203,7 @@ class WorkerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _frame_bytes(self) -> int:
-        """Bytes of the oldest message with its length, or of the length if that is not there."""
+        """Count the bytes of the oldest message with its length; just the length if absent."""
         if len(self._received) < LENGTH_BYTES:
             return LENGTH_BYTES
         return LENGTH_BYTES + int.from_bytes(self._received[:LENGTH_BYTES], "little")

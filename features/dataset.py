@@ -108,11 +108,11 @@ class Dataset:
         return bool(operators.any())
 
     def select(self, mask: Sequence[bool] | np.ndarray | pd.Series) -> Dataset:
-        """Rows where ``mask`` holds, with the same run records."""
+        """Select the rows where ``mask`` holds, with the same run records."""
         return Dataset(self.frame[np.asarray(mask)].reset_index(drop=True), self.runs)
 
     def at_level(self, *levels: str) -> Dataset:
-        """Rows of the given levels."""
+        """Select the rows of the given levels."""
         return self.select(self.frame["level"].isin(levels))
 
     def __len__(self) -> int:
@@ -188,7 +188,7 @@ def _told_apart(
 
 
 def sample_frame(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
-    """A frame with exactly the dataset's columns and types.
+    """Make a frame with exactly the dataset's columns and types.
 
     Raises:
         DatasetError: A column is missing.
@@ -224,7 +224,7 @@ def _columns(frame: pd.DataFrame) -> list[str]:
 
 
 def sample_ids(frame: pd.DataFrame) -> list[str]:
-    """Digests that identify samples, from :data:`IDENTITY` and :data:`DEFAULT_IDENTITY`.
+    """Make the digests that identify samples, see :data:`IDENTITY` and :data:`DEFAULT_IDENTITY`.
 
     Args:
         frame: Rows with the dataset's columns, ``sample_id`` apart.
@@ -240,7 +240,7 @@ def sample_ids(frame: pd.DataFrame) -> list[str]:
 
 
 def record_path(folder: Path, run_id: str) -> Path:
-    """The file of a run's record."""
+    """Return the file of a run's record."""
     return folder / f"run-{run_id}.json"
 
 
@@ -251,7 +251,7 @@ def write_record(folder: Path, run_id: str, record: Mapping[str, object]) -> Non
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The record of a run.
+    """Read the record of a run.
 
     Raises:
         DatasetError: It cannot be read, or does not name its device.

@@ -87,7 +87,7 @@ def op_bytes(op: Op, comp: Computation) -> tuple[float, float]:
 
 
 def _keeps_order(op: Op, operand: Op) -> bool:
-    """Whether a transpose only renames dimensions: elements lie in memory as they did."""
+    """Return whether a transpose only renames dimensions: elements lie in memory as they did."""
     dims = op.attrs.get("dimensions", ())
     after, before = op.type, operand.type
     rank = len(dims)
@@ -114,7 +114,7 @@ def _update_operands(op: Op, operands: Sequence[Op]) -> Sequence[Op]:
 
 
 def _start_bytes(op: Op, operands: Sequence[Op]) -> tuple[float, float]:
-    """Bytes of an asynchronous start, whose result may repeat the operands and add contexts."""
+    """Count the bytes of a start, whose result may repeat the operands and add contexts."""
     read = _total(operands)
     # These return what they write; other starts return (operands, results, contexts).
     if op.opcode in ("all-reduce-start", "send", "recv") or not op.is_tuple:
@@ -130,7 +130,7 @@ def _start_bytes(op: Op, operands: Sequence[Op]) -> tuple[float, float]:
 
 
 def fusion_bytes(inner: Computation) -> tuple[float, float]:
-    """Bytes that a fusion reads and writes.
+    """Count the bytes that a fusion reads and writes.
 
     Args:
         inner: The fused computation.
@@ -143,7 +143,7 @@ def fusion_bytes(inner: Computation) -> tuple[float, float]:
 
 
 def fusion_traffic(inner: Computation) -> tuple[dict[int, float], list[float]]:
-    """Bytes that a fusion reads of each parameter and writes of each result.
+    """Count the bytes that a fusion reads of each parameter and writes of each result.
 
     What each op needs of its operands is followed from the results back to the parameters: a
     slice needs a part, an elementwise op the part that is needed of itself, a contraction
@@ -189,7 +189,7 @@ def fusion_traffic(inner: Computation) -> tuple[dict[int, float], list[float]]:
 
 
 def _written(ops: Sequence[Op], output: int, in_place: set[int]) -> float:
-    """Bytes written for one output; the updates that run in place are added to ``in_place``."""
+    """Count the bytes written for one output; in-place updates are added to ``in_place``."""
     chain: list[int] = []
     position = output
     while True:

@@ -219,7 +219,7 @@ def _operand_size(op: Op, comp: Computation, position: int = 0) -> int:
 
 
 def _dot(op: Op, comp: Computation, program: Program) -> Work:
-    """``2 · result elements · contracted elements``; complex products count as one product."""
+    """Count ``2 · result elements · contracted elements``; complex products count as one."""
     shape = comp.ops[op.operands[0]].results[0].shape
     depth = prod([shape[d] for d in op.attrs.get("lhs_contracting_dims", ())])
     return 2.0 * op.results[0].size * depth, 0.0
@@ -266,7 +266,7 @@ def _map(op: Op, comp: Computation, program: Program) -> Work:
 
 
 def _sort(op: Op, comp: Computation, program: Program) -> Work:
-    """``n · ⌈log2 n⌉`` for all ``n`` elements of the first operand, as XLA counts."""
+    """Return ``n · ⌈log2 n⌉`` for all ``n`` elements of the first operand, as XLA counts."""
     n = _operand_size(op, comp)
     # ⌈log2 n⌉ of an integer without floating point.
     return float(n * max(0, n - 1).bit_length()), 0.0
@@ -281,14 +281,14 @@ def _all_reduce(op: Op, comp: Computation, program: Program) -> Work:
 
 
 def _cholesky(op: Op, comp: Computation, program: Program) -> Work:
-    """``n³ / 3`` for each matrix (Golub and Van Loan, Matrix Computations, 4.2)."""
+    """Return ``n³ / 3`` for each matrix (Golub and Van Loan, Matrix Computations, 4.2)."""
     result = op.results[0]
     # size is batch · n²; the last dimension is n.
     return result.size * result.shape[-1] / 3, 0.0
 
 
 def _triangular_solve(op: Op, comp: Computation, program: Program) -> Work:
-    """``n² · m`` for each solve with ``m`` right-hand sides (Golub and Van Loan, 3.1)."""
+    """Return ``n² · m`` for each solve with ``m`` right-hand sides (Golub and Van Loan, 3.1)."""
     return float(op.results[0].size * comp.ops[op.operands[0]].results[0].shape[-1]), 0.0
 
 
@@ -311,7 +311,7 @@ def _custom_call(op: Op, comp: Computation, program: Program) -> Work:
 
 
 def _start(op: Op, comp: Computation, program: Program) -> Work:
-    """Work of ``X-start``, which stands for an asynchronous ``X``."""
+    """Count the work of ``X-start``, which stands for an asynchronous ``X``."""
     base = op.opcode.removesuffix("-start")
     if base == "all-reduce":
         return _all_reduce(op, comp, program)

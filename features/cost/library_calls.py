@@ -68,7 +68,7 @@ ANNOTATIONS = frozenset(
 
 
 def is_annotation(op: Op) -> bool:
-    """Whether a custom call only carries a sharding, placement or layout."""
+    """Return whether a custom call only carries a sharding, placement or layout."""
     target = str(op.attrs.get("target", ""))
     return target in ANNOTATIONS or target.startswith("xla.sdy.")
 
@@ -113,7 +113,7 @@ def custom_call_flops(op: Op, operands: Sequence[TensorType]) -> Work:
 def fft_flops(
     source: TensorType, result: TensorType, lengths: Sequence[int], *, real: bool
 ) -> float:
-    """``5 N log2 N`` for each transform, half of it if one side is real (FFTW's convention).
+    """Return ``5 N log2 N`` for each transform, half of it if one side is real (FFTW's convention).
 
     Args:
         source: Input type.
@@ -131,7 +131,7 @@ def fft_flops(
 
 
 def top_k_flops(source: TensorType, values: TensorType) -> float:
-    """``n · ⌈log2(k + 1)⌉`` comparisons: every element against a heap of ``k``."""
+    """Return ``n · ⌈log2(k + 1)⌉`` comparisons: every element against a heap of ``k``."""
     k = values.shape[-1] if values.shape else 1
     return float(source.size * k.bit_length())
 
@@ -146,7 +146,7 @@ def _library_fft(op: Op, source: TensorType) -> float:
 
 
 def _gemm(op: Op, operands: Sequence[TensorType]) -> float:
-    """``2 · M · N · K``; K from the stated dimension numbers, otherwise from the three sizes."""
+    """Count ``2 · M · N · K``; K is from the dimension numbers, else from the three sizes."""
     lhs, rhs = operands[:2]
     out = op.results[0]
     numbers = op.config("gemm_backend_config").get("dot_dimension_numbers", {})
@@ -159,7 +159,7 @@ def _gemm(op: Op, operands: Sequence[TensorType]) -> float:
 
 
 def _library_conv(op: Op, operands: Sequence[TensorType], target: str) -> float:
-    """FLOPs of the forward convolution whose shapes the call states, whichever side it computes."""
+    """Count the FLOPs of the forward convolution whose shapes a call or gradient call states."""
     first, second = operands[:2]
     result = op.results[0]
     lhs, rhs, out = first, second, result
@@ -172,7 +172,7 @@ def _library_conv(op: Op, operands: Sequence[TensorType], target: str) -> float:
 
 
 def _attention(op: Op, operands: Sequence[TensorType], target: str) -> Work:
-    """Two products forward, five backward, and one exp for each score that the mask lets see."""
+    """Count two products forward, five backward, and one exp for each score not masked."""
     config = op.config("cudnn_fmha_backend_config")
     shape = config.get("intermediate_tensor_shape", {})
     dims = [int(d) for d in (shape.get("dimensions", ()) if isinstance(shape, dict) else ())]

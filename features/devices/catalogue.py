@@ -39,13 +39,13 @@ _REQUIRED = ("hbm_bandwidth_gbps", "memory_gb")
 
 
 def device_names() -> list[str]:
-    """Canonical names of all devices of the catalogue, sorted."""
+    """Return the canonical names of all devices of the catalogue, sorted."""
     return sorted(_files())
 
 
 @cache
 def _files() -> dict[str, Path]:
-    """Device files by canonical name; ours win over those of other packages."""
+    """Return the device files by canonical name; ours win over those of other packages."""
     folders = [Path(plugins.load(point)) for point in plugins.found(GROUP).values()]
     # The last one wins: a plug-in cannot replace a device that models were trained on.
     return {path.stem: path for folder in (*folders, _FOLDER) for path in folder.glob("*.yaml")}
@@ -71,12 +71,12 @@ def find_device(name: str) -> DeviceSpec:
 
 
 def in_catalogue(name: str) -> bool:
-    """Whether the catalogue has a device, by name or alias."""
+    """Return whether the catalogue has a device, by name or alias."""
     return _canonical(name) is not None
 
 
 def closest_names(name: str, count: int = 4) -> list[str]:
-    """Canonical names whose own name or an alias is most like ``name``, best first."""
+    """List canonical names that are, or have an alias, most like ``name``, best first."""
     known = _index()
     # Several aliases may name one device: more are asked for than are shown.
     close = difflib.get_close_matches(device_slug(name), known, n=4 * count, cutoff=0.0)
@@ -134,7 +134,7 @@ def _canonical(name: str) -> str | None:
 
 @cache
 def _index() -> dict[str, str]:
-    """Canonical name by slug of every name and alias."""
+    """Return the canonical name by slug of every name and alias."""
     names: dict[str, str] = {}
     for name in device_names():
         for alias in (name, *_catalogue_sheet(name).aliases):
@@ -207,14 +207,14 @@ def _fill_capability(target: str, values: Values, why: dict[str, str]) -> None:
 
 
 def _compiler(target: str, si: Values) -> dict[str, float | str]:
-    """What only a compiler asks for; empty if the file names no target."""
+    """Return what only a compiler asks for; empty if the file names no target."""
     if not target:
         return {}
     return {"target": target, **{key: si[key] for key in COMPILER_KEYS if key in si}}
 
 
 def _rates(values: Values) -> tuple[Values, Values]:
-    """Rates of matrix and vector unit by HLO type, in units of 1e12 FLOP/s."""
+    """Return the rates of matrix and vector unit by HLO type, in units of 1e12 FLOP/s."""
     matrix, vector = (
         {key.split(".")[1]: rate for key, rate in values.items() if key.startswith(f"{table}.")}
         for table in RATES

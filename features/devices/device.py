@@ -180,7 +180,7 @@ def _lookup(table: dict[str, float], dtype: str) -> float:
 
 
 def local_device_name() -> str:
-    """Canonical name of JAX's default device.
+    """Return the canonical name of JAX's default device.
 
     Returns:
         For a CPU its model and the cores that this process may use, such as

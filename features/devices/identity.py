@@ -74,7 +74,7 @@ class Comparison:
         return max(1 / low, high)
 
     def __str__(self) -> str:
-        """Such as ``0.55 x (arithmetic 0.52 x, bandwidth 0.58 x)``."""
+        """Format as ``0.55 x (arithmetic 0.52 x, bandwidth 0.58 x)``."""
         parts = [f"{name} {ratio:.2f} x" for name, ratio in self.ratios.items()]
         parts += [f"last cache {self.cache:.2f} x"] if self.cache != 1 else []
         return f"{self.overall:.2f} x ({', '.join(parts)})"
@@ -98,7 +98,7 @@ def compare_ceilings(now: DeviceSpec, then: DeviceSpec) -> Comparison:
 
 
 def is_measured(spec: DeviceSpec) -> bool:
-    """Whether a description was measured by a probe."""
+    """Return whether a description was measured by a probe."""
     return spec.source == MEASURED
 
 

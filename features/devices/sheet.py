@@ -167,7 +167,7 @@ def overlay(base: Sheet, own: Sheet) -> Sheet:
 
 
 def _f32_rate(values: dict[str, float]) -> float:
-    """FP32 rate by the first figure that gives it, for ratios only: units differ."""
+    """Return the FP32 rate by the first figure that gives it, for ratios only: units differ."""
     lanes = math.prod(values.get(key, 1.0) for key in (*_SCALE, "lanes_per_core"))
     return values.get("peak_tflops.f32", values.get("vector_tflops.f32", lanes))
 
@@ -176,7 +176,7 @@ _Wrong = Callable[..., DeviceError]
 
 
 def _load(path: Path) -> tuple[dict[str, object], _Lines]:
-    """Data of a YAML file, and the line of every key."""
+    """Load a YAML file's data, and the line of every key."""
     import yaml
 
     try:
@@ -200,7 +200,7 @@ def _load(path: Path) -> tuple[dict[str, object], _Lines]:
 def _key_lines(
     node: Any, path: Path, above: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Keys of a YAML tree with their line numbers; a repeated key is refused."""
+    """Yield the keys of a YAML tree with their line numbers; a repeated key is refused."""
     # PyYAML keeps the last of repeated keys without a word; the node tree still has both, with
     # lines.
     if getattr(node, "id", "") != "mapping" or len(above) > 1:
@@ -249,7 +249,7 @@ def _rates(value: object, table: str, wrong: _Wrong) -> Iterator[tuple[str, floa
 
 
 def _sources(value: object, values: dict[str, float], wrong: _Wrong) -> dict[str, str]:
-    """Source of each figure; a dotted key wins over its whole table."""
+    """Return the source of each figure; a dotted key wins over its whole table."""
     if not isinstance(value, dict):
         raise wrong("'sources' must map a source to the keys that it gives", "sources")
     tables: dict[str, str] = {}

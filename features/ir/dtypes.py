@@ -58,7 +58,7 @@ FLOAT, HALF, FLOAT8, INTEGER, PRED, COMPLEX, NONE = range(len(FAMILIES))
 
 
 def dtype_family(dtype: str) -> int:
-    """Family of an HLO type: FLOAT is f32 and f64, HALF is bf16 and f16."""
+    """Return the family of an HLO type: FLOAT is f32 and f64, HALF is bf16 and f16."""
     if dtype in ("f32", "f64"):
         return FLOAT
     if dtype in ("bf16", "f16"):

@@ -17,7 +17,7 @@ QUOTED = r'"(?:[^"\\]++|\\.)*+"'
 
 
 def _braces(depth: int) -> str:
-    """Pattern of a text in braces that nests up to ``depth`` deep; ``re`` has no recursion."""
+    """Build a pattern for text in braces up to ``depth`` deep; ``re`` has no recursion."""
     inner = rf"|{_braces(depth - 1)}" if depth else ""
     return rf'\{{(?:[^{{}}"]++|{QUOTED}{inner})*+\}}'
 
@@ -83,7 +83,7 @@ def _leaf(dtype: str, dims: str, layout: str, tiles: str) -> TensorType:
 
 
 def unquote(text: str) -> str:
-    """Value of a quoted string with C escapes."""
+    """Return the value of a quoted string with C escapes."""
     body = text[1:-1]
     return _ESCAPE.sub(_unescape, body) if "\\" in body else body
 
@@ -96,22 +96,22 @@ def _unescape(match: re.Match[str]) -> str:
 
 
 def read_int_tuple(text: str) -> tuple[int, ...]:
-    """``{1,2}`` → ``(1, 2)``."""
+    """Read ``{1,2}`` as ``(1, 2)``."""
     return tuple(map(int, _INTEGER.findall(text)))
 
 
 def read_int_groups(text: str) -> tuple[tuple[int, ...], ...]:
-    """``{{0,1},{2,3}}`` → ``((0, 1), (2, 3))``."""
+    """Read ``{{0,1},{2,3}}`` as ``((0, 1), (2, 3))``."""
     return tuple(read_int_tuple(group) for group in re.findall(r"\{([^{}]*)\}", text[1:-1]))
 
 
 def read_slice(text: str) -> tuple[tuple[int, int, int], ...]:
-    """``{[0:8:2], [1:4]}`` → ``((0, 8, 2), (1, 4, 1))``."""
+    """Read ``{[0:8:2], [1:4]}`` as ``((0, 8, 2), (1, 4, 1))``."""
     return tuple((int(a), int(b), int(s or 1)) for a, b, s in _SLICE.findall(text))
 
 
 def read_padding(text: str) -> tuple[tuple[int, int, int], ...]:
-    """``0_0x1_2_3`` → ``((0, 0, 0), (1, 2, 3))``."""
+    """Read ``0_0x1_2_3`` as ``((0, 0, 0), (1, 2, 3))``."""
     padding = []
     for item in text.split("x"):
         low, high, *interior = map(int, item.split("_"))
@@ -120,7 +120,7 @@ def read_padding(text: str) -> tuple[tuple[int, int, int], ...]:
 
 
 def read_window(text: str) -> tuple[WindowDim, ...]:
-    """``{size=3x3 pad=1_1x1_1 stride=2x2}`` → a :class:`WindowDim` for each dimension."""
+    """Read ``{size=3x3 pad=1_1x1_1 stride=2x2}`` as a :class:`WindowDim` for each dimension."""
     fields = dict(item.split("=", 1) for item in text.strip("{}").split())
     if "size" not in fields:
         return ()
@@ -152,7 +152,7 @@ def read_window(text: str) -> tuple[WindowDim, ...]:
 
 
 def read_backend_config(text: str) -> dict[str, Any] | str:
-    """A dictionary if the (quoted or plain) text is a JSON object, otherwise the text."""
+    """Read a dictionary if the (quoted or plain) text is a JSON object, otherwise the text."""
     plain = unquote(text) if text.startswith('"') else text
     if plain.startswith("{"):
         try:
@@ -165,7 +165,7 @@ def read_backend_config(text: str) -> dict[str, Any] | str:
 
 
 def read_value(text: str) -> object:
-    """Value of an attribute that has no notation of its own: bool, number, tuple or string."""
+    """Read an attribute that has no notation of its own: bool, number, tuple or string."""
     if text in ("true", "false"):
         return text == "true"
     if text.startswith('"'):
@@ -180,7 +180,7 @@ def read_value(text: str) -> object:
 
 
 def read_literal(text: str, shape: TensorType) -> Any:
-    """Value of a constant.
+    """Read the value of a constant.
 
     Args:
         text: The text between the parentheses of ``constant(...)``.
@@ -235,7 +235,7 @@ READERS: dict[str, Callable[[str], object]] = {
 
 @lru_cache(maxsize=65536)
 def read_attribute(key: str, text: str) -> Any:
-    """Value of attribute ``key``; the result is shared, hence immutable.
+    """Read the value of attribute ``key``; the result is shared, hence immutable.
 
     Raises:
         ValueError: The text does not fit the attribute.

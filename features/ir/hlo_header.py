@@ -33,7 +33,7 @@ class Sources:
         self._known: dict[str, Source | None] = {}
 
     def read(self, text: str) -> Source | None:
-        """Source of an op, from the text between the braces."""
+        """Read the source of an op from the text between the braces."""
         if text not in self._known:
             self._known[text] = self._read(text)
         return self._known[text]
@@ -95,7 +95,7 @@ def _module_attributes(attributes: Mapping[str, str], program: Program) -> None:
 
 
 def _frames(tables: Tables) -> dict[int, Frame]:
-    """Innermost frame outside of frameworks, by stack frame number."""
+    """Return the innermost frame outside of frameworks, by stack frame number."""
     files = {key: unquote(value) for key, value in tables["FileNames"].items()}
     places = {}
     for key, value in tables["FileLocations"].items():

@@ -36,7 +36,7 @@ _HIDDEN = frozenset(("index", "value", "nesting"))
 
 
 def print_hlo(program: Program) -> str:
-    """HLO text that ``parse_hlo`` reads back to an equal program.
+    """Print HLO text that ``parse_hlo`` reads back to an equal program.
 
     Layouts are printed only where they are not row-major or name a memory space, attributes in
     alphabetical order and only where they differ from their default; sources and ``origin`` are
@@ -198,7 +198,7 @@ def _scalar(value: object) -> str:
 
 
 def _value(value: object) -> str:
-    """Text of an attribute without a notation of its own, which ``read_value`` reads back."""
+    """Write an attribute without a notation of its own, as ``read_value`` reads it back."""
     if isinstance(value, str):
         return value if _BARE.fullmatch(value) else json.dumps(value)
     if isinstance(value, (tuple, list)):

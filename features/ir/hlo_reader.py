@@ -282,7 +282,7 @@ class _Reader:
 
 
 def _names_computation(key: str, opcode: str) -> bool:
-    """Whether the attribute names computations: ``select`` and ``scatter`` only in one op."""
+    """Tell whether the attribute names computations: ``select`` and ``scatter`` only in one op."""
     return key not in ("select", "scatter") or opcode == "select-and-scatter"
 
 
@@ -302,7 +302,7 @@ def _depth(line: str) -> int:
 
 
 def _closing(line: str, start: int) -> int:
-    """Position of the parenthesis that closes the one before ``start``; -1 if there is none."""
+    """Find the parenthesis that closes the one before ``start``; -1 if there is none."""
     depth = 1
     for match in re.compile(rf"{QUOTED}|[()]").finditer(line, start):
         depth += {"(": 1, ")": -1}.get(match[0], 0)

@@ -27,14 +27,14 @@ PORTABLE_PRODUCER = b"StableHLO_v"
 
 
 def make_context() -> ir.Context:
-    """A context with the dialects of JAX (func, stablehlo, chlo, sdy, mhlo); others pass too."""
+    """Make a context with JAX's dialects (func, stablehlo, chlo, sdy, mhlo); others pass too."""
     context = _jax_mlir.make_ir_context()
     context.allow_unregistered_dialects = True
     return context
 
 
 def is_portable_artifact(data: bytes) -> bool:
-    """Whether bytecode was written by a StableHLO serialiser and needs its version upgrade."""
+    """Tell whether bytecode was written by a StableHLO serialiser and needs its version upgrade."""
     # The producer's name lies within the first bytes of the header.
     return data.startswith(BYTECODE_MAGIC) and PORTABLE_PRODUCER in data[:64]
 
@@ -75,7 +75,7 @@ def parse_module(data: str | bytes, context: ir.Context | None = None) -> Any:
 
 
 def walk_ops(module: ir.Module) -> list[Any]:
-    """All operations of a module, itself included, in pre-order: what ``Source.index`` counts."""
+    """List a module's operations, itself included, in pre-order, as ``Source.index`` counts."""
     ops: list[Any] = []
 
     def visit(op: Any) -> ir.WalkResult:
@@ -88,7 +88,7 @@ def walk_ops(module: ir.Module) -> list[Any]:
 
 
 def write_bytecode(module: ir.Module) -> bytes:
-    """MLIR bytecode of a module, locations included."""
+    """Serialise a module to MLIR bytecode, locations included."""
     buffer = io.BytesIO()
     with module.context:
         module.operation.write_bytecode(buffer)
@@ -96,7 +96,7 @@ def write_bytecode(module: ir.Module) -> bytes:
 
 
 def attribute_text(op: Any, name: str, limit: int) -> str:
-    """Printed value of an op's only attribute, for attributes that the bindings cannot wrap.
+    """Print the value of an op's only attribute, for attributes that the bindings cannot wrap.
 
     Args:
         op: The operation.
@@ -112,7 +112,7 @@ def attribute_text(op: Any, name: str, limit: int) -> str:
 
 
 def tag_locations(module: ir.Module) -> Any:
-    """A copy whose ops are called ``op<position>/<name>``, positions as :func:`walk_ops` counts.
+    """Copy a module with its ops named ``op<position>/<name>``, as :func:`walk_ops` counts.
 
     Compilers carry an op's name over to the instructions they make of it, so that every optimised
     instruction says which ops it came from.
@@ -128,7 +128,7 @@ def tag_locations(module: ir.Module) -> Any:
 
 
 def copy_module(module: ir.Module) -> Any:
-    """A copy in the same context, locations included."""
+    """Copy a module within its context, locations included."""
     with module.context:
         return ir.Module.parse(write_bytecode(module))
 
@@ -140,7 +140,7 @@ def rename_module(module: ir.Module, name: str) -> None:
 
 
 def module_counts(module: ir.Module) -> tuple[int, int]:
-    """Numbers of replicas and partitions that a module is written for."""
+    """Return the numbers of replicas and partitions that a module is written for."""
     counts = []
     with module.context:
         for key in ("mhlo.num_replicas", "mhlo.num_partitions"):
@@ -182,7 +182,7 @@ def compile_module(
 
 
 def hlo_to_stablehlo(text: str) -> bytes:
-    """Bytecode of a StableHLO module from the text of an HLO module that is not optimised yet.
+    """Convert the text of an HLO module that is not optimised to StableHLO bytecode.
 
     Raises:
         Exception: Whatever the converter raises for HLO that it does not know.
@@ -205,7 +205,7 @@ def with_partitions(data: bytes, count: int, replicas: int = 1) -> Any:
 def with_shardings(
     module: ir.Module, arguments: Sequence[str], outputs: Mapping[int, int], count: int
 ) -> Any:
-    """A copy of a module of one device whose arguments are cut over several.
+    """Copy a module of one device, with its arguments cut over several.
 
     Args:
         module: StableHLO with a function ``main``.
@@ -243,7 +243,7 @@ def _with_sharding(attributes: Any, text: str) -> Any:
 
 
 def partitions_as_replicas(module: ir.Module, count: int) -> Any:
-    """A copy of a module that is partitioned already, its partitions renamed replicas.
+    """Copy a module that is partitioned already, with its partitions renamed replicas.
 
     XLA's partitioner runs on every module of several partitions, and refuses ``partition_id`` where
     nothing is left to partition. With one partition, a collective's groups are of replicas once it
@@ -274,7 +274,7 @@ def partitions_as_replicas(module: ir.Module, count: int) -> Any:
 
 
 def backends_started() -> bool:
-    """Whether JAX has started a backend in this process."""
+    """Return whether JAX has started a backend in this process."""
     return bool(_xla_bridge.backends_are_initialized())
 
 

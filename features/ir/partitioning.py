@@ -20,7 +20,7 @@ _TILES = re.compile(r"devices=\[([\d,]+)\]")
 
 
 def header_counts(source: SourceProgram) -> tuple[int, int]:
-    """Replicas and partitions that a program's header sets, each 1 by default."""
+    """Return the replicas and partitions that a program's header sets, each 1 by default."""
     if source.kind == "hlo":
         return source.program.num_replicas, source.program.num_partitions
     from .jax_compat import module_counts
@@ -29,7 +29,7 @@ def header_counts(source: SourceProgram) -> tuple[int, int]:
 
 
 def annotated_devices(source: SourceProgram) -> int:
-    """Devices of the largest mesh or sharding that a program's ops name; 1 if there is none."""
+    """Count the devices of the largest mesh or sharding that the ops name; 1 if none."""
     data = source.compile_input
     if source.kind == "hlo":
         text = data if isinstance(data, str) else data.decode()

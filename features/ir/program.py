@@ -73,12 +73,12 @@ class TensorType(NamedTuple):
         return (self.size * DTYPE_BITS[self.dtype] + 7) // 8
 
     def __str__(self) -> str:
-        """HLO notation, such as ``f32[8,128]``."""
+        """Return the HLO notation, such as ``f32[8,128]``."""
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
 def constant_value(elements: list[Any]) -> Any:
-    """Value under which a constant is kept.
+    """Choose the value under which a constant is kept.
 
     Args:
         elements: All elements, row-major; a single one stands for a splat.
@@ -156,7 +156,7 @@ class Op:
         return sum(t.nbytes for t in self.results)
 
     def config(self, *path: str) -> dict[str, Any]:
-        """The backend configuration, or its part under the keys of ``path``.
+        """Return the backend configuration, or its part under the keys of ``path``.
 
         Empty where the instruction has none, or has text or a number in its place.
         """

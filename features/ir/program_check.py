@@ -118,7 +118,7 @@ _CALLED = {
 
 
 def program_fault(program: Program) -> tuple[str, str]:
-    """The first op that does not fit its operands.
+    """Find the first op that does not fit its operands.
 
     Args:
         program: From any of the readers.
@@ -159,8 +159,8 @@ def _op_fault(op: Op, computation: Computation, program: Program) -> str:
 
 
 def _equal_shapes(op: Op, operands: Sequence[Op], program: Program) -> str:
+    # select and clamp take scalars beside arrays.
     shapes = [
-        # select and clamp take scalars beside arrays.
         o.type.shape for o in operands if o.type.shape or op.opcode not in ("select", "clamp")
     ]
     if any(shape != op.type.shape for shape in shapes):
@@ -170,7 +170,7 @@ def _equal_shapes(op: Op, operands: Sequence[Op], program: Program) -> str:
 
 
 def _dimensions(op: Op, count: int, rank: int, name: str = "dimensions") -> str:
-    """Fault of a list of different dimensions; a ``count`` of -1 allows any number of them."""
+    """Check a list of different dimensions; a ``count`` of -1 allows any number of them."""
     dims = tuple(op.attrs[name])
     if count >= 0 and len(dims) != count:
         return f"{name} of {op.opcode} are {len(dims)}, not {count}"

@@ -77,7 +77,7 @@ class SourceProgram:
         return program
 
     def with_program(self, program: Program) -> SourceProgram:
-        """The same program, read as the given IR instead; a compiler still gets the original."""
+        """Copy with the given IR instead of its own; a compiler still gets the original."""
         # The parsed module is shared: parsing twice would double the memory.
         copy = replace(self, _module=self.module if self.kind == "stablehlo" else None)
         copy.__dict__["program"] = program
@@ -120,7 +120,7 @@ def read_program(source: object, *args: object, trip_counts: TripCounts = None) 
 
 
 def _is_path(text: str) -> bool:
-    """Whether a string names a file: it exists, or looks like a name rather than a program."""
+    """Tell whether a string names a file: it exists, or looks like a name rather than a program."""
     # 4096 is Linux's PATH_MAX; no program fits on one line without brackets.
     if "\n" in text or len(text) > 4096:
         return False
@@ -197,7 +197,7 @@ def _exported(data: bytes, origin: str) -> Any:
 def _from_object(
     source: object, args: tuple[object, ...], trip_counts: TripCounts, origin: str = ""
 ) -> SourceProgram:
-    """Objects of JAX, told apart by what they can do, so that JAX is imported only if needed."""
+    """Read JAX's objects, told apart by what they can do: JAX is imported only if needed."""
     name = origin or str(getattr(source, "fun_name", "") or getattr(source, "__name__", ""))
     # By what they can do, most specific first: Exported, Lowered, Compiled, MLIR module, function.
     if hasattr(source, "mlir_module_serialized"):

@@ -95,7 +95,7 @@ def expand_lists(rows: Sequence[Sequence[int]], n_devices: int) -> Groups:
 def mesh_groups(
     sizes: Mapping[str, int], axes: Sequence[AxisRef], device_ids: Sequence[int] = ()
 ) -> Groups:
-    """Groups of the devices that differ only in some axes of a mesh.
+    """Group the devices that differ only in some axes of a mesh.
 
     Args:
         sizes: Size by axis name, major to minor.
@@ -203,7 +203,7 @@ def _from_mesh_text(
 
 
 def _device_order(text: str) -> Sequence[int]:
-    """Devices in mesh order, listed or as ``[2,2]T(1,0)``; empty for 0, 1, 2 …."""
+    """Return the devices in mesh order, listed or as ``[2,2]T(1,0)``; empty for 0, 1, 2 …."""
     if iota := _IOTA_IDS.search(text):
         shape, order = _integers(iota[1]), _integers(iota[2] or "")
         ids = np.arange(prod(shape)).reshape(shape).transpose(order or None).reshape(-1)
@@ -218,7 +218,7 @@ def _mesh_name(text: str) -> str:
 
 
 def _axes_text(text: str) -> str:
-    """The part that lists the axes: the braces of HLO, the last ``axes = [...]`` of StableHLO."""
+    """Cut out the axes: the braces of HLO, the last ``axes = [...]`` of StableHLO."""
     if "axis_ref" in text or "replica_group_mesh_axes" in text:
         return text[text.rindex("axes") + 4 :]
     return text[text.find("{") + 1 : text.rfind("}")]

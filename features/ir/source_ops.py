@@ -58,7 +58,7 @@ class SourceOps(Sequence[Source]):
         return source
 
     def _line(self, op: Operation, depth: int = 0) -> Line:
-        """The user's line: of the op, or of a call of the library function that holds it."""
+        """Return the user's line: of the op, or of a call of the library function that holds it."""
         location = op.location.attr
         line = self._lines.get(location)
         if line is None:

@@ -100,7 +100,7 @@ def apply_given(program: Program, given: Mapping[str, int] | int | None) -> None
 
 
 def loop_names(op: Op) -> list[str]:
-    """Names by which a user can refer to a loop: its own, and ``file:line`` in full or in part."""
+    """List the names by which a user can refer to a loop: its own and ``file:line``."""
     if op.source is None:
         return [op.name, ""]
     file, line = op.source.file, op.source.line
@@ -155,7 +155,7 @@ class _Walk:
             self.known[name] = [a if a == b else None for a, b in agreed]
 
     def _invariants(self, op: Op, initial: Arguments) -> Arguments:
-        """What is known of the loop's state at any iteration."""
+        """Return what is known of the loop's state at any iteration."""
         body = self.program.computations[op.called[1]]
         if _single_tuple(op, body):
             whole = initial[0]
@@ -163,14 +163,14 @@ class _Walk:
         return self._kept(body, initial)
 
     def _kept(self, body: Computation, initial: Arguments, *, single: bool = False) -> Arguments:
-        """Elements of a state before the loop, where the body hands them on; else ``None``."""
+        """Give elements of a state before the loop, where the body hands them on; else ``None``."""
         state: Arguments = [Linear(i, 0) for i in range(len(initial))]
         after = self._state_after(body, [state] if single else state)
         after += [None] * (len(initial) - len(after))
         return [v if after[i] == Linear(i, 0) else None for i, v in enumerate(initial)]
 
     def _state_after(self, body: Computation, state: Arguments) -> Arguments:
-        """The body's results; what the body captures from outside never changes."""
+        """Return the body's results; what the body captures from outside never changes."""
         result = self._value(body, body.root, state, 0, {})
         results = list(result) if isinstance(result, list) else [result]
         return [*results, *state[len(results) :]]
@@ -257,7 +257,7 @@ class _Walk:
 
 
 def _single_tuple(op: Op, body: Computation) -> bool:
-    """Whether the state is one tuple, as in HLO, instead of several operands."""
+    """Return whether the state is one tuple, as in HLO, instead of several operands."""
     return len(op.operands) == 1 and body.parameters[0].is_tuple
 
 
@@ -270,13 +270,13 @@ def _constant(value: object) -> Value:
 
 
 def _pick(state: Arguments, value: Linear) -> Linear | None:
-    """The element of the state that a value is based on."""
+    """Return the element of the state that a value is based on."""
     element = state[value.element] if 0 <= value.element < len(state) else None
     return element if isinstance(element, Linear) else None
 
 
 def _at_start(bound: Linear, initial: Arguments, after: Arguments) -> int | None:
-    """The bound as a number, if no iteration changes it."""
+    """Return the bound as a number, if no iteration changes it."""
     if bound.element < 0:
         return bound.offset
     if _pick(after, bound) != Linear(bound.element, 0):
@@ -301,7 +301,7 @@ def _combine(op: Op, lhs: Value, rhs: Value) -> Value:
 
 
 def _count(direction: str, first: int, step: int, bound: int) -> int | None:
-    """How many of ``first, first + step, …`` satisfy the comparison before one does not."""
+    """Count how many of ``first, first + step, …`` satisfy the comparison before one does not."""
     if direction in ("GT", "GE"):
         return _count({"GT": "LT", "GE": "LE"}[direction], -first, -step, -bound)
     # Integers: i <= b is i < b + 1.

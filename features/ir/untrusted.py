@@ -88,7 +88,7 @@ def well_formed(source: SourceProgram | None = None) -> Iterator[None]:
 
 
 def _fault_of(source: SourceProgram | None) -> tuple[str, str]:
-    """What is wrong with a program, and the op; empty if nothing is or it cannot be read."""
+    """Find what is wrong with a program, and the op; empty if nothing is or it is unreadable."""
     from .program_check import program_fault
 
     if source is None:
@@ -100,7 +100,7 @@ def _fault_of(source: SourceProgram | None) -> tuple[str, str]:
 
 
 def _raised_at(error: BaseException) -> tuple[str, str]:
-    """File, line and function of opcast that raised an error, and the op that it was about."""
+    """Find the file, line and function of opcast that raised an error, and the op concerned."""
     from ..lowering.fused.dataflow.graph import Node
     from .program import Op
 
@@ -129,7 +129,7 @@ class Reader:
         self._owner = 0
 
     def outcome(self, data: bytes) -> str:
-        """How a module made the worker end; empty if it was read or refused in order."""
+        """Return how a module made the worker end; empty if it was read or refused in order."""
         with self._lock:
             used = self._worker is not None
             outcome = self._try(data)
@@ -152,7 +152,7 @@ class Reader:
         return outcome
 
     def _started(self, limit: float) -> WorkerProcess:
-        """The worker of this process; one that a fork inherited is its parent's."""
+        """Return the worker of this process; one that a fork inherited is its parent's."""
         if self._worker is not None and self._owner == os.getpid():
             return self._worker
         worker = WorkerProcess(_command(), memory_bytes=MEMORY_BYTES)
@@ -224,7 +224,7 @@ def check_text(text: str, origin: str = "") -> None:
 
 
 def nesting(text: str) -> int:
-    """How deep brackets of one kind nest at most, strings and comments included."""
+    """Measure how deep brackets of one kind nest, strings and comments included."""
     codes = np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
     # Neither arrows nor the sign in HLO's iota device lists, as in [1,8]<=[8], are brackets.
     # Brackets are counted with NumPy, since programs have megabytes of text.
@@ -243,7 +243,7 @@ def nesting(text: str) -> int:
 
 
 def _outcome(data: bytes) -> str:
-    """How a module made its reader end; empty if it was read or refused in order."""
+    """Return how a module made its reader end; empty if it was read or refused in order."""
     digest = hashlib.sha256(data).digest()
     if digest in _passed:
         return ""

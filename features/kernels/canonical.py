@@ -71,7 +71,7 @@ _LONG_TEXT = 256
 
 
 def canonical_body(op: Op, operands: Iterable[Op], program: Program) -> Program:
-    """A module whose entry holds parameters ``p0 …`` and one instruction ``r``.
+    """Make a module whose entry holds parameters ``p0 …`` and one instruction ``r``.
 
     Args:
         op: The instruction.
@@ -105,7 +105,7 @@ def canonical_body(op: Op, operands: Iterable[Op], program: Program) -> Program:
 
 
 def control_body(opcode: str) -> Program:
-    """Body of a loop's or branch's own work: its state moves no bytes, so it is left out."""
+    """Make the body of a loop's or branch's own work, without its state, which moves no bytes."""
     flag = TensorType("pred")
     entry = Computation("main", [Op("p0", "parameter", (), (flag,), {"index": 0})], 1)
     entry.ops.append(Op("r", opcode, (0,), (flag,)))
@@ -113,7 +113,7 @@ def control_body(opcode: str) -> Program:
 
 
 def canonical_attrs(op: Op) -> dict[str, Any]:
-    """Attributes that decide what an instruction does."""
+    """Return the attributes that decide what an instruction does."""
     attrs = op.attrs
     if not attrs:
         return {}
@@ -131,7 +131,7 @@ def canonical_attrs(op: Op) -> dict[str, Any]:
 
 
 def _all_devices(op: Op, program: Program) -> tuple[tuple[int, ...], ...]:
-    """The group that an empty list stands for: all replicas, with a channel all partitions too."""
+    """Give the group that an empty list means: all replicas, with a channel all partitions too."""
     count = program.num_replicas
     if op.attrs.get("channel_id") is not None:
         count *= program.num_partitions
@@ -214,7 +214,7 @@ class _Calls:
 
 
 def _anywhere(types: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
-    """Types without memory spaces: inside a kernel they only repeat those of its operands."""
+    """Drop memory spaces: inside a kernel they only repeat those of its operands."""
     if not any(t.memory_space for t in types):
         return types
     return tuple(t._replace(memory_space=0) for t in types)
@@ -227,7 +227,7 @@ def _parameters_first(ops: list[Op]) -> list[int]:
 
 
 def _equal(first: Computation, second: Computation) -> bool:
-    """Whether two computations do the same, whatever their ops are called."""
+    """Return whether two computations do the same, whatever their ops are called."""
     if len(first.ops) != len(second.ops) or first.root != second.root:
         return False
     return all(

@@ -136,7 +136,7 @@ class _Schedule:
         return self._add(facts, op, inputs, times, scope)
 
     def _is_one_kernel(self, op: Op) -> bool:
-        """Whether a call runs as one kernel: the CPU's small and parallel calls."""
+        """Return whether a call runs as one kernel: the CPU's small and parallel calls."""
         if self.from_stablehlo:
             return False
         # XLA:CPU moves small loops into such calls (SmallWhileLoopHoistingPass), which run as one.
@@ -223,7 +223,7 @@ class _Schedule:
         return merge(self._inline(body, state, times, (*scope, op.name)), control)
 
     def _weight(self, name: str) -> float:
-        """Cost of a branch: FLOPs and bytes added up, good only for comparing branches."""
+        """Add up a branch's FLOPs and bytes, only to compare branches."""
         if name not in self.weights:
             comp = self.program.computations[name]
             costs = [op_cost(op, comp, self.program) for op in comp.ops]
@@ -233,7 +233,7 @@ class _Schedule:
         return self.weights[name]
 
     def _sources(self, op: Op, kind: str) -> tuple[Source, ...]:
-        """StableHLO ops behind an instruction, the one that makes its kind first."""
+        """Return the StableHLO ops behind an instruction, the one that makes its kind first."""
         own = self._origin(op.source)
         if not op.called or kind == "control" or self.from_stablehlo:
             return own
@@ -267,7 +267,7 @@ def tagged_ops(name: str) -> list[int]:
 
 
 def estimated_cycles(op: Op) -> float:
-    """Cycles that the TPU's compiler expects of an instruction; 0 if it does not say."""
+    """Return the cycles that the TPU's compiler expects of an instruction; 0 if it does not say."""
     # libtpu writes the estimate of products and convolutions into their window configuration.
     stated = op.config("window_config").get("estimated_cycles")
     cycles = float(op.config().get("estimated_cycles", 0) if stated is None else stated)
@@ -276,7 +276,7 @@ def estimated_cycles(op: Op) -> float:
 
 
 def _counted_by_compiler(op: Op) -> bool:
-    """Whether the compiled loop counts by itself and never runs its condition."""
+    """Return whether the compiled loop counts by itself and never runs its condition."""
     return "known_init_step" in op.config()
 
 
@@ -290,7 +290,7 @@ Value = frozenset[int] | list["Value"]
 
 
 def flat(value: Value | Sequence[Value]) -> frozenset[int]:
-    """All producers of a value, of every element if it is a tuple."""
+    """Return all producers of a value, of every element if it is a tuple."""
     if isinstance(value, frozenset):
         return value
     if len(value) == 1:
@@ -299,7 +299,7 @@ def flat(value: Value | Sequence[Value]) -> frozenset[int]:
 
 
 def pick(value: Value, index: int) -> Value:
-    """Producers of one element; a kernel that makes a tuple makes all its elements."""
+    """Return the producers of one element; a kernel that makes a tuple makes all its elements."""
     if isinstance(value, frozenset):
         return value
     return value[index] if index < len(value) else flat(value)

@@ -70,7 +70,7 @@ class ProgramFacts:
 
 
 def facts_of_ir(ir: str) -> KernelFacts:
-    """Facts of a kernel's text.
+    """Return the facts of a kernel's text.
 
     Raises:
         ProgramError: The text is not an HLO module.
@@ -80,7 +80,7 @@ def facts_of_ir(ir: str) -> KernelFacts:
 
 @lru_cache(maxsize=4)
 def control_facts(opcode: str) -> KernelFacts:
-    """Facts of a loop or conditional itself, without what it runs."""
+    """Return the facts of a loop or conditional itself, without what it runs."""
     body = control_body(opcode)
     return _remember(body, print_hlo(body))
 

@@ -69,12 +69,12 @@ _DIRECT = {
 
 
 def is_free(op: Op) -> bool:
-    """Whether the target does nothing for this instruction."""
+    """Return whether the target does nothing for this instruction."""
     return op.opcode in FREE or (op.opcode == "custom-call" and is_annotation(op))
 
 
 def is_collective(opcode: str) -> bool:
-    """Whether an opcode is a collective, or the start or end of one."""
+    """Return whether an opcode is a collective, or the start or end of one."""
     return _synchronous(opcode) in _COMMUNICATION
 
 
@@ -83,7 +83,7 @@ def _synchronous(opcode: str) -> str:
 
 
 def kernel_kind(op: Op, program: Program) -> str:
-    """Kind of kernel, one of :data:`opcast.features.kernels.kernel.KINDS`.
+    """Classify a kernel as one of :data:`opcast.features.kernels.kernel.KINDS`.
 
     A fusion or call is a matrix product, convolution, sort or reduction if it contains one (in this
     order), ``gather_scatter`` if its indexed accesses outweigh its arithmetic, ``copy`` if it only
@@ -106,18 +106,18 @@ def kernel_kind(op: Op, program: Program) -> str:
 
 
 def target_kind(target: str) -> str:
-    """Kind of a custom call, from its target."""
+    """Classify a custom call by its target."""
     lower = target.lower()
     return next((kind for part, kind in _TARGETS if part in lower), "custom_call")
 
 
 def main_opcodes(kind: str) -> frozenset[str]:
-    """Opcodes that make a fusion be of a kind; empty if none does."""
+    """Return the opcodes that make a fusion be of a kind; empty if none does."""
     return frozenset(code for code, k in _DIRECT.items() if k == kind)
 
 
 def fused_ops(op: Op, program: Program) -> Iterator[Op]:
-    """Ops inside a fusion, call or async start, without its (scalar) reducers and comparators."""
+    """Yield the ops inside a fusion, call or async start, without (scalar) reducers."""
     if op.opcode not in _CONTAINERS:
         return
     for name in op.called:
@@ -162,14 +162,14 @@ def _fused_kind(op: Op, program: Program) -> str:
 
 
 def _plain(op: Op) -> str:
-    """Opcode; of a convolution without spatial dimensions, as TPUs write products, ``dot``."""
+    """Give the opcode; ``dot`` for a convolution without spatial dimensions (TPU products)."""
     if op.opcode == "convolution" and len(str(op.attrs.get("dim_labels", "")).split("_")[0]) == 2:
         return "dot"
     return op.opcode
 
 
 def _containers(op: Op, program: Program) -> Iterator[str]:
-    """Names of the computations that :func:`fused_ops` goes through."""
+    """Return the names of the computations that :func:`fused_ops` goes through."""
     for name in op.called:
         yield name
         for inner in program.computations[name].ops:

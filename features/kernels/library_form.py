@@ -74,7 +74,7 @@ def _emitter(op: Op) -> str:
 
 
 def _unwrapped(op: Op, operands: Sequence[Op], program: Program) -> PlainForm:
-    """A fusion that is one product of its parameters becomes that product."""
+    """Turn a fusion that is one product of its parameters into that product."""
     inner = program.computations[op.called[0]]
     root = inner.root_op
     sources = [inner.ops[i] for i in root.operands]
@@ -103,7 +103,7 @@ def _without_scratch(op: Op) -> Op:
 
 
 def _product(op: Op, operands: Sequence[Op], target: str) -> PlainForm | None:
-    """A cuBLAS call as a product and its epilogue; ``None`` if the call is not understood."""
+    """Write a cuBLAS call as a product and its epilogue; ``None`` if it is not understood."""
     config = op.attrs.get("backend_config")
     config = config.get("gemm_backend_config") if isinstance(config, dict) else None
     if not isinstance(config, dict) or len(operands) < 2:
@@ -243,22 +243,22 @@ class _Epilogue:
         )
 
     def _bias(self, place: int, out: TensorType) -> int:
-        """A vector along the result's rows: along its dimension of that size, the last first."""
+        """Spread a vector along the result's dimension of its size, the last one first."""
         length = self.ops[place].results[0].size
         # The last dimension first: a bias has one value for each column.
         fits = [d for d in reversed(range(len(out.shape))) if out.shape[d] == length]
         return self._broadcast(place, out, tuple(fits[:1]))
 
     def relu(self, value: int, out: TensorType) -> int:
-        """``max(x, 0)``."""
+        """Append ``max(x, 0)``."""
         return self._binary("maximum", value, self._constant(0.0, out), out)
 
     def silu(self, value: int, out: TensorType) -> int:
-        """``x · σ(x)``."""
+        """Append ``x · σ(x)``."""
         return self._binary("multiply", value, self._add("logistic", (value,), out, {}), out)
 
     def gelu(self, value: int, out: TensorType) -> int:
-        """``x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³)))``."""
+        """Append ``x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³)))``."""
         cube = self._binary("multiply", self._binary("multiply", value, value, out), value, out)
         inner = self._binary("multiply", cube, self._constant(_GELU[1], out), out)
         inner = self._binary("add", value, inner, out)

@@ -62,7 +62,7 @@ class MemoryProfile(NamedTuple):
 
 
 def peak_memory(program: Program) -> float:
-    """Most bytes that are in use at one time, arguments and results included.
+    """Compute the most bytes in use at one time, arguments and results included.
 
     A buffer lives from its definition to its last use in the order of ops. Arguments and results
     live throughout, a result that takes a donated argument's place is not counted again. A loop
@@ -80,7 +80,7 @@ def peak_memory(program: Program) -> float:
 
 
 def memory_over_time(program: Program) -> MemoryProfile:
-    """Bytes in use while each op of the entry runs; its largest value is :func:`peak_memory`.
+    """Compute the bytes in use while each op of the entry runs; see :func:`peak_memory`.
 
     Args:
         program: As :func:`peak_memory` takes it.
@@ -109,7 +109,7 @@ class _Lifetimes:
         self.outside: set[int] = set()
 
     def living(self) -> tuple[int, list[int]]:
-        """Bytes of results made here, and over time of what is neither a result nor an argument.
+        """Compute the bytes of results made here, and of temporaries over time.
 
         Returns:
             Result bytes, bytes of temporaries while each op runs.
@@ -124,7 +124,7 @@ class _Lifetimes:
         return results, self._sweep(last, taken, kept)
 
     def _last_uses(self) -> list[int]:
-        """Position of the last op that reads each op's value, views followed."""
+        """Return the position of the last op that reads each op's value, views followed."""
         ops = self.comp.ops
         # An op that nobody reads lives while it runs.
         last = list(range(len(ops)))
@@ -164,7 +164,7 @@ class _Lifetimes:
         return len(self.sizes) - 1
 
     def _state(self, op: Op, given: _Leaves, position: int) -> _Leaves:
-        """Results of a loop: its state's buffers, but a new one where it may not write.
+        """Return the results of a loop: its state's buffers, but a new one where it may not write.
 
         Compiled programs copy arguments and constants before a loop that changes them; StableHLO
         leaves that to the compiler.
@@ -178,7 +178,7 @@ class _Lifetimes:
         ]
 
     def _element(self, op: Op, leaves: _Leaves) -> _Leaves:
-        """Leaves of one tuple element; a nested tuple has several."""
+        """Return the leaves of one tuple element; a nested tuple has several."""
         source = self.comp.ops[op.operands[0]]
         wanted = len(op.results)
         index = int(op.attrs["index"])
@@ -212,7 +212,7 @@ class _Lifetimes:
                     return
 
     def _in_place(self, op: Op) -> bool:
-        """Whether an element of the result depends on no other element of the operand."""
+        """Return whether an element of the result depends on no other element of the operand."""
         if op.opcode != "fusion":
             return op.opcode not in _NOT_IN_PLACE and op.opcode != "iota"
         inner = self.program.computations[op.called[0]]
@@ -232,7 +232,7 @@ class _Lifetimes:
         return buffer
 
     def _sweep(self, last: list[int], taken: dict[int, int], kept: set[int]) -> list[int]:
-        """Bytes of living temporaries while each op runs."""
+        """Return the bytes of living temporaries while each op runs."""
         change = [0] * (len(self.comp.ops) + 1)
         for buffer, size in enumerate(self.sizes):
             if buffer in self.outside or self._final(buffer, taken) in kept:
@@ -248,7 +248,7 @@ class _Lifetimes:
         return in_use
 
     def _inside(self, op: Op) -> int:
-        """Peak of what a loop, branch or call needs beside its operands and results."""
+        """Return the peak of what a loop, branch or call needs beside its operands and results."""
         if op.opcode not in ("while", "conditional", "call", "async-start"):
             return 0
         return max((self._called(name) for name in op.called), default=0)
@@ -262,7 +262,7 @@ class _Lifetimes:
 
 
 def _unchanged(op: Op, program: Program) -> set[int]:
-    """Elements of a loop's state that its body hands on as they are."""
+    """Return the elements of a loop's state that its body hands on as they are."""
     if len(op.called) != 2:
         return set(range(len(op.results)))
     ops = program.computations[op.called[1]].ops

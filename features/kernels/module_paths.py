@@ -58,7 +58,7 @@ class ModulePaths:
         self._known: dict[int, ModulePath | None] = {}
 
     def of(self, kernel: Kernel) -> ModulePath:
-        """Place of the op that a kernel mainly came from; if it has no name, of the next one."""
+        """Place a kernel by the op that it mainly came from, else by the next one with a name."""
         places = (self._place(source) for source in kernel.sources)
         return next((place for place in places if place is not None), _NOWHERE)
 
@@ -70,7 +70,7 @@ class ModulePaths:
         return self._known[source.index]
 
     def _of_op(self, op: Operation, depth: int = 0) -> ModulePath | None:
-        """Of the op's own location; for an op of an outlined function, of its first call."""
+        """Place an op by its own location; in an outlined function, by its first call."""
         name = _location_name(str(op.location.attr))
         place = parse_scopes(name) if name else None
         call = self._ops.first_calls.get(function_of(op)) if self._ops is not None else None
@@ -82,7 +82,7 @@ class ModulePaths:
 
 @cache
 def parse_scopes(name: str) -> ModulePath:
-    """Modules and pass of an op's name; the last part, the op itself, is left out."""
+    """Parse an op's name into modules and pass; the last part, the op itself, is left out."""
     modules = []
     phase = ""
     # Order matters: recomputation happens within the backward pass, and both within jvp.
@@ -100,7 +100,7 @@ def parse_scopes(name: str) -> ModulePath:
 
 
 def _unwrapped(part: str) -> str:
-    """The scope inside transformations; empty for a traced function."""
+    """Return the scope inside transformations; empty for a traced function."""
     while wrapped := _WRAPPED.match(part):
         if wrapped[1] in _FUNCTIONS:
             return ""
@@ -109,7 +109,7 @@ def _unwrapped(part: str) -> str:
 
 
 def _parts(name: str) -> list[str]:
-    """Parts between slashes that stand outside of parentheses."""
+    """Split at the slashes that stand outside of parentheses."""
     parts, depth = [""], 0
     for letter in name:
         # A slash inside `jit(f/g)` is part of a function's name.
@@ -122,7 +122,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _location_name(location: str) -> str:
-    """First name in a printed location that is not a file position; empty if there is none."""
+    """Find the first name in a printed location that is not a file position; else empty."""
     for match in _NAME.finditer(location):
         if not _POSITION.match(location, match.end()):
             return match[1]

@@ -76,7 +76,7 @@ def infer_sources(
 
 
 def _candidates(operations: Sequence[Operation], named: set[int]) -> list[_Candidate]:
-    """Ops that a kernel can come from and none names, with their neighbours beyond views."""
+    """Collect the ops that a kernel can come from and none names, and their neighbours."""
     wanted = {name for names in _ORIGINS.values() for name in names}
     candidates: dict[int, _Candidate] = {}
     makers: dict[object, int] = {}
@@ -105,7 +105,7 @@ def _match(
     users: dict[int, list[int]],
     candidates: list[_Candidate],
 ) -> _Candidate | None:
-    """The candidate that shares most with a kernel: its name first, then readers, then inputs."""
+    """Find the candidate that shares most with a kernel: name first, then readers, then inputs."""
     after = _nearest([position], kernels, lambda i: users.get(i, ()))
     before = _nearest([position], kernels, lambda i: kernels[i].operands)
     names = _ORIGINS[kernels[position].kind]

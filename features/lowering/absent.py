@@ -150,7 +150,7 @@ class _Job:
         return lowered
 
     def read(self, compiled: CachedHlo) -> LoweredProgram:
-        """Kernels of a compiled module."""
+        """List the kernels of a compiled module."""
         program = parse_hlo(compiled.hlo, self.source.origin)
         self.settled &= not _unknown_loops(program)
         local = LocalTarget(
@@ -190,7 +190,7 @@ class _Job:
 
 
 def _replicated(source: SourceProgram) -> SourceProgram:
-    """The program with its partitions as replicas if it is partitioned already, else unchanged."""
+    """Rename partitions as replicas if the program is partitioned already."""
     replicas, partitions = module_counts(source.module)
     # Partitioned already: XLA's partitioner would run again and refuse partition_id.
     if replicas > 1 or partitions == 1 or not is_partitioned(source.module):
@@ -199,7 +199,7 @@ def _replicated(source: SourceProgram) -> SourceProgram:
 
 
 def is_partitioned(module: Any) -> bool:
-    """Whether a module has collectives, and no op that a partitioner would still act on.
+    """Return whether a module has collectives, and no op that a partitioner would still act on.
 
     Shardings of arguments do not count: a partitioner leaves them as a record of what they were.
     """

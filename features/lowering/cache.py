@@ -61,12 +61,12 @@ class LoweringCache:
 
     @staticmethod
     def key(*parts: str) -> str:
-        """Key of what was compiled, for what, by what and how."""
+        """Make the key of what was compiled, for what, by what and how."""
         text = "\0".join([f"v{CACHE_VERSION}", *parts])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def get(self, key: str) -> CachedModule | None:
-        """An entry, or ``None`` if there is none or it is damaged."""
+        """Read an entry; ``None`` if there is none or it is damaged."""
         path = self._path(key)
         try:
             data = parse_json(gunzip(path.read_bytes()))
@@ -97,7 +97,7 @@ class LoweringCache:
             logger.warning("cannot write to the cache %s: %s", self.root, error)
 
     def size_bytes(self) -> int:
-        """Bytes of all entries."""
+        """Sum the bytes of all entries."""
         return sum(size for _, size, _ in self._entries())
 
     def clear(self) -> None:
@@ -110,7 +110,7 @@ class LoweringCache:
         return self.root / key[:2] / (key + _SUFFIX)
 
     def _entries(self) -> Iterator[tuple[float, int, Path]]:
-        """Time of last use, size and path of each entry."""
+        """Yield the time of last use, size and path of each entry."""
         for path in self.root.glob(f"??/*{_SUFFIX}"):
             try:
                 status = path.stat()
@@ -136,7 +136,7 @@ EXTRACTION_VERSION = 3
 
 
 def to_data(lowered: LoweredProgram) -> dict[str, Any]:
-    """Kernels with their names, and sources as walk indices.
+    """Serialise kernels with their names, and sources as walk indices.
 
     Args:
         lowered: Compiled from StableHLO, with the trip counts of all loops known.

@@ -85,7 +85,7 @@ def local_target() -> LocalTarget:
 
 
 def environment_hash() -> str:
-    """Digest of everything outside of the program that decides what a compiler makes of it."""
+    """Digest everything outside of the program that decides what a compiler makes of it."""
     import jax
 
     # Host and kernel: a home folder may be shared by machines with unlike devices.

@@ -86,7 +86,7 @@ def lower_with(source: object, options: LoweringOptions) -> LoweredProgram:
 
 
 def _described(device: object) -> DeviceSpec | None:
-    """The description that a device argument stands for; ``None`` for JAX's default device."""
+    """Resolve a device argument to its description; ``None`` for JAX's default device."""
     if device is None or isinstance(device, DeviceSpec):
         return device
     if not isinstance(device, str | Path):
@@ -151,7 +151,7 @@ def _lower(
 
 
 def _is_absent(program: SourceProgram, device: DeviceSpec) -> bool:
-    """Whether a device needs cross-compilation: a GPU or TPU other than JAX's default device."""
+    """Return whether a device is a GPU or TPU other than JAX's default: cross-compile for it."""
     if device.platform not in ("gpu", "tpu") or _is_compiled(program):
         return False
     from .local_target import local_target

@@ -38,7 +38,7 @@ def lower_op(source: SourceProgram) -> LoweredProgram:
 
 
 def whole_notes(program: Program, kernels: Sequence[Kernel]) -> list[str]:
-    """A note for a program that only a compiler would partition, else none."""
+    """Note that only a compiler would partition the program, if that is so."""
     if program.num_partitions <= 1 or any(k.kind == "collective" for k in kernels):
         return []
     return [

@@ -14,7 +14,7 @@ _PRODUCTS = frozenset(("dot", "ragged-dot", "scaled-dot", "convolution"))
 
 
 def product_flops(kernels: Iterable[Kernel]) -> float:
-    """FLOPs of matrix products and convolutions, over all executions."""
+    """Sum the FLOPs of matrix products and convolutions over all executions."""
     total = 0.0
     for kernel in kernels:
         if kernel.takes_time:
@@ -54,7 +54,7 @@ def work_notes(before: Iterable[Kernel], after: Iterable[Kernel], devices: int) 
 
 
 def uncosted_notes(kernels: Iterable[Kernel]) -> list[str]:
-    """One note for each library call whose work is not known, so that only its bytes count."""
+    """Note each library call whose work is not known, so that only its bytes count."""
     counts = Counter(
         str(k.op.attrs.get("target", "")) or k.opcode
         for k in kernels

@@ -66,7 +66,7 @@ class NativeExecutable:
         return lower_compiled(self.program, self.hlo, self.source, self.target, self._meta())
 
     def lowered(self) -> LoweredProgram:
-        """Its kernels, as :func:`opcast.features.lowering.lower.lower` gives them."""
+        """Return its kernels, as :func:`opcast.features.lowering.lower.lower` gives them."""
         return self._lowered
 
     def _meta(self) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def lower_compiled(
     meta: Mapping[str, Any],
     trip_counts: TripCounts = None,
 ) -> LoweredProgram:
-    """Kernels of an optimised module.
+    """List the kernels of an optimised module.
 
     Args:
         program: The module; unknown trip counts are filled in.
@@ -211,7 +211,7 @@ def lower_compiled(
 
 
 def _parsed(hlo: str, origin: str) -> Program | None:
-    """A cached module; ``None`` if it cannot be read, so that it is compiled again."""
+    """Parse a cached module; ``None`` if it cannot be read, so that it is compiled again."""
     from ...common.errors import ProgramError
 
     try:
@@ -247,7 +247,7 @@ def _unknown_loops(program: Program) -> list[Op]:
 
 
 def _loops_of(source: SourceProgram) -> dict[int, Op]:
-    """Loops of a StableHLO program by their position in its walk."""
+    """Return the loops of a StableHLO program by their position in its walk."""
     return {
         op.source.index: op
         for comp in source.program.computations.values()
@@ -257,7 +257,7 @@ def _loops_of(source: SourceProgram) -> dict[int, Op]:
 
 
 def _as_stablehlo(source: SourceProgram) -> SourceProgram:
-    """The program as StableHLO, which compilers take."""
+    """Convert to StableHLO, which compilers take."""
     if source.kind == "stablehlo":
         return source
     from ..ir.jax_compat import hlo_to_stablehlo, with_partitions, write_bytecode
@@ -276,7 +276,7 @@ def _as_stablehlo(source: SourceProgram) -> SourceProgram:
 
 
 def _peak(executable: Any) -> float:
-    """Bytes of arguments, results and temporaries, donated arguments once.
+    """Sum the bytes of arguments, results and temporaries, donated arguments once.
 
     The compiler's own ``peak_memory_in_bytes`` leaves temporaries out on CPUs.
     """

@@ -46,7 +46,7 @@ _REDUCED = frozenset(("all-reduce", "reduce-scatter"))
 
 
 def optimise_collectives(program: Program) -> Program:
-    """The program with fewer and cheaper collectives; the same values.
+    """Rewrite a program to fewer and cheaper collectives with the same values.
 
     Args:
         program: Not optimised yet. It is left as it is.
@@ -67,7 +67,7 @@ class _Rewriter:
         self.dropped: set[int] = set()
 
     def run(self) -> Computation:
-        """All rewrites."""
+        """Apply all rewrites."""
         # Most computations (reducers, bodies) have none and stay the same object.
         if not any(op.opcode in _PURE_COLLECTIVES for op in self.ops):
             return self.computation
@@ -86,7 +86,7 @@ class _Rewriter:
         return readers
 
     def _merge_equal(self) -> None:
-        """Value numbering: equal ops on equal operands have equal values."""
+        """Merge equal collectives by value numbering: equal ops on equal operands are equal."""
         # All pure ops get a value number, so that collectives of equal but separate operands are
         # found; only the collectives themselves are merged, the rest is the compiler's business.
         number, known = list(range(len(self.ops))), dict[Hashable, int]()
@@ -111,7 +111,7 @@ class _Rewriter:
         return op.opcode, tuple(operands), op.results, repr(sorted(attrs.items())), called
 
     def _reducer(self, name: str) -> Hashable:
-        """What a computation does, if it is one op over its parameters; else its name."""
+        """Describe a computation by its op if it has one over its parameters, else by its name."""
         own = self.program.computations[name]
         plain = [op for op in own.ops if op.opcode != "parameter"]
         # Each collective has a reducer of its own name; what it does is what counts.
@@ -120,7 +120,7 @@ class _Rewriter:
         return name
 
     def _scatter(self) -> None:
-        """An all-reduce of which each device keeps its own part becomes a reduce-scatter."""
+        """Turn an all-reduce of which each device keeps its own part into a reduce-scatter."""
         readers = self._readers()
         ranked = self._ranked()
         for place, op in enumerate(self.ops):
@@ -151,14 +151,14 @@ class _Rewriter:
             self.dropped.add(place)
 
     def _ranked(self) -> list[bool]:
-        """Which values differ from device to device because they come from its number."""
+        """Tell which values differ from device to device because they come from its number."""
         ranked: list[bool] = []
         for op in self.ops:
             ranked.append(op.opcode in _RANKS or any(ranked[o] for o in op.operands))
         return ranked
 
     def _to_slice(self, place: int, readers: Sequence[Sequence[int]]) -> list[int]:
-        """Reshapes up to a dynamic slice that is all that is read of an op; else empty."""
+        """Follow reshapes up to a dynamic slice that is all that is read of an op; else empty."""
         way: list[int] = []
         while len(readers[place]) == 1 and place != self.root:
             reader = readers[place][0]
@@ -247,7 +247,7 @@ def _group_size(op: Op, program: Program) -> int:
 
 
 def _cut_dimension(whole: Sequence[int], part: Sequence[int], count: int) -> int:
-    """The one dimension that is cut into ``count`` parts; -1 if it is not so."""
+    """Find the one dimension that is cut into ``count`` parts; -1 if there is none."""
     cut = [d for d, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
     if count > 1 and len(cut) == 1 and part[cut[0]] * count == whole[cut[0]]:
         return cut[0]

@@ -73,33 +73,33 @@ class OpTable:
         return len(self.code)
 
     def numbers(self, *wanted: str) -> list[np.ndarray]:
-        """Parameter columns."""
+        """Return parameter columns, float64, shape ``(n,)`` each."""
         return [self.columns[c] for c in wanted]
 
     def of_device(self, values: list[float]) -> np.ndarray:
-        """A figure of each row's device, given one for each of ``devices``."""
+        """Spread a figure for each of ``devices`` over the rows, shape ``(n,)``."""
         figures: np.ndarray = np.asarray(values, np.float64)
         return np.asarray(figures[self.code])
 
     def mapped(self, column: str, table: Mapping[str, float], default: float) -> np.ndarray:
-        """A figure looked up by a text column."""
+        """Look up a figure by a text column."""
         code, values = self._codes(column)
         figures: np.ndarray = np.array([table.get(str(v), default) for v in values], np.float64)
         return np.asarray(figures[code])
 
     def says(self, column: str, *words: str) -> np.ndarray:
-        """Whether a text column holds any of the words, bool."""
+        """Return whether a text column holds any of the words, bool."""
         code, values = self._codes(column)
         # Texts repeat: the search runs over the distinct ones.
         has: np.ndarray = np.array([any(w in str(v).lower() for w in words) for v in values], bool)
         return np.asarray(has[code])
 
     def is_(self, column: str, value: str) -> np.ndarray:
-        """Whether a text column has the value, bool."""
+        """Return whether a text column has the value, bool."""
         return np.asarray(self.names[column] == value, bool)
 
     def _codes(self, column: str) -> tuple[np.ndarray, np.ndarray]:
-        """For each row the place of its text among the distinct ones, and these."""
+        """Give each row's place among the distinct texts of a column, and these."""
         coded = self._coded.get(column)
         if coded is None:
             code, texts = pd.factorize(self.names[column])
@@ -119,14 +119,14 @@ class OpTable:
         return self.mapped("dtype", bits, 16.0) / 8
 
     def matrix_peak(self) -> np.ndarray:
-        """Dense FLOP/s of each row's dtype on its device."""
+        """Return the dense FLOP/s of each row's dtype on its device."""
         code, values = self._codes("dtype")
         formats = [TABLE_FORMATS.get(str(v), TABLE_FORMATS["bf16"]) for v in values]
         rates = np.array([[_rate(d, kind.rate) for kind in formats] for d in self.devices])
         return np.asarray(rates[self.code, code])
 
     def machine(self) -> Machine:
-        """Facts of each row's device."""
+        """Return the facts of each row's device."""
         d = self.devices
         return Machine(
             cores=self.of_device([x.core_count for x in d]),
@@ -179,7 +179,7 @@ def _texts(frame: pd.DataFrame, column: str, n: int) -> np.ndarray:
 
 
 def texts_of(values: pd.Series) -> np.ndarray:
-    """Texts of a column, object, shape ``(n,)``; missing values are empty."""
+    """Return the texts of a column, object, shape ``(n,)``; missing values are empty."""
     objects = values.to_numpy(object)
     missing = pd.isna(objects)
     return np.asarray(np.where(missing, "", objects) if missing.any() else objects, object)

@@ -65,7 +65,7 @@ class OpFeatures:
     irs: np.ndarray | None = None
 
     def take(self, rows: np.ndarray) -> OpFeatures:
-        """The given rows, by position or mask."""
+        """Select rows by position or mask."""
         return OpFeatures(
             self.X[rows],
             self.names,
@@ -84,7 +84,7 @@ class OpFeatures:
 def op_features(
     frame: pd.DataFrame, family: str, devices: Mapping[str, DeviceSpec], texts: bool = False
 ) -> OpFeatures:
-    """Features of the rows of a published table.
+    """Compute the features of the rows of a published table.
 
     Args:
         frame: Rows of one family, with the columns of its group of parameters.
@@ -150,14 +150,14 @@ def _check(table: OpTable, frame: pd.DataFrame) -> None:
 
 @cache
 def ops_schema_hash(family: str) -> str:
-    """Digest of a family's features; models store it and refuse another."""
+    """Digest a family's features; models store it and refuse another."""
     text = "\n".join((str(OPS_VERSION), family, *feature_names(family)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @cache
 def feature_names(family: str) -> tuple[str, ...]:
-    """Names of a family's features, in order."""
+    """Return the names of a family's features, in order."""
     row = {name: [1] for name in PARAMETERS[FAMILIES[family]]} | {"device": ["any"]}
     return op_features(pd.DataFrame(row), family, {"any": _ANY}).names
 

@@ -76,7 +76,7 @@ DTYPES = ("bf16", "fp8", "fp8_block", "nvfp4", "int8_sq", "int8_wo", "int4_wo")
 
 
 def gemm(table: OpTable) -> Physics:
-    """Physics of ``out[b, m, n] = sum_k A[b, m, k] B[b, k, n]``."""
+    """Estimate ``out[b, m, n] = sum_k A[b, m, k] B[b, k, n]``."""
     b, m, n, k = table.numbers("b", "m", "n", "k")
     mc, peak = table.machine(), table.matrix_peak()
     sizes = _sizes(table, b, m, n, k)
@@ -161,7 +161,7 @@ def floor_s(table: OpTable, machine: Machine) -> np.ndarray:
 def _sizes(
     table: OpTable, b: np.ndarray, m: np.ndarray, n: np.ndarray, k: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Bytes of weights, activations and result; results of narrow types are 16 bits wide."""
+    """Return bytes of weights, activations and result; results of narrow types are 16 bits wide."""
     # Frameworks let 8- and 4-bit products return bf16 for the next layer.
     out = np.maximum(table.activation_bytes, 2.0)
     return b * n * k * table.weight_bytes, b * m * k * table.activation_bytes, b * m * n * out
@@ -170,7 +170,7 @@ def _sizes(
 def _residence(
     table: OpTable, sizes: tuple[np.ndarray, np.ndarray, np.ndarray], mc: Machine
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Share of the weights in the cache, footprint in bytes, and copies in rotation.
+    """Return the share of the weights in the cache, footprint in bytes, and copies in rotation.
 
     Graph-timed tables rotate copies of the weights: six in vLLM and SGLang (one for nvfp4 in vLLM),
     in TensorRT-LLM as many as fill the cache, up to five, and one if one exceeds it. The others
@@ -217,7 +217,7 @@ def _tiles(
 def _quantisation(
     table: OpTable, rows: np.ndarray, k: np.ndarray, resident: np.ndarray, mc: Machine
 ) -> np.ndarray:
-    """Time of the kernels that narrow 16-bit activations before the product, where they run."""
+    """Estimate the kernels that narrow 16-bit activations before the product, where they run."""
     launch, row, moved, element = (_by_library(table, QUANTISATION, place) for place in range(4))
     # Rows are dealt out whole to cores (one block a row), elements evenly.
     cycles = launch + row * np.ceil(rows / mc.cores) + element * rows * k / mc.cores
@@ -225,7 +225,7 @@ def _quantisation(
 
 
 def _depth_cycles(table: OpTable) -> np.ndarray:
-    """Cycles of one step of the reduction."""
+    """Return the cycles of one step of the reduction."""
     whole = (table.activation_bytes < 2) & (table.family == "graph/linear")
     # Per-tensor fp8 of TensorRT-LLM counts as a library that splits deep reductions.
     whole &= ~(table.is_("dtype", "fp8") & table.is_("backend", "trtllm"))
@@ -235,7 +235,7 @@ def _depth_cycles(table: OpTable) -> np.ndarray:
 def _by_library(
     table: OpTable, figures: Mapping[tuple[str, str], tuple[float, ...]], place: int
 ) -> np.ndarray:
-    """A figure looked up by dtype and framework; 0 for products that nothing precedes."""
+    """Look up a figure by dtype and framework; 0 for products that nothing precedes."""
     figure = np.zeros(len(table))
     if table.family != "graph/linear":
         return figure

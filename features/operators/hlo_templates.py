@@ -27,7 +27,7 @@ Row = Mapping[str, Any]
 def _module(
     parameters: list[str], inner: str, result: str, kind: str, config: str, more: str
 ) -> str:
-    """A module whose entry fuses ``inner``; parameters are types, ``more`` other computations."""
+    """Write a module whose entry fuses ``inner``; ``more`` holds other computations."""
     entry = "".join(f"  p{i} = {t} parameter({i})\n" for i, t in enumerate(parameters))
     places = ", ".join(f"p{i}" for i in range(len(parameters)))
     heads = "".join(f"  v{i} = {t} parameter({i})\n" for i, t in enumerate(parameters))
@@ -39,7 +39,7 @@ def _module(
 
 
 def _call(parameters: list[str], result: str, target: str, config: str) -> str:
-    """A module whose entry is one custom call."""
+    """Write a module whose entry is one custom call."""
     entry = "".join(f"  p{i} = {t} parameter({i})\n" for i, t in enumerate(parameters))
     places = ", ".join(f"p{i}" for i in range(len(parameters)))
     return (
@@ -73,7 +73,7 @@ def _gemm(row: Row, config: str) -> str:
 
 
 def _quantised(dtype: str, shape: tuple[int, int, int, int], config: str) -> str:
-    """Product with narrow weights: 16-bit activations come in, scales beside blocks of weights."""
+    """Write a product with narrow weights, 16-bit activations and scales for blocks."""
     b, m, n, k = shape
     batch = f"{b}," if b > 1 else ""
     types = [f"bf16[{batch}{m},{k}]", f"{TABLE_FORMATS[dtype].weights}[{batch}{k},{n}]"]
@@ -154,7 +154,7 @@ def _embedding(op: str, kind: str, rows: int, cols: int, config: str) -> str:
 
 
 def _rope(op: str, kind: str, rows: int, cols: int, config: str) -> str:
-    """Rotary embedding: ``x cos + rotate(x) sin``, halves of the width rotated."""
+    """Write a rotary embedding: ``x cos + rotate(x) sin``, halves of the width rotated."""
     t, half = f"{kind}[{rows},{cols}]", f"{kind}[{rows},{cols // 2}]"
     rest = cols - cols // 2
     tail = f"{kind}[{rows},{rest}]"
@@ -171,7 +171,7 @@ def _rope(op: str, kind: str, rows: int, cols: int, config: str) -> str:
 
 
 def _gated(op: str, kind: str, rows: int, cols: int, config: str) -> str:
-    """``silu(gate) × value``, gate and value side by side in one tensor of ``cols``."""
+    """Write ``silu(gate) × value``, gate and value side by side in one tensor of ``cols``."""
     half = cols // 2
     t, out = f"{kind}[{rows},{cols}]", f"{kind}[{rows},{half}]"
     inner = (
@@ -205,7 +205,7 @@ def _softmax(op: str, kind: str, rows: int, cols: int, config: str) -> str:
 
 
 def _norm(op: str, kind: str, rows: int, cols: int, config: str) -> str:
-    """Layer norm with scale and shift, or RMS norm with scale."""
+    """Write a layer norm with scale and shift, or an RMS norm with scale."""
     t, row, wide = f"{kind}[{rows},{cols}]", f"{kind}[{rows}]", f"{kind}[{cols}]"
     more = _reducer(kind, "sum", "add")
     shift = op != "rmsnorm"

@@ -111,7 +111,7 @@ def _bytes_per_element(table: OpTable, operands: np.ndarray) -> np.ndarray:
 def _again(
     table: OpTable, rows: np.ndarray, cols: np.ndarray, mc: Machine
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of the rows in flight, and bytes that are read again from memory.
+    """Return the bytes of the rows in flight, and bytes that are read again from memory.
 
     A row-wise op reads its row once a pass. The later passes find it in the cache as long as all
     rows in flight fit there.

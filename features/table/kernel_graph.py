@@ -219,7 +219,7 @@ def kernel_graph(kernel: Kernel) -> KernelGraph:
 
 
 def _describe(op: Op, work: float, is_root: bool, users: int, depth: int) -> list[float]:
-    """Features of one node, in the order of :data:`NODE_FEATURES`."""
+    """Return the features of one node, in the order of :data:`NODE_FEATURES`."""
     facts = type_facts(op.type) if op.results else NO_FACTS
     families = [0.0] * len(FAMILIES)
     # Tokens and opaque values have the family NONE, which has a flag of its own.
@@ -274,6 +274,6 @@ def _users_and_depth(ops: list[Op]) -> tuple[list[int], list[int]]:
 
 @cache
 def graph_schema_hash() -> str:
-    """Digest of version, opcodes and feature names; models store it and refuse another."""
+    """Digest version, opcodes and feature names; models store it and refuse another."""
     text = "\n".join((str(GRAPH_VERSION), *OPCODES, *NODE_FEATURES, *KERNEL_FEATURES))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -69,7 +69,7 @@ class DeviceFacts:
 
     @classmethod
     def of(cls, device: DeviceSpec) -> DeviceFacts:
-        """Facts of ``device``.
+        """Derive the facts of ``device``.
 
         Raises:
             DeviceError: The device lists no peaks.
@@ -116,7 +116,7 @@ def _device_features(
 
 
 def derived_features(row: np.ndarray, facts: DeviceFacts, device: DeviceSpec) -> Columns:
-    """Derived features by name, each of shape ``(n,)``, from rows of shape ``(n, columns)``."""
+    """Derive features by name, each of shape ``(n,)``, from rows of shape ``(n, columns)``."""
     c = dict(zip(INDEX, np.ascontiguousarray(row.T), strict=True))
     work = np.sum([c[name] for name in _WORK], axis=0)
     used = _cores_used(c, facts, device)
@@ -240,7 +240,7 @@ def _tiles(c: Columns, facts: DeviceFacts) -> Columns:
 
 
 def _cores_used(c: Columns, facts: DeviceFacts, device: DeviceSpec) -> np.ndarray:
-    """Share of the cores that the compiler's partitions occupy.
+    """Return the share of the cores that the compiler's partitions occupy.
 
     XLA:CPU splits only loops for which it tells ``outer_dimension_partitions``; what runs in a
     library, and everything on other devices, may use all cores.

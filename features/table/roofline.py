@@ -42,7 +42,7 @@ class Roofline:
 
 
 def roofline(kernels: Sequence[Kernel], device: DeviceSpec) -> Roofline:
-    """Rooflines of all kernels on one device (Williams et al. 2009, a peak per unit and dtype).
+    """Compute the rooflines of all kernels on one device (Williams et al., 2009).
 
     ``compute = matmul FLOPs / matrix peak + (other FLOPs + 16 · transcendentals) / vector peak``;
     ``memory = bytes / bandwidth(bytes)``, see :func:`memory_seconds`, without the arrays that a
@@ -59,7 +59,7 @@ def roofline(kernels: Sequence[Kernel], device: DeviceSpec) -> Roofline:
 
 
 def roofline_of_rows(row: np.ndarray, device: DeviceSpec) -> Roofline:
-    """Rooflines from raw rows of shape ``(n, len(COLUMNS))``."""
+    """Compute rooflines from raw rows of shape ``(n, len(COLUMNS))``."""
     matmul_s, vector_s = compute_seconds(row, device)
     # Added, not overlapped: a fusion's epilogue runs after its product, and where units do overlap
     # the learned ratio says so.
@@ -75,7 +75,7 @@ def roofline_of_rows(row: np.ndarray, device: DeviceSpec) -> Roofline:
 
 
 def least_seconds(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
-    """Physical lower bound of the time of one execution of each kernel, shape ``(n,)``.
+    """Return the physical lower bound of the time of one execution of each kernel, shape ``(n,)``.
 
     The bound is the roofline with its caches. A TPU's on-chip memory is not a cache: the compiler
     fills it ahead of use and passes values on in it, so up to its capacity operands need not come
@@ -99,7 +99,7 @@ def least_seconds(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
 
 
 def main_bytes(row: np.ndarray, device: DeviceSpec) -> np.ndarray:
-    """Bytes that go through the memory levels, shape ``(n,)``: on a TPU not those in VMEM."""
+    """Sum the bytes that go through the memory levels, ``(n,)``: on a TPU not those in VMEM."""
     moved = row[:, INDEX["bytes_in"]] + row[:, INDEX["bytes_out"]]
     if device.platform != "tpu":
         return np.asarray(moved)
@@ -108,14 +108,14 @@ def main_bytes(row: np.ndarray, device: DeviceSpec) -> np.ndarray:
 
 
 def compute_seconds(row: np.ndarray, device: DeviceSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds on the matrix unit and on the vector unit, each of shape ``(n,)``."""
+    """Return the seconds on the matrix unit and on the vector unit, each of shape ``(n,)``."""
     return unit_seconds(row, device, TRANSCENDENTAL_FLOPS)
 
 
 def unit_seconds(
     row: np.ndarray, device: DeviceSpec, transcendental: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds on the matrix unit and on the vector unit, each of shape ``(n,)``.
+    """Return the seconds on the matrix unit and on the vector unit, each of shape ``(n,)``.
 
     A TPU's compiler writes reductions whose result is broadcast as windows over everything, which
     count as a pass over the array for every element, but are made in a few passes: there a window
@@ -137,7 +137,7 @@ def unit_seconds(
 
 
 def peaks(row: np.ndarray, device: DeviceSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Matrix and vector FLOP/s for each row's dtypes, each of shape ``(n,)``."""
+    """Return the matrix and vector FLOP/s for each row's dtypes, each of shape ``(n,)``."""
     matrix, vector = device.rates
     matrix_code = row[:, INDEX["matrix_dtype"]].astype(np.intp)
     vector_code = row[:, INDEX["vector_dtype"]].astype(np.intp)
@@ -145,7 +145,7 @@ def peaks(row: np.ndarray, device: DeviceSpec) -> tuple[np.ndarray, np.ndarray]:
 
 
 def memory_seconds(moved: np.ndarray, device: DeviceSpec) -> np.ndarray:
-    """Seconds to move ``moved`` bytes, shape ``(n,)``, through the memory level that they fit.
+    """Estimate the seconds to move ``moved`` bytes, ``(n,)``, through the level that they fit.
 
     A working set up to half of a level's capacity is served by that level, one above twice the
     capacity by the next; between them the time per byte goes over in the logarithm of the size.

@@ -118,7 +118,7 @@ def kernel_row(kernel: Kernel) -> np.ndarray:
 
 
 def _pack(row: Row) -> bytes:
-    """Values in the order of ``COLUMNS``; the common ones lead the dictionary in that order."""
+    """Pack values in the order of ``COLUMNS``; the common ones come first in the dictionary."""
     if len(row) == len(COMMON):
         return _PACK_COMMON(*row.values()) + _NO_RARE_PACKED
     values = [*row.values()]

@@ -138,7 +138,7 @@ def _reduce(row: Row, op: Op, ops: list[Op], program: Program) -> float:
 
 
 def _leading_run(t: TensorType, facts: TypeFacts, dims: tuple[int, ...]) -> int:
-    """Elements, from the minor dimension on, that are all reduced or all kept."""
+    """Count the elements, from the minor dimension on, that are all reduced or all kept."""
     run, first = 1, facts.minor in dims
     for d in facts.order:
         if (d in dims) != first:

@@ -254,7 +254,7 @@ def _library_gemm(row: Row, op: Op, operands: list[TensorType]) -> None:
 
 
 def _attention(row: Row, op: Op, operands: list[TensorType]) -> None:
-    """A fused attention by its first product; all of its work is that of matrix products."""
+    """Enter a fused attention by its first product; all of its work is that of products."""
     numbers = op.config("cudnn_fmha_backend_config", "bmm1_dot_dimension_numbers")
     query, key = operands[:2]
     if not numbers or len(query.shape) != 4 or len(key.shape) != 4:
@@ -267,7 +267,7 @@ def _attention(row: Row, op: Op, operands: list[TensorType]) -> None:
 
 
 def _numbers(numbers: dict[str, Any]) -> tuple[Dims, Dims, Dims, Dims]:
-    """Contracted and batched dimensions of both sides, from a backend's configuration."""
+    """Return contracted and batched dimensions of both sides, from a backend's configuration."""
     keys = ("lhs_contracting", "rhs_contracting", "lhs_batch", "rhs_batch")
     a, b, c, d = (tuple(int(d) for d in numbers.get(f"{key}_dimensions", ())) for key in keys)
     return a, b, c, d

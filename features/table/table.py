@@ -56,7 +56,7 @@ class FeatureTable:
 
 
 def feature_table(kernels: Sequence[Kernel], device: DeviceSpec) -> FeatureTable:
-    """Features of all kernels on one device.
+    """Compute the features of all kernels on one device.
 
     The device-independent part of each kernel is computed once and kept in ``kernel.row``.
 
@@ -103,7 +103,7 @@ def _columns(row: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
 
 @cache
 def feature_names() -> tuple[str, ...]:
-    """Names of the features, in order."""
+    """Return the names of the features, in order."""
     empty = np.zeros((0, len(COLUMNS)))
     facts = DeviceFacts.of(_ANY)
     derived = derived_features(empty, facts, _ANY)
@@ -114,7 +114,7 @@ def feature_names() -> tuple[str, ...]:
 
 @cache
 def schema_hash(names: tuple[str, ...] = ()) -> str:
-    """Digest of a schema: version and names. Models store it and refuse another.
+    """Digest a schema: version and names. Models store it and refuse another.
 
     Args:
         names: Names of the features; those of :func:`feature_names` if there are none.

@@ -87,7 +87,7 @@ class Tiles(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def tiles(t: TensorType) -> Tiles:
-    """How an array is tiled by default: 8 × 128, fewer rows if it has fewer, 1024 if it is flat."""
+    """Tile an array by default: 8 × 128, fewer rows if it has fewer, 1024 if it is flat."""
     order = t.layout if t.layout is not None else tuple(range(len(t.shape) - 1, -1, -1))
     sizes = [t.shape[d] for d in order]
     lanes, sublanes = (*sizes, 1, 1)[:2]
@@ -107,12 +107,12 @@ def _up(size: int, step: int) -> int:
 
 
 def _power(size: int) -> int:
-    """The least power of two that is not below ``size``."""
+    """Return the least power of two that is not below ``size``."""
     return 1 << max(size - 1, 0).bit_length()
 
 
 def tpu_feature_table(kernels: Sequence[Kernel], device: DeviceSpec) -> FeatureTable:
-    """The feature table of kernels on a TPU: that of every platform, then TPUs' own features.
+    """Compute a TPU's feature table: that of every platform, then TPUs' own features.
 
     ``base_s`` is the sum of :func:`tpu_parts`, which is nearer to the estimates of a TPU's compiler
     than the roofline: it adds up transfers and arithmetic, and counts arrays as they are padded.
@@ -135,13 +135,13 @@ def tpu_feature_table(kernels: Sequence[Kernel], device: DeviceSpec) -> FeatureT
 
 @cache
 def tpu_feature_names() -> tuple[str, ...]:
-    """Names of TPUs' own features, in order."""
+    """Return the names of TPUs' own features, in order."""
     rows, own = np.zeros((0, len(INDEX))), np.zeros((0, len(_COLUMNS)))
     return tuple(_features(rows, own, tpu_parts(rows, own, _ANY), np.zeros(0), _ANY))
 
 
 def tpu_parts(rows: np.ndarray, own: np.ndarray, device: DeviceSpec) -> dict[str, np.ndarray]:
-    """What a kernel's time is made of, in seconds by name, each of shape ``(n,)``.
+    """Return what a kernel's time is made of, in seconds by name, each of shape ``(n,)``.
 
     ``main``: padded bytes that come from or go to main memory, over its bandwidth; ``registers``:
     :data:`REGISTER_CYCLES` for every vector register that is read or written, by each core;
@@ -166,19 +166,19 @@ def tpu_parts(rows: np.ndarray, own: np.ndarray, device: DeviceSpec) -> dict[str
 
 
 def base_seconds(parts: dict[str, np.ndarray]) -> np.ndarray:
-    """Parts put together, shape ``(n,)``: transfers run beside the registers, the rest after."""
+    """Combine the parts, shape ``(n,)``: transfers beside the registers, the rest after."""
     # DMA engines move data while the vector units work on what arrived before.
     moved = np.maximum(parts["main"], parts["registers"])
     return np.asarray(moved + parts["compute"] + parts["start"])
 
 
 def _near_rate(device: DeviceSpec) -> float:
-    """Bytes/s of on-chip memory: a word of every lane a cycle, as the vector units add."""
+    """Return bytes/s of on-chip memory: a word of every lane a cycle, as vector units add."""
     return 4.0 * device.vector_peak("f32")
 
 
 def tpu_rows(kernels: Sequence[Kernel]) -> np.ndarray:
-    """What TPUs' features need of kernels and not of a device, shape ``(n, columns)``."""
+    """Return what TPUs' features need of kernels and not of a device, shape ``(n, columns)``."""
     own = np.zeros((len(kernels), len(_COLUMNS)))
     for row, kernel in zip(own, kernels, strict=True):
         _enter(row, kernel)
@@ -256,7 +256,7 @@ def _features(
     base: np.ndarray,
     device: DeviceSpec,
 ) -> dict[str, np.ndarray]:
-    """Features by name, each of shape ``(n,)``, dimensionless and finite."""
+    """Derive the features by name, each of shape ``(n,)``, dimensionless and finite."""
     c = dict(zip(_COLUMNS, own.T, strict=True))
     # A device described without a floor must not divide by zero: a nanosecond.
     floor = max(device.floor, 1e-9)
@@ -300,7 +300,7 @@ def _sides(c: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def _products(
     rows: np.ndarray, parts: dict[str, np.ndarray], device: DeviceSpec, floor: float
 ) -> dict[str, np.ndarray]:
-    """How products fill the systolic arrays."""
+    """Describe how products fill the systolic arrays."""
     m, n, k = (rows[:, INDEX[f"gemm_{dim}"]] for dim in "mnk")
     depth, width = device.array_rows or LANES, device.array_columns or LANES
     fill_n, fill_k = real_share(n, width), real_share(k, depth)
@@ -318,7 +318,7 @@ def _products(
 
 
 def _array_fill(rows: np.ndarray, device: DeviceSpec) -> np.ndarray:
-    """Share of the systolic arrays' work that is a product's own, shape ``(n,)``; 1 without one.
+    """Compute a product's own share of the systolic arrays' work, shape ``(n,)``; 1 without one.
 
     Columns and depth are padded to the array, and its weights change no faster than a column of
     rows passes; either operand may be the weights.

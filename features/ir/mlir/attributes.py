@@ -44,7 +44,7 @@ ALWAYS_NORMALISED = frozenset(("dot", "broadcast", "all-reduce"))
 
 
 def normalise(opcode: str, attrs: Attrs, operands: Types, results: Types) -> Attrs:
-    """Attributes of one op in the IR's names.
+    """Bring the attributes of one op to the IR's names.
 
     Args:
         opcode: HLO opcode.
@@ -80,7 +80,7 @@ def _struct(value: object) -> Attrs:
 
 
 def _precision(attrs: Attrs) -> Attrs:
-    """``operand_precision`` as in HLO: absent if it is the default."""
+    """Read ``operand_precision`` as in HLO: absent if it is the default."""
     values = attrs.pop("precision_config", None) or ()
     names = tuple(str(v).lower() for v in values if isinstance(v, str))
     return {"operand_precision": names} if set(names) - {"default"} else {}
@@ -103,7 +103,7 @@ def _dot_general(attrs: Attrs, operands: Types, results: Types) -> Attrs:
 
 
 def _windows(attrs: Attrs, sizes: Sequence[int], names: dict[str, str]) -> tuple[WindowDim, ...]:
-    """One window per size; ``names`` gives the MLIR names of strides and dilations."""
+    """Make one window per size; ``names`` gives the MLIR names of strides and dilations."""
     rank = len(sizes)
 
     def column(field: str, default: int) -> tuple[int, ...]:
@@ -123,7 +123,7 @@ def _windows(attrs: Attrs, sizes: Sequence[int], names: dict[str, str]) -> tuple
 
 
 def _labels(text: str) -> str:
-    """``#stablehlo.conv<[b, 0, f]x[0, i, o]->[b, 0, f]>`` → ``b0f_0io->b0f``."""
+    """Rewrite ``#stablehlo.conv<[b, 0, f]x[0, i, o]->[b, 0, f]>`` to ``b0f_0io->b0f``."""
     body = text[text.index("<") + 1 : text.rindex(">")]
     left, _, output = body.partition("->")
     lhs, _, rhs = left.partition("]x[")
@@ -164,7 +164,7 @@ def _broadcast(attrs: Attrs, operands: Types, results: Types) -> Attrs:
 
 
 def _renamed(**names: str) -> Callable[[Attrs, Types, Types], Attrs]:
-    """Rule that makes tuples of integers of attributes, by (IR name = MLIR name)."""
+    """Make the rule that reads tuples of integers from attributes, by (IR name = MLIR name)."""
 
     def rule(attrs: Attrs, operands: Types, results: Types) -> Attrs:
         return {new: _ints(attrs.pop(old, ())) for new, old in names.items()}
@@ -186,7 +186,7 @@ def _pad(attrs: Attrs, operands: Types, results: Types) -> Attrs:
 
 
 def _index_numbers(value: object, lists: Sequence[str]) -> Attrs:
-    """Dimension numbers of a gather or scatter: lists, and where the index vectors lie."""
+    """Return dimension numbers of a gather or scatter: lists, and where the index vectors lie."""
     numbers = _struct(value)
     return {
         **{key: _ints(numbers.get(key, ())) for key in lists},
@@ -272,7 +272,7 @@ def _channel(attrs: Attrs) -> Attrs:
 
 
 def _collective(attrs: Attrs, operands: Types, results: Types) -> Attrs:
-    """``replica_groups`` is set by the reader, which knows the meshes."""
+    """Normalise a collective; its groups are left to the reader, which knows the meshes."""
     normalised = {
         "replica_groups": attrs.pop("replica_groups", ()),
         **_channel(attrs),

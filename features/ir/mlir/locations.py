@@ -28,7 +28,7 @@ class Line(NamedTuple):
 
 
 def user_line(location: str, origin: str) -> Line:
-    """File and line of a location.
+    """Return the file and line of a location.
 
     Locations nest: names and call sites wrap file positions, and are printed innermost first.
     The innermost position outside of frameworks wins; if all are inside, the innermost.

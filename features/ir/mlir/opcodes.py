@@ -93,7 +93,7 @@ def op_kind(name: str) -> OpKind:
 
 
 def hlo_opcode(name: str) -> str:
-    """HLO opcode of an MLIR op; its full name if HLO has none (``chlo.erfc``)."""
+    """Return the HLO opcode of an MLIR op; its full name if HLO has none (``chlo.erfc``)."""
     dialect, _, short = name.partition(".")
     if name in _CALLS:
         return "call"

@@ -19,7 +19,7 @@ STORAGE = "quantised_storage."
 
 
 def is_quantised(text: str) -> bool:
-    """Whether a text uses quantised types."""
+    """Return whether a text uses quantised types."""
     return "!quant." in text
 
 

@@ -45,7 +45,7 @@ _SPLIT = re.compile(r'"(?:[^"\\]|\\.)*"|->|[\[\](){}<>,=]')
 
 @lru_cache(maxsize=65536)
 def read_types(text: str) -> tuple[tuple[TensorType, ...], bool]:
-    """Leaf types of one MLIR type and whether it is a tuple.
+    """Read the leaf types of one MLIR type and whether it is a tuple.
 
     Args:
         text: For example ``tensor<8x128xf32>``, ``!stablehlo.token`` or ``tuple<tensor<f32>>``.
@@ -72,7 +72,7 @@ def read_types(text: str) -> tuple[tuple[TensorType, ...], bool]:
 
 @lru_cache(maxsize=1024)
 def _dtype(text: str) -> str:
-    """HLO name of an element type; a quantised type is stored as its integer type."""
+    """Return the HLO name of an element type; a quantised type is stored as its integer type."""
     if text in _COMPLEX:
         return _COMPLEX[text]
     if match := _QUANTIZED.match(text):

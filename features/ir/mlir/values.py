@@ -40,7 +40,7 @@ class Raw(NamedTuple):
 
 
 def read_value(text: str) -> Any:
-    """Python value of an attribute.
+    """Read the Python value of an attribute.
 
     Integers, floats, booleans and strings become themselves; arrays and dense integer elements
     tuples (nested for more than one dimension); dictionaries and dialect structures
@@ -137,7 +137,7 @@ def _nested(value: object) -> object:
 
 
 def read_literal(text: str, kind: TensorType) -> Any:
-    """Value of a constant from its ``dense<…>`` text.
+    """Read a constant from its ``dense<…>`` text.
 
     Returns:
         A scalar for scalars and splats, a flat row-major list up to 64 elements, else ``None``.
@@ -168,7 +168,7 @@ def _element(text: str, dtype: str) -> bool | int | float:
 
 
 def _from_bits(bits: int, dtype: str) -> float:
-    """Value of a float that MLIR prints as its bits (infinities and NaN)."""
+    """Decode a float that MLIR prints as its bits (infinities and NaN)."""
     # bf16 is the upper half of an f32.
     if dtype == "bf16":
         return float(struct.unpack("<f", struct.pack("<I", bits << 16))[0])

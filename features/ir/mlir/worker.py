@@ -17,7 +17,7 @@ READY, READ, REFUSED = b"ready", b"read", b"refused"
 
 
 def make_context() -> ir.Context:
-    """A context with the dialects of JAX, as :func:`opcast.features.ir.jax_compat.make_context`."""
+    """Make a context as :func:`opcast.features.ir.jax_compat.make_context` does."""
     context = ir.Context()
     registry = ir.DialectRegistry()
     _jax_mlir_ext.register_dialects(registry)

@@ -53,7 +53,7 @@ class OnChip:
 
 
 def on_chip_of(device: DeviceSpec | None) -> OnChip | None:
-    """Where the TPU's compiler places values: CMEM on a v4, a core's VMEM later, nowhere before."""
+    """Tell where the TPU's compiler places values: CMEM (v4), a core's VMEM (later), nowhere."""
     if device is None or device.platform != "tpu":
         return None
     target = str(device.compiler.get("target", ""))
@@ -117,7 +117,7 @@ def _place(comp: Computation, memory: OnChip) -> None:
 
 
 def _sources(comp: Computation) -> list[list[_Value]]:
-    """The values behind each op's results, views and tuples followed."""
+    """Find the values behind each op's results, views and tuples followed."""
     sources: list[list[_Value]] = []
     for position, op in enumerate(comp.ops):
         if op.opcode in _VIEWS and op.operands:

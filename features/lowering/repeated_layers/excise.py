@@ -98,7 +98,7 @@ class _Seams:
         return None
 
     def counterpart(self, reader: int, number: int) -> Read | None:
-        """What an operand reads instead: what is as far from the reader as that was."""
+        """Find what an operand reads instead: what is as far from the reader as that was."""
         source, result = self.table.reads[reader][number]
         at, of = self._place(reader), self._place(source)
         if of is None:
@@ -118,14 +118,14 @@ class _Seams:
         return run.start + block * run.period + of[2], result
 
     def _same_layer(self, run: int, block: int, other: int) -> int:
-        """Block of another run with the layer of a block; -1 if there is none."""
+        """Return the block of another run with the layer of a block; -1 if there is none."""
         layer, target = self.labels[run][block], self.labels[other]
         if run == other:
             return block
         return target.index(layer) if layer >= 0 and layer in target else -1
 
     def _distance(self, at: tuple[int, int, int], of: tuple[int, int, int]) -> int:
-        """Blocks between a reader and what it reads, in the order of the reader's run.
+        """Count blocks between a reader and what it reads, in the order of the reader's run.
 
         Where frameworks sort layers by name, a run goes through them in another order, and a block
         that begins within a layer reads of the next one in that order.
@@ -139,14 +139,14 @@ class _Seams:
         return -at[1] - 1 if wanted < min(labels[:-1]) else len(labels) - at[1]
 
     def _end(self, of: tuple[int, int, int]) -> int:
-        """What an op outside of all runs reads: the first or the last block, or nothing else."""
+        """Find the block that an op outside of all runs reads: the first or last one, else -1."""
         kept = self.kept_blocks[of[0]]
         if of[1] == self.runs[of[0]].count - 1:
             return kept[-2] if len(kept) > 1 else -1
         return kept[0] if of[1] == 0 else -1
 
     def _first_or_last(self, at: tuple[int, int, int], number: int, away: int) -> Read:
-        """What the first (or last) block reads there, beyond which there is no other."""
+        """Return what the first (or last) block reads there, beyond which there is no other."""
         run = self.runs[at[0]]
         block = 0 if away < 0 else run.count - 1
         return self.table.reads[run.start + block * run.period + at[2]][number]

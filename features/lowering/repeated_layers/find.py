@@ -60,7 +60,7 @@ def _label(table: OpTable, runs: Sequence[Run], layers: int) -> Repeats | None:
 
 
 def _argument_layers(table: OpTable, run: Run, label: tuple[int, ...]) -> dict[int, int]:
-    """Layers of the arguments that only one block of a run reads."""
+    """Return the layers of the arguments that only one block of a run reads."""
     readers: dict[int, set[int]] = {}
     for op in range(run.start, run.stop):
         for source, number in table.reads[op]:
@@ -84,7 +84,7 @@ class _Known:
         self.layers = layers
 
     def of_reads(self, table: OpTable, run: Run) -> tuple[int, ...] | None:
-        """Layers of a run's blocks: those of what one operand of each block reads."""
+        """Return the layers of a run's blocks: those of what one operand of each block reads."""
         for offset in range(run.period):
             for number in range(len(table.reads[run.start + offset])):
                 ops = range(run.start + offset, run.stop, run.period)
@@ -94,7 +94,7 @@ class _Known:
         return None
 
     def of_readers(self, table: OpTable, run: Run) -> tuple[int, ...] | None:
-        """Layers of a run's blocks: those of the blocks of another run that read them."""
+        """Return layers of a run's blocks: those of the blocks of another run that read them."""
         for other, label in self.labelled:
             for offset in range(other.period):
                 for number in range(len(table.reads[other.start + offset])):
@@ -117,7 +117,7 @@ class _Known:
         return None
 
     def _complete(self, label: list[int | None]) -> tuple[int, ...] | None:
-        """A different layer for each block; one that is missing can only be the one left."""
+        """Check for a different layer in each block; a single missing one follows from the rest."""
         # Two blocks of one layer mean that this operand does not tell layers apart.
         known = [layer for layer in label if layer is not None]
         if len(set(known)) != len(known) or len(known) < len(label) - 1:

@@ -67,7 +67,7 @@ def shorten(module: Any, tagged: Any, least: int) -> ShortPrograms | None:
 
 
 def extrapolate(full: LoweredProgram, half: LoweredProgram, layers: int) -> LoweredProgram:
-    """The program with all its layers.
+    """Extrapolate to the program with all its layers.
 
     Kernels are those of the program with :data:`FULL` layers, executed as often as they come in
     ``layers``. Those whose shapes depend on the number of layers are scaled by their bytes.
@@ -100,7 +100,7 @@ def extrapolate(full: LoweredProgram, half: LoweredProgram, layers: int) -> Lowe
 
 
 def _factors(full: Sequence[Kernel], half: Sequence[Kernel], steps: float) -> list[float]:
-    """How often each kernel of ``full`` stands for one."""
+    """Return how often each kernel of ``full`` stands for one."""
     # n(layers) = n(4) + steps · (n(4) - n(2)), for each distinct kernel.
     more, less = _executions(full), _executions(half)
     counts = {h: n + steps * (n - less.get(h, 0.0)) for h, n in more.items()}

@@ -11,7 +11,7 @@ _RETURN = ("func.return", "return")
 
 
 def main_function(module: Any) -> Any | None:
-    """The public function of a module if its body is one block, else ``None``."""
+    """Find the public function of a module if its body is one block, else ``None``."""
     for op in module.body.operations:
         if op.operation.name == "func.func" and str(op.attributes["sym_name"]) == '"main"':
             return op if len(op.regions[0].blocks) == 1 else None
@@ -19,7 +19,7 @@ def main_function(module: Any) -> Any | None:
 
 
 def read_table(function: Any) -> OpTable:
-    """Signatures and operands of a function's ops, its return left out."""
+    """Read the signatures and operands of a function's ops, its return left out."""
     block = function.regions[0].blocks[0]
     values: dict[Any, Read] = {arg: (-1, i) for i, arg in enumerate(block.arguments)}
     signatures, reads = [], []
@@ -35,7 +35,7 @@ def read_table(function: Any) -> OpTable:
 
 
 def _signature(operation: Any) -> tuple[Any, ...]:
-    """What an op does. Types and attributes are unique objects of their context, so cheap keys."""
+    """Describe what an op does. Types and attributes are unique in their context: cheap keys."""
     types = tuple(value.type for value in (*operation.operands, *operation.results))
     inner = tuple(_body(block) for region in operation.regions for block in region.blocks)
     return (operation.name, types, _attributes(operation), inner)
@@ -50,7 +50,7 @@ def _attributes(operation: Any) -> tuple[Any, ...]:
 
 
 def _body(block: Any) -> tuple[Any, ...]:
-    """Signature of a region's block, with values numbered in the order of their definition."""
+    """Describe a region's block, with values numbered in the order of their definition."""
     values = {arg: i for i, arg in enumerate(block.arguments)}
     signatures = []
     for op in block.operations:
@@ -138,7 +138,7 @@ def _retype(function: Any, block: Any, gone: set[int], kept_results: list[int]) 
 
 
 def _aliased(attrs: Any, place: dict[int, int]) -> Any:
-    """Attributes of an argument, with the new number of the result that takes its place."""
+    """Renumber the result that an argument's attributes say takes its place."""
     from jaxlib.mlir import ir
 
     key = "tf.aliasing_output"

@@ -56,14 +56,14 @@ class Run:
         return self.start + self.period * self.count
 
     def place(self, op: int) -> tuple[int, int] | None:
-        """Block and offset of an op; ``None`` if it lies elsewhere."""
+        """Return the block and offset of an op; ``None`` if it lies elsewhere."""
         if not self.start <= op < self.stop:
             return None
         return divmod(op - self.start, self.period)
 
 
 def find_runs(table: OpTable) -> list[Run]:
-    """All runs of at least :data:`MIN_LAYERS` blocks, for likely periods; they may overlap."""
+    """Find all runs of at least :data:`MIN_LAYERS` blocks, for likely periods; they may overlap."""
     codes = _codes(table.signatures)
     return [run for period in _periods(codes) for run in _runs_of(codes, period)]
 
@@ -74,7 +74,7 @@ def _codes(signatures: Sequence[Hashable]) -> np.ndarray:
 
 
 def _periods(codes: np.ndarray) -> list[int]:
-    """Likely periods: gaps between neighbouring equal ops, the commonest first."""
+    """List likely periods: gaps between neighbouring equal ops, the commonest first."""
     # Sorted by what they do, in order of place: neighbours are successive equal ops.
     order = np.argsort(codes, kind="stable")
     same = codes[order][1:] == codes[order][:-1]
@@ -84,7 +84,7 @@ def _periods(codes: np.ndarray) -> list[int]:
 
 
 def _runs_of(codes: np.ndarray, period: int) -> Iterator[Run]:
-    """Stretches in which every op equals the one a period later."""
+    """Yield stretches in which every op equals the one a period later."""
     equal = np.concatenate(([False], codes[:-period] == codes[period:], [False]))
     edges = np.flatnonzero(np.diff(equal.astype(np.int8)))
     for start, stop in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
@@ -95,7 +95,7 @@ def _runs_of(codes: np.ndarray, period: int) -> Iterator[Run]:
 
 
 def likely_counts(candidates: Sequence[Run]) -> list[int]:
-    """Numbers of layers, by how many ops would belong to them."""
+    """Rank numbers of layers by how many ops would belong to them."""
     covered: Counter[int] = Counter()
     for layers in {run.count for run in candidates}:
         near = [r for r in candidates if layers - 1 <= r.count <= layers + 1]
@@ -105,7 +105,7 @@ def likely_counts(candidates: Sequence[Run]) -> list[int]:
 
 
 def disjoint(candidates: Sequence[Run]) -> list[Run]:
-    """Runs that do not overlap, the longest first chosen, in order of place."""
+    """Choose runs that do not overlap, the longest first, and list them in order of place."""
     chosen: list[Run] = []
     for run in sorted(candidates, key=lambda r: (r.start - r.stop, r.period)):
         if all(run.stop <= other.start or other.stop <= run.start for other in chosen):

@@ -48,7 +48,7 @@ class Compiler:
     version: str
 
     def assemblers(self) -> list[tuple[Path, tuple[int, ...]]]:
-        """CUDA folders with ``ptxas``, each with the architectures (as in ``sm_90``) it knows."""
+        """List CUDA folders with ``ptxas``, each with the architectures (``sm_90``) it knows."""
         # Packages in this environment may lie in any folder of its path.
         roots = [self.folder] if self.folder else [Path(p) for p in sys.path if p]
         folders = [root / name for name in _CUDA_FOLDERS for root in roots]
@@ -59,7 +59,7 @@ class Compiler:
 
 
 def compilers_root() -> Path:
-    """Where compilers are installed: ``$OPCAST_COMPILERS``, else in the user's data folder."""
+    """Give where compilers are installed: ``$OPCAST_COMPILERS``, else in the user's data folder."""
     if override := os.environ.get("OPCAST_COMPILERS"):
         return Path(override)
     base = os.environ.get("XDG_DATA_HOME")
@@ -88,7 +88,7 @@ def find_compiler(platform: str) -> Compiler:
 
 
 def packages(platform: str) -> list[str]:
-    """What pip has to install: versions that fit the jaxlib in use.
+    """List what pip has to install: versions that fit the jaxlib in use.
 
     Raises:
         CompilerError: There is no compiler for the platform.
@@ -142,7 +142,7 @@ def install_compiler(platform: str) -> Compiler:
 
 
 def _own_folder(platform: str) -> Path:
-    """Folder for the jaxlib in use, so that environments with others do not disturb each other."""
+    """Name the folder for the jaxlib in use: environments with others are not disturbed."""
     return compilers_root() / f"{platform}-{_jaxlib()}"
 
 
@@ -163,7 +163,7 @@ def _look(platform: str, folder: Path | None, wrong: list[str]) -> Compiler | No
 
 
 def _versions(folder: Path | None) -> dict[str, str]:
-    """Versions of the packages that matter, by name."""
+    """Return the versions of the packages that matter, by name."""
     names = [*_MAIN_PACKAGE["gpu"], *_MAIN_PACKAGE["tpu"]]
     names += ["nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12"]
     if folder is None:
@@ -185,7 +185,7 @@ def _jaxlib() -> str:
 
 
 def _libtpu() -> str:
-    """The libtpu that the jax in use names for its extra ``tpu``."""
+    """Return the libtpu that the jax in use names for its extra ``tpu``."""
     wanted = [r for r in metadata.requires("jax") or () if r.startswith("libtpu")]
     return wanted[0].split(";")[0].strip() if wanted else "libtpu"
 
@@ -195,8 +195,8 @@ def _architectures(ptxas: Path) -> tuple[int, ...]:
     if not ptxas.is_file():
         return ()
     try:
+        # The help lists the architectures that `--gpu-name` takes.
         done = subprocess.run(
-            # The help lists the architectures that `--gpu-name` takes.
             [str(ptxas), "--help"], capture_output=True, text=True, timeout=60, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:

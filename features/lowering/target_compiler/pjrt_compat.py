@@ -39,7 +39,7 @@ class Compiled(NamedTuple):
 
 
 def open_devices(platform: str, topology: str, target_config: str = "") -> list[Any]:
-    """Devices of an absent machine.
+    """Describe an absent machine, and return its devices.
 
     Args:
         platform: ``cuda`` or ``tpu``.
@@ -62,7 +62,7 @@ def open_devices(platform: str, topology: str, target_config: str = "") -> list[
 
 
 def compiler_version(devices: Sequence[Any]) -> str:
-    """What the plug-in says of its own version, in one line."""
+    """Return what the plug-in says of its own version, in one line."""
     return " ".join(str(devices[0].client.platform_version).split())
 
 

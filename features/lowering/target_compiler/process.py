@@ -124,7 +124,7 @@ def _one_process(
     settings: CompileSettings,
     origin: str,
 ) -> list[CompiledModule | LoweringError]:
-    """Results up to the end of the process: of all programs, or up to one that crashed it."""
+    """Compile in one process, to the end or up to the program that crashed it."""
     memory_bytes = settings.memory_bytes or _memory_limit()
     with tempfile.TemporaryDirectory(prefix="opcast-compile-") as name:
         folder = Path(name)
@@ -185,7 +185,7 @@ def _wait(
 
 @contextlib.contextmanager
 def shown(what: str, count: int, show: bool) -> Iterator[Any]:
-    """A bar where a person looks: of one program only that it is at work, and how long."""
+    """Show a bar if a person looks; for a single program only that it is at work, and how long."""
     if not (show and sys.stderr.isatty()):
         yield lambda done: None
         return

@@ -115,7 +115,7 @@ def target_of(device: DeviceSpec) -> CompileTarget:
 
 
 def tpu_topology(generation: str, count: int) -> str:
-    """Topology of a TPU with at least ``count`` devices, such as ``v5e:2x4``.
+    """Return the topology of a TPU with at least ``count`` devices, such as ``v5e:2x4``.
 
     Raises:
         DeviceError: The generation is not known.
@@ -135,7 +135,7 @@ def tpu_topology(generation: str, count: int) -> str:
 
 
 def _described(device: DeviceSpec) -> DeviceSpec:
-    """The device itself if it says what compiles for it, else the catalogue's of the same name."""
+    """Return the device if it names its compiler's target, else the catalogue's of its name."""
     from ...devices.catalogue import find_device, in_catalogue
 
     if device.compiler.get("target"):
@@ -204,7 +204,7 @@ def _gpu_target(spec: DeviceSpec, architecture: str) -> CompileTarget:
 
 
 def gpu_figures(spec: DeviceSpec) -> dict[str, float | int]:
-    """Figures that XLA is told of a GPU, by its own field names, in SI units (clock in GHz).
+    """List what XLA is told of a GPU, by its own field names, in SI units (clock in GHz).
 
     Raises:
         DeviceError: One is missing, or they contradict each other.
@@ -255,7 +255,7 @@ def _capability(architecture: str, spec: DeviceSpec) -> int:
 
 
 def _assembler(compiler: Compiler, wanted: int) -> tuple[Path, int]:
-    """CUDA folder whose assembler knows an architecture, or the nearest one that any knows."""
+    """Find the CUDA folder that knows an architecture, or the nearest one that any knows."""
     assemblers = compiler.assemblers()
     if not assemblers:
         raise CompilerError(

@@ -100,7 +100,7 @@ def _compile(
 def _compiled(
     devices: list[Any], program: bytes, shape: tuple[int, int], flags: dict[str, Any]
 ) -> tuple[Any, list[str]]:
-    """The module of a program, with a note for each detour that was taken."""
+    """Compile a program, with a note for each detour that was taken."""
     from .pjrt_compat import compile_absent
 
     try:
@@ -117,7 +117,7 @@ def _compiled(
 
 
 def _detour(message: str, flags: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
-    """Options that may let a refused program compile, and a note; never ones that the user set."""
+    """Find options, not set by the user, that may let a refused program compile, and a note."""
     for part, options, note in DETOURS:
         if part in message and not options.keys() & flags.keys():
             return options, note

@@ -75,12 +75,12 @@ class Reduction(NamedTuple):
 
 
 def is_free(node: Node) -> bool:
-    """Whether a node needs no kernel."""
+    """Return whether a node needs no kernel."""
     return node.opcode in FREE
 
 
 def reduction(node: Node) -> Reduction:
-    """How a ``reduce`` meets its elements in memory."""
+    """Describe how a ``reduce`` meets its elements in memory."""
     shape = node.operands[0].type.shape
     dims = frozenset(node.attrs.get("dimensions", ()))
     # Neighbouring dimensions of one role count as one; those of size one have no place in memory.
@@ -106,7 +106,7 @@ def reduction(node: Node) -> Reduction:
 
 
 def is_loop_reduction(node: Node) -> bool:
-    """Whether a reduction is so short that each thread sums its own element in a plain loop."""
+    """Return whether a reduction is short enough for one thread to sum an element in a loop."""
     reduced = reduction(node)
     if reduced.shape is Shape.ROW:
         # Short rows of a power of two share a warp in the row emitter; others run as a loop.
@@ -115,7 +115,7 @@ def is_loop_reduction(node: Node) -> bool:
 
 
 def is_loop(node: Node) -> bool:
-    """Whether one thread computes one element of the result, so that it can be fused anywhere."""
+    """Return whether one thread computes one element, so that the op can be fused anywhere."""
     # Ops of several results would need a kernel with several outputs.
     if node.opcode in _MOVEMENT or is_elementwise(node):
         return not node.is_tuple
@@ -125,12 +125,12 @@ def is_loop(node: Node) -> bool:
 
 
 def is_consumer(node: Node) -> bool:
-    """Whether producers can be computed inside of the kernel of this node."""
+    """Return whether producers can be computed inside of the kernel of this node."""
     return is_loop(node) or node.opcode in IN_PLACE or node.opcode in ("reduce", "reduce-window")
 
 
 def source_of(node: Node) -> Node:
-    """The node whose memory a value is: reshapes are looked through."""
+    """Look through reshapes to the node whose memory a value is."""
     while node.opcode in ("reshape", "bitcast"):
         node = node.operands[0]
     return node

@@ -93,7 +93,7 @@ ELEMENTWISE = frozenset(
 
 
 def is_elementwise(node: Node) -> bool:
-    """Whether each element of the result depends on one element of each operand."""
+    """Return whether each element of the result depends on one element of each operand."""
     opcode = node.opcode
     return opcode in ELEMENTWISE or (
         opcode.startswith("chlo.") and opcode not in ("chlo.top_k", "chlo.ragged_dot")
@@ -101,7 +101,7 @@ def is_elementwise(node: Node) -> bool:
 
 
 def splat(node: Node) -> Any:
-    """The one value of all elements; ``None`` if it is not known or there are several."""
+    """Return the one value of all elements; ``None`` if it is not known or there are several."""
     # Repeating or renaming a single value leaves it the same.
     while node.opcode in ("broadcast", "reshape"):
         node = node.operands[0]
@@ -114,14 +114,14 @@ def splat(node: Node) -> Any:
 
 
 def is_splat(node: Node, value: float) -> bool:
-    """Whether all elements are known to be ``value``."""
+    """Return whether all elements are known to be ``value``."""
     repeated = splat(node)
     # True == 1 for Python: a predicate must not pass as a number.
     return repeated is not None and not isinstance(repeated, bool) and repeated == value
 
 
 def splat_node(value: Any, like: TensorType) -> Node:
-    """An array of one value: a scalar constant, and a broadcast if it has dimensions."""
+    """Make an array of one value: a scalar constant, and a broadcast if it has dimensions."""
     scalar = constant(value, TensorType(like.dtype))
     if not like.shape:
         return scalar
@@ -129,7 +129,7 @@ def splat_node(value: Any, like: TensorType) -> Node:
 
 
 def fold(node: Node) -> Node | None:
-    """The value of an op on known scalars, or the op on scalars if its operands repeat one.
+    """Evaluate an op on known scalars, or move it to scalars if its operands repeat one.
 
     Returns:
         A constant, or a broadcast of what is computed once; ``None`` if neither is possible.
@@ -180,7 +180,7 @@ def _cast(value: Any, dtype: str) -> Any:
 
 
 def _sink(node: Node) -> Node | None:
-    """An elementwise op on broadcast scalars is the broadcast of an op on scalars."""
+    """Turn an elementwise op on broadcast scalars into the broadcast of an op on scalars."""
     shape = node.type.shape
     if not shape:
         return None

@@ -87,7 +87,7 @@ class Graph:
     effects: list[Node] = field(default_factory=list)
 
     def nodes(self) -> list[Node]:
-        """Nodes that the outputs and effects need, operands first; all parameters included."""
+        """List the nodes that outputs and effects need, operands first; all parameters included."""
         return topological([*self.outputs, *self.effects], self.parameters)
 
 
@@ -97,7 +97,7 @@ Structure = int | list["Structure"]
 
 
 def topological(roots: Iterable[Node], first: Sequence[Node] = ()) -> list[Node]:
-    """Nodes that ``roots`` depend on, operands before users, ``first`` at the front."""
+    """Order the nodes that ``roots`` depend on, operands before users, ``first`` at the front."""
     order: list[Node] = list(first)
     done = {id(node) for node in first}
     for root in roots:
@@ -120,7 +120,7 @@ def topological(roots: Iterable[Node], first: Sequence[Node] = ()) -> list[Node]
 
 
 def users_of(nodes: Iterable[Node]) -> dict[int, list[Node]]:
-    """Users of each node by its ``id``, each user once."""
+    """Return the users of each node by its ``id``, each user once."""
     users: dict[int, list[Node]] = {}
     for node in nodes:
         users.setdefault(id(node), [])
@@ -130,7 +130,7 @@ def users_of(nodes: Iterable[Node]) -> dict[int, list[Node]]:
 
 
 def build_graph(program: Program) -> Graph:
-    """The entry of a program as a graph: calls inlined, names of values gone.
+    """Turn the entry of a program into a graph: calls inlined, names of values gone.
 
     Bodies of loops and branches take one parameter for each array of what they are given, as
     StableHLO's do. HLO's take one tuple, and each branch its own; that is taken apart here.
@@ -144,7 +144,7 @@ def build_graph(program: Program) -> Graph:
 
 
 def constant(value: Any, like: TensorType) -> Node:
-    """A constant node."""
+    """Make a constant node."""
     return Node("constant", [], (like,), {"value": value})
 
 
@@ -154,7 +154,7 @@ class _Builder:
         self.effects: list[Node] = []
 
     def graph(self, comp: Computation) -> Graph:
-        """The entry as a graph of its own."""
+        """Build the entry as a graph of its own."""
         parameters = [
             Node("parameter", [], op.results, {**op.attrs, "index": index}, is_tuple=op.is_tuple)
             for index, op in enumerate(comp.parameters)
@@ -169,7 +169,7 @@ class _Builder:
         return Graph(parameters, flatten(value), effects)
 
     def _inline(self, comp: Computation, arguments: list[Value]) -> Value:
-        """The value of a computation's root, with nodes for its ops."""
+        """Make nodes for a computation's ops, and return its root's value."""
         values: list[Value] = []
         for op in comp.ops:
             values.append(self._visit(op, values, arguments))
@@ -200,7 +200,7 @@ class _Builder:
         return made
 
     def _control(self, op: Op, inputs: list[Value]) -> Value:
-        """A loop or conditional, whose bodies get every array that is handed to any of them."""
+        """Build a loop or conditional, whose bodies get every array handed to any of them."""
         # A conditional's first operand chooses the branch and is not handed on.
         test = [] if op.opcode == "while" else flatten(inputs[0])
         given = [split(value) for value in inputs[len(test) :]]
@@ -216,7 +216,7 @@ class _Builder:
         return _arranged([element(node, i) for i in range(len(op.results))], _structure(op))
 
     def _body(self, comp: Computation, given: list[Value], branch: int) -> Graph:
-        """The body of a loop or branch, with a parameter for each array that is given."""
+        """Build the body of a loop or branch, with a parameter for each array that is given."""
         parameters: list[Node] = []
         arguments = [_parameters(value, parameters) for value in given]
         if branch >= 0:
@@ -248,7 +248,7 @@ def sink_constants(graph: Graph) -> None:
 
 
 def _is_kept(loop: Node, index: int) -> bool:
-    """Whether no iteration changes an element of a loop's state."""
+    """Return whether no iteration changes an element of a loop's state."""
     body = loop.graphs[1]
     return index >= len(body.outputs) or body.outputs[index] is body.parameters[index]
 
@@ -271,7 +271,7 @@ def _replace_parameters(graph: Graph, known: dict[int, Node]) -> None:
 
 
 def _parameters(value: Value, made: list[Node]) -> Value:
-    """Parameters like the arrays of a value, in its structure; each is added to ``made``."""
+    """Make parameters like a value's arrays, in its structure; each is added to ``made``."""
     if isinstance(value, Node):
         node = Node("parameter", [], value.results, {"index": len(made)})
         made.append(node)
@@ -280,14 +280,14 @@ def _parameters(value: Value, made: list[Node]) -> Value:
 
 
 def split(value: Value) -> Value:
-    """A value without tuples: of a node with several results, the elements in their structure."""
+    """Split a value's tuples: of a node with several results, into elements in their structure."""
     if not isinstance(value, Node):
         return [split(item) for item in value]
     return _elements(value, _structure(value)) if value.is_tuple else value
 
 
 def _elements(node: Node, structure: Structure) -> Value:
-    """Elements of a tuple, read one level after the other."""
+    """Read the elements of a tuple, one level after the other."""
     if isinstance(structure, int):
         return node
     first = _leaves(structure)[0] if _leaves(structure) else 0
@@ -301,7 +301,7 @@ def _elements(node: Node, structure: Structure) -> Value:
 
 
 def _structure(what: Op | Node) -> Structure:
-    """Places of a tuple's leaves among its results, as nested as its type."""
+    """Return the places of a tuple's leaves among its results, as nested as its type."""
     stack: list[list[Structure]] = [[]]
     leaves = 0
     # Nesting is written as "(*(*))": a star for each leaf (ir/hlo_attributes.py: read_type).
@@ -324,21 +324,21 @@ def _leaves(structure: Structure) -> list[int]:
 
 
 def _arranged(nodes: list[Node], structure: Structure) -> Value:
-    """Nodes in a structure that names each by its place."""
+    """Arrange nodes in a structure that names each by its place."""
     if isinstance(structure, int):
         return nodes[structure]
     return [_arranged(nodes, part) for part in structure]
 
 
 def element(node: Node, index: int) -> Node:
-    """A ``get-tuple-element`` node."""
+    """Make a ``get-tuple-element`` node."""
     return Node(
         "get-tuple-element", [node], (node.results[index],), {"index": index}, source=node.source
     )
 
 
 def flatten(value: Value) -> list[Node]:
-    """Nodes of a value, of every element if it is a tuple."""
+    """List the nodes of a value, of every element if it is a tuple."""
     if isinstance(value, Node):
         return [value]
     return [node for item in value for node in flatten(item)]

@@ -38,7 +38,7 @@ class Machine:
 
 
 def machine_of(device: DeviceSpec | None) -> Machine:
-    """The machine that a device description stands for.
+    """Derive the machine from a device description.
 
     An H100 stands in for a missing description, for one of another platform, and for figures that
     the description leaves out.

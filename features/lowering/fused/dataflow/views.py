@@ -9,13 +9,13 @@ from .graph import Node
 
 
 def simplify_view(node: Node) -> Node | None:
-    """A simpler node with the same value; ``None`` if there is none."""
+    """Return a simpler node with the same value; ``None`` if there is none."""
     rule = _RULES.get(node.opcode)
     return rule(node) if rule is not None else None
 
 
 def reshape(node: Node, shape: tuple[int, ...], like: Node | None = None) -> Node:
-    """A reshape of ``node``, or ``node`` itself if it has that shape."""
+    """Make a reshape of ``node``, or return ``node`` itself if it has that shape."""
     if node.type.shape == shape:
         return node
     source = (like or node).source
@@ -37,7 +37,7 @@ def _reshape(node: Node) -> Node | None:
 
 
 def _moved_iota(inner: Node, node: Node) -> Node | None:
-    """An iota whose dimensions of size one are elsewhere."""
+    """Make an iota whose dimensions of size one are elsewhere."""
     (along,) = inner.attrs["dimensions"]
     if inner.type.shape[along] == 1:
         return None
@@ -72,7 +72,7 @@ def _transpose(node: Node) -> Node | None:
 
 
 def _broadcast(node: Node) -> Node | None:
-    """No repeated size-one dimensions, no broadcast of a broadcast, no broadcast of all."""
+    """Drop repeated size-one dimensions, broadcasts of broadcasts, and broadcasts of all."""
     inner = node.operands[0]
     dims = tuple(node.attrs.get("dimensions", ()))
     shape = node.type.shape
@@ -110,7 +110,7 @@ def _slice(node: Node) -> Node | None:
 
 
 def _slice_of_concatenate(node: Node, inner: Node) -> Node | None:
-    """The one operand that a slice reads from."""
+    """Slice the one operand that a slice of a concatenation reads from."""
     along = int(inner.attrs["dimensions"][0])
     begin, end, step = node.attrs["slice"][along]
     offset = 0

@@ -186,7 +186,7 @@ class Work:
             self._turned.add(key)
 
     def seconds(self, machine: Machine) -> float:
-        """Time of one execution without its launch."""
+        """Estimate the time of one execution without its launch."""
         # Too few blocks cannot saturate the memory.
         bandwidth = min(machine.bandwidth, self.blocks * machine.clock * _BYTES_PER_CYCLE)
         memory = self.written / bandwidth
@@ -212,7 +212,7 @@ class Work:
 
 
 def _turns(node: Node) -> bool:
-    """Whether a transpose makes neighbouring results read elements that lie apart."""
+    """Return whether a transpose makes neighbouring results read elements that lie apart."""
     if node.opcode != "transpose":
         return False
     order = node.attrs["dimensions"]
@@ -221,7 +221,7 @@ def _turns(node: Node) -> bool:
 
 
 def _wanted(node: Node, position: int, count: float) -> float:
-    """Elements of an operand that ``count`` elements of a node need, its factor aside."""
+    """Count the elements of an operand that ``count`` elements of a node need, without factor."""
     opcode = node.opcode
     operand = node.operands[position]
     if opcode in ("concatenate", "pad"):

@@ -69,16 +69,16 @@ class Clusters:
                 self.kept.add(id(source_of(node.operands[0])))
 
     def all(self) -> list[Cluster]:
-        """Every cluster once, by the position of its last root."""
+        """List every cluster once, by the position of its last root."""
         distinct = {id(c): c for c in self.by_root.values()}
         return sorted(distinct.values(), key=lambda c: c.last)
 
     def members(self, cluster: Cluster) -> list[Node]:
-        """A cluster's nodes, operands first."""
+        """Return a cluster's nodes, operands first."""
         return [cluster.members[i] for i in sorted(cluster.members)]
 
     def insert(self, node: Node, before: Node) -> Cluster:
-        """A cluster for a new node that stands just before another one in the order."""
+        """Make a cluster for a new node that stands just before another one in the order."""
         self.position[id(node)] = self.position[id(before)] - 0.5
         self.inserted.append(node)
         made = Cluster([node], {self.position[id(node)]: node})
@@ -120,19 +120,19 @@ class Clusters:
             self.readers[id(node)].pop(id(cluster), None)
 
     def users(self, cluster: Cluster) -> list[Cluster]:
-        """Clusters that read any of a cluster's results."""
+        """Return the clusters that read any of a cluster's results."""
         readers: dict[int, Cluster] = {}
         for root in cluster.roots:
             readers.update(self.readers.get(id(root), {}))
         return list(readers.values())
 
     def producers(self, cluster: Cluster) -> list[Cluster]:
-        """Clusters whose results a cluster reads."""
+        """Return the clusters whose results a cluster reads."""
         makers = {id(c): c for c in [self.by_root.get(id(node)) for node in cluster.makers] if c}
         return list(makers.values())
 
     def merge(self, first: Cluster, second: Cluster, *, library: bool = False) -> Cluster:
-        """One cluster with the members of two and the roots of both that someone still reads."""
+        """Merge two clusters into one with the members and roots of both."""
         self.remove(first)
         self.remove(second)
         members = {**first.members, **second.members}
@@ -151,7 +151,7 @@ class Clusters:
 
 
 def owner(node: Node) -> Node:
-    """The node whose kernel makes a value: of a tuple's element, the tuple."""
+    """Return the node whose kernel makes a value: of a tuple's element, the tuple."""
     node = source_of(node)
     while node.opcode == "get-tuple-element":
         node = source_of(node.operands[0])

@@ -41,7 +41,7 @@ class Emitter:
         return name
 
     def name(self, base: str) -> str:
-        """A new name."""
+        """Make a new name."""
         self._count += 1
         return f"{base}.{self._count}"
 
@@ -78,7 +78,7 @@ class ComputationWriter:
         self.one_parameter = one_parameter
 
     def write(self, name: str) -> Computation:
-        """The computation."""
+        """Write the computation."""
         self._parameters()
         for cluster in self._scheduled():
             self._cluster(cluster)
@@ -90,7 +90,7 @@ class ComputationWriter:
         return Computation(name, self.ops, outputs[0])
 
     def _scheduled(self) -> list[Cluster]:
-        """Clusters in an order in which each stands after what it reads."""
+        """Order clusters so that each stands after what it reads."""
         done: set[int] = set()
         order: list[Cluster] = []
         for start in self.clusters.all():
@@ -105,7 +105,7 @@ class ComputationWriter:
                     continue
                 # Depth first with a stack of its own: what a cluster reads is written before it.
                 stack.append((cluster, True))
-                # Reversed, since the stack gives back the last one first: the program's order stays.
+                # Reversed, since a stack gives back the last one first: the program's order stays.
                 waiting = [p for p in self.clusters.producers(cluster) if id(p) not in done]
                 stack.extend((p, False) for p in reversed(waiting) if p is not cluster)
         return order
@@ -131,7 +131,7 @@ class ComputationWriter:
         return len(self.ops) - 1
 
     def _value(self, node: Node) -> int:
-        """Position of the op that holds a node's value; views and constants are written here."""
+        """Find the op that holds a node's value; views and constants are written here."""
         known = self.place.get(id(node))
         if known is not None:
             return known
@@ -169,7 +169,7 @@ class ComputationWriter:
             self.place[id(root)] = self._append(read)
 
     def _single(self, node: Node) -> None:
-        """A node that is a kernel as it stands: a product, a sort, a loop."""
+        """Write a node that is a kernel as it stands: a product, a sort, a loop."""
         operands = [self._value(operand) for operand in node.operands]
         called = tuple(self.emitter.called(name) for name in node.called)
         attrs = {k: v for k, v in node.attrs.items() if k != REVERSED}
@@ -240,7 +240,7 @@ class _Fused:
         return self._parameter(node)
 
     def _parameter(self, node: Node) -> int:
-        """A parameter for a value from outside; views of it are taken inside."""
+        """Make a parameter for a value from outside; views of it are taken inside."""
         # Keyed by the op outside: a value and its views become one parameter.
         outer = self.writer._value(node)
         parameter = self.parameters.get(outer)
@@ -254,7 +254,7 @@ class _Fused:
 
 
 def _is_fusion(node: Node) -> bool:
-    """Whether a kernel of one node is written as a fusion, as compilers wrap lone ops."""
+    """Return whether a kernel of one node is written as a fusion, as compilers wrap lone ops."""
     return is_consumer(node)
 
 

@@ -37,7 +37,7 @@ class _Epilogue:
         self.call.library = True
 
     def run(self) -> None:
-        """A factor; or bias, then either a residual or an activation."""
+        """Fuse a factor; or a bias, then either a residual or an activation."""
         if self.is_dot:
             self._factor()
         biased = self._add(self._bias)
@@ -51,7 +51,7 @@ class _Epilogue:
                 self._gelu()
 
     def _is_forward(self) -> bool:
-        """Whether a convolution is one that the library runs forwards, with a second input."""
+        """Tell whether a convolution is one that the library runs forwards, with a second input."""
         conv = next(n for n in self.call.members.values() if n.opcode == "convolution")
         dilated = any(w.lhs_dilation != 1 for w in conv.attrs.get("window", ()))
         # Labels that start with the feature are those of filter gradients
@@ -60,7 +60,7 @@ class _Epilogue:
         return not (dilated or turned or conv.attrs.get(REVERSED, False))
 
     def _reader(self) -> Cluster | None:
-        """The only cluster that reads the result, if it is one op that nothing was fused into."""
+        """Find the only cluster that reads the result, if it is one op that took nothing in."""
         root = self.call.root
         if id(root) in self.clusters.kept:
             return None
@@ -96,7 +96,7 @@ class _Epilogue:
         return rule(cluster, other)
 
     def _factor(self) -> None:
-        """A constant that the product is multiplied by, if it is nothing else's."""
+        """Fuse a constant factor of the product, if nothing else reads the product."""
         cluster = self._reader()
         if cluster is None or cluster.root.opcode != "multiply":
             return
@@ -104,7 +104,7 @@ class _Epilogue:
             self._take(cluster, *self._splats(cluster.root))
 
     def _bias(self, cluster: Cluster, other: Node) -> bool:
-        """A vector along the last dimension; of a convolution, along its features."""
+        """Fuse a vector along the last dimension; of a convolution, along its features."""
         source = source_of(other)
         if source.opcode != "broadcast" or splat(source) is not None:
             return False
@@ -118,7 +118,7 @@ class _Epilogue:
         return True
 
     def _residual(self, cluster: Cluster, other: Node) -> bool:
-        """A matrix of the result's size, which the product is added to."""
+        """Fuse a matrix of the result's size, which the product is added to."""
         source = source_of(other)
         if splat(other) is not None or source.opcode == "broadcast":
             return False
@@ -130,7 +130,7 @@ class _Epilogue:
         return True
 
     def _read_later(self, source: Node) -> bool:
-        """Whether the library, which adds in place, would destroy what someone still reads."""
+        """Tell whether the library, which adds in place, would destroy what someone still reads."""
         clusters = self.clusters
         if source.opcode in ("parameter", "constant") or id(source) in clusters.kept:
             return True
@@ -158,7 +158,7 @@ class _Epilogue:
                 self._take(cluster, *self._splats(cluster.root))
 
     def _gelu(self) -> None:
-        """The tanh form of GELU, if nothing else reads the result."""
+        """Fuse the tanh form of GELU, if nothing else reads the result."""
         root = self.call.root
         if id(root) in self.clusters.kept:
             return
@@ -169,7 +169,7 @@ class _Epilogue:
             self._take(cluster, *self._splats(cluster.root))
 
     def _closure(self, root: Node) -> list[Cluster] | None:
-        """Clusters that compute GELU of ``root``, in order; ``None`` if something else reads it."""
+        """Collect the clusters of GELU of ``root``, in order; ``None`` if others read them."""
         inside: dict[int, Node] = {id(root): root}
         chain: list[Cluster] = []
         front = list(self.clusters.users(self.call))
@@ -192,7 +192,7 @@ class _Epilogue:
         return None
 
     def _is_complete(self, root: Node, chain: list[Cluster], inside: dict[int, Node]) -> bool:
-        """Whether a chain has one tanh, and one result that others read."""
+        """Return whether a chain has one tanh, and one result that others read."""
         codes = [c.root.opcode for c in chain]
         # x/2 · (1 + tanh(…)) ends in a product.
         if codes.count("tanh") != 1 or codes[-1] != "multiply":
@@ -216,7 +216,7 @@ class _Epilogue:
         )
 
     def _splats(self, node: Node) -> list[Node]:
-        """Broadcast constants that an op reads."""
+        """Return the broadcast constants that an op reads."""
         sources = []
         for operand in node.operands:
             source = source_of(operand)

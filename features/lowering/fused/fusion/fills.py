@@ -51,14 +51,14 @@ def join_fills(clusters: Clusters) -> None:
 
 
 def written(node: Node) -> range:
-    """Places of the operands that an op updates in place."""
+    """Return the places of the operands that an op updates in place."""
     if node.opcode not in IN_PLACE:
         return range(0)
     return range((len(node.operands) - 1) // 2 if node.opcode == "scatter" else 1)
 
 
 def _fills(clusters: Clusters) -> Iterator[tuple[Hashable, Node]]:
-    """Arrays that a loop starts from or an update writes to, with what they must share."""
+    """Yield arrays that a loop starts from or an update writes to, with what they must share."""
     for node in clusters.nodes:
         if node.opcode == "while":
             for operand in dict.fromkeys(map(source_of, node.operands)):

@@ -76,7 +76,7 @@ class HorizontalFusion:
         return changed
 
     def _candidates(self, consumer: Cluster | None) -> list[Cluster]:
-        """Clusters that nobody but the consumer and the graph's results read."""
+        """Return the clusters that nobody but the consumer and the graph's results read."""
         clusters = self.clusters
         if consumer is None:
             made = [clusters.by_root.get(id(owner(n))) for n in clusters.graph.outputs]
@@ -85,12 +85,12 @@ class HorizontalFusion:
         return [c for c in clusters.producers(consumer) if clusters.users(c) == [consumer]]
 
     def _loops_alike(self, candidates: list[Cluster]) -> list[list[Cluster]]:
-        """Loops over arrays of one shape."""
+        """Group loops over arrays of one shape."""
         loops = [c for c in candidates if _is_small_loop(c, MAX_ALIKE, MAX_OPS_ALIKE)]
         return _spans(loops, lambda c: (*_kind_of(c), c.root.type.shape), lone=2)
 
     def _loops_mixed(self, candidates: list[Cluster]) -> list[list[Cluster]]:
-        """Loops over smaller arrays of any shapes, one after the other in one flat range.
+        """Group loops over smaller arrays of any shapes, one after the other in a flat range.
 
         One that updates an argument in place could not do so any more if another reads it.
         """
@@ -107,7 +107,7 @@ class HorizontalFusion:
         return _spans(loops, _kind_of)
 
     def _reductions(self, candidates: list[Cluster]) -> list[list[Cluster]]:
-        """Reductions of arrays of one shape along the same dimensions."""
+        """Group reductions of arrays of one shape along the same dimensions."""
         by_size: dict[tuple[object, ...], list[Cluster]] = {}
         for cluster in candidates:
             frame = frame_of(cluster)
@@ -127,7 +127,7 @@ class HorizontalFusion:
 
 
 def _is_small_loop(cluster: Cluster, elements: int, ops: int) -> bool:
-    """Whether a cluster is a plain loop whose launch costs more than its work.
+    """Return whether a cluster is a plain loop whose launch costs more than its work.
 
     One over arrays of several sizes is such a kernel of many already, and takes no more.
     """
@@ -150,7 +150,7 @@ def _kind_of(cluster: Cluster) -> tuple[object, ...]:
 def _spans(
     loops: list[Cluster], key: Callable[[Cluster], tuple[object, ...]], lone: int = 1
 ) -> list[list[Cluster]]:
-    """Loops that share ``key``, similar ones together, in groups that fit one kernel.
+    """Group loops that share ``key``, similar ones together, so that each group fits one kernel.
 
     ``lone`` is how many times as many results may come of loops of one op each.
     """
@@ -175,7 +175,7 @@ def _spans(
 
 
 def _reduced(cluster: Cluster) -> tuple[object, ...]:
-    """Shape and dimensions of what a reduction sums."""
+    """Return the shape and dimensions of what a reduction sums."""
     hero = _summing(cluster)
     return (hero.operands[0].type.shape, tuple(hero.attrs.get("dimensions", ())))
 
@@ -186,12 +186,12 @@ def _summing(cluster: Cluster) -> Node:
 
 
 def _arrays(group: Iterable[Cluster]) -> int:
-    """Arrays that one kernel for all would read and write."""
+    """Count the arrays that one kernel for all would read and write."""
     members = list(group)
     inputs = {id(source_of(node)) for cluster in members for node in cluster.inputs}
     return len(inputs) + sum(len(cluster.roots) for cluster in members)
 
 
 def _ops(cluster: Cluster) -> int:
-    """Ops of a kernel's computation, its parameters included."""
+    """Count the ops of a kernel's computation, its parameters included."""
     return len(cluster.members) + len(cluster.inputs)

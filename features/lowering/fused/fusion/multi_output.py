@@ -77,7 +77,7 @@ class MultiOutputFusion:
             return
 
     def _alike(self, first: Cluster, second: Cluster) -> bool:
-        """Whether both run over the same elements in the same way."""
+        """Return whether both run over the same elements in the same way."""
         if first is second or not _fit(frame_of(first), frame_of(second)):
             return False
         inputs = {id(n) for c in (first, second) for n in c.inputs}
@@ -95,16 +95,16 @@ class MultiOutputFusion:
         return Work(members, roots).seconds(self.machine) + LAUNCH_S <= apart
 
     def _apart(self, first: Cluster, second: Cluster) -> bool:
-        """Whether neither needs the other."""
+        """Return whether neither needs the other."""
         return not (self._reaches(first, second) or self._reaches(second, first))
 
     def _between(self, producer: Cluster, consumer: Cluster) -> bool:
-        """Whether the consumer also needs the producer by way of a third kernel."""
+        """Return whether the consumer also needs the producer by way of a third kernel."""
         others = [p for p in self.clusters.producers(consumer) if p is not producer]
         return any(other is not consumer and self._reaches(other, producer) for other in others)
 
     def _reaches(self, start: Cluster, target: Cluster) -> bool:
-        """Whether ``start`` needs a result of ``target``, directly or not."""
+        """Return whether ``start`` needs a result of ``target``, directly or not."""
         first = min(self.clusters.position[id(root)] for root in target.roots)
         by_root = self.clusters.by_root
         stack, seen = [start], {id(start)}
@@ -122,7 +122,7 @@ class MultiOutputFusion:
 
 
 def _joins(cluster: Cluster) -> bool:
-    """Whether a cluster can share a kernel: no library call, no update in place."""
+    """Return whether a cluster can share a kernel: no library call, no update in place."""
     return (
         cluster.consumes
         and not cluster.rows
@@ -139,7 +139,7 @@ class Frame(NamedTuple):
 
 
 def _fit(first: Frame | None, second: Frame | None) -> bool:
-    """Whether two clusters fit one kernel: a loop fits anything over as many elements."""
+    """Return whether two clusters fit one kernel: a loop fits anything over as many elements."""
     if first is None or second is None or first.size != second.size:
         return False
     if "loop" in (first.kind, second.kind):
@@ -148,7 +148,7 @@ def _fit(first: Frame | None, second: Frame | None) -> bool:
 
 
 def frame_of(cluster: Cluster) -> Frame | None:
-    """What a cluster's threads run over; ``None`` if that fits no other kernel."""
+    """Return what a cluster's threads run over; ``None`` if that fits no other kernel."""
     for root in cluster.roots:
         hero = hero_of(root, cluster)
         if hero.opcode == "reduce" and not is_loop_reduction(hero):
@@ -163,7 +163,7 @@ def frame_of(cluster: Cluster) -> Frame | None:
 
 
 def hero_of(root: Node, cluster: Cluster) -> Node:
-    """The op that decides how a kernel runs: a root, or what it is a unary function of."""
+    """Return the op that decides how a kernel runs: a root, or what it is a unary function of."""
     inside = {id(node) for node in cluster.members.values()}
     node = root
     while True:
@@ -179,7 +179,7 @@ def hero_of(root: Node, cluster: Cluster) -> Node:
 
 
 def _shares(node: Node, first: Cluster, second: Cluster) -> bool:
-    """Whether two clusters read the same part of a value, not one slice each.
+    """Return whether two clusters read the same part of a value, not one slice each.
 
     The compiler sees this only while each has a single result; so does this.
     """
@@ -201,7 +201,7 @@ def _shares(node: Node, first: Cluster, second: Cluster) -> bool:
 
 
 def _through_view(node: Node, cluster: Cluster) -> bool:
-    """Whether a cluster reads a value by way of a reshape, which makes it another array.
+    """Return whether a cluster reads a value by way of a reshape, which makes it another array.
 
     A reshape within a function of this value alone moves up to the value itself.
     """

@@ -38,7 +38,7 @@ _MANY_READS = frozenset(("chlo.erfc", "chlo.lgamma", "chlo.digamma", "chlo.erf_i
 
 
 def narrow_reduction(cluster: Cluster, machine: Machine) -> Node | None:
-    """A column reduction of a cluster that starts fewer blocks than there are multiprocessors.
+    """Find a column reduction of a cluster that starts fewer blocks than there are cores.
 
     The compiler gives such a reduction no second large array to read.
     """
@@ -68,7 +68,7 @@ class PriorityFusion:
         self._count = 0
 
     def run(self) -> None:
-        """Fuse."""
+        """Fuse until no fusion saves time."""
         for cluster in self.clusters.all():
             self._push(cluster)
         while self._queue:
@@ -100,7 +100,7 @@ class PriorityFusion:
             heapq.heappush(self._queue, (-gain, self._count, self._count, cluster))
 
     def _gain(self, producer: Cluster) -> float | None:
-        """Seconds that fusing a cluster into all that read it saves; ``None`` if it cannot be."""
+        """Estimate the seconds that fusing into all readers saves; ``None`` if impossible."""
         clusters = self.clusters
         root = producer.root
         if producer.library or len(producer.roots) > 1 or id(root) in clusters.kept:
@@ -134,7 +134,7 @@ class PriorityFusion:
         return seconds
 
     def _joined(self, producer: Cluster, consumer: Cluster) -> float | None:
-        """Seconds of the consumer's kernel with the producer inside; ``None`` if it cannot be."""
+        """Estimate the consumer's time with the producer inside; ``None`` if it cannot be."""
         key = (id(producer), id(consumer))
         stored = self._pairs.get(key)
         if stored is not None and stored[:2] == (producer.version, consumer.version):
@@ -151,7 +151,7 @@ class PriorityFusion:
         return seconds
 
     def _extends(self, rows: Cluster) -> bool:
-        """Whether a softmax kernel can take in the one elementwise op that reads it."""
+        """Return whether a softmax kernel can take in the one elementwise op that reads it."""
         users = self.clusters.users(rows)
         return (
             len(users) == 1
@@ -162,7 +162,7 @@ class PriorityFusion:
         )
 
     def _fits(self, producer: Cluster, consumer: Cluster) -> bool:
-        """Whether the consumer's kernel can compute the producer."""
+        """Return whether the consumer's kernel can compute the producer."""
         root = producer.root
         heavy = any(node.opcode in _EXPENSIVE for node in producer.members.values())
         for node in consumer.members.values():

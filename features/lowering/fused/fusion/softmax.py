@@ -44,12 +44,12 @@ def _join(clusters: Clusters, root_id: int, members: list[Node]) -> None:
 
 
 def _single(clusters: Clusters, node: Node) -> bool:
-    """Whether only one op reads a node's value."""
+    """Return whether only one op reads a node's value."""
     return id(node) not in clusters.kept and len(clusters.readers.get(id(node), {})) == 1
 
 
 def _diamond(clusters: Clusters, node: Node) -> tuple[Node, list[Node]] | None:
-    """Top and members of the diamond that ends in ``node``."""
+    """Find the top and members of the diamond that ends in ``node``."""
     if len(node.operands) != 2 or not is_elementwise(node) or node.called:
         return None
     for side in (0, 1):
@@ -100,7 +100,7 @@ def _two_users(clusters: Clusters, node: Node) -> bool:
 
 
 def _constants(clusters: Clusters, nodes: list[Node]) -> list[Node]:
-    """Broadcast constants that only these nodes read."""
+    """Return the broadcast constants that only these nodes read."""
     constants: dict[int, Node] = {}
     for node in nodes:
         for operand in node.operands:
@@ -114,7 +114,7 @@ def _constants(clusters: Clusters, nodes: list[Node]) -> list[Node]:
 def _climb(
     clusters: Clusters, top: Node, diamonds: dict[int, tuple[Node, list[Node]]]
 ) -> tuple[Node | None, list[Node]]:
-    """The end of an earlier diamond above ``top``, and the ops between."""
+    """Find the end of an earlier diamond above ``top``, and the ops between."""
     chain: list[Node] = []
     node = top
     while id(node) not in diamonds:

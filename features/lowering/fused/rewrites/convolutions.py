@@ -33,7 +33,7 @@ def canonical_convs(graph: Graph, machine: Machine) -> None:
 
 
 def is_weight_gradient(conv: Node) -> bool:
-    """Whether a library computes it as a filter's gradient: a window larger than the result."""
+    """Tell whether a library computes a filter's gradient: the window exceeds the result."""
     lhs, _, out = _labels(conv)
     # JAX writes a filter's gradient with batch and features exchanged, so that the sum over the
     # batch is a sum over "features".
@@ -90,13 +90,13 @@ def _ordered(node: Node, labels: str, wanted: str) -> Node:
 
 
 def _unreversed(conv: Node) -> Node:
-    """The filter as it is stored; for an input's gradient the library reverses it itself."""
+    """Return the filter as it is stored; for an input's gradient the library reverses it itself."""
     kernel = conv.operands[1]
     return kernel.operands[0] if kernel.opcode == "reverse" else kernel
 
 
 def _padded(conv: Node, labels: str, gradient: bool) -> Node:
-    """The input, padded where the padding differs between the two sides."""
+    """Pad the input where the padding differs between the two sides."""
     data = conv.operands[0]
     extra = _extra(conv)
     if not any(any(pair) for pair in extra):
@@ -113,7 +113,7 @@ def _padded(conv: Node, labels: str, gradient: bool) -> Node:
 
 
 def _extra(conv: Node) -> list[tuple[int, int]]:
-    """Padding that the library cannot do: what one side has more than the other."""
+    """Return the padding that the library cannot do: what one side has more than the other."""
     window: tuple[WindowDim, ...] = conv.attrs["window"]
     # Holes between elements mark the gradient of an input: its padding is left to the library.
     if any(w.lhs_dilation != 1 for w in window):

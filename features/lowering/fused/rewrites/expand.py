@@ -75,7 +75,7 @@ def _scattered(node: Node, program: Program) -> Node:
 
 
 def _chooser(program: Program, dtype: str, rank: int) -> str:
-    """A computation that keeps the larger of two values, and its position."""
+    """Make a computation that keeps the larger of two values, and its position."""
     name = f"opcast.larger.{dtype}.{rank}"
     if name in program.computations:
         return name

@@ -68,7 +68,7 @@ def merge_counters(graph: Graph) -> None:
 
 
 def _equal_counters(loop: Node) -> dict[int, int]:
-    """Elements that equal an earlier one, by their index."""
+    """Find the elements that equal an earlier one, by their index."""
     body = loop.graphs[1]
     known: dict[object, int] = {}
     same: dict[int, int] = {}
@@ -113,14 +113,14 @@ def copy_loop_state(graph: Graph) -> None:
 
 
 def _is_given(node: Node) -> bool:
-    """Whether a value is an argument, an element of one, or a constant."""
+    """Return whether a value is an argument, an element of one, or a constant."""
     while node.opcode == "get-tuple-element":
         node = node.operands[0]
     return node.opcode in ("parameter", "constant")
 
 
 def _own_start(start: Node, loop: Node) -> Node:
-    """A loop's own copy of a start value; a constant is written again instead."""
+    """Give a loop its own copy of a start value; a constant is written again instead."""
     # Filling an array is cheaper than copying one, and can join other fills.
     if splat(start) is not None and start.type.shape:
         return Node("broadcast", *_parts(start), source=loop.source)
@@ -149,7 +149,7 @@ def _copy_exchanges(body: Graph) -> None:
 
 
 def _cycles(moves: dict[int, int]) -> list[list[int]]:
-    """Cycles of a partial permutation."""
+    """Find the cycles of a partial permutation."""
     cycles = []
     seen: set[int] = set()
     for start in moves:

@@ -53,7 +53,7 @@ def canonical_dots(graph: Graph) -> None:
 
 
 def _is_swap(transpose: Node, dot: Node) -> bool:
-    """Whether a transpose of a product exchanges rows and columns, as swapping operands does."""
+    """Return whether a transpose of a product does what swapping its operands does."""
     if transpose.opcode != "transpose":
         return False
     batch = len(dot.attrs.get("lhs_batch_dims", ()))
@@ -97,7 +97,7 @@ def _roles(dot: Node, side: str, position: int) -> _Operand:
 
 
 def _matched(sides: Sequence[_Operand]) -> list[_Operand]:
-    """Pairs of batch and contracted dimensions in the order in which one operand stores them."""
+    """Reorder pairs of batch and contracted dimensions as one operand stores them."""
     for leader in sides:
         batch = sorted(range(len(leader.batch)), key=leader.batch.__getitem__)
         contract = sorted(range(len(leader.contract)), key=leader.contract.__getitem__)
@@ -113,7 +113,7 @@ def _matched(sides: Sequence[_Operand]) -> list[_Operand]:
 
 
 def _prepared(side: _Operand, position: int) -> tuple[Node, str]:
-    """The operand reshaped to one dimension for each role, and the roles in that order."""
+    """Reshape an operand to one dimension for each role, and name the roles in that order."""
     # A transposed operand is read in its original order if a library can (TransposeFolding).
     through = _through_transpose(side)
     if through is not None and _order(through):
@@ -151,7 +151,7 @@ def _transposed(side: _Operand, order: tuple[int, ...]) -> _Operand:
 
 
 def _order(side: _Operand) -> str:
-    """Roles in memory order, such as ``bfc``; empty if a library cannot read the operand so."""
+    """Name the roles in memory order, such as ``bfc``; empty if a library cannot read it so."""
     shape = side.node.type.shape
     names: dict[int, str] = {}
     wanted: dict[str, list[int]] = {}
@@ -200,7 +200,7 @@ def merge_dots(graph: Graph) -> None:
 
 
 def _independent(dots: list[Node], position: dict[int, int]) -> list[Node]:
-    """Products that can be one: none reads another's result, and not all are large."""
+    """Choose products that can be one: none reads another's result, and not all are large."""
     chosen: list[Node] = []
     for dot in dots:
         small = _moved(dot) <= MERGE_BYTES
@@ -217,7 +217,7 @@ def _moved(dot: Node) -> int:
 
 
 def depends(node: Node, other: Node, position: dict[int, int]) -> bool:
-    """Whether ``node`` depends on ``other``, which stands before it in the topological order."""
+    """Return whether ``node`` depends on ``other``, which stands before it in the order."""
     limit = position[id(other)]
     stack, seen = [node], {id(node)}
     while stack:

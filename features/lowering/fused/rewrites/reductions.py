@@ -71,7 +71,7 @@ def _split(node: Node) -> None:
 def _in_parts(
     value: Node, start: Node, before: tuple[int, ...], after: tuple[int, ...], reduced: Reduction
 ) -> Node:
-    """The operand with its summed dimensions as parts and what is summed first."""
+    """Split the operand's summed dimensions into parts and what is summed first."""
     parts, rest = parts_of(reduced.length)
     flat = reshape(value, (*before, reduced.length, *after))
     if parts * rest != reduced.length:

@@ -110,7 +110,7 @@ def _key(node: Node) -> Hashable:
 
 
 def _rewrite(node: Node) -> Node | None:
-    """A simpler node of the same value; ``None`` if there is none."""
+    """Find a simpler node of the same value; ``None`` if there is none."""
     rule = _RULES.get(node.opcode)
     if rule is not None:
         rewritten = rule(node)
@@ -125,7 +125,7 @@ def _binary(opcode: str, like: Node, *operands: Node) -> Node:
 
 
 def _add(node: Node) -> Node | None:
-    """``a + 0`` is ``a``; what is scattered into zeros is scattered into what it is added to."""
+    """Drop additions of 0; scatter into the other summand what is scattered into zeros."""
     for this, other in (node.operands, node.operands[::-1]):
         if is_splat(this, 0):
             return other
@@ -140,7 +140,7 @@ def _add(node: Node) -> Node | None:
 
 
 def _maximum(node: Node) -> Node | None:
-    """The larger of a value and the least one."""
+    """Drop the maximum with the least value."""
     for this, other in (node.operands, node.operands[::-1]):
         if splat(this) == float("-inf"):
             return other
@@ -161,7 +161,7 @@ def _multiply(node: Node) -> Node | None:
 
 
 def _divide(node: Node) -> Node | None:
-    """``a / c`` is ``a · (1 / c)`` for float constants, ``a / sqrt(b)`` is ``a · rsqrt(b)``."""
+    """Turn ``a / c`` into ``a · (1 / c)`` (floats), ``a / sqrt(b)`` into ``a · rsqrt(b)``."""
     lhs, rhs = node.operands
     if is_splat(rhs, 1):
         return lhs
@@ -243,7 +243,7 @@ def _negate(node: Node) -> Node | None:
 
 
 def _reduce(node: Node) -> Node | None:
-    """Reductions of nothing are reshapes; those of a transpose reduce other dimensions."""
+    """Turn reductions of nothing into reshapes; let those of a transpose reduce its operand."""
     if len(node.results) != 1 or len(node.operands) != 2:
         return None
     source = node.operands[0]
@@ -263,7 +263,7 @@ def _reduce(node: Node) -> Node | None:
 
 
 def _dynamic_slice(node: Node) -> Node | None:
-    """A slice if all starts are known."""
+    """Make a slice if all starts are known."""
     starts = [splat(start) for start in node.operands[1:]]
     if any(start is None for start in starts):
         return None
@@ -278,7 +278,7 @@ def _dynamic_slice(node: Node) -> Node | None:
 
 
 def _tuple_element(node: Node) -> Node | None:
-    """Element of a loop's state that the body does not change: what went in."""
+    """Read an element of a loop's state that the body does not change before the loop."""
     loop = node.operands[0]
     index = int(node.attrs["index"])
     if loop.opcode != "while":

@@ -38,7 +38,7 @@ def sink_transposes(graph: Graph) -> None:
 
 
 def _sunk(node: Node, sinkable: set[int]) -> Node | None:
-    """A transpose of the op done before transposing; ``None`` if an operand does not allow it."""
+    """Do an op before transposing; ``None`` if an operand does not allow it."""
     first = next((o for o in node.operands if id(o) in sinkable), None)
     if first is None:
         return None
@@ -73,7 +73,7 @@ def _sunk_reduce(node: Node, order: tuple[int, ...]) -> Node | None:
 
 
 def _turned(node: Node, order: tuple[int, ...], depth: int) -> Node | None:
-    """A value in the order from before a transpose by ``order``; ``None`` if that costs."""
+    """Turn a value to the order from before a transpose by ``order``; ``None`` if that costs."""
     # Scalars have no order.
     if not node.type.shape:
         return node
@@ -100,7 +100,7 @@ def _turned(node: Node, order: tuple[int, ...], depth: int) -> Node | None:
 
 
 def _turned_transpose(node: Node, order: tuple[int, ...]) -> Node:
-    """Another transpose of the same value: at worst it takes a kernel, as this one would."""
+    """Make another transpose of the same value: at worst it takes a kernel, as this one would."""
     inner = node.operands[0]
     dims = [0] * len(order)
     for d, place in zip(node.attrs["dimensions"], order, strict=True):

@@ -46,7 +46,7 @@ def _replace(graph: Graph, rule: Callable[[Node], Node | None]) -> None:
 
 
 def _sizes(dot: Node) -> tuple[int, int, int, int]:
-    """Batch, rows, columns and contracted length of a canonical product."""
+    """Return the batch, rows, columns and contracted length of a canonical product."""
     shape = dot.type.shape
     batch = shape[0] if len(shape) == 3 else 1
     depth = dot.operands[0].type.shape[dot.attrs["lhs_contracting_dims"][0]]
@@ -91,7 +91,7 @@ def _as_reduction(dot: Node, program: Program) -> Node | None:
 
 
 def _vector_along(dot: Node, side: int, matrix: Node, key: str) -> Node:
-    """The vector operand as an array of the matrix's shape."""
+    """Spread the vector operand to the matrix's shape."""
     own = "rhs" if key == "lhs" else "lhs"
     vector = dot.operands[side]
     along = dot.attrs[f"{key}_contracting_dims"][0]
@@ -114,7 +114,7 @@ def _vector_along(dot: Node, side: int, matrix: Node, key: str) -> Node:
 
 
 def _spread(dot: Node, side: int) -> Node:
-    """One side of an outer product as an array of the result's shape."""
+    """Spread one side of an outer product to the result's shape."""
     operand = dot.operands[side]
     shape = dot.type.shape
     batched = len(shape) == 3
