@@ -1,4 +1,4 @@
-"""A child process's own side: it ends with its parent, limits its memory, exchanges messages.
+"""The worker's side of a worker process: end with the parent, limit memory, exchange messages.
 
 The parent's side is :mod:`opcast.common.worker_process`, which puts what a worker has to know
 before anything else into the environment variable :data:`WORKER`.
@@ -83,6 +83,7 @@ class Channel:
 
     def __init__(self) -> None:
         begin_worker()
+        # A copy of standard output for replies, before 1 is pointed at standard error.
         self._replies = os.fdopen(os.dup(1), "wb")
         # XLA and MLIR write to file descriptor 1 directly; one stray byte would break the framing.
         os.dup2(2, 1)

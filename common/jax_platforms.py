@@ -14,6 +14,7 @@ from pathlib import Path
 #: Files by which Linux shows GPUs and TPUs: NVIDIA's driver, AMD's ROCm (kfd), TPU hosts (accel or
 #: vfio).
 _DEVICE_FILES = ("nvidia[0-9]*", "accel*", "kfd", "vfio/*")
+#: Packages by which JAX finds GPUs and TPUs when it starts.
 _PLUGINS = ("jax_plugins", "libtpu")
 
 

@@ -29,6 +29,7 @@ _SHOWN = (
 )
 
 
+#: Columns that hold shares.
 _PERCENT = {
     "median_ape",
     "mape",

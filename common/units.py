@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+#: Units of time with their size in microseconds, the largest first.
 _UNITS = ((1e6, "s"), (1e3, "ms"), (1.0, "µs"))
 
 

@@ -1,4 +1,4 @@
-"""Worker processes: what may crash, hang or run out of memory does so without this process.
+"""Worker processes: what may crash, hang or run out of memory does so outside this process.
 
 One mechanism for all of them: the environment in which a worker finds the same packages, a process
 group of its own, a memory limit, messages with a deadline, the last lines of standard error for
@@ -214,6 +214,8 @@ class WorkerProcess:
         assert sends is not None and receives is not None
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while not done():
+            # Both directions at once: a worker that writes a long reply before it has read all of a
+            # request would otherwise block both sides.
             poller = select.poll()
             poller.register(receives, select.POLLIN)
             if self._unsent:

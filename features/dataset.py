@@ -144,6 +144,7 @@ class Dataset:
                 runs[record.stem.removeprefix("run-")] = read_record(record)
         # The last of equal ids wins: re-measured samples are appended in later shards.
         frame = pd.concat(frames, ignore_index=True).drop_duplicates("sample_id", keep="last")
+        # Without its record a row has no device description, so no features.
         missing = sorted(set(frame["run_id"]) - set(runs))
         if missing:
             raise DatasetError(
@@ -172,6 +173,7 @@ def _told_apart(
     names = distinct_runs(runs)
     runs = dict(runs)
     for run_id, name in names.items():
+        # Names are told apart run by run: rows of one folder may come from several machines.
         own = frame["run_id"] == run_id
         frame.loc[own & (frame["device"].map(base_name) == base_name(name)), "device"] = name
         device = runs[run_id]["device"]

@@ -22,6 +22,7 @@ FREE = BOOKKEEPING | frozenset(
 _READS_RESULT = frozenset(("slice", "dynamic-slice", "gather"))
 #: Ops that write part of their first operand in place.
 _UPDATES = frozenset(("dynamic-update-slice", "scatter"))
+#: Ops that only rename their operand's memory.
 _VIEWS = frozenset(("bitcast", "reshape"))
 #: Ops that need all of every operand for any part of their result.
 _READS_ALL = frozenset(

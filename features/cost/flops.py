@@ -192,6 +192,7 @@ def _control(op: Op, program: Program, loops: bool) -> Work:
         return _NONE
     if op.opcode == "conditional":
         return max(w[0] for w in inside), max(w[1] for w in inside)
+    # Body and condition alike; XLA's own analysis counts a loop once.
     times = trip_count(op) if loops and op.opcode == "while" else 1
     return times * sum(w[0] for w in inside), times * sum(w[1] for w in inside)
 

@@ -22,7 +22,9 @@ from .operator_flops import op_flops
 Work = tuple[float, float]
 Matrix = Callable[[float, float], float]
 
+#: Such as ``__cublas$lt$matmul``, ``__onednn$matmul``, ``__triton$gemm``, ``EigenMatMulF32``.
 _GEMM = re.compile(r"cublas\$(?:gemm|lt\$)|onednn\$matmul|triton\$gemm|Matmul|MatMul|matmul|gemm")
+#: Such as ``__cudnn$convForward``.
 _CONV = re.compile(r"(?:cudnn|onednn)\$conv|DnnConv")
 #: Attention and experts of published tables; their quantised products are counted as GEMMs.
 _PUBLISHED = ("opcast.op.attention", "opcast.op.moe")
@@ -31,6 +33,7 @@ _SORT = re.compile(r"cub\$DeviceRadixSort|cub_sort")
 #: Mean, variance, subtraction, scaling by deviation, scale and shift: about eight an element.
 #: Engineering estimate; norms are limited by memory anyway.
 _NORM_FLOPS = 8.0
+#: Such as ``TopK`` and ``__gpu$TopK``.
 _TOP_K = re.compile(r"top_?k", re.IGNORECASE)
 #: LAPACK's and the GPU libraries' routines, in any spelling: lapack_dgetrf, cusolver_getrf_ffi,
 #: __cublas$triangularSolve, Eigh, …
@@ -89,6 +92,7 @@ def custom_call_flops(op: Op, operands: Sequence[TensorType]) -> Work:
     # From the most to the least specific: parts of these names occur in others.
     if target.startswith(_PUBLISHED):
         return _published(op), 0.0
+    # cuDNN's fused attention, forward and backward.
     if "fmha" in target:
         return _attention(op, operands, target)
     if _CONV.search(target) and "dim_labels" in op.attrs and len(operands) > 1:
@@ -153,6 +157,7 @@ def _gemm(op: Op, operands: Sequence[TensorType]) -> float:
     contracted = [int(d) for d in numbers.get("lhs_contracting_dimensions", ())]
     if contracted and all(d < len(lhs.shape) for d in contracted):
         return 2.0 * out.size * prod(lhs.shape[d] for d in contracted)
+    # A product without stated numbers: batches are taken from the result's leading dimensions.
     batch = prod(out.shape[:-2]) if len(lhs.shape) == len(rhs.shape) else 1
     # Sizes are B·M·K, B·K·N and B·M·N, so their quotient is B·K².
     return 2.0 * out.size * sqrt(lhs.size * rhs.size / max(1, out.size * batch))

@@ -140,6 +140,7 @@ OP_CLASSES: dict[str, OpClass] = {
     for column, work, weight, names in _GROUPS
     for name in names.split()
 }
+#: Unknown ops: counted, at no work that could be guessed.
 OTHER = OpClass("n_other", "work_move", 0.0)
 #: Ops without code. Views (``bitcast``, ``reshape``) are counted, at no weight.
 FREE = BOOKKEEPING | {"opt-barrier"}

@@ -80,6 +80,7 @@ def op_cost(op: Op, comp: Computation, program: Program, *, loops: bool = True) 
     return Cost(*op_work(op, comp, program, loops), *op_bytes(op, comp))
 
 
+#: Ops whose work is that of the computations they call.
 _CONTROL = frozenset(("call", "while", "conditional", "async-start"))
 
 

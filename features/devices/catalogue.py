@@ -30,11 +30,13 @@ from .rules import (
 from .rules import SOURCE as CAPABILITY_SOURCE
 from .sheet import NUMBERS, RATES, TERA, Sheet, overlay, read_sheet
 
+#: Entry points by which packages add folders of device files.
 GROUP = "opcast.devices"
 _FOLDER = PACKAGE / "features" / "devices"
 #: The vector rate may differ from 2 × lanes × cores × clock by this share: vendors round, and quote
 #: one of several boost clocks. Engineering estimate.
 _RATE_TOLERANCE = 0.1
+#: Figures without which no roofline can be made.
 _REQUIRED = ("hbm_bandwidth_gbps", "memory_gb")
 
 
@@ -138,6 +140,7 @@ def _index() -> dict[str, str]:
     names: dict[str, str] = {}
     for name in device_names():
         for alias in (name, *_catalogue_sheet(name).aliases):
+            # Two devices of one alias would make a name's meaning depend on the order of files.
             other = names.setdefault(device_slug(alias), name)
             if other != name:
                 raise DeviceError(f"{alias!r} names both {other} and {name}", where=str(_FOLDER))

@@ -223,6 +223,7 @@ def usable_cores() -> int:
 
 #: Characters of a name; files are called after devices, and file systems allow 255 bytes.
 MAX_NAME = 200
+#: Figures that divide others, and figures for which 0 means "not known" or "none".
 _ABOVE_ZERO = ("floor",)
 _NOT_BELOW = (
     "launch_gap",

@@ -50,7 +50,7 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether both may be one device, as far as measuring repeats."""
+        """Whether both may be one device, within the repeatability of measurements."""
         # Two tests: one class may be far off by noise (a neighbour saturates memory), the mean over
         # all classes is steadier and gets the narrower limit.
         every = [*self.ratios.values(), self.cache]
@@ -59,7 +59,7 @@ class Comparison:
 
     @property
     def reach(self) -> tuple[float, float]:
-        """Least and greatest factor on a duration that the ratios explain, at most and at least 1.
+        """Range of factors on a duration that the ratios explain; it contains 1.
 
         A device that runs at 0.5 x needs up to twice the time: ``(1, 2)``.
         """

@@ -281,6 +281,7 @@ SOURCE = "CUDA C++ programming guide, technical specifications by compute capabi
 NEAREST = {"gfx908": "sm_80", "gfx90a": "sm_80"}
 #: How NVIDIA's architectures are named.
 NVIDIA = "sm_"
+#: Figures of a core and of a block that only a compiler needs, in the order of `_row`.
 _KEYS = (
     "threads_per_core",
     "shared_kb_per_block_optin",

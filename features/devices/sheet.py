@@ -53,6 +53,7 @@ RATES: dict[str, tuple[str, ...]] = {"peak_tflops": MATRIX_TYPES, "vector_tflops
 TERA = 1e12
 TEXTS = ("name", "base", "platform", "vendor", "architecture", "compiler_target", "notes")
 PLATFORMS = ("cpu", "gpu", "tpu")
+#: Figures that count things.
 _WHOLE = {
     "core_count",
     "lanes_per_core",
@@ -115,6 +116,7 @@ def read_sheet(path: Path) -> Sheet:
     for key in data:
         if key not in _KEYS:
             raise wrong(f"unknown key {key!r}", str(key), hint=f"one of {', '.join(_KEYS)}")
+    # In the order of TEXTS, whatever the file's: errors come in a fixed order.
     texts = {key: _text(data[key], key, wrong) for key in TEXTS if key in data}
     if "name" not in texts:
         raise wrong("key 'name' is missing")

@@ -29,13 +29,17 @@ _BRACES = _braces(12)
 _PLAIN = r'(?:[^,\[\](){}"]++|\[[^\]]*+\]|\([^)]*+\)|\{[^}]*+\})++'
 #: One attribute: ``, key=value``.
 ATTRIBUTE = re.compile(rf",\s*([\w\-.]+)=({QUOTED}|{_BRACES}|{_PLAIN})", re.DOTALL)
+# One array type: ``bf16[8,128]{1,0:T(8,128)S(1)}``, layout and tiles optional.
 _LEAF = re.compile(r"([A-Za-z]\w*)\[([^\]]*)\](?:\{([\d,\s]*)([^}]*)\})?")
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
 _INTEGER = re.compile(r"-?\d+")
 _INTEGER_TUPLE = re.compile(r"\{[\s\d,-]*\}")
+# ``[start:limit:stride]``, the stride optional.
 _SLICE = re.compile(r"\[\s*(\d+)\s*:\s*(\d+)\s*(?::\s*(\d+))?\s*\]")
 _FLOAT = re.compile(r"-?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?|-?inf|nan")
+# A complex number in parentheses, or a bare one.
 _NUMBER = re.compile(r"\(([^()]*)\)|([^\s,{}()]+)")
+# Octal, hexadecimal, or a single character, as C++ escapes strings.
 _ESCAPE = re.compile(r"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r"}
 

@@ -11,8 +11,12 @@ from .mlir.locations import FRAMEWORK
 from .program import Program, Source
 
 _MODULE = re.compile(r"HloModule\s+([^\s,]+)")
+# ``{0}: (2, {}, may-alias)``: output 0 shares the buffer of parameter 2.
 _ALIAS = re.compile(r"\{([\d,\s]*)\}:\s*\((\d+)")
+# ``op_name="jit(f)/add" source_line=3``.
 _FIELD = re.compile(rf"(\w+)=({QUOTED}|\S+)")
+#: Tables between the header and the first computation, in the order in which they refer to each #:
+#: other.
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 Tables = dict[str, dict[int, str]]

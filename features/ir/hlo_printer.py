@@ -13,6 +13,7 @@ from .program import Computation, Op, Program, TensorType, WindowDim
 
 # Texts that need no quotes: read_value() would read the excluded words back as other types.
 _BARE = re.compile(r"(?!true$|false$|nan$|inf$)[A-Za-z_][\w.\-]*")
+#: Names under which HLO lists called computations; ``to_apply`` for all other ops.
 _CALLED = {
     "fusion": ("calls",),
     "async-start": ("calls",),
@@ -233,6 +234,7 @@ def _window(value: tuple[WindowDim, ...]) -> str:
     return "{" + " ".join(parts) + "}"
 
 
+#: Attributes with a notation of their own, as hlo_attributes.READERS reads them.
 _WRITERS: dict[str, Callable[[Any], str]] = {
     "slice": _slice,
     "padding": _padding,

@@ -21,11 +21,14 @@ from .program import COLLECTIVES, Computation, Op, Program
 from .replica_groups import parse_replica_groups
 from .trip_counts import set_trip_counts
 
+# ``ROOT %name = type opcode(``; the type is one word, or a tuple in parentheses.
 _INSTRUCTION = re.compile(
     r"\s*(ROOT )?\s*%?([^\s=,(){}%]+) = ([^\s(]\S*|\(.*?\)) ([A-Za-z][\w\-.$]*)\(", re.DOTALL
 )
 _METADATA = re.compile(r", metadata=\{([^{}]*)\}")
+# ``/*index=5*/``, which XLA prints in long tuples.
 _INDEX_COMMENT = re.compile(r"/\*(?:index|i\d+)=\d+\*/")
+# ``ENTRY %main (p: f32[2]) -> f32[2] {``; the signature is optional.
 _COMPUTATION = re.compile(r"\s*(ENTRY\s+)?%?([^\s=,(){}%]+)\s*(?:\(.*->.*)?\{\s*$")
 _OPERAND = re.compile(r"%([^\s=,(){}%]+)")
 
@@ -47,6 +50,7 @@ _DROPPED = frozenset(
     ("operand_layout_constraints", "parameter_replication", "origin", "statistics")
 )
 _RENAMED = {"custom_call_target": "target"}
+#: Ops of which HLO lists one dimension as ``dimensions={d}``.
 _ONE_DIMENSION = frozenset(
     ("all-gather", "all-gather-start", "reduce-scatter", "all-to-all", "sort")
 )
@@ -55,6 +59,7 @@ _COLLECTIVE_DEFAULTS: dict[str, Any] = {
     "channel_id": None,
     "use_global_device_ids": False,
 }
+#: Attributes that XLA leaves out where they have these values.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "dot": {
         "lhs_contracting_dims": (),
@@ -98,6 +103,7 @@ class _Reader:
         self.lines = text.splitlines()
         self.program = Program(dialect="hlo", origin=origin)
         self.sources = Sources({})
+        # Equal attribute texts are read once: models repeat their layers.
         self.attributes: dict[tuple[str, str], tuple[dict[str, Any], tuple[str, ...]]] = {}
         self.number = 0
 

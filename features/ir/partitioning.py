@@ -15,7 +15,9 @@ from .reader import SourceProgram
 
 # Shardings are found by text: they come as attributes, frontend attributes and escaped strings.
 _MESH_AXIS = re.compile(r'\\?"[^"\\]+\\?"\s*=\s*(\d+)')
+# ``sdy.mesh<["x"=2, "y"=4]>``.
 _MESH = re.compile(r"sdy\.mesh<\[([^\]]*)\]")
+# ``devices=[2,4]<=[8]``, GSPMD's tiling; a last dimension of replicas counts as devices, too.
 _TILES = re.compile(r"devices=\[([\d,]+)\]")
 
 

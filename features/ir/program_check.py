@@ -13,6 +13,7 @@ from .program import Computation, Op, Program
 
 #: Elements that no device holds: an exbibyte.
 _MOST_ELEMENTS = 2**60
+#: Ops by the number of operands that they need at least.
 _BINARY = (
     "add",
     "subtract",
@@ -313,4 +314,5 @@ _RULES: dict[str, Callable[[Op, Sequence[Op], Program], str]] = {
     "transpose": _transpose,
     "while": _while,
 }
+#: Ops whose rules take operands that are tuples.
 _ON_TUPLES = frozenset(("get-tuple-element", "while"))

@@ -23,8 +23,11 @@ Kind = Literal["stablehlo", "hlo"]
 TripCounts = Mapping[str, int] | int | None
 
 _HINT = "give StableHLO (text, bytecode, portable artifact or jax.export file) or HLO text"
+#: As BYTECODE_MAGIC in jax_compat.py, which imports JAX.
 _BYTECODE = b"ML\xefR"
+# Comments of both languages before the program; ``#map = …`` is an alias of MLIR, no comment.
 _COMMENT = re.compile(r"(?:\s*(?://|#(?!\w+\s*=))[^\n]*(?:\n|$))*\s*")
+# A text without brackets and signs, and without the first word of a program.
 _FILE_NAME = re.compile(r"(?!\s*(?:module|HloModule|//)\b)[^{}()=@%\s][^{}()=@%]*")
 
 

@@ -22,11 +22,15 @@ from ...common.errors import ProgramError
 
 Groups = tuple[tuple[int, ...], ...]
 
+# ``[4,2]<=[2,4]T(1,0)``.
 _IOTA = re.compile(r"\[([\d,\s]*)\]\s*<=\s*\[([\d,\s]*)\]\s*(?:T\(([\d,\s]*)\))?")
+# ``mesh['x'=4,'y'=2]``.
 _MESH = re.compile(r"\[([^\]]*=[^\]]*)\]")
+# ``#sdy.mesh<["x"=4, "y"=2]>``, ``#stablehlo.mesh<axes = [...]>``.
 _MLIR_MESH = re.compile(r"#?\w+\.mesh<(?:axes\s*=\s*)?\[((?:[^\]\[])*)\]")
 _NAMED_MESH = re.compile(r"@(\"[^\"]+\"|[\w.\-]+)")
 _AXIS_SIZE = re.compile(r"['\"]([^'\"]+)['\"]\s*(?:=|,\s*size\s*=)\s*(\d+)")
+# ``'x'``, or a part of it: ``'y':(1)2`` is the part of size 2 behind a pre-size of 1.
 _AXIS_REF = re.compile(
     r"['\"]([^'\"]+)['\"](?:\s*:?\s*(?:,\s*sub_axis_info\s*=\s*)?\(\s*(\d+)\s*\)\s*(\d+))?"
 )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ...common.errors import ProgramError
 from .program import Computation, Op, Program
 
+#: Ops whose value is that of their operand, as far as scalars go.
 _TRANSPARENT = frozenset(
     (
         "convert",
@@ -29,6 +30,7 @@ _TRANSPARENT = frozenset(
 )
 #: Comparisons with their sides exchanged, for bounds on the left.
 _SWAPPED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "EQ": "EQ", "NE": "NE"}
+#: Ops that are evaluated on constants; sums keep the counter (`_combine`).
 _FOLDED: dict[str, Callable[[int, int], int]] = {
     "multiply": operator.mul,
     "maximum": max,
@@ -82,6 +84,7 @@ def apply_given(program: Program, given: Mapping[str, int] | int | None) -> None
     used: set[str] = set()
     for op in loops:
         if isinstance(given, int):
+            # One number for all loops.
             names, counts = ["*"], {"*": given}
         else:
             names, counts = loop_names(op), dict(given or {})

@@ -180,6 +180,7 @@ class Reader:
             worker.stop()
 
 
+#: The process's reader; its worker starts with the first bytecode.
 reader = Reader()
 
 

@@ -65,6 +65,7 @@ _KEPT: dict[str, frozenset[str]] = {
     "onednn_conv_config": frozenset(("fusions", "optimization_config")),
     "onednn_layer_norm_config": frozenset(("rescale",)),
 }
+#: Entries that are kept as they are: how XLA:CPU splits a loop, and how often a loop runs.
 _PLAIN = frozenset(("outer_dimension_partitions", "known_trip_count"))
 #: Characters beyond which a text is a whole program (Mosaic, Triton) and is kept as a digest.
 _LONG_TEXT = 256
@@ -86,6 +87,7 @@ def canonical_body(op: Op, operands: Iterable[Op], program: Program) -> Program:
     calls = _Calls(program, body, added)
     names = tuple(calls.add(name) for name in op.called)
     entry = Computation("main")
+    # By identity: x · x reads one parameter, two equal but separate values read two.
     positions: dict[int, int] = {}
     places = []
     for operand in operands:

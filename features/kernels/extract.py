@@ -87,6 +87,7 @@ class _Schedule:
 
     def run(self) -> None:
         """Flatten the entry computation."""
+        # Arguments come from outside: no kernel makes them.
         entry = self.program.entry_computation
         self._inline(entry, [frozenset()] * len(entry.parameters), 1.0, ())
 
@@ -183,7 +184,9 @@ class _Schedule:
 
     def _loop(self, op: Op, inputs: list[Value], times: float, scope: tuple[str, ...]) -> Value:
         trips = self._trips(op)
+        # The loop's own kernel counts once an iteration; it takes no time (Kernel.takes_time).
         control = self._control(op, inputs, times * trips, scope)
+        # The body's first kernels wait for the loop itself.
         state = [merge(value, control) for value in inputs]
         condition, body = (self.program.computations[name] for name in op.called)
         inside = (*scope, op.name)
@@ -209,8 +212,10 @@ class _Schedule:
         return 1
 
     def _branch(self, op: Op, inputs: list[Value], times: float, scope: tuple[str, ...]) -> Value:
+        # Only the predicate is needed to choose a branch.
         control = self._control(op, inputs[:1], times, scope)
         weights = [self._weight(name) for name in op.called]
+        # An upper bound: which branch runs depends on data.
         taken = weights.index(max(weights))
         # StableHLO branches share the values that they capture; HLO gives each its own operand.
         arguments = inputs[1:] if self.from_stablehlo else inputs[1 + taken : 2 + taken]

@@ -38,6 +38,8 @@ class KernelFacts:
     cost: Cost
 
 
+# Facts by text, by an instruction's signature (cheaper than making the text), and numbers of
+# computations by content, of which signatures are made.
 _known: dict[str, KernelFacts] = {}
 _by_signature: dict[object, KernelFacts] = {}
 _computations: dict[object, int] = {}
@@ -65,6 +67,7 @@ class ProgramFacts:
         if facts is None:
             body = canonical_body(op, operands, self._program)
             ir = print_hlo(body)
+            # Instructions of unlike signature may have one canonical text: their facts are shared.
             facts = _by_signature[key] = _known.get(ir) or _remember(body, ir)
         return facts
 

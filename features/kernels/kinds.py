@@ -16,6 +16,8 @@ FREE = BOOKKEEPING | {
     "get-dimension-size",
 }
 _COMMUNICATION = frozenset((*COLLECTIVES, "send", "recv"))
+#: Ops that move data without arithmetic, at addresses known to the compiler; `_INDEXED` at ones #:
+#: that are data themselves.
 _MOVEMENT = frozenset(
     (
         "copy",
@@ -33,6 +35,7 @@ _MOVEMENT = frozenset(
     )
 )
 _INDEXED = frozenset(("gather", "dynamic-slice", "dynamic-update-slice", "scatter"))
+#: Ops whose kind is that of what they call.
 _CONTAINERS = frozenset(("fusion", "call", "while", "conditional", "async-start"))
 _REDUCING = frozenset(
     ("reduce", "reduce-window", "select-and-scatter", "batch-norm-training", "batch-norm-grad")
@@ -50,6 +53,7 @@ _TARGETS = (
     ("topk", "sort"),
     ("sort", "sort"),
 )
+#: Kinds by opcode; opcodes that are not listed are arithmetic.
 _DIRECT = {
     "dot": "gemm",
     "ragged-dot": "gemm",

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ..ir.program import Computation, Op, Program, TensorType
 
+#: Targets of XLA's GemmRewriter.
 _CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 #: Fusions whose emitter is chosen on the device; other kinds (a Triton softmax) are kept.
 _CHOSEN = frozenset(
@@ -26,6 +27,7 @@ _CHOSEN = frozenset(
     )
 )
 _PRODUCTS = ("dot", "ragged-dot", "scaled-dot")
+#: The IR's names of dimension numbers, with those of XLA's configuration.
 _DIMS = {
     "lhs_contracting_dims": "lhs_contracting_dimensions",
     "rhs_contracting_dims": "rhs_contracting_dimensions",

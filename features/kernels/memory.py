@@ -1,4 +1,4 @@
-"""Memory of a program from the lifetimes of its buffers: the peak, and how it gets there."""
+"""Memory of a program from the lifetimes of its buffers: the peak, and use over time."""
 
 from __future__ import annotations
 
@@ -90,6 +90,7 @@ def memory_over_time(program: Program) -> MemoryProfile:
     # A donated argument and the result in its place are one buffer.
     aliased = {parameter: output for output, parameter in program.aliases}
     shared = sum(op.result_bytes for op in entry.parameters if int(op.attrs["index"]) in aliased)
+    # Peaks of called computations are memoised over the whole program.
     results, living = _Lifetimes(program, entry, {}).living()
     resident = float(arguments + max(0, results - shared))
     names = tuple(op.name for op in entry.ops)
@@ -103,6 +104,7 @@ class _Lifetimes:
         self.program = program
         self.comp = comp
         self.memo = memo
+        # Buffers are numbered; leaves list, for each op, the buffers of its result's arrays.
         self.sizes: list[int] = []
         self.starts: list[int] = []
         self.leaves: list[_Leaves] = []
@@ -143,10 +145,11 @@ class _Lifetimes:
             return self._element(op, inputs[0])
         if opcode in _VIEWS or (opcode.endswith("-done") and inputs):
             joined = [b for leaves in inputs for b in leaves]
-            # The start's leaves are (operands, results, contexts); a done hands on the results.
+            # A done hands on the last of its start's leaves, which begin with the operands.
             return joined[-len(op.results) :] if opcode.endswith("-done") else joined
         if opcode == "while":
             return self._state(op, [b for leaves in inputs for b in leaves], position)
+        # Arguments are counted by the caller, constants lie in the executable.
         outside = opcode in ("parameter", "constant") or is_free(op)
         made = []
         for leaf in op.results:

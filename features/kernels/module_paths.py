@@ -26,8 +26,10 @@ _OWN = re.compile(
 )
 #: A transformation or a function around a scope.
 _WRAPPED = re.compile(r"(\w+)\((.*)\)$", re.DOTALL)
+#: Wrappers that name a traced function rather than a transformation.
 _FUNCTIONS = ("jit", "pjit", "xla_call")
 _NAME = re.compile(r'"((?:[^"\\]|\\.)*)"')
+# What follows a file's name in a location: ``:12:3``.
 _POSITION = re.compile(r"\s*:\d+(?::\d+|\s|$)")
 
 

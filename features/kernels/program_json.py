@@ -60,6 +60,7 @@ def schedule_to_json(lowered: LoweredProgram, known: Collection[str] = ()) -> st
         # Relative positions repeat from layer to layer, so the text compresses well.
         "operands": [[i - operand for operand in k.operands] for i, k in listed],
         "role": {str(i): k.async_role for i, k in listed if k.async_role},
+        # Sparse: few kernels are asynchronous.
         "peer": {str(i): i - k.async_peer for i, k in listed if k.async_peer >= 0},
     }
     return json.dumps(data, separators=(",", ":"))

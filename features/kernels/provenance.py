@@ -1,4 +1,4 @@
-"""Sources for kernels that the compiler rewrote without saying what they came from.
+"""Infer the sources of kernels that the compiler rewrote without saying what they came from.
 
 XLA's CPU compiler drops the names of the convolutions that it reverses for weight gradients,
 and of the products that it makes of convolutions. Such a kernel is recognised by its neighbours: it
@@ -14,6 +14,7 @@ from ..ir.mlir.operation import Operation
 from ..ir.program import Source
 from .kernel import Kernel
 
+#: Ops that a compiler folds into their neighbours.
 _VIEWS = frozenset(
     f"stablehlo.{name}"
     for name in ("transpose", "reshape", "convert", "reverse", "broadcast_in_dim", "pad", "slice")

@@ -32,7 +32,9 @@ from .xla import _as_stablehlo, _unknown_loops, lower_compiled
 
 logger = logging.getLogger(__name__)
 
+#: Attributes on which a partitioner acts.
 _SHARDING = ("mhlo.sharding", "sdy.sharding", "sdy.sharding_per_value")
+#: Ops by which a program shows that it is partitioned already.
 _COLLECTIVES = frozenset(
     f"stablehlo.{name}"
     for name in (
@@ -77,9 +79,11 @@ def lower_absent(
     if cached is not None:
         stored = from_data(cached.meta.get("kernels", {}), SourceOps(stablehlo), cached.hlo)
         if stored is None:
+            # Data of another version: the module is read again, which needs no compiler.
             stored = job.read(CachedHlo(cached.hlo, cached.meta))
         return _finish(stored, cached.meta, target)
     lowered = job.by_layers() if settings.repeats else None
+    # By layers where that saves time, whole where the structure is unclear.
     lowered = lowered or job.whole()
     meta = {
         "peak_memory_bytes": lowered.peak_memory_bytes,
@@ -152,6 +156,8 @@ class _Job:
     def read(self, compiled: CachedHlo) -> LoweredProgram:
         """List the kernels of a compiled module."""
         program = parse_hlo(compiled.hlo, self.source.origin)
+        # Kernels of programs whose trip counts the user gives are not cached: the next call may
+        # give others.
         self.settled &= not _unknown_loops(program)
         local = LocalTarget(
             self.target.device, self.target.compiler.platform, _compiler(self.target), 1

@@ -1,4 +1,4 @@
-"""Whether a compiled program still does the work of its source, and what of it has no cost."""
+"""Check that a compiled program still does its source's work; list calls without a known cost."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ..kernels.kernel import Kernel
 
 #: Products may be removed as dead or equal, or padded; a note reports changes beyond this ratio.
 _TOLERANCE = 0.02
+#: Ops whose work has to survive compilation.
 _PRODUCTS = frozenset(("dot", "ragged-dot", "scaled-dot", "convolution"))
 
 

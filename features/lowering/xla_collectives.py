@@ -1,4 +1,4 @@
-"""What XLA does to the collectives of a program before it fuses anything.
+"""Rewrite a program's collectives as XLA does before it fuses anything.
 
 A partitioner leaves one collective for each use. XLA's GPU and TPU pipelines then drop those that
 are computed twice (CSE), make an all-reduce of which every device keeps its own slice a
@@ -41,6 +41,7 @@ _IMPURE = frozenset(
         "fusion",
     )
 )
+#: Ops whose value is the device's number, and collectives that add up.
 _RANKS = frozenset(("partition-id", "replica-id"))
 _REDUCED = frozenset(("all-reduce", "reduce-scatter"))
 

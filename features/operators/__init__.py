@@ -1,7 +1,7 @@
 """Operators of published tables and libraries: a table of parameters in, physics and features out.
 
 One row is one kernel (or one group of kernels) of a library: a GEMM, a convolution, an attention, a
-mixture of experts, an element-wise pass. ``columns`` holds them as arrays, ``gemm``, ``conv``,
+mixture of experts, an element-wise pass. ``columns`` holds a table, ``gemm``, ``conv``,
 ``pointwise``, ``attention`` and ``moe`` the physics of each family, ``features`` joins them.
 ``datagen`` imports tables, ``models`` learns from them.
 """

@@ -54,6 +54,7 @@ MOST_GROUPED = 32
 #: the values are the 512; and the share of the matrix peak that TensorRT-LLM reaches with them in a
 #: decode where it has no kernel made for the chip.
 LATENT_WIDTH, UNTUNED = 512 + 64 + 512, 0.14
+#: Dtypes of queries and of the arithmetic, one flag each.
 DTYPES = ("bf16", "fp8")
 
 
@@ -170,6 +171,7 @@ def attention(table: OpTable) -> Physics:
     features = {
         **flags(table, DTYPES),
         "kv_fp8": (kv_width == 1) * 1.0,
+        # Shares of the parts in the estimate, as for products (gemm.py).
         "log_tiles_base": log2(t_tiles / base),
         "log_memory_base": log2(t_memory / base),
         "extra_base": t_extra / base,
@@ -178,11 +180,14 @@ def attention(table: OpTable) -> Physics:
         "floor_base": floor / base,
         "log_cycles": log2(base * mc.clock),
         "log_intensity": log2(t_compute / t_memory),
+        # How blocks and splits occupy the device.
         "log_waves": log2(waves),
         "wave_fill": fill(waves),
         "log_split": log2(split),
         "resident": resident,
         "log_footprint_cache": np.clip(log2(moved / mc.cache), -8, 6),
+        # Sizes, for the dispatch rules of libraries: many switch kernels at a number of heads or
+        # keys.
         "log_batch": log2(batch),
         "log_heads": log2(heads),
         "log_groups": log2(groups),
@@ -195,6 +200,7 @@ def attention(table: OpTable) -> Physics:
         "head_dim": d_key / 64,
         "v_head_dim": d_value / 64,
         "window": log2(1 + window),
+        # Share of the keys that a window leaves, and of the pairs that the mask leaves.
         "seen_share": keys / kv_len,
         "pair_share": pairs / (q_len * kv_len),
         "q_fill": q_len / (np.ceil(q_len / ROWS) * ROWS),

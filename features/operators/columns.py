@@ -65,6 +65,7 @@ class OpTable:
         n = len(frame)
         columns = {c: _numbers(frame, c, n) for c in parameters}
         names = {c: _texts(frame, c, n) for c in NAMES}
+        # Devices as small integers: their figures are looked up by index for millions of rows.
         code, order = pd.factorize(frame["device"].astype(str))
         return cls(family, columns, names, code, tuple(devices[str(d)] for d in order))
 
@@ -122,6 +123,7 @@ class OpTable:
         """Return the dense FLOP/s of each row's dtype on its device."""
         code, values = self._codes("dtype")
         formats = [TABLE_FORMATS.get(str(v), TABLE_FORMATS["bf16"]) for v in values]
+        # One rate for each pair of device and dtype, spread over the rows by index.
         rates = np.array([[_rate(d, kind.rate) for kind in formats] for d in self.devices])
         return np.asarray(rates[self.code, code])
 

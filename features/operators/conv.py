@@ -36,6 +36,7 @@ def conv(table: OpTable) -> Physics:
     floor = np.full(len(m), EAGER_FLOOR_S)
     base = floor + combine(t_tiles, t_memory)
     features = {
+        # Shares of the parts in the estimate, as for products (gemm.py).
         "log_tiles_base": log2(t_tiles / base),
         "log_memory_base": log2(t_memory / base),
         "floor_base": floor / base,
@@ -45,6 +46,7 @@ def conv(table: OpTable) -> Physics:
         "wave_fill": fill(waves),
         "tile_use": tile_use,
         "resident": resident,
+        # Sizes as a product, then as a convolution: libraries choose the algorithm by both.
         "log_m": log2(m),
         "log_n": log2(n),
         "log_k": log2(k),
@@ -56,6 +58,7 @@ def conv(table: OpTable) -> Physics:
         "stride": stride,
         "pad": pad,
         "winograd": winograd * 1.0,
+        # Alignments that vectorised loads and tiles of output channels ask for.
         "cin_of_4": (cin % 4 == 0) * 1.0,
         "cin_of_32": (cin % 32 == 0) * 1.0,
         "cout_of_32": (cout % 32 == 0) * 1.0,

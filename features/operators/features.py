@@ -25,6 +25,7 @@ from .schema import FAMILIES, PARAMETERS
 #: Raised whenever the meaning or the set of a family's features changes.
 OPS_VERSION = 1
 
+#: Physics by group of parameters.
 _PHYSICS: dict[str, Callable[[OpTable], Physics]] = {
     "gemm": gemm,
     "conv": conv,

@@ -100,6 +100,8 @@ def gemm(table: OpTable) -> Physics:
     roofline = np.maximum(t_compute, (weights + activations + out) / mc.bandwidth)
     features = {
         **flags(table, DTYPES),
+        # Shares of the parts in the estimate: where one limit takes all the time, the learned ratio
+        # is a property of that part (docs/operators.md, Slopes).
         "log_tiles_base": log2(t_tiles / base),
         "log_memory_base": log2(t_memory / base),
         "log_compute_base": log2(t_compute / base),
@@ -107,19 +109,24 @@ def gemm(table: OpTable) -> Physics:
         "depth_base": t_depth / base,
         "floor_base": floor / base,
         "weights_base": t_weights / base,
+        # Time in cycles, not seconds: overheads in cycles are alike on chips of unlike clocks.
         "log_cycles": log2(base * mc.clock),
         "log_intensity": log2(t_compute / t_memory),
+        # How the best tiling of TILES fits the device.
         "log_waves": log2(waves),
         "wave_fill": fill(waves),
         "tile_use": tile_use,
+        # Where operands lie when the kernel starts.
         "resident": resident,
         "activations_resident": small,
         "log_footprint_cache": np.clip(log2(footprint / mc.cache), -6, 6),
+        # Sizes themselves, for the dispatch rules of libraries.
         "log_m": log2(m),
         "log_n": log2(n),
         "log_k": log2(k),
         "log_b": log2(b),
         **_waves(b, m, n, mc),
+        # Alignments that kernels ask for, and the padding of few rows to a tile.
         **{f"m_fill_{t}": m / (np.ceil(m / t) * t) for t in (16, 64, 128, 256)},
         "m_of_8": (m % 8 == 0) * 1.0,
         "n_of_128": (n % 128 == 0) * 1.0,

@@ -21,6 +21,7 @@ from ..ir.dtypes import TABLE_FORMATS
 from .hlo_templates import TEMPLATES, Row
 from .schema import FAMILIES, NAMES, PARAMETERS
 
+#: Key of the root's ``backend_config`` under which the operator's parameters are.
 CONFIG = "published_op"
 # The text of the key as `json.dumps` writes it first in the configuration: a plain search finds it
 # without parsing HLO, which matters for millions of rows.

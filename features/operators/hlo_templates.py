@@ -248,6 +248,7 @@ def _quantize(op: str, kind: str, rows: int, cols: int, config: str) -> str:
     return _module([t, f"{kind}[]"], inner, out, "kLoop", config, "")
 
 
+#: Writers of element-wise and row-wise ops, by the name in the tables.
 _BODIES: dict[str, Callable[[str, str, int, int, str], str]] = {
     **dict.fromkeys(_BINARY, _binary),
     **dict.fromkeys((f"{o}u" for o in _BINARY), _scalar),

@@ -77,6 +77,7 @@ def moe(table: OpTable) -> Physics:
         **flags(table, DTYPES),
         "skew": skew,
         "ungated": ungated * 1.0,
+        # Shares of the parts in the estimate, as for products (gemm.py).
         "log_tiles_base": log2(t_tiles / base),
         "log_memory_base": log2(t_memory / base),
         "log_compute_base": log2(t_compute / base),
@@ -88,6 +89,7 @@ def moe(table: OpTable) -> Physics:
         "tile_use": use,
         "resident": resident,
         "log_footprint_cache": np.clip(log2(footprint / mc.cache), -6, 8),
+        # Rows of an expert, and how many experts have any: they decide which grouped kernel pays.
         "log_depth": log2(depth),
         "log_active": log2(active),
         "active_share": active / local,
@@ -108,6 +110,7 @@ def moe(table: OpTable) -> Physics:
         "streams_base": t_streams / base,
         "route_base": t_route / base,
         "log_blocks_base": log2(t_blocks / base),
+        # Load of the busiest rank over that of an average one.
         "log_busy": log2(rows * ep / (tokens * topk)),
         "log_local_cores": log2(local / mc.cores),
     }

@@ -65,6 +65,7 @@ def pointwise(table: OpTable) -> Physics:
     features = {
         **{f"op_{name}": table.is_("op", name) * 1.0 for name in OPS},
         **{f"backend_{b}": table.is_("backend", b) * 1.0 for b in ("sglang", "trtllm", "vllm")},
+        # Shares of the parts in the estimate, as for products (gemm.py).
         "log_memory_base": log2(t_memory / base),
         "log_vector_base": log2(t_vector / base),
         "floor_base": floor / base,
@@ -77,6 +78,7 @@ def pointwise(table: OpTable) -> Physics:
         "row_fill": fill(row_waves),
         "log_waves": log2(element_waves),
         "wave_fill": fill(element_waves),
+        # Alignments that vectorised loads ask for.
         "cols_of_4": (cols % 4 == 0) * 1.0,
         "cols_of_128": (cols % 128 == 0) * 1.0,
         "row_block_fill": cols / (np.ceil(cols / BLOCK) * BLOCK),

@@ -15,6 +15,7 @@ from .schema import FAMILIES, NAMES, PARAMETERS
 #: How the rows of a dtype were timed, where a family is named without a method: NeuSight's tables
 #: are fp32 and eager, Vidur's fp16 and by kernel, all other dtypes come as replayed graphs.
 _METHOD_OF = {"fp32": "eager", "fp16": "kernel"}
+#: In the order of preference: kernels of a replayed graph come closest to a compiled program.
 _METHODS = ("graph", "kernel", "eager")
 #: Tables' names of formats, by those of HLO and of NumPy.
 _DTYPES = {
@@ -57,6 +58,7 @@ def parse_op(text: str) -> dict[str, Any]:
     Raises:
         ProgramError: The family or a parameter is unknown, missing or no positive whole number.
     """
+    # An empty text has no family; the error below names the known ones.
     head, *pairs = text.split() or [""]
     given: dict[str, Any] = {}
     for pair in pairs:

@@ -130,6 +130,7 @@ COMMON_FLAGS = (
     "broadcast_minor",
     "is_async",
 )
+#: Details of reductions, products, convolutions, indexed accesses, sorts and loops.
 RARE_COUNTS = (
     "reduce_length",
     "reduce_kept",

@@ -148,6 +148,7 @@ OPCODES = (
     "<unknown>",
 )
 OPCODE_ID = {name: i for i, name in enumerate(OPCODES)}
+#: Code of opcodes that are not listed.
 UNKNOWN = len(OPCODES) - 1
 
 #: Dimensions that a node lists, minor first; those above only show in its size.

@@ -26,6 +26,7 @@ _WORK = (
     "work_reduce",
     "work_random",
 )
+#: Elements that are moved, by how; an element may be moved in several ways.
 _MOVES = (
     "moved_transposed",
     "moved_strided",
@@ -90,12 +91,14 @@ def _device_features(
     main, fastest = device.levels[-1], device.levels[0]
     # Without a clock, features in cycles become neutral: a floor of one cycle.
     clock = device.clock_hz or 1.0 / floor
+    # f32 and bf16 stand for the types of most kernels; other rates follow from features of kernels.
     pairs = {
         "device_matrix_over_vector": (matrix("f32"), vector("f32")),
         "device_bf16_over_f32": (matrix("bf16"), matrix("f32")),
         "device_f64_over_f32": (matrix("f64"), matrix("f32")),
         "device_int8_over_f32": (matrix("s8"), matrix("f32")),
         "device_half_over_f32_vector": (vector("bf16"), vector("f32")),
+        # FLOPs for each byte of main memory at which a kernel turns compute-bound.
         "device_balance_f32": (matrix("f32"), main.bandwidth),
         "device_balance_bf16": (matrix("bf16"), main.bandwidth),
         "device_balance_vector": (vector("f32"), main.bandwidth),
@@ -171,6 +174,8 @@ def _memory(c: Columns, facts: DeviceFacts) -> Columns:
     moved = c["bytes_in"] + c["bytes_out"] + 1.0
     buffers = c["operand_bytes"] + c["result_bytes"] + 1.0
     return {
+        # Which cache the kernel's traffic fits into, then its whole buffers, then single operands:
+        # a product may keep one operand in a cache while it streams the other.
         "set_over_first": log_ratio(moved, facts.first),
         "set_over_middle": log_ratio(moved, facts.middle),
         "set_over_last": log_ratio(moved, facts.last),
@@ -194,6 +199,7 @@ def _shares(c: Columns, work: np.ndarray) -> Columns:
     largest = np.maximum(c["elements_max"], 1.0)
     out = np.maximum(c["out_elements"], 1.0)
     shares = {f"share_{name[5:]}": c[name] / total for name in (*_WORK, "work_integer")}
+    # An element may be moved several times on its way; eight times is enough to say so.
     shares |= {f"share_{name}": np.minimum(c[name] / largest, 8.0) for name in _MOVES}
     shares["share_matmul"] = c["matmul_flops"] / np.maximum(c["flops"], c["matmul_flops"] + 1e-9)
     shares["share_grouped"] = c["grouped_flops"] / np.maximum(c["dense_flops"], 1.0)
@@ -260,6 +266,7 @@ def _parallel(c: Columns, used: np.ndarray, facts: DeviceFacts) -> Columns:
         # -1 marks a split that the compiler does not state (it also is half the number of cores).
         "partitions_per_core": np.where(parts > 0, log_ratio(parts, facts.cores), -1.0),
         "cores_used": used,
+        # Whether there is work for every core, by elements, outer loops, rows and batches.
         "elements_per_core": log_ratio(c["elements_max"] + 1.0, facts.cores),
         "log_elements_per_part": np.log2(1.0 + share),
         "outer_per_core": log_ratio(c["out_outer"] + 1.0, facts.cores),

@@ -22,7 +22,9 @@ from .columns import CODE, CODES, COLUMNS, COMMON, INDEX, RARE
 from .row_movement import HANDLERS, Handler
 from .row_products import Row
 
+#: Ops whose called computation belongs to the kernel's own work.
 _INLINE = ("fusion", "call", "map", "async-start")
+#: Ops that compute in their operand's type: a comparison of floats gives a ``pred``.
 _TYPED_BY_INPUT = frozenset(("compare", "convert", "dot", "convolution", "reduce"))
 _TOKEN = TensorType("token", (0,))
 _EMPTY = dict.fromkeys(COMMON, 0.0)
@@ -229,6 +231,7 @@ def _interface(row: Row, op: Op, entry: list[Op]) -> bool:
             # order.
             if facts.minor != out.minor and len(t.shape) == rank and len(facts.order) > 1:
                 row["layouts_differ"] = 1.0
+    # Scalars are passed by value or read once: they are counted apart from arrays.
     row["n_inputs"], row["n_scalar_inputs"], row["n_outputs"] = n_inputs, scalars, len(op.results)
     row["operand_bytes"], row["operand_bytes_max"] = total, biggest
     row["result_bytes"] = out.nbytes if len(op.results) == 1 else op.result_bytes

@@ -244,6 +244,7 @@ def _while(row: Row, op: Op, ops: list[Op], program: Program) -> float:
     return 0.0
 
 
+#: Handlers by opcode; ops without one work on as many elements as their result has.
 HANDLERS: dict[str, Handler] = {
     "broadcast": _broadcast,
     "transpose": _transpose,

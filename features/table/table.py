@@ -72,6 +72,7 @@ def feature_table(kernels: Sequence[Kernel], device: DeviceSpec) -> FeatureTable
     X = np.empty((n, len(names)), np.float32)
     latency, bound = np.empty(n), np.empty(n, "<U13")
     facts = DeviceFacts.of(device)
+    # Chunk by chunk, so that intermediate columns stay in the processor's cache.
     for start in range(0, n, _CHUNK):
         part = slice(start, min(start + _CHUNK, n))
         row = rows(kernels[part])

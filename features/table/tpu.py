@@ -35,9 +35,12 @@ REGISTER_CYCLES = 8.0
 #: Vector operations that libtpu counts for a sine or cosine of f32, which reduces its angle exactly
 #: (docs/features.md): more than ten times an ordinary transcendental.
 ANGLE_FLOPS = 200.0
+#: Ops that reduce an angle to a period first.
 _ANGLES = frozenset(("sine", "cosine", "tan"))
 _SMALL = 2**-10  # share of a floor that is added, so that ratios level off far below it
 
+#: What a kernel's own row holds: bytes by place and side, registers, counts, tiles of the largest
+#: #: operand and of the largest result, and the largest reduction.
 _COLUMNS = (
     "main_in",
     "main_out",
@@ -263,17 +266,20 @@ def _features(
     near = (c["near_in"] + c["near_out"]) / _near_rate(device)
     padded_in, padded_out = c["main_in"] + c["near_in"], c["main_out"] + c["near_out"]
     return {
+        # Time: the estimate, then its parts beside the floor.
         "log_base_floor": log_ratio(base, floor),
         "log_padded_main_floor": log_ratio(parts["main"] + _SMALL * floor, floor),
         "log_padded_near_floor": log_ratio(near + _SMALL * floor, floor),
         "log_registers_floor": log_ratio(parts["registers"] + _SMALL * floor, floor),
         **{f"{name}_share": part / base for name, part in parts.items()},
+        # Place: what lies on the chip.
         "near_share_in": c["near_in"] / (padded_in + 1.0),
         "near_share_out": c["near_out"] / (padded_out + 1.0),
         "largest_near": c["largest_near"],
         "result_near": c["result_near"],
         "log_n_main": np.log2(1.0 + c["n_main"]),
         "log_n_near": np.log2(1.0 + c["n_near"]),
+        # Layout: padding, and whether dimensions keep their place in the tile.
         "padding_in": log_ratio(padded_in + 1.0, c["touched_in"] + 1.0),
         "padding_out": log_ratio(padded_out + 1.0, c["touched_out"] + 1.0),
         "same_lanes": c["same_lanes"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+# ``"model.py":12:3``.
 _FILE = re.compile(r'"([^"\n]+)":(\d+):\d+')
 #: Files of frameworks and of Python itself, whose lines are skipped. Other installed packages may
 #: well hold the user's model.

@@ -50,6 +50,7 @@ _DYNAMIC = frozenset(
         "cstr_reshapable",
     )
 )
+#: Ops that end a region; the others below jump between blocks, which HLO has not.
 _TERMINATORS = frozenset(("func.return", "stablehlo.return", "mhlo.return", "sdy.return", "return"))
 _UNSTRUCTURED = frozenset(("cf.br", "cf.cond_br", "cf.switch"))
 _HLO_DIALECTS = frozenset(("stablehlo", "mhlo"))

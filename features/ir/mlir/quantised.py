@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 
+# ``!quant.uniform<i8:f32, 0.1:-3>``; one level of nested brackets (axes, scales).
 _TYPE = re.compile(r"!quant\.\w+<\s*([iu]\d+)(?:[^<>]|<[^<>]*>)*>")
 # Both the pretty form (`stablehlo.uniform_quantize %x : …`) and the generic one in quotes.
 _CONVERSION = re.compile(

@@ -51,6 +51,8 @@ class ModuleReader:
         self.program = Program(dialect="stablehlo", origin=origin)
         self.origin = origin
         self.index = 0
+        # Caches by MLIR object: types, attributes, literals and locations repeat in every layer of
+        # a model, and each costs a print and a parse.
         self.starts: dict[str, tuple[Operation, int]] = {}
         self.names: dict[str, str] = {}
         self.open: set[str] = set()

@@ -8,10 +8,12 @@ from functools import lru_cache
 from ..dtypes import DTYPE_BITS
 from ..program import TensorType
 
+# ``tensor<8x128xf32>``: dimensions, then the element type with what follows it.
 _SHAPED = re.compile(r"(?:tensor|vector|memref)<((?:[?\d]+x)*)(.*)>$", re.DOTALL)
 _QUANTIZED = re.compile(r"!quant\.\w+<([iu])(\d+)")
 _INTEGER = re.compile(r"([su]?)i(\d+)$")
 _COMPLEX = {"complex<f32>": "c64", "complex<f64>": "c128"}
+#: Widths of integers that XLA has.
 _WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 
 

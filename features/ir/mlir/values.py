@@ -14,6 +14,8 @@ from ..dtypes import NUMPY_NAMES
 from ..program import TensorType, constant_value
 from .types import split_top
 
+# Texts as MLIR prints attributes: ``3 : i64``, ``1.0e-05 : f32``, ``array<i64: 1, 2>``, ``dense<[1,
+# 2]> : tensor<2xi64>``, ``#stablehlo.gather<offset_dims = [1], …>``.
 _NUMBER = re.compile(r"(-?\d+)(?: : \w+)?$")
 _FLOAT = re.compile(r"(-?\d+\.\d*(?:[eE][-+]?\d+)?)(?: : \w+)?$")
 _STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
@@ -24,6 +26,7 @@ _DENSE = re.compile(r"dense<(.*)> : \w+<((?:\d+x)*)(\w+)>$", re.DOTALL)
 _ENUM = re.compile(r"#\w+<\w+ (\w+)>$")
 _STRUCT = re.compile(r"#[\w.]+<(.*)>$", re.DOTALL)
 _ELEMENT = re.compile(r"0x[0-9A-Fa-f]+|true|false|-?\d[\d.]*(?:[eE][-+]?\d+)?")
+#: Element types of dense attributes that become tuples; others stay text.
 _DTYPES = {"i64": "<i8", "i32": "<i4", "i8": "<i1", "i1": "?", "index": "<i8"}
 
 

@@ -13,6 +13,7 @@ from jaxlib.mlir.dialects import chlo, mhlo, mpmd, sdy, stablehlo
 
 from ....common.child_process import Channel
 
+#: Messages to the parent, see the module.
 READY, READ, REFUSED = b"ready", b"read", b"refused"
 
 

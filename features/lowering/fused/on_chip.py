@@ -1,4 +1,4 @@
-"""Which values a TPU would hand from kernel to kernel on its chip, instead of through HBM.
+"""Placement of values that a TPU keeps on its chip between kernels instead of in HBM.
 
 XLA:TPU assigns memory spaces after scheduling (MemorySpaceAssignment): a value whose life fits into
 what is free of the on-chip memory stays there. Here values are placed in the order in which they
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ...devices.device import DeviceSpec
 from ...ir.program import Computation, Op, Program
 
+#: Ops whose result is their operand's memory.
 _VIEWS = frozenset(("bitcast", "reshape", "opt-barrier", "optimization-barrier", "copy-done"))
 #: Ops whose results are names of other values, or no arrays in memory.
 _NO_VALUES = frozenset(
@@ -73,6 +74,7 @@ def place_on_chip(program: Program, memory: OnChip) -> None:
         program: Fused and scheduled; its types are changed in place.
         memory: The memory.
     """
+    # Bodies of loops and branches run kernels, too; fused computations and reducers do not.
     names, todo = {program.entry}, [program.entry]
     while todo:
         for op in program.computations[todo.pop()].ops:

@@ -41,6 +41,8 @@ def _label(table: OpTable, runs: Sequence[Run], layers: int) -> Repeats | None:
     # A quarter of the longest run: backward runs are about twice as long as forward ones.
     main = next(i for i, size in complete.items() if 4 * size >= max(complete.values()))
     labels: dict[int, tuple[int, ...]] = {main: tuple(range(layers))}
+    # A layer's parameters are read by one block of each run: by them even runs that read nothing
+    # else of the layers, such as the optimiser's, find their order.
     arguments = _argument_layers(table, runs[main], labels[main])
     grown = True
     # Each labelled run tells the layers of what it reads and of what reads it, so labels spread

@@ -109,6 +109,7 @@ def _factors(full: Sequence[Kernel], half: Sequence[Kernel], steps: float) -> li
     odd = {h for h in more if h not in less or counts[h] < 0}
     gone = {h for h in less if h not in more} | (odd & set(less))
     # What has another shape with another number of layers: all of a kind together, by bytes.
+    # Such as a stack of all layers' gradients: its size grows with the layers, not its count.
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for side, kernels, chosen in ((0, full, odd), (1, half, gone)):
         for k in kernels:

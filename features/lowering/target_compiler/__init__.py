@@ -1,1 +1,1 @@
-"""Compilers of GPUs and TPUs that are not here: installed apart, run in processes of their own."""
+"""Compilers for GPUs and TPUs that are not attached: installed apart, run in their own process."""

@@ -27,9 +27,11 @@ PLATFORMS = ("gpu", "tpu")
 #: Assemblers for CUDA: that of 12.9 knows the architectures that CUDA 13 has dropped (Maxwell,
 #: Pascal and Volta).
 _CUDA_TOOLS = ("nvidia-cuda-nvcc>=13,<14", "nvidia-nvvm>=13,<14", "nvidia-cuda-nvcc-cu12>=12.9,<13")
+#: Packages with the compiler itself, the preferred one first.
 _MAIN_PACKAGE = {"gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt"), "tpu": ("libtpu",)}
 #: Folders of CUDA tools among the packages, the newest first.
 _CUDA_FOLDERS = ("nvidia/cu13", "nvidia/cuda_nvcc")
+# As in the list of `--gpu-name` in ptxas's help.
 _ARCHITECTURE = re.compile(r"'sm_(\d+)'")
 
 

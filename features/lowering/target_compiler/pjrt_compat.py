@@ -1,6 +1,6 @@
-"""The only place that compiles for absent devices through calls that JAX does not promise to keep.
+"""The only module that compiles for absent devices through unstable interfaces of JAX.
 
-It runs in the compile process alone (``compile_worker.py``), where the plug-ins are on the path.
+It runs in the compile process alone (``worker.py``), where the plug-ins are on the path.
 """
 
 from __future__ import annotations

@@ -126,12 +126,14 @@ def _one_process(
 ) -> list[CompiledModule | LoweringError]:
     """Compile in one process, to the end or up to the program that crashed it."""
     memory_bytes = settings.memory_bytes or _memory_limit()
+    # Removed with everything in it, however the worker ends.
     with tempfile.TemporaryDirectory(prefix="opcast-compile-") as name:
         folder = Path(name)
         for number, program in enumerate(programs):
             (folder / f"program{number}").write_bytes(program)
         job = Job(
             platform=target.platform,
+            # One topology for all: each program uses as many of its devices as it needs.
             topology=target.topology(max(r * p for r, p in shapes)),
             target_config=target.config,
             folder=str(target.compiler.folder or ""),
@@ -149,6 +151,7 @@ def _one_process(
         ) as worker:
             _wait(worker, folder, target, settings, len(programs), origin)
             results = list(_results(folder, len(programs), origin, target))
+            # The program after the last result is the one that the process died of.
             if len(results) < len(programs):
                 results.append(_crash(worker, memory_bytes, origin, target))
         return results

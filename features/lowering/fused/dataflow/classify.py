@@ -25,6 +25,7 @@ FREE = frozenset(
         "bitcast",
     )
 )
+#: Ops that compute each element from others at computed places; they fuse like elementwise ones.
 _MOVEMENT = frozenset(
     (
         "broadcast",

@@ -10,6 +10,7 @@ from typing import Any
 from ....ir.program import TensorType
 from .graph import Node, constant
 
+#: Arithmetic on known scalars, in Python's numbers: enough for counters, bounds and epsilons.
 _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "add": operator.add,
     "subtract": operator.sub,

@@ -80,7 +80,7 @@ MAX_BRANCHES = 10
 
 
 class Work:
-    """Elements that a kernel computes and reads, from its members in reverse order.
+    """Work of a kernel: elements that it computes and reads, found from its results backwards.
 
     Args:
         members: Nodes of the kernel, operands before users.
@@ -195,6 +195,7 @@ class Work:
             # The first read of each element comes from main memory, repeated ones from a cache if
             # the array fits.
             net = min(total, size * width)
+            # What exceeds the cache is read from memory again.
             speed = _CACHE_SPEED_UP if net < machine.cache else 1.0
             if net < _L1_BYTES * machine.cores:
                 speed *= _L1_SPEED_UP

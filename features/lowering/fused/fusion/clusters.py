@@ -1,4 +1,4 @@
-"""Kernels in the making: sets of nodes that one kernel computes."""
+"""Clusters: sets of nodes that one kernel will compute."""
 
 from __future__ import annotations
 

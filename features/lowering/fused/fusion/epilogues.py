@@ -1,4 +1,4 @@
-"""Library calls take what follows them along: bias, residual, activation (cublasLt, cuDNN).
+"""Fuse epilogues into library calls: bias, residual, activation (cublasLt, cuDNN).
 
 XLA:GPU does so in GemmRewriter and CudnnFusedConvRewriter.
 """

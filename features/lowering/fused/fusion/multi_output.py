@@ -44,6 +44,7 @@ class MultiOutputFusion:
         readers = [c for c in self.clusters.readers.get(id(node), {}).values() if _joins(c)]
         readers.sort(key=lambda c: self.clusters.position[id(c.root)])
         i = 0
+        # Merged clusters stay in the list, so that a third sibling can join them.
         while i < len(readers):
             j = i + 1
             while j < len(readers):

@@ -1,4 +1,4 @@
-"""Producers into consumers: the fusion that saves most goes first (XLA's PriorityFusion)."""
+"""Fuse producers into consumers: the fusion that saves most goes first (XLA's PriorityFusion)."""
 
 from __future__ import annotations
 
@@ -62,6 +62,8 @@ class PriorityFusion:
         self.clusters = clusters
         self.machine = machine
         self._seconds: dict[int, tuple[int, float]] = {}
+        # Times are kept by the versions of both clusters, so that only changed pairs are evaluated
+        # again.
         self._pairs: dict[tuple[int, int], tuple[int, int, float | None]] = {}
         self._queue: list[tuple[float, int, int, Cluster]] = []
         self._version: dict[int, int] = {}

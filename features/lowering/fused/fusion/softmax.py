@@ -23,6 +23,7 @@ def fuse_softmax(clusters: Clusters) -> None:
         # Softmax is two diamonds, a maximum and a sum: the second begins where the first ends.
         above, chain = _climb(clusters, top, diamonds)
         if above is not None:
+            # Chained diamonds become one kernel, under the last one's root.
             first, earlier = diamonds.pop(id(above))
             diamonds[id(node)] = (first, [*earlier, *chain, *members])
         else:

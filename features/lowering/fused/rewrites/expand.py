@@ -1,4 +1,4 @@
-"""Ops that the GPU compiler spells out before it fuses: gradients of max pooling.
+"""Expand ops as the GPU compiler does before it fuses: gradients of max pooling.
 
 XLA's SelectAndScatterExpander.
 """

@@ -1,4 +1,4 @@
-"""State of loops: what nobody reads is dropped, what changes places is copied.
+"""Rewrite the state of loops: drop what nobody reads, copy what changes places.
 
 XLA does the first in WhileLoopSimplifier, the second in CopyInsertion.
 """

@@ -99,6 +99,7 @@ def _roles(dot: Node, side: str, position: int) -> _Operand:
 def _matched(sides: Sequence[_Operand]) -> list[_Operand]:
     """Reorder pairs of batch and contracted dimensions as one operand stores them."""
     for leader in sides:
+        # Either operand may lead; its order must let both be read without a transpose.
         batch = sorted(range(len(leader.batch)), key=leader.batch.__getitem__)
         contract = sorted(range(len(leader.contract)), key=leader.contract.__getitem__)
         # Batches keep their order: the result has it.
@@ -247,6 +248,7 @@ def _merge(dots: list[Node], side: int, replaced: dict[int, Node]) -> None:
         {"dimensions": (along,)},
         source=first.source,
     )
+    # Shared left operand: results lie side by side in columns; shared right one: in rows.
     column = len(first.type.shape) - 1 - side
     result = list(first.type.shape)
     result[column] = shape[along]

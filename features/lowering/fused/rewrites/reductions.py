@@ -1,4 +1,4 @@
-"""Long reductions run in two steps, so that enough threads take part (TreeReductionRewriter)."""
+"""Split long reductions in two steps, so that enough threads take part (TreeReductionRewriter)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transposes after products move down: elementwise ops run in the order that the product left.
+"""Move transposes after products down: elementwise ops run in the order that the product left.
 
 A compiler that assigns layouts keeps what a GEMM wrote as it lies and lets elementwise ops and
 reductions work on it; a transpose is left where an op asks for an order of its own.

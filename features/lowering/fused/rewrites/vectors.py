@@ -1,4 +1,4 @@
-"""Products that no GEMM is called for: vectors, outer products, and shapes that must be padded."""
+"""Rewrite products that no GEMM is called for (vectors, outer products), and pad odd shapes."""
 
 from __future__ import annotations
 
