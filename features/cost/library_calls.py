@@ -42,8 +42,7 @@ _ROUTINE = re.compile(
     r"|gtsv|cholesky|triangular_?solve|lu_pivots|eigh|svd|qr|householder",
     re.IGNORECASE,
 )
-#: FLOPs of an m × n factorisation with m ≥ n, by routine: leading terms of Golub and Van Loan (see
-#: the module). Iterative ones (eigenvalues, SVD) are their usual averages.
+#: FLOPs of an m × n factorisation with m ≥ n, by routine (source: see the module).
 _FACTORISATIONS: tuple[tuple[str, Matrix], ...] = (
     ("potrf cholesky", lambda m, n: n**3 / 3),
     ("getrf", lambda m, n: m * n**2 - n**3 / 3 if m >= n else n * m**2 - m**3 / 3),

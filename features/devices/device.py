@@ -276,7 +276,7 @@ def check_figures(spec: DeviceSpec) -> None:
 
 
 def _number(name: str, value: object, *, above: bool, finite: bool = True) -> None:
-    # Device files and JSON are untrusted: True is an int for Python, NaN passes comparisons.
+    # Descriptions are untrusted: True is an int for Python, and every comparison with NaN is false.
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} is {value!r}, not a number")
     if value != value or (finite and math.isinf(value)) or value < 0 or (above and value == 0):

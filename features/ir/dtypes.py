@@ -53,7 +53,7 @@ REDUCED = "tf32"
 DTYPES = (*DTYPE_BITS, REDUCED)
 DTYPE_CODE = {name: code for code, name in enumerate(DTYPES)}
 
-#: Families of types that run at similar rates. The last one, for tokens, is none of the others #:
+#: Families of types that run at similar rates. The last one, for tokens, is none of the others
 #: (features/table/row.py counts on its place).
 FAMILIES = ("float", "half", "float8", "integer", "pred", "complex", "none")
 FLOAT, HALF, FLOAT8, INTEGER, PRED, COMPLEX, NONE = range(len(FAMILIES))

@@ -15,7 +15,7 @@ _MODULE = re.compile(r"HloModule\s+([^\s,]+)")
 _ALIAS = re.compile(r"\{([\d,\s]*)\}:\s*\((\d+)")
 # ``op_name="jit(f)/add" source_line=3``.
 _FIELD = re.compile(rf"(\w+)=({QUOTED}|\S+)")
-#: Tables between the header and the first computation, in the order in which they refer to each #:
+#: Tables between the header and the first computation, in the order in which they refer to each
 #: other.
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 

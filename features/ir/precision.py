@@ -29,7 +29,8 @@ def matrix_rate(dtype: str, attrs: Mapping[str, object]) -> str:
     text = _text(attrs)
     if "bf16_bf16" in text:
         return "bf16"
-    # "tf32_tf32_f32" holds "f32_f32" as well; the algorithm of true FP32 is "f32_f32_f32".
+    # The algorithm of true FP32 is "dot_f32_f32_f32"; that of TF32, "dot_tf32_tf32_f32", must not
+    # pass for it.
     exact = "highest" in text or "f32_f32_f32" in text.replace("tf32", "")
     return "f32" if exact else REDUCED
 

@@ -16,7 +16,7 @@ FREE = BOOKKEEPING | {
     "get-dimension-size",
 }
 _COMMUNICATION = frozenset((*COLLECTIVES, "send", "recv"))
-#: Ops that move data without arithmetic, at addresses known to the compiler; `_INDEXED` at ones #:
+#: Ops that move data without arithmetic, at addresses known to the compiler; `_INDEXED` at ones
 #: that are data themselves.
 _MOVEMENT = frozenset(
     (

@@ -40,7 +40,7 @@ _ANGLES = frozenset(("sine", "cosine", "tan"))
 _SMALL = 2**-10  # share of a floor that is added, so that ratios level off far below it
 
 #: What a kernel's own row holds: bytes by place and side, registers, counts, tiles of the largest
-#: #: operand and of the largest result, and the largest reduction.
+#: operand and of the largest result, and the largest reduction.
 _COLUMNS = (
     "main_in",
     "main_out",

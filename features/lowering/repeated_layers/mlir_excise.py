@@ -78,7 +78,7 @@ def write_excised(module: Any, function: Any, table: OpTable, excision: Excision
             values = ops[source].results if source >= 0 else block.arguments
             ops[reader].operands[number] = values[result]
         kept_results = _shorten_return(ops, len(table.reads), excision)
-        # Users before what they use: MLIR refuses to erase an op with uses.
+        # Users before what they use: an op that still has uses must not be erased.
         for number in sorted(excision.removed, reverse=True):
             ops[number].erase()
         used = {

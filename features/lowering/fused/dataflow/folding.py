@@ -163,7 +163,6 @@ def _evaluate(node: Node, values: list[Any]) -> Any:
         if opcode == "convert":
             return _cast(values[0], dtype)
         if opcode in ("and", "or") and dtype == "pred":
-            # Out-of-range results and domain errors (log of zero) are left to the device.
             return all(values) if opcode == "and" else any(values)
     except (ArithmeticError, ValueError, TypeError, KeyError):
         return None

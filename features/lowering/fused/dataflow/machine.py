@@ -14,7 +14,7 @@ LAUNCH_S = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Properties of a GPU that fusion depends on; by default those of an H100 SXM.
+    """Properties of a GPU that fusion depends on; by default those of an H100 SXM (data sheet).
 
     Attributes:
         bandwidth: Bytes per second of the memory.
@@ -43,7 +43,6 @@ def machine_of(device: DeviceSpec | None) -> Machine:
     An H100 stands in for a missing description, for one of another platform, and for figures that
     the description leaves out.
     """
-    # Figures are those of the H100 SXM data sheet, in 50e6 bytes of L2 and the boost clock.
     usual = Machine()
     if device is None or device.platform != "gpu" or not device.levels:
         return usual

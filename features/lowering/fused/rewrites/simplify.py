@@ -14,8 +14,7 @@ from ..dataflow.folding import fold, is_splat, splat, splat_node
 from ..dataflow.graph import Graph, Node
 from ..dataflow.views import simplify_view
 
-#: Rounds after which rewriting stops even if it has not settled. Engineering estimate: what is left
-#: after four changes hardly any kernel.
+#: Rounds after which rewriting stops even if it has not settled. Engineering estimate.
 _MAX_ROUNDS = 4
 #: First letters of float and complex types: f32, bf16, c64.
 _FLOATS = ("f", "b", "c")
