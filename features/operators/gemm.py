@@ -95,8 +95,8 @@ def gemm(table: OpTable) -> Physics:
     # Arithmetic and transfers overlap almost completely in pipelined GEMMs, hence a sharper maximum
     # than elsewhere. Depth and quantisation come before or after and add up.
     base = floor + combine(t_tiles, t_memory, power=4.0) + t_depth + t_quant
-    # A bound must hold wherever the operands lie: it takes the main memory's full bandwidth and
-    # leaves out quantisation.
+    # At data-sheet rates, each operand once from main memory even where the cache would serve it;
+    # quantisation is left out.
     roofline = np.maximum(t_compute, (weights + activations + out) / mc.bandwidth)
     features = {
         **flags(table, DTYPES),

@@ -75,8 +75,8 @@ class DeviceFacts:
         Raises:
             DeviceError: The device lists no peaks.
         """
-        # Main memory stands in where no cache is described (TPUs): ratios to it are then all far
-        # below one and carry no information.
+        # Main memory stands in where no cache is described (TPUs): ratios to it are then far below
+        # one and say little.
         caches = device.levels[:-1] or device.levels
         floor, cores = max(device.floor, _MIN_FLOOR), float(max(device.core_count, 1))
         first, middle, last = (caches[i].capacity for i in (0, len(caches) // 2, -1))

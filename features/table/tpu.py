@@ -220,7 +220,7 @@ def _enter(row: np.ndarray, kernel: Kernel) -> None:
         before, after = tiles(source).order, tiles(result).order
         row[_AT["same_lanes"]] = before[:1] == after[:1]
         row[_AT["same_sublanes"]] = before[1:2] == after[1:2]
-        # A transpose of the two minor dimensions: data crosses lanes, the costliest move on a TPU.
+        # A transpose of the two minor dimensions: data crosses lanes, a costly move on a TPU.
         row[_AT["lanes_to_sublanes"]] = before[:1] == after[1:2]
     _reduced(row, kernel.inner)
     row[_AT["angles"]] = sum(
