@@ -19,7 +19,7 @@ def causal_pairs(q_len: float, kv_len: float) -> float:
     """Count the (query, key) pairs of causal attention over the last ``q_len`` positions.
 
     Query ``i`` sees ``kv_len - q_len + 1 + i`` keys, which sum to an arithmetic series. With a
-    window see :func:`.visible_pairs`.
+    window see :func:`.attention.visible_pairs`.
     """
     return q_len * (kv_len - (q_len - 1) / 2)
 

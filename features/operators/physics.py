@@ -12,7 +12,8 @@ from .columns import Machine, OpTable
 #: family; the learned ratio corrects it.
 STREAM = 0.85
 #: Words that tell kernels apart, looked for in the column ``kernel`` of the published tables. Each
-#: becomes a flag: adding or removing one changes the schema (``OPS_VERSION`` in ``features.py``).
+#: becomes a flag: adding or removing one changes the schema (``OPS_VERSION`` in
+#: ``features/operators/features.py``).
 KERNEL_WORDS = (
     "triton",
     "cutlass",

@@ -62,7 +62,7 @@ MAX_CORRECTION = float(np.log(3.0))
 #: another draw of the folds changes. Engineering estimate; not fitted.
 GAIN = 0.02
 #: Programs of similar size whose errors make one interval: enough for 5 % tails that are not the
-#: extremes (see ``MIN_SCORES`` in :mod:`..trust.conformal`).
+#: extremes (see ``MIN_SCORES`` in :mod:`opcast.models.trust.conformal`).
 PER_BIN = 50
 #: Folds over families; more than elsewhere, since no kernel model is trained for them.
 _FOLDS = 10

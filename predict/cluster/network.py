@@ -43,7 +43,13 @@ class ClusterNetwork:
         self.cluster, self.time = cluster, time
 
     def __call__(self, kind: str, size: float, group: Group) -> Estimate:
-        """Return the time of a collective; ``size`` is that of a :class:`.CommCall`."""
+        """Return the time of a collective.
+
+        Args:
+            kind: As of a :class:`~opcast.simulate.step.calls.CommCall`.
+            size: As there.
+            group: Devices that take part.
+        """
         ranks = range(0, group.size * group.stride, group.stride)
         # Steps count an all-gather's full buffer, as nccl-tests does; the estimators count what one
         # rank contributes. For every other collective the two conventions agree.
