@@ -82,7 +82,7 @@ def _noise(frame: pd.DataFrame) -> dict[str, Any]:
     }
 
 
-def _pairs(frame: pd.DataFrame, by: list[str]) -> np.ndarray[Any, Any]:
+def _pairs(frame: pd.DataFrame, by: list[str]) -> np.ndarray:
     """Labels of neighbouring rows of each group, ``(n_pairs, 2)``."""
     pairs = [
         np.stack([values[:-1], values[1:]], axis=1)
@@ -92,7 +92,7 @@ def _pairs(frame: pd.DataFrame, by: list[str]) -> np.ndarray[Any, Any]:
     return np.concatenate(pairs) if pairs else np.zeros((0, 2))
 
 
-def _differences(pairs: np.ndarray[Any, Any]) -> dict[str, float]:
+def _differences(pairs: np.ndarray) -> dict[str, float]:
     if not len(pairs):
         return {"pairs": 0}
     ape = np.abs(pairs[:, 0] - pairs[:, 1]) / pairs.mean(axis=1)
@@ -163,7 +163,7 @@ def plot(dataset: Dataset, path: Path | str) -> Path:
     return target
 
 
-def _log_range(logs: np.ndarray[Any, Any]) -> tuple[float, float]:
+def _log_range(logs: np.ndarray) -> tuple[float, float]:
     if not len(logs):
         return 0.0, 1.0
     return float(logs.min()) - 0.05, float(logs.max()) + 0.05

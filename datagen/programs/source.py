@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -16,7 +16,7 @@ Kind = Literal["normal", "uniform", "integer", "spd", "triangular"]
 _BLOCK = 2**20 + 7
 
 
-def numpy_dtype(dtype: str) -> np.dtype[Any]:
+def numpy_dtype(dtype: str) -> np.dtype:
     """NumPy type of an HLO element type such as ``bf16``, ``s32`` or ``pred``.
 
     Raises:
@@ -25,7 +25,7 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
     import ml_dtypes
 
     name = NUMPY_NAMES.get(dtype, dtype)
-    kind: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name, name))
+    kind: np.dtype = np.dtype(getattr(ml_dtypes, name, name))
     return kind
 
 
@@ -54,7 +54,7 @@ class Arg:
         """Size in bytes."""
         return int(np.prod(self.shape, dtype=np.int64)) * numpy_dtype(self.dtype).itemsize
 
-    def draw(self, rng: np.random.Generator) -> np.ndarray[Any, Any]:
+    def draw(self, rng: np.random.Generator) -> np.ndarray:
         """A value of this argument."""
         count = int(np.prod(self.shape, dtype=np.int64))
         if self.kind in ("spd", "triangular"):
@@ -64,7 +64,7 @@ class Arg:
             block = block + 1j * self._values(rng, min(count, _BLOCK))
         return np.resize(block.astype(numpy_dtype(self.dtype)), self.shape)
 
-    def _values(self, rng: np.random.Generator, count: int) -> np.ndarray[Any, Any]:
+    def _values(self, rng: np.random.Generator, count: int) -> np.ndarray:
         if self.kind == "integer":
             return rng.integers(int(self.low), int(self.high), count)
         if self.kind == "uniform":
@@ -72,7 +72,7 @@ class Arg:
             return np.asarray(self.low + values * (self.high - self.low), np.float32)
         return rng.standard_normal(count, np.float32) * np.float32(self.high)
 
-    def _matrices(self, rng: np.random.Generator) -> np.ndarray[Any, Any]:
+    def _matrices(self, rng: np.random.Generator) -> np.ndarray:
         n = self.shape[-1]
         # A dominant diagonal bounds the condition number without the cost of a product.
         matrix = rng.standard_normal((n, n), np.float32) * np.float32(0.2 / np.sqrt(n))
@@ -102,7 +102,7 @@ class ProgramSource:
     est_bytes: float
     est_flops: float
 
-    def arguments(self, seed: int = 0) -> list[np.ndarray[Any, Any]]:
+    def arguments(self, seed: int = 0) -> list[np.ndarray]:
         """Values for all parameters of ``main`` in order; integers lie within valid ranges.
 
         Args:

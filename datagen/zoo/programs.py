@@ -173,12 +173,10 @@ def _draws(args: tuple[Any, ...], train: bool) -> tuple[Draw, ...]:
     return tuple(made)
 
 
-def _zeros(shape: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> np.ndarray[Any, Any]:
+def _zeros(shape: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> np.ndarray:
     del rng  # the same signature as the random ones
     return np.zeros(shape, dtype)
 
 
-def _initial(
-    path: str, shape: tuple[int, ...], dtype: Any, rng: np.random.Generator
-) -> np.ndarray[Any, Any]:
+def _initial(path: str, shape: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> np.ndarray:
     return parameter(path, shape, rng).astype(dtype, copy=False)

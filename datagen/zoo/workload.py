@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from .catalog import Setting
 
-Draw = Callable[[np.random.Generator], np.ndarray[Any, Any]]
+Draw = Callable[[np.random.Generator], np.ndarray]
 """Makes the value of one argument."""
 
 
@@ -67,7 +67,7 @@ class Workload:
         """StableHLO text, by default with the source location of every op."""
         return self.lower().as_text(debug_info=debug_info)
 
-    def arguments(self, seed: int = 0) -> list[np.ndarray[Any, Any]]:
+    def arguments(self, seed: int = 0) -> list[np.ndarray]:
         """Values for all arguments, flat, in the order of the parameters of ``main``.
 
         Parameters are initialised as in training from scratch, optimizer state is zero, integers

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pandas as pd
 
 #: Settings that are compared, by what they are called.
@@ -72,8 +70,8 @@ def runner_up(frame: pd.DataFrame) -> list[str]:
     return [f"second, {second['plan']}: {share:.1%} slower than {best['plan']} ({told})"]
 
 
-def _told(best: pd.Series[Any], other: pd.Series[Any]) -> str:
-    """Describe how much longer each part of another plan's step is, relative to the best step."""
+def _told(best: pd.Series, other: pd.Series) -> str:
+    """By how much each part of another plan's step is longer, in shares of the best step."""
     changes = {
         what: (other[part] / other["batch"] - best[part] / best["batch"]) / best["own_us"]
         for part, what in _PARTS.items()
@@ -87,9 +85,7 @@ def _per_sequence(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.assign(own_us=frame["step_us"] / frame["batch"])
 
 
-def _reason(
-    setting: str, name: str, best: pd.Series[Any], others: pd.DataFrame
-) -> tuple[float, str]:
+def _reason(setting: str, name: str, best: pd.Series, others: pd.DataFrame) -> tuple[float, str]:
     kept = f"{name} {best[setting]}"
     fitting = others[others["fits"]].sort_values("own_us")
     if fitting.empty:

@@ -32,7 +32,7 @@ class Input:
     high: int | None = None
     split: bool = True
 
-    def draw(self, rng: np.random.Generator) -> np.ndarray[Any, Any]:
+    def draw(self, rng: np.random.Generator) -> np.ndarray:
         """Values of this argument."""
         if self.high is None:
             return rng.standard_normal(self.shape, dtype=np.float32).astype(self.dtype)
@@ -158,7 +158,7 @@ def require(ok: bool, what: str, hint: str) -> None:
         raise OpcastError(what, hint=hint)
 
 
-def parameter(path: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray[Any, Any]:
+def parameter(path: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     """Initial value of a parameter or running statistic, by its name.
 
     Kernels are normal with variance 1 / fan-in; names under ``stacked`` carry leading axes of
