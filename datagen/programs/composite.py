@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from .dense import matrix_sizes
 from .draws import HEAD_WIDTHS, HEADS, LENGTHS, Draft, Draws, indices, positive, struct, values
-from .layers import FLOATS, gradient, normalize
+from .layers import FLOATS, Function, gradient, normalize
 from .source import Arg, numpy_dtype
 
 _ACTIVATIONS = {
@@ -122,13 +120,15 @@ def optimizer_update(draws: Draws) -> Draft:
         return Draft(lambda w, d, rate: w - rate * d, (p, g, positive((), "f32")), form)
     if form == "momentum":
 
-        def momentum(w: jax.Array, d: jax.Array, v: jax.Array) -> Any:
+        def momentum(w: jax.Array, d: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
             v = 0.9 * v + d
             return w - 0.01 * v, v
 
         return Draft(momentum, (p, g, m), form)
 
-    def adam(w: jax.Array, d: jax.Array, v: jax.Array, s: jax.Array, step: jax.Array) -> Any:
+    def adam(
+        w: jax.Array, d: jax.Array, v: jax.Array, s: jax.Array, step: jax.Array
+    ) -> tuple[jax.Array, ...]:
         v, s = 0.9 * v + 0.1 * d, 0.999 * s + 0.001 * d * d
         v_hat, s_hat = v / (1 - 0.9**step), s / (1 - 0.999**step)
         return w - 1e-3 * (v_hat / (jnp.sqrt(s_hat) + 1e-8) + 0.01 * w), v, s
@@ -213,6 +213,6 @@ def linear(draws: Draws) -> Draft:
     m, n, k = matrix_sizes(draws)
     dtype = draws.dtype()
     name = draws.choice(("relu", "gelu", "none"))
-    function: Any = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "none": lambda x: x}[name]
+    function: Function = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "none": lambda x: x}[name]
     args = (values((m, k), dtype), values((k, n), dtype, k**-0.5), values((n,), dtype))
     return with_gradient(draws, Draft(lambda x, w, b: function(x @ w + b), args, name), 0.3)

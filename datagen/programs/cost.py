@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 #: Time per output element over that of a FLOP in a matrix product, for ops that are far slower
 #: than others; measured on CPUs, where they matter most.
@@ -65,7 +66,7 @@ class Estimate:
     n_ops: int
 
 
-def estimate(jaxpr: Any) -> Estimate:
+def estimate(jaxpr: Jaxpr | ClosedJaxpr) -> Estimate:
     """Cost of a jaxpr, closed or not.
 
     Loops count with their trip count, conditionals with their most expensive branch.
@@ -91,18 +92,19 @@ def estimate(jaxpr: Any) -> Estimate:
     return Estimate(flops, work, peak, n_ops)
 
 
-def _bytes(var: Any) -> int:
-    aval = var.aval
-    return int(math.prod(getattr(aval, "shape", ()))) * int(
-        getattr(getattr(aval, "dtype", None), "itemsize", 4)
-    )
+def _bytes(var: Var | Literal) -> int:
+    return _size(var) * int(getattr(getattr(var.aval, "dtype", None), "itemsize", 4))
 
 
-def _size(var: Any) -> int:
-    return int(math.prod(getattr(var.aval, "shape", ())))
+def _size(var: Var | Literal) -> int:
+    return math.prod(_shape(var))
 
 
-def _eqn(eqn: Any) -> Estimate:
+def _shape(var: Var | Literal) -> tuple[int, ...]:
+    return getattr(var.aval, "shape", ())
+
+
+def _eqn(eqn: JaxprEqn) -> Estimate:
     name, params = eqn.primitive.name, eqn.params
     inner = [params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params]
     if inner and name not in ("reduce", "reduce_window", "select_and_scatter", "scatter"):
@@ -122,7 +124,7 @@ def _eqn(eqn: Any) -> Estimate:
     return Estimate(flops, work, 0.0, 0 if name in _NO_WORK else 1)
 
 
-def _plain(name: str, eqn: Any) -> tuple[float, float]:
+def _plain(name: str, eqn: JaxprEqn) -> tuple[float, float]:
     """FLOPs and work of an op without regions that count."""
     out = sum(_size(v) for v in eqn.outvars)
     first = _size(eqn.invars[0]) if eqn.invars else out
@@ -131,7 +133,7 @@ def _plain(name: str, eqn: Any) -> tuple[float, float]:
     if name == "conv_general_dilated":
         return _convolution(eqn, out)
     if name == "sort":
-        n = eqn.invars[0].aval.shape[eqn.params["dimension"]]
+        n = _shape(eqn.invars[0])[eqn.params["dimension"]]
         steps = first * math.log2(n + 2)
         return steps, steps * _WORK_SORT * len(eqn.invars) ** 0.5
     if name == "top_k":
@@ -141,7 +143,7 @@ def _plain(name: str, eqn: Any) -> tuple[float, float]:
         flops = 5.0 * max(out, first) * math.log2(n + 1)
         return flops, flops * 10
     if name in ("cholesky", "triangular_solve"):
-        n = eqn.invars[0].aval.shape[-1]
+        n = _shape(eqn.invars[0])[-1]
         flops = float(out * n) / (3 if name == "cholesky" else 1)
         return flops, flops * 10
     if name.startswith("scatter"):
@@ -155,21 +157,21 @@ def _plain(name: str, eqn: Any) -> tuple[float, float]:
     return float(elements), elements * weight
 
 
-def _product(eqn: Any, out: int) -> tuple[float, float]:
-    left, right = eqn.invars[0].aval, eqn.invars[1].aval
+def _product(eqn: JaxprEqn, out: int) -> tuple[float, float]:
+    left, right = (_shape(v) for v in eqn.invars[:2])
     ((contracting, _), (batch, _)) = eqn.params["dimension_numbers"]
-    k = math.prod(left.shape[d] for d in contracting)
-    b = math.prod(left.shape[d] for d in batch)
+    k = math.prod(left[d] for d in contracting)
+    b = math.prod(left[d] for d in batch)
     flops = 2.0 * out * k
-    if left.dtype.kind in "iu":
+    if getattr(getattr(eqn.invars[0].aval, "dtype", None), "kind", "") in ("i", "u"):
         return flops, flops * _WORK_INTEGER_DOT
-    vector = min(math.prod(left.shape), math.prod(right.shape)) <= b * k
+    vector = min(math.prod(left), math.prod(right)) <= b * k
     return flops, flops * (_WORK_VECTOR_DOT if vector else 1.0)
 
 
-def _convolution(eqn: Any, out: int) -> tuple[float, float]:
+def _convolution(eqn: JaxprEqn, out: int) -> tuple[float, float]:
     spec = eqn.params["dimension_numbers"].rhs_spec
-    rhs = eqn.invars[1].aval.shape
+    rhs = _shape(eqn.invars[1])
     flops = 2.0 * out * math.prod(rhs) / rhs[spec[0]] / math.prod(eqn.params["lhs_dilation"])
     groups, batch_groups = eqn.params["feature_group_count"], eqn.params["batch_group_count"]
     factor = 1.0

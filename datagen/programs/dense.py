@@ -22,7 +22,7 @@ from .draws import (
     struct,
     values,
 )
-from .layers import convolve
+from .layers import Function, convolve
 from .source import Arg, numpy_dtype
 
 _FEW_FLOPS = 4e3
@@ -165,7 +165,7 @@ def conv_filter_grad(draws: Draws) -> Draft:
     return Draft(function, (x, Arg(out.shape, out.dtype, high=0.05)), note)
 
 
-def _conv_result(conv: Any, x: Arg, w: Arg) -> Arg:
+def _conv_result(conv: Function, x: Arg, w: Arg) -> Arg:
     result = jax.eval_shape(conv, struct(x.shape, x.dtype), struct(w.shape, w.dtype))
     return Arg(tuple(result.shape), x.dtype)
 
@@ -190,7 +190,7 @@ def _conv_sizes(draws: Draws, spatial: int) -> tuple[int, int, int, int]:
     )
 
 
-def _conv_case(draws: Draws) -> tuple[Any, Arg, Arg, str]:
+def _conv_case(draws: Draws) -> tuple[Function, Arg, Arg, str]:
     spatial = draws.weighted({1: 0.15, 2: 0.75, 3: 0.10})
     form = draws.weighted(
         {

@@ -13,7 +13,7 @@ import numpy as np
 from .source import Arg, numpy_dtype
 
 T = TypeVar("T")
-_struct: Any = jax.ShapeDtypeStruct
+_struct: Callable[..., jax.ShapeDtypeStruct] = jax.ShapeDtypeStruct
 
 #: Widths of layers: powers of two, 3·2^k, and those of well-known models.
 WIDTHS = (
@@ -192,7 +192,7 @@ def _product(shape: tuple[int, ...]) -> float:
     return float(math.prod(shape))
 
 
-def struct(shape: tuple[int, ...], dtype: str) -> Any:
+def struct(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
     """A type for JAX, without a value."""
     return _struct(shape, numpy_dtype(dtype))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ _INTEGER = ("s32", "s8", "u8", "u32", "s16")
 _round = functools.partial(lax.round, rounding_method=lax.RoundingMethod.TO_NEAREST_EVEN)
 
 #: Unary ops by StableHLO name: function, domain of the operand, and work per element.
-UNARY: dict[str, tuple[Callable[..., Any], str, float]] = {
+UNARY: dict[str, tuple[Callable[..., jax.Array], str, float]] = {
     "abs": (lax.abs, "any", 20),
     "negate": (lax.neg, "any", 20),
     "sign": (lax.sign, "any", 20),
@@ -58,7 +57,7 @@ UNARY: dict[str, tuple[Callable[..., Any], str, float]] = {
     "count_leading_zeros": (lax.clz, "integer", 20),
 }
 #: Binary ops by StableHLO name, in the same form.
-BINARY: dict[str, tuple[Callable[..., Any], str, float]] = {
+BINARY: dict[str, tuple[Callable[..., jax.Array], str, float]] = {
     "add": (lax.add, "both", 20),
     "subtract": (lax.sub, "both", 20),
     "multiply": (lax.mul, "both", 20),
@@ -76,7 +75,7 @@ BINARY: dict[str, tuple[Callable[..., Any], str, float]] = {
     "shift_right_arithmetic": (lax.shift_right_arithmetic, "shift", 20),
 }
 #: Steps that map values of about one to values of about one.
-CHAIN: tuple[Callable[[Any], Any], ...] = (
+CHAIN: tuple[Callable[[jax.Array], jax.Array], ...] = (
     jnp.tanh,
     jax.nn.relu,
     jax.nn.sigmoid,
@@ -129,7 +128,7 @@ def binary(name: str, draws: Draws) -> Draft:
     kept = _kept_dims(form, len(shape))
     small = tuple(shape[d] for d in kept)
 
-    def apply(x: jax.Array, y: jax.Array) -> Any:
+    def apply(x: jax.Array, y: jax.Array) -> jax.Array:
         return function(x, y if form == "same" else lax.broadcast_in_dim(y, shape, kept))
 
     args = (_operand(shape, dtype, domain), _operand(small, dtype, domain))

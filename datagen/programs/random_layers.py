@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from .random_values import Pool, Step, Value
 from .source import Arg, numpy_dtype
 
 Motif = Callable[[Pool, Value], Step | None]
-ACTIVATIONS: tuple[Callable[[Any], Any], ...] = (
+ACTIVATIONS: tuple[Callable[[jax.Array], jax.Array], ...] = (
     jax.nn.relu,
     jax.nn.gelu,
     jax.nn.silu,
@@ -79,7 +78,7 @@ def norm(pool: Pool, x: Value) -> Step | None:
     dims = tuple(range(x.rank - 1)) if form == "batch" else (x.rank - 1,)
     kind = numpy_dtype(x.dtype)
 
-    def function(v: Any, scale: Any, bias: Any) -> Any:
+    def function(v: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
         y = normalize(v.astype(jnp.float32), dims, 1e-2, centred=form != "rms")
         return (y * scale + bias).astype(kind)
 
@@ -111,7 +110,9 @@ def attention(pool: Pool, x: Value) -> Step | None:
     kv_heads = heads // 4 if grouped else heads
     inner = kv_heads * head
 
-    def function(v: Any, wq: Any, wk: Any, wv: Any, wo: Any) -> Any:
+    def function(
+        v: jax.Array, wq: jax.Array, wk: jax.Array, wv: jax.Array, wo: jax.Array
+    ) -> jax.Array:
         q = (v @ wq).reshape(batch, length, kv_heads, heads // kv_heads, head)
         k = (v @ wk).reshape(batch, length, kv_heads, head)
         u = (v @ wv).reshape(batch, length, kv_heads, head)
@@ -144,7 +145,7 @@ def convolution(pool: Pool, x: Value) -> Step | None:
     layout = ("NWC", "WIO", "NWC") if spatial == 1 else ("NHWC", "HWIO", "NHWC")
     w_shape = (kernel,) * spatial + (channels // groups, out)
 
-    def function(v: Any, w: Any, scale: Any, bias: Any) -> Any:
+    def function(v: jax.Array, w: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
         y = convolve(v, w, layout, stride=stride, padding="SAME", groups=groups)
         return act(y * scale + bias)
 
@@ -174,7 +175,7 @@ def squeeze_excite(pool: Pool, x: Value) -> Step | None:
     c, dims = x.shape[-1], tuple(range(1, x.rank - 1))
     inner = max(1, c // 4)
 
-    def function(v: Any, a: Any, b: Any) -> Any:
+    def function(v: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
         gate = jax.nn.relu(jnp.mean(v, dims, keepdims=True) @ a) @ b
         return v * jax.nn.sigmoid(gate)
 
@@ -215,7 +216,7 @@ def cross_entropy(pool: Pool, x: Value) -> Step | None:
         return None
     classes = x.shape[-1]
 
-    def function(v: Any, labels: Any) -> Any:
+    def function(v: jax.Array, labels: jax.Array) -> jax.Array:
         logs = jax.nn.log_softmax(v.astype(jnp.float32).reshape(-1, classes))
         picked = jnp.take_along_axis(logs, labels.reshape(-1, 1), 1, mode="clip")
         return -jnp.mean(picked)

@@ -206,7 +206,7 @@ def adam(pool: Pool, x: Value) -> Step | None:
     if x.dtype != "f32":
         return None
 
-    def function(g: jax.Array, p: jax.Array, m: jax.Array, v: jax.Array) -> Any:
+    def function(g: jax.Array, p: jax.Array, m: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
         m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
         return p - 1e-3 * m / (jnp.sqrt(v) + 1e-4), m, v
 

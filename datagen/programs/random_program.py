@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from .random_layers import LAYERS, Motif
 from .random_ops import OPS
 from .random_values import Pool, Step, Value, backward
 from .single_op import DEFAULT_DTYPES, check_dtypes, limits, to_source, trace
-from .source import ProgramSource
+from .source import Arg, ProgramSource
 
 _MOTIFS: dict[Motif, float] = {**LAYERS, **OPS}
 _LEAST_BYTES = 256e3
@@ -134,13 +134,13 @@ def _start(pool: Pool, theme: str) -> Value:
     return value
 
 
-def _function(pool: Pool, mode: str, draws: Draws) -> tuple[Any, tuple[Any, ...]]:
+def _function(pool: Pool, mode: str, draws: Draws) -> tuple[Callable[..., object], tuple[Arg, ...]]:
     """The program as a function of its arguments, which returns whatever has no reader."""
     leaves = pool.leaves()
     means = {v.index for v in leaves if v.is_float and v.rank and draws.flip(0.35)}
     args = tuple(arg for _, arg in pool.args)
 
-    def forward(*xs: jax.Array) -> Any:
+    def forward(*xs: jax.Array) -> tuple[jax.Array, ...]:
         env = pool.run(xs)
         return tuple(
             jnp.mean(env[v.index], -1) if v.index in means else env[v.index] for v in leaves
@@ -152,14 +152,16 @@ def _function(pool: Pool, mode: str, draws: Draws) -> tuple[Any, tuple[Any, ...]
     return _training(forward, wanted, draws.flip(0.6)), args
 
 
-def _training(forward: Any, wanted: tuple[int, ...], update: bool) -> Any:
+def _training(
+    forward: Callable[..., tuple[jax.Array, ...]], wanted: tuple[int, ...], update: bool
+) -> Callable[..., tuple[jax.Array, ...]]:
     """Loss, and the gradients by the wanted arguments or these arguments after a step."""
 
-    def loss(*xs: jax.Array) -> Any:
+    def loss(*xs: jax.Array) -> jax.Array | int:
         floats = [y.astype(jnp.float32) for y in forward(*xs) if y.dtype.kind in "fV"]
         return sum(jnp.mean(y * y) for y in floats)
 
-    def function(*xs: jax.Array) -> Any:
+    def function(*xs: jax.Array) -> tuple[jax.Array, ...]:
         value, grads = jax.value_and_grad(loss, wanted)(*xs)
         if update:
             # A rate of the argument's own type keeps the update in that type.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from ...features.ir.dtypes import HLO_NAMES
 from .cost import Estimate, estimate
@@ -49,7 +50,7 @@ class Value:
         return math.prod(self.shape)
 
     @property
-    def struct(self) -> Any:
+    def struct(self) -> jax.ShapeDtypeStruct:
         """Its type for JAX."""
         return struct(self.shape, self.dtype)
 
@@ -86,7 +87,9 @@ class Pool:
     draws: Draws
     values: list[Value] = field(default_factory=list)
     args: list[tuple[int, Arg]] = field(default_factory=list)
-    steps: list[tuple[Callable[..., Any], tuple[int, ...], int]] = field(default_factory=list)
+    steps: list[tuple[Callable[..., Sequence[jax.Array]], tuple[int, ...], int]] = field(
+        default_factory=list
+    )
     used: set[int] = field(default_factory=set)
     work: float = 0.0
     n_ops: int = 0
@@ -120,7 +123,7 @@ class Pool:
             return (self.draws.choice(same),), ()
         return (), (values(value.shape, value.dtype),)
 
-    def cost(self, step: Step) -> tuple[Any, Estimate]:
+    def cost(self, step: Step) -> tuple[ClosedJaxpr, Estimate]:
         """The jaxpr and the cost of a step."""
         structs = [v.struct for v in step.inputs]
         structs += [struct(a.shape, a.dtype) for a in step.args]
@@ -129,8 +132,6 @@ class Pool:
 
     def add(self, step: Step) -> tuple[Value, ...]:
         """Append a step; nothing happens and no value returns if it exceeds the limits."""
-        from jax.extend.core import jaxpr_as_fun
-
         closed, cost = self.cost(step)
         over = cost.peak_bytes > self.draws.max_bytes / 2
         if over or self.work + cost.work > self.draws.max_flops:
@@ -154,7 +155,7 @@ class Pool:
         arguments = {index for index, _ in self.args}
         return [v for v in self.values if v.index not in self.used and v.index not in arguments]
 
-    def run(self, arguments: Sequence[Any]) -> dict[int, Any]:
+    def run(self, arguments: Sequence[jax.Array]) -> dict[int, jax.Array]:
         """Every value by index, from the arguments in order."""
         env = {index: x for (index, _), x in zip(self.args, arguments, strict=True)}
         for function, inputs, first in self.steps:
@@ -179,7 +180,7 @@ def backward(pool: Pool, step: Step) -> Step | None:
 
     product = gradient(step.function, wanted)
 
-    def function(*xs: jax.Array) -> Any:
+    def function(*xs: jax.Array) -> tuple[jax.Array, ...]:
         return product(*(xs if grad_in else (xs[-1], *xs[:-1])))
 
     return Step(function, (*grad_in, *step.inputs), (*step.args, *grad_arg))

@@ -11,10 +11,10 @@ import numpy as np
 from jax import lax
 
 from .draws import BATCHES, CHANNELS, IMAGES, Draft, Draws, struct, values
-from .layers import pool, recur, repeat, threefry_key
+from .layers import Function, pool, recur, repeat, threefry_key
 from .source import Arg, numpy_dtype
 
-_REDUCERS: dict[str, Any] = {
+_REDUCERS: dict[str, Function] = {
     "sum": jnp.sum,
     "max": jnp.max,
     "min": jnp.min,
@@ -60,7 +60,7 @@ def reduce(draws: Draws) -> Draft:
     else:
         arg = values(shape, "pred" if form == "logical" else dtype)
     if form == "logical":
-        any_or_all: Any = draws.choice((jnp.any, jnp.all))
+        any_or_all: Function = draws.choice((jnp.any, jnp.all))
         return Draft(lambda x: any_or_all(x, dims), (arg,), form)
     if form == "square":
         return Draft(lambda x: jnp.mean(x * x, dims), (arg,), form)
@@ -150,7 +150,7 @@ def sort(draws: Draws) -> Draft:
         return Draft(lambda x: lax.sort(x, dimension=axis, is_stable=stable), (first,))
     rest = [values(shape, draws.dtype("s32", "f32")) for _ in range(operands - 1)]
 
-    def function(*xs: jax.Array) -> Any:
+    def function(*xs: jax.Array) -> tuple[jax.Array, ...]:
         return lax.sort(xs, dimension=axis, is_stable=stable, num_keys=1)
 
     return Draft(function, (first, *rest), f"{operands}")
@@ -170,7 +170,7 @@ def cumulative(draws: Draws) -> Draft:
     shape = draws.shape(draws.elements(dtype, 4, 1000), 1, 2, 3)
     axis, backward = draws.integer(0, len(shape) - 1), draws.flip(0.2)
     form = draws.weighted({"sum": 0.6, "prod": 0.1, "max": 0.15, "logsumexp": 0.15})
-    function: Any = {
+    function: Function = {
         "sum": lax.cumsum,
         "prod": lax.cumprod,
         "max": lax.cummax,
@@ -186,7 +186,7 @@ def associative_scan(draws: Draws) -> Draft:
     axis = max(0, len(shape) - 2)
 
     def function(a: jax.Array, b: jax.Array) -> Any:
-        def combine(left: jax.Array, right: jax.Array) -> Any:
+        def combine(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
             return left[0] * right[0], right[0] * left[1] + right[1]
 
         return lax.associative_scan(combine, (a, b), axis=axis)[1]
@@ -205,7 +205,7 @@ def fft(draws: Draws) -> Draft:
         images = (max(1, elements // side**2), side, side)
         return Draft(jnp.fft.fft2, (Arg(images, "c64"),), form)
     shape = (max(1, elements // length), length)
-    function: Any = {
+    function: Function = {
         "fft": jnp.fft.fft,
         "ifft": jnp.fft.ifft,
         "rfft": jnp.fft.rfft,

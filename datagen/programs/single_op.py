@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +17,7 @@ from . import movement as movement
 from . import reductions as reduction
 from .cost import Estimate, estimate
 from .draws import Draft, Draws, struct
-from .source import ProgramSource
+from .source import Arg, ProgramSource
 
 #: Most bytes and work of a program on a CPU, and on an accelerator.
 CPU_LIMITS = (128e6, 4e9)
@@ -186,10 +185,10 @@ def check_dtypes(dtypes: tuple[str, ...]) -> None:
         )
 
 
-def trace(draft: Draft, name: str) -> tuple[Any, Estimate]:
+def trace(draft: Draft, name: str) -> tuple[jax.stages.Traced, Estimate]:
     """Trace a draft; return what `jax.jit(…).trace` gives, and the cost."""
 
-    def main(*args: jax.Array) -> Any:
+    def main(*args: jax.Array) -> object:
         return draft.function(*args)
 
     main.__name__ = name  # names the module, by which traces tell programs apart
@@ -198,11 +197,13 @@ def trace(draft: Draft, name: str) -> tuple[Any, Estimate]:
     return traced, estimate(traced.jaxpr)
 
 
-def to_source(name: str, family: str, draft: Draft, traced: Any, cost: Estimate) -> ProgramSource:
+def to_source(
+    name: str, family: str, draft: Draft, traced: jax.stages.Traced, cost: Estimate
+) -> ProgramSource:
     """Lower what :func:`trace` gave to StableHLO text for the local backend."""
     text = traced.lower().as_text()
     return ProgramSource(name, family, text, draft.args, cost.peak_bytes, cost.flops)
 
 
-def _describe(arg: Any) -> str:
+def _describe(arg: Arg) -> str:
     return f"{arg.dtype}_{'x'.join(map(str, arg.shape)) or 'scalar'}"
