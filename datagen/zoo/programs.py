@@ -3,39 +3,41 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
-from .families.parts import Input, Model, parameter, require
-from .workload import Draw, Workload
+from .families.parts import Input, Model, Settings, parameter, require
+from .workload import Draw, PyTree, Workload
 
 # JAX has no annotations for these, and a strict checker refuses calls of such functions.
-P: Any = PartitionSpec
-Struct: Any = jax.ShapeDtypeStruct
-pmean: Any = jax.lax.pmean
+P: Callable[..., PartitionSpec] = PartitionSpec
+Struct: Callable[..., jax.ShapeDtypeStruct] = jax.ShapeDtypeStruct
+pmean: Callable[..., PyTree] = jax.lax.pmean
+
+Leaf = Input | jax.ShapeDtypeStruct
 
 AXIS = "data"
 """Name of the mesh axis of data parallelism."""
 
 
-def make_workload(name: str, family: str, settings: Mapping[str, Any], model: Model) -> Workload:
+def make_workload(name: str, family: str, settings: Settings, model: Model) -> Workload:
     """The workload of a model in the mode that the settings ask for."""
     devices = settings["data_parallel"]
     variables = _abstract_variables(model)
     params = variables.pop("params")
-    out_specs: Any
+    out_specs: PyTree
     if settings["mode"] == "train":
         tx = _optimizer(settings, model)
         function = _train_step(model, tx, AXIS if devices > 1 else None)
         opt_state = jax.eval_shape(tx.init, params)
-        args: tuple[Any, ...] = (params, variables, opt_state, _train_batch(model))
+        args: tuple[PyTree, ...] = (params, variables, opt_state, _train_batch(model))
         donate: tuple[int, ...] = (0, 1, 2)
         out_specs = (P(), P(), P(), P())
     else:
@@ -60,11 +62,11 @@ def make_workload(name: str, family: str, settings: Mapping[str, Any], model: Mo
     )
 
 
-def _abstract(leaf: Any) -> Any:
+def _abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:
     return Struct(leaf.shape, leaf.dtype)
 
 
-def _abstract_variables(model: Model) -> dict[str, Any]:
+def _abstract_variables(model: Model) -> dict[str, PyTree]:
     """Shapes of all collections of the module, found without computing any."""
     inputs = [jax.tree.map(_abstract, value) for value in model.inputs.values()]
     key = jax.eval_shape(partial(jax.random.key, 0))
@@ -72,14 +74,14 @@ def _abstract_variables(model: Model) -> dict[str, Any]:
     return dict(jax.eval_shape(init, key, *inputs))
 
 
-def _train_batch(model: Model) -> dict[str, Any]:
-    batch: dict[str, Any] = {**model.inputs, **model.targets}
+def _train_batch(model: Model) -> dict[str, PyTree]:
+    batch: dict[str, PyTree] = {**model.inputs, **model.targets}
     if model.dropout:
         batch["dropout_key"] = Input((2,), jnp.uint32, 2**32, split=False)
     return batch
 
 
-def _optimizer(settings: Mapping[str, Any], model: Model) -> optax.GradientTransformation:
+def _optimizer(settings: Settings, model: Model) -> optax.GradientTransformation:
     if settings["optimizer"] == "sgd":
         rule = optax.sgd(0.05, momentum=0.9)
     else:
@@ -89,8 +91,8 @@ def _optimizer(settings: Mapping[str, Any], model: Model) -> optax.GradientTrans
     return optax.chain(optax.clip_by_global_norm(model.clip_norm), rule)
 
 
-def _forward(model: Model) -> Callable[..., Any]:
-    def forward(params: Any, variables: Any, *rest: Any) -> Any:
+def _forward(model: Model) -> Callable[..., PyTree]:
+    def forward(params: PyTree, variables: PyTree, *rest: PyTree) -> PyTree:
         *state, batch = rest
         values = {**batch, model.state: state[0]} if state else batch
         inputs = [values[name] for name in model.inputs]
@@ -101,10 +103,10 @@ def _forward(model: Model) -> Callable[..., Any]:
 
 def _train_step(
     model: Model, tx: optax.GradientTransformation, axis: str | None
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     require(model.loss is not None, "this family cannot be trained", "use mode=forward")
 
-    def train_step(params: Any, variables: Any, opt_state: Any, batch: Any) -> Any:
+    def train_step(params: PyTree, variables: PyTree, opt_state: PyTree, batch: PyTree) -> PyTree:
         rngs = {}
         if model.dropout:
             key = jax.random.wrap_key_data(batch["dropout_key"])
@@ -112,7 +114,7 @@ def _train_step(
                 key if axis is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
             )
 
-        def objective(params: Any) -> Any:
+        def objective(params: PyTree) -> tuple[jax.Array, PyTree]:
             out, updated = model.module.apply(
                 {"params": params, **variables},
                 *(batch[name] for name in model.inputs),
@@ -132,8 +134,8 @@ def _train_step(
 
 
 def _parallel(
-    function: Callable[..., Any], devices: int, args: Any, out_specs: Any
-) -> tuple[Callable[..., Any], Any]:
+    function: Callable[..., PyTree], devices: int, args: PyTree, out_specs: PyTree
+) -> tuple[Callable[..., PyTree], PyTree]:
     """The function over a mesh of ``devices``, with explicit collectives, and its arguments."""
     mesh = AbstractMesh((devices,), (AXIS,))
     specs = jax.tree.map(_spec, args)
@@ -142,7 +144,7 @@ def _parallel(
         function, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False
     )
 
-    def sharded(leaf: Any, spec: Any) -> Any:
+    def sharded(leaf: Leaf, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         if len(spec):
             require(
                 leaf.shape[0] % devices == 0,
@@ -154,11 +156,11 @@ def _parallel(
     return mapped, jax.tree.map(sharded, args, specs)
 
 
-def _spec(leaf: Any) -> Any:
+def _spec(leaf: Leaf) -> PartitionSpec:
     return P(AXIS) if isinstance(leaf, Input) and leaf.split else P()
 
 
-def _draws(args: tuple[Any, ...], train: bool) -> tuple[Draw, ...]:
+def _draws(args: tuple[PyTree, ...], train: bool) -> tuple[Draw, ...]:
     """How to make each leaf of the arguments, in flattening order."""
     made: list[Draw] = []
     for position, arg in enumerate(args):
@@ -173,10 +175,12 @@ def _draws(args: tuple[Any, ...], train: bool) -> tuple[Draw, ...]:
     return tuple(made)
 
 
-def _zeros(shape: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> np.ndarray:
+def _zeros(shape: tuple[int, ...], dtype: DTypeLike, rng: np.random.Generator) -> np.ndarray:
     del rng  # the same signature as the random ones
     return np.zeros(shape, dtype)
 
 
-def _initial(path: str, shape: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> np.ndarray:
+def _initial(
+    path: str, shape: tuple[int, ...], dtype: DTypeLike, rng: np.random.Generator
+) -> np.ndarray:
     return parameter(path, shape, rng).astype(dtype, copy=False)

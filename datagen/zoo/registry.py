@@ -195,7 +195,7 @@ def _value(chosen: Family, key: str, value: Setting) -> Setting:
     return converted
 
 
-def _converted(value: Any, default: Setting) -> Setting:
+def _converted(value: Setting, default: Setting) -> Setting:
     if isinstance(default, bool):
         words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
         word = str(value).lower()

@@ -6,6 +6,8 @@ import io
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jax import export
+
     from .workload import Workload
 
 
@@ -24,7 +26,7 @@ def serialize(workload: Workload, format: str) -> bytes:
     return bytes(exported.serialize())
 
 
-def _exported(workload: Workload) -> Any:
+def _exported(workload: Workload) -> export.Exported:
     """The program over flat arguments and results.
 
     JAX cannot serialize the classes of optimizer states, so trees are flattened.
@@ -39,7 +41,7 @@ def _exported(workload: Workload) -> Any:
     ]
     donated = [i for n in workload.donate_argnums for i in range(starts[n], starts[n + 1])]
 
-    def main(*values: Any) -> tuple[Any, ...]:
+    def main(*values: object) -> tuple[object, ...]:
         args = workload.unflatten(list(values))
         return tuple(jax.tree.leaves(workload.function(*args)))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     import jax
 
     from .catalog import Setting
+
+PyTree = Any
+"""Arrays or their types in nested containers of any kind, as JAX names it."""
 
 Draw = Callable[[np.random.Generator], np.ndarray]
 """Makes the value of one argument."""
@@ -34,8 +37,8 @@ class Workload:
     name: str
     family: str
     settings: Mapping[str, Setting]
-    function: Callable[..., Any]
-    abstract_args: tuple[Any, ...]
+    function: Callable[..., PyTree]
+    abstract_args: tuple[PyTree, ...]
     donate_argnums: tuple[int, ...]
     n_params: int
     draws: tuple[Draw, ...] = field(repr=False)
@@ -80,10 +83,10 @@ class Workload:
         rng = np.random.default_rng(seed)
         return [draw(rng) for draw in self.draws]
 
-    def unflatten(self, flat: list[Any]) -> tuple[Any, ...]:
+    def unflatten(self, flat: Sequence[object]) -> tuple[PyTree, ...]:
         """Positional arguments of ``function`` from a flat list, such as ``arguments`` gives."""
         import jax
 
         tree = jax.tree.structure(self.abstract_args)
-        args: tuple[Any, ...] = jax.tree.unflatten(tree, flat)
+        args: tuple[PyTree, ...] = jax.tree.unflatten(tree, flat)
         return args

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from .attention import FeedForward, SelfAttention, check_heads
-from .parts import Model, Precision, class_loss, precision, require, tokens
+from .parts import Model, Precision, Settings, class_loss, precision, require, tokens
 
 EPSILON = 1e-12
 """Epsilon of BERT's layer norms."""
@@ -66,7 +63,7 @@ class Bert(nn.Module):
         return table.attend(x) + bias.astype(x.dtype)
 
 
-def model(s: Mapping[str, Any]) -> Model:
+def model(s: Settings) -> Model:
     """The model for the settings."""
     check_heads(s["dim"], s["heads"])
     batch, seq, masked = s["batch"], s["seq"], s["masked"]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from .parts import Input, Model, Precision, class_loss, precision, tokens
+from .parts import Input, Model, Precision, Settings, class_loss, precision, tokens
 
 
 class DilatedBlock(nn.Module):
@@ -48,7 +45,7 @@ class AudioNet(nn.Module):
         return p.dense(self.classes)(jnp.mean(nn.gelu(p.layer_norm()(x)), axis=1))
 
 
-def model(s: Mapping[str, Any]) -> Model:
+def model(s: Settings) -> Model:
     """The model for the settings."""
     batch, classes = s["batch"], s["classes"]
     module = AudioNet(s["channels"], s["stem_layers"], s["blocks"], classes, precision(s))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from .parts import Input, Model, Precision, class_loss, precision, require, tokens
+from .parts import Input, Model, Precision, Settings, class_loss, precision, require, tokens
 
 SIZES = {
     "atto": ((2, 2, 6, 2), 40),
@@ -61,7 +58,7 @@ class ConvNeXt(nn.Module):
         return p.dense(self.classes)(x)
 
 
-def model(s: Mapping[str, Any]) -> Model:
+def model(s: Settings) -> Model:
     """The model for the settings."""
     batch, image, classes = s["batch"], s["image"], s["classes"]
     require(image >= 32, f"an image of {image} vanishes in four stages", "use image of 32 or more")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import numpy as np
 import optax
 from flax import linen as nn
 
-from .parts import Input, Model, Precision, precision, tokens
+from .parts import Input, Model, Precision, Settings, precision, tokens
 
 
 class DLRM(nn.Module):
@@ -49,7 +48,7 @@ def _loss(logits: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
     return jnp.mean(optax.sigmoid_binary_cross_entropy(wide, batch["clicks"]))
 
 
-def model(s: Mapping[str, Any]) -> Model:
+def model(s: Settings) -> Model:
     """The model for the settings."""
     batch = s["batch"]
     module = DLRM(s["tables"], s["rows"], s["dim"], s["bottom"], s["top"], precision(s))

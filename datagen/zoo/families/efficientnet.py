@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from .parts import Input, Model, Precision, class_loss, precision, tokens
+from .parts import Input, Model, Precision, Settings, class_loss, precision, tokens
 
 SCALES = {
     "mini": (0.5, 0.25),
@@ -90,7 +88,7 @@ class EfficientNet(nn.Module):
         return p.dense(self.classes)(jnp.mean(x, axis=(1, 2)))
 
 
-def model(s: Mapping[str, Any]) -> Model:
+def model(s: Settings) -> Model:
     """The model for the settings."""
     batch, image, classes = s["batch"], s["image"], s["classes"]
     return Model(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from .attention import check_heads
-from .parts import Input, Model, Precision, class_loss, precision, require, tokens
+from .parts import Input, Model, Precision, Settings, class_loss, precision, require, tokens
 
 
 class Convolution(nn.Module):
@@ -82,7 +79,7 @@ class GNN(nn.Module):
         return self.p.dense(self.classes)(h).reshape(graphs, nodes, self.classes)
 
 
-def model(s: Mapping[str, Any]) -> Model:
+def model(s: Settings) -> Model:
     """The model for the settings."""
     batch, nodes, edges = s["batch"], s["nodes"], s["edges"]
     if s["conv"] == "gat":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from .attention import attend_grouped, check_heads, rotate
-from .parts import Input, Model, Precision, class_loss, precision, require, tokens
+from .parts import Input, Model, Precision, Settings, class_loss, precision, require, tokens
 
 Cache = dict[str, jax.Array] | None
 """Keys and values (batch, cache, kv_heads, d) of one layer."""
@@ -158,7 +157,7 @@ class LlamaStep(nn.Module):
         return logits, updated
 
 
-def check_decoder(s: Mapping[str, Any]) -> None:
+def check_decoder(s: Settings) -> None:
     """Raise OpcastError unless the head counts fit the width and one another."""
     dim, heads, kv_heads = s["dim"], s["heads"], s["kv_heads"]
     check_heads(dim, heads)
@@ -170,7 +169,7 @@ def check_decoder(s: Mapping[str, Any]) -> None:
     )
 
 
-def model_llama(s: Mapping[str, Any]) -> Model:
+def model_llama(s: Settings) -> Model:
     """The decoder over whole sequences."""
     check_decoder(s)
     module = Llama(
@@ -188,7 +187,7 @@ def model_llama(s: Mapping[str, Any]) -> Model:
     return Model(module, {"ids": ids}, {"labels": ids}, class_loss, clip_norm=1.0, weight_decay=0.1)
 
 
-def model_llama_decode(s: Mapping[str, Any]) -> Model:
+def model_llama_decode(s: Settings) -> Model:
     """One decoding step."""
     check_decoder(s)
     p = precision(s)

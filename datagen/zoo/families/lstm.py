@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 from flax import linen as nn
 
-from .parts import Model, Precision, class_loss, precision, tokens
+from .parts import Model, Precision, Settings, class_loss, precision, tokens
 
 
 class RecurrentLM(nn.Module):
@@ -31,7 +30,7 @@ class RecurrentLM(nn.Module):
         return self.p.dense(self.vocab)(x)
 
 
-def model(s: Mapping[str, Any]) -> Model:
+def model(s: Settings) -> Model:
     """The model for the settings."""
     ids = tokens((s["batch"], s["seq"]), s["vocab"])
     module = RecurrentLM(s["layers"], s["dim"], s["vocab"], s["cell"], precision(s))

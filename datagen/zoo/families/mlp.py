@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from .parts import Input, Model, Precision, class_loss, precision, tokens, value_loss
+from .parts import Input, Model, Precision, Settings, class_loss, precision, tokens, value_loss
 
 
 class MLP(nn.Module):
@@ -30,7 +27,7 @@ class MLP(nn.Module):
         return self.p.dense(self.outputs)(x)
 
 
-def model(s: Mapping[str, Any]) -> Model:
+def model(s: Settings) -> Model:
     """The model for the settings."""
     batch, outputs = s["batch"], s["outputs"]
     module = MLP(s["width"], s["layers"], outputs, s["activation"], precision(s))

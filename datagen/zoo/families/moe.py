@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from .llama import Attention, RMSNorm, check_decoder
-from .parts import Model, Precision, cross_entropy, precision, require, tokens
+from .parts import Model, Precision, Settings, cross_entropy, precision, require, tokens
 
 
 class Experts(nn.Module):
@@ -102,7 +101,7 @@ class Block(nn.Module):
 
     heads: int
     kv_heads: int
-    moe: Mapping[str, Any]
+    moe: Settings
     p: Precision
 
     @nn.compact
@@ -122,11 +121,11 @@ class MoEDecoder(nn.Module):
     heads: int
     kv_heads: int
     vocab: int
-    moe: Mapping[str, Any]
+    moe: Settings
     p: Precision
 
     @nn.compact
-    def __call__(self, ids: jax.Array, train: bool) -> Any:
+    def __call__(self, ids: jax.Array, train: bool) -> jax.Array | tuple[jax.Array, jax.Array]:
         """Logits (batch, length, vocab); in training also the mean load-balancing loss."""
         x = self.p.embed(self.vocab, self.dim)(ids)
         balances = []
@@ -143,7 +142,7 @@ def _loss(out: tuple[jax.Array, jax.Array], batch: Mapping[str, jax.Array]) -> j
     return cross_entropy(logits, batch["labels"]) + 0.01 * balance
 
 
-def model(s: Mapping[str, Any]) -> Model:
+def model(s: Settings) -> Model:
     """The model for the settings."""
     check_decoder(s)
     require(

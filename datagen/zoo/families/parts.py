@@ -12,8 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
+from jax.typing import DTypeLike
 
 from ....common.errors import OpcastError
+from ..workload import PyTree
+
+Settings = Mapping[str, Any]
+"""All parameters of a family, each of the type of its default in the catalog."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class Input:
     """
 
     shape: tuple[int, ...]
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
     high: int | None = None
     split: bool = True
 
@@ -61,9 +66,9 @@ class Model:
     """
 
     module: nn.Module
-    inputs: Mapping[str, Any]
+    inputs: Mapping[str, PyTree]
     targets: Mapping[str, Input] = field(default_factory=dict)
-    loss: Callable[[Any, Mapping[str, jax.Array]], jax.Array] | None = None
+    loss: Callable[[PyTree, Mapping[str, jax.Array]], jax.Array] | None = None
     state: str | None = None
     dropout: bool = False
     clip_norm: float | None = None
@@ -74,8 +79,8 @@ class Model:
 class Precision:
     """The dtypes of a model: ``compute`` for activations, ``params`` for stored parameters."""
 
-    compute: Any
-    params: Any
+    compute: DTypeLike
+    params: DTypeLike
 
     def dense(self, features: int, *, bias: bool = True, name: str | None = None) -> nn.Dense:
         """A dense layer in this precision."""
@@ -128,7 +133,7 @@ class Precision:
         )
 
 
-def precision(settings: Mapping[str, Any]) -> Precision:
+def precision(settings: Settings) -> Precision:
     """bf16 keeps f32 master weights in training, and stores bf16 weights for inference."""
     if settings["dtype"] == "f32":
         return Precision(jnp.float32, jnp.float32)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from .parts import Input, Model, Precision, class_loss, precision, tokens
+from .parts import Input, Model, Precision, Settings, class_loss, precision, tokens
 
 STAGES = {
     18: (2, 2, 2, 2),
@@ -77,7 +76,7 @@ class ResNet(nn.Module):
         return p.dense(self.classes)(x)
 
 
-def model(s: Mapping[str, Any]) -> Model:
+def model(s: Settings) -> Model:
     """The model for the settings."""
     batch, image, classes = s["batch"], s["image"], s["classes"]
     return Model(

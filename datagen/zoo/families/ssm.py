@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from .llama import RMSNorm
-from .parts import Model, Precision, class_loss, precision, tokens
+from .parts import Model, Precision, Settings, class_loss, precision, tokens
 
 Pair = tuple[jax.Array, jax.Array]
 """Decay and increment of a first-order recurrence."""
@@ -94,7 +91,7 @@ class SSM(nn.Module):
         return table.attend(RMSNorm(self.p)(x))
 
 
-def model(s: Mapping[str, Any]) -> Model:
+def model(s: Settings) -> Model:
     """The model for the settings."""
     module = SSM(
         s["layers"], s["dim"], s["expand"], s["state"], s["conv"], s["vocab"], precision(s)

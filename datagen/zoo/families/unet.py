@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from .attention import SelfAttention
-from .parts import Input, Model, Precision, precision, require, tokens
+from .parts import Input, Model, Precision, Settings, precision, require, tokens
 
 STEPS = 1000
 """Diffusion time steps."""
@@ -112,7 +111,7 @@ def _loss(noise: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
     return jnp.mean(jnp.square(noise.astype(jnp.float32) - batch["noise"]))
 
 
-def model(s: Mapping[str, Any]) -> Model:
+def model(s: Settings) -> Model:
     """The model for the settings."""
     image, channels, levels = s["image"], s["channels"], s["levels"]
     factor = 1 << (levels - 1)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from .attention import FeedForward, SelfAttention, check_heads
-from .parts import Input, Model, Precision, class_loss, precision, require, tokens
+from .parts import Input, Model, Precision, Settings, class_loss, precision, require, tokens
 
 
 class Block(nn.Module):
@@ -53,7 +50,7 @@ class ViT(nn.Module):
         return p.dense(self.classes)(p.layer_norm()(x)[:, 0])
 
 
-def model(s: Mapping[str, Any]) -> Model:
+def model(s: Settings) -> Model:
     """The model for the settings."""
     check_heads(s["dim"], s["heads"])
     batch, image, patch, classes = s["batch"], s["image"], s["patch"], s["classes"]
