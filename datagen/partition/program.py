@@ -12,16 +12,15 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from ...common.errors import PlanError, ProgramError
-from ...features.ir.reader import read_program
+from ...features.ir.reader import SourceProgram, read_program
 from .sharding import batch_spec, parameter_spec, parse_mesh
 from .workload import expand_groups, read_dump, run_worker, to_stablehlo
 
 
 def partition_program(
-    program: Any, mesh: str, path: Path, batch: Sequence[int] | None = None, format: str = "text"
+    program: object, mesh: str, path: Path, batch: Sequence[int] | None = None, format: str = "text"
 ) -> Path:
     """Write a partitioned program as StableHLO.
 
@@ -143,7 +142,7 @@ def _batch(
     return leading
 
 
-def _bytecode(source: Any) -> bytes:
+def _bytecode(source: SourceProgram) -> bytes:
     from ...features.ir.jax_compat import write_bytecode
 
     return write_bytecode(source.module)

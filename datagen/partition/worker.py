@@ -7,10 +7,19 @@ Devices are pretended by a flag that only counts before JAX starts.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...common.child_process import Channel
+
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from ..zoo.catalog import Setting
+    from ..zoo.workload import PyTree
+    from .sharding import Spec
 
 
 def main() -> None:
@@ -25,7 +34,7 @@ def main() -> None:
         channel.send(b"done")
 
 
-def partition_program(job: dict[str, Any]) -> None:
+def partition_program(job: Mapping[str, Any]) -> None:
     """Compile the program of a file under the shardings of a job and dump the partitioner's result.
 
     Args:
@@ -42,7 +51,7 @@ def partition_program(job: dict[str, Any]) -> None:
     compile_module(module, 1, job["devices"], dump_flags(job["dump"]))
 
 
-def partition(family: str, settings: dict[str, Any], mesh: dict[str, int], dump: str) -> None:
+def partition(family: str, settings: dict[str, Setting], mesh: dict[str, int], dump: str) -> None:
     """Compile a workload over a mesh and dump what the partitioner makes of it.
 
     Args:
@@ -62,11 +71,11 @@ def partition(family: str, settings: dict[str, Any], mesh: dict[str, int], dump:
     grid = jax.sharding.Mesh(devices, tuple(mesh))
     *held, batch = workload.abstract_args
 
-    def cut(path: Any, leaf: Any) -> Any:
+    def cut(path: Sequence[object], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         names = "/".join(str(getattr(k, "key", getattr(k, "name", k))) for k in path)
         return _sharded(leaf, grid, parameter_spec(names, leaf.shape, mesh))
 
-    def cut_batch(path: Any, leaf: Any) -> Any:
+    def cut_batch(path: Sequence[object], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         names = "/".join(str(getattr(k, "key", k)) for k in path)
         split = not names.startswith("dropout_key")
         return _sharded(leaf, grid, batch_spec(leaf.shape, mesh, names) if split else ())
@@ -74,7 +83,7 @@ def partition(family: str, settings: dict[str, Any], mesh: dict[str, int], dump:
     args = [jax.tree_util.tree_map_with_path(cut, arg) for arg in held]
     args.append(jax.tree_util.tree_map_with_path(cut_batch, batch))
     outputs = jax.eval_shape(workload.function, *workload.abstract_args)
-    out = _out_shardings(outputs, args, settings.get("mode", "forward"), grid)
+    out = _out_shardings(outputs, args, settings.get("mode") == "train", grid)
     jitted = jax.jit(
         workload.function,
         donate_argnums=workload.donate_argnums,
@@ -96,26 +105,26 @@ def dump_flags(folder: str) -> dict[str, Any]:
     }
 
 
-def _sharded(leaf: Any, grid: Any, spec: Any) -> Any:
+def _sharded(leaf: jax.ShapeDtypeStruct, grid: Mesh, spec: Spec) -> jax.ShapeDtypeStruct:
     import jax
 
     # JAX has no annotations for these, and a strict checker refuses calls of such functions.
-    struct: Any = jax.ShapeDtypeStruct
+    struct: Callable[..., jax.ShapeDtypeStruct] = jax.ShapeDtypeStruct
     return struct(leaf.shape, leaf.dtype, sharding=_sharding(grid, spec))
 
 
-def _sharding(grid: Any, spec: Any) -> Any:
+def _sharding(grid: Mesh, spec: Spec) -> NamedSharding:
     import jax
 
-    partition: Any = jax.sharding.PartitionSpec
+    partition: Callable[..., PartitionSpec] = jax.sharding.PartitionSpec
     return jax.sharding.NamedSharding(grid, partition(*spec))
 
 
-def _out_shardings(outputs: Any, args: list[Any], mode: str, grid: Any) -> Any:
+def _out_shardings(outputs: PyTree, args: list[PyTree], train: bool, grid: Mesh) -> PyTree:
     """Updated parameters and state lie where they came from; the rest as the partitioner likes."""
     import jax
 
-    if mode != "train":
+    if not train:
         return None
     kept = [jax.tree.map(lambda leaf: leaf.sharding, arg) for arg in args[:3]]
     whole = _sharding(grid, ())

@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from ...common.errors import LoweringError
 from ...common.files import write_bytes
@@ -133,7 +132,7 @@ def to_stablehlo(text: str, devices: int, format: str = "text") -> bytes:
     return write_bytecode(module) if format == "bytecode" else str(module).encode()
 
 
-def run_worker(job: dict[str, Any], devices: int) -> None:
+def run_worker(job: Mapping[str, object], devices: int) -> None:
     """Run the worker on a job, with pretended devices.
 
     Raises:

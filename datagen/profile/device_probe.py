@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +21,10 @@ from ...features.ir.dtypes import HLO_NAMES
 from . import host
 from .runner import Runner, wait
 from .trace import trace
+
+if TYPE_CHECKING:
+    import jax
+    from jax.typing import DTypeLike
 
 logger = logging.getLogger(__name__)
 
@@ -104,11 +108,11 @@ def probe_ceilings() -> DeviceSpec:
     )
 
 
-def _described(device: Any) -> dict[str, Any]:
+def _described(device: jax.Device) -> dict[str, object]:
     """What a description says beside the figures that programs are predicted from."""
     import jax
 
-    about: dict[str, Any] = {"device_kind": device.device_kind, "jax": jax.__version__}
+    about: dict[str, object] = {"device_kind": device.device_kind, "jax": jax.__version__}
     if device.platform == "cpu":
         about[SINGLE_THREAD] = _chain_rate("float32", _THREAD_ELEMENTS, repeats=200)
         about[CACHE_BYTES] = max(_cache_capacities(), default=0.0)
@@ -131,7 +135,10 @@ def _rates(dtypes: Sequence[str], measure: Callable[[str], float], end: float) -
 
 
 def _kernel_medians(
-    function: Callable[..., Any], *args: Any, repeats: int = _REPEATS, donate: bool = False
+    function: Callable[..., jax.Array],
+    *args: jax.Array,
+    repeats: int = _REPEATS,
+    donate: bool = False,
 ) -> list[float]:
     """Median seconds over executions, of each kernel of a function; empty without events.
 
@@ -149,12 +156,17 @@ def _kernel_medians(
     return [float(np.median(seconds)) for seconds in durations.values() if seconds]
 
 
-def _kernel_seconds(function: Callable[..., Any], *args: Any, **options: Any) -> float:
+def _kernel_seconds(
+    function: Callable[..., jax.Array],
+    *args: jax.Array,
+    repeats: int = _REPEATS,
+    donate: bool = False,
+) -> float:
     """Seconds of all kernels of a function together; 0 without events."""
-    return sum(_kernel_medians(function, *args, **options))
+    return sum(_kernel_medians(function, *args, repeats=repeats, donate=donate))
 
 
-def _array(shape: tuple[int, ...], dtype: str) -> Any:
+def _array(shape: tuple[int, ...], dtype: str) -> jax.Array:
     import jax
     import jax.numpy as jnp
 
@@ -170,7 +182,7 @@ def _matrix_rate(dtype: str, platform: str, end: float) -> float:
     for n in _MATRIX_SIZES.get(platform, _MATRIX_SIZES["gpu"]):
         accumulate = jnp.int32 if dtype == "int8" else None
 
-        def product(a: Any, b: Any, out: Any = accumulate) -> Any:
+        def product(a: jax.Array, b: jax.Array, out: DTypeLike | None = accumulate) -> jax.Array:
             return jax.lax.dot(a, b, preferred_element_type=out)
 
         with jax.enable_x64(True):
@@ -191,7 +203,7 @@ def _vector_rate(dtype: str, platform: str) -> float:
 def _chain_rate(dtype: str, size: int, repeats: int) -> float:
     import jax
 
-    def chain(x: Any, y: Any) -> Any:
+    def chain(x: jax.Array, y: jax.Array) -> jax.Array:
         for _ in range(_CHAIN):
             x = x * y + y
         return x
@@ -228,7 +240,7 @@ def _memory_rate(working_set: float) -> float:
     return 12.0 * count / seconds if seconds > 0 else 0.0
 
 
-def _axpy(x: Any, y: Any) -> Any:
+def _axpy(x: jax.Array, y: jax.Array) -> jax.Array:
     return x * 1.5 + y
 
 
@@ -295,11 +307,11 @@ def _floor_and_gap() -> tuple[float, float]:
     return max(floor, _MIN_FLOOR), max(gap, 0.0)
 
 
-def _chain_idle(x: Any, length: int) -> tuple[float, int]:
+def _chain_idle(x: jax.Array, length: int) -> tuple[float, int]:
     """Seconds without a kernel, and kernels, of a chain of products (which are not fused)."""
     import jax
 
-    def chain(y: Any) -> Any:
+    def chain(y: jax.Array) -> jax.Array:
         for _ in range(length):
             y = y @ y
         return y
@@ -319,7 +331,7 @@ def _dispatch() -> float:
     return _wall(jax.jit(lambda x: x + 1.0).lower(x).compile(), x)
 
 
-def _wall(compiled: Callable[..., Any], *args: Any, repeats: int = 200) -> float:
+def _wall(compiled: Callable[..., object], *args: jax.Array, repeats: int = 200) -> float:
     samples = []
     for _ in range(repeats):
         start = time.perf_counter()

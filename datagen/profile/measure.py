@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,8 +17,11 @@ from ...features.kernels.kernel import Kernel, LoweredProgram
 from ..programs.arguments import random_arguments
 from .plan import Item, LoadedItem, load_item
 from .pulse import STEADY, Pulse
-from .runner import Runner, module_name, rotation
+from .runner import MakeArguments, Runner, module_name, rotation
 from .trace import Durations, trace
+
+if TYPE_CHECKING:
+    from ...features.lowering.xla import NativeExecutable
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +60,9 @@ class Prepared:
     item: Item
     loaded: LoadedItem
     lowered: LoweredProgram
-    native: Any
+    native: NativeExecutable
     module: str
-    make_arguments: Callable[[int], Sequence[Any]]
+    make_arguments: MakeArguments
     bytes: int
     runner: Runner | None = None
     seconds: float = 0.0

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...common.errors import ProfileError
+
+if TYPE_CHECKING:
+    from ..zoo.catalog import Setting
+    from ..zoo.workload import PyTree
+    from .runner import MakeArguments
 
 #: Streams of programs, with the default share of the time for each.
 DEFAULT_MIX: dict[str, float] = {"op": 0.35, "random": 0.35, "zoo": 0.30}
@@ -75,7 +80,7 @@ class LoadedItem:
     name: str
     family: str
     mlir: str | bytes
-    arguments: Callable[[int], Sequence[Any]] | None = None
+    arguments: MakeArguments | None = None
     est_bytes: float = 0.0
 
 
@@ -145,7 +150,7 @@ class Plan:
         }
 
 
-def given_items(sources: Sequence[Any]) -> list[Item]:
+def given_items(sources: Sequence[object]) -> list[Item]:
     """Items of given programs: paths, StableHLO texts, or objects with ``mlir`` and ``name``.
 
     Raises:
@@ -218,14 +223,14 @@ def load_item(item: Item) -> LoadedItem:
     )
 
 
-def _tree_bytes(tree: Any) -> float:
+def _tree_bytes(tree: PyTree) -> float:
     import jax
 
     return float(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)))
 
 
-def zoo_suite(name: str) -> list[tuple[str, dict[str, Any]]]:
+def zoo_suite(name: str) -> list[tuple[str, dict[str, Setting]]]:
     """Families and settings of a suite of the zoo, in a fixed order."""
     from ..zoo import suite
 
-    return list(suite(name))
+    return suite(name)

@@ -6,7 +6,16 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+
+T = TypeVar("T")
+Host: TypeAlias = "np.ndarray | jax.Array"
+MakeArguments: TypeAlias = Callable[[int], Sequence[Host]]
+"""Draws the arguments of a program from a seed."""
 
 #: Argument sets are rotated over at least this many bytes where the cache size is not known.
 DEFAULT_CACHE_BYTES = 32e6
@@ -27,11 +36,12 @@ def rotation(argument_bytes: float, cache_bytes: float) -> int:
     return max(1, min(wanted, _MAX_SETS, int(_MAX_ROTATED_BYTES / argument_bytes)))
 
 
-def wait(values: Any) -> Any:
+def wait(values: T) -> T:
     """Wait until arrays are computed; returns them."""
     import jax
 
-    return jax.block_until_ready(values)  # type: ignore[no-untyped-call]
+    ready: T = jax.block_until_ready(values)  # type: ignore[no-untyped-call]
+    return ready
 
 
 class Runner:
@@ -49,8 +59,8 @@ class Runner:
 
     def __init__(
         self,
-        run: Callable[[list[Any]], Sequence[Any]],
-        make_arguments: Callable[[int], Sequence[Any]],
+        run: Callable[[list[jax.Array]], Sequence[jax.Array]],
+        make_arguments: MakeArguments,
         aliases: Sequence[tuple[int, int]] = (),
         sets: int = 1,
     ) -> None:
@@ -62,7 +72,7 @@ class Runner:
         self._turn = 0
 
     @property
-    def arguments(self) -> list[list[Any]]:
+    def arguments(self) -> list[list[jax.Array]]:
         """The argument sets as they are now."""
         return self._sets
 
@@ -77,7 +87,7 @@ class Runner:
         self._turn = (self._turn + 1) % len(self._sets)
         return seconds
 
-    def _restore(self, arguments: list[Any], outputs: Sequence[Any]) -> None:
+    def _restore(self, arguments: list[jax.Array], outputs: Sequence[jax.Array]) -> None:
         for output, parameter in self._aliases:
             arguments[parameter] = outputs[output]
         lost = [i for i, array in enumerate(arguments) if array.is_deleted()]
@@ -87,11 +97,11 @@ class Runner:
                 arguments[i] = array
 
 
-def _put(host: Sequence[Any]) -> list[Any]:
+def _put(host: Sequence[Host]) -> list[jax.Array]:
     """Arrays on the device, 64-bit types kept."""
     import jax
 
     with jax.enable_x64(True):
-        arrays: list[Any] = jax.device_put(list(host))
+        arrays: list[jax.Array] = jax.device_put(list(host))
     wait(arrays)
     return arrays

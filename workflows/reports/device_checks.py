@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .device_rows import ROUNDING
 
 if TYPE_CHECKING:
+    import jax
+
     from ...features.devices.device import DeviceSpec
     from ...features.ir.reader import SourceProgram
     from ...predict.program.predictor import Predictor
@@ -186,7 +188,7 @@ def in_order(name: str, table: Sequence[DeviceRow], rates: dict[str, float], uni
 def compute_bound(side: int = SIDE) -> SourceProgram:
     """Make a chain of square bf16 products."""
 
-    def chain(x: Any, w: Any) -> Any:
+    def chain(x: jax.Array, w: jax.Array) -> jax.Array:
         for _ in range(PRODUCTS):
             # Each product needs the result of the one before: nothing can overlap or be merged.
             x = x @ w
@@ -201,13 +203,13 @@ def memory_bound(elements: int = ELEMENTS) -> SourceProgram:
 
 
 def _traced(
-    function: Callable[..., Any], shapes: Sequence[tuple[int, ...]], dtype: str
+    function: Callable[..., jax.Array], shapes: Sequence[tuple[int, ...]], dtype: str
 ) -> SourceProgram:
     import jax
 
     from ...features.ir.reader import read_program
 
-    make: Any = jax.ShapeDtypeStruct
+    make: Callable[..., jax.ShapeDtypeStruct] = jax.ShapeDtypeStruct
     specs = [make(shape, dtype) for shape in shapes]
     return read_program(jax.jit(function), *specs)
 
