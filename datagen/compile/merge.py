@@ -6,11 +6,14 @@ import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...features.ir.jax_compat import parse_module, tag_locations, walk_ops, write_bytecode
 from ...features.kernels.extract import tagged_ops
 from ...features.kernels.kernel import Kernel
+
+if TYPE_CHECKING:
+    from jaxlib.mlir import ir
 
 _SYMBOL = re.compile(r"@([A-Za-z_][\w.$-]*)")
 
@@ -91,7 +94,7 @@ def _renamed(program: str | bytes, prefix: str) -> tuple[str, list[str], list[st
     module = parse_module(program)
     functions = [op for op in module.body.operations if op.operation.name == "func.func"]
     by_name = {_name(function): function for function in functions}
-    kind = by_name["main"].attributes["function_type"].value
+    kind = _attribute(by_name["main"], "function_type").value
     inputs, outputs = list(map(str, kind.inputs)), list(map(str, kind.results))
     text = "\n".join(str(op) for op in module.body.operations)
 
@@ -103,11 +106,15 @@ def _renamed(program: str | bytes, prefix: str) -> tuple[str, list[str], list[st
     return text, inputs, outputs
 
 
-def _name(function: Any) -> str:
-    return str(function.attributes["sym_name"].value)
+def _name(function: ir.OpView | ir.Operation) -> str:
+    return str(_attribute(function, "sym_name").value)
 
 
-def _starts(module: Any, count: int) -> tuple[int, ...]:
+def _attribute(function: ir.OpView | ir.Operation, name: str) -> Any:
+    return function.attributes[name]
+
+
+def _starts(module: ir.Module, count: int) -> tuple[int, ...]:
     """Where each program's first function is among the ops, which follow in order."""
     starts: dict[int, int] = {}
     for position, op in enumerate(walk_ops(module)):

@@ -39,7 +39,7 @@ def is_portable_artifact(data: bytes) -> bool:
     return data.startswith(BYTECODE_MAGIC) and PORTABLE_PRODUCER in data[:64]
 
 
-def parse_module(data: str | bytes, context: ir.Context | None = None) -> Any:
+def parse_module(data: str | bytes, context: ir.Context | None = None) -> ir.Module:
     """Parse StableHLO text, MLIR bytecode or a portable artifact into an MLIR module.
 
     Args:
@@ -74,11 +74,11 @@ def parse_module(data: str | bytes, context: ir.Context | None = None) -> Any:
         handler.detach()
 
 
-def walk_ops(module: ir.Module) -> list[Any]:
-    """List a module's operations, itself included, in pre-order, as ``Source.index`` counts."""
-    ops: list[Any] = []
+def walk_ops(module: ir.Module) -> list[ir.Operation]:
+    """All operations of a module, itself included, in pre-order: what ``Source.index`` counts."""
+    ops: list[ir.Operation] = []
 
-    def visit(op: Any) -> ir.WalkResult:
+    def visit(op: ir.Operation) -> ir.WalkResult:
         ops.append(op)
         return ir.WalkResult.ADVANCE
 
@@ -95,8 +95,8 @@ def write_bytecode(module: ir.Module) -> bytes:
     return buffer.getvalue()
 
 
-def attribute_text(op: Any, name: str, limit: int) -> str:
-    """Print the value of an op's only attribute, for attributes that the bindings cannot wrap.
+def attribute_text(op: ir.Operation, name: str, limit: int) -> str:
+    """Printed value of an op's only attribute, for attributes that the bindings cannot wrap.
 
     Args:
         op: The operation.
@@ -111,8 +111,8 @@ def attribute_text(op: Any, name: str, limit: int) -> str:
     return text[start + len(name) + 4 : text.rfind("}> :")] if start >= 0 else ""
 
 
-def tag_locations(module: ir.Module) -> Any:
-    """Copy a module with its ops named ``op<position>/<name>``, as :func:`walk_ops` counts.
+def tag_locations(module: ir.Module) -> ir.Module:
+    """A copy whose ops are called ``op<position>/<name>``, positions as :func:`walk_ops` counts.
 
     Compilers carry an op's name over to the instructions they make of it, so that every optimised
     instruction says which ops it came from.
@@ -127,8 +127,8 @@ def tag_locations(module: ir.Module) -> Any:
     return copy
 
 
-def copy_module(module: ir.Module) -> Any:
-    """Copy a module within its context, locations included."""
+def copy_module(module: ir.Module) -> ir.Module:
+    """A copy in the same context, locations included."""
     with module.context:
         return ir.Module.parse(write_bytecode(module))
 
@@ -144,8 +144,9 @@ def module_counts(module: ir.Module) -> tuple[int, int]:
     counts = []
     with module.context:
         for key in ("mhlo.num_replicas", "mhlo.num_partitions"):
-            attributes: Any = module.operation.attributes
-            counts.append(int(attributes[key].value) if key in attributes else 1)
+            attributes = module.operation.attributes
+            known = key in attributes
+            counts.append(ir.IntegerAttr(attributes[key]).value if known else 1)
     return counts[0], counts[1]
 
 
@@ -191,7 +192,7 @@ def hlo_to_stablehlo(text: str) -> bytes:
     return bytes(jax_mlir.hlo_to_stablehlo(module.as_serialized_hlo_module_proto()))
 
 
-def with_partitions(data: bytes, count: int, replicas: int = 1) -> Any:
+def with_partitions(data: bytes, count: int, replicas: int = 1) -> ir.Module:
     """Parse bytecode and mark the module as written for ``count`` partitions of each replica."""
     module = parse_module(data)
     with module.context:
@@ -204,8 +205,8 @@ def with_partitions(data: bytes, count: int, replicas: int = 1) -> Any:
 
 def with_shardings(
     module: ir.Module, arguments: Sequence[str], outputs: Mapping[int, int], count: int
-) -> Any:
-    """Copy a module of one device, with its arguments cut over several.
+) -> ir.Module:
+    """A copy of a module of one device whose arguments are cut over several.
 
     Args:
         module: StableHLO with a function ``main``.
@@ -227,7 +228,7 @@ def with_shardings(
             ("arg_attrs", len(kind.inputs), dict(enumerate(arguments))),
             ("res_attrs", len(kind.results), texts),
         ):
-            old = list(main.attributes[side]) if side in main.attributes else [None] * total
+            old: Any = main.attributes[side] if side in main.attributes else [None] * total
             new = [_with_sharding(own, known.get(n, "")) for n, own in enumerate(old)]
             main.attributes[side] = ir.ArrayAttr.get(new)
         number = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), count)
@@ -235,15 +236,15 @@ def with_shardings(
     return copy
 
 
-def _with_sharding(attributes: Any, text: str) -> Any:
+def _with_sharding(attributes: Any, text: str) -> ir.DictAttr:
     kept = {own.name: own.attr for own in attributes} if attributes is not None else {}
     if text:
         kept["mhlo.sharding"] = ir.StringAttr.get(text)
     return ir.DictAttr.get(kept)
 
 
-def partitions_as_replicas(module: ir.Module, count: int) -> Any:
-    """Copy a module that is partitioned already, with its partitions renamed replicas.
+def partitions_as_replicas(module: ir.Module, count: int) -> ir.Module:
+    """A copy of a module that is partitioned already, its partitions renamed replicas.
 
     XLA's partitioner runs on every module of several partitions, and refuses ``partition_id`` where
     nothing is left to partition. With one partition, a collective's groups are of replicas once it
@@ -278,7 +279,7 @@ def backends_started() -> bool:
     return bool(_xla_bridge.backends_are_initialized())
 
 
-def execute(executable: Any, arguments: Sequence[Any], device_count: int) -> list[Any]:
+def execute(executable: Any, arguments: Sequence[object], device_count: int) -> list[jax.Array]:
     """Run a loaded executable.
 
     Args:
@@ -301,7 +302,7 @@ def execute(executable: Any, arguments: Sequence[Any], device_count: int) -> lis
     return [per_device[0] for per_device in results.disassemble_into_single_device_arrays()]
 
 
-def _on_device(array: Any, sharding: Any) -> Any:
+def _on_device(array: object, sharding: jax.sharding.Sharding | None) -> Any:
     if isinstance(array, jax.Array) and (sharding is None or array.sharding == sharding):
         return array
     with jax.enable_x64(True):  # keeps 64-bit arguments as they are

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import re
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...common.errors import ProgramError
 from ..kernels.kinds import is_collective
 from .reader import SourceProgram
 
-# Shardings are found by text: they come as attributes, frontend attributes and escaped strings.
+if TYPE_CHECKING:
+    from jaxlib.mlir import ir
+
 _MESH_AXIS = re.compile(r'\\?"[^"\\]+\\?"\s*=\s*(\d+)')
 # ``sdy.mesh<["x"=2, "y"=4]>``.
 _MESH = re.compile(r"sdy\.mesh<\[([^\]]*)\]")
@@ -42,7 +44,7 @@ def annotated_devices(source: SourceProgram) -> int:
     return _annotated_in(source.module) if b"sdy" in raw or b"sharding" in raw else 1
 
 
-def _annotated_in(module: Any) -> int:
+def _annotated_in(module: ir.Module) -> int:
     from .jax_compat import walk_ops
 
     sizes = [1]

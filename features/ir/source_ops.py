@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 from .mlir.locations import Line, user_line
-from .mlir.operation import Operation
 from .program import Source
 from .reader import SourceProgram
+
+if TYPE_CHECKING:
+    from jaxlib.mlir.ir import Operation
 
 _CALLS = ("func.call", "call")
 #: Calls that are followed outwards, by judgement: malformed programs may call in a circle.

@@ -6,7 +6,7 @@ import gc
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...common.errors import ProgramError
 from .jax_compat import parse_module
@@ -14,6 +14,9 @@ from .mlir.quantised import is_quantised, with_storage_types
 from .mlir.reader import ModuleReader
 from .program import Program
 from .trip_counts import set_trip_counts
+
+if TYPE_CHECKING:
+    from jaxlib.mlir import ir
 
 
 def read_mlir(
@@ -36,7 +39,7 @@ def read_mlir(
     return read_module(parse(data, origin), origin, trip_counts=trip_counts)
 
 
-def parse(data: str | bytes, origin: str = "") -> Any:
+def parse(data: str | bytes, origin: str = "") -> ir.Module:
     """Parse into an MLIR module.
 
     Raises:
@@ -68,7 +71,7 @@ def _parse_error(message: str, origin: str) -> ProgramError:
 
 
 def read_module(
-    module: Any, origin: str = "", *, trip_counts: Mapping[str, int] | int | None = None
+    module: ir.Module, origin: str = "", *, trip_counts: Mapping[str, int] | int | None = None
 ) -> Program:
     """Read a parsed MLIR module, otherwise as :func:`read_mlir`."""
     try:

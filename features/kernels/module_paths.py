@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ..ir.mlir.operation import Operation
 from ..ir.program import Source
 from ..ir.reader import SourceProgram
 from ..ir.source_ops import MAX_CALLS, SourceOps, function_of
 from .kernel import Kernel
+
+if TYPE_CHECKING:
+    from jaxlib.mlir.ir import Operation
 
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
 #: Scopes that JAX itself adds.

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from ..ir.mlir.operation import Operation
 from ..ir.program import Source
 from .kernel import Kernel
 
-#: Ops that a compiler folds into their neighbours.
+if TYPE_CHECKING:
+    from jaxlib.mlir.ir import Operation
+
 _VIEWS = frozenset(
     f"stablehlo.{name}"
     for name in ("transpose", "reshape", "convert", "reverse", "broadcast_in_dim", "pad", "slice")

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...common.errors import CompilerError, LoweringError
 from ..devices.device import DeviceSpec
@@ -29,6 +29,9 @@ from .target_compiler.process import CompileSettings, compile_programs
 from .target_compiler.target import CompileTarget, target_of
 from .work_check import work_notes
 from .xla import _as_stablehlo, _unknown_loops, lower_compiled
+
+if TYPE_CHECKING:
+    from jaxlib.mlir import ir
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +171,7 @@ class _Job:
         lowered.compile_seconds = float(compiled.meta.get("seconds", 0.0))
         return lowered
 
-    def _compile(self, modules: Sequence[Any]) -> list[LoweredProgram]:
+    def _compile(self, modules: Sequence[ir.Module]) -> list[LoweredProgram]:
         programs = [write_bytecode(module) for module in modules]
         results = compile_programs(
             programs,
@@ -204,8 +207,8 @@ def _replicated(source: SourceProgram) -> SourceProgram:
     return replace(source, _module=partitions_as_replicas(source.module, partitions))
 
 
-def is_partitioned(module: Any) -> bool:
-    """Return whether a module has collectives, and no op that a partitioner would still act on.
+def is_partitioned(module: ir.Module) -> bool:
+    """Whether a module has collectives, and no op that a partitioner would still act on.
 
     Shardings of arguments do not count: a partitioner leaves them as a record of what they were.
     """

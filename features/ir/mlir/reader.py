@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ....common.errors import DynamicShapeError, ProgramError
 from ..jax_compat import attribute_text, walk_ops
 from ..program import MAX_CONSTANT_SIZE, Computation, Op, Program, Source, TensorType
 from ..replica_groups import Groups, expand_lists, parse_replica_groups
-from .attributes import ALWAYS_NORMALISED, normalise
+from .attributes import ALWAYS_NORMALISED, Attrs, normalise
 from .locations import Line, user_line
 from .opcodes import OpKind, op_kind
-from .operation import Operation
 from .types import DynamicDimensionError, read_types
 from .values import Raw, Symbol, read_literal, read_value
+
+if TYPE_CHECKING:
+    from jaxlib.mlir import ir
 
 _SYMBOL_ATTRIBUTES = ("callee", "decomposition", "called_computations", "called_computation")
 _STATIC_HINT = "give all shapes as static sizes when lowering or exporting the program"
@@ -35,7 +37,7 @@ class _Scope:
         self.computation = Computation(name)
         self.values: dict[object, int] = {}
         self.parts: dict[object, tuple[int, int]] = {}
-        self.captured: dict[object, int] = {}
+        self.captured: dict[ir.Value[ir.Type], int] = {}
 
     def add(self, op: Op) -> int:
         """Append an op and return its position."""
@@ -46,21 +48,19 @@ class _Scope:
 class ModuleReader:
     """State while one module is read."""
 
-    def __init__(self, module: Any, origin: str) -> None:
+    def __init__(self, module: ir.Module, origin: str) -> None:
         self.module = module
         self.program = Program(dialect="stablehlo", origin=origin)
         self.origin = origin
         self.index = 0
-        # Caches by MLIR object: types, attributes, literals and locations repeat in every layer of
-        # a model, and each costs a print and a parse.
-        self.starts: dict[str, tuple[Operation, int]] = {}
+        self.starts: dict[str, tuple[ir.Operation, int]] = {}
         self.names: dict[str, str] = {}
         self.open: set[str] = set()
         self.device_ids: dict[str, tuple[int, ...]] = {}
         self.types: dict[object, Types] = {}
         self.attributes: dict[object, Any] = {}
         self.literals: dict[object, Any] = {}
-        self.normalised: dict[object, dict[str, Any]] = {}
+        self.normalised: dict[object, Attrs] = {}
         self.lines: dict[object, Line] = {}
         self.callers: list[Line] = []
         self.counter = 0
@@ -83,7 +83,7 @@ class ModuleReader:
         self._aliases(self.starts[entry][0])
         return self.program
 
-    def _symbol(self, op: Operation) -> str:
+    def _symbol(self, op: ir.Operation) -> str:
         return str(self._attributes(op)["sym_name"])
 
     def _entry(self) -> str:
@@ -104,7 +104,7 @@ class ModuleReader:
             hint=f"its public functions are: {', '.join(public) or 'none'}",
         )
 
-    def _mesh(self, op: Operation) -> None:
+    def _mesh(self, op: ir.Operation) -> None:
         text = str(op.attributes["mesh"])
         name = self._symbol(op)
         axes = re.findall(r'"([^"]+)"=(\d+)', text)
@@ -112,7 +112,7 @@ class ModuleReader:
         if match := re.search(r"device_ids=\[([\d,\s]*)\]", text):
             self.device_ids[name] = tuple(map(int, match[1].split(",")))
 
-    def _aliases(self, function: Operation) -> None:
+    def _aliases(self, function: ir.Operation) -> None:
         arguments = self._attributes(function).get("arg_attrs") or ()
         self.program.aliases = tuple(
             sorted(
@@ -122,8 +122,8 @@ class ModuleReader:
             )
         )
 
-    def _attributes(self, op: Operation) -> dict[str, Any]:
-        values: dict[str, Any] = {}
+    def _attributes(self, op: ir.Operation) -> Attrs:
+        values: Attrs = {}
         cache = self.attributes
         for name, attribute in op.attributes.items():
             # Printing an attribute is slow; equal ones are one object and are printed once.
@@ -160,7 +160,7 @@ class ModuleReader:
         taken = self.program.computations
         return clean if clean not in taken else f"{clean}.{len(taken)}"
 
-    def _region(self, region: Any, name: str) -> _Scope:
+    def _region(self, region: ir.Region, name: str) -> _Scope:
         scope = _Scope(name)
         blocks = list(region.blocks)
         if len(blocks) > 1:
@@ -181,7 +181,7 @@ class ModuleReader:
         attrs = {"index": number}
         return scope.add(Op(self._name("parameter"), "parameter", (), types, attrs, (), is_tuple))
 
-    def _finish(self, scope: _Scope, captured: tuple[Any, ...]) -> None:
+    def _finish(self, scope: _Scope, captured: tuple[ir.Value[ir.Type], ...]) -> None:
         """Number the captured parameters and hand the computation over."""
         ops = scope.computation.ops
         # Captured values are numbered behind the region's own arguments, in the same order for all
@@ -197,7 +197,7 @@ class ModuleReader:
             scope.computation.root = scope.add(Op(self._name("tuple"), "tuple", is_tuple=True))
         self.program.computations[scope.computation.name] = scope.computation
 
-    def _capture(self, scope: _Scope, value: Any) -> int:
+    def _capture(self, scope: _Scope, value: ir.Value[ir.Type]) -> int:
         types, is_tuple = self._types(value.type, "captured value")
         position = self._parameter(scope, types, is_tuple, -1)
         scope.captured[value] = position
@@ -218,7 +218,7 @@ class ModuleReader:
                 raise DynamicShapeError(what, where=self.origin, hint=_STATIC_HINT) from None
         return types
 
-    def _source(self, op: Operation, name: str) -> Source:
+    def _source(self, op: ir.Operation, name: str) -> Source:
         location = op.location.attr
         line = self.lines.get(location)
         if line is None:
@@ -228,7 +228,7 @@ class ModuleReader:
             line = self.callers[-1]
         return Source(name, line.file, line.line, self.index)
 
-    def _operand(self, scope: _Scope, value: Any) -> int:
+    def _operand(self, scope: _Scope, value: ir.Value[ir.Type]) -> int:
         position = scope.values.get(value)
         if position is not None:
             return position
@@ -253,7 +253,7 @@ class ModuleReader:
         root = Op(self._name("tuple"), "tuple", operands, leaves, is_tuple=True)
         scope.computation.root = scope.add(root)
 
-    def _operation(self, op: Operation, scope: _Scope) -> None:
+    def _operation(self, op: ir.Operation, scope: _Scope) -> None:
         kind = op_kind(op.name)
         values = scope.values
         operands = []
@@ -285,7 +285,7 @@ class ModuleReader:
             # get-tuple-element ops are made on first use, so unused results leave none.
             scope.parts.update((r, (position, number)) for number, r in enumerate(results))
 
-    def _results(self, results: Sequence[Any], source: Source) -> Types:
+    def _results(self, results: Sequence[ir.Value[ir.Type]], source: Source) -> Types:
         try:
             kinds = [self.types.get(r.type) or self._types(r.type, source.op) for r in results]
         except DynamicShapeError as error:
@@ -294,7 +294,7 @@ class ModuleReader:
             return kinds[0]
         return tuple(kind for types, _ in kinds for kind in types), True
 
-    def _called_symbols(self, attributes: Any, source: Source) -> tuple[str, ...]:
+    def _called_symbols(self, attributes: ir.OpAttributeMap, source: Source) -> tuple[str, ...]:
         called: list[str] = []
         if source.line:
             self.callers.append(Line(source.file, source.line, True))
@@ -307,7 +307,7 @@ class ModuleReader:
             self.callers.pop()
         return tuple(called)
 
-    def _regions(self, op: Operation, own: Op, scope: _Scope) -> tuple[str, ...]:
+    def _regions(self, op: ir.Operation, own: Op, scope: _Scope) -> tuple[str, ...]:
         """Read the regions; values that any of them captures become operands of the op."""
         prefix = f"{scope.computation.name}.{own.name}"
         scopes = [
@@ -322,7 +322,9 @@ class ModuleReader:
             self._finish(inner, captured)
         return tuple(inner.computation.name for inner in scopes)
 
-    def _normalised(self, op: Operation, attributes: Any, own: Op, scope: _Scope) -> dict[str, Any]:
+    def _normalised(
+        self, op: ir.Operation, attributes: ir.OpAttributeMap, own: Op, scope: _Scope
+    ) -> Attrs:
         if own.opcode == "constant":
             return {"value": self._literal(op, attributes, own)}
         if not len(attributes) and own.opcode not in ALWAYS_NORMALISED:
@@ -336,7 +338,7 @@ class ModuleReader:
             attrs = self.normalised[key] = self._normalise(op, kinds, own)
         return dict(attrs)
 
-    def _normalise(self, op: Operation, kinds: Sequence[TensorType], own: Op) -> dict[str, Any]:
+    def _normalise(self, op: ir.Operation, kinds: Sequence[TensorType], own: Op) -> Attrs:
         try:
             attrs = normalise(own.opcode, self._attributes(op), kinds, own.results)
             if "replica_groups" in attrs:
@@ -350,7 +352,7 @@ class ModuleReader:
             ) from error
         return attrs
 
-    def _literal(self, op: Operation, attributes: Any, own: Op) -> Any:
+    def _literal(self, op: ir.Operation, attributes: ir.OpAttributeMap, own: Op) -> Any:
         try:
             attribute = attributes["value"]
         except KeyError:

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...kernels.kernel import Kernel, LoweredProgram
 
-#: Layers of the two programs that are compiled. Two keep a first and a last layer, which often
-#: differ; four have two equal ones between them.
+if TYPE_CHECKING:
+    from jaxlib.mlir import ir
+
+#: Layers of the two programs that are compiled.
 FULL, HALF = 4, 2
 #: With fewer layers two small programs take longer to compile than the whole: XLA compiles equal
 #: kernels of one program for a GPU once, for a TPU each time (docs/lowering.md, Equal layers).
@@ -32,10 +34,10 @@ class ShortPrograms:
     """
 
     layers: int
-    modules: tuple[Any, Any]
+    modules: tuple[ir.Module, ir.Module]
 
 
-def shorten(module: Any, tagged: Any, least: int) -> ShortPrograms | None:
+def shorten(module: ir.Module, tagged: ir.Module, least: int) -> ShortPrograms | None:
     """Find equal layers, and take most of them out.
 
     Args:
@@ -60,7 +62,8 @@ def shorten(module: Any, tagged: Any, least: int) -> ShortPrograms | None:
     for keep in (FULL, HALF):
         excision = excise(table, repeats, keep)
         short = copy_module(tagged)
-        if excision is None or not write_excised(short, main_function(short), table, excision):
+        main = main_function(short)
+        if excision is None or main is None or not write_excised(short, main, table, excision):
             return None
         modules.append(short)
     return ShortPrograms(repeats.layers, (modules[0], modules[1]))

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .excise import Excision
 from .runs import OpTable, Read
 
+if TYPE_CHECKING:
+    from jaxlib.mlir import ir
+
 _RETURN = ("func.return", "return")
 
 
-def main_function(module: Any) -> Any | None:
-    """Find the public function of a module if its body is one block, else ``None``."""
+def main_function(module: ir.Module) -> ir.OpView | None:
+    """The public function of a module if its body is one block, else ``None``."""
     for op in module.body.operations:
         if op.operation.name == "func.func" and str(op.attributes["sym_name"]) == '"main"':
             return op if len(op.regions[0].blocks) == 1 else None
     return None
 
 
-def read_table(function: Any) -> OpTable:
-    """Read the signatures and operands of a function's ops, its return left out."""
+def read_table(function: ir.OpView) -> OpTable:
+    """Signatures and operands of a function's ops, its return left out."""
     block = function.regions[0].blocks[0]
-    values: dict[Any, Read] = {arg: (-1, i) for i, arg in enumerate(block.arguments)}
+    values: dict[object, Read] = {arg: (-1, i) for i, arg in enumerate(block.arguments)}
     signatures, reads = [], []
     for number, op in enumerate(block.operations):
         operation = op.operation
@@ -34,14 +37,14 @@ def read_table(function: Any) -> OpTable:
     return OpTable(signatures, reads)
 
 
-def _signature(operation: Any) -> tuple[Any, ...]:
-    """Describe what an op does. Types and attributes are unique in their context: cheap keys."""
+def _signature(operation: ir.Operation) -> tuple[object, ...]:
+    """What an op does. Types and attributes are unique objects of their context, so cheap keys."""
     types = tuple(value.type for value in (*operation.operands, *operation.results))
     inner = tuple(_body(block) for region in operation.regions for block in region.blocks)
     return (operation.name, types, _attributes(operation), inner)
 
 
-def _attributes(operation: Any) -> tuple[Any, ...]:
+def _attributes(operation: ir.Operation) -> tuple[object, ...]:
     pairs = []
     for item in operation.attributes:
         name = item if isinstance(item, str) else item.name
@@ -49,9 +52,9 @@ def _attributes(operation: Any) -> tuple[Any, ...]:
     return tuple(pairs)
 
 
-def _body(block: Any) -> tuple[Any, ...]:
-    """Describe a region's block, with values numbered in the order of their definition."""
-    values = {arg: i for i, arg in enumerate(block.arguments)}
+def _body(block: ir.Block) -> tuple[object, ...]:
+    """Signature of a region's block, with values numbered in the order of their definition."""
+    values: dict[object, int] = {arg: i for i, arg in enumerate(block.arguments)}
     signatures = []
     for op in block.operations:
         operation = op.operation
@@ -63,7 +66,9 @@ def _body(block: Any) -> tuple[Any, ...]:
     return tuple(signatures)
 
 
-def write_excised(module: Any, function: Any, table: OpTable, excision: Excision) -> bool:
+def write_excised(
+    module: ir.Module, function: ir.OpView, table: OpTable, excision: Excision
+) -> bool:
     """Take ops out of a module's main function, in place.
 
     Arguments that nothing reads any more and results that went are taken from its type.
@@ -97,7 +102,7 @@ def write_excised(module: Any, function: Any, table: OpTable, excision: Excision
         return bool(module.operation.verify())
 
 
-def _shorten_return(ops: list[Any], count: int, excision: Excision) -> list[bool]:
+def _shorten_return(ops: list[ir.Operation], count: int, excision: Excision) -> list[bool]:
     """Drop results whose ops are gone.
 
     Returns:
@@ -114,12 +119,12 @@ def _shorten_return(ops: list[Any], count: int, excision: Excision) -> list[bool
     return kept
 
 
-def _returned_arguments(block: Any) -> set[int]:
+def _returned_arguments(block: ir.Block) -> set[int]:
     last = list(block.operations)[-1].operation
     return {i for i, arg in enumerate(block.arguments) if any(arg == v for v in last.operands)}
 
 
-def _retype(function: Any, block: Any, gone: set[int], kept_results: list[int]) -> None:
+def _retype(function: ir.OpView, block: ir.Block, gone: set[int], kept_results: list[int]) -> None:
     """Fit a function's type and attributes to its arguments and results."""
     from jaxlib.mlir import ir
 
@@ -128,7 +133,7 @@ def _retype(function: Any, block: Any, gone: set[int], kept_results: list[int]) 
     place = {old: new for new, old in enumerate(kept_results)}
     for key, keep in (("arg_attrs", kept), ("res_attrs", kept_results)):
         if key in attributes:
-            listed = list(attributes[key])
+            listed = list(ir.ArrayAttr(attributes[key]))
             attributes[key] = ir.ArrayAttr.get([_aliased(listed[i], place) for i in keep])
     for i in sorted(gone, reverse=True):
         block.erase_argument(i)
@@ -145,7 +150,7 @@ def _aliased(attrs: Any, place: dict[int, int]) -> Any:
     kept = {named.name: named.attr for named in attrs}
     if key not in kept:
         return attrs
-    result = place.get(int(kept[key].value))
+    result = place.get(ir.IntegerAttr(kept[key]).value)
     if result is None:
         del kept[key]
     else:
