@@ -34,7 +34,7 @@ class Command:
     module: str
     function: str
     help: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def _refuse_compiler_options(
         refuse(context, "this machine's own compiler", limits | {"xla_flag"})
 
 
-def summary(lowered: LoweredProgram, device: DeviceSpec | None) -> dict[str, Any]:
+def summary(lowered: LoweredProgram, device: DeviceSpec | None) -> dict[str, object]:
     """Summarise a lowering as ``opcast lower --json`` prints it."""
     kernels = [k for k in lowered.kernels if k.takes_time]
     memory = device.memory_bytes if device else 0.0

@@ -105,8 +105,8 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it nests too deep") from None
 
 
-def parse_yaml(text: str) -> Any:
-    """Parse a YAML text to plain data: numbers, texts, lists, mappings.
+def parse_yaml(text: str) -> object:
+    """Plain data of a YAML text: numbers, texts, lists, mappings.
 
     Raises:
         ValueError: It is not YAML, has a tag that names an object or an alias (a few lines of which

@@ -31,7 +31,7 @@ class Progress:
         self._unit = unit
         self._show = show
         self._bar: Any = None
-        self._task: Any = None
+        self._task: object = None
         self._logged = 0.0
 
     def __enter__(self) -> Progress:
@@ -73,7 +73,7 @@ class Progress:
             logger.info("%.0f of %.0f %s: %s", done, self._total, self._unit, text)
 
 
-def _rich_bar() -> Any:
+def _rich_bar() -> object:
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as RichProgress

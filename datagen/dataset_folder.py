@@ -53,7 +53,7 @@ class RunWriter:
         self.run_id = run_id
         self.samples = 0
         self._folder = folder
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[dict[str, object]] = []
         self._failures: list[dict[str, str]] = []
         self._shards = 0
         path = record_path(folder, run_id)

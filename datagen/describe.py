@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _REPLICATE = "#"
 
 
-def describe(dataset: Dataset) -> dict[str, Any]:
+def describe(dataset: Dataset) -> dict[str, object]:
     """Counts, ranges and noise floor of a dataset, as plain data.
 
     Returns:
@@ -53,7 +53,7 @@ def _range(frame: pd.DataFrame) -> dict[str, float]:
     return {name: float(cut) for name, cut in zip(names, cuts, strict=True)}
 
 
-def noise_floor(frame: pd.DataFrame) -> dict[str, Any]:
+def noise_floor(frame: pd.DataFrame) -> dict[str, object]:
     """How far labels of the same thing are apart: no model can do better on average.
 
     Returns:
@@ -66,7 +66,7 @@ def noise_floor(frame: pd.DataFrame) -> dict[str, Any]:
     return {"kernels": _noise(frame[~whole]), "programs": _noise(frame[whole])}
 
 
-def _noise(frame: pd.DataFrame) -> dict[str, Any]:
+def _noise(frame: pd.DataFrame) -> dict[str, object]:
     base = frame["program"].str.split(_REPLICATE).str[0]
     first = frame.assign(base=base)
     replicates = _pairs(first, ["kernel_hash", "device", "base"])

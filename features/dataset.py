@@ -168,7 +168,7 @@ class Dataset:
 
 def _told_apart(
     frame: pd.DataFrame, runs: dict[str, dict[str, Any]]
-) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
+) -> tuple[pd.DataFrame, dict[str, dict[str, object]]]:
     """Give each device a name of its own where runs of several devices share one."""
     names = distinct_runs(runs)
     runs = dict(runs)
@@ -189,8 +189,8 @@ def _told_apart(
     return frame, runs
 
 
-def sample_frame(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
-    """Make a frame with exactly the dataset's columns and types.
+def sample_frame(rows: Iterable[dict[str, object]]) -> pd.DataFrame:
+    """A frame with exactly the dataset's columns and types.
 
     Raises:
         DatasetError: A column is missing.
@@ -252,8 +252,8 @@ def write_record(folder: Path, run_id: str, record: Mapping[str, object]) -> Non
     write_text(record_path(folder, run_id), text)
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """Read the record of a run.
+def read_record(path: Path) -> dict[str, object]:
+    """The record of a run.
 
     Raises:
         DatasetError: It cannot be read, or does not name its device.

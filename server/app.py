@@ -180,8 +180,8 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
     }
 
 
-async def _program_task(request: Request, service: Service) -> tuple[dict[str, Any], bytes]:
-    """Parse a request about a program into its task and the program's bytes.
+async def _program_task(request: Request, service: Service) -> tuple[dict[str, object], bytes]:
+    """What a request asks about a program, and the program.
 
     Raises:
         RequestError: The body is of another type or schema.
@@ -221,7 +221,7 @@ async def _body(request: Request, kind: TypeAdapter[T]) -> T:
         raise _malformed(error.errors(include_url=False, include_context=False)) from None
 
 
-def _checked(kind: TypeAdapter[T], values: Mapping[str, Any]) -> T:
+def _checked(kind: TypeAdapter[T], values: Mapping[str, object]) -> T:
     try:
         return kind.validate_python(values)
     except ValidationError as error:

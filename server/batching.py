@@ -19,9 +19,9 @@ BATCH_ROWS = 20_000
 
 class _Item(NamedTuple):
     group: Hashable
-    work: Any
+    work: object
     rows: int
-    answer: asyncio.Future[Any]
+    answer: asyncio.Future[object]
 
 
 class MicroBatcher:
@@ -44,8 +44,8 @@ class MicroBatcher:
         self._waiting: list[_Item] = []
         self._running: asyncio.Task[None] | None = None
 
-    async def ask(self, group: Hashable, work: Any, rows: int) -> Any:
-        """Wait for the answer to a query.
+    async def ask(self, group: Hashable, work: object, rows: int) -> Any:
+        """The answer to a query.
 
         Args:
             group: Queries of one group can be computed together.
@@ -55,7 +55,7 @@ class MicroBatcher:
         Raises:
             OpcastError: The query cannot be answered.
         """
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Item(group, work, rows, answer))
         if self._running is None:
             # At most one batch is computed at a time: everything that arrives meanwhile joins the

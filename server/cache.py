@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
-from typing import Any
 
 
 class LruCache:
@@ -22,15 +21,14 @@ class LruCache:
         self.entries = entries
         self.hits = 0
         self.misses = 0
-        self._entries: OrderedDict[Hashable, Any] = OrderedDict()
+        self._entries: OrderedDict[Hashable, object] = OrderedDict()
 
     def __len__(self) -> int:
         """Number of entries."""
         return len(self._entries)
 
-    def get_many(self, keys: Iterable[Hashable]) -> list[Any]:
-        """Return the value of each key, or ``None``."""
-        # Bound methods: batches look up 10,000 keys at 1.8 µs each (docs/server.md).
+    def get_many(self, keys: Iterable[Hashable]) -> list[object]:
+        """Value of each key, or ``None``."""
         values, get, renew = [], self._entries.get, self._entries.move_to_end
         missing = 0
         for key in keys:
@@ -44,7 +42,7 @@ class LruCache:
         self.hits += len(values) - missing
         return values
 
-    def put(self, key: Hashable, value: Any) -> None:
+    def put(self, key: Hashable, value: object) -> None:
         """Remember a value that is not ``None``."""
         self._entries[key] = value
         self._entries.move_to_end(key)

@@ -24,7 +24,7 @@ _WHY = {
     504: "It takes longer than the server allows.",
 }
 
-Responses = dict[int | str, dict[str, Any]]
+Responses = dict[int | str, dict[str, object]]
 
 
 def _errors(*statuses: int) -> Responses:
@@ -41,7 +41,7 @@ def _answer(model: type[BaseModel] | None, about: str) -> Responses:
     return {200: {"description": about, "content": {"application/json": {"schema": schema}}}}
 
 
-def _body(schema: dict[str, Any], **others: dict[str, Any]) -> dict[str, Any]:
+def _body(schema: dict[str, Any], **others: dict[str, Any]) -> dict[str, object]:
     content = {"application/json": {"schema": schema}, **others}
     return {"requestBody": {"required": True, "content": content}}
 
@@ -70,8 +70,8 @@ KERNELS_BODY = _body({"oneOf": [{"$ref": _REF.format(model=name)} for name in _F
 SIMULATE_BODY = _body({"$ref": _REF.format(model="SimulateQuery")})
 
 
-def _parameters() -> list[dict[str, Any]]:
-    """Options of an upload, which are query parameters."""
+def _parameters() -> list[dict[str, object]]:
+    """Options of an upload, which stand in the query."""
     schema = schemas.ProgramOptions.model_json_schema()
     return [
         {
@@ -96,8 +96,7 @@ def extend(app: FastAPI, *, secured: bool) -> None:
     """Add the schemas of bodies, and the token if there is one, to the document."""
     plain = app.openapi
 
-    def openapi() -> dict[str, Any]:
-        # FastAPI keeps the finished document there; it is extended only once.
+    def openapi() -> dict[str, object]:
         if app.openapi_schema is not None:
             return app.openapi_schema
         document = plain()

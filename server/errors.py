@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic_core import to_json
 from starlette.responses import Response
 
@@ -46,8 +44,8 @@ def status_of(error: OpcastError) -> int:
     return 404 if isinstance(error, DeviceError | ModelError) else 422
 
 
-def error_data(error: OpcastError) -> dict[str, Any]:
-    """Return the content of an error response."""
+def error_data(error: OpcastError) -> dict[str, object]:
+    """What a response says of an error."""
     name = error.name if isinstance(error, RequestError) else type(error).__name__
     return {"error": name, "what": error.what, "where": error.where, "hint": error.hint}
 
@@ -66,10 +64,10 @@ def error_response(error: OpcastError) -> Response:
     return json_response(error_data(error), status, headers)
 
 
-def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Make a response with plain data; surrogates that a request brought are replaced."""
-    # Answers of the sandbox are JSON already; pydantic's serialiser is faster than the standard
-    # one.
+def json_response(
+    data: object, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    """A response with plain data; surrogates that came in with a request are replaced."""
     body = data if isinstance(data, bytes) else to_json(data)
     return Response(body, status, headers, "application/json")
 

@@ -51,7 +51,7 @@ def answer(predictors: Predictors, task: Mapping[str, Any], payload: bytes) -> R
         )
 
 
-def _reply(result: dict[str, Any]) -> Reply:
+def _reply(result: dict[str, object]) -> Reply:
     try:
         return 200, json.dumps(result, allow_nan=False).encode()
     except ValueError:  # JSON has no infinity
@@ -60,8 +60,8 @@ def _reply(result: dict[str, Any]) -> Reply:
 
 def predict_program(
     predictors: Predictors, task: Mapping[str, Any], payload: bytes
-) -> dict[str, Any]:
-    """Predict a program, as ``opcast predict --json`` prints it.
+) -> dict[str, object]:
+    """The prediction of a program, as ``opcast predict --json`` prints it.
 
     Raises:
         OpcastError: The program, device or lowering is not usable.
@@ -113,8 +113,8 @@ def _read(task: Mapping[str, Any], payload: bytes) -> tuple[SourceProgram, Lower
 
 def predict_kernels(
     predictors: Predictors, task: Mapping[str, Any], payload: bytes
-) -> dict[str, Any]:
-    """Predict kernels given as HLO text, by column.
+) -> dict[str, object]:
+    """Columns of predictions of kernels given as HLO text.
 
     Raises:
         OpcastError: A text is not a kernel, or the device is unknown.
@@ -150,8 +150,8 @@ def predict_kernels(
     }
 
 
-def simulate(predictors: Predictors, task: Mapping[str, Any], payload: bytes) -> dict[str, Any]:
-    """Predict a step on a cluster, as ``opcast simulate --json`` prints it.
+def simulate(predictors: Predictors, task: Mapping[str, Any], payload: bytes) -> dict[str, object]:
+    """A step on a cluster, as ``opcast simulate --json`` prints it.
 
     Raises:
         OpcastError: The workload, plan, cluster or model does not fit.
@@ -185,14 +185,14 @@ def _refused(what: str, hint: str) -> Reply:
     return 422, json.dumps(error_data(ProgramError(what, where="request", hint=hint))).encode()
 
 
-def ended(task: Mapping[str, Any]) -> OpcastError:
-    """Make the error of a task whose process died."""
+def ended(task: Mapping[str, object]) -> OpcastError:
+    """The error of a task whose process died."""
     what = "the process that read it crashed, or needed more memory than the server allows"
     kind = LoweringError if task["kind"] == "simulate" else ProgramError
     return kind(what, where=str(task["kind"]), hint="is it complete and well formed?")
 
 
-_KINDS: dict[str, Callable[[Predictors, Mapping[str, Any], bytes], dict[str, Any] | str]] = {
+_KINDS: dict[str, Callable[[Predictors, Mapping[str, object], bytes], dict[str, object] | str]] = {
     "program": predict_program,
     "report": report,
     "kernels": predict_kernels,

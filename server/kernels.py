@@ -72,8 +72,8 @@ class KernelService:
         """End the thread that computes."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def answer(self, query: AnyQuery, model: str, device: DeviceSpec) -> dict[str, Any]:
-        """Predict by column; see :class:`~opcast.server.schemas.KernelAnswers`.
+    async def answer(self, query: AnyQuery, model: str, device: DeviceSpec) -> dict[str, object]:
+        """Predictions by column, as :class:`~opcast.server.schemas.KernelAnswers` has them.
 
         Raises:
             OpcastError: A row is not an operator or kernel, or a field is unknown.
@@ -90,13 +90,12 @@ class KernelService:
             rows = await self._texts(query.kernels, group, [_digest(t) for t in query.kernels])
         self.metrics.rows.inc(len(rows))
         columns = dict(zip(names, zip(*rows, strict=True), strict=True))
-        # The canonical name, so that clients can join answers asked under different aliases.
-        answer: dict[str, Any] = {"device": device.name, "model": model, "count": len(rows)}
+        answer: dict[str, object] = {"device": device.name, "model": model, "count": len(rows)}
         return answer | {name: columns[name] for name in wanted}
 
     async def _texts(
         self, texts: Sequence[str], group: _Group, marks: Sequence[Hashable]
-    ) -> list[Any]:
+    ) -> list[object]:
         self._check_rows(len(texts))
         keys = [(group, mark) for mark in marks]
         answers = self.cache.get_many(keys)
@@ -104,7 +103,7 @@ class KernelService:
         if missing:
             # By key, so that a row that a request holds twice is computed once.
             own = {keys[i]: i for i in missing}
-            work: Any = [texts[i] for i in own.values()]
+            work: object = [texts[i] for i in own.values()]
             if not group.kernels:
                 work = pd.DataFrame([_row(texts[i], i) for i in own.values()])
             fresh = await self._fresh(group, work, list(own))
@@ -112,7 +111,7 @@ class KernelService:
                 answers[i] = fresh[keys[i]]
         return answers
 
-    async def _columns(self, query: ColumnsQuery, group: _Group) -> list[Any]:
+    async def _columns(self, query: ColumnsQuery, group: _Group) -> list[object]:
         row = parse_op_columns(query.operator, query.columns)
         varying = {k: v for k, v in row.items() if isinstance(v, np.ndarray)}
         n = len(next(iter(varying.values()))) if varying else 1
@@ -137,7 +136,7 @@ class KernelService:
         return answers
 
     async def _fresh(
-        self, group: _Group, work: Any, keys: Sequence[Hashable]
+        self, group: _Group, work: object, keys: Sequence[Hashable]
     ) -> dict[Hashable, Any]:
         """Compute rows, remember them, and return them by key."""
         columns = await self._batches[group.kernels].ask(group, work, len(keys))
@@ -157,9 +156,8 @@ class KernelService:
     def _told(self, queries: int, rows: int) -> None:
         self.metrics.batch.observe(rows)
 
-    async def _compute(self, group: _Group, works: Sequence[Any]) -> list[list[Sequence[Any]]]:
-        """Compute the works of a group together; returns the columns of each."""
-        # Rows of all queries form one table; the answers are cut at these positions.
+    async def _compute(self, group: _Group, works: Sequence[Any]) -> list[list[Sequence[object]]]:
+        """Columns of each of the works of a group."""
         ends = np.cumsum([len(work) for work in works])
         if group.kernels:
             columns = await self._read(group, [text for work in works for text in work])
@@ -170,7 +168,7 @@ class KernelService:
         starts = [0, *ends[:-1]]
         return [[column[a:b] for column in columns] for a, b in zip(starts, ends, strict=True)]
 
-    def _operators(self, group: _Group, frame: pd.DataFrame) -> list[list[Any]]:
+    def _operators(self, group: _Group, frame: pd.DataFrame) -> list[list[object]]:
         bundle = self.predictors[group.model].operators
         estimates = bundle.predict(frame.assign(device=group.device))
         own = latency_fields(estimates.latency, estimates.lo, estimates.hi)
@@ -181,7 +179,7 @@ class KernelService:
         rest = (estimates.bound, estimates.scope, estimates.in_domain)
         return [column.tolist() for column in (*times, *rest)]
 
-    async def _read(self, group: _Group, texts: Sequence[str]) -> list[list[Any]]:
+    async def _read(self, group: _Group, texts: Sequence[str]) -> list[list[object]]:
         task = {"kind": "kernels", "model": group.model, "device": group.device}
         # HLO text is untrusted, so the parser runs in a process that may crash.
         status, body = await self.sandbox.run(task, json.dumps(texts).encode())
@@ -202,7 +200,7 @@ def _wanted(fields: Sequence[str] | None, names: tuple[str, ...]) -> Sequence[st
     return names if fields is None else fields
 
 
-def _row(text: str, place: int) -> dict[str, Any]:
+def _row(text: str, place: int) -> dict[str, object]:
     try:
         return parse_op(text)
     except ProgramError as error:

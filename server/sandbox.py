@@ -90,8 +90,8 @@ class Sandbox:
             pass_fds=[control.fileno()],
         )
 
-    async def run(self, task: Mapping[str, Any], payload: bytes) -> Reply:
-        """Run a task; returns its status and body.
+    async def run(self, task: Mapping[str, object], payload: bytes) -> Reply:
+        """Status and JSON of a task.
 
         Args:
             task: Task for :func:`~opcast.server.jobs.answer`, without its limits.

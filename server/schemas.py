@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter
 
@@ -91,9 +91,8 @@ class KernelsQuery(_Kernels):
     )
 
 
-# Pydantic's union would validate a large body against each form in turn.
-def _form(value: Any) -> str:
-    """Tell which of the three forms a body of kernels has."""
+def _form(value: object) -> str:
+    """Which of the three bodies a body of kernels is."""
     given = value if isinstance(value, dict) else {}
     return next((name for name in ("ops", "kernels") if name in given), "columns")
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from ..common.errors import ModelError
 
@@ -127,7 +127,7 @@ def _key(path: Path) -> str:
 
 def _rows(
     lowered: LoweredProgram, estimator: SimulatorEstimator, device: DeviceSpec
-) -> tuple[list[dict[str, Any]], int]:
+) -> tuple[list[dict[str, object]], int]:
     """A row for each distinct kernel that the tool models, and how many it does not."""
     # Simulators take seconds for a kernel, so equal ones are asked for once.
     kernels = list({k.hash: k for k in lowered.kernels if k.takes_time}.values())

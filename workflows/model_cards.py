@@ -106,8 +106,7 @@ def figures(manifest: Mapping[str, Any]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _figure(name: str, errors: Mapping[str, float]) -> dict[str, Any]:
-    # Operator models and kernel models name their figures differently.
+def _figure(name: str, errors: Mapping[str, float]) -> dict[str, object]:
     median = errors.get("median", errors.get("median_ape", float("nan")))
     count = errors.get("rows", errors.get("n", 0))
     return {

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 #: Name of the file with the settings in an output folder.
 FILE = "settings.json"
@@ -83,7 +83,7 @@ class TrainSettings(Settings):
     track: bool = True
     register: str | None = None
     final: bool = False
-    params: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, object] = field(default_factory=dict)
     exclude_device: Sequence[str] = ()
     # Bounds the memory that the largest families need. Engineering estimate.
     max_rows: int = 1_000_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -113,7 +113,7 @@ def _excluded(rows: pd.DataFrame, exclude: Sequence[str]) -> np.ndarray:
 
 def _run_of(
     model: str,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     metrics: pd.DataFrame,
     judged: pd.DataFrame,
     folder: Path,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,7 +20,7 @@ SOURCE = "compiler:libtpu"
 
 def estimated_rows(
     hlo: str, items: Sequence[CompileItem], device: DeviceSpec, merged: MergedModule | None = None
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """A row for each kernel with an estimate; ``latency = cycles / clock``.
 
     Kernels without one (collectives, asynchronous copies, select-and-scatter, some fusions) are
@@ -40,7 +39,7 @@ def estimated_rows(
         raise DeviceError("key 'boost_mhz' is missing, so cycles are no time", where=device.name)
     kernels, _ = extract_kernels(parse_hlo(hlo))
     owners = merged.owners(kernels) if merged else [0] * len(kernels)
-    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    rows: dict[tuple[str, int], dict[str, object]] = {}
     for kernel, owner in zip(kernels, owners, strict=True):
         if kernel.cycles <= 0 or not kernel.takes_time or owner < 0:
             continue

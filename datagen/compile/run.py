@@ -127,7 +127,7 @@ def merge_dataset(folder: Path | str) -> Dataset:
     return merged
 
 
-def _described_anew(record: dict[str, Any]) -> dict[str, Any]:
+def _described_anew(record: dict[str, Any]) -> dict[str, object]:
     known = record["device"]
     if not in_catalogue(known["name"]):
         return record
@@ -163,7 +163,7 @@ class _DeviceRun:
             self._run.record |= self._new_record()
         self.rounds = int(self._run.record["rounds"])
 
-    def _new_record(self) -> dict[str, Any]:
+    def _new_record(self) -> dict[str, object]:
         return {
             "date": datetime.datetime.now(datetime.UTC).isoformat(),
             "device": asdict(self.device),
@@ -206,7 +206,7 @@ class _DeviceRun:
         self._run.save_record()
         return True
 
-    def _compile(self, groups: Sequence[Sequence[CompileItem]]) -> list[dict[str, Any]]:
+    def _compile(self, groups: Sequence[Sequence[CompileItem]]) -> list[dict[str, object]]:
         """Rows of groups of programs, each group in a module of its own."""
         merged = [merge_programs([item.mlir for item in group]) for group in groups]
         rows: list[dict[str, Any]] = []

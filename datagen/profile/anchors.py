@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from .plan import Item
 
@@ -83,7 +82,7 @@ class AnchorLog:
             spreads[name] = (cuts[8] - cuts[0]) / statistics.median(series)
         return spreads
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         """Plain data for the run record."""
         return {
             "times_s": [round(t, 1) for t in self.times_s],

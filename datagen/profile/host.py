@@ -8,7 +8,6 @@ import shutil
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 _NVIDIA_FIELDS = (
     "driver_version",
@@ -23,7 +22,7 @@ _NVIDIA_FIELDS = (
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
-def describe_host() -> dict[str, Any]:
+def describe_host() -> dict[str, object]:
     """Device, compiler and host of this process, as plain data for a run record."""
     import jax
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ...common.errors import ProfileError
 from ...features.devices.device import DeviceSpec
@@ -26,7 +25,7 @@ def profile(
     *,
     device: str = "local",
     budget_s: float | None = None,
-    sources: Sequence[Any] = (),
+    sources: Sequence[object] = (),
     mix: Mapping[str, float] | None = None,
     suite: str = "standard",
     seed: int = 0,

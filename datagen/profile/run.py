@@ -143,7 +143,7 @@ class ProfileRun:
         self._disturbed = 0
         self._waited_s = 0.0
         self._spent: dict[str, float] = {}
-        self._disturbances: list[dict[str, Any]] = []
+        self._disturbances: list[dict[str, object]] = []
         budget = settings.budget_s
         self._budget_s = None if budget is None else budget - self._spent_before()
         self._recycle_s = settings.recycle_every_s or max(20.0, min(240.0, (budget or 600.0) / 4))

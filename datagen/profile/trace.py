@@ -197,7 +197,7 @@ def _read_host_line(
             events.append((_read_event(event, stats), flow))
 
 
-def _read_event(event: Any, stats: Mapping[str, Any], module: str = "") -> _Event:
+def _read_event(event: Any, stats: Mapping[str, object], module: str = "") -> _Event:
     start = float(event.start_ns)
     return _Event(
         module=str(stats.get("hlo_module", module)),

@@ -46,7 +46,9 @@ class Worker:
         reply: Sends one reply.
     """
 
-    def __init__(self, settings: dict[str, Any], reply: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self, settings: dict[str, Any], reply: Callable[[dict[str, object]], None]
+    ) -> None:
         from . import host
         from .measure import Limits
 
@@ -72,7 +74,7 @@ class Worker:
 
     def _ahead(
         self, requests: Iterator[dict[str, Any]]
-    ) -> Iterator[tuple[dict[str, Any], Future[list[Any]] | None]]:
+    ) -> Iterator[tuple[dict[str, object], Future[list[object]] | None]]:
         if not self._overlap:
             yield from ((request, None) for request in requests)
             return
@@ -91,7 +93,7 @@ class Worker:
     def _answer(self, request: dict[str, Any], prepared: Future[list[Any]] | None) -> None:
         from .measure import reason_of
 
-        answers: dict[str, Callable[[], dict[str, Any]]] = {
+        answers: dict[str, Callable[[], dict[str, object]]] = {
             "hello": self._hello,
             "probe": self._probe,
             "ceilings": self._ceilings,
@@ -105,31 +107,31 @@ class Worker:
             reply = {"error": reason_of(error)}
         self._reply({"done": request["do"], **reply})
 
-    def _hello(self) -> dict[str, Any]:
+    def _hello(self) -> dict[str, object]:
         from .host import describe_host
 
         return {"host": describe_host() | {"memory_limit_bytes": self._limits.memory}}
 
-    def _probe(self) -> dict[str, Any]:
+    def _probe(self) -> dict[str, object]:
         from dataclasses import asdict
 
         from .device_probe import probe_device
 
         return {"device": asdict(probe_device())}
 
-    def _ceilings(self) -> dict[str, Any]:
+    def _ceilings(self) -> dict[str, object]:
         from dataclasses import asdict
 
         from .device_probe import probe_ceilings
 
         return {"device": asdict(probe_ceilings())}
 
-    def _suite(self, name: str) -> dict[str, Any]:
+    def _suite(self, name: str) -> dict[str, object]:
         from .plan import zoo_suite
 
         return {"size": len(zoo_suite(name))}
 
-    def _measure_anchors(self) -> dict[str, Any]:
+    def _measure_anchors(self) -> dict[str, object]:
         import numpy as np
 
         from .anchors import anchor_items
@@ -165,8 +167,8 @@ class Worker:
         return prepared
 
     def _measure(
-        self, items: list[dict[str, Any]], prepared: Future[list[Any]] | None
-    ) -> dict[str, Any]:
+        self, items: list[dict[str, object]], prepared: Future[list[Any]] | None
+    ) -> dict[str, object]:
         from .measure import measure, reason_of, rows_of
 
         programs = prepared.result() if prepared else self._prepare(items)
@@ -240,7 +242,7 @@ def main() -> None:
         _be_first_out_of_memory(limit)
         _prefault_heap(limit)
 
-    def reply(message: dict[str, Any]) -> None:
+    def reply(message: dict[str, object]) -> None:
         channel.send(json.dumps(message).encode())
 
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):

@@ -74,7 +74,7 @@ class WorkerClient:
         """
         while True:
             with self._told():
-                reply: dict[str, Any] = json.loads(self._worker.receive(self._timeout))
+                reply: dict[str, object] = json.loads(self._worker.receive(self._timeout))
             yield reply
             if "done" in reply:
                 return

@@ -183,8 +183,8 @@ def read_value(text: str) -> object:
     return float(text) if _FLOAT.fullmatch(text) else text
 
 
-def read_literal(text: str, shape: TensorType) -> Any:
-    """Read the value of a constant.
+def read_literal(text: str, shape: TensorType) -> object:
+    """Value of a constant.
 
     Args:
         text: The text between the parentheses of ``constant(...)``.
@@ -238,8 +238,8 @@ READERS: dict[str, Callable[[str], object]] = {
 
 
 @lru_cache(maxsize=65536)
-def read_attribute(key: str, text: str) -> Any:
-    """Read the value of attribute ``key``; the result is shared, hence immutable.
+def read_attribute(key: str, text: str) -> object:
+    """Value of attribute ``key``; the result is shared, hence immutable.
 
     Raises:
         ValueError: The text does not fit the attribute.

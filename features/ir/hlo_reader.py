@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from ...common.errors import DynamicShapeError, ProgramError
 from .hlo_attributes import (
@@ -54,13 +53,12 @@ _RENAMED = {"custom_call_target": "target"}
 _ONE_DIMENSION = frozenset(
     ("all-gather", "all-gather-start", "reduce-scatter", "all-to-all", "sort")
 )
-_COLLECTIVE_DEFAULTS: dict[str, Any] = {
+_COLLECTIVE_DEFAULTS: dict[str, object] = {
     "replica_groups": (),
     "channel_id": None,
     "use_global_device_ids": False,
 }
-#: Attributes that XLA leaves out where they have these values.
-_DEFAULTS: dict[str, dict[str, Any]] = {
+_DEFAULTS: dict[str, dict[str, object]] = {
     "dot": {
         "lhs_contracting_dims": (),
         "rhs_contracting_dims": (),
@@ -103,8 +101,7 @@ class _Reader:
         self.lines = text.splitlines()
         self.program = Program(dialect="hlo", origin=origin)
         self.sources = Sources({})
-        # Equal attribute texts are read once: models repeat their layers.
-        self.attributes: dict[tuple[str, str], tuple[dict[str, Any], tuple[str, ...]]] = {}
+        self.attributes: dict[tuple[str, str], tuple[dict[str, object], tuple[str, ...]]] = {}
         self.number = 0
 
     def read(self) -> Program:
@@ -292,7 +289,7 @@ def _names_computation(key: str, opcode: str) -> bool:
     return key not in ("select", "scatter") or opcode == "select-and-scatter"
 
 
-def _backend_config(op: Op, config: dict[str, Any] | str) -> None:
+def _backend_config(op: Op, config: dict[str, object] | str) -> None:
     """Attach a configuration; the trip count that it may state becomes an attribute."""
     if isinstance(config, dict) and op.opcode == "while":
         known = config.pop("known_trip_count", None)

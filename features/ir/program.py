@@ -77,8 +77,8 @@ class TensorType(NamedTuple):
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
-def constant_value(elements: list[Any]) -> Any:
-    """Choose the value under which a constant is kept.
+def constant_value(elements: list[object]) -> Any:
+    """Value under which a constant is kept.
 
     Args:
         elements: All elements, row-major; a single one stands for a splat.

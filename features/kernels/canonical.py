@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import Any
 
 from ..ir.program import Computation, Op, Program, TensorType
 from .library_form import plain_form
@@ -114,8 +113,8 @@ def control_body(opcode: str) -> Program:
     return Program({"main": entry}, "main", name="kernel")
 
 
-def canonical_attrs(op: Op) -> dict[str, Any]:
-    """Return the attributes that decide what an instruction does."""
+def canonical_attrs(op: Op) -> dict[str, object]:
+    """Attributes that decide what an instruction does."""
     attrs = op.attrs
     if not attrs:
         return {}
@@ -164,7 +163,7 @@ def _short(text: str) -> str:
 
 
 def _parameter(number: int, like: Op) -> Op:
-    attrs: dict[str, Any] = {"index": number}
+    attrs: dict[str, object] = {"index": number}
     if "nesting" in like.attrs:
         # Tuple operands keep their structure, which get-tuple-element refers to.
         attrs["nesting"] = like.attrs["nesting"]

@@ -157,7 +157,7 @@ class _Epilogue:
         ]
 
     @property
-    def dot_attrs(self) -> dict[str, Any]:
+    def dot_attrs(self) -> dict[str, object]:
         """Attributes of the product."""
         numbers = self.config.get("dot_dimension_numbers", {})
         attrs: dict[str, Any] = {
@@ -220,7 +220,7 @@ class _Epilogue:
         return not rest
 
     def _add(
-        self, opcode: str, operands: tuple[int, ...], like: TensorType, attrs: dict[str, Any]
+        self, opcode: str, operands: tuple[int, ...], like: TensorType, attrs: dict[str, object]
     ) -> int:
         self.ops.append(Op(f"e{len(self.ops)}", opcode, operands, (like,), attrs))
         return len(self.ops) - 1

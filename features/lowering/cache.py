@@ -135,8 +135,8 @@ class LoweringCache:
 EXTRACTION_VERSION = 3
 
 
-def to_data(lowered: LoweredProgram) -> dict[str, Any]:
-    """Serialise kernels with their names, and sources as walk indices.
+def to_data(lowered: LoweredProgram) -> dict[str, object]:
+    """Kernels with their names, and sources as walk indices.
 
     Args:
         lowered: Compiled from StableHLO, with the trip counts of all loops known.

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...common.errors import LoweringError
 from ..ir.hlo_reader import parse_hlo
@@ -22,6 +22,9 @@ from ..kernels.provenance import infer_sources
 from .cache import LoweringCache, from_data, to_data
 from .local_target import LocalTarget, environment_hash, local_target
 from .work_check import uncosted_notes
+
+if TYPE_CHECKING:
+    import jax
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ class NativeExecutable:
     """
 
     source: SourceProgram
-    executable: Any
+    executable: object
     hlo: str
     peak_memory_bytes: float
     target: LocalTarget
@@ -69,10 +72,10 @@ class NativeExecutable:
         """Return its kernels, as :func:`opcast.features.lowering.lower.lower` gives them."""
         return self._lowered
 
-    def _meta(self) -> dict[str, Any]:
+    def _meta(self) -> dict[str, object]:
         return {"peak_memory_bytes": self.peak_memory_bytes, "compiler": self.target.compiler}
 
-    def run(self, arguments: Sequence[Any]) -> list[Any]:
+    def run(self, arguments: Sequence[object]) -> list[jax.Array]:
         """Execute once, without waiting for the result.
 
         Args:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -69,12 +68,12 @@ def op_texts(frame: pd.DataFrame, family: str) -> list[str]:
     return texts
 
 
-def _records(frame: pd.DataFrame, family: str) -> Iterator[dict[str, Any]]:
-    """Yield the parameters of each row as plain Python values."""
+def _records(frame: pd.DataFrame, family: str) -> Iterator[dict[str, object]]:
+    """Parameters of each row as plain Python values."""
     method, own = family.split("/")
     whole = [c for c in PARAMETERS[FAMILIES[family]] if c in frame]
     text = [c for c in NAMES if c in frame and c != "family"]
-    columns: list[Any] = [
+    columns: list[object] = [
         frame[c].astype(np.int64).tolist() if frame[c].notna().all() else frame[c].astype(object)
         for c in whole
     ]
@@ -84,12 +83,12 @@ def _records(frame: pd.DataFrame, family: str) -> Iterator[dict[str, Any]]:
         yield {"method": method, "family": own, **record}
 
 
-def read_op(ir: str) -> dict[str, Any] | None:
-    """Read the parameters of a kernel that :func:`op_ir` wrote; ``None`` for any other kernel."""
+def read_op(ir: str) -> dict[str, object] | None:
+    """Parameters of a kernel that :func:`op_ir` wrote; ``None`` for any other kernel."""
     start = ir.find(_MARK)
     if start < 0:
         return None
-    config: dict[str, Any] = json.JSONDecoder().raw_decode(ir, start)[0][CONFIG]
+    config: dict[str, object] = json.JSONDecoder().raw_decode(ir, start)[0][CONFIG]
     return config
 
 
@@ -102,8 +101,8 @@ def op_frame(irs: Iterable[str]) -> pd.DataFrame:
     return frame.reindex(columns=[*wanted, *(c for c in frame if c not in wanted)])
 
 
-def _config(row: Row, group: str) -> dict[str, Any]:
-    config: dict[str, Any] = {"method": row["method"]}
+def _config(row: Row, group: str) -> dict[str, object]:
+    config: dict[str, object] = {"method": row["method"]}
     config |= {c: str(row[c]) for c in NAMES if _present(row.get(c))}
     config |= {c: int(row[c]) for c in PARAMETERS[group] if _present(row.get(c))}
     absent = [c for c in PARAMETERS[group] if c not in config and c not in _OPTIONAL]
@@ -113,6 +112,5 @@ def _config(row: Row, group: str) -> dict[str, Any]:
     return config
 
 
-def _present(value: Any) -> bool:
-    # `value == value` is false for NaN, which marks missing numbers in a frame.
+def _present(value: object) -> bool:
     return value is not None and value is not pd.NA and value == value and value != ""

@@ -60,7 +60,7 @@ def parse_op(text: str) -> dict[str, Any]:
     """
     # An empty text has no family; the error below names the known ones.
     head, *pairs = text.split() or [""]
-    given: dict[str, Any] = {}
+    given: dict[str, object] = {}
     for pair in pairs:
         name, mark, value = pair.partition("=")
         if not mark or not value:
@@ -86,7 +86,7 @@ def parse_op_columns(
         ProgramError: As :func:`parse_op`, or columns differ in length or are empty.
     """
     where = f"columns of {operator!r}"[:200]
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for name, value in given.items():
         values[name] = value if isinstance(value, str | int) else _column(name, value, where)
     lengths = {len(v) for v in values.values() if isinstance(v, np.ndarray)}
@@ -102,8 +102,8 @@ def _column(name: str, values: Sequence[int], where: str) -> np.ndarray:
         raise _wrong(where, f"{name} holds no whole numbers") from None
 
 
-def _completed(head: str, given: dict[str, Any], where: str) -> dict[str, Any]:
-    """Complete an operator's row, or a table of columns, to all parameters of its family."""
+def _completed(head: str, given: dict[str, Any], where: str) -> dict[str, object]:
+    """The row of an operator, or a table of columns, with all parameters of its family."""
     given["dtype"] = _DTYPES.get(str(given.get("dtype")), given.get("dtype"))
     key = _key(head, given["dtype"], where)
     group = FAMILIES[key]
@@ -143,7 +143,7 @@ def _key(head: str, dtype: str | None, where: str) -> str:
     raise _wrong(where, f"no operator {head!r}", "operators: " + ", ".join(names))
 
 
-def _numbered(given: dict[str, Any], numbers: tuple[str, ...], where: str) -> dict[str, Any]:
+def _numbered(given: dict[str, Any], numbers: tuple[str, ...], where: str) -> dict[str, object]:
     row = dict(given)
     for name in (n for n in numbers if n in row):
         if not isinstance(row[name], np.ndarray):
@@ -159,7 +159,7 @@ def _numbered(given: dict[str, Any], numbers: tuple[str, ...], where: str) -> di
     return row
 
 
-def _fill(row: dict[str, Any], key: str, group: str) -> None:
+def _fill(row: dict[str, object], key: str, group: str) -> None:
     """Add the parameters that follow from others."""
     for name, value in _DEFAULTS[group].items():
         # A name stands for another parameter's value if that is given; only "balanced" of the

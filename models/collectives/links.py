@@ -69,7 +69,7 @@ class Links:
                 )
 
     @classmethod
-    def from_spec(cls, spec: Any, **changes: Any) -> Links:
+    def from_spec(cls, spec: object, **changes: Any) -> Links:
         """Take the facts from a device description by attribute.
 
         Args:

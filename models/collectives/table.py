@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,12 +21,11 @@ from .links import REFERENCE_CLOCK, Links
 
 #: Frameworks with an all-reduce of their own, which sends whole buffers while messages are small.
 CUSTOM_BACKENDS = ("sglang", "vllm", "trtllm")
-#: Machines that the published-latency pack (Vidur) names instead of a device: device string, and
-#: what is known better of their links. Two devices are joined by an NVLink bridge, such pairs by
-#: PCI Express, and nodes by 25 Gb/s Ethernet (3.125e9 bytes/s). The pair of A40 that was measured
-#: reaches 4.3e9 bytes/s, a thirteenth of the bridge's rate and a seventh of PCI Express: it has no
-#: peer access.
-PLATFORMS: dict[str, tuple[str, dict[str, Any]]] = {
+#: Machines that published tables name instead of a device: device string, and what is known
+#: better. Pairs are joined by NVLink bridges, pairs by PCI Express, and nodes by 25 Gb/s Ethernet.
+#: The pair of A40 that was measured reaches 4.3e9 bytes/s, a thirteenth of the bridge's rate and a
+#: seventh of PCI Express: it has no peer access.
+PLATFORMS: dict[str, tuple[str, dict[str, object]]] = {
     "a100_dgx": ("NVIDIA A100-SXM4-80GB (vidur a100)", {}),
     "a100_pairwise_nvlink": (
         "NVIDIA A100-SXM4-80GB (vidur a100)",

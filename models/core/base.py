@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 import numpy as np
 
@@ -78,7 +78,7 @@ class ModelBundle(Protocol):
     """
 
     devices: dict[str, DeviceSpec]
-    info: dict[str, Any]
+    info: dict[str, object]
 
     def contents(self) -> tuple[dict[str, object], dict[str, bytes]]:
         """Contents of the model folder.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class EnsembleEstimator(TabularEstimator):
     def __init__(
         self,
         members: Sequence[str] = MEMBERS,
-        member_params: Mapping[str, Mapping[str, Any]] | None = None,
+        member_params: Mapping[str, Mapping[str, object]] | None = None,
         inner_folds: int = 3,
         shrinkage: float = 200.0,
         seed: int = 0,
@@ -71,8 +71,8 @@ class EnsembleEstimator(TabularEstimator):
         """An unfitted member."""
         return _make(name, self.member_params(name))
 
-    def member_params(self, name: str) -> dict[str, Any]:
-        """Keywords of a member: seed and threads if it takes them, and its own parameters."""
+    def member_params(self, name: str) -> dict[str, object]:
+        """What a member is made with: seed and threads if it takes them, and its own parameters."""
         accepted = _accepted(name)
         general = {k: self.params[k] for k in ("seed", "n_jobs") if k in accepted}
         return {**general, **self.params["member_params"].get(name, {})}
@@ -142,7 +142,7 @@ class EnsembleEstimator(TabularEstimator):
 
     @classmethod
     def _from_parts(
-        cls, path: Path, manifest: Mapping[str, Any], files: dict[str, bytes], schema: str | None
+        cls, path: Path, manifest: Mapping[str, object], files: dict[str, bytes], schema: str | None
     ) -> Self:
         model = super()._from_parts(path, manifest, files, schema)
         for name in model.params["members"]:

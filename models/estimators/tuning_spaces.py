@@ -24,7 +24,7 @@ class SearchTrial(Protocol):
     ) -> int:
         """A whole number between two ends, both included."""
 
-    def suggest_categorical(self, name: str, choices: Any) -> Any:
+    def suggest_categorical(self, name: str, choices: Any) -> object:
         """One of the choices."""
 
 

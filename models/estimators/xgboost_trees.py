@@ -118,7 +118,7 @@ class SmallBatches:
         return np.array([self._trees.predict(row) for row in values], np.float64)
 
 
-def _joined(trees: list[dict[str, Any]], name: str, dtype: type[np.generic]) -> np.ndarray:
+def _joined(trees: list[dict[str, object]], name: str, dtype: type[np.generic]) -> np.ndarray:
     return np.concatenate([np.asarray(tree[name]) for tree in trees]).astype(dtype)
 
 
@@ -160,9 +160,7 @@ class _UbjReader:
         self.at += 1
         return entries
 
-    def _array(self) -> Any:
-        # Optimised containers: "$" announces a common type, "#" a count, after which no end mark
-        # follows.
+    def _array(self) -> object:
         if self._peek() == "$":
             self.at += 1
             kind = self._mark()

@@ -46,7 +46,7 @@ class Correction:
         latency_s: np.ndarray,
         groups: np.ndarray,
         devices: Sequence[str],
-        **params: Any,
+        **params: object,
     ) -> Correction:
         """Learn from measured kernels, with intervals from held-out groups.
 
@@ -111,8 +111,8 @@ class Correction:
         """Write the estimator's folder."""
         self.estimator.save(path)
 
-    def stored(self) -> dict[str, Any]:
-        """Entries of the whole estimator's manifest from which :meth:`load` restores this."""
+    def stored(self) -> dict[str, object]:
+        """What the manifest of the whole estimator has to hold."""
         return {"estimator": self.estimator.name, "devices": list(self.devices)}
 
     @classmethod

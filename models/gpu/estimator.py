@@ -68,7 +68,10 @@ class GpuEstimator:
     name = "gpu-xla"
 
     def __init__(
-        self, operators: str | Path | None = None, constants: Constants | None = None, **params: Any
+        self,
+        operators: str | Path | None = None,
+        constants: Constants | None = None,
+        **params: object,
     ) -> None:
         self.operators_path = Path(operators) if operators else SHIPPED
         self.constants = constants or shipped_constants()

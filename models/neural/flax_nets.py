@@ -106,7 +106,7 @@ class State(NamedTuple):
     """Weights and the state of the optimiser."""
 
     weights: Weights
-    optimiser: Any
+    optimiser: optax.GradientTransformation
 
 
 class CompiledNetwork(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -102,7 +102,7 @@ class GraphEstimator(NeuralEstimator):
 
     @classmethod
     def _from_parts(
-        cls, path: Path, manifest: Mapping[str, Any], files: dict[str, bytes], schema: str | None
+        cls, path: Path, manifest: Mapping[str, object], files: dict[str, bytes], schema: str | None
     ) -> Self:
         check_schema(path, manifest, graph_schema_hash(), kind="graph")
         return super()._from_parts(path, manifest, files, schema)

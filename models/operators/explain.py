@@ -128,7 +128,7 @@ class OpExplanation:
 
 def explain_op(
     model: FamilyModel,
-    row: Mapping[str, Any],
+    row: Mapping[str, object],
     device: DeviceSpec,
     measured: pd.DataFrame | None = None,
     k: int = 3,

@@ -66,8 +66,7 @@ def new_regressor(settings: FamilySettings, params: Params) -> TabularEstimator:
         ModelError: The estimator is unknown, or does not learn from a feature table.
     """
     accepted = inspect.signature(estimator_class(settings.estimator)).parameters
-    own: dict[str, Any] = {"seed": settings.seed, "n_jobs": settings.n_jobs}
-    # Not every estimator has a seed or threads (the roofline has neither).
+    own: dict[str, object] = {"seed": settings.seed, "n_jobs": settings.n_jobs}
     own = {k: v for k, v in own.items() if k in accepted} | dict(params)
     regressor = make_estimator(settings.estimator, **own)
     if not isinstance(regressor, TabularEstimator):

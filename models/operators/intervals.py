@@ -94,7 +94,7 @@ class DeviceIntervals:
         lower, upper = np.array(self.lower[device]), np.array(self.upper[device])
         return predicted_s * np.exp(lower[place]), predicted_s * np.exp(upper[place])
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain data for the manifest."""
         return {
             "edges_log_s": self.edges,

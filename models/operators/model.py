@@ -40,10 +40,9 @@ logger = logging.getLogger(__name__)
 #: intervals with.
 MIN_ROWS = 200
 
-#: Parameters of the regressors by estimator: for known devices, and for unseen ones, to which fewer
-#: and shallower trees carry over better. All rounds are grown (``stop_rounds`` 0): a family's rows
-#: are many and nearly free of noise, so early stopping would only cost rows.
-DEFAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+#: Parameters of the regressors by estimator: for known devices, and for unseen ones, where fewer
+#: and shallower trees carry further.
+DEFAULTS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "xgboost": (
         {
             "rounds": 700,
@@ -83,7 +82,7 @@ class OpModel:
     def __init__(self) -> None:
         self.families: dict[str, FamilyModel] = {}
         self.devices: dict[str, DeviceSpec] = {}
-        self.info: dict[str, Any] = {}
+        self.info: dict[str, object] = {}
 
     def fit(
         self,
@@ -190,9 +189,9 @@ class OpModel:
             used[f"{key} @ {device}"] = correction.count
         return used
 
-    def contents(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+    def contents(self) -> tuple[dict[str, object], dict[str, bytes]]:
         """Manifest and files of the folder, as :class:`~opcast.models.core.base.ModelBundle`."""
-        families: dict[str, Any] = {}
+        families: dict[str, object] = {}
 
         def save_families(root: Path) -> None:
             for key, model in self.families.items():

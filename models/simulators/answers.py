@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -53,7 +53,7 @@ class AnsweringEstimator(ABC):
     #: ``source`` of its answers.
     source: ClassVar[str] = ""
 
-    def __init__(self, **params: Any) -> None:
+    def __init__(self, **params: object) -> None:
         self.params = params
 
     @property

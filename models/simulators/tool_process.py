@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
 
 from ...common.worker_process import WorkerEnded, WorkerProcess, WorkerTimeout, module_command
 
@@ -40,12 +39,8 @@ class ToolProcess:
     ) -> None:
         self.stop()
 
-    def ask(self, job: Mapping[str, object]) -> dict[str, Any]:
-        """Run one job.
-
-        Returns:
-            The tool's reply, or ``{"error": …}``, with ``"hung": True`` if the limit passed.
-        """
+    def ask(self, job: Mapping[str, object]) -> dict[str, object]:
+        """The tool's reply, or ``{"error": …}``; with ``"hung": True`` if the limit passed."""
         limit_s = self._limit_s + (START_S if self._worker is None else 0.0)
         worker = self._worker = self._worker or self._started()
         try:

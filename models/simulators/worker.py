@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
-from typing import Any
 
 from ...common.child_process import Channel
 
@@ -27,7 +26,7 @@ def serve(tool: str) -> None:
         channel.send(json.dumps(_answer(module, json.loads(job))).encode())
 
 
-def _answer(module: ModuleType, job: Mapping[str, object]) -> dict[str, Any]:
+def _answer(module: ModuleType, job: Mapping[str, object]) -> dict[str, object]:
     try:
         return dict(module.run(job))
     except Exception as error:  # tools raise many unrelated classes

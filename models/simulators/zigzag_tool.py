@@ -20,7 +20,7 @@ _WIDE = 1 << 20
 _LEAST = 64
 
 
-def run(job: dict[str, Any]) -> dict[str, float]:
+def run(job: dict[str, object]) -> dict[str, float]:
     """Search a mapping, with either operand as the stationary weights.
 
     Args:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -42,7 +41,7 @@ class EnsembleChoice:
     """
 
     winner: str
-    params: dict[str, Any]
+    params: dict[str, object]
     table: pd.DataFrame
     test: pd.DataFrame
 

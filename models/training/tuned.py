@@ -29,7 +29,7 @@ class TrialRecord:
     """
 
     number: int
-    params: dict[str, Any]
+    params: dict[str, object]
     error: float
     pruned: bool
     seconds: float

@@ -10,7 +10,6 @@ single device.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -86,7 +85,7 @@ class PartitionedPrediction:
                 sums[own.kind] = (count + node.times, size + more, time + seconds)
         return sums
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain data, as ``opcast predict --cluster --json`` prints it."""
         r = self.run
         return {
@@ -110,7 +109,7 @@ class PartitionedPrediction:
 
 
 def predict_partitioned(
-    program: Any,
+    program: object,
     cluster: Cluster,
     predictor: Predictor | None = None,
     options: LoweringOptions = DEFAULTS,
@@ -234,7 +233,7 @@ class _Job:
             return 0.0
         return node.times * self.collective(own.kind, own.size, own.group, self.cluster)[side]
 
-    def _links(self, node: Node) -> frozenset[Any]:
+    def _links(self, node: Node) -> frozenset[object]:
         if node.collective is None:
             return frozenset()
         # Collectives that cross the same dimension share its links; ``run_streams`` gives each a
@@ -275,8 +274,8 @@ def _notes(lowered: LoweredProgram, scheduled: bool, devices: int, cluster: Clus
     return notes
 
 
-def stream_trace(prediction: PartitionedPrediction) -> dict[str, Any]:
-    """Make a Chrome trace of one device: computation, and communication beside it."""
+def stream_trace(prediction: PartitionedPrediction) -> dict[str, object]:
+    """Chrome trace of one device: computation, and communication beside it."""
     trace = ChromeTrace()
     trace.process(f"{prediction.device} of {prediction.cluster}")
     for track, name in enumerate(("compute", "communication")):
@@ -287,9 +286,7 @@ def stream_trace(prediction: PartitionedPrediction) -> dict[str, Any]:
         if end <= start:
             continue
         own = node.collective
-        # One span for all executions of a node: a loop's kernels are not unrolled in the
-        # simulation.
-        details: dict[str, Any] = {"critical": place in critical, "runs": node.times}
+        details: dict[str, object] = {"critical": place in critical, "runs": node.times}
         if own is not None:
             details |= {"bytes": own.size, "devices": len(own.group)}
         trace.span(

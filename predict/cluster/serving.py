@@ -60,7 +60,7 @@ class ServingPrediction:
     plan: Plan
     cluster: str
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain data: mean latency of a request, percentiles, and throughput of all replicas."""
         figures: dict[str, Any] = dict(self.result.to_dict())
         # One replica was simulated; the others serve as much each.

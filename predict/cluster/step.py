@@ -64,10 +64,10 @@ class StepPrediction:
         """Model FLOP/s of one device, without recomputation (Chowdhery et al., PaLM, app. B)."""
         return self.workload.model_flops() / self.step.total / self.plan.devices
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain data, as ``opcast simulate --json`` prints it."""
         s = self.step
-        data: dict[str, Any] = {
+        data: dict[str, object] = {
             **step_fields(self.interval),
             "compute_us": s.compute * 1e6,
             "exposed_communication_us": s.exposed * 1e6,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from ...common.errors import ProgramError
 from ...features.devices.device import DeviceSpec
@@ -16,8 +15,8 @@ from ..cluster.partitioned import PartitionedPrediction
 
 def export_chakra(
     prediction: PartitionedPrediction, cluster: Cluster, device: DeviceSpec, out: Path
-) -> dict[str, Any]:
-    """Write one trace per rank and the other input files of ASTRA-sim.
+) -> dict[str, object]:
+    """Write one trace a rank, and what else ASTRA-sim needs.
 
     Args:
         prediction: The program, predicted on the cluster.
@@ -59,9 +58,8 @@ def export_chakra(
     return summary(traces)
 
 
-def summary(traces: list[list[EtNode]]) -> dict[str, Any]:
-    """Summarise traces; see :func:`export_chakra`."""
-    # Every rank runs the same program, so rank 0 stands for all.
+def summary(traces: list[list[EtNode]]) -> dict[str, object]:
+    """What :func:`export_chakra` returns."""
     first = traces[0]
     collectives: dict[str, dict[str, int]] = {}
     for node in first:

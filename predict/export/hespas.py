@@ -45,8 +45,7 @@ class OpcastEstimator(ComputeEstimator):
         """
         self.predictor = _predictor(self)
 
-    def _get_whole_module_result(self, module: Any) -> Any:
-        # With a fallback: one block that the compiler refuses should not end a long run.
+    def _get_whole_module_result(self, module: Any) -> object:
         prediction = self.predictor.predict(
             module.mlir_string, device=self.device, lowering=self.lowering, fallback="op"
         )
@@ -69,16 +68,16 @@ class OpcastOpEstimator(ComputeEstimator):
         self.predictor = _predictor(self)
 
     @register_op_handler(["stablehlo.dot_general", "stablehlo.dot", "stablehlo.convolution"])
-    def handle_product(self, op_info: Any) -> Any:
-        """Estimate a matrix product or convolution."""
+    def handle_product(self, op_info: object) -> object:
+        """A product on the matrix unit."""
         return self._estimate(op_info)
 
     @register_default_op_handler
-    def handle_other(self, op_info: Any) -> Any:
-        """Estimate any other operation."""
+    def handle_other(self, op_info: object) -> object:
+        """Any other operation."""
         return self._estimate(op_info)
 
-    def _estimate(self, op_info: Any) -> Any:
+    def _estimate(self, op_info: Any) -> object:
         if op_info.op_name in _FREE:
             return OpResult(success=True, op_info=op_info, runtime_estimate=0.0, metadata={})
         text = op_program(op_info.op_line, op_info.input_types, op_info.output_types)
@@ -104,8 +103,8 @@ def _predictor(estimator: Any) -> Predictor:
     return load(estimator.model)
 
 
-def _answer(prediction: Prediction) -> tuple[float, dict[str, Any]]:
-    """Convert a prediction to seconds and metadata."""
+def _answer(prediction: Prediction) -> tuple[float, dict[str, object]]:
+    """Seconds, and what else HESPAS may keep."""
     return prediction.latency_us / 1e6, {
         "lo_s": prediction.lo_us / 1e6,
         "hi_s": prediction.hi_us / 1e6,

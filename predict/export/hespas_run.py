@@ -6,7 +6,6 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ...common.errors import DatasetError, OpcastError
 from ...common.files import parse_json, write_text
@@ -56,8 +55,8 @@ def register() -> None:
             choice.add_estimator_choice(name, cls)
 
 
-def configured(config: Path) -> dict[str, Any]:
-    """Read a configuration and add the model's digest.
+def configured(config: Path) -> dict[str, object]:
+    """The configuration with the model's digest in it.
 
     Raises:
         DatasetError: The configuration cannot be read, or names another estimator.

@@ -108,7 +108,7 @@ def _named(rows: pd.DataFrame) -> pd.DataFrame:
     shapes = []
     for row in rows.to_dict("records"):
         kept = PARAMETERS[FAMILIES[str(row["key"])]]
-        shape: dict[str, Any] = {
+        shape: dict[str, object] = {
             c: int(row[c]) for c in kept if row.get(c) == row.get(c, 0) and row.get(c) is not None
         }
         extra = {
@@ -127,7 +127,7 @@ def _named(rows: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _kernel_shape(kernel: Any) -> dict[str, Any]:
+def _kernel_shape(kernel: Any) -> dict[str, object]:
     entry = kernel.body.entry_computation
     operands = [str(t) for o in kernel.op.operands for t in entry.ops[o].results]
     results = [str(t) for t in kernel.op.results]

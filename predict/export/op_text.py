@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from ...common.errors import ProgramError
 
@@ -15,8 +14,8 @@ _RESULT = re.compile(r"^\s*%[\w$.-]+(?::\d+)?\s*=\s*")
 
 def op_program(
     line: str,
-    inputs: Sequence[tuple[Sequence[int], Any]],
-    outputs: Sequence[tuple[Sequence[int], Any]],
+    inputs: Sequence[tuple[Sequence[int], object]],
+    outputs: Sequence[tuple[Sequence[int], object]],
 ) -> str:
     """Make a module whose only function consists of the operation.
 
@@ -51,6 +50,6 @@ def op_program(
     )
 
 
-def _tensor(kind: tuple[Sequence[int], Any]) -> str:
+def _tensor(kind: tuple[Sequence[int], object]) -> str:
     shape, dtype = kind
     return f"tensor<{''.join(f'{n}x' for n in shape)}{dtype}>"

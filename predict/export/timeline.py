@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from ...common.chrome_trace import ChromeTrace, write_trace
 from ..program.predictor import Prediction
 
 
-def chrome_trace(prediction: Prediction) -> dict[str, Any]:
-    """Make trace events of a prediction, with kernels in schedule order on one track.
+def chrome_trace(prediction: Prediction) -> dict[str, object]:
+    """Trace events of a prediction, kernels in schedule order on one track.
 
     Kernels are scaled so that the last one ends at the predicted program time: gaps between
     kernels, and overlap, are spread over all of them.

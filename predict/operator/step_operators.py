@@ -127,10 +127,10 @@ def roofline_seconds(calls: Sequence[OpCall], spec: DeviceSpec) -> np.ndarray:
     return np.stack([middle, middle / ROOFLINE_FACTOR, middle * ROOFLINE_FACTOR], axis=1)
 
 
-def op_row(call: OpCall, spec: DeviceSpec) -> dict[str, Any]:
-    """Convert an operator to a row for :meth:`OpModel.predict`; ``scale`` is left out."""
-    sizes: dict[str, Any] = dict(zip(SHAPES[call.op], call.shape, strict=True))
-    row: dict[str, Any] = {"device": spec.name, "dtype": TABLE_DTYPE[call.dtype]}
+def op_row(call: OpCall, spec: DeviceSpec) -> dict[str, object]:
+    """An operator as a row that :meth:`OpModel.predict` takes; ``scale`` is left out."""
+    sizes: dict[str, object] = dict(zip(SHAPES[call.op], call.shape, strict=True))
+    row: dict[str, object] = {"device": spec.name, "dtype": TABLE_DTYPE[call.dtype]}
     if call.op == "linear":
         # The kernels that vLLM's measurements name: cuBLAS behind PyTorch, CUTLASS for scaled fp8.
         kernel = "torch.nn.functional.linear"
@@ -150,18 +150,18 @@ def op_row(call: OpCall, spec: DeviceSpec) -> dict[str, Any]:
     return {**row, "dtype": "fp16", **_pass(call, sizes)}
 
 
-def _table(key: str, backend: str = "", kernel: str = "") -> dict[str, Any]:
+def _table(key: str, backend: str = "", kernel: str = "") -> dict[str, object]:
     name = key.split("/")[1]
     return {"key": key, "family": name, "op": name, "backend": backend, "kernel": kernel}
 
 
-def _attention(sizes: dict[str, Any], spec: DeviceSpec) -> dict[str, Any]:
+def _attention(sizes: dict[str, Any], spec: DeviceSpec) -> dict[str, object]:
     columns = {**_table(attention_key(sizes)), **flash_attention(sizes, spec)}
     # Values as wide as keys, and no sliding window: the workloads have neither variant.
     return {**columns, **sizes, "v_head_dim": sizes["head_dim"], "window": 0}
 
 
-def _pass(call: OpCall, sizes: dict[str, Any]) -> dict[str, Any]:
+def _pass(call: OpCall, sizes: dict[str, Any]) -> dict[str, object]:
     if call.op == "move":
         # An addition of that traffic: three tensors of two bytes an element, hence six.
         rows = max(1, round(sizes["bytes"] / (6 * _MOVED_COLS)))

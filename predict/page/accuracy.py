@@ -45,8 +45,8 @@ def accuracy_page(
     return assemble(Page(f"Accuracy: {title}", data, SCRIPTS))
 
 
-def run_data(run: TrackedRun) -> dict[str, Any]:
-    """Collect a run as plain data, by level (``kernel``, ``program``, ``op``)."""
+def run_data(run: TrackedRun) -> dict[str, object]:
+    """A run as plain data, by level (``kernel``, ``program``, ``op``)."""
     frame = run.predictions
     # Relative errors of zero or missing times are undefined.
     usable = frame[(frame["measured_us"] > 0) & (frame["predicted_us"] > 0)]
@@ -65,7 +65,7 @@ def run_data(run: TrackedRun) -> dict[str, Any]:
     }
 
 
-def _level(frame: pd.DataFrame, noise: dict[str, float]) -> dict[str, Any]:
+def _level(frame: pd.DataFrame, noise: dict[str, float]) -> dict[str, object]:
     frame = frame.reset_index(drop=True)
     return {
         "all": _figures("all", frame, noise.get("all")),
@@ -74,7 +74,7 @@ def _level(frame: pd.DataFrame, noise: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def _groups(frame: pd.DataFrame, column: str, noise: dict[str, float]) -> list[dict[str, Any]]:
+def _groups(frame: pd.DataFrame, column: str, noise: dict[str, float]) -> list[dict[str, object]]:
     """Figures by value of a column, the value with most rows first."""
     counts = frame[column].value_counts()
     return [
@@ -83,7 +83,7 @@ def _groups(frame: pd.DataFrame, column: str, noise: dict[str, float]) -> list[d
     ]
 
 
-def _figures(name: str, frame: pd.DataFrame, noise: float | None) -> dict[str, Any]:
+def _figures(name: str, frame: pd.DataFrame, noise: float | None) -> dict[str, object]:
     columns = ("measured_us", "predicted_us", "lo_us", "hi_us")
     measured, predicted, lo, hi = (frame[c].to_numpy(np.float64) for c in columns)
     figures = summary(measured, predicted, lo, hi)
@@ -97,8 +97,8 @@ def _figures(name: str, frame: pd.DataFrame, noise: float | None) -> dict[str, A
     }
 
 
-def _points(frame: pd.DataFrame) -> dict[str, Any]:
-    """Points for the plot, a fixed sample; columns hold codes, whose words are in ``names``."""
+def _points(frame: pd.DataFrame) -> dict[str, object]:
+    """A fixed draw of rows to draw, with words in place of codes in ``names``."""
     if len(frame) > MOST_POINTS:
         # A fixed draw, so that a page can be made again; sorted, so that points keep the rows'
         # order.

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import cache
 from html import escape
 from pathlib import Path
-from typing import Any
 
 _STATIC = Path(__file__).resolve().parent / "static"
 STYLE = "page.css"
@@ -58,7 +57,7 @@ class Page:
     """
 
     title: str
-    data: Mapping[str, Any]
+    data: Mapping[str, object]
     scripts: Sequence[str]
 
 
@@ -78,8 +77,8 @@ def assemble(page: Page) -> str:
     )
 
 
-def json_for_html(data: Any) -> str:
-    """Write JSON for a script element: no markup can begin or end in it.
+def json_for_html(data: object) -> str:
+    """JSON that may stand in a script element: no markup can begin or end in it.
 
     Raises:
         ValueError: A number is neither finite nor ``None``.

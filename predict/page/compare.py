@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from ...common.errors import OpcastError
 from ...features.ir.reader import SourceProgram
@@ -26,8 +25,8 @@ def compare_devices(
     devices: Sequence[str],
     lowering: str = LOWERING,
     tell: Callable[[str], None] = lambda device: None,
-) -> list[dict[str, Any]]:
-    """Predict a program on several devices; a failure is reported in its row.
+) -> list[dict[str, object]]:
+    """Predict a program on devices; a device that fails says why.
 
     Args:
         predictor: Predictor with the model.
@@ -61,7 +60,7 @@ def is_optimised(source: SourceProgram) -> bool:
     return source.kind == "hlo" and source.program.is_scheduled
 
 
-def _row(name: str, prediction: Prediction) -> dict[str, Any]:
+def _row(name: str, prediction: Prediction) -> dict[str, object]:
     return {
         "device": name,
         "us": short(prediction.latency_us),

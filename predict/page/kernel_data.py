@@ -98,7 +98,7 @@ def kernel_columns(
     below = [lowered.kernels[i] for i in kept]
     places = [paths.of(kernel) for kernel in below]
     words = _Words()
-    columns: dict[str, Any] = {
+    columns: dict[str, object] = {
         "name": [k.name for k in own],
         "kind": words.codes("kind", [k.kind for k in own]),
         "bound": words.codes("bound", [k.bound for k in own]),
@@ -137,8 +137,8 @@ def kernel_columns(
     }
 
 
-def peak_lines(columns: dict[str, Any], device: DeviceSpec) -> list[dict[str, Any]]:
-    """List the roofline's peaks for a program's kernels: ``name`` and ``flops`` in FLOP/s.
+def peak_lines(columns: dict[str, Any], device: DeviceSpec) -> list[dict[str, object]]:
+    """Peaks that a program's kernels may reach: ``name`` and ``flops``, in FLOP/s.
 
     One for each dtype of products and convolutions, and the vector unit's for f32.
 

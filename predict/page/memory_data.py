@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from ...features.ir.hlo_reader import parse_hlo
@@ -21,14 +19,14 @@ _NO_MODULE = "there is no lowered module to take lifetimes from"
 
 def memory_data(
     prediction: Prediction, lowered: LoweredProgram, schedule: Schedule
-) -> dict[str, Any]:
-    """Collect peak, capacity, and bytes in use over time from the lifetimes of buffers.
+) -> dict[str, object]:
+    """Peak, capacity, and the bytes in use over time from the lifetimes of buffers.
 
     Returns:
         ``peak_bytes``, ``source``, ``device_bytes``, ``fits``, ``resident_bytes`` (arguments and
         results), ``us`` and ``bytes`` of the curve, and ``why_not`` if there is none.
     """
-    data: dict[str, Any] = {
+    data: dict[str, object] = {
         "peak_bytes": short(prediction.peak_memory_bytes),
         "source": prediction.memory_source,
         "device_bytes": short(prediction.device_memory_bytes),

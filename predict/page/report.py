@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ...features.devices.device import DeviceSpec
 from ...features.ir.reader import SourceProgram, read_program
@@ -58,7 +57,7 @@ class ReportOptions:
 
 def report_page(
     predictor: Predictor,
-    program: Any,
+    program: object,
     options: ReportOptions | None = None,
     tell: Callable[[str], None] = lambda what: None,
 ) -> str:
@@ -92,8 +91,8 @@ def report_page(
 
 def report_data(
     predictor: Predictor, source: SourceProgram, lowered: LoweredProgram, device: DeviceSpec
-) -> dict[str, Any]:
-    """Collect what the page shows of a lowered program as plain data; times in microseconds."""
+) -> dict[str, object]:
+    """Everything that the page shows of a lowered program, as plain data; times in microseconds."""
     found = explain_lowered(predictor, lowered, device, top=EXPLAINED, neighbours=NEIGHBOURS)
     p = found.prediction
     schedule = schedule_of(p, lowered, device)
@@ -121,7 +120,7 @@ def _name(source: SourceProgram) -> str:
     return Path(source.origin).name if source.origin else "program"
 
 
-def _device(device: DeviceSpec) -> dict[str, Any]:
+def _device(device: DeviceSpec) -> dict[str, object]:
     return {
         "name": device.name,
         "vendor": device.vendor,
@@ -137,8 +136,8 @@ def _device(device: DeviceSpec) -> dict[str, Any]:
 
 def _explained(
     found: ProgramExplanation, lowered: LoweredProgram, position: dict[int, int]
-) -> list[dict[str, Any]]:
-    """Explanations of the costliest distinct kernels, with the rows of equal ones."""
+) -> list[dict[str, object]]:
+    """Why the costliest distinct kernels take what they take, with the rows of equal ones."""
     rows: dict[str, list[int]] = {}
     for place, kernel in enumerate(lowered.kernels):
         if place in position:

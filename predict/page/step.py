@@ -53,11 +53,11 @@ def step_data(prediction: StepPrediction) -> dict[str, Any]:
     }
 
 
-def _times(seconds: dict[str, float], scale: float = 1e6) -> list[list[Any]]:
+def _times(seconds: dict[str, float], scale: float = 1e6) -> list[list[object]]:
     return [[name, short(value * scale)] for name, value in seconds.items()]
 
 
-def _spans(prediction: StepPrediction) -> dict[str, Any]:
+def _spans(prediction: StepPrediction) -> dict[str, object]:
     """Spans of all stages by time, as columns; ``kind`` and ``name`` are positions in ``words``."""
     spans = sorted(
         step_events(prediction.step, prediction.plan), key=lambda s: (s["start"], s["stage"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...common.errors import ProgramError
 from ...common.interval import latency_of
@@ -57,7 +57,7 @@ class ProgramExplanation:
     prediction: Prediction
     kernels: tuple[ExplainedKernel, ...]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain data, as ``opcast explain --json`` prints it."""
         p = self.prediction
         return {
@@ -82,8 +82,8 @@ class ProgramExplanation:
 
 def explain(
     predictor: Predictor,
-    program: Any,
-    *args: Any,
+    program: object,
+    *args: object,
     device: str | Path | DeviceSpec = "local",
     lowering: str = "auto",
     trip_counts: dict[str, int] | int | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -80,7 +80,7 @@ class Comparison:
         order = np.argsort(-spread, kind="stable")[:count]
         return [int(i) for i in order if spread[i] > 0]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain data, as ``opcast predict --json`` prints it."""
         return {
             "program": self.program,
@@ -98,7 +98,7 @@ class Comparison:
             "kernels": [self._kernel(i) for i in range(len(self.fidelities[0].own))],
         }
 
-    def _kernel(self, place: int) -> dict[str, Any]:
+    def _kernel(self, place: int) -> dict[str, object]:
         first = self.fidelities[0].prediction.kernels[place]
         return {
             "name": first.name,
@@ -116,7 +116,7 @@ class Comparison:
 
 
 def compare_fidelities(
-    program: Any,
+    program: object,
     names: Sequence[str],
     options: LoweringOptions,
 ) -> Comparison:

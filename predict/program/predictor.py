@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -131,7 +131,7 @@ class Prediction:
         """Return the kernels that take most time over all their executions."""
         return sorted(self.kernels, key=lambda k: -k.total_us)[:count]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain data, as ``opcast predict --json`` prints it."""
         return {
             **latency_of(self),
@@ -216,8 +216,8 @@ class Predictor:
 
     def predict(
         self,
-        program: Any,
-        *args: Any,
+        program: object,
+        *args: object,
         device: str | Path | DeviceSpec = "local",
         lowering: str = "auto",
         trip_counts: dict[str, int] | int | None = None,
@@ -249,7 +249,7 @@ class Predictor:
         return self.predict_with(program, options, *args, strict=strict)
 
     def predict_with(
-        self, program: Any, options: LoweringOptions, *args: Any, strict: bool = False
+        self, program: object, options: LoweringOptions, *args: object, strict: bool = False
     ) -> Prediction:
         """Predict a whole program, as :meth:`predict`, with the lowering options as one value.
 

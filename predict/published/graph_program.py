@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import pandas as pd
 
@@ -69,10 +68,10 @@ class _Unique:
     """Unique rows of a table in the order in which they were first seen."""
 
     def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self._places: dict[tuple[Any, ...], int] = {}
+        self.rows: list[dict[str, object]] = []
+        self._places: dict[tuple[object, ...], int] = {}
 
-    def place(self, row: dict[str, Any]) -> int:
+    def place(self, row: dict[str, object]) -> int:
         key = tuple(row.values())
         if key not in self._places:
             self._places[key] = len(self.rows)
@@ -113,18 +112,17 @@ def graph_programs(labels: pd.DataFrame, graphs: pd.DataFrame) -> GraphPrograms:
     return GraphPrograms(programs, operations, links.table(COLLECTIVE_COLUMNS))
 
 
-def _probe(label: dict[str, Any]) -> dict[str, Any]:
-    # 4 KiB in f32: no device takes longer to move so little than to launch the kernel.
+def _probe(label: dict[str, object]) -> dict[str, object]:
     return {"device": label["device"], **op_rows(GraphOp("VECrelu", (1, 1024)), _dtype(label))}
 
 
-def _dtype(label: dict[str, Any]) -> str:
+def _dtype(label: dict[str, object]) -> str:
     given = label.get("dtype")
     return str(given) if given is not None and given == given else "fp32"
 
 
 def _terms(
-    label: dict[str, Any],
+    label: dict[str, object],
     graph: pd.DataFrame,
     layers: int,
     variant: Variant,

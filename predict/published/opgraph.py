@@ -117,8 +117,8 @@ def _literal(text: str) -> Any:
         raise ValueError(str(error) or "it nests too deep") from None
 
 
-def node_kernels(node: dict[str, Any], phase: str, mode: str, width: int = 4) -> list[GraphOp]:
-    """List the kernels and collectives that a node launches in one phase.
+def node_kernels(node: dict[str, object], phase: str, mode: str, width: int = 4) -> list[GraphOp]:
+    """Kernels and collectives that a node launches in one phase.
 
     Args:
         node: ``OpName``, the three lists, ``InputShapes`` and ``OutputShape``.
@@ -146,7 +146,7 @@ def _moves(op: GraphOp) -> bool:
     return op.kind != "MEM" or max(_elements(shape) for shape in op.shape) > 1
 
 
-def _forward(op: GraphOp, node: dict[str, Any], width: int) -> GraphOp:
+def _forward(op: GraphOp, node: dict[str, object], width: int) -> GraphOp:
     if op.kind == "MEM":
         return _move(width * sum(_elements(shape) for shape in op.shape))
     if op.kind.startswith("VEC") and op.kind[3:] in _BINARY and _broadcasts(node):
@@ -154,8 +154,9 @@ def _forward(op: GraphOp, node: dict[str, Any], width: int) -> GraphOp:
     return op
 
 
-def _backward(name: str, listed: list[GraphOp], node: dict[str, Any], width: int) -> list[GraphOp]:
-    # The gradient of a sum is the gradient itself: autograd passes the same tensor on.
+def _backward(
+    name: str, listed: list[GraphOp], node: dict[str, object], width: int
+) -> list[GraphOp]:
     if name in ("VECadd", "VECaddu", "VECsub", "contiguous"):
         return []
     # PyTorch's native layer norm has two backward kernels, and each reads the input and the
@@ -169,7 +170,7 @@ def _backward(name: str, listed: list[GraphOp], node: dict[str, Any], width: int
     return [_forward(op, {}, width) for op in listed if _moves(op)]
 
 
-def _fused(listed: list[GraphOp], node: dict[str, Any], width: int) -> list[GraphOp]:
+def _fused(listed: list[GraphOp], node: dict[str, object], width: int) -> list[GraphOp]:
     shapes = parse_shapes(str(node["InputShapes"])) + parse_shapes(str(node["OutputShape"]))
     traffic = float(width * sum(_elements(shape) for shape in shapes))
     heavy = [op for op in listed if op.kind not in ("MEM", *COLLECTIVES) and not _light(op)]
@@ -189,7 +190,7 @@ def _row_wise(op: GraphOp) -> bool:
     return op.kind in ("VECsoftmax", "VECln")
 
 
-def _broadcasts(node: dict[str, Any]) -> bool:
+def _broadcasts(node: dict[str, object]) -> bool:
     shapes = parse_shapes(str(node.get("InputShapes", "[]")))
     # An operand of less than an eighth is read from cache by all rows, so its traffic is
     # negligible; the threshold is an engineering estimate.
@@ -204,13 +205,13 @@ def _elements(shape: Iterable[int]) -> int:
     return int(np.prod([int(d) for d in shape], dtype=np.int64))
 
 
-def op_rows(op: GraphOp, dtype: str) -> dict[str, Any]:
-    """Convert an operation to :data:`OP_COLUMNS` of the published schema, unused ones ``None``.
+def op_rows(op: GraphOp, dtype: str) -> dict[str, object]:
+    """One operation in the published op schema: :data:`OP_COLUMNS`, unused ones ``None``.
 
     Raises:
         DatasetError: The kind is not known.
     """
-    row: dict[str, Any] = dict.fromkeys(OP_COLUMNS)
+    row: dict[str, object] = dict.fromkeys(OP_COLUMNS)
     row["dtype"] = dtype
     lengths = {"Linear": 3, "BMM": 4, "MOVE": 1, "JOIN": 1}
     wanted = lengths.get(op.kind, 2 if op.kind.startswith("VEC") else len(op.shape))
@@ -235,7 +236,7 @@ def op_rows(op: GraphOp, dtype: str) -> dict[str, Any]:
     )
 
 
-def _vector(name: str, rows: int, cols: int) -> dict[str, Any]:
+def _vector(name: str, rows: int, cols: int) -> dict[str, object]:
     family = name if name in ("softmax", "ln") else "elementwise"
     return {
         "op": name,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 from ...common.interval import LATENCY_KEYS
 from ...models.operators import OpModel
@@ -47,8 +46,8 @@ class SweepJob:
     model: str
 
 
-def judge(job: SweepJob, items: Sequence[Candidate]) -> list[dict[str, Any]]:
-    """Evaluate candidates; returns one row each, with settings and figures.
+def judge(job: SweepJob, items: Sequence[Candidate]) -> list[dict[str, object]]:
+    """One row for each candidate: its settings and figures.
 
     Energy in joules is the power limit times the computation time, plus :data:`IDLE_SHARE` of the
     limit while a device waits, over all devices.
@@ -56,7 +55,7 @@ def judge(job: SweepJob, items: Sequence[Candidate]) -> list[dict[str, Any]]:
     return [_row(job, item) for item in items]
 
 
-def _row(job: SweepJob, item: Candidate) -> dict[str, Any]:
+def _row(job: SweepJob, item: Candidate) -> dict[str, object]:
     predictor = _predictor(item.cluster, job.model)
     workload = replace(job.workload, batch=item.batch)
     # No remedy: a plan that does not fit is a result, and the grid holds its neighbours anyway.
@@ -83,8 +82,7 @@ def _row(job: SweepJob, item: Candidate) -> dict[str, Any]:
     }
 
 
-def _settings(plan: Plan) -> dict[str, Any]:
-    # Not an axis of a sweep: it is true of every candidate.
+def _settings(plan: Plan) -> dict[str, object]:
     return {name: value for name, value in asdict(plan).items() if name != "overlap"}
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
-from typing import Any
 
 from ...common.child_process import die_with_parent
 from ...common.errors import OpcastError
@@ -24,7 +23,7 @@ logger = logging.getLogger(__name__)
 #: piece that kills every worker must not retry forever. Engineering estimate.
 MOST_LOSSES = 20
 
-Rows = list[dict[str, Any]]
+Rows = list[dict[str, object]]
 
 
 def run_here(job: SweepJob, pieces: Sequence[list[Candidate]]) -> Iterator[Rows]:

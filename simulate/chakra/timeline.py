@@ -11,7 +11,6 @@ import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from ..dependencies import Dependencies
 from .messages import EtNode, NodeType
 
 #: What nodes of several ranks do together: kind, group or pair, and which of its kind it is.
-Meeting = tuple[Any, ...]
+Meeting = tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class TraceRun:
         """Last end."""
         return float(max((e.max(initial=0.0) for e in self.end), default=0.0))
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """Ranks, time, and of rank 0: computation, and count and bytes by collective."""
         first = self.traces[0]
         count: Counter[str] = Counter(n.collective for n in first if n.collective)
@@ -60,7 +59,7 @@ class TraceRun:
             "collectives": {k: {"count": count[k], "bytes": size[k]} for k in sorted(count)},
         }
 
-    def chrome_trace(self) -> dict[str, Any]:
+    def chrome_trace(self) -> dict[str, object]:
         """Trace events for Perfetto and chrome://tracing, a process for each rank."""
         trace = ChromeTrace()
         for rank, nodes in enumerate(self.traces):

@@ -55,7 +55,7 @@ def load_cluster(path: Path | str) -> Cluster:
     return cluster_of(data, str(path))
 
 
-def cluster_of(data: dict[str, Any], where: str) -> Cluster:
+def cluster_of(data: dict[str, object], where: str) -> Cluster:
     """A cluster from the content of a file; ``where`` is its name in errors."""
     _check_keys(data, _TOP, where)
     device = data.get("device")
@@ -73,7 +73,7 @@ def cluster_of(data: dict[str, Any], where: str) -> Cluster:
     return Cluster(name, device, Topology(dims), per_node, sources, notes)
 
 
-def cluster_data(cluster: Cluster) -> dict[str, Any]:
+def cluster_data(cluster: Cluster) -> dict[str, object]:
     """What :func:`cluster_of` reads, as plain data."""
     sources: dict[str, list[str]] = {}
     for key, source in cluster.sources.items():
@@ -156,7 +156,7 @@ def _from_astra(data: dict[str, Any], where: str) -> Topology:
     return Topology(tuple(dims))
 
 
-def _dimension(item: Any, where: str) -> Dimension:
+def _dimension(item: object, where: str) -> Dimension:
     if not isinstance(item, dict):
         raise DeviceError("a dimension is a mapping of keys to figures", where=where)
     _check_keys(item, tuple(_KEYS), where)
@@ -177,7 +177,7 @@ def _dimension(item: Any, where: str) -> Dimension:
     return _checked(where, **fields)
 
 
-def _dimension_data(dim: Dimension) -> dict[str, Any]:
+def _dimension_data(dim: Dimension) -> dict[str, object]:
     result: dict[str, Any] = {}
     for key, (field, kind, scale) in _KEYS.items():
         value = getattr(dim, field)
@@ -198,7 +198,7 @@ def _checked(where: str, **fields: Any) -> Dimension:
         raise DeviceError(error.what, where=where, hint=error.hint) from None
 
 
-def _typed(value: Any, kind: type, where: str) -> Any:
+def _typed(value: object, kind: type, where: str) -> Any:
     allowed = (int, float) if kind is float else (kind,)
     if isinstance(value, bool) or not isinstance(value, allowed):
         names = {float: "a number", int: "a whole number", str: "a text", list: "a list"}
@@ -206,7 +206,7 @@ def _typed(value: Any, kind: type, where: str) -> Any:
     return value
 
 
-def _check_keys(data: dict[str, Any], known: tuple[str, ...], where: str) -> None:
+def _check_keys(data: dict[str, object], known: tuple[str, ...], where: str) -> None:
     for key in data:
         if key not in known:
             raise DeviceError(
@@ -214,13 +214,13 @@ def _check_keys(data: dict[str, Any], known: tuple[str, ...], where: str) -> Non
             )
 
 
-def _sources(value: Any, where: str) -> dict[str, str]:
+def _sources(value: object, where: str) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(v, list) for v in value.values()):
         raise DeviceError("'sources' must map a source to the keys that it gives", where=where)
     return {str(key): str(source) for source, keys in value.items() for key in keys}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, object]:
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -26,7 +26,7 @@ def read_pairs(text: str, what: str) -> dict[str, Any]:
     """
     if text.lower().endswith((".yaml", ".yml")):
         return _read_yaml(Path(text), what)
-    pairs: dict[str, Any] = {}
+    pairs: dict[str, object] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, equals, value = part.partition("=")
         if not equals:
@@ -37,7 +37,7 @@ def read_pairs(text: str, what: str) -> dict[str, Any]:
     return pairs
 
 
-def _read_yaml(path: Path, what: str) -> dict[str, Any]:
+def _read_yaml(path: Path, what: str) -> dict[str, object]:
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -47,7 +47,7 @@ def _read_yaml(path: Path, what: str) -> dict[str, Any]:
     return {str(k): v for k, v in data.items()}
 
 
-def build(kind: type[T], values: Mapping[str, Any], what: str, **known: Any) -> T:
+def build(kind: type[T], values: Mapping[str, object], what: str, **known: object) -> T:
     """A record from settings, every value converted to the type of its field.
 
     Args:

@@ -19,7 +19,7 @@ def step_events(step: StepTime, plan: Plan) -> list[dict[str, Any]]:
 
     A task's exposed communication is shown at its end; where within the task it lies is not said.
     """
-    spans: list[dict[str, Any]] = []
+    spans: list[dict[str, object]] = []
     for stage, track in enumerate(step.run.tasks[:MOST_STAGES]):
         times = step.stages[stage]
         parts = {FORWARD: times.forward, BACKWARD: times.backward, WEIGHTS: times.weights}
@@ -45,7 +45,7 @@ def step_events(step: StepTime, plan: Plan) -> list[dict[str, Any]]:
     return spans
 
 
-def step_trace(step: StepTime, plan: Plan, title: str) -> dict[str, Any]:
+def step_trace(step: StepTime, plan: Plan, title: str) -> dict[str, object]:
     """Trace events for Perfetto and chrome://tracing."""
     trace = ChromeTrace()
     trace.process(title)
@@ -60,7 +60,9 @@ def step_trace(step: StepTime, plan: Plan, title: str) -> dict[str, Any]:
     return trace.to_dict()
 
 
-def _span(stage: int, track: str, name: str, kind: str, start: float, end: float) -> dict[str, Any]:
+def _span(
+    stage: int, track: str, name: str, kind: str, start: float, end: float
+) -> dict[str, object]:
     return {
         "stage": stage,
         "track": track,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ...common.errors import PlanError
 from ...features.ir.dtypes import DTYPE_BITS
@@ -22,7 +21,7 @@ ALIASES = {"dim": "d_model", "hidden": "d_ff", "sequence": "seq", "n_layers": "l
 #: Tokens of a micro-batch that is chosen.
 TOKENS = 8192
 #: Settings of families that differ from the defaults of :class:`Workload`, which are llama's.
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES: dict[str, dict[str, object]] = {
     "llama": {},
     "moe": {"experts": 8, "top_k": 2},
     "gpt": {
@@ -213,7 +212,7 @@ class Workload:
         return forward * (3.0 if self.mode == "train" else 1.0)
 
 
-def make_workload(family: str, settings: Mapping[str, Any]) -> Workload:
+def make_workload(family: str, settings: Mapping[str, object]) -> Workload:
     """A workload from a family and settings.
 
     Raises:
@@ -238,7 +237,7 @@ def read_workload(text: str, settings: Sequence[str] = ()) -> Workload:
     Raises:
         PlanError: The file cannot be read, the family or a key is unknown, or sizes do not fit.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     family = text
     if text.lower().endswith((".yaml", ".yml")):
         values = read_pairs(text, "workload")

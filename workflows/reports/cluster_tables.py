@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -18,7 +18,7 @@ UNSEEN_BY = (("source",), ("machine",), ("machine", "size"), ("fabric", "world_s
 #: operators and collectives themselves. Engineering estimate.
 ENOUGH = 0.03
 
-Rows = list[dict[str, Any]]
+Rows = list[dict[str, object]]
 
 
 def print_collectives(console: Console, errors: pd.DataFrame) -> dict[str, Rows]:
@@ -81,8 +81,8 @@ def print_scaling(console: Console, best: pd.DataFrame, path: Path) -> Rows:
     return _plain(table)
 
 
-def print_best(console: Console, name: str, frame: pd.DataFrame, top: int = 5) -> dict[str, Any]:
-    """Print the fastest plans that fit, with the reasons for the best one."""
+def print_best(console: Console, name: str, frame: pd.DataFrame, top: int = 5) -> dict[str, object]:
+    """The fastest plans that fit, why the best is the best, and what holds the second one back."""
     from ...predict.sweep.reasons import reasons, runner_up
 
     fitting = frame[frame["fits"]].sort_values("step_us")
@@ -122,7 +122,7 @@ def _print(console: Console, frame: pd.DataFrame, title: str) -> None:
     console.print(table)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, float):
         # NaN, where a group has no such figure.
         return "–" if value != value else f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
@@ -130,7 +130,6 @@ def _text(value: Any) -> str:
 
 
 def _plain(frame: pd.DataFrame) -> Rows:
-    columns: Sequence[Any] = list(frame.columns)
-    # JSON has no NaN.
+    columns: Sequence[object] = list(frame.columns)
     rows = frame.astype(object).where(frame.notna(), None).to_numpy().tolist()
     return [dict(zip(map(str, columns), row, strict=True)) for row in rows]

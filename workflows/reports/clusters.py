@@ -94,8 +94,8 @@ BANDWIDTHS, LATENCY = (20e9, 200e9), 2e-6
 CLUSTER = "dgx-h100-x64"
 
 
-def run_cluster_report(console: Console, settings: ClusterReportSettings) -> dict[str, Any]:
-    """Compute all parts, print them, and write figures and plots; existing parts are reused.
+def run_cluster_report(console: Console, settings: ClusterReportSettings) -> dict[str, object]:
+    """Work out all parts, print them, write figures and plots; what is there is not made again.
 
     Args:
         console: Console to print to.
@@ -111,7 +111,7 @@ def run_cluster_report(console: Console, settings: ClusterReportSettings) -> dic
     from . import cluster_tables as tables
 
     settings.save(settings.folder)
-    figures: dict[str, Any] = {}
+    figures: dict[str, object] = {}
     if settings.published is None:
         console.print("collectives: no measurements given; --published DIR")
     else:
@@ -187,7 +187,7 @@ def simulation_cost() -> pd.DataFrame:
         return pd.DataFrame(pool.submit(_measure_cost).result())
 
 
-def _measure_cost() -> list[dict[str, Any]]:
+def _measure_cost() -> list[dict[str, object]]:
     import resource
 
     def peak() -> float:
@@ -278,7 +278,7 @@ def orders_of_magnitude() -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _row(what: str, least: float, predicted: float, by: str) -> dict[str, Any]:
+def _row(what: str, least: float, predicted: float, by: str) -> dict[str, object]:
     return {"what": what, "by_hand": least, "predicted": predicted, "hand": by}
 
 

@@ -218,8 +218,8 @@ def _key(title: str, mlir: str, device: DeviceSpec, lowering: str, marks: Sequen
 
 def _ask(
     title: str, mlir: str, device: DeviceSpec, lowering: str, predictors: Mapping[str, Predictor]
-) -> dict[str, Any]:
-    """Predict a program by all models, with one answer for each distinct kernel."""
+) -> dict[str, object]:
+    """Answers of all models for a program, its distinct kernels once each."""
     from ...features.ir.reader import read_program
     from ...features.lowering.lower import lower
     from ...predict.program.fidelities import fidelity

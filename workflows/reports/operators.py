@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -219,7 +219,9 @@ def _write(
     from ...models.operators.studies import noise_table
 
     tables = {"figures": figures, "noise": noise_table(noise, ("key", "dtype"))}
-    data: dict[str, Any] = {k: json.loads(t.to_json(orient="records")) for k, t in tables.items()}
+    data: dict[str, object] = {
+        k: json.loads(t.to_json(orient="records")) for k, t in tables.items()
+    }
     data["settings"] = {
         "studies": list(settings.studies),
         "max_rows": settings.max_rows,

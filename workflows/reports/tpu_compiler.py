@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -109,7 +109,7 @@ def print_agreement(console: Console, agreements: Sequence[Agreement]) -> None:
     """Print programs as a table, then the errors of all."""
     from ...common.tables_text import print_frame
 
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     for own in agreements:
         fused = "–" if own.fused_step_us is None else own.fused_step_us
         rows.append({**asdict(own), "fused_step_us": fused, "error": f"{own.error:+.1%}"})

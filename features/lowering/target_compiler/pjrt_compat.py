@@ -38,8 +38,8 @@ class Compiled(NamedTuple):
     memory: dict[str, int]
 
 
-def open_devices(platform: str, topology: str, target_config: str = "") -> list[Any]:
-    """Describe an absent machine, and return its devices.
+def open_devices(platform: str, topology: str, target_config: str = "") -> list[object]:
+    """Devices of an absent machine.
 
     Args:
         platform: ``cuda`` or ``tpu``.
@@ -94,7 +94,9 @@ def compile_absent(
     return Compiled(executable.hlo_modules()[0].to_string(), _memory(executable))
 
 
-def _options(used: Sequence[Any], replicas: int, partitions: int, flags: Mapping[str, Any]) -> Any:
+def _options(
+    used: Sequence[Any], replicas: int, partitions: int, flags: Mapping[str, object]
+) -> Any:
     options = xla_client.CompileOptions()
     options.num_replicas, options.num_partitions = replicas, partitions
     options.env_option_overrides = list(flags.items())

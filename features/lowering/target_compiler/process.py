@@ -60,7 +60,7 @@ class CompileSettings:
 
     timeout_s: float = 3600.0
     memory_bytes: int = 0
-    flags: Mapping[str, Any] = field(default_factory=dict)
+    flags: Mapping[str, object] = field(default_factory=dict)
     progress: bool = True
     repeats: bool = True
 

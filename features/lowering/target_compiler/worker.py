@@ -23,7 +23,7 @@ from ....common.child_process import begin_worker
 #: Failures of the compiler that other options avoid: part of its message, the options, and a note.
 #: Where it cannot time candidates on a device, it takes default tiles for Triton GEMMs, which do
 #: not divide odd sizes (seen with a ViT of 197 tokens).
-DETOURS: tuple[tuple[str, dict[str, Any], str], ...] = (
+DETOURS: tuple[tuple[str, dict[str, object], str], ...] = (
     (
         "find output tile sizes",
         {"xla_gpu_enable_triton_gemm": False},
@@ -50,7 +50,7 @@ class Job:
     target_config: str = ""
     folder: str = ""
     shapes: tuple[tuple[int, int], ...] = ((1, 1),)
-    flags: dict[str, Any] = field(default_factory=dict)
+    flags: dict[str, object] = field(default_factory=dict)
 
 
 def run(folder: Path) -> None:
@@ -75,9 +75,9 @@ def run(folder: Path) -> None:
 def _compile(
     folder: Path,
     number: int,
-    devices: list[Any],
+    devices: list[object],
     shape: tuple[int, int],
-    flags: dict[str, Any],
+    flags: dict[str, object],
     version: str,
 ) -> None:
     started = time.monotonic()
@@ -98,7 +98,7 @@ def _compile(
 
 
 def _compiled(
-    devices: list[Any], program: bytes, shape: tuple[int, int], flags: dict[str, Any]
+    devices: list[object], program: bytes, shape: tuple[int, int], flags: dict[str, object]
 ) -> tuple[Any, list[str]]:
     """Compile a program, with a note for each detour that was taken."""
     from .pjrt_compat import compile_absent
@@ -116,8 +116,8 @@ def _compiled(
     return compiled, [note, *notes]
 
 
-def _detour(message: str, flags: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
-    """Find options, not set by the user, that may let a refused program compile, and a note."""
+def _detour(message: str, flags: dict[str, object]) -> tuple[dict[str, object], str] | None:
+    """Options that may let a refused program compile, and a note; never ones that the user set."""
     for part, options, note in DETOURS:
         if part in message and not options.keys() & flags.keys():
             return options, note
@@ -128,7 +128,7 @@ def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _write(path: Path, data: dict[str, Any]) -> None:
+def _write(path: Path, data: dict[str, object]) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(data))
     partial.replace(path)

@@ -143,8 +143,8 @@ def build_graph(program: Program) -> Graph:
     return graph
 
 
-def constant(value: Any, like: TensorType) -> Node:
-    """Make a constant node."""
+def constant(value: object, like: TensorType) -> Node:
+    """A constant node."""
     return Node("constant", [], (like,), {"value": value})
 
 

@@ -5,8 +5,6 @@ XLA does the first in WhileLoopSimplifier, the second in CopyInsertion.
 
 from __future__ import annotations
 
-from typing import Any
-
 from ....ir.program import TensorType
 from ..dataflow.classify import source_of
 from ..dataflow.folding import splat, splat_node
@@ -127,7 +125,7 @@ def _own_start(start: Node, loop: Node) -> Node:
     return Node("copy", [start], start.results, source=loop.source)
 
 
-def _parts(start: Node) -> tuple[list[Node], tuple[TensorType, ...], dict[str, Any]]:
+def _parts(start: Node) -> tuple[list[Node], tuple[TensorType, ...], dict[str, object]]:
     value = splat_node(splat(start), start.type)
     return value.operands, start.results, {"dimensions": ()}
 

@@ -73,7 +73,7 @@ def _canonical(dot: Node, swap: bool) -> Node:
     sizes = [prod(first.node.type.shape[d] for d in dims) for dims in (first.batch, first.free)] + [
         prod(second.node.type.shape[d] for d in second.free)
     ]
-    attrs: dict[str, Any] = {
+    attrs: dict[str, object] = {
         k: v for k, v in dot.attrs.items() if k in ("operand_precision", "algorithm")
     }
     batched = bool(first.batch)
