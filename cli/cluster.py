@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,7 @@ from .options import Json, make_console, print_json, refuse, refuse_unused
 if TYPE_CHECKING:
     import pandas as pd
 
+    from ..models.collectives.model import CollectiveModel, FindLinks
     from ..simulate.clusters.topology import Cluster
 
 
@@ -152,7 +153,7 @@ def calibrate_collectives(
         _print_fit(rows, find, model, json_output)
 
 
-def _report(rows: pd.DataFrame, find: Any, unseen: bool, json_output: bool) -> None:
+def _report(rows: pd.DataFrame, find: FindLinks, unseen: bool, json_output: bool) -> None:
     from ..models.collectives.study import KNOWN, UNSEEN, study, summary
 
     # Fits take minutes: progress goes to stderr, apart from --json.
@@ -171,7 +172,9 @@ def _report(rows: pd.DataFrame, find: Any, unseen: bool, json_output: bool) -> N
         _print_frame(table, f"error in %, by {name}")
 
 
-def _print_fit(rows: pd.DataFrame, find: Any, model: Any, json_output: bool) -> None:
+def _print_fit(
+    rows: pd.DataFrame, find: FindLinks, model: CollectiveModel, json_output: bool
+) -> None:
     """Print three parameters of each machine and operation, and the errors on the fitted rows."""
     import numpy as np
 

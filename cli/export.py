@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +20,9 @@ from .options import (
     print_json,
     refuse,
 )
+
+if TYPE_CHECKING:
+    from ..models.operators import OpModel
 
 
 def hespas(
@@ -174,7 +177,7 @@ def import_chakra(
     _print(run.summary(), "{ranks} ranks, {nodes} nodes, {step_us:,.0f} µs", json_output)
 
 
-def _operators(model: str) -> Any:
+def _operators(model: str) -> OpModel | None:
     """Load the operator model; ``None`` for the plain roofline."""
     if model == "roofline":
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,6 +22,7 @@ from .options import (
 
 if TYPE_CHECKING:
     from ..features.lowering.options import LoweringOptions
+    from ..predict.program.predictor import Predictor
 
 
 def simulate(
@@ -107,7 +108,7 @@ def predict_on_cluster(
     print_partitioned(make_console(), prediction, top)
 
 
-def kernels(model: str) -> Any:
+def kernels(model: str) -> Predictor | None:
     """Load the kernel model; ``None`` for the plain roofline."""
     if model == "roofline":
         return None

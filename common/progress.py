@@ -8,7 +8,11 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +34,8 @@ class Progress:
         self._total = total
         self._unit = unit
         self._show = show
-        self._bar: Any = None
-        self._task: object = None
+        self._bar: RichProgress | None = None
+        self._task: TaskID | None = None
         self._logged = 0.0
 
     def __enter__(self) -> Progress:
@@ -65,7 +69,7 @@ class Progress:
             return
         text = f"{samples} samples, {programs} programs, {failed} failed"
         text += f", {note}" if note else ""
-        if self._bar is not None:
+        if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=min(done, self._total), description=text)
         # Without a terminal (batch jobs, CI) the log gets a line now and then.
         elif time.monotonic() - self._logged > _LOG_EVERY_S:
@@ -73,7 +77,7 @@ class Progress:
             logger.info("%.0f of %.0f %s: %s", done, self._total, self._unit, text)
 
 
-def _rich_bar() -> object:
+def _rich_bar() -> RichProgress:
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as RichProgress
@@ -98,7 +102,7 @@ def tracked(items: Iterable[T], total: int, what: str, show: bool = True) -> Ite
         what: Description of the work.
         show: Whether to show anything.
     """
-    bar: Any = None
+    bar: RichProgress | None = None
     if show and sys.stderr.isatty():
         with contextlib.suppress(ImportError):
             from rich.console import Console

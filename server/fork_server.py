@@ -16,11 +16,10 @@ import signal
 import socket
 import struct
 import sys
-from typing import Any
 
 from ..common.child_process import begin_worker, die_with_parent, limit_memory
 from ..predict.program.predictor import Predictor, load
-from .jobs import answer
+from .jobs import Task, answer
 
 #: Headers on a task's connection, in network byte order: 32-bit length of the JSON and 64-bit
 #: length of the payload; status and 64-bit length of a reply.
@@ -83,7 +82,7 @@ def _child(
         # A core dump would write the models' memory to disk for each crash.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         lengths = TASK.unpack(_exactly(task, TASK.size))
-        head: dict[str, Any] = json.loads(_exactly(task, lengths[0]))
+        head: Task = json.loads(_exactly(task, lengths[0]))
         signal.setitimer(signal.ITIMER_REAL, head["timeout_s"])  # SIGALRM kills the child
         status, body = answer(predictors, head, _exactly(task, lengths[1]))
         task.sendall(REPLY.pack(status, len(body)) + body)

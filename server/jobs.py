@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TypedDict
 
 from ..common.errors import LoweringError, OpcastError, ProgramError
 from ..common.interval import latency_fields
@@ -21,8 +21,30 @@ Predictors = Mapping[str, Predictor]
 Reply = tuple[int, bytes]
 
 
-def answer(predictors: Predictors, task: Mapping[str, Any], payload: bytes) -> Reply:
-    """Run a task and return status and body; whatever it raises becomes an answer.
+class Task(TypedDict, total=False):
+    """What a child is asked: all have ``kind`` and limits, the others depend on the kind."""
+
+    kind: str
+    model: str
+    device: str
+    timeout_s: float
+    memory_bytes: int
+    allow_compile: bool
+    lowering: str
+    fallback: str
+    trip_count: int | None
+    strict: bool
+    workload: str
+    settings: dict[str, object]
+    cluster: str
+    plan: str
+    speed: dict[str, float]
+    jitter: float
+    seed: int
+
+
+def answer(predictors: Predictors, task: Task, payload: bytes) -> Reply:
+    """Status and JSON of a task; whatever it raises becomes an answer.
 
     Args:
         predictors: Loaded models by name.
@@ -58,9 +80,7 @@ def _reply(result: dict[str, object]) -> Reply:
         return _refused("its sizes give figures that are not finite", "give smaller sizes")
 
 
-def predict_program(
-    predictors: Predictors, task: Mapping[str, Any], payload: bytes
-) -> dict[str, object]:
+def predict_program(predictors: Predictors, task: Task, payload: bytes) -> dict[str, object]:
     """The prediction of a program, as ``opcast predict --json`` prints it.
 
     Raises:
@@ -72,8 +92,8 @@ def predict_program(
     return predictor.predict_with(source, options, strict=task["strict"]).to_dict()
 
 
-def report(predictors: Predictors, task: Mapping[str, Any], payload: bytes) -> str:
-    """Make the page of a program, as ``opcast report program`` writes it.
+def report(predictors: Predictors, task: Task, payload: bytes) -> str:
+    """The page of a program, as ``opcast report program`` writes it.
 
     Raises:
         OpcastError: The program, device or lowering is not usable.
@@ -85,8 +105,8 @@ def report(predictors: Predictors, task: Mapping[str, Any], payload: bytes) -> s
     return report_page(predictors[task["model"]], source, ReportOptions(options))
 
 
-def _read(task: Mapping[str, Any], payload: bytes) -> tuple[SourceProgram, LoweringOptions]:
-    """Read a program, and decide how the server may lower it.
+def _read(task: Task, payload: bytes) -> tuple[SourceProgram, LoweringOptions]:
+    """A program, and how the server may lower it.
 
     Raises:
         ProgramError: The program cannot be read.
@@ -111,9 +131,7 @@ def _read(task: Mapping[str, Any], payload: bytes) -> tuple[SourceProgram, Lower
     )
 
 
-def predict_kernels(
-    predictors: Predictors, task: Mapping[str, Any], payload: bytes
-) -> dict[str, object]:
+def predict_kernels(predictors: Predictors, task: Task, payload: bytes) -> dict[str, object]:
     """Columns of predictions of kernels given as HLO text.
 
     Raises:
@@ -150,7 +168,7 @@ def predict_kernels(
     }
 
 
-def simulate(predictors: Predictors, task: Mapping[str, Any], payload: bytes) -> dict[str, object]:
+def simulate(predictors: Predictors, task: Task, payload: bytes) -> dict[str, object]:
     """A step on a cluster, as ``opcast simulate --json`` prints it.
 
     Raises:
@@ -173,9 +191,8 @@ def simulate(predictors: Predictors, task: Mapping[str, Any], payload: bytes) ->
     return step.to_dict()
 
 
-def _limits(task: Mapping[str, Any]) -> CompileSettings:
-    """Limits of a target compiler: less time than the task has, so that it can still report."""
-    # Engineering estimate; the rest is for reading, features and the answer.
+def _limits(task: Task) -> CompileSettings:
+    """What a target compiler gets: less time than the request, so that it can be told."""
     return CompileSettings(
         timeout_s=0.9 * task["timeout_s"], memory_bytes=task["memory_bytes"], progress=False
     )
@@ -192,7 +209,7 @@ def ended(task: Mapping[str, object]) -> OpcastError:
     return kind(what, where=str(task["kind"]), hint="is it complete and well formed?")
 
 
-_KINDS: dict[str, Callable[[Predictors, Mapping[str, object], bytes], dict[str, object] | str]] = {
+_KINDS: dict[str, Callable[[Predictors, Task, bytes], dict[str, object] | str]] = {
     "program": predict_program,
     "report": report,
     "kernels": predict_kernels,

@@ -26,6 +26,7 @@ from ...common.child_process import Channel, limit_memory
 from .runner import DEFAULT_CACHE_BYTES
 
 if TYPE_CHECKING:
+    from .measure import Prepared
     from .pulse import Pulse
 
 #: Part of the free memory that a program may need.
@@ -57,7 +58,7 @@ class Worker:
         self._limits = Limits(memory or math.inf, cache)
         self._overlap = bool(settings.get("overlap"))
         self._reply = reply
-        self._anchors: list[Any] = []
+        self._anchors: list[Prepared] = []
         self._best_pulse_s: dict[str, float] = settings.get("pulse_s", {})
         self._pool = ThreadPoolExecutor(1)
 
@@ -74,7 +75,7 @@ class Worker:
 
     def _ahead(
         self, requests: Iterator[dict[str, Any]]
-    ) -> Iterator[tuple[dict[str, object], Future[list[object]] | None]]:
+    ) -> Iterator[tuple[dict[str, object], Future[list[Prepared]] | None]]:
         if not self._overlap:
             yield from ((request, None) for request in requests)
             return
@@ -90,7 +91,7 @@ class Worker:
         threading.Thread(target=read, daemon=True).start()
         yield from iter(waiting.get, None)
 
-    def _answer(self, request: dict[str, Any], prepared: Future[list[Any]] | None) -> None:
+    def _answer(self, request: dict[str, Any], prepared: Future[list[Prepared]] | None) -> None:
         from .measure import reason_of
 
         answers: dict[str, Callable[[], dict[str, object]]] = {
@@ -151,7 +152,7 @@ class Worker:
         values = {name: s * 1e6 for name, s in totals.items() if s > 0}
         return {"values_us": values, "pulse_s": self._pulse.best_s if self._pulse else {}}
 
-    def _prepare(self, items: list[dict[str, Any]]) -> list[Any]:
+    def _prepare(self, items: list[dict[str, Any]]) -> list[Prepared]:
         """Compile a batch; programs that fail are reported here and left out."""
         from .measure import prepare, reason_of
         from .plan import Item
@@ -167,7 +168,7 @@ class Worker:
         return prepared
 
     def _measure(
-        self, items: list[dict[str, object]], prepared: Future[list[Any]] | None
+        self, items: list[dict[str, object]], prepared: Future[list[Prepared]] | None
     ) -> dict[str, object]:
         from .measure import measure, reason_of, rows_of
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from .dtypes import DTYPE_BITS
 
+T = TypeVar("T")
 #: Memory spaces on a TPU's chip: VMEM, the CMEM of a v4, scalar memory.
 #: Numbers as libtpu prints them in layouts: S(1), S(3) and S(6).
 ON_CHIP = frozenset((1, 3, 6))
@@ -77,7 +78,7 @@ class TensorType(NamedTuple):
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
-def constant_value(elements: list[object]) -> Any:
+def constant_value(elements: list[T]) -> T | list[T] | None:
     """Value under which a constant is kept.
 
     Args:

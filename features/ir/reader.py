@@ -12,12 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...common.errors import ProgramError
 from .program import Program
 from .trip_counts import apply_given
 from .untrusted import check_bytecode, check_text
+
+if TYPE_CHECKING:
+    from jax import export
+    from jaxlib.mlir import ir
 
 Kind = Literal["stablehlo", "hlo"]
 TripCounts = Mapping[str, int] | int | None
@@ -46,10 +50,10 @@ class SourceProgram:
     origin: str
     compile_input: str | bytes
     trip_counts: TripCounts = None
-    _module: Any = field(default=None, repr=False, compare=False)
+    _module: ir.Module | None = field(default=None, repr=False, compare=False)
 
     @cached_property
-    def module(self) -> Any:
+    def module(self) -> ir.Module:
         """Parsed MLIR module; of its own context, which ``module.context`` gives.
 
         Raises:
@@ -91,7 +95,7 @@ class SourceProgram:
         """SHA-256 of the program without locations: the same for text and bytecode."""
         if self.kind == "hlo":
             return hashlib.sha256(_text(self.compile_input).encode()).hexdigest()
-        text = self.module.operation.get_asm(enable_debug_info=False)
+        text = str(self.module.operation.get_asm(enable_debug_info=False))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -183,7 +187,7 @@ def _stablehlo(data: str | bytes, origin: str, trip_counts: TripCounts) -> Sourc
     return SourceProgram("stablehlo", origin, data, trip_counts, parse(data, origin))
 
 
-def _exported(data: bytes, origin: str) -> Any:
+def _exported(data: bytes, origin: str) -> export.Exported:
     """Deserialise a ``jax.export`` file: a flatbuffer that holds a portable artifact."""
     from jax import export
 
@@ -222,7 +226,7 @@ def _from_module(module: Any, origin: str, trip_counts: TripCounts) -> SourcePro
     return _stablehlo(write_bytecode(module), origin, trip_counts)
 
 
-def _lower(function: Any, args: tuple[object, ...], name: str) -> Any:
+def _lower(function: Any, args: tuple[object, ...], name: str) -> object:
     import jax
 
     jitted = function if hasattr(function, "lower") else jax.jit(function)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -193,7 +192,7 @@ class StepPredictor:
             shares[scope] = shares.get(scope, 0.0) + value / total
         return shares
 
-    def _seconds(self, workload: Workload) -> Any:
+    def _seconds(self, workload: Workload) -> Callable[[Plan], float]:
         return lambda plan: step_time(workload, plan, self._costs).total
 
     def _interval(
@@ -245,7 +244,7 @@ def _scaled(costs: Costs, factor: float, side: int | None) -> Costs:
     ``side`` is 0 for the lower end, 1 for the upper, and ``None`` for the estimates themselves.
     """
 
-    def latency(calls: Any) -> np.ndarray:
+    def latency(calls: Iterable[OpCall]) -> np.ndarray:
         return np.array([costs.ops[c] for c in calls]) * factor
 
     def network(kind: str, size: float, group: Group) -> Estimate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -18,6 +18,7 @@ from ..devices import resolve_device
 from ..locate import OPERATOR_MODEL, find_model
 
 if TYPE_CHECKING:
+    from ...models.operators import OpModel
     from ...models.operators.explain import OpExplanation
     from ...models.operators.family import FamilyModel
 
@@ -134,14 +135,13 @@ def _folder(model: str | Path) -> Path:
     return find_model(OPERATOR_MODEL if str(model) == "default" else model)
 
 
-def _family(bundle: Any, key: str, model: str | Path) -> FamilyModel:
+def _family(bundle: OpModel, key: str, model: str | Path) -> FamilyModel:
     if key not in bundle.families:
         raise ModelError(
             f"model {str(model)!r} knows no operators {key!r}",
             hint="train one on a dataset that has them",
         )
-    family: FamilyModel = bundle.families[key]
-    return family
+    return bundle.families[key]
 
 
 def measured_rows(data: Sequence[Path], key: str, device: str) -> pd.DataFrame | None:

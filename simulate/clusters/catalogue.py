@@ -31,6 +31,8 @@ _FIGURES = {
     "efficiency": ("efficiency", 1.0),
 }
 _LINKS = {"link_gbps": "link_bandwidth", "pcie_gbps": "host_bandwidth"}
+#: How devices of some kinds are joined, with the keys that the head of its file explains.
+Rule = dict[str, Any]
 
 
 def find_cluster(name: str | Path) -> Cluster:
@@ -77,19 +79,19 @@ def cluster_names() -> list[str]:
     return sorted(names)
 
 
-def _has(rule: dict[str, Any], device: str) -> bool:
+def _has(rule: Rule, device: str) -> bool:
     return bool(getattr(find_device(device), _LINKS[rule["bandwidth"]]))
 
 
 @cache
-def _rules(name: str) -> dict[str, dict[str, Any]]:
+def _rules(name: str) -> dict[str, Rule]:
     import yaml
 
-    rules: dict[str, dict[str, Any]] = yaml.safe_load((_FOLDER / f"{name}.yaml").read_text("utf-8"))
+    rules: dict[str, Rule] = yaml.safe_load((_FOLDER / f"{name}.yaml").read_text("utf-8"))
     return rules
 
 
-def _rule_of(device: str) -> tuple[str, dict[str, Any]] | None:
+def _rule_of(device: str) -> tuple[str, Rule] | None:
     for table in ("boxes", "slices"):
         for rule in _rules(table).values():
             if device in rule["devices"]:
@@ -120,9 +122,7 @@ def _one_box(device: DeviceSpec, count: int) -> Cluster:
     return Cluster(name, device.name, Topology((dim,)), count, sources)
 
 
-def _box_dimension(
-    device: DeviceSpec, count: int, rule: dict[str, Any]
-) -> tuple[Dimension, dict[str, str]]:
+def _box_dimension(device: DeviceSpec, count: int, rule: Rule) -> tuple[Dimension, dict[str, str]]:
     bandwidth = getattr(device, _LINKS[rule["bandwidth"]])
     if not bandwidth:
         raise DeviceError(
@@ -144,7 +144,7 @@ def _box_dimension(
     return dim, _sources(rule, rule["name"], device, rule["bandwidth"])
 
 
-def _sources(rule: dict[str, Any], dim: str, device: DeviceSpec, link: str = "") -> dict[str, str]:
+def _sources(rule: Rule, dim: str, device: DeviceSpec, link: str = "") -> dict[str, str]:
     """Source of each figure, as ``<dimension>.<key>``."""
     result = {f"{dim}.{key}": text for text, keys in rule["sources"].items() for key in keys}
     if link:
@@ -175,7 +175,7 @@ def _boxes(gpu: str, total: int, name: str) -> Cluster:
     return Cluster(f"dgx-{gpu}-x{total}", device.name, topology, per_node, sources)
 
 
-def _network(boxes: int, rule: dict[str, Any]) -> Dimension:
+def _network(boxes: int, rule: Rule) -> Dimension:
     fields: dict[str, Any] = {field: rule[key] * si for key, (field, si) in _FIGURES.items()}
     fields["algorithms"] = tuple(rule["algorithms"])
     radix = max(n for n in range(1, rule["radix"] + 1) if boxes % n == 0)
@@ -184,7 +184,7 @@ def _network(boxes: int, rule: dict[str, Any]) -> Dimension:
     return Dimension("fat_tree", boxes, radix=radix, name="infiniband", **fields)
 
 
-def _slice(device: DeviceSpec, count: int, rule: dict[str, Any], name: str) -> Cluster:
+def _slice(device: DeviceSpec, count: int, rule: Rule, name: str) -> Cluster:
     """Chips in the most even grid of powers of two, and the cores of a chip inside."""
     cores = min(rule.get("cores_per_chip", 1), count)
     chips = count // cores

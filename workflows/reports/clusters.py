@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -17,6 +17,8 @@ import pandas as pd
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ...models.operators import OpModel
+    from ...predict.cluster.step import StepPrediction
     from ...simulate.step.workload import Workload
     from ..settings import ClusterReportSettings
 
@@ -334,14 +336,14 @@ def _workload(name: str) -> Workload:
     return make_workload(*MODELS[name])
 
 
-def _operators() -> Any:
+def _operators() -> OpModel | None:
     from ...models.core.registry import OPERATOR_MODEL
     from ...predict.operator.step_operators import load_step_model
 
     return load_step_model(OPERATOR_MODEL)
 
 
-def _predict(work: Workload, cluster: str, plan: str, operators: Any) -> Any:
+def _predict(work: Workload, cluster: str, plan: str, operators: OpModel | None) -> StepPrediction:
     from ...predict.cluster.step import StepPredictor
     from ...simulate.clusters.catalogue import find_cluster
     from ...simulate.step.plan import parse_plan

@@ -93,8 +93,8 @@ def _unescape(match: re.Match[bytes]) -> bytes:
     return {b"n": b"\n", b"t": b"\t"}.get(code, code)
 
 
-def _dictionary(body: str) -> dict[str, Any]:
-    entries: dict[str, Any] = {}
+def _dictionary(body: str) -> dict[str, object]:
+    entries: dict[str, object] = {}
     for entry in split_top(body):
         key, *value = split_top(entry, "=") if "=" in entry else [entry]
         # Only the first sign separates; values may hold more of them inside brackets.
@@ -139,8 +139,8 @@ def _nested(value: object) -> object:
     return tuple(_nested(item) for item in value) if isinstance(value, list) else value
 
 
-def read_literal(text: str, kind: TensorType) -> Any:
-    """Read a constant from its ``dense<…>`` text.
+def read_literal(text: str, kind: TensorType) -> object:
+    """Value of a constant from its ``dense<…>`` text.
 
     Returns:
         A scalar for scalars and splats, a flat row-major list up to 64 elements, else ``None``.
@@ -152,7 +152,7 @@ def read_literal(text: str, kind: TensorType) -> Any:
     if '"' in body or "__elided__" in body:
         return None
     parts = [_element(item, kind.dtype) for item in _ELEMENT.findall(body)]
-    elements: list[Any] = list(parts)
+    elements: list[object] = list(parts)
     if kind.dtype in ("c64", "c128"):
         elements = [complex(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
     return constant_value(elements)

@@ -121,8 +121,8 @@ def is_splat(node: Node, value: float) -> bool:
     return repeated is not None and not isinstance(repeated, bool) and repeated == value
 
 
-def splat_node(value: Any, like: TensorType) -> Node:
-    """Make an array of one value: a scalar constant, and a broadcast if it has dimensions."""
+def splat_node(value: object, like: TensorType) -> Node:
+    """An array of one value: a scalar constant, and a broadcast if it has dimensions."""
     scalar = constant(value, TensorType(like.dtype))
     if not like.shape:
         return scalar
@@ -148,7 +148,7 @@ def fold(node: Node) -> Node | None:
     return _sink(node)
 
 
-def _evaluate(node: Node, values: list[Any]) -> Any:
+def _evaluate(node: Node, values: list[Any]) -> object:
     opcode, dtype = node.opcode, node.type.dtype
     try:
         if opcode in _BINARY and len(values) == 2:
@@ -169,7 +169,7 @@ def _evaluate(node: Node, values: list[Any]) -> Any:
     return None
 
 
-def _cast(value: Any, dtype: str) -> Any:
+def _cast(value: Any, dtype: str) -> object:
     if isinstance(value, complex) or dtype.startswith("c"):
         return value
     if dtype == "pred":

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ....ir.program import TensorType
 from ..dataflow.graph import Graph, Node, users_of
@@ -180,7 +180,7 @@ def merge_dots(graph: Graph) -> None:
     """
     nodes = graph.nodes()
     position = {id(node): i for i, node in enumerate(nodes)}
-    groups: dict[Any, list[Node]] = {}
+    groups: dict[tuple[int, int, object, str, str], list[Node]] = {}
     for node in nodes:
         if node.opcode != "dot":
             continue
