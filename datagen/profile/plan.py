@@ -233,4 +233,4 @@ def zoo_suite(name: str) -> list[tuple[str, dict[str, Setting]]]:
     """Families and settings of a suite of the zoo, in a fixed order."""
     from ..zoo import suite
 
-    return suite(name)
+    return list(suite(name))
