@@ -17,15 +17,16 @@ class Dependencies:
         self._readers: list[list[int]] = [[] for _ in operands]
         for node, needed in enumerate(operands):
             for operand in needed:
+                # One entry and one count per use, so that an operand read twice still balances.
                 self._readers[operand].append(node)
                 self._waiting[node] += 1
 
     def ready(self) -> list[int]:
-        """Nodes that wait for nothing, in their order."""
+        """Return the nodes that wait for nothing, in program order."""
         return [node for node, count in enumerate(self._waiting) if not count]
 
     def finish(self, node: int) -> list[int]:
-        """Count a node as done; the nodes that now wait for nothing, in the order of their use."""
+        """Mark a node as done and return the nodes it releases, in the order they read it."""
         released = []
         for reader in self._readers[node]:
             self._waiting[reader] -= 1

@@ -1,4 +1,4 @@
-"""The catalogue of clusters: a name comes in, devices and their links go out.
+"""The catalogue of clusters: from a name to devices and their links.
 
 ``<device>-x<n>`` is ``n`` devices of one box or slice, such as ``h100-sxm-x4`` and ``tpu-v3-x8``;
 ``dgx-<gpu>-x<total>`` is several boxes over InfiniBand, such as ``dgx-h100-x128``. Both follow
@@ -23,34 +23,37 @@ from .topology import Cluster, Dimension, Topology
 
 _FOLDER = PACKAGE / "simulate" / "clusters"
 _NAME = re.compile(r"(?P<device>.+)-x(?P<count>[1-9]\d*)")
-#: Figures that rules give for a dimension: the field that each sets, and its size in SI units.
+#: Figures that rules give for a dimension: the field that each sets, and its factor to SI units.
 _FIGURES = {
     "bandwidth_gbps": ("bandwidth", 1e9),
     "latency_us": ("latency", 1e-6),
     "launch_us": ("launch", 1e-6),
     "efficiency": ("efficiency", 1.0),
 }
+#: Figures of a device file that a rule may name as its bandwidth, with the ``DeviceSpec`` field.
 _LINKS = {"link_gbps": "link_bandwidth", "pcie_gbps": "host_bandwidth"}
 #: How devices of some kinds are joined, with the keys that the head of its file explains.
 Rule = dict[str, Any]
 
 
 def find_cluster(name: str | Path) -> Cluster:
-    """A cluster of the catalogue, or from a file.
+    """Find a cluster in the catalogue, or read one from a file.
 
     Args:
         name: ``<device>-x<n>``, ``dgx-<gpu>-x<total>``, or the path of a YAML file (opcast's, or
-            ASTRA-sim's ``network.yml``). ``<device>`` may be an alias; without ``-x<n>`` it is one
-            device.
+            ASTRA-sim's ``network.yml``). ``<device>`` may be an alias; without ``-x<n>`` it means a
+            single device.
 
     Raises:
         DeviceError: There is no such device, box or file, or the box does not hold so many; the
-            message lists names close to it.
+            message lists similar names.
     """
     text = str(name)
+    # The suffix decides, before the catalogue is asked: a file may bear the name of an entry.
     if Path(text).suffix in (".yaml", ".yml"):
         return load_cluster(text)
     match = _NAME.fullmatch(device_slug(text))
+    # A device without a count is a cluster of one.
     if match is None and in_catalogue(text):
         match = _NAME.fullmatch(f"{find_device(text).name}-x1")
     if match is None:
@@ -64,9 +67,10 @@ def find_cluster(name: str | Path) -> Cluster:
 
 
 def cluster_names() -> list[str]:
-    """Names of common sizes, sorted; other counts follow the same rules."""
+    """List the names of common sizes, sorted; other counts follow the same rules."""
     names = []
     for rule in _rules("boxes").values():
+        # 36 and 72 are GB200 NVL36 and NVL72 racks; the others are common boxes and parts of them.
         sizes = [n for n in (2, 4, 8, 16, 36, 72) if n <= rule["largest"]]
         names += [
             f"{device}-x{n}" for device in rule["devices"] for n in sizes if _has(rule, device)
@@ -166,6 +170,7 @@ def _boxes(gpu: str, total: int, name: str) -> Cluster:
         )
     device = find_device(rule["device"])
     matched = _rule_of(device.name)
+    # A single box has no network dimension: it is the same cluster as ``<device>-x<per_node>``.
     if matched is None or total == per_node:
         return _one_box(device, total)
     inside, sources = _box_dimension(device, per_node, matched[1])
@@ -178,6 +183,8 @@ def _boxes(gpu: str, total: int, name: str) -> Cluster:
 def _network(boxes: int, rule: Rule) -> Dimension:
     fields: dict[str, Any] = {field: rule[key] * si for key, (field, si) in _FIGURES.items()}
     fields["algorithms"] = tuple(rule["algorithms"])
+    # The dimension joins devices with the same number in their boxes (a rail), so it has one port
+    # per box. A dimension needs equal leaves: take the fullest ones that divide the boxes evenly.
     radix = max(n for n in range(1, rule["radix"] + 1) if boxes % n == 0)
     if boxes <= rule["radix"]:
         return Dimension("switch", boxes, name="infiniband", **fields)
@@ -198,26 +205,32 @@ def _slice(device: DeviceSpec, count: int, rule: Rule, name: str) -> Cluster:
         dims.append(Dimension("switch", cores, rule["core_gbps"] * 1e9, **start, name="cores"))
     grid = [n for n in _grid(chips, rule["axes"]) if n > 1]
     per_axis = device.link_bandwidth / rule["axes"]
+    # An axis without wrap-around links sends what returns over the same links: half the bandwidth
+    # of a ring. Exact for collectives, half of what one transfer gets (docs/clusters.md).
     speed = [per_axis / (1 if n >= rule["wraps"] else 2) for n in grid]
     common = {**start, "efficiency": rule["efficiency"], "name": "ici"}
+    # A torus shares its bandwidth equally between its axes. Axes of different speed (one closed,
+    # one open) become rings of their own, and collectives take them one after another.
     if len(grid) > 1 and len(set(speed)) == 1:
         shape = tuple(grid)
         dims.append(Dimension("torus", chips, sum(speed), shape=shape, **common))
     else:
         dims += [Dimension("ring", n, s, **common) for n, s in zip(grid, speed, strict=True)]
     sources = _sources(rule, "ici", device, "link_gbps")
+    # A topology needs a dimension, even for a single chip.
     if not dims:
         dims = [Dimension("ring", 1, device.link_bandwidth, **common)]
     return Cluster(name, device.name, Topology(tuple(dims)), count, sources)
 
 
 def _grid(chips: int, axes: int) -> list[int]:
-    """Powers of two whose product is ``chips``, as even as can be, smallest first."""
+    """Factor ``chips`` into powers of two that are as equal as possible, smallest first."""
     exponent = chips.bit_length() - 1
     return sorted(2 ** (exponent // axes + (i < exponent % axes)) for i in range(axes))
 
 
 def _unknown(name: str) -> DeviceError:
+    # No cutoff: even a far-fetched name gets suggestions.
     close = difflib.get_close_matches(name.lower(), cluster_names(), n=4, cutoff=0.0)
     return DeviceError(
         f"cluster {name!r} is not in the catalogue",

@@ -1,9 +1,9 @@
 """Clusters in files: opcast's YAML, and ASTRA-sim's ``network.yml``.
 
-Every key carries its unit: ``bandwidth_gbps`` is 1e9 bytes/s in one direction of all links of a
-device in the dimension together, ``latency_us`` and ``launch_us`` are microseconds. ASTRA-sim
-counts the bandwidth of *one link* in 2^30 bytes/s and the latency of one link in nanoseconds; a
-message through its switch takes two links.
+Every key carries its unit: ``bandwidth_gbps`` is 1e9 bytes/s in one direction, over all links of a
+device in the dimension; ``latency_us`` and ``launch_us`` are microseconds. ASTRA-sim gives the
+bandwidth of *one link* in 2^30 bytes/s and the latency of one link in nanoseconds; a message
+through its switch takes two links.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...common.files import parse_yaml, write_text
 from .topology import Cluster, Dimension, Topology
 
 _TOP = ("name", "device", "devices_per_node", "dimensions", "sources", "notes")
-#: Keys of a dimension: the field that each sets, its type, and its size in SI units.
+#: Keys of a dimension: the field that each sets, its type, and its factor to SI units (0: no unit).
 _KEYS: dict[str, tuple[str, type, float]] = {
     "name": ("name", str, 0),
     "kind": ("kind", str, 0),
@@ -33,7 +33,7 @@ _KEYS: dict[str, tuple[str, type, float]] = {
     "algorithms": ("algorithms", list, 0),
 }
 _NEEDED = ("kind", "bandwidth_gbps")
-#: Bytes/s of ASTRA-sim's GB/s.
+#: Bytes/s in one GB/s of ASTRA-sim's analytical network, which converts with ``1 << 30``.
 ASTRA_GB = 2.0**30
 _ASTRA_KINDS = {"Ring": "ring", "FullyConnected": "fully_connected", "Switch": "switch"}
 _ASTRA_KEYS = ("topology", "npus_count", "bandwidth", "latency")
@@ -46,10 +46,11 @@ def load_cluster(path: Path | str) -> Cluster:
 
     Raises:
         DeviceError: The file is missing, not YAML, has an unknown or missing key, a value of the
-            wrong type, or figures that make no sense; the message names file and key.
+            wrong type, or implausible figures; the message names file and key.
     """
     path = Path(path)
     data = _read(path)
+    # Only ASTRA-sim's format has this key, and it is mandatory there.
     if "npus_count" in data:
         return Cluster(path.stem, "", _from_astra(data, str(path)))
     return cluster_of(data, str(path))
@@ -90,7 +91,7 @@ def cluster_data(cluster: Cluster) -> dict[str, object]:
 
 
 def save_cluster(cluster: Cluster, path: Path) -> None:
-    """Write opcast's YAML, which :func:`load_cluster` reads again."""
+    """Write a cluster as the YAML that :func:`load_cluster` reads."""
     import yaml
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,13 +99,13 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
 
 
 def astra_network(topology: Topology) -> str:
-    """ASTRA-sim's ``network.yml``.
+    """Return the text of ASTRA-sim's ``network.yml``.
 
-    A torus becomes a ring for each axis, a fat tree the switch that it is without oversubscription.
-    Efficiency counts into the bandwidth; launch costs and reductions have no place there.
+    A torus becomes one ring per axis, and a fat tree without oversubscription a switch. Efficiency
+    is folded into the bandwidth; the format has no launch costs or in-network reductions.
 
     Raises:
-        DeviceError: A fat tree is oversubscribed, which ASTRA-sim cannot say.
+        DeviceError: A fat tree is oversubscribed, which the format cannot express.
     """
     kinds = {ours: theirs for theirs, ours in _ASTRA_KINDS.items()} | {"fat_tree": "Switch"}
     rows = []
@@ -117,6 +118,7 @@ def astra_network(topology: Topology) -> str:
             )
         links, hops = _astra_links(dim.kind, dim.size)
         speed, delay = dim.rate / links / ASTRA_GB, dim.latency / hops * 1e9
+        # 10 significant digits hide the rounding noise of the conversion to 2^30.
         rows.append((kinds[dim.kind], str(dim.size), f"{speed:.10g}", f"{delay:.10g}"))
     columns = zip(*rows, strict=True)
     pairs = zip(_ASTRA_KEYS, columns, strict=True)
@@ -124,7 +126,7 @@ def astra_network(topology: Topology) -> str:
 
 
 def _astra_links(kind: str, size: int) -> tuple[int, int]:
-    """Links of a device, and links between neighbours."""
+    """Return the links of a device, and the links in series between neighbours."""
     if kind == "ring":
         return 2, 1
     return (max(size - 1, 1), 1) if kind == "fully_connected" else (1, 2)
@@ -170,6 +172,7 @@ def _dimension(item: object, where: str) -> Dimension:
         fields[field] = typed * scale if kind is float else typed
     for key, kind in (("shape", int), ("algorithms", str)):
         fields[key] = tuple(_typed(x, kind, f"{where}.{key}") for x in fields.get(key, ()))
+    # The shape of a torus implies its size.
     if "size" not in fields:
         if not fields["shape"]:
             raise DeviceError("key 'size' is missing", where=where)
@@ -182,6 +185,7 @@ def _dimension_data(dim: Dimension) -> dict[str, object]:
     for key, (field, kind, scale) in _KEYS.items():
         value = getattr(dim, field)
         plain = {"launch": 0.0, "latency": 0.0, "oversubscription": 1.0, "efficiency": 1.0}
+        # Defaults are left out, so that a saved file reads like a hand-written one.
         if value in ("", (), 0) or value == plain.get(field):
             continue
         result[key] = float(f"{value / scale:.10g}") if kind is float else value
@@ -192,6 +196,7 @@ def _dimension_data(dim: Dimension) -> dict[str, object]:
 
 
 def _checked(where: str, **fields: Any) -> Dimension:
+    # The dimension checks itself but does not know its file: name the file and key instead.
     try:
         return Dimension(**fields)
     except DeviceError as error:
@@ -200,6 +205,7 @@ def _checked(where: str, **fields: Any) -> Dimension:
 
 def _typed(value: object, kind: type, where: str) -> Any:
     allowed = (int, float) if kind is float else (kind,)
+    # ``bool`` is a subclass of ``int``; YAML's ``yes`` must not pass as the size 1.
     if isinstance(value, bool) or not isinstance(value, allowed):
         names = {float: "a number", int: "a whole number", str: "a text", list: "a list"}
         raise DeviceError(f"must be {names[kind]}, not {value!r}", where=where)

@@ -1,8 +1,9 @@
-"""Topologies as data: dimensions of links in, what a group of devices spans out.
+"""Topologies as data: dimensions of links, and what a group of devices spans of them.
 
-A topology is a product of dimensions, innermost first: rank ``r`` has the coordinate ``r % size``
-in the first one, ``r // size % size`` in the second, and so on. Every dimension is a network of its
-own kind between the devices that differ only in its coordinate:
+A topology is a product of dimensions, innermost first (as in ASTRA-sim 2.0: Won et al., ISPASS
+2023): rank ``r`` has the coordinate ``r % size`` in the first one, ``r // size % size'`` in the
+second, and so on. Every dimension is a network of its own kind between the devices that differ only
+in its coordinate:
 
 - ``ring``: each device has links to both neighbours;
 - ``fully_connected``: a link from each device to every other;
@@ -25,8 +26,8 @@ from ...common.errors import DeviceError
 
 #: Kinds of dimensions.
 KINDS = ("ring", "fully_connected", "switch", "torus", "fat_tree")
-#: Who adds up inside the network: nobody, a tree of switches (SHARP), or a switch that reads from
-#: and writes to many devices at a device's request (NVLink SHARP, NVLS).
+#: Reduction inside the network: none, a tree of switches (InfiniBand SHARP), or a switch that reads
+#: from and writes to many devices at a device's request (NVLink SHARP; NVLS in NCCL).
 REDUCTIONS = ("", "tree", "multicast")
 
 #: Algorithms inside a dimension (formulas: ``collectives/one_dimension.py``).
@@ -43,7 +44,7 @@ ALGORITHMS = (
 
 @dataclass(frozen=True)
 class Dimension:
-    """One dimension. SI units.
+    """One dimension of a topology, in SI units.
 
     Attributes:
         kind: One of :data:`KINDS`.
@@ -58,12 +59,12 @@ class Dimension:
         oversubscription: Bandwidth of a leaf's devices over that of its links to the spine.
         reduction: Who adds up inside the network, one of :data:`REDUCTIONS`.
         efficiency: Share of ``bandwidth`` that collectives reach.
-        algorithms: Those of :data:`ALGORITHMS` that the library has here, for collectives that
-            one of them does; empty for all.
-        name: For people, such as ``nvlink``.
+        algorithms: Those of :data:`ALGORITHMS` that the library implements here; a collective that
+            none of them covers may use any. Empty for all.
+        name: Label such as ``nvlink``.
 
     Raises:
-        DeviceError: A figure makes no sense.
+        DeviceError: A figure is implausible.
     """
 
     kind: str
@@ -92,6 +93,7 @@ class Dimension:
         under = f"radix {self.radix} does not divide {self.size} devices"
         reduces = not self.reduction or self.kind in ("switch", "fat_tree")
         others = [a for a in self.algorithms if a not in ALGORITHMS]
+        # Negated comparisons ("not x > 0"), so that NaN is refused as well.
         return [
             (self.kind not in KINDS, f"unknown kind {self.kind!r}", f"one of {', '.join(KINDS)}"),
             (self.size < 1, f"size {self.size} is below 1", "count the devices along it"),
@@ -113,7 +115,7 @@ class Dimension:
 
     @property
     def rate(self) -> float:
-        """Bytes/s of one device that collectives reach."""
+        """Bytes/s that collectives reach, per device."""
         return self.bandwidth * self.efficiency
 
     @property
@@ -122,7 +124,7 @@ class Dimension:
         return self.shape if self.kind == "torus" else (self.size,)
 
     def rings(self) -> tuple[Dimension, ...]:
-        """The axes of a torus as rings, each with its share of the links; else itself."""
+        """Return the axes of a torus as rings with equal shares of the links; else itself."""
         if self.kind != "torus":
             return (self,)
         share = self.bandwidth / len(self.shape)
@@ -161,11 +163,12 @@ class Topology:
         return tuple(n for d in self.dims for n in d.axes)
 
     def coordinates(self, ranks: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Coordinates along every axis; ``(n,)`` in, ``(n, n_axes)`` out.
+        """Return the coordinates along every axis; ``(n,)`` in, ``(n, n_axes)`` out.
 
         Raises:
             DeviceError: A rank does not exist.
         """
+        # Checked before ``unravel_index``, so that the error names the rank.
         numbers = np.asarray(ranks, dtype=np.int64)
         if numbers.size and (numbers.min() < 0 or numbers.max() >= self.size):
             wrong = numbers[(numbers < 0) | (numbers >= self.size)][0]
@@ -174,22 +177,27 @@ class Topology:
                 where="topology",
                 hint="check the groups, or take a larger cluster",
             )
+        # NumPy's last axis varies fastest, a topology's first one: reverse both ways.
         return np.stack(np.unravel_index(numbers, self.axes[::-1])[::-1], axis=1)
 
     def group_dims(self, group: Sequence[int] | int) -> tuple[Dimension, ...]:
-        """What a group spans: the part of each dimension in which its devices differ.
+        """Return what a group spans: the part of each dimension in which its devices differ.
 
-        The other groups of the same pattern are taken to communicate at the same time, as in a
+        Sibling groups of the same pattern are assumed to communicate at the same time, as in a
         partitioned program, so groups that interleave on a ring share its links.
 
         Args:
             group: Ranks; a ``range`` for strided groups; a number ``n`` for ranks ``0 … n-1``.
 
         Returns:
-            Dimensions as the group sees them, innermost first; empty for a single device. A group
-            that is no regular part (equal steps along each axis, all combinations) counts as one
+            Dimensions as the group sees them, innermost first; empty for a single device. An
+            irregular group (not equal steps along each axis in all combinations) counts as one
             switch with the bandwidth, latency and launch cost of the slowest dimension it crosses.
+
+        Raises:
+            DeviceError: A rank does not exist, or is named twice.
         """
+        # A ``range`` is kept as the cache's key: hashing it does not list its ranks.
         ranks = range(group) if isinstance(group, int) else group
         key = ranks if isinstance(ranks, range) else tuple(int(r) for r in ranks)
         return _group_dims(self, key)
@@ -203,9 +211,9 @@ class Cluster:
         name: Such as ``dgx-h100-x128``.
         device: Name of the device in the catalogue, or of a device file.
         topology: How the devices are joined.
-        devices_per_node: Devices of one box; the whole cluster if it is one.
-        sources: Where each figure comes from, by key (``nvlink.bandwidth_gbps``).
-        notes: What else to know.
+        devices_per_node: Devices of one box; the whole cluster if it is a single box.
+        sources: Source of each figure, by key (``nvlink.bandwidth_gbps``).
+        notes: Free text.
     """
 
     name: str
@@ -221,6 +229,7 @@ class Cluster:
         return self.topology.size
 
 
+# A step asks for the same few groups thousands of times; the size is an engineering choice.
 @lru_cache(maxsize=4096)
 def _group_dims(topology: Topology, ranks: range | tuple[int, ...]) -> tuple[Dimension, ...]:
     where = topology.coordinates(ranks)
@@ -236,19 +245,22 @@ def _group_dims(topology: Topology, ranks: range | tuple[int, ...]) -> tuple[Dim
         spans.append((d, tuple(counts[first:last]), tuple(steps[first:last])))
         first = last
     crossed = [(d, n, s) for d, n, s in spans if prod(n) > 1]
+    # Regular: a full grid of evenly spaced coordinates. Counting is enough, ranks being distinct.
     if even and prod(counts) == len(ranks):
         return tuple(_part(d, n, s) for d, n, s in crossed)
+    # Pessimistic fallback for irregular groups: everything passes the slowest dimension.
     slowest = min((d for d, _, _ in crossed), key=lambda d: d.rate)
     flat = {"kind": "switch", "size": len(ranks), "shape": (), "radix": 0, "reduction": ""}
     return (replace(slowest, **flat, oversubscription=1.0),)  # type: ignore[arg-type]
 
 
 def _part(dim: Dimension, counts: tuple[int, ...], steps: tuple[int, ...]) -> Dimension:
-    """The part of a dimension with ``counts`` devices, ``steps`` apart, along each axis."""
+    """Return the part of a dimension with ``counts`` devices, ``steps`` apart, on each axis."""
     size, step = prod(counts), steps[0]
     if size == dim.size:
         return dim
     if dim.kind == "fully_connected":
+        # Links to devices outside the group are useless to it: nothing is forwarded.
         share = (size - 1) / (dim.size - 1)
         return replace(dim, size=size, bandwidth=dim.bandwidth * share)
     if dim.kind == "fat_tree":
@@ -261,6 +273,8 @@ def _part(dim: Dimension, counts: tuple[int, ...], steps: tuple[int, ...]) -> Di
 
 
 def _part_of_tree(dim: Dimension, size: int, step: int) -> Dimension:
+    # Members of the group under one leaf. A group within a leaf never meets the spine; one that
+    # fills its leaves unevenly is taken as a switch at the rate and latency of the spine.
     under = max(dim.radix // step, 1)
     if size <= under or size % under:
         flat = 1.0 if size <= under else dim.oversubscription
@@ -278,7 +292,11 @@ def _part_of_tree(dim: Dimension, size: int, step: int) -> Dimension:
 
 
 def _part_of_ring(dim: Dimension, size: int, step: int) -> Dimension:
-    """A strided group shares links with its siblings; a segment returns over its own links."""
+    """Part of a ring: a strided group shares links with its siblings, a segment does not close.
+
+    Neighbours are ``step`` links apart, and each link carries the messages of ``step`` groups. A
+    segment's ring returns over its own links, which halves the bandwidth once more.
+    """
     closed = size * step == dim.size
     share = step if closed else 2 * step
     return replace(dim, size=size, bandwidth=dim.bandwidth / share, latency=dim.latency * step)
@@ -292,6 +310,7 @@ def _part_of_torus(dim: Dimension, counts: tuple[int, ...], steps: tuple[int, ..
     ]
     if len(used) == 1:
         return used[0]
+    # A torus has one bandwidth for all axes: the slowest axis counts for all of them.
     slowest = min(r.bandwidth for r in used)
     return replace(
         dim,

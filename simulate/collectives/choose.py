@@ -1,10 +1,10 @@
-"""Collectives over a topology: which algorithm, and how long it takes.
+"""Collectives over a topology: choice of the algorithm and its closed-form time.
 
 ``time = launch + latency + transfer``: what it costs to begin, the latencies of the steps that
 follow each other, and the bytes over the bandwidth of what limits. Formulas inside one dimension
 are in ``one_dimension``, over several dimensions here.
 
-**Bytes** are what *each rank puts in*: the whole buffer for ``all_reduce``, ``reduce_scatter``,
+**Bytes** are what *each rank contributes*: the whole buffer for ``all_reduce``, ``reduce_scatter``,
 ``all_to_all`` (all blocks, its own included), ``broadcast`` (the root's), ``collective_permute``
 and ``send_recv``; one rank's share for ``all_gather``.
 """
@@ -31,7 +31,7 @@ COLLECTIVES = (
     "broadcast",
     "send_recv",
 )
-#: Other names of them.
+#: Spellings of HLO, StableHLO and nccl-tests; half of a transfer is priced as the whole transfer.
 ALIASES = {
     "alltoall": "all_to_all",
     "collective_broadcast": "broadcast",
@@ -43,6 +43,7 @@ ALIASES = {
 }
 #: Algorithms that can be forced; ``auto`` takes the fastest.
 ALGORITHMS = (*IN_DIMENSION, "hierarchical", "multi_ring")
+#: Kinds whose bytes take one route: there is no algorithm to choose.
 _POINT_TO_POINT = ("collective_permute", "send_recv")
 
 
@@ -52,8 +53,8 @@ class CollectiveCost:
 
     Attributes:
         algorithm: The algorithm, as in :data:`ALGORITHMS`; ``none`` for a single rank.
-        launch: Before the first byte.
-        latency: Of the steps that follow each other.
+        launch: Fixed cost before the first byte moves.
+        latency: Latencies of the dependent steps.
         transfer: Bytes over bandwidth.
     """
 
@@ -64,16 +65,17 @@ class CollectiveCost:
 
     @property
     def total(self) -> float:
-        """Seconds altogether."""
+        """Sum of the three parts."""
         return self.launch + self.latency + self.transfer
 
 
 def collective_name(kind: str) -> str:
-    """The collective's name here, from that of HLO, StableHLO or nccl-tests.
+    """Map a name of HLO, StableHLO or nccl-tests to one of :data:`COLLECTIVES`.
 
     Raises:
         DeviceError: There is no such collective.
     """
+    # ``all-reduce-start`` is HLO's asynchronous form, ``all_reduce_perf`` the nccl-tests binary.
     name = kind.lower().replace("-", "_").removesuffix("_start").removesuffix("_perf")
     name = ALIASES.get(name, name)
     if name not in COLLECTIVES:
@@ -89,7 +91,7 @@ def collective_latency_s(
     algorithm: str = "auto",
     skew: float = 1.0,
 ) -> float:
-    """Seconds of a collective, by the analytical form; arguments as :func:`collective_cost`."""
+    """Return a collective's seconds by its closed form; arguments as :func:`collective_cost`."""
     return collective_cost(kind, bytes_per_rank, group, cluster, algorithm, skew).total
 
 
@@ -101,17 +103,17 @@ def collective_cost(
     algorithm: str = "auto",
     skew: float = 1.0,
 ) -> CollectiveCost:
-    """Time of a collective, by part.
+    """Time a collective, split into launch, latency and transfer.
 
     Args:
         kind: One of :data:`COLLECTIVES`, or its name in HLO or nccl-tests.
-        bytes_per_rank: What each rank puts in (see above).
-        group: Ranks in one replica group, in any order; a ``range``; or a number of ranks from 0
-            on. ``collective_permute`` shifts from each rank to the next; ``send_recv`` has two
-            ranks, of which both may send.
-        cluster: Where they are.
+        bytes_per_rank: Bytes that each rank contributes (see the module's docstring).
+        group: Ranks of one replica group, in any order; a ``range``; or a count of ranks starting
+            at 0. ``collective_permute`` shifts from each rank to the next; ``send_recv`` has two
+            ranks, both of which may send.
+        cluster: Cluster or topology that the ranks belong to.
         algorithm: One of :data:`ALGORITHMS`, or ``auto`` for the fastest.
-        skew: Bytes of the busiest rank over the mean, for all-to-all of uneven blocks.
+        skew: Bytes of the busiest rank over the mean, for an all-to-all with uneven blocks.
 
     Raises:
         DeviceError: The collective, the algorithm or a rank does not exist, or the algorithm does
@@ -119,6 +121,7 @@ def collective_cost(
     """
     name = collective_name(kind)
     topology = cluster.topology if isinstance(cluster, Cluster) else cluster
+    # Negated comparisons, so that NaN is refused as well.
     if not bytes_per_rank >= 0 or not skew >= 1:
         raise DeviceError(
             f"{bytes_per_rank} bytes with skew {skew}",
@@ -129,6 +132,7 @@ def collective_cost(
         raise DeviceError(
             f"unknown algorithm {algorithm!r}", where=name, hint=f"one of {', '.join(ALGORITHMS)}"
         )
+    # An uneven all-to-all ends with its busiest rank: it is priced as an even one of that size.
     size = float(bytes_per_rank) * (skew if name.endswith("all_to_all") else 1.0)
     plain = name.removeprefix("ragged_")
     return dims_cost(plain, size, topology.group_dims(group), algorithm)
@@ -137,11 +141,15 @@ def collective_cost(
 def dims_cost(
     kind: str, size: float, dims: tuple[Dimension, ...], algorithm: str = "auto"
 ) -> CollectiveCost:
-    """Time of a collective over ``dims``, as :meth:`Topology.group_dims` gives them."""
+    """Time a collective over ``dims``, as :meth:`Topology.group_dims` returns them."""
     if not dims:
         return CollectiveCost("none", 0.0, 0.0, 0.0)
+    # One library call runs the phases of all dimensions, so it is launched once, at the highest of
+    # their launch costs.
     launch = max(d.launch for d in dims)
     alone = len(dims) == 1 and kind not in _POINT_TO_POINT
+    # ``auto`` honours the dimension's own list of algorithms; an algorithm named by the caller is
+    # evaluated even if the library would not choose it.
     taken = set(allowed(kind, dims[0], size)) if alone and algorithm == "auto" else {algorithm}
     candidates = [
         CollectiveCost(name, launch, *cost)
@@ -160,7 +168,7 @@ def dims_cost(
 def fitting_algorithms(
     kind: str, size: float, dims: tuple[Dimension, ...]
 ) -> list[tuple[str, float]]:
-    """Algorithms that do ``kind`` over ``dims``, each with its seconds without launch cost."""
+    """List the algorithms that implement ``kind`` over ``dims``, with seconds less the launch."""
     return [(name, sum(cost)) for name, cost in _candidates(kind, size, dims)]
 
 
@@ -181,7 +189,7 @@ def _candidates(kind: str, size: float, dims: tuple[Dimension, ...]) -> Iterator
 
 
 def _neighbour(size: float, dims: tuple[Dimension, ...]) -> Cost:
-    """From each rank to the next: every latency on the way, and the slowest of the links.
+    """Send from each rank to the next: all latencies on the route, and its slowest link.
 
     A message takes one link of a ring, of a torus's axis or of a fully connected dimension, and the
     whole port of a switch.
@@ -192,6 +200,8 @@ def _neighbour(size: float, dims: tuple[Dimension, ...]) -> Cost:
 
 
 def _link_rate(dim: Dimension) -> float:
+    # One message takes one of a ring's two links. Between two ranks both links go to the same
+    # neighbour, so the whole bandwidth is available.
     return dim.rate / 2 if dim.kind == "ring" and dim.size > 2 else flow_rate(dim)
 
 
@@ -205,6 +215,8 @@ def hierarchical(kind: str, size: float, dims: tuple[Dimension, ...]) -> Cost:
     """
     parts: list[Cost] = []
     if kind == "all_reduce":
+        # ``left`` is what a rank still holds: each inner reduce-scatter divides it by its ranks, so
+        # that the slowest, outermost links carry the smallest share.
         left = size
         for dim in dims[:-1]:
             parts.append(fastest("reduce_scatter", dim, left)[1])
@@ -215,6 +227,8 @@ def hierarchical(kind: str, size: float, dims: tuple[Dimension, ...]) -> Cost:
             left *= dim.size
     else:
         inwards = kind in ("all_gather", "broadcast")
+        # A rank's contribution grows with every gathered dimension and shrinks with every scattered
+        # one; a broadcast and an all-to-all keep their size.
         growth = {"all_gather": 1, "reduce_scatter": -1}.get(kind, 0)
         for dim in reversed(dims) if inwards else dims:
             parts.append(fastest(kind, dim, size)[1])
@@ -243,9 +257,13 @@ def multi_ring(kind: str, size: float, dims: tuple[Dimension, ...]) -> Cost | No
     inside, step = message / inner.rate, inner.latency + message / inner.rate
     across = message / port
     hop = outer.latency * (2 if leaves(outer) > 1 else 1)
+    # Share of the hops between boxes that also leave their leaf switch: a second latency each.
     spine = leaves(outer) / outer.size if leaves(outer) > 1 else 0.0
+    # Bound of the ports. A port inside carries the edges of all rings but the one that leaves the
+    # box at its rank.
     serial = edges * max(across, (g - 1) * inside) + hop
     ways: list[Cost] = []
+    # Bound of the dependent chain, by the distance of a message's first rank from the network port.
     for away in range(g):
         far = (edges - away - 1) // g + 1 if edges > away else 0
         latency = (edges - far) * inner.latency + (far + ceil(far * spine)) * outer.latency
@@ -255,7 +273,7 @@ def multi_ring(kind: str, size: float, dims: tuple[Dimension, ...]) -> Cost | No
 
 
 def direct_over(kind: str, size: float, dims: tuple[Dimension, ...]) -> Cost | None:
-    """All-to-all at once: inside to the rank with the same number as the receiver, then across.
+    """All-to-all in one go: inside to the rank with the receiver's number, then across.
 
     Every switched dimension carries all blocks whose receiver differs in it, at the same time, each
     as in :func:`~.one_dimension.direct`; the outermost begins with the blocks that it alone
@@ -265,16 +283,17 @@ def direct_over(kind: str, size: float, dims: tuple[Dimension, ...]) -> Cost | N
         return None
     known = [c for d in dims if (c := IN_DIMENSION["direct"](kind, d, size)) is not None]
     inside = sum(c[0] for c in known[:-1])
+    # Of the outermost dimension's blocks, one in (ranks of a box) needs no hop inside first.
     alone = known[-1][1] * dims[-1].size / prod(d.size for d in dims)
     latency, idle = inside + known[-1][0], max(inside - alone, 0.0)
     return latency, max(*(c[1] for c in known[:-1]), known[-1][1] + idle - inside)
 
 
 def ring_seat(ring: int, place: int, per_box: int) -> int:
-    """Rank at a place of ring number ``ring`` of :func:`multi_ring`.
+    """Return the rank at a place of ring number ``ring`` of :func:`multi_ring`.
 
-    Even boxes are passed upwards from rank ``ring``, odd ones downwards from the rank before it, so
-    that a ring enters the next box at the rank with the same number.
+    Even boxes are traversed upwards from rank ``ring``, odd ones downwards from the rank before it,
+    so that a ring enters the next box at the rank with the same number (the same rail).
     """
     box, step = divmod(place, per_box)
     inside = ring + step if box % 2 == 0 else ring - 1 - step

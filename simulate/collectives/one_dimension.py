@@ -1,9 +1,10 @@
 """Costs of collective algorithms inside one dimension of a topology.
 
-Every function takes a dimension and the bytes that each rank puts in, and returns ``(latency,
+Every function takes a dimension and the bytes that each rank contributes, and returns ``(latency,
 transfer)`` in seconds: time that does not depend on the bytes, and time that does. In the formulas
-``n`` is the size of the dimension, ``b`` the bytes that a rank puts in, ``B`` its bandwidth, ``a``
-its latency, ``c`` the number of chunks of a pipeline. The launch cost is added by the caller.
+``n`` is the size of the dimension, ``b`` the bytes of a rank, ``B`` its bandwidth, ``a`` its
+latency, ``c`` the number of chunks of a pipeline. The caller adds the launch cost. The closed forms
+are checked against :mod:`opcast.simulate.reference.messages` (docs/clusters.md).
 
 Sources: [T] Thakur, Rabenseifner, Gropp, *Optimization of Collective Communication Operations in
 MPICH*, IJHPCA 19 (2005); [P] Patarasuk, Yuan, *Bandwidth optimal all-reduce algorithms for clusters
@@ -23,18 +24,23 @@ from .trees import Cost, chunk_count, flow_rate, leaves, shard_bytes, tree
 
 
 def _passed_on(dim: Dimension, edges: int, size: float) -> Cost:
-    """Messages that all ranks hand on ``edges`` times.
+    """Messages that every rank forwards, ``edges`` times in all.
 
-    An edge between leaves of a fat tree has two latencies; every ``radix``-th one is one. If it is
-    slower than the others, messages queue there, or they do not, and the later of both counts.
+    Every ``radix``-th edge crosses between leaves of a fat tree and costs two latencies. Where that
+    edge is slower than the others, messages may queue at it; the later of the two cases counts.
     """
     rate = flow_rate(dim)
     if leaves(dim) == 1:
         return edges * dim.latency, edges * size / rate
+    # One lap round the ring crosses each leaf's boundary once; a partial lap is rounded up, since
+    # the slowest message is one that starts right before a boundary.
     whole, rest = divmod(edges, dim.size)
     far = whole * leaves(dim) + ceil(rest / dim.radix)
     latency = (edges + far) * dim.latency
+    # Without queueing a message pays each edge at that edge's own rate.
     travel = far * size / rate + (edges - far) * size / dim.rate
+    # With queueing the uplink is busy throughout, and all but two of the latencies pass while it
+    # sends; the factor is 0 where the uplink is as fast as a port and nothing queues.
     return latency, max(
         travel, edges * size / rate - (latency - 2 * dim.latency) * (rate < dim.rate)
     )
@@ -55,9 +61,12 @@ def ring(kind: str, dim: Dimension, size: float) -> Cost | None:
         return _passed_on(dim, steps, shard_bytes(kind, dim, size))
     if kind == "broadcast":
         chunks = chunk_count(size)
+        # Each boundary between leaves adds a second latency.
         latency = (n - 1 + leaves(dim) - 1) * dim.latency
+        # Edges inside a leaf run at the port's rate, not at that of the slower uplink.
         near = (n - leaves(dim)) * (1 / dim.rate - 1 / rate) if leaves(dim) > 1 else 0.0
         return latency, ((n - 2 + chunks) / rate + near) * size / chunks
+    # Without physical neighbours an all-to-all goes directly; see :func:`direct`.
     if kind == "all_to_all" and dim.kind == "ring":
         return n // 2 * dim.latency, (n * n // 4) * size / n / rate
     return None
@@ -68,11 +77,12 @@ def direct(kind: str, dim: Dimension, size: float) -> Cost | None:
 
     All-gather ``a + (n-1) b / B``, reduce-scatter and all-to-all ``a + (n-1)/n b / B``, all-reduce
     as reduce-scatter and all-gather, broadcast ``a + (n-1) b / B`` from the root's links [T, long
-    messages; C]. Between leaves of a fat tree with ``r`` ranks each, the links to the spine take
-    ``(n-r) oversubscription`` blocks of time where a rank's own take ``n-1``; ranks that have their
-    sums early then gain a block, or a latency if that is less.
+    messages; C]. Between leaves of a fat tree with ``r`` ranks each, the links to the spine are
+    busy for ``(n-r) oversubscription`` blocks where a rank's own are for ``n-1``; ranks whose sums
+    are complete early then save one block, or one latency if that is less.
     """
     n = dim.size
+    # Rings and tori have links to neighbours alone: a direct exchange would be forwarded.
     if dim.kind in ("ring", "torus") or kind not in DIRECT_KINDS:
         return None
     far = leaves(dim) > 1
@@ -84,17 +94,22 @@ def direct(kind: str, dim: Dimension, size: float) -> Cost | None:
     block = shard_bytes(kind, dim, size) / dim.rate
     if kind != "all_reduce":
         return step, blocks * block
+    # Nothing queues at the spine, so that all ranks begin the all-gather together.
     if dim.oversubscription == 1 or not far or dim.radix == 1:
         return 2 * step, 2 * blocks * block
     return 2 * step, max((2 * blocks - 1) * block, 2 * blocks * block - dim.latency)
 
 
-#: What :func:`direct` does.
+#: Collectives that :func:`direct` implements.
 DIRECT_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 
 
 def one_shot(kind: str, dim: Dimension, size: float) -> Cost | None:
-    """All-reduce of small messages: gather every buffer, add up locally; ``a + (n-1) b / B``."""
+    """All-reduce of small messages: gather every buffer, add locally; ``a + (n-1) b / B``.
+
+    One latency instead of two, for ``n/2`` times the bytes of a ring: the form of the "one-shot"
+    all-reduce kernels of inference frameworks.
+    """
     return direct("all_gather", dim, size) if kind == "all_reduce" else None
 
 
@@ -111,6 +126,8 @@ def halving_doubling(kind: str, dim: Dimension, size: float) -> Cost | None:
     if whole is None or n & (n - 1) or dim.kind in ("ring", "torus") or dim.oversubscription > 1:
         return None
     latency, moved, distance = 0.0, 0.0, 1
+    # The largest exchange goes to the nearest partner, so that the fewest bytes cross between
+    # leaves; the order does not change the sum on a switch.
     while distance < n:
         near = leaves(dim) == 1 or distance < dim.radix
         rate = dim.rate / (n - 1) if dim.kind == "fully_connected" else dim.rate
@@ -122,7 +139,7 @@ def halving_doubling(kind: str, dim: Dimension, size: float) -> Cost | None:
 
 
 def in_network(kind: str, dim: Dimension, size: float) -> Cost | None:
-    """All-reduce (and broadcast) by the switches.
+    """All-reduce (and broadcast) inside the switches.
 
     - ``tree``: chunks go up the tree of switches, which add them up, and down again [G]. With the
       times of a chunk on each link in a row ``s_i``: ``sum s_i + (c-1) max s_i`` and one latency
@@ -139,6 +156,8 @@ def in_network(kind: str, dim: Dimension, size: float) -> Cost | None:
     if kind not in ("all_reduce", "broadcast") or dim.reduction != "tree":
         return None
     chunk = size / chunks
+    # One stage up to and one down from the leaf, at the port's rate; reduced data crosses to the
+    # spine once per leaf, over the uplinks of all its ranks together.
     stages = [chunk / dim.rate] * 2
     if leaves(dim) > 1:
         stages += [chunk * dim.oversubscription / (dim.radix * dim.rate)] * 2
@@ -157,6 +176,7 @@ def _multicast(dim: Dimension, size: float) -> Cost:
 
 def scatter_gather(kind: str, dim: Dimension, size: float) -> Cost | None:
     """Broadcast of long messages: scatter, direct all-gather; ``2 a + 2 (n-1)/n b / B`` [C]."""
+    # The scatter sends the root's n-1 blocks and the gather each rank's n-1: they cost the same.
     gather = direct("all_gather", dim, size / dim.size)
     if kind != "broadcast" or gather is None or leaves(dim) > 1:
         return None
@@ -177,6 +197,7 @@ def torus(kind: str, dim: Dimension, size: float) -> Cost | None:
         halves = torus("reduce_scatter", dim, size), torus("all_gather", dim, size / dim.size)
         return _sum([h for h in halves if h])
     rings, axes = dim.rings(), len(dim.axes)
+    # One axis after another; broadcasts along several edge-disjoint trees are not modelled.
     if kind == "broadcast":
         return _sum([c for r in rings if r.size > 1 and (c := ring(kind, r, size))])
     own = [size / axes] * axes
@@ -190,6 +211,7 @@ def torus(kind: str, dim: Dimension, size: float) -> Cost | None:
                 return None
             costs.append(cost)
             own[part] *= _growth(kind, axis.size)
+        # A phase ends with its slowest part: the axes may have different lengths.
         total = _sum([total, max(costs, key=sum)])
     return total
 
@@ -202,7 +224,7 @@ def _sum(costs: list[Cost]) -> Cost:
     return sum(c[0] for c in costs), sum(c[1] for c in costs)
 
 
-#: Algorithms inside a dimension, by name.
+#: Algorithms inside a dimension, by name; ``torus`` falls back to ``ring`` for every other kind.
 IN_DIMENSION: dict[str, Callable[[str, Dimension, float], Cost | None]] = {
     "ring": torus,
     "direct": direct,
@@ -215,13 +237,15 @@ IN_DIMENSION: dict[str, Callable[[str, Dimension, float], Cost | None]] = {
 
 
 def allowed(kind: str, dim: Dimension, size: float) -> dict[str, Cost]:
-    """Costs of the algorithms that the dimension's library takes for ``kind``, by name."""
+    """Return the costs of the algorithms that the dimension's library has for ``kind``, by name."""
     every = {name: cost(kind, dim, size) for name, cost in IN_DIMENSION.items()}
     costs = {name: cost for name, cost in every.items() if cost is not None}
+    # A list such as [ring, tree] does not cover an all-to-all: then any algorithm counts, because
+    # the library must have one and refusing would leave the collective without a price.
     own = {name: cost for name, cost in costs.items() if name in dim.algorithms}
     return own or costs
 
 
 def fastest(kind: str, dim: Dimension, size: float) -> tuple[str, Cost]:
-    """The fastest of :func:`allowed`, and its cost."""
+    """Return the fastest of :func:`allowed`, and its cost."""
     return min(allowed(kind, dim, size).items(), key=lambda item: sum(item[1]))

@@ -7,7 +7,8 @@ from math import ceil, log2
 
 from ..clusters.topology import Dimension
 
-#: Ranks of a tree that is followed rank by rank.
+#: Largest group whose tree is followed rank by rank, which costs time in proportion to its ranks;
+#: beyond it the closed form for powers of two serves all sizes (engineering choice).
 MOST_FOLLOWED = 256
 
 
@@ -15,28 +16,35 @@ def tree(kind: str, dim: Dimension, size: float) -> Cost | None:
     """Trees, on switches and fat trees that are not oversubscribed.
 
     - Broadcast along a binomial tree: ``ceil(log2 n) (a + b / B)`` for powers of two [T]. Rank
-      ``i`` has it after as many sends as ``i`` has binary digits, and a latency for each that is 1.
+      ``i`` is reached after as many sends as ``i`` has binary digits, and after one latency for
+      each digit that is 1.
     - All-reduce along two binary trees with half of the bytes each, up and down; a rank that has
-      children in one is a leaf in the other, so that all send and receive alike [S]. The first
-      chunk is followed up and down, child after child; the others come at two chunks of time each.
+      children in one is a leaf in the other, so that all send and receive equally [S]. The first
+      chunk is followed up and down, child by child; each further one adds twice a chunk's time.
       For powers of two with ``h = log2 n``, ``2 h a + (2c+2h-3)/c b / B`` on a switch; beyond
-      :data:`MOST_FOLLOWED` ranks this counts for all, with two latencies between leaves.
+      :data:`MOST_FOLLOWED` ranks this serves all sizes, with two latencies between leaves.
     """
+    # Many flows of a tree share the uplinks of an oversubscribed leaf, which no closed form here
+    # covers; the algorithm is not offered there.
     if dim.kind not in ("switch", "fat_tree") or dim.oversubscription > 1:
         return None
     radix = dim.radix if leaves(dim) > 1 else 0
     if kind == "broadcast":
         ways = [(hops * dim.latency, k * size / dim.rate) for k, hops in _farthest(dim.size, radix)]
         return max(ways, key=sum)
+    # Up to three ranks a ring takes no more steps: 2 (n-1) against 2 ceil(log2 n).
     if kind == "all_reduce" and dim.size > 3:
         chunks = chunk_count(size)
         time = size / chunks / dim.rate
         levels = ceil(log2(dim.size))
         if dim.size > MOST_FOLLOWED:
+            # Levels whose partners lie under different leaves pay the spine's second latency.
             far = levels - int(log2(radix)) if radix else 0
             filled = 2 * (chunks - 1) + 2 * levels - 1
             return 2 * (levels + far) * dim.latency, filled * time
+        # Half a chunk, since each tree carries half of the bytes.
         first = _there_and_back(dim.size, radix, dim.latency, time / 2)
+        # Only the split into latency and transfer depends on this; their sum is ``first`` + rest.
         latency = 2 * levels * dim.latency
         return latency, first - latency + 2 * (chunks - 1) * time
     return None
@@ -44,9 +52,10 @@ def tree(kind: str, dim: Dimension, size: float) -> Cost | None:
 
 @cache
 def _farthest(n: int, radix: int) -> list[tuple[int, int]]:
-    """Sends and, at most, latencies until ranks of a binomial tree have a broadcast."""
+    """For each number of sends that reaches a rank, the most latencies on the way to one."""
     hops, most = [0] * n, dict[int, int]()
     for i in range(1, n):
+        # The parent of rank i is i without its highest bit.
         sends = i.bit_length()
         parent = i - (1 << (sends - 1))
         hops[i] = hops[parent] + (2 if radix and i // radix != parent // radix else 1)
@@ -56,16 +65,18 @@ def _farthest(n: int, radix: int) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=4096)
 def _there_and_back(n: int, radix: int, latency: float, time: float) -> float:
-    """Seconds of half a chunk, ``time`` on a link, up and down the slower of the two trees."""
+    """Seconds for half a chunk, ``time`` on a link, to go up and down the slower of two trees."""
     parents = binary_tree(n)
     children: list[list[int]] = [[] for _ in range(n)]
     for place, parent in enumerate(parents):
         if parent >= 0:
             children[parent].append(place)
+    # Breadth first from the root: parents before children, and the reverse when rising.
     order = [n - 1]
     for place in order:
         order += children[place]
 
+    # The second tree is the first one moved on by one rank, so that leaves and interiors swap.
     def one(shift: int) -> float:
         def hop(a: int, b: int) -> float:
             far = radix and (a + shift) % n // radix != (b + shift) % n // radix
@@ -74,6 +85,7 @@ def _there_and_back(n: int, radix: int, latency: float, time: float) -> float:
         risen = [0.0] * n
         for place in reversed(order):
             free = 0.0
+            # Children share the parent's receiving port: they are received in order of readiness.
             for start, delay in sorted((risen[c], hop(place, c)) for c in children[place]):
                 free = max(free, start + delay) + time
             risen[place] = free
@@ -87,7 +99,7 @@ def _there_and_back(n: int, radix: int, latency: float, time: float) -> float:
 
 
 def binary_tree(n: int) -> list[int]:
-    """Parents of ``n`` places, -1 for the root: place ``n-1`` above an in-order binary tree.
+    """Return the parents of ``n`` places, -1 for the root: ``n-1`` above an in-order binary tree.
 
     Places with even numbers below ``n-1`` have no children; moved on by one, the tree has its
     leaves where the other one has none [S].
@@ -96,6 +108,8 @@ def binary_tree(n: int) -> list[int]:
 
     def grow(low: int, high: int, parent: int) -> None:
         if low < high:
+            # The left subtree is complete, with 2^k - 1 places, so that interior nodes fall on odd
+            # places and the tree moved on by one is complementary.
             middle = low + (1 << ((high - low).bit_length() - 1)) - 1
             parents[middle] = parent
             grow(low, middle, middle)
@@ -109,38 +123,43 @@ def binary_tree(n: int) -> list[int]:
 Cost = tuple[float, float]
 
 
-#: A pipeline cuts a buffer into chunks of this many bytes (a slot of NCCL's buffer: an eighth of
-#: 4 MiB), into at most :data:`MOST_CHUNKS`; below :data:`LEAST_CHUNKS` it is not worth it.
+#: Bytes of a chunk of a pipeline: one of the 8 slots (``NCCL_STEPS``) of NCCL's buffer, which is
+#: 4 MiB by default (``NCCL_BUFFSIZE`` in NCCL's user guide).
 CHUNK_BYTES = 2.0**19
 
 
+#: With this many chunks each further stage of a pipeline adds 1/64 of the transfer, less than 2 %;
+#: more of them would only make the message-level reference slower (engineering choice).
 MOST_CHUNKS = 64
 
 
+#: Below this many chunks a pipeline gains too little and the buffer is sent whole (engineering
+#: estimate; not fitted).
 LEAST_CHUNKS = 4
 
 
 def chunk_count(size: float) -> int:
-    """Chunks into which a pipeline cuts ``size`` bytes."""
+    """Return the number of chunks into which a pipeline cuts ``size`` bytes."""
     chunks = min(ceil(size / CHUNK_BYTES), MOST_CHUNKS)
     return chunks if chunks >= LEAST_CHUNKS else 1
 
 
 def leaves(dim: Dimension) -> int:
-    """Leaf switches of a fat tree; 1 for every other kind."""
+    """Return the number of leaf switches of a fat tree; 1 for every other kind."""
     return dim.size // dim.radix if dim.kind == "fat_tree" else 1
 
 
 def shard_bytes(kind: str, dim: Dimension, size: float) -> float:
-    """Bytes of one rank's share: what it puts into a gather, a fraction of the buffer else."""
+    """Return one rank's share: its contribution to a gather, else ``1/n`` of the buffer."""
     return size if kind == "all_gather" else size / dim.size
 
 
 def flow_rate(dim: Dimension) -> float:
-    """Bytes/s of a flow from each rank to its neighbour in a ring over all ranks.
+    """Return the bytes/s of a flow from each rank to its neighbour in a ring over all ranks.
 
-    A physical ring sends half in each direction, a fully connected dimension uses one link of
-    ``n - 1``, and the links of a leaf to the spine carry one flow.
+    A physical ring sends half of the bytes in each direction, so that its full rate counts. A fully
+    connected dimension uses one link of ``n - 1``. Of a leaf's ranks only one has its neighbour
+    under another leaf, so that the links to the spine carry a single flow.
     """
     if dim.kind == "fully_connected":
         return dim.rate / max(dim.size - 1, 1)

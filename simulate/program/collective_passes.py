@@ -1,11 +1,10 @@
 """Combining collectives as XLA's GPU and TPU compilers do, for programs that come unoptimised.
 
-Collectives of one kind over the same devices are combined as long as none needs another and their
-sum stays below a threshold (AllReduceCombiner, AllGatherCombiner, ReduceScatterCombiner). What
-comes before, such as reduce-scatters out of all-reduces, is done in
-:mod:`opcast.features.lowering.xla_collectives`. That all of them run beside the computation
-(AsyncCollectiveCreator, LatencyHidingScheduler) is the matter of
-:mod:`~opcast.simulate.program.streams`.
+Collectives of one kind over the same devices are combined as long as none depends on another and
+their sum stays below a threshold (XLA's AllReduceCombiner, AllGatherCombiner and
+ReduceScatterCombiner). Earlier passes, such as the creation of reduce-scatters from all-reduces,
+are in :mod:`opcast.features.lowering.xla_collectives`; running collectives beside the computation
+(AsyncCollectiveCreator, LatencyHidingScheduler) is up to :mod:`~opcast.simulate.program.streams`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from dataclasses import replace
 from ..dependencies import Dependencies
 from .nodes import Node
 
-#: Bytes up to which collectives are combined: XLA's defaults on GPUs.
+#: Bytes up to which collectives are combined: XLA's defaults on GPUs, ``kDefault…CombineThreshold``
+#: in ``xla/service/collective_utils.h``, without their 7 odd bytes.
 THRESHOLDS = {
     "all_reduce": 30.0 * 2**20,
     "all_gather": 30.0 * 2**20,
@@ -39,8 +39,10 @@ def combine(nodes: Sequence[Node], kind: str, threshold: float) -> list[Node]:
     Args:
         nodes: In topological order.
         kind: Which collectives.
-        threshold: Bytes that a combined one may return; larger ones stay as they are.
+        threshold: Most bytes that a combined one may return; larger ones stay as they are.
     """
+    # XLA's AllReduceKey also holds element type and reduction, which nodes do not carry: an f32
+    # scalar next to bf16 gradients is combined here and not by XLA.
     below = _below(nodes)
     target = list(range(len(nodes)))
     open_: dict[tuple[object, ...], list[int]] = {}
@@ -50,9 +52,12 @@ def combine(nodes: Sequence[Node], kind: str, threshold: float) -> list[Node]:
         own = node.collective
         if _bytes(node) > threshold:
             continue
+        # ``groups`` besides ``group``: equal first groups do not make equal partitions. Executions
+        # must agree, because collectives in and outside a loop cannot be merged.
         key = (own.group, own.groups, node.times, own.waits)
         members = open_.get(key, [])
         size = sum(_bytes(nodes[m]) for m in members) + _bytes(node)
+        # Greedy as in XLA's combiners: a collective that does not fit opens the next set.
         if members and size <= threshold and not _needs(below, members, place):
             target[place] = members[0]
             members.append(place)
@@ -63,6 +68,7 @@ def combine(nodes: Sequence[Node], kind: str, threshold: float) -> list[Node]:
 
 
 def _bytes(node: Node) -> float:
+    # Bytes of the result, which is what XLA's thresholds count.
     assert node.collective is not None
     many = len(node.collective.group)
     return node.collective.size * {"all_gather": many, "reduce_scatter": 1 / many}.get(
@@ -71,7 +77,9 @@ def _bytes(node: Node) -> float:
 
 
 def _below(nodes: Sequence[Node]) -> list[int]:
-    """Nodes that each node needs, itself included, as bits."""
+    """Return the transitive operands of each node, itself included, as a bit set."""
+    # Python's integers as bit sets: one word operation per 30 nodes makes the closure of programs
+    # with thousands of nodes affordable.
     below: list[int] = []
     for place, node in enumerate(nodes):
         bits = 1 << place
@@ -82,13 +90,13 @@ def _below(nodes: Sequence[Node]) -> list[int]:
 
 
 def _needs(below: Sequence[int], members: Sequence[int], place: int) -> bool:
-    """Whether the node needs a member, or a member, combined as it is, needs the node."""
+    """Whether the node needs a member, or the members, combined as they are, need the node."""
     mask = sum(1 << m for m in members)
     return bool(below[place] & mask) or any(below[m] >> place & 1 for m in members)
 
 
 def _join(below: list[int], members: Sequence[int]) -> None:
-    """Who needs one member now needs all that any of them needs."""
+    """Extend the closure: whatever needs one member now needs all that any of them needs."""
     mask, everything = sum(1 << m for m in members), 0
     for m in members:
         everything |= below[m]
@@ -104,6 +112,7 @@ def _rebuilt(nodes: Sequence[Node], target: Sequence[int]) -> list[Node]:
         groups.setdefault(to, []).append(place)
     if len(groups) == len(nodes):
         return list(nodes)
+    # A merged node runs where its last member stood, when all operands exist.
     merged = {to: _merged(nodes, members, target) for to, members in groups.items()}
     order = _ordered(merged, {to: max(members) for to, members in groups.items()})
     where = {to: i for i, to in enumerate(order)}
@@ -130,7 +139,7 @@ def _merged(nodes: Sequence[Node], members: Sequence[int], target: Sequence[int]
 
 
 def _ordered(merged: dict[int, Node], rank: dict[int, int]) -> list[int]:
-    """Topological order, earliest rank first (Kahn, CACM 5, 1962)."""
+    """Return a topological order, lowest rank first (Kahn, CACM 5, 1962)."""
     nodes = list(merged)
     place = {to: i for i, to in enumerate(nodes)}
     waits = Dependencies([[place[o] for o in node.operands] for node in merged.values()])

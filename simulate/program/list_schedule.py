@@ -1,7 +1,7 @@
 """List scheduling: kernels with durations and dependencies on a device's workers.
 
 A GPU or TPU core runs a program's kernels one after another; a CPU runs independent ones on several
-threads. Kernels are taken in schedule order, and each starts as soon as what it reads is there and
+threads. Kernels are taken in schedule order, and each starts as soon as its operands are ready and
 a worker is free (Graham's list scheduling, SIAM J. Appl. Math. 17, 1969).
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: Worker number of kernels that take no worker: those without duration.
+#: Worker number of kernels that occupy none because they have no duration.
 NO_WORKER = -1
 
 
@@ -44,14 +44,14 @@ def list_schedule(
     workers: int = 1,
     channel: Sequence[bool] | None = None,
 ) -> Timeline:
-    """Place kernels on workers in their order.
+    """Place kernels on workers, in order.
 
     Args:
         durations: Seconds of each kernel, all executions included, shape ``(n_kernels,)``.
         operands: Positions of the earlier kernels that each one reads; later ones (loop carries)
             are ignored.
         workers: Workers of the device.
-        channel: Which kernels take the one communication channel instead of a worker.
+        channel: Which kernels take the single communication channel instead of a worker.
 
     Returns:
         The timeline. Its makespan lies between the critical path and the sum of durations.
@@ -62,11 +62,14 @@ def list_schedule(
     free = [(0.0, worker) for worker in range(workers)]
     channel_free = 0.0
     for i, time in enumerate(times):
+        # Operands at or after i are loop carries: their value comes from the last iteration.
         begin = max((end[j] for j in operands[i] if 0 <= j < i), default=0.0)
         if apart[i]:
             begin = max(begin, channel_free)
             channel_free, where[i] = begin + time, workers
         elif time > 0.0:
+            # The worker that becomes free first; the kernel may still wait for its operands there,
+            # as in a thread pool that takes tasks in order.
             ready, where[i] = heapq.heappop(free)
             begin = max(begin, ready)
             heapq.heappush(free, (begin + time, where[i]))
@@ -77,5 +80,5 @@ def list_schedule(
 def critical_path(
     durations: Sequence[float] | np.ndarray, operands: Sequence[Sequence[int]]
 ) -> float:
-    """Longest chain of dependent kernels, in seconds: a bound for any number of workers."""
+    """Return the longest chain of dependent kernels, in seconds: a bound for any worker count."""
     return list_schedule(durations, operands, workers=len(durations)).makespan

@@ -16,10 +16,10 @@ class Collective:
 
     Attributes:
         kind: Name as in :data:`~opcast.simulate.collectives.choose.COLLECTIVES`.
-        size: Bytes that each rank puts in.
+        size: Bytes that each rank contributes.
         group: Ranks; one group stands for all.
-        waits: Whether the device waits for it where it stands in the schedule.
-        groups: All groups; of transfers from device to device, a source and a target each.
+        waits: Whether the device blocks on it at its place in the schedule.
+        groups: All groups; for transfers from device to device, pairs of source and target.
     """
 
     kind: str
@@ -37,12 +37,12 @@ class Node:
         name: As in the program.
         opcode: As in the program.
         operands: Positions of earlier nodes whose results it reads.
-        seconds: Computation, all executions; 0 for collectives and for what takes none.
-        collective: If it is one.
+        seconds: Computation, all executions; 0 for collectives and for kernels that take no time.
+        collective: The collective, if it is one.
         result_bytes: Bytes that it writes.
-        times: Executions.
+        times: Executions (the trip count of its loops).
         members: Positions of the kernels that it stands for.
-        done: Whether it only waits for its operand, an asynchronous start.
+        done: Whether it is the ``done`` half of an asynchronous pair, which only waits.
     """
 
     name: str
@@ -59,14 +59,14 @@ class Node:
 def program_nodes(
     kernels: Sequence[Kernel], seconds: Sequence[float], devices: int, *, scheduled: bool
 ) -> list[Node]:
-    """Nodes of lowered kernels.
+    """Make nodes of lowered kernels.
 
     Args:
         kernels: In program order.
-        seconds: Of one execution of each; those of collectives are not looked at.
-        devices: Devices of the program: what empty replica groups mean.
-        scheduled: Whether the order is the target's schedule. Then a collective without start and
-            done, and one marked ``is_sync``, holds the device up.
+        seconds: Of one execution of each; those of collectives are ignored.
+        devices: Devices of the program, which is what empty replica groups mean.
+        scheduled: Whether the order is the target's schedule. If so, a collective that is not a
+            start/done pair, or is marked ``is_sync``, blocks the device.
 
     Raises:
         ProgramError: A collective names no partners.
@@ -77,6 +77,7 @@ def program_nodes(
         collective = None
         if kernel.kind == "collective" and not done:
             collective = _collective(kernel, devices, scheduled=scheduled)
+        # The time of an asynchronous collective belongs to its start; the done half waits for it.
         operands = (*kernel.operands, kernel.async_peer) if done else kernel.operands
         time = 0.0 if collective or done or not kernel.takes_time else float(seconds[place])
         nodes.append(
@@ -98,8 +99,10 @@ def program_nodes(
 def _collective(kernel: Kernel, devices: int, *, scheduled: bool) -> Collective | None:
     op, entry = kernel.op, kernel.body.entry_computation
     opcode = op.opcode.removesuffix("-start")
+    # Identity ops move nothing; the time of a transfer is that of its ``send``.
     if opcode in ("partition-id", "replica-id", "recv", "send-done", "recv-done"):
         return None
+    # Operands, not results: the convention is bytes contributed (a gather's result is larger).
     size = float(sum(entry.ops[i].result_bytes for i in op.operands))
     group = _partners(kernel, devices)
     if len(group) < 2 or size <= 0:
@@ -109,7 +112,7 @@ def _collective(kernel: Kernel, devices: int, *, scheduled: bool) -> Collective 
 
 
 def _groups(kernel: Kernel, group: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """All groups in the order of the program; ``group`` if it names none."""
+    """Return all groups in the order of the program; ``group`` if it names none."""
     attrs = kernel.op.attrs
     named = attrs.get("source_target_pairs") or attrs.get("replica_groups") or (group,)
     return tuple(tuple(int(d) for d in g) for g in named)
@@ -120,15 +123,17 @@ def _partners(kernel: Kernel, devices: int) -> tuple[int, ...]:
     if "source_target_pairs" in attrs:
         return _chain([(int(a), int(b)) for a, b in attrs["source_target_pairs"]])
     groups = attrs.get("replica_groups") or ()
+    # Empty groups mean all devices (HLO's semantics of ``replica_groups={}``).
     if not groups:
         if kernel.opcode in ("send", "recv"):
             return tuple(range(min(2, devices)))
         return tuple(range(devices))
+    # All groups run at once; the largest one ends last.
     return max((tuple(int(d) for d in g) for g in groups), key=lambda g: len(g))
 
 
 def _chain(pairs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """Ranks of a permutation's longest chain, in the order in which data moves."""
+    """Return the ranks of a permutation's longest chain, in the order in which data moves."""
     ahead = {a: b for a, b in pairs if a != b}
     best: tuple[int, ...] = ()
     for first in ahead:
@@ -140,19 +145,21 @@ def _chain(pairs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
             chain.append(at)
         if len(chain) > len(best):
             best = tuple(chain)
+        # A cycle through all sources: no other start can give a longer chain.
         if len(best) == len(ahead):
             break
     return best
 
 
 def _is_sync(kernel: Kernel) -> bool:
+    # XLA moved the flag from the top of ``backend_config`` into ``collective_backend_config``.
     config = kernel.op.attrs.get("backend_config")
     inner = config.get("collective_backend_config", config) if isinstance(config, dict) else {}
     return bool(isinstance(inner, dict) and inner.get("is_sync"))
 
 
 def check_devices(nodes: Sequence[Node], size: int) -> None:
-    """Refuse a program for more devices than there are.
+    """Refuse a program that was partitioned for more devices than there are.
 
     Raises:
         ProgramError: A collective names a rank that the cluster lacks.

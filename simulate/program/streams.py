@@ -1,8 +1,8 @@
 """Two streams of one device: computation in order, collectives beside it, links shared.
 
-Collectives that overlap in time and share links progress at a share of their rate each (fluid
+Collectives that overlap in time and share links each progress at a share of their rate (a fluid
 model with fair shares: Bertsekas and Gallager, Data Networks, 1992, on max-min fairness);
-collectives over the same devices go one after another, as in one communicator.
+collectives over the same devices run one after another, as in one communicator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import numpy as np
 from ..dependencies import Dependencies
 from .nodes import Node
 
-#: Differences in time below this share of the total count as none, for the critical path.
+#: Times closer than this share of the total count as equal on the critical path: start and end of
+#: adjacent nodes differ by rounding.
 _SAME = 1e-9
 
 
@@ -26,10 +27,10 @@ class StreamRun:
     """When each node runs; arrays have shape ``(n_nodes,)``, times in seconds.
 
     Attributes:
-        start: Start; of a collective, when it gets its links.
+        start: Start; for a collective, when its communicator is free.
         end: End.
         compute: Sum of computation.
-        communication: Time in which any collective is under way.
+        communication: Time during which any collective is in progress.
         makespan: Last end.
         critical: Positions of a chain of nodes that explains the makespan, in order.
     """
@@ -43,7 +44,7 @@ class StreamRun:
 
     @property
     def exposed(self) -> float:
-        """Time in which the device waits for collectives."""
+        """Time that the device spends waiting for collectives."""
         return max(0.0, self.makespan - self.compute)
 
 
@@ -58,11 +59,14 @@ def run_streams(
 
     Args:
         nodes: In the order in which the device runs or issues them.
-        transfer: Seconds of each node's collective when it is alone; 0 for others.
-        links: Links that each node's collective takes.
-        scheduled: Whether everything runs in its place in the order. Otherwise collectives are
-            issued as soon as their operands are there, and of the computation that waits for none
-            the earliest runs first, as a scheduler that hides latency has them.
+        transfer: Seconds of each node's collective when it runs alone; 0 for others.
+        links: Links that each node's collective uses.
+        scheduled: Whether everything runs at its place in the order. Otherwise collectives are
+            issued as soon as their operands are ready, and of the kernels that are ready the
+            earliest runs first, as XLA's LatencyHidingScheduler aims for.
+
+    Raises:
+        ValueError: Nodes wait for one another.
     """
     return _Run(nodes, transfer, links, scheduled=scheduled).run()
 
@@ -88,14 +92,15 @@ class _Run:
         self.ready: list[int] = []
 
     def run(self) -> StreamRun:
-        """Run everything."""
+        """Run all nodes."""
         self._in_order() if self.scheduled else self._as_ready()
+        # Collectives that nothing reads are still part of the program's time.
         while self.left:
             self._advance(np.inf)
         return self._result()
 
     def _as_ready(self) -> None:
-        """The earliest node whose operands are there, else whatever collective ends next."""
+        """Run the earliest node whose operands are ready, else wait for the next collective."""
         for place in self.waits.ready():
             self._becomes_ready(place)
         done = 0
@@ -122,7 +127,7 @@ class _Run:
         """Issue nodes in order; between two, let collectives progress."""
         for place, node in enumerate(self.nodes):
             for operand in node.operands:
-                # A collective's own start is no reason to wait for its end unless it is read.
+                # Blocks only on what is read: issuing a collective does not wait for its end.
                 self._wait_for(operand)
             if node.collective:
                 self._issue(place)
@@ -136,6 +141,7 @@ class _Run:
     def _issue(self, place: int) -> None:
         collective = self.nodes[place].collective
         assert collective is not None
+        # One queue per communicator: NCCL serialises the collectives of a communicator's stream.
         queue = self.queues.setdefault(collective.group, deque())
         queue.append(place)
         if len(queue) == 1:
@@ -152,8 +158,9 @@ class _Run:
             self._advance(np.inf)
 
     def _advance(self, until: float) -> None:
-        """Let time pass up to ``until``, or without bound until a collective ends."""
+        """Let time pass up to ``until``, or, if that is infinite, until a collective ends."""
         while self.left:
+            # Shares change only when a collective ends, so time moves from end to end.
             slow = self._slowness()
             ends = {p: self.now + left * slow[p] for p, left in self.left.items()}
             first = min(ends, key=ends.__getitem__)
@@ -172,7 +179,9 @@ class _Run:
             self.now = max(self.now, until)
 
     def _slowness(self) -> dict[int, int]:
-        """By how much each collective is slowed: most users of any of its links."""
+        """Return the factor by which each collective is slowed: users of its busiest link."""
+        # An equal share of the busiest link. Unlike true max-min fairness it does not hand on what
+        # another collective, held up elsewhere, leaves unused, so it errs on the slow side.
         users: dict[Hashable, int] = {}
         for place in self.left:
             for link in self.links[place]:
@@ -200,10 +209,11 @@ class _Run:
         )
 
     def _critical(self, makespan: float) -> list[int]:
-        """From the last end back: whoever ended when a node began."""
+        """Walk back from the last end: a node is followed by one that ended when it began."""
         if not len(self.nodes):
             return []
         slack = _SAME * makespan
+        # Sorted ends allow a binary search for predecessors: O(n log n) for the whole chain.
         by_end = np.argsort(self.end, kind="stable")
         sorted_ends = self.end[by_end]
         at, chain = int(by_end[-1]), list[int]()
@@ -220,6 +230,7 @@ class _Run:
             before = [int(p) for p in by_end[low:high] if int(p) not in seen]
             if not before:
                 break
+            # Prefer a true dependency, then a node that occupied the stream, then anything.
             reads = [p for p in before if p in self.nodes[at].operands]
             busy = [p for p in before if self.end[p] > self.start[p]]
             at = (reads or busy or before)[-1]
