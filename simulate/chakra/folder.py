@@ -13,7 +13,8 @@ from ..clusters.files import astra_network
 from ..clusters.topology import Cluster, Dimension
 from .messages import EtNode, decode, encode
 
-#: Traces are ``trace.<rank>.et``; ASTRA-sim is told the part before the rank.
+#: Traces are ``trace.<rank>.et``; ASTRA-sim takes the part before the rank
+#: (``--workload-configuration``).
 PREFIX = "trace"
 GROUPS, NETWORK, SYSTEM, MEMORY = (
     "comm_group.json",
@@ -33,17 +34,19 @@ def write_folder(
     """Write a folder.
 
     Args:
-        out: The folder; it is made.
-        traces: Of all ranks.
-        groups: Names of process groups.
-        cluster: Where the ranks are.
-        device: What they are.
+        out: The folder; created if it is missing.
+        traces: Traces of all ranks.
+        groups: Names of process groups, by their ranks.
+        cluster: Cluster of the ranks.
+        device: Device of each rank.
 
     Raises:
         DeviceError: ASTRA-sim cannot describe the network.
     """
+    # First, because it may refuse the network: nothing is written then.
     network = astra_network(cluster.topology)
     out.mkdir(parents=True, exist_ok=True)
+    # Traces of an earlier export to more ranks would be read along with the new ones.
     for old in out.glob(f"{PREFIX}.*.et"):
         old.unlink()
     for rank, trace in enumerate(traces):
@@ -55,7 +58,7 @@ def write_folder(
 
 
 def read_folder(folder: Path) -> tuple[list[list[EtNode]], dict[str, list[int]]]:
-    """Traces of all ranks, in their order, and the ranks of each process group.
+    """Read the traces of all ranks, in order, and the ranks of each process group.
 
     Raises:
         DatasetError: There are no traces, ranks are missing, or a file cannot be read.
@@ -83,12 +86,14 @@ def _groups(path: Path) -> dict[str, list[int]]:
 
 
 def astra_system(cluster: Cluster, device: DeviceSpec) -> dict[str, object]:
-    """ASTRA-sim's system: an algorithm for each dimension; durations are taken from the traces.
+    """Return ASTRA-sim's system: an algorithm per dimension; durations come from the traces.
 
-    ``local-mem-bw`` is in GB/s, ``peak-perf`` in TFLOP/s.
+    ``local-mem-bw`` is in GB/s, ``peak-perf`` in TFLOP/s. Settings that do not depend on cluster or
+    device are those of ASTRA-sim's example systems.
     """
     dims = [ring for d in cluster.topology.dims for ring in d.rings()]
     reduce = [_algorithm(d) for d in dims]
+    # Halving and doubling is no all-to-all algorithm.
     scatter = ["direct" if name == "halvingDoubling" else name for name in reduce]
     return {
         "scheduling-policy": "LIFO",
@@ -108,7 +113,7 @@ def astra_system(cluster: Cluster, device: DeviceSpec) -> dict[str, object]:
 
 
 def _algorithm(dim: Dimension) -> str:
-    """Its name in ASTRA-sim; halving and doubling needs a power of two."""
+    """Return ASTRA-sim's name of the algorithm; halving and doubling needs a power of two."""
     if dim.kind == "ring":
         return "ring"
     if dim.kind == "fully_connected":

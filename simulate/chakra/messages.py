@@ -1,8 +1,8 @@
 """Messages of Chakra's schema 0.0.4: metadata and nodes, to bytes and back.
 
 Field numbers are those of ``et_def.proto`` of the MLCommons Chakra working group
-(https://github.com/mlcommons/chakra). A file is the metadata and then the nodes, each message
-behind its length as a varint.
+(https://github.com/mlcommons/chakra). A file holds the metadata and then the nodes, each message
+preceded by its length as a varint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Value = int | str | bool
 
 
 class NodeType(IntEnum):
-    """What a node does."""
+    """Types of nodes, with the numbers of ``et_def.proto``."""
 
     INVALID = 0
     METADATA = 1
@@ -33,7 +33,7 @@ class NodeType(IntEnum):
 
 
 class CommType(IntEnum):
-    """Collectives."""
+    """Collectives, with the numbers of ``et_def.proto``."""
 
     ALL_REDUCE = 0
     REDUCE = 1
@@ -49,6 +49,7 @@ class CommType(IntEnum):
 
 #: Fields of an attribute's value that hold one number: signed, unsigned, zigzag.
 _SIGNED, _UNSIGNED, _ZIGZAG = (7, 9), (11, 13), (15, 17)
+#: Fields that are written, of ``AttributeProto``'s ``oneof value``.
 _INT32, _INT64, _UINT64, _BOOL, _STRING = 7, 9, 13, 27, 29
 #: Attributes of 32 bits, and unsigned ones; other whole numbers are ``int64``.
 _OF_32_BITS = ("comm_src", "comm_dst", "comm_tag")
@@ -60,12 +61,12 @@ class EtNode:
     """A node of an execution trace.
 
     Attributes:
-        id: Its number; ASTRA-sim issues what is ready in this order.
-        name: For people.
-        type: What it does.
+        id: Its number; ASTRA-sim issues ready nodes in this order.
+        name: Label.
+        type: Its type.
         deps: Nodes whose results it needs.
         micros: Duration in whole microseconds.
-        attrs: ``comm_size`` and its like.
+        attrs: Attributes such as ``comm_size``.
     """
 
     id: int
@@ -77,7 +78,7 @@ class EtNode:
 
     @property
     def bytes(self) -> int:
-        """Bytes that the rank puts in, of communication."""
+        """Bytes that the rank contributes to communication; 0 for computation."""
         return int(self.attrs.get("comm_size", 0))
 
     @property
@@ -95,20 +96,20 @@ class EtNode:
 
 
 def encode(nodes: Iterable[EtNode]) -> bytes:
-    """The bytes of a trace."""
+    """Encode a trace."""
     messages = [text(1, VERSION), *map(_node, nodes)]
     return b"".join(varint(len(m)) + m for m in messages)
 
 
 def decode(data: bytes, where: str = "") -> list[EtNode]:
-    """Nodes of a trace.
+    """Decode the nodes of a trace.
 
     Args:
         data: Content of the file.
         where: Its name, for messages.
 
     Raises:
-        DatasetError: It is no trace, or of another version.
+        DatasetError: It is not a trace, or of another version.
     """
     try:
         messages = list(_messages(data))
@@ -116,6 +117,7 @@ def decode(data: bytes, where: str = "") -> list[EtNode]:
         if version != VERSION.encode():
             raise DatasetError(f"the trace is of version {version!r}, not {VERSION}")
         return [_checked(_read_node(m)) for m in messages[1:]]
+    # The file is untrusted: whatever a malformed message leads to becomes one kind of error.
     except (DatasetError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = error.what if isinstance(error, DatasetError) else str(error)
         raise DatasetError(
@@ -124,7 +126,8 @@ def decode(data: bytes, where: str = "") -> list[EtNode]:
 
 
 def _checked(node: EtNode) -> EtNode:
-    """The node itself, once its attributes are found to be of the right kinds."""
+    """Return the node itself once its attributes prove to be of the right kinds."""
+    # Evaluating ``bytes`` and ``kernels`` also converts them, which raises for other types.
     if min(node.bytes, node.kernels) < 0:
         raise ValueError(f"node {node.id} has a negative size")
     return node
@@ -141,6 +144,7 @@ def _messages(data: bytes) -> Iterable[bytes]:
 
 
 def _node(node: EtNode) -> bytes:
+    # 1 id, 2 name, 3 type, 5 data_deps, 7 duration_micros, 10 attr.
     parts = [number(1, node.id), text(2, node.name), number(3, node.type), packed(5, node.deps)]
     if node.micros:
         parts.append(number(7, node.micros))
@@ -166,6 +170,7 @@ def _read_node(data: bytes) -> EtNode:
     for key, value in fields(data):
         if key in single:
             single[key] = value
+        # Control and data dependencies (4, 5) order nodes alike here.
         elif key in (4, 5):
             deps += numbers(value)
         elif key == 10 and isinstance(value, bytes):
@@ -182,7 +187,7 @@ def _read_node(data: bytes) -> EtNode:
 
 
 def _read_attribute(data: bytes) -> dict[str, Value]:
-    """The attribute; lists, fractions and bytes are left out."""
+    """Read an attribute; lists, fractions and bytes are skipped."""
     name, values = "", dict[str, Value]()
     for key, value in fields(data):
         if key == 1 and isinstance(value, bytes):
@@ -196,6 +201,7 @@ def _read_attribute(data: bytes) -> dict[str, Value]:
         elif key in _UNSIGNED and isinstance(value, int):
             values[name] = value
         elif key in _ZIGZAG and isinstance(value, int):
+            # ZigZag decoding of ``sint32`` and ``sint64``.
             values[name] = (value >> 1) ^ -(value & 1)
     return values
 

@@ -1,9 +1,9 @@
-"""From the nodes of a partitioned program to one execution trace a rank.
+"""From the nodes of a partitioned program to one execution trace per rank.
 
-Computation is one stream: kernels follow each other in the order of the program and wait where
-they read what a collective brings. Durations are whole microseconds: kernels are gathered until
-they fill one, and what rounding leaves is carried on, so that the sum is right to half a
-microsecond. A kernel too short to fill one before a collective reads it counts into the next.
+Computation is one stream: kernels follow each other in program order and wait where they read the
+result of a collective. Chakra's durations are whole microseconds: kernels are merged until they
+fill one, and the rounding error is carried over, so that the sum is right to half a microsecond. A
+kernel too short to fill one before a collective reads it counts towards the next.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ COMM_TYPES = {
     "broadcast": CommType.BROADCAST,
 }
 TRANSFERS = ("collective_permute", "send_recv")
-#: ASTRA-sim takes group 0 for all ranks, whatever the file says.
+#: ASTRA-sim takes group 0 for all ranks, whatever the file says, so names begin at 1.
 FIRST_GROUP = 1
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a node computes, all executions.
+    """Work of a node, all executions.
 
     Attributes:
         flops: Floating-point operations.
@@ -43,7 +43,7 @@ class Work:
 
 
 def process_groups(nodes: Sequence[Node]) -> dict[tuple[int, ...], str]:
-    """Names of all groups of two ranks or more, in the order in which they appear."""
+    """Name all groups of two ranks or more, in the order in which they appear."""
     names: dict[tuple[int, ...], str] = {}
     for node in nodes:
         own = node.collective
@@ -64,16 +64,16 @@ def rank_trace(
     *,
     scheduled: bool,
 ) -> list[EtNode]:
-    """The trace of one rank.
+    """Build the trace of one rank.
 
     Args:
-        nodes: Of the program, in topological order.
-        rank: Which rank.
+        nodes: Nodes of the program, in topological order.
+        rank: The rank.
         groups: Names of process groups.
         transfer: Seconds of each node's collective, all executions; kept as its duration.
-        work: What each node computes.
-        scheduled: Whether a collective starts in its place in the order, or when its operands
-            are there.
+        work: Work of each node.
+        scheduled: Whether a collective starts at its place in the order, or as soon as its
+            operands are ready.
 
     Raises:
         ProgramError: A collective has no counterpart in Chakra.
@@ -86,14 +86,17 @@ class _Rank:
     """A trace in the making.
 
     Attributes:
-        nodes: Nodes so far.
-        result: Trace nodes that bring the result of a program node, where not the stream does.
+        nodes: Trace nodes so far.
+        result: Trace nodes that produce the result of a collective, by program node.
         waits: Trace nodes that the next node of the stream has to wait for.
-        awaited: Trace nodes that the stream has waited for.
-        last: Position in ``nodes`` of the stream's last node; -1 before it.
-        micros: Time not yet written.
-        members: Kernels not yet written: microseconds and name.
-        gathered: What they compute.
+        awaited: Trace nodes that the stream has waited for already.
+        last: Position in ``nodes`` of the stream's last node; -1 before the first.
+        micros: Microseconds not yet written, the rounding error included.
+        members: Kernels not yet written: seconds and name.
+        gathered: Their work.
+        pending: Program nodes since the last written one.
+        place_of: Position in ``nodes`` of the stream's node that holds a program node.
+        tags: Transfers so far; matches sends with receives.
     """
 
     rank: int
@@ -114,7 +117,7 @@ class _Rank:
     def run(
         self, nodes: Sequence[Node], transfer: Sequence[float], work: Sequence[Work]
     ) -> list[EtNode]:
-        """Go through the program once."""
+        """Go through the program and return the trace."""
         for place, node in enumerate(nodes):
             if node.collective is not None:
                 self._communicate(place, node, node.collective, float(transfer[place]))
@@ -137,13 +140,14 @@ class _Rank:
             self._write(round(self.micros))
 
     def _write(self, micros: int) -> None:
-        """Write what is gathered as one node of the stream."""
+        """Write the gathered kernels as one node of the stream."""
         attrs: dict[str, Value] = {
             "is_cpu_op": False,
             "num_ops": round(sum(w.flops for w in self.gathered)),
             "tensor_size": round(sum(w.bytes for w in self.gathered)),
             "kernels": len(self.members),
         }
+        # Named after its longest kernel.
         self.last = self._add(max(self.members)[1], NodeType.COMP, self._stream(), micros, attrs)
         self.micros -= micros
         self.members, self.gathered, self.waits = [], [], set()
@@ -151,7 +155,7 @@ class _Rank:
         self.pending = set()
 
     def _stream(self) -> set[int]:
-        """What has to end before what the stream does next."""
+        """Return the trace nodes that have to end before the stream's next one."""
         return self.waits | ({self.last} if self.last >= 0 else set())
 
     def _add(
@@ -162,7 +166,7 @@ class _Rank:
         return place
 
     def _needs(self, node: Node) -> set[int]:
-        """Trace nodes that bring the operands of a collective."""
+        """Return the trace nodes that produce the operands of a collective."""
         needs = self._stream() if self.scheduled else set[int]()
         for operand in node.operands:
             if operand in self.result:
@@ -170,11 +174,13 @@ class _Rank:
             elif operand in self.place_of:
                 needs.add(self.place_of[operand])
             else:
+                # Its kernel is not written yet, being shorter than a microsecond.
                 needs |= self._stream()
         return needs
 
     def _communicate(self, place: int, node: Node, own: Collective, seconds: float) -> None:
         deps, times = self._needs(node), max(1, round(node.times))
+        # Chakra cannot express loops: executions are written out, one after another.
         micros = max(1, round(seconds * 1e6 / times))
         for _ in range(times):
             ends = self._once(node, own, deps, micros)
@@ -185,7 +191,7 @@ class _Rank:
             self.awaited |= deps
 
     def _once(self, node: Node, own: Collective, deps: set[int], micros: int) -> set[int]:
-        """One execution; nothing if this rank takes no part."""
+        """Write one execution; an empty set if this rank takes no part."""
         size = round(own.size)
         if own.kind in TRANSFERS:
             return self._transfers(node, own, deps, micros)
@@ -221,9 +227,10 @@ class _Rank:
         return transfers
 
     def _end(self) -> None:
-        """Write what is left, or count it into the last node if it rounds to nothing."""
+        """Write what is left, or add it to the last node if it rounds to nothing."""
         if not self.members:
             return
+        # A program with computation keeps at least one node of it, however short.
         if self.micros >= 0.5 or self.last < 0:
             self._write(max(1, round(self.micros)))
             return

@@ -1,8 +1,8 @@
 """Runs traces with the durations that they hold: when each node of each rank starts and ends.
 
 A rank computes one node at a time, as they become ready. A collective starts when all ranks of its
-group have come to it and the group's earlier one is over, a transfer when both sides have; its
-longest duration counts. Contention for links is not looked at: ASTRA-sim does that.
+group have reached it and the group's previous one has ended, a transfer when both sides have; the
+longest of the ranks' durations counts. Contention for links is ignored: ASTRA-sim models it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class TraceRun:
 
     Attributes:
         traces: Nodes of each rank.
-        start: Of each rank, microseconds, shape ``(n_nodes,)``.
-        end: Likewise.
+        start: Starts on each rank, in microseconds, shape ``(n_nodes,)``.
+        end: Ends, likewise.
     """
 
     traces: Sequence[Sequence[EtNode]]
@@ -39,7 +39,7 @@ class TraceRun:
 
     @property
     def makespan_us(self) -> float:
-        """Last end."""
+        """Last end, in microseconds."""
         return float(max((e.max(initial=0.0) for e in self.end), default=0.0))
 
     def summary(self) -> dict[str, object]:
@@ -83,11 +83,11 @@ def run_traces(traces: Sequence[Sequence[EtNode]], groups: Mapping[str, Sequence
     """Run the traces of all ranks.
 
     Args:
-        traces: By rank.
-        groups: Ranks by name of a process group; others are all ranks.
+        traces: Traces by rank.
+        groups: Ranks by name of a process group; an unknown name means all ranks.
 
     Raises:
-        DatasetError: A node needs one that is not there, or ranks wait for each other for ever.
+        DatasetError: A node needs a missing one, or ranks wait for each other for ever.
     """
     run = _Run(traces, groups)
     run.go()
@@ -115,7 +115,7 @@ class _Run:
                 heapq.heappush(self.events, (0.0, rank, at))
 
     def _operands(self, rank: int) -> list[list[int]]:
-        """Positions of the nodes that each node of a rank needs."""
+        """Return the positions of the nodes that each node of a rank needs."""
         place = self.place[rank]
         for at, node in enumerate(self.traces[rank]):
             for dep in node.deps:
@@ -126,7 +126,7 @@ class _Run:
         return [[place[dep] for dep in node.deps] for node in self.traces[rank]]
 
     def go(self) -> None:
-        """Take events until none is left."""
+        """Process events until none is left."""
         while self.events:
             ready, rank, at = heapq.heappop(self.events)
             node = self.traces[rank][at]
@@ -136,6 +136,7 @@ class _Run:
             start = max(ready, self.free[rank])
             self.free[rank] = start + node.micros
             self._done(rank, at, start, start + node.micros)
+        # Nodes that never ran: a cycle, or a collective whose other ranks never come.
         for rank, ends in enumerate(self.end):
             if np.isnan(ends).any():
                 name = self.traces[rank][int(np.isnan(ends).argmax())].name
@@ -143,6 +144,7 @@ class _Run:
 
     def _meet(self, ready: float, rank: int, at: int, node: EtNode) -> None:
         channel, many = self._channel(node)
+        # The n-th collective of a group on one rank meets the n-th on the others.
         order = self.seen[(rank, node.type, *channel)]
         self.seen[(rank, node.type, *channel)] += 1
         here = self.here.setdefault((*channel, order), [])
@@ -156,7 +158,7 @@ class _Run:
             self._done(r, i, start, end)
 
     def _channel(self, node: EtNode) -> tuple[Meeting, int]:
-        """Who takes part, and how many nodes have to be there."""
+        """Return who takes part, and how many nodes have to arrive."""
         if node.type == NodeType.COMM_COLL:
             name = str(node.attrs.get("pg_name", ""))
             return (name,), len(self.groups.get(name, range(len(self.traces))))

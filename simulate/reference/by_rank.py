@@ -1,4 +1,4 @@
-"""The same step the long way: every rank, every layer and every message of every ring.
+"""The step simulated in full: every rank, every layer and every message of every ring.
 
 Slow, and only for checking ``step.compose``, which takes one rank of each stage for all. Ranks have
 a stream of computation and one for parameters and gradients; collectives are rings of messages, in
@@ -13,22 +13,23 @@ from dataclasses import dataclass, field
 from ..step.plan import Group, Plan
 from ..step.schedules import BACKWARD, FORWARD, Task, orders
 
-#: Direction, micro-batch, stage and layer of something that happens.
+#: Direction, micro-batch, stage and layer of an event.
 Name = tuple[str, int, int, int]
 
-#: Steps of a ring over ``n`` ranks, as a multiple of ``n - 1``.
+#: Steps of a ring over ``n`` ranks, as a multiple of ``n - 1``; an all-reduce is a reduce-scatter
+#: and an all-gather (Patarasuk and Yuan, JPDC 69, 2009).
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
 @dataclass(frozen=True)
 class Wire:
-    """Links between any two ranks: seconds of latency, and bytes/s."""
+    """Links between any two ranks: latency in seconds, bandwidth in bytes/s."""
 
     latency: float
     bandwidth: float
 
     def seconds(self, kind: str, size: float, group: Group) -> float:
-        """Closed form of a collective over these links, ``size`` as in ``CommCall``."""
+        """Return the closed form of a collective over these links; ``size`` as in ``CommCall``."""
         if kind == "send_recv":
             return self.latency + size / self.bandwidth
         steps = _ROUNDS[kind] * (group.size - 1)
@@ -60,17 +61,17 @@ class LayerSeconds:
 
 @dataclass
 class _Item:
-    """Something that a stream of a rank does: computes, or takes part in a ring.
+    """One item of a rank's stream: a computation, or participation in a ring.
 
     Attributes:
-        seconds: Computation.
+        seconds: Seconds of computation.
         ring: Name of the ring, the same at all of its ranks; ``None`` for computation.
-        kind: Of the ring's collective.
+        kind: Kind of the ring's collective.
         size: Its bytes.
         members: Its ranks.
-        needs: What must have been given before.
-        gives: What others may need.
-        after: Seconds from the end until it is given.
+        needs: Tokens that must have been given before it starts.
+        gives: Token that others may need.
+        after: Seconds from the end until the token is given.
     """
 
     seconds: float = 0.0
@@ -90,13 +91,13 @@ def step_by_rank(
     hop_bytes: float,
     update: float,
 ) -> float:
-    """Seconds of a training step.
+    """Simulate a training step; return its seconds.
 
     Args:
         plan: Resolved; ``1f1b`` or ``gpipe``.
         stages: Layers of each stage, embedding and head among them.
         wire: All links.
-        hop_bytes: Of a micro-batch between stages.
+        hop_bytes: Bytes of a micro-batch between stages.
         update: Seconds of the optimiser.
     """
     streams: dict[tuple[int, str], list[_Item]] = {}
@@ -107,7 +108,7 @@ def step_by_rank(
 
 
 class _Rank:
-    """What the streams of a rank do, in order."""
+    """Builds the streams of a rank, in order."""
 
     def __init__(
         self,
@@ -125,12 +126,14 @@ class _Rank:
         self.compute: list[_Item] = []
         self.links: list[_Item] = []
         order = orders(plan.schedule, plan.pp, plan.microbatches)[self.stage]
+        # Gradients are all-reduced after the last backward task, which depends on the schedule
+        # (gpipe goes backwards).
         self.last = next(t.micro for t in reversed(order) if t.kind == BACKWARD)
         for task in order:
             self._pass(task)
 
     def _pass(self, task: Task) -> None:
-        """One micro-batch through all layers, in either direction."""
+        """Append one micro-batch through all layers, in either direction."""
         ahead = task.kind == FORWARD
         source = self.rank + (-self.per_stage if ahead else self.per_stage)
         before = self.compute[-1].gives if self.compute else None
@@ -144,13 +147,14 @@ class _Rank:
             if layer.gather:
                 gather = self._ring(self.plan.shard_group, "all_gather", layer.gather, "g", name)
                 gather.gives = ("gathered", self.rank, *name)
+                # One layer ahead: a gather waits until the layer before the last has run.
                 free = ("ran", self.rank, *names[place - 2]) if place > 1 else before
                 gather.needs += [free] if free else []
                 gathers.append(gather)
                 needs.append(gather.gives)
             self._compute(layer, layer.forward if ahead else layer.backward, name, needs)
             sums.append([] if ahead else self._reductions(layer, name, task.micro))
-        # Gathers go ahead of the sums of the layer before: two are under way before the first sum.
+        # Gathers precede the reductions of the layer before: two are issued before the first sum.
         self.links += gathers[:2]
         for place, reduced in enumerate(sums):
             self.links += [*reduced, *gathers[place + 2 : place + 3]]
@@ -177,6 +181,7 @@ class _Rank:
         return items
 
     def _ring(self, group: Group, kind: str, size: float, what: str, name: Name) -> _Item:
+        # The lowest rank of the group names the ring at all of its members.
         first = self.rank - self.rank // group.stride % group.size * group.stride
         members = tuple(range(first, first + group.size * group.stride, group.stride))
         return _Item(ring=(first, what, *name), kind=kind, size=size, members=members)
@@ -185,7 +190,7 @@ class _Rank:
 def _execute(
     streams: dict[tuple[int, str], list[_Item]], wire: Wire
 ) -> dict[tuple[int, str], float]:
-    """Run all streams; returns when each has ended."""
+    """Run all streams; return the time at which each has ended."""
     given: dict[Hashable, float] = {}
     arrived: dict[Hashable, dict[int, float]] = {}
     place, free = dict.fromkeys(streams, 0), dict.fromkeys(streams, 0.0)
@@ -201,6 +206,7 @@ def _execute(
                 if item.ring is None:
                     end = start + item.seconds
                 else:
+                    # A rank registers once and blocks its stream until the last member arrives.
                     there = arrived.setdefault(item.ring, {})
                     there.setdefault(key[0], start)
                     if len(there) < len(item.members):
@@ -217,10 +223,11 @@ def _execute(
 
 
 def _ring_ends(item: _Item, starts: tuple[float, ...], wire: Wire) -> dict[int, float]:
-    """When each rank has sent and received its last message."""
+    """Return when each rank has sent and received its last message."""
     count = len(starts)
     now = list(starts)
     message = wire.latency + item.size / count / wire.bandwidth
     for _ in range(_ROUNDS[item.kind] * (count - 1)):
+        # Own previous message sent, and the message to forward received from the left neighbour.
         now = [max(now[i], now[i - 1]) + message for i in range(count)]
     return dict(zip(item.members, now, strict=True))

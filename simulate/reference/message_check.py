@@ -1,4 +1,4 @@
-"""Formulas beside message-level simulation, for every collective, algorithm and kind of topology.
+"""Closed forms compared with message-level simulation, for every collective and topology.
 
 ``python -m opcast.simulate.reference.message_check [--devices 4,8,16,64]`` prints, in per cent,
 the largest difference of each algorithm on each topology over the sizes.
@@ -16,9 +16,11 @@ from ..clusters.topology import Dimension, Topology
 from ..collectives.choose import COLLECTIVES, fitting_algorithms
 from .message_composed import message_seconds
 
-#: Bytes that each rank puts in: latency counts in the first, bandwidth in the last.
+#: Bytes that each rank contributes: the first is bound by latency, the last by bandwidth.
 SIZES = (2.0**16, 2.0**18, 2.0**20, 2.0**22, 2.0**28)
+#: Powers of two, which every algorithm and shape accepts; more cost too many messages.
 DEVICES = (4, 8, 16, 64)
+#: Round figures of the order of NVLink and InfiniBand: 100 GB/s and 1 us.
 _BANDWIDTH, _LATENCY = 1e11, 1e-6
 
 
@@ -36,16 +38,18 @@ class Case:
 
     @property
     def error(self) -> float:
-        """Formula over messages, less one."""
+        """Relative error of the formula."""
         return self.formula / self.messages - 1.0
 
 
 def topologies(n: int) -> dict[str, Topology]:
-    """One topology of each kind, and two of several dimensions, for ``n`` devices."""
+    """Return one topology of each kind, and three of several dimensions, for ``n`` devices."""
 
     def one(kind: str, size: int = n, speed: float = 1.0, **more: object) -> Dimension:
+        # Slower dimensions are also farther away, as networks are compared with boxes.
         return Dimension(kind, size, speed * _BANDWIDTH, _LATENCY / speed, **more)  # type: ignore[arg-type]
 
+    # Sides of the most even grids of two and three axes.
     low = 1 << ((n.bit_length() - 1) // 2)
     third = 1 << max((n.bit_length() - 1) // 3, 0)
     inside = max(n // 8, 2) if n < 64 else 8
@@ -75,7 +79,7 @@ def _grid(n: int) -> tuple[int, int]:
 
 
 def cases(n: int, sizes: Sequence[float] = SIZES) -> Iterator[Case]:
-    """Every comparison with ``n`` devices."""
+    """Yield every comparison with ``n`` devices."""
     for name, topology in topologies(n).items():
         for kind in COLLECTIVES:
             plain = kind.removeprefix("ragged_")

@@ -1,4 +1,4 @@
-"""Schedules over several dimensions: hierarchical, rings over all ranks, direct, point to point."""
+"""Message schedules over several dimensions: hierarchical, multi-ring, direct, point to point."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .messages import Links
 
 
 def message_seconds(kind: str, size: float, topology: Topology, algorithm: str) -> float:
-    """Seconds of a collective of all devices, message by message, without launch cost.
+    """Simulate a collective of all devices, message by message; return seconds without the launch.
 
     Args:
         kind: As in ``choose``, ragged all-to-all apart.
@@ -24,6 +24,7 @@ def message_seconds(kind: str, size: float, topology: Topology, algorithm: str) 
         DeviceError: The algorithm has no schedule for it.
     """
     schedule = Schedule(Links(topology))
+    # A torus counts as several dimensions here: its axes are rings of their own.
     alone = len(topology.dims) == 1 and topology.dims[0].kind != "torus"
     if alone and algorithm in PHASES and kind not in ("collective_permute", "send_recv"):
         run_phase(schedule, [(PHASES[algorithm], 0, kind, size)])
@@ -55,6 +56,7 @@ def _shift(schedule: Schedule, size: float, n: int) -> None:
 
 
 def _direct(schedule: Schedule, size: float, n: int) -> None:
+    # Farthest receivers first, so that the outermost links are busy from the beginning.
     for step in sorted(range(1, n), key=lambda k: -min(k, n - k)):
         for i in range(n):
             schedule.send(i, (i + step) % n, size / n, ())
@@ -115,6 +117,7 @@ def _multi_ring(schedule: Schedule, kind: str, size: float, topology: Topology) 
     n = g * boxes
     message = (size if kind == "all_gather" else size / n) / g
     seats = [[ring_seat(ring, place, g) for place in range(n)] for ring in range(g)]
+    # What each place of each ring received last, which its next message forwards.
     last: list[list[tuple[int, ...]]] = [[()] * n for _ in range(g)]
     for _ in range((2 if kind == "all_reduce" else 1) * (n - 1)):
         for ring, seat in enumerate(seats):

@@ -1,7 +1,7 @@
-"""What each algorithm sends: lists of messages for ``messages``, one phase after another.
+"""Messages of each algorithm, as lists for :mod:`.messages`, one phase after another.
 
 A phase is one algorithm along one dimension, in all lines of devices at once. A device begins a
-phase when everything that the phases before send it has arrived.
+phase when everything that earlier phases send it has arrived.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Schedule:
     """Messages under construction.
 
     Attributes:
-        links: Where they go.
-        messages: So far.
+        links: Links that they take.
+        messages: Messages so far.
         ready: By device, the messages that its next phase waits for.
-        holders: Devices that have what is broadcast.
+        holders: Devices that already have what is broadcast.
     """
 
     links: Links
@@ -34,25 +34,28 @@ class Schedule:
     def send(
         self, source: int, target: int, size: float, after: Iterable[int], way: int = SHORTEST
     ) -> int:
-        """Send from device to device; returns the number of the message."""
+        """Send from device to device; return the number of the message."""
         return self.put(self.links.path(source, target, way), size, after)
 
     def put(self, path: tuple[int, ...], size: float, after: Iterable[int]) -> int:
-        """Send along a path."""
+        """Send along a path; return the number of the message."""
         self.messages.append(Message(path, size, tuple(after)))
         return len(self.messages) - 1
 
     def start(self, device: int) -> tuple[int, ...]:
-        """What a device waits for."""
+        """Return the messages that a device waits for before it sends."""
         return self.ready.get(device, ())
 
     def seconds(self) -> float:
-        """When the last message arrives."""
+        """Run the messages; return the time at which the last one arrives."""
         return float(arrivals(self.links, self.messages).max()) if self.messages else 0.0
 
 
+#: Devices along one dimension, in the order of their coordinates.
 Line = Sequence[int]
+#: By device, the numbers of the messages that it has to have before its next phase.
 Received = dict[int, list[int]]
+#: Adds the messages of one algorithm along a line: schedule, dimension, line, collective, bytes.
 Phase = Callable[[Schedule, int, Line, str, float], Received]
 
 
@@ -61,6 +64,7 @@ def run_phase(schedule: Schedule, jobs: Sequence[tuple[Phase, int, str, float]])
     received: Received = {}
     for phase, dim, kind, size in jobs:
         for line in schedule.links.lines(dim):
+            # A broadcast continues only in lines whose first device already has the data.
             if len(line) > 1 and (kind != "broadcast" or line[0] in schedule.holders):
                 schedule.holders.update(line)
                 for device, numbers in phase(schedule, dim, line, kind, size).items():
@@ -70,7 +74,7 @@ def run_phase(schedule: Schedule, jobs: Sequence[tuple[Phase, int, str, float]])
 
 
 def _ways(schedule: Schedule, dim: int, line: Line) -> list[tuple[int, float]]:
-    """Ways round and the share of the bytes of each: both round a physical ring."""
+    """Return the directions and the share of the bytes of each: both round a physical ring."""
     both = schedule.links.dims[dim].kind == "ring" and len(line) > 2
     return [(UP, 0.5), (DOWN, 0.5)] if both else [(UP, 1.0)]
 
@@ -104,6 +108,7 @@ def _chain(s: Schedule, dim: int, line: Line, size: float) -> Received:
             for hop in range(n - 1):
                 a, b = line[hop * way % n], line[(hop + 1) * way % n]
                 after = (s.send(a, b, size * share / chunks, after, way),)
+                # The sender is busy with it as well, so its next phase waits for both.
                 got[b].append(after[0])
                 got[a].append(after[0])
     return got
@@ -112,6 +117,7 @@ def _chain(s: Schedule, dim: int, line: Line, size: float) -> Received:
 def _hand_on(s: Schedule, dim: int, line: Line, size: float) -> Received:
     n, got = len(line), {device: list[int]() for device in line}
     far, block = n // 2, size / n
+    # With an even number of ranks the opposite one is equally far both ways: half a block each.
     half = 0.5 if n % 2 == 0 and n > 2 else 0.0
     for way, _ in _ways(s, dim, line):
         last = {i: s.start(line[i]) for i in range(n)}
@@ -127,9 +133,9 @@ def _hand_on(s: Schedule, dim: int, line: Line, size: float) -> Received:
 
 
 def direct_phase(s: Schedule, dim: int, line: Line, kind: str, size: float) -> Received:
-    """Everybody to everybody: the farthest first, so that a spine is busy from the beginning.
+    """Every rank to every other: the farthest first, so that a spine is busy from the beginning.
 
-    Before the all-gather of an all-reduce the farthest are last, so that all begin it together.
+    Before the all-gather of an all-reduce the farthest come last, so that all begin it together.
     """
     n = len(line)
     if kind == "broadcast":
@@ -138,6 +144,7 @@ def direct_phase(s: Schedule, dim: int, line: Line, kind: str, size: float) -> R
     got: Received = {}
     far_first = sorted(range(1, n), key=lambda k: -min(k, n - k))
     even = s.links.dims[dim].oversubscription == 1
+    # ``more`` counts the passes that still follow: 1 in the reduce-scatter of an all-reduce.
     for more in reversed(range(_PASSES.get(kind, 1))):
         after = {d: tuple(got.get(d, s.start(d))) for d in line}
         got = {d: [] for d in line}
@@ -149,12 +156,12 @@ def direct_phase(s: Schedule, dim: int, line: Line, kind: str, size: float) -> R
 
 
 def one_shot_phase(s: Schedule, dim: int, line: Line, kind: str, size: float) -> Received:
-    """All-reduce by gathering every buffer."""
+    """All-reduce by a direct all-gather of every buffer."""
     return direct_phase(s, dim, line, "all_gather", size)
 
 
 def scatter_gather_phase(s: Schedule, dim: int, line: Line, kind: str, size: float) -> Received:
-    """Broadcast: a block to everybody, then everybody's block to all."""
+    """Broadcast: the root scatters blocks, then every rank sends its block to all."""
     n, root = len(line), line[0]
     block = size / n
     first = {d: (s.send(root, d, block, s.start(root)),) for d in line[1:]}
@@ -162,6 +169,7 @@ def scatter_gather_phase(s: Schedule, dim: int, line: Line, kind: str, size: flo
     for step in range(1, n):
         for i in range(n):
             a, b = line[i], line[(i + step) % n]
+            # Also to the root, although it has the data: the all-gather is a symmetric one.
             if a != root or b != root:
                 got[b].append(s.send(a, b, block, first.get(a, s.start(root))))
     return got
@@ -178,6 +186,7 @@ def halving_phase(s: Schedule, dim: int, line: Line, kind: str, size: float) -> 
     for distance in steps:
         sent = {}
         for i in range(n):
+            # Partners differ in one bit of their number.
             j = i ^ distance
             sent[j] = s.send(line[i], line[j], whole / (2 * distance), last[i])
             got[line[j]].append(sent[j])
@@ -207,6 +216,7 @@ def _two_trees(s: Schedule, line: Line, size: float) -> Received:
     for place, parent in enumerate(parents):
         if parent >= 0:
             children[parent].append(place)
+    # From the root down; each of both trees carries half of every chunk.
     order = sorted(range(n), key=lambda p: _depth(parents, p))
     part = size / 2 / chunks
     for _ in range(chunks):
@@ -232,7 +242,7 @@ def _depth(parents: list[int], place: int) -> int:
 
 
 def in_network_phase(s: Schedule, dim: int, line: Line, kind: str, size: float) -> Received:
-    """All-reduce and broadcast by the switches, chunk by chunk."""
+    """All-reduce and broadcast inside the switches, chunk by chunk."""
     if s.links.dims[dim].reduction == "multicast":
         return _multicast(s, dim, line, size)
     return _switch_tree(s, dim, line, kind, size)
@@ -240,6 +250,7 @@ def in_network_phase(s: Schedule, dim: int, line: Line, kind: str, size: float) 
 
 def _switch_tree(s: Schedule, dim: int, line: Line, kind: str, size: float) -> Received:
     shape, got = s.links.dims[dim], {d: list[int]() for d in line}
+    # A plain switch is a fat tree with a single leaf and no spine.
     radix = shape.radix if shape.kind == "fat_tree" else len(line)
     under = [line[i : i + radix] for i in range(0, len(line), radix)]
     chunks = chunk_count(size)
@@ -252,6 +263,7 @@ def _switch_tree(s: Schedule, dim: int, line: Line, kind: str, size: float) -> R
                 s.put((s.links.to_switch(d, dim),), part, s.start(d)) for d in leaf if d in senders
             ]
             if len(under) > 1 and first:
+                # The leaf switch sends one reduced message for all of its ranks.
                 first = [s.put((s.links.spine(leaf[0], dim, "rise"),), part, first)]
             risen += first
         for leaf in under:
@@ -271,6 +283,7 @@ def _multicast(s: Schedule, dim: int, line: Line, size: float) -> Received:
     for _ in range(chunks):
         summed = {}
         for owner in line:
+            # The switch pulls the owner's share from every rank and adds it up on the way.
             up = [s.put((s.links.to_switch(d, dim),), part, s.start(d)) for d in line]
             summed[owner] = s.put((s.links.from_switch(owner, dim),), part, up)
         for owner in line:

@@ -1,4 +1,4 @@
-"""Collectives message by message: every message on every link, one after another where they meet.
+"""Collectives message by message: every message on every link, queued where they meet.
 
 This is what the formulas of ``collectives`` are checked against. It needs time in proportion to the
 number of messages, so it is for tens of devices. A message is cut through: its head goes on to the
@@ -20,7 +20,7 @@ import numpy as np
 
 from ..clusters.topology import Dimension, Topology
 
-#: Way round a ring: upwards, downwards, or whichever is shorter.
+#: Direction round a ring: upwards, downwards, or whichever is shorter.
 UP, DOWN, SHORTEST = 1, -1, 0
 
 
@@ -44,8 +44,8 @@ class Links:
     """Links of a topology, numbered as they are first asked for.
 
     Attributes:
-        topology: What to build. A torus counts as a ring for each axis.
-        rates: Bytes/s of each link, one direction.
+        topology: Topology to build; a torus counts as one ring per axis.
+        rates: Bytes/s of each link in one direction, all lanes together.
         latencies: Seconds of each link.
         lanes: Equal lanes of each link; a message takes one. The links between a leaf and the spine
             have as many as devices of the leaf can use at once.
@@ -59,19 +59,20 @@ class Links:
 
     @cached_property
     def dims(self) -> tuple[Dimension, ...]:
-        """Dimensions with the axes of a torus apart."""
+        """Dimensions, with every axis of a torus as a ring of its own."""
         return tuple(ring for d in self.topology.dims for ring in d.rings())
 
     def lines(self, dim: int) -> list[list[int]]:
-        """Devices that differ only in dimension ``dim``, in the order of their coordinates."""
+        """Return the devices that differ only in dimension ``dim``, ordered by coordinate."""
         sizes = [d.size for d in self.dims]
+        # NumPy's last axis varies fastest, a topology's first dimension: hence the reversal.
         grid = np.arange(prod(sizes)).reshape(sizes[::-1])
         axis = len(sizes) - 1 - dim
         lines = np.moveaxis(grid, axis, -1).reshape(-1, sizes[dim])
         return [[int(r) for r in line] for line in lines]
 
     def coordinates(self, device: int) -> list[int]:
-        """Coordinates of a device, innermost first."""
+        """Return the coordinates of a device, innermost first."""
         result = []
         for dim in self.dims:
             result.append(device % dim.size)
@@ -79,30 +80,32 @@ class Links:
         return result
 
     def path(self, source: int, target: int, way: int = SHORTEST) -> tuple[int, ...]:
-        """Links from one device to another, one dimension after the other, innermost first."""
+        """Return the links from one device to another, dimension by dimension, innermost first."""
         here, there = self.coordinates(source), self.coordinates(target)
         links: list[int] = []
         for d, (a, b) in enumerate(zip(here, there, strict=True)):
             if a != b:
+                # A line is named by its dimension and the coordinates that its devices share.
                 line = (d, *here[:d], -1, *here[d + 1 :])
                 links += self._along(d, line, a, b, way)
                 here[d] = b
         return tuple(links)
 
     def to_switch(self, device: int, dim: int) -> int:
-        """The link from a device to the switch of its line."""
+        """Return the link from a device to the switch of its line."""
         here = self.coordinates(device)
         line = (dim, *here[:dim], -1, *here[dim + 1 :])
+        # A dimension's latency goes from device to device: half before, half after the switch.
         return self._link(self.dims[dim], (*line, "up", here[dim]), 2)
 
     def from_switch(self, device: int, dim: int) -> int:
-        """The link from the switch of its line to a device."""
+        """Return the link from the switch of its line to a device."""
         here = self.coordinates(device)
         line = (dim, *here[:dim], -1, *here[dim + 1 :])
         return self._link(self.dims[dim], (*line, "down", here[dim]), 2)
 
     def spine(self, device: int, dim: int, direction: str) -> int:
-        """The link of a device's leaf to the spine (``rise``) or back (``fall``)."""
+        """Return the link of a device's leaf to the spine (``rise``) or back (``fall``)."""
         here, shape = self.coordinates(device), self.dims[dim]
         line = (dim, *here[:dim], -1, *here[dim + 1 :])
         share = shape.radix / shape.oversubscription
@@ -127,6 +130,7 @@ class Links:
 
     def _around(self, dim: Dimension, line: tuple[int, ...], a: int, b: int, way: int) -> list[int]:
         n = dim.size
+        # Both links of a ring of two go to the same neighbour and count as one of full bandwidth.
         if n == 2:
             return [self._link(dim, (*line, a, b), 1)]
         up = (b - a) % n
@@ -143,7 +147,7 @@ class Links:
         share: float = 1.0,
         lanes: int = 1,
     ) -> int:
-        """Number of a link with ``share`` of a device's bandwidth and latency over ``halves``."""
+        """Return a link with ``share`` of a device's bandwidth and its latency over ``halves``."""
         if key not in self._numbers:
             self._numbers[key] = len(self.rates)
             self.rates.append(dim.rate * share)
@@ -153,15 +157,16 @@ class Links:
 
 
 def arrivals(links: Links, messages: Sequence[Message]) -> np.ndarray:
-    """When the last byte of each message arrives, in seconds, shape ``(n_messages,)``.
+    """Return when the last byte of each message arrives, in seconds, shape ``(n_messages,)``.
 
     Args:
         links: The links that the paths name.
-        messages: Each may depend on any that comes before it.
+        messages: Each may depend on any earlier one.
     """
     return _Run(links, messages).finish()
 
 
+#: Kinds of events, in the order of equal times: heads join a queue before a lane is given away.
 _HEAD, _FREE = 0, 1
 
 
@@ -182,7 +187,7 @@ class _Run:
         self.events = [(0.0, _HEAD, i) for i, count in enumerate(self.missing) if not count]
 
     def finish(self) -> np.ndarray:
-        """Run all events."""
+        """Run all events; return the arrivals."""
         heapq.heapify(self.events)
         while self.events:
             time, what, number = heapq.heappop(self.events)
@@ -198,16 +203,19 @@ class _Run:
         return np.array(self.tails)
 
     def _serve(self, link: int, time: float) -> None:
-        """Start the message with the lowest number, if one waits and a lane is free."""
+        """Start the waiting message with the lowest number if a lane is free."""
         if not self.lanes[link] or not self.waiting[link]:
             return
         number = heapq.heappop(self.waiting[link])
         message, latency = self.messages[number], self.links.latencies[link]
+        # A lane has an equal share of the link's rate.
         end = time + message.size * self.links.lanes[link] / self.links.rates[link]
         self.lanes[link] -= 1
         heapq.heappush(self.events, (end, _FREE, link))
+        # The tail leaves when this link has sent it, but never before it came from the last one.
         self.tails[number] = max(end, self.tails[number]) + latency
         self.hops[number] += 1
+        # On the last link the arrival is that of the tail, before it that of the head.
         last = self.hops[number] == len(message.path)
         heapq.heappush(self.events, (self.tails[number] if last else time + latency, _HEAD, number))
 

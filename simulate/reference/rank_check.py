@@ -1,4 +1,4 @@
-"""The composition of a step beside :mod:`.by_rank`, for the same operators and the same links."""
+"""The composition of a step compared with :mod:`.by_rank`, for the same operators and links."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from ..step.traffic import (
 from ..step.workload import Workload, make_workload, resolved
 from .by_rank import LayerSeconds, Wire, step_by_rank
 
-#: FLOP/s of every product; passes over memory are free.
+#: FLOP/s of every product; passes over memory are free. A round figure: both sides use it, and it
+#: only sets the balance between computation and communication.
 PEAK = 2e14
-#: Plans on 4, 8, 16 and 64 devices.
+#: Plans on 4, 8, 16 and 64 devices (docs/reports/clusters.md lists the differences).
 PLANS = (
     "dp=4",
     "fsdp=4",
@@ -45,6 +46,7 @@ PLANS = (
     "tp=2,fsdp=32",
     "pp=8,dp=8",
 )
+#: A small decoder: by_rank's cost grows with layers, micro-batches and ranks.
 _SIZES = {
     "layers": 16,
     "d_model": 1024,
@@ -58,11 +60,11 @@ _SIZES = {
 
 
 class Pair(NamedTuple):
-    """Seconds of a step both ways.
+    """Seconds of a step, computed both ways.
 
     Attributes:
-        composed: By the composition, one rank of each stage for all.
-        by_rank: With every rank and every message.
+        composed: Composed from one rank of each stage.
+        by_rank: Simulated with every rank and every message.
     """
 
     composed: float
@@ -70,15 +72,15 @@ class Pair(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Composed over simulated, less 1."""
+        """Relative error of the composition."""
         return self.composed / self.by_rank - 1.0
 
 
 def compare_ranks(text: str, wire: Wire) -> Pair:
-    """A step of a small decoder by both ways.
+    """Compute a step of a small decoder both ways.
 
     Args:
-        text: A plan; sequences are processed one by one.
+        text: A plan; every sequence is a micro-batch of its own.
         wire: Links between all ranks.
     """
     workload, plan = make_workload("llama", _SIZES), parse_plan(text)
@@ -103,7 +105,7 @@ def _seconds(calls: Sequence[OpCall]) -> float:
 
 
 def _stages(workload: Workload, plan: Plan) -> list[list[LayerSeconds]]:
-    """Layers of each stage, with the embedding before the first and the head after the last."""
+    """Return the layers of each stage, the embedding in the first and the head in the last."""
     table, tensor = table_held(workload, plan), tensor_calls(workload, plan)
     layer = _unit(workload, plan, layer_ops(workload, plan), layer_held(workload, plan), tensor)
     stages = [[layer] * (workload.layers // plan.pp) for _ in range(plan.pp)]

@@ -1,7 +1,7 @@
-"""One training step under a parallel plan: durations and bytes go in, time and memory come out.
+"""One training step under a parallel plan: durations and bytes in, time and memory out.
 
-``plan`` and ``workload`` say what is trained and how it is spread; ``layer_ops`` and ``traffic``
+``workload`` and ``plan`` say what is trained and how it is spread; ``layer_ops`` and ``traffic``
 list what one rank of a stage computes and sends; ``schedules`` and ``pipeline`` order the
-micro-batches, ``overlap`` hides communication, ``memory`` counts bytes, ``compose`` puts all of it
-together. Ranks that do the same are never simulated one by one.
+micro-batches, ``overlap`` hides communication, ``memory`` counts bytes, and ``compose`` puts it all
+together. Ranks that do the same work are never simulated one by one.
 """

@@ -1,4 +1,4 @@
-"""Calls: operators that a device runs and collectives that it takes part in, by their sizes."""
+"""Calls: operators that a device runs and collectives that it takes part in, given by size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ SHAPES = {
     "add": ("rows", "cols"),
     "move": ("bytes",),
 }
-#: Tensors of ``rows × cols`` that a pass over memory touches.
+#: Tensors of ``rows × cols`` that a pass over memory reads or writes: one in and one out, two in
+#: for an addition. ``silu_and_mul`` reads gate and product side by side and writes half of that.
 _TENSORS = {
     "rmsnorm": 2.0,
     "layernorm": 2.0,
@@ -41,12 +42,12 @@ class OpCall:
     """One operator of a device.
 
     Attributes:
-        name: What it is in the model, such as ``qkv``.
+        name: Its role in the model, such as ``qkv``.
         op: A key of :data:`SHAPES`.
         shape: Its parameters.
         dtype: Element type.
-        scale: Its time over that of the operator of this shape: backward passes of operators that
-            are only known forward.
+        scale: Factor on the time of the operator of this shape, for backward passes of operators
+            that were measured forward alone.
     """
 
     name: str
@@ -56,12 +57,13 @@ class OpCall:
     scale: float = 1.0
 
     def flops(self) -> float:
-        """Matrix FLOPs, ``scale`` included."""
+        """Return the matrix FLOPs, ``scale`` included; passes over memory count as none."""
         if self.op == "linear":
             m, n, k = self.shape
             return 2.0 * m * n * k * self.scale
         if self.op == "attention":
             batch, heads, _, dim, q_len, kv_len, causal = self.shape
+            # Visible pairs alone: flash attention skips blocks above the diagonal.
             pairs = causal_pairs(q_len, kv_len) if causal else float(q_len) * kv_len
             return attention_flops(batch, heads, pairs, 2.0 * dim) * self.scale
         if self.op == "decode":
@@ -69,12 +71,12 @@ class OpCall:
             return attention_flops(batch, heads, kv_len, 2.0 * dim) * self.scale
         if self.op == "moe":
             tokens, hidden, inter, topk, _, tp, ep = self.shape
-            # Gated experts, which have three matrices.
+            # Gated experts have three matrices: 2 FLOPs each per weight and token.
             return expert_flops(tokens, topk, ep, hidden, inter, 6.0) / tp * self.scale
         return 0.0
 
     def moved(self, width: int) -> float:
-        """Bytes that have to be read or written once, ``scale`` included.
+        """Return the bytes that have to be read or written at least once, ``scale`` included.
 
         Args:
             width: Bytes of an element.
@@ -86,13 +88,16 @@ class OpCall:
             return float(width) * (m * n + m * k + n * k) * self.scale
         if self.op == "attention":
             batch, heads, groups, dim, q_len, kv_len, _ = self.shape
+            # Queries and results, keys and values; fused attention keeps the scores on the chip.
             rows = 2 * heads * q_len + 2 * groups * kv_len
             return float(width) * batch * dim * rows * self.scale
         if self.op == "decode":
             batch, heads, groups, dim, kv_len = self.shape
+            # One query row per head; reading the cache dominates.
             return float(width) * batch * dim * (2 * heads + 2 * groups * kv_len) * self.scale
         if self.op == "moe":
             tokens, hidden, inter, topk, experts, tp, ep = self.shape
+            # All resident experts are read: with a real batch each of them gets some token.
             weights = 3.0 * experts / ep * hidden * inter / tp
             return (
                 width * (weights + tokens * topk / ep * (2 * hidden + 3 * inter / tp)) * self.scale
@@ -106,12 +111,12 @@ class CommCall:
     """One collective that a device takes part in.
 
     Attributes:
-        name: What it is for, such as ``tensor``.
+        name: Its purpose, such as ``tensor``.
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``alltoall`` or ``send_recv``.
-        size: Bytes: the buffer of an all-reduce and of a transfer, the full buffer of a gather and
-            of a scatter, one device's send buffer of an all-to-all (as nccl-tests counts).
+        size: Bytes as nccl-tests counts them: the buffer of an all-reduce or transfer, the full
+            buffer of a gather or scatter, one device's send buffer of an all-to-all.
         group: Devices that take part.
-        times: How often.
+        times: Number of executions.
     """
 
     name: str
@@ -122,19 +127,19 @@ class CommCall:
 
     @property
     def needed(self) -> bool:
-        """Whether anything is sent."""
+        """Whether any bytes are sent."""
         return self.group.size > 1 and self.size > 0 and self.times > 0
 
 
 class Estimate(NamedTuple):
-    """Seconds, with the ends of a 90 % interval."""
+    """Seconds, with both ends of a 90 % interval."""
 
     seconds: float
     lo: float
     hi: float
 
     def times(self, factor: float) -> Estimate:
-        """All three multiplied."""
+        """Return the estimate with all three values multiplied."""
         return Estimate(self.seconds * factor, self.lo * factor, self.hi * factor)
 
 

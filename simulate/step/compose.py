@@ -1,8 +1,8 @@
-"""Puts a step together from the times of its operators and collectives.
+"""Composes a step from the times of its operators and collectives.
 
-A micro-batch takes each stage its operators and what its collectives leave exposed; the schedule
+A micro-batch costs each stage its operators and the exposed part of its collectives; the schedule
 orders the micro-batches; gradients are reduced beside the last backward pass; the optimiser comes
-last. Devices of a stage do the same, so one of each stage stands for all.
+last. Devices of a stage do the same work, so one of each stage stands for all.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from .stage_times import StageCost, StageTimes
 from .traffic import hop_call, local_parameters
 from .workload import Workload, stage_layers
 
-#: Tasks of a pipeline up to which every one is placed.
+#: Most tasks of a pipeline that are all placed; longer ones are extrapolated, so that a plan's cost
+#: stays bounded in sweeps (engineering choice).
 MOST_TASKS = 8192
-#: Share of a step below which a bubble is a rounding error.
+#: Bubbles below this share of a step are differences of sums: rounding errors, reported as none.
 ROUNDING = 1e-9
-#: Rounds of ``pp`` micro-batches that are placed of a longer one.
+#: Rounds of ``pp`` micro-batches that are placed of a longer pipeline. Warm-up takes one round with
+#: 1F1B and at most one and a half when interleaved, so that the last rounds placed are steady.
 STEADY_ROUNDS = 4
 
 
@@ -35,14 +37,14 @@ class StepTime:
 
     Attributes:
         total: From the first micro-batch to the last update.
-        compute: Of the device that is busy longest.
+        compute: Computation of the device that is busy longest.
         exposed: Communication of that device that nothing hides, transfers between stages included.
         bubble: The rest: waiting for other stages.
         communication: All communication of that device, hidden or not, by name.
         stages: Times of each stage.
-        run: The pipeline; of a very long one its first micro-batches.
-        worst: The stage that is busy longest.
-        hop: Seconds from one stage to the next.
+        run: The placed pipeline; of a very long one only the first micro-batches.
+        worst: Index of the stage that is busy longest.
+        hop: Seconds of a transfer from one stage to the next.
     """
 
     total: float
@@ -57,23 +59,27 @@ class StepTime:
 
 
 def step_time(workload: Workload, plan: Plan, costs: Costs) -> StepTime:
-    """Time of a step.
+    """Compose the time of a step.
 
     Args:
         workload: The model.
         plan: Resolved by :func:`~.workload.resolved`.
         costs: Times of calls.
     """
+    # One batched request: the operator model is vectorised, and a call costs more than a row.
     costs.prepare(c for s in range(plan.pp) for c in operator_counts(workload, plan, s))
     known: dict[tuple[int, bool, bool], StageTimes] = {}
     stages = []
     for stage, layers in enumerate(stage_layers(workload.layers, plan)):
+        # Stages with the same layers and ends are equal: at most a few differ, whatever ``pp`` is.
         key = (layers, stage == 0, stage == plan.pp - 1)
         if key not in known:
             known[key] = StageCost(workload, plan, costs, stage).times()
         stages.append(known[key])
     hop = costs.link(hop_call(workload, plan))
     run, ends = _ends(workload, plan, stages, hop)
+    # The same pipeline with free transfers: the difference is what transfers expose, the rest of
+    # the idle time is the bubble.
     still = _ends(workload, plan, stages, 0.0)[1] if hop else ends
     total = max(end + s.tail for end, s in zip(ends, stages, strict=True))
     free = max(end + s.tail for end, s in zip(still, stages, strict=True))
@@ -96,12 +102,12 @@ def step_time(workload: Workload, plan: Plan, costs: Costs) -> StepTime:
 
 
 def operator_counts(workload: Workload, plan: Plan, stage: int) -> dict[OpCall, float]:
-    """How often a device of a stage runs each operator in a step.
+    """Count how often a device of a stage runs each operator in a step.
 
     Args:
         workload: The model.
         plan: Resolved.
-        stage: From 0.
+        stage: Index of the stage, from 0.
     """
     layer, counts = layer_ops(workload, plan), dict[OpCall, float]()
     layers = stage_layers(workload.layers, plan)[stage]
@@ -113,6 +119,7 @@ def operator_counts(workload: Workload, plan: Plan, stage: int) -> dict[OpCall, 
     train = workload.mode == "train"
     for ops, times in parts:
         again = {"none": (), "selective": ops.selective, "full": ops.forward}[plan.recompute]
+        # Checkpoints wrap layers; embedding and head are never computed again.
         again = again if ops is layer else ()
         run = (*ops.forward, *((*ops.backward, *ops.weights, *again) if train else ()))
         for call in run:
@@ -125,16 +132,18 @@ def operator_counts(workload: Workload, plan: Plan, stage: int) -> dict[OpCall, 
 def _ends(
     workload: Workload, plan: Plan, stages: Sequence[StageTimes], hop: float
 ) -> tuple[PipelineRun, list[float]]:
-    """The pipeline, and when each stage has run its last micro-batch.
+    """Run the pipeline; return it and the time at which each stage ends its last micro-batch.
 
-    A pipeline with very many tasks is run with fewer micro-batches, twice: in the steady state
-    every further round of ``pp`` micro-batches takes as long as the one before.
+    A pipeline with very many tasks is run twice with fewer micro-batches and extrapolated: in the
+    steady state every further round of ``pp`` micro-batches takes as long as the one before.
     """
+    # A forward and a backward task for each micro-batch and chunk.
     tasks = plan.pp * plan.microbatches * plan.virtual * 2
     rounds = plan.microbatches // plan.pp
     if tasks <= MOST_TASKS or rounds <= STEADY_ROUNDS:
         run = run_stages(workload, plan, stages, hop)
         return run, [float(run.end(i)) for i in range(plan.pp)]
+    # The remainder is kept in both runs, so that they differ by exactly one round.
     rest = plan.microbatches % plan.pp
     counts = [plan.pp * r + rest for r in (STEADY_ROUNDS - 1, STEADY_ROUNDS)]
     less, run = (run_stages(workload, plan.changed(microbatches=m), stages, hop) for m in counts)
@@ -144,13 +153,14 @@ def _ends(
 
 
 def task_seconds(plan: Plan, times: StageTimes, kind: str) -> float:
-    """Seconds of one task of a stage.
+    """Return the seconds of one task of a stage.
 
     Args:
-        plan: Gives the schedule and its chunks.
-        times: Of the stage.
+        plan: Gives the number of chunks.
+        times: Times of the stage.
         kind: ``F``, ``B`` or ``W``.
     """
+    # Chunks are taken as equal parts of the stage. Only zero-bubble has W tasks, without chunks.
     if kind == FORWARD:
         return times.forward.total / plan.virtual
     if kind == WEIGHTS:
@@ -161,7 +171,7 @@ def task_seconds(plan: Plan, times: StageTimes, kind: str) -> float:
 def run_stages(
     workload: Workload, plan: Plan, stages: Sequence[StageTimes], hop: float
 ) -> PipelineRun:
-    """The pipeline of a step.
+    """Run the pipeline of a step.
 
     Args:
         workload: Says whether there is a backward pass.

@@ -1,4 +1,4 @@
-"""Times of calls, each asked for once; and the two parts that a time has."""
+"""Times of calls, each predicted once, and their split into computation and communication."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Part:
     """Seconds of a part of a step.
 
     Attributes:
-        compute: Computation.
-        exposed: Communication that computation does not hide.
+        compute: Time spent in operators.
+        exposed: Time in communication that no computation hides.
     """
 
     compute: float = 0.0
@@ -25,7 +25,7 @@ class Part:
 
     @property
     def total(self) -> float:
-        """Both."""
+        """Sum of both."""
         return self.compute + self.exposed
 
     def __add__(self, other: Part) -> Part:
@@ -33,7 +33,7 @@ class Part:
         return Part(self.compute + other.compute, self.exposed + other.exposed)
 
     def times(self, factor: float) -> Part:
-        """Both parts multiplied."""
+        """Return the part with both times multiplied."""
         return Part(self.compute * factor, self.exposed * factor)
 
 
@@ -41,10 +41,11 @@ class Costs:
     """Times of operators and collectives.
 
     Args:
-        latency: Of operators.
-        network: Of collectives.
-        host_bandwidth: Bytes/s between device and host, for offloading.
-        contention: Share of a device that a collective takes from what runs beside it, 0 to 1.
+        latency: Predicts operators.
+        network: Predicts collectives.
+        host_bandwidth: Bytes/s between device and host, for offloading; by default the nominal rate
+            of PCI Express 4.0 x16 in one direction.
+        contention: Share of a device, 0 to 1, that a collective takes from the kernels beside it.
     """
 
     def __init__(
@@ -62,25 +63,27 @@ class Costs:
         self.links: dict[tuple[str, float, Group], Estimate] = {}
 
     def prepare(self, calls: Iterable[OpCall]) -> None:
-        """Ask for all operators at once."""
+        """Predict all new operators in one batch."""
+        # ``dict.fromkeys`` drops duplicates but keeps the order, so that results are reproducible.
         new = [c for c in dict.fromkeys(calls) if c not in self.ops]
         if new:
             self.ops.update(zip(new, self._latency(new), strict=True))
 
     def compute(self, calls: Sequence[OpCall]) -> float:
-        """Seconds of operators one after the other."""
+        """Return the seconds of operators that run one after another."""
         self.prepare(calls)
         return float(sum(self.ops[c][0] for c in calls))
 
     def link(self, call: CommCall) -> float:
-        """Seconds of a collective, all its executions."""
+        """Return the seconds of a collective, all its executions."""
         if not call.needed:
             return 0.0
+        # Not keyed by name: equal collectives of different purposes take the same time.
         key = (call.kind, call.size, call.group)
         if key not in self.links:
             self.links[key] = self._network(call.kind, call.size, call.group)
         return self.links[key].seconds * call.times
 
     def comm(self, calls: Iterable[CommCall]) -> float:
-        """Seconds of collectives one after the other."""
+        """Return the seconds of collectives that run one after another."""
         return sum(self.link(call) for call in calls)

@@ -10,9 +10,11 @@ from .memory import StageMemory, stage_memory
 from .plan import Plan
 from .workload import Workload, resolved
 
-#: Most settings that are changed together.
+#: Most settings that are changed together: the neighbourhood grows about tenfold with each change,
+#: and advice that changes more is a different plan (engineering choice).
 MOST_CHANGES = 3
-#: Plans of one number of changes whose step times are compared.
+#: Most fitting plans whose step times are compared, since each costs a simulation (engineering
+#: choice).
 COMPARED = 24
 
 
@@ -21,11 +23,11 @@ class Fit:
     """Memory of a plan.
 
     Attributes:
-        memory: By stage.
+        memory: Memory of each stage.
         capacity: Bytes of a device.
         change: Settings that would make it fit, such as ``recompute=full``; empty if it fits, or
             if no change was found.
-        plan: The plan with these settings; ``None`` as for ``change``.
+        plan: The plan with these settings; ``None`` where ``change`` is empty.
     """
 
     memory: tuple[StageMemory, ...]
@@ -35,7 +37,7 @@ class Fit:
 
     @property
     def worst(self) -> StageMemory:
-        """Of the fullest stage."""
+        """Memory of the fullest stage."""
         return max(self.memory, key=lambda m: m.total)
 
     @property
@@ -44,9 +46,10 @@ class Fit:
         return self.worst.total <= self.capacity
 
     def reason(self) -> str:
-        """What does not fit and what would help; empty if it fits."""
+        """Explain what does not fit and what would help; empty if it fits."""
         if self.fits:
             return ""
+        # "reserved" is nothing that a user could reduce.
         parts = {k: v for k, v in self.worst.to_dict().items() if k not in ("total", "reserved")}
         largest = sorted(parts.items(), key=lambda item: -item[1])[:2]
         listed = " and ".join(f"{name} {value / 2**30:.1f} GiB" for name, value in largest)
@@ -56,16 +59,16 @@ class Fit:
 
 
 def memory_of(workload: Workload, plan: Plan) -> tuple[StageMemory, ...]:
-    """Memory of every stage of a resolved plan."""
+    """Return the memory of every stage of a resolved plan."""
     return tuple(stage_memory(workload, plan, stage) for stage in range(plan.pp))
 
 
 def find_fit(
     workload: Workload, plan: Plan, capacity: float, seconds: Callable[[Plan], float]
 ) -> Fit:
-    """Memory of a plan, and if it does not fit, the smallest change that would.
+    """Determine a plan's memory and, if it does not fit, the smallest change that makes it fit.
 
-    Fewest changed settings first; among those the fastest.
+    A breadth-first search: fewest changed settings first; among those the fastest plan.
 
     Args:
         workload: The model.
@@ -94,11 +97,12 @@ def _totals(workload: Workload, plan: Plan) -> list[float]:
 
 
 def _emptiest(workload: Workload, plans: list[Plan]) -> list[Plan]:
+    # Memory is much cheaper to evaluate than time, so it preselects.
     return sorted(plans, key=lambda p: max(_totals(workload, p)))[:COMPARED]
 
 
 def _neighbours(workload: Workload, plan: Plan) -> Iterator[Plan]:
-    """Valid plans on the same devices that differ in one setting."""
+    """Yield valid plans on the same devices that differ in one setting."""
     for changes in _changes(plan):
         try:
             yield resolved(workload, plan.changed(**changes), plan.devices)
@@ -111,6 +115,7 @@ def _changes(plan: Plan) -> Iterator[Mapping[str, object]]:
         yield {"recompute": "selective"}
     if plan.recompute != "full":
         yield {"recompute": "full"}
+    # Every change below saves memory; ZeRO stages only exist over plain data parallelism.
     if plan.fsdp == 1 and plan.dp > 1:
         yield from ({"zero": stage} for stage in (1, 2, 3) if stage > plan.zero)
     yield {"microbatches": plan.microbatches * 2}
@@ -118,7 +123,8 @@ def _changes(plan: Plan) -> Iterator[Mapping[str, object]]:
         yield {"sp": True}
     data = "fsdp" if plan.fsdp > 1 else "dp"
     if getattr(plan, data) % 2 == 0:
-        # Half the replicas have twice the sequences, so the micro-batch keeps its size.
+        # Half as many replicas have twice the sequences each: with twice the micro-batches, the
+        # micro-batch keeps its size.
         fewer = {data: getattr(plan, data) // 2, "microbatches": plan.microbatches * 2}
         yield from ({**fewer, axis: getattr(plan, axis) * 2} for axis in ("tp", "pp", "cp"))
     if plan.offload == "none":

@@ -1,8 +1,9 @@
-"""Devices that differ, stragglers and jitter: samples of the step time.
+"""Stragglers and jitter: samples of the step time with devices of different speed.
 
 All devices of a stage wait for one another in their collectives, and all replicas at the end of the
 step. The slowest of ``n`` devices with independent normal log errors is drawn directly: if ``U`` is
-uniform, ``U^(1/n)`` is the level of the largest of ``n`` draws. So no device is drawn by itself.
+uniform, ``U^(1/n)`` is distributed as the quantile level of the largest of ``n`` draws (order
+statistics). So no device is drawn by itself, and cost does not depend on their number.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class StepSpread:
     samples: np.ndarray
 
     def to_dict(self) -> dict[str, float]:
-        """Mean and percentiles in microseconds."""
+        """Return mean and percentiles in microseconds."""
         levels = np.percentile(self.samples, (5, 50, 95, 99)) * 1e6
         names = ("p5_us", "p50_us", "p95_us", "p99_us")
         return {
@@ -42,10 +43,10 @@ class StepSpread:
 
 
 def stage_speeds(plan: Plan, speeds: Mapping[int, float]) -> list[float]:
-    """Speed of each stage: that of its slowest device.
+    """Return the speed of each stage, which is that of its slowest device.
 
     Args:
-        plan: Gives the ranks of a stage: the outermost index.
+        plan: Gives the ranks of a stage, its outermost index.
         speeds: Relative speed by rank; 1 for ranks that are left out.
 
     Raises:
@@ -63,6 +64,7 @@ def stage_speeds(plan: Plan, speeds: Mapping[int, float]) -> list[float]:
             )
         named.setdefault(rank // per_stage, set()).add(rank)
     for stage, ranks in named.items():
+        # Devices that are not named run at speed 1, which may be the slowest of the stage.
         rest = [1.0] if len(ranks) < per_stage else []
         slowest_speeds[stage] = min([*rest, *(speeds[r] for r in ranks)])
     return slowest_speeds
@@ -85,16 +87,20 @@ def sample_steps(
         step: Its step without jitter.
         jitter: Standard deviation of the logarithm of a task's time on one device.
         speeds: Relative speeds of devices by rank; the slowest of a stage counts.
-        draws: Samples.
-        seed: Of the draws.
+        draws: Number of samples.
+        seed: Seed of the random numbers.
 
     Raises:
-        PlanError: The jitter is negative, or ``speeds`` are not those of the plan's ranks.
+        PlanError: The jitter is negative, there are no draws, or ``speeds`` are not those of the
+            plan's ranks.
     """
     if jitter < 0 or draws < 1:
         raise PlanError(f"jitter={jitter}, draws={draws}", hint="jitter is not negative")
     rng = np.random.default_rng(seed)
     slower = 1.0 / np.array(stage_speeds(plan, speeds or {}))
+    # Tensor and context collectives synchronise their ranks within every task. ZeRO 3 gathers
+    # parameters in every layer, which adds the data-parallel ranks; otherwise these only meet when
+    # gradients are reduced, once a step.
     partners = plan.tp * plan.cp
     if plan.stage >= 3:
         partners *= plan.batch_ranks
@@ -119,13 +125,18 @@ def sample_steps(
 
 
 def slowest(rng: np.random.Generator, count: int, draws: int) -> np.ndarray:
-    """Largest of ``count`` standard normal draws, ``draws`` times, shape ``(draws,)``."""
+    """Draw the largest of ``count`` standard normals, ``draws`` times, shape ``(draws,)``."""
+    # Both guards keep ``ndtri`` finite: a level of 0 is minus infinity, a level that rounds to 1
+    # (likely for large counts) is plus infinity.
     level = rng.uniform(1e-12, 1.0, draws) ** (1.0 / count)
     return np.asarray(ndtri(np.minimum(level, 1.0 - 1e-16)))
 
 
 def _slowest_replica(rng: np.random.Generator, one: np.ndarray, replicas: int) -> np.ndarray:
-    """Largest of ``replicas`` pipelines: normal with the moments of one."""
+    """Draw the slowest of ``replicas`` pipelines from a normal with the moments of one.
+
+    A pipeline's time sums many tasks, hence the normal distribution.
+    """
     if replicas == 1 or one.std() == 0.0:
         return one
     return np.asarray(one.mean() + one.std() * slowest(rng, replicas, len(one)))

@@ -2,7 +2,7 @@
 
 Shapes are those of one rank and one micro-batch. Backward passes: a product has two of the same
 size (for its input and its weights); fused attention has five products where the forward pass has
-two (Dao, FlashAttention-2, ICLR 2024); a norm and an activation move half as much again or more.
+two (Dao, FlashAttention-2, ICLR 2024); norms and activations move at least half as much again.
 """
 
 from __future__ import annotations
@@ -13,14 +13,20 @@ from .calls import OpCall
 from .plan import Plan
 from .workload import Workload
 
-#: Time of a backward pass over the forward pass, where only the forward pass is known. Attention
-#: has five products instead of two, at a rate a sixth lower (an engineering estimate).
+# Time of a backward pass over the forward pass, for operators whose measured tables hold forward
+# kernels alone.
+#: Five products instead of two, at a rate a sixth lower: 2.5 / (5/6) (the rate is an engineering
+#: estimate; not fitted).
 ATTENTION_BACKWARD = 3.0
+#: Bound by memory: input and gradient read, one gradient written, against one read and one write.
 NORM_BACKWARD = 1.5
+#: Of a gated activation: gate, product and gradient read, two gradients written, against three
+#: tensors forward. Used for GELU as well, whose own ratio is 3/2.
 ACTIVATION_BACKWARD = 5.0 / 3.0
+#: Each grouped product has two of its size, for inputs and for weights.
 EXPERTS_BACKWARD = 2.0
-#: Bytes of optimiser traffic for a parameter: gradient, master weight and two moments read in f32,
-#: the last three written, and the weight in 16 bits (Adam in mixed precision).
+#: Bytes of optimiser traffic per parameter, Adam in mixed precision: gradient, master weight and
+#: two moments read in f32 (16), the last three written (12), and the weight in 16 bits (2).
 UPDATE_BYTES = 30
 
 
@@ -29,11 +35,10 @@ class PassOps:
     """Operators of a part of a model.
 
     Attributes:
-        forward: In order.
-        backward: In order.
-        weights: Which part of ``backward`` only makes gradients of weights, which zero-bubble
-            schedules move.
-        selective: What ``recompute=selective`` computes again.
+        forward: Operators of the forward pass, in order.
+        backward: Operators of the backward pass, in order, without ``weights``.
+        weights: Operators that only make gradients of weights, which zero-bubble schedules move.
+        selective: Operators that ``recompute=selective`` runs again.
     """
 
     forward: tuple[OpCall, ...]
@@ -63,6 +68,8 @@ def embedding_ops(workload: Workload, plan: Plan) -> PassOps:
     """The token embedding: rows gathered; their gradients added in f32."""
     tokens = micro_tokens(workload, plan)
     size = tokens * workload.d_model
+    # Forward reads and writes a row per token. Backward reads its gradient and adds it into the
+    # table in f32: one read and one write of 4 bytes.
     forward = OpCall("embedding", "move", (2 * workload.width * size,), workload.dtype)
     backward = OpCall("embedding", "move", ((workload.width + 8) * size,), workload.dtype)
     return PassOps((forward,), (backward,))
@@ -71,10 +78,14 @@ def embedding_ops(workload: Workload, plan: Plan) -> PassOps:
 def head_ops(workload: Workload, plan: Plan) -> PassOps:
     """Last norm, vocabulary projection and cross-entropy (softmax in f32)."""
     tokens = micro_tokens(workload, plan)
+    # Masked-language models project only the masked positions.
     seen = max(1, round(tokens * workload.head_share))
+    # Rounded up: vocabularies are padded to a multiple of the tensor-parallel degree.
     vocab = -(-workload.vocab // plan.tp)
     head = _product("head", seen, vocab, workload.d_model, workload.dtype)
     norm = _norm("norm_head", workload, plan, tokens)
+    # Two passes over the logits in the model's type and two over their softmax in f32; backward
+    # reads the softmax and writes the gradient of the logits.
     loss = OpCall("loss", "move", ((2 * workload.width + 8) * seen * vocab,), workload.dtype)
     back = OpCall("loss", "move", ((workload.width + 4) * seen * vocab,), workload.dtype)
     return PassOps(
@@ -99,6 +110,7 @@ def _product(name: str, m: int, n: int, k: int, dtype: str) -> PassOps:
 
 
 def _norm(name: str, workload: Workload, plan: Plan, tokens: int) -> PassOps:
+    # Sequence parallelism splits norms and residuals along the tokens (Korthikanti et al.).
     rows = -(-tokens // plan.sequence_parallel)
     call = OpCall(name, workload.norm, (rows, workload.d_model), workload.dtype)
     back = OpCall(f"{name}_dx", workload.norm, call.shape, workload.dtype, scale=NORM_BACKWARD)
@@ -113,6 +125,7 @@ def _residual(name: str, workload: Workload, plan: Plan, tokens: int) -> OpCall:
 def _attention(workload: Workload, plan: Plan) -> PassOps:
     tokens, d, dtype = micro_tokens(workload, plan), workload.d_model, workload.dtype
     heads, dim = workload.heads // plan.tp, workload.head
+    # With more tensor-parallel ranks than key-value heads these are replicated, one on each rank.
     groups = max(1, workload.groups // plan.tp)
     norm = _norm("norm1", workload, plan, tokens)
     qkv = _product("qkv", tokens, (heads + 2 * groups) * dim, d, dtype)
@@ -123,6 +136,7 @@ def _attention(workload: Workload, plan: Plan) -> PassOps:
     # meets has as many visible pairs as its own (causal), or all of them.
     core = OpCall("attention", "attention", shape, dtype, scale=float(plan.cp))
     back = OpCall("attention_dx", "attention", shape, dtype, plan.cp * ATTENTION_BACKWARD)
+    # Queries and keys are rotated, values are not; backward rotates the other way at equal cost.
     rope = OpCall("rope", "rope", (tokens, (heads + groups) * dim), dtype)
     turn = (rope,) if workload.rope else ()
     add = _residual("add1", workload, plan, tokens)
@@ -140,6 +154,7 @@ def _feed_forward(workload: Workload, plan: Plan) -> PassOps:
     if workload.experts:
         return _experts(workload, plan, norm, add)
     inner = workload.d_ff // plan.tp
+    # Gate and up projection run as one product, as inference and training frameworks fuse them.
     wide = inner * (workload.matrices - 1)
     up = _product("up", tokens, wide, d, dtype)
     down = _product("down", tokens, d, inner, dtype)
@@ -157,6 +172,8 @@ def _feed_forward(workload: Workload, plan: Plan) -> PassOps:
 def _experts(workload: Workload, plan: Plan, norm: PassOps, add: OpCall) -> PassOps:
     tokens, dtype = micro_tokens(workload, plan), workload.dtype
     router = _product("router", tokens, workload.experts, workload.d_model, dtype)
+    # The operator takes the tokens of its whole expert-parallel group and divides by ``ep`` itself;
+    # routing is assumed to be balanced.
     shape = (
         tokens * plan.ep,
         workload.d_model,
@@ -166,6 +183,7 @@ def _experts(workload: Workload, plan: Plan, norm: PassOps, add: OpCall) -> Pass
         plan.tp,
         plan.ep,
     )
+    # The operator has the three matrices of gated experts; plain ones have two.
     scale = 1.0 if workload.gated else 2.0 / 3.0
     experts = OpCall("experts", "moe", shape, dtype, scale)
     # Half of the backward pass makes gradients of weights.

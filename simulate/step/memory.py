@@ -23,11 +23,13 @@ from .traffic import (
 )
 from .workload import Workload, stage_layers
 
-#: Optimiser state of a parameter, bytes.
+#: Optimiser state per parameter: master weight and two moments of Adam in f32 (ZeRO, section 3.1).
 OPTIMIZER_BYTES = 12
-#: What the driver, libraries and fragments take; an estimate.
+#: CUDA context, library workspaces and fragmentation of the allocator (engineering estimate; not
+#: fitted).
 RESERVED_BYTES = 2.0 * 2**30
-#: Bucket in which gradients are reduced, bytes; two are in use at a time.
+#: Bytes of a bucket in which gradients are reduced: the default ``bucket_cap_mb`` of PyTorch's DDP.
+#: Two are in use at a time, one being filled and one being reduced.
 BUCKET_BYTES = 25.0 * 2**20
 
 
@@ -36,12 +38,12 @@ class StageMemory:
     """Bytes on one device of a stage.
 
     Attributes:
-        parameters: In the model's dtype.
-        gradients: Of the parameters.
+        parameters: Parameters in the model's dtype.
+        gradients: Their gradients.
         optimizer: Master weights and moments.
-        activations: What waits for the backward pass, of all micro-batches in flight.
-        temporary: Working set of one layer and of the head, and parameters gathered for use.
-        buffers: For communication.
+        activations: Tensors kept for the backward pass, of all micro-batches in flight.
+        temporary: Working set of one layer or of the head, and parameters gathered for use.
+        buffers: Communication buffers.
         reserved: :data:`RESERVED_BYTES`.
     """
 
@@ -55,18 +57,19 @@ class StageMemory:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Sum of all parts."""
         return float(sum(asdict(self).values()))
 
     def to_dict(self) -> dict[str, float]:
-        """Plain data, the total included."""
+        """Return plain data, the total included."""
         return {**asdict(self), "total": self.total}
 
 
 def stage_held(workload: Workload, plan: Plan, stage: int) -> Parameters:
-    """Parameters of one device of a stage before sharding over data-parallel ranks."""
+    """Return the parameters of one device of a stage before sharding over data-parallel ranks."""
     held = layer_held(workload, plan).times(stage_layers(workload.layers, plan)[stage])
     ends = (stage == 0) + (stage == plan.pp - 1)
+    # Tied weights are shared on one device; in a pipeline both ends hold a copy.
     if plan.pp == 1 and workload.tied:
         ends = 1
     return held + table_held(workload, plan).times(ends)
@@ -84,6 +87,7 @@ def stage_memory(workload: Workload, plan: Plan, stage: int) -> StageMemory:
     train = workload.mode == "train"
     own = local_parameters(held, plan)
     zero = plan.stage
+    # ZeRO 1 shards optimiser state, 2 gradients as well, 3 parameters as well.
     kept = own if zero >= 3 else held.total
     summed = own if zero >= 2 else held.total
     layers = stage_layers(workload.layers, plan)[stage]
@@ -98,12 +102,12 @@ def stage_memory(workload: Workload, plan: Plan, stage: int) -> StageMemory:
 
 
 def layer_activations(workload: Workload, plan: Plan) -> float:
-    """Bytes that the backward pass of a layer needs of one micro-batch, on one device.
+    """Return the bytes of one micro-batch that a layer's backward pass needs, on one device.
 
-    ``none`` keeps the inputs of both norms, of the first product of both blocks, queries, keys,
+    ``none`` keeps the inputs of both norms, the input of each block's first product, queries, keys,
     values and the result of attention, both results of the first feed-forward product and the input
-    of the second. ``selective`` makes the results of norms and activation again, ``full`` all but
-    the layer's input.
+    of the second. ``selective`` recomputes the results of norms and activation, ``full`` everything
+    but the layer's input (compare Korthikanti et al., MLSys 2023, section 4).
     """
     tokens, width = micro_tokens(workload, plan), workload.width
     residual = tokens * workload.d_model / plan.sequence_parallel
@@ -111,22 +115,27 @@ def layer_activations(workload: Workload, plan: Plan) -> float:
         return residual * width
     heads = workload.heads / plan.tp
     groups = max(1.0, workload.groups / plan.tp)
+    # Queries and the result by query heads, keys and values by key-value heads.
     attention = tokens * workload.head * (2 * heads + 2 * groups)
+    # A token has a copy for each of its experts.
     rows = tokens * max(1, workload.top_k)
     inner = rows * workload.d_ff / plan.tp
     selective = plan.recompute == "selective"
     normed = 0.0 if selective else 2 * residual
     fed = inner * (workload.matrices - 1 + (0 if selective else 1))
+    # Tokens as sent to their experts and as they come back.
     routed = rows * workload.d_model / plan.sequence_parallel * (2 if workload.experts else 0)
+    # Fused attention keeps one f32 per row and head, the log-sum-exp of the scores.
     statistics = 4.0 * tokens * heads
     return (2 * residual + normed + attention + fed + routed) * width + statistics
 
 
 def _activations(workload: Workload, plan: Plan, stage: int, layers: int) -> float:
     if plan.offload == "activations":
-        # Two layers' worth: the one in use and the one on its way.
+        # Double buffering: the layer in use and the one in transit.
         return 2.0 * layer_activations(workload, plan)
     flying = in_flight(plan.schedule, stage, plan.pp, plan.microbatches, plan.virtual)
+    # Without a pipeline micro-batches accumulate one by one, whatever the schedule's name.
     if plan.pp == 1:
         flying = 1.0
     return flying * layers * layer_activations(workload, plan)
@@ -137,27 +146,32 @@ def _temporary(workload: Workload, plan: Plan, stage: int) -> float:
     tokens, width = micro_tokens(workload, plan), workload.width
     inner = tokens * max(1, workload.top_k) * workload.d_ff / plan.tp
     layer = width * (inner * workload.matrices + 2.0 * tokens * workload.d_model)
+    # The layer that is recomputed has all of its activations for a moment.
     if plan.recompute == "full" and workload.mode == "train":
         layer += layer_activations(workload, plan.changed(recompute="none"))
     gathered = 0.0
     if plan.stage >= 3:
-        # The layer in use and the one that is gathered ahead.
+        # The layer in use and the one gathered ahead (``ahead`` of :func:`.overlap.run_passes`).
         gathered = 2.0 * layer_held(workload, plan).total * width
     loss = 0.0
     if stage == plan.pp - 1:
         # Logits, and their softmax in f32.
         loss = tokens * workload.head_share * workload.vocab / plan.tp * (width + 4)
+    # Layer and loss never run at the same time and reuse the same memory.
     return max(layer, loss) + gathered
 
 
 def _buffers(workload: Workload, plan: Plan) -> float:
     size = float(micro_tokens(workload, plan)) * workload.d_model * workload.width
+    # Sequence parallelism gathers the full sequence before each block; all-reduces work in place.
     tensor = size if plan.tp > 1 and plan.sp else 0.0
+    # One buffer each way between stages.
     hops = 2.0 * size / plan.sequence_parallel if plan.pp > 1 else 0.0
     shared = any(
         s.size * r.size > 1 for _, s, r in parameter_groups(layer_held(workload, plan), plan)
     )
     reduced = 2.0 * BUCKET_BYTES if shared and workload.mode == "train" else 0.0
+    # Send and receive buffers of the all-to-all.
     routed = 0.0
     if plan.ep > 1:
         routed = 2.0 * size * workload.top_k / plan.sequence_parallel

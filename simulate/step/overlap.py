@@ -1,7 +1,7 @@
 """Communication beside computation: two streams of one device, each in its own order.
 
-All times are in seconds. The bounds always hold: the total is at least the longer of both sums, and
-at most both together.
+All times are in seconds. Whatever the input, the total is at least the longer of both streams' sums
+and at most the sum of both.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class PassRun(NamedTuple):
     """When passes end.
 
     Attributes:
-        ends: End of each pass's computation.
-        links: End of the last collective.
+        ends: End of each pass's computation, in seconds.
+        links: End of the last collective, in seconds.
     """
 
     ends: tuple[float, ...]
@@ -43,17 +43,18 @@ class PassRun(NamedTuple):
 
 
 def run_passes(passes: Sequence[Pass], ahead: int = 1) -> PassRun:
-    """Passes one after another, with collectives beside them on one stream.
+    """Run passes one after another, with their collectives beside them on one stream.
 
     The gather of layer ``i`` may start when layer ``i - 1 - ahead`` has ended, so that at most
-    ``1 + ahead`` layers lie gathered at a time (Zhao et al., PyTorch FSDP, VLDB 2023); the first
-    ones of a pass wait for the pass before. A layer's gather goes before the reduction of the one
-    that runs before it; reductions go on beside later passes.
+    ``1 + ahead`` layers are gathered at a time (Zhao et al., PyTorch FSDP, VLDB 2023); the first
+    ones of a pass wait for the previous pass. A layer's gather takes precedence over the reduction
+    of the layer before it; reductions continue beside later passes.
 
     Args:
         passes: At least one.
-        ahead: Layers that are gathered ahead.
+        ahead: Layers gathered in advance. 1 is FSDP's default prefetch, which also bounds memory.
     """
+    # ``device`` and ``links`` are the times at which either stream becomes free.
     device = links = 0.0
     waiting: deque[tuple[float, float]] = deque()
     pass_ends = []
@@ -62,6 +63,8 @@ def run_passes(passes: Sequence[Pass], ahead: int = 1) -> PassRun:
         for layer, own in enumerate(compute):
             if gather and gather[layer] > 0.0:
                 free = ends[layer - 1 - ahead] if layer > ahead else begin
+                # Reductions that were ready before this gather could start were issued before it,
+                # and a communicator keeps the order in which collectives are issued.
                 while waiting and waiting[0][0] <= free:
                     ready, seconds = waiting.popleft()
                     links = max(links, ready) + seconds
@@ -78,12 +81,12 @@ def run_passes(passes: Sequence[Pass], ahead: int = 1) -> PassRun:
 
 
 def exposed(total: float, compute: float) -> float:
-    """Part of a total that computation does not cover, never negative."""
+    """Return the part of a total that computation does not cover, never negative."""
     return max(0.0, total - compute)
 
 
 def ring(block: float, send: float, steps: int) -> float:
-    """Time of ``steps`` blocks of attention, each sending its keys on while it computes.
+    """Return the time of ``steps`` blocks of attention that forward their keys while computing.
 
     The last block sends nothing: ``block + (steps - 1) · max(block, send)`` (Liu et al., Ring
     Attention with Blockwise Transformers, 2023).

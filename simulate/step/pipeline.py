@@ -1,6 +1,6 @@
-"""Runs the orders of a pipeline: one track a stage, whatever the number of devices in it.
+"""Runs the orders of a pipeline: one track per stage, however many devices it has.
 
-A task starts when its stage is free and what it needs has arrived. Times may be arrays, one entry
+A task starts when its stage is free and its input has arrived. Times may be arrays with one entry
 for each random draw, so that a whole sample of pipelines runs at once.
 """
 
@@ -33,11 +33,11 @@ class PipelineRun:
     makespan: Seconds
 
     def end(self, stage: int) -> Seconds:
-        """End of a stage's last task."""
+        """Return the end of a stage's last task."""
         return self.tasks[stage][-1][2]
 
     def busy(self, stage: int) -> Seconds:
-        """Seconds in which a stage computes."""
+        """Return the seconds that a stage is busy."""
         return sum(end - start for _, start, end in self.tasks[stage])
 
 
@@ -61,6 +61,8 @@ def run_pipeline(
     place = [0] * stages
     free: list[Seconds] = [0.0] * stages
     left = sum(len(order) for order in orders)
+    # Sweeps over the stages, each running what it can, instead of an event queue: with arrays of
+    # draws there is no single time by which events could be sorted.
     while left:
         before = left
         for stage, order in enumerate(orders):
@@ -109,7 +111,9 @@ def _producers(stage: int, task: Task, stages: int, chunks: int) -> list[tuple[i
     if kind == FORWARD:
         if stage > 0:
             return [(stage - 1, task)]
+        # The first stage's next chunk follows the last stage's previous one.
         return [(stages - 1, Task(FORWARD, micro, chunk - 1))] if chunk > 0 else []
+    # A backward task needs its own activations and the gradient from the stage behind.
     own = (stage, Task(FORWARD, micro, chunk))
     if stage < stages - 1:
         return [own, (stage + 1, task)]
@@ -117,6 +121,7 @@ def _producers(stage: int, task: Task, stages: int, chunks: int) -> list[tuple[i
 
 
 def _later(a: Seconds, b: Seconds) -> Seconds:
+    # Plain comparison for plain numbers: ``np.maximum`` on scalars is many times slower.
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         return np.maximum(a, b)
     return a if a >= b else b

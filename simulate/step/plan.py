@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 from ...common.errors import PlanError
 from .settings import build, read_pairs
 
-#: Order of micro-batches in a pipeline.
+#: Orders of micro-batches in a pipeline; :mod:`.schedules` names their papers.
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
-#: What is computed again in the backward pass instead of being kept.
+#: What the backward pass computes again instead of keeping it (names as in Megatron-LM).
 RECOMPUTE = ("none", "selective", "full")
-#: What lies in the host's memory.
+#: What is kept in the host's memory.
 OFFLOAD = ("none", "optimizer", "activations")
-#: Other names of keys.
+#: Other names of keys, as training frameworks spell them.
 ALIASES = {
     "microbatch": "microbatches",
     "accumulation": "microbatches",
@@ -36,7 +36,7 @@ ALIASES = {
 
 
 class Group(NamedTuple):
-    """Devices that talk: ``size`` of them, ``stride`` apart in rank order."""
+    """Devices that communicate: ``size`` of them, ``stride`` apart in rank order."""
 
     size: int
     stride: int
@@ -107,6 +107,7 @@ class Plan:
                 where="plan",
                 hint="zero is 0 to 3, microbatches at least 1 (0 chooses)",
             )
+        # zero=3 with fsdp is redundant but consistent, so it is accepted.
         if self.fsdp > 1 and self.zero in (1, 2):
             raise PlanError(
                 "fsdp shards parameters, which zero=1 and zero=2 do not",
@@ -159,6 +160,7 @@ class Plan:
     @property
     def shard_group(self) -> Group:
         """Ranks over which state is sharded: FSDP or ZeRO ranks, with those of the context."""
+        # Context-parallel ranks hold the same parameters and so count as data-parallel ones here.
         if self.fsdp > 1:
             return Group(self.fsdp * self.cp, self.tp)
         return Group(self.dp * self.cp if self.zero else 1, self.tp)
@@ -178,14 +180,15 @@ class Plan:
     @property
     def stage_hop(self) -> Group:
         """A device and its partner in the next stage."""
+        # Stages are outermost in rank order, so partners are a whole stage apart.
         return Group(2, self.devices // self.pp)
 
     def changed(self, **changes: Any) -> Plan:
-        """The plan with other settings."""
+        """Return the plan with some settings changed."""
         return replace(self, **changes)
 
     def text(self) -> str:
-        """As ``tp=8,pp=4``: what differs from the default."""
+        """Return the settings that differ from the defaults, as ``tp=8,pp=4``."""
         default = Plan()
         parts = [
             f"{f.name}={str(getattr(self, f.name)).lower()}"
@@ -202,6 +205,8 @@ def parse_plan(text: str) -> Plan:
         PlanError: The text is malformed, or a key or value is not known.
     """
     values = {ALIASES.get(k.lower(), k.lower()): v for k, v in read_pairs(text, "plan").items()}
+    # Megatron-LM's sequence parallelism is a switch, but some tools give a degree: accept it where
+    # it equals tp, which is all that it can mean.
     if str(values.get("sp", "")).isdigit() and int(values["sp"]) > 1:
         if int(values["sp"]) != int(str(values.get("tp", 1))):
             raise PlanError(

@@ -27,9 +27,10 @@ class Task(NamedTuple):
 Order = tuple[Task, ...]
 
 
+# Sweeps ask for the same few orders again and again, and long ones hold thousands of tasks.
 @lru_cache(maxsize=64)
 def orders(schedule: str, stages: int, micros: int, chunks: int = 1) -> tuple[Order, ...]:
-    """What each stage runs, in order.
+    """Return what each stage runs, in order.
 
     Args:
         schedule: One of :data:`~.plan.SCHEDULES`.
@@ -44,7 +45,7 @@ def orders(schedule: str, stages: int, micros: int, chunks: int = 1) -> tuple[Or
 
 
 def forward_orders(stages: int, micros: int, chunks: int = 1) -> tuple[Order, ...]:
-    """What each stage runs where there is no backward pass."""
+    """Return what each stage runs where there is no backward pass."""
     if chunks == 1:
         return tuple(tuple(Task(FORWARD, m) for m in range(micros)) for _ in range(stages))
     one = tuple(_virtual(k, stages, chunks, FORWARD) for k in range(micros * chunks))
@@ -60,7 +61,7 @@ def bubble_seconds(
     weights: float = 0.0,
     chunks: int = 1,
 ) -> float:
-    """Idle time of a device in a pipeline of equal stages and free transfers.
+    """Return the idle time of a device in a pipeline of equal stages and free transfers.
 
     ``(p - 1)(F + B)`` for GPipe and 1F1B, that over ``v`` for interleaved chunks, and
     ``(p - 1)(F + B - W)`` for ZB-H1, where ``B`` is the backward pass without the gradients of
@@ -82,7 +83,9 @@ def bubble_seconds(
 
 
 def in_flight(schedule: str, stage: int, stages: int, micros: int, chunks: int = 1) -> float:
-    """Most micro-batches whose activations a stage keeps at a time, in whole stages' worth.
+    """Return the most micro-batches whose activations a stage keeps at a time.
+
+    Counted in whole stages, so that interleaved chunks are fractions.
 
     GPipe keeps all; 1F1B ``p - stage``; ZB-H1 ``p`` (inputs wait for the gradients of weights);
     interleaving ``(2 (p - stage - 1) + (v - 1) p + 1) / v``.
@@ -96,10 +99,13 @@ def in_flight(schedule: str, stage: int, stages: int, micros: int, chunks: int =
 
 def _gpipe(stage: int, stages: int, micros: int) -> Order:
     forward = tuple(Task(FORWARD, m) for m in range(micros))
+    # Backward in reverse, as backpropagation frees the newest activations first.
     return forward + tuple(Task(BACKWARD, m) for m in reversed(range(micros)))
 
 
 def _one_forward_one_backward(stage: int, stages: int, micros: int) -> Order:
+    # Warm-up: one forward for each stage behind this one, so that the first gradient arrives just
+    # when the stage has nothing else to do.
     ahead = min(stages - stage - 1, micros)
     tasks = [Task(FORWARD, m) for m in range(ahead)]
     for m in range(micros - ahead):
@@ -108,7 +114,10 @@ def _one_forward_one_backward(stage: int, stages: int, micros: int) -> Order:
 
 
 def _zero_bubble(stage: int, stages: int, micros: int) -> Order:
-    """1F1B whose gradients of weights come ``stage`` micro-batches late."""
+    """ZB-H1: 1F1B whose gradients of weights come ``stage`` micro-batches late.
+
+    Later stages owe more of them when their forwards run out, and fill the bubble with these.
+    """
     tasks: list[Task] = []
     done = 0
     for task in _one_forward_one_backward(stage, stages, micros):
@@ -120,6 +129,7 @@ def _zero_bubble(stage: int, stages: int, micros: int) -> Order:
 
 
 def _warm_up(stage: int, stages: int, micros: int, chunks: int) -> int:
+    # ``num_warmup_microbatches`` of Megatron-LM's interleaved schedule.
     return int(min(2 * (stages - stage - 1) + (chunks - 1) * stages, micros * chunks))
 
 
@@ -127,6 +137,7 @@ def _virtual(index: int, stages: int, chunks: int, kind: str) -> Task:
     """The ``index``-th task of one kind: groups of ``stages`` micro-batches, chunk by chunk."""
     turn, place = divmod(index, stages * chunks)
     chunk, micro = divmod(place, stages)
+    # Backward goes through the chunks from the last layer to the first.
     chunk = chunk if kind == FORWARD else chunks - 1 - chunk
     return Task(kind, turn * stages + micro, chunk)
 

@@ -11,18 +11,19 @@ from ...common.errors import PlanError
 from ...common.files import parse_yaml
 
 T = TypeVar("T")
+#: YAML 1.1 booleans, which ``key=value`` text accepts as well.
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 def read_pairs(text: str, what: str) -> dict[str, Any]:
-    """Settings from ``key=value`` pairs with commas between them, or from a YAML file of that name.
+    """Read settings from comma-separated ``key=value`` pairs, or from a YAML file of that name.
 
     Args:
-        text: Such as ``tp=8,pp=4``; a name that ends in ``.yaml`` or ``.yml`` is a file.
-        what: What the settings are of, for messages.
+        text: Pairs such as ``tp=8,pp=4``; a name that ends in ``.yaml`` or ``.yml`` is a file.
+        what: What the settings describe, for messages.
 
     Raises:
-        PlanError: The file cannot be read, or a part is no pair.
+        PlanError: The file cannot be read, or a part is not a pair.
     """
     if text.lower().endswith((".yaml", ".yml")):
         return _read_yaml(Path(text), what)
@@ -52,13 +53,14 @@ def build(kind: type[T], values: Mapping[str, object], what: str, **known: objec
 
     Args:
         kind: A dataclass with int, float, bool and str fields that have defaults.
-        values: Settings.
-        what: For messages.
-        known: Fields that are set already; settings win.
+        values: Settings by field name.
+        what: What the settings describe, for messages.
+        known: Fields that are set already; settings take precedence.
 
     Raises:
         PlanError: A key is unknown, or a value has the wrong type.
     """
+    # With postponed annotations a field's type is its text ("int"), which is all that is needed.
     types = {f.name: str(f.type) for f in fields(kind)}  # type: ignore[arg-type]
     unknown = [key for key in values if key not in types]
     if unknown:
@@ -73,6 +75,8 @@ def _converted(key: str, value: Any, kind: str, what: str) -> Any:
             word = str(value).lower()
             return _WORDS[word] if word in _WORDS else bool(int(word))
         if kind == "int":
+            # Through float, so that "1e3" and "8.0" are whole numbers; through str, so that True
+            # from YAML is refused.
             number = float(str(value))
             if number != int(number):
                 raise ValueError(value)

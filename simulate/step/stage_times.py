@@ -1,7 +1,7 @@
 """Times of one device of a pipeline stage: a micro-batch, the reduction of gradients, the update.
 
-A stage is a row of units: the embedding, layers, the head. Each has its computation, the exposed
-collectives of its activations, and parameters that may have to be gathered and reduced.
+A stage is a sequence of units: the embedding, layers, the head. Each has its computation, the
+exposed collectives of its activations, and parameters that may have to be gathered and reduced.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .traffic import (
 )
 from .workload import Workload, stage_layers
 
-#: Collectives that some parameters need.
+#: Makes the collectives that some parameters need.
 ParameterCalls = Callable[[Parameters, Workload, Plan], list[CommCall]]
 
 
@@ -39,8 +39,8 @@ class Unit:
     """A layer, the embedding or the head.
 
     Attributes:
-        forward: Of one micro-batch.
-        backward: Recomputation included, gradients of weights not.
+        forward: Forward pass of one micro-batch.
+        backward: Backward pass, recomputation included, gradients of weights not.
         weights: Gradients of weights.
         held: Parameters on this device before sharding over data-parallel ranks.
     """
@@ -71,12 +71,12 @@ class StageTimes:
 
     @property
     def micro(self) -> Part:
-        """One micro-batch, all passes."""
+        """All passes of one micro-batch."""
         return self.forward + self.backward + self.weights
 
     @property
     def tail(self) -> float:
-        """What follows the pipeline."""
+        """Seconds after the pipeline's last task."""
         return self.reduction + self.update.total
 
 
@@ -97,7 +97,8 @@ class StageCost:
         self.units = self._units()
 
     def times(self) -> StageTimes:
-        """Times of a micro-batch, the reduction and the update."""
+        """Compute the times of a micro-batch, the reduction and the update."""
+        # Only zero-bubble schedules place gradients of weights as tasks of their own.
         split = self.plan.schedule == "zero-bubble"
         forward = [u.forward for u in self.units]
         backward = [u.backward if split else u.backward + u.weights for u in self.units[::-1]]
@@ -112,12 +113,14 @@ class StageCost:
         )
 
     def _passes(self, forward: list[Part], backward: list[Part]) -> tuple[Part, Part, float]:
-        """A micro-batch in the steady state, and what the last one leaves to be reduced.
+        """Time a micro-batch in the steady state, and what the last one leaves to be reduced.
 
-        Reductions of one micro-batch (ZeRO 2 and 3) go on beside the next one, so up to three are
-        run; if they still pile up, they go on doing so. The last backward pass also has the
-        reductions that are made once a step.
+        Reductions of one micro-batch (ZeRO 2 and 3) continue beside the next one, so up to three
+        micro-batches are run; a backlog that still grows is extrapolated. The last backward pass
+        also has the reductions that are made once per step.
         """
+        # ZeRO 3 gathers parameters before every use; ZeRO 2 and 3 scatter the gradients of every
+        # micro-batch, in the order in which the backward pass makes them.
         gathers = self._each(gather_calls) if self.plan.stage >= 3 else []
         scatters = self._each(scatter_calls)[::-1] if self.plan.stage >= 2 and self.train else []
         ahead, back = _sum(forward), _sum(backward) if self.train else Part()
@@ -128,14 +131,20 @@ class StageCost:
             return ahead + Part(0.0, sent), back + more, sum(once)
         up = Pass([p.total for p in forward], gathers)
         if not self.train:
+            # Inference: parameters are gathered (ZeRO 3), nothing is reduced.
             wait = run_passes([up]).total - ahead.compute
             return Part(ahead.compute, self._slowed(wait, gathers, forward)), Part(), 0.0
         down = Pass([p.total for p in backward], gathers[::-1], scatters)
+        # Three: the first has no backlog, the second meets it, the third shows whether it grows.
         count = min(self.plan.microbatches, 3)
         steady = run_passes([up, down] * count)
         both = [a + b for a, b in zip(scatters or [0.0] * len(once), once, strict=True)]
         last = run_passes([*[up, down] * (count - 1), up, down._replace(scatter=both)])
+        # Ends of the previous backward, the last forward and the last backward pass: their
+        # differences are the passes of the steady state.
         ends = (0.0, *steady.ends)[-3:]
+        # Backlog of reductions after the last backward pass, and by how much it grew since the one
+        # before; the micro-batches that were not run add as much each.
         left = steady.total - steady.ends[-1]
         fewer = run_passes([up, down] * max(1, count - 1))
         piled = max(0.0, left - (fewer.total - fewer.ends[-1])) * (self.plan.microbatches - count)
@@ -148,20 +157,25 @@ class StageCost:
         )
 
     def _slowed(self, wait: float, sent: Sequence[float], run: Sequence[Part]) -> float:
-        """Exposed time of a pass, with what hidden collectives take from the kernels beside them.
+        """Return a pass's exposed time, with what hidden collectives take from kernels beside them.
 
         Args:
             wait: Time that the pass takes beyond its computation.
             sent: Collectives of parameters and gradients that run beside it.
-            run: Its units, whose own collectives hide nothing.
+            run: Its units, whose own collectives are exposed anyway.
         """
+        # Rounding may leave a wait just below zero.
         wait = max(0.0, wait)
+        # Part of the wait is the units' own exposed collectives; the rest is exposed time of
+        # ``sent``. What is hidden of it occupies cores and slows the kernels beside it, for the
+        # share ``contention`` of its time.
         own = sum(part.exposed for part in run)
         return wait + self.costs.contention * max(0.0, sum(sent) - max(0.0, wait - own))
 
     def _once(self) -> list[float]:
-        """Reductions of each unit's gradients that are made once a step."""
+        """Return the seconds of each unit's reductions that are made once per step."""
         sums = self._each(replica_calls)
+        # ZeRO 1 keeps whole gradients until the end of the step and scatters them then.
         if self.plan.stage == 1:
             sums = [a + b for a, b in zip(sums, self._each(scatter_calls), strict=True)]
         return sums
@@ -173,6 +187,7 @@ class StageCost:
         if self.stage == 0:
             units.insert(0, self._end(embedding_ops(w, p), table))
         if self.stage == p.pp - 1:
+            # A tied head has no parameters of its own to gather or reduce.
             own = Parameters(0.0) if w.tied and p.pp == 1 else table
             units.append(self._end(head_ops(w, p), own))
         return units
@@ -185,9 +200,13 @@ class StageCost:
         w, p, c = self.workload, self.plan, self.costs
         ops = layer_ops(w, p)
         c.prepare((*ops.forward, *ops.backward, *ops.weights))
+        # Collectives of tensor and expert parallelism lie on the critical path of a layer: the next
+        # operator needs their result. They are exposed in both passes alike.
         sent = c.comm(tensor_calls(w, p)) + c.comm(expert_calls(w, p))
         forward = Part(c.compute(ops.forward), sent + self._ring(ops.forward, backward=False))
         backward = Part(c.compute(ops.backward), sent + self._ring(ops.backward, backward=True))
+        # Full recomputation repeats the forward pass with its collectives; selective recomputation
+        # only repeats operators that need none.
         if p.recompute == "full":
             backward = backward + forward
         elif p.recompute == "selective":
@@ -197,23 +216,26 @@ class StageCost:
         return Unit(forward, backward, Part(c.compute(ops.weights)), layer_held(w, p))
 
     def _ring(self, calls: Sequence[OpCall], *, backward: bool) -> float:
-        """Exchange of keys and values that attention does not hide."""
+        """Return the seconds of exchanging keys and values that attention does not hide."""
         steps = self.plan.cp
         if steps == 1:
             return 0.0
         send = self.costs.link(ring_call(self.workload, self.plan, backward=backward))
         if not self.plan.overlap:
             return (steps - 1) * send
+        # The operator stands for all ``cp`` blocks (its scale); a block is hidden by one of them.
         core = self.costs.compute([c for c in calls if c.op == "attention"])
         return exposed(ring(core / steps, send, steps), core)
 
     def _offloaded(self, part: Part) -> Part:
+        # A layer's activations leave during its forward pass and return during its backward pass.
         moved = layer_activations(self.workload, self.plan) / self.costs.host_bandwidth
         hidden = part.total if self.plan.overlap else 0.0
         return Part(part.compute, part.exposed + exposed(moved, hidden))
 
     def _each(self, calls: ParameterCalls) -> list[float]:
-        """Seconds of some collectives of every unit."""
+        """Return the seconds of some collectives of every unit."""
+        # Equal layers hold equal parameters and are priced once.
         make: dict[Parameters, float] = {}
         for unit in self.units:
             if unit.held not in make:
@@ -226,22 +248,26 @@ class StageCost:
         own = local_parameters(held, p)
         moved = 0.0
         if p.stage in (1, 2):
-            # Gathered again for the next step, whose first forward pass may hide it.
+            # Updated parameters are gathered for the next step, whose first forward pass may hide
+            # that; the exposed rest is booked here.
             gathers = self._each(gather_calls)
             own_time = [part.total for part in forward]
             hidden = run_passes([Pass(own_time, gathers)]).total - sum(own_time)
             moved = hidden if p.overlap else sum(gathers)
+        # To the host an f32 gradient per parameter, back its new weight.
         if p.offload == "optimizer":
             moved += own * (w.width + 4) / c.host_bandwidth
+        # Both ends of a pipeline hold a copy of tied weights and add up their gradients.
         if p.pp > 1 and w.tied and self.stage in (0, p.pp - 1):
             size = table_held(w, p).total * w.width
             moved += c.link(CommCall("tied", "all_reduce", size, p.stage_hop))
         return Part(c.compute(update_ops(own, w)), moved)
 
     def traffic(self) -> dict[str, float]:
-        """Seconds of all communication of a step, hidden or not, by name."""
+        """Return the seconds of all communication of a step, hidden or not, by name."""
         w, p, c, train = self.workload, self.plan, self.costs, self.train
         count, held = p.microbatches, stage_held(w, p, self.stage)
+        # Forward, backward, and the forward pass once more under full recomputation.
         passes = (2.0 + (p.recompute == "full")) if train else 1.0
         both = 2.0 if train else 1.0
         seconds = {
@@ -254,6 +280,7 @@ class StageCost:
             sends += c.link(ring_call(w, p, backward=True)) if train else 0.0
             seconds["context"] = (p.cp - 1) * count * self.layers * sends
         if p.stage:
+            # ZeRO 3: before every pass; ZeRO 1 and 2: once, after the update.
             gathers = both * count if p.stage >= 3 else 1.0
             seconds["gather"] = gathers * c.comm(gather_calls(held, w, p))
         if train and p.stage:

@@ -1,4 +1,4 @@
-"""A step as a Chrome trace: a track of computation and one of communication for each stage."""
+"""A step as a Chrome trace: one track of computation and one of communication per stage."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .plan import Plan
 from .schedules import BACKWARD, FORWARD, WEIGHTS
 
 NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "weight gradients"}
-#: Stages that get a track; those between the first and the last ones are left out.
+#: Most stages that get a track, from the first on; more make a trace unwieldy (engineering choice).
 MOST_STAGES = 64
 
 
 def step_events(step: StepTime, plan: Plan) -> list[dict[str, Any]]:
-    """Spans of a step: ``stage``, ``track``, ``name``, ``kind``, ``start`` and ``end`` (us).
+    """Return spans of a step: ``stage``, ``track``, ``name``, ``kind``, ``start`` and ``end`` (us).
 
-    A task's exposed communication is shown at its end; where within the task it lies is not said.
+    A task's exposed communication is drawn at its end; where it lies within the task is unknown.
     """
     spans: list[dict[str, object]] = []
     for stage, track in enumerate(step.run.tasks[:MOST_STAGES]):

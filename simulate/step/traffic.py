@@ -1,10 +1,10 @@
 """What one device sends for a layer and for its parameters.
 
-Sizes follow :class:`~.calls.CommCall`. Tensor parallelism: an all-gather before and a
-reduce-scatter after attention and feed-forward each with sequence parallelism, an all-reduce after
-each without (Shoeybi et al., Megatron-LM, 2019; Korthikanti et al., MLSys 2023). Context
-parallelism: keys and values go round a ring, ``cp - 1`` times (Liu et al., Ring Attention, 2023).
-Experts: tokens go out and come back by all-to-all (Lepikhin et al., GShard, ICLR 2021).
+Sizes follow :class:`~.calls.CommCall`. Tensor parallelism: with sequence parallelism an all-gather
+before and a reduce-scatter after attention and feed-forward each, without it an all-reduce after
+each (Shoeybi et al., Megatron-LM, 2019; Korthikanti et al., MLSys 2023). Context parallelism: keys
+and values travel round a ring in ``cp - 1`` steps (Liu et al., Ring Attention, 2023). Experts:
+tokens go out and come back by all-to-all (Lepikhin et al., GShard, ICLR 2021).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Parameters:
 
     @property
     def total(self) -> float:
-        """Both."""
+        """Sum of both."""
         return self.dense + self.expert
 
     def __add__(self, other: Parameters) -> Parameters:
@@ -40,11 +40,12 @@ class Parameters:
         return Parameters(self.dense + other.dense, self.expert + other.expert)
 
     def times(self, factor: float) -> Parameters:
-        """Both parts multiplied."""
+        """Return the parameters with both counts multiplied."""
         return Parameters(self.dense * factor, self.expert * factor)
 
 
-#: Bytes of a gradient that is added up over micro-batches.
+#: Bytes of a gradient that is accumulated over micro-batches: f32, as in Megatron-LM, because sums
+#: in 16 bits lose small contributions.
 GRADIENT_BYTES = 4
 
 
@@ -59,6 +60,7 @@ def tensor_calls(workload: Workload, plan: Plan) -> list[CommCall]:
     if plan.tp == 1:
         return []
     if plan.sp:
+        # Twice: once around attention, once around the feed-forward.
         gather = CommCall("tensor", "all_gather", size, group, 2.0)
         return [gather, CommCall("tensor", "reduce_scatter", size, group, 2.0)]
     return [CommCall("tensor", "all_reduce", size, group, 2.0)]
@@ -68,6 +70,7 @@ def expert_calls(workload: Workload, plan: Plan) -> list[CommCall]:
     """All-to-alls of one layer and micro-batch, in either pass: tokens out, results back."""
     if plan.ep == 1:
         return []
+    # With sequence parallelism each tensor-parallel rank sends its own tokens.
     tokens = micro_tokens(workload, plan) / plan.sequence_parallel
     size = tokens * workload.top_k * workload.d_model * workload.width
     return [CommCall("expert", "alltoall", size, plan.expert_group, 2.0)]
@@ -75,6 +78,7 @@ def expert_calls(workload: Workload, plan: Plan) -> list[CommCall]:
 
 def ring_call(workload: Workload, plan: Plan, *, backward: bool) -> CommCall:
     """One step round the ring of one layer: keys and values; backward their gradients as well."""
+    # A step is a transfer to the next neighbour, in the shape of a pair of ranks.
     groups = max(1, workload.groups // plan.tp)
     size = 2.0 * micro_tokens(workload, plan) * groups * workload.head * workload.width
     pair = plan.context_group._replace(size=min(2, plan.cp))
@@ -89,17 +93,17 @@ def hop_call(workload: Workload, plan: Plan) -> CommCall:
 
 
 def gradient_bytes(workload: Workload, plan: Plan) -> int:
-    """Bytes of a gradient: as the parameter, but f32 where micro-batches are added up."""
+    """Return the bytes of a gradient: the parameter's width, but f32 where micro-batches add up."""
     return GRADIENT_BYTES if plan.microbatches > 1 else workload.width
 
 
 def parameter_groups(held: Parameters, plan: Plan) -> list[tuple[float, Group, Group]]:
-    """Parameters of a device with the ranks that share their state and those that repeat it.
+    """Group the parameters of a device by the ranks that share and that replicate their state.
 
-    An expert lies on ``ep`` times fewer data-parallel ranks than everything else does.
+    An expert is held by ``ep`` times fewer data-parallel ranks than dense parameters are.
 
     Args:
-        held: Of one device before sharding.
+        held: Parameters of one device before sharding.
         plan: Gives the groups.
 
     Returns:
@@ -108,6 +112,8 @@ def parameter_groups(held: Parameters, plan: Plan) -> list[tuple[float, Group, G
     shard, replica = plan.shard_group, plan.replica_group
     groups = [(held.dense, shard, replica)]
     if held.expert:
+        # ``ep`` takes ranks from the shard group first, which lies inside; what it does not divide
+        # it takes from the replicas.
         fewer = gcd(shard.size, plan.ep)
         left = max(1, replica.size * fewer // plan.ep)
         own = Group(shard.size // fewer, shard.stride * fewer)
@@ -116,7 +122,7 @@ def parameter_groups(held: Parameters, plan: Plan) -> list[tuple[float, Group, G
 
 
 def gather_calls(held: Parameters, workload: Workload, plan: Plan) -> list[CommCall]:
-    """Gathers of sharded parameters."""
+    """List the gathers of sharded parameters."""
     return [
         CommCall("gather", "all_gather", count * workload.width, shard)
         for count, shard, _ in parameter_groups(held, plan)
@@ -124,7 +130,7 @@ def gather_calls(held: Parameters, workload: Workload, plan: Plan) -> list[CommC
 
 
 def scatter_calls(held: Parameters, workload: Workload, plan: Plan) -> list[CommCall]:
-    """Scatters of their gradients."""
+    """List the scatters of their gradients."""
     wide = gradient_bytes(workload, plan)
     return [
         CommCall("scatter", "reduce_scatter", count * wide, shard)
@@ -133,8 +139,9 @@ def scatter_calls(held: Parameters, workload: Workload, plan: Plan) -> list[Comm
 
 
 def replica_calls(held: Parameters, workload: Workload, plan: Plan) -> list[CommCall]:
-    """All-reduces of the gradients that replicas share."""
+    """List the all-reduces of gradients among replicas."""
     wide = gradient_bytes(workload, plan)
+    # After the scatter each rank reduces only its shard with the replicas.
     return [
         CommCall("gradient", "all_reduce", count * wide / shard.size, replica)
         for count, shard, replica in parameter_groups(held, plan)
@@ -142,13 +149,14 @@ def replica_calls(held: Parameters, workload: Workload, plan: Plan) -> list[Comm
 
 
 def local_parameters(held: Parameters, plan: Plan) -> float:
-    """Parameters whose optimiser state lies on a device."""
+    """Count the parameters whose optimiser state a device holds."""
     return sum(count / shard.size for count, shard, _ in parameter_groups(held, plan))
 
 
 def layer_held(workload: Workload, plan: Plan) -> Parameters:
-    """Parameters of one layer on one device."""
+    """Count the parameters of one layer on one device."""
     experts = workload.expert_parameters / plan.tp
+    # Every rank routes its own tokens and holds the whole router.
     router = workload.d_model * workload.experts
     attention = workload.attention_parameters / plan.tp
     if not workload.experts:
@@ -157,5 +165,5 @@ def layer_held(workload: Workload, plan: Plan) -> Parameters:
 
 
 def table_held(workload: Workload, plan: Plan) -> Parameters:
-    """Parameters of the embedding, or of the head, on one device."""
+    """Count the parameters of the embedding, or of the head, on one device."""
     return Parameters(workload.table_parameters / plan.tp)

@@ -11,19 +11,23 @@ from ...features.operators.flops import attention_flops, causal_pairs
 from .plan import Plan
 from .settings import build, read_pairs
 
-#: HLO type by dtype of a workload.
+#: HLO type by dtype of a workload; fp8 is E4M3, the format of forward passes (Micikevicius et al.,
+#: FP8 Formats for Deep Learning, 2022).
 HLO_DTYPE = {"bf16": "bf16", "f16": "f16", "f32": "f32", "fp8": "f8e4m3fn"}
 #: Bytes of an element by dtype of a workload.
 WIDTH = {name: DTYPE_BITS[dtype] // 8 for name, dtype in HLO_DTYPE.items()}
 MODES = ("train", "forward")
-#: Names of settings that the zoo uses for the same thing.
+#: The zoo's names of the same settings, so that one ``--set`` works for both.
 ALIASES = {"dim": "d_model", "hidden": "d_ff", "sequence": "seq", "n_layers": "layers"}
-#: Tokens of a micro-batch that is chosen.
+#: Tokens of a micro-batch that is chosen: enough rows to fill the matrix units of a large GPU
+#: (engineering estimate; not fitted).
 TOKENS = 8192
 #: Settings of families that differ from the defaults of :class:`Workload`, which are llama's.
 FAMILIES: dict[str, dict[str, object]] = {
     "llama": {},
+    # Experts as in Mixtral 8x7B (Jiang et al., 2024).
     "moe": {"experts": 8, "top_k": 2},
+    # GPT-2 medium (Radford et al., 2019).
     "gpt": {
         "kv_heads": 0,
         "gated": False,
@@ -37,6 +41,7 @@ FAMILIES: dict[str, dict[str, object]] = {
         "layers": 24,
         "seq": 1024,
     },
+    # BERT base (Devlin et al., NAACL 2019), which predicts the 15 % of tokens that are masked.
     "bert": {
         "kv_heads": 0,
         "gated": False,
@@ -81,6 +86,7 @@ class Workload:
         mode: ``train`` or ``forward``.
     """
 
+    # Layers of Llama 3 8B (Llama team, The Llama 3 Herd of Models, 2024) with Llama 2's vocabulary.
     layers: int = 32
     d_model: int = 4096
     heads: int = 32
@@ -165,7 +171,7 @@ class Workload:
 
     @property
     def attention_parameters(self) -> int:
-        """Parameters of a layer's attention, norms included."""
+        """Parameters of a layer's attention and of the layer's two norms."""
         d, inner = self.d_model, self.head * (self.heads + 2 * self.groups)
         return d * inner + self.heads * self.head * d + 2 * d
 
@@ -185,17 +191,18 @@ class Workload:
 
     @property
     def table_parameters(self) -> int:
-        """Parameters of the embedding, and of the head if it has its own."""
+        """Parameters of the embedding; an untied head has as many again."""
         return self.vocab * self.d_model
 
     @property
     def parameters(self) -> int:
         """All parameters; biases and positions are left out."""
         tables = self.table_parameters * (1 if self.tied else 2)
+        # The last term is the final norm.
         return self.layers * self.layer_parameters + tables + self.d_model
 
     def model_flops(self) -> float:
-        """Matrix FLOPs that a step needs, nothing computed twice.
+        """Return the matrix FLOPs that a step needs, without recomputation.
 
         ``2`` per active parameter and token, and the two products of attention over visible pairs;
         twice as many again for the backward pass (Kaplan et al. 2020; Chowdhery et al., PaLM,
@@ -203,6 +210,7 @@ class Workload:
         """
         tokens = float(self.batch) * self.seq
         experts = self.expert_parameters * max(1, self.top_k) + self.d_model * self.experts
+        # Norms are no products; the embedding is a lookup, so that only the head's table counts.
         layer = self.attention_parameters - 2 * self.d_model + experts
         products = self.layers * layer + self.table_parameters * self.head_share
         visible = causal_pairs(self.seq, self.seq) if self.causal else float(self.seq) * self.seq
@@ -228,7 +236,7 @@ def make_workload(family: str, settings: Mapping[str, object]) -> Workload:
 
 
 def read_workload(text: str, settings: Sequence[str] = ()) -> Workload:
-    """A workload from a family's name or a YAML file, and settings that win over it.
+    """Read a workload from a family's name or a YAML file; settings take precedence.
 
     Args:
         text: A key of :data:`FAMILIES`, or a file with ``family`` and sizes.
@@ -248,7 +256,8 @@ def read_workload(text: str, settings: Sequence[str] = ()) -> Workload:
 
 
 def stage_layers(layers: int, plan: Plan) -> list[int]:
-    """Layers of each stage; the first and last stages get the smaller share if it is uneven."""
+    """Return the layers of each stage; first and last get the smaller share if it is uneven."""
+    # The ends also hold embedding and head, which take time and memory of their own.
     least, more = divmod(layers, plan.pp)
     middle = sorted(range(plan.pp), key=lambda s: (s in (0, plan.pp - 1), s))
     fuller = set(middle[:more])
@@ -256,7 +265,7 @@ def stage_layers(layers: int, plan: Plan) -> list[int]:
 
 
 def resolved(workload: Workload, plan: Plan, devices: int) -> Plan:
-    """The plan with its micro-batches chosen, checked against model and cluster.
+    """Return the plan with its micro-batches chosen, checked against model and cluster.
 
     Args:
         workload: The model.
@@ -277,6 +286,7 @@ def resolved(workload: Workload, plan: Plan, devices: int) -> Plan:
     _divides("cp", plan.cp, "seq", workload.seq)
     _divides("tp*cp", plan.sequence_parallel * plan.cp, "seq", workload.seq)
     _divides("dp*fsdp", plan.batch_ranks, "batch", workload.batch)
+    # More tensor-parallel ranks than key-value heads replicate these, each as often as the others.
     if plan.tp > workload.groups:
         _divides("kv_heads", workload.groups, "tp", plan.tp)
     else:
@@ -294,6 +304,8 @@ def resolved(workload: Workload, plan: Plan, devices: int) -> Plan:
     own = workload.batch // plan.batch_ranks
     count = plan.microbatches or _choose_microbatches(own, workload, plan)
     _divides("microbatches", count, "batch/(dp*fsdp)", own)
+    # The interleaved order goes through groups of ``pp`` micro-batches (as in Megatron-LM), and its
+    # chunks hold equal numbers of layers.
     if plan.schedule == "interleaved":
         _divides("pp", plan.pp, "microbatches", count)
         _divides("pp*virtual", plan.pp * plan.virtual, "layers", workload.layers)
@@ -302,6 +314,7 @@ def resolved(workload: Workload, plan: Plan, devices: int) -> Plan:
 
 def _divides(part: str, divisor: int, whole: str, number: int) -> None:
     if number % divisor:
+        # Suggest divisors near the requested one: up to four times it, the eight largest of these.
         fits = [d for d in range(1, number + 1) if number % d == 0 and d <= 4 * divisor]
         raise PlanError(
             f"{part}={divisor} does not divide {whole}={number}",
@@ -311,7 +324,8 @@ def _divides(part: str, divisor: int, whole: str, number: int) -> None:
 
 
 def _choose_microbatches(own: int, workload: Workload, plan: Plan) -> int:
-    """Fewest micro-batches of at most :data:`TOKENS` tokens, or of one sequence."""
+    """Choose the fewest micro-batches of at most :data:`TOKENS` tokens, or of one sequence."""
+    # Context parallelism leaves each device 1/cp of a sequence's tokens.
     most = max(1, TOKENS * plan.cp // workload.seq)
     counts: Sequence[int] = [m for m in range(1, own + 1) if own % m == 0]
     fitting = [m for m in counts if own // m <= most]
