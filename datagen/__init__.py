@@ -1,4 +1,4 @@
-"""Real measurements: workloads and random programs go in, datasets of kernel latencies come out.
+"""Datasets of kernel latencies: measured, estimated by a compiler, or published.
 
 ``zoo`` holds model families, ``programs`` single ops and random programs; ``profile``
 runs them on whatever device JAX sees. Needs jax, numpy, pandas and pyarrow only (the zoo also needs

@@ -1,4 +1,4 @@
-"""The folder of a dataset that is being made: shards, failures and run records, written atomically.
+"""The folder of a dataset under construction: shards, failures and run records, written atomically.
 
 A sample belongs to a run, and every run has a record. Finished programs are those named in the
 shards and in ``failures.jsonl``; a kill at any moment leaves both readable, so a stopped run is
@@ -31,6 +31,7 @@ from ..features.dataset import (
 
 logger = logging.getLogger(__name__)
 
+#: JSON lines, because a line can be appended without rewriting what is there.
 FAILURES = "failures.jsonl"
 _MERGED = "samples.parquet"
 _SHARDS = "samples-*.parquet"
@@ -65,11 +66,11 @@ class RunWriter:
         self._rows += [{**row, "device": device, "run_id": self.run_id} for row in rows]
 
     def add_failure(self, program: str, reason: str) -> None:
-        """Keep a failed program until the next flush."""
+        """Keep a failed program, with its reason, until the next flush."""
         self._failures.append({"program": program, "reason": reason, "run_id": self.run_id})
 
     def drop_rows(self, programs: Iterable[str]) -> None:
-        """Forget rows not yet on disk, of programs that are to be measured again."""
+        """Drop rows that are not yet on disk, of programs that are to be measured again."""
         dropped = set(programs)
         self._rows = [row for row in self._rows if row["program"] not in dropped]
 
@@ -82,7 +83,8 @@ class RunWriter:
         """
         if self._rows:
             if not record_path(self._folder, self.run_id).is_file():
-                # A dataset with rows of an unknown run does not load.
+                # Record before rows: a dataset with rows of an unknown run does not load, so a kill
+                # between the two must not leave such rows.
                 self.save_record()
             frame = sample_frame(self._rows)
             name = f"samples-{self.run_id}-{part or f'{self._shards:05d}'}.parquet"
@@ -108,12 +110,13 @@ def _append_lines(path: Path, text: str) -> None:
             if file.read(1) != b"\n":
                 text = "\n" + text
         file.write(text.encode())
+        # On disk before the caller goes on: a crash of the host must not measure it again.
         file.flush()
         os.fsync(file.fileno())
 
 
 def done_programs(folder: Path) -> set[str]:
-    """Keys of the programs that were measured or failed."""
+    """Return the keys of the programs that were measured or failed."""
     done: set[str] = set()
     for shard in folder.glob("*.parquet"):
         done.update(read_table(shard, columns=["program"])["program"])
@@ -121,7 +124,7 @@ def done_programs(folder: Path) -> set[str]:
 
 
 def read_failures(folder: Path) -> list[dict[str, str]]:
-    """Failed programs with reasons; a line cut off by a kill is left out."""
+    """Read the failed programs with their reasons; a line cut off by a kill is skipped."""
     path = folder / FAILURES
     failures = []
     for line in path.read_text().splitlines() if path.exists() else []:
@@ -134,12 +137,13 @@ def read_failures(folder: Path) -> list[dict[str, str]]:
 
 
 def run_records(folder: Path) -> dict[str, dict[str, Any]]:
-    """Records of the runs in a folder, by run id, oldest first.
+    """Read the records of the runs in a folder, by run id, oldest first.
 
     Raises:
         DatasetError: A file is not a run record, or its name is not that of its run.
     """
     records = [_own_record(path) for path in sorted(folder.glob("run-*.json"))]
+    # ISO 8601 dates sort as text.
     records.sort(key=lambda record: str(record.get("date", "")))
     return {str(record["run_id"]): record for record in records}
 
@@ -156,7 +160,7 @@ def _own_record(path: Path) -> dict[str, Any]:
 
 
 def consolidate(folder: Path | str, *, max_bytes: float = 20e6) -> Path:
-    """Merge the shards of a dataset into one ``samples.parquet``, compressed harder.
+    """Merge the shards of a dataset into one ``samples.parquet`` with stronger compression.
 
     Raises:
         DatasetError: There is no dataset, or the merged file would exceed ``max_bytes``.
@@ -173,7 +177,7 @@ def replace_shards(folder: Path, frame: pd.DataFrame, *, max_bytes: float = 20e6
     Args:
         folder: The dataset's folder.
         frame: Its rows.
-        max_bytes: Largest file; by default one that fits a repository.
+        max_bytes: Largest file; the default is a size that a git repository can bear.
 
     Raises:
         DatasetError: The file would exceed ``max_bytes``; the shards are kept.
@@ -182,6 +186,8 @@ def replace_shards(folder: Path, frame: pd.DataFrame, *, max_bytes: float = 20e6
     shards = list(folder.glob(_SHARDS))
     # Equal texts side by side compress well.
     ordered = frame.sort_values(["kind", "kernel_ir", "program"], kind="stable")
+    # zstd's highest regular level: the file is written once and read often. Checksums make damage
+    # an error rather than wrong labels.
     with replacing(target) as partial:
         ordered.to_parquet(
             partial, index=False, compression="zstd", compression_level=19, write_page_checksum=True

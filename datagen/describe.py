@@ -13,6 +13,7 @@ from ..common.errors import OpcastError
 if TYPE_CHECKING:
     from ..features.dataset import Dataset
 
+#: Separates a program's key from the number of its replicate, as in ``profile.plan``.
 _REPLICATE = "#"
 
 
@@ -26,6 +27,7 @@ def describe(dataset: Dataset) -> dict[str, object]:
     """
     frame = dataset.frame
     kernels = frame[frame["level"] != "program"]
+    # Single ops have a family per opcode; one line for all of them keeps the table short.
     families = frame["family"].where(~frame["family"].str.startswith("op:"), "op")
     return {
         "samples": len(frame),
@@ -70,6 +72,7 @@ def _noise(frame: pd.DataFrame) -> dict[str, object]:
     base = frame["program"].str.split(_REPLICATE).str[0]
     first = frame.assign(base=base)
     replicates = _pairs(first, ["kernel_hash", "device", "base"])
+    # Replicates are left out here: they repeat the program, not only the kernel.
     singles = first[first["program"] == first["base"]]
     same = _pairs(singles.drop_duplicates(["kernel_hash", "program"]), ["kernel_hash", "device"])
     spread = (frame["latency_us_p90"] - frame["latency_us_p10"]) / frame["latency_us_p50"]
@@ -95,6 +98,7 @@ def _pairs(frame: pd.DataFrame, by: list[str]) -> np.ndarray:
 def _differences(pairs: np.ndarray) -> dict[str, float]:
     if not len(pairs):
         return {"pairs": 0}
+    # Relative to the mean, because neither measurement is the reference.
     ape = np.abs(pairs[:, 0] - pairs[:, 1]) / pairs.mean(axis=1)
     return {"pairs": len(pairs), "median_ape": float(np.median(ape)), "mean_ape": float(ape.mean())}
 
@@ -105,7 +109,7 @@ def _run_summary(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def tables(description: dict[str, Any]) -> dict[str, pd.DataFrame]:
-    """The parts of a description as tables, for printing."""
+    """Return the parts of a description as tables, for printing."""
     counted = ("by_level", "by_kind", "by_family", "by_dtype", "by_device")
     tables = {
         name: pd.DataFrame(
@@ -146,8 +150,10 @@ def plot(dataset: Dataset, path: Path | str) -> Path:
     panels = ((frame, "level", "latency by level"), (kernels, "kind", "latency of kernels by kind"))
     for position, (part, column, title) in enumerate(panels, start=1):
         axes = figure.add_subplot(1, 2, position)
+        # A nanosecond is below any timer's resolution; the clip only keeps the logarithm finite.
         logs = np.log10(part["latency_us_p50"].clip(lower=1e-3).to_numpy(np.float64))
         edges = np.logspace(*_log_range(logs), 50)
+        # Largest group at the bottom of the stack.
         groups = sorted(part.groupby(column), key=lambda g: -len(g[1]))
         axes.hist(
             [group["latency_us_p50"].to_numpy() for _, group in groups],

@@ -1,1 +1,1 @@
-"""Kernels with a compiler's own estimates as a dataset."""
+"""Datasets of kernels labelled with their compiler's own estimates."""

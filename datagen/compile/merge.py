@@ -23,8 +23,8 @@ class MergedModule:
     """Programs side by side in one module.
 
     Attributes:
-        data: StableHLO bytecode; its ops are called by their position, as
-            :func:`opcast.features.kernels.extract.tagged_ops` reads.
+        data: StableHLO bytecode; the location of each op is its position, as
+            :func:`opcast.features.kernels.extract.tagged_ops` reads it.
         starts: Position of each program's first op, ascending.
     """
 
@@ -32,7 +32,7 @@ class MergedModule:
     starts: tuple[int, ...]
 
     def owners(self, kernels: Sequence[Kernel]) -> list[int]:
-        """The program that each kernel belongs to, by its position among the merged ones.
+        """Return the program that each kernel belongs to, by its position among the merged ones.
 
         A kernel without an origin of its own (a copy that the compiler added) belongs to the
         program whose value it reads, else to that of the first kernel that reads it; -1 where
@@ -41,6 +41,8 @@ class MergedModule:
         if len(self.starts) == 1:
             return [0] * len(kernels)
         owners = [self._owner(kernel) for kernel in kernels]
+        # Forward along the operands first, then backward for what is left (operands precede their
+        # readers, so one pass each way is enough).
         for place, kernel in enumerate(kernels):
             if owners[place] < 0:
                 owners[place] = next((owners[i] for i in kernel.operands if owners[i] >= 0), -1)
@@ -90,7 +92,7 @@ def merge_programs(programs: Sequence[str | bytes]) -> MergedModule:
 
 
 def _renamed(program: str | bytes, prefix: str) -> tuple[str, list[str], list[str]]:
-    """Functions of a program, their names behind a prefix, and the types that main has."""
+    """Prefix a program's functions; return their text, and the types of main's ends."""
     module = parse_module(program)
     functions = [op for op in module.body.operations if op.operation.name == "func.func"]
     by_name = {_name(function): function for function in functions}
@@ -98,6 +100,7 @@ def _renamed(program: str | bytes, prefix: str) -> tuple[str, list[str], list[st
     inputs, outputs = list(map(str, kind.inputs)), list(map(str, kind.results))
     text = "\n".join(str(op) for op in module.body.operations)
 
+    # Only symbols that the program defines: others name targets of custom calls.
     def rename(match: re.Match[str]) -> str:
         name = match[1]
         return f"@{prefix}{name}" if name in by_name else match[0]

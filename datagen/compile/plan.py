@@ -1,7 +1,7 @@
-"""Which programs a compile run compiles: rounds of single ops, random programs and the zoo.
+"""What a compile run compiles: rounds of single ops, random programs and the zoo.
 
-A round is decided by its number and the seed alone, so a run that was stopped goes on with the
-next one.
+A round depends on its number and the seed alone, so a run that was stopped resumes with the next
+one.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from ..profile.plan import zoo_suite
 from ..programs.random_program import random_program
 from ..programs.single_op import OPCODES, sample_op
 
-#: Most bytes and work of a generated program: a merged module of them fits every device.
+#: Most bytes and work of a generated program: a merged module of two dozen fits the memory of every
+#: TPU, 16 GB of a v5e at least.
 MAX_BYTES, MAX_FLOPS = 256e6, 1e11
 #: Ops that are left out: the TPU's compiler refuses them as JAX writes them, gives no estimate, or
-#: takes ten times as long as for others.
+#: takes ten times as long as for others (observed with libtpu).
 SKIPPED_OPS = frozenset(("fft", "cholesky", "triangular_solve", "select_and_scatter"))
-#: The same of a large op, which is a module of its own, and the least bytes or work that it has.
+#: Bounds of a large op, a module of its own: most bytes and work, and the least of either.
 LARGE_BYTES, LARGE_FLOPS = 4e9, 4e12
 LEAST_BYTES, LEAST_FLOPS = 1e8, 2e10
-#: Ops that are drawn large: those that big models spend their time in.
+#: Ops that are drawn large, those that big models spend their time in; products count twice.
 LARGE_OPS = (
     "dot_general",
     "dot_general",
@@ -35,7 +36,9 @@ LARGE_OPS = (
     "activation",
     "convert",
 )
+#: Draws until a large op is large enough; the last one is taken as it is.
 _ATTEMPTS = 12
+#: Part of the seeds of each stream: streams must not share random numbers.
 _STREAMS = {"op": 31, "random": 32, "zoo": 33, "large": 34}
 
 
@@ -77,7 +80,7 @@ class CompilePlan:
     large: int = 0
 
     def round(self, number: int) -> list[CompileItem]:
-        """The programs of a round, ops first.
+        """Return the programs of a round, ops first.
 
         Raises:
             ProfileError: The zoo has no such suite.
@@ -115,7 +118,7 @@ class CompilePlan:
         from ..zoo import build
 
         programs = zoo_suite(self.suite)
-        # Shuffled, so that a short run sees many families.
+        # Shuffled by the seed alone, so that a short run sees many families and none twice.
         order = np.random.default_rng([self.seed, _STREAMS["zoo"]]).permutation(len(programs))
         items = []
         for index in order[number * self.zoo : (number + 1) * self.zoo].tolist():

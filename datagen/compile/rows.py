@@ -1,4 +1,4 @@
-"""Rows of a dataset from what the TPU's compiler says of its own kernels."""
+"""Rows of a dataset from the cycles that the TPU's compiler estimates for its kernels."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def estimated_rows(
 ) -> list[dict[str, object]]:
     """A row for each kernel with an estimate; ``latency = cycles / clock``.
 
-    Kernels without one (collectives, asynchronous copies, select-and-scatter, some fusions) are
-    no labels.
+    Kernels without one (collectives, asynchronous copies, select-and-scatter, some fusions) get no
+    row.
 
     Args:
         hlo: Optimised module.
@@ -44,6 +44,8 @@ def estimated_rows(
         if kernel.cycles <= 0 or not kernel.takes_time or owner < 0:
             continue
         item = items[owner]
+        # The estimate is deterministic: all quantiles are equal, and equal kernels of a program
+        # are one row.
         latency_us = kernel.cycles / device.clock_hz * 1e6
         rows[kernel.hash, owner] = {
             "kernel_hash": kernel.hash,
@@ -65,11 +67,10 @@ def estimated_rows(
 
 
 def without_doubles(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row for each kernel and device: the quantiles of what the compiler said of it.
+    """Merge rows to one for each kernel and device, with the quantiles of its estimates.
 
-    The compiler answers differently for equal kernels whose operands lie in different memories
-    (HBM or VMEM), which a kernel's text does not tell; ``repeats`` says how often it was met. The
-    row is that of a model's family, if the kernel is part of one.
+    ``repeats`` says how often a kernel was met. The row is that of a model's family if the kernel
+    is part of one, so that splits by family hold out whole models.
 
     Args:
         frame: Rows with the dataset's columns.
@@ -79,7 +80,7 @@ def without_doubles(frame: pd.DataFrame) -> pd.DataFrame:
     frame = frame.iloc[order]
     groups = frame.groupby(["device", "kernel_hash"], sort=False)
     first = groups.head(1).set_index(["device", "kernel_hash"])
-    # Of each row its own quantile: rows that were merged before keep what they say.
+    # Each column's own quantile: rows that were merged before keep their spread.
     for column, q in (("latency_us_p10", 0.1), ("latency_us_p50", 0.5), ("latency_us_p90", 0.9)):
         first[column] = groups[column].quantile(q)
     first["repeats"] = groups["repeats"].sum()

@@ -1,6 +1,6 @@
-"""A compile run: labels for kernels of TPUs that are not here, from their compiler's estimates.
+"""A compile run: labels for kernels of absent TPUs, from their compiler's estimates.
 
-The TPU's compiler writes into every optimised module how many cycles it expects of each kernel.
+The TPU's compiler writes the cycles that it expects of each kernel into every optimised module.
 These are a compiler's estimates, not measurements. Programs are small and independent, so many of
 them share a module and a compile process, whose fixed costs exceed those of most kernels.
 """
@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CompileResult:
-    """What a compile run did.
+    """Outcome of a compile run.
 
     Attributes:
-        folder: The dataset.
+        folder: Folder of the dataset.
         samples: Rows written, kernels that were met again included.
         programs: Programs compiled, one for each device.
         failed: Programs that the compiler refused.
@@ -67,20 +67,20 @@ def compile_dataset(
 ) -> CompileResult:
     """Compile programs for TPUs and keep the compiler's estimates, until the budget ends.
 
-    It can be stopped at any point and goes on where it stopped when called again with the same
-    folder, plan and devices; no device is behind another by more than one round.
+    It can be stopped at any point, and resumes when called again with the same folder, plan and
+    devices; no device is behind another by more than one round.
 
     Args:
         out: Folder of the dataset.
         devices: TPUs of the catalogue.
-        budget_s: Seconds of this call. The round at work is finished.
+        budget_s: Seconds of this call. The current round is finished.
         plan: What to compile.
         timeout_s: Seconds of one module after which the compiler counts as stuck.
-        progress: Whether to show how far it is.
+        progress: Whether to show progress.
 
     Raises:
         CompilerError: The TPU's compiler is not installed or does not start.
-        DatasetError: A device is no TPU.
+        DatasetError: A device is not a TPU.
     """
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,10 +109,10 @@ def _totals(runs: Sequence[_DeviceRun]) -> dict[str, int]:
 
 
 def merge_dataset(folder: Path | str) -> Dataset:
-    """Make one file of a dataset's shards, with one row for each kernel and device.
+    """Merge a dataset's shards into one file, with one row for each kernel and device.
 
-    Records get the devices as the catalogue describes them now: of all its figures only the clock
-    is in a label, and where that has changed a record stays as it is.
+    Records get the devices as the catalogue describes them now: of its figures only the clock is
+    part of a label, and where that has changed a record stays as it is.
 
     Raises:
         DatasetError: There is no dataset.
@@ -137,7 +137,7 @@ def _described_anew(record: dict[str, Any]) -> dict[str, object]:
 
 
 class _DeviceRun:
-    """The part of a run that is one device's, with its record.
+    """One device's part of a run, with its record.
 
     Attributes:
         device: The device.
@@ -180,11 +180,14 @@ class _DeviceRun:
         }
 
     def _run_id(self) -> str:
+        # Another compiler or plan is another run: its rounds are not comparable.
         text = f"{self._target.compiler.version} {sorted(asdict(self._plan).items())}"
         return f"{self.device.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
     def one_round(self) -> bool:
         """Compile a round, then write its rows, then the record that says it is done.
+
+        A kill in between repeats the round, whose shard then replaces itself.
 
         Returns:
             Whether there was something left to do.
@@ -215,7 +218,7 @@ class _DeviceRun:
             if isinstance(result, CompiledModule):
                 rows += estimated_rows(result.hlo, group, self.device, module)
             elif len(group) > 1:
-                # One of them spoils it for all: each half by itself.
+                # One program spoils the module: bisect, which finds it in log2(n) rounds.
                 half = len(group) // 2
                 rows += self._compile([group[:half], group[half:]])
             else:
@@ -231,7 +234,7 @@ class _DeviceRun:
         except CompilerError as error:
             if len(data) == 1:
                 return [error]
-            # One of them took too long: each in a process of its own.
+            # One of them took too long or crashed the process: each in a process of its own.
             return [self._results([module])[0] for module in merged]
 
     def _fail(self, item: CompileItem, error: LoweringError) -> None:
@@ -242,7 +245,7 @@ class _DeviceRun:
 
 
 def _groups(items: Sequence[CompileItem]) -> list[list[CompileItem]]:
-    """Programs that share a module: ops, random programs, and each of the others alone."""
+    """Group the programs that share a module: ops, random programs, and each other one alone."""
     groups: dict[str, list[CompileItem]] = {}
     for item in items:
         groups.setdefault(item.key.split("-")[0] if item.merged else item.key, []).append(item)

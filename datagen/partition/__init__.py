@@ -1,1 +1,1 @@
-"""Programs spread over devices by a partitioner that runs in a process of its own."""
+"""Spreads programs over devices with XLA's partitioner, which runs in a process of its own."""

@@ -1,9 +1,9 @@
 """Spreads a program that is written for one device over several, with XLA's own partitioner.
 
-Arguments that a program gives back changed (donated ones: parameters and the optimiser's state) are
-its state; the batch is cut along its first dimension. ``dp`` leaves the state whole on every
-device, ``fsdp`` cuts the largest dimension of each array of it. What the program does in between is
-the partitioner's matter; as for the zoo, it runs over pretended CPU devices.
+Arguments that a program returns updated (donated ones: parameters and the optimiser's state) are
+its state; the batch is cut along its first dimension. ``dp`` keeps the state whole on every device,
+``fsdp`` cuts the largest dimension of each of its arrays. Everything in between is up to the
+partitioner; as for the zoo, it runs over virtual CPU devices.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def partition_program(
     """Write a partitioned program as StableHLO.
 
     Args:
-        program: StableHLO of one device, in any form; its batch is that over all devices.
+        program: StableHLO of one device, in any form; its batch is the global batch.
         mesh: Sizes by axis: ``dp``, ``fsdp``.
         path: File to write.
         batch: Numbers of the arguments that are cut along their first dimension; by default those
@@ -37,7 +37,7 @@ def partition_program(
 
     Raises:
         PlanError: The mesh is malformed or has another axis, or an argument cannot be cut.
-        ProgramError: The program is for several devices already, or nothing says what its batch is.
+        ProgramError: The program is for several devices already, or its batch is unknown.
         LoweringError: The partitioner fails.
     """
     sizes = parse_mesh(mesh)
@@ -56,6 +56,8 @@ def partition_program(
     shapes = [op.type.shape for op in own.entry_computation.parameters]
     donated = {number: output for output, number in own.aliases}
     chosen = _batch(shapes, donated, batch, sizes, source.origin)
+    # Batch along its first dimension, state like a parameter without a name, the rest (seeds,
+    # learning rates) replicated.
     cuts = [
         batch_spec(shape, sizes, f"argument {n}")
         if n in chosen
@@ -87,7 +89,10 @@ def partition_program(
 def sharding_text(
     cut: Sequence[str | tuple[str, ...] | None], rank: int, mesh: Mapping[str, int]
 ) -> str:
-    """A sharding as XLA writes it, such as ``{devices=[4,1]<=[4]}``.
+    """Return a sharding in XLA's syntax, such as ``{devices=[4,1]<=[4]}``.
+
+    That is HloSharding's V2 form: tiles per dimension, then the iota of devices with an optional
+    transposition; a last tile dimension may stand for replication.
 
     Args:
         cut: Axes that cut each of the first dimensions; others stay whole.
@@ -117,7 +122,7 @@ def _batch(
     mesh: Mapping[str, int],
     where: str,
 ) -> set[int]:
-    """Numbers of the arguments that are cut along the batch."""
+    """Return the numbers of the arguments that are cut along the batch."""
     if given is not None:
         wrong = [n for n in given if not 0 <= n < len(shapes)]
         if wrong:
@@ -128,6 +133,7 @@ def _batch(
             )
         return set(given)
     parts = prod(mesh.values())
+    # Whatever is not state and can be cut. A program without donation gives no hint at all.
     leading = {
         n
         for n, shape in enumerate(shapes)

@@ -1,4 +1,4 @@
-"""Which dimension of each array of a workload is cut along which axis of a device mesh.
+"""Chooses which dimension of each array of a workload is cut along which axis of a device mesh.
 
 Axes are named by what they do: ``dp`` cuts the batch, ``fsdp`` the batch and the largest dimension
 of every parameter, ``tp`` the products of attention and feed-forward: columns of those that fan
@@ -15,7 +15,7 @@ from ...common.errors import PlanError
 
 #: Axes of a mesh in rank order, outermost first.
 AXES = ("dp", "fsdp", "tp")
-#: Parameters whose columns are cut, and those whose rows are, by words of their path.
+#: Parameters whose columns are cut, and those whose rows are, by words of their path in the zoo.
 _COLUMNS = ("query", "key", "value", "qkv", "gate", "up", "head", "fc1", "embedding", "words")
 _ROWS = ("out", "down", "fc2")
 
@@ -23,7 +23,7 @@ Spec = tuple[str | tuple[str, ...] | None, ...]
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Sizes by axis, outermost first, from ``fsdp=4,tp=2``.
+    """Parse ``fsdp=4,tp=2`` into sizes by axis, outermost first.
 
     Raises:
         PlanError: An axis is unknown or repeated, or a size is not a number from 1 on.
@@ -76,6 +76,7 @@ def parameter_spec(path: str, shape: tuple[int, ...], mesh: Mapping[str, int]) -
         spec[tensor] = "tp"
     if "fsdp" in mesh:
         free = [i for i in range(len(shape)) if spec[i] is None and shape[i] % mesh["fsdp"] == 0]
+        # By convention the largest dimension that divides.
         if free:
             spec[max(free, key=lambda i: shape[i])] = "fsdp"
     return tuple(spec)
@@ -83,6 +84,7 @@ def parameter_spec(path: str, shape: tuple[int, ...], mesh: Mapping[str, int]) -
 
 def _tensor_dimension(path: str, shape: tuple[int, ...]) -> int | None:
     words = set(re.split(r"[^a-z0-9]+", path.lower()))
+    # Biases and scales stay whole. Rows are checked first, since a path may hold words of both.
     if len(shape) < 2:
         return None
     if words & set(_ROWS):

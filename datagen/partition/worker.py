@@ -1,7 +1,7 @@
-"""Partitions a workload or a program with XLA's partitioner, over pretended devices.
+"""Partitions a workload or a program with XLA's partitioner, over virtual devices.
 
-Started as ``python -m opcast.datagen.partition.worker``, with a message of JSON for a job.
-Devices are pretended by a flag that only counts before JAX starts.
+Started as ``python -m opcast.datagen.partition.worker``, with one JSON message per job. It is a
+process of its own because the flag that makes virtual devices is only read when JAX starts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Read the job, compile, leave the partitioner's dump in the job's folder."""
+    """Read jobs, compile, and leave the partitioner's dump in each job's folder."""
     channel = Channel()
     for message in channel:
         job = json.loads(message)
@@ -55,7 +55,7 @@ def partition(family: str, settings: dict[str, Setting], mesh: dict[str, int], d
     """Compile a workload over a mesh and dump what the partitioner makes of it.
 
     Args:
-        family: Of the zoo.
+        family: Family of the zoo.
         settings: Its settings.
         mesh: Sizes by axis.
         dump: Folder for the dump.
@@ -77,6 +77,7 @@ def partition(family: str, settings: dict[str, Setting], mesh: dict[str, int], d
 
     def cut_batch(path: Sequence[object], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         names = "/".join(str(getattr(k, "key", k)) for k in path)
+        # A key of random numbers has no batch dimension.
         split = not names.startswith("dropout_key")
         return _sharded(leaf, grid, batch_spec(leaf.shape, mesh, names) if split else ())
 
@@ -95,7 +96,8 @@ def partition(family: str, settings: dict[str, Setting], mesh: dict[str, int], d
 
 
 def dump_flags(folder: str) -> dict[str, Any]:
-    """Options with which XLA writes what its partitioner makes into a folder."""
+    """Return options with which XLA dumps its partitioner's result into a folder."""
+    # Only the partitioner's output is wanted: code generation runs without optimisation.
     return {
         "xla_dump_to": folder,
         "xla_dump_hlo_as_text": True,

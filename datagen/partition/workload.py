@@ -1,8 +1,8 @@
 """Distributed StableHLO of a workload, with explicit collectives, on a machine without devices.
 
-XLA's partitioner for CPUs runs over as many pretended devices as the mesh has. It makes no
+XLA's partitioner runs for as many virtual CPU devices as the mesh has. For CPUs it makes no
 reduce-scatter: gradients of sharded parameters are all-reduced and sliced, which compilers for
-accelerators change (and ``opcast predict --cluster`` with them).
+accelerators change later (as does ``opcast predict --cluster``).
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from ..zoo.catalog import Setting
 from ..zoo.registry import resolve
 from .sharding import parse_mesh
 
-#: Seconds after which partitioning is given up.
+#: Seconds after which partitioning is given up: large models over hundreds of devices take minutes
+#: (engineering choice).
 TIMEOUT_S = 1800
+#: Compressed forms of replica groups: a named mesh with axes, or an iota list with an optional
+#: transposition (``[2,4]<=[8]``). Explicit lists are left as they are.
 _GROUPS = re.compile(
     r"replica_groups=(mesh\[[^\]]*\](?:,\s*device_ids=\((?:\[[\d,]*\](?:T\([\d,]*\))?|[\d,]*)\))?"
     r"\s*\{[^}]*\}"
@@ -39,7 +42,7 @@ def export_partitioned(
 
     Args:
         name: Family of the zoo.
-        settings: Its settings; ``batch`` is that over all devices.
+        settings: Its settings; ``batch`` is the global batch.
         mesh: Sizes by axis, such as ``fsdp=4,tp=2``.
         path: File to write.
         format: ``text`` or ``bytecode``.
@@ -66,7 +69,7 @@ def export_partitioned(
 
 
 def partitioned_hlo(name: str, settings: Mapping[str, Setting], mesh: Mapping[str, int]) -> str:
-    """HLO text of one device's program after partitioning.
+    """Return the HLO text of one device's program after partitioning.
 
     Raises:
         LoweringError: The partitioner fails or leaves nothing.
@@ -80,11 +83,12 @@ def partitioned_hlo(name: str, settings: Mapping[str, Setting], mesh: Mapping[st
 
 
 def read_dump(folder: Path, name: str) -> str:
-    """HLO text that the partitioner left in a folder.
+    """Read the HLO text that the partitioner left in a folder.
 
     Raises:
         LoweringError: There is none.
     """
+    # The name of the pass depends on the version of jax.
     dumps = sorted(folder.glob("*after_spmd-partitioning*")) or sorted(
         folder.glob("*after_shardy-xla*")
     )
@@ -96,7 +100,8 @@ def read_dump(folder: Path, name: str) -> str:
 
 
 def expand_groups(text: str) -> str:
-    """HLO text with every list of replica groups written out, which converters need."""
+    """Write out every compressed list of replica groups in HLO text, which converters need."""
+    # A large program repeats a few lists thousands of times.
     known: dict[str, str] = {}
 
     def written(match: re.Match[str]) -> str:
@@ -110,7 +115,7 @@ def expand_groups(text: str) -> str:
 
 
 def to_stablehlo(text: str, devices: int, format: str = "text") -> bytes:
-    """StableHLO from partitioned HLO text.
+    """Convert partitioned HLO text to StableHLO.
 
     Args:
         text: HLO with its replica groups written out.

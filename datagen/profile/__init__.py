@@ -1,1 +1,1 @@
-"""Measuring kernels and programs on the local device, in a worker that may die."""
+"""Measures kernels and programs on the local device, in a worker process that may die."""

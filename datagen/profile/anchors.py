@@ -1,4 +1,4 @@
-"""Fixed programs that are measured again and again: they tell noise from signal."""
+"""Fixed programs that are measured repeatedly during a run, to tell noise from signal."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from dataclasses import dataclass, field
 
 from .plan import Item
 
+# One program for each resource that another process may take away. Sizes are for host processors,
+# where disturbances are frequent: long enough for every thread, short enough to cost little.
+
+#: Arithmetic on all cores, with operands (0.6 MB each) that stay in the caches.
 _GEMM = """module @anchor_gemm {
   func.func public @main(%a: tensor<384x384xf32>, %b: tensor<384x384xf32>) -> tensor<384x384xf32> {
     %0 = stablehlo.dot_general %a, %b, contracting_dims = [1] x [0]
@@ -16,6 +20,7 @@ _GEMM = """module @anchor_gemm {
   }
 }
 """
+#: Transcendental functions on 2 MB: vector units, with little traffic.
 _VECTOR = """module @anchor_vector {
   func.func public @main(%a: tensor<524288xf32>) -> tensor<524288xf32> {
     %0 = stablehlo.tanh %a : tensor<524288xf32>
@@ -24,7 +29,7 @@ _VECTOR = """module @anchor_vector {
   }
 }
 """
-#: In place, so that the page faults of fresh memory do not blur it.
+#: Main memory: two arrays of 16 MB. In place, so that page faults of fresh memory do not blur it.
 _MEMORY = """module @anchor_memory {
   func.func public @main(
       %a: tensor<4194304xf32> {tf.aliasing_output = 0 : i32}, %b: tensor<4194304xf32>
@@ -36,13 +41,17 @@ _MEMORY = """module @anchor_memory {
 """
 ANCHORS = {"gemm": _GEMM, "vector": _VECTOR, "memory": _MEMORY}
 
-#: A slow-down of an anchor over its best recent value that tells of another process.
+#: Slow-down of the anchors over their best recent values that reveals another process: above their
+#: usual spread on a quiet host, below the factor of two of a shared core (engineering estimate; not
+#: fitted).
 DISTURBED = 1.35
+#: Values that "recent" covers, ten minutes at one check in half a minute: slow drifts of the clock
+#: with temperature are no disturbance.
 _RECENT = 20
 
 
 def anchor_items() -> list[Item]:
-    """The anchors as items of a plan."""
+    """Return the anchors as items of a plan."""
     return [
         Item("given", i, name=f"anchor-{name}", family="anchor", text=text)
         for i, (name, text) in enumerate(ANCHORS.items())

@@ -1,7 +1,7 @@
-"""Measure a device: peaks, memory levels, floor, gaps and dispatch, in less than a minute.
+"""Measures a device: peaks, memory levels, floor, gaps and dispatch, in less than a minute.
 
-Durations are those of single kernels in profiler traces, so that the dispatch from the host is not
-in them. Rates are from medians over repeats; a peak is the best of several sizes.
+Durations are those of single kernels in profiler traces, which exclude the dispatch from the host.
+Rates come from medians over repeats; a peak is the best over several sizes.
 """
 
 from __future__ import annotations
@@ -28,18 +28,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Sides of square products, from one that fills the device to one at its plateau; larger ones than
+#: these would take seconds on a slow device.
 _MATRIX_SIZES = {"cpu": (256, 512, 1024), "gpu": (2048, 4096, 8192), "tpu": (2048, 4096, 8192)}
+# f32 comes first, because the budget may end before the others.
 _MATRIX_TYPES = ("float32", "bfloat16", "float16", "float64", "int8")
 _VECTOR_TYPES = ("float32", "bfloat16", "float16", "float64", "int32")
+#: Multiply-adds on each element of a chain: 128 FLOPs for 12 bytes are bound by arithmetic.
 _CHAIN = 64
-#: Elements of a chain that XLA runs on one thread: it splits work by 100,000 operations a thread.
+#: Elements of a chain that XLA runs on one thread, since its CPU backend gives each thread at least
+#: 100,000 operations.
 _THREAD_ELEMENTS = 1024
-#: Bytes that are beyond any cache, the largest that the whole probe tries.
+#: Bytes beyond any cache: 256 MiB on a CPU, 2 GiB on a GPU. The largest sets that the probe tries.
 _MEMORY_SET = {"cpu": float(1 << 28), "gpu": float(1 << 31)}
-#: A type whose product of small matrices takes longer than this is not tried at larger sizes.
+#: A type whose product takes longer than this is not tried at the next size, which has eight times
+#: the work: types without hardware support would use up the budget.
 _SLOW_SECONDS = 0.1
+#: Executions behind a median: enough to outvote three disturbed ones.
 _REPEATS = 7
-#: Resolution of the profiler's clock, about.
+#: Approximate resolution of the profiler's clock, in seconds; a floor of 0 would divide by zero.
 _MIN_FLOOR = 1e-7
 
 
@@ -47,7 +54,10 @@ def probe_device(budget_s: float = 35.0) -> DeviceSpec:
     """Measure JAX's default device.
 
     Args:
-        budget_s: Time after which no further sizes and types are begun.
+        budget_s: Seconds after which no further size or type is begun.
+
+    Returns:
+        The device, with every rate that could be measured in time.
     """
     import jax
 
@@ -55,6 +65,7 @@ def probe_device(budget_s: float = 35.0) -> DeviceSpec:
     device = jax.devices()[0]
     platform = device.platform
     memory = host.memory_bytes()
+    # Memory first, with 60 % of the budget: programs depend on its curve more than on rare types.
     levels = _memory_levels(platform, memory, end - 0.4 * budget_s)
     floor, gap = _floor_and_gap()
     # f32 first: with little time left the rarer types fall back on it.
@@ -78,7 +89,7 @@ def probe_device(budget_s: float = 35.0) -> DeviceSpec:
 
 
 def probe_ceilings() -> DeviceSpec:
-    """Measure JAX's default device in seconds: f32 rates, one thread and main memory alone.
+    """Measure JAX's default device within seconds: f32 rates, one thread and main memory alone.
 
     Enough to tell whether the device runs as it did (``identity.compare_ceilings``), too little to
     predict with.
@@ -91,6 +102,7 @@ def probe_ceilings() -> DeviceSpec:
     device = jax.devices()[0]
     platform = device.platform
     memory = host.memory_bytes()
+    # At most an eighth of the memory, which leaves room for copies on a small host.
     working_set = min(_MEMORY_SET.get(platform, _MEMORY_SET["gpu"]), memory / 8 or math.inf)
     matrix, vector = _matrix_rate("float32", platform, math.inf), _vector_rate("float32", platform)
     bandwidth = _memory_rate(working_set)
@@ -122,6 +134,7 @@ def _described(device: jax.Device) -> dict[str, object]:
 def _rates(dtypes: Sequence[str], measure: Callable[[str], float], end: float) -> dict[str, float]:
     rates: dict[str, float] = {}
     for dtype in dtypes:
+        # At least one rate, whatever the time: a device without any cannot be described.
         if rates and time.monotonic() > end:
             break
         try:
@@ -140,7 +153,7 @@ def _kernel_medians(
     repeats: int = _REPEATS,
     donate: bool = False,
 ) -> list[float]:
-    """Median seconds over executions, of each kernel of a function; empty without events.
+    """Return the median seconds of each kernel of a function; empty without events.
 
     With ``donate`` the result takes the place of the first argument, as in a training loop.
     """
@@ -150,6 +163,7 @@ def _kernel_medians(
     runner = Runner(
         lambda arrays: [compiled(*arrays)], lambda _: args, aliases=[(0, 0)] if donate else []
     )
+    # The first execution warms up. About a second in all, but no fewer than three executions.
     once = min(runner.step() for _ in range(2))
     repeats = max(3, min(repeats, int(1.0 / max(once, 1e-6))))
     durations = trace(lambda: [runner.step() for _ in range(repeats)])
@@ -170,6 +184,7 @@ def _array(shape: tuple[int, ...], dtype: str) -> jax.Array:
     import jax
     import jax.numpy as jnp
 
+    # Without this JAX would silently turn float64 into float32.
     with jax.enable_x64(True):
         return wait(jnp.ones(shape, dtype))
 
@@ -180,6 +195,7 @@ def _matrix_rate(dtype: str, platform: str, end: float) -> float:
 
     best = 0.0
     for n in _MATRIX_SIZES.get(platform, _MATRIX_SIZES["gpu"]):
+        # int8 products accumulate in int32 on every matrix unit; int8 results would overflow.
         accumulate = jnp.int32 if dtype == "int8" else None
 
         def product(a: jax.Array, b: jax.Array, out: DTypeLike | None = accumulate) -> jax.Array:
@@ -196,7 +212,9 @@ def _matrix_rate(dtype: str, platform: str, end: float) -> float:
 
 
 def _vector_rate(dtype: str, platform: str) -> float:
-    """Rate of a long chain of multiply-adds on data that fits into a near cache."""
+    """Measure the rate of a long chain of multiply-adds on data that fits into a near cache."""
+    # 256 KiB in f32 on a CPU, as large as a core's L2; an accelerator needs 2^24 elements to fill
+    # its threads, and the chain's intensity makes up for the traffic.
     return _chain_rate(dtype, 1 << (16 if platform == "cpu" else 24), repeats=15)
 
 
@@ -215,12 +233,15 @@ def _chain_rate(dtype: str, size: int, repeats: int) -> float:
 
 
 def _memory_levels(platform: str, memory: float, end: float) -> tuple[MemoryLevel, ...]:
+    # Powers of two from a set inside the first level to one beyond the last cache: 64 KiB to
+    # 256 MiB on a CPU, 2 MiB to 2 GiB elsewhere.
     top = 28 if platform == "cpu" else 31
     bottom = 16 if platform == "cpu" else 21
     sizes: list[float] = []
     rates: list[float] = []
     for power in range(bottom, top + 1):
         working_set = float(1 << power)
+        # Seven points suffice for a curve if time is short.
         if working_set > memory / 8 > 0 or (len(rates) > 6 and time.monotonic() > end):
             break
         rate = _memory_rate(working_set)
@@ -232,7 +253,7 @@ def _memory_levels(platform: str, memory: float, end: float) -> tuple[MemoryLeve
 
 
 def _memory_rate(working_set: float) -> float:
-    """Bytes/s of an element-wise kernel on so many bytes; 0 without events."""
+    """Return the bytes/s of an element-wise kernel on so many bytes; 0 without events."""
     count = int(working_set) // 12  # x and y are read, z is written, 4 bytes each
     x, y = _array((count,), "float32"), _array((count,), "float32")
     # In place, since fresh pages for a result cost more than moving the data.
@@ -245,7 +266,8 @@ def _axpy(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _cache_capacities() -> list[float]:
-    """Bytes of the caches from L2 outwards, of all cores that this process uses together."""
+    """Return the bytes of the caches from L2 outwards, summed over the cores of this process."""
+    # L1 is left out: a kernel's time in it is that of its instructions.
     cores = usable_cores()
     caches = sorted(host.cpu_caches().items())
     return [size * max(1, cores // shared) for level, (size, shared) in caches if level >= 2]
@@ -254,7 +276,7 @@ def _cache_capacities() -> list[float]:
 def levels_from_curve(
     sizes: Sequence[float], rates: Sequence[float], capacities: Sequence[float], memory: float
 ) -> tuple[MemoryLevel, ...]:
-    """Memory levels from bandwidth against working-set size.
+    """Derive memory levels from bandwidth against working-set size.
 
     Args:
         sizes: Working sets in bytes, increasing.
@@ -276,9 +298,10 @@ def levels_from_curve(
         if inside:
             levels.append(MemoryLevel(capacity, float(max(inside))))
             below = capacity
+    # Without a set beyond the caches the last one has to do.
     beyond = [r for s, r in zip(sizes, rates, strict=True) if s > 2 * below] or list(rates[-1:])
     levels.append(MemoryLevel(memory, float(np.median(beyond[-3:]))))
-    # A level that is no faster than the next one is no level of its own.
+    # A level that is not faster than the outer ones by more than noise (5 %) is dropped.
     return tuple(
         level
         for i, level in enumerate(levels)
@@ -288,20 +311,23 @@ def levels_from_curve(
 
 
 def _knee(sizes: Sequence[float], rates: Sequence[float]) -> list[float]:
-    """The largest working set that still runs well above the bandwidth of memory."""
+    """Return the capacity up to which working sets run well above the bandwidth of memory."""
     if len(rates) < 3:
         return []
+    # The geometric mean of cache and memory bandwidth marks the transition. The last fast set is
+    # taken to fill three quarters of the cache, as in ``levels_from_curve``; without a ratio of 1.3
+    # the curve shows no cache (engineering estimates; not fitted).
     halfway = float(np.sqrt(max(rates) * np.median(rates[-2:])))
     fast = [s for s, r in zip(sizes, rates, strict=True) if r > halfway]
     return [max(fast) / 0.75] if fast and max(rates) > 1.3 * rates[-1] else []
 
 
 def _floor_and_gap() -> tuple[float, float]:
-    """Smallest duration of a kernel, and time from the end of one kernel to the next."""
+    """Measure the smallest duration of a kernel, and the gap from one kernel to the next."""
     small = _array((32, 32), "float32")
     floor = _kernel_seconds(lambda x: x + 1.0, _array((8,), "float32"), repeats=200)
-    # Kernels that wait for one another: what the wall time has beyond their durations is gaps,
-    # and dispatch, which two lengths cancel.
+    # Kernels that wait for one another: wall time beyond their durations is gaps and dispatch; the
+    # difference between two lengths cancels the dispatch.
     (idle_a, count_a), (idle_b, count_b) = (_chain_idle(small, length) for length in (8, 72))
     gap = (idle_b - idle_a) / max(count_b - count_a, 1)
     return max(floor, _MIN_FLOOR), max(gap, 0.0)
@@ -324,7 +350,7 @@ def _chain_idle(x: jax.Array, length: int) -> tuple[float, int]:
 
 
 def _dispatch() -> float:
-    """Wall time of a program that does next to nothing, from the call until it is ready."""
+    """Measure the wall time of a near-empty program, from the call until its result is ready."""
     import jax
 
     x = _array((1,), "float32")

@@ -1,4 +1,4 @@
-"""What a run record says of the machine: device, versions, clocks, power; no host name."""
+"""What a run record says about the machine: device, versions, clocks, power; no host name."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _NVIDIA_FIELDS = (
     "temperature.gpu",
     "memory.total",
 )
+#: Linux describes the caches of every processor here; processor 0 stands for all.
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
@@ -44,6 +45,7 @@ def describe_host() -> dict[str, object]:
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "python": platform.python_version(),
         "os": f"{platform.system()} {platform.release()} {platform.machine()}",
+        # Allocator and page size decide over page faults, and so over times on a CPU.
         "allocator": {k: v for k, v in os.environ.items() if k.startswith("MALLOC_")},
         "huge_pages": _first_line(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
         "nvidia": nvidia_smi(),
@@ -51,28 +53,30 @@ def describe_host() -> dict[str, object]:
 
 
 def memory_bytes() -> float:
-    """Memory of JAX's default device that a program may use, in bytes; 0 if not known."""
+    """Return the memory of JAX's default device that a program may use, in bytes; 0 if unknown."""
     import jax
 
     device = jax.devices()[0]
     if device.platform != "cpu":
+        # JAX preallocates a share of the device's memory; the limit is what is left to programs.
         stats = device.memory_stats() or {}
         return float(stats.get("bytes_limit", 0))
     return host_memory_bytes()
 
 
 def host_memory_bytes() -> float:
-    """Main memory of the host in bytes, or its control group's limit if lower; 0 if not known."""
+    """Return the host's main memory in bytes, or its cgroup's limit if lower; 0 if unknown."""
     try:
         total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (AttributeError, ValueError, OSError):
         return 0.0
+    # cgroup v2; the file says "max" where there is no limit.
     limit = _first_line(Path("/sys/fs/cgroup/memory.max"))
     return min(total, float(limit)) if limit.isdigit() else total
 
 
 def free_memory_bytes() -> float:
-    """Memory of JAX's default device that is free now, in bytes; 0 if not known."""
+    """Return the memory of JAX's default device that is free now, in bytes; 0 if unknown."""
     import jax
 
     total = memory_bytes()
@@ -82,12 +86,13 @@ def free_memory_bytes() -> float:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return total
+    # The kernel's estimate of what can be allocated without swapping, in units of 1024 bytes.
     free = [float(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:")]
     return min([total, *free]) if total else sum(free)
 
 
 def cpu_caches() -> dict[int, tuple[float, int]]:
-    """Data caches of the CPU by level: bytes of one, and how many logical cores share it."""
+    """Return the CPU's data caches by level: bytes of one, and logical cores that share it."""
     caches = {}
     for folder in sorted(_CACHES.glob("index*")):
         if _first_line(folder / "type") == "Instruction":
@@ -102,17 +107,19 @@ def cpu_caches() -> dict[int, tuple[float, int]]:
 
 
 def last_cache_bytes() -> float:
-    """Bytes of the last-level cache of JAX's default device; 0 if not known."""
+    """Return the bytes of the last-level cache of JAX's default device; 0 if unknown."""
     import jax
 
     device = jax.devices()[0]
     if device.platform == "cpu":
         return max((size for size, _ in cpu_caches().values()), default=0.0)
+    # 64 MB is more than the L2 of an A100 (40 MB) or H100 (50 MB): too much only costs memory for
+    # rotated arguments.
     return float(getattr(device, "l2_cache_size", 0) or (64e6 if device.platform == "gpu" else 0))
 
 
 def clock_hz() -> float:
-    """Clock in Hz as it is now: of the GPU if there is one, else of the CPU; 0 if not known."""
+    """Return the current clock in Hz, of the GPU if there is one, else of the CPU; 0 if unknown."""
     sm = nvidia_smi().get("clocks.sm", "")
     if sm.split(" ")[0].isdigit():
         return float(sm.split(" ")[0]) * 1e6
@@ -125,7 +132,7 @@ def clock_hz() -> float:
 
 
 def nvidia_smi() -> dict[str, str]:
-    """Driver, clocks and power of the first NVIDIA GPU; empty where there is none."""
+    """Return driver, clocks and power of the first NVIDIA GPU; empty where there is none."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}
@@ -146,6 +153,6 @@ def _first_line(path: Path) -> str:
 
 
 def _count(cpus: str) -> int:
-    """Cores in a list such as ``0-3,8``."""
+    """Count the cores in a list such as ``0-3,8``."""
     spans = [part.split("-") for part in cpus.split(",")]
     return sum(int(span[-1]) - int(span[0]) + 1 for span in spans)

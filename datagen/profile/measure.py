@@ -1,4 +1,4 @@
-"""Measure a batch of programs: compile, warm up, trace, and turn the durations into rows."""
+"""Measures a batch of programs: compile, warm up, trace, and turn the durations into rows."""
 
 from __future__ import annotations
 
@@ -25,17 +25,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Time for the executions of one program, in seconds.
+# Budgets of one program. They trade the noise of a label against the number of labels in a run, of
+# which more help a model more (engineering choices; docs/measuring.md).
+#: Seconds for the executions of one program.
 PROGRAM_SECONDS = 1.2
-#: First round of executions, in seconds and count.
+#: First round of executions: seconds, fewest and most. Nine give a median whose 95 % interval lies
+#: inside the sample; beyond 25 the interval hardly narrows.
 _FIRST_SECONDS, _MIN_RUNS, _MAX_RUNS = 0.2, 9, 25
 #: Width of the median's 95 % interval that is narrow enough, relative to the median.
 _NARROW = 0.1
+#: Trace sessions of a program: a second one for programs that the first left noisy.
 _SESSIONS = 2
+#: Seconds for whole executions without a trace.
 _WALL_SECONDS = 0.5
-#: Tries for a machine without disturbance; programs above this time have one only.
+#: Tries to find the machine undisturbed; programs longer than this many seconds have only one.
 _TRIES, _LONG_SECONDS = 3, 1.0
-#: Programs with more argument bytes than this are measured in a session of their own.
+#: Programs with more argument bytes than this are measured in a session of their own, because a
+#: session keeps the arguments of all its programs in memory.
 _SHARED_BYTES = 256e6
 
 
@@ -44,13 +50,14 @@ class Prepared:
     """A compiled program with what its measurement needs.
 
     Attributes:
-        item: What was asked for.
+        item: Item of the plan.
         loaded: The program.
         lowered: Its kernels.
         native: The executable (:class:`opcast.features.lowering.xla.NativeExecutable`).
         module: HLO module name, unique within the batch.
         make_arguments: Draws arguments from a seed.
         bytes: Bytes of one set of arguments.
+        runner: Executes it; set while it is being measured.
         seconds: Estimated time of one execution.
         durations: Seconds of every execution by instruction.
         wall: Seconds of whole executions, without a trace.
@@ -98,6 +105,8 @@ def prepare(item: Item, limits: Limits) -> Prepared:
     from ...features.ir.reader import read_program
     from ...features.lowering.xla import compile_native
 
+    # Memory is checked as early as each figure is known: before parsing, before compiling (which
+    # may need as much again), and with XLA's own peak.
     loaded = load_item(item)
     check_memory(loaded.est_bytes, limits.memory, loaded.name)
     source = read_program(loaded.mlir)
@@ -146,11 +155,13 @@ def measure(
 ) -> None:
     """Execute programs and collect durations, small ones together in one trace session.
 
+    Sharing a session shares its fixed cost.
+
     Args:
-        programs: What to measure; durations are added to those that are there.
+        programs: Programs to measure; durations are added to those that they have.
         limits: Bounds of the measurement.
-        walls: Whether to time whole executions too, of all but single ops.
-        sessions: Trace sessions at most; those after the first are for noisy programs.
+        walls: Whether to time whole executions too, except those of single ops.
+        sessions: Most trace sessions; those after the first are for noisy programs.
         pulse: Tells when the machine is disturbed; what is measured then is measured again.
     """
     group: list[Prepared] = []
@@ -162,6 +173,7 @@ def measure(
 
     for program in programs:
         alone = program.bytes > _SHARED_BYTES
+        # Events of a trace name their module: two of one name could not be told apart.
         clash = any(p.module == program.module for p in group)
         if alone or clash:
             flush()
@@ -183,8 +195,10 @@ def _measure_group(
         if not any(pending.values()):
             break
     for program in group:
+        # The wall time of a single op is its dispatch and says nothing about the op.
         if walls and not program.loaded.family.startswith("op:"):
             program.wall = _wall_steadily(program, pulse)
+        # Frees the arguments on the device.
         program.runner = None
 
 
@@ -195,6 +209,7 @@ def _warm_up(program: Prepared, limits: Limits) -> None:
         program.native.aliases,
         rotation(program.bytes, limits.cache),
     )
+    # The first execution loads code and allocates; slow programs are warm after one more.
     first = _step(program)
     again = [_step(program) for _ in range(1 if first > 0.3 else 3)]
     program.seconds = min(first, *again)
@@ -210,10 +225,11 @@ def _ratio(pulse: Pulse | None, *, traced: bool = False) -> float:
 
 
 def _wall_steadily(program: Prepared, pulse: Pulse | None) -> list[float]:
-    """Seconds of whole executions, of the try in which the machine was disturbed least."""
+    """Time whole executions; the try in which the machine was disturbed least counts."""
     best: tuple[float, list[float]] = (math.inf, [])
     tries = _TRIES if program.seconds < _LONG_SECONDS else 1
     for _ in range(tries):
+        # Before and after: a disturbance may begin in between.
         before = _ratio(pulse)
         seconds = [_step(program) for _ in range(wall_runs(program.seconds))]
         slowest = max(before, _ratio(pulse))
@@ -224,7 +240,7 @@ def _wall_steadily(program: Prepared, pulse: Pulse | None) -> list[float]:
 
 
 def _trace_steadily(group: list[Prepared], pending: dict[int, int], pulse: Pulse | None) -> None:
-    """Sessions until each program had an undisturbed one; else its least disturbed one counts."""
+    """Trace until each program had an undisturbed session; else its least disturbed one counts."""
     best: dict[int, tuple[float, dict[str, list[float]]]] = {}
     left = list(group)
     for _ in range(_TRIES):
@@ -244,9 +260,9 @@ def _trace_steadily(group: list[Prepared], pending: dict[int, int], pulse: Pulse
 def _session(
     group: list[Prepared], pending: dict[int, int], pulse: Pulse | None
 ) -> list[tuple[float, dict[str, list[float]]]]:
-    """One trace session: for each program how slow the machine was, and seconds by kernel.
+    """Run one trace session; return for each program the machine's slow-down and kernel seconds.
 
-    Each program's runs are spread over three rounds, against passing load.
+    Each program's runs are spread over three rounds, so that a passing load hits only some.
     """
     readings: dict[int, list[float]] = {id(p): [] for p in group}
 
@@ -254,6 +270,7 @@ def _session(
         for part in range(3):
             for program in group:
                 readings[id(program)].append(_ratio(pulse, traced=True))
+                # A third of the runs in each round, the remainder in the first ones.
                 for _ in range((pending[id(program)] + 2 - part) // 3):
                     _step(program)
 
@@ -278,7 +295,7 @@ def _session(
 
 
 def _reads(program: Prepared) -> dict[tuple[str, str], set[str]]:
-    """The kernels that a trace labels, with the names of those that each reads."""
+    """Return the kernels that a trace labels, with the names of those that each reads."""
     kernels = program.lowered.kernels
     labelled = {k.name for k in program.labelled}
     return {
@@ -289,13 +306,14 @@ def _reads(program: Prepared) -> dict[tuple[str, str], set[str]]:
 
 
 def first_runs(seconds: float) -> int:
-    """Executions in the first session, for a program that takes ``seconds``."""
+    """Return the executions in the first session, for a program that takes ``seconds``."""
+    # The fewest regular runs may use 70 % of the budget, which leaves some for a second session.
     least = _MIN_RUNS if _MIN_RUNS * seconds <= PROGRAM_SECONDS * 0.7 else long_runs(seconds)
     return max(least, min(_MAX_RUNS, int(_FIRST_SECONDS / max(seconds, 1e-6))))
 
 
 def more_runs(program: Prepared) -> int:
-    """Further executions that the program's noisy kernels call for, within its time; 0 if none."""
+    """Return how many more executions noisy kernels call for, within the time; 0 for none."""
     samples = list(program.durations.values())
     done = max((len(s) for s in samples), default=0)
     if not done:
@@ -303,6 +321,7 @@ def more_runs(program: Prepared) -> int:
     spent = sum(map(sum, samples))
     total = sum(float(np.median(s)) for s in samples if s)
     noisy = sum(float(np.median(s)) for s in samples if s and median_width(s) > _NARROW)
+    # Noise in kernels that make up less than a tenth of the program is not worth a session.
     if noisy < 0.1 * total or spent > PROGRAM_SECONDS:
         return 0
     affordable = int((PROGRAM_SECONDS - spent) / max(program.seconds, 1e-6))
@@ -310,9 +329,10 @@ def more_runs(program: Prepared) -> int:
 
 
 def median_width(samples: Sequence[float]) -> float:
-    """Width of the median's 95 % interval relative to the median.
+    """Return the width of the median's 95 % interval relative to the median.
 
-    From order statistics: ranks n/2 ± 0.98 √n (the binomial's normal approximation).
+    From order statistics: ranks n/2 ± 0.98 √n, which is 1.96 standard deviations of the binomial
+    distribution with p = 1/2 in its normal approximation.
     """
     ordered = np.sort(np.asarray(samples, float))
     n = len(ordered)
@@ -323,19 +343,21 @@ def median_width(samples: Sequence[float]) -> float:
 
 
 def wall_runs(seconds: float) -> int:
-    """Executions for the wall time of a program that takes ``seconds``."""
+    """Return the executions for the wall time of a program that takes ``seconds``."""
     return max(long_runs(seconds), min(_MAX_RUNS, int(_WALL_SECONDS / max(seconds, 1e-6))))
 
 
 def long_runs(seconds: float) -> int:
-    """Executions of a program that takes so long that it gets the fewest."""
+    """Return the executions of a program so long that it gets the fewest."""
     return 3 if seconds < _LONG_SECONDS else 2
 
 
 def rows_of(program: Prepared) -> tuple[list[dict[str, Any]], int]:
-    """Rows of the measured kernels and the program; and how many kernels have no label."""
+    """Make the rows of the measured kernels and the program; count the kernels without a label."""
     kernels = program.labelled
+    # An op that XLA split into several kernels is no label of the op.
     single = program.loaded.family.startswith("op:") and len(kernels) == 1
+    # Equal kernels of a program are one sample with more executions.
     pooled: dict[str, list[float]] = defaultdict(list)
     for name, kernel in {k.name: k for k in kernels}.items():
         pooled[kernel.hash] += program.durations.get(name, [])
@@ -372,6 +394,7 @@ def _program_row(program: Prepared, known: set[str]) -> dict[str, Any]:
 
     kernels = program.lowered.kernels
     text = schedule_to_json(program.lowered, known)
+    # The program's type is that of its heaviest kernel.
     dtypes = [k.dtype for k in sorted(kernels, key=lambda k: k.flops + k.bytes)]
     return _latency(program.wall) | {
         "kernel_hash": hashlib.sha256(text.encode()).hexdigest()[: len(kernels[0].hash)],
@@ -388,6 +411,7 @@ def _program_row(program: Prepared, known: set[str]) -> dict[str, Any]:
 
 
 def _latency(seconds: Sequence[float]) -> dict[str, Any]:
+    # Quantiles, not minima: sums of minima over kernels under-predict programs.
     p10, p50, p90 = np.quantile(np.asarray(seconds, float), [0.1, 0.5, 0.9]) * 1e6
     return {
         "latency_us_p10": float(p10),
@@ -398,11 +422,12 @@ def _latency(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def reason_of(error: BaseException) -> str:
-    """One line on why a program failed."""
+    """Return one line on why a program failed."""
+    # XLA's messages may quote whole modules; 500 characters hold the cause.
     text = str(error) if isinstance(error, OpcastError) else f"{type(error).__name__}: {error}"
     return " ".join(text.split())[:500]
 
 
 def _identifier(key: str) -> str:
-    """A module name from an item's key."""
+    """Make a module name from an item's key."""
     return "".join(c if c.isalnum() else "_" for c in key)

@@ -1,7 +1,7 @@
 """What to measure: endless streams of ops and random programs, the model zoo and given programs.
 
-Every item has a key that alone, with the seed in it, says which program it is. A run that is
-stopped and started again therefore draws exactly the programs that it has not measured yet.
+Every item has a key, with the seed in it, that identifies its program. A run that is stopped and
+started again therefore draws exactly the programs that it has not measured yet.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 #: Streams of programs, with the default share of the time for each.
 DEFAULT_MIX: dict[str, float] = {"op": 0.35, "random": 0.35, "zoo": 0.30}
-#: Programs measured together in one trace session; big ones are measured alone.
+#: Programs measured together in one trace session; models are measured alone.
 BATCH_SIZES: dict[str, int] = {"op": 12, "random": 4, "zoo": 1, "given": 4}
 _REPLICATE = "#"
 
@@ -61,7 +61,7 @@ class Item:
         return f"{self.stream}-{tail}" + (f"{_REPLICATE}{self.replicate}" if self.replicate else "")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for the worker."""
+        """Return plain data, for the worker."""
         return asdict(self)
 
 
@@ -116,7 +116,8 @@ class Plan:
         if stream == "given":
             yield from self.given
         elif stream == "zoo":
-            # A fixed shuffle, so that a short budget sees every part of the suite.
+            # A fixed shuffle, so that a short budget sees every part of the suite. 17 only keeps
+            # the generator apart from those of the random streams.
             for index in np.random.default_rng([self.seed, 17]).permutation(self.zoo_size):
                 yield Item("zoo", int(index), self.seed, suite=self.suite)
         else:
@@ -126,7 +127,7 @@ class Plan:
                 index += 1
 
     def next_batch(self, done: set[str]) -> list[Item]:
-        """The next items that are not in ``done``; empty when every stream has ended."""
+        """Return the next items that are not in ``done``; empty when every stream has ended."""
         while self._streams:
             stream = min(self._streams, key=lambda s: self.spent.get(s, 0.0) / self.mix[s])
             batch: list[Item] = []
@@ -141,7 +142,7 @@ class Plan:
         return []
 
     def record(self) -> dict[str, Any]:
-        """Plain data for the run record."""
+        """Return plain data for the run record."""
         return {
             "mix": dict(self.mix),
             "seed": self.seed,
@@ -166,6 +167,7 @@ def given_items(sources: Sequence[object]) -> list[Item]:
 
 def _given(source: Any, index: int) -> Item:
     name, family = f"program-{index}", "given"
+    # A text of StableHLO has lines or a function; anything else is a path.
     if isinstance(source, str) and ("\n" in source or "func" in source):
         data: str | bytes = source
     elif isinstance(source, (str, Path)):
@@ -179,6 +181,7 @@ def _given(source: Any, index: int) -> Item:
         mlir = source.mlir
         data = mlir() if callable(mlir) else mlir
         name, family = str(source.name), str(source.family)
+    # Requests to the worker are JSON; a NUL byte tells bytecode from text.
     if isinstance(data, bytes):
         text = "base64:" + base64.b64encode(data).decode() if b"\0" in data else data.decode()
     else:
@@ -209,6 +212,8 @@ def load_item(item: Item) -> LoadedItem:
             workload.arguments,
             _tree_bytes(workload.abstract_args),
         )
+    # The generator depends on the item alone, so that any item can be drawn without the ones
+    # before it; the middle number separates the streams.
     rng = np.random.default_rng([item.seed, {"op": 1, "random": 2}[item.stream], item.index])
     if item.stream == "op":
         from ..programs.single_op import sample_op

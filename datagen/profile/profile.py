@@ -1,6 +1,6 @@
-"""Profile the local device: measure a plan of programs and write a dataset.
+"""Profiles the local device: measures a plan of programs and writes a dataset.
 
-See :mod:`opcast.datagen.profile.run` for how a run goes.
+See :mod:`opcast.datagen.profile.run` for the course of a run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def profile(
     Args:
         out: Folder of the dataset. A second call with the same plan continues where the first one
             ended, however that was.
-        device: See :class:`ProfileSettings`, as for all that is not listed here.
+        device: ``local`` for whatever JAX sees, or ``cpu``, ``gpu``, ``tpu``.
         budget_s: Seconds; needed unless only given programs are measured.
         sources: Programs to measure: paths, StableHLO texts, or objects with ``name``, ``family``
             and ``mlir``. Their arguments are drawn from their types.
@@ -90,6 +90,7 @@ def _check(settings: ProfileSettings, folder: Path, resume: bool) -> None:
         raise ProfileError(
             f"unknown device {settings.device!r}", hint=f"one of {', '.join(DEVICES)}"
         )
+    # Random streams never end.
     if settings.budget_s is None and set(settings.mix) != {"given"}:
         raise ProfileError("a plan without an end needs a budget", hint="give budget_s")
     if not resume and any(folder.glob("*.parquet")):

@@ -1,7 +1,7 @@
-"""One profile run: measure a plan of programs for a given time, safely, and say how good it was.
+"""One profile run: measure a plan of programs for a given time, safely, and record its quality.
 
-Measuring happens in a worker process that may die. A run can be stopped at any moment and taken up
-again with the same folder; a program counts as done once its rows are on disk. Rows go there only
+Measuring happens in a worker process that may die. A run can be stopped at any moment and resumed
+with the same folder; a program counts as done once its rows are on disk. Rows are written only
 after the anchors (fixed programs) have shown that the machine was not disturbed meanwhile.
 """
 
@@ -33,17 +33,20 @@ from .worker_client import REPLY_TIMEOUT, Measurer
 
 logger = logging.getLogger(__name__)
 
-#: Where a run says how far it is; nothing reads it back.
+#: Progress for people and dashboards; nothing reads it back.
 PROGRESS = "progress.json"
 _INSTALL = {
     "gpu": 'pip install "jax[cuda13]" on a machine with an NVIDIA GPU',
     "tpu": 'pip install "jax[tpu]" on a TPU machine',
     "cpu": "set JAX_PLATFORMS=cpu",
 }
+#: Pauses between looks at the anchors while the machine is disturbed: most disturbances are short.
 _PAUSES_S = (2.0, 5.0, 10.0, 20.0)
-#: Failures without any success after which a run gives up.
+#: Failures without any success after which a run gives up: not the programs, but the installation
+#: is at fault then.
 _BROKEN = 20
-#: Part of the budget that may go into waiting for a quiet machine.
+#: Part of the budget that may go into waiting for a quiet machine; on one that is never quiet,
+#: noisy labels (which the run record counts) are better than none.
 _PATIENCE = 0.15
 
 
@@ -62,7 +65,7 @@ class ProfileSettings:
         check_every_s: Time between two checks of the anchors, and so between two shards.
         replicate_share: Part of the programs that are measured again in another process.
         recycle_every_s: Time after which the worker is replaced; ``None`` for a part of the budget.
-        timeout_s: Time without news after which a program counts as stuck.
+        timeout_s: Time without a reply after which a program counts as stuck.
     """
 
     device: str = "local"
@@ -79,10 +82,10 @@ class ProfileSettings:
 
 @dataclass(frozen=True)
 class ProfileResult:
-    """What a profile run did.
+    """Outcome of a profile run.
 
     Attributes:
-        folder: The dataset.
+        folder: Folder of the dataset.
         run_id: The run, empty if there was nothing left to do.
         samples: Rows written.
         programs: Programs measured.
@@ -105,7 +108,7 @@ class ProfileRun:
 
     Args:
         folder: The dataset's folder, which exists.
-        settings: What to do.
+        settings: Settings of the run.
         given: Given programs.
         device_spec: The device, if it is not to be probed.
         env: Environment variables for the worker.
@@ -130,6 +133,8 @@ class ProfileRun:
         self._run.record["date"] = now.isoformat()
         self._earlier = run_records(folder)
         self._device_spec = device_spec
+        # Compiling the next batch takes a core or two: with four cores or fewer it would disturb
+        # measurements on the CPU itself.
         overlap = (os.cpu_count() or 1) > 4 or has_nvidia_gpu()
         worker = {"memory": settings.max_memory or 0, "overlap": overlap}
         self._overlap = overlap
@@ -146,10 +151,12 @@ class ProfileRun:
         self._disturbances: list[dict[str, object]] = []
         budget = settings.budget_s
         self._budget_s = None if budget is None else budget - self._spent_before()
+        # A fresh worker bounds leaks and gives replicates another process: about four times in a
+        # short run, every four minutes in a long one.
         self._recycle_s = settings.recycle_every_s or max(20.0, min(240.0, (budget or 600.0) / 4))
 
     def _spent_before(self) -> float:
-        """Seconds that earlier runs spent on this plan; adds their shares to the plan."""
+        """Return the seconds that earlier runs spent on this plan; add their shares to the plan."""
         total = 0.0
         for record in self._earlier.values():
             if record.get("plan") == self._plan.record():
@@ -191,12 +198,13 @@ class ProfileRun:
         self._write_record("running")
 
     def _known_device(self, name: str) -> DeviceSpec | None:
-        """The description from an earlier run in the folder that the machine still agrees with.
+        """Return the description of an earlier run in the folder that still fits the machine.
 
-        So a dataset has one description of a machine, and another one of another machine.
+        So a dataset has one description per machine, even if two machines have the same name.
         """
         records = [r["device"] for r in self._earlier.values() if r["device"]["name"] == name]
         specs = [DeviceSpec.from_dict(record) for record in reversed(records)]
+        # Descriptions from the catalogue have no measured ceilings to compare with.
         if not any(map(is_measured, specs)):
             return next(iter(specs), None)
         now = DeviceSpec.from_dict(self._measurer.client.ask("ceilings")["device"])
@@ -262,7 +270,7 @@ class ProfileRun:
             spent[stream] = spent.get(stream, 0.0) + seconds
 
     def _check_not_broken(self) -> None:
-        """Stop, and count nothing as done, if it is not the programs that are at fault.
+        """Stop, and count nothing as done, if the programs are evidently not at fault.
 
         Raises:
             ProfileError: Many generated programs failed and none succeeded.
@@ -282,8 +290,8 @@ class ProfileRun:
     def _checkpoint(self, last: list[Item], bar: Progress) -> None:
         """Write what was measured, after a look at the anchors; wait if the machine is disturbed.
 
-        The last batch is then measured again. What is older was measured soon after anchors that
-        were fine, and its medians bear a disturbance of less than half their time.
+        The last batch is then measured again. Earlier ones followed soon after anchors that were
+        fine, and their medians tolerate a disturbance of less than half their time.
         """
         ratio = self._check_anchors()
         patience = _PATIENCE * (self._settings.budget_s or 600.0)
@@ -318,10 +326,11 @@ class ProfileRun:
         self._write_record("running")
 
     def _replicate(self) -> None:
-        """Measure a random few of the earlier programs again, in the worker of now."""
+        """Measure a few random earlier programs again, in the current worker."""
         fresh = [i for i in self._measured if i.key not in self._replicated and not i.replicate]
         share = self._settings.replicate_share
         count = round(share * sum(not i.replicate for i in self._measured)) - len(self._replicated)
+        # Short runs get at least one replicate in each worker, so that there is a noise floor.
         if share > 0 and len(fresh) >= 5:
             count = max(count, 1)
         if count <= 0 or not fresh:
@@ -333,6 +342,7 @@ class ProfileRun:
             self._measure([replace(item, replicate=1)], [])
 
     def _finish(self, stopped: str) -> ProfileResult:
+        # Who interrupts a run does not want to wait for replicates.
         if stopped != "interrupted":
             try:
                 self._measurer.restart()
@@ -396,7 +406,7 @@ class ProfileRun:
 
 
 def _check_device(wanted: str, host: Mapping[str, Any]) -> None:
-    """Refuse to measure on another kind of device than was asked for.
+    """Refuse to measure on another kind of device than the requested one.
 
     Raises:
         ProfileError: JAX sees another platform.

@@ -1,4 +1,4 @@
-"""Repeated executions of one compiled program, with its arguments kept valid and not too hot."""
+"""Repeated executions of a compiled program, with arguments kept valid and out of the cache."""
 
 from __future__ import annotations
 
@@ -17,21 +17,25 @@ Host: TypeAlias = "np.ndarray | jax.Array"
 MakeArguments: TypeAlias = Callable[[int], Sequence[Host]]
 """Draws the arguments of a program from a seed."""
 
-#: Argument sets are rotated over at least this many bytes where the cache size is not known.
+#: Bytes of the last-level cache where they are unknown: that of a common server core complex
+#: (engineering estimate).
 DEFAULT_CACHE_BYTES = 32e6
+#: Bounds of rotation: tiny arguments stay in the cache anyway, as they do in real programs, and
+#: large ones exceed it by themselves.
 _MAX_SETS = 8
 _MAX_ROTATED_BYTES = 256e6
 
 
 def module_name(hlo: str) -> str:
-    """Name of an HLO module, as traces spell it."""
+    """Return the name of an HLO module, as traces spell it."""
     return re.split(r"[\s,]", hlo.removeprefix("HloModule "), maxsplit=1)[0]
 
 
 def rotation(argument_bytes: float, cache_bytes: float) -> int:
-    """Sets of arguments that together exceed the cache, within bounds; 1 for big programs."""
+    """Return the sets of arguments that together exceed the cache; 1 for large programs."""
     if argument_bytes <= 0:
         return 1
+    # A quarter more than the cache, since replacement is not exactly least-recently-used.
     wanted = math.ceil(1.25 * cache_bytes / argument_bytes)
     return max(1, min(wanted, _MAX_SETS, int(_MAX_ROTATED_BYTES / argument_bytes)))
 

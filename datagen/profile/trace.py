@@ -32,10 +32,12 @@ Durations = dict[tuple[str, str], list[float]]
 #: For every kernel, by (HLO module name, HLO instruction name), the names of what it reads.
 Reads = Mapping[tuple[str, str], Collection[str]]
 
+#: Prefix of the event that marks the true end of a thunk with work on other threads.
 _END = "end: "
 #: Kind of flow id that links a thunk's event to its end (others link thread-pool events).
 _THUNK_FLOW = 0
-#: Part of an execution during which another kernel may run without it counting as shared.
+#: Part of an execution during which another kernel may run without it counting as shared: less
+#: than the labels' own noise (engineering estimate).
 _SHARED_PART = 0.05
 
 
@@ -51,7 +53,7 @@ class _Event:
 
 
 class _Span(NamedTuple):
-    """Nanoseconds of an execution, or of a part of one, and how many of them beside another."""
+    """Nanoseconds of an execution or of a part of one, and how many of them another kernel ran."""
 
     length: float
     shared: float
@@ -85,6 +87,8 @@ def trace(
     from jax import profiler
 
     options = profiler.ProfileOptions()
+    # No Python events and no HLO: they slow down the host and are not needed. Level 1 of the host
+    # tracer is the lowest that records thunks.
     options.python_tracer_level = 0
     options.host_tracer_level = 1
     options.enable_hlo_proto = False
@@ -111,9 +115,10 @@ def durations(
     executions: Mapping[tuple[str, str], int] | None = None,
     reads: Reads | None = None,
 ) -> Durations:
-    """Durations of the kernels in a recorded trace; see :func:`trace`."""
+    """Return the durations of the kernels in a recorded trace; see :func:`trace`."""
     planes = list(data.planes)
     device = [plane for plane in planes if _is_device(plane.name)]
+    # Programs run on one device; the host's planes then only show launches.
     if device:
         return _device_durations(device[0], executions or {})
     return _host_durations(planes, reads, executions or {})
@@ -134,6 +139,7 @@ def _host_durations(
             continue
         for line in plane.lines:  # small programs run on the thread that called them
             _read_host_line(line, events, ends)
+    # Only now: the end of a thunk may lie on a line that is read before its event.
     for event, flow in events:
         event.end = max(event.end, ends.get(flow, 0.0))
     executed = [event for event, _ in events]
@@ -143,6 +149,7 @@ def _host_durations(
         _measure_sharing(kernels)
 
     def each(group: list[_Event]) -> list[float]:
+        # Without a run id the events of several runs are mixed, and the count of one is no use.
         count = executions.get((group[0].module, group[0].op), 0)
         return _alone(_per_execution(_merge(group), count if group[0].run is not None else 0))
 
@@ -170,6 +177,7 @@ def _measure_sharing(events: list[_Event]) -> None:
     Args:
         events: Sorted by start.
     """
+    # A sweep over the starts; ``active`` holds what has not ended.
     active: list[_Event] = []
     for event in events:
         active = [other for other in active if other.end > event.start]
@@ -189,6 +197,8 @@ def _read_host_line(
         if "::" in name:  # thread-pool, executor and client events
             continue
         stats = dict(event.stats)
+        # Stats of flows: "_c" consumes what "_p" of another event produced; "_ct" and "_pt" are
+        # their kinds.
         if name.startswith(_END):
             if stats.get("_ct") == _THUNK_FLOW:
                 ends[stats.get("_c")] = event.start_ns
@@ -221,7 +231,7 @@ def _group(events: Iterable[_Event], combine: Callable[[list[_Event]], list[floa
 
 
 def _merge(events: list[_Event]) -> list[_Span]:
-    """Merged intervals: overlapping ones are one execution on several threads."""
+    """Merge overlapping intervals, which are one execution on several threads."""
     merged: list[_Event] = []
     for event in events:
         if merged and event.start < merged[-1].end:
@@ -252,10 +262,10 @@ def _sum(spans: list[_Span]) -> _Span:
 
 
 def _alone(spans: list[_Span]) -> list[float]:
-    """Lengths of the executions beside no other kernel.
+    """Return the lengths of the executions during which no other kernel ran.
 
-    Those beside another one count only if the run has no other, and then without half of the time
-    that they shared: two kernels at once take the machine from each other.
+    Those beside another kernel count only if the run has no others, and then without half of the
+    time that they shared: two kernels at once take the machine from each other.
     """
     alone = [s.length for s in spans if s.shared <= _SHARED_PART * s.length]
     return alone or [s.length - min(s.shared, s.length) / 2 for s in spans]
@@ -263,6 +273,7 @@ def _alone(spans: list[_Span]) -> list[float]:
 
 def _device_durations(plane: Any, executions: Mapping[tuple[str, str], int]) -> Durations:
     lines = {line.name: line for line in plane.lines}
+    # Planes of GPUs have a derived "XLA Ops" line as well; the streams hold what really ran.
     if "XLA Ops" in lines and not any(name.startswith("Stream") for name in lines):
         return _group(_tpu_events(lines), lambda group: _alone(_merge(group)))
     events = []
@@ -294,13 +305,14 @@ def _sum_launches(events: list[_Event], count: int) -> list[float]:
 
 
 def _tpu_events(lines: Mapping[str, Any]) -> list[_Event]:
-    """Ops of the ``XLA Ops`` line; their module and run are those of the enclosing span."""
+    """Read the ops of the ``XLA Ops`` line; module and run are those of the enclosing span."""
     spans = [_read_event(e, dict(e.stats)) for e in getattr(lines.get("XLA Modules"), "events", ())]
     spans.sort(key=lambda e: e.start)
     events = []
     for event in lines["XLA Ops"].events:
         stats = dict(event.stats)
         read = _read_event(event, stats)
+        # The event's name may be the whole instruction: "%fusion.1 = f32[8] fusion(...)".
         read.op = str(stats.get("hlo_op", event.name)).split(" = ")[0].lstrip("%")
         inside = [s for s in spans if s.start <= read.start < s.end]
         if inside and "hlo_module" not in stats:

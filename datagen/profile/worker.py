@@ -1,7 +1,7 @@
 """The process that compiles and measures. It may die; the profiler then starts another one.
 
 Requests and replies are JSON messages (:class:`opcast.common.child_process.Channel`). The process
-ends with its parent, since an orphan would disturb the measurements of the next run.
+ends together with its parent, since an orphan would disturb the measurements of the next run.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ if TYPE_CHECKING:
     from .measure import Prepared
     from .pulse import Pulse
 
-#: Part of the free memory that a program may need.
+#: Part of the free memory that a program may need; the rest is for XLA, a second batch that is
+#: compiled meanwhile, and other processes (engineering choice).
 _MEMORY_PART = 0.7
 #: Heap that is faulted in before anything is measured: at most this part of the free memory, and
 #: this many bytes.
 _PREFAULT_PART, _PREFAULT_BYTES = 0.25, 4e9
+#: XLA's flag with an empty list: no kind of command is recorded into CUDA graphs.
 _NO_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="
 
 
@@ -69,7 +71,7 @@ class Worker:
         return local_pulse(self._best_pulse_s)
 
     def serve(self, requests: Iterator[dict[str, Any]]) -> None:
-        """Answer every request; batches that wait are compiled ahead if so set."""
+        """Answer every request; waiting batches are compiled ahead if ``overlap`` is set."""
         for request, prepared in self._ahead(requests):
             self._answer(request, prepared)
 
@@ -104,6 +106,7 @@ class Worker:
         }
         try:
             reply = answers[request["do"]]()
+        # Whatever a program causes must reach the parent as an answer, or it would wait.
         except Exception as error:
             reply = {"error": reason_of(error)}
         self._reply({"done": request["do"], **reply})
@@ -138,6 +141,7 @@ class Worker:
         from .anchors import anchor_items
         from .measure import measure, prepare
 
+        # Compiled once per process, so that checks are cheap.
         if not self._anchors:
             self._anchors = [prepare(item, self._limits) for item in anchor_items()]
         for anchor in self._anchors:
@@ -199,10 +203,12 @@ class Worker:
 
 
 def _be_first_out_of_memory(limit: float) -> None:
-    """Let the kernel end this process rather than others, and bound what it may allocate."""
+    """Let Linux kill this process rather than others, and bound what it may allocate."""
+    # 1000 is the highest score: the out-of-memory killer's first choice.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-    # The limit counts a program's own arrays; XLA's temporaries, code and heap come on top.
+    # The limit counts a program's own arrays; XLA's temporaries, code and heap come on top (half as
+    # much again and 4 GB: engineering estimate).
     limit_memory(int(limit * 1.5 + 4e9) if limit else 0)
 
 
@@ -216,6 +222,7 @@ def _prefault_heap(limit: float) -> None:
     from .host import free_memory_bytes
 
     size = int(min(_PREFAULT_PART * free_memory_bytes(), _PREFAULT_BYTES, limit or math.inf))
+    # Through libc itself: Python's allocator would map and unmap large blocks apart from the heap.
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -228,6 +235,7 @@ def _prefault_heap(limit: float) -> None:
 
 def has_nvidia_gpu() -> bool:
     """Whether this host seems to have an NVIDIA GPU, without asking JAX."""
+    # Asking JAX would initialise a client in the parent, which takes memory from the worker.
     return Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
 
 
@@ -236,7 +244,7 @@ def main() -> None:
     channel = Channel()
     settings = json.loads(sys.argv[1])
     if has_nvidia_gpu():
-        # CUDA graphs hide the single kernels from the trace.
+        # CUDA graphs hide single kernels from the trace. XLA reads flags once, when it starts.
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_NO_COMMAND_BUFFERS}".strip()
     else:
         limit = float(settings.get("memory", 0))

@@ -1,4 +1,4 @@
-"""The profiler's side of the worker process: starts it, asks it, and replaces it when it dies."""
+"""The profiler's side of the worker process: starts it, queries it, and replaces it if it dies."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from ...common.errors import ProfileError
 from ...common.worker_process import WorkerEnded, WorkerProcess, WorkerTimeout, module_command
 from .plan import Item
 
-#: Settings of glibc's allocator under which freed memory stays with the process, in one arena. With
-#: its defaults results often come in fresh pages, whose faults took from none to ten times as long
-#: as the kernel itself, depending on what the process had allocated before. The worker maps the
-#: pages of its heap before it measures.
+#: Settings of glibc's allocator (mallopt(3)) under which freed memory stays with the process, in
+#: one arena: no mmap for large blocks, no trimming below 100 GB, growth by 64 MiB. With its
+#: defaults results often come in fresh pages, whose faults take up to ten times as long as the
+#: kernel itself, depending on what the process allocated before. The worker maps the pages of its
+#: heap before it measures.
 ALLOCATOR_ENV = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "100000000000",
     "MALLOC_TOP_PAD_": "67108864",
 }
-#: Seconds without any reply after which a worker counts as stuck.
+#: Seconds without any reply after which a worker counts as stuck: the slowest compilations of large
+#: training steps take minutes (engineering choice).
 REPLY_TIMEOUT = 600.0
 
 
@@ -46,6 +48,7 @@ class WorkerClient:
         timeout_s: float = REPLY_TIMEOUT,
     ) -> None:
         self._timeout = timeout_s
+        # Settings of the user take precedence.
         allocator = {k: v for k, v in ALLOCATOR_ENV.items() if k not in os.environ}
         self._worker = WorkerProcess(
             module_command(f"{__package__}.worker", json.dumps(settings)),
@@ -67,7 +70,7 @@ class WorkerClient:
             self._worker.send(json.dumps({"do": do, **values}).encode(), self._timeout)
 
     def replies(self) -> Iterator[dict[str, Any]]:
-        """Replies to the oldest open request; the last one has ``done``.
+        """Yield the replies to the oldest open request; the last one has ``done``.
 
         Raises:
             WorkerDied: The process ended or gave no reply for too long.
@@ -94,7 +97,7 @@ class WorkerClient:
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        """Report a worker that ended or is stuck as :class:`WorkerDied`, with its last line."""
+        """Turn the end or hang of a worker into :class:`WorkerDied`, with its last line."""
         try:
             yield
         except WorkerTimeout:
@@ -112,7 +115,7 @@ class WorkerClient:
 
 
 class Measurer:
-    """A worker that is replaced when it dies, and the programs that it died of.
+    """A worker that is replaced when it dies, and the programs that killed it.
 
     Args:
         settings: See :class:`WorkerClient`.
@@ -136,7 +139,7 @@ class Measurer:
 
     @property
     def client(self) -> WorkerClient:
-        """The worker, started if there is none."""
+        """The worker, started if none is running."""
         if self._client is None:
             self._client = WorkerClient(self.settings, self._env, self._timeout)
             self.starts += 1
@@ -171,6 +174,8 @@ class Measurer:
         except WorkerDied as death:
             trouble = death.what
             self.restart()
+        # A batch that died or erred is measured program by program, to find the one at fault; a
+        # single program without a reply is that one.
         left = [item for item in batch if item.key not in self._early]
         if left and len(batch) == 1:
             reason = trouble or "the measuring process gave no result"

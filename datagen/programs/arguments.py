@@ -1,4 +1,4 @@
-"""Arguments for a program that came without any: right types and shapes, harmless values."""
+"""Arguments for a program that came without any: the right types and shapes, harmless values."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ...features.ir.dtypes import NUMPY_NAMES
 from ...features.ir.program import TensorType
 from .source import numpy_dtype
 
-#: Integers stay below this, since programs use them as indices of dimensions not known here.
+#: Integers stay below this, since programs use them as indices of unknown dimensions.
 INTEGER_LIMIT = 8
 
 
 def random_arguments(types: Sequence[TensorType], seed: int = 0) -> list[np.ndarray]:
-    """Arrays of the given types: small normal floats, integers in ``[0, 8)``, random booleans.
+    """Draw arrays of the given types: small normal floats, integers in ``[0, 8)``, booleans.
 
     Args:
         types: Parameter types in order.
@@ -42,6 +42,9 @@ def _one(type_: TensorType, rng: np.random.Generator) -> np.ndarray:
         )
     target = numpy_dtype(dtype)
     if dtype[0] in "su":
+        # The narrowest types hold less than the limit.
         top = min(INTEGER_LIMIT, 2 ** (int(dtype[1:]) - 1))
         return rng.integers(0, top, shape).astype(target)
+    # Of the size of weights: chains of products neither overflow 16-bit types nor become denormal,
+    # which would change their speed on a CPU.
     return (rng.standard_normal(shape, np.float32) * 0.1).astype(target)

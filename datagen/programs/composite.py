@@ -1,4 +1,8 @@
-"""Small groups of ops that every model has: normalisations, softmax, activations, updates."""
+"""Small groups of ops that every model has: normalisations, softmax, activations, updates.
+
+The arguments of ``draws.elements`` are the arrays that are alive at a time and the work per
+element; both are rough, since oversized drafts are drawn again (see ``single_op.sample_op``).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ _ACTIVATIONS = {
 
 
 def with_gradient(draws: Draws, draft: Draft, probability: float = 0.35) -> Draft:
-    """The draft, or with some probability its gradient by its floating-point arguments."""
+    """Return the draft, or with some probability its gradient by its floating-point arguments."""
     if not draws.flip(probability):
         return draft
     wanted = [i for i, arg in enumerate(draft.args) if arg.dtype in FLOATS]
@@ -40,6 +44,7 @@ def softmax(draws: Draws) -> Draft:
     """A softmax or log-softmax over the last, sometimes another dimension."""
     dtype = draws.dtype()
     shape = draws.shape(draws.elements(dtype, 6, 100), 1, 2, 3, 4)
+    # Models normalise the minor dimension; a share of others covers reductions along the major one.
     axis = -1 if draws.flip(0.85) else 0
     function = jax.nn.softmax if draws.flip(0.75) else jax.nn.log_softmax
     return with_gradient(draws, Draft(lambda x: function(x, axis), (values(shape, dtype),)))
@@ -63,12 +68,15 @@ def layer_norm(draws: Draws) -> Draft:
 def batch_norm(draws: Draws) -> Draft:
     """A normalisation over all but one dimension, with an activation."""
     shape = draws.shape(draws.elements("f32", 7, 120), 4)
+    # NHWC, which XLA prefers, twice as often as NCHW.
     axis = draws.choice((3, 3, 1))
     dims = tuple(d for d in range(4) if d != axis)
     side = tuple(shape[d] if d == axis else 1 for d in range(4))
 
     def function(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
         mean = jnp.mean(x, dims, keepdims=True)
+        # One pass over the input, as frameworks write it; rounding may make it negative, hence the
+        # clip below.
         variance = jnp.mean(x * x, dims, keepdims=True) - mean * mean
         normal = (x - mean) * lax.rsqrt(jnp.maximum(variance, 0) + 1e-3)
         return jax.nn.relu(normal * scale.reshape(side) + bias.reshape(side))
@@ -133,6 +141,7 @@ def optimizer_update(draws: Draws) -> Draft:
         v_hat, s_hat = v / (1 - 0.9**step), s / (1 - 0.999**step)
         return w - 1e-3 * (v_hat / (jnp.sqrt(s_hat) + 1e-8) + 0.01 * w), v, s
 
+    # From 1 on: the bias correction divides by 1 - beta^step.
     step = Arg((), "f32", "uniform", 1, 100)
     return Draft(adam, (p, g, m, positive(shape, "f32"), step), form)
 
@@ -168,6 +177,7 @@ def dropout(draws: Draws) -> Draft:
     shape = draws.shape(draws.elements("f32", 5, 80), 2, 3, 4)
 
     def function(x: jax.Array, bits: jax.Array) -> jax.Array:
+        # 230 of 256: nine tenths are kept.
         return jnp.where(bits < 230, x / jnp.asarray(0.9, x.dtype), jnp.zeros((), x.dtype))
 
     args = (values(shape, dtype), Arg(shape, "u8", "integer", 0, 256))
@@ -186,6 +196,8 @@ def attention(draws: Draws) -> Draft:
     def cost(sizes: tuple[int, int, int, int]) -> float:
         batch, heads, length, width = sizes
         scores = float(batch * heads * length * length)
+        # Scores and what is made of them take about 20 bytes per element, their softmax and mask
+        # about 160 of work (engineering estimates).
         fits = scores * 20 + 16.0 * batch * heads * length * width < draws.max_bytes
         return scores * (4 * width + 160) if fits else float("inf")
 
@@ -202,6 +214,7 @@ def attention(draws: Draws) -> Draft:
         scores = jnp.einsum(spec[0], q, k) * (width**-0.5)
         if causal:
             allowed = jnp.tril(jnp.ones((length, length), bool))
+            # Not minus infinity: f16 ends at 65504, and the softmax of a masked row would be NaN.
             scores = jnp.where(allowed, scores, jnp.asarray(-1e4, scores.dtype))
         return jnp.einsum(spec[1], jax.nn.softmax(scores, -1), v)
 

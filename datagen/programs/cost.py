@@ -1,4 +1,7 @@
-"""Rough work and memory of a traced function, to keep generated programs within limits."""
+"""Rough work and memory of a traced function, to keep generated programs within limits.
+
+Only the order of magnitude matters: nothing is predicted from these figures.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 #: Time per output element over that of a FLOP in a matrix product, for ops that are far slower
-#: than others; measured on CPUs, where they matter most.
+#: than others; measured on CPUs, where the differences are largest.
 _WORK_PER_ELEMENT = {
     "lgamma": 800.0,
     "digamma": 800.0,
@@ -35,9 +38,12 @@ _WORK_PER_ELEMENT = {
     "rem": 100.0,
     "nextafter": 100.0,
 }
-#: For ops whose operand is f16, which few CPUs compute in.
+#: Factor for ops whose operand is f16: few CPUs compute in it, so every op converts.
 _WORK_F16 = 4.0
+#: Any other op on an element; the bound of memory traffic on a CPU rather than of arithmetic.
 _WORK_DEFAULT = 20.0
+#: For each comparison of a sort, each element of a scatter's updates, each element of a window:
+#: XLA's CPU backend hardly vectorises these.
 _WORK_SORT = 400.0
 _WORK_SCATTER = 600.0
 _WORK_WINDOW = 100.0
@@ -46,12 +52,13 @@ _WORK_WINDOW = 100.0
 _WORK_GROUPED, _WORK_BATCH_GROUPED, _WORK_GROUPED_LEAST = 600.0, 2500.0, 20.0
 #: Products of integers, and of a vector, whose speed is that of memory.
 _WORK_INTEGER_DOT, _WORK_VECTOR_DOT = 60.0, 25.0
+#: Ops that move nothing or are removed by the compiler.
 _NO_WORK = {"reshape", "squeeze", "expand_dims", "stop_gradient", "copy_p"}
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a program costs.
+    """Estimated cost of a program.
 
     Attributes:
         flops: Floating-point operations, one per element where an op is not a product.
@@ -69,9 +76,12 @@ class Estimate:
 def estimate(jaxpr: Jaxpr | ClosedJaxpr) -> Estimate:
     """Cost of a jaxpr, closed or not.
 
-    Loops count with their trip count, conditionals with their most expensive branch.
+    Scans count with their trip count, other loops once, conditionals with their most expensive
+    branch.
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    # Liveness without fusion: a value lives from its op to its last reader; arguments and results
+    # live throughout. Literals have a ``val`` and take no memory.
     last_use = {}
     for position, eqn in enumerate(jaxpr.eqns):
         last_use.update({v: position for v in eqn.invars if not hasattr(v, "val")})
@@ -107,6 +117,7 @@ def _shape(var: Var | Literal) -> tuple[int, ...]:
 def _eqn(eqn: JaxprEqn) -> Estimate:
     name, params = eqn.primitive.name, eqn.params
     inner = [params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params]
+    # Reducers have a jaxpr as well, but of a scalar function: they are priced by element below.
     if inner and name not in ("reduce", "reduce_window", "select_and_scatter", "scatter"):
         body = estimate(inner[0])
         repeats = float(params.get("length", 1)) if name == "scan" else 1.0
@@ -116,6 +127,7 @@ def _eqn(eqn: JaxprEqn) -> Estimate:
     if name == "cond":
         branches = [estimate(b) for b in params["branches"]]
         return max(branches, key=lambda b: (b.work, b.peak_bytes))
+    # The trip count is unknown here; JAX writes loops with a known one as scans.
     if name == "while":
         return estimate(params["body_jaxpr"])
     flops, work = _plain(name, eqn)
@@ -140,6 +152,7 @@ def _plain(name: str, eqn: JaxprEqn) -> tuple[float, float]:
         return first, first * 100.0
     if name == "fft":
         n = math.prod(eqn.params["fft_lengths"])
+        # 5 n log2 n, the usual count of a radix-2 transform (as in FFTW's benchmarks).
         flops = 5.0 * max(out, first) * math.log2(n + 1)
         return flops, flops * 10
     if name in ("cholesky", "triangular_solve"):
@@ -152,6 +165,7 @@ def _plain(name: str, eqn: JaxprEqn) -> tuple[float, float]:
     if name.startswith(("reduce_window", "select_and")):
         window = math.prod(eqn.params["window_dimensions"])
         return float(out * window), out * window * _WORK_WINDOW
+    # A reduction works on what it reads.
     elements = max(out, first) if name.startswith(("reduce", "arg")) else out
     weight = 0.0 if name in _NO_WORK else _WORK_PER_ELEMENT.get(name, _WORK_DEFAULT)
     return float(elements), elements * weight

@@ -25,7 +25,10 @@ from .draws import (
 from .layers import Function, convolve
 from .source import Arg, numpy_dtype
 
+#: Smallest product or convolution aimed at: a 13 x 13 x 13 product, below any device's floor.
 _FEW_FLOPS = 4e3
+#: Layouts of input, filter and result by spatial dimensions: those of XLA and TensorFlow (channels
+#: last), of PyTorch (channels first), and of TFLite's filters.
 _LAYOUTS = {
     1: (("NWC", "WIO", "NWC"), ("NCW", "OIW", "NCW")),
     2: (("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"), ("NHWC", "OHWI", "NHWC")),
@@ -35,7 +38,7 @@ Dims = tuple[int, int, int, int]
 
 
 def _bound(draws: Draws, b: int, m: int, n: int, k: int) -> float:
-    """FLOPs, or infinity where the operands and the result need too much memory."""
+    """Return the FLOPs, or infinity where operands and result need too much memory."""
     need = 4.0 * b * (m * k + k * n + m * n)
     return 2.0 * b * m * n * k if need <= draws.max_bytes else math.inf
 
@@ -45,6 +48,7 @@ def _model_dims(draws: Draws, form: str) -> Dims:
     width, other = draws.choice(WIDTHS), draws.choice(WIDTHS)
     if form == "attention":
         count, head = batch * draws.choice(HEADS), draws.choice(HEAD_WIDTHS)
+        # One query row is a decoding step.
         query = 1 if draws.flip(0.15) else length
         return (count, query, length, head) if draws.flip() else (count, query, head, length)
     if form == "batched":
@@ -75,6 +79,7 @@ def _product_dims(draws: Draws, form: str) -> Dims:
         )
         if nearest is not None:
             return nearest
+    # Terminates: halving ends at a product that fits.
     while True:
         dims = _random_dims(draws, form, flops)
         if _bound(draws, *dims) <= draws.max_flops:
@@ -96,6 +101,7 @@ def dot_general(draws: Draws) -> Draft:
         ((left_axes[1],), (right_axes[1],)),
         ((left_axes[0],), (right_axes[0],)) if batch else ((), ()),
     )
+    # A few products are quantised; 16-bit ones often keep their f32 accumulator as the result.
     dtype = "s8" if draws.flip(0.04) else draws.dtype()
     result: str | None = None
     if dtype == "s8":
@@ -113,7 +119,7 @@ def dot_general(draws: Draws) -> Draft:
 def _operand(
     draws: Draws, batch: int, rows: int, inner: int
 ) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """Shape of an operand in a random layout, and its (batch, contracting) dimensions."""
+    """Draw an operand's layout; return its shape and its (batch, contracting) dimensions."""
     labels = [("r", rows), ("k", inner)]
     if draws.flip(0.4):
         labels.reverse()
@@ -171,7 +177,7 @@ def _conv_result(conv: Function, x: Arg, w: Arg) -> Arg:
 
 
 def _conv_sizes(draws: Draws, spatial: int) -> tuple[int, int, int, int]:
-    """Batch, side, channels in and out."""
+    """Draw batch, side, and channels in and out."""
     if draws.flip():
         sides = {1: LENGTHS, 2: IMAGES, 3: IMAGES[:5]}[spatial]
         channels = CHANNELS if spatial < 3 else CHANNELS[:7]
@@ -202,9 +208,11 @@ def _conv_case(draws: Draws) -> tuple[Function, Arg, Arg, str]:
             "patches": 0.09,
         }
     )
+    # 1 and 3 dominate image models; audio models such as Conformer use windows of about 31.
     kernel = draws.choice({1: (1, 3, 5, 7, 9, 31), 2: (1, 1, 3, 3, 3, 5, 7), 3: (1, 3)}[spatial])
     stride = draws.choice((2, 2, 3)) if form == "strided" else 1
     dilation = draws.choice((2, 4)) if form == "dilated" else 1
+    # Patch embeddings of vision transformers: windows side by side, of 14 or 16 in most models.
     if form == "patches":
         kernel = stride = draws.choice((2, 4, 8, 14, 16) if spatial < 3 else (2, 4))
     dtype = draws.dtype()
@@ -217,6 +225,7 @@ def _conv_case(draws: Draws) -> tuple[Function, Arg, Arg, str]:
         batch, side, c_in, c_out = sizes
         outputs = batch * (side / stride) ** spatial
         c_in_work = 1 if form == "depthwise" else c_in
+        # Half of the memory: gradients need the same again.
         need = 4.0 * (batch * side**spatial * c_in + outputs * c_out)
         if need > draws.max_bytes / 2 or side < kernel:
             return math.inf
@@ -231,6 +240,7 @@ def _conv_case(draws: Draws) -> tuple[Function, Arg, Arg, str]:
         groups = draws.choice((2, 4, 8, 32))
         c_in, c_out = (max(1, c // groups) * groups for c in (c_in, c_out))
     padding = draws.choice(("SAME", "SAME", "VALID")) if form != "patches" else "VALID"
+    # Without padding a filter wider than the image would leave no result.
     if side < (kernel - 1) * dilation + 1:
         padding = "SAME"
     layout = draws.choice(_LAYOUTS[spatial])
@@ -244,11 +254,12 @@ def _conv_case(draws: Draws) -> tuple[Function, Arg, Arg, str]:
             x, w, layout, stride=stride, padding=padding, groups=groups, dilation=dilation
         )
 
+    # Weights of variance 1 / fan_in keep results of the size of the input (Glorot and Bengio 2010).
     scale = 1 / math.sqrt(fan_in)
     return conv, Arg(x_shape, dtype), Arg(w_shape, dtype, high=scale), f"{form}-{spatial}d"
 
 
 def matrix_sizes(draws: Draws) -> tuple[int, int, int]:
-    """Rows, columns and inner size of a plain product."""
+    """Draw rows, columns and inner size of a plain product."""
     _, m, n, k = _product_dims(draws, "plain")
     return m, n, k

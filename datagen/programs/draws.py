@@ -15,7 +15,8 @@ from .source import Arg, numpy_dtype
 T = TypeVar("T")
 _struct: Callable[..., jax.ShapeDtypeStruct] = jax.ShapeDtypeStruct
 
-#: Widths of layers: powers of two, 3·2^k, and those of well-known models.
+#: Widths of layers: powers of two, 3·2^k, and those of well-known models, such as the feed-forward
+#: of Llama 7B (11008) and Llama 3 8B (14336).
 WIDTHS = (
     16,
     32,
@@ -43,22 +44,28 @@ WIDTHS = (
     11008,
     14336,
 )
+#: Channels of image models, with the 3 of an RGB input.
 CHANNELS = (3, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
+#: Sides of feature maps: halvings of 224 (ImageNet), and powers of two.
 IMAGES = (7, 8, 14, 16, 28, 32, 56, 64, 112, 128, 224)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+#: Sequence lengths, with those of CLIP's text (77) and ViT-B/16 (196 patches and a class token).
 LENGTHS = (16, 32, 64, 77, 128, 197, 256, 384, 512, 1024, 2048, 4096)
+#: Heads and their widths in published transformers (80: GPT-2.7B class models, Stable Diffusion).
 HEADS = (1, 4, 6, 8, 12, 16, 20, 32)
 HEAD_WIDTHS = (32, 64, 80, 96, 128)
+#: ImageNet's classes, and vocabularies of tokenizers: BERT 30522, Llama 32000, GPT-2 50257.
 VOCABULARIES = (1000, 8192, 10000, 30522, 32000, 50257)
 _COMMON = tuple(sorted({*WIDTHS, *CHANNELS, *IMAGES, *BATCHES, *LENGTHS, *VOCABULARIES}))
 #: Smallest number of elements aimed at: below it every kernel takes the same time.
 _FEW = 512
+#: Proposals of which the one nearest to the target size is taken; few, so that sizes stay varied.
 _TRIES = 16
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A program before it is traced.
+    """A program that has not been traced yet.
 
     Attributes:
         function: Takes one array per argument.
@@ -88,41 +95,41 @@ class Draws:
     dtypes: tuple[str, ...]
 
     def flip(self, probability: float = 0.5) -> bool:
-        """True with the given probability."""
+        """Return True with the given probability."""
         return bool(self.rng.random() < probability)
 
     def choice(self, options: Sequence[T]) -> T:
-        """One of the options."""
+        """Draw one of the options."""
         return options[int(self.rng.integers(len(options)))]
 
     def weighted(self, weights: Mapping[T, float]) -> T:
-        """A key, in proportion to its weight."""
+        """Draw a key in proportion to its weight."""
         keys, values = list(weights), np.fromiter(weights.values(), float)
         return keys[int(self.rng.choice(len(keys), p=values / values.sum()))]
 
     def integer(self, low: int, high: int) -> int:
-        """Uniform in ``[low, high]``."""
+        """Draw uniformly from ``[low, high]``."""
         return int(self.rng.integers(low, high + 1))
 
     def log_uniform(self, low: float, high: float) -> float:
-        """Log-uniform between two positive numbers."""
+        """Draw log-uniformly between two positive numbers."""
         return math.exp(self.rng.uniform(math.log(low), math.log(max(low, high))))
 
     def size(self, low: int, high: int, common: Sequence[int] = _COMMON) -> int:
-        """A dimension in ``[low, high]``: a common one half of the time, else log-uniform."""
+        """Draw a dimension in ``[low, high]``: half of the time a common one, else log-uniform."""
         fitting = [n for n in common if low <= n <= high]
         if fitting and self.flip():
             return self.choice(fitting)
         return min(high, max(low, round(self.log_uniform(low, max(low, high)))))
 
     def dtype(self, *among: str) -> str:
-        """A floating-point type of the sampler, f32 most often, or one of those given."""
+        """Draw a floating-point type of the sampler, f32 most often, or one of those given."""
         if among:
             return self.choice(among)
         return self.weighted({d: 3.0 if d == "f32" else 1.0 for d in self.dtypes})
 
     def elements(self, dtype: str, copies: float = 2.0, work: float = 20.0) -> int:
-        """A number of elements, log-uniform.
+        """Draw a number of elements, log-uniformly.
 
         Args:
             dtype: Element type.
@@ -134,15 +141,23 @@ class Draws:
         return max(1, int(self.log_uniform(min(_FEW, most / 4 + 1), max(most, 1))))
 
     def split(self, elements: float, rank: int, concentration: float = 1.5) -> tuple[int, ...]:
-        """``rank`` dimensions whose product is about ``elements``, never above it."""
+        """Draw ``rank`` dimensions whose product is about ``elements``, never above it.
+
+        Args:
+            elements: Product aimed at.
+            rank: Number of dimensions.
+            concentration: Of a Dirichlet distribution over the logarithm of the product; higher
+                values make the dimensions more equal.
+        """
         parts = self.rng.dirichlet([concentration] * rank) * math.log(max(1.0, elements))
         dims = [max(1, int(math.exp(part))) for part in parts]
+        # Vector units and tiles favour multiples of 8; both sides of that boundary are wanted.
         if self.flip(0.3):
             dims = [n // 8 * 8 if n >= 16 else n for n in dims]
         return tuple(dims)
 
     def shape(self, elements: int, *ranks: int) -> tuple[int, ...]:
-        """A shape of at most about ``elements`` elements.
+        """Draw a shape of at most about ``elements`` elements.
 
         Args:
             elements: Product aimed at.
@@ -158,7 +173,7 @@ class Draws:
         return self.split(elements, self.choice(allowed))
 
     def model_shape(self, rank: int) -> tuple[int, ...]:
-        """A shape as in real models: tokens, heads, images, tables."""
+        """Draw a shape as in real models: tokens, heads, images, tables."""
         batch, length, width = self.choice(BATCHES), self.choice(LENGTHS), self.choice(WIDTHS)
         if rank == 0:
             return ()
@@ -181,7 +196,7 @@ class Draws:
     def closest(
         self, propose: Callable[[], T], measure: Callable[[T], float], target: float
     ) -> T | None:
-        """Of several proposals that do not exceed the target, the nearest; None if all do."""
+        """Return the nearest of several proposals that do not exceed the target, else None."""
         proposals = [propose() for _ in range(_TRIES)]
         sized = [(measure(p), i) for i, p in enumerate(proposals)]
         fitting = [entry for entry in sized if entry[0] <= target]
@@ -198,12 +213,12 @@ def struct(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
 
 
 def positive(shape: tuple[int, ...], dtype: str) -> Arg:
-    """An argument of values between 0.1 and 2."""
+    """Make an argument of values between 0.1 and 2: safe to divide by and to take logarithms of."""
     return Arg(shape, dtype, "uniform", 0.1, 2.0)
 
 
 def values(shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> Arg:
-    """An argument of harmless values of any type: normal floats, small integers, booleans."""
+    """Make an argument of harmless values of any type: normal floats, small integers, booleans."""
     if dtype == "pred":
         return Arg(shape, dtype, "integer", 0, 2)
     if dtype[0] in "su":
@@ -212,5 +227,5 @@ def values(shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> Arg:
 
 
 def indices(shape: tuple[int, ...], bound: int) -> Arg:
-    """An int32 argument of indices in ``[0, bound)``."""
+    """Make an int32 argument of indices in ``[0, bound)``."""
     return Arg(shape, "s32", "integer", 0, max(1, bound))

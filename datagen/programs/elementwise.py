@@ -92,8 +92,10 @@ CHAIN: tuple[Callable[[jax.Array], jax.Array], ...] = (
 
 
 def _operand(shape: tuple[int, ...], dtype: str, domain: str) -> Arg:
+    # Short of the ends of the domain, where inverse functions diverge.
     if domain == "unit":
         return Arg(shape, dtype, "uniform", -0.9, 0.9)
+    # Fewer than the bits of the narrowest type: larger shifts are undefined.
     if domain == "shift":
         return Arg(shape, dtype, "integer", 0, 7)
     if domain == "positive" and dtype[0] not in "su":
@@ -136,7 +138,7 @@ def binary(name: str, draws: Draws) -> Draft:
 
 
 def _kept_dims(form: str, rank: int) -> tuple[int, ...]:
-    """Dimensions of the result that the second operand has."""
+    """Return the dimensions of the result that the second operand has."""
     if form == "same":
         return tuple(range(rank))
     if form == "scalar":

@@ -20,10 +20,10 @@ Function: TypeAlias = Callable[..., "jax.Array"]
 
 
 def gradient(function: Function, wanted: Sequence[int]) -> Callable[..., tuple[jax.Array, ...]]:
-    """The vector-Jacobian product of a function by its ``wanted`` arguments.
+    """Return the vector-Jacobian product of a function by its ``wanted`` arguments.
 
     Returns:
-        Takes the gradient of the function's result, then the function's arguments.
+        A function of the gradient of the function's result and then of the function's arguments.
     """
 
     def vector_jacobian(grad: jax.Array, *args: jax.Array) -> tuple[jax.Array, ...]:
@@ -45,10 +45,10 @@ def normalize(
     """A layer normalisation (Ba et al., 2016), or, not ``centred``, RMS (Zhang, Sennrich, 2019).
 
     Args:
-        x: In f32.
+        x: Values in f32.
         dims: Dimensions of one group.
         epsilon: Added to the mean square.
-        centred: Whether the mean is taken off first.
+        centred: Whether the mean is subtracted first.
     """
     if centred:
         x = x - jnp.mean(x, dims, keepdims=True)
@@ -81,7 +81,7 @@ def convolve(
 def pool(
     x: jax.Array, window: Sequence[int], strides: Sequence[int], padding: str, *, largest: bool
 ) -> jax.Array:
-    """The largest element, or the sum, of each window."""
+    """Return the largest element, or the sum, of each window."""
     kind = np.dtype(x.dtype).type
     # The gradient of a maximum needs the literal that JAX knows as its neutral element.
     start, reducer = (kind(-np.inf), lax.max) if largest else (kind(0), lax.add)
@@ -90,7 +90,7 @@ def pool(
 
 
 def recur(xs: jax.Array, w: jax.Array, first: jax.Array) -> jax.Array:
-    """States of an Elman network over the leading dimension: ``h[t] = tanh(h[t-1] w + x[t])``."""
+    """Run an Elman network over the leading dimension: ``h[t] = tanh(h[t-1] w + x[t])``."""
 
     def cell(h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         h = jnp.tanh(h @ w + x)
@@ -107,6 +107,6 @@ def repeat(x: jax.Array, w: jax.Array, trips: int) -> jax.Array:
 
 
 def threefry_key(data: jax.Array) -> jax.Array:
-    """A key of the counter-based generator Threefry (Salmon et al., SC 2011) from two words."""
+    """Make a key of the counter-based generator Threefry (Salmon et al., SC 2011) of two words."""
     key: jax.Array = jax.random.wrap_key_data(data, impl="threefry2x32")
     return key

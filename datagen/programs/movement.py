@@ -9,6 +9,7 @@ from jax import lax
 from .draws import VOCABULARIES, WIDTHS, Draft, Draws, indices, values
 from .source import Arg, numpy_dtype
 
+#: Types that data movement also sees besides floats: tokens, quantised values, masks.
 _EXTRA = ("s32", "s8", "pred")
 
 
@@ -17,7 +18,7 @@ def _dtype(draws: Draws) -> str:
 
 
 def _part(draws: Draws, size: int) -> int:
-    """Size of a part of a dimension: half, a quarter, most of it, or any."""
+    """Draw the size of a part of a dimension: half, a quarter, most of it, or any."""
     options = (size // 2, size // 4, size - 1, draws.integer(1, size))
     return max(1, draws.choice(options))
 
@@ -44,6 +45,7 @@ def transpose(draws: Draws) -> Draft:
         order = draws.choice(([0, 3, 1, 2], [0, 2, 3, 1]))
     elif form == "random" and rank > 2:
         order = [int(i) for i in draws.rng.permutation(rank)]
+    # An identity would be removed by the compiler: swap the minor dimensions instead.
     if order == sorted(order):
         order[-2:] = order[:-3:-1]
     return Draft(
@@ -97,6 +99,7 @@ def dynamic_update_slice(draws: Draws) -> Draft:
     dtype = _dtype(draws)
     shape = draws.shape(draws.elements(dtype, 3))
     axis = draws.integer(0, len(shape) - 1)
+    # A decoding step writes one position of a cache.
     part = 1 if draws.flip() else _part(draws, shape[axis])
     update = tuple(part if d == axis else n for d, n in enumerate(shape))
 
@@ -118,6 +121,7 @@ def pad(draws: Draws) -> Draft:
             config.append((0, 0, 0))
             continue
         low, high = draws.integer(0, 3), draws.integer(0, 3)
+        # Negative padding cuts, as gradients of padded windows do.
         if size > 4 and draws.flip(0.1):
             low = -1
         config.append((low, high, 1 if draws.flip(0.15) else 0))
@@ -167,7 +171,7 @@ def copy_tile(draws: Draws) -> Draft:
 
 
 def _table(draws: Draws, dtype: str, share: float) -> tuple[int, int]:
-    """Rows and width of a table within a share of the memory."""
+    """Draw rows and width of a table within a share of the memory."""
     elements = draws.elements(dtype, 1 / share)
     if draws.flip():
         sizes = draws.closest(
@@ -197,6 +201,7 @@ def gather(draws: Draws) -> Draft:
     most = max(1, min(65536, int(draws.max_bytes * 0.4 / (4 * width))))
     count = draws.size(1, most)
     if form == "rows":
+        # Each mode lowers to other code: clamped, masked, or unchecked indices.
         mode = draws.choice(("clip", "fill", "promise_in_bounds"))
         shape = (count,) if draws.flip() else draws.split(count, 2)
         return Draft(lambda x, i: x.at[i].get(mode=mode), (table, indices(shape, rows)), form)
@@ -214,6 +219,7 @@ def scatter(draws: Draws) -> Draft:
     dtype = draws.dtype()
     rows, width = _table(draws, dtype, 0.25)
     form = draws.weighted({"add": 0.6, "set": 0.2, "max": 0.1, "points": 0.1})
+    # A scatter counts 600 of work per element (``cost``): half of the limit is used.
     most = max(1, min(16384, int(min(draws.max_bytes / 16, draws.max_flops / 1200) / width)))
     count = draws.size(1, most)
     table = values((rows, width), dtype)

@@ -15,6 +15,7 @@ from .layers import pool as pool_windows
 from .random_values import Pool, Step, Value
 from .source import Arg, numpy_dtype
 
+#: Makes a step that reads a value, or None where the value does not suit it.
 Motif = Callable[[Pool, Value], Step | None]
 ACTIVATIONS: tuple[Callable[[jax.Array], jax.Array], ...] = (
     jax.nn.relu,
@@ -28,7 +29,8 @@ ACTIVATIONS: tuple[Callable[[jax.Array], jax.Array], ...] = (
 
 
 def _width(pool: Pool, like: int) -> int:
-    """An output width near the input's, or the same, so that residuals find partners."""
+    """Draw an output width near the input's, or the same, so that residuals find partners."""
+    # Feed-forward blocks widen by about four and narrow again.
     if pool.draws.flip(0.4):
         return like
     near = [w for w in WIDTHS if like / 4.5 <= w <= like * 4.5]
@@ -58,6 +60,7 @@ def gated_mlp(pool: Pool, x: Value) -> Step | None:
     k, n = x.shape[-1], _width(pool, x.shape[-1])
     args = (_weight((k, n), k, x.dtype),) * 2 + (_weight((n, k), n, x.dtype),)
     act = pool.draws.choice(ACTIVATIONS[:3])
+    # 0.7, about 1/sqrt(2), keeps the variance of a sum of two values.
     return Step(lambda v, a, b, c: (v + (act(v @ a) * (v @ b)) @ c) * 0.7, (x,), args)
 
 
@@ -106,6 +109,7 @@ def attention(pool: Pool, x: Value) -> Step | None:
         return None
     head = pool.draws.choice(heads_of)
     heads, causal = width // head, pool.draws.flip()
+    # Four query heads per key-value head, as in Llama 3 8B.
     grouped = heads % 4 == 0 and pool.draws.flip(0.3)
     kv_heads = heads // 4 if grouped else heads
     inner = kv_heads * head
@@ -173,6 +177,7 @@ def squeeze_excite(pool: Pool, x: Value) -> Step | None:
     if not x.is_float or x.rank < 3:
         return None
     c, dims = x.shape[-1], tuple(range(1, x.rank - 1))
+    # A reduction of 4, as in EfficientNet and MobileNetV3 (16 in the original).
     inner = max(1, c // 4)
 
     def function(v: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -224,7 +229,8 @@ def cross_entropy(pool: Pool, x: Value) -> Step | None:
     return Step(function, (x,), (indices(x.shape[:-1], classes),))
 
 
-#: Layers with their weights.
+#: Layers with their weights: products, convolutions, norms and attention first, as in real models
+#: (engineering choice).
 LAYERS: dict[Motif, float] = {
     linear: 5.0,
     gated_mlp: 1.0,

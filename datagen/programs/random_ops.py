@@ -50,6 +50,7 @@ def combine(pool: Pool, x: Value) -> Step | None:
         )
     elif x.dtype == "s32":
         function = pool.draws.choice(
+            # The remainder keeps integers small enough to serve as indices.
             (lambda a, b: jnp.abs(a + b) % 97, jnp.maximum, lambda a, b: a ^ b, lambda a, b: a & b)
         )
     elif x.dtype == "pred":
@@ -77,6 +78,7 @@ def reduction(pool: Pool, x: Value) -> Step | None:
     reducer: Any = pool.draws.choice((jnp.mean, jnp.max, jnp.min, jnp.var))
     if pool.draws.flip(0.3):
         return Step(lambda v: v - reducer(v, dims, keepdims=True), (x,))
+    # The sum of n independent values grows with sqrt(n).
     scale = 1 / math.sqrt(math.prod(x.shape[d] for d in dims))
     if pool.draws.flip(0.3):
         return Step(lambda v: jnp.sum(v * scale, dims), (x,))
@@ -191,6 +193,7 @@ def dropout(pool: Pool, x: Value) -> Step | None:
         def by_bits(v: jax.Array, state: jax.Array) -> jax.Array:
             generate: Any = lax.rng_bit_generator
             bits = generate(state, v.shape, dtype=jnp.uint32)[1]
+            # 7/8 of the 32-bit range is kept; 9/8 approximates the correction by 8/7.
             return jnp.where(bits < np.uint32(0xE0000000), v * 1.125, 0)
 
         return Step(by_bits, (x,), (key,))
@@ -260,7 +263,7 @@ def convert(pool: Pool, x: Value) -> Step | None:
     if not x.is_float:
         return Step(lambda v: v.astype(jnp.float32) * 0.01, (x,), smooth=False)
     if pool.draws.flip(0.2):
-        # Quantised to 8 bits and back.
+        # Quantised to 8 bits; values of about one use the range of 32 steps.
         return Step(
             lambda v: jnp.round(jnp.clip(v * 32, -127, 127)).astype(jnp.int8), (x,), smooth=False
         )
@@ -293,6 +296,7 @@ def whiten(pool: Pool, x: Value) -> Step | None:
         return None
 
     def function(v: jax.Array) -> jax.Array:
+        # The identity keeps the matrix positive definite for any v.
         gram = v.T @ v / v.shape[0] + jnp.eye(v.shape[1])
         factor = lax.linalg.cholesky(gram)
         return lax.linalg.triangular_solve(factor, v, lower=True, transpose_a=True)
@@ -300,7 +304,8 @@ def whiten(pool: Pool, x: Value) -> Step | None:
     return Step(function, (x,), smooth=False)
 
 
-#: Ops with their weights.
+#: Ops with their weights: element-wise ops and reductions first, as in real models (engineering
+#: choice).
 OPS: dict[Motif, float] = {
     chain: 5.0,
     combine: 6.0,

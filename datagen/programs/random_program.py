@@ -20,11 +20,14 @@ from .single_op import DEFAULT_DTYPES, check_dtypes, limits, to_source, trace
 from .source import Arg, ProgramSource
 
 _MOTIFS: dict[Motif, float] = {**LAYERS, **OPS}
+#: Below these there is no room for a program of several ops.
 _LEAST_BYTES = 256e3
 _LEAST_FLOPS = 1e7
+#: Programs that are drawn, each with half of the limits of the one before.
 _ATTEMPTS = 12
-#: Steps beyond the limits after which a program is taken as it is.
+#: Rejected steps after which a program is taken as it is.
 _REJECTIONS = 15
+#: What a program starts from (engineering choice).
 _THEMES = {"tokens": 0.35, "image": 0.3, "matrix": 0.25, "vector": 0.1}
 #: How gradients appear: not at all, of single steps, or of the whole program.
 _MODES = {"forward": 0.45, "mixed": 0.3, "train": 0.25}
@@ -59,6 +62,7 @@ def random_program(
     for attempt in range(_ATTEMPTS):
         shrink = 0.5**attempt
         draws = Draws(rng, max_bytes * shrink, max_flops * shrink, tuple(dtypes))
+        # Gradients exceed limits most often: the last attempts go without.
         mode = draws.weighted(_MODES) if attempt < _ATTEMPTS - 4 else "forward"
         pool, theme = _grow(draws, n_ops, mode)
         draft = Draft(*_function(pool, mode, draws), f"{theme}-{mode}")
@@ -73,15 +77,17 @@ def random_program(
 
 
 def _grow(draws: Draws, n_ops: tuple[int, int], mode: str) -> tuple[Pool, str]:
-    """A pool grown to a random number of ops, and its theme."""
+    """Grow a pool to a random number of ops; return it and its theme."""
     target = round(draws.log_uniform(*n_ops))
     if mode == "train":
         target = max(1, target // 3)  # gradients make about two more for each
+    # Programs of very different total work, rather than all at the limit.
     work = draws.log_uniform(draws.max_flops / 300, draws.max_flops)
     pool = Pool(Draws(draws.rng, draws.max_bytes, work, draws.dtypes))
     theme = draws.weighted(_THEMES)
     for _ in range(draws.choice((1, 1, 2, 3))):
         _start(pool, theme)
+    # Every program has its own preferences, so that programs differ more than their draws would.
     favourites = {m: w * draws.log_uniform(0.25, 4) for m, w in _MOTIFS.items()}
     rejected = 0
     while pool.n_ops < target and rejected < _REJECTIONS:
@@ -111,6 +117,8 @@ def _add_gradient(pool: Pool, step: Step) -> None:
 def _start(pool: Pool, theme: str) -> Value:
     """Add an input of the theme; a theme's sizes stay far below the limit."""
     draws = pool.draws
+    # Elements of an input: room for two dozen f32 values of its size, and for some 75 element-wise
+    # ops (20 of work each) on it.
     budget = draws.log_uniform(4096, max(8192.0, draws.max_bytes / 4 / 24))
     budget = min(budget, draws.max_flops / 1500)
     dtype = draws.dtype()
@@ -137,6 +145,7 @@ def _start(pool: Pool, theme: str) -> Value:
 def _function(pool: Pool, mode: str, draws: Draws) -> tuple[Callable[..., object], tuple[Arg, ...]]:
     """The program as a function of its arguments, which returns whatever has no reader."""
     leaves = pool.leaves()
+    # Some results are reduced, so that not every program ends in large writes.
     means = {v.index for v in leaves if v.is_float and v.rank and draws.flip(0.35)}
     args = tuple(arg for _, arg in pool.args)
 

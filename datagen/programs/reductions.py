@@ -24,6 +24,7 @@ _REDUCERS: dict[str, Function] = {
 
 
 def _reduced_dims(draws: Draws, rank: int) -> tuple[int, ...]:
+    # Twice as often along the minor dimension: softmax and normalisations reduce there.
     form = draws.choice(("minor", "minor", "major", "middle", "all", "all_but_last", "any"))
     if form == "minor":
         return (rank - 1,)
@@ -55,6 +56,7 @@ def reduce(draws: Draws) -> Draft:
     dtype = draws.dtype("s32") if form == "max" and draws.flip(0.2) else draws.dtype()
     shape = draws.shape(draws.elements(dtype, 1.3))
     dims = _reduced_dims(draws, len(shape))
+    # Factors about one: a product of thousands of normal values is zero or infinite.
     if form == "prod":
         arg = Arg(shape, dtype, "uniform", 0.9, 1.1)
     else:
@@ -101,6 +103,7 @@ def _image(draws: Draws, copies: float, work: float) -> tuple[int, ...]:
 
 
 def _window(draws: Draws) -> tuple[int, int, str]:
+    # Pooling of VGG, of ResNet's stem, of Inception, and less common ones.
     kernel, stride = draws.choice(((2, 2), (3, 2), (3, 1), (3, 3), (5, 1)))
     return kernel, stride, draws.choice(("SAME", "VALID"))
 
@@ -191,12 +194,14 @@ def associative_scan(draws: Draws) -> Draft:
 
         return lax.associative_scan(combine, (a, b), axis=axis)[1]
 
+    # Decays below one keep the recurrence stable.
     return Draft(function, (Arg(shape, "f32", "uniform", 0.5, 0.99), Arg(shape, "f32")))
 
 
 def fft(draws: Draws) -> Draft:
     """A Fourier transform: complex, real, or inverse; of one or two dimensions."""
     elements = draws.elements("c64", 4, 1000)
+    # Powers of two, composites and a prime (31): libraries take different paths for each.
     length = draws.choice((16, 31, 64, 100, 128, 256, 384, 512, 1000, 1024, 2048, 4096))
     length = max(2, min(length, elements))
     form = draws.choice(("fft", "ifft", "rfft", "irfft", "fft2"))
@@ -215,6 +220,7 @@ def fft(draws: Draws) -> Draft:
 
 
 def _square(draws: Draws, copies: float, work: float) -> tuple[int, ...]:
+    # Work grows with n^3, memory with n^2; what is left of both goes into the batch.
     n = draws.size(2, max(2, int(min(1024, (draws.max_bytes / 4 / copies) ** 0.5))))
     n = min(n, max(2, int((draws.max_flops / work) ** (1 / 3))))
     batch = max(1.0, min(draws.max_bytes / (4 * copies * n * n), draws.max_flops / work / n**3))

@@ -1,4 +1,4 @@
-"""Programs of a single op: every op kind, with weights as their share of time in real programs."""
+"""Programs of a single op: every kind, weighted roughly by its share of time in real programs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from .cost import Estimate, estimate
 from .draws import Draft, Draws, struct
 from .source import Arg, ProgramSource
 
-#: Most bytes and work of a program on a CPU, and on an accelerator.
+#: Most bytes and work of a program on a CPU, and on an accelerator: tens of milliseconds on either,
+#: so that a run measures many of them.
 CPU_LIMITS = (128e6, 4e9)
 ACCELERATOR_LIMITS = (2e9, 1e12)
 DEFAULT_DTYPES = ("f32", "bf16", "f16")
 #: Below these no op has room for even the smallest sizes.
 _LEAST_BYTES = 64e3
 _LEAST_FLOPS = 1e6
+#: Drafts of one op, each at 0.6 of the limits of the one before.
 _ATTEMPTS = 16
 
 
@@ -42,9 +44,11 @@ class OpKind:
     build: Callable[[Draws], Draft]
 
 
+#: Weights of frequent element-wise ops; the others have 0.25 each.
 _COMMON_ELEMENTWISE = {"add": 2.0, "multiply": 2.0, "exponential": 1.0, "tanh": 1.0, "divide": 1.0}
 
-#: Every kind of op by name: StableHLO names, and names of small groups of ops.
+#: Every kind of op by name: StableHLO names, and names of small groups of ops. Weights are
+#: engineering choices: products and convolutions first, every kind often enough to be learned.
 OPCODES: dict[str, OpKind] = {
     "dot_general": OpKind(22.0, dense.dot_general),
     "convolution": OpKind(9.0, dense.convolution),
@@ -156,7 +160,7 @@ def sample_op(
 def limits(
     max_bytes: float | None, max_flops: float | None, least: tuple[float, float]
 ) -> tuple[float, float]:
-    """The limits given, or those that suit the local backend.
+    """Return the given limits, or those that suit the local backend.
 
     Raises:
         ProfileError: They are below ``least``.
@@ -173,10 +177,10 @@ def limits(
 
 
 def check_dtypes(dtypes: tuple[str, ...]) -> None:
-    """Check that there are types, all of them floating-point ones that ops of every kind take.
+    """Check that there are types, and that ops of every kind take all of them.
 
     Raises:
-        ProfileError: There are none, or others.
+        ProfileError: There are none, or others than :data:`DEFAULT_DTYPES`.
     """
     if not dtypes or not set(dtypes) <= set(DEFAULT_DTYPES):
         raise ProfileError(
@@ -193,6 +197,7 @@ def trace(draft: Draft, name: str) -> tuple[jax.stages.Traced, Estimate]:
 
     main.__name__ = name  # names the module, by which traces tell programs apart
     like = [struct(a.shape, a.dtype) for a in draft.args]
+    # Unused arguments are kept, because values are drawn for every one of them.
     traced = jax.jit(main, keep_unused=True).trace(*like)
     return traced, estimate(traced.jaxpr)
 

@@ -11,8 +11,8 @@ from ...features.ir.dtypes import NUMPY_NAMES
 
 Kind = Literal["normal", "uniform", "integer", "spd", "triangular"]
 
-#: Random values that are made per argument; longer ones repeat them, since making a value costs
-#: more than many kernels spend on it.
+#: Random values that are drawn per argument; longer ones repeat them, since drawing a value costs
+#: more than many kernels spend on it. Not a power of two, so that rows of an array differ.
 _BLOCK = 2**20 + 7
 
 
@@ -78,6 +78,7 @@ class Arg:
         matrix = rng.standard_normal((n, n), np.float32) * np.float32(0.2 / np.sqrt(n))
         matrix = np.tril(matrix) if self.kind == "triangular" else (matrix + matrix.T) / 2
         matrix = (matrix + np.eye(n, dtype=np.float32)).astype(numpy_dtype(self.dtype))
+        # One matrix for the whole batch: times do not depend on its values.
         return np.array(np.broadcast_to(matrix, self.shape))
 
 
@@ -106,7 +107,7 @@ class ProgramSource:
         """Values for all parameters of ``main`` in order; integers lie within valid ranges.
 
         Args:
-            seed: Seed of every value.
+            seed: Seed of all values.
         """
         rng = np.random.default_rng(seed)
         return [arg.draw(rng) for arg in self.args]

@@ -1,1 +1,1 @@
-"""Published tables of operator latencies as a dataset."""
+"""Imports published tables of operator latencies as datasets."""

@@ -1,4 +1,4 @@
-"""Columns of publishers' tables in the schema of the packs."""
+"""Converts the columns of publishers' tables to the schema of the packs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ NEUSIGHT_OPS = {
         "elementwise",
     ),
 }
+#: Operators of two tensors; those with a ``u`` take a scalar instead.
 _BINARY = ("add", "mul", "pow", "div")
 #: Dtypes of aiconfigurator's tables; both 16-bit floats run at the same rate there.
 DTYPES = {
@@ -35,13 +36,15 @@ DTYPES = {
     "w4a16_mxfp4": "w4a16_mxfp4",
     "w4a8_mxfp4_mxfp8": "w4a8_mxfp4_mxfp8",
 }
-#: Widths of latent attention: keys and values of prefill, and of decode over the latent.
+#: Widths of keys and values in multi-head latent attention (DeepSeek-AI, DeepSeek-V2, 2024): in
+#: prefill 128 + 64 for RoPE and 128, in decode the latent itself, 512 + 64 and 512.
 _LATENT = {"context": (192, 128), "generation": (576, 512)}
+#: Heads of DeepSeek-V2 and V3, which tables without a column of heads were measured with.
 _ALL_HEADS = 128
 
 
 def neusight_rows(table: pd.DataFrame, op: str | None, device: str | None) -> pd.DataFrame:
-    """Rows of one of NeuSight's tables.
+    """Convert one of NeuSight's tables.
 
     Its ``N`` is the reduced dimension and ``K`` the width of the result; latencies are in
     milliseconds.
@@ -73,6 +76,7 @@ def _neusight_shape(own: pd.DataFrame, op: str) -> pd.DataFrame:
     if family in ("bmm", "linear"):
         names = {"b": "B", "m": "M", "n": "K", "k": "N"}
     elif family == "conv":
+        # The first spelling is the publisher's own.
         spelling = "Kernel_Szie" if "Kernel_Szie" in own else "Kernel_Size"
         names = {
             "batch": "B",
@@ -94,7 +98,7 @@ def _neusight_shape(own: pd.DataFrame, op: str) -> pd.DataFrame:
 
 
 def vidur_rows(table: pd.DataFrame) -> pd.DataFrame:
-    """Rows of one of Vidur's ``mlp.csv``: one for each operator of a layer and token count.
+    """Convert one of Vidur's ``mlp.csv``: a row for each operator of a layer and token count.
 
     Times are medians in milliseconds over profiled runs, of one rank under tensor parallelism.
 
@@ -147,7 +151,7 @@ def _product(n: object, k: object) -> tuple[str, object, dict[str, object]]:
 
 
 def perf_rows(table: pd.DataFrame, kind: str) -> tuple[pd.DataFrame, int]:
-    """Rows of one of aiconfigurator's tables, equal shapes once with their median.
+    """Convert one of aiconfigurator's tables; equal shapes become one row with their median.
 
     Args:
         table: As its collectors write it; latencies are in milliseconds.
@@ -171,6 +175,7 @@ def perf_rows(table: pd.DataFrame, kind: str) -> tuple[pd.DataFrame, int]:
     rows["op"] = "quantize_fp8" if kind == "scale_matrix" else rows["family"]
     latency = own["latency"].to_numpy(np.float64) * 1e3
     keys = list(rows.columns)
+    # ``dropna=False``: rows without a value in an optional column are shapes as well.
     grouped = rows.assign(latency_us=latency).groupby(keys, sort=False, dropna=False)["latency_us"]
     merged = grouped.median().reset_index()
     return merged.assign(source="aiconfigurator"), int((~raw.isin(list(DTYPES))).sum())
@@ -184,7 +189,7 @@ def _gemm(t: pd.DataFrame) -> Shape:
 
 
 def _latent_product(t: pd.DataFrame) -> Shape:
-    """Weights of latent attention, absorbed before (to the latent) or after (from it)."""
+    """Products with the absorbed weights of latent attention: to the latent, or back from it."""
     before = t["op_name"].astype(str).str.endswith("pre").to_numpy()
     wide, narrow = _LATENT["generation"][1], _LATENT["context"][1]
     n, k = np.where(before, wide, narrow), np.where(before, narrow, wide)
@@ -231,7 +236,7 @@ def _latent(kind: str) -> Callable[[pd.DataFrame], Shape]:
 
 
 def _lengths(t: pd.DataFrame, decode: bool) -> Shape:
-    """Query and key lengths: a decode step adds its token to what was there."""
+    """Return query and key lengths: a decoding step attends to the past and to its own token."""
     if not decode:
         return {"q_len": t["isl"], "kv_len": t["isl"]}
     return {"q_len": 1, "kv_len": t["isl"] + t["step"]}

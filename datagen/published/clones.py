@@ -1,4 +1,4 @@
-"""Tables of operators in clones of their publishers' repositories, in the schema of the packs.
+"""Finds operator tables in clones of their publishers' repositories.
 
 A clone is known by its paths: NeuSight has ``dataset*/train/collect/<op>/<version>/<device>.csv``
 and merged ``dataset*/test/*.csv``, Vidur ``profiling/compute/<device>/<model>/mlp.csv``,
@@ -24,7 +24,8 @@ from .clone_columns import NEUSIGHT_OPS, TABLES, neusight_rows, perf_rows, vidur
 
 logger = logging.getLogger(__name__)
 
-#: Part of the shapes that are put aside as ``val``, the same ones for every device.
+#: Part of the shapes that are held out as ``val``, the same ones for every device; the share of the
+#: packs' own splits.
 HELD_OUT = 0.05
 _NEUSIGHT = re.compile(r"dataset\w*/(train|test)/(?:collect/(\w+)/[^/]+/([^/]+)|(\w+))\.csv$")
 _VIDUR = re.compile(r"profiling/compute/([^/]+)/(.+)/mlp\.csv$")
@@ -57,9 +58,9 @@ class CloneFile:
     """A table in a clone.
 
     Attributes:
-        path: Where it is.
-        name: A name of its own among all tables of the import.
-        read: Gives its rows in the packs' schema.
+        path: Path of the table.
+        name: Name that is unique among all tables of the import.
+        read: Returns its rows in the packs' schema.
     """
 
     path: Path
@@ -68,7 +69,7 @@ class CloneFile:
 
 
 def clone_files(folder: Path) -> list[CloneFile]:
-    """Tables of operators in a clone, in a fixed order; empty if it is none that is known.
+    """List the operator tables of a clone, in a fixed order; empty if the clone is unknown.
 
     Of the versions of a framework that a system was measured with, the newest is taken.
     """
@@ -87,6 +88,7 @@ def clone_files(folder: Path) -> list[CloneFile]:
             system, backend, version, table, suffix = match.groups()
             if table in TABLES and system in SYSTEMS:
                 read = _perf(path, SYSTEMS[system], backend, version, table)
+                # Parquet wins over text of the same version: it keeps the types of columns.
                 rank = (*_version(version), suffix == "parquet")
                 key = (system, backend, table)
                 if key not in newest or newest[key][0] < rank:
@@ -96,6 +98,7 @@ def clone_files(folder: Path) -> list[CloneFile]:
 
 def _file(stem: str, folder: Path, path: Path, read: Callable[[], pd.DataFrame]) -> CloneFile:
     origin = path.relative_to(folder).as_posix()
+    # Names of shards and rows come from the path, so that an import resumes and ids are stable.
     digest = hashlib.sha256(origin.encode()).hexdigest()[:8]
 
     def rows() -> pd.DataFrame:
@@ -153,7 +156,9 @@ def _perf(
 
 
 def _with_split(rows: pd.DataFrame) -> pd.DataFrame:
-    """``val`` for a fixed part of the shapes, ``train`` for the others."""
+    """Mark a fixed part of the shapes as ``val`` and the others as ``train``."""
+    # By a hash of the shape's numbers: equal shapes fall on one side on every device, which keeps
+    # a held-out shape unseen.
     shape = rows.select_dtypes("number").drop(columns=[c for c in rows if "latency" in str(c)])
     digest = pd.util.hash_pandas_object(shape.astype(np.float64), index=False).to_numpy()
     held = digest / 2.0**64 < HELD_OUT
@@ -161,7 +166,8 @@ def _with_split(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    """Numbers of a version; a release candidate comes before its release."""
+    """Return the numbers of a version; a release candidate comes before its release."""
+    # A release counts as a candidate with a number that no real one reaches.
     main, _, candidate = text.partition("rc")
     numbers = [int(n) for n in re.findall(r"\d+", main)][:4]
     return (*numbers, *([0] * (4 - len(numbers))), int(candidate or 10**6))

@@ -1,8 +1,8 @@
 """Imports tables of latencies that others measured and published.
 
 Every row becomes a sample of level ``operator`` whose kernel carries its parameters in its text
-(see :mod:`opcast.features.operators.hlo`). Shards are written one by one under names that say what
-is in them, so that a stopped import goes on where it was.
+(see :mod:`opcast.features.operators.hlo`). Shards are written one by one under names that identify
+their content, so that a stopped import can be resumed.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ logger = logging.getLogger(__name__)
 OPERATOR_FILES = ("ops_neusight.parquet", "ops_vidur.parquet", "ops_tc.parquet")
 #: Columns that every table has.
 REQUIRED = ("id", "source", "family", "op", "dtype", "device", "latency_us")
+#: Rows of a shard, which bound the memory of an import (engineering choice).
 ROWS_PER_SHARD = 100_000
-#: Calls behind a label: what the publishers say they averaged over.
+#: Calls behind a label: the number that the publishers say they averaged over.
 REPEATS = {"neusight": 25, "vidur": 20, "aiconfigurator": 6}
+#: Kind of kernel by group of families; attention is filed under products, which dominate it.
 _KIND = {"gemm": "gemm", "conv": "conv", "attention": "gemm", "moe": "custom_call"}
 _KIND_OF_OP = {"softmax": "reduce", "ln": "reduce", "layernorm": "reduce", "rmsnorm": "reduce"}
 _DTYPE = {name: TABLE_FORMATS[name].weights for name in UNQUANTISED}
@@ -50,12 +52,12 @@ _DTYPE = {name: TABLE_FORMATS[name].weights for name in UNQUANTISED}
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import did.
+    """Outcome of an import.
 
     Attributes:
         rows: Samples in the dataset.
         skipped: Rows without a positive latency.
-        shards: Files written now.
+        shards: Files written by this call.
         kept: Files that an earlier, stopped import had written.
         devices: Names of the devices.
     """
@@ -92,7 +94,7 @@ def import_published(folder: Path, out: Path, show: bool = False) -> Imported:
         rows += int(good.sum())
         if not good.any():
             continue
-        # Before the shard, which cannot be read without them.
+        # Records before the shard: a dataset with rows of unknown runs does not load.
         _write_runs(out, part.loc[good, ["source", "device"]], devices)
         if target.is_file():
             kept += 1
@@ -104,7 +106,7 @@ def import_published(folder: Path, out: Path, show: bool = False) -> Imported:
 
 
 def _tables(folder: Path) -> tuple[int, Iterator[tuple[str, int, pd.DataFrame]]]:
-    """How many parts there are to import (of a clone, how many files), and the parts."""
+    """Return the number of parts to import (for a clone, of files), and the parts."""
     files = _files(folder)
     if files:
         total = sum(-(-_open(p).metadata.num_rows // ROWS_PER_SHARD) for p in files)
@@ -165,10 +167,10 @@ def _batches(file: pq.ParquetFile, path: Path) -> Iterator[pd.DataFrame]:
 
 
 def _checked(part: pd.DataFrame, path: Path) -> pd.DataFrame:
-    """Rows whose texts are texts, and whose latencies are numbers.
+    """Return the rows with texts as ``str`` and latencies as ``float``.
 
     Raises:
-        DatasetError: A latency is no number, or a source is no name.
+        DatasetError: A latency is not a number, or a source is not a valid name.
     """
     texts = {c: part[c].astype(str) for c in ("id", "source", "device") if c in part}
     try:
@@ -181,7 +183,7 @@ def _checked(part: pd.DataFrame, path: Path) -> pd.DataFrame:
 
 
 def samples(part: pd.DataFrame, devices: dict[str, DeviceSpec]) -> pd.DataFrame:
-    """Samples of published rows, in their order.
+    """Make samples of published rows, in their order.
 
     Args:
         part: Rows of a published table, each with a positive latency.
@@ -220,6 +222,7 @@ def _family(rows: pd.DataFrame, key: str, devices: dict[str, DeviceSpec]) -> pd.
             "device": device,
             "latency_us_p10": np.fmin(_numbers(rows, "latency_min_us", np.inf), median),
             "latency_us_p50": median,
+            # 1.2816 standard deviations: the 90 % quantile of a normal distribution.
             "latency_us_p90": median + 1.2816 * spread,
             "repeats": rows["source"].map(REPEATS).fillna(1).astype(np.int64),
             "flops": features.flops,
