@@ -70,6 +70,7 @@ def merge_programs(programs: Sequence[str | bytes]) -> MergedModule:
         ValueError: One of them is no module.
     """
     parts = [_renamed(program, f"p{number}_") for number, program in enumerate(programs)]
+    # Written as text: a function of each program, and a main that hands all arguments through.
     calls, parameters, results, types = [], [], [], []
     for number, (_, inputs, outputs) in enumerate(parts):
         names = [f"%a{number}_{i}" for i in range(len(inputs))]

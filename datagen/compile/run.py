@@ -90,6 +90,8 @@ def compile_dataset(
     with Progress(budget_s, "s", progress) as bar:
         try:
             while time.monotonic() - start < budget_s:
+                # Always the device that is furthest behind: a dataset that is stopped at any time
+                # has the same programs for every device.
                 run = min(runs, key=lambda own: own.rounds)
                 if not run.one_round():
                     stopped = "done"
@@ -156,6 +158,7 @@ class _DeviceRun:
         self.device = device
         self.counts = dict.fromkeys(_COUNTS, 0)
         self._plan = plan
+        # The bar of the run is shown instead of one per module.
         self._settings = CompileSettings(timeout_s=timeout_s, progress=False)
         self._target: CompileTarget = target_of(device)
         self._run = RunWriter(folder, self._run_id())
@@ -229,6 +232,7 @@ class _DeviceRun:
         data = [module.data for module in merged]
         try:
             return compile_programs(data, [(1, 1)] * len(data), self._target, self._settings)
+        # A compiler that does not start will not do so for any program.
         except CompilerStartError:
             raise
         except CompilerError as error:

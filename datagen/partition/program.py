@@ -104,10 +104,13 @@ def sharding_text(
     used = [axis for own in axes for axis in own]
     if not used:
         return "{replicated}"
+    # Axes that cut nothing replicate the array over their devices.
     left = [axis for axis in mesh if axis not in used]
     tiles = [prod(mesh[a] for a in own) for own in axes]
     tiles += [prod(mesh[a] for a in left)] if left else []
     names = list(mesh)
+    # Tiles follow the dimensions of the array, devices those of the mesh: transpose where the two
+    # orders differ.
     order = [names.index(axis) for axis in (*used, *left)]
     shape = ",".join(map(str, mesh.values()))
     turned = "" if order == sorted(order) else f"T({','.join(map(str, order))})"

@@ -128,6 +128,8 @@ def _out_shardings(outputs: PyTree, args: list[PyTree], train: bool, grid: Mesh)
 
     if not train:
         return None
+    # A training step returns parameters, statistics and optimiser state (its first three
+    # arguments), then the loss.
     kept = [jax.tree.map(lambda leaf: leaf.sharding, arg) for arg in args[:3]]
     whole = _sharding(grid, ())
     return (*kept, jax.tree.map(lambda _: whole, outputs[3]))

@@ -93,6 +93,7 @@ def _check(settings: ProfileSettings, folder: Path, resume: bool) -> None:
     # Random streams never end.
     if settings.budget_s is None and set(settings.mix) != {"given"}:
         raise ProfileError("a plan without an end needs a budget", hint="give budget_s")
+    # A folder with records alone holds nothing that could be mixed up.
     if not resume and any(folder.glob("*.parquet")):
         raise ProfileError(
             "holds a dataset already", where=str(folder), hint="resume, or give another folder"

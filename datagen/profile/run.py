@@ -127,6 +127,7 @@ class ProfileRun:
         self._start = time.monotonic()
         self._plan = Plan(settings.mix, settings.seed, settings.suite, given)
         self._done = done_programs(folder)
+        # The id sorts by time; the random part keeps two runs of one second apart.
         now = datetime.datetime.now(datetime.UTC)
         self._run_id = f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         self._run = RunWriter(folder, self._run_id)
@@ -167,6 +168,7 @@ class ProfileRun:
 
     def execute(self, progress: bool = True) -> ProfileResult:
         """Measure until the budget or the plan ends, or Ctrl-C."""
+        # Before the worker starts, which takes seconds: earlier runs may have used up the budget.
         if self._out_of_time():
             return self._result("budget")
         try:
@@ -203,6 +205,7 @@ class ProfileRun:
         So a dataset has one description per machine, even if two machines have the same name.
         """
         records = [r["device"] for r in self._earlier.values() if r["device"]["name"] == name]
+        # The newest description first.
         specs = [DeviceSpec.from_dict(record) for record in reversed(records)]
         # Descriptions from the catalogue have no measured ceilings to compare with.
         if not any(map(is_measured, specs)):
@@ -231,6 +234,7 @@ class ProfileRun:
                 while batch:
                     due = time.monotonic() - checked > self._settings.check_every_s
                     ahead = self._plan.next_batch(self._done | {i.key for i in batch})
+                    # No compiling ahead of a checkpoint: the worker is asked for anchors next.
                     self._measure(batch, ahead if self._overlap and not due else [])
                     self._check_not_broken()
                     last, batch = batch, ahead
@@ -242,6 +246,7 @@ class ProfileRun:
                         checked = time.monotonic()
                     if not sent_ahead and self._out_of_time():
                         return "budget"
+                    # Only behind a checkpoint, when no batch is under way.
                     if due and time.monotonic() - recycled > self._recycle_s:
                         self._measurer.restart()
                         self._replicate()
@@ -265,6 +270,7 @@ class ProfileRun:
                 self._last_reason = str(reply["failed"])
                 self._run.add_failure(item.key, self._last_reason)
                 self._failed += 1
+        # Compiling counts as well: shares of the mix are shares of wall time.
         stream, seconds = batch[0].stream, time.monotonic() - begin
         for spent in (self._spent, self._plan.spent):
             spent[stream] = spent.get(stream, 0.0) + seconds

@@ -108,6 +108,7 @@ def _operand(shape: tuple[int, ...], dtype: str, domain: str) -> Arg:
 def _dtype(draws: Draws, domain: str) -> str:
     if domain in ("integer", "shift"):
         return draws.dtype(*_INTEGER)
+    # Integer arithmetic: counters and indices, s32 most often.
     if domain == "both" and draws.flip(0.2):
         return draws.dtype("s32", "s32", "u32", "s8", "s16")
     return draws.dtype()
@@ -125,7 +126,9 @@ def binary(name: str, draws: Draws) -> Draft:
     """A binary op: on equal shapes, or one operand a scalar, a row, a column, or an inner part."""
     function, domain, work = BINARY[name]
     dtype = _dtype(draws, domain)
+    # Four copies: two operands, the broadcast one and the result.
     shape = draws.shape(draws.elements(dtype, 4, work))
+    # "channel" broadcasts along dimension 1, where NCHW has its channels.
     form = draws.weighted({"same": 0.6, "scalar": 0.1, "row": 0.15, "column": 0.1, "channel": 0.05})
     kept = _kept_dims(form, len(shape))
     small = tuple(shape[d] for d in kept)
@@ -177,6 +180,7 @@ def clamp(draws: Draws) -> Draft:
 
 def convert(draws: Draws) -> Draft:
     """A conversion between element types, 8-bit floats included."""
+    # Twice the sampler's own types: conversions among them are the most frequent.
     pool = (*draws.dtypes, *draws.dtypes, "s32", "s8", "u8", "pred", "f8e4m3fn", "f8e5m2")
     source = draws.choice(pool)
     target = draws.choice([d for d in pool if d != source])
@@ -192,6 +196,7 @@ def bitcast_convert(draws: Draws) -> Draft:
     shape = draws.shape(draws.elements(dtype, 2))
     out = numpy_dtype(target)
 
+    # Alone it would compile to nothing: the bits are only renamed.
     def function(x: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(x, out) >> 3
 
@@ -216,10 +221,12 @@ def complex_op(draws: Draws) -> Draft:
 def fused(draws: Draws) -> Draft:
     """A chain of elementwise ops on one to five arrays, which a compiler fuses into one kernel."""
     dtype = draws.dtype()
+    # Up to 14 ops: longer chains are rare in fused kernels of models.
     n_args, length = draws.integer(1, 5), draws.integer(2, 14)
     shape = draws.shape(draws.elements(dtype, n_args + 2, 20.0 * length))
     steps = [draws.choice(CHAIN) for _ in range(length)]
     merges = [draws.choice((jnp.add, jnp.multiply, jnp.maximum, jnp.subtract)) for _ in steps]
+    # Where in the chain each further array enters; a quarter of them are rows (biases, scales).
     where = sorted(draws.integer(0, length - 1) for _ in range(n_args - 1))
     row = [bool(shape) and draws.flip(0.25) for _ in range(n_args - 1)]
 

@@ -27,6 +27,7 @@ def gradient(function: Function, wanted: Sequence[int]) -> Callable[..., tuple[j
     """
 
     def vector_jacobian(grad: jax.Array, *args: jax.Array) -> tuple[jax.Array, ...]:
+        # A function of the wanted arguments alone: integers have no gradient.
         def partial(*floats: jax.Array) -> jax.Array:
             full = list(args)
             for index, value in zip(wanted, floats, strict=True):

@@ -54,7 +54,7 @@ def transpose(draws: Draws) -> Draft:
 
 
 def reshape(draws: Draws) -> Draft:
-    """A reshape that merges or splits; half of the time between transposes, so that it copies."""
+    """A reshape that merges or splits; half of the time behind a transpose, so that it copies."""
     dtype = _dtype(draws)
     shape = draws.shape(draws.elements(dtype, 3), 2, 3, 4)
     flat = (shape[0], -1) if draws.flip() else (-1, shape[-1])
@@ -114,6 +114,7 @@ def dynamic_update_slice(draws: Draws) -> Draft:
 def pad(draws: Draws) -> Draft:
     """Padding with a low, high and sometimes an inner part; sometimes negative."""
     dtype = _dtype(draws)
+    # Six copies: padding around and between elements may triple the result.
     shape = draws.shape(draws.elements(dtype, 6))
     config = []
     for size in shape:
@@ -198,6 +199,7 @@ def gather(draws: Draws) -> Draft:
     if form == "columns":
         arg = indices((max(1, width // 2),), width)
         return Draft(lambda x, i: jnp.take(x, i, 1, mode="clip"), (table, arg), form)
+    # The result gets as much of the memory as the table.
     most = max(1, min(65536, int(draws.max_bytes * 0.4 / (4 * width))))
     count = draws.size(1, most)
     if form == "rows":
@@ -244,6 +246,7 @@ def one_hot(draws: Draws) -> Draft:
     count = max(1, draws.elements(dtype, 3) // classes)
     kind = numpy_dtype(dtype)
 
+    # As jax.nn.one_hot lowers: iota, comparison, conversion.
     def function(i: jax.Array, scale: jax.Array) -> jax.Array:
         positions = lax.broadcasted_iota(jnp.int32, (count, classes), 1)
         return (i[:, None] == positions).astype(kind) * scale

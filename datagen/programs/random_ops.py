@@ -133,6 +133,7 @@ def concatenate(pool: Pool, x: Value) -> Step | None:
     if x.rank < 1:
         return None
     inputs, args = pool.like(x)
+    # A value that is read twice has two readers in one kernel.
     axis, again = pool.draws.integer(0, x.rank - 1), pool.draws.flip(0.2)
 
     def function(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -146,6 +147,7 @@ def padding(pool: Pool, x: Value) -> Step | None:
     if not x.is_float or x.rank < 1:
         return None
     widths = [(pool.draws.integer(0, 2), pool.draws.integer(0, 2), 0) for _ in x.shape]
+    # Interior padding: the gradient of a strided slice or convolution.
     if pool.draws.flip(0.15):
         widths[-1] = (0, 0, 1)
     zero = numpy_dtype(x.dtype).type(0)
@@ -169,6 +171,7 @@ def scatter_add(pool: Pool, x: Value) -> Step | None:
     """Rows of a value added into a table, as the gradient of an embedding does."""
     if not x.is_float or x.rank < 2:
         return None
+    # From tables where rows collide often to those where they hardly do.
     rows = pool.draws.choice((64, 1000, 8192))
     count, width = x.size // x.shape[-1], x.shape[-1]
     args = (values((rows, width), x.dtype), indices((count,), rows))
@@ -286,12 +289,14 @@ def spectrum(pool: Pool, x: Value) -> Step | None:
     """A Fourier transform of the last dimension."""
     if x.dtype != "f32" or x.rank < 1 or x.shape[-1] < 4:
         return None
+    # A unitary transform keeps the size of values.
     scale = x.shape[-1] ** -0.5
     return Step(lambda v: jnp.abs(jnp.fft.rfft(v * scale)), (x,), smooth=False)
 
 
 def whiten(pool: Pool, x: Value) -> Step | None:
     """A Cholesky decomposition of a Gram matrix, and a solution with it."""
+    # Factorisations are sequential: larger matrices would take most of a program's time.
     if x.dtype != "f32" or x.rank != 2 or not 2 <= x.shape[1] <= 512:
         return None
 

@@ -140,6 +140,7 @@ class Pool:
         if over or self.work + cost.work > self.draws.max_flops:
             return ()
         names = [HLO_NAMES.get(str(a.dtype)) for a in closed.out_avals]
+        # Empty results and types that no motif handles would be dead ends.
         if not {*names} <= {*_HELD} or any(0 in a.shape for a in closed.out_avals):
             return ()
         inputs = tuple(v.index for v in step.inputs)
@@ -180,6 +181,7 @@ def backward(pool: Pool, step: Step) -> Step | None:
     name = HLO_NAMES.get(str(out.dtype))
     if name not in FLOATS:
         return None
+    # Steps with one floating-point result only. Index -1 is that of no value of the pool.
     grad_in, grad_arg = pool.like(Value(-1, tuple(out.shape), name), 0.4)
 
     product = gradient(step.function, wanted)

@@ -112,8 +112,10 @@ def reduce_window(draws: Draws) -> Draft:
     """A pooling of images by sum or maximum."""
     dtype = draws.dtype()
     kernel, stride, padding = _window(draws)
+    # 100 of work for each element of each window, as in ``cost``.
     shape = _image(draws, 2.5, 100.0 * kernel * kernel / stride / stride)
     dims, strides = (1, kernel, kernel, 1), (1, stride, stride, 1)
+    # NCHW, as programs exported from PyTorch have it.
     if draws.flip(0.3):
         shape = (shape[0], shape[3], shape[1], shape[2])
         dims, strides = (1, 1, kernel, kernel), (1, 1, stride, stride)
@@ -280,6 +282,7 @@ def while_loop(draws: Draws) -> Draft:
             return jnp.tanh(x) * 0.9 + 0.01
 
         return Draft(lambda x: lax.fori_loop(0, trips, step, x), (Arg(shape, "f32"),), form)
+    # A product of width x width in every trip, and a handful of such arrays in f32.
     most = min((draws.max_flops / 2 / trips) ** (1 / 3), (draws.max_bytes / 64) ** 0.5)
     width = draws.size(4, max(4, int(min(1024.0, most))))
     rows = draws.size(1, max(1, width))

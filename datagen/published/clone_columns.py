@@ -90,6 +90,7 @@ def _neusight_shape(own: pd.DataFrame, op: str) -> pd.DataFrame:
     else:
         names = {"rows": "B", "cols": "H"}
     shape = pd.DataFrame({new: own[old].to_numpy() for new, old in names.items()})
+    # A linear layer folds its batch into the rows.
     if family == "linear":
         shape["b"] = 1
     if "rows" in shape:
@@ -165,6 +166,7 @@ def perf_rows(table: pd.DataFrame, kind: str) -> tuple[pd.DataFrame, int]:
     """
     dtype, shape = TABLES[kind]
     raw = table[dtype].astype(str) if dtype else pd.Series("bf16", index=table.index)
+    # A latency of zero is not a measurement.
     good = raw.isin(list(DTYPES)).to_numpy() & (table["latency"].to_numpy(np.float64) > 0)
     own = table[good].reset_index(drop=True)
     rows = pd.DataFrame({"dtype": raw[good].map(DTYPES).to_numpy(), **shape(own)}, index=own.index)
@@ -204,6 +206,7 @@ def _attention(causal: int, decode: bool = False) -> Callable[[pd.DataFrame], Sh
         return {
             "batch": t["batch_size"],
             "q_heads": heads,
+            # 0 means as many as query heads.
             "kv_heads": kv.where(kv > 0, heads),
             "head_dim": width,
             "v_head_dim": width,
@@ -224,6 +227,7 @@ def _latent(kind: str) -> Callable[[pd.DataFrame], Shape]:
         return {
             "batch": t["batch_size"],
             "q_heads": heads,
+            # Decoding reads one latent for all heads; prefill expands it to keys and values.
             "kv_heads": 1 if decode else heads,
             "head_dim": width,
             "v_head_dim": value_width,

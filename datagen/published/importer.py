@@ -87,6 +87,7 @@ def import_published(folder: Path, out: Path, show: bool = False) -> Imported:
     rows = skipped = shards = kept = 0
     devices: dict[str, DeviceSpec] = {}
     for name, number, part in tracked(parts, total, "importing", show):
+        # Unknown devices stop the import here, before anything of the part is written.
         devices |= {d: find_device(d) for d in part["device"].unique() if d not in devices}
         target = out / f"{name}-{number:04d}.parquet"
         good = part["latency_us"].to_numpy(np.float64) > 0
@@ -130,6 +131,7 @@ def _cut(files: Sequence[CloneFile]) -> Iterator[tuple[str, int, pd.DataFrame]]:
 
 def _files(folder: Path) -> list[Path]:
     files: dict[str, Path] = {}
+    # In the order of the names, so that shards of a resumed import have the same numbers.
     for path in (p for name in OPERATOR_FILES for p in sorted(folder.rglob(name))):
         twin = files.setdefault(path.name, path)
         if twin is not path:  # their shards would have the same names
@@ -161,6 +163,7 @@ def _parts(files: Sequence[Path]) -> Iterator[tuple[str, int, pd.DataFrame]]:
 def _batches(file: pq.ParquetFile, path: Path) -> Iterator[pd.DataFrame]:
     try:
         for batch in file.iter_batches(ROWS_PER_SHARD):
+            # Integer columns with gaps become floats, as the feature code expects.
             yield batch.to_pandas(integer_object_nulls=False)
     except (OSError, ValueError) as error:
         raise DatasetError(f"cannot be read as parquet: {error}", where=str(path)) from None
@@ -220,6 +223,7 @@ def _family(rows: pd.DataFrame, key: str, devices: dict[str, DeviceSpec]) -> pd.
             "kind": kind,
             "dtype": rows["dtype"].map(_DTYPE).fillna(rows["dtype"]),
             "device": device,
+            # The minimum stands for the 10 % quantile where it was published.
             "latency_us_p10": np.fmin(_numbers(rows, "latency_min_us", np.inf), median),
             "latency_us_p50": median,
             # 1.2816 standard deviations: the 90 % quantile of a normal distribution.
@@ -245,7 +249,7 @@ def _numbers(rows: pd.DataFrame, column: str, default: float) -> np.ndarray:
 
 
 def _write_runs(out: Path, part: pd.DataFrame, devices: dict[str, DeviceSpec]) -> None:
-    """A run record for every (source, device): what is known of how its labels were taken."""
+    """Write a run record for every (source, device), with what is known of its labels."""
     for source, name in part[["source", "device"]].drop_duplicates().itertuples(index=False):
         spec = devices[name]
         run_id = f"{source}-{spec.name}"

@@ -1,4 +1,4 @@
-"""Program families of machine learning: sizes go in, StableHLO programs with their arguments out.
+"""Program families of machine learning: from sizes to StableHLO programs with their arguments.
 
 The profiler measures them, tests and benchmarks predict them, users export them as examples.
 Nothing heavy is imported before a program is built; building needs jax, flax and optax.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+# Kept apart from the models, so that listing families does not import JAX.
 Setting = int | float | str | bool
 """A value of a parameter of a family."""
 
@@ -31,10 +32,10 @@ class Family:
 
     Attributes:
         name: Name by which it is built.
-        summary: One line on what it is.
-        module: Module of this package that holds it.
+        summary: One-line description.
+        module: Module of :mod:`.families` that holds it.
         defaults: Every parameter with its default; the default's type is the parameter's type.
-        choices: Allowed values of the parameters that take only some.
+        choices: Allowed values of parameters that take only some.
         headline: Parameters that always appear in a workload's name.
     """
 
@@ -65,6 +66,8 @@ def _family(
     )
 
 
+# A hidden width of 2816 is 8/3 of the model's, rounded up to a multiple of 256, as in Llama
+# (Touvron et al., 2023); 32000 is Llama's vocabulary.
 _DECODER: dict[str, Setting] = {
     "layers": 8,
     "dim": 1024,
@@ -93,6 +96,7 @@ _FAMILIES = (
     _family(
         "resnet",
         "ResNet v1.5 image classifier with batch norm (running statistics in training)",
+        # 1000 classes of images of 224 x 224: ImageNet, here and in the families below.
         {
             "depth": 50,
             "image": 224,
@@ -121,6 +125,7 @@ _FAMILIES = (
     _family(
         "vit",
         "Vision transformer: patch embedding, class token, pre-norm encoder",
+        # ViT-B/16.
         {
             "layers": 12,
             "dim": 768,
@@ -136,6 +141,7 @@ _FAMILIES = (
     _family(
         "bert",
         "BERT encoder with a masked-language-model head over gathered positions",
+        # BERT base; 20 predictions for 128 tokens, as in its first phase of pre-training.
         {
             "layers": 12,
             "dim": 768,
@@ -168,6 +174,7 @@ _FAMILIES = (
     _family(
         "moe",
         "Mixture-of-experts decoder: top-k routing by einsum, scatter or dense dispatch",
+        # Capacity factor of Switch Transformers (Fedus et al., JMLR 2022); experts as in Mixtral.
         {
             **_DECODER,
             "batch": 2,
@@ -203,6 +210,7 @@ _FAMILIES = (
     _family(
         "ssm",
         "Selective state-space language model (Mamba-like) with an associative scan",
+        # Expansion, state and window of Mamba's defaults (Gu and Dao, 2023).
         {
             "batch": 2,
             "layers": 4,
@@ -219,6 +227,7 @@ _FAMILIES = (
     _family(
         "lstm",
         "Recurrent language model: LSTM or GRU layers over lax.scan",
+        # 10000 words: the Penn Treebank (Zaremba et al., 2014).
         {"batch": 32, "layers": 2, "dim": 512, "seq": 64, "vocab": 10000, "cell": "lstm"},
         {"cell": ("lstm", "gru")},
         "cell layers dim seq",
@@ -243,6 +252,7 @@ _FAMILIES = (
     _family(
         "dlrm",
         "Recommender: embedding tables with summed lookups, MLPs, pairwise interactions",
+        # 26 categorical and 13 dense features: the Criteo data sets.
         {
             "batch": 256,
             "tables": 26,
@@ -259,6 +269,7 @@ _FAMILIES = (
     _family(
         "convnet_1d",
         "Audio classifier: strided 1-D convolutions, then dilated residual blocks",
+        # A second at 16 kHz, 35 words: Speech Commands (Warden, 2018).
         {
             "batch": 4,
             "samples": 16000,

@@ -1,8 +1,8 @@
-"""The sizes of each suite, one program a line; settings left out are the family's defaults.
+"""The sizes of each suite, one program per line; omitted settings are the family's defaults.
 
 "standard" aims at two minutes for one run of each on two CPU cores, and at 6 GB (docs/zoo.md has
-what was measured). Depths are moderate since compile time grows with them; widths and lengths vary.
-The last lines of each family are its long ones, of about a second to ten.
+the measured figures). Depths are moderate since compile time grows with them; widths and lengths
+vary. The last lines of each family are its long ones, of about one to ten seconds.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ GRIDS: dict[str, dict[str, str]] = {
             size=b4 image=384 batch=32 dtype=bf16
         """,
     },
+    # Widths of ViT-Ti (192), S (384), B (768) and L (1024).
     "vit": {
         "quick": """
             layers=2 dim=64 heads=2 hidden=128 image=64 classes=10 batch=2
@@ -118,6 +119,7 @@ GRIDS: dict[str, dict[str, str]] = {
             layers=24 dim=1024 heads=16 hidden=4096 batch=32 dtype=bf16
         """,
     },
+    # 76 predictions are 15 % of 512 tokens. Last lines: BERT base and large.
     "bert": {
         "quick": """
             layers=2 dim=64 heads=2 hidden=128 seq=32 vocab=500 batch=2
@@ -142,6 +144,7 @@ GRIDS: dict[str, dict[str, str]] = {
             layers=24 dim=1024 heads=16 hidden=4096 seq=512 masked=76 batch=32 dtype=bf16
         """,
     },
+    # Largest layers: those of Llama 3.2 1B (2048, 8192) and Llama 3 8B (4096, 14336).
     "llama": {
         "quick": """
             layers=2 dim=64 heads=4 kv_heads=2 hidden=128 seq=32 vocab=500 batch=2
@@ -250,6 +253,7 @@ GRIDS: dict[str, dict[str, str]] = {
             layers=8 dim=768 seq=1024 batch=4 dtype=bf16 mode=train
         """,
     },
+    # 650 and 1500 are the medium and large models of Zaremba et al. (2014).
     "lstm": {
         "quick": """
             layers=1 dim=64 seq=16 vocab=500 batch=4
@@ -273,6 +277,7 @@ GRIDS: dict[str, dict[str, str]] = {
             layers=4 dim=2048 seq=128 batch=128 dtype=bf16
         """,
     },
+    # 2708 nodes: Cora; 169343 nodes: ogbn-arxiv. Batches of small graphs stand for molecules.
     "gnn": {
         "quick": """
             nodes=256 edges=1024 features=32 dim=32 layers=2 heads=2
@@ -298,6 +303,7 @@ GRIDS: dict[str, dict[str, str]] = {
             nodes=65536 edges=524288 dim=256 layers=4 conv=mpnn dtype=bf16 mode=train
         """,
     },
+    # Tables are far smaller than production's: gathers of rows, not their number, take the time.
     "dlrm": {
         "quick": """
             batch=16 tables=4 rows=100 dim=16 bottom=32 top=32

@@ -1,4 +1,4 @@
-"""Turns a model into a forward program or a full train step, on one device or data-parallel."""
+"""Turns a model into a forward program or a full training step, on one device or data-parallel."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def make_workload(name: str, family: str, settings: Settings, model: Model) -> W
     if settings["mode"] == "train":
         tx = _optimizer(settings, model)
         function = _train_step(model, tx, AXIS if devices > 1 else None)
+        # Shapes only: states of large models would not fit into memory.
         opt_state = jax.eval_shape(tx.init, params)
         args: tuple[PyTree, ...] = (params, variables, opt_state, _train_batch(model))
         donate: tuple[int, ...] = (0, 1, 2)
@@ -110,6 +111,7 @@ def _train_step(
         rngs = {}
         if model.dropout:
             key = jax.random.wrap_key_data(batch["dropout_key"])
+            # Devices drop different elements: the key is mixed with the device's index.
             rngs["dropout"] = (
                 key if axis is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
             )
@@ -125,6 +127,7 @@ def _train_step(
             return model.loss(out, batch), updated  # type: ignore[misc]
 
         (loss, updated), grads = jax.value_and_grad(objective, has_aux=True)(params)
+        # One explicit all-reduce per array; combining them is the compiler's choice.
         if axis is not None:
             loss, updated, grads = pmean((loss, updated, grads), axis)
         steps, opt_state = tx.update(grads, opt_state, params)

@@ -23,16 +23,17 @@ FORMATS = ("text", "bytecode", "portable", "jax-export")
 
 
 def all_families() -> dict[str, Family]:
-    """Every family by name, those of other packages after ours."""
+    """Return every family by name, those of other packages after opcast's."""
     own = dict(FAMILIES)
+    # A plug-in cannot replace a family: its name would mean two programs in a dataset.
     return own | {name: family(name) for name in plugins.found(GROUP) if name not in own}
 
 
 def family(name: str) -> Family:
-    """The family called ``name``.
+    """Return the family called ``name``.
 
     Raises:
-        OpcastError: There is none.
+        OpcastError: There is none, or a plug-in declares none.
     """
     if name in FAMILIES:
         return FAMILIES[name]
@@ -47,14 +48,14 @@ def family(name: str) -> Family:
 
 
 def parse_settings(name: str, pairs: Iterable[str]) -> dict[str, Setting]:
-    """Settings from texts such as "batch=8", with the types of the family's defaults.
+    """Parse settings from texts such as "batch=8", with the types of the family's defaults.
 
     Args:
         name: Name of the family.
         pairs: ``key=value`` texts.
 
     Raises:
-        OpcastError: A text is no pair, names no parameter, or has a bad value.
+        OpcastError: A text is not a pair, names no parameter, or has a bad value.
     """
     settings: dict[str, Setting] = {}
     for pair in pairs:
@@ -66,13 +67,13 @@ def parse_settings(name: str, pairs: Iterable[str]) -> dict[str, Setting]:
 
 
 def resolve(name: str, settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """All parameters of a family: the settings given, checked, and defaults for the others."""
+    """Return all parameters of a family: the given settings, checked, and defaults."""
     chosen = family(name)
     return {**chosen.defaults, **_checked(chosen, settings)}
 
 
 def workload_name(name: str, settings: Mapping[str, Setting]) -> str:
-    """A short name that tells settings apart, such as "resnet-depth=50-batch=8-train".
+    """Make a short name that tells settings apart, such as "resnet-depth=50-batch=8-train".
 
     Args:
         name: Name of the family.
@@ -104,7 +105,9 @@ def build(name: str, **settings: Setting) -> Workload:
     chosen, full = family(name), resolve(name, settings)
     module = _module(chosen)
     programs = import_module(".programs", __package__)
+    # Families that share a module (llama, llama_decode) have a maker of their own each.
     maker = getattr(module, "model_" + name, None) or module.model
+    # The name has only the settings that were given or matter, the workload has all of them.
     built: Workload = programs.make_workload(workload_name(name, settings), name, full, maker(full))
     return built
 
@@ -137,7 +140,7 @@ def export(
 
 
 def describe() -> str:
-    """The families and their parameters as a Markdown document."""
+    """Describe the families and their parameters as a Markdown document."""
     lines = ["| family | what it is | parameters (default) |", "|---|---|---|"]
     common = "`batch`, `mode`, `dtype`, `optimizer`, `data_parallel`"
     for item in FAMILIES.values():
@@ -153,7 +156,7 @@ def describe() -> str:
 
 
 def _module(chosen: Family) -> Any:
-    """The module that makes a family's model."""
+    """Import the module that makes a family's model."""
     if chosen.name in FAMILIES:
         return import_module(f".families.{chosen.module}", __package__)
     return plugins.load(plugins.found(GROUP)[chosen.name])
@@ -170,7 +173,7 @@ def _checked(chosen: Family, settings: Mapping[str, Setting]) -> dict[str, Setti
 
 
 def _value(chosen: Family, key: str, value: Setting) -> Setting:
-    """A setting in the type of the default, within what is allowed."""
+    """Convert a setting to the type of the default and check that it is allowed."""
     default = chosen.defaults[key]
     where = f"{chosen.name}.{key}"
     if not isinstance(value, get_args(Setting)):
@@ -187,6 +190,7 @@ def _value(chosen: Family, key: str, value: Setting) -> Setting:
     if allowed is not None and converted not in allowed:
         listed = ", ".join(_text(choice) for choice in allowed)
         raise OpcastError(f"{value!r} is not allowed", where=where, hint="allowed: " + listed)
+    # Counts start at 1 and fit int32, which indices in programs are; shares may be 0.
     if isinstance(converted, int | float) and not isinstance(converted, bool):
         least = 0 if isinstance(default, float) else 1
         if not least <= converted < 2**31:

@@ -1,4 +1,4 @@
-"""Writes a workload in each StableHLO container; the JAX calls that are not public stay here."""
+"""Writes a workload in each StableHLO container."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def serialize(workload: Workload, format: str) -> bytes:
-    """The program of a workload as bytes of the given format (see ``registry.export``)."""
+    """Return a workload's program as bytes of the given format (see ``registry.export``)."""
     if format == "text":
         return workload.mlir().encode()
     if format == "bytecode":
@@ -21,6 +21,7 @@ def serialize(workload: Workload, format: str) -> bytes:
         module.operation.write_bytecode(buffer)
         return buffer.getvalue()
     exported = _exported(workload)
+    # ``mlir_module_serialized`` is a portable artifact with StableHLO's compatibility guarantees.
     if format == "portable":
         return bytes(exported.mlir_module_serialized)
     return bytes(exported.serialize())
@@ -49,5 +50,6 @@ def _exported(workload: Workload) -> export.Exported:
     backend = jax.default_backend()
     return export.export(
         jax.jit(main, donate_argnums=donated, keep_unused=True),
+        # jax.export names platforms, not backends.
         platforms=["cuda" if backend == "gpu" else backend],
     )(*flat)

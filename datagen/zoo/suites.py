@@ -1,4 +1,4 @@
-"""Which sizes to profile: for each family a grid from a millisecond to seconds on two CPU cores.
+"""Sizes to profile: for each family a grid from a millisecond to seconds on two CPU cores.
 
 Small and medium programs dominate, since a device is learned from many shapes, not from long runs.
 """
@@ -15,7 +15,7 @@ BUDGETS = ("quick", "standard", "full")
 
 
 def size_grid(name: str, budget: str = "standard") -> list[dict[str, Setting]]:
-    """Settings of a family that together span its sizes.
+    """List settings of a family that together span its sizes.
 
     Args:
         name: Name of the family.
@@ -28,6 +28,7 @@ def size_grid(name: str, budget: str = "standard") -> list[dict[str, Setting]]:
     if budget not in BUDGETS:
         raise OpcastError(f"unknown suite {budget!r}", hint="suites: " + ", ".join(BUDGETS))
     grid = GRIDS[family(name).name]
+    # "quick" is not part of the others: it is a smoke test.
     tiers = ("standard", "full") if budget == "full" else (budget,)
     return [
         parse_settings(name, line.split())
@@ -37,7 +38,7 @@ def size_grid(name: str, budget: str = "standard") -> list[dict[str, Setting]]:
 
 
 def suite(name: str = "standard") -> list[tuple[str, dict[str, Setting]]]:
-    """The programs of a suite as pairs of family and settings.
+    """List the programs of a suite as pairs of family and settings.
 
     Args:
         name: "quick", "standard" or "full" (see ``size_grid``).

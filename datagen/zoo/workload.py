@@ -32,6 +32,7 @@ class Workload:
         abstract_args: Its positional arguments as pytrees of ShapeDtypeStruct.
         donate_argnums: Arguments whose buffers the program may overwrite.
         n_params: Number of trained parameters.
+        draws: How to make each argument, in flattening order.
     """
 
     name: str
@@ -67,19 +68,19 @@ class Workload:
         return lowered
 
     def mlir(self, debug_info: bool = True) -> str:
-        """StableHLO text, by default with the source location of every op."""
+        """Return StableHLO text, by default with the source location of every op."""
         return self.lower().as_text(debug_info=debug_info)
 
     def arguments(self, seed: int = 0) -> list[np.ndarray]:
         """Values for all arguments, flat, in the order of the parameters of ``main``.
 
         Parameters are initialised as in training from scratch, optimizer state is zero, integers
-        are uniform within their valid range. Under data parallelism the shapes are those over all
-        devices.
+        are uniform within their valid range. Under data parallelism shapes are global.
 
         Args:
-            seed: Seed of every random value.
+            seed: Seed of all random values.
         """
+        # One generator for all: values depend on the order of arguments, which is fixed.
         rng = np.random.default_rng(seed)
         return [draw(rng) for draw in self.draws]
 

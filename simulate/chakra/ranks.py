@@ -128,6 +128,7 @@ class _Rank:
 
     def _compute(self, place: int, node: Node, work: Work) -> None:
         needed = {i for o in node.operands for i in self.result.get(o, ())}
+        # The stream is in order: what one of its nodes has waited for holds for all later ones.
         self.waits |= needed - self.awaited
         self.awaited |= needed
         self.pending.add(place)
@@ -192,6 +193,7 @@ class _Rank:
 
     def _once(self, node: Node, own: Collective, deps: set[int], micros: int) -> set[int]:
         """Write one execution; an empty set if this rank takes no part."""
+        # Chakra's sizes are whole bytes.
         size = round(own.size)
         if own.kind in TRANSFERS:
             return self._transfers(node, own, deps, micros)
@@ -211,6 +213,7 @@ class _Rank:
     def _transfers(self, node: Node, own: Collective, deps: set[int], micros: int) -> set[int]:
         self.tags += 1
         transfers = set()
+        # Without explicit pairs the group is a chain.
         pairs = own.groups or tuple(zip(own.group, own.group[1:], strict=False))
         for source, target in ((p[0], p[1]) for p in pairs if p[0] != p[1]):
             attrs: dict[str, Value] = {

@@ -133,6 +133,7 @@ class _Run:
             if node.collective:
                 self._meet(ready, rank, at, node)
                 continue
+            # Events come in the order of readiness, which is the order of service.
             start = max(ready, self.free[rank])
             self.free[rank] = start + node.micros
             self._done(rank, at, start, start + node.micros)
@@ -162,6 +163,7 @@ class _Run:
         if node.type == NodeType.COMM_COLL:
             name = str(node.attrs.get("pg_name", ""))
             return (name,), len(self.groups.get(name, range(len(self.traces))))
+        # A transfer is a send and a receive with the same ends and tag.
         return tuple(node.attrs.get(k, 0) for k in ("comm_src", "comm_dst", "comm_tag")), 2
 
     def _done(self, rank: int, at: int, start: float, end: float) -> None:

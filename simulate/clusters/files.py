@@ -135,6 +135,7 @@ def _astra_links(kind: str, size: int) -> tuple[int, int]:
 def _from_astra(data: dict[str, Any], where: str) -> Topology:
     _check_keys(data, _ASTRA_KEYS, where)
     lists = [data.get(key) for key in _ASTRA_KEYS]
+    # A length that differs would be cut off silently by ``zip``.
     if any(not isinstance(v, list) or len(v) != len(lists[0] or ()) or not v for v in lists):
         what = f"{', '.join(_ASTRA_KEYS)} must be lists with an entry for each dimension"
         raise DeviceError(what, where=where)

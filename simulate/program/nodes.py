@@ -84,6 +84,7 @@ def program_nodes(
             Node(
                 name=kernel.name,
                 opcode=kernel.opcode,
+                # Later positions are loop carries: their values come from the last iteration.
                 operands=tuple(o for o in operands if 0 <= o < place),
                 seconds=time * kernel.multiplicity,
                 collective=collective,
@@ -105,6 +106,7 @@ def _collective(kernel: Kernel, devices: int, *, scheduled: bool) -> Collective 
     # Operands, not results: the convention is bytes contributed (a gather's result is larger).
     size = float(sum(entry.ops[i].result_bytes for i in op.operands))
     group = _partners(kernel, devices)
+    # Nothing to exchange: the node takes no time.
     if len(group) < 2 or size <= 0:
         return None
     waits = scheduled and (kernel.async_role != "start" or _is_sync(kernel))

@@ -86,6 +86,7 @@ def _phase(schedule: Schedule, kind: str, size: float, dim: Dimension, at: int) 
     if dim.kind == "torus":
         _torus(schedule, kind, size, dim, at)
         return
+    # The formula's own choice, so that both sides run the same algorithm.
     best = fastest(kind, dim, size)[0]
     run_phase(schedule, [(PHASES[best], at, kind, size)])
 

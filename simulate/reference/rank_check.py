@@ -91,6 +91,7 @@ def compare_ranks(text: str, wire: Wire) -> Pair:
         seconds = wire.seconds(kind, size, group)
         return Estimate(seconds, seconds, seconds)
 
+    # No contention between kernels and collectives: by_rank has none.
     composed = step_time(workload, plan, Costs(_products_only, network)).total
     hop = hop_call(workload, plan).size
     return Pair(composed, step_by_rank(plan, _stages(workload, plan), wire, hop, 0.0))

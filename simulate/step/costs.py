@@ -78,7 +78,7 @@ class Costs:
         """Return the seconds of a collective, all its executions."""
         if not call.needed:
             return 0.0
-        # Not keyed by name: equal collectives of different purposes take the same time.
+        # Keyed without the name: equal collectives of different purposes take the same time.
         key = (call.kind, call.size, call.group)
         if key not in self.links:
             self.links[key] = self._network(call.kind, call.size, call.group)

@@ -48,6 +48,7 @@ def forward_orders(stages: int, micros: int, chunks: int = 1) -> tuple[Order, ..
     """Return what each stage runs where there is no backward pass."""
     if chunks == 1:
         return tuple(tuple(Task(FORWARD, m) for m in range(micros)) for _ in range(stages))
+    # The order of interleaved training, without its backward tasks.
     one = tuple(_virtual(k, stages, chunks, FORWARD) for k in range(micros * chunks))
     return tuple(one for _ in range(stages))
 

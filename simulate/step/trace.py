@@ -25,6 +25,7 @@ def step_events(step: StepTime, plan: Plan) -> list[dict[str, Any]]:
         parts = {FORWARD: times.forward, BACKWARD: times.backward, WEIGHTS: times.weights}
         for task, start, end in track:
             part = parts[task.kind]
+            # The split of the stage's mean task is applied to every task.
             share = part.compute / part.total if part.total else 1.0
             middle = start + (end - start) * share
             chunk = f" chunk {task.chunk}" if plan.virtual > 1 else ""

@@ -1,1 +1,1 @@
-"""The models of the zoo, one module a family."""
+"""The models of the zoo, one module per family."""

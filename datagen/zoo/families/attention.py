@@ -35,6 +35,7 @@ def attend(
     Returns:
         (batch, q, heads, d).
     """
+    # Scaled by 1/sqrt(d) (Vaswani et al., NeurIPS 2017); f32, since a bf16 softmax loses accuracy.
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) * query.shape[-1] ** -0.5
     scores = scores.astype(jnp.float32)
     if mask is not None:
@@ -46,7 +47,7 @@ def attend(
 def attend_grouped(
     query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array
 ) -> jax.Array:
-    """Grouped-query attention: several query heads share one key-value head.
+    """Grouped-query attention (Ainslie et al. 2023): query heads share a key-value head.
 
     Args:
         query: (batch, q, heads, d).
@@ -58,6 +59,7 @@ def attend_grouped(
         (batch, q, heads, d).
     """
     batch, length, heads, size = query.shape
+    # Keys and values are not repeated: the group is a dimension of the product.
     grouped = query.reshape(batch, length, key.shape[2], heads // key.shape[2], size)
     scores = jnp.einsum("bqngd,bknd->bngqk", grouped, key) * size**-0.5
     scores = jnp.where(mask, scores.astype(jnp.float32), MASKED)
@@ -67,7 +69,7 @@ def attend_grouped(
 
 
 def rotate(x: jax.Array, positions: jax.Array, base: float = 10000.0) -> jax.Array:
-    """Rotary position embedding in the rotate-half layout.
+    """Rotary position embedding (Su et al. 2021) in the rotate-half layout.
 
     Args:
         x: (batch, length, heads, d), d even.

@@ -54,9 +54,11 @@ class Bert(nn.Module):
         x = table(ids) + p.embed(2, self.dim, name="segments")(segments)
         x = x + p.embed(self.max_positions, self.dim, name="positions")(jnp.arange(length))
         x = nn.Dropout(self.dropout, deterministic=not train)(p.layer_norm(EPSILON)(x))
+        # One mask per sequence, broadcast over heads and queries.
         mask = (valid > 0)[:, None, None, :]
         for _ in range(self.layers):
             x = Block(self.heads, self.hidden, self.dropout, p)(x, mask, train)
+        # Only masked positions reach the vocabulary, as in the reference implementation.
         x = jnp.take_along_axis(x, masked[:, :, None], axis=1)
         x = p.layer_norm(EPSILON)(nn.gelu(p.dense(self.dim)(x), approximate=False))
         bias = self.param("bias", nn.initializers.zeros, (self.vocab,), p.params)

@@ -37,10 +37,12 @@ class AudioNet(nn.Module):
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         """Logits (batch, classes) of samples (batch, length)."""
         p = self.p
+        # Windows and strides of wav2vec 2.0's feature encoder (Baevski et al. 2020): 10/5, 3/2 …
         x = p.conv(self.channels, 10, 5, rank=1)(x[:, :, None])
         for _ in range(self.stem_layers - 1):
             x = p.conv(self.channels, 3, 2, rank=1, bias=False)(nn.gelu(p.layer_norm()(x)))
         for block in range(self.blocks):
+            # Dilations 1, 2, 4, 8, again and again, as in WaveNet's stacks.
             x = DilatedBlock(1 << block % 4, p)(x)
         return p.dense(self.classes)(jnp.mean(nn.gelu(p.layer_norm()(x)), axis=1))
 

@@ -1,4 +1,4 @@
-"""ConvNeXt: patchify stem, depthwise 7x7 blocks with layer norm and layer scale."""
+"""ConvNeXt (Liu et al. 2022): patch stem, depthwise 7x7 blocks, layer norm and layer scale."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class Block(nn.Module):
         """(batch, height, width, channels) to the same shape."""
         p, dim = self.p, x.shape[-1]
         y = p.conv(dim, 7, feature_group_count=dim)(x)
+        # A 1x1 convolution written as a dense layer over channels, as in the reference.
         y = nn.gelu(p.dense(4 * dim)(p.layer_norm()(y)))
         y = p.dense(dim)(y)
         scale = self.param("layer_scale", nn.initializers.constant(1e-6), (dim,), p.params)

@@ -36,6 +36,7 @@ class DLRM(nn.Module):
             vectors.append(jnp.sum(looked_up, axis=1))
         stacked = jnp.stack(vectors, axis=1)
         products = jnp.einsum("bnd,bmd->bnm", stacked, stacked)
+        # Each pair once, without a vector's product with itself.
         rows, columns = np.tril_indices(self.tables + 1, -1)
         x = jnp.concatenate([x, products[:, rows, columns]], axis=-1)
         for width in (self.top, self.top // 2 or 1):

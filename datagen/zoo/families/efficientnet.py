@@ -1,4 +1,4 @@
-"""EfficientNet: inverted bottlenecks with depthwise convolutions and squeeze-excite."""
+"""EfficientNet (Tan and Le 2019): inverted bottlenecks, depthwise convolutions, squeeze-excite."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ STAGES = (
 
 
 def scaled_channels(channels: int, width: float) -> int:
-    """Channels times width, rounded to a multiple of 8 and by no more than a tenth down."""
+    """Scale channels by width, rounded to a multiple of 8 and by no more than a tenth down."""
+    # ``round_filters`` of the reference implementation.
     rounded = max(8, int(channels * width + 4) // 8 * 8)
     return rounded + 8 if rounded < 0.9 * channels * width else rounded
 
@@ -57,6 +58,7 @@ class Block(nn.Module):
         y = p.conv(hidden, self.kernel, self.stride, bias=False, feature_group_count=hidden)(y)
         y = nn.silu(p.batch_norm(train)(y))
         gate = jnp.mean(y, axis=(1, 2), keepdims=True)
+        # A quarter of the block's input channels, not of the expanded ones.
         gate = nn.silu(p.conv(max(1, inputs // 4), 1)(gate))
         y = y * nn.sigmoid(p.conv(hidden, 1)(gate))
         y = p.batch_norm(train)(p.conv(self.out, 1, bias=False)(y))

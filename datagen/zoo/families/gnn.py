@@ -1,4 +1,7 @@
-"""Graph network for node classification: gathers along edges, segment sums at receivers."""
+"""Graph network for node classification: gathers along edges, segment sums at receivers.
+
+Convolutions after Kipf and Welling (2017), Veličković et al. (2018) and Gilmer et al. (2017).
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,7 @@ class Convolution(nn.Module):
             total = jax.ops.segment_sum(message, receivers, nodes)
             return p.dense(self.dim)(jnp.concatenate([x, total], axis=-1))
         message = p.dense(self.dim, bias=False)(x)[senders]
+        # Nodes without edges have a degree of 0: no division by it.
         ones = jnp.ones(senders.shape, x.dtype)
         degree = jnp.maximum(jax.ops.segment_sum(ones, receivers, nodes), 1)
         total = jax.ops.segment_sum(message, receivers, nodes)
@@ -45,6 +49,8 @@ class Convolution(nn.Module):
         sent = p.dense(self.dim)(x).reshape(nodes, self.heads, size)[senders]
         received = p.dense(self.dim)(x).reshape(nodes, self.heads, size)[receivers]
         scores = p.dense(1, bias=False)(nn.leaky_relu(sent + received, 0.2)).astype(jnp.float32)
+        # A softmax over the edges of each receiver; its maximum is subtracted against overflow and
+        # needs no gradient.
         highest = jax.ops.segment_max(scores, receivers, nodes)
         weights = jnp.exp(scores - jax.lax.stop_gradient(highest)[receivers])
         total = jax.ops.segment_sum(weights, receivers, nodes)

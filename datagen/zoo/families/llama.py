@@ -43,6 +43,7 @@ class Attention(nn.Module):
         """(batch, length, dim) at ``positions`` to the same shape, and the updated cache."""
         batch, length, dim = x.shape
         size = dim // self.heads
+        # No biases, as in Llama.
         dense = self.p.dense
         query = dense(dim, bias=False, name="query")(x)
         key = dense(self.kv_heads * size, bias=False, name="key")(x)
@@ -51,10 +52,12 @@ class Attention(nn.Module):
         key = rotate(key.reshape(batch, length, self.kv_heads, size), positions)
         value = value.reshape(batch, length, self.kv_heads, size)
         if cache is not None:
+            # All sequences are at the same position: one slice is updated, in place if donated.
             start = (0, positions[0], 0, 0)
             key = jax.lax.dynamic_update_slice(cache["key"], key, start)
             value = jax.lax.dynamic_update_slice(cache["value"], value, start)
             cache = {"key": key, "value": value}
+        # Also hides the part of a cache that is not filled yet.
         mask = jnp.arange(key.shape[1])[None, :] <= positions[:, None]
         out = attend_grouped(query, key, value, mask).reshape(batch, length, dim)
         return dense(dim, bias=False, name="out")(out), cache
@@ -113,6 +116,7 @@ class Llama(nn.Module):
         positions = jnp.arange(ids.shape[1])
         block: Any = nn.remat(Block) if self.remat else Block
         sizes = (self.heads, self.kv_heads, self.hidden, self.p)
+        # One traced layer in a loop, as large models are written to keep compile time constant.
         if self.scan_layers:
             scan = nn.scan(
                 block,
@@ -195,6 +199,7 @@ def model_llama_decode(s: Settings) -> Model:
         s["layers"], s["dim"], s["heads"], s["kv_heads"], s["hidden"], s["vocab"], s["greedy"], p
     )
     shape = (s["batch"], s["cache"], s["kv_heads"], s["dim"] // s["heads"])
+    # Caches are drawn like activations: a step's time does not depend on their values.
     layer = {"key": Input(shape, p.compute), "value": Input(shape, p.compute)}
     inputs = {
         "ids": tokens((s["batch"], 1), s["vocab"]),

@@ -22,6 +22,7 @@ class RecurrentLM(nn.Module):
     @nn.compact
     def __call__(self, ids: jax.Array, train: bool) -> jax.Array:
         """Logits (batch, length, vocab) of ids (batch, length)."""
+        # The optimised cell joins the products of its four gates into one.
         kind: Any = nn.OptimizedLSTMCell if self.cell == "lstm" else nn.GRUCell
         x = self.p.embed(self.vocab, self.dim)(ids)
         for _ in range(self.layers):

@@ -21,6 +21,7 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         """Logits or values for each row."""
+        # The catalogue's choices are names in flax.
         act = getattr(nn, self.activation)
         for _ in range(self.layers):
             x = act(self.p.layer_norm()(self.p.dense(self.width)(x)))

@@ -54,7 +54,8 @@ class MoE(nn.Module):
         weights, chosen = jax.lax.top_k(probabilities, self.top_k)
         weights = (weights / jnp.sum(weights, axis=-1, keepdims=True)).astype(x.dtype)
         onehot = jax.nn.one_hot(chosen, self.experts, dtype=jnp.float32)
-        # Switch transformer's balance loss: experts * sum(fraction routed * mean probability).
+        # Balance loss of Switch Transformers: experts * sum(fraction routed * mean probability),
+        # of the first choice alone.
         balance = self.experts * jnp.sum(
             jnp.mean(onehot[:, 0], axis=0) * jnp.mean(probabilities, axis=0)
         )
@@ -77,6 +78,7 @@ class MoE(nn.Module):
     ) -> jax.Array:
         """Send each token to a slot of its experts, and bring the results back."""
         count, dim = flat.shape
+        # Capacities are static, because shapes in XLA are.
         fair = self.capacity_factor * count * self.top_k / self.experts
         capacity = max(1, min(count, math.ceil(fair)))
         # The slot of a choice is the number of earlier choices of the same expert.
@@ -90,6 +92,7 @@ class MoE(nn.Module):
             routed = jnp.einsum("tec,td->ecd", (combine > 0).astype(flat.dtype), flat)
             return jnp.einsum("tec,ecd->td", combine, experts(routed))
         buffer = jnp.zeros((self.experts, capacity, dim), flat.dtype)
+        # Slots beyond the capacity lie outside of the buffer: dropped here, zero on the way back.
         copies = jnp.broadcast_to(flat[:, None, :], (count, self.top_k, dim))
         buffer = buffer.at[chosen, slot].set(copies, mode="drop")
         back = experts(buffer).at[chosen, slot].get(mode="fill", fill_value=0)
@@ -139,6 +142,7 @@ class MoEDecoder(nn.Module):
 
 def _loss(out: tuple[jax.Array, jax.Array], batch: Mapping[str, jax.Array]) -> jax.Array:
     logits, balance = out
+    # Weight of Switch Transformers.
     return cross_entropy(logits, batch["labels"]) + 0.01 * balance
 
 

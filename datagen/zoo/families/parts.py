@@ -1,4 +1,4 @@
-"""What a family module hands to the registry: a model, its inputs and its loss."""
+"""Parts of every family: a model with its inputs and loss, precision, initial values."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Input:
 
 
 def tokens(shape: tuple[int, ...], high: int) -> Input:
-    """Integer identifiers in ``[0, high)``, as int32."""
+    """Make an input of integer identifiers in ``[0, high)``, as int32."""
     return Input(shape, jnp.int32, high)
 
 
@@ -129,6 +129,7 @@ class Precision:
             momentum=momentum,
             epsilon=1e-5,
             dtype=self.compute,
+            # Running statistics in bf16 would lose small updates.
             param_dtype=jnp.float32,
         )
 
@@ -174,18 +175,22 @@ def parameter(path: str, shape: tuple[int, ...], rng: np.random.Generator) -> np
         shape: Its shape.
         rng: Source of the random values.
     """
+    # In NumPy and by name rather than by flax's init, which runs the model's forward pass.
     leaf = path.rsplit("/", 1)[-1]
     if leaf in ("scale", "var", "skip"):
         return np.ones(shape, np.float32)
     if leaf in ("bias", "mean"):
         return np.zeros(shape, np.float32)
+    # ConvNeXt starts with blocks that are nearly the identity.
     if leaf == "layer_scale":
         return np.full(shape, 1e-6, np.float32)
+    # Decay rates 1, 2, 3 … of Mamba's real initialisation (S4D-Real).
     if leaf == "a_log":
         return np.broadcast_to(np.log(np.arange(1, shape[-1] + 1, dtype=np.float32)), shape).copy()
     if leaf == "dt_bias":
         return np.full(shape, -4.6, np.float32)  # softplus(-4.6) = 0.01
     values = rng.standard_normal(shape, dtype=np.float32)
+    # The deviation of BERT and GPT-2.
     if leaf in ("embedding", "position", "token"):
         return values * np.float32(0.02)
     own = shape[-2:] if "stacked" in path else shape

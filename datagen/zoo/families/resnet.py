@@ -44,6 +44,7 @@ class Block(nn.Module):
         else:
             x = nn.relu(p.batch_norm(train)(p.conv(width, 3, stride, bias=False)(x)))
             x = p.batch_norm(train)(p.conv(out, 3, bias=False)(x))
+        # Projection shortcuts only where shapes differ (option B of He et al.).
         if shortcut.shape != x.shape:
             shortcut = p.batch_norm(train)(p.conv(out, 1, stride, bias=False)(shortcut))
         return nn.relu(x + shortcut)
@@ -67,6 +68,7 @@ class ResNet(nn.Module):
             x = nn.relu(p.batch_norm(train)(x))
             x = max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
         else:
+            # The stem for ImageNet would leave only 8 x 8 pixels of an image of 32 x 32.
             x = nn.relu(p.batch_norm(train)(p.conv(self.width, 3, bias=False)(x)))
         for stage, blocks in enumerate(STAGES[self.depth]):
             for block in range(blocks):

@@ -31,6 +31,7 @@ def selective_scan(
     decay = jnp.exp(delta[..., None] * a)
     increment = (delta * x)[..., None] * b[:, :, None, :]
 
+    # Composition of two affine maps h -> a h + b, which is associative (Blelloch, 1990).
     def combine(left: Pair, right: Pair) -> Pair:
         return left[0] * right[0], right[0] * left[1] + right[1]
 
@@ -50,6 +51,7 @@ class Mixer(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """(batch, length, dim) to the same shape."""
         p, dim = self.p, x.shape[-1]
+        # Step sizes have a low-rank projection of dim / 16, Mamba's default.
         inner, rank = self.expand * dim, max(1, dim // 16)
         y, gate = jnp.split(p.dense(2 * inner, bias=False)(x), 2, axis=-1)
         y = nn.silu(
@@ -64,6 +66,7 @@ class Mixer(nn.Module):
         bias = self.param("dt_bias", ones, (inner,), jnp.float32)
         rates = self.param("a_log", ones, (inner, self.state), jnp.float32)
         skip = self.param("skip", ones, (inner,), jnp.float32)
+        # Softplus keeps steps positive, the exponential keeps rates negative: the scan decays.
         delta = jax.nn.softplus(nn.Dense(inner, use_bias=False)(low) + bias)
         wide = y.astype(jnp.float32)
         out = selective_scan(wide, delta, -jnp.exp(rates), b, c) + skip * wide

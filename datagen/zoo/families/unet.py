@@ -90,6 +90,7 @@ class UNet(nn.Module):
         x = AttentionBlock(self.heads, p)(x)
         x = ResBlock(x.shape[-1], p)(x, time)
         for level in reversed(range(self.levels)):
+            # One more than on the way down: the strided convolution left a skip as well.
             for _ in range(self.blocks + 1):
                 x = self._block(jnp.concatenate([x, skips.pop()], axis=-1), time, level)
             if level > 0:
@@ -101,6 +102,7 @@ class UNet(nn.Module):
 
     def _block(self, x: jax.Array, time: jax.Array, level: int) -> jax.Array:
         """A residual block of a level, with attention in the lowest resolutions."""
+        # Channels double per level, up to four times.
         x = ResBlock(self.channels * min(1 << level, 4), self.p)(x, time)
         if level >= self.levels - self.attention_levels:
             x = AttentionBlock(self.heads, self.p)(x)

@@ -39,6 +39,7 @@ class ViT(nn.Module):
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         """Logits (batch, classes) of images (batch, height, width, 3)."""
         p = self.p
+        # A window as wide as its stride: the linear projection of each patch.
         x = p.conv(self.dim, self.patch, self.patch, padding="VALID")(x)
         x = x.reshape(x.shape[0], -1, self.dim)
         init = nn.initializers.normal(0.02)
