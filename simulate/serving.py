@@ -191,7 +191,7 @@ class _Loop:
         self.first, self.finished = np.full(len(requests), np.nan), np.full(len(requests), np.nan)
 
     def iterate(self) -> None:
-        """Admit, run one iteration, and let go of what is done."""
+        """Admit requests, run one iteration, and release those that are done."""
         # An idle server sleeps until the next arrival; a busy one admits after each iteration.
         if not self.running and self.waiting:
             self.now = max(self.now, self.waiting[0][1].arrival)

@@ -84,7 +84,7 @@ class AnchorLog:
         return statistics.geometric_mean(ratios) if ratios else 1.0
 
     def spread(self) -> dict[str, float]:
-        """By anchor, (p90 − p10) / median over the run; 0 with fewer than two measurements."""
+        """Return (p90 − p10) / median of each anchor over the run; 0 below two measurements."""
         spreads = {}
         for name, series in self.values_us.items():
             cuts = statistics.quantiles(series, n=10) if len(series) > 1 else [0.0] * 9

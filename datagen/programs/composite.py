@@ -41,7 +41,7 @@ def with_gradient(draws: Draws, draft: Draft, probability: float = 0.35) -> Draf
 
 
 def softmax(draws: Draws) -> Draft:
-    """A softmax or log-softmax over the last, sometimes another dimension."""
+    """Draw a softmax or log-softmax over the last, sometimes another dimension."""
     dtype = draws.dtype()
     shape = draws.shape(draws.elements(dtype, 6, 100), 1, 2, 3, 4)
     # Models normalise the minor dimension; a share of others covers reductions along the major one.
@@ -51,7 +51,7 @@ def softmax(draws: Draws) -> Draft:
 
 
 def layer_norm(draws: Draws) -> Draft:
-    """A layer or RMS normalisation in f32 with scale and bias."""
+    """Draw a layer or RMS normalisation in f32 with scale and bias."""
     dtype = draws.dtype()
     shape = draws.shape(draws.elements("f32", 7, 120), 2, 3, 3)
     rms, kind = draws.flip(), numpy_dtype(dtype)
@@ -66,7 +66,7 @@ def layer_norm(draws: Draws) -> Draft:
 
 
 def batch_norm(draws: Draws) -> Draft:
-    """A normalisation over all but one dimension, with an activation."""
+    """Draw a normalisation over all but one dimension, with an activation."""
     shape = draws.shape(draws.elements("f32", 7, 120), 4)
     # NHWC, which XLA prefers, twice as often as NCHW.
     axis = draws.choice((3, 3, 1))
@@ -86,7 +86,7 @@ def batch_norm(draws: Draws) -> Draft:
 
 
 def activation(draws: Draws) -> Draft:
-    """An activation, with a bias half of the time."""
+    """Draw an activation, with a bias half of the time."""
     dtype = draws.dtype()
     shape = draws.shape(draws.elements(dtype, 6, 120), 2, 3, 4)
     name = draws.choice(sorted(_ACTIVATIONS))
@@ -98,7 +98,7 @@ def activation(draws: Draws) -> Draft:
 
 
 def gated(draws: Draws) -> Draft:
-    """A gated linear unit without its products."""
+    """Draw a gated linear unit without its products."""
     dtype = draws.dtype()
     shape = draws.shape(draws.elements(dtype, 7, 100), 2, 3)
     gate = draws.choice((jax.nn.silu, jax.nn.gelu, jax.nn.sigmoid))
@@ -107,7 +107,7 @@ def gated(draws: Draws) -> Draft:
 
 
 def cross_entropy(draws: Draws) -> Draft:
-    """The mean cross-entropy of logits and labels."""
+    """Draw the mean cross-entropy of logits and labels."""
     dtype = draws.dtype()
     shape = draws.shape(draws.elements("f32", 6, 120), 2)
 
@@ -120,7 +120,7 @@ def cross_entropy(draws: Draws) -> Draft:
 
 
 def optimizer_update(draws: Draws) -> Draft:
-    """An Adam, momentum or plain gradient step of one tensor."""
+    """Draw an Adam, momentum or plain gradient step of one tensor."""
     shape = draws.shape(draws.elements("f32", 9, 150), 1, 2, 4)
     form = draws.choice(("adam", "adam", "momentum", "sgd"))
     p, g, m = Arg(shape, "f32"), Arg(shape, "f32"), Arg(shape, "f32", high=0.1)
@@ -147,7 +147,7 @@ def optimizer_update(draws: Draws) -> Draft:
 
 
 def rope(draws: Draws) -> Draft:
-    """A rotary embedding of heads."""
+    """Draw a rotary embedding of heads."""
     dtype = draws.dtype()
     elements = draws.elements("f32", 8, 150)
     sizes = draws.closest(
@@ -172,7 +172,7 @@ def rope(draws: Draws) -> Draft:
 
 
 def dropout(draws: Draws) -> Draft:
-    """A dropout by random bits that are an argument."""
+    """Draw a dropout whose random bits are an argument."""
     dtype = draws.dtype()
     shape = draws.shape(draws.elements("f32", 5, 80), 2, 3, 4)
 
@@ -222,7 +222,7 @@ def attention(draws: Draws) -> Draft:
 
 
 def linear(draws: Draws) -> Draft:
-    """A product with bias and activation."""
+    """Draw a product with bias and activation."""
     m, n, k = matrix_sizes(draws)
     dtype = draws.dtype()
     name = draws.choice(("relu", "gelu", "none"))

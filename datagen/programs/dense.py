@@ -88,7 +88,7 @@ def _product_dims(draws: Draws, form: str) -> Dims:
 
 
 def dot_general(draws: Draws) -> Draft:
-    """A product ``(b, m, k) × (b, k, n)`` with every order of the dimensions of its operands."""
+    """Draw a product ``(b, m, k) × (b, k, n)`` with any order of its operands' dimensions."""
     form = draws.weighted({"plain": 0.5, "attention": 0.2, "batched": 0.15, "vector": 0.15})
     b, m, n, k = _product_dims(draws, form)
     batch = b > 1 or (form == "batched" and draws.flip(0.3))
@@ -142,13 +142,13 @@ def _split_rows(
 
 
 def convolution(draws: Draws) -> Draft:
-    """A forward convolution: plain, strided, dilated, grouped, depthwise, or of patches."""
+    """Draw a forward convolution: plain, strided, dilated, grouped, depthwise, or of patches."""
     conv, x, w, note = _conv_case(draws)
     return Draft(conv, (x, w), note)
 
 
 def conv_input_grad(draws: Draws) -> Draft:
-    """The gradient of a convolution with respect to its input."""
+    """Draw the gradient of a convolution with respect to its input."""
     conv, x, w, note = _conv_case(draws)
     like = struct(x.shape, x.dtype)
     out = _conv_result(conv, x, w)
@@ -160,7 +160,7 @@ def conv_input_grad(draws: Draws) -> Draft:
 
 
 def conv_filter_grad(draws: Draws) -> Draft:
-    """The gradient of a convolution with respect to its filter."""
+    """Draw the gradient of a convolution with respect to its filter."""
     conv, x, w, note = _conv_case(draws)
     like = struct(w.shape, w.dtype)
     out = _conv_result(conv, x, w)

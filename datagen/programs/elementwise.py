@@ -115,7 +115,7 @@ def _dtype(draws: Draws, domain: str) -> str:
 
 
 def unary(name: str, draws: Draws) -> Draft:
-    """A unary op on one array."""
+    """Draw a unary op on one array."""
     function, domain, work = UNARY[name]
     dtype = _dtype(draws, domain)
     shape = draws.shape(draws.elements(dtype, 2, work))
@@ -123,7 +123,7 @@ def unary(name: str, draws: Draws) -> Draft:
 
 
 def binary(name: str, draws: Draws) -> Draft:
-    """A binary op: on equal shapes, or one operand a scalar, a row, a column, or an inner part."""
+    """Draw a binary op on equal shapes, or with a scalar, a row, a column or an inner part."""
     function, domain, work = BINARY[name]
     dtype = _dtype(draws, domain)
     # Four copies: two operands, the broadcast one and the result.
@@ -152,7 +152,7 @@ def _kept_dims(form: str, rank: int) -> tuple[int, ...]:
 
 
 def compare(draws: Draws) -> Draft:
-    """A comparison in one of six directions."""
+    """Draw a comparison in one of six directions."""
     dtype = draws.dtype("s32") if draws.flip(0.25) else draws.dtype()
     shape = draws.shape(draws.elements(dtype, 3))
     function = draws.choice((lax.eq, lax.ne, lax.lt, lax.le, lax.gt, lax.ge))
@@ -160,7 +160,7 @@ def compare(draws: Draws) -> Draft:
 
 
 def select(draws: Draws) -> Draft:
-    """A choice by an array of booleans, or by a comparison with a scalar."""
+    """Draw a choice by an array of booleans, or by a comparison with a scalar."""
     dtype = draws.dtype("s32") if draws.flip(0.1) else draws.dtype()
     shape = draws.shape(draws.elements(dtype, 4))
     x, y = values(shape, dtype), values(shape, dtype)
@@ -170,7 +170,7 @@ def select(draws: Draws) -> Draft:
 
 
 def clamp(draws: Draws) -> Draft:
-    """A clamp between scalars or arrays."""
+    """Draw a clamp between scalars or arrays."""
     dtype = draws.dtype()
     shape = draws.shape(draws.elements(dtype, 4))
     bound = shape if draws.flip(0.3) else ()
@@ -179,7 +179,7 @@ def clamp(draws: Draws) -> Draft:
 
 
 def convert(draws: Draws) -> Draft:
-    """A conversion between element types, 8-bit floats included."""
+    """Draw a conversion between element types, 8-bit floats included."""
     # Twice the sampler's own types: conversions among them are the most frequent.
     pool = (*draws.dtypes, *draws.dtypes, "s32", "s8", "u8", "pred", "f8e4m3fn", "f8e5m2")
     source = draws.choice(pool)
@@ -191,7 +191,7 @@ def convert(draws: Draws) -> Draft:
 
 
 def bitcast_convert(draws: Draws) -> Draft:
-    """A reinterpretation of bits, followed by an op that uses them as random generators do."""
+    """Draw a reinterpretation of bits, followed by an op that uses them as random generators do."""
     dtype, target = draws.choice((("f32", "u32"), ("bf16", "u16"), ("f16", "u16"), ("s32", "u32")))
     shape = draws.shape(draws.elements(dtype, 2))
     out = numpy_dtype(target)
@@ -204,7 +204,7 @@ def bitcast_convert(draws: Draws) -> Draft:
 
 
 def complex_op(draws: Draws) -> Draft:
-    """An op on complex numbers: building, taking apart, arithmetic."""
+    """Draw an op on complex numbers: building, taking apart, arithmetic."""
     shape = draws.shape(draws.elements("c64", 4, 60))
     form = draws.choice(("complex", "real", "multiply", "abs", "exp", "rotate"))
     z, x = Arg(shape, "c64"), Arg(shape, "f32")
@@ -219,7 +219,7 @@ def complex_op(draws: Draws) -> Draft:
 
 
 def fused(draws: Draws) -> Draft:
-    """A chain of elementwise ops on one to five arrays, which a compiler fuses into one kernel."""
+    """Draw a chain of element-wise ops on one to five arrays, which compilers fuse."""
     dtype = draws.dtype()
     # Up to 14 ops: longer chains are rare in fused kernels of models.
     n_args, length = draws.integer(1, 5), draws.integer(2, 14)
@@ -243,7 +243,7 @@ def fused(draws: Draws) -> Draft:
 
 
 def mask(draws: Draws) -> Draft:
-    """A causal or a padding mask: iota, compare, select."""
+    """Draw a causal or a padding mask: iota, compare, select."""
     dtype = draws.dtype()
     elements = draws.elements(dtype, 3)
     shape = draws.shape(elements, 2, 3, 4)

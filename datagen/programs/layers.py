@@ -43,7 +43,7 @@ def gradient(function: Function, wanted: Sequence[int]) -> Callable[..., tuple[j
 def normalize(
     x: jax.Array, dims: int | tuple[int, ...], epsilon: float, *, centred: bool
 ) -> jax.Array:
-    """A layer normalisation (Ba et al., 2016), or, not ``centred``, RMS (Zhang, Sennrich, 2019).
+    """Apply layer norm (Ba et al. 2016), or RMS norm if not ``centred`` (Zhang, Sennrich 2019).
 
     Args:
         x: Values in f32.
@@ -66,7 +66,7 @@ def convolve(
     groups: int,
     dilation: int = 1,
 ) -> jax.Array:
-    """A convolution with one stride and one dilation of the filter for all spatial dimensions."""
+    """Convolve with one stride and one dilation of the filter for all spatial dimensions."""
     spatial = x.ndim - 2
     return lax.conv_general_dilated(
         x,
@@ -102,7 +102,7 @@ def recur(xs: jax.Array, w: jax.Array, first: jax.Array) -> jax.Array:
 
 
 def repeat(x: jax.Array, w: jax.Array, trips: int) -> jax.Array:
-    """A layer ``tanh(x w)`` in a counted loop."""
+    """Apply a layer ``tanh(x w)`` in a counted loop."""
     result: jax.Array = lax.fori_loop(0, trips, lambda _, h: jnp.tanh(h @ w), x)
     return result
 

@@ -24,7 +24,7 @@ def _part(draws: Draws, size: int) -> int:
 
 
 def broadcast(draws: Draws) -> Draft:
-    """A broadcast of any subset of the dimensions."""
+    """Draw a broadcast of any subset of the dimensions."""
     dtype = _dtype(draws)
     shape = draws.shape(draws.elements(dtype, 1.3), 2, 3, 4)
     kept = tuple(d for d in range(len(shape)) if draws.flip(0.45))
@@ -33,7 +33,7 @@ def broadcast(draws: Draws) -> Draft:
 
 
 def transpose(draws: Draws) -> Draft:
-    """A transpose: of the two minor dimensions, heads, image layouts, or a random permutation."""
+    """Draw a transpose of the two minor dimensions, heads, image layouts, or any permutation."""
     dtype = _dtype(draws)
     shape = draws.shape(draws.elements(dtype, 2), 2, 2, 3, 4, 4, 5)
     rank = len(shape)
@@ -54,7 +54,7 @@ def transpose(draws: Draws) -> Draft:
 
 
 def reshape(draws: Draws) -> Draft:
-    """A reshape that merges or splits; half of the time behind a transpose, so that it copies."""
+    """Draw a reshape; half of the time behind a transpose, so that it copies."""
     dtype = _dtype(draws)
     shape = draws.shape(draws.elements(dtype, 3), 2, 3, 4)
     flat = (shape[0], -1) if draws.flip() else (-1, shape[-1])
@@ -66,7 +66,7 @@ def reshape(draws: Draws) -> Draft:
 
 
 def slice_op(draws: Draws) -> Draft:
-    """A slice of one or of all dimensions, sometimes strided."""
+    """Draw a slice of one or of all dimensions, sometimes strided."""
     dtype = _dtype(draws)
     shape = draws.shape(draws.elements(dtype, 2))
     axis = draws.integer(0, len(shape) - 1)
@@ -81,7 +81,7 @@ def slice_op(draws: Draws) -> Draft:
 
 
 def dynamic_slice(draws: Draws) -> Draft:
-    """A slice at positions that are arguments."""
+    """Draw a slice at positions that are arguments."""
     dtype = _dtype(draws)
     shape = draws.shape(draws.elements(dtype, 2))
     axis = draws.integer(0, len(shape) - 1)
@@ -95,7 +95,7 @@ def dynamic_slice(draws: Draws) -> Draft:
 
 
 def dynamic_update_slice(draws: Draws) -> Draft:
-    """An update of a part, as of a cache of keys and values."""
+    """Draw an update of a part, as of a key-value cache."""
     dtype = _dtype(draws)
     shape = draws.shape(draws.elements(dtype, 3))
     axis = draws.integer(0, len(shape) - 1)
@@ -112,7 +112,7 @@ def dynamic_update_slice(draws: Draws) -> Draft:
 
 
 def pad(draws: Draws) -> Draft:
-    """Padding with a low, high and sometimes an inner part; sometimes negative."""
+    """Draw padding with a low, high and sometimes an inner part; sometimes negative."""
     dtype = _dtype(draws)
     # Six copies: padding around and between elements may triple the result.
     shape = draws.shape(draws.elements(dtype, 6))
@@ -131,7 +131,7 @@ def pad(draws: Draws) -> Draft:
 
 
 def concatenate(draws: Draws) -> Draft:
-    """Two to six arrays along any dimension, of equal or different sizes."""
+    """Draw a concatenation of two to six arrays of equal or different sizes."""
     dtype = _dtype(draws)
     count = draws.choice((2, 2, 2, 3, 4, 6))
     shape = draws.shape(draws.elements(dtype, 2 * count))
@@ -144,7 +144,7 @@ def concatenate(draws: Draws) -> Draft:
 
 
 def reverse(draws: Draws) -> Draft:
-    """A reversal of one or more dimensions."""
+    """Draw a reversal of one or more dimensions."""
     dtype = _dtype(draws)
     shape = draws.shape(draws.elements(dtype, 2))
     dims = [d for d in range(len(shape)) if draws.flip(0.4)] or [len(shape) - 1]
@@ -162,7 +162,7 @@ def iota(draws: Draws) -> Draft:
 
 
 def copy_tile(draws: Draws) -> Draft:
-    """A tiling or a repetition, as of heads that share keys."""
+    """Draw a tiling or a repetition, as of heads that share keys."""
     dtype = _dtype(draws)
     shape = draws.shape(draws.elements(dtype, 8), 2, 3, 4)
     count, axis = draws.choice((2, 4)), draws.integer(0, len(shape) - 1)
@@ -187,7 +187,7 @@ def _table(draws: Draws, dtype: str, share: float) -> tuple[int, int]:
 
 
 def gather(draws: Draws) -> Draft:
-    """Rows of a table, elements along a dimension, or windows at given positions."""
+    """Draw a gather: rows of a table, elements along a dimension, or windows."""
     dtype = draws.dtype()
     rows, width = _table(draws, dtype, 0.4)
     form = draws.weighted({"rows": 0.6, "along": 0.2, "columns": 0.1, "windows": 0.1})
@@ -217,7 +217,7 @@ def gather(draws: Draws) -> Draft:
 
 
 def scatter(draws: Draws) -> Draft:
-    """Rows added to, written into or maximised with a table; or single elements of it."""
+    """Draw a scatter: rows added to, written into or maximised with a table; or single elements."""
     dtype = draws.dtype()
     rows, width = _table(draws, dtype, 0.25)
     form = draws.weighted({"add": 0.6, "set": 0.2, "max": 0.1, "points": 0.1})
@@ -240,7 +240,7 @@ def scatter(draws: Draws) -> Draft:
 
 
 def one_hot(draws: Draws) -> Draft:
-    """One-hot rows, alone or multiplied with a table."""
+    """Draw one-hot rows, scaled by an argument."""
     dtype = draws.dtype()
     classes = draws.choice((10, 16, 100, 1000, 32, 128))
     count = max(1, draws.elements(dtype, 3) // classes)

@@ -42,7 +42,7 @@ def _weight(shape: tuple[int, ...], fan_in: int, dtype: str) -> Arg:
 
 
 def linear(pool: Pool, x: Value) -> Step | None:
-    """A product with a weight, a bias and an activation."""
+    """Make a product with a weight, a bias and an activation."""
     if not x.is_float or x.rank < 1 or x.shape[-1] < 2:
         return None
     k, n = x.shape[-1], _width(pool, x.shape[-1])
@@ -54,7 +54,7 @@ def linear(pool: Pool, x: Value) -> Step | None:
 
 
 def gated_mlp(pool: Pool, x: Value) -> Step | None:
-    """A gated feed-forward block with a residual."""
+    """Make a gated feed-forward block with a residual."""
     if not x.is_float or x.rank < 2 or x.shape[-1] < 2:
         return None
     k, n = x.shape[-1], _width(pool, x.shape[-1])
@@ -65,7 +65,7 @@ def gated_mlp(pool: Pool, x: Value) -> Step | None:
 
 
 def similarity(pool: Pool, x: Value) -> Step | None:
-    """A product of two values over their last dimension, batched over all but two."""
+    """Make a product of two values over their last dimension, batched over all but two."""
     if not x.is_float or x.rank < 2 or x.shape[-1] < 2:
         return None
     inputs, args = pool.like(x)
@@ -74,7 +74,7 @@ def similarity(pool: Pool, x: Value) -> Step | None:
 
 
 def norm(pool: Pool, x: Value) -> Step | None:
-    """A layer, RMS or batch normalisation."""
+    """Make a layer, RMS or batch normalisation."""
     if not x.is_float or x.rank < 2 or x.shape[-1] < 2:
         return None
     form = pool.draws.choice(("layer", "rms", "batch"))
@@ -90,7 +90,7 @@ def norm(pool: Pool, x: Value) -> Step | None:
 
 
 def softmax(pool: Pool, x: Value) -> Step | None:
-    """A softmax or log-softmax over the last or another dimension."""
+    """Make a softmax or log-softmax over the last or another dimension."""
     if not x.is_float or x.rank < 1:
         return None
     axis = -1 if pool.draws.flip(0.8) else pool.draws.integer(0, x.rank - 1)
@@ -100,7 +100,7 @@ def softmax(pool: Pool, x: Value) -> Step | None:
 
 
 def attention(pool: Pool, x: Value) -> Step | None:
-    """A block of self-attention with heads of 32 to 128, causal or not."""
+    """Make a block of self-attention with heads of 32 to 128, causal or not."""
     if not x.is_float or x.rank != 3:
         return None
     batch, length, width = x.shape
@@ -134,7 +134,7 @@ def attention(pool: Pool, x: Value) -> Step | None:
 
 
 def convolution(pool: Pool, x: Value) -> Step | None:
-    """A convolution with an affine normalisation and an activation; plain, strided, depthwise."""
+    """Make a plain, strided or depthwise convolution with scale, bias and activation."""
     if not x.is_float or x.rank not in (3, 4):
         return None
     spatial, channels = x.rank - 2, x.shape[-1]
@@ -159,7 +159,7 @@ def convolution(pool: Pool, x: Value) -> Step | None:
 
 
 def pooling(pool: Pool, x: Value) -> Step | None:
-    """A maximum or average pooling of images, or of everything."""
+    """Make a maximum or average pooling of images, or of everything."""
     if not x.is_float or x.rank != 4 or min(x.shape[1:3]) < 3:
         return None
     form = pool.draws.choice(("max", "mean", "global"))
@@ -173,7 +173,7 @@ def pooling(pool: Pool, x: Value) -> Step | None:
 
 
 def squeeze_excite(pool: Pool, x: Value) -> Step | None:
-    """A gate per channel from the mean over all positions."""
+    """Make a gate per channel from the mean over all positions."""
     if not x.is_float or x.rank < 3:
         return None
     c, dims = x.shape[-1], tuple(range(1, x.rank - 1))
@@ -190,7 +190,7 @@ def squeeze_excite(pool: Pool, x: Value) -> Step | None:
 
 
 def embedding(pool: Pool, x: Value) -> Step | None:
-    """Rows of a table for integers of the pool or for new ones."""
+    """Look up rows of a table for integers of the pool or for new ones."""
     rows = pool.draws.choice((100, 1000, 8192, 32000))
     width = x.shape[-1] if x.rank and x.shape[-1] <= 4096 else 64
     dtype = x.dtype if x.is_float else pool.draws.dtype()
@@ -204,7 +204,7 @@ def embedding(pool: Pool, x: Value) -> Step | None:
 
 
 def recurrence(pool: Pool, x: Value) -> Step | None:
-    """A recurrent layer over the leading dimension, or a loop of a small layer."""
+    """Make a recurrent layer over the leading dimension, or a loop of a small layer."""
     if not x.is_float or x.rank not in (2, 3) or x.shape[-1] < 2:
         return None
     k = x.shape[-1]
@@ -216,7 +216,7 @@ def recurrence(pool: Pool, x: Value) -> Step | None:
 
 
 def cross_entropy(pool: Pool, x: Value) -> Step | None:
-    """The mean cross-entropy of logits and labels."""
+    """Make the mean cross-entropy of logits and labels."""
     if not x.is_float or x.rank not in (2, 3) or x.shape[-1] < 2:
         return None
     classes = x.shape[-1]

@@ -19,7 +19,7 @@ from .source import Arg, numpy_dtype
 
 
 def chain(pool: Pool, x: Value) -> Step | None:
-    """One to five unary ops that keep values small."""
+    """Chain one to five unary ops that keep values small."""
     if not x.is_float:
         return None
     steps = [pool.draws.choice(CHAIN) for _ in range(pool.draws.integer(1, 5))]
@@ -33,7 +33,7 @@ def chain(pool: Pool, x: Value) -> Step | None:
 
 
 def combine(pool: Pool, x: Value) -> Step | None:
-    """Two values of the same type, as in a residual connection."""
+    """Combine two values of the same type, as in a residual connection."""
     inputs, args = pool.like(x)
     function: Any
     if x.is_float:
@@ -61,7 +61,7 @@ def combine(pool: Pool, x: Value) -> Step | None:
 
 
 def broadcast_combine(pool: Pool, x: Value) -> Step | None:
-    """A value and a row, column or scalar argument."""
+    """Combine a value with a row, column or scalar argument."""
     if not x.is_float or x.rank < 2:
         return None
     form = pool.draws.choice(("row", "column", "scalar"))
@@ -71,7 +71,7 @@ def broadcast_combine(pool: Pool, x: Value) -> Step | None:
 
 
 def reduction(pool: Pool, x: Value) -> Step | None:
-    """A reduction over one or several dimensions, sometimes put back by a broadcast."""
+    """Make a reduction over one or several dimensions, sometimes put back by a broadcast."""
     if not x.is_float or x.rank < 1 or x.size < 2:
         return None
     dims = tuple(d for d in range(x.rank) if pool.draws.flip(0.4)) or (x.rank - 1,)
@@ -86,7 +86,7 @@ def reduction(pool: Pool, x: Value) -> Step | None:
 
 
 def transpose(pool: Pool, x: Value) -> Step | None:
-    """A permutation of dimensions."""
+    """Make a permutation of dimensions."""
     if x.rank < 2:
         return None
     order = [int(i) for i in pool.draws.rng.permutation(x.rank)]
@@ -94,7 +94,7 @@ def transpose(pool: Pool, x: Value) -> Step | None:
 
 
 def reshape(pool: Pool, x: Value) -> Step | None:
-    """A merge of the leading dimensions, or a split of the last into heads."""
+    """Make a merge of the leading dimensions, or a split of the last into heads."""
     if x.rank < 2:
         return None
     factors = [f for f in (2, 4, 8, 16) if x.shape[-1] % f == 0]
@@ -107,7 +107,7 @@ def reshape(pool: Pool, x: Value) -> Step | None:
 
 
 def slicing(pool: Pool, x: Value) -> Step | None:
-    """A static, strided or dynamic slice of one dimension."""
+    """Make a static, strided or dynamic slice of one dimension."""
     wide = [d for d in range(x.rank) if x.shape[d] > 2]
     if not wide:
         return None
@@ -129,7 +129,7 @@ def slicing(pool: Pool, x: Value) -> Step | None:
 
 
 def concatenate(pool: Pool, x: Value) -> Step | None:
-    """Two or three values of the same type along a dimension."""
+    """Concatenate two or three values of the same type along a dimension."""
     if x.rank < 1:
         return None
     inputs, args = pool.like(x)
@@ -143,7 +143,7 @@ def concatenate(pool: Pool, x: Value) -> Step | None:
 
 
 def padding(pool: Pool, x: Value) -> Step | None:
-    """Zeros around a value, or between its elements."""
+    """Put zeros around a value, or between its elements."""
     if not x.is_float or x.rank < 1:
         return None
     widths = [(pool.draws.integer(0, 2), pool.draws.integer(0, 2), 0) for _ in x.shape]
@@ -155,7 +155,7 @@ def padding(pool: Pool, x: Value) -> Step | None:
 
 
 def cache_update(pool: Pool, x: Value) -> Step | None:
-    """A write of a value into a longer cache at a position that is an argument."""
+    """Write a value into a longer cache at a position that is an argument."""
     if x.rank < 2 or not x.is_float:
         return None
     axis = pool.draws.integer(0, x.rank - 2)
@@ -168,7 +168,7 @@ def cache_update(pool: Pool, x: Value) -> Step | None:
 
 
 def scatter_add(pool: Pool, x: Value) -> Step | None:
-    """Rows of a value added into a table, as the gradient of an embedding does."""
+    """Add rows of a value into a table, as the gradient of an embedding does."""
     if not x.is_float or x.rank < 2:
         return None
     # From tables where rows collide often to those where they hardly do.
@@ -179,7 +179,7 @@ def scatter_add(pool: Pool, x: Value) -> Step | None:
 
 
 def take_rows(pool: Pool, x: Value) -> Step | None:
-    """Rows of a value at given positions."""
+    """Take rows of a value at given positions."""
     if x.rank < 2 or x.shape[0] < 2:
         return None
     arg = indices((pool.draws.integer(1, 2 * x.shape[0]),), x.shape[0])
@@ -187,7 +187,7 @@ def take_rows(pool: Pool, x: Value) -> Step | None:
 
 
 def dropout(pool: Pool, x: Value) -> Step | None:
-    """A dropout from a key, by random bits of the device or by threefry."""
+    """Drop elements by a key, with random bits of the device or of Threefry."""
     if not x.is_float:
         return None
     if pool.draws.flip():
@@ -208,7 +208,7 @@ def dropout(pool: Pool, x: Value) -> Step | None:
 
 
 def adam(pool: Pool, x: Value) -> Step | None:
-    """An Adam update whose gradient is a value."""
+    """Make an Adam update whose gradient is a value."""
     if x.dtype != "f32":
         return None
 
@@ -221,7 +221,7 @@ def adam(pool: Pool, x: Value) -> Step | None:
 
 
 def cumulative(pool: Pool, x: Value) -> Step | None:
-    """A running sum or maximum."""
+    """Make a running sum or maximum."""
     if not x.is_float or x.rank < 1:
         return None
     axis = pool.draws.integer(0, x.rank - 1)
@@ -232,7 +232,7 @@ def cumulative(pool: Pool, x: Value) -> Step | None:
 
 
 def ordering(pool: Pool, x: Value) -> Step | None:
-    """A sort, the largest elements, or the position of the largest."""
+    """Make a sort, the largest elements, or the position of the largest."""
     if not x.is_float or x.rank < 1 or x.shape[-1] < 2:
         return None
     form = pool.draws.choice(("sort", "argsort", "top_k", "argmax"))
@@ -247,7 +247,7 @@ def ordering(pool: Pool, x: Value) -> Step | None:
 
 
 def one_hot_product(pool: Pool, x: Value) -> Step | None:
-    """One-hot rows of integers times a table; floats give their rounded absolute value."""
+    """Multiply one-hot rows of integers with a table; floats are truncated to integers first."""
     if x.rank not in (1, 2) or x.dtype not in ("s32", *FLOATS):
         return None
     classes, width = pool.draws.choice((8, 16, 64, 128)), pool.draws.choice((16, 64, 256))
@@ -260,7 +260,7 @@ def one_hot_product(pool: Pool, x: Value) -> Step | None:
 
 
 def convert(pool: Pool, x: Value) -> Step | None:
-    """A change of the element type, as in mixed precision."""
+    """Make a change of the element type, as in mixed precision."""
     if x.dtype == "c64":
         return Step(lambda v: v.real * 0.5 + v.imag * 0.5, (x,), smooth=False)
     if not x.is_float:
@@ -275,7 +275,7 @@ def convert(pool: Pool, x: Value) -> Step | None:
 
 
 def branch(pool: Pool, x: Value) -> Step | None:
-    """A conditional by a scalar."""
+    """Make a conditional by a scalar."""
     if not x.is_float:
         return None
 
@@ -286,7 +286,7 @@ def branch(pool: Pool, x: Value) -> Step | None:
 
 
 def spectrum(pool: Pool, x: Value) -> Step | None:
-    """A Fourier transform of the last dimension."""
+    """Make a Fourier transform of the last dimension."""
     if x.dtype != "f32" or x.rank < 1 or x.shape[-1] < 4:
         return None
     # A unitary transform keeps the size of values.
@@ -295,7 +295,7 @@ def spectrum(pool: Pool, x: Value) -> Step | None:
 
 
 def whiten(pool: Pool, x: Value) -> Step | None:
-    """A Cholesky decomposition of a Gram matrix, and a solution with it."""
+    """Factorise a Gram matrix (Cholesky) and solve with it."""
     # Factorisations are sequential: larger matrices would take most of a program's time.
     if x.dtype != "f32" or x.rank != 2 or not 2 <= x.shape[1] <= 512:
         return None

@@ -41,7 +41,7 @@ def _reduced_dims(draws: Draws, rank: int) -> tuple[int, ...]:
 
 
 def reduce(draws: Draws) -> Draft:
-    """A reduction over minor, major, middle or all dimensions."""
+    """Draw a reduction over minor, major, middle or all dimensions."""
     form = draws.weighted(
         {
             "sum": 0.45,
@@ -71,7 +71,7 @@ def reduce(draws: Draws) -> Draft:
 
 
 def argmax(draws: Draws) -> Draft:
-    """The position of the largest or smallest element: a reduction of two operands."""
+    """Draw an argmax or argmin, a reduction of two operands."""
     dtype = draws.dtype()
     shape = draws.shape(draws.elements(dtype, 1.5, 200), 1, 2, 3)
     axis = draws.integer(0, len(shape) - 1)
@@ -80,7 +80,7 @@ def argmax(draws: Draws) -> Draft:
 
 
 def moments(draws: Draws) -> Draft:
-    """Two reductions of one array, as in normalisations."""
+    """Draw two reductions of one array, as in normalisations."""
     dtype = draws.dtype()
     shape = draws.shape(draws.elements(dtype, 2.2), 2, 3, 4)
     dims = _reduced_dims(draws, len(shape))
@@ -109,7 +109,7 @@ def _window(draws: Draws) -> tuple[int, int, str]:
 
 
 def reduce_window(draws: Draws) -> Draft:
-    """A pooling of images by sum or maximum."""
+    """Draw a pooling of images by sum or maximum."""
     dtype = draws.dtype()
     kernel, stride, padding = _window(draws)
     # 100 of work for each element of each window, as in ``cost``.
@@ -128,7 +128,7 @@ def reduce_window(draws: Draws) -> Draft:
 
 
 def select_and_scatter(draws: Draws) -> Draft:
-    """The gradient of a maximum pooling."""
+    """Draw the gradient of a maximum pooling."""
     kernel, stride, padding = _window(draws)
     shape = _image(draws, 4, 300.0 * kernel * kernel / stride / stride)
     dims, strides = (1, kernel, kernel, 1), (1, stride, stride, 1)
@@ -145,7 +145,7 @@ def select_and_scatter(draws: Draws) -> Draft:
 
 
 def sort(draws: Draws) -> Draft:
-    """A sort of one to three operands along any dimension; stable or not."""
+    """Draw a sort of one to three operands along any dimension; stable or not."""
     operands = draws.choice((1, 1, 2, 3))
     dtype = draws.dtype("s32") if draws.flip(0.2) else draws.dtype()
     shape = draws.shape(draws.elements(dtype, 2 * operands, 6000.0), 1, 1, 2, 2, 3)
@@ -162,7 +162,7 @@ def sort(draws: Draws) -> Draft:
 
 
 def top_k(draws: Draws) -> Draft:
-    """The largest elements of each row."""
+    """Draw a selection of the largest elements of each row."""
     dtype = draws.dtype()
     shape = draws.shape(draws.elements(dtype, 2, 600), 1, 2, 2, 3)
     k = min(shape[-1], draws.choice((1, 2, 5, 8, 32, 64)))
@@ -170,7 +170,7 @@ def top_k(draws: Draws) -> Draft:
 
 
 def cumulative(draws: Draws) -> Draft:
-    """A cumulative sum, product, maximum or log-sum-exp along any dimension."""
+    """Draw a cumulative sum, product, maximum or log-sum-exp along any dimension."""
     dtype = draws.dtype()
     shape = draws.shape(draws.elements(dtype, 4, 1000), 1, 2, 3)
     axis, backward = draws.integer(0, len(shape) - 1), draws.flip(0.2)
@@ -186,7 +186,7 @@ def cumulative(draws: Draws) -> Draft:
 
 
 def associative_scan(draws: Draws) -> Draft:
-    """A linear recurrence ``h[t] = a[t] h[t-1] + b[t]``, as in state-space models."""
+    """Draw a linear recurrence ``h[t] = a[t] h[t-1] + b[t]``, as in state-space models."""
     shape = draws.shape(draws.elements("f32", 12, 1000), 2, 3)
     axis = max(0, len(shape) - 2)
 
@@ -201,7 +201,7 @@ def associative_scan(draws: Draws) -> Draft:
 
 
 def fft(draws: Draws) -> Draft:
-    """A Fourier transform: complex, real, or inverse; of one or two dimensions."""
+    """Draw a Fourier transform: complex, real, or inverse; of one or two dimensions."""
     elements = draws.elements("c64", 4, 1000)
     # Powers of two, composites and a prime (31): libraries take different paths for each.
     length = draws.choice((16, 31, 64, 100, 128, 256, 384, 512, 1000, 1024, 2048, 4096))
@@ -231,13 +231,13 @@ def _square(draws: Draws, copies: float, work: float) -> tuple[int, ...]:
 
 
 def cholesky(draws: Draws) -> Draft:
-    """A Cholesky decomposition of one or several matrices."""
+    """Draw a Cholesky decomposition of one or several matrices."""
     shape = _square(draws, 6, 10)
     return Draft(lambda x: lax.linalg.cholesky(x), (Arg(shape, "f32", "spd"),))
 
 
 def triangular_solve(draws: Draws) -> Draft:
-    """A solution with a triangular matrix on the left or right."""
+    """Draw a solution with a triangular matrix on the left or right."""
     shape = _square(draws, 6, 20)
     left, transposed = draws.flip(0.7), draws.flip(0.3)
     right = draws.choice((shape[-1], 1, max(1, shape[-1] // 2)))
@@ -250,7 +250,7 @@ def triangular_solve(draws: Draws) -> Draft:
 
 
 def rng_bit_generator(draws: Draws) -> Draft:
-    """Random bits of 8 to 32 bits each from a state."""
+    """Draw a generator of random integers of 8 to 32 bits from a state."""
     dtype = draws.dtype("u32", "u32", "u8", "u16")
     shape = draws.shape(draws.elements("u32", 2.5, 1600))
     kind = numpy_dtype(dtype)
@@ -260,7 +260,7 @@ def rng_bit_generator(draws: Draws) -> Draft:
 
 
 def threefry(draws: Draws) -> Draft:
-    """Uniform or normal numbers from a key, as `jax.random` makes them."""
+    """Draw a generator of random numbers from a key, as ``jax.random`` writes it."""
     shape = draws.shape(draws.elements("f32", 10, 4000))
     draw: Any = draws.choice((jax.random.uniform, jax.random.normal, jax.random.bernoulli))
     key = Arg((2,), "u32", "integer", 0, 2**32)
@@ -272,7 +272,7 @@ def threefry(draws: Draws) -> Draft:
 
 
 def while_loop(draws: Draws) -> Draft:
-    """A short counted loop: of an elementwise step, a product, or a scan over rows."""
+    """Draw a short counted loop: of an element-wise step, a product, or a scan over rows."""
     trips = draws.choice((2, 4, 8, 16, 32))
     form = draws.choice(("elementwise", "product", "scan"))
     if form == "elementwise":

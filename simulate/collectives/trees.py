@@ -52,7 +52,7 @@ def tree(kind: str, dim: Dimension, size: float) -> Cost | None:
 
 @cache
 def _farthest(n: int, radix: int) -> list[tuple[int, int]]:
-    """For each number of sends that reaches a rank, the most latencies on the way to one."""
+    """Return, for each number of sends that reaches a rank, the most latencies on the way."""
     hops, most = [0] * n, dict[int, int]()
     for i in range(1, n):
         # The parent of rank i is i without its highest bit.
@@ -65,7 +65,7 @@ def _farthest(n: int, radix: int) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=4096)
 def _there_and_back(n: int, radix: int, latency: float, time: float) -> float:
-    """Seconds for half a chunk, ``time`` on a link, to go up and down the slower of two trees."""
+    """Return the seconds of half a chunk, ``time`` on a link, up and down the slower tree."""
     parents = binary_tree(n)
     children: list[list[int]] = [[] for _ in range(n)]
     for place, parent in enumerate(parents):

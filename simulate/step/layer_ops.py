@@ -48,13 +48,13 @@ class PassOps:
 
 
 def micro_tokens(workload: Workload, plan: Plan) -> int:
-    """Tokens of a micro-batch on one device."""
+    """Return the tokens of a micro-batch on one device."""
     sequences = workload.batch // plan.batch_ranks // max(1, plan.microbatches)
     return sequences * workload.seq // plan.cp
 
 
 def layer_ops(workload: Workload, plan: Plan) -> PassOps:
-    """Operators of one layer on one device, for one micro-batch."""
+    """List the operators of one layer on one device, for one micro-batch."""
     parts = [_attention(workload, plan), _feed_forward(workload, plan)]
     return PassOps(
         forward=tuple(c for p in parts for c in p.forward),
@@ -65,7 +65,7 @@ def layer_ops(workload: Workload, plan: Plan) -> PassOps:
 
 
 def embedding_ops(workload: Workload, plan: Plan) -> PassOps:
-    """The token embedding: rows gathered; their gradients added in f32."""
+    """List the token embedding: rows gathered, their gradients added in f32."""
     tokens = micro_tokens(workload, plan)
     size = tokens * workload.d_model
     # Forward reads and writes a row per token. Backward reads its gradient and adds it into the
@@ -76,7 +76,7 @@ def embedding_ops(workload: Workload, plan: Plan) -> PassOps:
 
 
 def head_ops(workload: Workload, plan: Plan) -> PassOps:
-    """Last norm, vocabulary projection and cross-entropy (softmax in f32)."""
+    """List the last norm, vocabulary projection and cross-entropy (softmax in f32)."""
     tokens = micro_tokens(workload, plan)
     # Masked-language models project only the masked positions.
     seen = max(1, round(tokens * workload.head_share))
@@ -94,7 +94,7 @@ def head_ops(workload: Workload, plan: Plan) -> PassOps:
 
 
 def update_ops(local_parameters: float, workload: Workload) -> tuple[OpCall, ...]:
-    """The optimiser's pass over the parameters that a device updates."""
+    """List the optimiser's pass over the parameters that a device updates."""
     if workload.mode != "train" or local_parameters <= 0:
         return ()
     return (OpCall("update", "move", (round(UPDATE_BYTES * local_parameters),), workload.dtype),)

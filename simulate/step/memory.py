@@ -76,7 +76,7 @@ def stage_held(workload: Workload, plan: Plan, stage: int) -> Parameters:
 
 
 def stage_memory(workload: Workload, plan: Plan, stage: int) -> StageMemory:
-    """Bytes on one device of a stage.
+    """Count the bytes on one device of a stage.
 
     Args:
         workload: The model.
@@ -142,7 +142,7 @@ def _activations(workload: Workload, plan: Plan, stage: int, layers: int) -> flo
 
 
 def _temporary(workload: Workload, plan: Plan, stage: int) -> float:
-    """Largest working set: of a layer that is computed again, or of the loss."""
+    """Return the largest working set: of a layer that is computed again, or of the loss."""
     tokens, width = micro_tokens(workload, plan), workload.width
     inner = tokens * max(1, workload.top_k) * workload.d_ff / plan.tp
     layer = width * (inner * workload.matrices + 2.0 * tokens * workload.d_model)

@@ -93,7 +93,7 @@ def _ready(
     chunks: int,
     hop: float,
 ) -> Seconds | None:
-    """When a task's input is there; ``None`` if its producer has not been placed."""
+    """Return when a task's input arrives; ``None`` if its producer has not been placed."""
     needs = _producers(stage, task, stages, chunks)
     ready: Seconds = 0.0
     for other, source in needs:

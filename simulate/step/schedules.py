@@ -135,7 +135,7 @@ def _warm_up(stage: int, stages: int, micros: int, chunks: int) -> int:
 
 
 def _virtual(index: int, stages: int, chunks: int, kind: str) -> Task:
-    """The ``index``-th task of one kind: groups of ``stages`` micro-batches, chunk by chunk."""
+    """Return a kind's ``index``-th task: groups of ``stages`` micro-batches, chunk by chunk."""
     turn, place = divmod(index, stages * chunks)
     chunk, micro = divmod(place, stages)
     # Backward goes through the chunks from the last layer to the first.

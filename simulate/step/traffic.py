@@ -50,7 +50,7 @@ GRADIENT_BYTES = 4
 
 
 def tensor_calls(workload: Workload, plan: Plan) -> list[CommCall]:
-    """Collectives of one layer and micro-batch among tensor-parallel ranks, in either pass.
+    """List a layer's collectives among tensor-parallel ranks, for a micro-batch in either pass.
 
     With sequence parallelism the backward pass gathers the inputs of both blocks again for the
     gradients of their weights; that gather hides behind a product and is left out.
@@ -67,7 +67,7 @@ def tensor_calls(workload: Workload, plan: Plan) -> list[CommCall]:
 
 
 def expert_calls(workload: Workload, plan: Plan) -> list[CommCall]:
-    """All-to-alls of one layer and micro-batch, in either pass: tokens out, results back."""
+    """List a layer's all-to-alls for a micro-batch in either pass: tokens out, results back."""
     if plan.ep == 1:
         return []
     # With sequence parallelism each tensor-parallel rank sends its own tokens.
@@ -77,7 +77,7 @@ def expert_calls(workload: Workload, plan: Plan) -> list[CommCall]:
 
 
 def ring_call(workload: Workload, plan: Plan, *, backward: bool) -> CommCall:
-    """One step round the ring of one layer: keys and values; backward their gradients as well."""
+    """Return a layer's step round the ring: keys and values; backward their gradients as well."""
     # A step is a transfer to the next neighbour, in the shape of a pair of ranks.
     groups = max(1, workload.groups // plan.tp)
     size = 2.0 * micro_tokens(workload, plan) * groups * workload.head * workload.width
@@ -86,7 +86,7 @@ def ring_call(workload: Workload, plan: Plan, *, backward: bool) -> CommCall:
 
 
 def hop_call(workload: Workload, plan: Plan) -> CommCall:
-    """Activations (or their gradients) of a micro-batch from one stage to the next."""
+    """Return the transfer of a micro-batch's activations, or gradients, between stages."""
     tokens = micro_tokens(workload, plan) / plan.sequence_parallel
     size = tokens * workload.d_model * workload.width
     return CommCall("pipeline", "send_recv", size, plan.stage_hop, 1.0 if plan.pp > 1 else 0.0)
