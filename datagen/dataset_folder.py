@@ -42,7 +42,7 @@ class RunWriter:
 
     Args:
         folder: The dataset's folder, which exists.
-        run_id: The run. If the folder has a record of it, the run goes on with that.
+        run_id: The run. If the folder has a record of it, the run is resumed.
 
     Attributes:
         record: The run record; :meth:`save_record` writes it.
@@ -110,7 +110,7 @@ def _append_lines(path: Path, text: str) -> None:
             if file.read(1) != b"\n":
                 text = "\n" + text
         file.write(text.encode())
-        # On disk before the caller goes on: a crash of the host must not measure it again.
+        # On disk before the caller continues: a crash of the host must not lose the failure.
         file.flush()
         os.fsync(file.fileno())
 

@@ -67,7 +67,7 @@ class CompilePlan:
         ops: Programs of a single op, merged into one module.
         random: Random programs, merged into one module.
         suite: Suite of the zoo, of which rounds take programs until all are done; empty for none.
-        seed: Of everything random.
+        seed: Seed of everything random.
         zoo: Programs of the zoo, each a module of its own.
         large: Single ops at the size of large models, each a module of its own.
     """

@@ -29,8 +29,8 @@ def estimated_rows(
     Args:
         hlo: Optimised module.
         items: The programs in it, one if it is not merged.
-        device: Gives the clock.
-        merged: Which op belongs to which program.
+        device: Device whose clock turns cycles into time.
+        merged: Merged module, which assigns ops to programs; None for a single program.
 
     Raises:
         DeviceError: The device has no clock.

@@ -74,7 +74,7 @@ def compile_dataset(
         out: Folder of the dataset.
         devices: TPUs of the catalogue.
         budget_s: Seconds of this call. The current round is finished.
-        plan: What to compile.
+        plan: Sizes of a round; None for the defaults.
         timeout_s: Seconds of one module after which the compiler counts as stuck.
         progress: Whether to show progress.
 

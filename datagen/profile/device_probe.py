@@ -324,6 +324,7 @@ def _knee(sizes: Sequence[float], rates: Sequence[float]) -> list[float]:
 
 def _floor_and_gap() -> tuple[float, float]:
     """Measure the smallest duration of a kernel, and the gap from one kernel to the next."""
+    # The least that a kernel can do: eight additions, and products so short that gaps dominate.
     small = _array((32, 32), "float32")
     floor = _kernel_seconds(lambda x: x + 1.0, _array((8,), "float32"), repeats=200)
     # Kernels that wait for one another: wall time beyond their durations is gaps and dispatch; the

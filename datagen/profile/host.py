@@ -137,6 +137,7 @@ def nvidia_smi() -> dict[str, str]:
     if program is None:
         return {}
     query = [program, f"--query-gpu={','.join(_NVIDIA_FIELDS)}", "--format=csv,noheader", "--id=0"]
+    # A broken driver may hang: without an answer the record does without these figures.
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

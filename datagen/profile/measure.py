@@ -355,7 +355,7 @@ def long_runs(seconds: float) -> int:
 def rows_of(program: Prepared) -> tuple[list[dict[str, Any]], int]:
     """Make the rows of the measured kernels and the program; count the kernels without a label."""
     kernels = program.labelled
-    # An op that XLA split into several kernels is no label of the op.
+    # Where XLA split an op into several kernels, none of them is a label of the op.
     single = program.loaded.family.startswith("op:") and len(kernels) == 1
     # Equal kernels of a program are one sample with more executions.
     pooled: dict[str, list[float]] = defaultdict(list)

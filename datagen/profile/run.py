@@ -52,7 +52,7 @@ _PATIENCE = 0.15
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """Everything that decides what a profile run does.
+    """Settings of a profile run, kept in its record.
 
     Attributes:
         device: ``local`` for whatever JAX sees, or ``cpu``, ``gpu``, ``tpu``.
@@ -91,7 +91,7 @@ class ProfileResult:
         programs: Programs measured.
         failed: Programs that failed; reasons are in ``failures.jsonl``.
         elapsed_s: Seconds that it took.
-        stopped: Why it ended: ``done``, ``budget`` or ``interrupted``.
+        stopped: Reason of the end: ``done``, ``budget`` or ``interrupted``.
     """
 
     folder: Path

@@ -146,8 +146,8 @@ class Draws:
         Args:
             elements: Product aimed at.
             rank: Number of dimensions.
-            concentration: Of a Dirichlet distribution over the logarithm of the product; higher
-                values make the dimensions more equal.
+            concentration: Parameter of the Dirichlet distribution that splits the logarithm of the
+                product; higher values make the dimensions more equal.
         """
         parts = self.rng.dirichlet([concentration] * rank) * math.log(max(1.0, elements))
         dims = [max(1, int(math.exp(part))) for part in parts]

@@ -50,7 +50,7 @@ def neusight_rows(table: pd.DataFrame, op: str | None, device: str | None) -> pd
     milliseconds.
 
     Args:
-        table: As its ``collect.py`` writes it.
+        table: Table as NeuSight's ``collect.py`` writes it.
         op: Operator, if the path says so; else the column ``OPName`` does.
         device: Device, likewise.
 
@@ -115,6 +115,7 @@ def vidur_rows(table: pd.DataFrame) -> pd.DataFrame:
     shapes: dict[str, tuple[str, object, dict[str, object]]] = {
         "attn_pre_proj": _product((heads + 2 * kv_heads) * head, width),
         "attn_post_proj": _product(width, heads * head),
+        # Gate and up projection are one product.
         "mlp_up_proj": _product(inner * np.where(gated, 2, 1), width),
         "mlp_down_proj": _product(width, inner),
         "attn_rope": ("elementwise", "rope", {"cols": (heads + kv_heads) * head, "n_in": 1}),
@@ -155,7 +156,7 @@ def perf_rows(table: pd.DataFrame, kind: str) -> tuple[pd.DataFrame, int]:
     """Convert one of aiconfigurator's tables; equal shapes become one row with their median.
 
     Args:
-        table: As its collectors write it; latencies are in milliseconds.
+        table: Table as aiconfigurator's collectors write it; latencies are in milliseconds.
         kind: Name of the file without ``_perf``, one of :data:`TABLES`.
 
     Returns:

@@ -113,6 +113,7 @@ def _one_box(device: DeviceSpec, count: int) -> Cluster:
             hint="describe the cluster in a YAML file (docs/clusters.md)",
         )
     table, rule = matched
+    # Beyond one NVLink domain the answer is usually a cluster of boxes: suggest it.
     if count > rule["largest"]:
         more = f", or dgx-<gpu>-x{count}" if rule.get("name") == "nvlink" else ""
         raise DeviceError(

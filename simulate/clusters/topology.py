@@ -208,7 +208,7 @@ class Cluster:
     """Devices and how they are joined.
 
     Attributes:
-        name: Such as ``dgx-h100-x128``.
+        name: Name such as ``dgx-h100-x128``.
         device: Name of the device in the catalogue, or of a device file.
         topology: How the devices are joined.
         devices_per_node: Devices of one box; the whole cluster if it is a single box.

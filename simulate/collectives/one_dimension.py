@@ -88,8 +88,10 @@ def direct(kind: str, dim: Dimension, size: float) -> Cost | None:
     far = leaves(dim) > 1
     step = dim.latency * (2 if far else 1)
     if kind == "broadcast":
+        # Copies for all other leaves share the uplinks of the root's leaf.
         beyond = (n - dim.radix) * size / flow_rate(dim) if far else 0.0
         return step, max((n - 1) * size / dim.rate, beyond)
+    # The busier of a rank's own port and its share of the uplinks, in blocks at the port's rate.
     blocks = max(n - 1.0, (n - dim.radix) * dim.oversubscription if far else 0.0)
     block = shard_bytes(kind, dim, size) / dim.rate
     if kind != "all_reduce":
@@ -130,6 +132,7 @@ def halving_doubling(kind: str, dim: Dimension, size: float) -> Cost | None:
     # leaves; the order does not change the sum on a switch.
     while distance < n:
         near = leaves(dim) == 1 or distance < dim.radix
+        # Of a fully connected dimension only the link to the current partner is in use.
         rate = dim.rate / (n - 1) if dim.kind == "fully_connected" else dim.rate
         latency += dim.latency * (1 if near else 2)
         moved += whole / (2 * distance) / rate

@@ -37,8 +37,8 @@ def combine(nodes: Sequence[Node], kind: str, threshold: float) -> list[Node]:
     """Combine collectives of a kind over the same devices.
 
     Args:
-        nodes: In topological order.
-        kind: Which collectives.
+        nodes: Nodes in topological order.
+        kind: Kind of the collectives to combine.
         threshold: Most bytes that a combined one may return; larger ones stay as they are.
     """
     # XLA's AllReduceKey also holds element type and reduction, which nodes do not carry: an f32

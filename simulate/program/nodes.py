@@ -34,8 +34,8 @@ class Node:
     """A kernel of a program.
 
     Attributes:
-        name: As in the program.
-        opcode: As in the program.
+        name: Name in the program.
+        opcode: HLO opcode.
         operands: Positions of earlier nodes whose results it reads.
         seconds: Computation, all executions; 0 for collectives and for kernels that take no time.
         collective: The collective, if it is one.
@@ -62,8 +62,8 @@ def program_nodes(
     """Make nodes of lowered kernels.
 
     Args:
-        kernels: In program order.
-        seconds: Of one execution of each; those of collectives are ignored.
+        kernels: Kernels in program order.
+        seconds: Seconds of one execution of each; those of collectives are ignored.
         devices: Devices of the program, which is what empty replica groups mean.
         scheduled: Whether the order is the target's schedule. If so, a collective that is not a
             start/done pair, or is marked ``is_sync``, blocks the device.

@@ -58,7 +58,7 @@ def run_streams(
     """Run a program.
 
     Args:
-        nodes: In the order in which the device runs or issues them.
+        nodes: Nodes in the order in which the device runs or issues them.
         transfer: Seconds of each node's collective when it runs alone; 0 for others.
         links: Links that each node's collective uses.
         scheduled: Whether everything runs at its place in the order. Otherwise collectives are
@@ -167,8 +167,10 @@ class _Run:
             to = min(until, ends[first])
             for p in self.left:
                 self.left[p] -= (to - self.now) / slow[p]
+            # At least one collective is in progress during the whole interval.
             self.communication += to - self.now
             self.now = to
+            # One that ends exactly at ``until`` is finished first: its reader may start then.
             if ends[first] > until:
                 return
             del self.left[first]

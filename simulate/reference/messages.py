@@ -83,6 +83,7 @@ class Links:
         """Return the links from one device to another, dimension by dimension, innermost first."""
         here, there = self.coordinates(source), self.coordinates(target)
         links: list[int] = []
+        # Dimension-order routing (Dally and Seitz, IEEE Trans. Computers 36, 1987).
         for d, (a, b) in enumerate(zip(here, there, strict=True)):
             if a != b:
                 # A line is named by its dimension and the coordinates that its devices share.

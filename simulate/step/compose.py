@@ -117,6 +117,7 @@ def operator_counts(workload: Workload, plan: Plan, stage: int) -> dict[OpCall, 
     if stage == plan.pp - 1:
         parts.append((head_ops(workload, plan), float(plan.microbatches)))
     train = workload.mode == "train"
+    # Only used to list what has to be predicted and reported; times come from ``StageCost``.
     for ops, times in parts:
         again = {"none": (), "selective": ops.selective, "full": ops.forward}[plan.recompute]
         # Checkpoints wrap layers; embedding and head are never computed again.

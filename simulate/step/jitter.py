@@ -112,6 +112,7 @@ def sample_steps(
         else forward_orders(plan.pp, plan.microbatches, plan.virtual)
     )
 
+    # A task ends with the slowest of its synchronised devices; tasks vary independently.
     def duration(stage: int, task: Task) -> np.ndarray:
         factor = np.exp(jitter * slowest(rng, partners, draws)) if jitter else np.ones(draws)
         return np.asarray(

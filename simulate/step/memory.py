@@ -145,6 +145,7 @@ def _temporary(workload: Workload, plan: Plan, stage: int) -> float:
     """Return the largest working set: of a layer that is computed again, or of the loss."""
     tokens, width = micro_tokens(workload, plan), workload.width
     inner = tokens * max(1, workload.top_k) * workload.d_ff / plan.tp
+    # The feed-forward's intermediates, and the residual with the block's result.
     layer = width * (inner * workload.matrices + 2.0 * tokens * workload.d_model)
     # The layer that is recomputed has all of its activations for a moment.
     if plan.recompute == "full" and workload.mode == "train":

@@ -51,7 +51,7 @@ def run_passes(passes: Sequence[Pass], ahead: int = 1) -> PassRun:
     of the layer before it; reductions continue beside later passes.
 
     Args:
-        passes: At least one.
+        passes: Passes in order, at least one.
         ahead: Layers gathered in advance. 1 is FSDP's default prefetch, which also bounds memory.
     """
     # ``device`` and ``links`` are the times at which either stream becomes free.

@@ -25,7 +25,7 @@ class PipelineRun:
     """When each task runs.
 
     Attributes:
-        tasks: By stage, in the order in which they run: task, start and end in seconds.
+        tasks: Tasks of each stage in the order in which they run, with start and end in seconds.
         makespan: End of the last task.
     """
 
@@ -50,7 +50,7 @@ def run_pipeline(
         orders: What each stage runs, from :func:`~.schedules.orders`.
         duration: Seconds of a task; arrays of one shape run that many pipelines at once.
         hop: Seconds from one stage to the next, beside the computation.
-        chunks: Chunks of a device; the last stage's chunk goes on to the first stage's next one.
+        chunks: Chunks of a device; the last stage's chunk feeds the first stage's next one.
 
     Raises:
         ValueError: The orders wait for one another.

@@ -49,7 +49,7 @@ class Plan:
     Attributes:
         dp: Data-parallel replicas.
         fsdp: Devices over which parameters, gradients and optimiser state are sharded (ZeRO 3);
-            each holds its own part of the batch. With ``dp`` besides, shards are replicated.
+            each holds its own part of the batch. With ``dp`` above 1 the shards are replicated.
         tp: Tensor-parallel devices of a layer.
         sp: Whether norms and residuals are split along the sequence where ``tp`` is above 1
             (Korthikanti et al., Reducing Activation Recomputation, MLSys 2023).

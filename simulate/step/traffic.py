@@ -23,8 +23,8 @@ class Parameters:
     """Parameters of one device before sharding over data-parallel ranks.
 
     Attributes:
-        dense: Of everything but experts.
-        expert: Of experts.
+        dense: Parameters of everything but experts.
+        expert: Parameters of experts.
     """
 
     dense: float

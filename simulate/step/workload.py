@@ -74,7 +74,7 @@ class Workload:
         vocab: Tokens of the vocabulary.
         seq: Tokens of a sequence.
         batch: Sequences of a step over all devices.
-        dtype: Of parameters and activations, a key of :data:`WIDTH`.
+        dtype: Type of parameters and activations, a key of :data:`WIDTH`.
         experts: Experts of a layer; 0 for a plain feed-forward.
         top_k: Experts that a token goes to.
         gated: Whether the feed-forward has a gate (three matrices instead of two).
