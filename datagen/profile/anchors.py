@@ -45,8 +45,8 @@ ANCHORS = {"gemm": _GEMM, "vector": _VECTOR, "memory": _MEMORY}
 #: usual spread on a quiet host, below the factor of two of a shared core (engineering estimate; not
 #: fitted).
 DISTURBED = 1.35
-#: Values that "recent" covers, ten minutes at one check in half a minute: slow drifts of the clock
-#: with temperature are no disturbance.
+#: Values that "recent" covers, ten minutes at one check in half a minute: a slow drift of the clock
+#: with temperature does not count as a disturbance.
 _RECENT = 20
 
 

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 #: Seconds for the executions of one program.
 PROGRAM_SECONDS = 1.2
 #: First round of executions: seconds, fewest and most. Nine give a median whose 95 % interval lies
-#: inside the sample; beyond 25 the interval hardly narrows.
+#: inside the sample; beyond 25 it narrows slowly, with the square root of their number.
 _FIRST_SECONDS, _MIN_RUNS, _MAX_RUNS = 0.2, 9, 25
 #: Width of the median's 95 % interval that is narrow enough, relative to the median.
 _NARROW = 0.1

@@ -149,7 +149,7 @@ def _host_durations(
         _measure_sharing(kernels)
 
     def each(group: list[_Event]) -> list[float]:
-        # Without a run id the events of several runs are mixed, and the count of one is no use.
+        # Without a run id the events of several runs are mixed: the count of one does not apply.
         count = executions.get((group[0].module, group[0].op), 0)
         return _alone(_per_execution(_merge(group), count if group[0].run is not None else 0))
 

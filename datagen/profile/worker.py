@@ -222,7 +222,7 @@ def _prefault_heap(limit: float) -> None:
     from .host import free_memory_bytes
 
     size = int(min(_PREFAULT_PART * free_memory_bytes(), _PREFAULT_BYTES, limit or math.inf))
-    # Through libc itself: Python's allocator would map and unmap large blocks apart from the heap.
+    # Through malloc itself, the allocator behind XLA's buffers on a CPU.
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

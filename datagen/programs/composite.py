@@ -68,7 +68,7 @@ def layer_norm(draws: Draws) -> Draft:
 def batch_norm(draws: Draws) -> Draft:
     """Draw a normalisation over all but one dimension, with an activation."""
     shape = draws.shape(draws.elements("f32", 7, 120), 4)
-    # NHWC, which XLA prefers, twice as often as NCHW.
+    # NHWC, the layout of flax, twice as often as NCHW.
     axis = draws.choice((3, 3, 1))
     dims = tuple(d for d in range(4) if d != axis)
     side = tuple(shape[d] if d == axis else 1 for d in range(4))
@@ -214,7 +214,7 @@ def attention(draws: Draws) -> Draft:
         scores = jnp.einsum(spec[0], q, k) * (width**-0.5)
         if causal:
             allowed = jnp.tril(jnp.ones((length, length), bool))
-            # Not minus infinity: f16 ends at 65504, and the softmax of a masked row would be NaN.
+            # Not minus infinity: the softmax of a fully masked row would be NaN. f16 holds 1e4.
             scores = jnp.where(allowed, scores, jnp.asarray(-1e4, scores.dtype))
         return jnp.einsum(spec[1], jax.nn.softmax(scores, -1), v)
 

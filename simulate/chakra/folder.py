@@ -93,7 +93,7 @@ def astra_system(cluster: Cluster, device: DeviceSpec) -> dict[str, object]:
     """
     dims = [ring for d in cluster.topology.dims for ring in d.rings()]
     reduce = [_algorithm(d) for d in dims]
-    # Halving and doubling is no all-to-all algorithm.
+    # Halving and doubling does not implement an all-to-all.
     scatter = ["direct" if name == "halvingDoubling" else name for name in reduce]
     return {
         "scheduling-policy": "LIFO",

@@ -210,7 +210,7 @@ class Workload:
         """
         tokens = float(self.batch) * self.seq
         experts = self.expert_parameters * max(1, self.top_k) + self.d_model * self.experts
-        # Norms are no products; the embedding is a lookup, so that only the head's table counts.
+        # Norms are not products, and the embedding is a lookup: only the head's table counts.
         layer = self.attention_parameters - 2 * self.d_model + experts
         products = self.layers * layer + self.table_parameters * self.head_share
         visible = causal_pairs(self.seq, self.seq) if self.causal else float(self.seq) * self.seq
