@@ -87,6 +87,7 @@ def compile_dataset(
     plan = plan or CompilePlan()
     runs = [_DeviceRun(folder, device, plan, timeout_s) for device in devices]
     start, stopped = time.monotonic(), "budget"
+    # The default timeout per module is several times what a round of merged programs takes.
     with Progress(budget_s, "s", progress) as bar:
         try:
             while time.monotonic() - start < budget_s:

@@ -39,6 +39,7 @@ _MEMORY = """module @anchor_memory {
   }
 }
 """
+#: Anchors by name. Changing one makes records of different runs incomparable.
 ANCHORS = {"gemm": _GEMM, "vector": _VECTOR, "memory": _MEMORY}
 
 #: Slow-down of the anchors over their best recent values that reveals another process: above their

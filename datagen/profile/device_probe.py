@@ -294,6 +294,8 @@ def levels_from_curve(
     below = 0.0
     for capacity in caches:
         low = max(below, capacity / 8)
+        # From an eighth of the level, or the level below, up to three quarters: fuller sets already
+        # miss, because code and other data share the cache.
         inside = [r for s, r in zip(sizes, rates, strict=True) if low < s <= 0.75 * capacity]
         if inside:
             levels.append(MemoryLevel(capacity, float(max(inside))))

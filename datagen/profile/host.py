@@ -9,6 +9,7 @@ import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
+#: Fields of ``nvidia-smi --query-gpu``: what may explain that two runs differ.
 _NVIDIA_FIELDS = (
     "driver_version",
     "clocks.sm",

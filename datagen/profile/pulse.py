@@ -35,6 +35,7 @@ class Pulse:
         import jax
         import jax.numpy as jnp
 
+        # A loop, so that XLA cannot fuse the steps into one kernel.
         def chain(x: jax.Array) -> jax.Array:
             y: jax.Array = jax.lax.fori_loop(0, _CHAIN, lambda _, v: v * 1.0001 + 0.1, x)
             return y

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 #: Progress for people and dashboards; nothing reads it back.
 PROGRESS = "progress.json"
+#: Remedy where JAX sees another platform than the requested one.
 _INSTALL = {
     "gpu": 'pip install "jax[cuda13]" on a machine with an NVIDIA GPU',
     "tpu": 'pip install "jax[tpu]" on a TPU machine',
@@ -300,6 +301,7 @@ class ProfileRun:
         fine, and their medians tolerate a disturbance of less than half their time.
         """
         ratio = self._check_anchors()
+        # A run without a budget (given programs alone) counts as one of ten minutes.
         patience = _PATIENCE * (self._settings.budget_s or 600.0)
         if ratio > DISTURBED and self._waited_s < patience:
             event = {"time_s": round(time.monotonic() - self._start, 1), "ratio": round(ratio, 3)}

@@ -15,6 +15,7 @@ from .draws import HEAD_WIDTHS, HEADS, LENGTHS, Draft, Draws, indices, positive,
 from .layers import FLOATS, Function, gradient, normalize
 from .source import Arg, numpy_dtype
 
+#: Activations whose expansions differ: rational functions, exponentials, piecewise linear ones.
 _ACTIVATIONS = {
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "gelu_erf": lambda x: jax.nn.gelu(x, approximate=False),
@@ -122,6 +123,7 @@ def cross_entropy(draws: Draws) -> Draft:
 def optimizer_update(draws: Draws) -> Draft:
     """Draw an Adam, momentum or plain gradient step of one tensor."""
     shape = draws.shape(draws.elements("f32", 9, 150), 1, 2, 4)
+    # Adam twice as often: nearly all transformers are trained with it.
     form = draws.choice(("adam", "adam", "momentum", "sgd"))
     p, g, m = Arg(shape, "f32"), Arg(shape, "f32"), Arg(shape, "f32", high=0.1)
     if form == "sgd":
@@ -160,6 +162,7 @@ def rope(draws: Draws) -> Draft:
     kind = numpy_dtype(dtype)
 
     def function(x: jax.Array, positions: jax.Array) -> jax.Array:
+        # Base and layout of RoFormer (Su et al. 2021), halves rotated against each other.
         rates = 10000.0 ** (-jnp.arange(width // 2, dtype=jnp.float32) * 2 / width)
         angles = positions[:, None, None].astype(jnp.float32) * rates
         left, right = jnp.split(x.astype(jnp.float32), 2, -1)

@@ -129,6 +129,7 @@ class Pool:
         """The jaxpr and the cost of a step."""
         structs = [v.struct for v in step.inputs]
         structs += [struct(a.shape, a.dtype) for a in step.args]
+        # Traced with shapes alone: nothing is computed while a program grows.
         closed = jax.make_jaxpr(step.function)(*structs)
         return closed, estimate(closed)
 

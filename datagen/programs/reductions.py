@@ -148,6 +148,7 @@ def sort(draws: Draws) -> Draft:
     """Draw a sort of one to three operands along any dimension; stable or not."""
     operands = draws.choice((1, 1, 2, 3))
     dtype = draws.dtype("s32") if draws.flip(0.2) else draws.dtype()
+    # 400 per comparison (``cost``) and some 15 comparisons per element.
     shape = draws.shape(draws.elements(dtype, 2 * operands, 6000.0), 1, 1, 2, 2, 3)
     axis, stable = draws.integer(0, len(shape) - 1), draws.flip()
     first = values(shape, dtype)
@@ -261,6 +262,7 @@ def rng_bit_generator(draws: Draws) -> Draft:
 
 def threefry(draws: Draws) -> Draft:
     """Draw a generator of random numbers from a key, as ``jax.random`` writes it."""
+    # Threefry has 20 rounds of additions, rotations and exclusive ors on each pair of words.
     shape = draws.shape(draws.elements("f32", 10, 4000))
     draw: Any = draws.choice((jax.random.uniform, jax.random.normal, jax.random.bernoulli))
     key = Arg((2,), "u32", "integer", 0, 2**32)

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 #: Part of the shapes that are held out as ``val``, the same ones for every device; the share of the
 #: packs' own splits.
 HELD_OUT = 0.05
+# Paths of tables inside a clone, as the module's docstring lists them.
 _NEUSIGHT = re.compile(r"dataset\w*/(train|test)/(?:collect/(\w+)/[^/]+/([^/]+)|(\w+))\.csv$")
 _VIDUR = re.compile(r"profiling/compute/([^/]+)/(.+)/mlp\.csv$")
 _PERF = re.compile(
@@ -82,6 +83,7 @@ def clone_files(folder: Path) -> list[CloneFile]:
             known.append(_file("ops_vidur", folder, path, _vidur(path, *match.groups())))
         elif match := _NEUSIGHT.search(place):
             part, op, device, merged = match.groups()
+            # "vec" is the merged table of all element-wise operators.
             if (op or merged) in (*NEUSIGHT_OPS, "vec"):
                 known.append(_file("ops_neusight", folder, path, _neusight(path, part, op, device)))
         elif match := _PERF.search(place):

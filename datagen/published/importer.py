@@ -46,6 +46,7 @@ ROWS_PER_SHARD = 100_000
 REPEATS = {"neusight": 25, "vidur": 20, "aiconfigurator": 6}
 #: Kind of kernel by group of families; attention is filed under products, which dominate it.
 _KIND = {"gemm": "gemm", "conv": "conv", "attention": "gemm", "moe": "custom_call"}
+#: Normalisations are reductions; every other memory-bound operator counts as a fusion.
 _KIND_OF_OP = {"softmax": "reduce", "ln": "reduce", "layernorm": "reduce", "rmsnorm": "reduce"}
 _DTYPE = {name: TABLE_FORMATS[name].weights for name in UNQUANTISED}
 

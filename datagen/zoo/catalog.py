@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 Setting = int | float | str | bool
 """A value of a parameter of a family."""
 
+# Parameters of every family; families override the defaults.
 COMMON: dict[str, Setting] = {
     "batch": 8,
     "mode": "forward",

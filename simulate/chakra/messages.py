@@ -14,6 +14,7 @@ from enum import IntEnum
 from ...common.errors import DatasetError
 from .wire import fields, number, numbers, packed, read_varint, signed, text, varint
 
+#: The schema's version, as files state it in their metadata.
 VERSION = "0.0.4"
 #: Values of attributes that are written and read.
 Value = int | str | bool

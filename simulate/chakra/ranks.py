@@ -24,6 +24,7 @@ COMM_TYPES = {
     "ragged_all_to_all": CommType.ALL_TO_ALL,
     "broadcast": CommType.BROADCAST,
 }
+#: Kinds that become pairs of a send and a receive.
 TRANSFERS = ("collective_permute", "send_recv")
 #: ASTRA-sim takes group 0 for all ranks, whatever the file says, so names begin at 1.
 FIRST_GROUP = 1

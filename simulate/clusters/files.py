@@ -35,6 +35,7 @@ _KEYS: dict[str, tuple[str, type, float]] = {
 _NEEDED = ("kind", "bandwidth_gbps")
 #: Bytes/s in one GB/s of ASTRA-sim's analytical network, which converts with ``1 << 30``.
 ASTRA_GB = 2.0**30
+#: Topologies of ASTRA-sim's analytical network.
 _ASTRA_KINDS = {"Ring": "ring", "FullyConnected": "fully_connected", "Switch": "switch"}
 _ASTRA_KEYS = ("topology", "npus_count", "bandwidth", "latency")
 

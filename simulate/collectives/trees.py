@@ -63,6 +63,7 @@ def _farthest(n: int, radix: int) -> list[tuple[int, int]]:
     return list(most.items())
 
 
+# Groups repeat within a sweep, and following a tree costs more than every formula.
 @lru_cache(maxsize=4096)
 def _there_and_back(n: int, radix: int, latency: float, time: float) -> float:
     """Return the seconds of half a chunk, ``time`` on a link, up and down the slower tree."""

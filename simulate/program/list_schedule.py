@@ -59,6 +59,7 @@ def list_schedule(
     times = [float(d) for d in durations]
     apart = channel if channel is not None else [False] * len(times)
     start, end, where = [0.0] * len(times), [0.0] * len(times), [NO_WORKER] * len(times)
+    # A heap of the times at which workers become free; ties go to the lowest number.
     free = [(0.0, worker) for worker in range(workers)]
     channel_free = 0.0
     for i, time in enumerate(times):

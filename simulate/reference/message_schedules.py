@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from ..collectives.trees import binary_tree, chunk_count
 from .messages import DOWN, SHORTEST, UP, Links, Message, arrivals
 
+#: Passes over the ranks: an all-reduce is a reduce-scatter and an all-gather.
 _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+#: Kinds of tasks, with the letters of the zero-bubble paper: W makes gradients of weights.
 FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
 
 

@@ -16,6 +16,7 @@ from .settings import build, read_pairs
 HLO_DTYPE = {"bf16": "bf16", "f16": "f16", "f32": "f32", "fp8": "f8e4m3fn"}
 #: Bytes of an element by dtype of a workload.
 WIDTH = {name: DTYPE_BITS[dtype] // 8 for name, dtype in HLO_DTYPE.items()}
+#: A full training step, or a forward pass for inference.
 MODES = ("train", "forward")
 #: The zoo's names of the same settings, so that one ``--set`` works for both.
 ALIASES = {"dim": "d_model", "hidden": "d_ff", "sequence": "seq", "n_layers": "layers"}

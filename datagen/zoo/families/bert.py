@@ -92,6 +92,7 @@ def model(s: Settings) -> Model:
         {"labels": tokens((batch, masked), s["vocab"])},
         class_loss,
         dropout=s["dropout"] > 0,
+        # Clipping and decay of BERT's own optimiser.
         clip_norm=1.0,
         weight_decay=0.01,
     )

@@ -54,6 +54,7 @@ class Convolution(nn.Module):
         highest = jax.ops.segment_max(scores, receivers, nodes)
         weights = jnp.exp(scores - jax.lax.stop_gradient(highest)[receivers])
         total = jax.ops.segment_sum(weights, receivers, nodes)
+        # Guards the division where all weights underflow.
         weights = (weights / (total[receivers] + 1e-9)).astype(x.dtype)
         out = jax.ops.segment_sum(weights * sent, receivers, nodes)
         return out.reshape(nodes, self.dim)

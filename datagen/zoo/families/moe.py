@@ -24,6 +24,7 @@ class Experts(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """(experts, tokens, dim) to the same shape."""
         dim = x.shape[-1]
+        # Fan-in without the experts' axis.
         init = nn.initializers.lecun_normal(batch_axis=0)
 
         def weight(name: str, rows: int, columns: int) -> jax.Array:

@@ -11,6 +11,7 @@ from flax import linen as nn
 from .attention import SelfAttention
 from .parts import Input, Model, Precision, Settings, precision, require, tokens
 
+# As in Ho et al.; only the range of an argument depends on it.
 STEPS = 1000
 """Diffusion time steps."""
 
@@ -18,6 +19,7 @@ STEPS = 1000
 def time_embedding(steps: jax.Array, dim: int) -> jax.Array:
     """Sinusoidal embedding (batch, dim) of integer time steps (batch,), dim even."""
     half = dim // 2
+    # The position encoding of transformers (Vaswani et al. 2017), with time for position.
     frequency = jnp.exp(-jnp.log(10000.0) * jnp.arange(half, dtype=jnp.float32) / half)
     angle = steps.astype(jnp.float32)[:, None] * frequency
     return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
