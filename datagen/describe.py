@@ -1,4 +1,4 @@
-"""What a dataset holds and how noisy its labels are: tables and a picture."""
+"""Describes a dataset and the noise of its labels: tables and a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Composition: kernels with durations go in, the time of a whole program comes out.
+"""Composition: from kernels with durations to the time of a whole program or step.
 
 ``program`` places kernels on a device's workers, and its collectives beside them. ``clusters`` says
 how devices are joined, ``collectives`` has the formulas of all-reduces and their like over that.

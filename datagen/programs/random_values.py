@@ -74,7 +74,7 @@ class Step:
 
 @dataclass
 class Pool:
-    """Values by index, arguments first come first served, and the traced steps in order.
+    """The values of a program by index, and its traced steps in order.
 
     Attributes:
         draws: Random decisions and limits.

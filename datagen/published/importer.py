@@ -1,4 +1,4 @@
-"""Imports tables of latencies that others measured and published.
+"""Imports published tables of measured latencies.
 
 Every row becomes a sample of level ``operator`` whose kernel carries its parameters in its text
 (see :mod:`opcast.features.operators.hlo`). Shards are written one by one under names that identify

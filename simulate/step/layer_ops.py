@@ -1,4 +1,4 @@
-"""What one device computes of a model: operators of a layer, of both ends, and of the update.
+"""The operators of one device: those of a layer, of both ends of the model, and of the update.
 
 Shapes are those of one rank and one micro-batch. Backward passes: a product has two of the same
 size (for its input and its weights); fused attention has five products where the forward pass has

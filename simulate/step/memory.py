@@ -1,4 +1,4 @@
-"""Bytes on a device of each pipeline stage, and whether they fit.
+"""Bytes on a device of each pipeline stage.
 
 State in mixed precision: a parameter and its gradient in the model's dtype, and 12 bytes of
 optimiser state in f32: master weight and two moments of Adam (Rajbhandari et al., ZeRO, SC 2020).

@@ -26,7 +26,7 @@ class Pass(NamedTuple):
 
 
 class PassRun(NamedTuple):
-    """When passes end.
+    """Ends of passes.
 
     Attributes:
         ends: End of each pass's computation, in seconds.

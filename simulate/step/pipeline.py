@@ -22,7 +22,7 @@ Duration = Callable[[int, Task], Seconds]
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """When each task runs.
+    """Start and end of each task.
 
     Attributes:
         tasks: Tasks of each stage in the order in which they run, with start and end in seconds.

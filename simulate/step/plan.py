@@ -1,4 +1,4 @@
-"""How a model is spread over devices.
+"""Parallel plans: how a model is spread over devices.
 
 Ranks are numbered with the tensor-parallel index innermost, then context, FSDP and data-parallel,
 and pipeline stages outermost, so that the busiest groups have the closest devices (Narayanan et

@@ -1,4 +1,4 @@
-"""What one device sends for a layer and for its parameters.
+"""The collectives of one device: for a layer's activations and for its parameters.
 
 Sizes follow :class:`~.calls.CommCall`. Tensor parallelism: with sequence parallelism an all-gather
 before and a reduce-scatter after attention and feed-forward each, without it an all-reduce after

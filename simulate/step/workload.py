@@ -1,4 +1,4 @@
-"""What is trained: a transformer by its sizes."""
+"""The model of a step: a transformer, given by its sizes."""
 
 from __future__ import annotations
 
