@@ -65,7 +65,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python tests/bench/run_all.py
 
 ## Accuracy figures on the committed dataset and, if PUBLISHED is there, on published operator tables
-## (it may take an hour, and resumes), with splits and label noise; what is predicted for devices that
+## (it may take an hour, and resumes), with splits and label noise; steps, programs and regions; what is predicted for devices that
 ## are not here (half an hour the first time, and resumes); faults with their outcomes; clusters:
 ## collectives, cost and error of the composition, scaling, best plans (ten minutes, and resumes); the
 ## server under load; traces of a partitioned program.
@@ -75,6 +75,11 @@ report: $(VENV)/.installed $(VENV)/.compilers
 	$(BIN)/python tests/bench/trust_report.py --quick --minutes 2
 	@if [ -d '$(PUBLISHED)' ]; then $(BIN)/opcast report operators --published '$(PUBLISHED)'; \
 	else echo "operators: no published tables at $(PUBLISHED); make report PUBLISHED=DIR"; fi
+	@if [ -d '$(PUBLISHED)/published-steps' ]; then \
+	$(BIN)/opcast train --steps '$(PUBLISHED)/published-steps/steps.csv.gz' --out report-out/steps.json \
+	&& $(BIN)/opcast evaluate --steps '$(PUBLISHED)/published-steps/steps.csv.gz' --out report-out/steps.parquet \
+	&& $(BIN)/opcast evaluate --programs '$(PUBLISHED)/published-programs' --lowering fused --out report-out/programs.parquet \
+	&& $(BIN)/opcast evaluate --regions '$(PUBLISHED)/published-regions' --lowering fused --out report-out/regions.parquet; fi
 	@if [ -d '$(PUBLISHED)' ]; then $(BIN)/opcast report clusters --published '$(PUBLISHED)'; \
 	else $(BIN)/opcast report clusters; fi
 	$(BIN)/python tests/bench/load_server.py

@@ -24,7 +24,9 @@ class Allocation(StrEnum):
 
 def calibrate(
     context: typer.Context,
-    device: Annotated[str, typer.Option(help="Device to adapt to; local for this machine.")],
+    device: Annotated[
+        str | None, typer.Option(help="Device to adapt to; local for this machine.")
+    ] = None,
     data: Annotated[
         list[Path] | None,
         typer.Option("--data", help="Dataset measured on the device; may be given again."),
@@ -32,6 +34,10 @@ def calibrate(
     budget: Annotated[
         str | None,
         typer.Option(help="Without --data: time to spend on measuring here, such as 5m."),
+    ] = None,
+    steps: Annotated[
+        Path | None,
+        typer.Option(help="Instead: table of measured training steps of your own cluster."),
     ] = None,
     model: ModelOpt = "default",
     samples: Annotated[
@@ -49,8 +55,19 @@ def calibrate(
 ) -> None:
     """Adapt a model to a device from few, actively chosen samples.
 
-    The samples come from a dataset (--data) or are measured here (--budget).
+    The samples come from a dataset (--data) or are measured here (--budget). With --steps, the
+    model of training steps is adapted to a cluster.
     """
+    if steps is not None:
+        refuse_unused(context, "calibrating on steps (--steps)", {"steps", "model", "out"})
+        from ..workflows.settings import StepSettings
+        from ..workflows.steps import run_calibrate_steps
+
+        chosen = StepSettings(steps, out or Path("steps-adapted.json"), model)
+        run_calibrate_steps(make_console(), chosen)
+        return
+    if device is None:
+        raise typer.BadParameter("give --device, or --steps for a cluster")
     if bool(data) == (budget is not None):
         raise typer.BadParameter("give either --data or --budget")
 

@@ -82,7 +82,9 @@ COMMANDS: dict[str, Command | Group] = {
         "calibrate", "calibrate", "Adapt a model to a device from few, actively chosen samples."
     ),
     "evaluate": Command(
-        "train", "evaluate", "Predict published operator tables and print the errors."
+        "train",
+        "evaluate",
+        "Predict published tables of operators, steps or programs and print the errors.",
     ),
     "demo": Command(
         "train", "demo", "Profile this machine, train a model and test it on unseen programs."

@@ -24,6 +24,9 @@ LONGEST = 2000
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder or file to write.")]
 Data = Annotated[list[Path], typer.Option("--data", help="Dataset folder; may be given again.")]
+OptionalData = Annotated[
+    list[Path] | None, typer.Option("--data", help="Dataset folder; may be given again.")
+]
 Seed = Annotated[int, typer.Option(help="Random seed.")]
 Threads = Annotated[int, typer.Option("--threads", help="Threads for training.")]
 Top = Annotated[int, typer.Option(min=1, help="Number of kernels to print.")]

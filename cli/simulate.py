@@ -34,6 +34,14 @@ def simulate(
     ] = "",
     settings: Settings = None,
     model: OperatorModelOpt = OPERATOR_MODEL,
+    framework: Annotated[
+        str,
+        typer.Option(help="Learn from measured steps of this framework, such as megatron-bridge."),
+    ] = "",
+    compiled: Annotated[
+        bool,
+        typer.Option("--compiled", help="With --framework: compiled, or replayed as CUDA graphs."),
+    ] = False,
     jitter: Annotated[
         float, typer.Option(min=0.0, help="Relative noise of a task's time on a device.")
     ] = 0.0,
@@ -50,6 +58,8 @@ def simulate(
     # Without jitter nothing is drawn, so a seed would have no effect.
     if not jitter:
         refuse(context, "a step without --jitter", {"seed"})
+    if not framework:
+        refuse(context, "a step without --framework", {"compiled"})
     from ..common.chrome_trace import write_trace
     from ..common.files import write_text
     from ..predict.cluster.step import StepPredictor
@@ -63,7 +73,8 @@ def simulate(
     where = find_cluster(cluster)
     # Data parallelism fits every model's sizes; whether it fits into memory is reported.
     chosen = parse_plan(plan) if plan else Plan(dp=where.size)
-    predictor = StepPredictor(where, load_step_model(model))
+    operators = load_step_model(model)
+    predictor = StepPredictor(where, operators, framework=framework, compiled=compiled)
     prediction = predictor.predict(work, chosen, jitter, _speeds(speed or []), seed=seed)
     if timeline is not None:
         title = f"{prediction.plan.text()} on {prediction.cluster}"

@@ -11,6 +11,7 @@ from .options import (
     Data,
     Json,
     ModelOpt,
+    OptionalData,
     Out,
     Seed,
     Threads,
@@ -22,7 +23,11 @@ from .options import (
 
 def train(
     context: typer.Context,
-    data: Data,
+    data: OptionalData = None,
+    steps: Annotated[
+        Path | None,
+        typer.Option(help="Instead of --data: a table of measured training steps to learn from."),
+    ] = None,
     model: Annotated[str, typer.Option(help="Estimator to train.")] = "xgboost",
     split: Annotated[str, typer.Option(help="For kernels: split to test on.")] = "unseen_family",
     out: Annotated[
@@ -58,6 +63,18 @@ def train(
 
     The metrics are printed beside the label noise; the run is logged to MLflow.
     """
+    if (data is None) == (steps is None):
+        raise typer.BadParameter("give either --data or --steps")
+    if steps is not None:
+        refuse_unused(context, "training on steps", {"steps", "out", "seed", "track"})
+        from ..workflows.settings import StepSettings
+        from ..workflows.steps import run_train_steps
+
+        run_train_steps(
+            make_console(), StepSettings(steps, out or Path("steps.json"), seed=seed, track=track)
+        )
+        return
+    assert data is not None
     from ..features.dataset import Dataset
     from ..workflows.settings import TrainSettings
     from ..workflows.train import trainer_of
@@ -151,8 +168,25 @@ def demo(
 
 
 def evaluate(
-    published: Annotated[Path, typer.Option(help="Folder with tables of published latencies.")],
+    context: typer.Context,
     out: Annotated[Path, typer.Option("--out", help="Parquet file for the predictions.")],
+    published: Annotated[
+        Path | None, typer.Option(help="Folder with tables of published operator latencies.")
+    ] = None,
+    steps: Annotated[
+        Path | None,
+        typer.Option(help="Table of training steps, CSV or parquet; see docs/steps.md."),
+    ] = None,
+    programs: Annotated[
+        Path | None,
+        typer.Option(help="Folder of programs with a CSV of their files, devices and times."),
+    ] = None,
+    regions: Annotated[
+        Path | None, typer.Option(help="Folder of regions of programs, like --programs.")
+    ] = None,
+    lowering: Annotated[
+        str, typer.Option(help="With --programs and --regions: xla, fused, op or auto.")
+    ] = "auto",
     model: ModelOpt = "default",
     calibrate: Annotated[
         bool,
@@ -160,15 +194,46 @@ def evaluate(
             "--calibrate", help="Calibrate on the rows of calib_* splits that have a latency."
         ),
     ] = False,
+    page: Annotated[
+        Path | None, typer.Option(help="With --steps: HTML page with the errors and parity plots.")
+    ] = None,
+    track: Annotated[
+        bool, typer.Option(help="Except with --published: log the figures to MLflow.")
+    ] = True,
     limit: Annotated[
         int | None,
         typer.Option(min=1, help="Maximum rows of each operator table, drawn at random."),
     ] = None,
 ) -> None:
-    """Predict published operator tables and print the errors.
+    """Predict published tables of operators, steps or programs and print the errors.
 
     Every row is predicted; the errors are of the rows that have a latency.
     """
+    if sum(table is not None for table in (published, steps, programs, regions)) != 1:
+        raise typer.BadParameter("give one of --published, --steps, --programs and --regions")
+    folder = programs or regions
+    if folder is not None:
+        used = {"out", "programs", "regions", "model", "lowering", "track"}
+        refuse_unused(context, "evaluating programs", used)
+        from ..workflows.evaluate_programs import run_evaluate_programs
+        from ..workflows.settings import ProgramSettings
+
+        chosen = ProgramSettings(folder, out, model, lowering, track)
+        run_evaluate_programs(make_console(), chosen)
+        return
+    if steps is not None:
+        used = {"out", "steps", "model", "calibrate", "page", "track"}
+        refuse_unused(context, "evaluating steps", used)
+        from ..workflows.settings import StepSettings
+        from ..workflows.steps import run_evaluate_steps
+
+        settings = StepSettings(steps, out, model, calibrate=calibrate, page=page, track=track)
+        run_evaluate_steps(make_console(), settings)
+        return
+    assert published is not None
+    refuse_unused(
+        context, "evaluating operators", {"out", "published", "model", "calibrate", "limit"}
+    )
     from ..workflows.settings import EvaluateSettings
     from ..workflows.train_operators import run_evaluate
 

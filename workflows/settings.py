@@ -179,6 +179,50 @@ class EvaluateSettings(Settings):
 
 
 @dataclass(frozen=True)
+class StepSettings(Settings):
+    """Settings of the commands that learn from, predict or adapt to a table of steps.
+
+    Attributes:
+        table: The table, CSV or parquet.
+        out: File for the predictions or the model.
+        model: File of a model of steps; ``default`` for the one that ships.
+        calibrate: Whether to adapt to the rows of ``calib_*`` splits that have a time.
+        page: HTML page for the figures.
+        track: Whether to log to MLflow.
+        seed: Of draws.
+    """
+
+    command: ClassVar[str] = "evaluate"
+    table: Path
+    out: Path
+    model: str = "default"
+    calibrate: bool = False
+    page: Path | None = None
+    track: bool = True
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class ProgramSettings(Settings):
+    """Settings of ``opcast evaluate`` on a folder of programs.
+
+    Attributes:
+        folder: The folder, with one CSV that lists files and devices.
+        out: Parquet file for the predictions.
+        model: Name or folder of the model of kernels.
+        lowering: As of ``opcast predict``.
+        track: Whether to log to MLflow.
+    """
+
+    command: ClassVar[str] = "evaluate"
+    folder: Path
+    out: Path
+    model: str = "default"
+    lowering: str = "auto"
+    track: bool = True
+
+
+@dataclass(frozen=True)
 class SweepSettings(Settings):
     """Settings of ``opcast sweep``.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,8 @@ import numpy as np
 from ...common.interval import Interval, step_fields
 from ...features.devices.device import DeviceSpec
 from ...models.operators import OpModel
+from ...models.steps.context import COMPILED, context_of
+from ...models.steps.model import UNCALIBRATED, shipped_steps
 from ...simulate.clusters.topology import Cluster
 from ...simulate.step.calls import Estimate, OpCall
 from ...simulate.step.compose import StepTime, operator_counts, step_time
@@ -44,6 +46,8 @@ class StepPrediction:
         operators: Seconds of operators of the busiest stage, by name.
         scopes: Share of the operators' time by scope of the estimate (``known``, ``unseen`` …).
         spread: Sampled steps with jitter and stragglers, if requested.
+        framework: Framework whose measured steps were learned from; empty for none.
+        known: What is known of such steps, one of :data:`opcast.models.steps.model.TIERS`.
     """
 
     workload: Workload
@@ -57,6 +61,8 @@ class StepPrediction:
     operators: dict[str, float]
     scopes: dict[str, float]
     spread: StepSpread | None = None
+    framework: str = ""
+    known: str = ""
 
     @property
     def flops_per_device(self) -> float:
@@ -71,6 +77,7 @@ class StepPrediction:
             "compute_us": s.compute * 1e6,
             "exposed_communication_us": s.exposed * 1e6,
             "bubble_us": s.bubble * 1e6,
+            "host_us": s.host * 1e6,
             "communication_us": {k: v * 1e6 for k, v in s.communication.items()},
             "memory_bytes_per_device": self.fit.worst.total,
             "memory_bytes": self.fit.worst.to_dict(),
@@ -97,6 +104,10 @@ class StepPrediction:
     def notes(self) -> list[str]:
         """Known limits of the prediction."""
         notes = [self.fit.reason()] if not self.fit.fits else []
+        if self.known in ("architecture", "new"):
+            notes.append(
+                f"no measured step of {self.framework} was learned from: as an average one"
+            )
         # More than half of the time: a note about a few small operators would only distract.
         unknown = sum(v for k, v in self.scopes.items() if k == "roofline")
         if unknown > 0.5:
@@ -113,22 +124,35 @@ class StepPredictor:
         cluster: The devices and their links.
         model: Model of library operators; ``None`` for rooflines.
         device: Description to use instead of the one that the cluster names.
+        framework: Framework whose measured steps are learned from (``docs/steps.md``), with
+            intervals from steps that were left out; empty for operators and collectives alone,
+            at an estimated clock.
+        compiled: Whether the step is compiled, or replayed as CUDA graphs.
 
     Raises:
         DeviceError: The cluster names no device, and none is given.
     """
 
     def __init__(
-        self, cluster: Cluster, model: OpModel | None, device: DeviceSpec | None = None
+        self,
+        cluster: Cluster,
+        model: OpModel | None,
+        device: DeviceSpec | None = None,
+        framework: str = "",
+        *,
+        compiled: bool = False,
     ) -> None:
         self.cluster = cluster
         self.spec = device or cluster_device(cluster)
-        self.latency = OperatorLatency(self.spec, model, SUSTAINED)
+        self.framework, self.compiled = framework.lower(), compiled
+        # Measured steps hold the clock under load.
+        self.latency = OperatorLatency(self.spec, model, 1.0 if framework else SUSTAINED)
         self.network = ClusterNetwork(cluster)
         # PCI Express 4.0 x16 in one direction: 16 GT/s x 16 lanes / 8 bits, 31.5 GB/s after
         # 128b/130b encoding.
         host = self.spec.host_bandwidth or 32e9
-        self._costs = Costs(self.latency, self.network, host, _contention(self.spec))
+        self._priced = Costs(self.latency, self.network, host, contention(self.spec))
+        self._costs = self._priced
 
     def predict(
         self,
@@ -156,10 +180,12 @@ class StepPredictor:
             PlanError: The plan does not fit the model or the cluster.
         """
         plan = resolved(workload, plan, self.cluster.size)
+        known = self._learn(workload) if self.framework else ""
         step = step_time(workload, plan, self._costs)
         counts = operator_counts(workload, plan, step.worst)
         # Already priced while the step was composed; nothing is predicted again.
-        seconds = {c: float(self._costs.ops[c][0]) * n for c, n in counts.items()}
+        own = self._costs
+        seconds = {c: float(own.ops[c][0]) * own.effects.of(c) * n for c, n in counts.items()}
         capacity = self.spec.memory_bytes
         # A device file may omit the capacity; everything then fits rather than nothing.
         fit = Fit(memory_of(workload, plan), capacity or np.inf)
@@ -170,19 +196,35 @@ class StepPredictor:
         spread = None
         if jitter or speeds:
             spread = sample_steps(workload, plan, step, jitter, speeds, draws, seed)
+        interval = self._interval(workload, plan, step, counts)
+        if known:
+            low, high = np.exp(shipped_steps().ends.get(known, UNCALIBRATED))
+            interval = Interval(step.total, step.total * float(low), step.total * float(high))
         return StepPrediction(
             workload=workload,
             plan=plan,
             cluster=self.cluster.name,
             device=self.spec.name,
             step=step,
-            interval=self._interval(workload, plan, step, counts),
+            interval=interval,
             fit=fit,
             peak_flops=self.spec.matrix_peak(HLO_DTYPE[workload.dtype]),
             operators=_by_name(seconds),
             scopes=self._scopes(seconds),
             spread=spread,
+            framework=self.framework,
+            known=known,
         )
+
+    def _learn(self, workload: Workload) -> str:
+        """Take the effects of measured steps; gives what is known of steps like these."""
+        model = shipped_steps()
+        launched = not self.compiled and not self.framework.startswith(COMPILED)
+        context = context_of(workload, self.spec, self.framework, launched=launched)
+        box = self.cluster.devices_per_node
+        effects = model.table.whole_effects(context)
+        self._costs = self._priced.with_effects(effects, box if box < self.cluster.size else 0)
+        return model.tier(context)
 
     def _scopes(self, seconds: dict[OpCall, float]) -> dict[str, float]:
         """Share of the operators' time by scope."""
@@ -244,17 +286,18 @@ def _scaled(costs: Costs, factor: float, side: int | None) -> Costs:
     ``side`` is 0 for the lower end, 1 for the upper, and ``None`` for the estimates themselves.
     """
 
-    def latency(calls: Iterable[OpCall]) -> np.ndarray:
+    def latency(calls: Sequence[OpCall]) -> np.ndarray:
+        costs.prepare(calls)
         return np.array([costs.ops[c] for c in calls]) * factor
 
     def network(kind: str, size: float, group: Group) -> Estimate:
-        estimate = costs.links[kind, size, group]
+        estimate = costs.estimate(kind, size, group)
         return estimate if side is None else estimate._replace(seconds=estimate[1 + side])
 
-    return Costs(latency, network, costs.host_bandwidth, costs.contention)
+    return Costs(latency, network, costs.host_bandwidth, costs.contention, costs.effects, costs.box)
 
 
-def _contention(spec: DeviceSpec) -> float:
+def contention(spec: DeviceSpec) -> float:
     """Share of the compute cores that a running collective takes away from kernels.
 
     Collectives of a GPU are kernels themselves; a TPU's interconnect has DMA engines of its own.
@@ -268,4 +311,5 @@ def _contention(spec: DeviceSpec) -> float:
 def breakdown(prediction: StepPrediction) -> list[tuple[str, float]]:
     """Split a step into computation, exposed communication and bubble, in seconds."""
     s = prediction.step
-    return [("computation", s.compute), ("exposed communication", s.exposed), ("bubble", s.bubble)]
+    parts = [("computation", s.compute), ("exposed communication", s.exposed), ("bubble", s.bubble)]
+    return [*parts, ("host", s.host)] if s.host else parts

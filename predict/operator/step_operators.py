@@ -18,7 +18,7 @@ from ...features.devices.device import DeviceSpec
 from ...models.gpu.attention import attention_key, flash_attention
 from ...models.operators import OpModel
 from ...simulate.step.calls import SHAPES, OpCall
-from ...simulate.step.workload import HLO_DTYPE, WIDTH
+from ...simulate.step.workload import PRODUCT_DTYPE, PRODUCT_WIDTH
 from ..locate import find_model
 
 #: Shares of the matrix peak and of the memory bandwidth that the roofline assumes where nothing was
@@ -32,11 +32,9 @@ ROOFLINE_FACTOR = 1.6
 #: same for all GPUs. Without it and the cores of collectives, an 8B decoder on 128 H100 came to an
 #: MFU of 62 %, which no training reaches (docs/reports/clusters.md).
 SUSTAINED, SUSTAINED_RANGE = 0.82, (0.95, 0.72)
-#: Dtype of the operator tables by dtype of a workload. f16 is priced as bf16: NVIDIA's tensor cores
-#: have the same peak for both (data sheets of A100 and H100). Dtypes left out get the roofline.
-TABLE_DTYPE = {"bf16": "bf16", "f16": "bf16", "fp8": "fp8"}
-#: Families of the model that the operators of a step belong to; loading only these saves most of
-#: the time and memory of the full model.
+#: Dtypes that operator tables hold, by dtype of a workload.
+TABLE_DTYPE = {"bf16": "bf16", "f16": "bf16", "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp8"}
+#: Families of the model that operators of a step belong to; the others need not be read.
 FAMILIES = (
     "graph/linear",
     "graph/context_attention",
@@ -46,8 +44,11 @@ FAMILIES = (
     "kernel/norm",
     "kernel/elementwise",
 )
-#: Columns of the tensor that stands for moved bytes; an addition reads two such tensors and writes
-#: one. Engineering choice: only the number of elements matters.
+#: Time of FlashAttention-2 over that of the fused attention of the tables, by architecture: it uses
+#: neither asynchronous copies nor Hopper's group products (Shah et al., FlashAttention-3, 2024,
+#: figure 5: 35 against 60 % of the peak and less; for Blackwell an engineering estimate).
+FLASH2 = {"hopper": 1.65, "blackwell": 2.2, "blackwell-ultra": 2.2}
+#: Columns of the tensor that stands for moved bytes: an addition reads two and writes one.
 _MOVED_COLS = 8192
 
 
@@ -94,15 +95,32 @@ class OperatorLatency:
                 # ``scale`` prices a backward pass as a multiple of the forward kernel that was
                 # measured.
                 scale = np.where(bound, scale / self.sustained, scale)
+                scale = scale * [self._narrower(calls[i]) for i in at]
+                scale = scale * [self._older(calls[i]) for i in at]
                 times[at] = np.stack([said.latency, said.lo, said.hi], axis=1) * scale[:, None]
                 scope[at] = said.scope
         self.scopes.update(zip(calls, map(str, scope), strict=True))
         return times
 
+    def _older(self, call: OpCall) -> float:
+        """Time of attention by FlashAttention-2 over that of the tables' fastest kernel."""
+        if call.variant != "flash2":
+            return 1.0
+        return FLASH2.get(self.spec.architecture, 1.0)
+
+    def _narrower(self, call: OpCall) -> float:
+        """Time of a product over that of the type in the tables that stands for its own."""
+        if call.variant != "quantized":
+            return 1.0
+        # Products of narrow types in the tables quantise their input within the time, which a
+        # training step does apart: so the product in 16 bits, at the ratio of the rates.
+        own = self.spec.matrix_peak(PRODUCT_DTYPE[call.dtype])
+        return min(1.0, self.spec.matrix_peak("bf16") / own)
+
     def _is_arithmetic(self, call: OpCall) -> bool:
-        """Whether arithmetic, rather than memory, bounds an operator's roofline."""
-        peak = self.spec.matrix_peak(HLO_DTYPE.get(call.dtype, call.dtype))
-        return call.flops() / peak > call.moved(WIDTH[call.dtype]) / self.spec.bandwidth
+        """Whether the roofline of an operator is that of arithmetic."""
+        peak = self.spec.matrix_peak(PRODUCT_DTYPE.get(call.dtype, call.dtype))
+        return call.flops() / peak > call.moved(PRODUCT_WIDTH[call.dtype]) / self.spec.bandwidth
 
 
 def load_step_model(model: str | Path) -> OpModel | None:
@@ -119,18 +137,23 @@ def load_step_model(model: str | Path) -> OpModel | None:
 def roofline_seconds(calls: Sequence[OpCall], spec: DeviceSpec) -> np.ndarray:
     """Estimate operators by the roofline: seconds and interval ends, shape ``(n, 3)``."""
     flops = np.array([c.flops() for c in calls])
-    moved = np.array([c.moved(WIDTH.get(c.dtype, 2)) for c in calls])
-    peak = np.array([spec.matrix_peak(HLO_DTYPE.get(c.dtype, c.dtype)) for c in calls])
+    moved = np.array([c.moved(PRODUCT_WIDTH.get(c.dtype, 2)) for c in calls])
+    peak = np.array([spec.matrix_peak(PRODUCT_DTYPE.get(c.dtype, c.dtype)) for c in calls])
     middle = np.maximum(flops / (peak * MATRIX_SHARE), moved / (spec.bandwidth * MEMORY_SHARE))
     # Added rather than a third bound: the launch precedes the work.
     middle = middle + spec.floor
     return np.stack([middle, middle / ROOFLINE_FACTOR, middle * ROOFLINE_FACTOR], axis=1)
 
 
-def op_row(call: OpCall, spec: DeviceSpec) -> dict[str, object]:
-    """An operator as a row that :meth:`OpModel.predict` takes; ``scale`` is left out."""
-    sizes: dict[str, object] = dict(zip(SHAPES[call.op], call.shape, strict=True))
-    row: dict[str, object] = {"device": spec.name, "dtype": TABLE_DTYPE[call.dtype]}
+def op_row(call: OpCall, spec: DeviceSpec) -> dict[str, Any]:
+    """Convert an operator to a row for :meth:`OpModel.predict`; ``scale`` is left out."""
+    sizes: dict[str, Any] = dict(zip(SHAPES[call.op], call.shape, strict=True))
+    dtype = "bf16" if call.variant == "quantized" else TABLE_DTYPE[call.dtype]
+    # Chips before Ampere have tensor cores for f16 alone, which the tables call fp16.
+    row: dict[str, Any] = {
+        "device": spec.name,
+        "dtype": "fp16" if call.dtype == "f16" and _lacks_bf16(spec) else dtype,
+    }
     if call.op == "linear":
         # The kernels that vLLM's measurements name: cuBLAS behind PyTorch, CUTLASS for scaled fp8.
         kernel = "torch.nn.functional.linear"
@@ -138,7 +161,10 @@ def op_row(call: OpCall, spec: DeviceSpec) -> dict[str, object]:
             kernel = "CutlassFP8ScaledMMLinearKernel"
         return {**row, **_table("graph/linear", "vllm", kernel), "b": 1, **sizes}
     if call.op == "attention":
-        return {**row, **_attention(sizes, spec)}
+        columns = _attention(sizes, spec)
+        if row["dtype"] == "fp16":
+            columns |= {"dtype": "fp16", "kv_dtype": "fp16"}
+        return {**row, **columns}
     if call.op == "decode":
         return {**row, **_attention({**sizes, "q_len": 1, "causal": 1}, spec)}
     if call.op == "moe":
@@ -150,7 +176,12 @@ def op_row(call: OpCall, spec: DeviceSpec) -> dict[str, object]:
     return {**row, "dtype": "fp16", **_pass(call, sizes)}
 
 
-def _table(key: str, backend: str = "", kernel: str = "") -> dict[str, object]:
+def _lacks_bf16(spec: DeviceSpec) -> bool:
+    """Whether a chip's tensor cores take f16 alone, as Volta's and Turing's."""
+    return spec.matrix_peak("f16") > 2.0 * spec.matrix_peak("bf16")
+
+
+def _table(key: str, backend: str = "", kernel: str = "") -> dict[str, Any]:
     name = key.split("/")[1]
     return {"key": key, "family": name, "op": name, "backend": backend, "kernel": kernel}
 

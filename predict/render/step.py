@@ -81,6 +81,7 @@ def _times(prediction: StepPrediction) -> Table:
             or "none"
         ),
         "bubble": f"{prediction.plan.pp} stages, {prediction.plan.microbatches} micro-batches",
+        "host": "launches that take longer than the kernels",
     }
     for name, value in breakdown(prediction):
         share = f"{value / prediction.step.total:.1%}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,59 @@ def find_cluster(name: str | Path) -> Cluster:
     if not in_catalogue(device):
         raise _unknown(text)
     return _one_box(find_device(device), count)
+
+
+def joined(device: str, count: int, per_node: int = 0, between: float = 0.0) -> Cluster:
+    """Any number of one device, joined as machines of that device are.
+
+    Up to a box or a slice it is that; more of them are joined by InfiniBand or, for TPUs, by a
+    data-centre network. Racks of 72 are used in part where the number is no multiple of it.
+
+    Args:
+        device: Name or alias of a device of the catalogue.
+        count: Devices.
+        per_node: Devices of a box; 0 for the rule of the device.
+        between: Bytes/s in one direction of one device to other boxes; 0 for the rule.
+
+    Raises:
+        DeviceError: The device is unknown, no rule says how it is joined, or the number makes no
+            whole boxes.
+    """
+    spec = find_device(device)
+    matched = _rule_of(spec.name)
+    name = f"{spec.name}-x{count}"
+    if matched is None:
+        return _one_box(spec, count)
+    table, rule = matched
+    most = rule["largest"]
+    if most <= 8 and per_node:
+        # Larger domains, racks and slices, hold many hosts.
+        most = min(per_node, most)
+    inner = max((n for n in range(1, min(most, count) + 1) if count % n == 0), default=1)
+    # Slices that users are given may have any even grid; names are of powers of two.
+    if table == "slices":
+        box = _slice(spec, inner, rule, f"{spec.name}-x{inner}")
+    else:
+        box = _one_box(spec, inner)
+    if inner == count:
+        return box
+    over = "multislice" if table == "slices" else "dgx"
+    known = (r for r in _rules(over).values() if spec.name in (r["device"], *r["like"]))
+    # Boxes that no rule names are joined like the newest ones, by the device's own bandwidth.
+    between_boxes = next(known, _rules("dgx")["h100"])
+    if spec.name not in (between_boxes["device"], *between_boxes["like"]):
+        between = between or spec.inter_node_bandwidth
+        if not between:
+            raise DeviceError(
+                f"one box joins at most {most} {spec.name}, and nothing says by what several are",
+                where=name,
+                hint="describe the cluster in a YAML file, or give its network",
+            )
+    network = _network(count // inner, between_boxes)
+    if between:
+        network = replace(network, bandwidth=between)
+    sources = box.sources | _sources(between_boxes, network.name, spec)
+    return Cluster(name, spec.name, Topology((*box.topology.dims, network)), inner, sources)
 
 
 def cluster_names() -> list[str]:
@@ -122,6 +176,13 @@ def _one_box(device: DeviceSpec, count: int) -> Cluster:
             hint=f"take fewer{more}, or describe the cluster in a YAML file",
         )
     if table == "slices":
+        chips = count // rule.get("cores_per_chip", 1)
+        if chips & (chips - 1):
+            raise DeviceError(
+                f"{count} devices are no slice of {device.name}",
+                where=name,
+                hint="take a power of two",
+            )
         return _slice(device, count, rule, name)
     dim, sources = _box_dimension(device, count, rule)
     return Cluster(name, device.name, Topology((dim,)), count, sources)
@@ -193,12 +254,14 @@ def _network(boxes: int, rule: Rule) -> Dimension:
 
 
 def _slice(device: DeviceSpec, count: int, rule: Rule, name: str) -> Cluster:
-    """Chips in the most even grid of powers of two, and the cores of a chip inside."""
+    """Chips in the most even grid, and the cores of a chip inside."""
     cores = min(rule.get("cores_per_chip", 1), count)
     chips = count // cores
-    if count % cores or chips & (chips - 1):
+    if count % cores:
         raise DeviceError(
-            f"{count} devices are no slice of {device.name}", where=name, hint="take a power of two"
+            f"{count} devices are no whole chips of {device.name}",
+            where=name,
+            hint=f"a chip has {cores} of them",
         )
     dims: list[Dimension] = []
     start = {"latency": rule["latency_us"] * 1e-6, "launch": rule["launch_us"] * 1e-6}
@@ -224,10 +287,15 @@ def _slice(device: DeviceSpec, count: int, rule: Rule, name: str) -> Cluster:
     return Cluster(name, device.name, Topology(tuple(dims)), count, sources)
 
 
+@cache
 def _grid(chips: int, axes: int) -> list[int]:
-    """Factor ``chips`` into powers of two that are as equal as possible, smallest first."""
-    exponent = chips.bit_length() - 1
-    return sorted(2 ** (exponent // axes + (i < exponent % axes)) for i in range(axes))
+    """Factor ``chips`` into numbers that are as equal as possible, smallest first."""
+    if axes == 1:
+        return [chips]
+    # The smallest axis is at most the root; of several the one whose rest is most even.
+    smallest = [n for n in range(1, round(chips ** (1 / axes)) + 1) if chips % n == 0]
+    grids = [sorted([n, *_grid(chips // n, axes - 1)]) for n in smallest]
+    return min(grids, key=lambda grid: (grid[-1], -grid[0]))
 
 
 def _unknown(name: str) -> DeviceError:

@@ -25,8 +25,26 @@ SHAPES = {
     "add": ("rows", "cols"),
     "move": ("bytes",),
 }
-#: Tensors of ``rows × cols`` that a pass over memory reads or writes: one in and one out, two in
-#: for an addition. ``silu_and_mul`` reads gate and product side by side and writes half of that.
+#: Kernels that a framework launches for an operator when it runs line by line: its own, and the
+#: casts, copies and reshapes around it. Counted in eager PyTorch for a bf16 decoder layer: rotary
+#: positions alone are a dozen element-wise kernels; a mixture of experts sorts, permutes, counts
+#: and scatters.
+_LAUNCHES = {
+    "linear": 2,
+    "attention": 4,
+    "decode": 4,
+    "moe": 60,
+    "rmsnorm": 2,
+    "layernorm": 2,
+    "silu_and_mul": 3,
+    "gelu": 2,
+    "rope": 8,
+    "add": 1,
+    "move": 2,
+}
+#: Class of an operator in :class:`~.costs.StepEffects`; the rest are passes over memory.
+_KIND = {"linear": "product", "attention": "attention", "decode": "attention", "moe": "experts"}
+#: Tensors of ``rows × cols`` that a pass over memory touches.
 _TENSORS = {
     "rmsnorm": 2.0,
     "layernorm": 2.0,
@@ -46,8 +64,10 @@ class OpCall:
         op: A key of :data:`SHAPES`.
         shape: Its parameters.
         dtype: Element type.
-        scale: Factor on the time of the operator of this shape, for backward passes of operators
-            that were measured forward alone.
+        scale: Its time over that of the operator of this shape: backward passes of operators that
+            are only known forward.
+        variant: Of attention, as :attr:`~.workload.Workload.attention`; ``quantized`` for products
+            whose operands were quantised by passes of their own.
     """
 
     name: str
@@ -55,6 +75,17 @@ class OpCall:
     shape: tuple[int, ...]
     dtype: str = "bf16"
     scale: float = 1.0
+    variant: str = ""
+
+    @property
+    def kind(self) -> str:
+        """``product``, ``attention``, ``experts`` or ``memory``."""
+        return _KIND.get(self.op, "memory")
+
+    @property
+    def launches(self) -> int:
+        """Kernels that the host launches where nothing is compiled or captured."""
+        return _LAUNCHES[self.op]
 
     def flops(self) -> float:
         """Return the matrix FLOPs, ``scale`` included; passes over memory count as none."""
@@ -75,8 +106,8 @@ class OpCall:
             return expert_flops(tokens, topk, ep, hidden, inter, 6.0) / tp * self.scale
         return 0.0
 
-    def moved(self, width: int) -> float:
-        """Return the bytes that have to be read or written at least once, ``scale`` included.
+    def moved(self, width: float) -> float:
+        """Bytes that have to be read or written once, ``scale`` included.
 
         Args:
             width: Bytes of an element.
@@ -116,7 +147,8 @@ class CommCall:
         size: Bytes as nccl-tests counts them: the buffer of an all-reduce or transfer, the full
             buffer of a gather or scatter, one device's send buffer of an all-to-all.
         group: Devices that take part.
-        times: Number of executions.
+        times: How often.
+        copies: Of an all-to-all that sends each token to several experts: to how many.
     """
 
     name: str
@@ -124,6 +156,22 @@ class CommCall:
     size: float
     group: Group
     times: float = 1.0
+    copies: int = 1
+
+    def across(self, box: int) -> float:
+        """Share of the bytes that cross from box to box where a box gets each token once.
+
+        Dispatchers send a token once to every box that needs it and copy it inside (DeepSeek-V3
+        2024, section 3.2.2). ``copies`` drawn from ``b`` boxes meet ``b (1 - (1 - 1/b)^copies)`` of
+        them.
+
+        Args:
+            box: Devices of a box.
+        """
+        boxes = -(-self.group.size * self.group.stride // box)
+        if self.copies <= 1 or boxes <= 1:
+            return 1.0
+        return boxes * (1.0 - (1.0 - 1.0 / boxes) ** self.copies) / self.copies
 
     @property
     def needed(self) -> bool:

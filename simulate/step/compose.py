@@ -19,7 +19,7 @@ from .plan import Plan
 from .schedules import FORWARD, WEIGHTS, Task, forward_orders, orders
 from .stage_times import StageCost, StageTimes
 from .traffic import hop_call, local_parameters
-from .workload import Workload, stage_layers
+from .workload import Workload, kind_counts
 
 #: Most tasks of a pipeline that are all placed; longer ones are extrapolated, so that a plan's cost
 #: stays bounded in sweeps (engineering choice).
@@ -33,7 +33,9 @@ STEADY_ROUNDS = 4
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step; times in seconds. ``compute``, ``exposed`` and ``bubble`` add up to ``total``.
+    """One step; times in seconds.
+
+    ``compute``, ``exposed``, ``host`` and ``bubble`` add up to ``total``.
 
     Attributes:
         total: From the first micro-batch to the last update.
@@ -42,9 +44,10 @@ class StepTime:
         bubble: The rest: waiting for other stages.
         communication: All communication of that device, hidden or not, by name.
         stages: Times of each stage.
-        run: The placed pipeline; of a very long one only the first micro-batches.
-        worst: Index of the stage that is busy longest.
-        hop: Seconds of a transfer from one stage to the next.
+        run: The pipeline; of a very long one its first micro-batches.
+        worst: The stage that is busy longest.
+        hop: Seconds from one stage to the next.
+        host: Waiting of that device for its host.
     """
 
     total: float
@@ -56,31 +59,36 @@ class StepTime:
     run: PipelineRun
     worst: int
     hop: float = 0.0
+    host: float = 0.0
 
 
-def step_time(workload: Workload, plan: Plan, costs: Costs) -> StepTime:
-    """Compose the time of a step.
+def step_time(
+    workload: Workload, plan: Plan, costs: Costs, most_tasks: int = MOST_TASKS
+) -> StepTime:
+    """Time of a step.
 
     Args:
         workload: The model.
         plan: Resolved by :func:`~.workload.resolved`.
         costs: Times of calls.
+        most_tasks: Tasks of a pipeline up to which every one is placed; fewer are faster.
     """
     # One batched request: the operator model is vectorised, and a call costs more than a row.
     costs.prepare(c for s in range(plan.pp) for c in operator_counts(workload, plan, s))
-    known: dict[tuple[int, bool, bool], StageTimes] = {}
+    known: dict[tuple[tuple[tuple[Workload, int], ...], bool, bool], StageTimes] = {}
     stages = []
-    for stage, layers in enumerate(stage_layers(workload.layers, plan)):
+    for stage in range(plan.pp):
+        layers = tuple(kind_counts(workload, plan, stage).items())
         # Stages with the same layers and ends are equal: at most a few differ, whatever ``pp`` is.
         key = (layers, stage == 0, stage == plan.pp - 1)
         if key not in known:
             known[key] = StageCost(workload, plan, costs, stage).times()
         stages.append(known[key])
     hop = costs.link(hop_call(workload, plan))
-    run, ends = _ends(workload, plan, stages, hop)
-    # The same pipeline with free transfers: the difference is what transfers expose, the rest of
-    # the idle time is the bubble.
-    still = _ends(workload, plan, stages, 0.0)[1] if hop else ends
+    wait = costs.effects.hop_s if plan.pp > 1 else 0.0
+    stages = [s.with_hop(wait) for s in stages]
+    run, ends = _ends(workload, plan, stages, hop, most_tasks)
+    still = _ends(workload, plan, stages, 0.0, most_tasks)[1] if hop else ends
     total = max(end + s.tail for end, s in zip(ends, stages, strict=True))
     free = max(end + s.tail for end, s in zip(still, stages, strict=True))
     count = plan.microbatches
@@ -88,17 +96,23 @@ def step_time(workload: Workload, plan: Plan, costs: Costs) -> StepTime:
     mine = stages[worst]
     compute = mine.micro.compute * count + mine.update.compute
     sent = mine.micro.exposed * count + mine.reduction + mine.update.exposed
+    host = mine.micro.host * count + mine.update.host
     return StepTime(
         total=total,
         compute=compute,
         exposed=sent + (total - free),
-        bubble=free - compute - sent if free - compute - sent > ROUNDING * free else 0.0,
+        bubble=_bubble(free, free - compute - sent - host),
         communication=StageCost(workload, plan, costs, worst).traffic(),
         stages=tuple(stages),
         run=run,
         worst=worst,
         hop=hop,
+        host=host,
     )
+
+
+def _bubble(total: float, rest: float) -> float:
+    return rest if rest > ROUNDING * total else 0.0
 
 
 def operator_counts(workload: Workload, plan: Plan, stage: int) -> dict[OpCall, float]:
@@ -109,19 +123,18 @@ def operator_counts(workload: Workload, plan: Plan, stage: int) -> dict[OpCall, 
         plan: Resolved.
         stage: Index of the stage, from 0.
     """
-    layer, counts = layer_ops(workload, plan), dict[OpCall, float]()
-    layers = stage_layers(workload.layers, plan)[stage]
-    parts = [(layer, float(layers * plan.microbatches))]
+    counts = dict[OpCall, float]()
+    kinds = kind_counts(workload, plan, stage)
+    parts = [(layer_ops(w, plan), float(n * plan.microbatches)) for w, n in kinds.items()]
+    layers = len(parts)
     if stage == 0:
         parts.append((embedding_ops(workload, plan), float(plan.microbatches)))
     if stage == plan.pp - 1:
         parts.append((head_ops(workload, plan), float(plan.microbatches)))
     train = workload.mode == "train"
-    # Only used to list what has to be predicted and reported; times come from ``StageCost``.
-    for ops, times in parts:
+    for number, (ops, times) in enumerate(parts):
         again = {"none": (), "selective": ops.selective, "full": ops.forward}[plan.recompute]
-        # Checkpoints wrap layers; embedding and head are never computed again.
-        again = again if ops is layer else ()
+        again = again if number < layers else ()
         run = (*ops.forward, *((*ops.backward, *ops.weights, *again) if train else ()))
         for call in run:
             counts[call] = counts.get(call, 0.0) + times
@@ -131,7 +144,7 @@ def operator_counts(workload: Workload, plan: Plan, stage: int) -> dict[OpCall, 
 
 
 def _ends(
-    workload: Workload, plan: Plan, stages: Sequence[StageTimes], hop: float
+    workload: Workload, plan: Plan, stages: Sequence[StageTimes], hop: float, most_tasks: int
 ) -> tuple[PipelineRun, list[float]]:
     """Run the pipeline; return it and the time at which each stage ends its last micro-batch.
 
@@ -141,7 +154,7 @@ def _ends(
     # A forward and a backward task for each micro-batch and chunk.
     tasks = plan.pp * plan.microbatches * plan.virtual * 2
     rounds = plan.microbatches // plan.pp
-    if tasks <= MOST_TASKS or rounds <= STEADY_ROUNDS:
+    if tasks <= most_tasks or rounds <= STEADY_ROUNDS:
         run = run_stages(workload, plan, stages, hop)
         return run, [float(run.end(i)) for i in range(plan.pp)]
     # The remainder is kept in both runs, so that they differ by exactly one round.

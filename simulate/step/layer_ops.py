@@ -7,11 +7,12 @@ two (Dao, FlashAttention-2, ICLR 2024); norms and activations move at least half
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from .calls import OpCall
 from .plan import Plan
-from .workload import Workload
+from .workload import PRODUCT_WIDTH, Workload
 
 # Time of a backward pass over the forward pass, for operators whose measured tables hold forward
 # kernels alone.
@@ -28,6 +29,10 @@ EXPERTS_BACKWARD = 2.0
 #: Bytes of optimiser traffic per parameter, Adam in mixed precision: gradient, master weight and
 #: two moments read in f32 (16), the last three written (12), and the weight in 16 bits (2).
 UPDATE_BYTES = 30
+
+
+#: Variant of products and experts whose operands were quantised by passes of their own.
+QUANTIZED = "quantized"
 
 
 @dataclass(frozen=True)
@@ -54,8 +59,17 @@ def micro_tokens(workload: Workload, plan: Plan) -> int:
 
 
 def layer_ops(workload: Workload, plan: Plan) -> PassOps:
-    """List the operators of one layer on one device, for one micro-batch."""
-    parts = [_attention(workload, plan), _feed_forward(workload, plan)]
+    """Operators of one layer on one device, for one micro-batch.
+
+    Args:
+        workload: As the layer sees it (:func:`~.workload.layer_kinds`).
+        plan: Resolved.
+    """
+    return _joined([_attention(workload, plan), _feed_forward(workload, plan)])
+
+
+def _joined(parts: Sequence[PassOps]) -> PassOps:
+    """Parts that run one after the other."""
     return PassOps(
         forward=tuple(c for p in parts for c in p.forward),
         backward=tuple(c for p in reversed(parts) for c in p.backward),
@@ -68,9 +82,10 @@ def embedding_ops(workload: Workload, plan: Plan) -> PassOps:
     """List the token embedding: rows gathered, their gradients added in f32."""
     tokens = micro_tokens(workload, plan)
     size = tokens * workload.d_model
-    # Forward reads and writes a row per token. Backward reads its gradient and adds it into the
-    # table in f32: one read and one write of 4 bytes.
-    forward = OpCall("embedding", "move", (2 * workload.width * size,), workload.dtype)
+    # Learned positions are read once more and added in the same pass.
+    forward = OpCall(
+        "embedding", "move", ((2 + workload.positions) * workload.width * size,), workload.dtype
+    )
     backward = OpCall("embedding", "move", ((workload.width + 8) * size,), workload.dtype)
     return PassOps((forward,), (backward,))
 
@@ -100,13 +115,29 @@ def update_ops(local_parameters: float, workload: Workload) -> tuple[OpCall, ...
     return (OpCall("update", "move", (round(UPDATE_BYTES * local_parameters),), workload.dtype),)
 
 
-def _product(name: str, m: int, n: int, k: int, dtype: str) -> PassOps:
+def _product(name: str, m: int, n: int, k: int, dtype: str, variant: str = "") -> PassOps:
     """``(m, k) × (k, n)`` with the two products of its backward pass."""
     return PassOps(
-        (OpCall(name, "linear", (m, n, k), dtype),),
-        (OpCall(f"{name}_dx", "linear", (m, k, n), dtype),),
-        (OpCall(f"{name}_dw", "linear", (n, k, m), dtype),),
+        (OpCall(name, "linear", (m, n, k), dtype, variant=variant),),
+        (OpCall(f"{name}_dx", "linear", (m, k, n), dtype, variant=variant),),
+        (OpCall(f"{name}_dw", "linear", (n, k, m), dtype, variant=variant),),
     )
+
+
+def _quantized(name: str, workload: Workload, m: int, n: int, k: int) -> PassOps:
+    """A product of the layers, with the passes that quantise its operands.
+
+    Each of input, weight and incoming gradient is read once in ``dtype`` and written twice, as it
+    is and transposed, since products of 8 bits take both operands along the summed dimension
+    (Transformer Engine's documentation of FP8).
+    """
+    if workload.product_dtype == workload.dtype:
+        return _product(name, m, n, k, workload.dtype)
+    product = _product(name, m, n, k, workload.product_dtype, QUANTIZED)
+    width = workload.width + 2.0 * PRODUCT_WIDTH[workload.product_dtype]
+    ahead = OpCall(f"{name}_quantize", "move", (round(width * (m * k + n * k)),), workload.dtype)
+    back = OpCall(f"{name}_dquantize", "move", (round(width * m * n),), workload.dtype)
+    return PassOps((ahead, *product.forward), (back, *product.backward), product.weights)
 
 
 def _norm(name: str, workload: Workload, plan: Plan, tokens: int) -> PassOps:
@@ -128,70 +159,141 @@ def _attention(workload: Workload, plan: Plan) -> PassOps:
     # With more tensor-parallel ranks than key-value heads these are replicated, one on each rank.
     groups = max(1, workload.groups // plan.tp)
     norm = _norm("norm1", workload, plan, tokens)
-    qkv = _product("qkv", tokens, (heads + 2 * groups) * dim, d, dtype)
-    out = _product("out", tokens, d, heads * dim, dtype)
+    if workload.kv_lora:
+        qkv, groups, dim = _latent(workload, plan, tokens), heads, dim + workload.rope_dim
+    else:
+        qkv = _quantized("qkv", workload, tokens, (heads + 2 * groups) * dim, d)
+    out = _quantized("out", workload, tokens, d, heads * workload.value)
     length = workload.seq // plan.cp
     shape = (tokens // length, heads, groups, dim, length, length, int(workload.causal))
     # With the sequence cut so that all ranks see as many pairs, each of the cp blocks that a rank
-    # meets has as many visible pairs as its own (causal), or all of them.
-    core = OpCall("attention", "attention", shape, dtype, scale=float(plan.cp))
-    back = OpCall("attention_dx", "attention", shape, dtype, plan.cp * ATTENTION_BACKWARD)
+    # meets has as many visible pairs as its own (causal), or all of them. Where a window hides
+    # pairs, or values are narrower than queries, attention takes that much less time.
+    part = (dim + workload.value) / (2.0 * dim)
+    if workload.window:
+        part *= workload.visible_pairs() / replace(workload, window=0).visible_pairs()
+    core = _core(workload, shape, plan.cp * part)
     # Queries and keys are rotated, values are not; backward rotates the other way at equal cost.
     rope = OpCall("rope", "rope", (tokens, (heads + groups) * dim), dtype)
     turn = (rope,) if workload.rope else ()
     add = _residual("add1", workload, plan, tokens)
     return PassOps(
-        (*norm.forward, *qkv.forward, *turn, core, *out.forward, add),
-        (*out.backward, back, *turn, *qkv.backward, *norm.backward),
+        (*norm.forward, *qkv.forward, *turn, *core.forward, *out.forward, add),
+        (*out.backward, *core.backward, *turn, *qkv.backward, *norm.backward),
         (*out.weights, *qkv.weights),
-        norm.selective,
+        (*norm.selective, *core.selective),
     )
 
 
+def _core(workload: Workload, shape: tuple[int, ...], scale: float) -> PassOps:
+    """Attention itself: fused, or its scores in memory.
+
+    Written out, the scores of all pairs, hidden ones too, are made by one product, pass through
+    scaling, mask and softmax in one kernel and through dropout in another, and go into a second
+    product; the backward pass has four products (Korthikanti et al., MLSys 2023, section 4.1,
+    counts what is kept: two bytes, one byte of mask and two bytes for each score).
+    """
+    dtype, name = workload.dtype, workload.attention
+    if name != "eager":
+        core = OpCall("attention", "attention", shape, dtype, scale, name)
+        back = OpCall("attention_dx", "attention", shape, dtype, scale * ATTENTION_BACKWARD, name)
+        return PassOps((core,), (back,))
+    batch, heads, _, dim, length, keys, _ = shape
+    rows = batch * heads * length
+    scores = _product("scores", rows, keys, dim, dtype)
+    values = _product("values", rows, dim, keys, dtype)
+    width = workload.width
+    ahead = round((4 * width + 1) * rows * keys * scale)
+    behind = round((5 * width + 1) * rows * keys * scale)
+    softmax = OpCall("softmax", "move", (ahead,), dtype)
+    back = OpCall("softmax_dx", "move", (behind,), dtype)
+    forward = (*scores.forward, softmax, *values.forward)
+    behind_products = (*values.backward, *values.weights, *scores.backward, *scores.weights)
+    return PassOps(forward, (*behind_products, back), selective=forward)
+
+
+def _latent(workload: Workload, plan: Plan, tokens: int) -> PassOps:
+    """Queries, keys and values of multi-head latent attention (DeepSeek-V2, 2024, section 2.1).
+
+    The narrow products are not cut by ``tp``: every rank makes the compressed keys for itself.
+    """
+    w, heads = workload, workload.heads // plan.tp
+    query = heads * (w.head + w.rope_dim)
+    parts = []
+    if w.q_lora:
+        parts.append(_quantized("q_down", w, tokens, w.q_lora, w.d_model))
+        parts.append(_quantized("q_up", w, tokens, query, w.q_lora))
+    else:
+        parts.append(_quantized("q", w, tokens, query, w.d_model))
+    parts.append(_quantized("kv_down", w, tokens, w.kv_lora + w.rope_dim, w.d_model))
+    parts.append(_quantized("kv_up", w, tokens, heads * (w.head + w.value), w.kv_lora))
+    return _joined(parts)
+
+
 def _feed_forward(workload: Workload, plan: Plan) -> PassOps:
-    tokens, d, dtype = micro_tokens(workload, plan), workload.d_model, workload.dtype
+    tokens = micro_tokens(workload, plan)
     norm, add = _norm("norm2", workload, plan, tokens), _residual("add2", workload, plan, tokens)
     if workload.experts:
         return _experts(workload, plan, norm, add)
-    inner = workload.d_ff // plan.tp
+    dense = _dense(workload, plan, tokens, workload.d_ff)
+    return PassOps(
+        (*norm.forward, *dense.forward, add),
+        (*dense.backward, *norm.backward),
+        dense.weights,
+        (*norm.selective, *dense.selective),
+    )
+
+
+def _dense(workload: Workload, plan: Plan, tokens: int, width: int) -> PassOps:
+    """A plain feed-forward of a width, or the shared experts of a layer."""
+    d, dtype = workload.d_model, workload.dtype
+    inner = width // plan.tp
     # Gate and up projection run as one product, as inference and training frameworks fuse them.
     wide = inner * (workload.matrices - 1)
-    up = _product("up", tokens, wide, d, dtype)
-    down = _product("down", tokens, d, inner, dtype)
+    up = _quantized("up", workload, tokens, wide, d)
+    down = _quantized("down", workload, tokens, d, inner)
     name = "silu_and_mul" if workload.gated else "gelu"
     act = OpCall("activation", name, (tokens, wide), dtype)
     back = OpCall("activation_dx", name, (tokens, wide), dtype, ACTIVATION_BACKWARD)
     return PassOps(
-        (*norm.forward, *up.forward, act, *down.forward, add),
-        (*down.backward, back, *up.backward, *norm.backward),
+        (*up.forward, act, *down.forward),
+        (*down.backward, back, *up.backward),
         (*down.weights, *up.weights),
-        (*norm.selective, act),
+        (act,),
     )
 
 
 def _experts(workload: Workload, plan: Plan, norm: PassOps, add: OpCall) -> PassOps:
-    tokens, dtype = micro_tokens(workload, plan), workload.dtype
-    router = _product("router", tokens, workload.experts, workload.d_model, dtype)
-    # The operator takes the tokens of its whole expert-parallel group and divides by ``ep`` itself;
-    # routing is assumed to be balanced.
-    shape = (
-        tokens * plan.ep,
-        workload.d_model,
-        workload.d_ff,
-        workload.top_k,
-        workload.experts,
-        plan.tp,
-        plan.ep,
-    )
+    tokens, dtype = micro_tokens(workload, plan), workload.product_dtype
+    router = _product("router", tokens, workload.experts, workload.d_model, workload.dtype)
+    shared = PassOps((), ())
+    if workload.shared_experts:
+        shared = _dense(workload, plan, tokens, workload.shared_experts * workload.d_ff)
+    # What arrives at a rank: as many copies of tokens as it sends out, for its own experts. Asked
+    # as a layer of these experts alone, the question stays among the sizes that were measured.
+    own = workload.experts // plan.ep
+    chosen = min(workload.top_k, own)
+    arrived = round(tokens * workload.top_k / chosen)
+    shape = (arrived, workload.d_model, workload.d_ff, chosen, own, plan.tp, 1)
     # The operator has the three matrices of gated experts; plain ones have two.
     scale = 1.0 if workload.gated else 2.0 / 3.0
-    experts = OpCall("experts", "moe", shape, dtype, scale)
+    variant = QUANTIZED if dtype != workload.dtype else ""
+    experts = OpCall("experts", "moe", shape, dtype, scale, variant)
     # Half of the backward pass makes gradients of weights.
-    back = OpCall("experts_dx", "moe", shape, dtype, scale * EXPERTS_BACKWARD / 2)
-    weights = OpCall("experts_dw", "moe", shape, dtype, scale * EXPERTS_BACKWARD / 2)
+    back = OpCall("experts_dx", "moe", shape, dtype, scale * EXPERTS_BACKWARD / 2, variant)
+    weights = OpCall("experts_dw", "moe", shape, dtype, scale * EXPERTS_BACKWARD / 2, variant)
+    # Training frameworks sort the copies by expert and back in passes of their own, in either
+    # direction a read and a write (Megatron-LM's token dispatcher).
+    sorting = round(4.0 * workload.width * arrived * chosen * workload.d_model)
+    cast: tuple[OpCall, ...] = (OpCall("permute", "move", (sorting,), workload.dtype),)
+    if variant:
+        # Inputs of both products, as for plain products; gradients are as many.
+        width = workload.width + 2.0 * PRODUCT_WIDTH[dtype]
+        moved = width * arrived * chosen * (workload.d_model + workload.d_ff / plan.tp)
+        cast += (OpCall("experts_quantize", "move", (round(moved),), workload.dtype),)
     return PassOps(
-        (*norm.forward, *router.forward, experts, add),
-        (back, *router.backward, *norm.backward),
-        (weights, *router.weights),
-        norm.selective,
+        (*norm.forward, *router.forward, *cast, experts, *shared.forward, add),
+        (*shared.backward, *cast, back, *router.backward, *norm.backward),
+        (*shared.weights, weights, *router.weights),
+        (*norm.selective, *shared.selective),
     )

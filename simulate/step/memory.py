@@ -21,7 +21,7 @@ from .traffic import (
     parameter_groups,
     table_held,
 )
-from .workload import Workload, stage_layers
+from .workload import Workload, kind_counts
 
 #: Optimiser state per parameter: master weight and two moments of Adam in f32 (ZeRO, section 3.1).
 OPTIMIZER_BYTES = 12
@@ -66,8 +66,10 @@ class StageMemory:
 
 
 def stage_held(workload: Workload, plan: Plan, stage: int) -> Parameters:
-    """Return the parameters of one device of a stage before sharding over data-parallel ranks."""
-    held = layer_held(workload, plan).times(stage_layers(workload.layers, plan)[stage])
+    """Parameters of one device of a stage before sharding over data-parallel ranks."""
+    held = Parameters(0.0)
+    for layer, count in kind_counts(workload, plan, stage).items():
+        held = held + layer_held(layer, plan).times(count)
     ends = (stage == 0) + (stage == plan.pp - 1)
     # Tied weights are shared on one device; in a pipeline both ends hold a copy.
     if plan.pp == 1 and workload.tied:
@@ -90,12 +92,11 @@ def stage_memory(workload: Workload, plan: Plan, stage: int) -> StageMemory:
     # ZeRO 1 shards optimiser state, 2 gradients as well, 3 parameters as well.
     kept = own if zero >= 3 else held.total
     summed = own if zero >= 2 else held.total
-    layers = stage_layers(workload.layers, plan)[stage]
     return StageMemory(
         parameters=kept * workload.width,
         gradients=summed * gradient_bytes(workload, plan) * train,
         optimizer=own * OPTIMIZER_BYTES * (train and plan.offload != "optimizer"),
-        activations=_activations(workload, plan, stage, layers) if train else 0.0,
+        activations=_activations(workload, plan, stage) if train else 0.0,
         temporary=_temporary(workload, plan, stage),
         buffers=_buffers(workload, plan),
     )
@@ -117,9 +118,14 @@ def layer_activations(workload: Workload, plan: Plan) -> float:
     groups = max(1.0, workload.groups / plan.tp)
     # Queries and the result by query heads, keys and values by key-value heads.
     attention = tokens * workload.head * (2 * heads + 2 * groups)
+    if workload.kv_lora:
+        # Queries, keys, values and the result, each with its heads, and their compressed forms.
+        wide = 2 * (workload.head + workload.rope_dim) + 2 * workload.value
+        narrow = workload.q_lora + workload.kv_lora + workload.rope_dim
+        attention = tokens * (heads * wide + narrow)
     # A token has a copy for each of its experts.
     rows = tokens * max(1, workload.top_k)
-    inner = rows * workload.d_ff / plan.tp
+    inner = (rows + tokens * workload.shared_experts) * workload.d_ff / plan.tp
     selective = plan.recompute == "selective"
     normed = 0.0 if selective else 2 * residual
     fed = inner * (workload.matrices - 1 + (0 if selective else 1))
@@ -127,18 +133,23 @@ def layer_activations(workload: Workload, plan: Plan) -> float:
     routed = rows * workload.d_model / plan.sequence_parallel * (2 if workload.experts else 0)
     # Fused attention keeps one f32 per row and head, the log-sum-exp of the scores.
     statistics = 4.0 * tokens * heads
+    if workload.attention == "eager" and not selective:
+        # Scores before and after dropout, and its mask.
+        statistics = tokens * heads * workload.seq / plan.cp * (2 * width + 1.0)
     return (2 * residual + normed + attention + fed + routed) * width + statistics
 
 
-def _activations(workload: Workload, plan: Plan, stage: int, layers: int) -> float:
+def _activations(workload: Workload, plan: Plan, stage: int) -> float:
+    kinds = kind_counts(workload, plan, stage).items()
+    layers = [(layer_activations(layer, plan), count) for layer, count in kinds]
     if plan.offload == "activations":
-        # Double buffering: the layer in use and the one in transit.
-        return 2.0 * layer_activations(workload, plan)
+        # Two layers' worth: the one in use and the one on its way.
+        return 2.0 * max((size for size, _ in layers), default=0.0)
     flying = in_flight(plan.schedule, stage, plan.pp, plan.microbatches, plan.virtual)
     # Without a pipeline micro-batches accumulate one by one, whatever the schedule's name.
     if plan.pp == 1:
         flying = 1.0
-    return flying * layers * layer_activations(workload, plan)
+    return flying * sum(size * count for size, count in layers)
 
 
 def _temporary(workload: Workload, plan: Plan, stage: int) -> float:

@@ -20,7 +20,9 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 RECOMPUTE = ("none", "selective", "full")
 #: What is kept in the host's memory.
 OFFLOAD = ("none", "optimizer", "activations")
-#: Other names of keys, as training frameworks spell them.
+#: Dtypes in which gradients are reduced.
+REDUCE = ("", "bf16", "f32")
+#: Other names of keys.
 ALIASES = {
     "microbatch": "microbatches",
     "accumulation": "microbatches",
@@ -64,6 +66,8 @@ class Plan:
         recompute: One of :data:`RECOMPUTE`.
         offload: One of :data:`OFFLOAD`.
         overlap: Whether communication may run beside computation.
+        reduce: Dtype in which gradients are reduced, ``bf16`` or ``f32``; empty for f32 where
+            micro-batches add up and the model's dtype elsewhere.
     """
 
     dp: int = 1
@@ -80,6 +84,7 @@ class Plan:
     recompute: str = "none"
     offload: str = "none"
     overlap: bool = True
+    reduce: str = ""
 
     def __post_init__(self) -> None:
         """Check what does not depend on a model or a cluster.
@@ -94,6 +99,7 @@ class Plan:
             ("schedule", SCHEDULES),
             ("recompute", RECOMPUTE),
             ("offload", OFFLOAD),
+            ("reduce", REDUCE),
         ):
             if getattr(self, name) not in allowed:
                 raise PlanError(

@@ -7,7 +7,7 @@ exposed collectives of its activations, and parameters that may have to be gathe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .calls import CommCall, OpCall
 from .costs import Costs, Part
@@ -28,7 +28,7 @@ from .traffic import (
     table_held,
     tensor_calls,
 )
-from .workload import Workload, stage_layers
+from .workload import Workload, kind_counts, stage_kinds
 
 #: Makes the collectives that some parameters need.
 ParameterCalls = Callable[[Parameters, Workload, Plan], list[CommCall]]
@@ -74,6 +74,13 @@ class StageTimes:
         """All passes of one micro-batch."""
         return self.forward + self.backward + self.weights
 
+    def with_hop(self, seconds: float) -> StageTimes:
+        """The stage with time in which the host hands every micro-batch on."""
+        if not seconds:
+            return self
+        wait = Part(0.0, 0.0, seconds)
+        return replace(self, forward=self.forward + wait, backward=self.backward + wait)
+
     @property
     def tail(self) -> float:
         """Seconds after the pipeline's last task."""
@@ -92,7 +99,8 @@ class StageCost:
 
     def __init__(self, workload: Workload, plan: Plan, costs: Costs, stage: int) -> None:
         self.workload, self.plan, self.costs, self.stage = workload, plan, costs, stage
-        self.layers = stage_layers(workload.layers, plan)[stage]
+        self.kinds = stage_kinds(workload, plan, stage)
+        self.layers = len(self.kinds)
         self.train = workload.mode == "train"
         self.units = self._units()
 
@@ -131,9 +139,8 @@ class StageCost:
             return ahead + Part(0.0, sent), back + more, sum(once)
         up = Pass([p.total for p in forward], gathers)
         if not self.train:
-            # Inference: parameters are gathered (ZeRO 3), nothing is reduced.
-            wait = run_passes([up]).total - ahead.compute
-            return Part(ahead.compute, self._slowed(wait, gathers, forward)), Part(), 0.0
+            wait = run_passes([up]).total - ahead.computing
+            return ahead.waiting(self._slowed(wait, gathers, forward)), Part(), 0.0
         down = Pass([p.total for p in backward], gathers[::-1], scatters)
         # Three: the first has no backlog, the second meets it, the third shows whether it grows.
         count = min(self.plan.microbatches, 3)
@@ -148,11 +155,11 @@ class StageCost:
         left = steady.total - steady.ends[-1]
         fewer = run_passes([up, down] * max(1, count - 1))
         piled = max(0.0, left - (fewer.total - fewer.ends[-1])) * (self.plan.microbatches - count)
-        waits = (ends[1] - ends[0] - ahead.compute, ends[2] - ends[1] - back.compute)
+        waits = (ends[1] - ends[0] - ahead.computing, ends[2] - ends[1] - back.computing)
         tail = max(0.0, last.total - ends[2]) + piled
         return (
-            Part(ahead.compute, self._slowed(waits[0], gathers, forward)),
-            Part(back.compute, self._slowed(waits[1], [*gathers, *scatters], backward)),
+            ahead.waiting(self._slowed(waits[0], gathers, forward)),
+            back.waiting(self._slowed(waits[1], [*gathers, *scatters], backward)),
             self._slowed(tail, once, []),
         )
 
@@ -183,7 +190,8 @@ class StageCost:
     def _units(self) -> list[Unit]:
         w, p = self.workload, self.plan
         table = table_held(w, p)
-        units = [self._layer()] * self.layers
+        known = {kind: self._layer(kind) for kind in kind_counts(w, p, self.stage)}
+        units = [known[kind] for kind in self.kinds] if w.mixed else [known[w]] * self.layers
         if self.stage == 0:
             units.insert(0, self._end(embedding_ops(w, p), table))
         if self.stage == p.pp - 1:
@@ -193,27 +201,28 @@ class StageCost:
         return units
 
     def _end(self, ops: PassOps, held: Parameters) -> Unit:
-        parts = [Part(self.costs.compute(c)) for c in (ops.forward, ops.backward, ops.weights)]
+        parts = [self.costs.part(c) for c in (ops.forward, ops.backward, ops.weights)]
         return Unit(parts[0], parts[1], parts[2], held)
 
-    def _layer(self) -> Unit:
-        w, p, c = self.workload, self.plan, self.costs
+    def _layer(self, w: Workload) -> Unit:
+        p, c = self.plan, self.costs
         ops = layer_ops(w, p)
         c.prepare((*ops.forward, *ops.backward, *ops.weights))
         # Collectives of tensor and expert parallelism lie on the critical path of a layer: the next
         # operator needs their result. They are exposed in both passes alike.
         sent = c.comm(tensor_calls(w, p)) + c.comm(expert_calls(w, p))
-        forward = Part(c.compute(ops.forward), sent + self._ring(ops.forward, backward=False))
-        backward = Part(c.compute(ops.backward), sent + self._ring(ops.backward, backward=True))
+        calls = round(sum(c.times for c in (*tensor_calls(w, p), *expert_calls(w, p)) if c.needed))
+        forward = c.part(ops.forward, sent + self._ring(ops.forward, backward=False), calls)
+        backward = c.part(ops.backward, sent + self._ring(ops.backward, backward=True), calls)
         # Full recomputation repeats the forward pass with its collectives; selective recomputation
         # only repeats operators that need none.
         if p.recompute == "full":
             backward = backward + forward
         elif p.recompute == "selective":
-            backward = backward + Part(c.compute(ops.selective))
+            backward = backward + c.part(ops.selective)
         if p.offload == "activations" and self.train:
-            forward, backward = self._offloaded(forward), self._offloaded(backward)
-        return Unit(forward, backward, Part(c.compute(ops.weights)), layer_held(w, p))
+            forward, backward = self._offloaded(w, forward), self._offloaded(w, backward)
+        return Unit(forward, backward, c.part(ops.weights), layer_held(w, p))
 
     def _ring(self, calls: Sequence[OpCall], *, backward: bool) -> float:
         """Return the seconds of exchanging keys and values that attention does not hide."""
@@ -227,11 +236,10 @@ class StageCost:
         core = self.costs.compute([c for c in calls if c.op == "attention"])
         return exposed(ring(core / steps, send, steps), core)
 
-    def _offloaded(self, part: Part) -> Part:
-        # A layer's activations leave during its forward pass and return during its backward pass.
-        moved = layer_activations(self.workload, self.plan) / self.costs.host_bandwidth
+    def _offloaded(self, workload: Workload, part: Part) -> Part:
+        moved = layer_activations(workload, self.plan) / self.costs.host_bandwidth
         hidden = part.total if self.plan.overlap else 0.0
-        return Part(part.compute, part.exposed + exposed(moved, hidden))
+        return part + Part(0.0, exposed(moved, hidden))
 
     def _each(self, calls: ParameterCalls) -> list[float]:
         """Return the seconds of some collectives of every unit."""
@@ -261,7 +269,12 @@ class StageCost:
         if p.pp > 1 and w.tied and self.stage in (0, p.pp - 1):
             size = table_held(w, p).total * w.width
             moved += c.link(CommCall("tied", "all_reduce", size, p.stage_hop))
-        return Part(c.compute(update_ops(own, w)), moved)
+        return c.part(update_ops(own, w), moved) + Part(0.0, 0.0, c.effects.step_s)
+
+    def _exchanges(self) -> float:
+        """Seconds of the all-to-alls of a micro-batch in one pass, all layers."""
+        counts = kind_counts(self.workload, self.plan, self.stage)
+        return sum(n * self.costs.comm(expert_calls(w, self.plan)) for w, n in counts.items())
 
     def traffic(self) -> dict[str, float]:
         """Return the seconds of all communication of a step, hidden or not, by name."""
@@ -272,7 +285,7 @@ class StageCost:
         both = 2.0 if train else 1.0
         seconds = {
             "tensor": passes * count * self.layers * c.comm(tensor_calls(w, p)),
-            "expert": passes * count * self.layers * c.comm(expert_calls(w, p)),
+            "expert": passes * count * self._exchanges(),
             "pipeline": both * count * c.link(hop_call(w, p)),
         }
         if p.cp > 1:

@@ -73,7 +73,7 @@ def expert_calls(workload: Workload, plan: Plan) -> list[CommCall]:
     # With sequence parallelism each tensor-parallel rank sends its own tokens.
     tokens = micro_tokens(workload, plan) / plan.sequence_parallel
     size = tokens * workload.top_k * workload.d_model * workload.width
-    return [CommCall("expert", "alltoall", size, plan.expert_group, 2.0)]
+    return [CommCall("expert", "alltoall", size, plan.expert_group, 2.0, workload.top_k)]
 
 
 def ring_call(workload: Workload, plan: Plan, *, backward: bool) -> CommCall:
@@ -93,7 +93,12 @@ def hop_call(workload: Workload, plan: Plan) -> CommCall:
 
 
 def gradient_bytes(workload: Workload, plan: Plan) -> int:
-    """Return the bytes of a gradient: the parameter's width, but f32 where micro-batches add up."""
+    """Bytes of a gradient that is reduced.
+
+    As the plan says; else as the parameter, but f32 where micro-batches are added up.
+    """
+    if plan.reduce:
+        return GRADIENT_BYTES if plan.reduce == "f32" else workload.width
     return GRADIENT_BYTES if plan.microbatches > 1 else workload.width
 
 
@@ -158,7 +163,7 @@ def layer_held(workload: Workload, plan: Plan) -> Parameters:
     experts = workload.expert_parameters / plan.tp
     # Every rank routes its own tokens and holds the whole router.
     router = workload.d_model * workload.experts
-    attention = workload.attention_parameters / plan.tp
+    attention = workload.attention_parameters / plan.tp + experts * workload.shared_experts
     if not workload.experts:
         return Parameters(attention + experts)
     return Parameters(attention + router, experts * workload.experts / plan.ep)

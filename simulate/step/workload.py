@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ...common.errors import PlanError
 from ...features.ir.dtypes import DTYPE_BITS
@@ -14,11 +16,19 @@ from .settings import build, read_pairs
 #: HLO type by dtype of a workload; fp8 is E4M3, the format of forward passes (Micikevicius et al.,
 #: FP8 Formats for Deep Learning, 2022).
 HLO_DTYPE = {"bf16": "bf16", "f16": "f16", "f32": "f32", "fp8": "f8e4m3fn"}
+#: HLO type whose matrix rate counts, by what products are quantised to. Block scales (one of 8 bits
+#: for 32 elements of mxfp8, for 16 of nvfp4: OCP Microscaling 1.0) are left out.
+PRODUCT_DTYPE = HLO_DTYPE | {"mxfp8": "f8e4m3fn", "nvfp4": "f4e2m1fn", "int8": "s8"}
 #: Bytes of an element by dtype of a workload.
 WIDTH = {name: DTYPE_BITS[dtype] // 8 for name, dtype in HLO_DTYPE.items()}
+#: Bytes of an operand of a product.
+PRODUCT_WIDTH = {name: DTYPE_BITS[dtype] / 8 for name, dtype in PRODUCT_DTYPE.items()}
 #: A full training step, or a forward pass for inference.
 MODES = ("train", "forward")
-#: The zoo's names of the same settings, so that one ``--set`` works for both.
+#: Implementations of attention: the fastest fused one of the device; FlashAttention-2 or Triton's
+#: copy of it, which do not use the asynchronous units of Hopper and later; scores in memory.
+ATTENTION = ("fused", "flash2", "eager")
+#: Names of settings that the zoo uses for the same thing.
 ALIASES = {"dim": "d_model", "hidden": "d_ff", "sequence": "seq", "n_layers": "layers"}
 #: Tokens of a micro-batch that is chosen: enough rows to fill the matrix units of a large GPU
 #: (engineering estimate; not fitted).
@@ -84,6 +94,20 @@ class Workload:
         rope: Whether queries and keys are rotated.
         tied: Whether embedding and head share their weights.
         head_share: Share of the tokens that the vocabulary projection sees.
+        products: What the operands of the layers' matrix products are quantised to, a key of
+            :data:`PRODUCT_DTYPE`; empty for ``dtype``. Parameters, activations, attention and
+            the vocabulary projection stay in ``dtype``, as in Transformer Engine's recipes.
+        shared_experts: Experts that every token goes to, besides ``top_k``.
+        dense_layers: First layers with a plain feed-forward in a model with experts.
+        dense_ff: Width of the feed-forward of these layers; 0 for ``d_ff``.
+        window: Tokens that a token sees at most; 0 for all.
+        window_share: Share of the layers that have the window; 0.5 for every second one.
+        q_lora: Width of compressed queries of multi-head latent attention (MLA); 0 for none.
+        kv_lora: Width of compressed keys and values of MLA; 0 for plain attention.
+        rope_dim: Further width of queries and keys that is rotated, of MLA.
+        v_dim: Width of a value head, of MLA; 0 for ``head_dim``.
+        positions: Whether learned positions are added to the embeddings.
+        attention: One of :data:`ATTENTION`.
         mode: ``train`` or ``forward``.
     """
 
@@ -106,6 +130,18 @@ class Workload:
     rope: bool = True
     tied: bool = False
     head_share: float = 1.0
+    products: str = ""
+    shared_experts: int = 0
+    dense_layers: int = 0
+    dense_ff: int = 0
+    window: int = 0
+    window_share: float = 1.0
+    q_lora: int = 0
+    kv_lora: int = 0
+    rope_dim: int = 0
+    v_dim: int = 0
+    positions: bool = False
+    attention: str = "fused"
     mode: str = "train"
 
     def __post_init__(self) -> None:
@@ -131,6 +167,14 @@ class Workload:
                 where="workload",
                 hint="norm is rmsnorm or layernorm; head_share lies above 0 and up to 1",
             )
+        known = (("products", (*PRODUCT_DTYPE, "")), ("attention", ATTENTION))
+        for name, allowed in known:
+            if getattr(self, name) not in allowed:
+                raise PlanError(
+                    f"{name}={getattr(self, name)!r} is not known",
+                    where="workload",
+                    hint="one of " + ", ".join(filter(None, allowed)),
+                )
         if not self.head_dim and self.d_model % self.heads:
             raise PlanError(
                 f"d_model={self.d_model} is not a multiple of heads={self.heads}",
@@ -171,10 +215,28 @@ class Workload:
         return 3 if self.gated else 2
 
     @property
+    def product_dtype(self) -> str:
+        """What operands of the layers' products are, a key of :data:`PRODUCT_DTYPE`."""
+        return self.products or self.dtype
+
+    @property
+    def value(self) -> int:
+        """Width of a value head."""
+        return self.v_dim or self.head
+
+    @property
     def attention_parameters(self) -> int:
-        """Parameters of a layer's attention and of the layer's two norms."""
-        d, inner = self.d_model, self.head * (self.heads + 2 * self.groups)
-        return d * inner + self.heads * self.head * d + 2 * d
+        """Parameters of a layer's attention, norms included."""
+        d, heads = self.d_model, self.heads
+        if self.kv_lora:
+            # DeepSeek-V2 (2024), section 2.1: queries, keys and values through narrow products.
+            query = heads * (self.head + self.rope_dim)
+            queries = self.q_lora * (d + query) if self.q_lora else d * query
+            keys = d * (self.kv_lora + self.rope_dim)
+            values = self.kv_lora * heads * (self.head + self.value)
+            return queries + keys + values + heads * self.value * d + 2 * d
+        inner = self.head * (heads + 2 * self.groups)
+        return d * inner + heads * self.head * d + 2 * d
 
     @property
     def expert_parameters(self) -> int:
@@ -186,7 +248,7 @@ class Workload:
         """Parameters of a layer, all experts and their router included."""
         return (
             self.attention_parameters
-            + self.expert_parameters * max(1, self.experts)
+            + self.expert_parameters * (max(1, self.experts) + self.shared_experts)
             + self.d_model * self.experts
         )
 
@@ -196,11 +258,16 @@ class Workload:
         return self.vocab * self.d_model
 
     @property
+    def mixed(self) -> bool:
+        """Whether layers differ from one another."""
+        return bool(self.dense_layers) or (self.window > 0 and self.window_share < 1.0)
+
+    @property
     def parameters(self) -> int:
         """All parameters; biases and positions are left out."""
         tables = self.table_parameters * (1 if self.tied else 2)
-        # The last term is the final norm.
-        return self.layers * self.layer_parameters + tables + self.d_model
+        tables += self.seq * self.d_model * self.positions
+        return sum(w.layer_parameters for w in layer_kinds(self)) + tables + self.d_model
 
     def model_flops(self) -> float:
         """Return the matrix FLOPs that a step needs, without recomputation.
@@ -210,15 +277,47 @@ class Workload:
         appendix B, which counts masked pairs as well).
         """
         tokens = float(self.batch) * self.seq
-        experts = self.expert_parameters * max(1, self.top_k) + self.d_model * self.experts
-        # Norms are not products, and the embedding is a lookup: only the head's table counts.
-        layer = self.attention_parameters - 2 * self.d_model + experts
-        products = self.layers * layer + self.table_parameters * self.head_share
-        visible = causal_pairs(self.seq, self.seq) if self.causal else float(self.seq) * self.seq
-        pairs = self.batch * visible
-        attention = self.layers * attention_flops(1.0, self.heads, pairs, 2.0 * self.head)
+        products = self.table_parameters * self.head_share
+        attention = 0.0
+        for layer in layer_kinds(self):
+            active = max(1, layer.top_k) + layer.shared_experts
+            experts = layer.expert_parameters * active + layer.d_model * layer.experts
+            products += layer.attention_parameters - 2 * layer.d_model + experts
+            pairs = self.batch * layer.visible_pairs()
+            width = float(layer.head + layer.rope_dim + layer.value)
+            attention += attention_flops(1.0, layer.heads, pairs, width)
         forward = 2.0 * products * tokens + attention
         return forward * (3.0 if self.mode == "train" else 1.0)
+
+    def visible_pairs(self) -> float:
+        """Pairs of a query and a key that it sees, in one sequence and layer."""
+        if not self.causal:
+            return float(self.seq) * self.seq
+        hidden = max(0, self.seq - self.window) if self.window else 0
+        return causal_pairs(self.seq, self.seq) - hidden * (hidden + 1) / 2.0
+
+
+@lru_cache(maxsize=4096)
+def layer_kinds(workload: Workload) -> tuple[Workload, ...]:
+    """The model as each of its layers sees it, first to last.
+
+    Layers without experts, or without the window, are workloads of their own; every second layer
+    has the window where half of them do.
+    """
+    if not workload.mixed:
+        return (workload,) * workload.layers
+    kinds = []
+    for layer in range(workload.layers):
+        share = workload.window_share
+        windowed = int((layer + 1) * share) > int(layer * share)
+        changes: dict[str, int | float] = {"dense_layers": 0, "window_share": 1.0}
+        if layer < workload.dense_layers:
+            width = workload.dense_ff or workload.d_ff
+            changes |= {"experts": 0, "top_k": 0, "shared_experts": 0, "d_ff": width}
+        if not windowed:
+            changes["window"] = 0
+        kinds.append(replace(workload, **changes))  # type: ignore[arg-type]
+    return tuple(kinds)
 
 
 def make_workload(family: str, settings: Mapping[str, object]) -> Workload:
@@ -265,6 +364,23 @@ def stage_layers(layers: int, plan: Plan) -> list[int]:
     return [least + (s in fuller) for s in range(plan.pp)]
 
 
+def stage_kinds(workload: Workload, plan: Plan, stage: int) -> tuple[Workload, ...]:
+    """Layers of a stage, as :func:`layer_kinds` gives them.
+
+    Chunks of interleaved stages are taken to hold neighbouring layers.
+    """
+    counts = stage_layers(workload.layers, plan)
+    first = sum(counts[:stage])
+    return layer_kinds(workload)[first : first + counts[stage]]
+
+
+def kind_counts(workload: Workload, plan: Plan, stage: int) -> dict[Workload, int]:
+    """How many layers of each kind a stage has, in the order of their first."""
+    if not workload.mixed:
+        return {workload: stage_layers(workload.layers, plan)[stage]}
+    return dict(Counter(stage_kinds(workload, plan, stage)))
+
+
 def resolved(workload: Workload, plan: Plan, devices: int) -> Plan:
     """Return the plan with its micro-batches chosen, checked against model and cluster.
 
@@ -296,7 +412,9 @@ def resolved(workload: Workload, plan: Plan, devices: int) -> Plan:
         if not workload.experts:
             raise PlanError(f"ep={plan.ep}, but the model has no experts", hint="use ep=1")
         _divides("ep", plan.ep, "experts", workload.experts)
-    if plan.pp * plan.virtual > workload.layers:
+    # Embedding and head may take the places of a layer each (Megatron-LM's
+    # account-for-embedding-in-pipeline-split), so that 126 layers make 128 chunks.
+    if plan.pp * plan.virtual > workload.layers + 2 * (plan.virtual > 1):
         raise PlanError(
             f"pp*virtual={plan.pp * plan.virtual} is more than layers={workload.layers}",
             where="plan",
@@ -309,7 +427,6 @@ def resolved(workload: Workload, plan: Plan, devices: int) -> Plan:
     # chunks hold equal numbers of layers.
     if plan.schedule == "interleaved":
         _divides("pp", plan.pp, "microbatches", count)
-        _divides("pp*virtual", plan.pp * plan.virtual, "layers", workload.layers)
     return plan.changed(microbatches=count)
 
 

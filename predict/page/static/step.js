@@ -4,6 +4,7 @@ const SHADES = {
   computation: "compute",
   "exposed communication": "exposed",
   bubble: "bubble",
+  host: "gap",
   forward: "forward",
   backward: "backward",
   "weight gradients": "weights",

@@ -89,6 +89,7 @@ def test_prediction_adds_up_and_its_interval_holds_it(operators):
     found = predictor.predict(make_workload("llama", LLAMA), parse_plan("tp=8,pp=2,dp=8"))
     data = found.to_dict()
     parts = data["compute_us"] + data["exposed_communication_us"] + data["bubble_us"]
+    assert data["host_us"] == 0.0
     assert parts == pytest.approx(data["step_us"])
     assert data["lo_us"] < data["latency_us"] < data["hi_us"]
     assert data["step_us"] == data["latency_us"]
@@ -98,6 +99,29 @@ def test_prediction_adds_up_and_its_interval_holds_it(operators):
     assert sum(data["operators_us"].values()) == pytest.approx(data["compute_us"])
     assert sum(data["scope_share"].values()) == pytest.approx(1.0)
     assert json.loads(json.dumps(data)) == data
+
+
+def test_measured_steps_of_a_framework_are_learned_from(operators):
+    cluster, work = find_cluster("dgx-h100-x128"), make_workload("llama", LLAMA)
+    plan = parse_plan("tp=8,pp=2,dp=8")
+    plain = StepPredictor(cluster, operators).predict(work, plan)
+    found = {
+        name: StepPredictor(cluster, operators, framework=name).predict(work, plan)
+        for name in ("nanotron", "megatron-bridge", "unheard-of")
+    }
+    data = found["nanotron"].to_dict()
+    parts = ("compute_us", "exposed_communication_us", "bubble_us", "host_us")
+    assert sum(data[part] for part in parts) == pytest.approx(data["step_us"])
+    assert sum(data["operators_us"].values()) == pytest.approx(data["compute_us"])
+    # Its published runs with tp=8 wait for the host; those of Megatron do not.
+    assert data["host_us"] > 0.3 * data["step_us"]
+    assert found["nanotron"].step.total > 2 * found["megatron-bridge"].step.total
+    widths = {n: p.interval.hi / p.interval.lo for n, p in found.items()}
+    assert widths["unheard-of"] >= widths["megatron-bridge"]
+    assert any("no measured step of unheard-of" in note for note in found["unheard-of"].notes())
+    assert plain.to_dict()["host_us"] == 0.0
+    graphs = StepPredictor(cluster, operators, framework="nanotron", compiled=True)
+    assert graphs.predict(work, plan).step.host == 0.0
 
 
 def test_what_does_not_fit_says_what_would(operators):

@@ -62,7 +62,7 @@ def test_bad_plans_say_what_is_wrong(text, said):
         ("tp=8,ep=2,dp=2", 16, "no experts"),
         ("pp=64", 64, "layers=32"),
         ("dp=4,microbatches=3", 4, "microbatches=3"),
-        ("pp=4,schedule=interleaved,virtual=3", 4, "layers=32"),
+        ("pp=4,schedule=interleaved,virtual=9", 4, "layers=32"),
     ],
 )
 def test_plans_that_do_not_fit_the_model_or_the_cluster(plan, devices, said):

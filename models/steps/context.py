@@ -1,0 +1,82 @@
+"""What a step shares with other steps: framework, chip generation, number formats, cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log
+
+from ...features.devices.device import DeviceSpec
+from ...features.ir.dtypes import DTYPE_BITS
+from ...simulate.step.workload import PRODUCT_DTYPE, Workload
+
+#: Power limit over the matrix rate in 16 bits of an H100, W per TFLOP/s: 700 W and 989 TFLOP/s of
+#: its data sheet. Other chips' headroom is relative to it.
+_H100_HEADROOM = 0.7075
+#: Frameworks that compile a step, or replay it, whatever a row says: the host launches no kernels.
+COMPILED = ("maxtext", "jax", "oneflow", "paxml", "torch-xla")
+#: Framework, or cluster, of a step that says nothing of it.
+UNKNOWN = ""
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """Levels that effects are learned on.
+
+    Attributes:
+        framework: Such as ``nanotron``; :data:`UNKNOWN` if it is not known.
+        architecture: Of the chip; both kinds of Blackwell count as one.
+        platform: ``gpu`` or ``tpu``.
+        bits: Of the operands of products: ``16``, ``8`` or ``4`` (``32`` for f32).
+        attention: As :attr:`Workload.attention`.
+        launched: Whether the host launches every kernel.
+        cluster: Whose machines, and which: the source of measurements and the device.
+        headroom: Logarithm of the chip's power limit over its 16-bit matrix rate, relative to an
+            H100: chips with less of it lower their clocks more under minutes of products. 0 for
+            chips without a stated limit, and for TPUs.
+    """
+
+    framework: str
+    architecture: str
+    platform: str
+    bits: str
+    attention: str
+    launched: bool
+    cluster: str
+    headroom: float
+
+
+def context_of(
+    workload: Workload,
+    device: DeviceSpec,
+    framework: str = UNKNOWN,
+    source: str = UNKNOWN,
+    *,
+    launched: bool = True,
+) -> StepContext:
+    """Context of a step.
+
+    Args:
+        workload: What is trained.
+        device: On which chip.
+        framework: By which framework.
+        source: Whose cluster it is.
+        launched: Whether the host launches every kernel; compiled and captured steps do not.
+    """
+    bits = DTYPE_BITS[PRODUCT_DTYPE[workload.product_dtype]]
+    return StepContext(
+        framework=framework,
+        architecture=device.architecture.removesuffix("-ultra"),
+        platform=device.platform,
+        bits=str(bits),
+        attention=workload.attention,
+        launched=launched and device.platform == "gpu",
+        cluster=f"{source}|{device.name}" if source else UNKNOWN,
+        headroom=_headroom(device),
+    )
+
+
+def _headroom(device: DeviceSpec) -> float:
+    # Before Ampere the limit never bound: V100 has 2.4 W a TFLOP/s.
+    if device.platform != "gpu" or not device.power_w or device.architecture == "volta":
+        return 0.0
+    return log(device.power_w / device.matrix_peak("bf16") * 1e12 / _H100_HEADROOM)

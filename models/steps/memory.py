@@ -1,0 +1,89 @@
+"""Peak memory by framework: how state, activations and buffers differ from the plain count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from ...simulate.step.memory import StageMemory
+
+#: Logarithmic error that weighs as much as a deviation of a figure: what repeated runs and the
+#: roundings of sources leave.
+_ERROR = 0.05
+#: Deviations of the factors on state and activations, and of the constant in GiB, around the plain
+#: count. Engineering estimates: allocators and copies of gradients add a third or so.
+_DEVIATIONS = (0.33, 0.33, 1.0)
+#: Bytes of a gibibyte.
+_GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class MemoryLaw:
+    """Peak bytes from the plain count.
+
+    Attributes:
+        state: Factor on parameters, gradients and optimiser state.
+        activations: Factor on activations and working sets.
+        constant: GiB besides.
+    """
+
+    state: float = 1.0
+    activations: float = 1.0
+    constant: float = 2.0
+
+    def total(self, memory: StageMemory) -> float:
+        """Bytes of a stage."""
+        state = memory.parameters + memory.gradients + memory.optimizer
+        working = memory.activations + memory.temporary
+        rest = memory.buffers + self.constant * _GIB
+        return self.state * state + self.activations * working + rest
+
+    def to_list(self) -> list[float]:
+        """Plain data."""
+        return [round(value, 4) for value in asdict(self).values()]
+
+
+def fit_laws(
+    frameworks: Sequence[str], stages: Sequence[StageMemory], measured: Sequence[float]
+) -> dict[str, MemoryLaw]:
+    """Laws by framework, and under the empty name their median, for frameworks not measured.
+
+    Args:
+        frameworks: Of each run.
+        stages: Plain count of its fullest stage.
+        measured: Bytes; NaN where a run does not say.
+    """
+    known = np.isfinite(np.asarray(measured, float))
+    laws = {}
+    for name in sorted({f for f, own in zip(frameworks, known, strict=True) if own}):
+        at = [i for i, f in enumerate(frameworks) if f == name and known[i]]
+        laws[name] = _fit([stages[i] for i in at], np.array([measured[i] for i in at]))
+    if laws:
+        middle = np.median([law.to_list() for law in laws.values()], axis=0)
+        laws[""] = MemoryLaw(*(float(value) for value in middle))
+    return laws
+
+
+def law_of(laws: Mapping[str, MemoryLaw], framework: str) -> MemoryLaw:
+    """Law of a framework, or the median one."""
+    return laws.get(framework) or laws.get("") or MemoryLaw()
+
+
+def _fit(stages: Sequence[StageMemory], measured: np.ndarray) -> MemoryLaw:
+    from scipy.optimize import least_squares
+
+    start = MemoryLaw()
+    prior = np.array([start.state, start.activations, start.constant])
+
+    def errors(values: np.ndarray) -> np.ndarray:
+        law = MemoryLaw(*(float(v) for v in values))
+        said = np.array([law.total(stage) for stage in stages])
+        return np.concatenate(
+            [np.log(said / measured) / _ERROR, (values - prior) / np.array(_DEVIATIONS)]
+        )
+
+    bounds = ([0.3, 0.3, 0.0], [3.0, 4.0, 20.0])
+    found = least_squares(errors, prior, bounds=bounds, loss="soft_l1")
+    return MemoryLaw(*(float(value) for value in found.x))

@@ -1,0 +1,173 @@
+"""The model of steps: effects, residuals of well-measured clusters, intervals by what is known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ...common.errors import ModelError
+from ...common.files import parse_json, write_text
+from ...common.paths import PACKAGE
+from .context import StepContext
+from .effects import CLUSTER, WHOLE, EffectTable
+from .memory import MemoryLaw
+from .residual import Residual
+
+#: Format of the file that :meth:`StepModel.save` writes.
+FORMAT = 1
+#: Model that ships with the package.
+PRETRAINED = PACKAGE / "models" / "pretrained" / "steps.json"
+#: What is known of a step, most first: runs of its cluster; of its framework and its generation of
+#: chips; of the generation alone; of neither.
+TIERS = (CLUSTER, "framework", "architecture", "new")
+#: Ends of the interval where nothing was calibrated: a factor of 2 either way.
+UNCALIBRATED = (-0.7, 0.7)
+#: Nominal coverage of the intervals.
+COVERAGE = 0.9
+
+
+class StepAnswer(NamedTuple):
+    """What the model adds to simulated steps, arrays of shape ``(n,)``.
+
+    Attributes:
+        factor: On the simulated seconds.
+        lo: Lower end of the 90 % interval as a factor on the estimate.
+        hi: Upper end.
+        tier: One of :data:`TIERS`.
+    """
+
+    factor: np.ndarray
+    lo: np.ndarray
+    hi: np.ndarray
+    tier: list[str]
+
+
+@dataclass
+class StepModel:
+    """Learned steps.
+
+    Attributes:
+        table: Effects.
+        residuals: By cluster.
+        ends: Ends of the interval by tier, as logarithms.
+        memory: Laws of peak memory by framework.
+        provenance: What it was learned from.
+    """
+
+    table: EffectTable = field(default_factory=EffectTable)
+    residuals: dict[str, Residual] = field(default_factory=dict)
+    ends: dict[str, tuple[float, float]] = field(default_factory=dict)
+    memory: dict[str, MemoryLaw] = field(default_factory=dict)
+    provenance: dict[str, object] = field(default_factory=dict)
+
+    def tier(self, context: StepContext) -> str:
+        """What is known of a step, one of :data:`TIERS`."""
+        if context.cluster and self.table.knows(CLUSTER, context.cluster):
+            return CLUSTER
+        if not self.table.knows("architecture", context.architecture):
+            return "new"
+        named = context.framework and self.table.knows("framework", context.framework)
+        return "framework" if named else "architecture"
+
+    def answer(self, contexts: Sequence[StepContext], features: np.ndarray) -> StepAnswer:
+        """Factors and intervals of steps that were simulated with the model's effects.
+
+        Args:
+            contexts: Of the steps.
+            features: For residuals, shape ``(n, k)``.
+        """
+        logs = np.array([self.table.log_factors(c)[WHOLE] for c in contexts])
+        for cluster, residual in self.residuals.items():
+            at = [i for i, c in enumerate(contexts) if c.cluster == cluster]
+            if at:
+                logs[at] += residual.predict(features[at])
+        tiers = [self.tier(c) for c in contexts]
+        ends = np.array([self.ends.get(t, UNCALIBRATED) for t in tiers]).reshape(-1, 2)
+        return StepAnswer(np.exp(logs), np.exp(ends[:, 0]), np.exp(ends[:, 1]), tiers)
+
+    def save(self, path: Path) -> None:
+        """Write the model as one JSON file."""
+        data = {
+            "format": FORMAT,
+            "effects": {k: round(v, 5) for k, v in sorted(self.table.values.items())},
+            "residuals": {k: json.loads(r.text) for k, r in self.residuals.items()},
+            "ends": {k: [round(e, 5) for e in v] for k, v in self.ends.items()},
+            "memory": {k: law.to_list() for k, law in self.memory.items()},
+            "provenance": self.provenance,
+        }
+        write_text(path, json.dumps(data, indent=None, separators=(",", ":")))
+
+    @classmethod
+    def load(cls, path: Path = PRETRAINED) -> StepModel:
+        """Read a model.
+
+        Raises:
+            ModelError: The file is missing, damaged, or of another format.
+        """
+        try:
+            data = parse_json(path.read_text(encoding="utf-8"))
+            if data["format"] != FORMAT:
+                raise ModelError(
+                    f"format {data['format']} is not one that this version reads", where=str(path)
+                )
+            return cls(
+                EffectTable({str(k): float(v) for k, v in data["effects"].items()}),
+                {str(k): Residual(json.dumps(v)) for k, v in data["residuals"].items()},
+                {str(k): (float(v[0]), float(v[1])) for k, v in data["ends"].items()},
+                {str(k): MemoryLaw(*map(float, v)) for k, v in data["memory"].items()},
+                dict(data["provenance"]),
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ModelError(
+                f"the model of steps cannot be read: {error}",
+                where=str(path),
+                hint="train it again: opcast train --steps TABLE",
+            ) from None
+
+
+@lru_cache(maxsize=1)
+def shipped_steps() -> StepModel:
+    """The model that ships with the package, read once."""
+    return StepModel.load()
+
+
+def interval_ends(
+    errors: Mapping[str, Sequence[tuple[str, float]]],
+) -> dict[str, tuple[float, float]]:
+    """Ends of intervals by tier, from errors of steps that were left out.
+
+    Args:
+        errors: By tier: group and logarithm of measured over predicted seconds. Every group counts
+            the same, however many runs it has.
+    """
+    ends: dict[str, tuple[float, float]] = {}
+    for tier, scores in errors.items():
+        if not scores:
+            continue
+        groups = np.array([group for group, _ in scores])
+        values = np.array([value for _, value in scores])
+        _, index, counts = np.unique(groups, return_inverse=True, return_counts=True)
+        weight = 1.0 / counts[index]
+        ends[tier] = (
+            min(_quantile(values, weight, (1 - COVERAGE) / 2), 0.0),
+            max(_quantile(values, weight, (1 + COVERAGE) / 2), 0.0),
+        )
+    for better, worse in pairwise(TIERS):
+        # Who knows less is not surer.
+        if better in ends:
+            low, high = ends.get(worse, ends[better])
+            ends[worse] = (min(low, ends[better][0]), max(high, ends[better][1]))
+    return ends
+
+
+def _quantile(values: np.ndarray, weight: np.ndarray, level: float) -> float:
+    order = np.argsort(values)
+    share = (np.cumsum(weight[order]) - weight[order] / 2) / weight.sum()
+    return float(np.interp(level, share, values[order]))

@@ -1,0 +1,109 @@
+"""Effects of steps, learned from a simulator whose truth is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+
+from opcast.models.steps.context import StepContext
+from opcast.models.steps.effects import PRIOR, WHOLE, EffectTable
+from opcast.models.steps.fit import adapt, fit_effects, slopes_at
+from opcast.models.steps.model import UNCALIBRATED, StepModel, interval_ends
+
+COSTS = tuple(PRIOR)
+
+
+def context(framework: str = "a", cluster: str = "", architecture: str = "hopper") -> StepContext:
+    return StepContext(framework, architecture, "gpu", "16", "fused", False, cluster, 0.0)
+
+
+class Additive:
+    """A simulator that adds up seconds of products and of collectives between boxes."""
+
+    def __init__(self, contexts: Sequence[StepContext], seed: int = 0) -> None:
+        self.contexts = list(contexts)
+        draw = np.random.default_rng(seed)
+        self.product = draw.uniform(0.5, 2.0, len(contexts))
+        self.between = draw.uniform(0.1, 2.0, len(contexts))
+
+    def __call__(
+        self, which: Sequence[int], table: EffectTable, shifts: Mapping[str, float]
+    ) -> np.ndarray:
+        logs = [table.log_factors(self.contexts[i]) for i in which]
+        own = {c: np.exp([log[c] + shifts.get(c, 0.0) for log in logs]) for c in COSTS}
+        at = list(which)
+        return np.log(self.product[at] * own["product"] + self.between[at] * own["between"])
+
+
+def test_effects_of_frameworks_are_found_and_unknown_ones_get_the_mean() -> None:
+    contexts = [context("a")] * 40 + [context("b")] * 40
+    simulate = Additive(contexts)
+    truth = EffectTable({"between/framework/a": 0.4, "between/framework/b": -0.4})
+    measured = simulate(range(80), truth, {})
+    groups = np.repeat(["a", "b"], 40)
+    table, _ = fit_effects(contexts, measured, groups, simulate)
+    said = simulate(range(80), table, {}) + [table.log_factors(c)[WHOLE] for c in contexts]
+    assert np.abs(said - measured).mean() < 0.06
+    by_name = {n: table.log_factors(context(n))["between"] for n in ("a", "b", "unheard")}
+    assert by_name["a"] > by_name["unheard"] > by_name["b"]
+    assert by_name["a"] - by_name["b"] > 0.3
+    assert abs(by_name["unheard"]) < 0.15
+
+
+def test_one_wild_run_does_not_move_the_others() -> None:
+    contexts = [context("a")] * 30
+    simulate = Additive(contexts)
+    measured = simulate(range(30), EffectTable(), {})
+    measured[0] += np.log(40.0)
+    table, _ = fit_effects(contexts, measured, np.repeat(["a"], 30), simulate)
+    said = simulate(range(30), table, {}) + [table.log_factors(c)[WHOLE] for c in contexts]
+    assert np.abs(said - measured)[1:].mean() < 0.03
+
+
+@pytest.mark.parametrize(("count", "left"), [(5, 0.5), (20, 0.3)])
+def test_a_few_steps_tell_of_a_new_cluster(count: int, left: float) -> None:
+    contexts = [context("a", "mine|h100-sxm")] * count
+    simulate = Additive(contexts)
+    truth = EffectTable({"between/cluster/mine|h100-sxm": 0.5})
+    measured = simulate(range(count), truth, {})
+    known = EffectTable({"between/all/gpu": 0.0})
+    table = adapt(slopes_at(simulate, known, count), contexts, measured, known)
+    said = simulate(range(count), table, {}) + [table.log_factors(c)[WHOLE] for c in contexts]
+    before = np.abs(simulate(range(count), known, {}) - measured).mean()
+    assert np.abs(said - measured).mean() < left * before
+    assert table.values["between/cluster/mine|h100-sxm"] > 0.1
+    assert StepModel(table).tier(contexts[0]) == "cluster"
+
+
+def test_what_is_known_of_a_step_decides_the_interval() -> None:
+    table = EffectTable(
+        {
+            "product/architecture/hopper": 0.1,
+            "inside/framework/a": 0.1,
+            "whole/cluster/x|h100-sxm": 0.0,
+        }
+    )
+    ends = {"cluster": (-0.1, 0.1), "framework": (-0.2, 0.3), "architecture": (-0.4, 0.4)}
+    model = StepModel(table, ends=ends)
+    asked = [
+        context("a", "x|h100-sxm"),
+        context("a", "y|h100-sxm"),
+        context("b", "y|h100-sxm"),
+        context("b", "y|z", architecture="later"),
+    ]
+    answer = model.answer(asked, np.zeros((4, 1), np.float32))
+    assert answer.tier == ["cluster", "framework", "architecture", "new"]
+    assert np.log(answer.hi) == pytest.approx([0.1, 0.3, 0.4, UNCALIBRATED[1]])
+    assert np.log(answer.lo) == pytest.approx([-0.1, -0.2, -0.4, UNCALIBRATED[0]])
+
+
+def test_groups_count_the_same_in_an_interval_and_less_knowledge_is_not_surer() -> None:
+    many = [("big", 0.01)] * 900
+    few = [("small", value) for value in np.linspace(-1, 1, 9)]
+    ends = interval_ends({"cluster": many + few, "framework": [("g", 0.0), ("h", 0.1)]})
+    # Half of the weight is the small group's: a tenth of all is a fifth of it.
+    assert ends["cluster"][0] == pytest.approx(-0.95, abs=0.1)
+    assert ends["cluster"][1] == pytest.approx(0.95, abs=0.1)
+    assert ends["framework"] == ends["cluster"] == ends["new"]

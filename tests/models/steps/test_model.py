@@ -1,0 +1,82 @@
+"""The file of a model of steps, and the one that ships."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from opcast.common.errors import ModelError
+from opcast.models.steps.effects import EffectTable
+from opcast.models.steps.memory import MemoryLaw, fit_laws, law_of
+from opcast.models.steps.model import PRETRAINED, StepModel, shipped_steps
+from opcast.models.steps.residual import earns_its_place, fit_residual, unseen_corrections
+from opcast.simulate.step.memory import StageMemory
+
+from .test_fit import context
+
+
+def test_a_saved_model_answers_as_before(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    features = draw.normal(size=(80, 3)).astype(np.float32)
+    residual = fit_residual(features, (features[:, 0] > 0) * 0.5)
+    model = StepModel(
+        EffectTable({"whole/cluster/x|h100-sxm": 0.25}),
+        {"x|h100-sxm": residual},
+        {"cluster": (-0.1, 0.2)},
+        {"a": MemoryLaw(1.5, 2.0, 3.0)},
+        {"rows": 80},
+    )
+    model.save(tmp_path / "steps.json")
+    again = StepModel.load(tmp_path / "steps.json")
+    asked = [context("a", "x|h100-sxm")] * 80
+    before, after = model.answer(asked, features), again.answer(asked, features)
+    assert np.array_equal(before.factor, after.factor) and before.tier == after.tier
+    assert again.provenance == {"rows": 80} and again.memory == model.memory
+    other = again.answer([context("a", "y|h100-sxm")], features[:1])
+    assert other.factor[0] == 1.0
+
+
+def test_memory_of_a_framework_is_learned_from_its_peaks() -> None:
+    draw = np.random.default_rng(2)
+    stages = [
+        StageMemory(*(draw.uniform(1, 8, 5) * 2**30).tolist(), buffers=0.0) for _ in range(60)
+    ]
+    truth = MemoryLaw(1.3, 1.8, 4.0)
+    measured = [truth.total(stage) for stage in stages] + [float("nan")]
+    laws = fit_laws(["a"] * 60 + ["b"], [*stages, stages[0]], measured)
+    said = np.array([laws["a"].total(stage) for stage in stages])
+    assert np.abs(said / measured[:-1] - 1).max() < 0.03
+    # A framework without peaks gets the mean of the others.
+    assert "b" not in laws and law_of(laws, "b") == laws[""]
+    assert law_of({}, "b") == MemoryLaw()
+
+
+def test_a_damaged_model_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "steps.json"
+    path.write_text('{"format": 1, "effects": 3}')
+    with pytest.raises(ModelError, match="cannot be read") as caught:
+        StepModel.load(path)
+    assert caught.value.where == str(path)
+    path.write_text('{"format": 9}')
+    with pytest.raises(ModelError, match="format 9"):
+        StepModel.load(path)
+
+
+def test_a_residual_is_kept_only_if_unseen_runs_gain() -> None:
+    draw = np.random.default_rng(1)
+    features = draw.normal(size=(200, 4)).astype(np.float32)
+    rule = np.where(features[:, 1] > 0, 1.0, -1.0)
+    noise = draw.normal(size=200)
+    assert earns_its_place(rule, unseen_corrections(features, rule))
+    assert not earns_its_place(noise, unseen_corrections(features, noise))
+
+
+def test_the_shipped_model_knows_what_it_was_learned_from() -> None:
+    model = shipped_steps()
+    assert PRETRAINED.stat().st_size < 3_000_000
+    assert {"h100-sxm", "a100-sxm-80gb", "gb200", "tpu-v6e"} <= set(model.provenance["devices"])
+    for low, high in model.ends.values():
+        assert -3.0 < low < 0.0 < high < 3.0
+    assert set(model.ends) == {"cluster", "framework", "architecture", "new"}

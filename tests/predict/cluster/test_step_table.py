@@ -1,0 +1,160 @@
+"""Rows of tables of training steps as the simulator takes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from opcast.common.errors import DatasetError, OpcastError
+from opcast.predict.cluster.step_table import read_rows, read_steps, step_row
+
+LLAMA = {
+    "id": "x",
+    "source": "someone/runs@abc README.md",
+    "framework": "Megatron-LM (core 0.9)",
+    "device": "a100-sxm-80gb",
+    "n_devices": 16,
+    "devices_per_node": 8,
+    "network": 200,
+    "network_scope": "node",
+    "dtype": "bf16",
+    "layers": 32,
+    "d_model": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "d_ff": 14336,
+    "gated": True,
+    "vocab": 128256,
+    "norm": "rmsnorm",
+    "position": "rope",
+    "attention": "flash2",
+    "seq": 8192,
+    "global_batch": 64,
+    "micro_batch": 1,
+    "grad_accum": 16,
+    "dp": 4,
+    "tp": 2,
+    "pp": 2,
+    "step_s": 20.0,
+    "memory_gib": 60,
+}
+
+
+def test_a_row_says_model_plan_cluster_and_what_was_measured() -> None:
+    row = step_row(LLAMA)
+    # 8.03e9 parameters: Llama 3 8B (The Llama 3 Herd of Models, 2024, table 3).
+    assert row.workload.parameters == pytest.approx(8.03e9, rel=0.001)
+    assert row.workload.attention == "flash2" and row.workload.rope
+    assert row.plan.text() == "dp=4,tp=2,pp=2,microbatches=16"
+    assert (row.framework, row.source) == ("megatron-lm", "someone/runs")
+    assert (row.measured_s, row.memory_bytes, row.share) == (20.0, 60 * 2.0**30, 1.0)
+    inside, between = row.cluster.topology.dims
+    assert (inside.size, between.size) == (8, 2)
+    # 200 GB/s of a node are 25 GB/s of each of its eight devices.
+    assert between.bandwidth == 25e9
+    assert row.launched
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"compile": True}, {"launched": False}),
+        ({"overlap": "cuda graphs full_iteration"}, {"launched": False}),
+        ({"dtype": "mxfp8"}, {"workload.products": "mxfp8", "workload.dtype": "bf16"}),
+        ({"dtype": "fp16"}, {"workload.products": "", "workload.dtype": "f16"}),
+        ({"attention": "torch (fused scale-mask-softmax)"}, {"workload.attention": "eager"}),
+        ({"attention": float("nan")}, {"workload.attention": "fused"}),
+        ({"recompute": "offload"}, {"plan.recompute": "full", "plan.offload": "activations"}),
+        ({"virtual": 4}, {"plan.schedule": "interleaved", "plan.virtual": 4}),
+        ({"zero": 1}, {"plan.zero": 1}),
+        ({"dp": 1, "fsdp": 4, "zero": 3}, {"plan.fsdp": 4, "plan.zero": 0}),
+        ({"dp": 1, "fsdp": 4, "zero": 2}, {"plan.dp": 4, "plan.zero": 2}),
+        ({"reduce_dtype": "fp32"}, {"plan.reduce": "f32"}),
+        # 126 layers over 8 stages of 8 chunks: embedding and head take the places of two.
+        ({"layers": 126, "pp": 2, "virtual": 64}, {"plan.virtual": 64}),
+        # The last micro-batch of 60 sequences over four ranks is smaller than the others.
+        ({"global_batch": 60}, {"workload.batch": 64, "share": 60 / 64}),
+        ({"n_devices": 16, "network": float("nan")}, {"cluster.size": 16}),
+    ],
+)
+def test_what_columns_mean(changes: dict[str, object], expected: dict[str, object]) -> None:
+    row = step_row(LLAMA | changes)
+    for name, value in expected.items():
+        found: object = row
+        for part in name.split("."):
+            found = getattr(found, part)
+        assert found == value, name
+
+
+def test_notes_hold_latent_attention_and_shared_experts() -> None:
+    row = step_row(
+        LLAMA
+        | {
+            "device": "gb200",
+            "n_devices": 128,
+            "devices_per_node": 4,
+            "network": float("nan"),
+            "layers": 61,
+            "d_model": 7168,
+            "heads": 128,
+            "kv_heads": 128,
+            "d_ff": 2048,
+            "vocab": 129280,
+            "experts": 256,
+            "top_k": 8,
+            "ep": 32,
+            "dp": 64,
+            "tp": 1,
+            "pp": 2,
+            "global_batch": 1024,
+            "seq": 4096,
+            "arch_note": "MLA q_lora 1536 kv_lora 512 nope 128 rope 64 v 128; first 3 layers dense "
+            "ff 18432; 1 shared expert; d_ff is per expert",
+        }
+    )
+    # DeepSeek-V3 (2024), section 4.2: 671 billion parameters, 37 billion of them active.
+    assert row.workload.parameters == pytest.approx(671e9, rel=0.001)
+    tokens = row.workload.batch * row.workload.seq
+    assert row.workload.model_flops() / tokens / 6 == pytest.approx(37e9, rel=0.15)
+    # 128 devices are no multiple of a rack's 72: domains of 64.
+    assert [d.size for d in row.cluster.topology.dims] == [64, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "int3"}, "int3"),
+        ({"device": "h900"}, "h900"),
+        ({"n_devices": 12}, "takes 16 devices"),
+        ({"layers": "many"}, "many"),
+        ({"heads": 30}, "does not divide|not a multiple"),
+    ],
+)
+def test_rows_that_cannot_be_expressed_say_why(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(OpcastError, match=message):
+        step_row(LLAMA | changes)
+    rows, reasons = read_rows(pd.DataFrame([LLAMA, LLAMA | changes]))
+    assert rows[0] is not None and rows[1] is None
+    assert not reasons[0] and reasons[1]
+
+
+def test_a_file_without_the_columns_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    pd.DataFrame([{"device": "h100-sxm", "n_devices": 8}]).to_csv(path)
+    with pytest.raises(DatasetError, match="no columns layers, d_model"):
+        read_steps(path)
+    with pytest.raises(DatasetError, match="cannot be read"):
+        read_steps(tmp_path / "none.csv")
+
+
+def test_parquet_and_csv_hold_the_same(tmp_path: Path) -> None:
+    table = pd.DataFrame([LLAMA])
+    table.to_csv(tmp_path / "a.csv", index=False)
+    table.to_parquet(tmp_path / "a.parquet")
+    rows = [step_row(read_steps(tmp_path / f"a.{kind}").iloc[0]) for kind in ("csv", "parquet")]
+    assert rows[0] == rows[1]
+    assert np.isfinite(rows[0].measured_s)
