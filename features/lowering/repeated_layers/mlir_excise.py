@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator
 from typing import TYPE_CHECKING, Any
 
 from .excise import Excision
@@ -22,7 +23,10 @@ def main_function(module: ir.Module) -> ir.OpView | None:
 
 
 def read_table(function: ir.OpView) -> OpTable:
-    """Signatures and operands of a function's ops, its return left out."""
+    """Signatures and reads of a function's ops, its return left out.
+
+    An op reads its operands, then what its regions capture, in the order of :func:`_uses`.
+    """
     block = function.regions[0].blocks[0]
     values: dict[object, Read] = {arg: (-1, i) for i, arg in enumerate(block.arguments)}
     signatures, reads = [], []
@@ -33,8 +37,19 @@ def read_table(function: ir.OpView) -> OpTable:
         for i, result in enumerate(operation.results):
             values[result] = (number, i)
         signatures.append(_signature(operation))
-        reads.append([values[value] for value in operation.operands])
+        reads.append([values[user.operands[i]] for user, i in _uses(operation, values)])
     return OpTable(signatures, reads)
+
+
+def _uses(operation: ir.Operation, outer: Container[object]) -> Iterator[tuple[ir.Operation, int]]:
+    """Yield where an op and the ops of its regions read values of ``outer``: op and operand."""
+    for number, value in enumerate(operation.operands):
+        if value in outer:
+            yield operation, number
+    for region in operation.regions:
+        for block in region.blocks:
+            for op in block.operations:
+                yield from _uses(op.operation, outer)
 
 
 def _signature(operation: ir.Operation) -> tuple[object, ...]:
@@ -58,7 +73,8 @@ def _body(block: ir.Block) -> tuple[object, ...]:
     signatures = []
     for op in block.operations:
         operation = op.operation
-        # Values captured from outside the region are not told apart.
+        # Values from outside the region are not told apart here; those of the function are, by what
+        # the whole op reads.
         reads = tuple(values.get(value, -1) for value in operation.operands)
         for result in operation.results:
             values[result] = len(values)
@@ -78,10 +94,13 @@ def write_excised(
     """
     block = function.regions[0].blocks[0]
     ops = [op.operation for op in block.operations]
+    outer = {*block.arguments, *(result for op in ops for result in op.results)}
     with module.context:
+        uses = {reader: list(_uses(ops[reader], outer)) for reader, _ in excision.rewired}
         for (reader, number), (source, result) in excision.rewired.items():
             values = ops[source].results if source >= 0 else block.arguments
-            ops[reader].operands[number] = values[result]
+            user, operand = uses[reader][number]
+            user.operands[operand] = values[result]
         kept_results = _shorten_return(ops, len(table.reads), excision)
         # Users before what they use: an op that still has uses must not be erased.
         for number in sorted(excision.removed, reverse=True):

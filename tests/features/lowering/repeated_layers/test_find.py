@@ -137,6 +137,47 @@ def test_programs_without_equal_layers_are_left_alone() -> None:
     assert shorten(few.module, tag_locations(few.module), 7) is None
 
 
+def capturing(layers: int) -> SourceProgram:
+    """Layers of a loop and an addition: the loop reads the layer before in its body alone."""
+    layer = """
+  %z{n} = stablehlo.constant dense<0.0> : tensor<8xf32>
+  %i{n} = stablehlo.constant dense<0> : tensor<i32>
+  %w{n}:2 = stablehlo.while(%k = %i{n}, %v = %z{n}) : tensor<i32>, tensor<8xf32>
+    cond {{
+      %c = stablehlo.constant dense<3> : tensor<i32>
+      %l = stablehlo.compare LT, %k, %c : (tensor<i32>, tensor<i32>) -> tensor<i1>
+      stablehlo.return %l : tensor<i1>
+    }} do {{
+      %o = stablehlo.constant dense<1> : tensor<i32>
+      %m = stablehlo.add %k, %o : tensor<i32>
+      %s = stablehlo.add %v, %x{b} : tensor<8xf32>
+      stablehlo.return %m, %s : tensor<i32>, tensor<8xf32>
+    }}
+  %x{n} = stablehlo.multiply %w{n}#1, %p{n} : tensor<8xf32>"""
+    names = ["x0", *(f"p{n}" for n in range(1, layers + 1))]
+    args = ", ".join(f"%{name} : tensor<8xf32>" for name in names)
+    body = "".join(layer.format(n=n, b=n - 1) for n in range(1, layers + 1))
+    return read_program(
+        f"func.func public @main({args}) -> tensor<8xf32> {{{body}\n"
+        f"  return %x{layers} : tensor<8xf32>\n}}"
+    )
+
+
+def test_values_that_regions_capture_are_read() -> None:
+    source = capturing(14)
+    main = main_function(source.module)
+    assert main is not None
+    table = read_table(main)
+    # Ops 0 to 3 of a layer: two constants, the loop, the product. The loop of the second layer
+    # reads its constants, 5 and 4, and in its body the product of the first layer, 3.
+    assert list(table.reads[6]) == [(5, 0), (4, 0), (3, 0)]
+    for number, kept in enumerate((4, 2)):
+        cost, wanted = (program_cost(s.program) for s in (short(source, number), capturing(kept)))
+        # A layer: three times 8 additions, one of the counter and a comparison; 8 products.
+        assert cost.flops == kept * (3 * (8 + 1 + 1) + 8)
+        assert cost.bytes == wanted.bytes
+
+
 def test_layers_that_read_from_far_away_are_left_alone() -> None:
     # Eight blocks of three ops; a later op reads the middle of the fifth block.
     signatures = [*"abc" * 8, "end"]
