@@ -110,8 +110,9 @@ def is_loop_reduction(node: Node) -> bool:
     """Return whether a reduction is short enough for one thread to sum an element in a loop."""
     reduced = reduction(node)
     if reduced.shape is Shape.ROW:
-        # Short rows of a power of two share a warp in the row emitter; others run as a loop.
-        return reduced.length < _WARP and _WARP % reduced.length != 0
+        # Short rows of a power of two share a warp in the row emitter; others run as a loop, and
+        # so does a sum of nothing, which only writes its initial value.
+        return reduced.length < _WARP and (reduced.length == 0 or _WARP % reduced.length != 0)
     return reduced.shape is Shape.SCATTERED or reduced.length < _SMALL_COLUMN
 
 

@@ -227,11 +227,20 @@ def test_reductions_are_grouped_by_memory_order(shape, dims, expected):
     ("shape", "dims", "loop"),
     [
         ((64, 10), (1,), True), ((64, 16), (1,), False), ((9, 64), (0,), True),
-        ((64, 64), (0,), False),
+        ((64, 64), (0,), False), ((64, 0), (1,), True),
     ],
 )  # fmt: skip
 def test_short_reductions_are_loops(shape, dims, loop):
     assert is_loop_reduction(reduce_node(shape, dims)) is loop
+
+
+def test_a_sum_of_nothing_writes_its_initial_value():
+    x = jax.ShapeDtypeStruct((4, 0), jnp.float32)
+    lowered = lower(read_program(jax.jit(lambda x: x.sum(1)).lower(x).as_text()), "fused")
+    (kernel,) = [k for k in lowered.kernels if k.takes_time]
+    # Four f32 are written, and nothing is read but the initial value, a constant.
+    assert kernel.op.result_bytes == 16
+    assert (kernel.kind, kernel.flops) == ("reduce", 0.0)
 
 
 @pytest.mark.parametrize(
