@@ -186,6 +186,12 @@ class Computation:
         ops = [op for op in self.ops if op.opcode == "parameter"]
         return sorted(ops, key=lambda op: int(op.attrs["index"]))
 
+    @property
+    def only_op(self) -> Op | None:
+        """The op of a computation that has one beside its parameters and returns it."""
+        plain = [op for op in self.ops if op.opcode != "parameter"]
+        return plain[0] if len(plain) == 1 and self.root_op is plain[0] else None
+
 
 @dataclass(slots=True)
 class Program:

@@ -57,12 +57,12 @@ def lower_fused(
     # As in XLA: expansions and simplifications first, then the libraries' forms, then fusion. Each
     # pass relies on the forms that those before it leave.
     expand_ops(graph, program)
-    simplify(graph)
+    simplify(graph, program)
     merge_counters(graph)
     drop_dead_state(graph)
     # Library forms leave reshapes and transposes between ops, hence simplify() once more after it.
     prepare(graph, machine, program)
-    simplify(graph)
+    simplify(graph, program)
     writer = _fused(graph, machine, emitter, is_entry=True, horizontal=horizontal)
     emitter.add(writer.write("main"))
     memory = on_chip_of(device)
@@ -93,10 +93,10 @@ def prepare(graph: Graph, machine: Machine, program: Program) -> None:
             prepare(inner, machine, program)
     canonical_dots(graph)
     canonical_convs(graph, machine)
-    simplify(graph)
+    simplify(graph, program)
     reduce_vector_products(graph, program)
     sink_transposes(graph)
-    simplify(graph)
+    simplify(graph, program)
     merge_dots(graph)
     # After merging: a merged product may be a multiple of eight where its parts are not.
     pad_products(graph)

@@ -113,12 +113,9 @@ class _Rewriter:
 
     def _reducer(self, name: str) -> Hashable:
         """Describe a computation by its op if it has one over its parameters, else by its name."""
-        own = self.program.computations[name]
-        plain = [op for op in own.ops if op.opcode != "parameter"]
+        only = self.program.computations[name].only_op
         # Each collective has a reducer of its own name; what it does is what counts.
-        if len(plain) == 1 and own.root_op is plain[0]:
-            return plain[0].opcode, plain[0].operands
-        return name
+        return (only.opcode, only.operands) if only is not None else name
 
     def _scatter(self) -> None:
         """Turn an all-reduce of which each device keeps its own part into a reduce-scatter."""

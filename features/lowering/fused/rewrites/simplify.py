@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
+from ....ir.program import Program
 from ..dataflow.folding import fold, is_splat, splat, splat_node
 from ..dataflow.graph import Graph, Node
 from ..dataflow.views import simplify_view
@@ -20,22 +21,23 @@ _MAX_ROUNDS = 4
 _FLOATS = ("f", "b", "c")
 
 
-def simplify(graph: Graph) -> None:
+def simplify(graph: Graph, program: Program) -> None:
     """Simplify a graph and the bodies of its loops and branches in place.
 
     Args:
         graph: The graph.
+        program: Has the computations that its nodes call.
     """
     for _ in range(_MAX_ROUNDS):
-        changed = _round(graph)
+        changed = _round(graph, program)
         for node in graph.nodes():
             for inner in node.graphs:
-                simplify(inner)
+                simplify(inner, program)
         if not changed:
             return
 
 
-def _round(graph: Graph) -> bool:
+def _round(graph: Graph, program: Program) -> bool:
     replaced: dict[int, Node] = {}
     known: dict[Hashable, Node] = {}
     # Nodes are told apart by id(): those that were replaced must stay alive, or a new node could
@@ -48,7 +50,7 @@ def _round(graph: Graph) -> bool:
             if new is not None:
                 node.operands[i] = new
         keep.append(node)
-        rewritten = _rewrite(node)
+        rewritten = _rewrite(node, program)
         target = node if rewritten is None else rewritten
         for new_node in _fresh(target, known):
             keep.append(new_node)
@@ -109,8 +111,12 @@ def _key(node: Node) -> Hashable:
     return node.opcode, tuple([id(o) for o in node.operands]), node.results, node.called, attrs
 
 
-def _rewrite(node: Node) -> Node | None:
+def _rewrite(node: Node, program: Program) -> Node | None:
     """Find a simpler node of the same value; ``None`` if there is none."""
+    if node.opcode == "add":
+        summed = _scatter_into(node, program)
+        if summed is not None:
+            return summed
     rule = _RULES.get(node.opcode)
     if rule is not None:
         rewritten = rule(node)
@@ -124,18 +130,33 @@ def _binary(opcode: str, like: Node, *operands: Node) -> Node:
     return Node(opcode, list(operands), like.results, source=like.source)
 
 
-def _add(node: Node) -> Node | None:
-    """Drop additions of 0; scatter into the other summand what is scattered into zeros."""
+def _scatter_into(node: Node, program: Program) -> Node | None:
+    """Scatter into the other summand what is added up in zeros.
+
+    So come gradients of embeddings; XLA then updates the other summand in place.
+    """
     for this, other in (node.operands, node.operands[::-1]):
-        if is_splat(this, 0):
-            return other
-        # Gradients of embeddings: XLA then updates the other summand in place.
-        into_zeros = this.opcode == "scatter" and is_splat(this.operands[0], 0)
-        if into_zeros and not this.is_tuple and this is not other:
+        if this.opcode != "scatter" or this.is_tuple or this is other:
+            continue
+        if is_splat(this.operands[0], 0) and _adds(this, program):
             operands = [other, *this.operands[1:]]
             return Node(
                 "scatter", operands, this.results, this.attrs, this.called, source=this.source
             )
+    return None
+
+
+def _adds(scatter: Node, program: Program) -> bool:
+    """Return whether a scatter adds its updates to what is there."""
+    only = program.computations[scatter.called[0]].only_op if scatter.called else None
+    return only is not None and only.opcode == "add" and len(set(only.operands)) == 2
+
+
+def _add(node: Node) -> Node | None:
+    """Drop additions of 0."""
+    for this, other in (node.operands, node.operands[::-1]):
+        if is_splat(this, 0):
+            return other
     return None
 
 

@@ -46,7 +46,7 @@ def graph_of(function, *shapes):
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     source = read_program(jax.jit(function).lower(*arguments).as_text())
     graph = build_graph(source.program)
-    simplify(graph)
+    simplify(graph, source.program)
     return graph
 
 
@@ -140,7 +140,7 @@ def test_kernels_read_only_what_came_before(program):
 
 def test_every_op_is_in_one_kernel_or_may_be_repeated(program):
     graph = build_graph(program.program)
-    simplify(graph)
+    simplify(graph, program.program)
     clusters = Clusters(graph)
     ops = {id(n): n for c in clusters.all() for n in c.members.values()}
     fuse_epilogues(clusters)
@@ -188,6 +188,16 @@ def test_what_is_scattered_into_zeros_is_scattered_into_the_sum():
     codes = opcodes(graph_of(both, (64, 8), (4,), (4, 8)))
     assert codes.count("scatter") == 1
     assert codes[-1] == "scatter"
+
+
+@pytest.mark.parametrize("update", ["set", "max", "multiply"])
+def test_only_a_scatter_that_adds_goes_into_the_sum(update):
+    def both(x, i, y):
+        zeros = jnp.zeros_like(x)
+        return x + getattr(zeros.at[i.astype(jnp.int32)], update)(y)
+
+    # Written over x, the updates would replace elements of x instead of being added to them.
+    assert opcodes(graph_of(both, (64, 8), (4,), (4, 8)))[-1] == "add"
 
 
 def test_dead_state_and_second_counters_go():
