@@ -22,6 +22,9 @@ from .operator_flops import op_flops
 Work = tuple[float, float]
 Matrix = Callable[[float, float], float]
 
+#: Short names in targets, apart from longer words with the same letters: ``qr`` in ``sqrt``,
+#: ``eigh`` in ``weight`` and ``neighbour``, ``lu_`` in ``gelu_``, ``conv`` in ``convert``.
+QR, EIGH, LU, CONV = r"(?<!s)qr", r"(?<![nw])eigh(?!t)", r"(?<![a-z])lu_", r"conv(?!er)"
 #: Such as ``__cublas$lt$matmul``, ``__onednn$matmul``, ``__triton$gemm``, ``EigenMatMulF32``.
 _GEMM = re.compile(r"cublas\$(?:gemm|lt\$)|onednn\$matmul|triton\$gemm|Matmul|MatMul|matmul|gemm")
 #: Such as ``__cudnn$convForward``.
@@ -39,7 +42,7 @@ _TOP_K = re.compile(r"top_?k", re.IGNORECASE)
 #: __cublas$triangularSolve, Eigh, …
 _ROUTINE = re.compile(
     r"potrf|trsm|getrf|geqrf|orgqr|ungqr|syevd?|heevd?|gesdd|gesvdj?|geev|gehrd|gees|sytrd|hetrd"
-    r"|gtsv|cholesky|triangular_?solve|lu_pivots|eigh|svd|qr|householder",
+    rf"|gtsv|cholesky|triangular_?solve|{LU}pivots|{EIGH}|svd|{QR}|householder",
     re.IGNORECASE,
 )
 #: FLOPs of an m × n factorisation with m ≥ n, by routine (source: see the module).

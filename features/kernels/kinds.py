@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
-from ..cost.library_calls import is_annotation
+from ..cost.library_calls import CONV, is_annotation
 from ..ir.program import BOOKKEEPING, COLLECTIVES, Op, Program
 
 #: Instructions that the target does not execute: they name parts of buffers, or are constant.
@@ -41,9 +42,9 @@ _REDUCING = frozenset(
     ("reduce", "reduce-window", "select-and-scatter", "batch-norm-training", "batch-norm-grad")
 )
 _LIBRARY = frozenset(("custom-call", "fft", "cholesky", "triangular-solve", "infeed", "outfeed"))
-#: Kinds by a part of the custom-call target; the first that matches counts.
+#: Kinds by a pattern in the custom-call target; the first that matches counts.
 _TARGETS = (
-    ("conv", "conv"),
+    (CONV, "conv"),
     ("matmul", "gemm"),
     ("gemm", "gemm"),
     ("blas", "gemm"),
@@ -112,7 +113,7 @@ def kernel_kind(op: Op, program: Program) -> str:
 def target_kind(target: str) -> str:
     """Classify a custom call by its target."""
     lower = target.lower()
-    return next((kind for part, kind in _TARGETS if part in lower), "custom_call")
+    return next((kind for mark, kind in _TARGETS if re.search(mark, lower)), "custom_call")
 
 
 def main_opcodes(kind: str) -> frozenset[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 from ..cost.convolution import read_dim_labels
+from ..cost.library_calls import CONV, EIGH, LU, QR
 from ..cost.op_classes import type_facts
 from ..ir.dtypes import DTYPE_BITS, DTYPE_CODE
 from ..ir.precision import matrix_rate
@@ -186,15 +188,15 @@ def _window_flags(row: Row, window: tuple[WindowDim, ...]) -> None:
     row["conv_stride"] = stride
 
 
-#: Library of a custom call by a part of its target; the first that matches counts.
+#: Library of a custom call by a pattern in its target; the first that matches counts.
 _TARGETS = (
-    # The order decides: short marks such as "qr" and "lu_" occur in names of other libraries, too.
+    # The order decides: short marks occur in names of other libraries, too.
     ("topk", "topk"),
     ("cublas", "cublas"),
     ("matmul", "cublas"),
     ("gemm", "cublas"),
     ("dnn", "cudnn"),
-    ("conv", "cudnn"),
+    (CONV, "cudnn"),
     ("fmha", "cudnn"),
     ("attention", "cudnn"),
     ("triton", "triton"),
@@ -205,9 +207,9 @@ _TARGETS = (
     ("potrf", "linalg"),
     ("cholesky", "linalg"),
     ("trsm", "linalg"),
-    ("qr", "linalg"),
-    ("eigh", "linalg"),
-    ("lu_", "linalg"),
+    (QR, "linalg"),
+    (EIGH, "linalg"),
+    (LU, "linalg"),
     ("svd", "linalg"),
     ("householder", "linalg"),
 )
@@ -217,7 +219,7 @@ _TARGETS = (
 def library_of(target: str) -> str:
     """Return the library that a custom-call target belongs to, one of ``CODES["library"]``."""
     lower = target.lower()
-    libraries = (library for mark, library in _TARGETS if mark in lower)
+    libraries = (library for mark, library in _TARGETS if re.search(mark, lower))
     return next(libraries, "other")
 
 

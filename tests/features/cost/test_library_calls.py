@@ -7,6 +7,7 @@ import pytest
 from opcast.common import plugins
 from opcast.common.errors import OpcastError
 from opcast.features.cost import library_calls as custom_ops
+from opcast.features.ir.program import Op, TensorType
 from opcast.features.ir.reader import read_program
 from opcast.features.lowering.lower import lower
 
@@ -58,3 +59,23 @@ def test_a_rule_that_returns_no_counts_is_named(package):
     package("wrong")
     with pytest.raises(OpcastError, match=r"opcast\.ops: my_scan: returned -1"):
         _ = lowered(48).flops
+
+
+@pytest.mark.parametrize(
+    ("target", "flops"),
+    [
+        # 2 n² (m - n / 3) for a QR, 9 n³ for eigenvalues; m = 12, n = 6.
+        ("Qr", 2 * 6**2 * (12 - 6 / 3)),
+        ("lapack_sgeqrf_ffi", 2 * 6**2 * (12 - 6 / 3)),
+        ("Eigh", 9 * 6**3),
+        # No routine of linear algebra, though their names have the letters of one.
+        ("my_sqrt", 0.0),
+        ("rsqrt_scaled", 0.0),
+        ("weighted_sum", 0.0),
+        ("neighbours", 0.0),
+    ],
+)
+def test_routines_are_found_by_their_names_alone(target, flops):
+    matrix = TensorType("f32", (12, 6))
+    op = Op("", "custom-call", (0,), (matrix,), {"target": target})
+    assert custom_ops.custom_call_flops(op, [matrix]) == (flops, 0.0)

@@ -70,6 +70,7 @@ def test_kind_of_a_fusion(result, lines, kind):
         ("__cudnn$fmhaSoftmax", "gemm"),
         ("TopK", "sort"),
         ("lapack_spotrf_ffi", "custom_call"),
+        ("te_convert_layout", "custom_call"),
     ],
 )
 def test_kind_of_a_custom_call(target, kind):

@@ -175,6 +175,15 @@ def test_contiguous_run(layout, sizes, run):
         ("TopK", "topk"),
         ("tpu_custom_call", "triton"),
         ("mine", "other"),
+        ("cusolver_geqrf_ffi", "linalg"),
+        ("Qr", "linalg"),
+        ("Eigh", "linalg"),
+        ("cu_lu_pivots_to_permutation", "linalg"),
+        ("my_sqrt", "other"),
+        ("my_gelu_forward", "other"),
+        ("relu_backward", "other"),
+        ("weighted_sum", "other"),
+        ("convert_layout", "other"),
     ],
 )
 def test_library_of_a_target(target, library):
