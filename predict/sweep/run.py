@@ -21,7 +21,7 @@ from ...common.parquet import read_table
 from ...features.dataset import write_table
 from ...simulate.clusters.catalogue import find_cluster
 from .job import SweepJob, judge
-from .space import Candidate, candidates, chunks, make_plan
+from .space import Candidate, candidates, chunks, make_plan, no_candidates
 from .workers import Rows, run_here, run_processes, run_ray
 
 #: Candidates of a piece: what an interrupted sweep loses at most, and what a worker gets at a time.
@@ -54,9 +54,12 @@ class Sweep:
         """Evaluate the candidates that have no result yet; returns the results of all of them.
 
         Raises:
+            PlanError: There are no candidates.
             DatasetError: The folder holds a sweep of another workload or model.
             OpcastError: Workers die again and again, or there is no Ray cluster.
         """
+        if not items:
+            raise no_candidates()
         self._claim()
         known = self.results()
         done = set(known["key"]) if len(known) else set()
@@ -144,6 +147,9 @@ def search(
         trials: Plans to try; choices that are not valid do not count, up to ten times as many.
         seed: Random seed of the search.
         progress: Called with the numbers of finished and of all trials.
+
+    Raises:
+        PlanError: No choice was valid.
     """
     import optuna
 

@@ -107,11 +107,16 @@ def candidates(
             if plan is not None:
                 unique[Candidate(name, batch, plan)] = None
     if not unique:
-        raise PlanError(
-            "no combination of the grid fits the model and the clusters",
-            hint="widen the grid, or check that the batch can be divided",
-        )
+        raise no_candidates()
     return list(unique)
+
+
+def no_candidates() -> PlanError:
+    """Make the error of a sweep that has nothing to evaluate."""
+    return PlanError(
+        "no combination of the grid fits the model and the clusters",
+        hint="widen the grid, or check that the batch can be divided",
+    )
 
 
 def make_plan(choice: Mapping[str, str], workload: Workload, cluster: Cluster) -> Plan | None:

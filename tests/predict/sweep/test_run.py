@@ -66,6 +66,15 @@ def test_bad_grids(tmp_path, text, said):
         grid(Sweep(JOB, tmp_path), CLUSTERS, [32], parse_grid(text))
 
 
+def test_a_search_without_a_valid_plan_says_so(tmp_path):
+    # Three stages do not divide eight devices, so every trial is pruned.
+    values = axis_values(WORK, find_cluster(CLUSTERS[0]), {"pp": ["3"]})
+    with pytest.raises(PlanError, match="no combination"):
+        search(Sweep(JOB, tmp_path), CLUSTERS, [32], values, trials=2, seed=0)
+    with pytest.raises(PlanError, match="no combination"):
+        Sweep(JOB, tmp_path / "empty").run([])
+
+
 def test_rows_hold_settings_and_figures(whole):
     assert len(whole) == 24
     assert whole["step_us"].is_monotonic_increasing
