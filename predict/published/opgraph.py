@@ -12,8 +12,8 @@ Where that is known to differ, the kernels that it does launch are taken instead
   gradient of a division by a scalar is one such op.
 - A layer norm's backward pass reads its tensors twice: for the input's gradient and the weights'.
 - The gradient of GELU reads two tensors.
-- Dropout reads and writes a tensor and a byte mask; its backward pass converts, scales and applies
-  the mask in three kernels, 6.25 tensors in all.
+- Dropout reads a tensor, and writes one and a byte mask; its backward pass converts, scales and
+  applies the mask in three kernels, six tensors and the byte mask in all.
 - A fused chain is one kernel that reads the node's inputs and writes its output; with a softmax or
   a layer norm inside, it is that op and what it moves in addition.
 
@@ -133,10 +133,10 @@ def node_kernels(node: dict[str, object], phase: str, mode: str, width: int = 4)
     if name == "fused":
         return _fused(listed, node, width)
     if name == "dropout":
-        # In tensors of f32, where the byte mask is a quarter of one. Forward: read, write, write
-        # the mask. Backward: convert the mask (1.25), scale it (2), multiply the gradient by it
-        # (3).
-        return [_move((2.25 if phase == "fw" else 6.25) * width * _elements(listed[0].shape[0]))]
+        # The mask has a byte an element. Forward: read, write, write the mask. Backward: convert
+        # the mask (a byte and a tensor), scale it (2 tensors), multiply the gradient by it (3).
+        tensors = 2 if phase == "fw" else 6
+        return [_move((tensors * width + 1) * _elements(listed[0].shape[0]))]
     if phase == "bw":
         return _backward(name, listed, node, width)
     return [_forward(op, node, width) for op in listed if _moves(op)]

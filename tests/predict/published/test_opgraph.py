@@ -79,6 +79,9 @@ def test_dropout_moves_a_mask_and_its_gradient_three_times():
     both = node("dropout", "[['MEM', ((4, 8), (4, 8))]]", "[['MEM', ((4, 8),)]]")
     assert node_kernels(both, "fw", "train") == [GraphOp("MOVE", (2.25 * 4 * 32,))]
     assert node_kernels(both, "bw", "train") == [GraphOp("MOVE", (6.25 * 4 * 32,))]
+    # Of two bytes an element, the byte mask is half of a tensor.
+    assert node_kernels(both, "fw", "train", 2) == [GraphOp("MOVE", (2.5 * 2 * 32,))]
+    assert node_kernels(both, "bw", "train", 2) == [GraphOp("MOVE", (6.5 * 2 * 32,))]
 
 
 def test_a_broadcast_operand_is_not_read_as_a_tensor():
