@@ -72,12 +72,7 @@ def predict_op(text: str, device: str, model: str | Path = OPERATOR_MODEL) -> Op
     from ...models.operators import OpModel
 
     row = parse_op(text)
-    # Operators are published tables of GPUs; nothing here measures them on the machine at hand.
-    if device == "local":
-        raise DeviceError(
-            "an operator needs a device",
-            hint="name one with --device, such as h100-sxm; list them with: opcast device --list",
-        )
+    _check_named(device)
     # Only the family asked for: the others would take most of the loading time.
     bundle = OpModel.load(_folder(model), only=[row["key"]])
     family = _family(bundle, row["key"], model)
@@ -118,17 +113,34 @@ def explain_operator(
         k: Number of neighbours to list.
 
     Raises:
+        ProgramError: The text does not describe an operator.
+        DeviceError: The device is not known.
+        ModelError: The model is not one of operators, or does not know the family.
         DatasetError: A dataset cannot be read.
     """
     from ...models.operators import OpModel
     from ...models.operators.explain import explain_op
 
     row = parse_op(text)
+    _check_named(device)
     bundle = OpModel.load(_folder(model), only=[row["key"]])
     family = _family(bundle, row["key"], model)
     spec = resolve_device(device, bundle.devices)
     measured = measured_rows(data, row["key"], spec.name) if data else None
     return explain_op(family, row, spec, measured, k)
+
+
+def _check_named(device: str) -> None:
+    """Refuse the machine at hand: operators are published tables of GPUs; none is measured here.
+
+    Raises:
+        DeviceError: The device is ``local``.
+    """
+    if device == "local":
+        raise DeviceError(
+            "an operator needs a device",
+            hint="name one with --device, such as h100-sxm; list them with: opcast device --list",
+        )
 
 
 def _folder(model: str | Path) -> Path:

@@ -2,11 +2,12 @@ import numpy as np
 import pytest
 
 import opcast
-from opcast.common.errors import ModelError, ProgramError
+from opcast.common.errors import DeviceError, ModelError, ProgramError
 from opcast.features.devices.catalogue import find_device
 from opcast.features.operators import op_features
 from opcast.models.operators import OpModel
 from opcast.models.operators.model import default_settings
+from opcast.predict.operator.predict import explain_operator, predict_op
 
 LINEAR = "linear m=64 n=4096 k=4096 dtype=bf16 backend=vllm"
 
@@ -40,3 +41,10 @@ def test_what_is_no_operator_or_not_known_is_named(predictor):
         predictor.latency_us("conversion m=1 dtype=bf16", "h100-sxm")
     with pytest.raises(ModelError, match="knows no operators"):
         predictor.latency_us("bmm b=2 m=8 n=8 k=8 dtype=bf16", "h100-sxm")
+
+
+@pytest.mark.parametrize("ask", [predict_op, explain_operator])
+def test_the_machine_at_hand_is_no_device_of_operators(ask):
+    # Before a model is looked for: the device is refused whatever the model.
+    with pytest.raises(DeviceError, match="an operator needs a device"):
+        ask(LINEAR, "local", model="/nowhere")
