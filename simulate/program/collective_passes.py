@@ -34,15 +34,13 @@ def combine_all(nodes: Sequence[Node]) -> list[Node]:
 
 
 def combine(nodes: Sequence[Node], kind: str, threshold: float) -> list[Node]:
-    """Combine collectives of a kind over the same devices.
+    """Combine collectives of a kind, and of one reduction if they reduce, over the same devices.
 
     Args:
         nodes: Nodes in topological order.
         kind: Kind of the collectives to combine.
         threshold: Most bytes that a combined one may return; larger ones stay as they are.
     """
-    # XLA's AllReduceKey also holds element type and reduction, which nodes do not carry: an f32
-    # scalar next to bf16 gradients is combined here and not by XLA.
     below = _below(nodes)
     target = list(range(len(nodes)))
     open_: dict[tuple[object, ...], list[int]] = {}
@@ -53,8 +51,9 @@ def combine(nodes: Sequence[Node], kind: str, threshold: float) -> list[Node]:
         if _bytes(node) > threshold:
             continue
         # ``groups`` besides ``group``: equal first groups do not make equal partitions. Executions
-        # must agree, because collectives in and outside a loop cannot be merged.
-        key = (own.group, own.groups, node.times, own.waits)
+        # must agree, because collectives in and outside a loop cannot be merged. Reductions agree
+        # in element type and op (XLA's AllReduceKey); gathers of different types are combined.
+        key = (own.group, own.groups, own.reduction, node.times, own.waits)
         members = open_.get(key, [])
         size = sum(_bytes(nodes[m]) for m in members) + _bytes(node)
         # Greedy as in XLA's combiners: a collective that does not fit opens the next set.

@@ -20,6 +20,7 @@ class Collective:
         group: Ranks; one group stands for all.
         waits: Whether the device blocks on it at its place in the schedule.
         groups: All groups; for transfers from device to device, pairs of source and target.
+        reduction: Element type and op of a reduction, ``None`` for what reduces nothing.
     """
 
     kind: str
@@ -27,6 +28,7 @@ class Collective:
     group: tuple[int, ...]
     waits: bool = False
     groups: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
+    reduction: tuple[str, str] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,19 @@ def _collective(kernel: Kernel, devices: int, *, scheduled: bool) -> Collective 
     if len(group) < 2 or size <= 0:
         return None
     waits = scheduled and (kernel.async_role != "start" or _is_sync(kernel))
-    return Collective(collective_name(opcode), size, group, waits, _groups(kernel, group))
+    groups, reduction = _groups(kernel, group), _reduction(kernel)
+    return Collective(collective_name(opcode), size, group, waits, groups, reduction)
+
+
+def _reduction(kernel: Kernel) -> tuple[str, str] | None:
+    """Return element type and op of a reduction; one of several ops has the kernel's own name."""
+    if not kernel.op.called:
+        return None
+    only = kernel.body.computations[kernel.op.called[0]].only_op
+    if only is None:
+        # Not that of any other collective: XLA combines none of these.
+        return kernel.op.type.dtype, kernel.name
+    return only.type.dtype, only.opcode
 
 
 def _groups(kernel: Kernel, group: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

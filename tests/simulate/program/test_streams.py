@@ -137,6 +137,53 @@ def test_groups_kinds_and_loops_are_not_mixed():
     assert len(combine_all(nodes)) == 4
 
 
+REDUCTIONS = """HloModule m, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}
+
+%add.2 (a.2: f32[], b.2: f32[]) -> f32[] {
+  %a.2 = f32[] parameter(0)
+  %b.2 = f32[] parameter(1)
+  ROOT %s.2 = f32[] add(%a.2, %b.2)
+}
+
+%add.16 (a.16: bf16[], b.16: bf16[]) -> bf16[] {
+  %a.16 = bf16[] parameter(0)
+  %b.16 = bf16[] parameter(1)
+  ROOT %s.16 = bf16[] add(%a.16, %b.16)
+}
+
+%max (a.3: f32[], b.3: f32[]) -> f32[] {
+  %a.3 = f32[] parameter(0)
+  %b.3 = f32[] parameter(1)
+  ROOT %s.3 = f32[] maximum(%a.3, %b.3)
+}
+
+ENTRY %main {
+  %x = f32[1024] parameter(0)
+  %y = f32[512] parameter(1)
+  %z = bf16[256] parameter(2)
+  %rx = f32[1024] all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add
+  %rz = bf16[256] all-reduce(%z), replica_groups={{0,1,2,3}}, to_apply=%add.16
+  %ry = f32[512] all-reduce(%y), replica_groups={{0,1,2,3}}, to_apply=%add.2
+  %my = f32[512] all-reduce(%y), replica_groups={{0,1,2,3}}, to_apply=%max
+  ROOT %o = (f32[1024], f32[512], bf16[256], f32[512]) tuple(%rx, %ry, %rz, %my)
+}
+"""
+
+
+def test_only_reductions_of_one_type_and_op_are_combined():
+    kernels, _ = extract_kernels(parse_hlo(REDUCTIONS))
+    nodes = program_nodes(kernels, [0.0] * len(kernels), 4, scheduled=False)
+    sizes = [n.collective.size for n in combine_all(nodes) if n.collective]
+    # Both sums of f32 as one of 1024 · 4 + 512 · 4 bytes; bf16 and the maximum by themselves.
+    assert sorted(sizes) == [256 * 2.0, 512 * 4.0, 1024 * 4.0 + 512 * 4.0]
+
+
 HLO = """HloModule m, is_scheduled=true, num_partitions=4
 
 %add (a: f32[], b: f32[]) -> f32[] {
