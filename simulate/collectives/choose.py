@@ -43,7 +43,7 @@ ALIASES = {
 }
 #: Algorithms that can be forced; ``auto`` takes the fastest.
 ALGORITHMS = (*IN_DIMENSION, "hierarchical", "multi_ring")
-#: Kinds whose bytes take one route: there is no algorithm to choose.
+#: Kinds whose bytes take one route, called ``direct``: there is no other algorithm to choose.
 _POINT_TO_POINT = ("collective_permute", "send_recv")
 
 
@@ -154,7 +154,7 @@ def dims_cost(
     candidates = [
         CollectiveCost(name, launch, *cost)
         for name, cost in _candidates(kind, size, dims)
-        if name in taken or (algorithm == "auto" and not alone) or kind in _POINT_TO_POINT
+        if name in taken or (algorithm == "auto" and not alone)
     ]
     if not candidates:
         fitting = sorted({name for name, _ in _candidates(kind, size, dims)})

@@ -158,6 +158,15 @@ def test_what_cannot_be_asked():
     assert dims_cost("all_reduce", 1.0, ()).algorithm == "none"
 
 
+@pytest.mark.parametrize("kind", ["send_recv", "collective_permute"])
+def test_what_goes_from_rank_to_rank_has_one_algorithm(kind):
+    for topology in (one(), two_levels()):
+        chosen = collective_cost(kind, 1e6, 2, topology)
+        assert chosen == collective_cost(kind, 1e6, 2, topology, "direct")
+        with pytest.raises(DeviceError, match=f"ring does not do {kind}.*these do: direct"):
+            collective_cost(kind, 1e6, 2, topology, "ring")
+
+
 def test_large_trees_continue_small_ones():
     for kind, more in (("switch", {}), ("fat_tree", {"radix": 32})):
         small, large = one(kind, 256, **more), one(kind, 512, **more)
