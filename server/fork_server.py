@@ -16,6 +16,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 
 from ..common.child_process import begin_worker, die_with_parent, limit_memory
 from ..predict.program.predictor import Predictor, load
@@ -84,12 +85,21 @@ def _child(
         lengths = TASK.unpack(_exactly(task, TASK.size))
         head: Task = json.loads(_exactly(task, lengths[0]))
         signal.setitimer(signal.ITIMER_REAL, head["timeout_s"])  # SIGALRM kills the child
-        status, body = answer(predictors, head, _exactly(task, lengths[1]))
+        payload = _exactly(task, lengths[1])
+        threading.Thread(target=_end_with, args=(task,), daemon=True).start()
+        status, body = answer(predictors, head, payload)
         task.sendall(REPLY.pack(status, len(body)) + body)
         task.close()
     finally:
         # Not sys.exit: handlers and buffers inherited from the parent must not run twice.
         os._exit(0)
+
+
+def _end_with(task: socket.socket) -> None:
+    """End this process when the server closes the connection: nobody waits for the answer."""
+    # Nothing follows a task, so that this returns at the end of the connection alone.
+    task.recv(1)
+    os._exit(0)
 
 
 def _exactly(task: socket.socket, count: int) -> bytes:

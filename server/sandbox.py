@@ -122,6 +122,7 @@ class Sandbox:
         task["memory_bytes"] = self.settings.memory_bytes
         task["allow_compile"] = self.settings.allow_compile
         ours, theirs = socket.socketpair()
+        # Closed when the request is cancelled, too, which ends the child.
         with ours:
             with theirs:
                 self._hand_over(theirs)
