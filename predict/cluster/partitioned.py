@@ -46,7 +46,7 @@ class PartitionedPrediction:
         device: Name of its device.
         lowering: Lowering of the program, or ``scheduled``.
         peak_memory_bytes: Peak memory of one device.
-        capacity_bytes: Memory of the device.
+        capacity_bytes: Memory of the device; 0 if not known.
         notes: Known limits of the prediction.
         sources: Share of the computation time by kind of estimate.
         kernels: Kernels to which ``members`` of the nodes refer.
@@ -70,9 +70,11 @@ class PartitionedPrediction:
     scheduled: bool = False
 
     @property
-    def fits(self) -> bool:
-        """Whether the peak fits into one device's memory; true if its size is not known."""
-        return not self.capacity_bytes or self.peak_memory_bytes <= self.capacity_bytes
+    def fits(self) -> bool | None:
+        """Whether the peak fits into one device's memory; ``None`` if its size is not known."""
+        if not self.capacity_bytes:
+            return None
+        return self.peak_memory_bytes <= self.capacity_bytes
 
     def by_collective(self) -> dict[str, tuple[float, float, float]]:
         """Count, bytes contributed and isolated seconds of all executions, by collective."""

@@ -14,14 +14,15 @@ from .parts import print_notes, timed_headline
 def print_partitioned(console: Console, prediction: PartitionedPrediction, top: int = 10) -> None:
     """Print the time, the collectives, and the longest nodes of the critical path."""
     r, span = prediction.run, prediction.interval
+    capacity = f" of {size(prediction.capacity_bytes)}" if prediction.capacity_bytes else ""
     console.print(
         timed_headline(span.value * 1e6, span.lo * 1e6, span.hi * 1e6, f"on {prediction.cluster}")
     )
     console.print(
         f"computation {duration(r.compute * 1e6)}; collectives "
         f"{duration(float(prediction.transfer.sum()) * 1e6)} alone, of which "
-        f"{duration(r.exposed * 1e6)} exposed; memory {size(prediction.peak_memory_bytes)} of "
-        f"{size(prediction.capacity_bytes)}; lowering {prediction.lowering}"
+        f"{duration(r.exposed * 1e6)} exposed; memory {size(prediction.peak_memory_bytes)}"
+        f"{capacity}; lowering {prediction.lowering}"
     )
     table = Table("collective", "runs", "bytes", "alone", box=None, header_style="bold")
     for kind, (count, total, seconds) in prediction.by_collective().items():

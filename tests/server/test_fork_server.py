@@ -42,6 +42,7 @@ def test_a_task_ends_when_nobody_waits_for_it() -> None:
         child.wait(20)
     finally:
         child.kill()
+        child.wait()
 
 
 def test_a_task_that_is_waited_for_is_answered() -> None:

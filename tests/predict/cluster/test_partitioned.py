@@ -1,9 +1,13 @@
 import json
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from opcast.common.errors import ProgramError
+from opcast.common.units import size
 from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.reader import read_program
 from opcast.features.lowering.lower import lower
@@ -11,6 +15,7 @@ from opcast.features.lowering.options import LoweringOptions
 from opcast.predict.cluster.partitioned import predict_partitioned, stream_trace
 from opcast.predict.program.explain import explain
 from opcast.predict.program.fidelities import compare_fidelities
+from opcast.predict.render.partitioned import print_partitioned
 from opcast.simulate.clusters.catalogue import find_cluster
 from opcast.simulate.step.calls import Estimate
 
@@ -53,6 +58,18 @@ def test_plain_data_and_trace_agree_with_the_run():
     assert data["lo_us"] < data["latency_us"] == data["step_us"] < data["hi_us"]
     events = [e for e in stream_trace(found)["traceEvents"] if e["ph"] == "X"]
     assert max(e["ts"] + e["dur"] for e in events) == pytest.approx(data["step_us"])
+
+
+def test_whether_a_program_fits_is_known_only_with_the_memory():
+    found = predict_partitioned(HLO, find_cluster("h100-sxm-x4"), None)
+    small = replace(found, capacity_bytes=found.peak_memory_bytes - 1)
+    unknown = replace(found, capacity_bytes=0.0)
+    assert (found.fits, small.fits, unknown.fits) == (True, False, None)
+    assert unknown.to_dict()["fits"] is None
+    printed = StringIO()
+    print_partitioned(Console(file=printed, width=200), unknown)
+    # The peak, without a size that it is a part of.
+    assert f"memory {size(found.peak_memory_bytes)}; lowering" in printed.getvalue()
 
 
 def test_a_cluster_too_small_or_a_program_in_one_piece_is_refused(tmp_path):
