@@ -58,6 +58,9 @@ def probe_device(budget_s: float = 35.0) -> DeviceSpec:
 
     Returns:
         The device, with every rate that could be measured in time.
+
+    Raises:
+        ProfileError: The profiler shows no kernel.
     """
     import jax
 
@@ -248,6 +251,8 @@ def _memory_levels(platform: str, memory: float, end: float) -> tuple[MemoryLeve
         if rate > 0:
             sizes.append(working_set)
             rates.append(rate)
+    if not rates:
+        raise ProfileError("the profiler shows no kernel that moves data")
     capacities = _cache_capacities() if platform == "cpu" else []
     return levels_from_curve(sizes, rates, capacities, memory or sizes[-1])
 

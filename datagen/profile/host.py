@@ -120,10 +120,12 @@ def last_cache_bytes() -> float:
 
 
 def clock_hz() -> float:
-    """Return the current clock in Hz, of the GPU if there is one, else of the CPU; 0 if unknown."""
-    sm = nvidia_smi().get("clocks.sm", "")
-    if sm.split(" ")[0].isdigit():
-        return float(sm.split(" ")[0]) * 1e6
+    """Return the current clock of JAX's default device in Hz; 0 if unknown."""
+    import jax
+
+    if jax.devices()[0].platform != "cpu":
+        sm = nvidia_smi().get("clocks.sm", "").split(" ")[0]
+        return float(sm) * 1e6 if sm.isdigit() else 0.0
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

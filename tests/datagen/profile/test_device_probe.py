@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
 
-from opcast.datagen.profile import host
+from opcast.common.errors import ProfileError
+from opcast.datagen.profile import device_probe, host
 from opcast.datagen.profile.device_probe import levels_from_curve, probe_device
 from opcast.features.devices.device import DeviceSpec
 
@@ -37,6 +41,31 @@ def test_local_caches_are_plausible() -> None:
     caches = host.cpu_caches()
     sizes = [size for _, (size, _) in sorted(caches.items())]
     assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize(
+    ("platform", "said", "clock"),
+    [
+        ("gpu", "1980 MHz", 1.98e9), ("gpu", "[N/A]", 0.0), ("tpu", "", 0.0),
+        ("cpu", "1980 MHz", 3e9),
+    ],
+)  # fmt: skip
+def test_the_clock_is_that_of_the_device_in_use(monkeypatch, platform, said, clock) -> None:
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform=platform)])
+    monkeypatch.setattr(host, "nvidia_smi", lambda: {"clocks.sm": said} if said else {})
+    # Two cores at 2.5 and 3.5 GHz, by their mean.
+    cores = "processor : 0\ncpu MHz\t\t: 2500.0\nprocessor : 1\ncpu MHz\t\t: 3500.0\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: cores)
+    assert host.clock_hz() == clock
+
+
+@pytest.mark.parametrize("memory", [0.0, 16e9])
+def test_a_profiler_without_kernels_is_named(monkeypatch, memory: float) -> None:
+    monkeypatch.setattr(device_probe, "_kernel_seconds", lambda *args, **options: 0.0)
+    monkeypatch.setattr(device_probe, "_array", lambda shape, dtype: None)
+    monkeypatch.setattr(host, "memory_bytes", lambda: memory)
+    with pytest.raises(ProfileError, match="the profiler shows no kernel"):
+        probe_device(budget_s=1.0)
 
 
 @pytest.mark.slow
