@@ -130,12 +130,19 @@ class _Lifetimes:
         ops = self.comp.ops
         # An op that nobody reads lives while it runs.
         last = list(range(len(ops)))
+        # Until where an asynchronous op works on its operands, by the position of its start.
+        ends: dict[int, int] = {}
         # Backwards, so that a view's own last use is known when its operand is reached.
         for position in range(len(ops) - 1, -1, -1):
             op = ops[position]
-            through = last[position] if op.opcode in _VIEWS or op.opcode == "while" else position
+            if op.opcode in _VIEWS or op.opcode == "while" or _is_done(op):
+                through = last[position]
+            else:
+                through = ends.get(position, position)
             for operand in op.operands:
                 last[operand] = max(last[operand], through, position)
+                if _is_done(op) or op.opcode == "async-update":
+                    ends[operand] = ends.get(position, position)
         return last
 
     def _define(self, op: Op, position: int, last: list[int], taken: dict[int, int]) -> _Leaves:
@@ -143,12 +150,23 @@ class _Lifetimes:
         inputs = [self.leaves[i] for i in op.operands]
         if opcode == "get-tuple-element":
             return self._element(op, inputs[0])
-        if opcode in _VIEWS or (opcode.endswith("-done") and inputs):
-            joined = [b for leaves in inputs for b in leaves]
-            # A done hands on the last of its start's leaves, which begin with the operands.
-            return joined[-len(op.results) :] if opcode.endswith("-done") else joined
+        joined = [b for leaves in inputs for b in leaves]
+        if _is_done(op) and joined:
+            # The first leaves that its start made; scalars of its state follow.
+            started = max(self.starts[b] for b in joined)
+            return [b for b in joined if self.starts[b] == started][: len(op.results)]
+        # The end of a send hands on its token.
+        if opcode.endswith("-done") and joined:
+            return joined[-len(op.results) :]
+        if opcode in _VIEWS:
+            return joined
         if opcode == "while":
-            return self._state(op, [b for leaves in inputs for b in leaves], position)
+            return self._state(op, joined, position)
+        # Starts name their operands among their results, but for that of an all-reduce.
+        if opcode.endswith("-start") and len(op.results) > len(joined):
+            made = [self._new(leaf.nbytes, position) for leaf in op.results[len(joined) :]]
+            # Operands come first, but in a copy second.
+            return [made[0], *joined, *made[1:]] if opcode == "copy-start" else [*joined, *made]
         # Arguments are counted by the caller, constants lie in the executable.
         outside = opcode in ("parameter", "constant") or is_free(op)
         made = []
@@ -262,6 +280,11 @@ class _Lifetimes:
             inside = _Lifetimes(self.program, comp, self.memo).living()[1]
             self.memo[name] = max(inside, default=0)
         return self.memo[name]
+
+
+def _is_done(op: Op) -> bool:
+    """Return whether an op hands on what an asynchronous one made; the end of a send does not."""
+    return op.opcode.endswith("-done") and op.result_bytes > 0
 
 
 def _unchanged(op: Op, program: Program) -> set[int]:

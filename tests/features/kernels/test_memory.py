@@ -55,6 +55,34 @@ def test_a_value_that_is_read_later_keeps_its_buffer():
     assert peak_memory(parse_hlo(text)) == 3 * KB + 4
 
 
+@pytest.mark.parametrize(
+    ("start", "done", "state"),
+    [
+        ("(f32[256], f32[256], u32[]) copy-start(t)", "copy-done(s)", 4),
+        (
+            "(f32[256], f32[256], u32[], u32[]) collective-permute-start(t),"
+            " source_target_pairs={{0,1},{1,0}}",
+            "collective-permute-done(s)",
+            8,
+        ),
+    ],
+)
+def test_what_an_asynchronous_op_makes_lives_until_it_is_read(start, done, state):
+    text = module(f"""
+  a = f32[256] parameter(0)
+  t = f32[256] negate(a)
+  s = {start}
+  d = f32[256] {done}
+  u = f32[256] exponential(a)
+  v = f32[256] add(d, u)
+  ROOT r = f32[1] slice(v), slice={{[0:1]}}""")
+    profile = memory_over_time(parse_hlo(text))
+    beside = [now - profile.resident for now in profile.bytes]
+    # t; t and d with the state of the transfer until it is done; d and u; u and v in place of d; v.
+    two = 2 * KB + state
+    assert beside == [0, KB, two, two, two, two, KB]
+
+
 def test_donated_arguments_count_once():
     body = """
   a = f32[256] parameter(0)
