@@ -14,9 +14,10 @@ import pandas as pd
 
 from ..common.errors import DatasetError
 from ..common.files import write_text
-from ..common.tables_text import in_percent, print_frame
+from ..common.tables_text import in_percent, percent, print_frame
 from ..features.dataset import write_table
-from ..models.steps.effects import CLUSTER, EffectTable
+from ..models.steps.context import StepContext
+from ..models.steps.effects import CLUSTER, PRIOR, WHOLE, EffectTable
 from ..models.steps.fit import Slopes, adapt, fit_effects, slopes_at, solve
 from ..models.steps.memory import fit_laws
 from ..models.steps.model import StepModel, interval_ends, shipped_steps
@@ -48,6 +49,10 @@ MOST_ROWS = 200
 #: Tasks of a pipeline that are placed one by one while learning: long ones are extrapolated from
 #: four rounds, which changes a step by less than 0.5 %.
 PLACED = 256
+#: Sources, numbers of runs and draws of the figures on adapting to a cluster.
+CURVES = 3
+RUNS = (0, 5, 10, 20)
+DRAWS = 5
 #: Folds of the rows for errors within known clusters.
 FOLDS = 5
 
@@ -82,7 +87,7 @@ class Judged:
 
 def train_steps(
     table: pd.DataFrame, operators: OpModel | None, tell: Tell, seed: int = 0
-) -> tuple[StepModel, pd.DataFrame]:
+) -> tuple[StepModel, pd.DataFrame, pd.DataFrame]:
     """Learn a model of steps, with errors on rows, clusters, sources and chips left out.
 
     Args:
@@ -92,7 +97,8 @@ def train_steps(
         seed: Of draws.
 
     Returns:
-        The model, and for every measured row its logarithmic error when left out in each way.
+        The model; for every measured row its logarithmic error when left out in each way; and the
+        error of left-out sources against the number of their runs that the model adapts to.
 
     Raises:
         DatasetError: No row has a measured time and can be expressed.
@@ -115,6 +121,7 @@ def train_steps(
     study = _Study(runs, measured, groups, slopes, seed)
     model = StepModel(effects)
     left = study.left_out(tell)
+    curve = study.calibration(tell)
     corrected = study.residuals(model, tell)
     left["row"] = left["row"] + corrected
     model.ends = study.ends(left)
@@ -125,7 +132,7 @@ def train_steps(
     sources = sorted({row.source for row in rows})
     model.provenance = {"rows": len(rows), "sources": sources, "devices": _devices(rows)}
     frame = pd.DataFrame({"id": [r.id for r in rows], "group": groups, **left})
-    return model, frame
+    return model, frame, curve
 
 
 class _Study:
@@ -146,7 +153,7 @@ class _Study:
         """Logarithm of measured over predicted of rows that effects were not learned from."""
         table = solve(self.slopes, self.runs.contexts, self.measured, self.groups, learn)
         at = np.flatnonzero(judge)
-        whole = [table.log_factors(self.runs.contexts[i])["whole"] for i in at]
+        whole = [table.log_factors(self.runs.contexts[i])[WHOLE] for i in at]
         said = self.runs.simulate([int(i) for i in at], table, {}) + np.array(whole)
         return self.measured[at] - said, table
 
@@ -178,6 +185,58 @@ class _Study:
             self.tiers[name] = tiers
         return errors
 
+    def calibration(self, tell: Tell) -> pd.DataFrame:
+        """Error of the sources with most runs, left out, against the number of runs adapted to.
+
+        Returns:
+            ``source``, ``runs`` and ``mape``: mean over :data:`DRAWS` draws of the runs, of the
+            error of the source's other runs, each cluster counting the same.
+        """
+        sources = np.array([row.source for row in self.runs.rows])
+        names, counts = np.unique(sources, return_counts=True)
+        largest = names[np.argsort(-counts)][:CURVES]
+        found = []
+        for name in largest if len(names) > 1 else ():
+            tell(f"adapting to runs of {name}, left out")
+            own = np.flatnonzero(sources == name)
+            table = solve(
+                self.slopes, self.runs.contexts, self.measured, self.groups, sources != name
+            )
+            level = self.runs.simulate([int(i) for i in own], table, {})
+            slope = {cost: values[own] for cost, values in self.slopes.slope.items()}
+            contexts = [self.runs.contexts[i] for i in own]
+            for count in RUNS:
+                errors = [
+                    self._adapted_error(own, Slopes(table, level, slope), contexts, count, draw)
+                    for draw in range(DRAWS)
+                ]
+                found.append({"source": name, "runs": count, "mape": float(np.mean(errors))})
+        return pd.DataFrame(found, columns=["source", "runs", "mape"])
+
+    def _adapted_error(
+        self,
+        own: np.ndarray,
+        slopes: Slopes,
+        contexts: Sequence[StepContext],
+        count: int,
+        draw: int,
+    ) -> float:
+        """Error of the runs of a source that were not drawn to adapt to."""
+        order = np.random.default_rng(draw).permutation(len(own))
+        learn, rest = order[:count], order[count:]
+        table = slopes.table
+        if count:
+            part = {cost: values[learn] for cost, values in slopes.slope.items()}
+            known = Slopes(table, slopes.level[learn], part)
+            table = adapt(known, [contexts[i] for i in learn], self.measured[own[learn]], table)
+        said = []
+        for i in rest:
+            before, after = (t.log_factors(contexts[i]) for t in (slopes.table, table))
+            change = sum((after[c] - before[c]) * slopes.slope[c][i] for c in PRIOR)
+            said.append(slopes.level[i] + change + after[WHOLE])
+        error = np.abs(np.expm1(np.array(said) - self.measured[own[rest]]))
+        return float(pd.Series(error).groupby(self.groups[own[rest]]).mean().mean())
+
     def residuals(self, model: StepModel, tell: Tell) -> np.ndarray:
         """Add residuals of clusters that earn them; gives what they add to unseen rows' errors."""
         added = np.zeros(len(self.measured))
@@ -191,7 +250,7 @@ class _Study:
                 for i, c in zip(at, contexts, strict=True)
             ]
             features = stacked([self.runs.features(i, s) for i, s in zip(at, steps, strict=True)])
-            whole = np.array([model.table.log_factors(c)["whole"] for c in contexts])
+            whole = np.array([model.table.log_factors(c)[WHOLE] for c in contexts])
             share = np.array([self.runs.rows[i].share for i in at])
             said = np.log([s.total for s in steps]) + np.log(share) + whole
             left = self.measured[at] - said
@@ -419,9 +478,13 @@ def run_train_steps(console: Console, settings: StepSettings) -> StepModel:
     def tell(what: str) -> None:
         console.print(what, highlight=False)
 
-    model, left = train_steps(table, _operators(), tell, settings.seed)
+    model, left, curve = train_steps(table, _operators(), tell, settings.seed)
     figures = left_out_figures(left)
     print_frame(console, in_percent(figures), "measured steps that were left out, errors in %")
+    if len(curve):
+        wide = curve.pivot(index="source", columns="runs", values="mape").reset_index()
+        title = "error in % of sources left out, by number of their runs adapted to"
+        print_frame(console, percent(wide, ["source"]), title)
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     model.save(settings.out)
     console.print(f"{settings.out}: {len(model.table.values)} effects", highlight=False)
