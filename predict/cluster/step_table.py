@@ -22,6 +22,8 @@ from ...simulate.clusters.topology import Cluster
 from ...simulate.step.plan import Plan
 from ...simulate.step.workload import HLO_DTYPE, PRODUCT_DTYPE, Workload, resolved
 
+#: Dtypes whose recipes have names of their own.
+_FAMILIES = ("fp8", "int8", "mxfp8", "nvfp4")
 #: Columns that a row cannot do without.
 NEEDED = ("device", "n_devices", "layers", "d_model", "heads", "d_ff", "vocab", "seq")
 #: Dtypes by the names that sources use.
@@ -91,7 +93,7 @@ def step_row(row: Mapping[str, object]) -> StepRow:
     cluster = _cluster(cell)
     spec = find_device(cluster.device)
     framework = cell.text("framework").lower().split(" (")[0]
-    plan = _plan(cell)
+    plan = _plan(cell, cluster.size)
     batch = cell.count("global_batch", 1)
     micro = cell.count("micro_batch", 0) or max(1, batch // (plan.batch_ranks))
     rounds = cell.count("grad_accum", 0) or ceil(batch / (micro * plan.batch_ranks))
@@ -158,7 +160,7 @@ def _cluster(cell: _Cells) -> Cluster:
     return joined(device, count, per_node, network if network == network else 0.0)
 
 
-def _plan(cell: _Cells) -> Plan:
+def _plan(cell: _Cells, devices: int) -> Plan:
     fsdp, zero = cell.count("fsdp", 1), cell.count("zero", 0)
     dp, tp = cell.count("dp", 1), cell.count("tp", 1)
     if fsdp > 1 and zero in (1, 2):
@@ -167,16 +169,20 @@ def _plan(cell: _Cells) -> Plan:
     policy = cell.text("recompute") or "none"
     reduce = _DTYPES.get(cell.text("reduce_dtype"), cell.text("reduce_dtype"))
     ep = cell.count("ep", 1)
+    pp, cp = cell.count("pp", 1), cell.count("cp", 1)
+    if ep > 1 and dp * fsdp * tp * pp * cp * ep == devices:
+        # MaxText's expert axis has ranks of its own, which hold parts of the batch, too.
+        dp *= ep
     return Plan(
         dp=dp,
         fsdp=fsdp,
         tp=tp,
         sp="no sequence parallelism" not in cell.text("notes"),
-        pp=cell.count("pp", 1),
+        pp=pp,
         # Experts are spread over data-parallel ranks first; what is left spans tensor ranks,
         # which hold whole experts then.
         ep=gcd(ep, dp * fsdp),
-        cp=cell.count("cp", 1),
+        cp=cp,
         zero=0 if fsdp > 1 else zero,
         recompute="full" if policy == "offload" else policy,
         offload="activations" if policy == "offload" else "none",
@@ -186,14 +192,13 @@ def _plan(cell: _Cells) -> Plan:
 
 def _workload(cell: _Cells, batch: int, platform: str) -> Workload:
     dtype = _DTYPES.get(cell.text("dtype"), cell.text("dtype") or "bf16")
+    # Recipes of one type, such as fp8_full, differ in what they leave out.
+    dtype = next((d for d in _FAMILIES if dtype.startswith(f"{d}_")), dtype)
     if dtype not in PRODUCT_DTYPE:
         raise PlanError(f"dtype {dtype!r} is not known", hint=", ".join(PRODUCT_DTYPE))
     plain = dtype if dtype in HLO_DTYPE and dtype != "fp8" else "bf16"
     experts = cell.count("experts", 0)
-    note = cell.text("arch_note")
-    sizes: dict[str, object] = {}
-    if experts or "MLA" in note:
-        sizes |= _notes(note)
+    sizes = _notes(cell.text("arch_note"))
     return Workload(
         layers=cell.count("layers", 1),
         d_model=cell.count("d_model", 1),
@@ -239,9 +244,12 @@ def _notes(note: str) -> dict[str, object]:
     shared = re.search(r"(\d+) shared experts?", note)
     if shared:
         sizes["shared_experts"] = int(shared[1])
-    window = re.search(r"(every second layer|all layers)?[^;]*sliding window of (\d+)", note)
+    window = re.search(r"sliding window of (\d+)", note)
     if window:
-        sizes |= {"window": int(window[2]), "window_share": 0.5 if window[1] else 1.0}
+        some = re.search(r"(\d+) of (\d+) layers", note)
+        share = int(some[1]) / int(some[2]) if some else 1.0
+        share = 0.5 if "every second layer" in note else share
+        sizes |= {"window": int(window[1]), "window_share": share}
     return sizes
 
 

@@ -65,6 +65,20 @@ def test_a_row_says_model_plan_cluster_and_what_was_measured() -> None:
         ({"compile": True}, {"launched": False}),
         ({"overlap": "cuda graphs full_iteration"}, {"launched": False}),
         ({"dtype": "mxfp8"}, {"workload.products": "mxfp8", "workload.dtype": "bf16"}),
+        ({"dtype": "fp8_full"}, {"workload.products": "fp8"}),
+        (
+            {"arch_note": "5 of 6 layers have a sliding window of 1024; attention scaling"},
+            {"workload.window": 1024, "workload.window_share": 5 / 6},
+        ),
+        (
+            {"arch_note": "every second layer has a sliding window of 128; biases"},
+            {"workload.window": 128, "workload.window_share": 0.5},
+        ),
+        # An expert axis of its own: 2 x 2 x 2 x 2 devices.
+        (
+            {"experts": 8, "top_k": 2, "dp": 2, "ep": 2},
+            {"plan.dp": 4, "plan.ep": 2},
+        ),
         ({"dtype": "fp16"}, {"workload.products": "", "workload.dtype": "f16"}),
         ({"attention": "torch (fused scale-mask-softmax)"}, {"workload.attention": "eager"}),
         ({"attention": float("nan")}, {"workload.attention": "fused"}),
