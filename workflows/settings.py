@@ -192,7 +192,7 @@ class StepSettings(Settings):
         seed: Of draws.
     """
 
-    command: ClassVar[str] = "evaluate"
+    command: ClassVar[str] = "evaluate --steps"
     table: Path
     out: Path
     model: str = "default"
@@ -214,7 +214,7 @@ class ProgramSettings(Settings):
         track: Whether to log to MLflow.
     """
 
-    command: ClassVar[str] = "evaluate"
+    command: ClassVar[str] = "evaluate --programs"
     folder: Path
     out: Path
     model: str = "default"
