@@ -301,7 +301,7 @@ def predicted_frame(
     table: pd.DataFrame,
     rows: Sequence[StepRow | None],
     reasons: Sequence[str],
-    predicted: Sequence[RowPrediction],
+    predicted: Sequence[RowPrediction | str],
 ) -> pd.DataFrame:
     """Predictions of a table: a row for each of its rows, empty with a reason where there is none.
 
@@ -313,8 +313,11 @@ def predicted_frame(
     records = []
     for name, row, reason in zip(table["id"], rows, reasons, strict=True):
         record: dict[str, object] = {"id": str(name), "reason": reason}
-        if row is not None:
-            record |= _record(row, next(said))
+        answer = next(said) if row is not None else reason
+        if row is not None and isinstance(answer, RowPrediction):
+            record |= _record(row, answer)
+        else:
+            record["reason"] = answer
         records.append(record)
     times = ("latency_us", "lo_us", "hi_us", "memory_bytes", *PARTS)
     given = ("known", "source", "device", "measured_us", "measured_memory_bytes", "reason")
@@ -588,8 +591,13 @@ def run_calibrate_steps(console: Console, settings: StepSettings) -> StepModel:
     measured = np.log([row.measured_s for row in own])
     model = adapt_steps(base, runs, measured)
     for name, which in (("before", base), ("after", model)):
-        said = np.log([p.seconds for p in runs.predict(which)])
-        error = 100 * np.abs(np.expm1(said - measured)).mean()
+        answers = runs.predict(which)
+        ratios = [
+            answer.seconds / row.measured_s
+            for answer, row in zip(answers, own, strict=True)
+            if isinstance(answer, RowPrediction)
+        ]
+        error = 100 * np.abs(np.array(ratios) - 1.0).mean()
         console.print(f"error of these {len(own)} steps {name}: {error:.1f} %", highlight=False)
     for line in learned_lines(model, table):
         console.print(line, highlight=False)

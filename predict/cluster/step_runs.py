@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from math import log2
 
 import numpy as np
 
+from ...common.errors import OpcastError
 from ...features.devices.catalogue import find_device
 from ...models.operators import OpModel
 from ...models.steps.context import StepContext, context_of
@@ -26,7 +28,7 @@ from ...simulate.step.memory import StageMemory
 from ..operator.step_operators import OperatorLatency
 from .network import ClusterNetwork
 from .step import contention
-from .step_table import StepRow
+from .step_table import FAULTS, StepRow, reason_of
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,10 @@ class StepRuns:
             last = row.plan.pp - 1
             # Operators of a layer are the same in every stage; only a mixed model has more kinds.
             stages = range(row.plan.pp) if row.workload.mixed else {0, last // 2, last}
-            for stage in stages:
-                own |= dict.fromkeys(operator_counts(row.workload, row.plan, stage))
+            # A row that fails here fails in its step as well, where it is told.
+            with suppress(OpcastError, *FAULTS):
+                for stage in stages:
+                    own |= dict.fromkeys(operator_counts(row.workload, row.plan, stage))
         for device, asked in calls.items():
             latency = OperatorLatency(find_device(device), model)
             self._latency[device] = latency
@@ -148,31 +152,35 @@ class StepRuns:
             float(w.experts > 0),
         ]
 
-    def predict(self, model: StepModel) -> list[RowPrediction]:
-        """Predict every row."""
-        steps = []
-        for number, (row, context) in enumerate(zip(self.rows, self.contexts, strict=True)):
-            steps.append(self.step(row, model.table.effects(context)))
-            self.show(number + 1, len(self.rows))
+    def predict(self, model: StepModel) -> list[RowPrediction | str]:
+        """Predict every row; where that fails, say why instead."""
+        steps: dict[int, StepTime] = {}
+        memory: dict[int, float] = {}
+        reasons: dict[int, str] = {}
+        for i, (row, context) in enumerate(zip(self.rows, self.contexts, strict=True)):
+            try:
+                steps[i] = self.step(row, model.table.effects(context))
+                memory[i] = law_of(model.memory, row.framework).total(fullest(row))
+            except (OpcastError, *FAULTS) as error:
+                steps.pop(i, None)
+                reasons[i] = reason_of(error)
+            self.show(i + 1, len(self.rows))
+        found: list[RowPrediction | str] = [reasons.get(i, "") for i in range(len(self.rows))]
         if not steps:
-            return []
-        features = stacked([self.features(i, step) for i, step in enumerate(steps)])
-        answer = model.answer(self.contexts, features)
-        found = []
-        for i, (row, step) in enumerate(zip(self.rows, steps, strict=True)):
-            factor = float(answer.factor[i]) * row.share
+            return found
+        features = stacked([self.features(i, step) for i, step in steps.items()])
+        answer = model.answer([self.contexts[i] for i in steps], features)
+        for place, (i, step) in enumerate(steps.items()):
+            factor = float(answer.factor[place]) * self.rows[i].share
             seconds = step.total * factor
-            law = law_of(model.memory, row.framework)
-            found.append(
-                RowPrediction(
-                    seconds,
-                    seconds * float(answer.lo[i]),
-                    seconds * float(answer.hi[i]),
-                    step,
-                    factor,
-                    law.total(fullest(row)),
-                    answer.tier[i],
-                )
+            found[i] = RowPrediction(
+                seconds,
+                seconds * float(answer.lo[place]),
+                seconds * float(answer.hi[place]),
+                step,
+                factor,
+                memory[i],
+                answer.tier[place],
             )
         return found
 

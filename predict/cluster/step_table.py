@@ -22,6 +22,8 @@ from ...simulate.clusters.topology import Cluster
 from ...simulate.step.plan import Plan
 from ...simulate.step.workload import HLO_DTYPE, PRODUCT_DTYPE, Workload, resolved
 
+#: What a rule of opcast may raise on sizes that it was not made for.
+FAULTS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError)
 #: Dtypes whose recipes have names of their own.
 _FAMILIES = ("fp8", "int8", "mxfp8", "nvfp4")
 #: Columns that a row cannot do without.
@@ -261,7 +263,14 @@ def read_rows(table: pd.DataFrame) -> tuple[list[StepRow | None], list[str]]:
         try:
             rows.append(step_row({str(k): v for k, v in record.items()}))
             reasons.append("")
-        except OpcastError as error:
+        except (OpcastError, *FAULTS) as error:
             rows.append(None)
-            reasons.append(str(error))
+            reasons.append(reason_of(error))
     return rows, reasons
+
+
+def reason_of(error: Exception) -> str:
+    """Why a row has no prediction; one row that opcast fails on does not cost the others."""
+    if isinstance(error, OpcastError):
+        return str(error)
+    return f"opcast fails on this row, please report it: {type(error).__name__}: {error}"

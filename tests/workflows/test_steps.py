@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from opcast.cli import app
 from opcast.models.steps.model import StepModel, shipped_steps
+from opcast.predict.cluster import step_runs
 from opcast.predict.cluster.step_table import read_steps
 from opcast.predict.operator.step_operators import load_step_model
 from opcast.workflows.steps import PARTS, evaluate_steps, judge, plan_choice, train_steps
@@ -82,6 +83,22 @@ def test_parts_add_up_and_rows_that_cannot_be_expressed_stay() -> None:
     rest = frame.drop(2)
     assert rest[list(PARTS)].sum(axis=1).to_numpy() == pytest.approx(rest["latency_us"].to_numpy())
     assert (rest["lo_us"] < rest["latency_us"]).all() and (rest["memory_bytes"] > 2**30).all()
+    assert judged.overall["expressed"] == pytest.approx(5 / 6)
+
+
+def test_a_row_that_opcast_fails_on_does_not_cost_the_others(monkeypatch) -> None:
+    real = step_runs.step_time
+
+    def fails(workload, plan, *rest):
+        if plan.tp == 4:
+            raise ZeroDivisionError("no layers")
+        return real(workload, plan, *rest)
+
+    monkeypatch.setattr(step_runs, "step_time", fails)
+    frame, judged, _ = evaluate_steps(table(), StepModel(), None)
+    failed = frame["latency_us"].isna()
+    assert failed.tolist() == [False, False, True, False, False, False]
+    assert "please report it: ZeroDivisionError: no layers" in frame.loc[2, "reason"]
     assert judged.overall["expressed"] == pytest.approx(5 / 6)
 
 
