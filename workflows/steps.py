@@ -87,7 +87,7 @@ class Judged:
 
 def train_steps(
     table: pd.DataFrame, operators: OpModel | None, tell: Tell, seed: int = 0
-) -> tuple[StepModel, pd.DataFrame, pd.DataFrame]:
+) -> tuple[StepModel, StudyFigures]:
     """Learn a model of steps, with errors on rows, clusters, sources and chips left out.
 
     Args:
@@ -97,8 +97,7 @@ def train_steps(
         seed: Of draws.
 
     Returns:
-        The model; for every measured row its logarithmic error when left out in each way; and the
-        error of left-out sources against the number of their runs that the model adapts to.
+        The model, and the figures of what was left out.
 
     Raises:
         DatasetError: No row has a measured time and can be expressed.
@@ -121,7 +120,7 @@ def train_steps(
     study = _Study(runs, measured, groups, slopes, seed)
     model = StepModel(effects)
     left = study.left_out(tell)
-    curve = study.calibration(tell)
+    curve, gains = study.calibration(tell), study.gains(tell)
     corrected = study.residuals(model, tell)
     left["row"] = left["row"] + corrected
     model.ends = study.ends(left)
@@ -130,9 +129,31 @@ def train_steps(
     )
     model.memory = laws
     sources = sorted({row.source for row in rows})
+    figures = StudyFigures(frame_of(rows, groups, left), curve, gains)
     model.provenance = {"rows": len(rows), "sources": sources, "devices": _devices(rows)}
-    frame = pd.DataFrame({"id": [r.id for r in rows], "group": groups, **left})
-    return model, frame, curve
+    return model, figures
+
+
+def frame_of(
+    rows: Sequence[StepRow], groups: np.ndarray, left: dict[str, np.ndarray]
+) -> pd.DataFrame:
+    """Errors of left-out rows with their names."""
+    return pd.DataFrame({"id": [r.id for r in rows], "group": groups, **left})
+
+
+@dataclass(frozen=True)
+class StudyFigures:
+    """What was found with rows left out.
+
+    Attributes:
+        left: For every measured row its logarithmic error when left out in each way.
+        curve: Error of left-out sources against the number of their runs adapted to.
+        gains: Error without the effects of each class of cost.
+    """
+
+    left: pd.DataFrame
+    curve: pd.DataFrame
+    gains: pd.DataFrame
 
 
 class _Study:
@@ -149,9 +170,11 @@ class _Study:
         self.runs, self.measured, self.groups = runs, measured, groups
         self.slopes, self.seed = slopes, seed
 
-    def _error(self, learn: np.ndarray, judge: np.ndarray) -> tuple[np.ndarray, EffectTable]:
+    def _error(
+        self, learn: np.ndarray, judge: np.ndarray, without: str = ""
+    ) -> tuple[np.ndarray, EffectTable]:
         """Logarithm of measured over predicted of rows that effects were not learned from."""
-        table = solve(self.slopes, self.runs.contexts, self.measured, self.groups, learn)
+        table = solve(self.slopes, self.runs.contexts, self.measured, self.groups, learn, without)
         at = np.flatnonzero(judge)
         whole = [table.log_factors(self.runs.contexts[i])[WHOLE] for i in at]
         said = self.runs.simulate([int(i) for i in at], table, {}) + np.array(whole)
@@ -184,6 +207,28 @@ class _Study:
                     tiers[i] = model.tier(contexts[i])
             self.tiers[name] = tiers
         return errors
+
+    def gains(self, tell: Tell) -> pd.DataFrame:
+        """What the effects of each class of cost gain: the error without them.
+
+        Returns:
+            ``without``, and the mean error over groups with rows (``row``) and with clusters
+            (``cluster``) left out, residuals aside.
+        """
+        fold = np.random.default_rng(self.seed).permutation(len(self.groups)) % FOLDS
+        found = []
+        for cost in ("", *PRIOR, WHOLE):
+            tell(f"leaving out the effects on {cost or 'nothing'}")
+            record: dict[str, object] = {"without": cost or "–"}
+            for name, key in (("row", fold.astype(str)), ("cluster", self.groups)):
+                error = np.full(len(key), np.nan)
+                for value in np.unique(key):
+                    judge = key == value
+                    if not judge.all():
+                        error[judge] = np.abs(np.expm1(-self._error(~judge, judge, cost)[0]))
+                record[name] = float(pd.Series(error).groupby(self.groups).mean().mean())
+            found.append(record)
+        return pd.DataFrame(found)
 
     def calibration(self, tell: Tell) -> pd.DataFrame:
         """Error of the sources with most runs, left out, against the number of runs adapted to.
@@ -481,9 +526,12 @@ def run_train_steps(console: Console, settings: StepSettings) -> StepModel:
     def tell(what: str) -> None:
         console.print(what, highlight=False)
 
-    model, left, curve = train_steps(table, _operators(), tell, settings.seed)
+    model, study = train_steps(table, _operators(), tell, settings.seed)
+    left, curve = study.left, study.curve
     figures = left_out_figures(left)
     print_frame(console, in_percent(figures), "measured steps that were left out, errors in %")
+    title = "error in % without the effects of a class, rows and clusters left out, no residuals"
+    print_frame(console, percent(study.gains, ["without"]), title)
     if len(curve):
         wide = curve.pivot(index="source", columns="runs", values="mape").reset_index()
         title = "error in % of sources left out, by number of their runs adapted to"

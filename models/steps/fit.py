@@ -63,6 +63,7 @@ def solve(
     measured: np.ndarray,
     groups: np.ndarray,
     learn: np.ndarray,
+    without: str = "",
 ) -> EffectTable:
     """Effects that fit the steps best, by the linear model.
 
@@ -73,10 +74,12 @@ def solve(
         groups: Source and device of each step; a group counts by the root of its size, so that one
             with a thousand runs does not outvote the others.
         learn: Steps to learn from.
+        without: A class of cost that gets no effects, to see what they gain.
     """
     design = design_of(contexts)
     slope = np.stack([slopes.slope[cost] for cost in design.costs], axis=1) * design.weights
-    used = np.flatnonzero(np.any(slope[learn] != 0.0, axis=0))
+    kept = np.array(design.costs) != without
+    used = np.flatnonzero(np.any(slope[learn] != 0.0, axis=0) & kept)
     now = np.array([slopes.table.values.get(key, 0.0) for key in design.keys])
     weight = _group_weights(groups[learn])
     matrix = (slope * design.deviations)[np.ix_(learn, used)]

@@ -120,7 +120,8 @@ def test_training_learns_a_slow_framework() -> None:
     plain, _, _ = evaluate_steps(asked, StepModel(), None)
     slow = np.where(asked["framework"] == "slow", 1.5, 1.0)
     asked["step_s"] = plain["latency_us"] * 1e-6 * slow
-    model, left, curve = train_steps(asked, None, lambda _: None)
+    model, study = train_steps(asked, None, lambda _: None)
+    left, curve = study.left, study.curve
     _, judged, _ = evaluate_steps(asked, model, None)
     # Six runs of each are shrunk towards one another: half of the difference is left.
     assert judged.overall["mape"] < 0.15
@@ -128,6 +129,9 @@ def test_training_learns_a_slow_framework() -> None:
     # With its source left out, nothing tells that a framework is slow.
     theirs = left["group"].str.startswith("theirs")
     assert left.loc[theirs, "source"].mean() > 0.2
+    # The factor on whole steps is what tells the frameworks apart.
+    gains = study.gains.set_index("without")["row"]
+    assert gains["whole"] > gains["–"]
     # Five of its six runs tell most of it.
     slow_runs = curve[curve["source"] == "theirs"].set_index("runs")["mape"]
     assert slow_runs[5] < 0.6 * slow_runs[0]
