@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from ..models.steps.context import StepContext
 from ..models.steps.effects import CLUSTER, PRIOR, WHOLE, EffectTable
 from ..models.steps.fit import Slopes, adapt, fit_effects, slopes_at, solve
 from ..models.steps.memory import fit_laws
-from ..models.steps.model import StepModel, interval_ends, shipped_steps
+from ..models.steps.model import StepModel, cluster_ends, interval_ends, shipped_steps
 from ..models.steps.residual import (
     LEAST_RUNS,
     earns_its_place,
@@ -316,7 +317,11 @@ class _Study:
             for group, value, tier in zip(self.groups, values, self.tiers[name], strict=True):
                 if np.isfinite(value):
                     scores.setdefault(tier, []).append((str(group), float(value)))
-        return interval_ends(scores)
+        found = interval_ends(scores)
+        for name, count in zip(*np.unique(self.groups, return_counts=True), strict=True):
+            if count >= LEAST_RUNS:
+                found[str(name)] = cluster_ends(errors["row"][self.groups == name])
+        return found
 
 
 def _thinned(groups: np.ndarray, seed: int) -> list[int]:
@@ -607,7 +612,13 @@ def _keep(console: Console, settings: StepSettings, judged: Judged, known: pd.Da
     params = {"table": str(settings.table), "model": settings.model}
     if settings.page:
         run = TrackedRun(
-            "", f"steps of {settings.table.name}", "", params, predictions, len(predictions), {}
+            settings.model,
+            f"steps of {settings.table.name}",
+            f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
+            params,
+            predictions,
+            len(predictions),
+            {},
         )
         data = {"title": run.name, "runs": [run_data(run)]}
         write_text(settings.page, assemble(Page(f"Accuracy: {run.name}", data, SCRIPTS)))

@@ -56,7 +56,8 @@ class StepModel:
     Attributes:
         table: Effects.
         residuals: By cluster.
-        ends: Ends of the interval by tier, as logarithms.
+        ends: Ends of the interval as logarithms, by tier, and by cluster where one has runs enough
+            for ends of its own.
         memory: Laws of peak memory by framework.
         provenance: What it was learned from.
     """
@@ -89,7 +90,11 @@ class StepModel:
             if at:
                 logs[at] += residual.predict(features[at])
         tiers = [self.tier(c) for c in contexts]
-        ends = np.array([self.ends.get(t, UNCALIBRATED) for t in tiers]).reshape(-1, 2)
+        own = [
+            self.ends.get(c.cluster if t == CLUSTER else t) or self.ends.get(t, UNCALIBRATED)
+            for c, t in zip(contexts, tiers, strict=True)
+        ]
+        ends = np.array(own).reshape(-1, 2)
         return StepAnswer(np.exp(logs), np.exp(ends[:, 0]), np.exp(ends[:, 1]), tiers)
 
     def save(self, path: Path) -> None:
@@ -165,6 +170,13 @@ def interval_ends(
             low, high = ends.get(worse, ends[better])
             ends[worse] = (min(low, ends[better][0]), max(high, ends[better][1]))
     return ends
+
+
+def cluster_ends(errors: np.ndarray) -> tuple[float, float]:
+    """Ends of the interval of one cluster, from errors of its runs that were left out."""
+    weight = np.ones(len(errors))
+    low, high = (_quantile(errors, weight, (1 + side * COVERAGE) / 2) for side in (-1, 1))
+    return min(low, 0.0), max(high, 0.0)
 
 
 def _quantile(values: np.ndarray, weight: np.ndarray, level: float) -> float:

@@ -10,7 +10,7 @@ import pytest
 from opcast.models.steps.context import StepContext
 from opcast.models.steps.effects import PRIOR, WHOLE, EffectTable
 from opcast.models.steps.fit import adapt, fit_effects, slopes_at
-from opcast.models.steps.model import UNCALIBRATED, StepModel, interval_ends
+from opcast.models.steps.model import UNCALIBRATED, StepModel, cluster_ends, interval_ends
 
 COSTS = tuple(PRIOR)
 
@@ -97,6 +97,16 @@ def test_what_is_known_of_a_step_decides_the_interval() -> None:
     assert answer.tier == ["cluster", "framework", "architecture", "new"]
     assert np.log(answer.hi) == pytest.approx([0.1, 0.3, 0.4, UNCALIBRATED[1]])
     assert np.log(answer.lo) == pytest.approx([-0.1, -0.2, -0.4, UNCALIBRATED[0]])
+
+
+def test_a_cluster_with_many_runs_has_an_interval_of_its_own() -> None:
+    table = EffectTable({"whole/cluster/x|h100-sxm": 0.0, "whole/cluster/y|h100-sxm": 0.0})
+    own = cluster_ends(np.linspace(-0.05, 0.05, 201))
+    assert own == pytest.approx((-0.045, 0.045), abs=1e-3)
+    model = StepModel(table, ends={"cluster": (-0.3, 0.3), "x|h100-sxm": own})
+    asked = [context("a", f"{name}|h100-sxm") for name in "xy"]
+    answer = model.answer(asked, np.zeros((2, 1), np.float32))
+    assert np.log(answer.hi) == pytest.approx([own[1], 0.3])
 
 
 def test_groups_count_the_same_in_an_interval_and_less_knowledge_is_not_surer() -> None:

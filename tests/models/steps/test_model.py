@@ -79,4 +79,4 @@ def test_the_shipped_model_knows_what_it_was_learned_from() -> None:
     assert {"h100-sxm", "a100-sxm-80gb", "gb200", "tpu-v6e"} <= set(model.provenance["devices"])
     for low, high in model.ends.values():
         assert -3.0 < low < 0.0 < high < 3.0
-    assert set(model.ends) == {"cluster", "framework", "architecture", "new"}
+    assert {"cluster", "framework", "architecture", "new"} < set(model.ends)
