@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +19,8 @@ from opcast.common.worker_process import (
     module_command,
     worker_environment,
 )
+
+from ..support.processes import runs, wait_for_end
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has the signal")
 #: A worker that answers each message with itself reversed, unless a test says otherwise.
@@ -125,8 +126,8 @@ def test_stopping_ends_what_the_worker_started() -> None:
     with worker(line) as echo:
         echo.send(b"a", 60)
         grandchild = int(echo.receive(60))
-        assert _runs(grandchild)
-    _wait_for_end(grandchild)
+        assert runs(grandchild)
+    wait_for_end(grandchild)
     echo.stop()  # again is harmless
 
 
@@ -145,7 +146,7 @@ def test_a_worker_ends_with_a_parent_that_is_killed() -> None:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
         process.kill()
-    _wait_for_end(pid)
+    wait_for_end(pid)
 
 
 def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
@@ -187,18 +188,3 @@ def test_a_module_in_the_working_directory_is_not_taken(
 def _started(arguments: Sequence[str]) -> subprocess.Popen[str]:
     command = [sys.executable, *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-
-def _wait_for_end(pid: int) -> None:
-    until = time.monotonic() + 10
-    while time.monotonic() < until and _runs(pid):
-        time.sleep(0.05)
-    assert not _runs(pid)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
-    return state != "Z"

@@ -24,6 +24,7 @@ from opcast.features.operators import op_features
 from opcast.models.core.store import write_folder
 from opcast.models.cost_model import CostModel
 
+from ..support.processes import wait_for_end
 from .test_attacks import V1, dataset, schema
 
 DRIVER = Path(__file__).with_name("driver.py")
@@ -394,15 +395,4 @@ def test_a_killed_command_takes_its_child_along(tmp_path):
         assert own.stdout is not None
         child = int(own.stdout.readline())
         own.kill()
-    until = time.monotonic() + 10
-    while time.monotonic() < until and _runs(child):
-        time.sleep(0.05)
-    assert not _runs(child)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
+    wait_for_end(child)
