@@ -13,7 +13,7 @@ from ...models.operators import OpModel
 from ...models.steps.context import COMPILED, context_of
 from ...models.steps.model import UNCALIBRATED, shipped_steps
 from ...simulate.clusters.topology import Cluster
-from ...simulate.step.calls import Estimate, OpCall
+from ...simulate.step.calls import Estimate, OpCall, OpLatency
 from ...simulate.step.compose import StepTime, operator_counts, step_time
 from ...simulate.step.costs import Costs
 from ...simulate.step.fitting import Fit, find_fit, memory_of
@@ -147,11 +147,7 @@ class StepPredictor:
         self.framework, self.compiled = framework.lower(), compiled
         # Measured steps hold the clock under load.
         self.latency = OperatorLatency(self.spec, model, 1.0 if framework else SUSTAINED)
-        self.network = ClusterNetwork(cluster)
-        # PCI Express 4.0 x16 in one direction: 16 GT/s x 16 lanes / 8 bits, 31.5 GB/s after
-        # 128b/130b encoding.
-        host = self.spec.host_bandwidth or 32e9
-        self._priced = Costs(self.latency, self.network, host, contention(self.spec))
+        self._priced = cluster_costs(cluster, self.spec, self.latency)
         self._costs = self._priced
 
     def predict(
@@ -221,9 +217,8 @@ class StepPredictor:
         model = shipped_steps()
         launched = not self.compiled and not self.framework.startswith(COMPILED)
         context = context_of(workload, self.spec, self.framework, launched=launched)
-        box = self.cluster.devices_per_node
         effects = model.table.whole_effects(context)
-        self._costs = self._priced.with_effects(effects, box if box < self.cluster.size else 0)
+        self._costs = self._priced.with_effects(effects, self.cluster.box)
         return model.tier(context)
 
     def _scopes(self, seconds: dict[OpCall, float]) -> dict[str, float]:
@@ -297,7 +292,15 @@ def _scaled(costs: Costs, factor: float, side: int | None) -> Costs:
     return Costs(latency, network, costs.host_bandwidth, costs.contention, costs.effects, costs.box)
 
 
-def contention(spec: DeviceSpec) -> float:
+def cluster_costs(cluster: Cluster, spec: DeviceSpec, latency: OpLatency) -> Costs:
+    """Costs of operators on a device, of collectives between them, and of its host."""
+    # PCI Express 4.0 x16 in one direction: 16 GT/s x 16 lanes / 8 bits, 31.5 GB/s after 128b/130b
+    # encoding.
+    host = spec.host_bandwidth or 32e9
+    return Costs(latency, ClusterNetwork(cluster), host, _contention(spec))
+
+
+def _contention(spec: DeviceSpec) -> float:
     """Share of the compute cores that a running collective takes away from kernels.
 
     Collectives of a GPU are kernels themselves; a TPU's interconnect has DMA engines of its own.

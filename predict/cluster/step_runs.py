@@ -26,8 +26,7 @@ from ...simulate.step.fitting import memory_of
 from ...simulate.step.layer_ops import micro_tokens
 from ...simulate.step.memory import StageMemory
 from ..operator.step_operators import OperatorLatency
-from .network import ClusterNetwork
-from .step import contention
+from .step import cluster_costs
 from .step_table import FAULTS, StepRow, reason_of
 
 
@@ -75,7 +74,7 @@ class StepRuns:
         self.contexts: list[StepContext] = [row_context(row) for row in rows]
         self._latency: dict[str, OperatorLatency] = {}
         self._ops: dict[str, dict[OpCall, np.ndarray]] = {}
-        self._networks: dict[Cluster, Costs] = {}
+        self._costs: dict[Cluster, Costs] = {}
         self._prepare(model)
 
     def _prepare(self, model: OpModel | None) -> None:
@@ -103,23 +102,14 @@ class StepRuns:
 
     def costs(self, row: StepRow, effects: StepEffects) -> Costs:
         """Costs of a row under effects; collectives of a cluster are asked for once."""
-        spec, ops = find_device(row.cluster.device), self._ops[row.cluster.device]
-        box = row.cluster.devices_per_node
-        if row.cluster not in self._networks:
-            self._networks[row.cluster] = Costs(
-                lambda calls: np.array([ops[c] for c in calls]), ClusterNetwork(row.cluster)
+        cluster = row.cluster
+        if cluster not in self._costs:
+            known = cluster_costs(
+                cluster, find_device(cluster.device), self._latency[cluster.device]
             )
-        links = self._networks[row.cluster].estimate
-        own = Costs(
-            self._latency[row.cluster.device],
-            links,
-            spec.host_bandwidth or 32e9,
-            contention(spec),
-            effects,
-            box if box < row.cluster.size else 0,
-        )
-        own.ops = ops
-        return own
+            known.ops = self._ops[cluster.device]
+            self._costs[cluster] = known
+        return self._costs[cluster].with_effects(effects, cluster.box)
 
     def step(self, row: StepRow, effects: StepEffects) -> StepTime:
         """Simulate a row."""

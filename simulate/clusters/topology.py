@@ -228,6 +228,11 @@ class Cluster:
         """Number of devices."""
         return self.topology.size
 
+    @property
+    def box(self) -> int:
+        """Devices of a box where there are several boxes; 0 where there is one."""
+        return self.devices_per_node if self.devices_per_node < self.size else 0
+
 
 # A step asks for the same few groups thousands of times; the size is an engineering choice.
 @lru_cache(maxsize=4096)
