@@ -68,7 +68,7 @@ def train(
     if steps is not None:
         refuse_unused(context, "training on steps", {"steps", "out", "seed", "track"})
         from ..workflows.settings import StepSettings
-        from ..workflows.steps import run_train_steps
+        from ..workflows.train_steps import run_train_steps
 
         run_train_steps(
             make_console(), StepSettings(steps, out or Path("steps.json"), seed=seed, track=track)

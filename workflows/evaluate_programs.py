@@ -17,7 +17,7 @@ from ..features.dataset import write_table
 from ..features.devices.catalogue import in_catalogue
 from ..models.tracking.mlflow_store import RunLog, tidy
 from ..predict.program.predictor import Predictor, load_for_programs
-from .steps import row_progress
+from .steps import FIGURES, measured_rows, row_progress
 from .training import log_training
 
 if TYPE_CHECKING:
@@ -133,18 +133,9 @@ def _answer(
 
 def judge_programs(frame: pd.DataFrame) -> pd.DataFrame:
     """Errors of programs with a measured time, by the columns of :data:`GROUPS`."""
-    own = frame[frame["measured_us"].notna() & frame["latency_us"].notna()].copy()
-    ratio = own["latency_us"].astype(float) / own["measured_us"]
-    own["error"], own["log"] = (ratio - 1.0).abs(), np.log(ratio)
-    own["inside"] = own["measured_us"].between(own["lo_us"], own["hi_us"])
+    own = measured_rows(frame)
     groups = own.groupby([name for name in GROUPS if name in own], dropna=False)
-    return groups.agg(
-        rows=("error", "size"),
-        mape=("error", "mean"),
-        median_ape=("error", "median"),
-        bias=("log", lambda x: float(np.expm1(x.median()))),
-        coverage=("inside", "mean"),
-    ).reset_index()
+    return groups.agg(**FIGURES).reset_index()
 
 
 def run_evaluate_programs(console: Console, settings: ProgramSettings) -> pd.DataFrame:
@@ -159,9 +150,8 @@ def run_evaluate_programs(console: Console, settings: ProgramSettings) -> pd.Dat
     figures = judge_programs(frame)
     if len(figures):
         print_frame(console, in_percent(figures), "programs with a measured time, errors in %")
-        own = frame[frame["measured_us"].notna() & frame["latency_us"].notna()]
-        error = (own["latency_us"].astype(float) / own["measured_us"] - 1.0).abs()
-        inside = own["measured_us"].between(own["lo_us"], own["hi_us"]).mean()
+        own = measured_rows(frame)
+        error, inside = own["error"], own["inside"].mean()
         console.print(
             f"all {len(own)}: mean error {100 * error.mean():.1f} %, median "
             f"{100 * error.median():.1f} %, {100 * inside:.0f} % inside the 90 % interval",

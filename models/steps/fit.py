@@ -95,7 +95,7 @@ def fit_effects(
     groups: np.ndarray,
     simulate: Simulate,
     tell: Callable[[str], None] = lambda _: None,
-) -> tuple[EffectTable, Slopes]:
+) -> EffectTable:
     """Learn effects from steps.
 
     Args:
@@ -104,9 +104,6 @@ def fit_effects(
         groups: Source and device of each.
         simulate: The simulator.
         tell: Told of progress.
-
-    Returns:
-        The effects, and the slopes that they were found by.
     """
     tell("effects: starting values")
     table = _start(contexts, measured, simulate)
@@ -115,7 +112,7 @@ def fit_effects(
         tell(f"effects: round {turn + 1} of {_ROUNDS}")
         slopes = slopes_at(simulate, table, len(contexts))
         table = solve(slopes, contexts, measured, groups, everything)
-    return table, slopes
+    return table
 
 
 def adapt(

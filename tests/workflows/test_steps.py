@@ -15,7 +15,8 @@ from opcast.models.steps.model import StepModel, shipped_steps
 from opcast.predict.cluster import step_runs
 from opcast.predict.cluster.step_table import read_steps
 from opcast.predict.operator.step_operators import load_step_model
-from opcast.workflows.steps import PARTS, evaluate_steps, judge, plan_choice, train_steps
+from opcast.workflows.steps import PARTS, evaluate_steps, judge, plan_choice
+from opcast.workflows.train_steps import train_steps
 
 PACK = Path(os.environ.get("OPCAST_PUBLISHED_DATA", Path(__file__).parents[3] / "shared/data"))
 TABLE = PACK / "published-steps" / "steps.csv.gz"

@@ -1,0 +1,375 @@
+"""Learn a model of training steps from a table of measured ones, and what it is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from ..common.errors import DatasetError
+from ..common.tables_text import in_percent, percent, print_frame
+from ..models.steps.context import StepContext
+from ..models.steps.effects import PRIOR, WHOLE, EffectTable
+from ..models.steps.fit import Slopes, adapt, fit_effects, slopes_at, solve
+from ..models.steps.memory import fit_laws
+from ..models.steps.model import StepModel, cluster_ends, interval_ends
+from ..models.steps.residual import (
+    LEAST_RUNS,
+    earns_its_place,
+    fit_residual,
+    stacked,
+    unseen_corrections,
+)
+from ..models.tracking.mlflow_store import RunLog
+from ..predict.cluster.step_runs import StepRuns, fullest
+from ..predict.cluster.step_table import read_rows, read_steps
+from .steps import step_operators
+from .training import log_training
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..models.operators import OpModel
+    from .settings import StepSettings
+
+#: Rows of a source on a device that effects are learned from; more of one source tell little new.
+MOST_ROWS = 200
+#: Tasks of a pipeline that are placed one by one while learning: long ones are extrapolated from
+#: four rounds, which changes a step by less than 0.5 %.
+PLACED = 256
+#: Sources, numbers of runs and draws of the figures on adapting to a cluster.
+CURVES = 3
+RUNS = (0, 5, 10, 20)
+DRAWS = 5
+#: Folds of the rows for errors within known clusters.
+FOLDS = 5
+
+Tell = Callable[[str], None]
+
+
+def group_error(logs: np.ndarray, groups: np.ndarray, figure: str = "mean") -> float:
+    """Mean over groups of the ``mean`` or ``median`` relative error of each.
+
+    Args:
+        logs: Logarithms of measured over predicted seconds.
+        groups: Group of each.
+        figure: Of a group.
+    """
+    return float(pd.Series(np.abs(np.expm1(-logs))).groupby(groups).agg(figure).mean())
+
+
+def train_steps(
+    table: pd.DataFrame, operators: OpModel | None, tell: Tell, seed: int = 0
+) -> tuple[StepModel, StudyFigures]:
+    """Learn a model of steps, with errors on rows, clusters, sources and chips left out.
+
+    Args:
+        table: Measured steps, as :func:`~opcast.predict.cluster.step_table.read_steps` gives.
+        operators: Model of library operators; ``None`` for rooflines.
+        tell: Told of progress.
+        seed: Of draws.
+
+    Returns:
+        The model, and the figures of what was left out.
+
+    Raises:
+        DatasetError: No row has a measured time and can be expressed.
+    """
+    rows = [r for r in read_rows(table)[0] if r is not None and np.isfinite(r.measured_s)]
+    if not rows:
+        raise DatasetError(
+            "no row with a measured step can be expressed", hint="step_s holds seconds"
+        )
+    tell(f"{len(rows)} measured steps; asking for their operators")
+    runs = StepRuns(rows, operators)
+    measured = np.log([row.measured_s for row in rows])
+    groups = np.array([context.cluster for context in runs.contexts])
+    chosen = _thinned(groups, seed)
+    runs.most_tasks = PLACED
+    part = runs.part([rows[i] for i in chosen])
+    effects = fit_effects(part.contexts, measured[chosen], groups[chosen], part.simulate, tell)
+    tell("slopes of all rows")
+    slopes = slopes_at(runs.simulate, effects, len(rows))
+    study = _Study(runs, measured, groups, slopes, seed)
+    model = StepModel(effects)
+    left, tiers = study.left_out(tell)
+    curve, gains = study.calibration(tell), study.gains(tell)
+    left["row"] = left["row"] + study.residuals(model, tell)
+    model.ends = study.ends(left, tiers)
+    model.memory = fit_laws(
+        [r.framework for r in rows], [fullest(r) for r in rows], [r.memory_bytes for r in rows]
+    )
+    model.provenance = {
+        "rows": len(rows),
+        "sources": sorted({row.source for row in rows}),
+        "devices": sorted({row.cluster.device for row in rows}),
+    }
+    errors = pd.DataFrame({"id": [r.id for r in rows], "group": groups, **left})
+    return model, StudyFigures(errors, curve, gains)
+
+
+@dataclass(frozen=True)
+class StudyFigures:
+    """What was found with rows left out.
+
+    Attributes:
+        left: For every measured row its logarithmic error when left out in each way.
+        curve: Error of left-out sources against the number of their runs adapted to.
+        gains: Error without the effects of each class of cost.
+    """
+
+    left: pd.DataFrame
+    curve: pd.DataFrame
+    gains: pd.DataFrame
+
+
+class _Study:
+    """Errors of steps that were left out, by the linear model around the fitted effects."""
+
+    def __init__(
+        self,
+        runs: StepRuns,
+        measured: np.ndarray,
+        groups: np.ndarray,
+        slopes: Slopes,
+        seed: int,
+    ) -> None:
+        self.runs, self.measured, self.groups = runs, measured, groups
+        self.slopes, self.seed = slopes, seed
+
+    def _without(
+        self, key: np.ndarray, without: str = ""
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, EffectTable]]:
+        """Leave out the rows of each value of a key in turn.
+
+        Args:
+            key: Of every row.
+            without: A class of cost that gets no effects.
+
+        Yields:
+            Indices of the rows left out, their logarithms of measured over predicted seconds, and
+            the effects, which the others taught. Nothing where no others are.
+        """
+        for value in np.unique(key):
+            judge = key == value
+            if judge.all():
+                continue
+            contexts, measured, groups = self.runs.contexts, self.measured, self.groups
+            table = solve(self.slopes, contexts, measured, groups, ~judge, without)
+            at = np.flatnonzero(judge)
+            whole = [table.log_factors(contexts[i])[WHOLE] for i in at]
+            said = self.runs.simulate([int(i) for i in at], table, {}) + np.array(whole)
+            yield at, measured[at] - said, table
+
+    def _folds(self) -> np.ndarray:
+        """A fifth of the rows at a time, by name."""
+        order = np.random.default_rng(self.seed).permutation(len(self.groups))
+        return (order % FOLDS).astype(str)
+
+    def left_out(self, tell: Tell) -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
+        """Errors with rows, clusters, sources and generations of chips left out.
+
+        Returns:
+            By what was left out: the error of every row, and what was known of it then.
+        """
+        contexts = self.runs.contexts
+        keys = {
+            "row": self._folds(),
+            "cluster": self.groups,
+            "source": np.array([row.source for row in self.runs.rows]),
+            "chip": np.array([row.cluster.device for row in self.runs.rows]),
+            "architecture": np.array([context.architecture for context in contexts]),
+        }
+        errors: dict[str, np.ndarray] = {}
+        tiers: dict[str, list[str]] = {}
+        for name, key in keys.items():
+            tell(f"leaving out each {name}")
+            errors[name] = np.full(len(contexts), np.nan)
+            tiers[name] = [""] * len(contexts)
+            for at, error, table in self._without(key):
+                errors[name][at] = error
+                model = StepModel(table)
+                for i in at:
+                    tiers[name][i] = model.tier(contexts[i])
+        return errors, tiers
+
+    def gains(self, tell: Tell) -> pd.DataFrame:
+        """What the effects of each class of cost gain: the error without them.
+
+        Returns:
+            ``without``, and the mean error over groups with rows (``row``) and with clusters
+            (``cluster``) left out, residuals aside.
+        """
+        found = []
+        for cost in ("", *PRIOR, WHOLE):
+            tell(f"leaving out the effects on {cost or 'nothing'}")
+            record: dict[str, object] = {"without": cost or "–"}
+            for name, key in (("row", self._folds()), ("cluster", self.groups)):
+                error = np.full(len(key), np.nan)
+                for at, logs, _ in self._without(key, cost):
+                    error[at] = logs
+                record[name] = group_error(error, self.groups)
+            found.append(record)
+        return pd.DataFrame(found)
+
+    def calibration(self, tell: Tell) -> pd.DataFrame:
+        """Error of the sources with most runs, left out, against the number of runs adapted to.
+
+        Returns:
+            ``source``, ``runs`` and ``mape``: mean over :data:`DRAWS` draws of the runs, of the
+            error of the source's other runs, each cluster counting the same.
+        """
+        sources = np.array([row.source for row in self.runs.rows])
+        names, counts = np.unique(sources, return_counts=True)
+        largest = names[np.argsort(-counts)][:CURVES]
+        found = []
+        for name in largest if len(names) > 1 else ():
+            tell(f"adapting to runs of {name}, left out")
+            own = np.flatnonzero(sources == name)
+            table = solve(
+                self.slopes, self.runs.contexts, self.measured, self.groups, sources != name
+            )
+            level = self.runs.simulate([int(i) for i in own], table, {})
+            slope = {cost: values[own] for cost, values in self.slopes.slope.items()}
+            contexts = [self.runs.contexts[i] for i in own]
+            for count in RUNS:
+                errors = [
+                    self._adapted_error(own, Slopes(table, level, slope), contexts, count, draw)
+                    for draw in range(DRAWS)
+                ]
+                found.append({"source": name, "runs": count, "mape": float(np.mean(errors))})
+        return pd.DataFrame(found, columns=["source", "runs", "mape"])
+
+    def _adapted_error(
+        self,
+        own: np.ndarray,
+        slopes: Slopes,
+        contexts: Sequence[StepContext],
+        count: int,
+        draw: int,
+    ) -> float:
+        """Error of the runs of a source that were not drawn to adapt to."""
+        order = np.random.default_rng(draw).permutation(len(own))
+        learn, rest = order[:count], order[count:]
+        table = slopes.table
+        if count:
+            part = {cost: values[learn] for cost, values in slopes.slope.items()}
+            known = Slopes(table, slopes.level[learn], part)
+            table = adapt(known, [contexts[i] for i in learn], self.measured[own[learn]], table)
+        said = []
+        for i in rest:
+            before, after = (t.log_factors(contexts[i]) for t in (slopes.table, table))
+            change = sum((after[c] - before[c]) * slopes.slope[c][i] for c in PRIOR)
+            said.append(slopes.level[i] + change + after[WHOLE])
+        error = self.measured[own[rest]] - np.array(said)
+        return group_error(error, self.groups[own[rest]])
+
+    def residuals(self, model: StepModel, tell: Tell) -> np.ndarray:
+        """Add residuals of clusters that earn them; gives what they add to unseen rows' errors."""
+        added = np.zeros(len(self.measured))
+        for cluster, count in zip(*np.unique(self.groups, return_counts=True), strict=True):
+            if count < LEAST_RUNS:
+                continue
+            at = [int(i) for i in np.flatnonzero(self.groups == cluster)]
+            contexts = [self.runs.contexts[i] for i in at]
+            steps = [
+                self.runs.step(self.runs.rows[i], model.table.effects(c))
+                for i, c in zip(at, contexts, strict=True)
+            ]
+            features = stacked([self.runs.features(i, s) for i, s in zip(at, steps, strict=True)])
+            whole = np.array([model.table.log_factors(c)[WHOLE] for c in contexts])
+            share = np.array([self.runs.rows[i].share for i in at])
+            said = np.log([s.total for s in steps]) + np.log(share) + whole
+            left = self.measured[at] - said
+            unseen = unseen_corrections(features, left, self.seed)
+            if earns_its_place(left, unseen):
+                model.residuals[str(cluster)] = fit_residual(features, left, self.seed)
+                added[at] = -unseen
+                tell(
+                    f"residual of {cluster}: mean error of unseen rows "
+                    f"{np.abs(left).mean():.3f} -> {np.abs(left - unseen).mean():.3f}"
+                )
+        return added
+
+    def ends(
+        self, errors: dict[str, np.ndarray], tiers: dict[str, list[str]]
+    ) -> dict[str, tuple[float, float]]:
+        """Ends of the intervals, each tier's from the rows that were predicted so."""
+        scores: dict[str, list[tuple[str, float]]] = {}
+        for name, values in errors.items():
+            for group, value, tier in zip(self.groups, values, tiers[name], strict=True):
+                if np.isfinite(value):
+                    scores.setdefault(tier, []).append((str(group), float(value)))
+        found = interval_ends(scores)
+        for name, count in zip(*np.unique(self.groups, return_counts=True), strict=True):
+            if count >= LEAST_RUNS:
+                found[str(name)] = cluster_ends(errors["row"][self.groups == name])
+        return found
+
+
+def _thinned(groups: np.ndarray, seed: int) -> list[int]:
+    """At most :data:`MOST_ROWS` rows of each group, in order."""
+    order = np.random.default_rng(seed).permutation(len(groups))
+    kept: dict[str, int] = {}
+    chosen = []
+    for index in order:
+        kept[groups[index]] = kept.get(groups[index], 0) + 1
+        if kept[groups[index]] <= MOST_ROWS:
+            chosen.append(int(index))
+    return sorted(chosen)
+
+
+def run_train_steps(console: Console, settings: StepSettings) -> StepModel:
+    """Learn from a table of steps, print errors of what was left out, save and track."""
+    table = read_steps(settings.table)
+
+    def tell(what: str) -> None:
+        console.print(what, highlight=False)
+
+    model, study = train_steps(table, step_operators(), tell, settings.seed)
+    left, curve = study.left, study.curve
+    figures = left_out_figures(left)
+    print_frame(console, in_percent(figures), "measured steps that were left out, errors in %")
+    title = "error in % without the effects of a class, rows and clusters left out, no residuals"
+    print_frame(console, percent(study.gains, ["without"]), title)
+    if len(curve):
+        wide = curve.pivot(index="source", columns="runs", values="mape").reset_index()
+        title = "error in % of sources left out, by number of their runs adapted to"
+        print_frame(console, percent(wide, ["source"]), title)
+    settings.out.parent.mkdir(parents=True, exist_ok=True)
+    model.save(settings.out)
+    console.print(f"{settings.out}: {len(model.table.values)} effects", highlight=False)
+    if settings.track:
+        metrics = {
+            f"{row.left_out}/{name}": float(getattr(row, name))
+            for row in figures.itertuples()
+            for name in ("mape", "median_ape")
+        }
+        params = {"table": str(settings.table), "rows": len(left), "seed": settings.seed}
+        tables = {"left_out": figures}
+        log_training(console, RunLog("steps", params, metrics, tables=tables), None)
+    return model
+
+
+def left_out_figures(left: pd.DataFrame) -> pd.DataFrame:
+    """Mean over groups of the error with rows, clusters, sources, chips … left out.
+
+    Args:
+        left: From :func:`train_steps`.
+    """
+    records = []
+    for name in (c for c in left.columns if c not in ("id", "group")):
+        logs, groups = left[name].to_numpy(), left["group"].to_numpy()
+        records.append(
+            {
+                "left_out": name,
+                "rows": int(left[name].notna().sum()),
+                "groups": int(left["group"].nunique()),
+                "mape": group_error(logs, groups),
+                "median_ape": group_error(logs, groups, "median"),
+            }
+        )
+    return pd.DataFrame(records)
