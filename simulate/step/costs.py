@@ -66,7 +66,6 @@ class StepEffects:
         launch_s: Seconds in which the host launches one kernel; 0 where a graph is replayed.
         collective_s: Seconds in which the host prepares a collective of activations.
         hop_s: Seconds that handing a micro-batch to the next stage takes beside its transfer.
-        step_s: Seconds of a step that no other term explains: data, clipping, logging.
     """
 
     product: float = 1.0
@@ -78,7 +77,6 @@ class StepEffects:
     launch_s: float = 0.0
     collective_s: float = 0.0
     hop_s: float = 0.0
-    step_s: float = 0.0
 
     def of(self, call: OpCall) -> float:
         """Factor of an operator."""

@@ -269,7 +269,7 @@ class StageCost:
         if p.pp > 1 and w.tied and self.stage in (0, p.pp - 1):
             size = table_held(w, p).total * w.width
             moved += c.link(CommCall("tied", "all_reduce", size, p.stage_hop))
-        return c.part(update_ops(own, w), moved) + Part(0.0, 0.0, c.effects.step_s)
+        return c.part(update_ops(own, w), moved)
 
     def _exchanges(self) -> float:
         """Seconds of the all-to-alls of a micro-batch in one pass, all layers."""
