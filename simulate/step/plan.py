@@ -189,6 +189,11 @@ class Plan:
         # Stages are outermost in rank order, so partners are a whole stage apart.
         return Group(2, self.devices // self.pp)
 
+    @property
+    def pipeline_ends(self) -> Group:
+        """A device of the first stage and its counterpart in the last."""
+        return Group(2, self.stage_hop.stride * max(1, self.pp - 1))
+
     def changed(self, **changes: Any) -> Plan:
         """Return the plan with some settings changed."""
         return replace(self, **changes)

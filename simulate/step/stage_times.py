@@ -27,6 +27,7 @@ from .traffic import (
     scatter_calls,
     table_held,
     tensor_calls,
+    tied_calls,
 )
 from .workload import Workload, kind_counts, stage_kinds
 
@@ -265,10 +266,7 @@ class StageCost:
         # To the host an f32 gradient per parameter, back its new weight.
         if p.offload == "optimizer":
             moved += own * (w.width + 4) / c.host_bandwidth
-        # Both ends of a pipeline hold a copy of tied weights and add up their gradients.
-        if p.pp > 1 and w.tied and self.stage in (0, p.pp - 1):
-            size = table_held(w, p).total * w.width
-            moved += c.link(CommCall("tied", "all_reduce", size, p.stage_hop))
+        moved += c.comm(tied_calls(w, p, self.stage))
         return c.part(update_ops(own, w), moved)
 
     def _exchanges(self) -> float:
@@ -289,7 +287,8 @@ class StageCost:
             "pipeline": both * count * c.link(hop_call(w, p)),
         }
         if p.cp > 1:
-            sends = c.link(ring_call(w, p, backward=False))
+            # The ring of the forward pass, again where it is recomputed, and that of the backward.
+            sends = (passes - 1.0 if train else 1.0) * c.link(ring_call(w, p, backward=False))
             sends += c.link(ring_call(w, p, backward=True)) if train else 0.0
             seconds["context"] = (p.cp - 1) * count * self.layers * sends
         if p.stage:
@@ -301,6 +300,7 @@ class StageCost:
             seconds["scatter"] = scatters * c.comm(scatter_calls(held, w, p))
         if train:
             seconds["gradient"] = c.comm(replica_calls(held, w, p))
+            seconds["tied"] = c.comm(tied_calls(w, p, self.stage))
         return {name: value for name, value in seconds.items() if value > 0}
 
 

@@ -153,6 +153,18 @@ def replica_calls(held: Parameters, workload: Workload, plan: Plan) -> list[Comm
     ]
 
 
+def tied_calls(workload: Workload, plan: Plan, stage: int) -> list[CommCall]:
+    """List the all-reduce of tied weights, of which both ends of a pipeline hold a copy.
+
+    Each end has the gradients of its own use, which are added up in the width of gradients once a
+    step (Megatron-LM, ``finalize_model_grads``), whole on every rank. Nothing for other stages.
+    """
+    if not workload.tied or plan.pp == 1 or stage not in (0, plan.pp - 1):
+        return []
+    size = table_held(workload, plan).total * gradient_bytes(workload, plan)
+    return [CommCall("tied", "all_reduce", size, plan.pipeline_ends)]
+
+
 def local_parameters(held: Parameters, plan: Plan) -> float:
     """Count the parameters whose optimiser state a device holds."""
     return sum(count / shard.size for count, shard, _ in parameter_groups(held, plan))

@@ -4,12 +4,14 @@ Products run at the peak and everything else is free, so that a time is FLOPs ov
 carries the bytes of a ring and has no latency.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from opcast.simulate.step.calls import Estimate
-from opcast.simulate.step.costs import Costs
-from opcast.simulate.step.plan import parse_plan
+from opcast.simulate.step.calls import CommCall, Estimate
+from opcast.simulate.step.costs import Costs, StepEffects
+from opcast.simulate.step.plan import Group, parse_plan
 from opcast.simulate.step.stage_times import StageCost
 from opcast.simulate.step.workload import make_workload, resolved
 
@@ -42,11 +44,16 @@ def ring(kind, size, group):
     return Estimate(seconds, seconds, seconds)
 
 
-def stages(text):
+def costs_of(text, work=WORK, network=ring, box=0):
     plan = parse_plan(text)
-    plan = resolved(WORK, plan, plan.devices)
-    costs = Costs(at_peak, ring)
-    return plan, [StageCost(WORK, plan, costs, stage).times() for stage in range(plan.pp)]
+    plan = resolved(work, plan, plan.devices)
+    costs = Costs(at_peak, network, box=box)
+    return plan, [StageCost(work, plan, costs, stage) for stage in range(plan.pp)]
+
+
+def stages(text):
+    plan, costs = costs_of(text)
+    return plan, [stage.times() for stage in costs]
 
 
 def test_the_head_is_what_the_last_stage_has_more():
@@ -126,3 +133,42 @@ def test_full_recomputation_runs_the_layers_again():
     layers = kept.forward.compute - head
     assert again.forward == kept.forward
     assert again.backward.compute - kept.backward.compute == pytest.approx(layers)
+
+
+def test_tied_weights_are_reduced_between_the_ends_in_the_width_of_gradients():
+    asked = []
+
+    def network(kind, size, group):
+        if kind == "all_reduce":
+            asked.append((size, group))
+        return ring(kind, size, group)
+
+    tied = replace(WORK, tied=True)
+    plan, parts = costs_of("tp=2,pp=4,microbatches=4,overlap=false", tied, network)
+    with_table = [stage.times().update.exposed for stage in parts]
+    # A half of the table on each device, gradients in f32 as micro-batches are added up; ranks 0
+    # and 6 (three stages of two) share it.
+    assert set(asked) == {(VOCAB * D / 2 * 4, Group(2, 6))}
+    assert with_table == pytest.approx([VOCAB * D / 2 * 4 / LINK, 0, 0, VOCAB * D / 2 * 4 / LINK])
+    assert parts[0].traffic()["tied"] == pytest.approx(with_table[0])
+    assert "tied" not in parts[1].traffic()
+    assert all("tied" not in stage.traffic() for stage in costs_of("tp=2,pp=4")[1])
+
+
+def test_the_ends_of_a_pipeline_in_one_box_do_not_leave_it():
+    plan, _ = costs_of("pp=4")
+    costs = Costs(at_peak, ring, effects=StepEffects(inside=1.0, between=10.0), box=4)
+    call = CommCall("tied", "all_reduce", 100.0, plan.pipeline_ends)
+    assert costs.link(call) == pytest.approx(100.0 / LINK)
+    costs = Costs(at_peak, ring, effects=StepEffects(inside=1.0, between=10.0), box=2)
+    assert costs.link(call) == pytest.approx(1000.0 / LINK)
+
+
+@pytest.mark.parametrize(("recompute", "forwards"), [("none", 1), ("full", 2)])
+def test_recomputation_sends_keys_and_values_round_the_ring_again(recompute, forwards):
+    plan, (stage,) = costs_of(f"cp=2,microbatches=2,recompute={recompute}")
+    # Keys and values of half a sequence in four heads of 64, two bytes each; with their gradients
+    # backward.
+    send = 2 * (SEQ * BATCH / 2 / 2) * 4 * 64 * 2 / LINK
+    assert plan.microbatches == 2
+    assert stage.traffic()["context"] == pytest.approx(2 * LAYERS * (forwards + 2) * send)
