@@ -24,6 +24,10 @@ from ...simulate.step.workload import HLO_DTYPE, PRODUCT_DTYPE, Workload, resolv
 
 #: What a rule of opcast may raise on sizes that it was not made for.
 FAULTS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError)
+#: Frameworks whose tensor parallelism keeps the whole sequence on every rank between products:
+#: sequence parallelism came to Megatron-LM in 2022 (Korthikanti et al., arXiv:2205.05198), after
+#: Megatron-DeepSpeed had branched off, and never came to OneFlow's.
+_WHOLE_SEQUENCES = ("megatron-deepspeed", "oneflow")
 #: Dtypes whose recipes have names of their own.
 _FAMILIES = ("fp8", "int8", "mxfp8", "nvfp4")
 #: Columns that a row cannot do without.
@@ -179,7 +183,8 @@ def _plan(cell: _Cells, devices: int) -> Plan:
         dp=dp,
         fsdp=fsdp,
         tp=tp,
-        sp="no sequence parallelism" not in cell.text("notes"),
+        sp=cell.text("framework").lower() not in _WHOLE_SEQUENCES
+        and "no sequence parallelism" not in cell.text("notes"),
         pp=pp,
         # Experts are spread over data-parallel ranks first; what is left spans tensor ranks,
         # which hold whole experts then.
