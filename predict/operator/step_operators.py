@@ -24,14 +24,17 @@ from ..locate import find_model
 #: Shares of the matrix peak and of the memory bandwidth that the roofline assumes where nothing was
 #: learned. Engineering estimates; not fitted.
 MATRIX_SHARE, MEMORY_SHARE = 0.7, 0.85
+#: Share of the matrix peak that products reach on TPUs, by rows of the systolic array: what libtpu
+#: 0.0.42 estimates for a product of 8192 × 8192 × 28672 in bf16 (v4 93 %, v5e 88, v5p 90; v6e 71,
+#: whose arrays outrun their registers).
+_ARRAY_SHARE = {128: 0.9, 256: 0.71}
+#: Share of the matrix peak that fused attention reaches on TPUs over long sequences, with heads as
+#: wide as the array, and the keys at which half of that is reached. Tokamax's tables have 50 %
+#: (v5p) and 25 % (v6e, heads of 128 on arrays of 256) at 8,192 keys; blocks tuned for training do
+#: better, so the share is between theirs and that of products (engineering estimate).
+_SPLASH_SHARE, _SPLASH_KEYS = 0.78, 900.0
 #: Half-width of the roofline's interval, as a factor either way. Engineering estimate; not fitted.
 ROOFLINE_FACTOR = 1.6
-#: Clock under sustained arithmetic at the power limit, relative to that of the short measurements
-#: from which the operator model learned, and its likely range (fast end first, in the order of an
-#: interval's ends). Engineering estimate: the tables hold no sustained load, and the figure is the
-#: same for all GPUs. Without it and the cores of collectives, an 8B decoder on 128 H100 came to an
-#: MFU of 62 %, which no training reaches (docs/reports/clusters.md).
-SUSTAINED, SUSTAINED_RANGE = 0.82, (0.95, 0.72)
 #: Dtypes that operator tables hold, by dtype of a workload.
 TABLE_DTYPE = {"bf16": "bf16", "f16": "bf16", "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp8"}
 #: Families of the model that operators of a step belong to; the others need not be read.
@@ -58,22 +61,18 @@ class OperatorLatency:
     Args:
         spec: The device.
         model: Model of library operators; ``None`` for the roofline throughout.
-        sustained: Clock under the load of interest relative to that of short measurements; divides
-            the speed of learned operators that arithmetic bounds.
 
     Attributes:
-        slowed: Whether arithmetic bounds an operator, so that ``sustained`` applied to it.
         scopes: Scope of the model (``known``, ``unseen`` …, or ``roofline``) by operator.
     """
 
-    def __init__(self, spec: DeviceSpec, model: OpModel | None, sustained: float = 1.0) -> None:
-        self.spec, self.sustained = spec, sustained
+    def __init__(self, spec: DeviceSpec, model: OpModel | None) -> None:
+        self.spec = spec
         # The rows name CUDA kernels; on another vendor's GPU they would describe libraries that it
         # lacks.
         learned = model is not None and spec.platform == "gpu" and spec.vendor == "NVIDIA"
         self.model = model if learned else None
         self.scopes: dict[OpCall, str] = {}
-        self.slowed: dict[OpCall, bool] = {}
         if self.model is not None and spec.name not in self.model.devices:
             self.model.devices[spec.name] = spec
 
@@ -87,14 +86,9 @@ class OperatorLatency:
             if at:
                 rows = pd.DataFrame([op_row(calls[i], self.spec) for i in at])
                 said = self.model.predict(rows)
-                # The learned tables hold short measurements at boost clock; only arithmetic draws
-                # enough power for the clock to fall under sustained load.
-                bound = [self._is_arithmetic(calls[i]) for i in at]
-                self.slowed.update(zip((calls[i] for i in at), bound, strict=True))
-                scale = np.array([calls[i].scale for i in at])
                 # ``scale`` prices a backward pass as a multiple of the forward kernel that was
                 # measured.
-                scale = np.where(bound, scale / self.sustained, scale)
+                scale = np.array([calls[i].scale for i in at])
                 scale = scale * [self._narrower(calls[i]) for i in at]
                 scale = scale * [self._older(calls[i]) for i in at]
                 times[at] = np.stack([said.latency, said.lo, said.hi], axis=1) * scale[:, None]
@@ -117,11 +111,6 @@ class OperatorLatency:
         own = self.spec.matrix_peak(PRODUCT_DTYPE[call.dtype])
         return min(1.0, self.spec.matrix_peak("bf16") / own)
 
-    def _is_arithmetic(self, call: OpCall) -> bool:
-        """Whether the roofline of an operator is that of arithmetic."""
-        peak = self.spec.matrix_peak(PRODUCT_DTYPE.get(call.dtype, call.dtype))
-        return call.flops() / peak > call.moved(PRODUCT_WIDTH[call.dtype]) / self.spec.bandwidth
-
 
 def load_step_model(model: str | Path) -> OpModel | None:
     """Load the families of an operator model that steps need; ``None`` for ``roofline``.
@@ -139,10 +128,23 @@ def roofline_seconds(calls: Sequence[OpCall], spec: DeviceSpec) -> np.ndarray:
     flops = np.array([c.flops() for c in calls])
     moved = np.array([c.moved(PRODUCT_WIDTH.get(c.dtype, 2)) for c in calls])
     peak = np.array([spec.matrix_peak(PRODUCT_DTYPE.get(c.dtype, c.dtype)) for c in calls])
-    middle = np.maximum(flops / (peak * MATRIX_SHARE), moved / (spec.bandwidth * MEMORY_SHARE))
+    share = np.array([_matrix_share(c, spec) for c in calls])
+    middle = np.maximum(flops / (peak * share), moved / (spec.bandwidth * MEMORY_SHARE))
     # Added rather than a third bound: the launch precedes the work.
     middle = middle + spec.floor
     return np.stack([middle, middle / ROOFLINE_FACTOR, middle * ROOFLINE_FACTOR], axis=1)
+
+
+def _matrix_share(call: OpCall, spec: DeviceSpec) -> float:
+    """Share of the matrix peak that the kernels of an operator reach."""
+    if spec.platform != "tpu":
+        return MATRIX_SHARE
+    if call.op == "attention":
+        head, keys = call.shape[3], call.shape[5]
+        # Products over a head fill as many rows of the array, and no more.
+        filled = min(1.0, head / spec.array_rows) if spec.array_rows else 1.0
+        return _SPLASH_SHARE * filled * keys / (keys + _SPLASH_KEYS)
+    return _ARRAY_SHARE.get(spec.array_rows, MATRIX_SHARE)
 
 
 def op_row(call: OpCall, spec: DeviceSpec) -> dict[str, Any]:
