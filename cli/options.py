@@ -52,6 +52,16 @@ ModelOpt = Annotated[str, typer.Option("--model", help="Model name or folder (op
 OperatorModelOpt = Annotated[
     str, typer.Option("--model", help="Operator model; 'roofline' for the plain roofline.")
 ]
+FrameworkOpt = Annotated[
+    str,
+    typer.Option("--framework", help="Framework that runs it, such as nanotron; else an average."),
+]
+CompiledOpt = Annotated[
+    bool, typer.Option("--compiled", help="Steps are compiled, or replayed as CUDA graphs.")
+]
+StepModelOpt = Annotated[
+    str, typer.Option("--steps", help="File of 'opcast calibrate --steps', for your own cluster.")
+]
 LoweringOpt = Annotated[str, typer.Option("--lowering", help="auto, xla, fused or op.")]
 Fallback = Annotated[
     str, typer.Option(help="Lowering to use if the device's compiler is missing or fails.")

@@ -10,9 +10,12 @@ import typer
 from ..models.core.registry import OPERATOR_MODEL
 from .options import (
     ClusterOpt,
+    CompiledOpt,
+    FrameworkOpt,
     Json,
     OperatorModelOpt,
     Settings,
+    StepModelOpt,
     Timeline,
     Workload,
     make_console,
@@ -34,13 +37,11 @@ def simulate(
     ] = "",
     settings: Settings = None,
     model: OperatorModelOpt = OPERATOR_MODEL,
-    framework: Annotated[
-        str,
-        typer.Option(help="Learn from measured steps of this framework, such as megatron-bridge."),
-    ] = "",
-    compiled: Annotated[
-        bool,
-        typer.Option("--compiled", help="With --framework: compiled, or replayed as CUDA graphs."),
+    framework: FrameworkOpt = "",
+    compiled: CompiledOpt = False,
+    steps: StepModelOpt = "default",
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Take the step apart into terms.")
     ] = False,
     jitter: Annotated[
         float, typer.Option(min=0.0, help="Relative noise of a task's time on a device.")
@@ -58,10 +59,9 @@ def simulate(
     # Without jitter nothing is drawn, so a seed would have no effect.
     if not jitter:
         refuse(context, "a step without --jitter", {"seed"})
-    if not framework:
-        refuse(context, "a step without --framework", {"compiled"})
     from ..common.chrome_trace import write_trace
     from ..common.files import write_text
+    from ..models.steps.model import find_step_model
     from ..predict.cluster.step import StepPredictor
     from ..predict.operator.step_operators import load_step_model
     from ..simulate.clusters.catalogue import find_cluster
@@ -74,8 +74,13 @@ def simulate(
     # Data parallelism fits every model's sizes; whether it fits into memory is reported.
     chosen = parse_plan(plan) if plan else Plan(dp=where.size)
     operators = load_step_model(model)
-    predictor = StepPredictor(where, operators, framework=framework, compiled=compiled)
-    prediction = predictor.predict(work, chosen, jitter, _speeds(speed or []), seed=seed)
+    learned = find_step_model(steps)
+    predictor = StepPredictor(
+        where, operators, framework=framework, compiled=compiled, learned=learned
+    )
+    prediction = predictor.predict(
+        work, chosen, jitter, _speeds(speed or []), seed=seed, explain=explain
+    )
     if timeline is not None:
         title = f"{prediction.plan.text()} on {prediction.cluster}"
         write_trace(step_trace(prediction.step, prediction.plan, title), timeline)

@@ -8,7 +8,17 @@ from typing import Annotated
 import typer
 
 from ..models.core.registry import OPERATOR_MODEL
-from .options import OperatorModelOpt, Settings, Workload, make_console, refuse, require_plots
+from .options import (
+    CompiledOpt,
+    FrameworkOpt,
+    OperatorModelOpt,
+    Settings,
+    StepModelOpt,
+    Workload,
+    make_console,
+    refuse,
+    require_plots,
+)
 
 
 def sweep(
@@ -28,6 +38,9 @@ def sweep(
         int, typer.Option(min=0, help="Number of plans to search with Optuna; 0 evaluates all.")
     ] = 0,
     model: OperatorModelOpt = OPERATOR_MODEL,
+    framework: FrameworkOpt = "",
+    compiled: CompiledOpt = False,
+    steps: StepModelOpt = "default",
     workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 1,
     ray: Annotated[str, typer.Option(help="Address of a Ray cluster; 'local' starts one.")] = "",
     seed: Annotated[int, typer.Option(help="With --trials: random seed of the search.")] = 0,
@@ -63,6 +76,9 @@ def sweep(
             grid=grid,
             trials=trials,
             model=model,
+            framework=framework,
+            compiled=compiled,
+            steps=steps,
             workers=workers,
             ray=ray,
             seed=seed,

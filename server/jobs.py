@@ -41,6 +41,9 @@ class Task(TypedDict, total=False):
     speed: dict[str, float]
     jitter: float
     seed: int
+    framework: str
+    compiled: bool
+    explain: bool
 
 
 def answer(predictors: Predictors, task: Task, payload: bytes) -> Reply:
@@ -185,8 +188,11 @@ def simulate(predictors: Predictors, task: Task, payload: bytes) -> dict[str, ob
     model = None if name == "roofline" else predictors[name].operators
     speed = {int(rank): value for rank, value in task["speed"].items()}
     work = make_workload(task["workload"], task["settings"])
-    step = StepPredictor(cluster, model).predict(
-        work, plan, task["jitter"], speed, seed=task["seed"]
+    predictor = StepPredictor(
+        cluster, model, framework=task["framework"], compiled=task["compiled"]
+    )
+    step = predictor.predict(
+        work, plan, task["jitter"], speed, seed=task["seed"], explain=task["explain"]
     )
     return step.to_dict()
 

@@ -148,6 +148,9 @@ class SimulateQuery(Body):
         default_factory=dict, description="Sizes such as layers and d_model."
     )
     model: Name | None = Field(None, description="A model of operators, or roofline.")
+    framework: Name | Literal[""] = Field("", description="Such as nanotron; else an average one.")
+    compiled: bool = Field(False, description="Compiled, or replayed as CUDA graphs.")
+    explain: bool = Field(False, description="Also the terms of the step.")
     # A standard deviation of the logarithm: 10 is a factor of 22,000, beyond any real cluster.
     jitter: float = Field(0.0, ge=0, le=10, allow_inf_nan=False)
     # Keys of JSON objects are texts; six digits exceed any cluster of the catalogue.

@@ -235,6 +235,9 @@ class SweepSettings(Settings):
         grid: Values of each axis, such as ``tp=4/8,recompute=none/full``, or a YAML file.
         trials: Plans to search with Optuna; 0 evaluates all.
         model: Name or folder of the operator model; ``roofline`` for none.
+        framework: Framework that runs the steps; empty for an average one.
+        compiled: Whether steps are compiled, or replayed as CUDA graphs.
+        steps: File of a model of steps; ``default`` for the one that ships.
         workers: Worker processes.
         ray: Address of a Ray cluster; empty for none.
         seed: Seed of the search.
@@ -252,6 +255,9 @@ class SweepSettings(Settings):
     grid: str = ""
     trials: int = 0
     model: str = ""
+    framework: str = ""
+    compiled: bool = False
+    steps: str = "default"
     workers: int = 1
     ray: str = ""
     seed: int = 0

@@ -39,7 +39,8 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
     batches = list(settings.batches) or [work.batch]
     grid = parse_grid(settings.grid) if settings.grid else {}
     clusters, out = list(settings.clusters), settings.out
-    job = sweeps.Sweep(SweepJob(work, settings.model), out, settings.workers, settings.ray)
+    own = SweepJob(work, settings.model, settings.framework, settings.compiled, settings.steps)
+    job = sweeps.Sweep(own, out, settings.workers, settings.ray)
     with _bar() as advance:
         if settings.trials:
             # One space for all trials: a sampler needs fixed axes, so those of the first cluster

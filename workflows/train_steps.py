@@ -12,7 +12,7 @@ import pandas as pd
 from ..common.errors import DatasetError
 from ..common.tables_text import in_percent, percent, print_frame
 from ..models.steps.context import StepContext
-from ..models.steps.effects import PRIOR, WHOLE, EffectTable
+from ..models.steps.effects import LEARNED, WHOLE, EffectTable
 from ..models.steps.fit import Slopes, adapt, fit_effects, slopes_at, solve
 from ..models.steps.memory import fit_laws
 from ..models.steps.model import StepModel, cluster_ends, interval_ends
@@ -204,7 +204,7 @@ class _Study:
             (``cluster``) left out, residuals aside.
         """
         found = []
-        for cost in ("", *PRIOR, WHOLE):
+        for cost in ("", *LEARNED, WHOLE):
             tell(f"leaving out the effects on {cost or 'nothing'}")
             record: dict[str, object] = {"without": cost or "–"}
             for name, key in (("row", self._folds()), ("cluster", self.groups)):
@@ -262,7 +262,7 @@ class _Study:
         said = []
         for i in rest:
             before, after = (t.log_factors(contexts[i]) for t in (slopes.table, table))
-            change = sum((after[c] - before[c]) * slopes.slope[c][i] for c in PRIOR)
+            change = sum((after[c] - before[c]) * slopes.slope[c][i] for c in LEARNED)
             said.append(slopes.level[i] + change + after[WHOLE])
         error = self.measured[own[rest]] - np.array(said)
         return group_error(error, self.groups[own[rest]])

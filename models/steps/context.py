@@ -14,6 +14,8 @@ from ...simulate.step.workload import PRODUCT_DTYPE, Workload
 _H100_HEADROOM = 0.7075
 #: Frameworks that compile a step, or replay it, whatever a row says: the host launches no kernels.
 COMPILED = ("maxtext", "jax", "oneflow", "paxml", "torch-xla")
+#: Source of runs that name none: one's own.
+OWN = "own"
 #: Framework, or cluster, of a step that says nothing of it.
 UNKNOWN = ""
 
@@ -27,7 +29,6 @@ class StepContext:
         architecture: Of the chip; both kinds of Blackwell count as one.
         platform: ``gpu`` or ``tpu``.
         bits: Of the operands of products: ``16``, ``8`` or ``4`` (``32`` for f32).
-        attention: As :attr:`Workload.attention`.
         launched: Whether the host launches every kernel.
         cluster: Whose machines, and which: the source of measurements and the device.
         headroom: Logarithm of the chip's power limit over its 16-bit matrix rate, relative to an
@@ -39,7 +40,6 @@ class StepContext:
     architecture: str
     platform: str
     bits: str
-    attention: str
     launched: bool
     cluster: str
     headroom: float
@@ -63,12 +63,23 @@ def context_of(
         launched: Whether the host launches every kernel; compiled and captured steps do not.
     """
     bits = DTYPE_BITS[PRODUCT_DTYPE[workload.product_dtype]]
+    return device_context(device, bits, framework, source, launched=launched)
+
+
+def device_context(
+    device: DeviceSpec,
+    bits: int,
+    framework: str = UNKNOWN,
+    source: str = UNKNOWN,
+    *,
+    launched: bool = True,
+) -> StepContext:
+    """Context of what runs on a device with operands of ``bits``, else as :func:`context_of`."""
     return StepContext(
         framework=framework,
         architecture=device.architecture.removesuffix("-ultra"),
         platform=device.platform,
         bits=str(bits),
-        attention=workload.attention,
         launched=launched and device.platform == "gpu",
         cluster=f"{source}|{device.name}" if source else UNKNOWN,
         headroom=_headroom(device),

@@ -22,7 +22,8 @@ from .context import StepContext
 #: short measurements that the operators' model learned from, attention, which keeps tensor cores
 #: and exponentials busy at once, 80 %; collectives between boxes take 1.3 times the closed form;
 #: a launch from Python takes 8 µs, a collective of activations 20 µs of its host. Engineering
-#: estimates, which the effects correct.
+#: estimates, which effects correct. Attention and passes over memory have no effects: those gained
+#: nothing on steps that were left out.
 PRIOR = {
     "product": 1 / 0.9,
     "attention": 1 / 0.8,
@@ -62,8 +63,8 @@ def _architecture(context: StepContext) -> tuple[str, float]:
     return context.architecture, 1.0
 
 
-def _bits(context: StepContext) -> tuple[str, float] | None:
-    return (context.bits, 1.0) if context.platform == "gpu" else None
+def _bits(context: StepContext) -> tuple[str, float]:
+    return (context.bits if context.platform == "gpu" else f"tpu-{context.bits}"), 1.0
 
 
 def _headroom(context: StepContext) -> tuple[str, float] | None:
@@ -92,14 +93,6 @@ def _engine(context: StepContext) -> tuple[str, float] | None:
     return (engine, 1.0) if engine else None
 
 
-def _attention(context: StepContext) -> tuple[str, float]:
-    return context.attention, 1.0
-
-
-def _launched(context: StepContext) -> tuple[str, float]:
-    return ("launched" if context.launched else "compiled"), 1.0
-
-
 def _cluster(context: StepContext) -> tuple[str, float] | None:
     return (context.cluster, 1.0) if context.cluster else None
 
@@ -113,16 +106,11 @@ LEVELS = (
     Level("architecture", "product", _architecture, 0.15),
     Level("bits", "product", _bits, 0.3),
     Level("headroom", "product", _headroom, 0.5),
-    Level("all", "attention", _all, 0.3),
-    Level("architecture", "attention", _architecture, 0.2),
-    Level("implementation", "attention", _attention, 0.2),
     Level("all", "experts", _all, 0.3),
     Level("architecture", "experts", _architecture, 0.2),
     Level("bits", "experts", _bits, 0.2),
     Level("engine", "experts", _engine, 0.2),
     Level("framework", "experts", _framework, 0.2),
-    Level("all", "memory", _all, 0.3),
-    Level("launched", "memory", _launched, 0.2),
     Level("all", "inside", _all, 0.3),
     Level("architecture", "inside", _architecture, 0.3),
     Level("engine", "inside", _engine, 0.5),
@@ -133,7 +121,6 @@ LEVELS = (
     Level("all", "launch", _all, 0.4),
     Level("engine", "launch", _engine, 0.7),
     Level("framework", "launch", _framework, 1.5),
-    Level("all", "collective", _all, 0.4),
     Level("framework", "collective", _framework, 1.5),
     Level("framework", "hop", _framework, 2.5),
     Level("engine", WHOLE, _engine, 0.1),
@@ -143,6 +130,8 @@ LEVELS = (
     Level("cluster", "launch", _cluster, 0.5),
     Level("cluster", WHOLE, _cluster, 0.2),
 )
+#: Classes of cost that have effects, without :data:`WHOLE`.
+LEARNED = tuple(cost for cost in PRIOR if any(level.cost == cost for level in LEVELS))
 #: Name of the level that a few measured steps of one's own adapt.
 CLUSTER = "cluster"
 
@@ -153,9 +142,12 @@ class EffectTable:
 
     Attributes:
         values: Logarithms, by ``cost/level/value``.
+        deviations: How sure they are, in logarithms, by the same keys. What has none is as unsure
+            as its level was before anything was learned.
     """
 
     values: dict[str, float] = field(default_factory=dict)
+    deviations: dict[str, float] = field(default_factory=dict)
 
     def log_factors(self, context: StepContext) -> dict[str, float]:
         """Sum of the effects on each class of cost."""
@@ -177,7 +169,7 @@ class EffectTable:
             shifts: Added to the logarithm of a class.
         """
         logs, more = self.log_factors(context), shifts or {}
-        cost = {k: v * exp(logs[k] + more.get(k, 0.0)) for k, v in PRIOR.items()}
+        cost = {k: _prior(k, context) * exp(logs[k] + more.get(k, 0.0)) for k in PRIOR}
         host = float(context.launched)
         return StepEffects(
             product=cost["product"],
@@ -195,9 +187,48 @@ class EffectTable:
         """Effects with the factor on the whole step spread over all costs."""
         return self.effects(context, dict.fromkeys(PRIOR, self.log_factors(context)[WHOLE]))
 
+    def log_deviations(self, context: StepContext) -> dict[str, float]:
+        """How sure the sums of :meth:`log_factors` are: deviations of independent effects."""
+        squares = dict.fromkeys((*PRIOR, WHOLE), 0.0)
+        for level in LEVELS:
+            value = level.of(context)
+            if value is not None:
+                key = f"{level.cost}/{level.name}/{value[0]}"
+                own = self.deviations.get(key, level.deviation) * value[1]
+            else:
+                # A framework or cluster that is not named is one of all that could be.
+                own = level.deviation if _is_unnamed(level.name, context) else 0.0
+            squares[level.cost] += own**2
+        return {cost: square**0.5 for cost, square in squares.items()}
+
+    def lessons(self, context: StepContext, cost: str) -> list[tuple[str, float]]:
+        """Effects that were learned of a class of cost: level and value, and the factor."""
+        found = []
+        for level in LEVELS:
+            value = level.of(context)
+            if level.cost != cost or value is None:
+                continue
+            effect = self.values.get(f"{cost}/{level.name}/{value[0]}")
+            if effect is not None:
+                name = "all" if level.name == "all" else f"{level.name} {value[0]}"
+                found.append((name, exp(effect * value[1])))
+        return found
+
     def knows(self, level: str, value: str) -> bool:
         """Whether any cost has an effect of a level's value."""
         return any(f"{known.cost}/{level}/{value}" in self.values for known in LEVELS)
+
+
+def _prior(cost: str, context: StepContext) -> float:
+    # A TPU's operators are its compiler's estimates, which hold no short bursts at a higher clock.
+    burst = cost in ("product", "attention", "experts")
+    return 1.0 if burst and context.platform == "tpu" else PRIOR[cost]
+
+
+def _is_unnamed(level: str, context: StepContext) -> bool:
+    if level == CLUSTER:
+        return not context.cluster
+    return level in ("framework", "engine") and not context.framework
 
 
 class Design(NamedTuple):

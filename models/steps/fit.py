@@ -8,12 +8,13 @@ are repeated where the effects then lie.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
 from .context import StepContext
-from .effects import CLUSTER, PRIOR, WHOLE, Design, EffectTable, design_of
+from .effects import CLUSTER, LEARNED, WHOLE, Design, EffectTable, design_of
 
 #: Logarithms of simulated seconds: which steps, the effects, and shifts of classes of cost.
 Simulate = Callable[[Sequence[int], EffectTable, Mapping[str, float]], np.ndarray]
@@ -49,11 +50,32 @@ class Slopes(NamedTuple):
     slope: dict[str, np.ndarray]
 
 
+class _Posterior(NamedTuple):
+    """Effects in units of their deviations.
+
+    Attributes:
+        mean: Shape ``(k,)``.
+        precision: Inverse of their covariance, shape ``(k, k)``.
+    """
+
+    mean: np.ndarray
+    precision: np.ndarray
+
+    def table(self, keys: Sequence[str], deviations: np.ndarray) -> EffectTable:
+        """The effects with their deviations."""
+        sure = np.sqrt(np.diag(np.linalg.inv(self.precision))) * deviations
+        values = self.mean * deviations
+        return EffectTable(
+            dict(zip(keys, values.tolist(), strict=True)),
+            dict(zip(keys, sure.tolist(), strict=True)),
+        )
+
+
 def slopes_at(simulate: Simulate, table: EffectTable, count: int) -> Slopes:
     """Ask the simulator for levels and slopes of ``count`` steps."""
     rows = range(count)
     level = simulate(rows, table, {})
-    slope = {cost: (simulate(rows, table, {cost: _STEP}) - level) / _STEP for cost in PRIOR}
+    slope = {cost: (simulate(rows, table, {cost: _STEP}) - level) / _STEP for cost in LEARNED}
     return Slopes(table, level, slope | {WHOLE: np.ones(count)})
 
 
@@ -85,8 +107,8 @@ def solve(
     matrix = (slope * design.deviations)[np.ix_(learn, used)]
     # Without the effects at which the slopes were taken, so that all are shrunk towards 0.
     target = (measured - slopes.level)[learn] + (slope @ _inner(now, design))[learn]
-    values = _shrunk(matrix, target, weight) * design.deviations[used]
-    return EffectTable({design.keys[c]: float(v) for c, v in zip(used, values, strict=True)})
+    found = _shrunk(matrix, target, weight)
+    return found.table([design.keys[c] for c in used], design.deviations[used])
 
 
 def fit_effects(
@@ -126,29 +148,84 @@ def adapt(
         measured: Logarithms of their seconds.
         known: Effects that stay.
     """
-    design = design_of(contexts)
-    own = [c for c, key in enumerate(design.keys) if key.split("/", 2)[1] == CLUSTER]
-    slope = np.stack([slopes.slope[design.costs[c]] * design.weights[:, c] for c in own], axis=1)
+    own = _Own.of(contexts)
     whole = np.array([known.log_factors(context)[WHOLE] for context in contexts])
-    values = _shrunk(
-        slope * design.deviations[own],
-        measured - slopes.level - whole,
-        np.full(len(contexts), _OWN_WEIGHT),
-    )
-    more = values * design.deviations[own]
-    added = {design.keys[c]: float(v) for c, v in zip(own, more, strict=True)}
-    return EffectTable(known.values | added)
+    found = own.learn(slopes, measured - slopes.level - whole)
+    added = found.table(own.keys, own.deviations)
+    return EffectTable(known.values | added.values, known.deviations | added.deviations)
 
 
-def _shrunk(matrix: np.ndarray, target: np.ndarray, weight: np.ndarray) -> np.ndarray:
+def informative(
+    slopes: Slopes,
+    contexts: Sequence[StepContext],
+    measured: np.ndarray,
+    known: EffectTable,
+    others: Slopes,
+    other_contexts: Sequence[StepContext],
+) -> np.ndarray:
+    """How much steps that were not measured would tell of clusters beyond those that were.
+
+    Args:
+        slopes: Of the measured steps, taken at ``known``.
+        contexts: Of the measured steps.
+        measured: Logarithms of their seconds.
+        known: Effects before them.
+        others: Slopes of the other steps, taken at ``known`` too.
+        other_contexts: Of the other steps; their clusters are among the measured steps'.
+
+    Returns:
+        Information in nats: half the logarithm of how much measuring a step would shrink what its
+        cluster's effects may be (Lindley, Ann. Math. Statist. 1956; the D-optimal design).
+    """
+    own = _Own.of([*contexts, *other_contexts])
+    learn, rest = own.part(slice(len(contexts))), own.part(slice(len(contexts), None))
+    whole = np.array([known.log_factors(context)[WHOLE] for context in contexts])
+    precision = learn.learn(slopes, measured - slopes.level - whole).precision
+    rows = rest.matrix(others)
+    spread = np.einsum("ij,ij->i", rows @ np.linalg.inv(precision), rows)
+    return np.asarray(0.5 * np.log1p(_OWN_WEIGHT * _ERROR / _NOISE * spread))
+
+
+class _Own(NamedTuple):
+    """Effects of clusters alone, as columns; what a few of their steps can tell of them."""
+
+    keys: list[str]
+    deviations: np.ndarray
+    costs: list[str]
+    weights: np.ndarray
+
+    @classmethod
+    def of(cls, contexts: Sequence[StepContext]) -> _Own:
+        design = design_of(contexts)
+        own = [c for c, key in enumerate(design.keys) if key.split("/", 2)[1] == CLUSTER]
+        return cls(
+            [design.keys[c] for c in own],
+            design.deviations[own],
+            [design.costs[c] for c in own],
+            design.weights[:, own],
+        )
+
+    def part(self, rows: slice) -> _Own:
+        return self._replace(weights=self.weights[rows])
+
+    def matrix(self, slopes: Slopes) -> np.ndarray:
+        slope = np.stack([slopes.slope[cost] for cost in self.costs], axis=1)
+        return np.asarray(slope * self.weights * self.deviations)
+
+    def learn(self, slopes: Slopes, target: np.ndarray) -> _Posterior:
+        return _shrunk(self.matrix(slopes), target, np.full(len(target), _OWN_WEIGHT))
+
+
+def _shrunk(matrix: np.ndarray, target: np.ndarray, weight: np.ndarray) -> _Posterior:
     """Least absolute errors with a ridge of 1, by iteratively reweighted least squares."""
     effects = np.zeros(matrix.shape[1])
+    normal = np.eye(len(effects))
     for _ in range(60):
         error = target - matrix @ effects
         robust = weight * _ERROR / np.sqrt(error**2 + _NOISE**2)
         normal = matrix.T @ (matrix * robust[:, None]) + np.eye(len(effects))
         effects = np.linalg.solve(normal, matrix.T @ (robust * target))
-    return effects
+    return _Posterior(effects, normal)
 
 
 def _inner(now: np.ndarray, design: Design) -> np.ndarray:
@@ -172,12 +249,10 @@ def _start(
         rows = [i for i, c in enumerate(contexts) if c.launched and c.framework == name]
         rows = rows[:: max(1, len(rows) // _TRIED)]
         best, least = {}, np.inf
-        for launch in _STARTS["launch"]:
-            for collective in _STARTS["collective"]:
-                for hop in _STARTS["hop"]:
-                    shifts = dict(zip(_STARTS, np.log([launch, collective, hop]), strict=True))
-                    error = np.abs(simulate(rows, table, shifts) - measured[rows]).mean()
-                    if error < least - 0.01:
-                        best, least = shifts, error
+        for factors in product(*_STARTS.values()):
+            shifts = dict(zip(_STARTS, np.log(factors), strict=True))
+            error = np.abs(simulate(rows, table, shifts) - measured[rows]).mean()
+            if error < least - 0.01:
+                best, least = shifts, error
         table.values |= {f"{k}/framework/{name}": float(v) for k, v in best.items() if v}
     return table

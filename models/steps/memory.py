@@ -33,12 +33,21 @@ class MemoryLaw:
     activations: float = 1.0
     constant: float = 2.0
 
+    def applied(self, memory: StageMemory) -> StageMemory:
+        """Memory of a stage by the law, from its plain count."""
+        return StageMemory(
+            parameters=self.state * memory.parameters,
+            gradients=self.state * memory.gradients,
+            optimizer=self.state * memory.optimizer,
+            activations=self.activations * memory.activations,
+            temporary=self.activations * memory.temporary,
+            buffers=memory.buffers,
+            reserved=self.constant * _GIB,
+        )
+
     def total(self, memory: StageMemory) -> float:
         """Bytes of a stage."""
-        state = memory.parameters + memory.gradients + memory.optimizer
-        working = memory.activations + memory.temporary
-        rest = memory.buffers + self.constant * _GIB
-        return self.state * state + self.activations * working + rest
+        return self.applied(memory).total
 
     def to_list(self) -> list[float]:
         """Plain data."""

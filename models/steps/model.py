@@ -21,7 +21,7 @@ from .memory import MemoryLaw
 from .residual import Residual
 
 #: Format of the file that :meth:`StepModel.save` writes.
-FORMAT = 1
+FORMAT = 2
 #: Model that ships with the package.
 PRETRAINED = PACKAGE / "models" / "pretrained" / "steps.json"
 #: What is known of a step, most first: runs of its cluster; of its framework and its generation of
@@ -102,6 +102,7 @@ class StepModel:
         data = {
             "format": FORMAT,
             "effects": {k: round(v, 5) for k, v in sorted(self.table.values.items())},
+            "deviations": {k: round(v, 5) for k, v in sorted(self.table.deviations.items())},
             "residuals": {k: json.loads(r.text) for k, r in self.residuals.items()},
             "ends": {k: [round(e, 5) for e in v] for k, v in self.ends.items()},
             "memory": {k: law.to_list() for k, law in self.memory.items()},
@@ -123,7 +124,10 @@ class StepModel:
                     f"format {data['format']} is not one that this version reads", where=str(path)
                 )
             return cls(
-                EffectTable({str(k): float(v) for k, v in data["effects"].items()}),
+                EffectTable(
+                    {str(k): float(v) for k, v in data["effects"].items()},
+                    {str(k): float(v) for k, v in data["deviations"].items()},
+                ),
                 {str(k): Residual(json.dumps(v)) for k, v in data["residuals"].items()},
                 {str(k): (float(v[0]), float(v[1])) for k, v in data["ends"].items()},
                 {str(k): MemoryLaw(*map(float, v)) for k, v in data["memory"].items()},
@@ -141,6 +145,15 @@ class StepModel:
 def shipped_steps() -> StepModel:
     """The model that ships with the package, read once."""
     return StepModel.load()
+
+
+def find_step_model(name: str) -> StepModel:
+    """The model of steps that ships (``default``), or one from a file.
+
+    Raises:
+        ModelError: The file is missing or damaged.
+    """
+    return shipped_steps() if name == "default" else StepModel.load(Path(name))
 
 
 def interval_ends(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,20 +10,22 @@ import numpy as np
 from ...common.interval import Interval, step_fields
 from ...features.devices.device import DeviceSpec
 from ...models.operators import OpModel
-from ...models.steps.context import COMPILED, context_of
-from ...models.steps.model import UNCALIBRATED, shipped_steps
+from ...models.steps.context import COMPILED, OWN, StepContext, context_of
+from ...models.steps.memory import law_of
+from ...models.steps.model import UNCALIBRATED, StepModel, shipped_steps
 from ...simulate.clusters.topology import Cluster
-from ...simulate.step.calls import Estimate, OpCall, OpLatency
+from ...simulate.step.calls import OpCall, OpLatency
 from ...simulate.step.compose import StepTime, operator_counts, step_time
 from ...simulate.step.costs import Costs
 from ...simulate.step.fitting import Fit, find_fit, memory_of
 from ...simulate.step.jitter import StepSpread, sample_steps
-from ...simulate.step.plan import Group, Plan
+from ...simulate.step.memory import StageMemory
+from ...simulate.step.plan import Plan
 from ...simulate.step.workload import HLO_DTYPE, Workload, resolved
 from ..devices import cluster_device
-from ..operator.step_operators import SUSTAINED, SUSTAINED_RANGE, OperatorLatency
+from ..operator.step_operators import OperatorLatency
 from .network import ClusterNetwork
-from .spread import COMPOSITION_ERROR, RHO, combined_spread
+from .waterfall import Term, Waterfall
 
 #: Streaming multiprocessors that a collective occupies beside kernels: one for each NCCL channel.
 #: Engineering estimate; not fitted (12 % of an H100's 132).
@@ -46,8 +48,10 @@ class StepPrediction:
         operators: Seconds of operators of the busiest stage, by name.
         scopes: Share of the operators' time by scope of the estimate (``known``, ``unseen`` …).
         spread: Sampled steps with jitter and stragglers, if requested.
-        framework: Framework whose measured steps were learned from; empty for none.
+        framework: Framework that runs the step; empty for an average one.
         known: What is known of such steps, one of :data:`opcast.models.steps.model.TIERS`.
+        terms: Terms of the step, if requested.
+        whole: What was learned of such steps beyond their terms: level and value, and the factor.
     """
 
     workload: Workload
@@ -63,6 +67,8 @@ class StepPrediction:
     spread: StepSpread | None = None
     framework: str = ""
     known: str = ""
+    terms: tuple[Term, ...] = ()
+    whole: tuple[tuple[str, float], ...] = ()
 
     @property
     def flops_per_device(self) -> float:
@@ -93,18 +99,23 @@ class StepPrediction:
             "cluster": self.cluster,
             "device": self.device,
             "plan": self.plan.text(),
+            "framework": self.framework,
+            "known": self.known,
             "operators_us": {k: v * 1e6 for k, v in self.operators.items()},
             "scope_share": self.scopes,
             "notes": list(self.notes()),
         }
         if self.spread is not None:
             data["samples"] = self.spread.to_dict()
+        if self.terms:
+            data["terms"] = [term.to_dict() for term in self.terms]
+            data["learned_of_the_whole"] = dict(self.whole)
         return data
 
     def notes(self) -> list[str]:
         """Known limits of the prediction."""
         notes = [self.fit.reason()] if not self.fit.fits else []
-        if self.known in ("architecture", "new"):
+        if self.framework and self.known in ("architecture", "new"):
             notes.append(
                 f"no measured step of {self.framework} was learned from: as an average one"
             )
@@ -120,14 +131,18 @@ class StepPrediction:
 class StepPredictor:
     """Predicts steps on one cluster; each distinct operator and collective is priced once.
 
+    What steps cost beyond their operators and collectives (clock under load, networks, host) is
+    learned from measured steps, and so is the interval (``docs/steps.md``).
+
     Args:
         cluster: The devices and their links.
         model: Model of library operators; ``None`` for rooflines.
         device: Description to use instead of the one that the cluster names.
-        framework: Framework whose measured steps are learned from (``docs/steps.md``), with
-            intervals from steps that were left out; empty for operators and collectives alone,
-            at an estimated clock.
+        framework: Framework that runs the steps; empty for an average one.
         compiled: Whether the step is compiled, or replayed as CUDA graphs.
+        learned: Model of steps, such as one adapted to a cluster of one's own; ``None`` for the one
+            that ships.
+        source: Name under which the model was adapted to the cluster.
 
     Raises:
         DeviceError: The cluster names no device, and none is given.
@@ -141,12 +156,14 @@ class StepPredictor:
         framework: str = "",
         *,
         compiled: bool = False,
+        learned: StepModel | None = None,
+        source: str = OWN,
     ) -> None:
         self.cluster = cluster
         self.spec = device or cluster_device(cluster)
         self.framework, self.compiled = framework.lower(), compiled
-        # Measured steps hold the clock under load.
-        self.latency = OperatorLatency(self.spec, model, 1.0 if framework else SUSTAINED)
+        self.learned, self.source = learned or shipped_steps(), source
+        self.latency = OperatorLatency(self.spec, model)
         self._priced = cluster_costs(cluster, self.spec, self.latency)
         self._costs = self._priced
 
@@ -160,6 +177,7 @@ class StepPredictor:
         seed: int = 0,
         *,
         remedy: bool = True,
+        explain: bool = False,
     ) -> StepPrediction:
         """Predict time and memory of a step.
 
@@ -171,12 +189,14 @@ class StepPredictor:
             draws: Number of samples, taken if ``jitter`` or ``speeds`` is given.
             seed: Random seed of the samples.
             remedy: Whether to search for the smallest change if the plan does not fit into memory.
+            explain: Whether to take the step apart into its terms.
 
         Raises:
             PlanError: The plan does not fit the model or the cluster.
         """
         plan = resolved(workload, plan, self.cluster.size)
-        known = self._learn(workload) if self.framework else ""
+        context = self._learn(workload)
+        known = self.learned.tier(context)
         step = step_time(workload, plan, self._costs)
         counts = operator_counts(workload, plan, step.worst)
         # Already priced while the step was composed; nothing is predicted again.
@@ -184,18 +204,18 @@ class StepPredictor:
         seconds = {c: float(own.ops[c][0]) * own.effects.of(c) * n for c, n in counts.items()}
         capacity = self.spec.memory_bytes
         # A device file may omit the capacity; everything then fits rather than nothing.
-        fit = Fit(memory_of(workload, plan), capacity or np.inf)
+        fit = Fit(self._memory(workload, plan), capacity or np.inf)
         # The search composes many neighbouring plans; sweeps turn it off, since they try them
         # anyway.
         if remedy and not fit.fits:
-            fit = find_fit(workload, plan, fit.capacity, self._seconds(workload))
+            fit = find_fit(workload, plan, fit.capacity, self._seconds(workload), self._memory)
         spread = None
         if jitter or speeds:
             spread = sample_steps(workload, plan, step, jitter, speeds, draws, seed)
-        interval = self._interval(workload, plan, step, counts)
-        if known:
-            low, high = np.exp(shipped_steps().ends.get(known, UNCALIBRATED))
-            interval = Interval(step.total, step.total * float(low), step.total * float(high))
+        table = self.learned.table
+        own_terms = Waterfall(workload, plan, own, counts, step, table, context)
+        low, high = np.exp(self.learned.ends.get(known, UNCALIBRATED))
+        interval = Interval(step.total, step.total * float(low), step.total * float(high))
         return StepPrediction(
             workload=workload,
             plan=plan,
@@ -210,16 +230,17 @@ class StepPredictor:
             spread=spread,
             framework=self.framework,
             known=known,
+            terms=tuple(own_terms.terms()) if explain else (),
+            whole=own_terms.whole() if explain else (),
         )
 
-    def _learn(self, workload: Workload) -> str:
-        """Take the effects of measured steps; gives what is known of steps like these."""
-        model = shipped_steps()
+    def _learn(self, workload: Workload) -> StepContext:
+        """Take the effects that measured steps have on steps like these."""
         launched = not self.compiled and not self.framework.startswith(COMPILED)
-        context = context_of(workload, self.spec, self.framework, launched=launched)
-        effects = model.table.whole_effects(context)
+        context = context_of(workload, self.spec, self.framework, self.source, launched=launched)
+        effects = self.learned.table.whole_effects(context)
         self._costs = self._priced.with_effects(effects, self.cluster.box)
-        return model.tier(context)
+        return context
 
     def _scopes(self, seconds: dict[OpCall, float]) -> dict[str, float]:
         """Share of the operators' time by scope."""
@@ -229,43 +250,12 @@ class StepPredictor:
             shares[scope] = shares.get(scope, 0.0) + value / total
         return shares
 
+    def _memory(self, workload: Workload, plan: Plan) -> tuple[StageMemory, ...]:
+        law = law_of(self.learned.memory, self.framework)
+        return tuple(law.applied(stage) for stage in memory_of(workload, plan))
+
     def _seconds(self, workload: Workload) -> Callable[[Plan], float]:
         return lambda plan: step_time(workload, plan, self._costs).total
-
-    def _interval(
-        self, workload: Workload, plan: Plan, step: StepTime, counts: dict[OpCall, float]
-    ) -> Interval:
-        """90 % interval from four independent errors: operators, clock, collectives, composition.
-
-        Errors of operators correlate by ``RHO``; collectives err all alike, and so does the
-        clock under load. The step is recomposed at both ends of each, so that errors of hidden
-        work do not widen the interval.
-        """
-        costs, total = self._costs, step.total
-        times = np.array([costs.ops[c] * n for c, n in counts.items()])
-        ends = np.stack([times[:, 0] - times[:, 1], times[:, 2] - times[:, 0]], axis=1)
-        down, up = combined_spread(ends, RHO)
-        compute = float(times[:, 0].sum()) or 1.0
-        own = COMPOSITION_ERROR * total
-        # The lower end stays positive however wide the intervals are; 0.95 is a guard, not a fit.
-        ops = [1.0 - min(down / compute, 0.95), 1.0 + up / compute]
-        # Only arithmetic slows with the clock; memory-bound operators run at the memory's own
-        # clock.
-        slowed = sum(t[0] for t, c in zip(times, counts, strict=True) if self.latency.slowed.get(c))
-        widths = []
-        for side in (0, 1):
-            # Both ends of the sustained clock, relative to the one that the estimate already
-            # contains.
-            clock = 1.0 + float(slowed) / compute * (SUSTAINED / SUSTAINED_RANGE[side] - 1.0)
-            shifts = [
-                step_time(workload, plan, _scaled(costs, ops[side], None)).total - total,
-                step_time(workload, plan, _scaled(costs, clock, None)).total - total,
-                step_time(workload, plan, _scaled(costs, 1.0, side)).total - total,
-                own,
-            ]
-            # Independent errors add in quadrature.
-            widths.append(float(np.sqrt(np.square(shifts).sum())))
-        return Interval.around(total, *widths)
 
 
 def _by_name(seconds: dict[OpCall, float]) -> dict[str, float]:
@@ -273,23 +263,6 @@ def _by_name(seconds: dict[OpCall, float]) -> dict[str, float]:
     for call, value in seconds.items():
         totals[call.name] = totals.get(call.name, 0.0) + value
     return dict(sorted(totals.items(), key=lambda item: -item[1]))
-
-
-def _scaled(costs: Costs, factor: float, side: int | None) -> Costs:
-    """Costs with operators scaled by ``factor``, and collectives at one end of their interval.
-
-    ``side`` is 0 for the lower end, 1 for the upper, and ``None`` for the estimates themselves.
-    """
-
-    def latency(calls: Sequence[OpCall]) -> np.ndarray:
-        costs.prepare(calls)
-        return np.array([costs.ops[c] for c in calls]) * factor
-
-    def network(kind: str, size: float, group: Group) -> Estimate:
-        estimate = costs.estimate(kind, size, group)
-        return estimate if side is None else estimate._replace(seconds=estimate[1 + side])
-
-    return Costs(latency, network, costs.host_bandwidth, costs.contention, costs.effects, costs.box)
 
 
 def cluster_costs(cluster: Cluster, spec: DeviceSpec, latency: OpLatency) -> Costs:

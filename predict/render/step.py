@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pandas as pd
 from rich.console import Console
 from rich.table import Table
@@ -30,8 +32,11 @@ def print_step(console: Console, prediction: StepPrediction) -> None:
         f"{prediction.flops_per_device / 1e12:.0f} TFLOP/s a device ({mfu:.1%} of its peak), "
         f"{tokens:,.0f} tokens/s; {prediction.workload.parameters / 1e9:.2f} billion parameters"
     )
-    console.print(f"plan {prediction.plan.text()} on {prediction.cluster}", highlight=False)
-    console.print(_times(prediction))
+    by = prediction.framework or "an average framework"
+    console.print(
+        f"plan {prediction.plan.text()} on {prediction.cluster}, by {by}", highlight=False
+    )
+    console.print(_terms(prediction) if prediction.terms else _times(prediction))
     console.print(_memory(prediction))
     if not prediction.fit.fits:
         console.print(headline("does NOT fit", " in the devices' memory: this step cannot run"))
@@ -87,6 +92,25 @@ def _times(prediction: StepPrediction) -> Table:
         share = f"{value / prediction.step.total:.1%}"
         table.add_row(name, duration(value * 1e6), share, Text(most[name]))
     return table
+
+
+def _terms(prediction: StepPrediction) -> Table:
+    """Terms of the step; the interval is the step's where that term is at its own two ends."""
+    table = _table("term", "time", "share", "step if at its ends", "learned factors")
+    total = prediction.step.total
+    for term in prediction.terms:
+        ends = f"{duration(term.lo * 1e6)} to {duration(term.hi * 1e6)}"
+        share = f"{term.seconds / total:.1%}"
+        lessons = Text(_lessons(term.lessons))
+        table.add_row(term.name, duration(term.seconds * 1e6), share, ends, lessons)
+    table.add_row("whole step", duration(total * 1e6), "", "", Text(_lessons(prediction.whole)))
+    return table
+
+
+def _lessons(lessons: Sequence[tuple[str, float]]) -> str:
+    # Below half a per cent nothing was learned that a reader could see in the time.
+    said = [f"{name} {factor - 1.0:+.0%}" for name, factor in lessons if abs(factor - 1.0) > 5e-3]
+    return ", ".join(said)
 
 
 def _memory(prediction: StepPrediction) -> Table:

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from ...common.interval import LATENCY_KEYS
 from ...models.operators import OpModel
+from ...models.steps.model import find_step_model
 from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.step.plan import Plan
 from ...simulate.step.workload import Workload
@@ -24,6 +25,7 @@ FIGURES = (
     "compute_us",
     "exposed_communication_us",
     "bubble_us",
+    "host_us",
     "memory_bytes_per_device",
     "fits",
     "tflops_per_device",
@@ -40,10 +42,16 @@ class SweepJob:
     Attributes:
         workload: The model; ``batch`` is the candidate's.
         model: Name or folder of the model of operators; ``roofline`` for none.
+        framework: Framework that runs the steps; empty for an average one.
+        compiled: Whether steps are compiled, or replayed as CUDA graphs.
+        steps: File of a model of steps; ``default`` for the one that ships.
     """
 
     workload: Workload
     model: str
+    framework: str = ""
+    compiled: bool = False
+    steps: str = "default"
 
 
 def judge(job: SweepJob, items: Sequence[Candidate]) -> list[dict[str, object]]:
@@ -56,7 +64,7 @@ def judge(job: SweepJob, items: Sequence[Candidate]) -> list[dict[str, object]]:
 
 
 def _row(job: SweepJob, item: Candidate) -> dict[str, object]:
-    predictor = _predictor(item.cluster, job.model)
+    predictor = _predictor(item.cluster, job.model, job.framework, job.compiled, job.steps)
     workload = replace(job.workload, batch=item.batch)
     # No remedy: a plan that does not fit is a result, and the grid holds its neighbours anyway.
     prediction = predictor.predict(workload, item.plan, remedy=False)
@@ -89,8 +97,16 @@ def _settings(plan: Plan) -> dict[str, object]:
 # A predictor keeps the prices of all operators and collectives that it has seen, so consecutive
 # candidates of a cluster cost little; eight clusters at once bound the memory.
 @lru_cache(maxsize=8)
-def _predictor(cluster: str, model: str) -> StepPredictor:
-    return StepPredictor(find_cluster(cluster), _operators(model))
+def _predictor(
+    cluster: str, model: str, framework: str, compiled: bool, steps: str
+) -> StepPredictor:
+    return StepPredictor(
+        find_cluster(cluster),
+        _operators(model),
+        framework=framework,
+        compiled=compiled,
+        learned=find_step_model(steps),
+    )
 
 
 @lru_cache(maxsize=2)

@@ -24,6 +24,7 @@ _PARTS = {
     "compute_us": "computation",
     "exposed_communication_us": "exposed communication",
     "bubble_us": "bubble",
+    "host_us": "host",
 }
 
 

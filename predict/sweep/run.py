@@ -116,7 +116,7 @@ class Sweep:
         sizes = asdict(self.job.workload)
         # The batch is an axis, so sweeps over different batches may share a folder.
         sizes.pop("batch")
-        settings = {"workload": sizes, "model": self.job.model}
+        settings = {**asdict(self.job), "workload": sizes}
         path = self.folder / _SETTINGS
         if path.is_file() and parse_json(path.read_text(encoding="utf-8")) != settings:
             raise DatasetError(

@@ -153,13 +153,17 @@ class Costs:
         """Return the seconds of a collective, all its executions."""
         if not call.needed:
             return 0.0
-        # By the last rank of the group that begins at rank 0: the ends of a pipeline may lie in one
-        # box although twice their distance exceeds it.
-        outside = bool(self.box) and (call.group.size - 1) * call.group.stride >= self.box
+        outside = self.leaves_box(call.group)
         factor = self.effects.between if outside else self.effects.inside
         if outside:
             call = replace(call, size=call.size * call.across(self.box))
         return self.estimate(call.kind, call.size, call.group).seconds * call.times * factor
+
+    def leaves_box(self, group: Group) -> bool:
+        """Whether the ranks of a group span more than a box."""
+        # By the last rank of the group that begins at rank 0: the ends of a pipeline may lie in one
+        # box although twice their distance exceeds it.
+        return bool(self.box) and (group.size - 1) * group.stride >= self.box
 
     def estimate(self, kind: str, size: float, group: Group) -> Estimate:
         """One collective with its interval, asked for once."""

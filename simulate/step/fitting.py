@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...common.errors import PlanError
 from .memory import StageMemory, stage_memory
 from .plan import Plan
 from .workload import Workload, resolved
 
+#: Memory of every stage of a resolved plan.
+MemoryOf = Callable[[Workload, Plan], tuple[StageMemory, ...]]
 #: Most settings that are changed together: the neighbourhood grows about tenfold with each change,
 #: and advice that changes more is a different plan (engineering choice).
 MOST_CHANGES = 3
@@ -64,7 +66,11 @@ def memory_of(workload: Workload, plan: Plan) -> tuple[StageMemory, ...]:
 
 
 def find_fit(
-    workload: Workload, plan: Plan, capacity: float, seconds: Callable[[Plan], float]
+    workload: Workload,
+    plan: Plan,
+    capacity: float,
+    seconds: Callable[[Plan], float],
+    memory: MemoryOf = memory_of,
 ) -> Fit:
     """Determine a plan's memory and, if it does not fit, the smallest change that makes it fit.
 
@@ -75,9 +81,13 @@ def find_fit(
         plan: Resolved.
         capacity: Bytes of a device.
         seconds: Step time of a plan.
+        memory: Memory of the stages of a plan.
     """
-    memory = memory_of(workload, plan)
-    fit = Fit(memory, capacity)
+
+    def most(of: Plan) -> float:
+        return max(stage.total for stage in memory(workload, of))
+
+    fit = Fit(memory(workload, plan), capacity)
     if fit.fits:
         return fit
     seen, front = {plan}, [plan]
@@ -85,20 +95,12 @@ def find_fit(
         nearby = [p for old in front for p in _neighbours(workload, old)]
         front = [p for p in dict.fromkeys(nearby) if p not in seen]
         seen.update(front)
-        fitting = [p for p in front if max(_totals(workload, p)) <= capacity]
+        fitting = [p for p in front if most(p) <= capacity]
         if fitting:
-            best = min(_emptiest(workload, fitting), key=seconds)
-            return Fit(memory, capacity, _difference(plan, best), best)
+            # Memory is much cheaper to evaluate than time, so it preselects.
+            best = min(sorted(fitting, key=most)[:COMPARED], key=seconds)
+            return replace(fit, change=_difference(plan, best), plan=best)
     return fit
-
-
-def _totals(workload: Workload, plan: Plan) -> list[float]:
-    return [m.total for m in memory_of(workload, plan)]
-
-
-def _emptiest(workload: Workload, plans: list[Plan]) -> list[Plan]:
-    # Memory is much cheaper to evaluate than time, so it preselects.
-    return sorted(plans, key=lambda p: max(_totals(workload, p)))[:COMPARED]
 
 
 def _neighbours(workload: Workload, plan: Plan) -> Iterator[Plan]:

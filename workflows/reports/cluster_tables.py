@@ -93,6 +93,7 @@ def print_best(console: Console, name: str, frame: pd.DataFrame, top: int = 5) -
             "compute_s": fitting["compute_us"] / 1e6,
             "exposed_s": fitting["exposed_communication_us"] / 1e6,
             "bubble_s": fitting["bubble_us"] / 1e6,
+            "host_s": fitting["host_us"] / 1e6,
             "mfu": fitting["mfu"],
             "gib": fitting["memory_bytes_per_device"] / 2**30,
         }

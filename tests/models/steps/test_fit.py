@@ -16,7 +16,7 @@ COSTS = tuple(PRIOR)
 
 
 def context(framework: str = "a", cluster: str = "", architecture: str = "hopper") -> StepContext:
-    return StepContext(framework, architecture, "gpu", "16", "fused", False, cluster, 0.0)
+    return StepContext(framework, architecture, "gpu", "16", False, cluster, 0.0)
 
 
 class Additive:

@@ -22,7 +22,7 @@ def test_a_saved_model_answers_as_before(tmp_path: Path) -> None:
     features = draw.normal(size=(80, 3)).astype(np.float32)
     residual = fit_residual(features, (features[:, 0] > 0) * 0.5)
     model = StepModel(
-        EffectTable({"whole/cluster/x|h100-sxm": 0.25}),
+        EffectTable({"whole/cluster/x|h100-sxm": 0.25}, {"whole/cluster/x|h100-sxm": 0.05}),
         {"x|h100-sxm": residual},
         {"cluster": (-0.1, 0.2)},
         {"a": MemoryLaw(1.5, 2.0, 3.0)},
@@ -33,6 +33,7 @@ def test_a_saved_model_answers_as_before(tmp_path: Path) -> None:
     asked = [context("a", "x|h100-sxm")] * 80
     before, after = model.answer(asked, features), again.answer(asked, features)
     assert np.array_equal(before.factor, after.factor) and before.tier == after.tier
+    assert again.table == model.table
     assert again.provenance == {"rows": 80} and again.memory == model.memory
     other = again.answer([context("a", "y|h100-sxm")], features[:1])
     assert other.factor[0] == 1.0
@@ -55,7 +56,7 @@ def test_memory_of_a_framework_is_learned_from_its_peaks() -> None:
 
 def test_a_damaged_model_is_named(tmp_path: Path) -> None:
     path = tmp_path / "steps.json"
-    path.write_text('{"format": 1, "effects": 3}')
+    path.write_text('{"format": 2, "effects": 3}')
     with pytest.raises(ModelError, match="cannot be read") as caught:
         StepModel.load(path)
     assert caught.value.where == str(path)

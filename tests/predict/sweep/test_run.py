@@ -140,6 +140,7 @@ def test_reasons_by_hand():
         "tp": [1, 2, 4], "recompute": ["none", "none", "full"], "batch": [8, 8, 8],
         "step_us": [100.0, 120.0, 150.0], "compute_us": [90.0, 90.0, 130.0],
         "exposed_communication_us": [10.0, 30.0, 20.0], "bubble_us": [0.0, 0.0, 0.0],
+        "host_us": [0.0, 0.0, 0.0],
         "memory_bytes_per_device": [4 * 2.0**30, 3 * 2.0**30, 2.0**30],
         "fits": [True, True, True],
     })  # fmt: skip
@@ -267,6 +268,7 @@ def test_what_holds_the_second_best_back():
         "plan": ["fsdp=8", "tp=2,fsdp=4", "tp=4"], "batch": [8, 8, 8],
         "step_us": [100.0, 110.0, 90.0], "compute_us": [90.0, 95.0, 80.0],
         "exposed_communication_us": [10.0, 15.0, 10.0], "bubble_us": [0.0, 0.0, 0.0],
+        "host_us": [0.0, 0.0, 0.0],
         "memory_bytes_per_device": [1.0, 1.0, 1.0], "fits": [True, True, False],
     })  # fmt: skip
     assert runner_up(frame) == [

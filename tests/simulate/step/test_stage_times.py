@@ -144,7 +144,7 @@ def test_tied_weights_are_reduced_between_the_ends_in_the_width_of_gradients():
         return ring(kind, size, group)
 
     tied = replace(WORK, tied=True)
-    plan, parts = costs_of("tp=2,pp=4,microbatches=4,overlap=false", tied, network)
+    _plan, parts = costs_of("tp=2,pp=4,microbatches=4,overlap=false", tied, network)
     with_table = [stage.times().update.exposed for stage in parts]
     # A half of the table on each device, gradients in f32 as micro-batches are added up; ranks 0
     # and 6 (three stages of two) share it.

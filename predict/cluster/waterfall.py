@@ -1,0 +1,160 @@
+"""Why a step takes as long as it does: its terms, how sure each is, and where it was learned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import exp, hypot, log
+from typing import NamedTuple
+
+import numpy as np
+
+from ...models.steps.context import StepContext
+from ...models.steps.effects import PRIOR, WHOLE, EffectTable
+from ...simulate.step.calls import OpCall
+from ...simulate.step.compose import StepTime, step_time
+from ...simulate.step.costs import Costs, StepEffects
+from ...simulate.step.plan import Plan
+from ...simulate.step.workload import Workload
+from .spread import NINETY, RHO, combined_spread
+
+#: Name of each term; the first four are the classes of operators.
+NAMES = {
+    "product": "matrix products",
+    "attention": "attention",
+    "experts": "experts",
+    "memory": "passes over memory",
+    "hop": "hand-overs between stages",
+    "launch": "waiting for the host",
+    "inside": "collectives inside a box",
+    "between": "collectives between boxes",
+    "bubble": "pipeline bubble",
+}
+_OPERATORS = ("product", "attention", "experts", "memory")
+
+
+class Term(NamedTuple):
+    """One term of a step.
+
+    Attributes:
+        name: One of the values of :data:`NAMES`.
+        seconds: What it adds to the step.
+        lo: Seconds of the whole step at the lower end of this term's 90 % interval.
+        hi: At its upper end.
+        lessons: What was learned of it: level and value (``framework nanotron``), and the factor on
+            the class of cost. Empty where nothing was.
+    """
+
+    name: str
+    seconds: float
+    lo: float
+    hi: float
+    lessons: tuple[tuple[str, float], ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data; times in microseconds."""
+        return {
+            "name": self.name,
+            "us": self.seconds * 1e6,
+            "step_lo_us": self.lo * 1e6,
+            "step_hi_us": self.hi * 1e6,
+            "learned": dict(self.lessons),
+        }
+
+
+@dataclass(frozen=True)
+class Waterfall:
+    """Takes a step apart.
+
+    Attributes:
+        workload: Model that is trained.
+        plan: Resolved.
+        costs: Under the effects that were learned.
+        counts: How often the busiest stage runs each operator.
+        step: The step.
+        table: Learned effects.
+        context: Of the step.
+    """
+
+    workload: Workload
+    plan: Plan
+    costs: Costs
+    counts: Mapping[OpCall, float]
+    step: StepTime
+    table: EffectTable
+    context: StepContext
+
+    def terms(self) -> list[Term]:
+        """Terms of the step, in order of time; their seconds add up to the step's.
+
+        Collectives, launches and hand-overs are what the step loses when they are taken away, one
+        after the other, so that only what is exposed counts. Operators are those of the busiest
+        stage; the rest is the bubble.
+        """
+        seconds = dict[str, float]()
+        left, effects = self.step.total, self.costs.effects
+        away = {
+            # Launches first: without collectives the host would be waited for longer.
+            "launch": {"launch_s": 0.0, "collective_s": 0.0},
+            "hop": {"hop_s": 0.0},
+            "between": {"between": 0.0},
+            "inside": {"inside": 0.0},
+        }
+        for name, without in away.items():
+            effects = replace(effects, **without)
+            rest = self._total(effects)
+            seconds[name], left = left - rest, rest
+        for call, count in self.counts.items():
+            own = float(self.costs.ops[call][0]) * self.costs.effects.of(call) * count
+            seconds[call.kind] = seconds.get(call.kind, 0.0) + own
+        seconds["bubble"] = max(0.0, left - sum(seconds.get(kind, 0.0) for kind in _OPERATORS))
+        sure = self.table.log_deviations(self.context)
+        found = []
+        for name, value in sorted(seconds.items(), key=lambda item: -item[1]):
+            if value <= 1e-9 * self.step.total:
+                continue
+            low, high = self._ends(name, sure)
+            lessons = [] if name == "bubble" else self.table.lessons(self.context, name)
+            found.append(Term(NAMES[name], value, low, high, tuple(lessons)))
+        return found
+
+    def whole(self) -> tuple[tuple[str, float], ...]:
+        """What was learned of the whole step, beyond its terms."""
+        return tuple(self.table.lessons(self.context, WHOLE))
+
+    def _total(self, effects: StepEffects) -> float:
+        costs = self.costs.with_effects(effects, self.costs.box)
+        return step_time(self.workload, self.plan, costs).total
+
+    def _ends(self, name: str, sure: Mapping[str, float]) -> tuple[float, float]:
+        """Seconds of the step with a class of cost at both ends of its interval."""
+        if name not in PRIOR:
+            return self.step.total, self.step.total
+        field = {"launch": "launch_s", "hop": "hop_s"}.get(name, name)
+        now = float(getattr(self.costs.effects, field))
+        found = []
+        for side, sign in enumerate((-1.0, 1.0)):
+            width = hypot(NINETY * sure[name], self._measured(name, side))
+            found.append(
+                self._total(replace(self.costs.effects, **{field: now * exp(sign * width)}))
+            )
+        return found[0], found[1]
+
+    def _measured(self, name: str, side: int) -> float:
+        """How far the interval of operators or collectives reaches on one side, as a logarithm."""
+        if name in _OPERATORS:
+            own = [(self.costs.ops[c], n) for c, n in self.counts.items() if c.kind == name]
+            times = np.array([time * n for time, n in own])
+            ends = np.stack([times[:, 0] - times[:, 1], times[:, 2] - times[:, 0]], axis=1)
+            reach = combined_spread(ends, RHO)[side] / max(float(times[:, 0].sum()), 1e-12)
+        elif name in ("inside", "between"):
+            links = [
+                estimate
+                for (_, _, group), estimate in self.costs.links.items()
+                if self.costs.leaves_box(group) == (name == "between")
+            ]
+            middle = max(sum(link.seconds for link in links), 1e-12)
+            reach = abs(sum(link[1 + side] for link in links) / middle - 1.0)
+        else:
+            return 0.0
+        return log(1.0 + reach) if side else -log(max(1.0 - reach, 0.05))
