@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,11 +16,13 @@ from ..common.errors import DatasetError
 from ..common.files import write_text
 from ..common.tables_text import in_percent, print_frame
 from ..features.dataset import write_table
+from ..models.steps.context import OWN
 from ..models.steps.effects import CLUSTER
 from ..models.steps.fit import adapt, slopes_at
-from ..models.steps.model import StepModel, shipped_steps
+from ..models.steps.model import StepModel, find_step_model
 from ..models.tracking.mlflow_store import RunLog, tidy
 from ..models.tracking.prediction_log import TrackedRun
+from ..predict.cluster.next_run import next_run
 from ..predict.cluster.step_runs import RowPrediction, StepRuns
 from ..predict.cluster.step_table import StepRow, read_rows, read_steps
 from ..predict.locate import OPERATOR_MODEL
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from ..models.operators import OpModel
     from .settings import StepSettings
 
-#: Source of runs that name none.
-OWN = "own"
 #: Effects of a cluster below which nothing is said: repeated runs differ by as much.
 _WORTH = 0.02
 #: What an effect of a cluster means: with the inverse factor and the factor.
@@ -245,15 +244,6 @@ def _calibrated(
     return adapt_steps(model, part, np.log([row.measured_s for row in learn]))
 
 
-def find_step_model(name: str) -> StepModel:
-    """The model of steps that ships, or one from a file.
-
-    Raises:
-        ModelError: The file is missing or damaged.
-    """
-    return shipped_steps() if name == "default" else StepModel.load(Path(name))
-
-
 def run_evaluate_steps(console: Console, settings: StepSettings) -> Judged:
     """Predict every row of a table of steps; print the errors of those with a measured time."""
     table = read_steps(settings.table)
@@ -311,7 +301,7 @@ def run_calibrate_steps(console: Console, settings: StepSettings) -> StepModel:
     table = read_steps(settings.table)
     if "source" not in table or table["source"].isna().any():
         # Runs of one's own need no name: they are of one place.
-        table["source"] = table.get("source", pd.Series(dtype=object)).fillna(OWN)
+        table["source"] = table["source"].fillna(OWN) if "source" in table else OWN
     rows, reasons = read_rows(table)
     for name, reason in zip(table["id"], reasons, strict=True):
         if reason:
@@ -336,6 +326,9 @@ def run_calibrate_steps(console: Console, settings: StepSettings) -> StepModel:
         console.print(f"error of these {len(own)} steps {name}: {error:.1f} %", highlight=False)
     for line in learned_lines(model, table):
         console.print(line, highlight=False)
+    following = next_run(base, runs, measured)
+    if following is not None:
+        console.print(following.text(), highlight=False, soft_wrap=True)
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     model.save(settings.out)
     console.print(

@@ -68,16 +68,16 @@ class StepRuns:
         model: OpModel | None,
         show: Callable[[int, int], None] = lambda done, of: None,
     ) -> None:
-        self.rows, self.show = list(rows), show
+        self.rows, self.show, self.operators = list(rows), show, model
         #: Tasks of a pipeline that are placed one by one.
         self.most_tasks = MOST_TASKS
         self.contexts: list[StepContext] = [row_context(row) for row in rows]
         self._latency: dict[str, OperatorLatency] = {}
         self._ops: dict[str, dict[OpCall, np.ndarray]] = {}
         self._costs: dict[Cluster, Costs] = {}
-        self._prepare(model)
+        self._prepare()
 
-    def _prepare(self, model: OpModel | None) -> None:
+    def _prepare(self) -> None:
         """Ask for every operator of every chip at once."""
         calls: dict[str, dict[OpCall, None]] = {}
         for row in self.rows:
@@ -90,7 +90,7 @@ class StepRuns:
                 for stage in stages:
                     own |= dict.fromkeys(operator_counts(row.workload, row.plan, stage))
         for device, asked in calls.items():
-            latency = OperatorLatency(find_device(device), model)
+            latency = OperatorLatency(find_device(device), self.operators)
             self._latency[device] = latency
             self._ops[device] = dict(zip(asked, latency(list(asked)), strict=True))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -160,6 +161,26 @@ def test_commands_train_calibrate_and_evaluate(tmp_path: Path) -> None:
     assert len(pd.read_parquet(out)) == 6 and "Accuracy" in page.read_text()
     trained = run("train", "--steps", runs, "--out", tmp_path / "own.json", "--no-track")
     assert "left out" in trained and StepModel.load(tmp_path / "own.json").provenance["rows"] == 6
+
+
+def test_runs_without_a_source_are_one_s_own_and_the_next_one_is_named(tmp_path: Path) -> None:
+    runs = tmp_path / "runs.csv"
+    asked = table().drop(columns="source")
+    asked["step_s"] = np.linspace(1.0, 2.0, len(asked))
+    asked.to_csv(runs, index=False)
+    said = run("calibrate", "--steps", runs, "--out", tmp_path / "mine.json")
+    assert "own|a100-sxm-80gb: " in said
+    own = StepModel.load(tmp_path / "mine.json")
+    assert any(key.endswith("cluster/own|a100-sxm-80gb") for key in own.table.values)
+    line = next(line for line in said.splitlines() if line.startswith("measure next: "))
+    assert "8 layers of 2048 on 8 × a100-sxm-80gb" in line
+    sizes = "layers=8,d_model=2048,heads=16,d_ff=8192,vocab=32000,seq=2048,batch=64,gated=false"
+    step = ("simulate", "--workload", "llama", "--set", sizes, "--cluster", "a100-sxm-80gb-x8")
+    totals = [
+        json.loads(run(*step, "--framework", "megatron-lm", "--json", *more))["step_us"]
+        for more in ((), ("--steps", tmp_path / "mine.json"))
+    ]
+    assert totals[1] != totals[0]
 
 
 def test_options_of_other_tables_are_refused(tmp_path: Path) -> None:
