@@ -9,6 +9,8 @@ single device.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,12 +18,15 @@ import numpy as np
 from ...common.chrome_trace import ChromeTrace
 from ...common.errors import ProgramError
 from ...common.interval import Interval, step_fields
+from ...features.devices.device import DeviceSpec
 from ...features.ir.partitioning import check_several_devices
 from ...features.ir.reader import read_program
 from ...features.kernels.kernel import Kernel, LoweredProgram
 from ...features.lowering.lower import lower_with
 from ...features.lowering.options import DEFAULTS, LoweringOptions
 from ...features.lowering.xla_collectives import optimise_collectives
+from ...models.steps.context import device_context
+from ...models.steps.model import shipped_steps
 from ...simulate.clusters.topology import Cluster
 from ...simulate.program.collective_passes import combine_all
 from ...simulate.program.nodes import Node, check_devices, program_nodes
@@ -30,7 +35,12 @@ from ..devices import cluster_device, resolve_device
 from ..program.predictor import Predictor, model_notes, roofline_predictor
 from .network import CollectiveTime, learned_time
 from .program_seconds import ProgramSeconds, program_seconds
-from .spread import COMPOSITION_ERROR
+from .spread import COMPOSITION_ERROR, NINETY
+
+#: Framework whose steps partitioned programs are: XLA's.
+_COMPILED = "jax"
+#: Operands of eight bits in a kernel's text; bytes as integers are mostly a library's workspace.
+_NARROW = re.compile(r"\bf8e\w+\[")
 
 
 @dataclass(frozen=True)
@@ -156,8 +166,13 @@ def predict_partitioned(
     _check_partitioned(lowered, devices, cluster, source.origin)
     # Latencies do not depend on the cluster; only the simulation below is repeated for the
     # interval.
-    times = program_seconds(lowered, spec, asked.model_for(spec))
-    job = _Job(lowered, cluster, collective, devices, scheduled)
+    # On a cluster of one the prediction is that of ``--device``: a program run once, or a few
+    # times.
+    trained = predictor is not None and cluster.size > 1
+    load = _Load.of(lowered.kernels, spec) if trained else None
+    factors = load.kernels if load is not None else 1.0
+    times = program_seconds(lowered, spec, asked.model_for(spec), factors)
+    job = _Job(lowered, cluster, collective, devices, scheduled, load)
     nodes, transfer, run = job.run(times.kernels)
     notes = [*_notes(lowered, scheduled, devices, cluster)]
     notes += model_notes(asked.model_for(spec), lowered.kernels, spec) if predictor else []
@@ -179,6 +194,47 @@ def predict_partitioned(
     )
 
 
+@dataclass(frozen=True)
+class _Load:
+    """What measured steps teach of kernels and collectives that run for minutes.
+
+    Kernels and collectives were measured alone and briefly. A training step holds the chip at its
+    power limit, and the network with it; how far is learned from steps of compiled frameworks, as
+    for plans (``docs/steps.md``).
+
+    Attributes:
+        kernels: Factor on each kernel, shape ``(n,)``.
+        ends: Further factors on each kernel at both ends of the 90 % interval, shape ``(2, n)``.
+        inside: Factor on collectives within a box.
+        between: Factor on collectives that leave it.
+    """
+
+    kernels: np.ndarray
+    ends: np.ndarray
+    inside: float
+    between: float
+
+    @classmethod
+    def of(cls, kernels: Sequence[Kernel], spec: DeviceSpec) -> _Load | None:
+        """Factors for the kernels of a GPU; ``None`` elsewhere.
+
+        A TPU's kernels are its compiler's estimates, which hold no short bursts.
+        """
+        if spec.platform != "gpu":
+            return None
+        table = shipped_steps().table
+        wide, narrow = (device_context(spec, bits, _COMPILED, launched=False) for bits in (16, 8))
+        factor, width = np.ones(len(kernels)), np.zeros(len(kernels))
+        for place, kernel in enumerate(kernels):
+            if kernel.kind in ("gemm", "conv"):
+                context = narrow if _NARROW.search(kernel.ir) else wide
+                factor[place] = table.effects(context).product
+                width[place] = NINETY * table.log_deviations(context)["product"]
+        effects = table.effects(wide)
+        ends = np.exp(np.stack([-width, width]))
+        return cls(factor, ends, effects.inside, effects.between)
+
+
 @dataclass
 class _Job:
     """One program on one cluster, simulated once per set of latencies."""
@@ -188,6 +244,7 @@ class _Job:
     collective: CollectiveTime
     devices: int
     scheduled: bool
+    load: _Load | None = None
 
     def run(self, seconds: np.ndarray, side: int = 0) -> tuple[list[Node], np.ndarray, StreamRun]:
         """Simulate the program; returns nodes, seconds of their collectives, and the schedule.
@@ -223,6 +280,9 @@ class _Job:
                 self.run(times.kernels, side)[2].makespan - total,
                 own,
             ]
+            if self.load is not None:
+                slower = self.load.ends[side - 1]
+                shifts.append(self.run(times.kernels * slower)[2].makespan - total)
             widths.append(float(np.sqrt(np.square(shifts).sum())))
         return Interval.around(total, *widths)
 
@@ -233,7 +293,12 @@ class _Job:
         own = node.collective
         if own is None:
             return 0.0
-        return node.times * self.collective(own.kind, own.size, own.group, self.cluster)[side]
+        seconds = self.collective(own.kind, own.size, own.group, self.cluster)[side]
+        if self.load is not None:
+            box = self.cluster.box
+            outside = box and min(own.group) // box != max(own.group) // box
+            seconds *= self.load.between if outside else self.load.inside
+        return node.times * seconds
 
     def _links(self, node: Node) -> frozenset[object]:
         if node.collective is None:

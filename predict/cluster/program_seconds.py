@@ -35,7 +35,7 @@ class ProgramSeconds:
 
 
 def program_seconds(
-    lowered: LoweredProgram, device: DeviceSpec, model: CostModel
+    lowered: LoweredProgram, device: DeviceSpec, model: CostModel, load: np.ndarray | float = 1.0
 ) -> ProgramSeconds:
     """Predict a program's kernels such that they add up to the program's own prediction.
 
@@ -43,6 +43,7 @@ def program_seconds(
         lowered: The program of one device.
         device: Device that it runs on.
         model: Model for programs of one device.
+        load: Factor on each kernel, but not on the gaps between them, shape ``(n,)``.
     """
     kernels = lowered.kernels
     apart = np.array([k.kind == "collective" for k in kernels], bool)
@@ -59,9 +60,9 @@ def program_seconds(
     # Longer than its kernels: launch gaps, the same after every execution. Shorter: kernels that
     # overlap on one device (a CPU's workers, asynchronous copies), so all shrink by one factor.
     if wall.latency >= total:
-        spread = seconds + busy * (wall.latency - total) / executions
+        spread = seconds * load + busy * (wall.latency - total) / executions
     else:
-        spread = seconds * wall.latency / total
+        spread = seconds * load * wall.latency / total
     return ProgramSeconds(
         spread,
         # Guard: the factors must enclose 1 even where an interval does not enclose its estimate.
