@@ -15,7 +15,7 @@ from ..models.steps.context import StepContext
 from ..models.steps.effects import LEARNED, WHOLE, EffectTable
 from ..models.steps.fit import Slopes, adapt, fit_effects, slopes_at, solve
 from ..models.steps.memory import fit_laws
-from ..models.steps.model import StepModel, cluster_ends, interval_ends
+from ..models.steps.model import UNCALIBRATED, StepModel, cluster_ends, interval_ends
 from ..models.steps.residual import (
     LEAST_RUNS,
     earns_its_place,
@@ -107,7 +107,8 @@ def train_steps(
         "sources": sorted({row.source for row in rows}),
         "devices": sorted({row.cluster.device for row in rows}),
     }
-    errors = pd.DataFrame({"id": [r.id for r in rows], "group": groups, **left})
+    inside = {f"{name}_inside": values for name, values in study.inside(left, tiers).items()}
+    errors = pd.DataFrame({"id": [r.id for r in rows], "group": groups, **left, **inside})
     return model, StudyFigures(errors, curve, gains)
 
 
@@ -116,7 +117,9 @@ class StudyFigures:
     """What was found with rows left out.
 
     Attributes:
-        left: For every measured row its logarithmic error when left out in each way.
+        left: For every measured row its logarithmic error when left out in each way, and under
+            the same name with ``_inside`` whether an interval held it that knew nothing of its
+            source and device.
         curve: Error of left-out sources against the number of their runs adapted to.
         gains: Error without the effects of each class of cost.
     """
@@ -294,20 +297,42 @@ class _Study:
                 )
         return added
 
+    def inside(
+        self, errors: dict[str, np.ndarray], tiers: dict[str, list[str]]
+    ) -> dict[str, np.ndarray]:
+        """Whether intervals from other groups' errors hold a group's rows, by what was left out.
+
+        Returns:
+            1 or 0 for every row; NaN where it was not predicted.
+        """
+        found = {name: np.full(len(values), np.nan) for name, values in errors.items()}
+        for group in np.unique(self.groups):
+            ends = interval_ends(self._scores(errors, tiers, self.groups != group))
+            for name, values in errors.items():
+                for i in np.flatnonzero((self.groups == group) & np.isfinite(values)):
+                    low, high = ends.get(tiers[name][i], UNCALIBRATED)
+                    found[name][i] = low <= values[i] <= high
+        return found
+
     def ends(
         self, errors: dict[str, np.ndarray], tiers: dict[str, list[str]]
     ) -> dict[str, tuple[float, float]]:
         """Ends of the intervals, each tier's from the rows that were predicted so."""
-        scores: dict[str, list[tuple[str, float]]] = {}
-        for name, values in errors.items():
-            for group, value, tier in zip(self.groups, values, tiers[name], strict=True):
-                if np.isfinite(value):
-                    scores.setdefault(tier, []).append((str(group), float(value)))
-        found = interval_ends(scores)
+        found = interval_ends(self._scores(errors, tiers, np.ones(len(self.groups), bool)))
         for name, count in zip(*np.unique(self.groups, return_counts=True), strict=True):
             if count >= LEAST_RUNS:
                 found[str(name)] = cluster_ends(errors["row"][self.groups == name])
         return found
+
+    def _scores(
+        self, errors: dict[str, np.ndarray], tiers: dict[str, list[str]], which: np.ndarray
+    ) -> dict[str, list[tuple[str, float]]]:
+        """Group and error of some rows by tier, as :func:`interval_ends` takes them."""
+        scores: dict[str, list[tuple[str, float]]] = {}
+        for name, values in errors.items():
+            for i in np.flatnonzero(which & np.isfinite(values)):
+                scores.setdefault(tiers[name][i], []).append((str(self.groups[i]), values[i]))
+        return scores
 
 
 def _thinned(groups: np.ndarray, seed: int) -> list[int]:
@@ -355,13 +380,14 @@ def run_train_steps(console: Console, settings: StepSettings) -> StepModel:
 
 
 def left_out_figures(left: pd.DataFrame) -> pd.DataFrame:
-    """Mean over groups of the error with rows, clusters, sources, chips … left out.
+    """Mean over groups of the error, and of the share inside, with rows, clusters … left out.
 
     Args:
         left: From :func:`train_steps`.
     """
     records = []
-    for name in (c for c in left.columns if c not in ("id", "group")):
+    ways = [c for c in left.columns if c not in ("id", "group") and not c.endswith("_inside")]
+    for name in ways:
         logs, groups = left[name].to_numpy(), left["group"].to_numpy()
         records.append(
             {
@@ -370,6 +396,7 @@ def left_out_figures(left: pd.DataFrame) -> pd.DataFrame:
                 "groups": int(left["group"].nunique()),
                 "mape": group_error(logs, groups),
                 "median_ape": group_error(logs, groups, "median"),
+                "coverage": float(left[f"{name}_inside"].groupby(groups).mean().mean()),
             }
         )
     return pd.DataFrame(records)
