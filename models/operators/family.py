@@ -314,7 +314,8 @@ class FamilyModel:
         """Interval ends in seconds of rows for which a known device stands in.
 
         A sibling's ends lie halfway (geometric mean) between those of the known device and those of
-        an unseen one; the lower end moves by at most half of its own distance.
+        an unseen one, and never inside the former; the lower end moves by at most half of its own
+        distance.
         """
         if scope == "unseen":
             return self.intervals.of(
@@ -324,7 +325,10 @@ class FamilyModel:
         if scope != "sibling":
             return lo, hi
         wide_lo, wide_hi = self.intervals.of("", latency)
-        return np.sqrt(lo * np.maximum(wide_lo, lo**2 / latency)), np.sqrt(hi * wide_hi)
+        # The ends of an unseen device are those of all sizes together: at some size the known
+        # device's own may be wider.
+        wide_lo = np.clip(wide_lo, lo**2 / latency, lo)
+        return np.sqrt(lo * wide_lo), np.sqrt(hi * np.maximum(hi, wide_hi))
 
     def _correct(
         self,

@@ -124,6 +124,20 @@ def test_a_sibling_is_predicted_as_its_twin(model, measured, chips):
     assert (twin.lo <= known.lo).all() and (twin.hi >= known.hi).all()
 
 
+def test_a_siblings_interval_is_never_inside_its_twins(model, measured, chips, monkeypatch):
+    """At sizes where the known device errs more than unseen devices do on average."""
+    rows = measured("a-twin", 40, 52)
+    own = model.intervals
+    wide = dataclasses.replace(
+        own, lower={**own.lower, "a": [-2.0] * 4}, upper={**own.upper, "a": [2.0] * 4}
+    )
+    monkeypatch.setattr(model, "intervals", wide)
+    assert own.unseen[0] > -2.0 and own.unseen[1] < 2.0
+    found = model.predict(rows, chips)
+    assert found.lo == pytest.approx(found.latency * np.exp(-2.0))
+    assert found.hi == pytest.approx(found.latency * np.exp(2.0))
+
+
 def test_devices_may_be_mixed(model, measured, chips):
     parts = [measured(d, 30, 53) for d in ("new", "a", "a-twin", "b")]
     mixed = pd.concat(parts, ignore_index=True).sample(frac=1, random_state=0)
