@@ -70,11 +70,12 @@ def schedule_of(prediction: Prediction, lowered: LoweredProgram, device: DeviceS
     # Asynchronous copies have no gap: they do not occupy the compute stream.
     runs = np.where((times > 0) & ~np.array(channel, bool), counts, 0.0)
     gap = max(beyond, 0.0) / max(float(runs.sum()), 1.0)
-    shift = gap * np.concatenate([[0.0], np.cumsum(runs)])
-    # The gap after a kernel's last execution belongs between it and the next kernel, not inside it.
-    inside = gap * np.maximum(runs - 1.0, 0.0)
-    start = plan.start * stretch + shift[:-1]
-    end = plan.end * stretch + shift[:-1] + inside
+    # A launch comes before what it launches: the first execution waits for one, and the last kernel
+    # ends with the program. The first gap of a kernel lies before it, the others inside it.
+    shift = gap * np.cumsum(runs)
+    first = gap * (runs > 0)
+    start = plan.start * stretch + shift - gap * runs + first
+    end = plan.end * stretch + shift
     return Schedule(start, end, times * stretch, plan.worker, workers, stretch)
 
 
