@@ -31,8 +31,7 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
     from ..predict.sweep import run as sweeps
     from ..predict.sweep.job import SweepJob
     from ..predict.sweep.reasons import reasons
-    from ..predict.sweep.space import axis_values, parse_grid
-    from ..simulate.clusters.catalogue import find_cluster
+    from ..predict.sweep.space import parse_grid
     from ..simulate.step.workload import read_workload
 
     work = read_workload(settings.workload, list(settings.sizes))
@@ -43,11 +42,8 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
     job = sweeps.Sweep(own, out, settings.workers, settings.ray)
     with _bar() as advance:
         if settings.trials:
-            # One space for all trials: a sampler needs fixed axes, so those of the first cluster
-            # are used.
-            values = axis_values(work, find_cluster(clusters[0]), grid)
             rows = sweeps.search(
-                job, clusters, batches, values, settings.trials, settings.seed, advance
+                job, clusters, batches, grid, settings.trials, settings.seed, advance
             )
         else:
             rows = sweeps.grid(job, clusters, batches, grid, advance)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ...common.parquet import read_table
 from ...features.dataset import write_table
 from ...simulate.clusters.catalogue import find_cluster
 from .job import SweepJob, judge
-from .space import Candidate, candidates, chunks, make_plan, no_candidates
+from .space import AXES, Candidate, axis_values, candidates, chunks, make_plan, no_candidates
 from .workers import Rows, run_here, run_processes, run_ray
 
 #: Candidates of a piece: what an interrupted sweep loses at most, and what a worker gets at a time.
@@ -143,7 +144,7 @@ def search(
         sweep: Sweep that holds the results; existing ones are reused.
         clusters: Names or files of clusters.
         batches: Batch sizes.
-        values: Values of every axis, from :func:`~opcast.predict.sweep.space.axis_values`.
+        values: Values of some axes; the others take the defaults of each cluster.
         trials: Plans to try; choices that are not valid do not count, up to ten times as many.
         seed: Random seed of the search.
         progress: Called with the numbers of finished and of all trials.
@@ -159,16 +160,23 @@ def search(
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
     visited: dict[Candidate, None] = {}
     known = {name: find_cluster(name) for name in clusters}
+    work = sweep.job.workload
+    own = {name: axis_values(work, cluster, values) for name, cluster in known.items()}
+    # One space for all trials, since the sampler needs fixed axes: what any cluster allows. A value
+    # that is not the chosen cluster's makes a choice that is not valid.
+    every = {axis: list(dict.fromkeys(chain(*(o[axis] for o in own.values())))) for axis in AXES}
     rows = sweep.known()
-    per_token = sweep.job.workload.seq * 1e-6
+    per_token = work.seq * 1e-6
     for _ in range(10 * trials):
         if len(visited) >= trials:
             break
         trial = study.ask()
-        choice = {axis: trial.suggest_categorical(axis, list(v)) for axis, v in values.items()}
+        choice = {axis: trial.suggest_categorical(axis, every[axis]) for axis in AXES}
         name = trial.suggest_categorical("cluster", list(clusters))
         batch = trial.suggest_categorical("batch", list(batches))
-        plan = make_plan(choice, replace(sweep.job.workload, batch=batch), known[name])
+        plan = None
+        if all(value in own[name][axis] for axis, value in choice.items()):
+            plan = make_plan(choice, replace(work, batch=batch), known[name])
         if plan is None:
             study.tell(trial, state=optuna.trial.TrialState.PRUNED)
             continue

@@ -68,9 +68,8 @@ def test_bad_grids(tmp_path, text, said):
 
 def test_a_search_without_a_valid_plan_says_so(tmp_path):
     # Three stages do not divide eight devices, so every trial is pruned.
-    values = axis_values(WORK, find_cluster(CLUSTERS[0]), {"pp": ["3"]})
     with pytest.raises(PlanError, match="no combination"):
-        search(Sweep(JOB, tmp_path), CLUSTERS, [32], values, trials=2, seed=0)
+        search(Sweep(JOB, tmp_path), CLUSTERS, [32], {"pp": ["3"]}, trials=2, seed=0)
     with pytest.raises(PlanError, match="no combination"):
         Sweep(JOB, tmp_path / "empty").run([])
 
@@ -114,10 +113,21 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, whole, monkeypatch):
 
 def test_the_search_finds_the_best_plan_that_fits(tmp_path, whole):
     pytest.importorskip("optuna")
-    values = axis_values(WORK, find_cluster(CLUSTERS[0]), GRID)
-    found = search(Sweep(JOB, tmp_path), CLUSTERS, [32], values, trials=16, seed=0)
+    found = search(Sweep(JOB, tmp_path), CLUSTERS, [32], GRID, trials=16, seed=0)
     best = whole[whole["fits"]]["step_us"].min()
     assert found[found["fits"]]["step_us"].min() < 1.2 * best
+
+
+@pytest.mark.parametrize("clusters", [["tpu-v5e-x1", "tpu-v5e-x8"], ["tpu-v5e-x8", "tpu-v5e-x1"]])
+def test_a_search_tries_what_any_of_its_clusters_allows(tmp_path, clusters):
+    pytest.importorskip("optuna")
+    chosen = {"recompute": ["none"], "schedule": ["1f1b"], "split": ["1"], "data": ["dp"]}
+    found = search(Sweep(JOB, tmp_path), clusters, [32], chosen, trials=8, seed=0)
+    assert set(found["cluster"]) == set(clusters)
+    large = found[found["cluster"] == "tpu-v5e-x8"]
+    # One device has no second stage and no second part of a layer; eight have.
+    assert (large["tp"] * large["pp"]).max() > 1
+    assert (found.loc[found["cluster"] == "tpu-v5e-x1", ["tp", "pp"]] == 1).all(axis=None)
 
 
 def test_pareto_by_hand(tmp_path):
