@@ -82,6 +82,23 @@ def parameter_spec(path: str, shape: tuple[int, ...], mesh: Mapping[str, int]) -
     return tuple(spec)
 
 
+def cache_spec(shape: tuple[int, ...], mesh: Mapping[str, int], where: str) -> Spec:
+    """Cut a cache of keys or values (batch, positions, heads, head size): batch and heads.
+
+    Tensor parallelism keeps the keys and values of a head on the rank that makes them (Pope et al.,
+    Efficiently Scaling Transformer Inference, 2022, section 3.3). Heads that ``tp`` does not divide
+    stay whole.
+
+    Raises:
+        PlanError: The batch is not a multiple of the axes' sizes.
+    """
+    spec: list[str | tuple[str, ...] | None] = [None] * len(shape)
+    spec[:1] = batch_spec(shape, mesh, where) or (None,)
+    if "tp" in mesh and len(shape) > 2 and shape[-2] % mesh["tp"] == 0:
+        spec[-2] = "tp"
+    return tuple(spec)
+
+
 def _tensor_dimension(path: str, shape: tuple[int, ...]) -> int | None:
     words = set(re.split(r"[^a-z0-9]+", path.lower()))
     # Biases and scales stay whole. Rows are checked first, since a path may hold words of both.

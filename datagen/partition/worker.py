@@ -64,12 +64,16 @@ def partition(family: str, settings: dict[str, Setting], mesh: dict[str, int], d
     import numpy as np
 
     from ..zoo.registry import build
-    from .sharding import batch_spec, parameter_spec
+    from .sharding import batch_spec, cache_spec, parameter_spec
 
     workload = build(family, **settings)
     devices = np.array(jax.devices()).reshape(tuple(mesh.values()))
     grid = jax.sharding.Mesh(devices, tuple(mesh))
+    train = settings.get("mode") == "train"
     *held, batch = workload.abstract_args
+    # Behind parameters and statistics stands the optimiser's state, or the caches of a decoding
+    # step.
+    caches = [] if train else held[2:]
 
     def cut(path: Sequence[object], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         names = "/".join(str(getattr(k, "key", getattr(k, "name", k))) for k in path)
@@ -81,10 +85,15 @@ def partition(family: str, settings: dict[str, Setting], mesh: dict[str, int], d
         split = not names.startswith("dropout_key")
         return _sharded(leaf, grid, batch_spec(leaf.shape, mesh, names) if split else ())
 
+    def cut_cache(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return _sharded(leaf, grid, cache_spec(leaf.shape, mesh, "caches"))
+
+    held = held[: len(held) - len(caches)]
     args = [jax.tree_util.tree_map_with_path(cut, arg) for arg in held]
+    args += [jax.tree.map(cut_cache, arg) for arg in caches]
     args.append(jax.tree_util.tree_map_with_path(cut_batch, batch))
     outputs = jax.eval_shape(workload.function, *workload.abstract_args)
-    out = _out_shardings(outputs, args, settings.get("mode") == "train", grid)
+    out = _out_shardings(outputs, args, train, grid)
     jitted = jax.jit(
         workload.function,
         donate_argnums=workload.donate_argnums,
@@ -127,7 +136,9 @@ def _out_shardings(outputs: PyTree, args: list[PyTree], train: bool, grid: Mesh)
     import jax
 
     if not train:
-        return None
+        # A decoding step returns its updated caches behind the tokens.
+        caches = [jax.tree.map(lambda leaf: leaf.sharding, arg) for arg in args[2:-1]]
+        return (None, *caches) if caches else None
     # A training step returns parameters, statistics and optimiser state (its first three
     # arguments), then the loss.
     kept = [jax.tree.map(lambda leaf: leaf.sharding, arg) for arg in args[:3]]

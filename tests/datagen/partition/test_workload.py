@@ -1,7 +1,7 @@
 import pytest
 
 from opcast.common.errors import LoweringError, PlanError
-from opcast.datagen.partition.sharding import batch_spec, parameter_spec, parse_mesh
+from opcast.datagen.partition.sharding import batch_spec, cache_spec, parameter_spec, parse_mesh
 from opcast.datagen.partition.workload import expand_groups, export_partitioned
 from opcast.features.ir.reader import read_program
 
@@ -31,6 +31,16 @@ def test_batches_are_cut_along_all_data_axes():
     assert batch_spec((8, 16), {"tp": 2}, "ids") == ()
     with pytest.raises(PlanError, match="multiple of 3"):
         batch_spec((8, 16), {"dp": 3}, "ids")
+
+
+def test_caches_are_cut_by_batch_and_heads():
+    shape = (8, 4096, 4, 64)
+    assert cache_spec(shape, {"dp": 2, "fsdp": 4, "tp": 4}, "caches") == (
+        ("dp", "fsdp"), None, "tp", None,
+    )  # fmt: skip
+    assert cache_spec(shape, {"tp": 8}, "caches") == (None,) * 4
+    with pytest.raises(PlanError, match="multiple of 3"):
+        cache_spec(shape, {"dp": 3}, "caches")
 
 
 def test_replica_groups_are_written_out():
@@ -73,6 +83,21 @@ def test_partitioned_programs_hold_explicit_collectives(tmp_path, mesh, devices)
     ]
     assert groups
     assert all(g == set(range(devices)) for g in groups)
+
+
+@pytest.mark.slow
+def test_a_decoding_step_keeps_its_caches_by_batch_and_heads(tmp_path):
+    settings = {
+        "layers": 1, "dim": 256, "heads": 4, "kv_heads": 4, "hidden": 512, "vocab": 512,
+        "cache": 128, "batch": 8,
+    }  # fmt: skip
+    path = export_partitioned("llama_decode", settings, "dp=2,tp=2", tmp_path / "step.mlir")
+    entry = read_program(path).program.entry_computation
+    shapes = [op.type.shape for op in entry.parameters]
+    assert shapes.count((4, 128, 2, 64)) == 2
+    # Nothing gathers a cache: attention runs where its heads and sequences lie.
+    gathered = [op for op in entry.ops if op.opcode == "all-gather"]
+    assert all(op.result_bytes < 4 * 128 * 2 * 64 * 4 for op in gathered)
 
 
 @pytest.mark.slow
