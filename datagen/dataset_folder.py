@@ -1,8 +1,8 @@
 """The folder of a dataset under construction: shards, failures and run records, written atomically.
 
-A sample belongs to a run, and every run has a record. Finished programs are those named in the
-shards and in ``failures.jsonl``; a kill at any moment leaves both readable, so a stopped run is
-resumed from the folder alone.
+A sample belongs to a run, and every run has a record. Finished programs of a device are those that
+its runs name in the shards and in ``failures.jsonl``; a kill at any moment leaves both readable, so
+a stopped run is resumed from the folder alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -115,12 +115,20 @@ def _append_lines(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def done_programs(folder: Path) -> set[str]:
-    """Return the keys of the programs that were measured or failed."""
+def done_programs(folder: Path, runs: Container[str] | None = None) -> set[str]:
+    """Return the keys of the programs that were measured or failed.
+
+    Args:
+        folder: The dataset's folder.
+        runs: Runs that count, such as those of one device; all by default.
+    """
     done: set[str] = set()
     for shard in folder.glob("*.parquet"):
-        done.update(read_table(shard, columns=["program"])["program"])
-    return done | {failure["program"] for failure in read_failures(folder)}
+        rows = read_table(shard, columns=["program", "run_id"]).drop_duplicates()
+        pairs = zip(rows["program"], rows["run_id"], strict=True)
+        done.update(program for program, run in pairs if runs is None or run in runs)
+    failures = read_failures(folder)
+    return done | {f["program"] for f in failures if runs is None or f.get("run_id") in runs}
 
 
 def read_failures(folder: Path) -> list[dict[str, str]]:

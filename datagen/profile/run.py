@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,7 @@ class ProfileRun:
         self._folder = folder
         self._start = time.monotonic()
         self._plan = Plan(settings.mix, settings.seed, settings.suite, given)
-        self._done = done_programs(folder)
+        self._done: set[str] = set()
         # The id sorts by time; the random part keeps two runs of one second apart.
         now = datetime.datetime.now(datetime.UTC)
         self._run_id = f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
@@ -152,15 +152,30 @@ class ProfileRun:
         self._spent: dict[str, float] = {}
         self._disturbances: list[dict[str, object]] = []
         budget = settings.budget_s
-        self._budget_s = None if budget is None else budget - self._spent_before()
+        self._budget_s = budget
         # A fresh worker bounds leaks and gives replicates another process: about four times in a
         # short run, every four minutes in a long one.
         self._recycle_s = settings.recycle_every_s or max(20.0, min(240.0, (budget or 600.0) / 4))
 
-    def _spent_before(self) -> float:
-        """Return the seconds that earlier runs spent on this plan; add their shares to the plan."""
+    def _resume(self, device: DeviceSpec) -> None:
+        """Take off what earlier runs on the device did: their programs, their share of the budget.
+
+        What another device in the folder measured says nothing about this one.
+        """
+        own = {
+            run: record
+            for run, record in self._earlier.items()
+            if "device" in record and DeviceSpec.from_dict(record["device"]) == device
+        }
+        self._done = done_programs(self._folder, own)
+        spent = self._spent_before(own.values())
+        if self._budget_s is not None:
+            self._budget_s -= spent
+
+    def _spent_before(self, records: Iterable[Mapping[str, Any]]) -> float:
+        """Return the seconds that runs spent on this plan; add their shares to the plan."""
         total = 0.0
-        for record in self._earlier.values():
+        for record in records:
             if record.get("plan") == self._plan.record():
                 total += float(record.get("elapsed_s", 0.0))
                 for stream, seconds in record.get("spent_s", {}).items():
@@ -169,27 +184,27 @@ class ProfileRun:
 
     def execute(self, progress: bool = True) -> ProfileResult:
         """Measure until the budget or the plan ends, or Ctrl-C."""
-        # Before the worker starts, which takes seconds: earlier runs may have used up the budget.
-        if self._out_of_time():
-            return self._result("budget")
         try:
             host = self._measurer.client.ask("hello")["host"]
             _check_device(self._settings.device, host)
+            device = self._device_spec or self._known_device(host["device_name"])
+            if device is None:
+                device = DeviceSpec.from_dict(self._measurer.client.ask("probe")["device"])
+            self._resume(device)
+            if self._out_of_time():
+                return self._result("budget")
             if self._plan.mix.get("zoo"):
                 suite = self._measurer.client.ask("suite", name=self._settings.suite)
                 self._plan.zoo_size = int(suite["size"])
             batch = self._plan.next_batch(self._done)
             if not batch:
                 return self._result("done")
-            self._begin(host)
+            self._begin(host, device)
             return self._finish(self._loop(batch, progress))
         finally:
             self._measurer.restart()
 
-    def _begin(self, host: dict[str, Any]) -> None:
-        device = self._device_spec or self._known_device(host["device_name"])
-        if device is None:
-            device = DeviceSpec.from_dict(self._measurer.client.ask("probe")["device"])
+    def _begin(self, host: dict[str, Any], device: DeviceSpec) -> None:
         self._run.record |= {
             "device": asdict(device),
             "host": host,

@@ -103,6 +103,17 @@ def test_done_programs_are_those_on_disk(tmp_path: Path) -> None:
     assert done_programs(tmp_path) == {"a", "c"}
 
 
+def test_done_programs_of_some_runs(tmp_path: Path) -> None:
+    for run_id, program in (("r", "a"), ("s", "b")):
+        run = writer(tmp_path, run_id)
+        run.add_rows([row(program)], "l4")
+        run.add_failure(f"{program} fails", "does not compile")
+        run.flush()
+    assert done_programs(tmp_path, {"r"}) == {"a", "a fails"}
+    assert done_programs(tmp_path, ()) == set()
+    assert done_programs(tmp_path) == {"a", "a fails", "b", "b fails"}
+
+
 def test_a_half_written_failure_is_left_out(tmp_path: Path) -> None:
     (tmp_path / FAILURES).write_text('{"program": "a", "reason": "x"}\n{"program": "b", "rea')
     run = writer(tmp_path)

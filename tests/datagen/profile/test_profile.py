@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -130,6 +131,17 @@ def test_nothing_is_left_to_do(measured: Path) -> None:
     result = profile(measured, sources=sources, device_spec=SPEC, max_memory=200e6)
     assert (result.run_id, result.samples, result.stopped) == ("", 0, "done")
     assert sorted(path.name for path in measured.iterdir()) == before
+
+
+def test_another_device_of_a_folder_has_everything_to_do(measured: Path, tmp_path: Path) -> None:
+    for path in measured.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    other = dataclasses.replace(SPEC, name="cpu-y")
+    result = profile(tmp_path, sources=tiny(8), device_spec=other, max_memory=200e6)
+    assert (result.programs, result.stopped) == (1, "done")
+    frame = Dataset.load(tmp_path).frame
+    both = frame[frame["program"] == frame.loc[frame["device"] == "cpu-y", "program"].iloc[0]]
+    assert set(both["device"]) == {SPEC.name, "cpu-y"}
 
 
 def test_consolidate_keeps_every_row(measured: Path, tmp_path: Path) -> None:
