@@ -148,25 +148,30 @@ def kernel_us(time: float, launch: float, joins: bool = False) -> float:
 def _communication(
     program: GraphProgram, link_times: np.ndarray, backward: float
 ) -> tuple[float, list[tuple[float, float]]]:
-    sync = hidden = bucket = 0.0
-    ends: list[tuple[float, float]] = []
+    """Exposed communication in microseconds, and half-widths of its parts down and up."""
+    total, ends = 0.0, []
+    hidden, bucket = np.zeros(3), 0.0
     for term in program.terms:
         if term.kind not in COLLECTIVES:
             continue
-        time, low, high = link_times[term.row]
         # Transfers of micro-batches overlap; the exposed ones are those in a row, while filling and
         # draining.
         times = program.variant.pipeline_hops if term.kind == "SENDRECV" else term.times
         if term.kind == "ALLREDUCE_ASYNC":
-            hidden += times * time
+            hidden += times * link_times[term.row]
             bucket += times * term.size
         else:
-            sync += times * time
-            ends.append((times * (time - low), times * (high - time)))
-    # The last bucket's share of the time, taken as its share of the bytes.
-    last = hidden * min(1.0, BUCKET_BYTES / bucket) if bucket else 0.0
-    # Reductions start with the first full bucket, so they may hide behind nearly all of the pass.
-    return sync + max(hidden - backward, last), ends
+            time, low, high = times * link_times[term.row]
+            total += time
+            ends.append((time - low, high - time))
+    if bucket:
+        # The last bucket's share of the time, taken as its share of the bytes. Reductions start
+        # with the first full bucket, so they may hide behind nearly all of the pass.
+        last = hidden * min(1.0, BUCKET_BYTES / bucket)
+        time, low, high = np.maximum(hidden - backward, last)
+        total += time
+        ends.append((time - low, high - time))
+    return total, ends
 
 
 def measure_rho(

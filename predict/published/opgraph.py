@@ -11,7 +11,11 @@ Where that is known to differ, the kernels that it does launch are taken instead
 - An element-wise op whose second operand is a scalar or broadcast reads one tensor, not two; the
   gradient of a division by a scalar is one such op.
 - A layer norm's backward pass reads its tensors twice: for the input's gradient and the weights'.
-- The gradient of GELU reads two tensors.
+- The gradient of GELU reads two tensors. That of a softmax is a product of two tensors and a pass
+  that reads two again.
+- A product of four-dimensional operands (PyTorch's ``matmul``) runs as a batch of matrices. Heads
+  are views of (batch, positions, heads · size), whose batch and heads are no single dimension of
+  memory: with more than one sequence, queries, keys and values are copied before.
 - Dropout reads a tensor, and writes one and a byte mask; its backward pass converts, scales and
   applies the mask in three kernels, six tensors and the byte mask in all.
 - A fused chain is one kernel that reads the node's inputs and writes its output; with a softmax or
@@ -139,7 +143,21 @@ def node_kernels(node: dict[str, object], phase: str, mode: str, width: int = 4)
         return [_move((tensors * width + 1) * _elements(listed[0].shape[0]))]
     if phase == "bw":
         return _backward(name, listed, node, width)
-    return [_forward(op, node, width) for op in listed if _moves(op)]
+    copies = [_move(2.0 * width * size) for size in _permuted(listed, node)]
+    return copies + [_forward(op, node, width) for op in listed if _moves(op)]
+
+
+def _permuted(listed: list[GraphOp], node: dict[str, object]) -> list[int]:
+    """Elements of the operands that a batched product of heads copies first."""
+    products = [op for op in listed if op.kind == "BMM" and len(op.shape) == 4]
+    if not products:
+        return []
+    _, _, depth, columns = products[0].shape
+    operands = [s for s in parse_shapes(str(node.get("InputShapes", "[]"))) if len(s) == 4]
+    # The head size is the depth of the scores' product and the width of the values'. The scores
+    # have no such dimension: the framework made them, contiguous, itself.
+    size = min(depth, columns)
+    return [_elements(s) for s in operands if min(s[0], s[1]) > 1 and size in s[2:]]
 
 
 def _moves(op: GraphOp) -> bool:
@@ -164,6 +182,9 @@ def _backward(
     if name == "VECln":
         return [op for op in listed for _ in range(2)]
     if name == "VECgelu":
+        return [GraphOp("VECmul", op.shape) for op in listed]
+    # PyTorch multiplies gradient and result, then reads product and result once more.
+    if name == "VECsoftmax":
         return [GraphOp("VECmul", op.shape) for op in listed]
     if name == "VECdiv" and _broadcasts(node):
         return [GraphOp("VECdivu", listed[0].shape)]

@@ -1,4 +1,5 @@
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -6,7 +7,7 @@ import pandas as pd
 import pytest
 
 from opcast.common.errors import DatasetError
-from opcast.predict.cluster.spread import combined_spread
+from opcast.predict.cluster.spread import COMPOSITION_ERROR, combined_spread
 from opcast.predict.published.composition import (
     BUCKET_BYTES,
     KERNEL_US,
@@ -49,6 +50,15 @@ def op_latency(table):
     probe = (table["op"] == "relu") & (table["rows"] == 1)
     linear = np.where(table["family"] == "linear", LINEAR, VECTOR)
     return answer(np.where(probe, LAUNCH, linear))
+
+
+def exact(table):
+    times = op_latency(table)
+    return times.assign(lo_us=times["latency_us"], hi_us=times["latency_us"])
+
+
+def answer_of(time, low, high, table):
+    return answer(np.full(len(table), time), low, high)
 
 
 def link_latency(table):
@@ -114,6 +124,29 @@ def test_gradients_hide_behind_the_backward_pass(slow):
     # Two layers send 4 buckets each: the last of 8 buckets is exposed, or all that exceeds.
     expected = 2 * time - backward if slow else 2 * time / 8
     assert found["communication_ms"].iloc[0] == pytest.approx(expected / 1e3)
+
+
+def test_what_reductions_expose_is_as_uncertain_as_they_are():
+    elements = 4 * BUCKET_BYTES // 4
+    node = ("x_grad", "allreduce", "[]", f"[['ALLREDUCE_ASYNC', ({elements},)]]")
+
+    def ends(low, high):
+        links = partial(answer_of, 1000.0, low, high)
+        # Operators that are known exactly leave the links and the composition itself.
+        found = compose(label(mode="train", variant="dp4"), graph("g", [node]), exact, links)
+        return found.iloc[0] * 1e3
+
+    sure, unsure = ends(1.0, 1.0), ends(0.5, 2.0)
+    own = COMPOSITION_ERROR * sure["latency_ms"]
+    backward = 4 * G
+    assert unsure["latency_ms"] == pytest.approx(sure["latency_ms"])
+    # Two reductions of 1000 each behind the backward pass, of half and of twice the time.
+    assert sure["hi_ms"] - sure["latency_ms"] == pytest.approx(own)
+    assert unsure["hi_ms"] - unsure["latency_ms"] == pytest.approx(np.hypot(2000.0, own))
+    exposed, least = 2000.0 - backward, 1000.0 - backward
+    assert unsure["latency_ms"] - unsure["lo_ms"] == pytest.approx(
+        np.hypot(exposed - least, own)
+    )
 
 
 @pytest.mark.parametrize(("variant", "share", "hops"), [("pp4_1", 1.0, 3), ("pp4_4", 7 / 4, 6)])

@@ -101,8 +101,25 @@ def test_gradients_read_what_they_need():
     ln = node("VECln", bw="[['VECmul', (4, 8)]]", acc="[['VECadd', [1, 8]]]")
     assert node_kernels(ln, "bw", "train") == [GraphOp("VECmul", (4, 8))] * 2
     assert node_kernels(ln, "acc", "train") == [GraphOp("VECadd", (1, 8))]
+    softmax = node("VECsoftmax", bw="[['VECmul', (4, 8)], ['VECsoftmax', (4, 8)]]")
+    assert node_kernels(softmax, "bw", "train") == [GraphOp("VECmul", (4, 8))] * 2
     gelu = node("VECgelu", bw="[['VECgelu', (4, 8)]]")
     assert node_kernels(gelu, "bw", "train") == [GraphOp("VECmul", (4, 8))]
+
+
+def test_products_of_heads_copy_what_is_no_batch_of_matrices():
+    """Two sequences of 8 positions in 3 heads of 4: queries and keys, then the values."""
+    scores = node(
+        "BMM", "[['BMM', (6, 8, 4, 8)]]", "[]", inputs="[(2, 3, 8, 4), (2, 3, 4, 8)]"
+    )
+    moved = GraphOp("MOVE", (2 * 4 * 2 * 3 * 8 * 4.0,))
+    assert node_kernels(scores, "fw", "inf") == [moved, moved, GraphOp("BMM", (6, 8, 4, 8))]
+    values = node("BMM", "[['BMM', (6, 8, 8, 4)]]", inputs="[(2, 3, 8, 8), (2, 3, 8, 4)]")
+    assert node_kernels(values, "fw", "inf") == [moved, GraphOp("BMM", (6, 8, 8, 4))]
+    # The heads of one sequence are a batch as they lie, and three dimensions are one already.
+    for inputs in ("[(1, 3, 8, 4), (1, 3, 4, 8)]", "[(3, 8, 4), (3, 4, 8)]"):
+        alone = node("BMM", "[['BMM', (3, 8, 4, 8)]]", inputs=inputs)
+        assert node_kernels(alone, "fw", "inf") == [GraphOp("BMM", (3, 8, 4, 8))]
 
 
 def test_a_fused_chain_moves_its_inputs_and_its_output():
