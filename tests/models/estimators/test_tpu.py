@@ -22,8 +22,10 @@ from opcast.features.table.roofline import least_seconds, roofline
 from opcast.features.table.table import feature_names, schema_hash
 from opcast.models.core.kernel_table import concatenate, kernel_table
 from opcast.models.estimators.tpu import TpuEstimator, is_estimated
+from opcast.models.core.kernel_table import kernel_table
 from opcast.models.program.overhead import Overhead
 from opcast.models.program.schedule_cost import schedule_cost
+from opcast.models.trust.conformal import UNCALIBRATED
 
 DATA = Path(__file__).parents[2] / "features" / "data" / "absent"
 V5E = find_device("tpu-v5e")
@@ -61,6 +63,19 @@ def test_select_and_scatter_takes_its_roofline(model: TpuEstimator) -> None:
     assert not found.in_domain[silent].any()
     assert (found.lo[silent] < found.latency[silent]).all()
     assert (found.hi[silent] > found.latency[silent]).all()
+
+
+def test_kernels_left_to_a_roofline_have_its_errors(model: TpuEstimator) -> None:
+    """The base of the trees counts passes over registers that the plain roofline does not."""
+    own = [k for k in kernels("v5e_bmm") if k.cycles]
+    table = kernel_table(own, V5E)
+    table.line_s = table.base_s / 20
+    estimator = TpuEstimator(rounds=1, stop_rounds=0)
+    estimator.calibrate(table, 1.1 * table.base_s, table.base_s)
+    assert estimator.fallback == pytest.approx((-UNCALIBRATED, np.log(1.1 * 20)))
+    table.line_s = 20 * table.base_s
+    estimator.calibrate(table, 1.1 * table.base_s, table.base_s)
+    assert estimator.fallback == pytest.approx((np.log(1.1 / 20), UNCALIBRATED))
 
 
 def test_no_kernel_is_free(model: TpuEstimator) -> None:
