@@ -155,7 +155,7 @@ def overlay(base: Sheet, own: Sheet) -> Sheet:
                 sources[key] = f"estimate: {factor:.3g} × {base.name}, as {' × '.join(changed)}"
     values |= own.values
     sources |= own.sources
-    # A bigger chip with its base's power limit would be power-bound at once (`sustained` in
+    # A bigger chip with its base's power limit would be power-bound at once (`power_rate` in
     # operators/columns.py); idle power does not scale with the arithmetic.
     if "power_w" in values and "power_w" not in own.values:
         factor = _f32_rate(values) / _f32_rate(base.values)

@@ -14,6 +14,7 @@ from .physics import (
     combine,
     fill,
     flags,
+    least_seconds,
     log2,
     non_nvidia,
     quantised,
@@ -166,7 +167,7 @@ def attention(table: OpTable) -> Physics:
     base = floor + t_extra + t_both
     repeat = work.repeat
     t_compute = flops / peak
-    t_least = moved / np.maximum(mc.bandwidth, mc.cache_bandwidth * resident)
+    t_least = least_seconds(moved, resident, mc)
     waves = blocks * split / mc.cores
     features = {
         **flags(table, DTYPES),
@@ -213,7 +214,7 @@ def attention(table: OpTable) -> Physics:
     return Physics(
         base,
         np.maximum(t_compute, t_least),
-        t_compute > moved / mc.bandwidth,
+        t_compute > t_least,
         floor,
         flops,
         moved,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,16 +15,16 @@ from ..ir.dtypes import TABLE_FORMATS
 from .schema import NAMES
 
 
-def sustained(spec: DeviceSpec) -> float:
-    """Return the share of the FP32 peak that a device's power limit allows, at most 1.
+def power_rate(spec: DeviceSpec) -> float:
+    """Return the FP32 operations per second that a device's power limit feeds.
 
-    ``(power - idle) / (energy of an operation · peak rate)``. It is 1 where the power limit or the
-    energy of an operation on the chip's process is not known.
+    ``(power - idle) / energy of an operation``; infinite where the power limit or the energy of an
+    operation on the chip's process is not known.
     """
     energy = rules_of(spec.architecture, spec.platform).f32_joules
     if spec.power_w <= IDLE_W or not energy:
-        return 1.0
-    return min(1.0, (spec.power_w - IDLE_W) / (energy * spec.matrix_peak("f32")))
+        return float("inf")
+    return (spec.power_w - IDLE_W) / energy
 
 
 @dataclass(slots=True)
@@ -120,11 +120,19 @@ class OpTable:
         return self.mapped("dtype", bits, 16.0) / 8
 
     def matrix_peak(self) -> np.ndarray:
-        """Return the dense FLOP/s of each row's dtype on its device."""
+        """Return the dense FLOP/s of each row's dtype on its device, by its data sheet."""
+        return self._rates(lambda device, dtype: device.matrix_peak(dtype))
+
+    def power_rate(self) -> np.ndarray:
+        """Return the FLOP/s that the power limit feeds; infinite where that is not known."""
+        # Energies are known for FP32 operations alone (`_NM16` … in devices/rules.py).
+        return self._rates(lambda device, dtype: power_rate(device) if dtype == "f32" else np.inf)
+
+    def _rates(self, rate: Callable[[DeviceSpec, str], float]) -> np.ndarray:
         code, values = self._codes("dtype")
         formats = [TABLE_FORMATS.get(str(v), TABLE_FORMATS["bf16"]) for v in values]
         # One rate for each pair of device and dtype, spread over the rows by index.
-        rates = np.array([[_rate(d, kind.rate) for kind in formats] for d in self.devices])
+        rates = np.array([[rate(d, kind.rate) for kind in formats] for d in self.devices])
         return np.asarray(rates[self.code, code])
 
     def machine(self) -> Machine:
@@ -152,11 +160,6 @@ class Machine:
     cache_bandwidth: np.ndarray
     bandwidth: np.ndarray
     vector: np.ndarray
-
-
-def _rate(spec: DeviceSpec, dtype: str) -> float:
-    # Energies are known for FP32 operations alone (`_NM16` … in devices/rules.py).
-    return spec.matrix_peak(dtype) * (sustained(spec) if dtype == "f32" else 1.0)
 
 
 def _numbers(frame: pd.DataFrame, column: str, n: int) -> np.ndarray:

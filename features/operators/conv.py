@@ -6,7 +6,15 @@ import numpy as np
 
 from .columns import OpTable
 from .gemm import EAGER_FLOOR_S, _tiles, _waves
-from .physics import Physics, combine, fill, log2, resident_share, stream_seconds
+from .physics import (
+    Physics,
+    combine,
+    fill,
+    least_seconds,
+    log2,
+    resident_share,
+    stream_seconds,
+)
 
 
 def conv(table: OpTable) -> Physics:
@@ -19,7 +27,7 @@ def conv(table: OpTable) -> Physics:
     batch, cin, cout, size, inside, stride, pad = table.numbers(
         "batch", "cin", "cout", "ksize", "insize", "stride", "pad"
     )
-    mc, peak = table.machine(), table.matrix_peak()
+    mc, peak = table.machine(), np.minimum(table.matrix_peak(), table.power_rate())
     out = np.maximum(np.floor((inside + 2 * pad - size) / stride) + 1, 1)
     m, n, k = batch * out**2, cout, cin * size**2
     one = np.ones(len(m))
@@ -70,11 +78,13 @@ def conv(table: OpTable) -> Physics:
         "log_cores": log2(mc.cores),
     }
     # The bound has to hold for whichever algorithm the library chose.
-    roofline = np.maximum(t_compute / np.where(winograd, 2.25, 1.0), moved / mc.bandwidth)
+    t_least = least_seconds(moved, resident, mc)
+    t_peak = 2 * m * n * k / table.matrix_peak() / np.where(winograd, 2.25, 1.0)
+    roofline = np.maximum(t_peak, t_least)
     return Physics(
         base,
         roofline,
-        t_compute * mc.bandwidth > moved,
+        t_peak > t_least,
         floor,
         2 * m * n * k,
         moved,

@@ -12,6 +12,7 @@ from .physics import (
     combine,
     fill,
     flags,
+    least_seconds,
     log2,
     non_nvidia,
     quantised,
@@ -88,21 +89,26 @@ def gemm(table: OpTable) -> Physics:
     t_weights = stream_seconds(weights, resident, mc)
     t_memory = t_weights + stream_seconds(activations + out, small, mc)
     t_tiles, waves, tile_use = _tiles(b, m, n, k, peak, mc)
-    t_compute = 2 * b * m * n * k / peak
+    # Apart from the tiles: what stalls a kernel at its boost clock (tiles, latencies) leaves power
+    # unused, so a chip at its power limit is not slower by both, but by the larger one.
+    t_power = 2 * b * m * n * k / table.power_rate()
+    t_peak = 2 * b * m * n * k / peak
+    t_compute = np.maximum(t_peak, t_power)
     floor = floor_s(table, mc)
     t_quant = _quantisation(table, b * m, k, small, mc)
     t_depth = k * _depth_cycles(table) / mc.clock
     # Arithmetic and transfers overlap almost completely in pipelined GEMMs, hence a sharper maximum
     # than elsewhere. Depth and quantisation come before or after and add up.
-    base = floor + combine(t_tiles, t_memory, power=4.0) + t_depth + t_quant
-    # At data-sheet rates, each operand once from main memory even where the cache would serve it;
-    # quantisation is left out.
-    roofline = np.maximum(t_compute, (weights + activations + out) / mc.bandwidth)
+    base = floor + combine(t_tiles, t_memory, t_power, power=4.0) + t_depth + t_quant
+    # At data-sheet rates, each operand once, from where it lies. Quantisation is left out, and so
+    # is the power limit, which holds for seconds but not for a single call.
+    t_least = least_seconds(weights, resident, mc) + least_seconds(activations + out, small, mc)
+    roofline = np.maximum(t_peak, t_least)
     features = {
         **flags(table, DTYPES),
         # Shares of the parts in the estimate: where one limit takes all the time, the learned ratio
         # is a property of that part (docs/operators.md, Slopes).
-        "log_tiles_base": log2(t_tiles / base),
+        "log_tiles_base": log2(np.maximum(t_tiles, t_power) / base),
         "log_memory_base": log2(t_memory / base),
         "log_compute_base": log2(t_compute / base),
         "quant_base": t_quant / base,
@@ -145,7 +151,7 @@ def gemm(table: OpTable) -> Physics:
     return Physics(
         base,
         roofline,
-        t_compute * mc.bandwidth > weights + activations + out,
+        t_peak > t_least,
         floor,
         2 * b * m * n * k,
         weights + activations + out,

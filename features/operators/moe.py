@@ -11,6 +11,7 @@ from .physics import (
     combine,
     fill,
     flags,
+    least_seconds,
     log2,
     non_nvidia,
     quantised,
@@ -72,7 +73,7 @@ def moe(table: OpTable) -> Physics:
     # before, between and after them, so they add up.
     base = floor + t_streams + t_route + combine(t_tiles + t_blocks, t_memory)
     t_compute = flops / peak
-    t_least = footprint / np.maximum(mc.bandwidth, mc.cache_bandwidth * resident)
+    t_least = least_seconds(footprint, resident, mc)
     features = {
         **flags(table, DTYPES),
         "skew": skew,
@@ -117,7 +118,7 @@ def moe(table: OpTable) -> Physics:
     return Physics(
         base,
         np.maximum(t_compute, t_least),
-        t_compute > footprint / mc.bandwidth,
+        t_compute > t_least,
         floor,
         flops,
         footprint,

@@ -83,6 +83,12 @@ def stream_seconds(size: np.ndarray, resident: np.ndarray, machine: Machine) -> 
     return np.asarray(size * (resident / machine.cache_bandwidth + outside))
 
 
+def least_seconds(size: np.ndarray, resident: np.ndarray, machine: Machine) -> np.ndarray:
+    """Return :func:`stream_seconds` at the data sheet's bandwidth, for rooflines."""
+    outside = (1 - resident) / machine.bandwidth
+    return np.asarray(size * (resident / machine.cache_bandwidth + outside))
+
+
 def resident_share(
     footprint: np.ndarray, cache: np.ndarray, upper: float = 1.15, width: float = 0.3
 ) -> np.ndarray:

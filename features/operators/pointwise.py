@@ -6,7 +6,16 @@ import numpy as np
 
 from .columns import Machine, OpTable
 from .gemm import FLOOR_CYCLES
-from .physics import Physics, combine, fill, log2, non_nvidia, resident_share, stream_seconds
+from .physics import (
+    Physics,
+    combine,
+    fill,
+    least_seconds,
+    log2,
+    non_nvidia,
+    resident_share,
+    stream_seconds,
+)
 
 #: Launch of one call from the host, seconds, with what the framework adds for a row-wise op: floors
 #: of NeuSight's event timings, the same for all devices (docs/operators.md).
@@ -89,7 +98,7 @@ def pointwise(table: OpTable) -> Physics:
     }
     return Physics(
         base,
-        moved / np.maximum(mc.bandwidth, mc.cache_bandwidth * resident),
+        least_seconds(moved, resident, mc),
         np.zeros(len(table), bool),
         floor,
         # FLOPs: one an element, whatever the op, as XLA counts elementwise ops.

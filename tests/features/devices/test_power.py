@@ -9,7 +9,7 @@ import pytest
 
 from opcast.features.devices.catalogue import device_names, find_device, load_device_file
 from opcast.features.devices.device import DeviceSpec
-from opcast.features.operators.columns import sustained
+from opcast.features.operators.columns import power_rate
 
 #: (power - 20 W) over the energy of the process and the FP32 peak, by device.
 CAPPED = {
@@ -21,6 +21,11 @@ CAPPED = {
     "l40s": (350 - 20) / (6 * 91.6),
     "rtx-pro-6000": (600 - 20) / (6 * 117),
 }
+
+
+def sustained(spec: DeviceSpec) -> float:
+    """Share of the FP32 peak that the power limit feeds."""
+    return min(1.0, power_rate(spec) / spec.matrix_peak("f32"))
 
 
 def chip(folder: Path, text: str) -> DeviceSpec:
