@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-#: Correlation between the errors of one program's operators: the least value at which the 90 %
-#: intervals cover 90 % of NeuSight's 40 measured programs (Lee et al., ASPLOS 2025), as found by
-#: ``measure_rho`` with the operators' estimator fitted to other devices. 0 would mean that errors
-#: cancel, 1 that the model is off by the same factor everywhere.
+#: Correlation between the errors of one step's operators. Engineering estimate: 0 would mean that
+#: errors cancel, 1 that the model is off by the same factor everywhere.
 RHO = 0.45
 
 

@@ -7,10 +7,11 @@ import pandas as pd
 import pytest
 
 from opcast.common.errors import DatasetError
-from opcast.predict.cluster.spread import COMPOSITION_ERROR, combined_spread
+from opcast.predict.cluster.spread import combined_spread
 from opcast.predict.published.composition import (
     BUCKET_BYTES,
     KERNEL_US,
+    RUN_ERROR,
     compose,
     kernel_us,
     measure_rho,
@@ -137,16 +138,14 @@ def test_what_reductions_expose_is_as_uncertain_as_they_are():
         return found.iloc[0] * 1e3
 
     sure, unsure = ends(1.0, 1.0), ends(0.5, 2.0)
-    own = COMPOSITION_ERROR * sure["latency_ms"]
+    own = RUN_ERROR * sure["latency_ms"]
     backward = 4 * G
     assert unsure["latency_ms"] == pytest.approx(sure["latency_ms"])
     # Two reductions of 1000 each behind the backward pass, of half and of twice the time.
     assert sure["hi_ms"] - sure["latency_ms"] == pytest.approx(own)
     assert unsure["hi_ms"] - unsure["latency_ms"] == pytest.approx(np.hypot(2000.0, own))
     exposed, least = 2000.0 - backward, 1000.0 - backward
-    assert unsure["latency_ms"] - unsure["lo_ms"] == pytest.approx(
-        np.hypot(exposed - least, own)
-    )
+    assert unsure["latency_ms"] - unsure["lo_ms"] == pytest.approx(np.hypot(exposed - least, own))
 
 
 @pytest.mark.parametrize(("variant", "share", "hops"), [("pp4_1", 1.0, 3), ("pp4_4", 7 / 4, 6)])

@@ -109,9 +109,7 @@ def test_gradients_read_what_they_need():
 
 def test_products_of_heads_copy_what_is_no_batch_of_matrices():
     """Two sequences of 8 positions in 3 heads of 4: queries and keys, then the values."""
-    scores = node(
-        "BMM", "[['BMM', (6, 8, 4, 8)]]", "[]", inputs="[(2, 3, 8, 4), (2, 3, 4, 8)]"
-    )
+    scores = node("BMM", "[['BMM', (6, 8, 4, 8)]]", "[]", inputs="[(2, 3, 8, 4), (2, 3, 4, 8)]")
     moved = GraphOp("MOVE", (2 * 4 * 2 * 3 * 8 * 4.0,))
     assert node_kernels(scores, "fw", "inf") == [moved, moved, GraphOp("BMM", (6, 8, 4, 8))]
     values = node("BMM", "[['BMM', (6, 8, 8, 4)]]", inputs="[(2, 3, 8, 8), (2, 3, 8, 4)]")
