@@ -165,8 +165,8 @@ class TabularEstimator(ABC):
             domain_scores: Domain scores by those models.
         """
         self.conformal = Conformal.fit(latency_s, predicted_s, table.cell)
-        # 98 % rather than 90 %: it serves cells without training rows, whose errors nobody saw. On a
-        # TPU these take the base, and kernels without an estimate the plain roofline: of both.
+        # 98 % rather than 90 %: it serves cells without training rows, whose errors nobody saw. On
+        # a TPU these take the base, and kernels without an estimate the plain roofline: of both.
         own = [ends(np.log(latency_s / s), 0.98) for s in (table.base_s, table.roofline_s)]
         self.fallback = (
             min(-UNCALIBRATED, *(lo for lo, _ in own)),

@@ -22,7 +22,6 @@ from opcast.features.table.roofline import least_seconds, roofline
 from opcast.features.table.table import feature_names, schema_hash
 from opcast.models.core.kernel_table import concatenate, kernel_table
 from opcast.models.estimators.tpu import TpuEstimator, is_estimated
-from opcast.models.core.kernel_table import kernel_table
 from opcast.models.program.overhead import Overhead
 from opcast.models.program.schedule_cost import schedule_cost
 from opcast.models.trust.conformal import UNCALIBRATED
