@@ -108,7 +108,7 @@ def gemm(table: OpTable) -> Physics:
         **flags(table, DTYPES),
         # Shares of the parts in the estimate: where one limit takes all the time, the learned ratio
         # is a property of that part (docs/operators.md, Slopes).
-        "log_tiles_base": log2(np.maximum(t_tiles, t_power) / base),
+        "log_tiles_base": log2(t_tiles / base),
         "log_memory_base": log2(t_memory / base),
         "log_compute_base": log2(t_compute / base),
         "quant_base": t_quant / base,
