@@ -42,7 +42,7 @@ RHO = 0.1
 #: Relative half-width of the difference between a run of a whole model and calls timed one by one
 #: on the same card: clocks and temperature. On cards that the operations are known of, the 90 %
 #: intervals cover 34 of the 40 programs; the others are those of P4 and A100 80 GB, whose runs were
-#: up to 1.9 times slower than their calls.
+#: up to 1.4 times slower than their calls.
 RUN_ERROR = 0.12
 #: Columns that the callbacks return, in microseconds: estimate and ends of its 90 % interval.
 LATENCY_COLUMNS = ("latency_us", "lo_us", "hi_us")
