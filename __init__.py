@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .features.ir.reader import read_program as read_program
     from .features.kernels.kernel import Kernel as Kernel
     from .features.lowering.lower import lower as lower
+    from .predict.api import predict as predict
+    from .predict.api import save as save
     from .predict.program.predictor import Prediction as Prediction
     from .predict.program.predictor import Predictor as Predictor
     from .predict.program.predictor import load as load
@@ -34,6 +36,7 @@ _PUBLIC = {
     "load": ".predict.program.predictor",
     "lower": ".features.lowering.lower",
     "read_program": ".features.ir.reader",
+    "save": ".predict.api",
 }
 
 __all__ = [
@@ -45,17 +48,22 @@ __all__ = [
     "Predictor",
     "load",
     "lower",
+    "predict",
     "read_program",
+    "save",
 ]
 
 keep_plugins_quiet()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "predict":
+        # The package of that name, which can be called.
+        return import_module(".predict", __name__)
     if name in _PUBLIC:
         return getattr(import_module(_PUBLIC[name], __name__), name)
     raise AttributeError(f"module 'opcast' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_PUBLIC])
+    return sorted({*globals(), *__all__})

@@ -16,6 +16,7 @@ from .options import (
     Seed,
     make_console,
     print_json,
+    refuse,
     seconds_of,
 )
 
@@ -34,6 +35,7 @@ def zoo_list() -> None:
 
 
 def zoo_export(
+    context: typer.Context,
     name: Annotated[str, typer.Argument(help="Workload family (opcast zoo list).")],
     out: Out,
     settings: Annotated[
@@ -46,17 +48,24 @@ def zoo_export(
     mesh: Annotated[
         str, typer.Option(help="Partition it over a mesh of (absent) devices: fsdp=4,tp=2.")
     ] = "",
+    device: Annotated[
+        str, typer.Option("--device", help="Device that JAX lowers it for: random numbers differ.")
+    ] = "local",
 ) -> None:
     """Write a workload as StableHLO."""
     from ..datagen.zoo import export, parse_settings
+    from ..features.ir.platforms import platform_of
+    from ..predict.devices import resolve_device
 
     chosen = parse_settings(name, settings or [])
     if mesh:
+        refuse(context, "a partitioned workload (--mesh)", {"device"})
         from ..datagen.partition.workload import export_partitioned
 
         export_partitioned(name, chosen, mesh, out, format=form)
     else:
-        export(name, chosen, out, format=form)
+        platform = None if device == "local" else platform_of(resolve_device(device, {})).name
+        export(name, chosen, out, format=form, platform=platform)
     # On stderr: a message, not a result.
     typer.echo(f"{out}: {out.stat().st_size} bytes", err=True)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def predict_side_by_side(
-    program: Path,
+    program: object,
     models: str,
     options: LoweringOptions,
     *,

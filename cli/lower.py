@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import DeviceOpt, Fallback, Json, LoweringOpt, ProgramArg, print_json, refuse
+from .options import (
+    DeviceOpt,
+    Fallback,
+    Json,
+    LoweringOpt,
+    ProgramArg,
+    print_json,
+    program_of,
+    refuse,
+)
 
 if TYPE_CHECKING:
     from ..features.devices.device import DeviceSpec
@@ -44,7 +53,6 @@ def lower(
     The device need not be attached: its compiler runs without it.
     """
     from ..common.files import write_text
-    from ..features.ir.reader import read_program
     from ..features.lowering.lower import lower as lower_program
     from ..predict.devices import resolve_device
 
@@ -52,7 +60,7 @@ def lower(
     _refuse_compiler_options(context, lowering, spec, xla_flag or [])
     # ``cache=False`` neither reads nor writes an entry; ``None`` takes the default folder.
     lowered = lower_program(
-        read_program(program),
+        program_of(program),
         lowering,
         cache=None if cache else False,
         device=spec,
@@ -127,6 +135,7 @@ def _cycles(lowered: LoweredProgram, device: DeviceSpec | None) -> dict[str, flo
 
 
 def _print_summary(data: dict[str, Any]) -> None:
+    from ..common.notes import WARNING
     from ..common.units import size
 
     echo = typer.echo
@@ -147,7 +156,7 @@ def _print_summary(data: dict[str, Any]) -> None:
     if data["compile_seconds"]:
         echo(f"compiled in {data['compile_seconds']:.1f} s")
     for note in data["notes"]:
-        echo(f"note: {note}")
+        echo(note if note.startswith(WARNING) else f"note: {note}")
 
 
 def install(platform: Annotated[list[str], typer.Argument(help="gpu, tpu, or both.")]) -> None:
@@ -230,5 +239,5 @@ def partition(
         raise typer.BadParameter("write --batch-args 3,4") from None
     if format not in ("text", "bytecode"):
         raise typer.BadParameter("--format must be text or bytecode")
-    path = partition_program(program, mesh, out, chosen, format)
+    path = partition_program(program_of(program), mesh, out, chosen, format)
     typer.echo(f"{path}: {path.stat().st_size} bytes")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from ..features.ir.jax_function import FunctionCall
     from ..predict.program.predictor import Predictor
 
 #: Longest error line to print, in characters: native parsers quote whole programs.
@@ -32,7 +33,7 @@ Threads = Annotated[int, typer.Option("--threads", help="Threads for training.")
 Top = Annotated[int, typer.Option(min=1, help="Number of kernels to print.")]
 Timeline = Annotated[Path | None, typer.Option(help="Write a Chrome trace.")]
 
-_PROGRAM = "StableHLO text, bytecode, export, or HLO text."
+_PROGRAM = "StableHLO text, bytecode, export, or HLO text; or module.py:function."
 ProgramArg = Annotated[Path, typer.Argument(help=_PROGRAM)]
 ProgramOrNone = Annotated[Path | None, typer.Argument(help=_PROGRAM)]
 OpOpt = Annotated[
@@ -191,6 +192,20 @@ def seconds_of(text: str) -> float:
     if not 0.0 < seconds < math.inf:
         raise typer.BadParameter(f"{text!r} is not a duration: write 90s, 10m or 2h")
     return seconds
+
+
+def program_of(program: Path) -> Path | FunctionCall:
+    """Take an argument as a function with its example arguments if it is ``module.py:function``.
+
+    Only the command line does so, never the reader of programs: importing runs code.
+
+    Raises:
+        ProgramError: The function cannot be imported, or has no example arguments.
+    """
+    from ..features.ir.jax_function import is_function_path, load_function
+
+    text = str(program)
+    return load_function(text) if is_function_path(text) and not program.exists() else program
 
 
 def measure_once(device: str, predictor: Predictor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +25,7 @@ from .options import (
     make_console,
     measure_once,
     print_json,
+    program_of,
     refuse,
     refuse_unused,
     trips_of,
@@ -78,7 +80,13 @@ def predict(
         from .simulate import predict_on_cluster
 
         predict_on_cluster(
-            program, cluster, model, options, top=top, timeline=timeline, json_output=json_output
+            program_of(program),
+            cluster,
+            model,
+            options,
+            top=top,
+            timeline=timeline,
+            json_output=json_output,
         )
         return
     # No model's name has a comma.
@@ -86,14 +94,14 @@ def predict(
         refuse(context, "several models: give a single --model", {"strict", "timeline"})
         from .fidelities import predict_side_by_side
 
-        predict_side_by_side(program, model, options, top=top, json_output=json_output)
+        predict_side_by_side(program_of(program), model, options, top=top, json_output=json_output)
         return
     from ..predict.program.predictor import load_for_programs
 
     predictor = load_for_programs(model)
     # Before the prediction, since the ceilings are part of every feature.
     measure_once(device, predictor)
-    prediction = predictor.predict_with(program, options, strict=strict)
+    prediction = predictor.predict_with(program_of(program), options, strict=strict)
     if timeline is not None:
         # Before printing, so that a closed pipe does not lose the file.
         from ..predict.export.timeline import write_chrome_trace
@@ -142,6 +150,7 @@ def explain(
             make_console(), reasons
         )
         return
+    assert program is not None
     refuse(context, "a program", {"data"})
     if kernel is not None:
         refuse(context, "a kernel by name (--kernel)", {"top"})
@@ -152,7 +161,7 @@ def explain(
     measure_once(device, predictor)
     explanation = explain_program(
         predictor,
-        program,
+        program_of(program),
         device=device,
         lowering=lowering,
         trip_counts=trips_of(trip_count),
@@ -186,11 +195,22 @@ def check(
 
     predictor = load_for_programs(model)
     measure_once("local", predictor)
-    (result,) = check_programs([program], predictor)
+    with tempfile.TemporaryDirectory(prefix="opcast-function-") as scratch:
+        (result,) = check_programs([_saved(program, Path(scratch))], predictor)
     if json_output:
         print_json(result.to_dict())
     else:
         print_check(make_console(), result, top)
+
+
+def _saved(program: Path, folder: Path) -> Path:
+    """The file of a program; a function is written to one, since it is measured from there."""
+    own = program_of(program)
+    if isinstance(own, Path):
+        return own
+    from ..predict.api import save
+
+    return save(own, path=folder / f"{str(program).rpartition(':')[2]}.mlir")
 
 
 def _one_of(program: Path | None, op: str | None) -> bool:

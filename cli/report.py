@@ -21,6 +21,7 @@ from .options import (
     Trips,
     make_console,
     measure_once,
+    program_of,
     refuse,
     refuse_unused,
     trips_of,
@@ -69,7 +70,7 @@ def program(
         compare_lowering=compare_lowering,
     )
     with _status() as tell:
-        page = report_page(predictor, program, options, tell)
+        page = report_page(predictor, program_of(program), options, tell)
     _write(page, html or Path(f"{program.stem}.html"))
 
 

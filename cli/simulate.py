@@ -98,7 +98,7 @@ def simulate(
 
 
 def predict_on_cluster(
-    program: Path,
+    program: object,
     cluster: str,
     model: str,
     options: LoweringOptions,

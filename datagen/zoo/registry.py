@@ -113,7 +113,11 @@ def build(name: str, **settings: Setting) -> Workload:
 
 
 def export(
-    name: str, settings: Mapping[str, Setting], path: str | Path, format: str = "text"
+    name: str,
+    settings: Mapping[str, Setting],
+    path: str | Path,
+    format: str = "text",
+    platform: str | None = None,
 ) -> Path:
     """Write a program of the zoo as StableHLO.
 
@@ -123,6 +127,7 @@ def export(
         path: File to write.
         format: "text" (MLIR with locations), "bytecode" (MLIR bytecode), "portable" (versioned
             StableHLO artifact) or "jax-export" (a serialized ``jax.export.Exported``).
+        platform: What JAX lowers it for: "cpu", "cuda", "rocm" or "tpu"; by default what it sees.
 
     Returns:
         The path written.
@@ -135,7 +140,7 @@ def export(
     from .serialize import serialize
 
     target = Path(path)
-    write_bytes(target, serialize(build(name, **settings), format))
+    write_bytes(target, serialize(build(name, **settings), format, platform))
     return target
 
 

@@ -11,23 +11,23 @@ if TYPE_CHECKING:
     from .workload import Workload
 
 
-def serialize(workload: Workload, format: str) -> bytes:
+def serialize(workload: Workload, format: str, platform: str | None = None) -> bytes:
     """Return a workload's program as bytes of the given format (see ``registry.export``)."""
     if format == "text":
-        return workload.mlir().encode()
+        return workload.mlir(platform=platform).encode()
     if format == "bytecode":
-        module: Any = workload.lower().compiler_ir("stablehlo")
+        module: Any = workload.lower(platform).compiler_ir("stablehlo")
         buffer = io.BytesIO()
         module.operation.write_bytecode(buffer)
         return buffer.getvalue()
-    exported = _exported(workload)
+    exported = _exported(workload, platform)
     # ``mlir_module_serialized`` is a portable artifact with StableHLO's compatibility guarantees.
     if format == "portable":
         return bytes(exported.mlir_module_serialized)
     return bytes(exported.serialize())
 
 
-def _exported(workload: Workload) -> export.Exported:
+def _exported(workload: Workload, platform: str | None) -> export.Exported:
     """The program over flat arguments and results.
 
     JAX cannot serialize the classes of optimizer states, so trees are flattened.
@@ -47,7 +47,7 @@ def _exported(workload: Workload) -> export.Exported:
         return tuple(jax.tree.leaves(workload.function(*args)))
 
     main.__name__ = workload.function.__name__
-    backend = jax.default_backend()
+    backend = platform or jax.default_backend()
     return export.export(
         jax.jit(main, donate_argnums=donated, keep_unused=True),
         # jax.export names platforms, not backends.

@@ -67,9 +67,9 @@ class Workload:
         )
         return lowered
 
-    def mlir(self, debug_info: bool = True) -> str:
+    def mlir(self, debug_info: bool = True, platform: str | None = None) -> str:
         """Return StableHLO text, by default with the source location of every op."""
-        return self.lower().as_text(debug_info=debug_info)
+        return self.lower(platform).as_text(debug_info=debug_info)
 
     def arguments(self, seed: int = 0) -> list[np.ndarray]:
         """Values for all arguments, flat, in the order of the parameters of ``main``.

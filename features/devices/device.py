@@ -9,6 +9,7 @@ import platform
 import re
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,15 @@ class DeviceSpec:
 
     @classmethod
     def from_file(cls, path: Path) -> DeviceSpec:
-        """Read a JSON file written from :meth:`to_json`."""
+        """Read a description: JSON written from :meth:`to_json`, or a YAML device file.
+
+        Raises:
+            DeviceError: Figures are missing, unknown or contradict each other.
+        """
+        if path.suffix.lower() in (".yaml", ".yml"):
+            # Device files may name a base in the catalogue, which is made of such descriptions.
+            read: DeviceSpec = import_module(".catalogue", __package__).load_device_file(path)
+            return read
         return cls.from_dict(parse_json(path.read_text(encoding="utf-8")), where=str(path))
 
 

@@ -6,12 +6,14 @@ A JAX version that moves one of them breaks this file alone.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import numpy as np
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.cudnn import fused_attention_stablehlo as _attention
 from jax._src.interpreters import mlir as _jax_mlir
 from jax._src.sharding_impls import GSPMDSharding
 from jax.extend import mlir as jax_mlir
@@ -148,6 +150,76 @@ def module_counts(module: ir.Module) -> tuple[int, int]:
             known = key in attributes
             counts.append(ir.IntegerAttr(attributes[key]).value if known else 1)
     return counts[0], counts[1]
+
+
+#: Attribute of a module in XLA's own dialect for what front ends want kept.
+_FRONTEND, _SAID = "mhlo.frontend_attributes", "opcast_platforms"
+
+
+def say_platform(module: ir.Module, platforms: Sequence[str]) -> ir.Module:
+    """A copy of a module that says for which platforms it was lowered."""
+    copy = copy_module(module)
+    with copy.context:
+        said = ir.DictAttr.get({_SAID: ir.StringAttr.get(",".join(platforms))})
+        copy.operation.attributes[_FRONTEND] = said
+    return copy
+
+
+def said_platforms(module: ir.Module) -> tuple[str, ...]:
+    """Return the platforms that a module says it was lowered for; empty if it does not."""
+    with module.context:
+        if _FRONTEND not in module.operation.attributes:
+            return ()
+        own = ir.DictAttr(module.operation.attributes[_FRONTEND])
+        return tuple(ir.StringAttr(own[_SAID]).value.split(",")) if _SAID in own else ()
+
+
+def lowered_platforms(lowered: Any) -> tuple[str, ...]:
+    """Return the platforms that a ``jax.stages.Lowered`` is for; empty if it does not say."""
+    found = getattr(getattr(lowered, "_lowering", None), "_platforms", None)
+    return tuple(map(str, found or ()))
+
+
+#: cuDNN that an absent GPU is taken to have: 9.13, which has every attention that JAX calls.
+_CUDNN_VERSION = 91300
+
+
+@contextmanager
+def as_on_gpu(capability: int) -> Iterator[None]:
+    """Let JAX lower for a GPU that is absent as it would beside it.
+
+    The only rules that ask for the GPU itself are those of cuDNN's attention.
+
+    Args:
+        capability: Compute capability of the GPU times ten; 0 if not known, taken as Hopper's 90.
+    """
+    if _xla_bridge.backends_are_initialized() and jax.default_backend() == "gpu":
+        yield
+        return
+    own = capability or 90
+
+    def at_least(least: str) -> bool:
+        major, minor = map(int, least.split("."))
+        return own >= 10 * major + minor
+
+    def equal(other: str) -> bool:
+        major, minor = map(int, other.split("."))
+        return own == 10 * major + minor
+
+    stand_ins = {
+        "check_cudnn_version": lambda: _CUDNN_VERSION,
+        "check_compute_capability": at_least,
+        "is_cuda_compute_capability_equal": equal,
+    }
+    # Absent from other versions of JAX, whose rules then decide.
+    known = {name: getattr(_attention, name) for name in stand_ins if hasattr(_attention, name)}
+    try:
+        for name in known:
+            setattr(_attention, name, stand_ins[name])
+        yield
+    finally:
+        for name, original in known.items():
+            setattr(_attention, name, original)
 
 
 def compile_module(

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...common.errors import ProgramError
+from .jax_function import FunctionCall
+from .platforms import Platform, known_platform
 from .program import Program
 from .trip_counts import apply_given
 from .untrusted import check_bytecode, check_text
@@ -44,6 +46,7 @@ class SourceProgram:
         origin: File that it came from, or what kind of object; empty for plain text.
         compile_input: Input for a compiler: StableHLO as text or bytecode, or HLO text.
         trip_counts: The user's trip counts for loops where none is inferred.
+        platforms: Platforms that it was lowered for, by JAX's names; empty if it does not say.
     """
 
     kind: Kind
@@ -51,6 +54,11 @@ class SourceProgram:
     compile_input: str | bytes
     trip_counts: TripCounts = None
     _module: ir.Module | None = field(default=None, repr=False, compare=False)
+    platforms: tuple[str, ...] = ()
+    # Makes the program for another platform, where it came from a function or a file for several.
+    _remake: Callable[[Platform], SourceProgram] | None = field(
+        default=None, repr=False, compare=False
+    )
 
     @cached_property
     def module(self) -> ir.Module:
@@ -90,6 +98,14 @@ class SourceProgram:
         copy.__dict__["program"] = program
         return copy
 
+    def for_platform(self, platform: Platform) -> SourceProgram:
+        """The program as it is lowered for a platform; itself where only a file is known."""
+        if self._remake is None or self.platforms == (platform.name,):
+            return self
+        made = self._remake(platform)
+        made.trip_counts = self.trip_counts
+        return made
+
     @cached_property
     def content_hash(self) -> str:
         """SHA-256 of the program without locations: the same for text and bytecode."""
@@ -99,15 +115,25 @@ class SourceProgram:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_program(source: object, *args: object, trip_counts: TripCounts = None) -> SourceProgram:
+def read_program(
+    source: object,
+    *args: object,
+    trip_counts: TripCounts = None,
+    platform: Platform | None = None,
+    **kwargs: object,
+) -> SourceProgram:
     """Read a program in any form.
 
     Args:
         source: Path, text or bytes of StableHLO or HLO; a ``jax.export.Exported``; a lowered or
-            compiled JAX function; an MLIR module; or a (jitted) function with example arguments.
+            compiled JAX function; an MLIR module; or a function, jitted or not, followed by its
+            example arguments, or with them in a ``FunctionCall``.
         args: Example arguments (arrays or ``jax.ShapeDtypeStruct``) if ``source`` is a function.
         trip_counts: Counts for loops where none is inferred: one for all, or by the loop's name or
             source line.
+        platform: What a function is lowered for, and which branch of an export for several
+            platforms is taken; by default JAX's own backend, and all branches.
+        kwargs: Keyword arguments of the function.
 
     Returns:
         The program; parsed, but turned into the IR only when ``program`` is read.
@@ -115,15 +141,34 @@ def read_program(source: object, *args: object, trip_counts: TripCounts = None) 
     Raises:
         ProgramError: The input is none of these, or it is empty, truncated or malformed.
     """
+    check_arguments(source, args, kwargs)
     if isinstance(source, SourceProgram):
-        return source
+        return source if platform is None else source.for_platform(platform)
+    if isinstance(source, FunctionCall):
+        own = source
+        return _from_object(own.function, own.args, own.kwargs, trip_counts, platform, own.origin)
     if isinstance(source, Path) or (isinstance(source, str) and _is_path(source)):
-        return _from_file(Path(source), trip_counts)
+        return _from_file(Path(source), trip_counts, platform)
     if isinstance(source, str):
         return _from_text(source, "", trip_counts)
     if isinstance(source, bytes | bytearray | memoryview):
-        return _from_bytes(bytes(source), "", trip_counts)
-    return _from_object(source, args, trip_counts)
+        return _from_bytes(bytes(source), "", trip_counts, platform)
+    return _from_object(source, args, kwargs, trip_counts, platform)
+
+
+def check_arguments(source: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+    """Refuse arguments for a program that is no function.
+
+    Raises:
+        ProgramError: There are some; a misspelt option is one.
+    """
+    if (args or kwargs) and not callable(source):
+        given = ", ".join([*(type(a).__name__ for a in args), *kwargs])
+        raise ProgramError(
+            f"only a function takes arguments, but a {type(source).__name__} was given some: "
+            f"{given}",
+            hint="is an option misspelt?",
+        )
 
 
 def _is_path(text: str) -> bool:
@@ -137,16 +182,25 @@ def _is_path(text: str) -> bool:
         return False
 
 
-def _from_file(path: Path, trip_counts: TripCounts) -> SourceProgram:
+def _from_file(path: Path, trip_counts: TripCounts, platform: Platform | None) -> SourceProgram:
     try:
         data = path.expanduser().read_bytes()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ProgramError(f"cannot read the program: {reason}", where=str(path)) from None
-    return _from_bytes(data, str(path), trip_counts)
+    if path.suffix == ".py":
+        raise ProgramError(
+            "a Python file is no program by itself",
+            where=str(path),
+            hint=f"name the function: opcast predict {path}:FUNCTION, or in Python "
+            "opcast.predict(function, *arguments, device=…)",
+        )
+    return _from_bytes(data, str(path), trip_counts, platform)
 
 
-def _from_bytes(data: bytes, origin: str, trip_counts: TripCounts) -> SourceProgram:
+def _from_bytes(
+    data: bytes, origin: str, trip_counts: TripCounts, platform: Platform | None
+) -> SourceProgram:
     if data.startswith(_BYTECODE):
         check_bytecode(data, origin)
         return _stablehlo(data, origin, trip_counts)
@@ -155,7 +209,7 @@ def _from_bytes(data: bytes, origin: str, trip_counts: TripCounts) -> SourceProg
     if _BYTECODE in data:
         exported = _exported(data, origin)
         check_bytecode(bytes(exported.mlir_module_serialized), origin)
-        return _from_object(exported, (), trip_counts, origin)
+        return _from_export(exported, origin, trip_counts, platform)
     try:
         # Editors on Windows put a byte-order mark in front.
         text = data.decode("utf-8-sig")
@@ -182,9 +236,11 @@ def _from_text(text: str, origin: str, trip_counts: TripCounts) -> SourceProgram
 
 
 def _stablehlo(data: str | bytes, origin: str, trip_counts: TripCounts) -> SourceProgram:
+    from .jax_compat import said_platforms
     from .stablehlo_reader import parse
 
-    return SourceProgram("stablehlo", origin, data, trip_counts, parse(data, origin))
+    module = parse(data, origin)
+    return SourceProgram("stablehlo", origin, data, trip_counts, module, said_platforms(module))
 
 
 def _exported(data: bytes, origin: str) -> export.Exported:
@@ -202,42 +258,93 @@ def _exported(data: bytes, origin: str) -> export.Exported:
 
 
 def _from_object(
-    source: object, args: tuple[object, ...], trip_counts: TripCounts, origin: str = ""
+    source: object,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    trip_counts: TripCounts,
+    platform: Platform | None,
+    origin: str = "",
 ) -> SourceProgram:
     """Read JAX's objects, told apart by what they can do: JAX is imported only if needed."""
     name = origin or str(getattr(source, "fun_name", "") or getattr(source, "__name__", ""))
+    # Wrappers of other packages (equinox, flax) hold JAX's own object.
+    inner = getattr(source, "lowered", None)
+    source = source if inner is None else inner
     # By what they can do, most specific first: Exported, Lowered, Compiled, MLIR module, function.
     if hasattr(source, "mlir_module_serialized"):
-        return _stablehlo(bytes(source.mlir_module_serialized), name, trip_counts)
+        return _from_export(source, name, trip_counts, platform)
     if hasattr(source, "compiler_ir") and hasattr(source, "compile"):
-        return _from_module(source.compiler_ir("stablehlo"), name, trip_counts)
+        return _from_lowered(source, name, trip_counts)
     if hasattr(source, "memory_analysis") and hasattr(source, "as_text"):
-        return _from_text(source.as_text(), name, trip_counts)
+        compiled = _from_text(source.as_text(), name, trip_counts)
+        compiled.platforms = _compiled_platforms(source)
+        return compiled
     if hasattr(source, "operation") and hasattr(source, "context"):
         return _from_module(source, name, trip_counts)
-    if callable(source):
-        return _from_object(_lower(source, args, name), (), trip_counts, name)
+    # A traced function can be lowered, but not called.
+    if callable(source) or (hasattr(source, "jaxpr") and hasattr(source, "lower")):
+        call = FunctionCall(source, args, kwargs, name)
+        return _from_call(call, trip_counts, platform)
     raise ProgramError(f"cannot read a program from a {type(source).__name__}", hint=_HINT)
+
+
+def _from_call(
+    call: FunctionCall, trip_counts: TripCounts, platform: Platform | None
+) -> SourceProgram:
+    source = _from_lowered(call.lower(platform), call.origin, trip_counts)
+    # A file names the platform of its time; a function can be lowered again.
+    source._remake = lambda other: _from_call(call, trip_counts, other)
+    return source
+
+
+def _from_lowered(lowered: Any, origin: str, trip_counts: TripCounts) -> SourceProgram:
+    from .jax_compat import lowered_platforms
+
+    source = _from_module(lowered.compiler_ir("stablehlo"), origin, trip_counts)
+    source.platforms = tuple(map(known_platform, lowered_platforms(lowered)))
+    return source
+
+
+def _from_export(
+    exported: Any, origin: str, trip_counts: TripCounts, platform: Platform | None
+) -> SourceProgram:
+    """Read an export; of one for several platforms, the branches of the platform asked for."""
+    source = _stablehlo(bytes(exported.mlir_module_serialized), origin, trip_counts)
+    names = tuple(map(known_platform, exported.platforms))
+    source.platforms = names
+    if len(names) < 2:
+        return source
+
+    def taken(other: Platform) -> SourceProgram:
+        from .mlir.platforms import for_platform
+
+        # Code for the other GPUs is nearer to a GPU's than that for a CPU.
+        twin = {"cuda": "rocm", "rocm": "cuda"}.get(other.name, "")
+        chosen = next((n for n in (other.name, twin) if n in names), names[0])
+        one = _from_module(for_platform(source.module, names.index(chosen)), origin, trip_counts)
+        one.platforms = (chosen,)
+        one._remake = taken
+        return one
+
+    if platform is not None:
+        return taken(platform)
+    source._remake = taken
+    return source
+
+
+def _compiled_platforms(compiled: Any) -> tuple[str, ...]:
+    """Platforms of the devices that a ``jax.stages.Compiled`` runs on."""
+    import jax
+
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    devices = {device for sharding in shardings for device in sharding.device_set}
+    return tuple(sorted({known_platform(device.platform) for device in devices}))
 
 
 def _from_module(module: Any, origin: str, trip_counts: TripCounts) -> SourceProgram:
     from .jax_compat import write_bytecode
 
     return _stablehlo(write_bytecode(module), origin, trip_counts)
-
-
-def _lower(function: Any, args: tuple[object, ...], name: str) -> object:
-    import jax
-
-    jitted = function if hasattr(function, "lower") else jax.jit(function)
-    try:
-        return jitted.lower(*args)
-    except Exception as error:
-        raise ProgramError(
-            f"the function cannot be lowered: {type(error).__name__}: {error}",
-            where=name,
-            hint="pass example arguments: read_program(function, *arguments)",
-        ) from error
 
 
 def _text(data: str | bytes) -> str:

@@ -11,6 +11,7 @@ from ...common.jax_platforms import device_files
 from ..devices.catalogue import find_device, load_device_file
 from ..devices.device import DeviceSpec, device_slug
 from ..ir.partitioning import sharding_note
+from ..ir.platforms import platform_note, platform_of
 from ..ir.reader import SourceProgram, TripCounts, read_program
 from ..ir.untrusted import well_formed
 from ..kernels.kernel import LoweredProgram
@@ -76,12 +77,13 @@ def lower_with(source: object, options: LoweringOptions) -> LoweredProgram:
     """
     device = _described(options.device)
     options.check()
-    program = read_program(source, trip_counts=options.trip_counts)
+    platform = platform_of(device) if device is not None else None
+    program = read_program(source, trip_counts=options.trip_counts, platform=platform)
     with well_formed(program):
         lowered = _lower(program, device, options)
-        note = sharding_note(program)
-        if note and note not in lowered.notes:
-            lowered.notes.append(note)
+        notes = [sharding_note(program)]
+        notes += [platform_note(program, device)] if device is not None else []
+        lowered.notes += [note for note in notes if note and note not in lowered.notes]
         return lowered
 
 

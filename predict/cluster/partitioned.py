@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from ...common.errors import ProgramError
 from ...common.interval import Interval, step_fields
 from ...features.devices.device import DeviceSpec
 from ...features.ir.partitioning import check_several_devices
+from ...features.ir.platforms import platform_of
 from ...features.ir.reader import read_program
 from ...features.kernels.kernel import Kernel, LoweredProgram
 from ...features.lowering.lower import lower_with
@@ -27,6 +29,7 @@ from ...features.lowering.options import DEFAULTS, LoweringOptions
 from ...features.lowering.xla_collectives import optimise_collectives
 from ...models.steps.context import device_context
 from ...models.steps.model import shipped_steps
+from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.clusters.topology import Cluster
 from ...simulate.program.collective_passes import combine_all
 from ...simulate.program.nodes import Node, check_devices, program_nodes
@@ -80,6 +83,21 @@ class PartitionedPrediction:
     scheduled: bool = False
 
     @property
+    def latency_us(self) -> float:
+        """Time of one run in microseconds."""
+        return self.interval.value * 1e6
+
+    @property
+    def lo_us(self) -> float:
+        """Lower end of the 90 % interval in microseconds."""
+        return self.interval.lo * 1e6
+
+    @property
+    def hi_us(self) -> float:
+        """Upper end of the 90 % interval in microseconds."""
+        return self.interval.hi * 1e6
+
+    @property
     def fits(self) -> bool | None:
         """Whether the peak fits into one device's memory; ``None`` if its size is not known."""
         if not self.capacity_bytes:
@@ -122,7 +140,7 @@ class PartitionedPrediction:
 
 def predict_partitioned(
     program: object,
-    cluster: Cluster,
+    cluster: Cluster | str | Path,
     predictor: Predictor | None = None,
     options: LoweringOptions = DEFAULTS,
     *,
@@ -131,8 +149,9 @@ def predict_partitioned(
     """Predict a program that has already been partitioned.
 
     Args:
-        program: Path, text or bytes of StableHLO with explicit collectives or of HLO.
-        cluster: Devices, as many as the program is partitioned for.
+        program: Path, text or bytes of StableHLO with explicit collectives or of HLO, or a
+            ``FunctionCall`` of a function over a mesh.
+        cluster: Devices, as many as the program is partitioned for; a cluster, its name or file.
         predictor: Predicts the kernels as in a program of one device; ``None`` for rooflines.
         options: Lowering options, as for one device (scheduled HLO is used unchanged); ``device``
             is ``None`` for the one that the cluster names.
@@ -144,12 +163,13 @@ def predict_partitioned(
         DeviceError: The cluster names no device, and none is given.
         LoweringError: The compiler of the device refuses the program.
     """
+    cluster = find_cluster(cluster)
     asked = predictor or roofline_predictor()
     if options.device is None:
         spec = cluster_device(cluster, asked.devices)
     else:
         spec = resolve_device(options.device, asked.devices)
-    source = read_program(program, trip_counts=options.trip_counts)
+    source = read_program(program, trip_counts=options.trip_counts, platform=platform_of(spec))
     check_several_devices(source, cluster.name, cluster.size, spec.name)
     own = source.program
     devices = own.num_replicas * own.num_partitions

@@ -20,6 +20,7 @@ import pandas as pd
 from ...common.errors import DatasetError, PlanError
 from ...common.interval import Interval, latency_fields
 from ...models.operators import OpModel
+from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.clusters.topology import Cluster
 from ...simulate.serving import Chunk, Request, ServingResult, check_requests, serve
 from ...simulate.step.calls import CommCall, Estimate, OpCall
@@ -82,7 +83,7 @@ class ServingPredictor:
     Args:
         workload: The model; ``batch``, ``seq`` and ``mode`` do not matter.
         plan: ``tp``, and ``dp`` replicas.
-        cluster: Cluster that serves it.
+        cluster: Cluster that serves it, its name or file.
         model: Model of library operators; ``None`` for rooflines.
 
     Raises:
@@ -91,8 +92,13 @@ class ServingPredictor:
     """
 
     def __init__(
-        self, workload: Workload, plan: Plan, cluster: Cluster, model: OpModel | None
+        self,
+        workload: Workload,
+        plan: Plan,
+        cluster: Cluster | str | Path,
+        model: OpModel | None,
     ) -> None:
+        cluster = find_cluster(cluster)
         if plan != Plan(tp=plan.tp, dp=plan.dp, sp=plan.sp):
             raise PlanError(
                 f"serving knows tp and dp only, not {plan.text()}", hint="as in tp=4,dp=2"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from ...models.operators import OpModel
 from ...models.steps.context import COMPILED, OWN, StepContext, context_of
 from ...models.steps.memory import law_of
 from ...models.steps.model import UNCALIBRATED, StepModel, shipped_steps
+from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.clusters.topology import Cluster
 from ...simulate.step.calls import OpCall, OpLatency
 from ...simulate.step.compose import StepTime, operator_counts, step_time
@@ -22,7 +24,7 @@ from ...simulate.step.jitter import StepSpread, sample_steps
 from ...simulate.step.memory import StageMemory
 from ...simulate.step.plan import Plan
 from ...simulate.step.workload import HLO_DTYPE, Workload, resolved
-from ..devices import cluster_device
+from ..devices import cluster_device, resolve_device
 from ..operator.step_operators import OperatorLatency
 from .network import ClusterNetwork
 from .waterfall import Term, Waterfall
@@ -135,9 +137,9 @@ class StepPredictor:
     learned from measured steps, and so is the interval (``docs/steps.md``).
 
     Args:
-        cluster: The devices and their links.
+        cluster: The devices and their links; a cluster, its name or file.
         model: Model of library operators; ``None`` for rooflines.
-        device: Description to use instead of the one that the cluster names.
+        device: Device instead of the one that the cluster names: description, name or file.
         framework: Framework that runs the steps; empty for an average one.
         compiled: Whether the step is compiled, or replayed as CUDA graphs.
         learned: Model of steps, such as one adapted to a cluster of one's own; ``None`` for the one
@@ -150,17 +152,18 @@ class StepPredictor:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: Cluster | str | Path,
         model: OpModel | None,
-        device: DeviceSpec | None = None,
+        device: DeviceSpec | str | Path | None = None,
         framework: str = "",
         *,
         compiled: bool = False,
         learned: StepModel | None = None,
         source: str = OWN,
     ) -> None:
+        cluster = find_cluster(cluster)
         self.cluster = cluster
-        self.spec = device or cluster_device(cluster)
+        self.spec = cluster_device(cluster) if device is None else resolve_device(device, {})
         self.framework, self.compiled = framework.lower(), compiled
         self.learned, self.source = learned or shipped_steps(), source
         self.latency = OperatorLatency(self.spec, model)

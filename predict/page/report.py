@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...features.devices.device import DeviceSpec
+from ...features.ir.platforms import platform_of
 from ...features.ir.reader import SourceProgram, read_program
 from ...features.kernels.kernel import LoweredProgram
 from ...features.kernels.module_paths import ModulePaths
@@ -77,7 +78,9 @@ def report_page(
     """
     options = options or ReportOptions()
     spec = resolve_device(options.lowering.device, predictor.devices)
-    source = read_program(program, trip_counts=options.lowering.trip_counts)
+    source = read_program(
+        program, trip_counts=options.lowering.trip_counts, platform=platform_of(spec)
+    )
     tell(f"kernels for {spec.name}")
     lowered = lower_with(source, replace(options.lowering, device=spec, cache=predictor.cache))
     data = report_data(predictor, source, lowered, spec)

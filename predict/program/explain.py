@@ -90,29 +90,34 @@ def explain(
     kernel: str | None = None,
     top: int = DEFAULT_KERNELS,
     neighbours: int = 3,
+    **kwargs: object,
 ) -> ProgramExplanation:
     """Explain the prediction of a program.
 
     Args:
         predictor: Predictor with the model to explain.
         program: Program, as accepted by :meth:`Predictor.predict`.
-        args: Example arguments of a jitted function.
+        args: Example arguments of a function.
         device: Name, path of a device file, or description.
         lowering: ``auto``, ``xla``, ``fused`` or ``op``.
         trip_counts: Trips of loops whose count cannot be found.
         kernel: Explain only the kernel of this name.
         top: Number of costliest kernels to explain; equal kernels count as one.
         neighbours: Number of nearest training kernels to list for each.
+        kwargs: Keyword arguments of a function.
 
     Raises:
         OpcastError: The program, device or lowering is not usable, or there is no such kernel.
     """
     from ...features.ir.partitioning import check_one_device
+    from ...features.ir.platforms import platform_of
     from ...features.ir.reader import read_program
     from ...features.lowering.lower import lower
 
     spec = resolve_device(device, predictor.devices)
-    source = read_program(program, *args, trip_counts=trip_counts)
+    source = read_program(
+        program, *args, trip_counts=trip_counts, platform=platform_of(spec), **kwargs
+    )
     # Before the lowering, which may take minutes.
     check_one_device(source, spec.name)
     lowered = lower(source, lowering, cache=predictor.cache, trip_counts=trip_counts, device=spec)

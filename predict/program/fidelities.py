@@ -132,12 +132,13 @@ def compare_fidelities(
         OpcastError: The program, the device, an estimator or the lowering is not usable.
     """
     from ...features.ir.partitioning import check_one_device
+    from ...features.ir.platforms import platform_of
     from ...features.ir.reader import read_program
     from ...features.lowering.lower import lower_with
 
     predictors = load_fidelities(names)
     spec = device_for(options.device, predictors)
-    source = read_program(program, trip_counts=options.trip_counts)
+    source = read_program(program, trip_counts=options.trip_counts, platform=platform_of(spec))
     check_one_device(source, spec.name)
     # Once for all: what differs is then the estimators alone.
     lowered = lower_with(source, replace(options, device=spec))

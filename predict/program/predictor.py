@@ -224,13 +224,15 @@ class Predictor:
         strict: bool = False,
         fallback: str = "",
         settings: CompileSettings | None = None,
+        **kwargs: object,
     ) -> Prediction:
         """Predict a whole program.
 
         Args:
             program: Path, text or bytes of StableHLO or HLO, an exported or lowered JAX function,
-                or a jitted function followed by its example ``args``.
-            args: Example arguments of a jitted function.
+                or a function, jitted or not, followed by its example arguments; it is lowered for
+                the platform of ``device``, wherever this runs.
+            args: Example arguments of a function: arrays or ``jax.ShapeDtypeStruct``.
             device: Name, path of a device file, or description.
             lowering: ``xla`` (the device's own compiler, present or not), ``fused`` (our own
                 fusion rules), ``op``, or ``auto``: ``xla`` where that compiler is installed.
@@ -238,6 +240,8 @@ class Predictor:
             strict: Raise instead of falling back to the roofline for a kernel.
             fallback: Lowering to take where the device's compiler is missing or fails.
             settings: Limits and options of that compiler.
+            kwargs: Keyword arguments of a function. One that has the name of an option here goes
+                into a lambda around it.
 
         Raises:
             OpcastError: The program, device or lowering is not usable, ``strict`` is not met, or
@@ -246,10 +250,15 @@ class Predictor:
         from ...features.lowering.options import LoweringOptions
 
         options = LoweringOptions(lowering, device, trip_counts, fallback, settings)
-        return self.predict_with(program, options, *args, strict=strict)
+        return self.predict_with(program, options, *args, strict=strict, **kwargs)
 
     def predict_with(
-        self, program: object, options: LoweringOptions, *args: object, strict: bool = False
+        self,
+        program: object,
+        options: LoweringOptions,
+        *args: object,
+        strict: bool = False,
+        **kwargs: object,
     ) -> Prediction:
         """Predict a whole program, as :meth:`predict`, with the lowering options as one value.
 
@@ -258,17 +267,25 @@ class Predictor:
             options: Lowering options; the predictor's cache replaces theirs.
             args: As for :meth:`predict`.
             strict: As for :meth:`predict`.
+            kwargs: As for :meth:`predict`.
 
         Raises:
             OpcastError: As for :meth:`predict`.
         """
         from ...features.ir.partitioning import check_one_device
+        from ...features.ir.platforms import platform_of
         from ...features.ir.reader import read_program
         from ...features.ir.untrusted import well_formed
         from ...features.lowering.lower import lower_with
 
         spec = resolve_device(options.device, self.devices)
-        source = read_program(program, *args, trip_counts=options.trip_counts)
+        source = read_program(
+            program,
+            *args,
+            trip_counts=options.trip_counts,
+            platform=platform_of(spec),
+            **kwargs,
+        )
         check_one_device(source, spec.name)
         lowered = lower_with(source, replace(options, device=spec, cache=self.cache))
         # HLO attributes that contradict their shapes surface only while features are computed.
@@ -276,13 +293,15 @@ class Predictor:
             return self.predict_lowered(lowered, spec, strict=strict)
 
     def predict_lowered(
-        self, lowered: LoweredProgram, device: DeviceSpec, *, strict: bool = False
+        self, lowered: LoweredProgram, device: str | Path | DeviceSpec, *, strict: bool = False
     ) -> Prediction:
         """Predict a program that is already lowered.
 
         Raises:
+            DeviceError: The device is not known.
             StrictError: ``strict`` is set and a kernel has no learned estimate.
         """
+        device = resolve_device(device, self.devices)
         model = self.model_for(device)
         kernels = model.predict_kernels(lowered.kernels, device)
         # On the kernels in isolation: corrections for the context say nothing about the source.

@@ -24,13 +24,14 @@ def print_partitioned(console: Console, prediction: PartitionedPrediction, top: 
         f"{duration(r.exposed * 1e6)} exposed; memory {size(prediction.peak_memory_bytes)}"
         f"{capacity}; lowering {prediction.lowering}"
     )
+    print_notes(console, prediction.notes, loud=True)
     table = Table("collective", "runs", "bytes", "alone", box=None, header_style="bold")
     for kind, (count, total, seconds) in prediction.by_collective().items():
         table.add_row(kind, f"{count:.0f}", size(total), duration(seconds * 1e6))
     if prediction.by_collective():
         console.print(table)
     console.print(_critical(prediction, top))
-    print_notes(console, prediction.notes)
+    print_notes(console, prediction.notes, loud=False)
 
 
 def _critical(prediction: PartitionedPrediction, top: int) -> Table:

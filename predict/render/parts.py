@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...common.interval import Interval
+from ...common.notes import WARNING
 from ...common.units import duration
 
 
@@ -29,10 +30,19 @@ def interval_text(interval: Interval) -> str:
     return f"(90 % interval {duration(interval.lo * 1e6)} to {duration(interval.hi * 1e6)})"
 
 
-def print_notes(console: Console, notes: Iterable[str]) -> None:
-    """Print notes, one per line."""
+def print_notes(console: Console, notes: Iterable[str], loud: bool | None = None) -> None:
+    """Print notes, one per line.
+
+    Args:
+        console: Where to.
+        notes: The notes.
+        loud: Only warnings, or only the others; by default all.
+    """
     for note in notes:
-        console.print(Text(f"note: {note}", style="yellow"))
+        warns = note.startswith(WARNING)
+        if loud in (None, warns):
+            style = "bold red" if warns else "yellow"
+            console.print(Text(note if warns else f"note: {note}", style=style))
 
 
 def factor_table(title: str, log_ratios: Iterable[tuple[str, float]]) -> Table:

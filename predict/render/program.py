@@ -22,10 +22,12 @@ def print_prediction(console: Console, prediction: Prediction, top: int = 10) ->
         f"{len(p.kernels)} kernels, {executions:.0f} executions; lowering {p.lowering}; "
         f"model {p.model}; peak memory {size(p.peak_memory_bytes)} ({p.memory_source}){_fit(p)}"
     )
+    # Before the table, which may be longer than the screen.
+    print_notes(console, p.notes, loud=True)
     console.print(kernel_table(p.top(top), sum(k.total_us for k in p.kernels)))
     shares = ", ".join(f"{kind} {share:.0%}" for kind, share in p.share_by_kind.items())
     console.print(f"by kind: {shares}; in domain: {p.in_domain_share:.0%} of the time")
-    print_notes(console, p.notes)
+    print_notes(console, p.notes, loud=False)
 
 
 def _fit(p: Prediction) -> str:

@@ -37,8 +37,8 @@ _LINKS = {"link_gbps": "link_bandwidth", "pcie_gbps": "host_bandwidth"}
 Rule = dict[str, Any]
 
 
-def find_cluster(name: str | Path) -> Cluster:
-    """Find a cluster in the catalogue, or read one from a file.
+def find_cluster(name: str | Path | Cluster) -> Cluster:
+    """Find a cluster in the catalogue, or read one from a file; a cluster is returned as it is.
 
     Args:
         name: ``<device>-x<n>``, ``dgx-<gpu>-x<total>``, or the path of a YAML file (opcast's, or
@@ -49,6 +49,8 @@ def find_cluster(name: str | Path) -> Cluster:
         DeviceError: There is no such device, box or file, or the box does not hold so many; the
             message lists similar names.
     """
+    if isinstance(name, Cluster):
+        return name
     text = str(name)
     # The suffix decides, before the catalogue is asked: a file may bear the name of an entry.
     if Path(text).suffix in (".yaml", ".yml"):

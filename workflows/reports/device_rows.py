@@ -130,7 +130,9 @@ def build_program(text: str, **changed: Any) -> SourceProgram:
 
     family, *pairs = text.split()
     settings = {**parse_settings(family, pairs), **changed}
-    return read_program(build(family, **settings).mlir())
+    workload = build(family, **settings)
+    # As a function, which each device lowers for its platform.
+    return read_program(workload.jitted, *workload.abstract_args)
 
 
 def device_row(

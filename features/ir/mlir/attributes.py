@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..hlo_attributes import read_backend_config
 from ..program import TensorType, WindowDim
 from .values import Raw
 
@@ -235,7 +236,8 @@ def _custom_call(attrs: Attrs, operands: Types, results: Types) -> Attrs:
     config = attrs.pop("backend_config", "")
     return {
         "target": str(attrs.pop("call_target_name", "")),
-        "backend_config": config if isinstance(config, dict | str) else str(config),
+        # A dictionary, or a text with JSON in it, as in HLO.
+        "backend_config": config if isinstance(config, dict) else read_backend_config(str(config)),
     }
 
 

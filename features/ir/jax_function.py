@@ -1,0 +1,262 @@
+"""JAX functions as programs: with example arguments, lowered for the platform of a device."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...common.errors import ProgramError
+from .platforms import Platform
+
+#: Attribute of a function, or name in its module, that gives its example arguments.
+ARGUMENTS = "example_args"
+_CONVENTION = (
+    f"give the function its example arguments: FUNCTION.{ARGUMENTS} = (x, y), or in the module a "
+    f"function {ARGUMENTS}() that returns them; jax.ShapeDtypeStruct is enough for an array"
+)
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A function with its example arguments.
+
+    Attributes:
+        function: A plain function, or one under ``jax.jit``, ``equinox.filter_jit``,
+            ``flax.nnx.jit``, or a ``jax.stages.Traced``.
+        args: Positional arguments: arrays, ``jax.ShapeDtypeStruct``, or trees of them.
+        kwargs: Keyword arguments.
+        origin: Where it came from, for messages.
+    """
+
+    function: object
+    args: tuple[object, ...] = ()
+    kwargs: Mapping[str, object] = field(default_factory=dict)
+    origin: str = ""
+
+    def lower(self, platform: Platform | None) -> Any:
+        """Lower the function.
+
+        Args:
+            platform: What to lower for; ``None`` for JAX's default backend.
+
+        Returns:
+            A ``jax.stages.Lowered``.
+
+        Raises:
+            ProgramError: JAX cannot trace or lower it.
+        """
+        from .jax_compat import as_on_gpu
+
+        cuda = platform is not None and platform.name == "cuda"
+        pretended = (
+            as_on_gpu(platform.capability) if platform and cuda else contextlib.nullcontext()
+        )
+        try:
+            with pretended:
+                return _lowered(self.function, self.args, self.kwargs, platform)
+        except Exception as error:
+            target = f" for {platform.name}" if platform else ""
+            hint = "pass its example arguments after it: opcast.predict(function, *arguments, …)"
+            # What JAX raises for an operation that a platform does not have.
+            if isinstance(error, NotImplementedError):
+                hint = "choose another implementation there, as by jax.lax.platform_dependent"
+            raise ProgramError(
+                f"the function cannot be lowered{target}: {type(error).__name__}: {error}",
+                where=self.origin,
+                hint=hint,
+            ) from error
+
+
+def _lowered(
+    function: Any, args: tuple[object, ...], kwargs: Mapping[str, object], platform: Platform | None
+) -> Any:
+    if hasattr(function, "jaxpr") and hasattr(function, "lower"):
+        return _lower_traced(function, platform)
+    if hasattr(function, "trace"):
+        return _lower_traced(function.trace(*args, **kwargs), platform)
+    if hasattr(function, "lower") and not _has_abstract(args, kwargs):
+        # Wrappers such as equinox's know which arguments are static and which are donated.
+        return _unwrapped(_on_platform(function, platform).lower(*args, **kwargs))
+    return _lower_traced(_trace_plain(function, args, kwargs), platform)
+
+
+def _lower_traced(traced: Any, platform: Platform | None) -> Any:
+    # Flax wraps JAX's own object.
+    traced = getattr(traced, "traced", traced)
+    # Named even if it is JAX's own: a mesh of absent devices does not tell.
+    name = _own_platform() if platform is None else platform.name
+    return traced.lower(lowering_platforms=(name,))
+
+
+def _own_platform() -> str:
+    """Platform of JAX's default backend."""
+    import jax
+
+    backend = jax.default_backend()
+    if backend != "gpu":
+        return str(backend)
+    return "rocm" if "rocm" in str(jax.devices()[0].client.platform_version).lower() else "cuda"
+
+
+def _unwrapped(lowered: Any) -> Any:
+    return getattr(lowered, "lowered", lowered)
+
+
+def _on_platform(wrapper: Any, platform: Platform | None) -> Any:
+    """A copy of a wrapper around a jitted function that lowers for a platform."""
+    jitted = {
+        name: value
+        for name, value in vars(wrapper).items()
+        if hasattr(value, "trace") and hasattr(value, "lower")
+    }
+    changed = copy.copy(wrapper)
+    for name, value in jitted.items():
+        # Wrappers may be frozen dataclasses.
+        object.__setattr__(changed, name, _Jitted(value, platform))
+    return changed
+
+
+@dataclass(frozen=True)
+class _Jitted:
+    """Stands for a jitted function while it is lowered."""
+
+    function: Any
+    platform: Platform | None
+
+    def lower(self, *args: object, **kwargs: object) -> Any:
+        return _lower_traced(self.function.trace(*args, **kwargs), self.platform)
+
+
+def _has_abstract(args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
+    import jax
+
+    leaves = jax.tree.leaves((args, kwargs))
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+
+
+def _trace_plain(
+    function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> Any:
+    """Trace a function that is not jitted; what JAX cannot trace is held fixed."""
+    import jax
+    import numpy as np
+
+    leaves, tree = jax.tree.flatten((args, dict(kwargs)))
+    kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, int, float, complex)
+    # Keyword arguments that are plain Python values choose what a function does (train=True).
+    first = len(jax.tree.leaves(args))
+    moving = [
+        isinstance(leaf, kinds)
+        and not (n >= first and isinstance(leaf, int | float | complex))
+        and not isinstance(leaf, bool)
+        for n, leaf in enumerate(leaves)
+    ]
+    if all(moving):
+        return jax.jit(function).trace(*args, **kwargs)
+
+    def fixed(*arrays: object) -> object:
+        given = iter(arrays)
+        values = [next(given) if own else leaf for own, leaf in zip(moving, leaves, strict=True)]
+        positional, named = jax.tree.unflatten(tree, values)
+        return function(*positional, **named)
+
+    fixed.__name__ = getattr(function, "__name__", "function")
+    arrays = [leaf for own, leaf in zip(moving, leaves, strict=True) if own]
+    return jax.jit(fixed).trace(*arrays)
+
+
+def is_function_path(text: str) -> bool:
+    """Whether a text names a function in a Python file: ``train.py:step``."""
+    file, colon, name = text.rpartition(":")
+    return bool(colon) and file.endswith(".py") and name.isidentifier()
+
+
+def load_function(text: str) -> FunctionCall:
+    """Import a Python file and take one of its functions with its example arguments.
+
+    The arguments are ``FUNCTION.example_args``, else ``example_args`` of the module: a tuple, or a
+    function that returns one. A dictionary at its end, if ``example_args`` is a pair of a tuple and
+    a dictionary, holds keyword arguments.
+
+    Args:
+        text: ``path/to/module.py:function``. Importing it runs its code.
+
+    Raises:
+        ProgramError: The file cannot be imported, or has no such function or no arguments.
+    """
+    file, _, name = text.rpartition(":")
+    path = Path(file).expanduser()
+    with _importable(path.parent):
+        module = _imported(path, text)
+        function = getattr(module, name, None)
+        if not callable(function):
+            names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+            raise ProgramError(
+                f"{path.name} has no function {name!r}",
+                where=text,
+                hint=f"it has: {', '.join(names) or 'none'}",
+            )
+        args, kwargs = _example(function, module, text)
+    return FunctionCall(function, args, kwargs, text)
+
+
+@contextlib.contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Let a module import what lies beside it, as if it were run as a script."""
+    place = str(folder.resolve())
+    sys.path.insert(0, place)
+    try:
+        yield
+    finally:
+        sys.path.remove(place)
+
+
+def _imported(path: Path, where: str) -> Any:
+    if not path.is_file():
+        raise ProgramError("no such file", where=where)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickles look their module up by name.
+    sys.modules.setdefault(path.stem, module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ProgramError(
+            f"importing it fails: {type(error).__name__}: {error}",
+            where=where,
+            hint="does python run it? code for a script belongs under if __name__ == '__main__'",
+        ) from error
+    return module
+
+
+def _example(
+    function: Callable[..., object], module: Any, where: str
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    found = getattr(function, ARGUMENTS, None)
+    if found is None:
+        found = getattr(module, ARGUMENTS, None)
+    if found is None:
+        raise ProgramError("the function has no example arguments", where=where, hint=_CONVENTION)
+    if callable(found):
+        try:
+            found = found()
+        except Exception as error:
+            raise ProgramError(
+                f"{ARGUMENTS}() fails: {type(error).__name__}: {error}", where=where
+            ) from error
+    if not isinstance(found, tuple | list):
+        raise ProgramError(
+            f"{ARGUMENTS} is a {type(found).__name__}, not a tuple", where=where, hint=_CONVENTION
+        )
+    match found:
+        case (tuple(args), dict(kwargs)) if all(isinstance(key, str) for key in kwargs):
+            return args, kwargs
+        case _:
+            return tuple(found), {}
