@@ -226,12 +226,20 @@ def partition(
         typer.Option(help="Indices of the batch arguments, as 3,4; default: those not donated."),
     ] = "",
     format: Annotated[str, typer.Option(help="text or bytecode.")] = "text",
+    device: Annotated[
+        str, typer.Option("--device", help="Device that a module.py:function is lowered for.")
+    ] = "local",
 ) -> None:
     """Partition a program over a mesh, with explicit collectives.
 
     The result can be given to opcast predict --cluster.
     """
+    from ..common.notes import WARNING
+    from ..common.units import size
     from ..datagen.partition.program import partition_program
+    from ..features.ir.platforms import platform_of
+    from ..features.ir.reader import read_program
+    from ..predict.devices import resolve_device
 
     try:
         chosen = [int(n) for n in batch_args.split(",")] if batch_args else None
@@ -239,5 +247,11 @@ def partition(
         raise typer.BadParameter("write --batch-args 3,4") from None
     if format not in ("text", "bytecode"):
         raise typer.BadParameter("--format must be text or bytecode")
-    path = partition_program(program_of(program), mesh, out, chosen, format)
-    typer.echo(f"{path}: {path.stat().st_size} bytes")
+    place = platform_of(resolve_device(device, {})) if device != "local" else None
+    source = read_program(program_of(program), platform=place)
+    written = partition_program(source, mesh, out, chosen, format)
+    typer.echo(f"{out}: {out.stat().st_size} bytes")
+    parameters = f"; parameters {size(written.parameter_bytes)}" if written.parameter_bytes else ""
+    typer.echo(f"collectives move {size(written.moved_bytes)} a run{parameters}")
+    if written.note:
+        typer.echo(f"{WARNING}{written.note}", err=True)

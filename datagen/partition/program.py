@@ -2,26 +2,57 @@
 
 Arguments that a program returns updated (donated ones: parameters and the optimiser's state) are
 its state; the batch is cut along its first dimension. ``dp`` keeps the state whole on every device,
-``fsdp`` cuts the largest dimension of each of its arrays. Everything in between is up to the
-partitioner; as for the zoo, it runs over virtual CPU devices.
+``fsdp`` cuts the largest dimension of each of its arrays and gathers parameters where products use
+them, so that activations stay cut along the batch. Everything in between is up to the partitioner;
+as for the zoo, it runs over virtual CPU devices.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 from ...common.errors import PlanError, ProgramError
+from ...common.files import write_bytes
+from ...common.units import size
+from ...features.ir.program import TensorType
 from ...features.ir.reader import SourceProgram, read_program
 from .sharding import batch_spec, parameter_spec, parse_mesh
 from .workload import expand_groups, read_dump, run_worker, to_stablehlo
 
+#: Times that a step moves its parameters by collectives, above which something else is moved. FSDP
+#: gathers them for the forward and the backward pass and reduces their gradients: three times.
+_MOST_MOVED = 4.0
+
+
+#: Data of a key of random numbers: Threefry's and RBG's (jax/_src/prng.py). It has no batch.
+_KEYS = (("u32", (2,)), ("u32", (4,)))
+
+
+@dataclass(frozen=True)
+class Partitioned:
+    """A partitioned program that was written.
+
+    Attributes:
+        path: The file.
+        moved_bytes: What a device puts into or gets out of collectives in a run, the larger of the
+            two for each.
+        parameter_bytes: Whole parameters: state that products read; 0 if none is known.
+        note: What should be known about it; empty if nothing.
+    """
+
+    path: Path
+    moved_bytes: float
+    parameter_bytes: float
+    note: str = ""
+
 
 def partition_program(
     program: object, mesh: str, path: Path, batch: Sequence[int] | None = None, format: str = "text"
-) -> Path:
+) -> Partitioned:
     """Write a partitioned program as StableHLO.
 
     Args:
@@ -33,13 +64,16 @@ def partition_program(
         format: ``text`` or ``bytecode``.
 
     Returns:
-        The path written.
+        The file, and how much its collectives move.
 
     Raises:
         PlanError: The mesh is malformed or has another axis, or an argument cannot be cut.
         ProgramError: The program is for several devices already, or its batch is unknown.
         LoweringError: The partitioner fails.
     """
+    from ...features.ir.jax_compat import write_bytecode
+    from ...features.ir.mlir.shardings import gathered_at_use, without_empty_meshes
+
     sizes = parse_mesh(mesh)
     if "tp" in sizes:
         raise PlanError(
@@ -53,9 +87,10 @@ def partition_program(
         raise ProgramError(
             "only StableHLO of a single device can be partitioned", where=source.origin
         )
-    shapes = [op.type.shape for op in own.entry_computation.parameters]
+    kinds = [op.type for op in own.entry_computation.parameters]
+    shapes = [kind.shape for kind in kinds]
     donated = {number: output for output, number in own.aliases}
-    chosen = _batch(shapes, donated, batch, sizes, source.origin)
+    chosen = _batch(kinds, donated, batch, sizes, source.origin)
     # Batch along its first dimension, state like a parameter without a name, the rest (seeds,
     # learning rates) replicated.
     cuts = [
@@ -67,9 +102,12 @@ def partition_program(
         for n, shape in enumerate(shapes)
     ]
     devices = prod(sizes.values())
+    # Inlined and marked, which also says what of the state is a parameter.
+    gathered, used = gathered_at_use(without_empty_meshes(source.module), sorted(donated))
+    module = gathered if "fsdp" in sizes else without_empty_meshes(source.module)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        (folder / "program").write_bytes(_bytecode(source))
+        (folder / "program").write_bytes(write_bytecode(module))
         job = {
             "program": str(folder / "program"),
             "dump": str(folder / "dump"),
@@ -82,8 +120,35 @@ def partition_program(
         }
         run_worker(job, devices)
         text = read_dump(folder / "dump", source.origin or "program")
-    Path(path).write_bytes(to_stablehlo(expand_groups(text), devices, format))
-    return Path(path)
+    data = to_stablehlo(expand_groups(text), devices, format)
+    write_bytes(Path(path), data)
+    return _summary(Path(path), read_program(data), float(sum(kinds[n].nbytes for n in used)))
+
+
+def _summary(path: Path, partitioned: SourceProgram, parameters: float) -> Partitioned:
+    """Sum up the collectives of a partitioned program."""
+    from ...features.lowering.op import lower_op
+
+    moved: dict[tuple[str, TensorType], float] = {}
+    for kernel in lower_op(partitioned).kernels:
+        if kernel.kind == "collective":
+            most = max(kernel.bytes_in, kernel.bytes_out) * kernel.multiplicity
+            key = (kernel.op.opcode, kernel.op.type)
+            moved[key] = moved.get(key, 0.0) + most
+    total = sum(moved.values())
+    if not parameters or total <= _MOST_MOVED * parameters:
+        return Partitioned(path, total, parameters)
+    (opcode, kind), most = max(moved.items(), key=lambda item: item[1])
+    shape = ",".join(map(str, kind.shape))
+    return Partitioned(
+        path,
+        total,
+        parameters,
+        f"its collectives move {size(total)} a run, {total / parameters:.0f} times the parameters "
+        f"({size(parameters)}), so activations are moved too: {opcode} of {kind.dtype}[{shape}] "
+        f"moves {size(most)}; is the batch the first dimension of the arguments named by "
+        "--batch-args, and large enough for the mesh?",
+    )
 
 
 def sharding_text(
@@ -119,7 +184,7 @@ def sharding_text(
 
 
 def _batch(
-    shapes: Sequence[tuple[int, ...]],
+    kinds: Sequence[TensorType],
     donated: Mapping[int, int],
     given: Sequence[int] | None,
     mesh: Mapping[str, int],
@@ -127,20 +192,24 @@ def _batch(
 ) -> set[int]:
     """Return the numbers of the arguments that are cut along the batch."""
     if given is not None:
-        wrong = [n for n in given if not 0 <= n < len(shapes)]
+        wrong = [n for n in given if not 0 <= n < len(kinds)]
         if wrong:
             raise PlanError(
                 f"there is no argument {wrong[0]}",
                 where=where,
-                hint=f"arguments are numbered from 0 to {len(shapes) - 1}",
+                hint=f"arguments are numbered from 0 to {len(kinds) - 1}",
             )
         return set(given)
     parts = prod(mesh.values())
     # Whatever is not state and can be cut. A program without donation gives no hint at all.
     leading = {
         n
-        for n, shape in enumerate(shapes)
-        if n not in donated and shape and shape[0] >= parts and shape[0] % parts == 0
+        for n, kind in enumerate(kinds)
+        if n not in donated
+        and kind.shape
+        and kind.shape[0] >= parts
+        and kind.shape[0] % parts == 0
+        and (kind.dtype, kind.shape) not in _KEYS
     }
     if not donated or not leading:
         raise ProgramError(
@@ -149,9 +218,3 @@ def _batch(
             hint="name them with --batch-args 3,4, or donate parameters and state",
         )
     return leading
-
-
-def _bytecode(source: SourceProgram) -> bytes:
-    from ...features.ir.jax_compat import write_bytecode
-
-    return write_bytecode(source.module)

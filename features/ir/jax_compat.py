@@ -21,6 +21,7 @@ from jax.extend.backend import get_backend, get_compile_options
 from jaxlib import _hlo, _jax  # type: ignore[attr-defined]
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo as _stablehlo
+from jaxlib.mlir.passmanager import PassManager
 
 #: First bytes of MLIR bytecode, and of StableHLO portable artifacts, which are such bytecode.
 BYTECODE_MAGIC = b"ML\xefR"
@@ -133,6 +134,15 @@ def copy_module(module: ir.Module) -> ir.Module:
     """A copy in the same context, locations included."""
     with module.context:
         return ir.Module.parse(write_bytecode(module))
+
+
+def inline_calls(module: ir.Module) -> ir.Module:
+    """A copy with every function's body in place of its calls, locations included."""
+    copy = copy_module(module)
+    with copy.context:
+        passes: Any = PassManager.parse("builtin.module(inline,symbol-dce)")
+        passes.run(copy.operation)
+    return copy
 
 
 def rename_module(module: ir.Module, name: str) -> None:
@@ -261,7 +271,18 @@ def hlo_to_stablehlo(text: str) -> bytes:
         Exception: Whatever the converter raises for HLO that it does not know.
     """
     module = _hlo.hlo_module_from_text(text)
-    return bytes(jax_mlir.hlo_to_stablehlo(module.as_serialized_hlo_module_proto()))
+    data = bytes(jax_mlir.hlo_to_stablehlo(module.as_serialized_hlo_module_proto()))
+    return _without_copies(data) if b"mhlo" in data else data
+
+
+def _without_copies(data: bytes) -> bytes:
+    """Bytecode without ``mhlo.copy``, which the converter writes and no compiler takes."""
+    module = parse_module(data)
+    with module.context:
+        for op in [op for op in walk_ops(module) if op.name == "mhlo.copy"]:
+            op.results[0].replace_all_uses_with(op.operands[0])
+            op.erase()
+    return write_bytecode(module)
 
 
 def with_partitions(data: bytes, count: int, replicas: int = 1) -> ir.Module:

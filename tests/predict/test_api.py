@@ -7,11 +7,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import opcast
 import optax
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+import opcast
 from opcast.common.errors import DeviceError, ProgramError
 from opcast.features.devices.device import DeviceSpec
 from opcast.features.ir.reader import read_program

@@ -1,12 +1,17 @@
 """Programs of one device, spread over several."""
 
+import re
+from math import prod
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from opcast.common.errors import PlanError, ProgramError
+from opcast.common.errors import CompilerError, PlanError, ProgramError
 from opcast.datagen.partition.program import partition_program, sharding_text
 from opcast.features.ir.reader import read_program
+from opcast.features.lowering.lower import lower
+from opcast.features.lowering.target_compiler.install import find_compiler
 from opcast.features.lowering.xla_collectives import optimise_collectives
 
 MESH = {"dp": 2, "fsdp": 4}
@@ -61,7 +66,7 @@ def test_what_cannot_be_partitioned(step, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp=4", "fsdp=4"])
 def test_gradients_are_reduced_over_all_devices(step, tmp_path, mesh):
-    found = read_program(partition_program(step, mesh, tmp_path / "step.mlir")).program
+    found = read_program(partition_program(step, mesh, tmp_path / "step.mlir").path).program
     assert found.num_partitions == 4
     parameters = [op.type.shape for op in found.entry_computation.parameters]
     kept = [(256, 512), (512, 64)] if mesh == "dp=4" else [(256, 128), (128, 64)]
@@ -72,6 +77,97 @@ def test_gradients_are_reduced_over_all_devices(step, tmp_path, mesh):
         if op.opcode in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"):
             assert op.attrs["replica_groups"] == ((0, 1, 2, 3),)
             reduced += op.result_bytes * (op.opcode == "all-reduce")
-    # Which way sharded parameters and the batch meet is up to the partitioner.
     if mesh == "dp=4":
         assert reduced == weights
+
+
+def collectives(program):
+    """Opcode and shape of every collective, those of loops' bodies too."""
+    ops = [op for c in program.computations.values() for op in c.ops]
+    names = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+    return [(op.opcode, op.type.shape) for op in ops if op.opcode in names]
+
+
+@pytest.mark.slow
+def test_fsdp_gathers_parameters_where_they_are_used(step, tmp_path):
+    done = partition_program(step, "fsdp=4", tmp_path / "step.mlir")
+    found = collectives(read_program(done.path).program)
+    # Each weight is gathered once for both passes, and its gradient (which may lie transposed)
+    # reduced; no activation moves, although those (128 rows) are smaller than the weights.
+    assert sorted((name, *sorted(shape)) for name, shape in found) == [
+        ("all-gather", 64, 512), ("all-gather", 256, 512),
+        ("all-reduce", 64, 512), ("all-reduce", 256, 512),
+    ]  # fmt: skip
+    assert done.parameter_bytes == 4 * (256 * 512 + 512 * 64)
+    assert done.moved_bytes == 2 * done.parameter_bytes and not done.note
+
+
+@pytest.fixture(scope="module")
+def scanned(tmp_path_factory):
+    """A train step with a key, dropout, and four layers in a loop."""
+
+    def loss(weights, key, x):
+        def layer(h, own):
+            w, n = own
+            h = jnp.tanh(h @ w.astype(jnp.bfloat16))
+            return h * jax.random.bernoulli(jax.random.fold_in(key, n), 0.9, h.shape), None
+
+        out, _ = jax.lax.scan(layer, x, (weights, jnp.arange(4)))
+        return jnp.mean(out.astype(jnp.float32))
+
+    def train(weights, key, x):
+        return weights - 0.1 * jax.grad(loss)(weights, key, x)
+
+    args = (
+        jax.ShapeDtypeStruct((4, 256, 256), jnp.float32),
+        jax.eval_shape(lambda: jax.random.key(0)),
+        jax.ShapeDtypeStruct((64, 256), jnp.bfloat16),
+    )
+    path = tmp_path_factory.mktemp("program") / "scanned.mlir"
+    traced = jax.jit(train, donate_argnums=0).trace(*args)
+    path.write_text(traced.lower(lowering_platforms=("cuda",)).as_text())
+    return path
+
+
+@pytest.mark.slow
+def test_a_step_with_a_key_is_partitioned_and_compiles(scanned, tmp_path):
+    done = partition_program(scanned, "fsdp=2", tmp_path / "step.mlir")
+    text = done.path.read_text()
+    assert "mhlo.copy" not in text
+    found = read_program(done.path)
+    # The key is not cut, although two devices would divide it.
+    assert [op.type.shape for op in found.program.entry_computation.parameters][1:] == [
+        (2,), (32, 256),
+    ]  # fmt: skip
+    # One layer at a time, in the type of its product.
+    gathers = [shape for name, shape in collectives(found.program) if name == "all-gather"]
+    assert gathers and all(prod(shape) == 256 * 256 for shape in gathers)
+    if not (compiler := compiler_of("gpu")):
+        pytest.skip("the compiler of NVIDIA GPUs is not installed")
+    assert compiler
+    lowered = lower(found, "xla", device="h100-sxm")
+    assert any(k.kind == "collective" for k in lowered.kernels)
+
+
+def compiler_of(platform):
+    try:
+        return find_compiler(platform)
+    except CompilerError:
+        return None
+
+
+@pytest.mark.slow
+def test_collectives_that_move_activations_are_said(tmp_path):
+    def train(weights, x):
+        def loss(w):
+            return jnp.mean(((x @ x.T) @ (x @ w)) ** 2)
+
+        return weights - jax.grad(loss)(weights)
+
+    f32 = jnp.float32
+    args = jax.ShapeDtypeStruct((64, 8), f32), jax.ShapeDtypeStruct((4096, 64), f32)
+    path = tmp_path / "step.mlir"
+    path.write_text(jax.jit(train, donate_argnums=0).lower(*args).as_text())
+    done = partition_program(path, "fsdp=4", tmp_path / "out.mlir")
+    assert done.parameter_bytes == 4 * 64 * 8
+    assert re.search(r"collectives move .* times the parameters .*activations.*4096", done.note)

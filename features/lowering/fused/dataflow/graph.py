@@ -178,7 +178,7 @@ class _Builder:
     def _visit(self, op: Op, values: list[Value], arguments: list[Value]) -> Value:
         opcode = op.opcode
         if opcode == "parameter":
-            return arguments[int(op.attrs["index"])]
+            return _local(arguments[int(op.attrs["index"])], op)
         inputs = [values[i] for i in op.operands]
         if opcode == "tuple":
             return inputs
@@ -225,6 +225,22 @@ class _Builder:
         # One output for each array, whatever the tuple's nesting.
         graph.outputs = [leaf for node in graph.outputs for leaf in flatten(split(node))]
         return graph
+
+
+def _local(value: Value, parameter: Op) -> Value:
+    """The value that a body is given, in the shape that the body says.
+
+    A manual computation (``shard_map``) is given whole arrays and works on its device's part: an
+    argument of the program is that part from the start.
+    """
+    if (
+        isinstance(value, Node)
+        and value.opcode == "parameter"
+        and not (value.is_tuple or parameter.is_tuple)
+        and value.type.shape != parameter.type.shape
+    ):
+        value.results = parameter.results
+    return value
 
 
 def sink_constants(graph: Graph) -> None:

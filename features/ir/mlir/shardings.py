@@ -1,0 +1,133 @@
+"""Prepares a module of one device for the partitioner: parameters are gathered where they are used.
+
+XLA's partitioner chooses by the size of a product's operands which of them to communicate. With
+parameters and batch cut over the same axis it may gather or reduce activations instead of
+parameters. What frameworks call FSDP or ZeRO-3 (Rajbhandari et al., ZeRO, 2020) gathers a parameter
+right before it is used, so that activations stay cut along the batch: here each use in a product
+gets a constraint that says so.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..jax_compat import copy_module, inline_calls, walk_ops
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from jaxlib.mlir import ir
+
+#: Ops that only turn a parameter into another form of itself, in which it may be gathered.
+_FORMS = frozenset(
+    f"stablehlo.{name}"
+    for name in (
+        "bitcast_convert",
+        "convert",
+        "dynamic_slice",
+        "optimization_barrier",
+        "reduce_precision",
+        "reshape",
+        "slice",
+        "transpose",
+    )
+)
+#: Ops that use a parameter together with activations. An optimiser's arithmetic is none of them.
+_USES = frozenset(
+    f"stablehlo.{name}"
+    for name in ("broadcast_in_dim", "convolution", "dot", "dot_general", "gather")
+)
+
+
+def without_empty_meshes(module: ir.Module) -> ir.Module:
+    """A copy without Shardy's meshes of no axes, which say nothing.
+
+    JAX writes them around random numbers. Any op of that dialect makes XLA take Shardy, which does
+    not read the shardings that are added here. A module without them is returned as it is.
+    """
+    if "sdy." not in str(module.operation.get_asm(large_elements_limit=8)):
+        return module
+    copy = copy_module(module)
+    with copy.context:
+        ops = [op for op in walk_ops(copy) if op.name.startswith("sdy.")]
+        meshes = {
+            str(op.attributes["sym_name"]).strip('"'): op
+            for op in ops
+            if op.name == "sdy.mesh" and "=" not in str(op.attributes["mesh"])
+        }
+        constraints = [op for op in ops if op.name == "sdy.sharding_constraint"]
+        for op in constraints:
+            if any(f"@{name}," in str(op.attributes["sharding"]) for name in meshes):
+                op.results[0].replace_all_uses_with(op.operands[0])
+                op.erase()
+        for op in meshes.values():
+            op.erase()
+    return copy
+
+
+def gathered_at_use(module: ir.Module, arguments: Collection[int]) -> tuple[ir.Module, set[int]]:
+    """A copy of a module whose products read whole parameters.
+
+    Args:
+        module: StableHLO of one device.
+        arguments: Numbers of the arguments of ``main`` that may be parameters.
+
+    Returns:
+        The copy, its calls inlined, and those of the arguments that products use.
+    """
+    from jaxlib.mlir import ir
+
+    copy = inline_calls(module)
+    used: set[int] = set()
+    with copy.context:
+        (main,) = [
+            op
+            for op in walk_ops(copy)
+            if op.name == "func.func" and str(op.attributes["sym_name"]) == '"main"'
+        ]
+        values = list(main.regions[0].blocks[0].arguments)
+        uses: list[tuple[Any, int]] = []
+        for number in arguments:
+            own = _uses(values[number])
+            if own:
+                used.add(number)
+            uses += own
+        whole = ir.StringAttr.get("{replicated}")
+        name = ir.StringAttr.get("Sharding")
+        for op, place in uses:
+            value = op.operands[place]
+            with ir.InsertionPoint(op):
+                constraint = ir.Operation.create(
+                    "stablehlo.custom_call",
+                    results=[value.type],
+                    operands=[value],
+                    attributes={"call_target_name": name, "mhlo.sharding": whole},
+                    loc=op.location,
+                )
+            op.operands[place] = constraint.results[0]
+    return copy, used
+
+
+def _uses(parameter: ir.Value[ir.Type]) -> list[tuple[Any, int]]:
+    """Find the products that read a parameter, and the operand that it is."""
+    found: list[tuple[Any, int]] = []
+    pending: list[Any] = [parameter]
+    while pending:
+        for use in pending.pop().uses:
+            op, place = use.owner.operation, use.operand_number
+            if op.name in _USES:
+                found.append((op, place))
+            elif op.name in _FORMS:
+                # Indices of a slice are no parameter; a barrier passes several values on.
+                if place < len(op.results):
+                    pending.append(op.results[place])
+            elif op.name == "stablehlo.while" and _is_kept(op, place):
+                pending.append(op.regions[1].blocks[0].arguments[place])
+    return found
+
+
+def _is_kept(loop: ir.Operation, place: int) -> bool:
+    """Whether a loop hands a value on unchanged, as JAX carries what the body captures."""
+    body = loop.regions[1].blocks[0]
+    *_, end = [view.operation for view in body.operations]
+    return bool(end.operands[place] == body.arguments[place])
