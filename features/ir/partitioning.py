@@ -6,6 +6,7 @@ The header decides, as in XLA: where it sets one partition, shardings are droppe
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -81,27 +82,58 @@ def sharding_note(source: SourceProgram) -> str:
     )
 
 
-def check_one_device(source: SourceProgram, device: str) -> None:
+def joined_devices(source: SourceProgram) -> int:
+    """Count the devices that the program's collectives name; 1 if there are none."""
+    data = source.compile_input
+    raw = data.encode() if isinstance(data, str) else data
+    # Bytecode, too, holds names verbatim: most programs need not be turned into the IR here.
+    if not re.search(rb"replica_groups|source_target_pairs", raw):
+        return 1
+    most = 0
+    for computation in source.program.computations.values():
+        for op in computation.ops:
+            if is_collective(op.opcode):
+                groups = op.attrs.get("replica_groups") or op.attrs.get("source_target_pairs") or ()
+                most = max([most, *(device for group in groups for device in group)])
+    return most + 1
+
+
+def check_one_device(
+    source: SourceProgram, device: str, suggest: Callable[[str, int], str] | None = None
+) -> None:
     """Refuse to run a program for several devices on a single one.
 
     Args:
         source: The program.
         device: Name of the device.
+        suggest: Gives the name of a cluster of so many of a device; empty if none has a name.
 
     Raises:
-        ProgramError: Its header sets several replicas or partitions.
+        ProgramError: Its header sets several replicas or partitions, or its collectives join
+            several devices.
     """
     replicas, partitions = header_counts(source)
     count = replicas * partitions
-    if count > 1:
-        raise ProgramError(
-            f"the program is for {count} devices ({replicas} replicas of {partitions} partitions), "
-            "but a single device was given",
-            where=source.origin,
-            hint=f"give a cluster instead: opcast predict --cluster {device}-x{count}, in Python "
-            "opcast.predict.cluster.partitioned.predict_partitioned; to have one device run the "
-            f"whole program, take {_header_names(source)} out of its header",
-        )
+    told = f"{replicas} replicas of {partitions} partitions"
+    if count == 1:
+        count = joined_devices(source)
+        told = "by its collectives"
+    if count == 1:
+        return
+    cluster = suggest(device, count) if suggest is not None else f"{device}-x{count}"
+    file = source.origin or "PROGRAM"
+    place = cluster or "FILE.yaml, a file that describes one (docs/clusters.md)"
+    hint = f"give a cluster instead: opcast predict {file} --cluster {place}"
+    if cluster:
+        hint += f", in Python opcast.predict(…, cluster={cluster!r})"
+    if replicas * partitions > 1:
+        hint += f"; to have one device run the whole program, take {_header_names(source)} out of "
+        hint += "its header"
+    raise ProgramError(
+        f"the program is for {count} devices ({told}), but a single device was given",
+        where=source.origin,
+        hint=hint,
+    )
 
 
 def check_several_devices(source: SourceProgram, cluster: str, size: int, device: str) -> None:

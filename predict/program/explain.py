@@ -113,13 +113,14 @@ def explain(
     from ...features.ir.platforms import platform_of
     from ...features.ir.reader import read_program
     from ...features.lowering.lower import lower
+    from ...simulate.clusters.catalogue import named_cluster
 
     spec = resolve_device(device, predictor.devices)
     source = read_program(
         program, *args, trip_counts=trip_counts, platform=platform_of(spec), **kwargs
     )
     # Before the lowering, which may take minutes.
-    check_one_device(source, spec.name)
+    check_one_device(source, spec.name, named_cluster)
     lowered = lower(source, lowering, cache=predictor.cache, trip_counts=trip_counts, device=spec)
     return explain_lowered(predictor, lowered, spec, kernel=kernel, top=top, neighbours=neighbours)
 

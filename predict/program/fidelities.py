@@ -135,11 +135,12 @@ def compare_fidelities(
     from ...features.ir.platforms import platform_of
     from ...features.ir.reader import read_program
     from ...features.lowering.lower import lower_with
+    from ...simulate.clusters.catalogue import named_cluster
 
     predictors = load_fidelities(names)
     spec = device_for(options.device, predictors)
     source = read_program(program, trip_counts=options.trip_counts, platform=platform_of(spec))
-    check_one_device(source, spec.name)
+    check_one_device(source, spec.name, named_cluster)
     # Once for all: what differs is then the estimators alone.
     lowered = lower_with(source, replace(options, device=spec))
     found = tuple(fidelity(name, own, lowered, spec) for name, own in predictors.items())

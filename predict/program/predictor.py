@@ -277,6 +277,7 @@ class Predictor:
         from ...features.ir.reader import read_program
         from ...features.ir.untrusted import well_formed
         from ...features.lowering.lower import lower_with
+        from ...simulate.clusters.catalogue import named_cluster
 
         spec = resolve_device(options.device, self.devices)
         source = read_program(
@@ -286,7 +287,7 @@ class Predictor:
             platform=platform_of(spec),
             **kwargs,
         )
-        check_one_device(source, spec.name)
+        check_one_device(source, spec.name, named_cluster)
         lowered = lower_with(source, replace(options, device=spec, cache=self.cache))
         # HLO attributes that contradict their shapes surface only while features are computed.
         with well_formed(source):

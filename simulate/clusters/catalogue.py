@@ -69,6 +69,17 @@ def find_cluster(name: str | Path | Cluster) -> Cluster:
     return _one_box(find_device(device), count)
 
 
+def named_cluster(device: str, count: int) -> str:
+    """Return the name of a cluster of so many of a device; empty if none has a name."""
+    boxes = [gpu for gpu, rule in _rules("dgx").items() if rule["device"] == device]
+    for name in (f"{device}-x{count}", *(f"dgx-{gpu}-x{count}" for gpu in boxes)):
+        try:
+            return find_cluster(name).name
+        except DeviceError:
+            continue
+    return ""
+
+
 def joined(device: str, count: int, per_node: int = 0, between: float = 0.0) -> Cluster:
     """Any number of one device, joined as machines of that device are.
 

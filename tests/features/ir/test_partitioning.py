@@ -19,6 +19,7 @@ from opcast.features.ir.reader import SourceProgram, read_program
 from opcast.features.lowering.lower import lower
 from opcast.features.lowering.target_compiler.install import find_compiler
 from opcast.features.lowering.xla import _as_stablehlo
+from opcast.simulate.clusters.catalogue import named_cluster
 
 HLO = """HloModule sharded{header}
 
@@ -118,6 +119,29 @@ def test_a_program_for_several_devices_is_refused_for_one() -> None:
     assert "num_partitions" in caught.value.hint
     with pytest.raises(ProgramError, match="for 2 devices"):
         check_one_device(stablehlo("attributes {mhlo.num_replicas = 2 : i32}"), "h100-sxm")
+
+
+def test_collectives_are_for_several_devices_whatever_the_header_says() -> None:
+    with pytest.raises(ProgramError, match=r"for 4 devices \(by its collectives\)") as caught:
+        check_one_device(read_program(COLLECTIVE), "h100-sxm", named_cluster)
+    assert "opcast predict PROGRAM --cluster h100-sxm-x4" in caught.value.hint
+    assert "opcast.predict(…, cluster='h100-sxm-x4')" in caught.value.hint
+    alone = COLLECTIVE.replace("[[0, 1, 2, 3]]> : tensor<1x4", "[[0]]> : tensor<1x1")
+    check_one_device(read_program(alone), "h100-sxm")
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "name"),
+    [("h100-sxm", 4, "h100-sxm-x4"), ("h100-sxm", 16, "dgx-h100-x16"), ("tpu-v5e", 16, "tpu-v5e-x16"), ("l4", 64, "")],
+)  # fmt: skip
+def test_the_cluster_of_the_command_exists(device: str, count: int, name: str) -> None:
+    assert named_cluster(device, count) == name
+    program = stablehlo(f"attributes {{mhlo.num_partitions = {count} : i32}}")
+    with pytest.raises(ProgramError) as caught:
+        check_one_device(program, device, named_cluster)
+    assert (f"--cluster {name} " if name else "--cluster FILE.yaml") in caught.value.hint.replace(
+        ",", " "
+    )
 
 
 def test_a_program_for_one_device_is_refused_for_a_cluster() -> None:
