@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..ir.program import BOOKKEEPING, ON_CHIP, Computation, Op, Program, TensorType
+from .library_calls import stated_cost
 
 #: Ops without memory traffic.
 FREE = BOOKKEEPING | frozenset(
@@ -84,7 +85,13 @@ def op_bytes(op: Op, comp: Computation) -> tuple[float, float]:
         return float(_total(operands[n_targets:])), float(updates)
     if opcode.endswith("-start"):
         return _start_bytes(op, operands)
-    return float(_total(operands)), float(op.result_bytes)
+    read, written = float(_total(operands)), float(op.result_bytes)
+    stated = stated_cost(op)
+    if stated is not None and stated.bytes and read + written:
+        # A kernel knows better what it touches (pages of a cache, blocks again and again).
+        factor = stated.bytes / (read + written)
+        return factor * read, factor * written
+    return read, written
 
 
 def _keeps_order(op: Op, operand: Op) -> bool:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import log2, prod, sqrt
+from typing import NamedTuple
 
 from ...common import plugins
 from ...common.errors import OpcastError
@@ -89,6 +90,9 @@ def custom_call_flops(op: Op, operands: Sequence[TensorType]) -> Work:
         Zeros if the target is unknown here and to other packages (its bytes still count).
     """
     target = str(op.attrs.get("target", ""))
+    stated = stated_cost(op)
+    if stated is not None:
+        return stated.flops, stated.transcendentals
     if not operands or not op.results or is_annotation(op):
         return 0.0, 0.0
     # From the most to the least specific: parts of these names occur in others.
@@ -113,7 +117,59 @@ def custom_call_flops(op: Op, operands: Sequence[TensorType]) -> Work:
     routine = _ROUTINE.search(target)
     if routine:
         return _linear_algebra(routine[0].lower(), op, operands), 0.0
-    return plugin_flops(target, operands, op.results)
+    # A rule for one hand-written kernel comes before one for all of its kind.
+    name = kernel_name(op)
+    own = plugin_flops(f"{target}:{name}", operands, op.results) if name else (0.0, 0.0)
+    return own if any(own) else plugin_flops(target, operands, op.results)
+
+
+class StatedCost(NamedTuple):
+    """What a hand-written kernel says about itself (Pallas' ``CostEstimate``).
+
+    Attributes:
+        flops: Floating-point operations.
+        transcendentals: exp, log, tanh and their like.
+        bytes: Bytes read and written; 0 if it does not say.
+    """
+
+    flops: float
+    transcendentals: float
+    bytes: float
+
+
+def stated_cost(op: Op) -> StatedCost | None:
+    """Return the cost that a custom call states in its configuration; ``None`` if it states none.
+
+    Mosaic kernels for TPUs carry that of ``pallas_call(cost_estimate=…)``.
+    """
+    if op.opcode != "custom-call":
+        return None
+    stated = op.config("custom_call_config", "cost_estimate")
+    # HLO writes 64-bit numbers as texts.
+    flops, transcendentals, moved = (
+        _amount(stated.get(key)) for key in ("flops", "transcendentals", "bytes_accessed")
+    )
+    return StatedCost(flops, transcendentals, moved) if flops or transcendentals or moved else None
+
+
+def _amount(value: object) -> float:
+    try:
+        amount = float(value) if isinstance(value, int | float | str) else 0.0
+    except ValueError:
+        return 0.0
+    # Configurations are untrusted, and Pallas writes -1 for what is not known.
+    return amount if 0.0 < amount < math.inf else 0.0
+
+
+#: A Triton kernel's name in the text of its configuration.
+_KERNEL_NAME = re.compile(r'\bname = "([^"\\]+)"')
+
+
+def kernel_name(op: Op) -> str:
+    """Return the name of a hand-written kernel that a custom call runs; empty if it has none."""
+    config = op.attrs.get("backend_config")
+    named = _KERNEL_NAME.search(config) if isinstance(config, str) else None
+    return named[1] if named else ""
 
 
 def fft_flops(

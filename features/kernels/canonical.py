@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable
 
 from ..ir.program import Computation, Op, Program, TensorType
@@ -152,14 +153,26 @@ def _reduced(config: dict[str, object] | str) -> dict[str, object] | str:
             kept[key] = value
         # Mosaic kernels (Pallas) are whole programs in this text.
         elif key == "custom_call_config":
-            kept[key] = _short(str(value))
+            kept[key] = _mosaic(value)
     return kept
+
+
+def _mosaic(config: object) -> object:
+    """A kernel's program as a digest, and beside it the cost that it states."""
+    stated = config.get("cost_estimate") if isinstance(config, dict) else None
+    if not isinstance(config, dict) or not isinstance(stated, dict):
+        return _short(str(config))
+    rest = {key: value for key, value in config.items() if key != "cost_estimate"}
+    return {"body": _short(str(rest)), "cost_estimate": dict(sorted(stated.items()))}
 
 
 def _short(text: str) -> str:
     if len(text) <= _LONG_TEXT:
         return text
-    return "sha256-" + hashlib.sha256(text.encode()).hexdigest()[:16]
+    digest = "sha256-" + hashlib.sha256(text.encode()).hexdigest()[:16]
+    # By its name a rule may know what it does (features/cost/library_calls.py).
+    named = re.search(r'\bname = "[^"\\]+"', text)
+    return f"{digest} {named[0]}" if named else digest
 
 
 def _parameter(number: int, like: Op) -> Op:

@@ -29,6 +29,7 @@ from .fused.rewrites.simplify import simplify
 from .fused.rewrites.sinking import sink_transposes
 from .fused.rewrites.vectors import pad_products, reduce_vector_products
 from .op import whole_notes
+from .work_check import uncosted_notes
 
 
 def lower_fused(
@@ -69,7 +70,7 @@ def lower_fused(
     if memory is not None:
         place_on_chip(emitter.program, memory)
     kernels, notes = extract_kernels(emitter.program)
-    notes += whole_notes(program, kernels)
+    notes += [*whole_notes(program, kernels), *uncosted_notes(kernels)]
     if device is not None and device.platform != "gpu":
         notes.append(
             f"{device.name} is a {device.platform}, but lowering fused has the fusion rules of "

@@ -9,6 +9,7 @@ from ..ir.reader import SourceProgram
 from ..kernels.extract import extract_kernels
 from ..kernels.kernel import Kernel, LoweredProgram
 from ..kernels.memory import peak_memory
+from .work_check import uncosted_notes
 
 
 def lower_op(source: SourceProgram) -> LoweredProgram:
@@ -25,7 +26,7 @@ def lower_op(source: SourceProgram) -> LoweredProgram:
     """
     program = source.program
     kernels, notes = extract_kernels(program)
-    notes += whole_notes(program, kernels)
+    notes += [*whole_notes(program, kernels), *uncosted_notes(kernels)]
     return LoweredProgram(
         kernels=kernels,
         lowering="op",

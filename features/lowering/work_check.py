@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from ..cost.flops import op_work
+from ..cost.library_calls import kernel_name
 from ..kernels.kernel import Kernel
 
 #: Products may be removed as dead or equal, or padded; a note reports changes beyond this ratio.
@@ -57,14 +58,23 @@ def work_notes(before: Iterable[Kernel], after: Iterable[Kernel], devices: int) 
 def uncosted_notes(kernels: Iterable[Kernel]) -> list[str]:
     """Note each library call whose work is not known, so that only its bytes count."""
     counts = Counter(
-        str(k.op.attrs.get("target", "")) or k.opcode
+        ":".join(filter(None, (str(k.op.attrs.get("target", "")), kernel_name(k.op)))) or k.opcode
         for k in kernels
         if k.kind == "custom_call" and k.takes_time and not (k.flops or k.transcendentals)
     )
     return [
         f"no cost is known for the library call {name} ({count} kernels): only its bytes count"
+        f"{_remedy(name)}"
         for name, count in sorted(counts.items())
     ]
+
+
+def _remedy(target: str) -> str:
+    if "tpu_custom_call" in target:
+        return "; state it by pallas_call(…, cost_estimate=pl.CostEstimate(…))"
+    if "triton" in target or "mosaic" in target:
+        return f"; give it by an entry point {target!r} of opcast.ops (docs/tutorials/extend.md)"
+    return ""
 
 
 def _product_flops(kernel: Kernel) -> float:

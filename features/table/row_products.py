@@ -236,6 +236,8 @@ def custom_call_row(row: Row, op: Op, ops: list[Op], program: Program) -> float:
         _library_gemm(row, op, operands)
     elif library == "linalg":
         return linalg_row(row, op, ops, program)
+    elif library == "triton" and row["flops"]:
+        _all_dense(row, operands)
     return float(sum(t.size for t in op.results)) if library == "topk" else 0.0
 
 
@@ -260,12 +262,27 @@ def _attention(row: Row, op: Op, operands: list[TensorType]) -> None:
     numbers = op.config("cudnn_fmha_backend_config", "bmm1_dot_dimension_numbers")
     query, key = operands[:2]
     if not numbers or len(query.shape) != 4 or len(key.shape) != 4:
+        # The backward call names its products otherwise.
+        _all_dense(row, operands[:2])
         return
     before = row["dense_flops"]
     gemm(row, query, key, op.type, *_numbers(numbers), rate=query.dtype)
     # All FLOPs of the call run on the matrix unit, the second product included, which gemm() did
     # not see.
     row["dense_flops"] = before + row["flops"]
+
+
+def _all_dense(row: Row, operands: list[TensorType]) -> None:
+    """Count all FLOPs of a call as those of products, at the rate of its narrowest float operand.
+
+    Kernels with enough FLOPs to matter are products and attention; at the vector rate they would
+    take ten times as long.
+    """
+    row["dense_flops"] += row["flops"]
+    floats = [t.dtype for t in operands if t.dtype[:1] in "bf"]
+    if floats:
+        narrowest = min(floats, key=lambda name: DTYPE_BITS[name])
+        row["matrix_dtype"] = DTYPE_CODE[matrix_rate(narrowest, {})]
 
 
 def _numbers(numbers: dict[str, Any]) -> tuple[Dims, Dims, Dims, Dims]:

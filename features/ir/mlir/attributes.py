@@ -234,6 +234,11 @@ def _compare(attrs: Attrs, operands: Types, results: Types) -> Attrs:
 
 def _custom_call(attrs: Attrs, operands: Types, results: Types) -> Attrs:
     config = attrs.pop("backend_config", "")
+    # Triton's kernels are in an attribute of their own, which XLA writes as text into HLO.
+    triton = attrs.pop("mhlo.backend_config", None)
+    if not config and isinstance(triton, dict):
+        texts = {key: f'"{v}"' if isinstance(v, str) else str(v) for key, v in triton.items()}
+        config = f"{{{', '.join(f'{key} = {text}' for key, text in texts.items())}}}"
     return {
         "target": str(attrs.pop("call_target_name", "")),
         # A dictionary, or a text with JSON in it, as in HLO.

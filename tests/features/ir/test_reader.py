@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import export
+from jaxlib.mlir.dialects import stablehlo
 
 from opcast.common.errors import OpcastError, ProgramError
 from opcast.features.ir import jax_compat as _jax_compat
@@ -16,6 +18,15 @@ from opcast.features.ir.untrusted import nesting
 
 X = jax.ShapeDtypeStruct((8, 4), "float32")
 W = jax.ShapeDtypeStruct((4, 4), "float32")
+
+
+#: StableHLO's versions: a minor one for each few months, of which jaxlib reads the last years'.
+_NEWEST = int(stablehlo.get_current_version().split(".")[1])
+VERSIONS = (stablehlo.get_minimum_version(), "1.0.0", f"1.{_NEWEST // 2}.0", f"1.{_NEWEST}.0")
+CONVENTIONS = range(
+    export.minimum_supported_calling_convention_version,
+    export.maximum_supported_calling_convention_version + 1,
+)
 
 
 @jax.jit
@@ -84,6 +95,23 @@ def test_every_form_gives_the_same_program(tmp_path: Path, reference: SourceProg
         sorted(c for c in p.program.computations if "." not in c) for p in (exported, reference)
     ]
     assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_files_of_every_version_that_jax_reads(version: str, reference: SourceProgram) -> None:
+    """From the oldest StableHLO that JAX's promise of compatibility covers to its own."""
+    data = stablehlo.serialize_portable_artifact(reference.module, version)
+    assert shape(read_program(data).program) == shape(reference.program)
+
+
+@pytest.mark.parametrize("version", CONVENTIONS)
+def test_exports_of_every_calling_convention(version: int) -> None:
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    exported = export.export(jax.jit(jnp.tanh), platforms=["cpu"])(x)
+    with_version = replace(exported, calling_convention_version=version)
+    source = read_program(bytes(with_version.serialize()))
+    assert source.platforms == ("cpu",)
+    assert [op.opcode for op in source.program.entry_computation.ops] == ["parameter", "tanh"]
 
 
 def test_functions_with_arguments(reference: SourceProgram) -> None:
