@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..ir.program import BOOKKEEPING, ON_CHIP, Computation, Op, Program, TensorType
 from .library_calls import stated_cost
 
+_NONE: Mapping[str, Computation] = {}
 #: Ops without memory traffic.
 FREE = BOOKKEEPING | frozenset(
     (
@@ -137,29 +138,36 @@ def _start_bytes(op: Op, operands: Sequence[Op]) -> tuple[float, float]:
     return float(read), float(written)
 
 
-def fusion_bytes(inner: Computation) -> tuple[float, float]:
+def fusion_bytes(
+    inner: Computation, computations: Mapping[str, Computation] = _NONE
+) -> tuple[float, float]:
     """Count the bytes that a fusion reads and writes.
 
     Args:
         inner: The fused computation.
+        computations: Those of its program, for fusions inside it.
 
     Returns:
         Bytes read, bytes written.
     """
-    read, written = fusion_traffic(inner)
+    read, written = fusion_traffic(inner, computations)
     return sum(read.values()), sum(written)
 
 
-def fusion_traffic(inner: Computation) -> tuple[dict[int, float], list[float]]:
+def fusion_traffic(
+    inner: Computation, computations: Mapping[str, Computation] = _NONE
+) -> tuple[dict[int, float], list[float]]:
     """Count the bytes that a fusion reads of each parameter and writes of each result.
 
     What each op needs of its operands is followed from the results back to the parameters: a
     slice needs a part, an elementwise op the part that is needed of itself, a contraction
-    everything. A parameter that a root ``dynamic-update-slice`` or ``scatter`` updates in place
-    is not read for it, and only the updates are written.
+    everything, a fusion inside (TPUs slice a layer of a stack in one) what it reads. A parameter
+    that a root ``dynamic-update-slice`` or ``scatter`` updates in place is not read for it, and
+    only the updates are written.
 
     Args:
         inner: The fused computation.
+        computations: Those of its program, for fusions inside it.
 
     Returns:
         Bytes read by number of the parameter (none that are not read), bytes written by result.
@@ -191,6 +199,10 @@ def fusion_traffic(inner: Computation) -> tuple[dict[int, float], list[float]]:
             for operand in op.operands:
                 if whole[operand] < share:
                     whole[operand] = share
+        elif op.opcode == "fusion" and op.called and op.called[0] in computations:
+            inside = fusion_traffic(computations[op.called[0]], computations)[0]
+            for number, operand in enumerate(op.operands):
+                parts[operand] += inside.get(number, 0.0) / max(1, ops[operand].result_bytes)
         elif op.operands:
             _spread(ops, i, share, whole, parts, i in in_place)
     return read, written
@@ -272,7 +284,7 @@ def array_traffic(op: Op, entry: Computation, program: Program) -> tuple[Touched
     """
     operands = [entry.ops[i] for i in op.operands]
     if op.opcode == "fusion" and op.called:
-        read, written = fusion_traffic(program.computations[op.called[0]])
+        read, written = fusion_traffic(program.computations[op.called[0]], program.computations)
         if len(written) == len(op.results) and all(len(o.results) == 1 for o in operands):
             inputs = [(o.results[0], read.get(i, 0.0)) for i, o in enumerate(operands)]
             return inputs, list(zip(op.results, written, strict=True))

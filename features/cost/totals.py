@@ -72,7 +72,8 @@ def op_cost(op: Op, comp: Computation, program: Program, *, loops: bool = True) 
     # Inside a fusion values stay in registers: traffic is that of its boundary.
     if opcode == "fusion" and op.called:
         inner = program.computations[op.called[0]]
-        return Cost(*computation_work(inner, program, loops), *fusion_bytes(inner))
+        moved = fusion_bytes(inner, program.computations)
+        return Cost(*computation_work(inner, program, loops), *moved)
     if opcode in _CONTROL and op.called:
         return _control_cost(op, program, loops)
     if opcode == "custom-call" and is_annotation(op):

@@ -132,7 +132,7 @@ class LoweringCache:
 
 
 #: Raised whenever the same module would give other kernels, so that older data is not used.
-EXTRACTION_VERSION = 4
+EXTRACTION_VERSION = 5
 
 
 def to_data(lowered: LoweredProgram) -> dict[str, object]:

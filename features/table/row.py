@@ -254,7 +254,7 @@ def _dtype(row: Row, main: TensorType) -> None:
     row["dtype_wide"] = facts.bits >= 64
     # Codes count from one; NONE, the last family, wraps around to 0, "none of them".
     row["dtype"] = (facts.family + 1) % len(FAMILIES)
-    if "gemm_k" not in row and "matrix_dtype" not in row:
+    if "gemm_k" not in row:
         row["matrix_dtype"] = row["vector_dtype"]
 
 

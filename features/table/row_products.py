@@ -283,6 +283,8 @@ def _all_dense(row: Row, operands: list[TensorType]) -> None:
     if floats:
         narrowest = min(floats, key=lambda name: DTYPE_BITS[name])
         row["matrix_dtype"] = DTYPE_CODE[matrix_rate(narrowest, {})]
+        # Has that type kept (``_dtype`` in row.py), though the sizes are not known.
+        row.setdefault("gemm_k", 0.0)
 
 
 def _numbers(numbers: dict[str, Any]) -> tuple[Dims, Dims, Dims, Dims]:

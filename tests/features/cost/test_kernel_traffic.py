@@ -12,6 +12,7 @@ from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.program import TensorType
 from opcast.features.kernels.extract import kernel_from_ir
 from opcast.features.kernels.kernel import Kernel
+from opcast.features.lowering.lower import lower
 from opcast.features.table.columns import INDEX
 from opcast.features.table.roofline import least_seconds, roofline
 from opcast.features.table.row import kernel_row
@@ -241,3 +242,32 @@ ENTRY main {
         parts = tpu_parts(kernel_row(kernel)[None, :], tpu_rows([kernel]), tpu)
         seconds[name] = parts["compute"][0] * tpu.vector_peak("f32") / (64 * 256)
     assert seconds == pytest.approx({"cosine": 216, "tanh": 16})
+
+
+def test_a_fusion_inside_reads_one_layer_of_a_stack():
+    """As TPUs write a scanned layer's product: the slice is in a fusion of its own."""
+    text = """HloModule m, is_scheduled=true
+slice {
+  v0 = bf16[24,64,128]{2,1,0} parameter(0)
+  v1 = s32[] parameter(1)
+  v2 = s32[] constant(0)
+  v3 = bf16[1,64,128]{2,1,0} dynamic-slice(v0, v1, v2, v2), dynamic_slice_sizes={1,64,128}
+  ROOT v4 = bf16[64,128]{1,0} bitcast(v3)
+}
+product {
+  v5 = bf16[24,64,128]{2,1,0} parameter(0)
+  v6 = s32[] parameter(1)
+  v7 = bf16[32,64]{1,0} parameter(2)
+  v8 = bf16[64,128]{1,0} fusion(v5, v6), kind=kLoop, calls=slice
+  ROOT v9 = bf16[32,128]{1,0} convolution(v7, v8), dim_labels=bf_io->bf
+}
+ENTRY main {
+  p0 = bf16[24,64,128]{2,1,0} parameter(0)
+  p1 = s32[] parameter(1)
+  p2 = bf16[32,64]{1,0} parameter(2)
+  ROOT r = bf16[32,128]{1,0} fusion(p0, p1, p2), kind=kOutput, calls=product
+}"""
+    (kernel,) = lower(text, "xla", cache=False).kernels
+    # One layer, its number, and the other operand, of two bytes an element.
+    assert kernel.bytes_in == 2 * 64 * 128 + 4 + 2 * 32 * 64
+    assert kernel.bytes_out == 2 * 32 * 128
