@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,3 +56,33 @@ def test_missing_compilers_are_listed(monkeypatch, tmp_path) -> None:
     done = RUN.invoke(app, ["compilers", "list"])
     assert done.exit_code == 0
     assert "opcast compilers install gpu" in done.output and "tpu: no tpu" in done.output
+
+
+MODULE = """
+import jax, jax.numpy as jnp
+
+
+def step(key, x, train=False):
+    y = x @ x
+    return y * jax.random.bernoulli(key, 0.9, y.shape) if train else y
+
+
+def example_args():
+    return (jax.random.key(0), jax.ShapeDtypeStruct((64, 64), jnp.float32)), {"train": True}
+"""
+
+
+def test_functions_of_a_file_on_the_command_line(tmp_path):
+    (tmp_path / "mine.py").write_text(MODULE)
+    command = [sys.executable, "-m", "opcast.cli", "predict", "mine.py:step", "--json"]
+    rest = ["--device", "h100-sxm", "--lowering", "op", "--model", "roofline"]
+    options = {"cwd": tmp_path, "capture_output": True, "text": True, "check": False}
+    done = subprocess.run([*command, *rest], **options)
+    assert done.returncode == 0, done.stderr
+    kernels = json.loads(done.stdout)["kernels"]
+    # Lowered for the GPU: Threefry is no loop there.
+    assert not any(k["kind"] == "control" for k in kernels)
+    (product,) = [k for k in kernels if k["kind"] == "gemm"]
+    assert product["source_line"].endswith("mine.py:6")
+    whole = subprocess.run([*command[:4], "mine.py", *rest], **options)
+    assert whole.returncode == 1 and "opcast predict mine.py:FUNCTION" in whole.stderr

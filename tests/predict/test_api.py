@@ -137,3 +137,15 @@ def test_lowered_programs_take_names_of_devices():
     lowered = opcast.lower(read_program(jnp.tanh, jnp.ones((8, 8))), "op", device="l4")
     p = opcast.load("roofline").predict_lowered(lowered, "l4")
     assert p.device == "l4" and np.isfinite(p.latency_us)
+
+
+def test_steps_and_serving_take_names_of_clusters():
+    from opcast.predict.cluster.serving import ServingPredictor
+    from opcast.predict.cluster.step import StepPredictor
+    from opcast.simulate.step.plan import Plan
+    from opcast.simulate.step.workload import make_workload
+
+    assert StepPredictor("h100-sxm-x4", None, "h200-sxm").spec.name == "h200-sxm"
+    sizes = {"layers": "2", "d_model": "256", "heads": "8", "d_ff": "512"}
+    work = make_workload("llama", sizes)
+    assert ServingPredictor(work, Plan(tp=4), "h100-sxm-x4", None).cluster.size == 4
