@@ -6,6 +6,7 @@ process is forked (:mod:`.guard`) before anything heavy is loaded.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, NoReturn
 
@@ -185,14 +186,14 @@ def about(
 
 
 def main() -> NoReturn:
-    """Run the command line: one line on stderr and status 1 for errors the user can fix."""
+    """Run the command line: one line on stderr and status 1 for every error."""
     # Forks before anything heavy is imported: the copy is cheap, and no thread runs yet.
     guarded(sys.argv[1:], _main)
     raise SystemExit(0)
 
 
 def _main() -> NoReturn:
-    from ..common.errors import OpcastError
+    from ..common.errors import OpcastError, fault
     from ..models.estimators.xgboost_import import own_process
 
     # This process is opcast's own, so XGBoost may be imported without scikit-learn.
@@ -206,4 +207,9 @@ def _main() -> NoReturn:
         sys.stderr.write("opcast: stopped\n")
         # 128 + SIGINT, as shells report it.
         raise SystemExit(130) from None
+    except Exception as error:
+        if os.environ.get("OPCAST_TRACEBACK"):
+            raise
+        sys.stderr.write(f"opcast: error: {one_line(fault(error))}\n")
+        raise SystemExit(1) from None
     raise SystemExit(0)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
+
+from .paths import PACKAGE
+
 
 class OpcastError(Exception):
     """Base of every error that opcast raises for bad input or a bad environment.
@@ -30,7 +35,7 @@ class ProgramError(OpcastError):
 
 
 class InternalError(OpcastError):
-    """A rule of opcast fails on a valid program: a fault of opcast, not of the user.
+    """Code of opcast fails on valid input: a fault of opcast, not of the user.
 
     The error that the rule raised is the cause (``__cause__``).
     """
@@ -78,3 +83,19 @@ class StrictError(OpcastError):
 
 class FileError(OpcastError, OSError):
     """A file cannot be written: the disk is full, or the place is read-only."""
+
+
+def fault(error: Exception) -> InternalError:
+    """Make an error of one line out of an unexpected exception: its kind, text and place.
+
+    Args:
+        error: Any exception that is no :class:`OpcastError`.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    # The innermost line of the package, which says more than one of a library below it.
+    own = [f for f in frames if Path(f.filename).is_relative_to(PACKAGE)] or frames
+    place = f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+    return InternalError(
+        f"a fault of opcast: {type(error).__name__}: {error}{place}",
+        hint="please report it; OPCAST_TRACEBACK=1 prints where it comes from",
+    )

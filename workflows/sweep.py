@@ -57,7 +57,16 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
 
         plot_scaling(rows, settings.scaling)
     print_front(console, sweeps.pareto(rows), len(rows), int(rows["fits"].sum()), settings.top)
-    for line in reasons(rows):
+    failed = rows[rows["error"] != ""]
+    if len(failed):
+        one = failed.iloc[0]
+        console.print(
+            f"{len(failed)} could not be evaluated and were left out, such as {one['plan']}: "
+            f"{one['error']}",
+            highlight=False,
+            markup=False,
+        )
+    for line in reasons(rows[rows["error"] == ""]):
         console.print(f"because of {line}", highlight=False, markup=False)
     console.print(f"all results: {out / 'sweep.parquet'}", highlight=False)
     return rows

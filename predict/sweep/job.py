@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
+from ...common.errors import OpcastError, PlanError, fault
 from ...common.interval import LATENCY_KEYS
 from ...models.operators import OpModel
 from ...models.steps.model import find_step_model
@@ -15,6 +17,8 @@ from ...simulate.step.workload import Workload
 from ..cluster.step import StepPredictor
 from ..operator.step_operators import load_step_model
 from .space import Candidate
+
+logger = logging.getLogger(__name__)
 
 #: Power of a waiting device, as a share of its limit. Engineering estimate; not fitted.
 IDLE_SHARE = 0.3
@@ -33,6 +37,7 @@ FIGURES = (
     "tokens_per_s",
     "devices",
 )
+_ENERGY = ("energy_j", "energy_j_per_token")
 
 
 @dataclass(frozen=True)
@@ -58,13 +63,41 @@ def judge(job: SweepJob, items: Sequence[Candidate]) -> list[dict[str, object]]:
     """One row for each candidate: its settings and figures.
 
     Energy in joules is the power limit times the computation time, plus :data:`IDLE_SHARE` of the
-    limit while a device waits, over all devices.
+    limit while a device waits, over all devices. A plan that cannot be evaluated gets a row without
+    figures, whose ``error`` says why: it must not cost the others.
+
+    Raises:
+        OpcastError: Not of a plan but of all: no such cluster, device or model.
     """
-    return [_row(job, item) for item in items]
+    rows = []
+    for item in items:
+        predictor = _predictor(item.cluster, job.model, job.framework, job.compiled, job.steps)
+        try:
+            rows.append(_row(job, item, predictor))
+        except Exception as error:
+            if isinstance(error, OpcastError) and not isinstance(error, PlanError):
+                raise
+            logger.debug("cannot evaluate %s", item, exc_info=True)
+            empty = dict.fromkeys((*FIGURES, *_ENERGY), float("nan"))
+            empty |= {"fits": False, "devices": item.plan.devices}
+            said = str(error) if isinstance(error, PlanError) else str(fault(error))
+            rows.append({**_subject(item, predictor), **empty, "error": said})
+    return rows
 
 
-def _row(job: SweepJob, item: Candidate) -> dict[str, object]:
-    predictor = _predictor(item.cluster, job.model, job.framework, job.compiled, job.steps)
+def _subject(item: Candidate, predictor: StepPredictor) -> dict[str, object]:
+    """What a row is about."""
+    return {
+        "key": item.key,
+        "cluster": item.cluster,
+        "device": predictor.spec.name,
+        "batch": item.batch,
+        "plan": item.plan.text(),
+        **_settings(item.plan),
+    }
+
+
+def _row(job: SweepJob, item: Candidate, predictor: StepPredictor) -> dict[str, object]:
     workload = replace(job.workload, batch=item.batch)
     # No remedy: a plan that does not fit is a result, and the grid holds its neighbours anyway.
     prediction = predictor.predict(workload, item.plan, remedy=False)
@@ -77,16 +110,12 @@ def _row(job: SweepJob, item: Candidate) -> dict[str, object]:
     # For each token, since batches of a sweep differ.
     tokens = workload.batch * workload.seq
     return {
-        "key": item.key,
-        "cluster": item.cluster,
-        "device": spec.name,
-        "batch": item.batch,
-        "plan": item.plan.text(),
-        **_settings(item.plan),
+        **_subject(item, predictor),
         **{name: data[name] for name in FIGURES},
         # NaN, not 0: an unknown power must not win the Pareto front.
         "energy_j": joules if spec.power_w else float("nan"),
         "energy_j_per_token": joules / tokens if spec.power_w else float("nan"),
+        "error": "",
     }
 
 

@@ -1,17 +1,18 @@
-"""Why the best plan of a sweep is best: what the best plan with another setting loses."""
+"""Why the best plan of a sweep is best: what each of its settings, changed alone, would cost."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pandas as pd
 
-#: Settings that are compared, by what they are called.
+#: Settings that are compared, by what they are called. ``data`` is made of columns of the plan.
 SETTINGS = {
     "tp": "tensor parallelism",
     "pp": "pipeline stages",
     "cp": "context parallelism",
     "ep": "expert parallelism",
-    "fsdp": "FSDP",
-    "zero": "ZeRO stage",
+    "data": "data parallelism",
     "recompute": "recomputation",
     "schedule": "schedule",
     "microbatches": "micro-batches",
@@ -19,6 +20,9 @@ SETTINGS = {
     "batch": "batch",
     "cluster": "cluster",
 }
+#: Settings that decide how many ranks share the batch, so that the micro-batches of a replica
+#: change with them.
+_SHARING = ("tp", "pp", "cp", "data", "batch", "cluster")
 #: Parts of a step.
 _PARTS = {
     "compute_us": "computation",
@@ -31,25 +35,37 @@ _PARTS = {
 def reasons(frame: pd.DataFrame) -> list[str]:
     """Write one sentence for each setting that had an alternative, the costliest first.
 
+    Each compares the best plan with one that differs in that setting alone; where no such plan was
+    evaluated, with one that differs in as few as possible, which are named. No plan is named twice.
+
     Args:
         frame: Results of a sweep.
 
     Returns:
         Empty if no plan fits. Times are compared for a sequence, so that batches compare.
     """
-    fitting = frame[frame["fits"]]
+    rows = _per_sequence(frame)
+    fitting = rows[rows["fits"]]
     if fitting.empty:
         return []
-    best = _per_sequence(fitting).sort_values("own_us").iloc[0]
+    best = fitting.sort_values("own_us").iloc[0]
+    known = [name for name in SETTINGS if name in rows]
+    rows = rows.assign(changes=[_changes(best, row, known) for _, row in rows.iterrows()])
     effects: list[tuple[float, str]] = []
-    for setting, name in SETTINGS.items():
-        if setting not in frame:
+    named: set[object] = set()
+    # Single changes first, so that a plan is not spent on a setting that it changes by the way.
+    settings = sorted(known, key=lambda s: _fewest(rows, s))
+    for setting in settings:
+        others = rows[[setting in changes for changes in rows["changes"]]]
+        others = others[~others.index.isin(named)]
+        if others.empty:
             continue
-        # The best of the others may differ in further settings as well: each side is compared at
-        # its best, which is what choosing another value would give.
-        others = _per_sequence(frame[frame[setting] != best[setting]])
-        if len(others):
-            effects.append(_reason(setting, name, best, others))
+        others = others[others["changes"].map(len) == others["changes"].map(len).min()]
+        # The best with another value; if none fits, the one that needs least.
+        by = "own_us" if others["fits"].any() else "memory_bytes_per_device"
+        other = others.sort_values(["fits", by], ascending=[False, True]).iloc[0]
+        named.add(other.name)
+        effects.append(_reason(setting, best, other))
     return [text for _, text in sorted(effects, key=lambda item: -item[0])]
 
 
@@ -71,6 +87,19 @@ def runner_up(frame: pd.DataFrame) -> list[str]:
     return [f"second, {second['plan']}: {share:.1%} slower than {best['plan']} ({told})"]
 
 
+def _changes(best: pd.Series, row: pd.Series, known: Sequence[str]) -> tuple[str, ...]:
+    """Settings that differ, without those that had to change with another."""
+    changes = [name for name in known if row[name] != best[name]]
+    if any(name in _SHARING for name in changes):
+        changes = [name for name in changes if name != "microbatches"]
+    return tuple(changes)
+
+
+def _fewest(rows: pd.DataFrame, setting: str) -> int:
+    """Fewest changes of a plan that changes a setting."""
+    return min((len(c) for c in rows["changes"] if setting in c), default=0)
+
+
 def _told(best: pd.Series, other: pd.Series) -> str:
     """By how much each part of another plan's step is longer, in shares of the best step."""
     changes = {
@@ -83,24 +112,29 @@ def _told(best: pd.Series, other: pd.Series) -> str:
 
 
 def _per_sequence(frame: pd.DataFrame) -> pd.DataFrame:
-    return frame.assign(own_us=frame["step_us"] / frame["batch"])
+    rows = frame.assign(own_us=frame["step_us"] / frame["batch"])
+    if {"fsdp", "zero"} <= set(rows):
+        rows["data"] = [_data(fsdp, zero) for fsdp, zero in zip(rows["fsdp"], rows["zero"])]
+    return rows
 
 
-def _reason(setting: str, name: str, best: pd.Series, others: pd.DataFrame) -> tuple[float, str]:
-    kept = f"{name} {best[setting]}"
-    fitting = others[others["fits"]].sort_values("own_us")
-    if fitting.empty:
-        least = others.sort_values("memory_bytes_per_device").iloc[0]
-        need = least["memory_bytes_per_device"] / 2**30
+def _data(fsdp: int, zero: int) -> str:
+    """What is sharded over the data-parallel ranks, in the words of a grid's axis ``data``."""
+    return "fsdp" if fsdp > 1 else f"zero{zero}" if zero else "dp"
+
+
+def _reason(setting: str, best: pd.Series, other: pd.Series) -> tuple[float, str]:
+    kept = f"{SETTINGS[setting]} {best[setting]}"
+    further = [f"{name}={other[name]}" for name in other["changes"] if name != setting]
+    value = " and ".join([str(other[setting]), *further])
+    if not other["fits"]:
+        need = other["memory_bytes_per_device"] / 2**30
         # Sorted first: without an alternative the setting is not a choice.
-        return float("inf"), f"{kept}: no other value fits, the least needs {need:.1f} GiB"
-    other = fitting.iloc[0]
+        return float("inf"), f"{kept}: {value} does not fit, it needs {need:.1f} GiB"
     share = float(other["own_us"] / best["own_us"] - 1.0)
     told = _told(best, other)
     # Half of the last printed digit of a per cent.
     slower = "as fast" if share < 0.0005 else f"{share:.1%} slower"
     why = f" ({told} of the step)" if told and share >= 0.0005 else ""
     memory = (other["memory_bytes_per_device"] - best["memory_bytes_per_device"]) / 2**30
-    return share, (
-        f"{kept}: the best with {other[setting]} is {slower}{why}, memory {memory:+.1f} GiB"
-    )
+    return share, f"{kept}: {value} is {slower}{why}, memory {memory:+.1f} GiB"

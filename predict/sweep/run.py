@@ -99,7 +99,9 @@ class Sweep:
         # A piece that was given to a second worker may have been written twice.
         rows = pd.concat(frames, ignore_index=True).drop_duplicates("key")
         # Parts from before there was latency_us have the same time under its other name alone.
-        return rows.assign(latency_us=rows["step_us"])
+        rows = rows.assign(latency_us=rows["step_us"])
+        # Those of before plans could fail have no such column.
+        return rows.assign(error=rows["error"].fillna("") if "error" in rows else "")
 
     def _rows(self, pieces: Sequence[list[Candidate]]) -> Iterator[Rows]:
         if self.ray:
@@ -183,6 +185,10 @@ def search(
         item = Candidate(name, batch, plan)
         row = rows.get(item.key) or sweep.judge_one(item)
         rows[item.key] = row
+        if row["error"]:
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            visited[item] = None
+            continue
         # Time for each token, so that batches compare. A plan that does not fit counts as ten times
         # slower (engineering estimate): worse than any that fits, yet the sampler still learns its
         # time.

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from opcast import load
+from opcast.cli.main import _main
 from opcast.features.devices.device import local_device_name
 
 from ..support.commands import opcast
@@ -44,6 +45,23 @@ def test_predict_prints_a_screen_and_a_trace(program, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "90 % interval" in done.stdout
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_no_command_ends_in_a_traceback(monkeypatch, capsys):
+    def broken(*args, **kwargs):
+        raise KeyError("a rule that is missing")
+
+    monkeypatch.setattr("opcast.models.estimators.xgboost_import.own_process", lambda: None)
+    monkeypatch.setattr("opcast.simulate.clusters.catalogue.find_cluster", broken)
+    command = ["opcast", "simulate", "--workload", "llama", "--cluster", "h100-sxm-x4"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as end:
+        _main()
+    assert end.value.code == 1
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert said.count("\n") == 1
+    assert "a fault of opcast: KeyError: 'a rule that is missing' at " in said
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import pytest
 from opcast.common.errors import DatasetError, PlanError
 from opcast.features.dataset import write_table
 from opcast.features.devices.catalogue import find_device
+from opcast.predict.cluster.step import StepPredictor
 from opcast.predict.sweep import workers as sweep_workers
 from opcast.predict.sweep.job import SweepJob, judge
 from opcast.predict.sweep.reasons import reasons, runner_up
@@ -146,25 +147,72 @@ def test_pareto_by_hand(tmp_path):
 
 
 def test_reasons_by_hand():
+    gib = 2.0**30
     frame = pd.DataFrame({
-        "tp": [1, 2, 4], "recompute": ["none", "none", "full"], "batch": [8, 8, 8],
-        "step_us": [100.0, 120.0, 150.0], "compute_us": [90.0, 90.0, 130.0],
-        "exposed_communication_us": [10.0, 30.0, 20.0], "bubble_us": [0.0, 0.0, 0.0],
-        "host_us": [0.0, 0.0, 0.0],
-        "memory_bytes_per_device": [4 * 2.0**30, 3 * 2.0**30, 2.0**30],
-        "fits": [True, True, True],
+        "tp": [1, 2, 4, 4], "pp": [1, 1, 1, 2], "recompute": ["none", "none", "full", "full"],
+        "microbatches": [8, 4, 8, 8], "batch": [8, 8, 8, 8],
+        "step_us": [100.0, 120.0, 150.0, 200.0], "compute_us": [90.0, 90.0, 130.0, 130.0],
+        "exposed_communication_us": [10.0, 30.0, 20.0, 20.0], "bubble_us": [0.0, 0.0, 0.0, 50.0],
+        "host_us": [0.0] * 4,
+        "memory_bytes_per_device": [4 * gib, 3 * gib, gib, gib],
+        "fits": [True, True, True, True],
     })  # fmt: skip
+    # tp=2 is a change of its own (its micro-batches follow from it); full was only tried with
+    # tp=4, and two stages only with both, which is said.
     assert reasons(frame) == [
-        "recomputation none: the best with full is 50.0% slower (computation +40.0%, exposed "
+        "pipeline stages 1: 2 and tp=4 and recompute=full is 100.0% slower (computation +40.0%, "
+        "exposed communication +10.0%, bubble +50.0% of the step), memory -3.0 GiB",
+        "recomputation none: full and tp=4 is 50.0% slower (computation +40.0%, exposed "
         "communication +10.0% of the step), memory -3.0 GiB",
-        "tensor parallelism 1: the best with 2 is 20.0% slower (exposed communication +20.0% of "
-        "the step), memory -1.0 GiB",
+        "tensor parallelism 1: 2 is 20.0% slower (exposed communication +20.0% of the step), "
+        "memory -1.0 GiB",
     ]
-    alone = frame.assign(fits=[False, False, True])
+    alone = frame[:3].assign(fits=[False, False, True])
     assert reasons(alone)[0] == (
-        "tensor parallelism 4: no other value fits, the least needs 3.0 GiB"
+        "tensor parallelism 4: 2 and recompute=none does not fit, it needs 3.0 GiB"
     )
     assert reasons(frame.assign(fits=False)) == []
+
+
+def test_reasons_of_a_sweep_name_each_plan_once(whole):
+    told = reasons(whole)
+    assert len(told) == 4  # tp, pp, data, recompute
+    assert len({line.split(": ", 1)[1] for line in told}) == len(told)
+    # The grid has every single change, so none comes with another.
+    assert not any(" and " in line for line in told)
+
+
+def test_a_plan_that_cannot_be_evaluated_costs_only_itself(tmp_path, whole, monkeypatch):
+    predict = StepPredictor.predict
+
+    def predict_or_fail(self, workload, plan, *args, **kwargs):
+        if plan.tp == 2 and plan.pp == 2:
+            raise KeyError("a rule that is missing")
+        return predict(self, workload, plan, *args, **kwargs)
+
+    monkeypatch.setattr(StepPredictor, "predict", predict_or_fail)
+    found = grid(Sweep(JOB, tmp_path), CLUSTERS, [32], GRID)
+    failed = found[found["error"] != ""]
+    assert len(found) == len(whole)
+    assert {(row.tp, row.pp) for row in failed.itertuples()} == {(2, 2)}
+    assert "KeyError: 'a rule that is missing'" in failed.iloc[0]["error"]
+    assert not failed["fits"].any()
+    # The others are as they were, and the front has only those.
+    kept = found[found["error"] == ""].set_index("key")["step_us"]
+    assert kept.to_dict() == whole.set_index("key")["step_us"].loc[kept.index].to_dict()
+    assert pareto(found)["error"].eq("").all()
+
+
+def test_the_moe_with_uneven_stages_that_ended_a_sweep(tmp_path):
+    work = make_workload(
+        "moe",
+        {"layers": 61, "d_model": 7168, "heads": 128, "kv_heads": 128, "d_ff": 2048,
+         "vocab": 129280, "seq": 4096, "batch": 1024, "experts": 256, "top_k": 8},
+    )  # fmt: skip
+    plan = Plan(fsdp=16, tp=4, pp=4, ep=16, microbatches=64)
+    rows = judge(SweepJob(work, "gpu-operators"), [Candidate("dgx-h100-x256", 1024, plan)])
+    assert rows[0]["error"] == ""
+    assert rows[0]["step_us"] > 1e6
 
 
 def test_scaling_by_hand(tmp_path):
