@@ -75,7 +75,14 @@ Trips = Annotated[
 ]
 
 Workload = Annotated[
-    str, typer.Option(help="llama, moe, gpt or bert; or a YAML file with family and sizes.")
+    str,
+    typer.Option(
+        help="Model such as llama-3-8b or deepseek-v3 (docs/simulate.md); llama, moe, gpt or bert "
+        "with --set; or a YAML file with family and sizes."
+    ),
+]
+HfOpt = Annotated[
+    Path | None, typer.Option("--hf", help="Instead of --workload: a model's config.json.")
 ]
 ClusterOpt = Annotated[
     str, typer.Option(help="Name such as dgx-h100-x128 or tpu-v5e-x16, or a YAML file.")
@@ -206,6 +213,24 @@ def program_of(program: Path) -> Path | FunctionCall:
 
     text = str(program)
     return load_function(text) if is_function_path(text) and not program.exists() else program
+
+
+def workload_of(workload: str, hf: Path | None) -> str:
+    """The workload's name or file from two options; prints what it leaves out of the model.
+
+    Raises:
+        typer.BadParameter: None or both were given, or ``--hf`` is not a ``.json`` file.
+    """
+    from ..simulate.step.workload import workload_notes
+
+    if bool(workload) == (hf is not None):
+        raise typer.BadParameter("give either --workload NAME or --hf config.json")
+    if hf is not None and hf.suffix.lower() != ".json":
+        raise typer.BadParameter(f"--hf takes a model's config.json, not {hf.name}")
+    chosen = workload or str(hf)
+    for note in workload_notes(chosen):
+        typer.echo(f"note: {note}", err=True)
+    return chosen
 
 
 def measure_once(device: str, predictor: Predictor) -> None:

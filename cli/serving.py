@@ -8,13 +8,24 @@ from typing import Annotated
 import typer
 
 from ..models.core.registry import OPERATOR_MODEL
-from .options import ClusterOpt, Json, OperatorModelOpt, Settings, Workload, print_json, refuse
+from .options import (
+    ClusterOpt,
+    HfOpt,
+    Json,
+    OperatorModelOpt,
+    Settings,
+    Workload,
+    print_json,
+    refuse,
+    workload_of,
+)
 
 
 def simulate_serving(
     context: typer.Context,
-    workload: Workload,
     cluster: ClusterOpt,
+    workload: Workload = "",
+    hf: HfOpt = None,
     plan: Annotated[str, typer.Option(help="Plan with tp and dp only, such as tp=4,dp=2.")] = "",
     settings: Settings = None,
     requests: Annotated[
@@ -50,7 +61,7 @@ def simulate_serving(
     from ..simulate.step.plan import Plan, parse_plan
     from ..simulate.step.workload import read_workload
 
-    work, where = read_workload(workload, settings or []), find_cluster(cluster)
+    work, where = read_workload(workload_of(workload, hf), settings or []), find_cluster(cluster)
     # Tensor parallelism over all devices usually has the lowest latency for a single request.
     chosen = parse_plan(plan) if plan else Plan(tp=where.size)
     predictor = ServingPredictor(work, chosen, where, load_step_model(model))

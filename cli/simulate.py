@@ -12,6 +12,7 @@ from .options import (
     ClusterOpt,
     CompiledOpt,
     FrameworkOpt,
+    HfOpt,
     Json,
     OperatorModelOpt,
     Settings,
@@ -21,6 +22,7 @@ from .options import (
     make_console,
     print_json,
     refuse,
+    workload_of,
 )
 
 if TYPE_CHECKING:
@@ -30,8 +32,9 @@ if TYPE_CHECKING:
 
 def simulate(
     context: typer.Context,
-    workload: Workload,
     cluster: ClusterOpt,
+    workload: Workload = "",
+    hf: HfOpt = None,
     plan: Annotated[
         str, typer.Option(help="Parallel plan such as tp=8,pp=2,dp=8, or a YAML file.")
     ] = "",
@@ -69,7 +72,7 @@ def simulate(
     from ..simulate.step.trace import step_trace
     from ..simulate.step.workload import read_workload
 
-    work = read_workload(workload, settings or [])
+    work = read_workload(workload_of(workload, hf), settings or [])
     where = find_cluster(cluster)
     # Data parallelism fits every model's sizes; whether it fits into memory is reported.
     chosen = parse_plan(plan) if plan else Plan(dp=where.size)

@@ -11,6 +11,7 @@ from ..models.core.registry import OPERATOR_MODEL
 from .options import (
     CompiledOpt,
     FrameworkOpt,
+    HfOpt,
     OperatorModelOpt,
     Settings,
     StepModelOpt,
@@ -18,14 +19,16 @@ from .options import (
     make_console,
     refuse,
     require_plots,
+    workload_of,
 )
 
 
 def sweep(
     context: typer.Context,
-    workload: Workload,
     cluster: Annotated[list[str], typer.Option(help="Cluster name or file; may be given again.")],
     out: Annotated[Path, typer.Option("--out", help="Results folder; a sweep resumes from it.")],
+    workload: Workload = "",
+    hf: HfOpt = None,
     settings: Settings = None,
     batch: Annotated[list[int] | None, typer.Option(help="Batch size; may be given again.")] = None,
     grid: Annotated[
@@ -68,7 +71,7 @@ def sweep(
     run_sweep(
         make_console(),
         SweepSettings(
-            workload=workload,
+            workload=workload_of(workload, hf),
             clusters=cluster,
             out=out,
             sizes=settings or (),

@@ -25,6 +25,8 @@ COMMON_CHOICES: dict[str, tuple[Setting, ...]] = {
     "dtype": ("f32", "bf16"),
     "optimizer": ("adam", "sgd"),
 }
+# Names of `opcast simulate` for the same thing, which settings may use as well.
+ALIASES = {"d_model": "dim", "d_ff": "hidden", "n_layers": "layers", "sequence": "seq"}
 
 
 @dataclass(frozen=True)

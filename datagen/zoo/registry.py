@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from ...common import plugins
 from ...common.errors import OpcastError
 from ...common.files import write_bytes
-from .catalog import FAMILIES, Family, Setting
+from .catalog import ALIASES, FAMILIES, Family, Setting
 
 if TYPE_CHECKING:
     from .workload import Workload
@@ -52,13 +52,13 @@ def parse_settings(name: str, pairs: Iterable[str]) -> dict[str, Setting]:
 
     Args:
         name: Name of the family.
-        pairs: ``key=value`` texts.
+        pairs: ``key=value`` texts, also several in one with commas in between.
 
     Raises:
         OpcastError: A text is not a pair, names no parameter, or has a bad value.
     """
     settings: dict[str, Setting] = {}
-    for pair in pairs:
+    for pair in filter(None, (part for text in pairs for part in text.split(","))):
         key, equals, value = pair.partition("=")
         if not equals:
             raise OpcastError(f"setting {pair!r} is not of the form key=value", where=name)
@@ -168,6 +168,7 @@ def _module(chosen: Family) -> Any:
 
 
 def _checked(chosen: Family, settings: Mapping[str, Setting]) -> dict[str, Setting]:
+    settings = {_own_name(chosen, key): value for key, value in settings.items()}
     unknown = [key for key in settings if key not in chosen.defaults]
     if unknown:
         raise OpcastError(
@@ -175,6 +176,12 @@ def _checked(chosen: Family, settings: Mapping[str, Setting]) -> dict[str, Setti
             hint="parameters: " + ", ".join(chosen.defaults),
         )
     return {key: _value(chosen, key, value) for key, value in settings.items()}
+
+
+def _own_name(chosen: Family, key: str) -> str:
+    """What a family calls a parameter that ``opcast simulate`` has under another name."""
+    other = ALIASES.get(key, key)
+    return key if key in chosen.defaults or other not in chosen.defaults else other
 
 
 def _value(chosen: Family, key: str, value: Setting) -> Setting:

@@ -50,13 +50,14 @@ def reasons(frame: pd.DataFrame) -> list[str]:
         return []
     best = fitting.sort_values("own_us").iloc[0]
     known = [name for name in SETTINGS if name in rows]
-    rows = rows.assign(changes=[_changes(best, row, known) for _, row in rows.iterrows()])
+    changes = [_changes(best, row, known) for _, row in rows.iterrows()]
+    rows = rows.assign(changes=pd.Series(changes, rows.index, dtype=object))
     effects: list[tuple[float, str]] = []
     named: set[object] = set()
     # Single changes first, so that a plan is not spent on a setting that it changes by the way.
     settings = sorted(known, key=lambda s: _fewest(rows, s))
     for setting in settings:
-        others = rows[[setting in changes for changes in rows["changes"]]]
+        others = rows[[setting in own for own in rows["changes"]]]
         others = others[~others.index.isin(named)]
         if others.empty:
             continue
@@ -114,7 +115,9 @@ def _told(best: pd.Series, other: pd.Series) -> str:
 def _per_sequence(frame: pd.DataFrame) -> pd.DataFrame:
     rows = frame.assign(own_us=frame["step_us"] / frame["batch"])
     if {"fsdp", "zero"} <= set(rows):
-        rows["data"] = [_data(fsdp, zero) for fsdp, zero in zip(rows["fsdp"], rows["zero"])]
+        rows["data"] = [
+            _data(fsdp, zero) for fsdp, zero in zip(rows["fsdp"], rows["zero"], strict=True)
+        ]
     return rows
 
 

@@ -6,11 +6,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import isqrt
+from pathlib import Path
 
 from ...common.errors import PlanError
 from ...features.ir.dtypes import DTYPE_BITS
 from ...features.operators.flops import attention_flops, causal_pairs
 from .plan import Plan
+from .presets import Preset, close_names, find_preset, read_config
 from .settings import build, read_pairs
 
 #: HLO type by dtype of a workload; fp8 is E4M3, the format of forward passes (Micikevicius et al.,
@@ -33,6 +36,10 @@ ALIASES = {"dim": "d_model", "hidden": "d_ff", "sequence": "seq", "n_layers": "l
 #: Tokens of a micro-batch that is chosen: enough rows to fill the matrix units of a large GPU
 #: (engineering estimate; not fitted).
 TOKENS = 8192
+#: Largest sizes that are taken: beyond any model or step, so that a slip (``batch=1e12``) is told
+#: instead of computed with.
+MOST = {"layers": 10_000, "d_model": 10**6, "d_ff": 10**7, "vocab": 10**8, "seq": 10**8,
+        "batch": 10**7, "heads": 10**5, "experts": 10**5}  # fmt: skip
 #: Settings of families that differ from the defaults of :class:`Workload`, which are llama's.
 FAMILIES: dict[str, dict[str, object]] = {
     "llama": {},
@@ -155,6 +162,13 @@ class Workload:
                 raise PlanError(
                     f"{name}={getattr(self, name)} must be at least 1", where="workload"
                 )
+        for name, most in MOST.items():
+            if getattr(self, name) > most:
+                raise PlanError(
+                    f"{name}={getattr(self, name):.4g} is beyond any model or step",
+                    where="workload",
+                    hint=f"at most {most:.4g}",
+                )
         if self.dtype not in WIDTH or self.mode not in MODES:
             raise PlanError(
                 f"dtype={self.dtype}, mode={self.mode}",
@@ -264,7 +278,7 @@ class Workload:
 
     @property
     def parameters(self) -> int:
-        """All parameters; biases and positions are left out."""
+        """All parameters; biases are left out."""
         tables = self.table_parameters * (1 if self.tied else 2)
         tables += self.seq * self.d_model * self.positions
         return sum(w.layer_parameters for w in layer_kinds(self)) + tables + self.d_model
@@ -297,6 +311,9 @@ class Workload:
         return causal_pairs(self.seq, self.seq) - hidden * (hidden + 1) / 2.0
 
 
+_ROUNDING = 1e-6
+
+
 @lru_cache(maxsize=4096)
 def layer_kinds(workload: Workload) -> tuple[Workload, ...]:
     """The model as each of its layers sees it, first to last.
@@ -309,7 +326,8 @@ def layer_kinds(workload: Workload) -> tuple[Workload, ...]:
     kinds = []
     for layer in range(workload.layers):
         share = workload.window_share
-        windowed = int((layer + 1) * share) > int(layer * share)
+        # The share of 52 in 62 layers is a fraction that binary numbers round down.
+        windowed = int((layer + 1) * share + _ROUNDING) > int(layer * share + _ROUNDING)
         changes: dict[str, int | float] = {"dense_layers": 0, "window_share": 1.0}
         if layer < workload.dense_layers:
             width = workload.dense_ff or workload.d_ff
@@ -321,25 +339,35 @@ def layer_kinds(workload: Workload) -> tuple[Workload, ...]:
 
 
 def make_workload(family: str, settings: Mapping[str, object]) -> Workload:
-    """A workload from a family and settings.
+    """A workload from a family, or a model of ``presets.yaml``, and settings.
 
     Raises:
         PlanError: The family or a key is unknown, or the sizes do not fit.
     """
-    if family not in FAMILIES:
-        raise PlanError(
-            f"no workload {family!r} can be spread over devices",
-            hint="families: " + ", ".join(FAMILIES),
-        )
+    known = FAMILIES[family] if family in FAMILIES else _named(family).settings
     values = {ALIASES.get(k, k): v for k, v in settings.items()}
-    return build(Workload, values, f"workload {family}", **FAMILIES[family])
+    return build(Workload, values, f"workload {family}", **known)
+
+
+def _named(name: str) -> Preset:
+    preset = find_preset(name)
+    if preset is None:
+        close = close_names(name)
+        nearby = f"close to it: {', '.join(close)}; " if close else ""
+        raise PlanError(
+            f"no workload {name!r} is known",
+            hint=f"{nearby}families: {', '.join(FAMILIES)}; models: docs/simulate.md; or a "
+            "config.json (--hf)",
+        )
+    return preset
 
 
 def read_workload(text: str, settings: Sequence[str] = ()) -> Workload:
-    """Read a workload from a family's name or a YAML file; settings take precedence.
+    """Read a workload from a name or a file; settings take precedence.
 
     Args:
-        text: A key of :data:`FAMILIES`, or a file with ``family`` and sizes.
+        text: A key of :data:`FAMILIES`, a model of ``presets.yaml``, a YAML file with ``family``
+            and sizes, or a model's ``config.json``.
         settings: Texts such as ``layers=32,d_model=4096``.
 
     Raises:
@@ -350,9 +378,21 @@ def read_workload(text: str, settings: Sequence[str] = ()) -> Workload:
     if text.lower().endswith((".yaml", ".yml")):
         values = read_pairs(text, "workload")
         family = str(values.pop("family", "llama"))
+        values = {ALIASES.get(k, k): v for k, v in values.items()}
+    elif text.lower().endswith(".json"):
+        values, family = dict(read_config(Path(text)).settings), "llama"
     for part in settings:
-        values |= read_pairs(part, "--set")
+        given = read_pairs(part, "--set")
+        values |= {ALIASES.get(k, k): v for k, v in given.items()}
     return make_workload(family, values)
+
+
+def workload_notes(text: str) -> tuple[str, ...]:
+    """What of a model by name or ``config.json`` its workload leaves out; arguments as above."""
+    if text.lower().endswith(".json"):
+        return read_config(Path(text)).notes
+    preset = None if text in FAMILIES else find_preset(text)
+    return preset.notes if preset else ()
 
 
 def stage_layers(layers: int, plan: Plan) -> list[int]:
@@ -433,7 +473,7 @@ def resolved(workload: Workload, plan: Plan, devices: int) -> Plan:
 def _divides(part: str, divisor: int, whole: str, number: int) -> None:
     if number % divisor:
         # Suggest divisors near the requested one: up to four times it, the eight largest of these.
-        fits = [d for d in range(1, number + 1) if number % d == 0 and d <= 4 * divisor]
+        fits = [d for d in _divisors(number) if d <= 4 * divisor]
         raise PlanError(
             f"{part}={divisor} does not divide {whole}={number}",
             where="plan",
@@ -445,7 +485,13 @@ def _choose_microbatches(own: int, workload: Workload, plan: Plan) -> int:
     """Choose the fewest micro-batches of at most :data:`TOKENS` tokens, or of one sequence."""
     # Context parallelism leaves each device 1/cp of a sequence's tokens.
     most = max(1, TOKENS * plan.cp // workload.seq)
-    counts: Sequence[int] = [m for m in range(1, own + 1) if own % m == 0]
+    counts = _divisors(own)
     fitting = [m for m in counts if own // m <= most]
     even = [m for m in fitting if m % plan.pp == 0]
     return (even if plan.schedule == "interleaved" and even else fitting)[0]
+
+
+def _divisors(number: int) -> list[int]:
+    """All divisors, in order."""
+    low = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})

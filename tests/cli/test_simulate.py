@@ -147,3 +147,40 @@ def test_serving_refuses_what_it_cannot_do(options, said):
     result = CliRunner().invoke(app, [*SERVING, *options])
     assert result.exit_code != 0
     assert said in str(result.exception) + result.output
+
+
+CONFIG = {
+    "model_type": "deepseek_v3", "hidden_size": 1024, "intermediate_size": 4096,
+    "moe_intermediate_size": 512, "num_attention_heads": 8, "num_hidden_layers": 4,
+    "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1, "kv_lora_rank": 64, "q_lora_rank": 128, "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32, "v_head_dim": 64, "vocab_size": 32000, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+
+
+def test_a_model_by_name_or_by_its_config_for_steps_and_sweeps(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    common = ["--set", "batch=16,seq=1024", "--cluster", "h100-sxm-x4", "--model", "roofline"]
+    result = run("--hf", str(config), *common, "--json")
+    assert json.loads(result.stdout)["devices"] == 4
+    assert "multi-token prediction" in result.stderr
+    named = run("--workload", "qwen-2.5-0.5b", *common, "--json")
+    assert 0.49e9 < json.loads(named.stdout)["parameters"] < 0.5e9
+    grid = ["--grid", "tp=1,pp=1,recompute=none,split=1", "--out", str(tmp_path / "sweep")]
+    swept = CliRunner().invoke(app, ["sweep", "--hf", str(config), *common, *grid])
+    assert "plans" in swept.stdout, swept.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "either --workload NAME or --hf"),
+        (["--workload", "llama", "--hf", "config.json"], "either"),
+        (["--hf", "model.safetensors"], "takes a model's config.json"),
+    ],
+)
+def test_a_workload_is_given_in_one_way(words, said):
+    result = run(*words, "--cluster", "h100-sxm-x4")
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.replace("│", "").split())

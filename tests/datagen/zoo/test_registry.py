@@ -332,3 +332,10 @@ def test_suites_are_distinct_programs_of_every_family() -> None:
 def test_document_lists_every_family_as_it_is() -> None:
     document = Path(__file__).parents[3] / "docs" / "zoo.md"
     assert zoo.describe() in document.read_text()
+
+
+def test_settings_may_have_the_names_of_simulate():
+    given = zoo.parse_settings("llama", ["d_model=512,d_ff=1024", "n_layers=2"])
+    assert given == {"dim": 512, "hidden": 1024, "layers": 2}
+    with pytest.raises(OpcastError, match="'d_model'"):
+        zoo.parse_settings("resnet", ["d_model=512"])
