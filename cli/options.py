@@ -36,6 +36,9 @@ Timeline = Annotated[Path | None, typer.Option(help="Write a Chrome trace.")]
 _PROGRAM = "StableHLO text, bytecode, export, or HLO text; or module.py:function."
 ProgramArg = Annotated[Path, typer.Argument(help=_PROGRAM)]
 ProgramOrNone = Annotated[Path | None, typer.Argument(help=_PROGRAM)]
+ProgramsOrNone = Annotated[
+    list[Path] | None, typer.Argument(metavar="PROGRAM...", help=_PROGRAM, show_default=False)
+]
 OpOpt = Annotated[
     str | None,
     typer.Option(
@@ -45,6 +48,13 @@ OpOpt = Annotated[
 ]
 DeviceOpt = Annotated[
     str, typer.Option("--device", help="Name (opcast device --list), device file, or 'local'.")
+]
+ManyDevicesOpt = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        help="Name (opcast device --list), device file, or 'local'; several with commas.",
+    ),
 ]
 Devices = Annotated[
     list[str] | None, typer.Option("--device", help="Device name or file; may be given again.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,10 +15,12 @@ from .options import (
     Fallback,
     Json,
     LoweringOpt,
+    ManyDevicesOpt,
     ModelOpt,
     OpOpt,
     ProgramArg,
     ProgramOrNone,
+    ProgramsOrNone,
     Timeline,
     Top,
     Trips,
@@ -28,14 +30,19 @@ from .options import (
     program_of,
     refuse,
     refuse_unused,
+    require_plots,
     trips_of,
 )
+
+if TYPE_CHECKING:
+    from ..features.lowering.options import LoweringOptions
+    from ..predict.program.predictor import Predictor
 
 
 def predict(
     context: typer.Context,
-    program: ProgramOrNone = None,
-    device: DeviceOpt = "local",
+    programs: ProgramsOrNone = None,
+    device: ManyDevicesOpt = "local",
     model: ModelOpt = "default",
     lowering: LoweringOpt = "auto",
     top: Top = 10,
@@ -50,11 +57,17 @@ def predict(
     cluster: Annotated[
         str, typer.Option(help="For a partitioned program: its cluster, such as h100-sxm-x4.")
     ] = "",
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write a table: .parquet, .csv or .json.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot the times of the table.")] = None,
 ) -> None:
     """Predict a program's time and memory on a device or a cluster.
 
-    Several models, comma-separated, are compared.
+    Several models, comma-separated, are compared. Several programs or devices, or a device file
+    with ranges, make a table.
     """
+    program = programs[0] if programs else None
     # Operators share few options with programs; any other is refused, not ignored.
     if _one_of(program, op):
         from ..predict.operator.predict import predict_op
@@ -64,8 +77,9 @@ def predict(
         estimate = predict_op(str(op), device, model)
         print_json(asdict(estimate)) if json_output else print_op(make_console(), estimate)
         return
-    assert program is not None
-    if json_output:
+    assert programs and program is not None
+    many = len(programs) > 1 or "," in device or out is not None or plot is not None
+    if json_output and not many:
         refuse(context, "--json, which has all kernels", {"top"})
     # A fallback could never be taken.
     if lowering in WITHOUT_COMPILER:
@@ -76,7 +90,9 @@ def predict(
     place = None if cluster else device
     options = LoweringOptions(lowering, place, trips_of(trip_count), fallback)
     if cluster:
-        refuse(context, "a partitioned program (--cluster)", {"device", "strict"})
+        refuse(context, "a partitioned program (--cluster)", {"device", "strict", "out", "plot"})
+        if many:
+            raise typer.BadParameter("--cluster takes one program")
         from .simulate import predict_on_cluster
 
         predict_on_cluster(
@@ -91,7 +107,11 @@ def predict(
         return
     # No model's name has a comma.
     if "," in model:
-        refuse(context, "several models: give a single --model", {"strict", "timeline"})
+        refuse(
+            context, "several models: give a single --model", {"strict", "timeline", "out", "plot"}
+        )
+        if many:
+            raise typer.BadParameter("several programs or devices take a single --model")
         from .fidelities import predict_side_by_side
 
         predict_side_by_side(program_of(program), model, options, top=top, json_output=json_output)
@@ -100,7 +120,11 @@ def predict(
 
     predictor = load_for_programs(model)
     # Before the prediction, since the ceilings are part of every feature.
-    measure_once(device, predictor)
+    measure_once("local" if "local" in device.split(",") else device, predictor)
+    if many or _has_ranges(device):
+        refuse(context, "a table of several programs or devices", {"top", "strict", "timeline"})
+        _predict_table(programs, device.split(","), predictor, options, out, plot, json_output)
+        return
     prediction = predictor.predict_with(program_of(program), options, strict=strict)
     if timeline is not None:
         # Before printing, so that a closed pipe does not lose the file.
@@ -113,6 +137,51 @@ def predict(
     from ..predict.render.program import print_prediction
 
     print_prediction(make_console(), prediction, top)
+
+
+def _has_ranges(device: str) -> bool:
+    """Whether a device file describes several designs."""
+    if Path(device).suffix.lower() not in (".yaml", ".yml"):
+        return False
+    from ..features.devices.catalogue import load_designs
+
+    return len(load_designs(device)) > 1
+
+
+def _predict_table(
+    programs: list[Path],
+    devices: list[str],
+    predictor: Predictor,
+    options: LoweringOptions,
+    out: Path | None,
+    plot: Path | None,
+    json_output: bool,
+) -> None:
+    """Predict programs on devices; exits with 1 if none could be predicted."""
+    from ..predict.program.many import (
+        find_chips,
+        plot_predictions,
+        predict_many,
+        write_predictions,
+    )
+    from ..predict.render.many import print_many
+
+    if plot is not None:
+        require_plots()
+    if out is not None and out.suffix.lower() not in (".parquet", ".csv", ".json"):
+        raise typer.BadParameter("--out is a .parquet, .csv or .json file")
+    frame = predict_many(programs, find_chips(devices, predictor), predictor, options)
+    if out is not None:
+        write_predictions(frame, out)
+    if plot is not None:
+        plot_predictions(frame, plot)
+    if json_output:
+        # Through pandas' own writer, which makes null of what is missing.
+        typer.echo(frame.to_json(orient="records"))
+    else:
+        print_many(make_console(), frame)
+    if (frame["error"] != "").all():
+        raise typer.Exit(1)
 
 
 def explain(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from ...common import plugins
 from ...common.errors import DeviceError
@@ -28,7 +29,7 @@ from .rules import (
     vector_rates,
 )
 from .rules import SOURCE as CAPABILITY_SOURCE
-from .sheet import NUMBERS, RATES, TERA, Sheet, overlay, read_sheet
+from .sheet import NUMBERS, RATES, TERA, Sheet, overlay, read_designs, read_sheet
 
 #: Entry points by which packages add folders of device files.
 GROUP = "opcast.devices"
@@ -98,6 +99,30 @@ def load_device_file(path: Path | str) -> DeviceSpec:
     # Time and size are part of the cache's key, so that an edited file is read again.
     stat = path.stat() if path.is_file() else None
     return _load_device_file(path, stat and stat.st_mtime_ns, stat and stat.st_size)
+
+
+class Design(NamedTuple):
+    """One device of a file with ranges.
+
+    Attributes:
+        figures: Value of each figure that the file gives as a range, by its key.
+        device: The description.
+    """
+
+    figures: dict[str, float]
+    device: DeviceSpec
+
+
+def load_designs(path: Path | str) -> list[Design]:
+    """Read all designs of a device file whose figures may be ranges; see docs/devices.md.
+
+    Raises:
+        DeviceError: As :func:`load_device_file`, or a range is malformed.
+    """
+    return [
+        Design(figures, device_of_sheet(_with_base(sheet)))
+        for figures, sheet in read_designs(Path(path))
+    ]
 
 
 @cache

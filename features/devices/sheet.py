@@ -7,9 +7,11 @@ capacities are binary as vendors print them (1 MB is 2^20 bytes, 1 GB is 2^30).
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,9 @@ _WHOLE = {
 _MAY_BE_ZERO = {"launch_gap_us", "dispatch_us"}
 _KEYS = (*TEXTS, "aliases", *NUMBERS, *RATES, "sources")
 
+#: Most designs of a file: a slip in ``steps`` must not fill the memory (engineering choice).
+MOST_DESIGNS = 10_000
+
 _Lines = dict[tuple[str, ...], int]
 
 
@@ -106,7 +111,84 @@ def read_sheet(path: Path) -> Sheet:
         DeviceError: There is no such file, it is not YAML, a key is unknown or repeated, a value
             has the wrong type, or a source names a key that has no figure.
     """
+    return _sheet(*_load(path), path)
+
+
+def read_designs(path: Path) -> list[tuple[dict[str, float], Sheet]]:
+    """Read a device file some of whose figures are ranges: one sheet for each combination.
+
+    A range is a list of numbers, or ``{from: 2000, to: 5000, steps: 4}`` with both ends included
+    and equal steps; with ``scale: log`` equal ratios. Figures that count things are rounded.
+
+    Returns:
+        Values of the ranges by key (dotted for rates) and the sheet; a file without ranges has one.
+
+    Raises:
+        DeviceError: As :func:`read_sheet`, or a range is malformed.
+    """
     data, lines = _load(path)
+    ranges: dict[tuple[str, ...], list[float]] = {}
+    for key, value in data.items():
+        if key in NUMBERS and isinstance(value, list | dict):
+            ranges[key,] = _range(value, (key,), lines, path)
+        for inner, own in value.items() if key in RATES and isinstance(value, dict) else ():
+            if isinstance(own, list | dict):
+                ranges[key, inner] = _range(own, (key, inner), lines, path)
+    count = math.prod(map(len, ranges.values()))
+    if count > MOST_DESIGNS:
+        what = f"the ranges make {count} designs, more than {MOST_DESIGNS}"
+        raise DeviceError(what, where=str(path), hint="take fewer steps")
+    designs = []
+    for values in product(*ranges.values()):
+        own_data: dict[str, Any] = dict(data)
+        for keys, figure in zip(ranges, values, strict=True):
+            if len(keys) == 1:
+                own_data[keys[0]] = figure
+            else:
+                own_data[keys[0]] = {**own_data[keys[0]], keys[1]: figure}
+        settings = {".".join(k): v for k, v in zip(ranges, values, strict=True)}
+        if settings:
+            listed = ",".join(f"{key}={value:g}" for key, value in settings.items())
+            own_data["name"] = f"{own_data.get('name')}({listed})"
+        designs.append((settings, _sheet(own_data, lines, path)))
+    return designs
+
+
+def _range(value: Any, keys: tuple[str, ...], lines: _Lines, path: Path) -> list[float]:
+    name = ".".join(keys)
+
+    def wrong(what: str, *_: str, hint: str = "") -> DeviceError:
+        return DeviceError(
+            what, where=f"{path}:{lines.get(keys, lines.get(keys[:1], 1))}", hint=hint
+        )
+
+    if isinstance(value, list):
+        found = [_number(v, keys, wrong) for v in value]
+    else:
+        unknown = set(value) - {"from", "to", "steps", "scale"}
+        steps = value.get("steps")
+        scale = value.get("scale", "linear")
+        whole = isinstance(steps, int) and not isinstance(steps, bool) and steps > 1
+        if unknown or not whole or steps > MOST_DESIGNS or scale not in ("linear", "log"):
+            raise wrong(
+                f"{name!r} is no range",
+                hint="write {from: 2000, to: 5000, steps: 4}, with scale: log for equal ratios; or "
+                "a list of numbers",
+            )
+        low, high = (_number(value.get(end), keys, wrong) for end in ("from", "to"))
+        shares = [i / (steps - 1) for i in range(steps)]
+        if scale == "log":
+            found = [low * (high / low) ** share for share in shares]
+        else:
+            found = [low + (high - low) * share for share in shares]
+        if name in _WHOLE:
+            found = [float(round(v)) for v in found]
+    if not found or len(set(found)) < len(found):
+        raise wrong(f"the range of {name!r} is empty or has a value twice")
+    return found
+
+
+def _sheet(data: dict[str, object], lines: _Lines, path: Path) -> Sheet:
 
     def wrong(what: str, *keys: str, hint: str = "") -> DeviceError:
         line = next((lines[k] for k in (keys, keys[:1]) if k in lines), None)
@@ -231,6 +313,16 @@ def _texts(value: object, key: str, wrong: _Wrong) -> list[str]:
 
 def _number(value: object, keys: tuple[str, ...], wrong: _Wrong) -> float:
     name = ".".join(keys)
+    if isinstance(value, list | dict):
+        raise wrong(
+            f"{name!r} is a range of designs, where one device is needed",
+            *keys,
+            hint="opcast predict takes such a file; or give one number",
+        )
+    if isinstance(value, str):
+        # YAML 1.1 reads 5e3, which has neither point nor sign, as a text.
+        with contextlib.suppress(ValueError):
+            value = float(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise wrong(f"{name!r} must be a number, not {value!r}", *keys)
     if not math.isfinite(value) or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):

@@ -205,7 +205,8 @@ def choose_lowering(lowering: str, device: DeviceSpec | None, *, absent: bool) -
             program is not compiled yet.
 
     Returns:
-        For ``auto``, ``xla`` where the compiler is at hand, and ``fused`` where it is not.
+        For ``auto``, ``xla`` where the compiler is at hand and the device's description says what
+        it needs, else ``fused``.
 
     Raises:
         LoweringError: The name is unknown.
@@ -223,5 +224,16 @@ def choose_lowering(lowering: str, device: DeviceSpec | None, *, absent: bool) -
             f"{error.what}: kernels are made by opcast's own fusion rules (lowering fused), not by "
             f"the compiler of {device.name}; to have it: opcast compilers install "
             f"{device.platform}",
+        )
+    from .target_compiler.target import target_of
+
+    try:
+        target_of(device)
+    except DeviceError as error:
+        # A description with the documented minimum is enough for a prediction.
+        return Choice(
+            "fused",
+            f"{device.name}: {error.what}: kernels are made by opcast's own fusion rules (lowering "
+            f"fused); to have the compiler's: {error.hint}",
         )
     return Choice("xla")

@@ -18,6 +18,7 @@ from opcast.features.devices.catalogue import (
     device_names,
     find_device,
     in_catalogue,
+    load_designs,
     load_device_file,
 )
 from opcast.features.devices.device import DeviceSpec, device_slug
@@ -207,7 +208,9 @@ def test_hypothetical_chip_scales_what_it_does_not_say(tmp_path: Path) -> None:
 
 def test_example_of_the_document(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "devices.md").read_text()
-    (example,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    example, ranges = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "ranges.yaml").write_text(ranges)
+    assert len(load_designs(tmp_path / "ranges.yaml")) == 4 * 2
     chip = load_device_file(write(tmp_path, example))
     assert chip.peak_flops["bf16"] == pytest.approx(2 * 989.4e12)
     assert chip.provenance["memory_gb"] == "our plan for 2027"

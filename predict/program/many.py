@@ -1,0 +1,198 @@
+"""Many programs on many devices: a program is lowered for each chip, not for each design."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from ...common.errors import OpcastError, fault
+from ...common.interval import LATENCY_KEYS
+from ...features.devices.catalogue import Design, load_designs
+from ..devices import resolve_device
+
+if TYPE_CHECKING:
+    from ...features.lowering.options import LoweringOptions
+    from .predictor import Predictor
+
+#: Between the notes of a row.
+NOTES = " | "
+#: Columns of a table besides the figures of the designs.
+_FIGURES = (
+    *LATENCY_KEYS,
+    "peak_memory_bytes",
+    "device_memory_bytes",
+    "fits",
+    "lowering",
+    "model",
+    "in_domain_share",
+)
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A device, or the designs of a device file with ranges.
+
+    Attributes:
+        name: As it was asked for.
+        designs: One, or several that share the kernels of the first.
+    """
+
+    name: str
+    designs: tuple[Design, ...]
+
+
+def find_chips(names: Sequence[str], predictor: Predictor) -> list[Chip]:
+    """Find devices by names or files; a file may have ranges (docs/devices.md).
+
+    Raises:
+        DeviceError: A device is not known, or a file is wrong.
+    """
+    chips = []
+    for name in names:
+        if Path(name).suffix.lower() in (".yaml", ".yml"):
+            chips.append(Chip(name, tuple(load_designs(name))))
+        else:
+            chips.append(Chip(name, (Design({}, resolve_device(name, predictor.devices)),)))
+    return chips
+
+
+def predict_many(
+    programs: Sequence[Path],
+    chips: Sequence[Chip],
+    predictor: Predictor,
+    options: LoweringOptions,
+    progress: Callable[[int, int], None] | None = None,
+) -> pd.DataFrame:
+    """Predict every program on every design.
+
+    Args:
+        programs: Files of programs.
+        chips: The devices.
+        predictor: Loaded models.
+        options: Lowering options; the device is each chip's own.
+        progress: Told how many of all predictions are done.
+
+    Returns:
+        A row for each program and design: ``program``, ``device``, the figures of the design,
+        ``latency_us``, ``lo_us``, ``hi_us``, memory, ``notes`` (joined by :data:`NOTES`) and
+        ``error``. What cannot be predicted has an ``error`` and no time.
+    """
+    total = len(programs) * sum(len(chip.designs) for chip in chips)
+    rows: list[dict[str, Any]] = []
+    for program in programs:
+        for chip in chips:
+            rows += _rows(program, chip, predictor, options)
+            if progress is not None:
+                progress(len(rows), total)
+    keys = dict.fromkeys(key for chip in chips for design in chip.designs for key in design.figures)
+    columns = ["program", "device", *keys, *_FIGURES, "notes", "error"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _rows(
+    program: Path, chip: Chip, predictor: Predictor, options: LoweringOptions
+) -> list[dict[str, Any]]:
+    from ...features.ir.partitioning import check_one_device
+    from ...features.ir.reader import read_program
+    from ...features.ir.untrusted import well_formed
+    from ...features.lowering.lower import lower_with
+
+    first = chip.designs[0].device
+    subjects = [
+        {"program": str(program), "device": d.device.name, **d.figures} for d in chip.designs
+    ]
+    try:
+        source = read_program(program, trip_counts=options.trip_counts)
+        check_one_device(source, first.name)
+        lowered = lower_with(source, replace(options, device=first, cache=predictor.cache))
+    except Exception as error:
+        return [{**subject, "error": _said(error)} for subject in subjects]
+    rows = []
+    for subject, design in zip(subjects, chip.designs, strict=True):
+        try:
+            with well_formed(source):
+                found = predictor.predict_lowered(lowered, design.device)
+            data = found.to_dict()
+            notes = list(found.notes)
+            if design is not chip.designs[0]:
+                notes.append(f"designs of {chip.name} share the kernels of {first.name}")
+            own = {name: data[name] for name in _FIGURES}
+            rows.append({**subject, **own, "notes": NOTES.join(notes), "error": ""})
+        except Exception as error:
+            rows.append({**subject, "error": _said(error)})
+    return rows
+
+
+def _said(error: Exception) -> str:
+    return str(error if isinstance(error, OpcastError) else fault(error))
+
+
+def write_predictions(frame: pd.DataFrame, path: Path) -> None:
+    """Write a table of :func:`predict_many` as parquet, CSV or JSON, by the file's suffix.
+
+    Raises:
+        OpcastError: The suffix is another one.
+    """
+    from ...common.files import write_text
+    from ...features.dataset import write_table
+
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        write_table(frame, path)
+    elif suffix == ".csv":
+        write_text(path, frame.to_csv(index=False))
+    elif suffix == ".json":
+        write_text(path, frame.to_json(orient="records"))
+    else:
+        raise OpcastError("a table is .parquet, .csv or .json", where=str(path))
+
+
+def plot_predictions(frame: pd.DataFrame, path: Path) -> None:
+    """Plot times: over the first range of designs as lines, else as bars for each program.
+
+    Args:
+        frame: Of :func:`predict_many`.
+        path: Image to write.
+    """
+    import matplotlib
+
+    # Files only: the default backend may look for a display.
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    known = frame[frame["error"] == ""]
+    columns = list(map(str, frame.columns))
+    axes_of = columns[columns.index("device") + 1 : columns.index(LATENCY_KEYS[0])]
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    if axes_of:
+        across, others = axes_of[0], axes_of[1:]
+        for key, part in known.dropna(subset=[across]).groupby(["program", *others]):
+            line = part.sort_values(across)
+            label = ", ".join([Path(str(key[0])).stem, *map("{}={:g}".format, others, key[1:])])
+            axes.plot(line[across], line["latency_us"] / 1e3, "o-", label=label)
+            axes.fill_between(line[across], line["lo_us"] / 1e3, line["hi_us"] / 1e3, alpha=0.15)
+        for (program, device), part in known[known[across].isna()].groupby(["program", "device"]):
+            label = f"{Path(str(program)).stem} on {device}"
+            axes.axhline(part["latency_us"].iloc[0] / 1e3, ls="--", lw=1, label=label)
+        axes.set(xlabel=across, ylabel="time (ms)", yscale="log")
+    else:
+        programs, devices = list(dict.fromkeys(known["program"])), dict.fromkeys(known["device"])
+        width = 0.8 / max(1, len(devices))
+        for place, device in enumerate(devices):
+            part = known[known["device"] == device].set_index("program")
+            at = [i + place * width for i, p in enumerate(programs) if p in part.index]
+            own = part.loc[[p for p in programs if p in part.index]]
+            error = [own["latency_us"] - own["lo_us"], own["hi_us"] - own["latency_us"]]
+            bars = {"yerr": [e / 1e3 for e in error], "capsize": 2, "label": device}
+            axes.bar(at, own["latency_us"] / 1e3, width, **bars)
+        middle = [i + width * (len(devices) - 1) / 2 for i in range(len(programs))]
+        axes.set_xticks(middle, [Path(str(p)).stem for p in programs], rotation=20, ha="right")
+        axes.set(ylabel="time (ms)", yscale="log")
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,47 @@
+"""Print a table of programs and devices."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...common.units import duration
+from ..program.many import NOTES
+
+#: Figures of a design in its name.
+_FIGURES = re.compile(r"\((?:[\w.]+=[^(),]*,?)+\)")
+#: Rows that are printed; the file has all.
+MOST = 60
+
+
+def print_many(console: Console, frame: pd.DataFrame) -> None:
+    """Print the times of programs on devices, in the order of the command line."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("time", "90 % interval", "device", "program"):
+        table.add_column(name, justify="right" if name == "time" else "left")
+    for row in frame.head(MOST).to_dict("records"):
+        program = Text(Path(str(row["program"])).name)
+        device = Text(str(row["device"]))
+        if row["error"]:
+            table.add_row("none", Text(str(row["error"]), style="red"), device, program)
+            continue
+        span = f"{duration(row['lo_us'])} to {duration(row['hi_us'])}"
+        # ``fits`` is None where the memory of a device is not known.
+        if row["fits"] is False:
+            span += ", does NOT fit"
+        table.add_row(duration(row["latency_us"]), span, device, program)
+    console.print(table)
+    if len(frame) > MOST:
+        console.print(f"{len(frame) - MOST} more rows: --out has all", highlight=False)
+    failed = int((frame["error"] != "").sum())
+    if failed:
+        console.print(Text(f"{failed} of {len(frame)} could not be predicted", style="red"))
+    # Designs of one chip have the same notes but for the figures in their names.
+    texts = [_FIGURES.sub("", text) for text in frame["notes"].fillna("") if text]
+    for note in dict.fromkeys(part for text in texts for part in text.split(NOTES)):
+        console.print(Text(f"note: {note}", style="dim"))

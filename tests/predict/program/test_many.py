@@ -1,0 +1,152 @@
+"""An architect's question: many programs on many designs, in one command."""
+
+import json
+
+import pandas as pd
+import pytest
+
+import opcast as package
+from opcast.common.errors import DeviceError
+from opcast.features.devices.catalogue import load_designs, load_device_file
+
+from ...support.commands import opcast
+
+MINE = """name: mine
+platform: gpu
+hbm_bandwidth_gbps: 5e3
+memory_gb: 96
+vector_tflops: {f32: 60}
+"""
+RANGES = """name: big
+base: h100-sxm
+hbm_bandwidth_gbps: {from: 2000, to: 5000, steps: 4}
+peak_tflops: {bf16: [500, 2000]}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("many")
+    for family in ("mlp", "lstm"):
+        done = opcast("zoo", "export", family, "--set", "batch=8", "--out", path / f"{family}.mlir")
+        assert done.returncode == 0, done.stderr
+    (path / "mine.yaml").write_text(MINE)
+    (path / "ranges.yaml").write_text(RANGES)
+    return path
+
+
+def test_programs_times_devices_make_a_table_and_a_plot(folder):
+    pytest.importorskip("matplotlib")
+    out, plot = folder / "table.parquet", folder / "p.png"
+    done = opcast(
+        "predict", folder / "mlp.mlir", folder / "lstm.mlir", "--device",
+        f"a100-sxm-80gb,{folder / 'mine.yaml'},{folder / 'ranges.yaml'}", "--lowering", "fused",
+        "--out", out, "--plot", plot,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    table = pd.read_parquet(out)
+    # Two programs on a device, the minimal file and 4 × 2 designs.
+    assert len(table) == 2 * (1 + 1 + 8)
+    assert (table["error"] == "").all()
+    assert (table["lo_us"] <= table["latency_us"]).all()
+    designs = table[table["program"].str.endswith("mlp.mlir")].dropna(subset="peak_tflops.bf16")
+    assert sorted(set(designs["hbm_bandwidth_gbps"])) == [2000, 3000, 4000, 5000]
+    times = designs[designs["peak_tflops.bf16"] == 500].sort_values("hbm_bandwidth_gbps")
+    assert times["latency_us"].is_monotonic_decreasing
+    assert plot.stat().st_size > 1000
+    assert "NOT fit" not in done.stdout
+    # Notes of designs are said once, not once for each.
+    assert done.stdout.count("share the kernels") == 1
+
+
+def test_one_bad_program_costs_only_its_rows(folder):
+    (folder / "bad.mlir").write_text("module {")
+    done = opcast(
+        "predict", folder / "bad.mlir", folder / "mlp.mlir", "--device", "a100-sxm-80gb",
+        "--lowering", "fused", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0
+    bad, good = json.loads(done.stdout)
+    assert "bad.mlir" in bad["error"]
+    assert bad["latency_us"] is None
+    assert good["latency_us"] > 0
+    alone = opcast("predict", folder / "bad.mlir", "--device", "a30,a40", "--lowering", "fused")
+    assert alone.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--out", "table.xlsx"], ".parquet, .csv or .json"),
+        (["--device", "a30,a40", "--top", "3"], "--top does not apply"),
+        (["--device", "a30,a40", "--model", "roofline,default"], "single --model"),
+        (["--device", "a30,nonsense"], "nonsense"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(folder, options, said):
+    done = opcast("predict", folder / "mlp.mlir", *options)
+    assert done.returncode != 0
+    assert said in " ".join(done.stderr.replace("│", "").split())
+
+
+def test_a_program_is_lowered_once_for_all_designs(folder, monkeypatch):
+    import opcast.features.lowering.lower as lowering
+
+    made, own = [], lowering.lower_with
+    monkeypatch.setattr(lowering, "lower_with", lambda *a: made.append(a) or own(*a))
+    opcast(
+        "predict", folder / "mlp.mlir", "--device", folder / "ranges.yaml", "--lowering", "fused"
+    )
+    assert len(made) == 1
+
+
+def test_the_documented_route_in_python(folder):
+    designs = load_designs(folder / "ranges.yaml")
+    lowered = package.lower(folder / "mlp.mlir", "fused", device=designs[0].device)
+    times = [package.load().predict_lowered(lowered, d.device).latency_us for d in designs]
+    assert len(times) == 8
+    assert times[0] >= times[-1]
+
+
+def test_a_file_with_the_documented_minimum_is_enough(folder):
+    done = opcast("predict", folder / "mlp.mlir", "--device", folder / "mine.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "lowering fused" in done.stdout
+    assert "compiler_target" in " ".join(done.stdout.split())
+    assert load_device_file(folder / "mine.yaml").bandwidth == 5e12
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("core_count: {from: 1, to: 2}", "no range"),
+        ("core_count: {from: 1, to: 2, steps: 1}", "no range"),
+        ("core_count: {from: 1, to: 2, steps: 2, by: 3}", "no range"),
+        ("core_count: {from: 1, to: 2, steps: 5}", "value twice"),
+        ("core_count: []", "empty"),
+        ("core_count: [1, fast]", "must be a number"),
+        ("core_count: {from: 1, to: 9000, steps: 9000}\nmemory_gb: [1, 2]", "18000 designs"),
+    ],
+)
+def test_ranges_that_are_none(tmp_path, text, said):
+    path = tmp_path / "x.yaml"
+    path.write_text(f"name: x\nbase: h100-sxm\n{text}\n")
+    with pytest.raises(DeviceError, match=said):
+        load_designs(path)
+
+
+def test_ranges_by_hand(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        "name: x\nbase: h100-sxm\nhbm_bandwidth_gbps: {from: 1e3, to: 4e3, steps: 3, scale: log}\n"
+        "core_count: {from: 100, to: 103, steps: 3}\n"
+    )
+    designs = load_designs(path)
+    assert [d.figures["hbm_bandwidth_gbps"] for d in designs[::3]] == pytest.approx(
+        [1000, 2000, 4000]
+    )
+    # Counts are whole: 101.5 is rounded to even.
+    assert [d.device.core_count for d in designs[:3]] == [100, 102, 103]
+    assert designs[0].device.name == "x(hbm_bandwidth_gbps=1000,core_count=100)"
+    with pytest.raises(DeviceError, match="range of designs"):
+        load_device_file(path)
