@@ -57,6 +57,9 @@ def predict(
     cluster: Annotated[
         str, typer.Option(help="For a partitioned program: its cluster, such as h100-sxm-x4.")
     ] = "",
+    by: Annotated[
+        str, typer.Option("--by", help="Rows of the table: kernel, line or module.")
+    ] = "kernel",
     out: Annotated[
         Path | None, typer.Option("--out", help="Write a table: .parquet, .csv or .json.")
     ] = None,
@@ -80,7 +83,9 @@ def predict(
     assert programs and program is not None
     many = len(programs) > 1 or "," in device or out is not None or plot is not None
     if json_output and not many:
-        refuse(context, "--json, which has all kernels", {"top"})
+        refuse(context, "--json, which has all kernels", {"top", "by"})
+    if by not in ("kernel", "line", "module"):
+        raise typer.BadParameter(f"--by is kernel, line or module, not {by!r}")
     # A fallback could never be taken.
     if lowering in WITHOUT_COMPILER:
         refuse(context, f"--lowering {lowering}, which needs no compiler", {"fallback"})
@@ -90,7 +95,9 @@ def predict(
     place = None if cluster else device
     options = LoweringOptions(lowering, place, trips_of(trip_count), fallback)
     if cluster:
-        refuse(context, "a partitioned program (--cluster)", {"device", "strict", "out", "plot"})
+        refuse(
+            context, "a partitioned program (--cluster)", {"device", "strict", "out", "plot", "by"}
+        )
         if many:
             raise typer.BadParameter("--cluster takes one program")
         from .simulate import predict_on_cluster
@@ -108,7 +115,9 @@ def predict(
     # No model's name has a comma.
     if "," in model:
         refuse(
-            context, "several models: give a single --model", {"strict", "timeline", "out", "plot"}
+            context,
+            "several models: give a single --model",
+            {"strict", "timeline", "out", "plot", "by"},
         )
         if many:
             raise typer.BadParameter("several programs or devices take a single --model")
@@ -122,7 +131,9 @@ def predict(
     # Before the prediction, since the ceilings are part of every feature.
     measure_once("local" if "local" in device.split(",") else device, predictor)
     if many or _has_ranges(device):
-        refuse(context, "a table of several programs or devices", {"top", "strict", "timeline"})
+        refuse(
+            context, "a table of several programs or devices", {"top", "by", "strict", "timeline"}
+        )
         _predict_table(programs, device.split(","), predictor, options, out, plot, json_output)
         return
     prediction = predictor.predict_with(program_of(program), options, strict=strict)
@@ -136,7 +147,7 @@ def predict(
         return
     from ..predict.render.program import print_prediction
 
-    print_prediction(make_console(), prediction, top)
+    print_prediction(make_console(), prediction, top, by)
 
 
 def _has_ranges(device: str) -> bool:

@@ -225,29 +225,37 @@ def _checked(kernel: Kernel, predicted: KernelEstimate, measured_us: float) -> C
 
 def print_check(console: Console, result: CheckResult, top: int = 10) -> None:
     """Print the kernels that took most time, and the total, predicted beside measured."""
-    from rich.table import Table
     from rich.text import Text
 
     from ..common.units import duration
+    from ..predict.render.parts import Column, fitted_table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("predicted", "interval", "measured", "error", "runs"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("kernel", "kind", "from"):
-        table.add_column(name, no_wrap=name != "from")
+    columns = (
+        Column("predicted"),
+        Column("interval", 3),
+        Column("measured"),
+        Column("error"),
+        Column("runs", 2),
+        Column("from", justify="left", least=20),
+        Column("kind", 1, "left"),
+        Column("kernel", 4, "left", least=20),
+    )
     timed = [k for k in result.kernels if np.isfinite(k.measured_us)]
     # By measured time: a kernel that the model underestimates badly must not drop off the list.
-    for k in sorted(timed, key=lambda k: -k.measured_us * k.runs)[:top]:
-        table.add_row(
+    rows = [
+        [
             duration(k.predicted_us),
             f"{duration(k.lo_us)}–{duration(k.hi_us)}",
             duration(k.measured_us),
             f"{k.predicted_us / k.measured_us - 1:+.0%}",
             f"{k.runs:.0f}",
-            Text(k.name[:34]),
+            k.origin,
             k.kind,
-            Text(k.origin),
-        )
+            k.name,
+        ]
+        for k in sorted(timed, key=lambda k: -k.measured_us * k.runs)[:top]
+    ]
+    table = fitted_table(console.width, columns, rows)
     p = result.prediction
     console.print(Text.assemble((result.name, "bold"), f" on {p.device}"))
     console.print(table)

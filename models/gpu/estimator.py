@@ -203,7 +203,7 @@ class GpuEstimator:
         extra = np.where(odd, IRREGULAR, FUSED)
         inside = ~odd & (passes.moved < LARGEST)
         return Answer.around(
-            times.total, np.hypot(-lo, extra), np.hypot(hi, extra), "learned:passes", inside
+            times.total, np.hypot(-lo, extra), np.hypot(hi, extra), "learned:memory-bound", inside
         )
 
     def _others(self, row: np.ndarray, device: DeviceSpec, base_s: np.ndarray) -> Answer:

@@ -24,13 +24,13 @@ def route_notes(kernels: Sequence[Kernel], device: DeviceSpec, params: MemoryPar
         if route in _PRODUCTS:
             row = products(described, np.array([i])).iloc[0]
             sizes = f"b={row.b} m={row.m} n={row.n} k={row.k}"
-            text = f"asked as {_PRODUCTS[route]} {sizes} at the rate of {row.rate}"
+            text = f"estimated as {_PRODUCTS[route]} {sizes} at the rate of {row.rate}"
         elif route == ATTENTION:
             own = described.attention[i].items()
-            text = "asked as attention " + " ".join(f"{name}={value}" for name, value in own)
+            text = "estimated as attention " + " ".join(f"{name}={value}" for name, value in own)
         elif route == PASS:
             parts = {"launch": times.launch, "memory": times.memory, "arithmetic": times.vector}
-            text = "asked as a pass: " + ", ".join(
+            text = "estimated as a memory-bound kernel: " + ", ".join(
                 f"{name} {seconds[i] * 1e6:.1f} µs" for name, seconds in parts.items()
             )
         else:

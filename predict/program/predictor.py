@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,12 +22,16 @@ from ..locate import OPERATOR_MODEL, PLATFORM_DEFAULTS, find_model, is_untrained
 
 if TYPE_CHECKING:
     from ...features.devices.device import DeviceSpec
+    from ...features.ir.reader import SourceProgram
+    from ...features.kernels.module_paths import ModulePath
     from ...features.lowering.cache import LoweringCache
     from ...features.lowering.options import LoweringOptions
     from ...features.lowering.target_compiler.process import CompileSettings
     from ...models.cost_model import CostModel
     from ...models.operators import OpModel
 
+#: Names that XLA's HloRematerialization gives to the copies that it computes again.
+_REMATERIALISED = re.compile(r"\.remat\d*(?:\.|$)")
 #: Single-kernel answers that :meth:`Predictor.latency_us` remembers; a full memory is emptied. It
 #: bounds the memory of long runs. Engineering estimate.
 MEMO_SIZE = 200_000
@@ -51,6 +56,8 @@ class KernelEstimate:
         bytes: Bytes touched by one execution.
         source_op: StableHLO op that it mainly came from.
         source_line: ``file:line`` in the user's program, or empty.
+        module: Modules that it belongs to, such as ``Llama/Block_0/attention``, or empty.
+        phase: ``forward``, ``backward`` or ``recomputed``; empty where no gradient is taken.
     """
 
     name: str
@@ -66,6 +73,8 @@ class KernelEstimate:
     bytes: float
     source_op: str
     source_line: str
+    module: str = ""
+    phase: str = ""
 
     @property
     def total_us(self) -> float:
@@ -291,12 +300,23 @@ class Predictor:
         lowered = lower_with(source, replace(options, device=spec, cache=self.cache))
         # HLO attributes that contradict their shapes surface only while features are computed.
         with well_formed(source):
-            return self.predict_lowered(lowered, spec, strict=strict)
+            return self.predict_lowered(lowered, spec, strict=strict, source=source)
 
     def predict_lowered(
-        self, lowered: LoweredProgram, device: str | Path | DeviceSpec, *, strict: bool = False
+        self,
+        lowered: LoweredProgram,
+        device: str | Path | DeviceSpec,
+        *,
+        strict: bool = False,
+        source: SourceProgram | None = None,
     ) -> Prediction:
         """Predict a program that is already lowered.
+
+        Args:
+            lowered: Its kernels.
+            device: The device.
+            strict: As for :meth:`predict`.
+            source: The program that they were made of, which names their modules.
 
         Raises:
             DeviceError: The device is not known.
@@ -313,6 +333,7 @@ class Predictor:
         kernels, program = model.predict_in_program(lowered, device, kernels)
         rows = zip(
             lowered.kernels,
+            _places(lowered.kernels, source),
             # Converted as whole columns: reading NumPy scalars one by one is many times slower.
             (kernels.latency * 1e6).tolist(),
             (kernels.lo * 1e6).tolist(),
@@ -331,7 +352,11 @@ class Predictor:
             model=model.name,
             device=device.name,
             # What the lowering could not do comes first, then what the model does not know.
-            notes=(*lowered.notes, *model_notes(model, lowered.kernels, device)),
+            notes=(
+                *_again(lowered.kernels, kernels.latency),
+                *lowered.notes,
+                *model_notes(model, lowered.kernels, device),
+            ),
             compiler=lowered.compiler,
             device_memory_bytes=device.memory_bytes,
         )
@@ -515,8 +540,39 @@ def _require_learned(kernels: Sequence[Kernel], source: np.ndarray) -> None:
             )
 
 
+def _places(kernels: Sequence[Kernel], source: SourceProgram | None) -> list[ModulePath]:
+    """Modules and pass of each kernel; nowhere without the program."""
+    from ...features.kernels.module_paths import ModulePath, ModulePaths
+
+    if source is None:
+        return [ModulePath()] * len(kernels)
+    paths = ModulePaths(source)
+    return [paths.of(kernel) for kernel in kernels]
+
+
+def _again(kernels: Sequence[Kernel], latency: np.ndarray) -> tuple[str, ...]:
+    """A note if the compiler computes values again that it has no memory to keep."""
+    own = np.array([bool(_REMATERIALISED.search(k.name)) for k in kernels], bool)
+    if not own.any():
+        return ()
+    times = latency * np.array([k.multiplicity for k in kernels], np.float64)
+    share = float(times[own].sum() / (times.sum() or 1.0))
+    return (
+        f"to need less memory, the compiler computes {int(own.sum())} kernels' values again "
+        f"(rematerialisation), {share:.1%} of the kernels' time: a smaller batch or "
+        "recomputation of your own choice may be faster",
+    )
+
+
 def _estimate(
-    kernel: Kernel, latency: float, lo: float, hi: float, bound: str, source: str, in_domain: bool
+    kernel: Kernel,
+    place: ModulePath,
+    latency: float,
+    lo: float,
+    hi: float,
+    bound: str,
+    source: str,
+    in_domain: bool,
 ) -> KernelEstimate:
     # The first source is the op that the kernel mainly came from.
     main = kernel.sources[0] if kernel.sources else None
@@ -535,6 +591,8 @@ def _estimate(
         bytes=kernel.bytes,
         source_op=main.op if main else "",
         source_line=line,
+        module="/".join(place.modules),
+        phase=place.phase,
     )
 
 

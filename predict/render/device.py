@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ...features.devices.device import DeviceSpec
 from ...features.devices.sheet import NUMBERS, RATES, TERA
+from .parts import Column, fitted_table
 
 
 class Figure(NamedTuple):
@@ -62,24 +63,22 @@ def print_device(console: Console, spec: DeviceSpec) -> None:
 
 def print_devices(console: Console, specs: Iterable[DeviceSpec]) -> None:
     """Print devices side by side, one per line."""
-    table = _table(
-        "name",
-        "cores",
-        "f32 vector",
-        "bf16",
-        "f8",
-        "s8",
-        "L2 MB",
-        "L2 GB/s",
-        "GB/s",
-        "GB",
-        "link GB/s",
-        "W",
-        "also",
+    columns = (
+        Column("name", justify="left"),
+        Column("cores", 4),
+        Column("f32 vector", 3),
+        Column("bf16"),
+        Column("f8", 2),
+        Column("s8", 6),
+        Column("L2 MB", 5),
+        Column("L2 GB/s", 7),
+        Column("GB/s"),
+        Column("GB"),
+        Column("link GB/s", 1),
+        Column("W", 1),
+        Column("also", 8, "left"),
     )
-    for spec in specs:
-        table.add_row(*_row(spec))
-    console.print(table)
+    console.print(fitted_table(console.width, columns, [list(_row(spec)) for spec in specs]))
     console.print(
         "rates in TFLOPS, matrix unit where not said otherwise; ~ marks what a rule filled; "
         "sources: opcast device NAME"

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from ...common.units import duration, size
 from ..cluster.partitioned import PartitionedPrediction
-from .parts import print_notes, timed_headline
+from .parts import print_notes, timed_headline, unfit
 
 
 def print_partitioned(console: Console, prediction: PartitionedPrediction, top: int = 10) -> None:
@@ -17,6 +17,7 @@ def print_partitioned(console: Console, prediction: PartitionedPrediction, top: 
     capacity = f" of {size(prediction.capacity_bytes)}" if prediction.capacity_bytes else ""
     console.print(
         timed_headline(span.value * 1e6, span.lo * 1e6, span.hi * 1e6, f"on {prediction.cluster}")
+        + unfit(prediction.peak_memory_bytes, prediction.capacity_bytes)
     )
     console.print(
         f"computation {duration(r.compute * 1e6)}; collectives "

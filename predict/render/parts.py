@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -43,6 +46,84 @@ def print_notes(console: Console, notes: Iterable[str], loud: bool | None = None
         if loud in (None, warns):
             style = "bold red" if warns else "yellow"
             console.print(Text(note if warns else f"note: {note}", style=style))
+
+
+def unfit(needed: float, capacity: float) -> Text:
+    """Say in a headline that a run does not fit into memory; empty if it does.
+
+    Args:
+        needed: Bytes.
+        capacity: Bytes of the device; 0 if not known.
+    """
+    fits = not capacity or needed <= capacity
+    # No figures: the line has to stay one of 80 columns.
+    return Text() if fits else Text(", does NOT fit", style="bold red")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of :func:`fitted_table`.
+
+    Attributes:
+        name: Heading.
+        rank: The column of the highest rank is left out first; one of rank 0 never.
+        justify: Alignment.
+        least: Width to which texts may be cut to make room; 0 for columns that are never cut.
+    """
+
+    name: str
+    rank: int = 0
+    justify: Literal["left", "right"] = "right"
+    least: int = 0
+
+
+def fitted_table(
+    width: int, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]
+) -> Table:
+    """Make a table that fits a width: columns are left out by rank before any is cut further.
+
+    Args:
+        width: Of the console.
+        columns: In order.
+        rows: A cell for each column; texts are literal.
+    """
+    lines = [[cell if isinstance(cell, Text) else Text(cell) for cell in row] for row in rows]
+    full = [
+        max([cell_len(c.name), *(cell_len(row[i].plain) for row in lines)])
+        for i, c in enumerate(columns)
+    ]
+    tight = [min(own, c.least) if c.least else own for own, c in zip(full, columns, strict=True)]
+    kept = list(range(len(columns)))
+
+    def needed(widths: Sequence[int]) -> int:
+        # Two spaces between columns.
+        return sum(widths[i] for i in kept) + 2 * (len(kept) - 1)
+
+    while needed(tight) > width and any(columns[i].rank for i in kept):
+        kept.remove(max(kept, key=lambda i: columns[i].rank))
+    for i in kept:
+        if columns[i].least:
+            # Nothing is left to leave out: what may be cut is cut to what remains.
+            tight[i] = max(4, tight[i] - max(0, needed(tight) - width))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    spare = width - needed(tight)
+    for place, i in enumerate(kept):
+        own = tight[i]
+        if columns[i].least and full[i] > own:
+            more = min(full[i] - own, max(0, spare))
+            own, spare = own + more, spare - more
+        last = place == len(kept) - 1
+        table.add_column(
+            columns[i].name,
+            justify=columns[i].justify,
+            no_wrap=True,
+            overflow="ellipsis",
+            # Without the padding that Rich adds to every column.
+            width=own if not last or columns[i].least else None,
+        )
+    for row in lines:
+        table.add_row(*(row[i] for i in kept))
+    return table
 
 
 def factor_table(title: str, log_ratios: Iterable[tuple[str, float]]) -> Table:

@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from ...common.units import duration, size
-from ..program.predictor import KernelEstimate, Prediction, origin
-from .parts import print_notes, timed_headline
+from ..program.predictor import KernelEstimate, Prediction
+from .parts import Column, fitted_table, print_notes, timed_headline, unfit
+
+#: What kernels of a table may be put together by.
+GROUPS = ("kernel", "line", "module")
+#: Columns of kernels. The time, its share, the source line and what runs there are never left out.
+_COLUMNS = (
+    Column("share"),
+    Column("time"),
+    Column("runs", 1),
+    Column("line", justify="left"),
+    Column("module and op", justify="left", least=24),
+    Column("bound", 2, "left"),
+    Column("kind", 3, "left"),
+    Column("source", 4, "left"),
+    Column("interval of one", 5),
+    Column("kernel", 6, "left"),
+)
+_NUMBER = re.compile(r"\d+")
 
 
-def print_prediction(console: Console, prediction: Prediction, top: int = 10) -> None:
-    """Print the total, the kernels that take most time, and the shares by kind."""
+def print_prediction(
+    console: Console, prediction: Prediction, top: int = 10, by: str = "kernel"
+) -> None:
+    """Print the total, what takes most time, and the shares by kind.
+
+    Args:
+        console: Where to.
+        prediction: The prediction.
+        top: Rows of the table.
+        by: One of :data:`GROUPS`: equal kernels, source lines or modules.
+    """
     p = prediction
-    console.print(timed_headline(p.latency_us, p.lo_us, p.hi_us, f"on {p.device}"))
+    first = timed_headline(p.latency_us, p.lo_us, p.hi_us, f"on {p.device}")
+    console.print(first + unfit(p.peak_memory_bytes, p.device_memory_bytes))
     executions = sum(k.multiplicity for k in p.kernels)
     console.print(
         f"{len(p.kernels)} kernels, {executions:.0f} executions; lowering {p.lowering}; "
@@ -24,7 +51,10 @@ def print_prediction(console: Console, prediction: Prediction, top: int = 10) ->
     )
     # Before the table, which may be longer than the screen.
     print_notes(console, p.notes, loud=True)
-    console.print(kernel_table(p.top(top), sum(k.total_us for k in p.kernels)))
+    if by == "kernel":
+        console.print(kernel_table(p.kernels, top, console.width))
+    else:
+        console.print(_place_table(p.kernels, top, console.width, by))
     shares = ", ".join(f"{kind} {share:.0%}" for kind, share in p.share_by_kind.items())
     console.print(f"by kind: {shares}; in domain: {p.in_domain_share:.0%} of the time")
     print_notes(console, p.notes, loud=False)
@@ -36,32 +66,129 @@ def _fit(p: Prediction) -> str:
     return f", {'fits' if p.fits else 'does NOT fit'} in {size(p.device_memory_bytes)}"
 
 
-def kernel_table(kernels: Iterable[KernelEstimate], total_us: float) -> Table:
-    """Make a table of kernels: share, time, bound, source and origin."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, justify in (
-        ("share", "right"),
-        ("time", "right"),
-        ("runs", "right"),
-        ("interval of one", "right"),
-        ("kernel", "left"),
-        ("kind", "left"),
-        ("bound", "left"),
-        ("source", "left"),
-        ("from", "left"),
-    ):
-        table.add_column(name, justify=justify, no_wrap=name != "from")  # type: ignore[arg-type]
-    for k in kernels:
-        table.add_row(
-            f"{k.total_us / (total_us or 1):.1%}",
-            duration(k.total_us),
-            f"{k.multiplicity:.0f}",
-            f"{duration(k.lo_us)}–{duration(k.hi_us)}",
-            # Names of fusions grow with their ops; the prefix tells them apart within 120 columns.
-            Text(k.name[:34]),
-            k.kind,
-            k.bound,
-            k.source + ("" if k.in_domain else " (outside)"),
-            Text(origin(k)),
+def kernel_table(kernels: Sequence[KernelEstimate], top: int, width: int) -> Table:
+    """Make a table of the kernels that take most time, equal ones in one row.
+
+    Kernels are equal that do the same work at the same line of modules that differ in numbers
+    alone, such as the layers of a model.
+
+    Args:
+        kernels: All kernels of a program.
+        top: Rows.
+        width: Of the console.
+    """
+    root = _root(kernels)
+    groups = _grouped(
+        kernels,
+        lambda k: (
+            _starred(k.module), k.phase, k.source_op, k.source_line, k.kind, k.bound, k.source,
+            k.in_domain, k.flops, k.bytes,
+        ),
+    )  # fmt: skip
+    total = sum(k.total_us for k in kernels) or 1.0
+    rows = []
+    for group in groups[:top]:
+        k, time = group[0], sum(k.total_us for k in group)
+        more = f" +{len(group) - 1}" if len(group) > 1 else ""
+        spans = f"{duration(min(k.lo_us for k in group))}–{duration(max(k.hi_us for k in group))}"
+        rows.append(
+            [
+                f"{time / total:.1%}",
+                duration(time),
+                f"{sum(k.multiplicity for k in group):.0f}",
+                _line(k),
+                _what(k, root, len(group) > 1),
+                k.bound,
+                k.kind,
+                k.source + ("" if k.in_domain else " (outside)"),
+                spans,
+                # Names of fusions grow with their ops.
+                k.name[:34] + more,
+            ]
         )
-    return table
+    return fitted_table(width, _COLUMNS, rows)
+
+
+def _place_table(kernels: Sequence[KernelEstimate], top: int, width: int, by: str) -> Table:
+    """Make a table of source lines or of modules by their time."""
+    root = _root(kernels)
+    if by == "line":
+        groups = _grouped(kernels, lambda k: k.source_line)
+    else:
+        groups = _grouped(kernels, lambda k: (_starred(k.module), k.phase))
+    total = sum(k.total_us for k in kernels) or 1.0
+    columns = (
+        Column("share"),
+        Column("time"),
+        Column("kernels", 2),
+        Column(by, justify="left"),
+        Column("bound", 3, "left"),
+        Column("of it", 1, "left", least=24),
+    )
+    rows = []
+    for group in groups[:top]:
+        time = sum(k.total_us for k in group)
+        place = _line(group[0]) if by == "line" else _module(group[0], root, True)
+        bounds = _shares(group, lambda k: k.bound)
+        of_it = _shares(group, lambda k: _op(k) or k.kind)
+        rows.append(
+            [
+                f"{time / total:.1%}",
+                duration(time),
+                str(len(group)),
+                place or "(none)",
+                next(iter(bounds)),
+                ", ".join(f"{name} {share:.0%}" for name, share in list(of_it.items())[:3]),
+            ]
+        )
+    return fitted_table(width, columns, rows)
+
+
+def _shares(
+    kernels: Iterable[KernelEstimate], key: Callable[[KernelEstimate], str]
+) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for k in kernels:
+        sums[key(k)] = sums.get(key(k), 0.0) + k.total_us
+    total = sum(sums.values()) or 1.0
+    return {n: v / total for n, v in sorted(sums.items(), key=lambda item: -item[1])}
+
+
+def _grouped(
+    kernels: Iterable[KernelEstimate], key: Callable[[KernelEstimate], object]
+) -> list[list[KernelEstimate]]:
+    """Kernels by a key, the costliest group first, the costliest kernel of each first."""
+    groups: dict[object, list[KernelEstimate]] = {}
+    for k in sorted(kernels, key=lambda k: -k.total_us):
+        groups.setdefault(key(k), []).append(k)
+    return sorted(groups.values(), key=lambda group: -sum(k.total_us for k in group))
+
+
+def _starred(module: str) -> str:
+    return _NUMBER.sub("*", module)
+
+
+def _root(kernels: Sequence[KernelEstimate]) -> str:
+    """The module that all others lie in, which is not repeated in every row."""
+    roots = {k.module.split("/", 1)[0] for k in kernels if k.module}
+    return roots.pop() + "/" if len(roots) == 1 else ""
+
+
+def _module(k: KernelEstimate, root: str, many: bool) -> str:
+    module = k.module.removeprefix(root)
+    phase = f"({k.phase})" if k.phase in ("backward", "recomputed") else ""
+    return " ".join(filter(None, (_starred(module) if many else module, phase)))
+
+
+def _what(k: KernelEstimate, root: str, many: bool) -> str:
+    """Module and op as the user's code names them; the compiler's name where there is neither."""
+    return " ".join(filter(None, (_module(k, root, many), _op(k)))) or k.name
+
+
+def _op(k: KernelEstimate) -> str:
+    return k.source_op.removeprefix("stablehlo.")
+
+
+def _line(k: KernelEstimate) -> str:
+    """File and line, without folders."""
+    return k.source_line.rsplit("/", 1)[-1]

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ...common.units import duration, size
 from ..cluster.step import StepPrediction, breakdown
-from .parts import headline, interval_text, print_notes
+from .parts import headline, interval_text, print_notes, unfit
 
 #: Number of operators to list: those that fit the width of a table.
 TOP = 8
@@ -25,6 +25,7 @@ def print_step(console: Console, prediction: StepPrediction) -> None:
             duration(s.total * 1e6),
             f" a step  {interval_text(prediction.interval)}  on {n} × {prediction.device}",
         )
+        + unfit(prediction.fit.worst.total, prediction.fit.capacity)
     )
     mfu = prediction.flops_per_device / prediction.peak_flops
     tokens = prediction.workload.batch * prediction.workload.seq / s.total
@@ -38,8 +39,6 @@ def print_step(console: Console, prediction: StepPrediction) -> None:
     )
     console.print(_terms(prediction) if prediction.terms else _times(prediction))
     console.print(_memory(prediction))
-    if not prediction.fit.fits:
-        console.print(headline("does NOT fit", " in the devices' memory: this step cannot run"))
     if prediction.spread is not None:
         parts = prediction.spread.to_dict()
         # Without the suffix ``_us``, since ``duration`` prints the unit.

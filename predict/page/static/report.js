@@ -266,7 +266,7 @@ function timelineCard() {
     "Kernels in the order of the schedule, asynchronous ones beside them; what the run takes between kernels is spread over them.",
     curve
       ? "Below it the memory in use, from the lifetimes of buffers."
-      : `No course of the memory: ${memory.why_not}.`,
+      : `No memory timeline: ${memory.why_not}.`,
   ];
   if (DATA.stretch < 0.995)
     says.push(`Kernels overlap more than the schedule shows: drawn ${percent(DATA.stretch)} as long.`);

@@ -64,12 +64,12 @@ def test_each_kernel_takes_its_route(model: CostModel, program: LoweredProgram) 
         "f8_gemm": "learned:graph/linear",
         "conv": "learned:graph/linear (implicit)",
         "fmha": "learned:graph/context_attention",
-        "gelu": "learned:passes",
-        "transposed": "learned:passes",
-        "reduced": "learned:passes",
+        "gelu": "learned:memory-bound",
+        "transposed": "learned:memory-bound",
+        "reduced": "learned:memory-bound",
         "sorted": "roofline",
         "mystery": "roofline",
-        "out": "learned:passes",
+        "out": "learned:memory-bound",
     }
 
 

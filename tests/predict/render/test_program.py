@@ -1,10 +1,14 @@
+import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
+from opcast import lower
 from opcast.common.units import duration, size
 from opcast.predict.export.timeline import chrome_trace, write_chrome_trace
+from opcast.predict.program.predictor import KernelEstimate, Prediction
 from opcast.predict.render.program import print_prediction
 
 
@@ -33,6 +37,80 @@ def test_prediction_fits_one_screen_and_names_what_matters(predictor, device, st
     assert len(text.splitlines()) < 24
     for word in (device.name, "90 % interval", "lowering xla", "peak memory", "by kind: gemm"):
         assert word in text
+
+
+def shown(width, *args, **kwargs):
+    console = Console(width=width, record=True, file=io.StringIO())
+    print_prediction(console, *args, **kwargs)
+    return console.export_text()
+
+
+def kernel(name, us, line, module="Net/Block_0/attn", op="dot_general", **other):
+    known = {
+        "name": name, "kind": "gemm", "latency_us": us, "lo_us": us / 2, "hi_us": us * 2,
+        "multiplicity": 1.0, "bound": "compute", "source": "learned:graph/linear",
+        "in_domain": True, "flops": 1.0, "bytes": 1.0, "source_op": f"stablehlo.{op}",
+        "source_line": line, "module": module, "phase": "forward",
+    }  # fmt: skip
+    return KernelEstimate(**(known | other))
+
+
+LONG = "a_long_file_name_of_a_model.py:1234"
+PREDICTION = Prediction(
+    latency_us=1000.0, lo_us=800.0, hi_us=1300.0,
+    kernels=(
+        kernel("gemm_fusion_dot.113", 100.0, f"/home/me/{LONG}"),
+        kernel("gemm_fusion_dot.7", 110.0, f"/home/me/{LONG}", "Net/Block_1/attn"),
+        kernel("gemm_fusion_dot.8", 400.0, "m.py:5", "Net/head", phase="backward"),
+        kernel("loop_add_fusion", 90.0, "m.py:9", "", op="add", phase=""),
+    ),
+    peak_memory_bytes=96 * 2.0**30, memory_source="compiler", lowering="xla", model="gpu-xla",
+    device="h100-sxm", device_memory_bytes=80 * 2.0**30,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
+def test_a_table_keeps_times_and_lines_at_any_width(width):
+    text = shown(width, PREDICTION)
+    assert all(len(line) <= width for line in text.splitlines())
+    for word in ("400 µs", "210 µs", LONG, "m.py:5", "h100-sxm"):
+        assert word in text
+    assert ("interval of one" in text) == (width >= 160)
+
+
+def test_equal_kernels_of_layers_share_a_row_with_their_count():
+    rows = [line for line in shown(170, PREDICTION).splitlines() if "%" in line and "py:" in line]
+    assert len(rows) == 3
+    assert rows[0].split()[:4] == ["57.1%", "400", "µs", "1"]
+    assert "head (backward) dot_general" in rows[0]
+    assert rows[1].split()[:4] == ["30.0%", "210", "µs", "2"]
+    assert "Block_*/attn dot_general" in rows[1]
+    assert "gemm_fusion_dot.7 +1" in rows[1]
+
+
+def test_time_by_source_line_and_by_module():
+    lines = shown(80, PREDICTION, by="line")
+    assert "400 µs" in lines
+    assert LONG in lines
+    modules = shown(80, PREDICTION, by="module")
+    assert "Block_*/attn" in modules
+    assert "(none)" in modules
+
+
+def test_what_does_not_fit_is_said_in_the_first_line():
+    first = shown(80, PREDICTION).splitlines()[0]
+    assert first.endswith("on h100-sxm, does NOT fit")
+    fitting = replace(PREDICTION, device_memory_bytes=0.0)
+    assert "NOT" not in shown(80, fitting).splitlines()[0]
+
+
+def test_recomputation_by_the_compiler_is_told(predictor, device, step_file):
+    plain = predictor.predict(step_file, device=device)
+    assert not any("rematerialisation" in note for note in plain.notes)
+    lowered = lower(step_file, "auto", device=device)
+    lowered.kernels[0].name = "loop_add_fusion.3.remat2"
+    found = predictor.predict_lowered(lowered, device)
+    assert "computes 1 kernels' values again" in found.notes[0]
 
 
 def test_trace_covers_the_predicted_time(predictor, device, step_file, tmp_path):
