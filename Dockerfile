@@ -15,7 +15,7 @@ ENV PATH="/opt/opcast/bin:$PATH" OPCAST_COMPILERS="/opt/opcast/compilers"
 # Installed before the extras, which would pull in gigabytes of CUDA.
 RUN pip install "$TORCH" --index-url "$TORCH_INDEX"
 COPY . /src
-RUN pip install "/src[track,tune,gnn,serve]"
+RUN pip install "/src[track,gnn,serve]"
 RUN mkdir -p "$OPCAST_COMPILERS" && if [ -n "$COMPILERS" ]; then opcast compilers install $COMPILERS; fi
 
 FROM python:3.12-slim-bookworm

@@ -18,6 +18,19 @@ from ..common.child_process import die_with_parent
 #: Commands that read no untrusted file in their own process. They run until they are stopped, and
 #: leave whatever may crash to worker processes.
 UNGUARDED = ("demo", "profile", "serve", "ui")
+#: What of an interrupted command's work is kept, by its name.
+KEPT = {
+    "sweep": "finished plans are kept in --out; the same command goes on from them",
+    "tune": "finished trials are kept if --study was given",
+    "profile": "what was measured is kept in --out; the same command goes on from it",
+    "data": "what was finished is kept in --out; the same command goes on from it",
+    "train": "nothing was saved",
+    "zoo": "nothing was written",
+}
+#: For all others, which lower programs at most.
+_KEPT_ELSE = "programs that were compiled stay in the cache"
+#: Seconds that a command gets to end in order after Ctrl-C: compilers do not look for it.
+GRACE_S = 1.0
 # Signals by which native code fails: bad memory accesses, aborts, illegal instructions, arithmetic.
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
@@ -45,6 +58,11 @@ def guarded(arguments: Sequence[str], command: Callable[[], None]) -> None:
     raise SystemExit(_wait(child, arguments))
 
 
+def stopped_text(arguments: Sequence[str]) -> str:
+    """What is said of a command that Ctrl-C ended."""
+    return f"opcast: stopped: {KEPT.get(arguments[0] if arguments else '', _KEPT_ELSE)}\n"
+
+
 def is_guarded(arguments: Sequence[str]) -> bool:
     """Whether a command line names a command that runs in a child process."""
     # Options before a command (--help, --version) read no files.
@@ -53,15 +71,27 @@ def is_guarded(arguments: Sequence[str]) -> bool:
 
 def _wait(child: int, arguments: Sequence[str]) -> int:
     """Exit status for the parent, once the child has ended."""
-    # Ctrl-C reaches the child as well, which ends in order.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stopped = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal stopped
+        stopped = True
+        # Ctrl-C reaches the child as well, which ends in order unless native code holds it.
+        signal.setitimer(signal.ITIMER_REAL, GRACE_S)
+
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(child, signal.SIGKILL))
+    signal.signal(signal.SIGINT, interrupt)
     # SIGTERM reaches this process alone, so it is passed on.
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
     _, status = os.waitpid(child, 0)
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
     if os.WIFEXITED(status):
         return os.WEXITSTATUS(status)
     number = os.WTERMSIG(status)
     name = signal.Signals(number).name
+    if stopped and number == signal.SIGKILL:
+        sys.stderr.write(stopped_text(arguments))
+        return 128 + signal.SIGINT
     if number in _CRASHES:
         files = [a for a in arguments[1:] if os.path.isfile(a)]  # noqa: PTH113 (before pathlib)
         where = f"{files[0]}: " if files else ""

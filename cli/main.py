@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from .guard import guarded
+from .guard import guarded, stopped_text
 from .lazy import Command, Group, lazy_app
 from .options import one_line
 
@@ -204,7 +204,7 @@ def _main() -> NoReturn:
         sys.stderr.write(f"opcast: error: {one_line(error)}\n")
         raise SystemExit(1) from None
     except KeyboardInterrupt:
-        sys.stderr.write("opcast: stopped\n")
+        sys.stderr.write(stopped_text(sys.argv[1:]))
         # 128 + SIGINT, as shells report it.
         raise SystemExit(130) from None
     except Exception as error:

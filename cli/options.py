@@ -289,4 +289,4 @@ def require_plots() -> None:
 
     # Looked for, not imported, which would be slow.
     if find_spec("matplotlib") is None:
-        raise ModelError("matplotlib is not installed", hint="pip install 'opcast[track]'")
+        raise ModelError("matplotlib is not installed", hint="pip install 'matplotlib>=3.8,<4'")

@@ -44,13 +44,14 @@ def serve(
     The server runs until it is stopped; /docs describes its API.
     """
     from ..common.errors import OpcastError
+    from ..common.extras import extra_hint
 
     try:
         from ..server.run import serve as run
         from ..server.settings import ServerSettings
     except ImportError as error:
         raise OpcastError(
-            f"the server's packages are not installed: {error}", hint="pip install 'opcast[serve]'"
+            f"the server's packages are not installed: {error}", hint=extra_hint("serve")
         ) from None
     settings = ServerSettings(
         # Each model once, in the order given: the first is the default.

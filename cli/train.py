@@ -78,6 +78,7 @@ def train(
     from ..features.dataset import Dataset
     from ..workflows.settings import TrainSettings
     from ..workflows.train import trainer_of
+    from ..workflows.training import require_tracking
 
     chosen = {}
     if params is not None:
@@ -90,6 +91,8 @@ def train(
     trainer = trainer_of(dataset, model)
     # Options that the chosen trainer would ignore are refused, not accepted silently.
     refuse_unused(context, trainer.subject, trainer.fields)
+    if track:
+        require_tracking(register)
     settings = TrainSettings(
         data=data,
         model=model,
@@ -254,7 +257,7 @@ def ui(port: Annotated[int, typer.Option(help="Port on localhost.")] = 5000) -> 
     """Open MLflow's user interface on the runs tracked here."""
     from ..models.tracking.mlflow_store import serve_ui
 
-    raise typer.Exit(serve_ui(port))
+    raise typer.Exit(serve_ui(port, typer.echo))
 
 
 def models(

@@ -142,7 +142,7 @@ def plot(dataset: Dataset, path: Path | str) -> Path:
         from matplotlib.figure import Figure
     except ImportError:
         raise OpcastError(
-            "a plot needs matplotlib", hint='pip install "opcast[track]" or matplotlib'
+            "a plot needs matplotlib", hint="pip install 'matplotlib>=3.8,<4'"
         ) from None
     frame = dataset.frame
     figure = Figure(figsize=(11, 4.5), layout="constrained")

@@ -57,7 +57,7 @@ def run_train(console: Console, dataset: Dataset, settings: TrainSettings) -> Tr
     console.print(f"trained in {result.seconds:.1f} s", highlight=False)
     folder = keep_model(console, bundle, settings, model)
     if settings.track:
-        run = _run_of(result, folder, model, split, seed)
+        run = _run_of(result, folder, model, settings)
         log_training(console, run, settings.register)
     return result
 
@@ -86,17 +86,23 @@ def _train_or_choose(
     return result, choice.winner
 
 
-def _run_of(result: TrainResult, folder: Path, model: str, split: str, seed: int) -> RunLog:
+def _run_of(result: TrainResult, folder: Path, model: str, settings: TrainSettings) -> RunLog:
     """Collect what is logged of a training on kernels."""
     from ..models.tracking.mlflow_store import RunLog
     from ..models.tracking.plots import all_figures
 
-    info = result.model.info
+    info, split = result.model.info, settings.split
+    digest = info.get("dataset_hash")
     params = {
+        # What was not given as well: a run is repeated with all of them.
+        **getattr(result.model.estimator, "params", {}),
         "model": model,
         "split": split,
-        "seed": seed,
-        "dataset_hash": info.get("dataset_hash"),
+        "seed": settings.seed,
+        "threads": settings.threads,
+        "final": settings.final,
+        "exclude_device": ",".join(settings.exclude_device),
+        "dataset_hash": digest,
         "devices": ",".join(result.model.devices),
         "rows": info.get("rows"),
         **result.params,
@@ -113,6 +119,7 @@ def _run_of(result: TrainResult, folder: Path, model: str, split: str, seed: int
         tables=tables,
         figures=all_figures(result.predictions, title),
         model_dir=folder,
+        datasets={str(data): str(digest) for data in settings.data},
         predictions=_tracked_rows(result, split),
     )
 

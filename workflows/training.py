@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.errors import DatasetError, ModelError
+from ..common.extras import extra_hint
 from .settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -46,6 +48,19 @@ def keep_model(console: Console, model: ModelBundle, settings: TrainSettings, na
         settings.save(folder)
         console.print(f"saved to {folder}", highlight=False, soft_wrap=True)
     return folders[0]
+
+
+def require_tracking(register: str | None) -> None:
+    """Fail before a training, not after it, if its model cannot be registered.
+
+    Raises:
+        ModelError: MLflow is not installed, and a model is to be registered in it.
+    """
+    if register and find_spec("mlflow") is None:
+        raise ModelError(
+            "--register also registers the model in MLflow, which is not installed",
+            hint=f"{extra_hint('track')}; or pass --no-track",
+        )
 
 
 def log_training(console: Console, run: RunLog, register: str | None) -> None:

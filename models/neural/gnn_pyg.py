@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...common.errors import ModelError
+from ...common.extras import extra_hint
 from ..core.kernel_table import KernelTable
 from .batches import GraphRows, cuts
 from .fitting import CLIP_NORM, best_epoch, learning_rates
@@ -62,7 +63,7 @@ class PygGraphEstimator(GraphEstimator):
         if missing:
             raise ModelError(
                 f"estimator 'gnn-pyg' needs {' and '.join(missing)}",
-                hint='pip install "opcast[gnn]", or take gnn-flax',
+                hint=f"{extra_hint('gnn')}, or take gnn-flax",
             )
         super().__init__(
             hidden=hidden,

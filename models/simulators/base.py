@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...common.errors import ModelError
+from ...common.extras import extra_hint
 from ...common.paths import home
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel
@@ -100,7 +101,7 @@ class SimulatorEstimator(AnsweringEstimator):
         except PackageNotFoundError as error:
             raise ModelError(
                 f"estimator {self.name!r} needs the package {error.name}, which is not installed",
-                hint=f"pip install 'opcast[{self.extra}]'",
+                hint=extra_hint(self.extra),
             ) from None
 
     def answers(self, kernels: Sequence[Kernel], device: DeviceSpec) -> list[Answer]:

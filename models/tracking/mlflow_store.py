@@ -6,12 +6,16 @@ The store is an SQLite file in ``mlruns/`` with artifacts beside it, since MLflo
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +24,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from ... import __version__
 from ...common.errors import ModelError
+from ...common.extras import extra_hint
 from ...common.files import locked
 
 if TYPE_CHECKING:
@@ -48,6 +54,7 @@ class RunLog:
         figures: Figures by file name, without suffix.
         model_dir: Saved model folder.
         tags: Free labels.
+        datasets: Hash by folder of the data that it learned from.
         predictions: Rows of :func:`~opcast.models.tracking.mlflow_store.tidy`, for accuracy pages.
     """
 
@@ -58,6 +65,7 @@ class RunLog:
     figures: Mapping[str, Figure] = field(default_factory=dict)
     model_dir: Path | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
+    datasets: Mapping[str, str] = field(default_factory=dict)
     predictions: pd.DataFrame | None = None
 
 
@@ -90,7 +98,8 @@ def log_run(run: RunLog, *, register: str | None = None, root: Path | None = Non
     if register and run.model_dir is None:
         raise ModelError("cannot register a run without a model folder", where=run.name)
     with _explained(root or store_dir()):
-        with mlflow.start_run(run_name=run.name, tags=dict(run.tags)) as active:
+        name = _distinct(mlflow, run.name)
+        with mlflow.start_run(run_name=name, tags=dict(run.tags)) as active:
             _log(mlflow, run)
             run_id = str(active.info.run_id)
         if register:
@@ -110,7 +119,7 @@ def parent_run(name: str, root: Path | None = None) -> Iterator[ParentRun]:
         ModelError: MLflow is not installed.
     """
     mlflow = connect(root)
-    with mlflow.start_run(run_name=name) as active:
+    with mlflow.start_run(run_name=_distinct(mlflow, name)) as active:
         yield ParentRun(mlflow, str(active.info.run_id))
 
 
@@ -171,17 +180,52 @@ def compare(root: Path | None = None, limit: int = 20) -> pd.DataFrame:
     return pd.DataFrame({k: table.get(v) for k, v in columns.items() if v in table})
 
 
-def serve_ui(port: int, root: Path | None = None) -> int:
-    """Open MLflow's own server on the store; returns its exit status."""
-    connect(root)
+def serve_ui(port: int, tell: Callable[[str], None], root: Path | None = None) -> int:
+    """Open MLflow's own server on the store; returns its exit status.
+
+    Its workers end with it, however this process is asked to end.
+
+    Args:
+        port: Port on localhost.
+        tell: Told the address of the experiment.
+        root: Folder of the store.
+    """
+    mlflow = connect(root)
+    own = mlflow.get_experiment_by_name(EXPERIMENT).experiment_id
     command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", store_uri(root)]
-    return subprocess.run([*command, "--port", str(port)], check=False).returncode
+    # A session of its own, so that its workers can be ended with it.
+    server = subprocess.Popen([*command, "--port", str(port)], start_new_session=True)
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {n: signal.signal(n, end) for n in (signal.SIGTERM, signal.SIGHUP)}
+    tell(f"the runs: http://127.0.0.1:{port}/#/experiments/{own}")
+    try:
+        return server.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _end_group(server)
+
+
+def _end_group(server: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.wait(timeout=5)
+    # Workers that are still there after their server.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
 
 
 def _log(mlflow: Any, run: RunLog) -> None:
     """Log what a run holds to the active run."""
+    mlflow.set_tag("opcast_version", __version__)
     mlflow.log_params({k: v for k, v in run.params.items() if v is not None})
-    mlflow.log_metrics({k: float(v) for k, v in run.metrics.items() if v == v})
+    mlflow.log_metrics(shown_metrics(run.metrics))
+    if run.datasets:
+        _log_datasets(mlflow, run.datasets)
     for name, frame in run.tables.items():
         mlflow.log_text(frame.to_csv(index=False), f"tables/{name}.csv")
     for name, figure in run.figures.items():
@@ -190,6 +234,48 @@ def _log(mlflow: Any, run: RunLog) -> None:
         log_predictions(mlflow, run.predictions)
     if run.model_dir is not None:
         mlflow.log_artifacts(str(run.model_dir), "model")
+
+
+def shown_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Name metrics so that MLflow, which sorts them, shows those of the whole first.
+
+    Those of parts (``kind:gemm/mape``) become ``parts/…``: a section of their own below. Metrics
+    that are not numbers are left out.
+    """
+    return {
+        f"parts/{name}" if ":" in name.split("/")[0] else name: float(value)
+        for name, value in metrics.items()
+        if value == value
+    }
+
+
+def _log_datasets(mlflow: Any, datasets: Mapping[str, str]) -> None:
+    """Log where the data came from and what it was, without a copy of it."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    inputs = []
+    for folder, digest in datasets.items():
+        path = Path(folder).absolute()
+        # MLflow takes digests of at most 36 characters.
+        source = json.dumps({"uri": str(path)})
+        data = Dataset(name=path.name, digest=digest[:36], source_type="local", source=source)
+        inputs.append(DatasetInput(data, [InputTag("mlflow.data.context", "training")]))
+    mlflow.MlflowClient().log_inputs(mlflow.active_run().info.run_id, inputs)
+
+
+def _distinct(mlflow: Any, name: str) -> str:
+    """A name that no run has yet: a number is appended."""
+    quoted = name.replace("'", "")
+    found = mlflow.search_runs(
+        experiment_names=[EXPERIMENT],
+        filter_string=f"attributes.run_name LIKE '{quoted}%'",
+        output_format="list",
+    )
+    taken = {run.info.run_name for run in found}
+    if name not in taken:
+        return name
+    number = next(n for n in itertools.count(2) if f"{name}-{n}" not in taken)
+    return f"{name}-{number}"
 
 
 def connect(root: Path | None) -> Any:
@@ -202,7 +288,7 @@ def connect(root: Path | None) -> Any:
         import mlflow
     except ImportError:
         raise ModelError(
-            "MLflow is not installed", hint="pip install 'opcast[track]', or pass --no-track"
+            "MLflow is not installed", hint=f"{extra_hint('track')}, or pass --no-track"
         ) from None
     base = root or store_dir()
     # MLflow shows progress bars and logs migrations of its database, which no user of a command

@@ -168,7 +168,7 @@ def require_optuna() -> ModuleType:
     try:
         import optuna
     except ImportError:
-        raise ModelError("Optuna is not installed", hint="pip install 'opcast[tune]'") from None
+        raise ModelError("Optuna is not installed", hint="pip install 'optuna>=4,<5'") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 

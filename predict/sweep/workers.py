@@ -14,6 +14,7 @@ from multiprocessing import get_context
 
 from ...common.child_process import die_with_parent
 from ...common.errors import OpcastError
+from ...common.extras import extra_hint
 from .job import SweepJob, judge
 from .space import Candidate
 
@@ -85,7 +86,7 @@ def run_ray(job: SweepJob, pieces: Sequence[list[Candidate]], address: str) -> I
     try:
         import ray
     except ImportError:
-        raise OpcastError("Ray is not installed", hint="pip install 'opcast[scale]'") from None
+        raise OpcastError("Ray is not installed", hint=extra_hint("scale")) from None
     try:
         ray.init(address=None if address == "local" else address, ignore_reinit_error=True)
     except Exception as error:  # Ray raises several unrelated classes

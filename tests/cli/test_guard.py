@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import get_type_hints
 
@@ -92,3 +95,40 @@ def test_a_command_in_a_child_ends_as_it_would_by_itself() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("opcast: error: ") and "no-such" in done.stderr
+
+
+#: A command whose native code does not look for Ctrl-C, as a compiler's.
+DEAF = """
+import os, signal, sys, time
+from opcast.cli.guard import guarded
+
+def command():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+
+guarded(sys.argv[1:], command)
+"""
+
+
+@linux
+@pytest.mark.parametrize(
+    ("command", "kept"), [("predict", "stay in the cache"), ("sweep", "goes on from them")]
+)
+def test_ctrl_c_ends_a_compile_at_once_and_says_what_is_kept(command: str, kept: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", DEAF, command], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None and process.stderr is not None
+        child = int(process.stdout.readline())
+        start = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=30) == 128 + signal.SIGINT
+        # The grace of a second, and a busy machine.
+        assert time.monotonic() - start < 15
+        said = process.stderr.read()
+    assert said.startswith("opcast: stopped: ")
+    assert kept in said and "Traceback" not in said
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)

@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ....common.errors import CompilerError
+from ....common.extras import extra_hint
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +85,8 @@ def find_compiler(platform: str) -> Compiler:
         what = f"the {platform} compiler does not fit jaxlib {_jaxlib()}: {'; '.join(wrong)}"
     raise CompilerError(
         what,
-        hint=f"run: opcast compilers install {platform} (or pip install "
-        f"'opcast[{platform}-compiler]'); or use another lowering, such as --lowering op",
+        hint=f"run: opcast compilers install {platform} (or "
+        f"{extra_hint(f'{platform}-compiler')}); or use another lowering, such as --lowering op",
     )
 
 
