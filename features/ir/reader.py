@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...common.errors import ProgramError
+from ...common.foreign_files import foreign_file
 from .jax_function import FunctionCall
 from .platforms import Platform, known_platform
 from .program import Program
@@ -188,13 +189,9 @@ def _from_file(path: Path, trip_counts: TripCounts, platform: Platform | None) -
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ProgramError(f"cannot read the program: {reason}", where=str(path)) from None
-    if path.suffix == ".py":
-        raise ProgramError(
-            "a Python file is no program by itself",
-            where=str(path),
-            hint=f"name the function: opcast predict {path}:FUNCTION, or in Python "
-            "opcast.predict(function, *arguments, device=…)",
-        )
+    foreign = foreign_file(path.name, data)
+    if foreign is not None:
+        raise ProgramError(f"this is {foreign.what}", where=str(path), hint=foreign.hint)
     return _from_bytes(data, str(path), trip_counts, platform)
 
 
