@@ -110,6 +110,7 @@ def report_data(
         "total": {"us": short(p.latency_us), "lo": short(p.lo_us), "hi": short(p.hi_us)},
         "inside": short(p.in_domain_share),
         "notes": list(p.notes),
+        "standing": list(p.standing),
         "kernels": kernels,
         "peaks": peak_lines(kernels, device),
         "streams": schedule.names,

@@ -99,6 +99,7 @@ class Prediction:
         notes: Known limits of the prediction.
         compiler: Compiler and version, if a compiler made the kernels.
         device_memory_bytes: Memory of the device; 0 if not known.
+        standing: Those of ``notes`` that are about the model and the device, whatever the program.
     """
 
     latency_us: float
@@ -113,6 +114,7 @@ class Prediction:
     notes: tuple[str, ...] = field(default=())
     compiler: str = ""
     device_memory_bytes: float = 0.0
+    standing: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool | None:
@@ -343,6 +345,7 @@ class Predictor:
             kernels.in_domain.tolist(),
             strict=True,
         )
+        standing = model_notes(model, lowered.kernels, device)
         return Prediction(
             **latency_fields(program.latency, program.lo, program.hi),
             kernels=tuple(_estimate(*row) for row in rows),
@@ -355,8 +358,9 @@ class Predictor:
             notes=(
                 *_again(lowered.kernels, kernels.latency),
                 *lowered.notes,
-                *model_notes(model, lowered.kernels, device),
+                *standing,
             ),
+            standing=standing,
             compiler=lowered.compiler,
             device_memory_bytes=device.memory_bytes,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,18 +33,25 @@ def interval_text(interval: Interval) -> str:
     return f"(90 % interval {duration(interval.lo * 1e6)} to {duration(interval.hi * 1e6)})"
 
 
-def print_notes(console: Console, notes: Iterable[str], loud: bool | None = None) -> None:
+def print_notes(
+    console: Console,
+    notes: Iterable[str],
+    standing: Collection[str] = (),
+    *,
+    loud: bool | None = None,
+) -> None:
     """Print notes, one per line.
 
     Args:
         console: Where to.
         notes: The notes.
+        standing: Those that hold whatever the program, which are printed in grey.
         loud: Only warnings, or only the others; by default all.
     """
     for note in notes:
         warns = note.startswith(WARNING)
         if loud in (None, warns):
-            style = "bold red" if warns else "yellow"
+            style = "bold red" if warns else "bright_black" if note in standing else "yellow"
             console.print(Text(note if warns else f"note: {note}", style=style))
 
 

@@ -57,7 +57,7 @@ def print_prediction(
         console.print(_place_table(p.kernels, top, console.width, by))
     shares = ", ".join(f"{kind} {share:.0%}" for kind, share in p.share_by_kind.items())
     console.print(f"by kind: {shares}; in domain: {p.in_domain_share:.0%} of the time")
-    print_notes(console, p.notes, loud=False)
+    print_notes(console, p.notes, p.standing, loud=False)
 
 
 def _fit(p: Prediction) -> str:

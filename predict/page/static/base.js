@@ -232,11 +232,19 @@ function card({ id, title, link, says, tools }, ...children) {
   );
 }
 
-function notes(list) {
+// Notes of this run, and below them in grey those that hold for every run of the model on the device.
+function notes(all, standing = []) {
+  const own = all.filter((n) => !standing.includes(n));
+  const rest = all.filter((n) => standing.includes(n));
+  if (!own.length || !rest.length) return noteBox(all, own.length ? "note" : "note standing");
+  return el("div", {}, noteBox(own, "note"), noteBox(rest, "note standing"));
+}
+
+function noteBox(list, kind) {
   if (!list.length) return null;
   return el(
     "div",
-    { class: "note", role: "note" },
+    { class: kind, role: "note" },
     list.length === 1
       ? el("p", {}, el("b", {}, "Note: "), list[0])
       : el(

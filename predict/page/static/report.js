@@ -361,7 +361,7 @@ showPage({
   facts,
   body: [
     overview(),
-    notes(DATA.notes),
+    notes(DATA.notes, DATA.standing),
     breakdownCards(),
     timelineCard(),
     rooflineCard(),

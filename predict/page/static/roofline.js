@@ -6,9 +6,11 @@ function rooflinePlot({ k, names, device, peaks, choose, selected }) {
   const intensity = k.flops.map((f, i) => (k.bytes[i] > 0 && f > 0 ? f / k.bytes[i] : 0));
   const total = sum(k.busy) || 1;
   const radius = k.busy.map((t) => clamp(2.2 + 26 * Math.sqrt(t / total), 2.2, 13));
-  const some = intensity.filter((v) => v > 0);
-  const least = 10 ** Math.floor(Math.log10(Math.min(0.1, ...some)));
-  const most = Math.max(2000, ...some) * 2;
+  // The axis spans the kernels that take time, and the memory roof's corner; others stand at its edge.
+  const ridge = Math.max(...peaks.map((p) => p.flops)) / device.bandwidth;
+  const some = [...intensity.filter((v, i) => v > 0 && k.busy[i] > 2e-4 * total), ridge];
+  const least = 10 ** Math.floor(Math.log10(Math.min(...some)));
+  const most = Math.max(...some) * 3;
   const strip = least / 4;
   const peak = Math.max(...peaks.map((p) => p.flops));
   const achieved = flops.map((f, i) => (f > 0 ? f : (k.bytes[i] / k.one[i]) * 1e6 * strip));

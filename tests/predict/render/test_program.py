@@ -104,6 +104,17 @@ def test_what_does_not_fit_is_said_in_the_first_line():
     assert "NOT" not in shown(80, fitting).splitlines()[0]
 
 
+def test_standing_notes_are_grey():
+    noted = replace(
+        PREDICTION, notes=("of this program", "of the model"), standing=("of the model",)
+    )
+    out = io.StringIO()
+    print_prediction(Console(file=out, force_terminal=True, color_system="standard"), noted)
+    # ANSI: 33 is yellow, 90 bright black.
+    assert "\x1b[33mnote: of this program" in out.getvalue()
+    assert "\x1b[90mnote: of the model" in out.getvalue()
+
+
 def test_recomputation_by_the_compiler_is_told(predictor, device, step_file):
     plain = predictor.predict(step_file, device=device)
     assert not any("rematerialisation" in note for note in plain.notes)
