@@ -182,7 +182,9 @@ def evaluate(
     ] = None,
     programs: Annotated[
         Path | None,
-        typer.Option(help="Folder of programs with a CSV of their files, devices and times."),
+        typer.Option(
+            help="Folder of programs with a CSV of their files, devices and times, or of steps."
+        ),
     ] = None,
     regions: Annotated[
         Path | None, typer.Option(help="Folder of regions of programs, like --programs.")
@@ -221,7 +223,8 @@ def evaluate(
         from ..workflows.evaluate_programs import run_evaluate_programs
         from ..workflows.settings import ProgramSettings
 
-        chosen = ProgramSettings(folder, out, model, lowering, track)
+        on_stream = regions is not None
+        chosen = ProgramSettings(folder, out, model, lowering, track, on_stream)
         run_evaluate_programs(make_console(), chosen)
         return
     if steps is not None:

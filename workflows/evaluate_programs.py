@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import re
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +18,12 @@ from ..common.errors import DatasetError, OpcastError
 from ..common.tables_text import in_percent, print_frame
 from ..features.dataset import write_table
 from ..features.devices.catalogue import in_catalogue
+from ..features.lowering.options import LoweringOptions
 from ..models.tracking.mlflow_store import RunLog, tidy
+from ..predict.cluster.partitioned import predict_partitioned
+from ..predict.devices import resolve_device
 from ..predict.program.predictor import Predictor, load_for_programs
+from ..simulate.clusters.catalogue import find_cluster
 from .steps import FIGURES, measured_rows, row_progress
 from .training import log_training
 
@@ -27,6 +34,13 @@ if TYPE_CHECKING:
 
 #: Columns that a table of programs cannot do without.
 NEEDED = ("file", "device")
+#: Columns of a table of steps of partitioned programs, which the folder's script writes.
+STEPS = ("device", "n_devices", "workload", "measured_ms")
+#: Script of a folder of steps: ``python SCRIPT OUT SIZE --devices N`` writes
+#: ``OUT/WORKLOAD-xN.mlir`` where a workload is ``MODEL-SIZE``.
+SCRIPT = "export_*.py"
+#: Longest that the script may take for a program, seconds; Llama's takes a few.
+EXPORT_S = 600
 #: Columns that errors are grouped by, those that the table has.
 GROUPS = ("device", "trust", "mode", "kind")
 #: Most bytes of an unpacked program: larger than any of the published ones by ten times.
@@ -36,20 +50,28 @@ _REPLICAS = re.compile(r"\breplica_count=\d+")
 
 
 def read_table(folder: Path) -> pd.DataFrame:
-    """The one CSV of a folder that lists program files and devices.
+    """The one CSV of a folder that lists program files and devices, or steps on clusters.
+
+    Steps become rows with a ``cluster``, whose ``file`` is written when it is needed.
 
     Raises:
         DatasetError: There is no such table, or more than one.
     """
     tables = {path: pd.read_csv(path) for path in sorted(folder.glob("*.csv"))}
-    fitting = [table for table in tables.values() if set(NEEDED) <= set(table.columns)]
+    fitting = [t for t in tables.values() if any(set(c) <= set(t.columns) for c in (NEEDED, STEPS))]
     if len(fitting) != 1:
         raise DatasetError(
-            f"{len(fitting)} tables with the columns {', '.join(NEEDED)}",
+            f"{len(fitting)} tables with the columns {', '.join(NEEDED)} or {', '.join(STEPS)}",
             where=str(folder),
             hint="a folder has one CSV that lists its program files and devices",
         )
     table = fitting[0]
+    if not set(NEEDED) <= set(table.columns):
+        count = table["n_devices"].astype(str)
+        table["cluster"] = table["device"] + "-x" + count
+        table["file"] = table["workload"] + "-x" + count + ".mlir"
+        table["latency_us"] = 1e3 * table["measured_ms"]
+        table.insert(0, "id", table["workload"] + " " + table["cluster"])
     if "id" not in table:
         table.insert(0, "id", [f"program{number}" for number in range(len(table))])
     return table
@@ -80,13 +102,60 @@ def program_text(path: Path) -> bytes:
     return _REPLICAS.sub("replica_count=1", text).encode() + line + rest
 
 
+def exported(folder: Path, row: dict[str, object], out: Path) -> Path:
+    """A step's partitioned program; written by the folder's script unless it is there already.
+
+    Args:
+        folder: The folder.
+        row: A row of :func:`read_table`.
+        out: Folder of the programs.
+
+    Raises:
+        DatasetError: The folder has no script, or it fails.
+    """
+    path = out / str(row["file"])
+    if path.is_file():
+        return path
+    scripts = sorted(folder.glob(SCRIPT))
+    if len(scripts) != 1:
+        raise DatasetError(
+            f"{path} does not exist, and {len(scripts)} scripts {SCRIPT} could write it",
+            where=str(folder),
+            hint=f"write the program to {path}",
+        )
+    size = str(row["workload"]).rpartition("-")[2]
+    command = [sys.executable, str(scripts[0]), str(out), size, "--devices", str(row["n_devices"])]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=EXPORT_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = str(getattr(error, "stderr", "") or error).strip()
+        reason = said.splitlines()[-1] if said else "no reason given"
+        raise DatasetError(f"writing {path.name} failed: {reason}", where=str(scripts[0])) from None
+    if not path.is_file():
+        raise DatasetError(f"{scripts[0].name} did not write {path}", where=str(folder))
+    return path
+
+
 def predict_programs(
     folder: Path,
     predictor: Predictor,
     lowering: str,
     show: Callable[[int, int], None] = lambda done, of: None,
+    *,
+    programs: Path | None = None,
+    on_stream: bool = False,
 ) -> pd.DataFrame:
     """Predict every program of a folder's table.
+
+    Args:
+        folder: The folder.
+        predictor: Predicts programs.
+        lowering: As of ``opcast predict``.
+        show: Told how many rows are done, of how many.
+        programs: Folder for the programs of a table of steps; ``programs`` in the folder if
+            ``None``.
+        on_stream: Whether times are between events on the device's stream, so that the host's call
+            is not in them.
 
     Returns:
         The table's rows: ``id``, ``latency_us``, ``lo_us``, ``hi_us``, ``memory_bytes``,
@@ -98,8 +167,11 @@ def predict_programs(
     records = []
     for number, row in enumerate(table.to_dict("records")):
         key = (str(row["file"]), str(row["device"]))
-        if key not in answers:
-            answers[key] = _answer(folder, *key, predictor, lowering)
+        if key not in answers and "cluster" in table:
+            written = programs or folder / "programs"
+            answers[key] = _step_answer(folder, row, written, predictor, lowering)
+        elif key not in answers:
+            answers[key] = _answer(folder, *key, predictor, lowering, on_stream=on_stream)
         measured = row.get("latency_us", np.nan)
         records.append({"id": row["id"], **answers[key], "measured_us": measured})
         show(number + 1, len(table))
@@ -109,16 +181,43 @@ def predict_programs(
     return frame
 
 
-def _answer(
-    folder: Path, file: str, device: str, predictor: Predictor, lowering: str
+def _nothing() -> dict[str, object]:
+    return dict.fromkeys(("latency_us", "lo_us", "hi_us", "memory_bytes"))
+
+
+def _step_answer(
+    folder: Path, row: dict[str, object], out: Path, predictor: Predictor, lowering: str
 ) -> dict[str, object]:
-    empty: dict[str, object] = dict.fromkeys(("latency_us", "lo_us", "hi_us", "memory_bytes"))
+    try:
+        path = exported(folder, row, out)
+        cluster = find_cluster(str(row["cluster"]))
+        said = predict_partitioned(path, cluster, predictor, LoweringOptions(lowering=lowering))
+    except OpcastError as error:
+        return _nothing() | {"lowering": "", "reason": str(error)}
+    return {
+        "latency_us": 1e6 * said.interval.value,
+        "lo_us": 1e6 * said.interval.lo,
+        "hi_us": 1e6 * said.interval.hi,
+        "memory_bytes": said.peak_memory_bytes,
+        "lowering": said.lowering,
+        "reason": "",
+    }
+
+
+def _answer(
+    folder: Path, file: str, device: str, predictor: Predictor, lowering: str, *, on_stream: bool
+) -> dict[str, object]:
+    empty = _nothing()
     if file == "nan":
         return empty | {"lowering": "", "reason": "the row names no file"}
     try:
         own = folder / f"{device}.yaml"
         known = device if in_catalogue(device) or not own.is_file() else own
-        said = predictor.predict(program_text(folder / file), device=known, lowering=lowering)
+        spec = resolve_device(known, predictor.devices)
+        if on_stream:
+            # Only the launch of the first kernel is left of the call.
+            spec = replace(spec, dispatch=spec.floor)
+        said = predictor.predict(program_text(folder / file), device=spec, lowering=lowering)
     except OpcastError as error:
         return empty | {"lowering": "", "reason": str(error)}
     return {
@@ -142,12 +241,24 @@ def run_evaluate_programs(console: Console, settings: ProgramSettings) -> pd.Dat
     """Predict a folder's programs, write the predictions, print and log the errors."""
     predictor = load_for_programs(settings.model)
     with row_progress(len(read_table(settings.folder))) as show:
-        frame = predict_programs(settings.folder, predictor, settings.lowering, show)
+        frame = predict_programs(
+            settings.folder,
+            predictor,
+            settings.lowering,
+            show,
+            programs=settings.out.parent / f"{settings.out.stem}-programs",
+            on_stream=settings.on_stream,
+        )
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     write_table(frame, settings.out)
     for reason, count in frame.loc[frame["reason"] != "", "reason"].value_counts().items():
         console.print(f"{count} programs not predicted: {reason}", highlight=False)
     figures = judge_programs(frame)
+    if "cluster" in read_table(settings.folder):
+        own = measured_rows(frame)
+        own["error"] = (100 * np.expm1(own["log"])).round(1)
+        shown = own[["id", "measured_us", "latency_us", "lo_us", "hi_us", "error"]]
+        print_frame(console, shown, "steps, errors in %")
     if len(figures):
         print_frame(console, in_percent(figures), "programs with a measured time, errors in %")
         own = measured_rows(frame)

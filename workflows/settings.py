@@ -212,6 +212,7 @@ class ProgramSettings(Settings):
         model: Name or folder of the model of kernels.
         lowering: As of ``opcast predict``.
         track: Whether to log to MLflow.
+        on_stream: Whether times exclude the host's call, as those of regions do.
     """
 
     command: ClassVar[str] = "evaluate --programs"
@@ -220,6 +221,7 @@ class ProgramSettings(Settings):
     model: str = "default"
     lowering: str = "auto"
     track: bool = True
+    on_stream: bool = False
 
 
 @dataclass(frozen=True)

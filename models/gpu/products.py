@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from ...features.devices.device import DeviceSpec
-from .memory_passes import MemoryParams, Traffic, launch_seconds, pass_seconds, soft_maximum
+from .memory_passes import CLOCK, MemoryParams, Traffic, launch_seconds, pass_seconds, soft_maximum
 from .operator_library import Operators, base_seconds, with_rate, without_memory
 from .route_answer import Answer, spread
 
@@ -24,16 +24,23 @@ from .route_answer import Answer, spread
 #: call cuBLAS and cuBLASLt. bf16 GEMMs differ by only 1 to 5 % between backends
 #: (published-tensor-core pack).
 CUBLAS = {
-    "graph/linear": {"backend": "vllm", "kernel": "torch.nn.functional.linear"},
-    "graph/bmm": {"backend": "vllm", "kernel": "vllm_torch_bmm"},
+    "linear": {"backend": "vllm", "kernel": "torch.nn.functional.linear"},
+    "bmm": {"backend": "vllm", "kernel": "vllm_torch_bmm"},
 }
 #: Log half-widths added to the operator model's intervals: XLA runs another version of the library
 #: with other epilogues (``LIBRARY``); products of another type or timing method are converted by
 #: physics (``MOVED``); convolutions are not GEMMs (``IMPLICIT``). Estimates, not fitted.
 LIBRARY, MOVED, IMPLICIT = 0.1, 0.2, 0.35
 #: Arithmetic of a convolution on matrix units over that of its implicit GEMM: gathering the input
-#: costs cycles. Engineering estimate; no published row is a convolution on matrix units.
-GATHERING = 1.25
+#: costs cycles. On NVIDIA's chips from ResNet-50's regions (published-regions pack: 0.98 to 1.13 on
+#: A100, 1.11 to 1.17 on H100), elsewhere an engineering estimate.
+GATHERING, GATHERING_ELSEWHERE = 1.1, 1.25
+#: Bytes of a vector load. Convolutions with fewer bytes of channels, such as those of images,
+#: gather their input element by element.
+VECTOR = 16.0
+#: Elements that such a convolution gathers in a clock of a core: 1.1 on A100 and 1.3 on H100, from
+#: ResNet-50's stem (published-regions pack).
+GATHERED = 1.2
 #: Products of no more FLOPs are mostly launch on every device (2 µs at 100 TFLOP/s).
 SMALL_FLOPS = 2e8
 #: The device has fp8 units if its fp8 rate is this factor above bf16 (usual data sheets: twice);
@@ -75,14 +82,18 @@ class Products:
         times = rows["times"].to_numpy(np.float64)
         return _scaled(answer, np.maximum(answer.latency * times, least) + extra)
 
-    def products(self, rows: pd.DataFrame) -> Answer:
+    def products(self, rows: pd.DataFrame, *, grouped: bool = False) -> Answer:
         """Latencies of the products alone, each at least as long as any product of half its size.
+
+        Args:
+            rows: As in :meth:`gemms`.
+            grouped: Whether batches are the groups of convolutions.
 
         Tree predictions are not monotone in the sizes, so the halves are predicted too and the
         longest time is taken (docs/gpu.md).
         """
         slowest = Answer.empty(len(rows))
-        way = self._ways(rows)
+        way = self._ways(rows, grouped=grouped)
         for name in dict.fromkeys(way):
             at = np.flatnonzero(way == name)
             chains, owner = _chains(rows.iloc[at])
@@ -103,13 +114,19 @@ class Products:
         the arithmetic; memory is that of the convolution, whose input is read once rather than
         unfolded into ``m × k``.
         """
-        product = self.products(rows)
+        product = self.products(rows, grouped=True)
         ratio, tiles = self._tiles(rows, product.latency)
         streamed = self._stream(rows["moved"].to_numpy(np.float64))
         # The ratio of a launch-bound product says nothing of its arithmetic, so it is limited to
         # what libraries reach on large ones. Engineering estimate; not fitted.
-        arithmetic = tiles * np.clip(ratio, 0.8, 3.0) * GATHERING
-        latency = self.launch + soft_maximum(arithmetic, streamed)
+        # The regions show that cuDNN skips the holes of dilated inputs; steps on an MI350 are
+        # closer without that for MIOpen.
+        if self.device.vendor.upper() in ("NVIDIA", ""):
+            tiles = tiles * rows["dense"].to_numpy(np.float64) * GATHERING
+        else:
+            tiles = tiles * GATHERING_ELSEWHERE
+        arithmetic = tiles * np.clip(ratio, 0.8, 3.0)
+        latency = self.launch + soft_maximum(arithmetic, streamed, self._gathered(rows))
         lower, upper = spread(product.latency, product.lo, product.hi, IMPLICIT)
         names = np.array([f"{s} (implicit)" for s in product.source], object)
         return Answer.around(
@@ -120,14 +137,27 @@ class Products:
             np.zeros(len(rows), bool),
         )
 
+    def _gathered(self, rows: pd.DataFrame) -> np.ndarray:
+        """Seconds in which inputs with short runs of channels are gathered; 0 for others."""
+        b, m, k, run, width = (
+            rows[name].to_numpy(np.float64) for name in ("b", "m", "k", "run", "width")
+        )
+        rate = GATHERED * max(self.device.core_count, 1) * (self.device.clock_hz or CLOCK)
+        return np.where(run * width < VECTOR, b * m * k / rate, 0.0)
+
     def _stream(self, moved: np.ndarray) -> np.ndarray:
         zero = np.zeros(len(moved))
         traffic = Traffic(moved, zero, zero, np.ones(len(moved)))
         return pass_seconds(traffic, self.device, self.params).memory
 
-    def _ways(self, rows: pd.DataFrame) -> np.ndarray:
-        """Look-up of each product: the matrix rate it runs at, and whether it is batched."""
-        batched = np.where(rows["b"].to_numpy() > 1, "bmm", "linear").astype(object)
+    def _ways(self, rows: pd.DataFrame, *, grouped: bool) -> np.ndarray:
+        """Look-up of each product: the matrix rate it runs at, and how its batch is asked for.
+
+        ``rows`` are batched products, asked for as one product of all their rows; ``bmm`` are the
+        groups of convolutions, each too narrow for that.
+        """
+        several = "bmm" if grouped else "rows"
+        batched = np.where(rows["b"].to_numpy() > 1, several, "linear").astype(object)
         rate = rows["rate"].map({r: self._rate(r) for r in rows["rate"].unique()})
         return np.asarray(rate.to_numpy(object) + "/" + batched)
 
@@ -138,7 +168,7 @@ class Products:
 
     def _ask(self, way: str, rows: pd.DataFrame) -> Answer:
         rate, shape = way.split("/")
-        eager = f"eager/{shape}"
+        eager = "eager/linear" if shape == "linear" else "eager/bmm"
         if rate == "f32" and self._eager(eager):
             return self._timed_eagerly(eager, rows)
         # Batched fp8 products have no table that separates the quantisation: they go by physics, as
@@ -146,18 +176,19 @@ class Products:
         narrow = self.device.matrix_peak(rate) > _NARROW * self.device.matrix_peak("bf16")
         if rate in _FP8 and shape == "linear" and narrow:
             return self._quantised(rows)
-        return self._as_bf16(f"graph/{shape}", rate, rows)
+        return self._as_bf16(shape, rate, rows)
 
     def _eager(self, key: str) -> bool:
         """Whether the operator model has the eagerly timed tables that true f32 products use."""
         return key in self.operators.families
 
-    def _as_bf16(self, key: str, rate: str, rows: pd.DataFrame) -> Answer:
-        asked, device = self._alike(key, rate, rows)
+    def _as_bf16(self, shape: str, rate: str, rows: pd.DataFrame) -> Answer:
+        key = "graph/bmm" if shape == "bmm" else "graph/linear"
+        asked, device = self._alike(shape, rate, rows)
         prediction = self.operators.predict(key, asked, device)
         # f16 runs at the rate of bf16 with the same bytes: the table's own product, but for the
         # version of the library.
-        same = rate in ("bf16", "f16") and device is self.device
+        same = rate in ("bf16", "f16") and device is self.device and shape != "rows"
         lower, upper = spread(
             prediction.latency, prediction.lo, prediction.hi, LIBRARY if same else MOVED
         )
@@ -165,12 +196,20 @@ class Products:
             prediction.latency, lower, upper, f"learned:{key}", prediction.in_domain
         )
 
-    def _alike(self, key: str, rate: str, rows: pd.DataFrame) -> tuple[pd.DataFrame, DeviceSpec]:
-        """Rows and device of bf16 products with the same bytes and the same arithmetic time."""
+    def _alike(self, shape: str, rate: str, rows: pd.DataFrame) -> tuple[pd.DataFrame, DeviceSpec]:
+        """Rows and device of bf16 products with the same bytes and the same arithmetic time.
+
+        A batch becomes rows: under XLA, batched products take 0.97 to 1.00 of the time of one with
+        as many rows (published-xla pack). The published batched ones are those of latent attention.
+        """
         # k in units of bf16's two bytes an element keeps the bytes of the operands.
         scale = rows["width"].to_numpy(np.float64) / 2
         deep = np.maximum(np.round(rows["k"].to_numpy(np.float64) * scale), 1).astype(np.int64)
-        asked = rows[list(_DIMS)].assign(k=deep, dtype="bf16", **CUBLAS[key])
+        asked = rows[list(_DIMS)].assign(
+            k=deep, dtype="bf16", **CUBLAS.get(shape, CUBLAS["linear"])
+        )
+        if shape == "rows":
+            asked = asked.assign(b=1, m=asked["b"] * asked["m"])
         # A deeper product has more FLOPs by the same factor, so the rate rises with it to keep the
         # time. All rows of one look-up have one matrix rate, and so one width.
         factor = float(scale[0]) if len(scale) else 1.0
@@ -201,14 +240,15 @@ class Products:
     def _tiles(self, rows: pd.DataFrame, latency: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Latency of products over their physics, and the arithmetic in that physics, seconds."""
         ratio, tiles = np.empty(len(rows)), np.empty(len(rows))
-        way = self._ways(rows)
+        way = self._ways(rows, grouped=True)
         for name in dict.fromkeys(way):
             at = np.flatnonzero(way == name)
             rate, shape = name.split("/")
-            asked, device = self._alike(f"graph/{shape}", rate, rows.iloc[at])
-            base, floor = base_seconds(f"graph/{shape}", asked, device)
+            key = f"graph/{shape}"
+            asked, device = self._alike(shape, rate, rows.iloc[at])
+            base, floor = base_seconds(key, asked, device)
             # With endless bandwidth the physics holds arithmetic and launch alone.
-            bare, bare_floor = base_seconds(f"graph/{shape}", asked, without_memory(device))
+            bare, bare_floor = base_seconds(key, asked, without_memory(device))
             ratio[at] = latency[at] / (base - floor + self.launch)
             tiles[at] = bare - bare_floor
         return ratio, tiles

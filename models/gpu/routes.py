@@ -26,10 +26,24 @@ SECTOR = 32.0
 
 # How much longer than a stream the memory traffic of a pass takes, by what it does to its data. The
 # published rows hold streams alone, so these are engineering estimates, not fitted: a tiled
-# transpose through shared memory and a reduction over the slow dimension lose some of the
-# bandwidth; elements read with a stride drag whole sectors along; indexed rows hit DRAM pages at
-# random; atomic updates read what they write.
-TRANSPOSED, COLUMN_REDUCED, STRIDED, GATHERED, SCATTERED = 0.25, 0.1, 1.0, 0.3, 1.0
+# transpose through shared memory loses some of the bandwidth; elements read with a stride drag
+# whole sectors along; indexed rows hit DRAM pages at random; atomic updates read what they write.
+TRANSPOSED, STRIDED, GATHERED, SCATTERED = 0.25, 1.0, 0.3, 1.0
+#: Bytes that an element of a reduction over the slow dimension costs on top of those moved: each
+#: thread loads one element at a time, so few bytes are in flight. Batch-norm statistics of 16-bit
+#: arrays take 1.9 times (A100) a stream's time in the forward pass, which reads one array, and 1.5
+#: times in the backward pass, which reads two (published-regions pack; left out, the H100's: 2.4
+#: and 1.5).
+COLUMN_BYTES = 2.0
+#: Length of rows from which their reductions, and the softmax over them, are long: a warp holds no
+#: more of them in one vector register a thread (32 threads of 8 elements).
+LONG_ROW = 256
+#: Traffic of passes over long rows that do not fit the cache, beyond that of a stream. Fitted to
+#: six whole training steps with naive attention on four A100 (published-jax-steps pack): softmax
+#: and its gradient over rows of 4096 scores and 128,256 logits, exponentials included. No kernel of
+#: them was measured alone, so how much is rows read again, and how much waiting for reductions, is
+#: not known.
+LONG_ROWS = 1.5
 
 
 @dataclass(slots=True)
@@ -39,11 +53,13 @@ class Described:
     Attributes:
         route: Route of each kernel, object, shape ``(n,)``.
         row: Device-independent feature rows, shape ``(n, len(COLUMNS))``.
+        flops: FLOPs of each kernel without those on the holes of dilated inputs, shape ``(n,)``.
         attention: Parameters of attention calls by position.
     """
 
     route: np.ndarray
     row: np.ndarray
+    flops: np.ndarray
     attention: dict[int, dict[str, int]]
 
     def column(self, name: str) -> np.ndarray:
@@ -76,7 +92,8 @@ def describe(kernels: Sequence[Kernel]) -> Described:
             route[i] = PRODUCT
         elif kernel.kind == "conv" and sized[i]:
             route[i] = CONV
-    return Described(route, row, attention)
+    flops = np.array([kernel.flops for kernel in kernels], np.float64)
+    return Described(route, row, flops, attention)
 
 
 def _is_pass_call(kernel: Kernel) -> bool:
@@ -133,8 +150,10 @@ def products(described: Described, at: np.ndarray) -> pd.DataFrame:
 
     Returns:
         ``b m n k`` (at least 1), ``rate``, ``width`` (bytes of an operand's element), ``times``
-        (FLOPs of all products of a kernel over those of its largest), ``extra`` (bytes read besides
-        the two operands) and ``moved`` (bytes read and written).
+        (FLOPs of all products of a kernel over those of its largest), ``dense`` (share of the
+        multiplications that are not on holes of a dilated input), ``run`` (channels of a
+        convolution's input), ``extra`` (bytes read besides the two operands) and ``moved`` (bytes
+        read and written).
     """
     row, rate = described.row[at], described.rate[at]
     size = {
@@ -144,12 +163,19 @@ def products(described: Described, at: np.ndarray) -> pd.DataFrame:
     # Multiply and add count as two FLOPs.
     main = 2.0 * size["b"] * size["m"] * size["n"] * size["k"]
     operands = row[:, INDEX["gemm_lhs_bytes"]] + row[:, INDEX["gemm_rhs_bytes"]]
+    # The gradient of a strided convolution's input is a convolution of a dilated array, whose holes
+    # libraries skip: they compute one small convolution for each place within the stride.
+    dilated = row[:, INDEX["conv_dilates_input"]] > 0
+    whole = np.maximum(row[:, INDEX["dense_flops"]], 1.0)
+    dense = np.where(dilated, np.clip(described.flops[at] / whole, 0.0, 1.0), 1.0)
     return pd.DataFrame(
         {
             **{c: v.astype(np.int64) for c, v in size.items()},
             "rate": rate,
             "width": np.array([DTYPE_BITS.get(r, 32) / 8 for r in rate]),
             "times": np.maximum(row[:, INDEX["dense_flops"]] / main, 1.0),
+            "dense": dense,
+            "run": np.maximum(row[:, INDEX["conv_channels"]], 1.0),
             "extra": np.maximum(row[:, INDEX["bytes_in"]] - operands, 0.0),
             "moved": row[:, INDEX["bytes_in"]] + row[:, INDEX["bytes_out"]],
         }
@@ -185,7 +211,7 @@ def traffic(row: np.ndarray) -> Traffic:
         + TRANSPOSED * share["transposed"]
         + STRIDED * share["strided"]
         + GATHERED * share["gathered"]
-        + COLUMN_REDUCED * column
+        + COLUMN_BYTES * column * elements / np.maximum(moved, 1.0)
         + SCATTERED * share["scattered"] * (c("scatter_combines") > 0)
     )
     # Integer work is index arithmetic for the most part, on units of its own since Volta.
@@ -197,7 +223,13 @@ def traffic(row: np.ndarray) -> Traffic:
     work = np.asarray(work + c("dense_flops"))
     # Engineering estimate: data-centre chips run f64 at about half the f32 rate, others far slower.
     wide = np.where(c("dtype_wide") > 0, 2.0, 1.0)
-    return Traffic(moved + dragged, np.zeros(len(row)), work * wide, penalty)
+    reduced = (c("reduce_minor") > 0) & (c("reduce_length") >= LONG_ROW)
+    # The gradient of a softmax reduces nothing itself: it takes exponentials of every element, and
+    # combines them with one number a row.
+    normalised = (c("broadcast_minor") > 0) & (c("out_minor") >= LONG_ROW)
+    normalised &= c("work_transcendental") >= elements
+    again = LONG_ROWS * moved * (reduced | normalised)
+    return Traffic(moved + dragged, again, work * wide, penalty)
 
 
 def irregular(row: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import LoweredProgram
 from ...models.core.base import KernelPrediction
 from ...models.cost_model import CostModel
+from ...models.estimators.tpu import by_compiler
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def program_seconds(
     apart = np.array([k.kind == "collective" for k in kernels], bool)
     # The program model must not see the collectives: their time depends on the cluster, and the
     # stream simulation adds it, overlapped, later.
-    alone = model.predict_kernels(kernels, device)
+    alone = by_compiler(model.predict_kernels(kernels, device), kernels, device)
     placed, wall = model.predict_in_program(lowered, device, _without(alone, apart))
     busy = np.array([k.takes_time for k in kernels], bool) & ~apart
     counts = np.array([k.multiplicity for k in kernels]) * busy

@@ -327,6 +327,10 @@ class Predictor:
         device = resolve_device(device, self.devices)
         model = self.model_for(device)
         kernels = model.predict_kernels(lowered.kernels, device)
+        if device.platform == "tpu":
+            from ...models.estimators.tpu import by_compiler
+
+            kernels = by_compiler(kernels, lowered.kernels, device)
         # On the kernels in isolation: corrections for the context say nothing about the source.
         if strict:
             _require_learned(lowered.kernels, kernels.source)

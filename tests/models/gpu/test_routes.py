@@ -8,8 +8,9 @@ import pytest
 from opcast.features.kernels.extract import kernel_from_ir
 from opcast.features.kernels.kernel import Kernel
 from opcast.models.gpu.routes import (
-    COLUMN_REDUCED,
+    COLUMN_BYTES,
     CONV,
+    LONG_ROWS,
     PASS,
     PRODUCT,
     TRANSPOSED,
@@ -77,4 +78,39 @@ def test_reductions_over_the_slow_dimension_take_longer() -> None:
         for dim, size in ((0, 32), (1, 64))
     )
     slow, fast = traffic(describe([column, row]).row).penalty
-    assert (slow, fast) == (pytest.approx(1.0 + COLUMN_REDUCED), 1.0)
+    # 64 · 32 elements, in 4 bytes each read and 32 sums written.
+    moved = 4 * 64 * 32 + 4 * 32
+    assert slow == pytest.approx(1.0 + COLUMN_BYTES * 64 * 32 / moved, rel=1e-3)
+    assert fast == 1.0
+
+
+def rows_of_scores(length: int) -> str:
+    """A softmax's gradient: exponentials of rows, times a number for each row."""
+    shape = f"bf16[64,{length}]"
+    return (
+        f"HloModule m\nf {{\n  a = {shape} parameter(0)\n  b = bf16[64] parameter(1)\n"
+        f"  c = {shape} exponential(a)\n  d = {shape} broadcast(b), dimensions={{0}}\n"
+        f"  ROOT e = {shape} multiply(c, d)\n}}\nENTRY m {{\n  p = {shape} parameter(0)\n"
+        f"  q = bf16[64] parameter(1)\n  ROOT r = {shape} fusion(p, q), kind=kLoop, calls=f\n}}\n"
+    )
+
+
+def test_long_rows_of_a_softmax_are_read_again() -> None:
+    long, short = (kernel_from_ir(rows_of_scores(n)) for n in (4096, 128))
+    found = traffic(describe([long, short]).row)
+    # Two arrays of 64 rows of 2 bytes, and 64 factors.
+    assert found.again[0] == pytest.approx(LONG_ROWS * (2 * 2 * 64 * 4096 + 2 * 64))
+    assert found.again[1] == 0.0
+
+
+def test_holes_of_a_dilated_input_are_not_multiplied() -> None:
+    # The gradient of a pointwise convolution of stride 2: three of four outputs have no partner.
+    body = (
+        "  a = bf16[8,16,16,64] parameter(0)\n  b = bf16[1,1,64,128] parameter(1)\n"
+        "  ROOT r = bf16[8,31,31,128] convolution(a, b), window={{size=1x1 lhs_dilate={0}}},"
+        " dim_labels=b01f_01io->b01f\n"
+    )
+    holes = kernel_from_ir("HloModule m\nENTRY e {\n" + body.format("2x2") + "}\n")
+    rows = products(describe([holes]), np.array([0]))
+    assert rows["dense"].iloc[0] == pytest.approx(16 * 16 / (31 * 31))
+    assert rows["run"].iloc[0] == 64
