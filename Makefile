@@ -80,6 +80,8 @@ report: $(VENV)/.installed $(VENV)/.compilers
 	&& $(BIN)/opcast evaluate --steps '$(PUBLISHED)/published-steps/steps.csv.gz' --out report-out/steps.parquet \
 	&& $(BIN)/opcast evaluate --programs '$(PUBLISHED)/published-programs' --lowering fused --out report-out/programs.parquet \
 	&& $(BIN)/opcast evaluate --regions '$(PUBLISHED)/published-regions' --lowering fused --out report-out/regions.parquet; fi
+	@if [ -d '$(PUBLISHED)/published-jax-steps' ]; then \
+	$(BIN)/opcast evaluate --programs '$(PUBLISHED)/published-jax-steps' --out report-out/jax-steps.parquet; fi
 	@if [ -d '$(PUBLISHED)' ]; then $(BIN)/opcast report clusters --published '$(PUBLISHED)'; \
 	else $(BIN)/opcast report clusters; fi
 	$(BIN)/python tests/bench/load_server.py

@@ -21,7 +21,7 @@ from opcast.features.kernels.kernel import Kernel, LoweredProgram
 from opcast.features.table.roofline import least_seconds, roofline
 from opcast.features.table.table import feature_names, schema_hash
 from opcast.models.core.kernel_table import concatenate, kernel_table
-from opcast.models.estimators.tpu import TpuEstimator, is_estimated
+from opcast.models.estimators.tpu import MEASURED, TpuEstimator, by_compiler, is_estimated
 from opcast.models.program.overhead import Overhead
 from opcast.models.program.schedule_cost import schedule_cost
 from opcast.models.trust.conformal import UNCALIBRATED
@@ -87,6 +87,24 @@ def test_asynchronous_copies_are_not_estimated() -> None:
     own = [k for k in kernels("v5e_bias") if k.takes_time]
     assert {k.opcode: is_estimated(k) for k in own} == {"copy-start": False, "fusion": True}
     assert [k.cycles > 0 for k in own] == [is_estimated(k) for k in own]
+
+
+def test_what_the_compiler_says_comes_before_the_trees(model: TpuEstimator) -> None:
+    own = [k for k in kernels("v5e_bias") if k.takes_time]
+    learned = model.predict(own, V5E)
+    found = by_compiler(learned, own, V5E)
+    stated = np.array([k.cycles > 0 for k in own])
+    cycles = np.array([k.cycles for k in own])
+    np.testing.assert_allclose(found.latency[stated], cycles[stated] / V5E.clock_hz)
+    np.testing.assert_array_equal(found.latency[~stated], learned.latency[~stated])
+    assert set(found.source[stated]) == {"compiler"}
+    assert (found.lo < found.latency).all() and (found.latency < found.hi).all()
+    # Steps were measured on v3 alone.
+    v3 = find_device("tpu-v3")
+    measured = by_compiler(learned, own, v3)
+    expected = MEASURED["tpu-v3"] * cycles / v3.clock_hz
+    np.testing.assert_allclose(measured.latency[stated], expected[stated])
+    assert by_compiler(learned, own, find_device("h100-sxm")) is learned
 
 
 def test_kernels_with_an_estimate_are_learned(model: TpuEstimator) -> None:
