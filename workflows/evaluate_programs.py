@@ -6,7 +6,7 @@ import gzip
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,7 +102,7 @@ def program_text(path: Path) -> bytes:
     return _REPLICAS.sub("replica_count=1", text).encode() + line + rest
 
 
-def exported(folder: Path, row: dict[str, object], out: Path) -> Path:
+def exported(folder: Path, row: Mapping[Hashable, object], out: Path) -> Path:
     """A step's partitioned program; written by the folder's script unless it is there already.
 
     Args:
@@ -186,7 +186,7 @@ def _nothing() -> dict[str, object]:
 
 
 def _step_answer(
-    folder: Path, row: dict[str, object], out: Path, predictor: Predictor, lowering: str
+    folder: Path, row: Mapping[Hashable, object], out: Path, predictor: Predictor, lowering: str
 ) -> dict[str, object]:
     try:
         path = exported(folder, row, out)

@@ -27,8 +27,8 @@ COMPILER = "compiler"
 #: Measured over estimated time by device: two steps of Llamas on eight v3 cores give 0.90 and
 #: 0.88 (docs/tpu.md). Nothing was measured of others, whose estimates are taken as they are.
 MEASURED: Mapping[str, float] = {"tpu-v3": 0.89}
-#: Log half-width of intervals around the compiler's estimates: of other programs and generations the
-#: distance is not known. Engineering estimate.
+#: Log half-width of intervals around the compiler's estimates: of other programs and generations
+#: the distance is not known. Engineering estimate.
 SILICON = 0.25
 
 
