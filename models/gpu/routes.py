@@ -43,7 +43,7 @@ LONG_ROW = 256
 #: and its gradient over rows of 4096 scores and 128,256 logits, exponentials included. No kernel of
 #: them was measured alone, so how much is rows read again, and how much waiting for reductions, is
 #: not known.
-LONG_ROWS = 1.5
+LONG_ROWS = 1.3
 
 
 @dataclass(slots=True)
