@@ -121,6 +121,10 @@ def calibrate_collectives(
         bool,
         typer.Option("--fresh", help="Fit all parameters to DATA, not only those of its machines."),
     ] = False,
+    join: Annotated[
+        bool,
+        typer.Option("--join", help="Keep the shipped parameters and add the libraries of DATA."),
+    ] = False,
     json_output: Json = False,
 ) -> None:
     """Fit the collective model to measurements.
@@ -136,15 +140,21 @@ def calibrate_collectives(
     if not report:
         refuse(context, "a fit without --report", {"known_only"})
     if out is None:
-        refuse(context, "a report without --out", {"fresh"})
+        refuse(context, "a report without --out", {"fresh", "join"})
+    if fresh and join:
+        raise typer.BadParameter("--fresh fits everything, --join keeps what is there; give one")
     rows, find = read_collectives(data, device, op)
     if report:
         _report(rows, find, not known_only, json_output)
     if out is None:
         return
+    about = {"sources": sorted(set(rows["source"].astype(str))), "rows": len(rows)}
     if fresh:
-        about = {"sources": sorted(set(rows["source"].astype(str))), "rows": len(rows)}
         model = fit_collectives(rows, find, about)
+    elif join:
+        model = CollectiveModel.load().joined(rows, find, about)
+        if not json_output:
+            _print_frame(model.joined_errors(), "rows not learned from: error in %, coverage in %")
     else:
         # A few rows adapt their own machine; the shipped parameters stay for everything else.
         model = CollectiveModel.load().calibrated(rows, find)

@@ -58,6 +58,10 @@ def train(
     max_rows: Annotated[
         int, typer.Option(help="For operators: maximum rows of a family to learn from.")
     ] = 1_000_000,
+    join: Annotated[
+        str | None,
+        typer.Option(help="For operators: take over the other families of this model."),
+    ] = None,
 ) -> None:
     """Train a model, print its metrics, save and track it.
 
@@ -106,6 +110,7 @@ def train(
         params=chosen,
         exclude_device=exclude_device or (),
         max_rows=max_rows,
+        join=join,
     )
     trainer.run(make_console(), dataset, settings)
 
@@ -174,7 +179,8 @@ def evaluate(
     context: typer.Context,
     out: Annotated[Path, typer.Option("--out", help="Parquet file for the predictions.")],
     published: Annotated[
-        Path | None, typer.Option(help="Folder with tables of published operator latencies.")
+        Path | None,
+        typer.Option(help="Published table of operators, products or collectives, or a folder."),
     ] = None,
     steps: Annotated[
         Path | None,

@@ -70,6 +70,7 @@ class TrainSettings(Settings):
         params: Hyperparameters of the estimator.
         exclude_device: Devices to exclude from training; an operator model is tested on them.
         max_rows: Maximum rows of an operator family to learn from.
+        join: Model of operators whose other families the new one takes over.
     """
 
     command: ClassVar[str] = "train"
@@ -87,6 +88,7 @@ class TrainSettings(Settings):
     exclude_device: Sequence[str] = ()
     # Bounds the memory that the largest families need. Engineering estimate.
     max_rows: int = 1_000_000
+    join: str | None = None
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ def trainer_of(dataset: Dataset, model: str) -> Trainer:
     # Each trainer ignores some settings; the command refuses those when they are given.
     every = frozenset(own.name for own in fields(TrainSettings))
     if not dataset.of_operators:
-        return Trainer("training on kernels and programs", every - {"max_rows"}, run_train)
+        return Trainer("training on kernels and programs", every - {"max_rows", "join"}, run_train)
     if model == "gpu-xla":
-        spare = {"split", "threads", "final", "params", "max_rows"}
+        spare = {"split", "threads", "final", "params", "max_rows", "join"}
         return Trainer("training gpu-xla on operators", every - spare, run_train_passes)
     return Trainer("training on operators", every - {"split"}, run_train_operators)

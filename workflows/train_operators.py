@@ -91,6 +91,10 @@ def run_train_operators(console: Console, dataset: Dataset, settings: TrainSetti
         # A final model has seen every row, so its metrics are those of its twin.
         "metrics_of": "the same settings, fitted to the rows of split train alone",
     }
+    if settings.join is not None:
+        from ..predict.locate import find_model
+
+        model_bundle = OpModel.load(find_model(settings.join)).joined(model_bundle)
     folder = keep_model(console, model_bundle, settings, model)
     if settings.track:
         run = _run_of(model, settings_of(model_bundle), metrics, table, folder)
@@ -157,6 +161,8 @@ def run_evaluate(console: Console, settings: EvaluateSettings) -> None:
     write_table(predicted.frame, settings.out)
     for what, count in predicted.calibrated.items():
         console.print(f"calibrated {what}: {count} rows", highlight=False)
+    for note in predicted.notes:
+        console.print(note, highlight=False)
     summary = predicted.summary()
     if len(summary):
         print_frame(console, in_percent(summary), "rows whose latency is given, errors in %")

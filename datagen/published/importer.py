@@ -11,6 +11,8 @@ import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +34,7 @@ from ...features.ir.dtypes import TABLE_FORMATS, UNQUANTISED
 from ...features.operators import FAMILIES, family_keys, op_features
 from ...features.operators.hlo import op_texts
 from ...features.operators.schema import METHODS
+from . import product_tables
 from .clones import CloneFile, clone_files
 
 logger = logging.getLogger(__name__)
@@ -43,7 +46,7 @@ REQUIRED = ("id", "source", "family", "op", "dtype", "device", "latency_us")
 #: Rows of a shard, which bound the memory of an import (engineering choice).
 ROWS_PER_SHARD = 100_000
 #: Calls behind a label: the number that the publishers say they averaged over.
-REPEATS = {"neusight": 25, "vidur": 20, "aiconfigurator": 6}
+REPEATS = {"neusight": 25, "vidur": 20, "aiconfigurator": 6, "xla": 10}
 #: Kind of kernel by group of families; attention is filed under products, which dominate it.
 _KIND = {"gemm": "gemm", "conv": "conv", "attention": "gemm", "moe": "custom_call"}
 #: Normalisations are reductions; every other memory-bound operator counts as a fusion.
@@ -74,8 +77,9 @@ def import_published(folder: Path, out: Path, show: bool = False) -> Imported:
     """Turn the operator tables of a folder into a dataset.
 
     Args:
-        folder: Holds :data:`OPERATOR_FILES`, itself or in its subfolders; or is a clone of a
-            repository that :mod:`~opcast.datagen.published.clones` knows.
+        folder: Holds :data:`OPERATOR_FILES` or tables of XLA's products, itself or in its
+            subfolders; or is a clone of a repository that
+            :mod:`~opcast.datagen.published.clones` knows.
         out: Dataset folder; shards that are there already are kept.
         show: Whether to show a progress bar.
 
@@ -109,17 +113,28 @@ def import_published(folder: Path, out: Path, show: bool = False) -> Imported:
 
 def _tables(folder: Path) -> tuple[int, Iterator[tuple[str, int, pd.DataFrame]]]:
     """Return the number of parts to import (for a clone, of files), and the parts."""
-    files = _files(folder)
-    if files:
+    files, products = _files(folder), _products(folder)
+    if files or products:
         total = sum(-(-_open(p).metadata.num_rows // ROWS_PER_SHARD) for p in files)
-        return total, _parts(files)
+        return total + len(products), chain(_parts(files), _cut(products))
     cloned = clone_files(folder)
     if cloned:
         return len(cloned), _cut(cloned)
-    expected = "expected " + ", ".join(OPERATOR_FILES) + ", or a clone of NeuSight, Vidur or "
+    expected = "expected " + ", ".join((*OPERATOR_FILES, *product_tables.FILES))
+    expected += ", or a clone of NeuSight, Vidur or "
     raise DatasetError(
         "no operator table here", where=str(folder), hint=expected + "aiconfigurator"
     )
+
+
+def _products(folder: Path) -> list[CloneFile]:
+    """Tables of products, of which only what XLA autotuned is read."""
+    paths = [p for name in product_tables.FILES for p in sorted(folder.rglob(name))]
+    tables = product_tables.training_rows(paths)
+    return [
+        CloneFile(path, f"xla_{path.name.split('.')[0]}", partial(tables.__getitem__, path))
+        for path in tables
+    ]
 
 
 def _cut(files: Sequence[CloneFile]) -> Iterator[tuple[str, int, pd.DataFrame]]:

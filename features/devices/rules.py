@@ -68,7 +68,7 @@ GENERIC = Architecture()
 #: centres has two dies, each with an L2 of its own, and twice the memory bandwidth to feed: a
 #: guess. Ratios are those of white papers. GA10x is of another maker's 8 nm, which takes no less
 #: than 7 nm. CDNA 2 has a matrix unit made anew, whose FP64 runs as fast as FP32: nothing was read
-#: off it.
+#: off it. CDNA 3 and 4 take its figures; their files give the cache's bandwidth.
 ARCHITECTURES: dict[str, Architecture] = {
     # GP104 has hardly any f16; compilers convert to f32 and back.
     "pascal": Architecture(22.0, half=1.0, f32_joules=_NM16),
@@ -89,6 +89,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     # 16 channels of 128 bytes a clock, on 120 and on 104 compute units.
     "cdna": Architecture(17.0, integer=1.0, double=0.5, floor_us=3.0, gap_us=2.0, f32_joules=_NM7),
     "cdna2": Architecture(20.0, integer=1.0, double=1.0, floor_us=3.0, gap_us=2.0),
+    "cdna3": Architecture(20.0, integer=1.0, double=0.5, floor_us=3.0, gap_us=2.0),
+    "cdna4": Architecture(20.0, integer=1.0, double=0.5, floor_us=3.0, gap_us=2.0),
     "xe2": Architecture(64.0, brain=2.0, double=1 / 16, floor_us=3.0, gap_us=2.0),
     # One program runs through without launches; bf16 lanes came with v6e, f64 is emulated.
     "tpu": Architecture(
@@ -278,7 +280,7 @@ def _wide(name: str, bits: int, listed: Values) -> float:
 SOURCE = "CUDA C++ programming guide, technical specifications by compute capability, from memory"
 #: Nearest NVIDIA architecture to AMD's: HBM, a large L2 and bf16 in the matrix unit, as an A100.
 #: XLA's compiler for AMD does not run without the device (docs/lowering.md).
-NEAREST = {"gfx908": "sm_80", "gfx90a": "sm_80"}
+NEAREST = {"gfx908": "sm_80", "gfx90a": "sm_80", "gfx942": "sm_80", "gfx950": "sm_80"}
 #: How NVIDIA's architectures are named.
 NVIDIA = "sm_"
 #: Figures of a core and of a block that only a compiler needs, in the order of `_row`.

@@ -111,13 +111,15 @@ class TableFormat(NamedTuple):
     block: int = 0
 
 
-#: Formats without quantisation.
-UNQUANTISED = ("fp32", "fp16", "bf16")
+#: Formats without quantisation. Of two names of one HLO type the last is the usual one.
+UNQUANTISED = ("tf32", "fp32", "fp16", "bf16")
 #: Formats by the name that the tables use. A scale of 8 bits is shared by 16 values of NVFP4
 #: (4 + 8 / 16 bits a value) and by 32 of the OCP microscaling formats (4 + 8 / 32). Scales of fp8
 #: and int8, of a tensor, a channel or a large block, are too few to count. int4_wo counts as NVFP4.
 TABLE_FORMATS: dict[str, TableFormat] = {
     "fp32": TableFormat("f32", "f32", 32.0, 32.0),
+    # f32 operands that the matrix unit rounds to TF32: XLA's default for f32 products.
+    "tf32": TableFormat("f32", "tf32", 32.0, 32.0),
     "fp16": TableFormat("f16", "f16", 16.0, 16.0),
     "bf16": TableFormat("bf16", "bf16", 16.0, 16.0),
     "fp8": TableFormat("f8e4m3fn", "f8e4m3fn", 8.0, 8.0),

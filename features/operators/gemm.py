@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from .autotuned_gemm import autotuned_tiles
 from .columns import Machine, OpTable
 from .physics import (
     Physics,
@@ -40,8 +41,9 @@ TILES = (
 SHOWN = ((128, 128), (256, 128), (64, 64), (64, 128), (128, 64), (32, 32))
 #: Cost of a kernel without work, in cycles, by timing method: read off the published tables
 #: (docs/operators.md). Within 10 % the same on A100, H100 and RTX PRO 6000, though their times
-#: differ by a factor of 1.7: hence cycles, not seconds.
-FLOOR_CYCLES = {"graph": 5200.0, "kernel": 4500.0}
+#: differ by a factor of 1.7: hence cycles, not seconds. ``xla`` times kernels one by one with
+#: pauses, so that each finds instructions and descriptors cold.
+FLOOR_CYCLES = {"graph": 5200.0, "kernel": 4500.0, "xla": 10400.0}
 #: Launch of one call from the host, seconds: the floor of NeuSight's event timings, in which the
 #: host and not the device sets the pace, so it is the same for all devices (docs/operators.md).
 EAGER_FLOOR_S = 38e-6
@@ -88,15 +90,21 @@ def gemm(table: OpTable) -> Physics:
     small = resident_share(activations + out, mc.cache, 1.2, 0.8)
     t_weights = stream_seconds(weights, resident, mc)
     t_memory = t_weights + stream_seconds(activations + out, small, mc)
-    t_tiles, waves, tile_use = _tiles(b, m, n, k, peak, mc)
+    autotuned = table.family.startswith("xla/")
+    if autotuned:
+        t_tiles, waves, tile_use = autotuned_tiles(table, (b, m, n, k), peak, mc)
+    else:
+        t_tiles, waves, tile_use = _tiles(b, m, n, k, peak, mc)
     # Apart from the tiles: what stalls a kernel at its boost clock (tiles, latencies) leaves power
-    # unused, so a chip at its power limit is not slower by both, but by the larger one.
-    t_power = 2 * b * m * n * k / table.power_rate()
+    # unused, so a chip at its power limit is not slower by both, but by the larger one. XLA's tool
+    # times single kernels, too short for the limit.
+    t_power = np.zeros(len(table)) if autotuned else 2 * b * m * n * k / table.power_rate()
     t_peak = 2 * b * m * n * k / peak
     t_compute = np.maximum(t_peak, t_power)
     floor = floor_s(table, mc)
     t_quant = _quantisation(table, b * m, k, small, mc)
-    t_depth = k * _depth_cycles(table) / mc.clock
+    # The tiles of an autotuned product know the latency of a step themselves.
+    t_depth = np.zeros(len(table)) if autotuned else k * _depth_cycles(table) / mc.clock
     # Arithmetic and transfers overlap almost completely in pipelined GEMMs, hence a sharper maximum
     # than elsewhere. Depth and quantisation come before or after and add up.
     base = floor + combine(t_tiles, t_memory, t_power, power=4.0) + t_depth + t_quant
@@ -166,8 +174,9 @@ def floor_s(table: OpTable, machine: Machine) -> np.ndarray:
     method = table.family.split("/")[0]
     if method == "eager":
         return np.full(len(table), EAGER_FLOOR_S)
-    # Intel's Arc B60 is the only device of another vendor with such rows: one rough factor for it.
-    other = np.where(non_nvidia(table) > 0, 10.0, 1.0)
+    # Intel's Arc B60 is the only device of another vendor with replayed graphs: one rough factor
+    # for it. XLA's kernels start within the same cycles on MI300X as on H100.
+    other = np.where((non_nvidia(table) > 0) & (method != "xla"), 10.0, 1.0)
     return np.asarray(FLOOR_CYCLES[method] / machine.clock * other)
 
 
@@ -191,7 +200,9 @@ def _residence(
     """
     weights, activations, out = sizes
     if not table.family.startswith("graph/"):
-        footprint = weights + activations + out
+        # XLA's tool runs two sets of arguments in turn (README of the XLA pack).
+        sets = 2.0 if table.family.startswith("xla/") else 1.0
+        footprint = sets * (weights + activations + out)
         return resident_share(footprint, mc.cache, 1.0, 0.5), footprint, np.ones(len(table))
     fitting = np.clip(np.ceil(mc.cache / weights), 1, TRT_ROTATION)
     trt = np.where(weights >= mc.cache, 1.0, fitting)

@@ -28,8 +28,9 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
 NAMES = ("op", "family", "dtype", "kv_dtype", "backend", "kernel", "distribution")
 #: How a label was taken, by the source of its row. ``eager``: one call between two events, so the
 #: launch from the host is inside; ``kernel``: sum of kernel durations; ``graph``: replay of a
-#: captured graph, so gaps between its kernels are inside.
-METHODS = {"neusight": "eager", "vidur": "kernel", "aiconfigurator": "graph"}
+#: captured graph, so gaps between its kernels are inside; ``xla``: median over the kernels of ten
+#: runs of a product that XLA autotuned, of which a call of two kernels reads as half.
+METHODS = {"neusight": "eager", "vidur": "kernel", "aiconfigurator": "graph", "xla": "xla"}
 #: Group of parameters by (method, family).
 FAMILIES: dict[str, str] = {
     "eager/linear": "gemm",
@@ -50,6 +51,8 @@ FAMILIES: dict[str, str] = {
     "graph/context_mla": "attention",
     "graph/generation_mla": "attention",
     "graph/moe": "moe",
+    "xla/linear": "gemm",
+    "xla/bmm": "gemm",
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from .curve import steps
 from .fit import groups
 from .residual import cells
 from .table import CollectiveTable
@@ -39,7 +38,7 @@ def three_parameter_us(parameters: np.ndarray, table: CollectiveTable) -> np.nda
     launch, latency, efficiency = parameters
     points = table.points
     moved = points.wire / (efficiency * points.bandwidth)
-    return np.asarray(launch + steps(points.world) * latency + moved)
+    return np.asarray(launch + points.steps * latency + moved)
 
 
 def fit_three(table: CollectiveTable, latency_us: np.ndarray) -> dict[tuple[str, ...], np.ndarray]:

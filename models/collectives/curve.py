@@ -78,6 +78,7 @@ class Points:
     Attributes:
         size: Bytes of the buffer.
         world: Devices in the group.
+        steps: Sequential start-ups, as :func:`steps` counts them.
         spread: Devices by which the bandwidth is scaled: all of the group, or twice the devices of
             a node where the network is the limit.
         wire: Bytes that each device sends in a ring.
@@ -90,6 +91,7 @@ class Points:
 
     size: np.ndarray
     world: np.ndarray
+    steps: np.ndarray
     spread: np.ndarray
     wire: np.ndarray
     wire_low: np.ndarray
@@ -125,14 +127,16 @@ def wire_bytes(op: str, size: np.ndarray, world: np.ndarray, gathers_shards: boo
     return np.asarray(size, dtype=float)
 
 
-def steps(world: np.ndarray) -> np.ndarray:
+def steps(world: np.ndarray, ring: np.ndarray | bool = False) -> np.ndarray:
     """Sequential start-ups: ``n - 1`` up to 8 devices, then two for each doubling (a tree).
 
     Args:
         world: Devices in the group, shape ``(n,)``.
+        ring: Whether every device hands on to the next, however many there are: ``n - 1``, shape
+            ``(n,)``.
     """
     tree = 2.0 * np.log2(np.maximum(world, 8.0) / 8.0)
-    return np.asarray(np.minimum(world, 8.0) - 1.0 + tree)
+    return np.where(ring, world - 1.0, np.minimum(world, 8.0) - 1.0 + tree)
 
 
 def curve_us(parameters: np.ndarray, points: Points) -> np.ndarray:
@@ -149,7 +153,7 @@ def curve_us(parameters: np.ndarray, points: Points) -> np.ndarray:
     # Most machines were measured with 2, 4 and 8 devices; np.interp holds the ends beyond them.
     octave = np.log2(points.spread)
     ratio = np.exp(np.interp(octave, [1.0, 2.0, 3.0], [0.0, p["log_r4"], p["log_r8"]]))
-    count = steps(points.world)
+    count = points.steps
     ideal = points.wire / (ratio * points.bandwidth)
     shot = points.wire_low / (ratio * points.bandwidth)
     low = _start(p, "low", count, points) + shot / np.exp(p["log_e_low"])

@@ -11,10 +11,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .curve import SPREAD, START, curve_us
+from .curve import PARAMETERS, SPREAD, START, curve_us
 from .residual import Table, cell_key, cells, fit_residual, read_residual
-from .table import CollectiveTable
+from .table import RING_PERMUTE, XLA, XLA_AMD, CollectiveTable
 
+#: Transfers between two devices, which XLA leaves to NCCL's send and receive: a quarter of the link
+#: up to 128 MiB (octave 27), twice as much beyond, on H100 and B200 alike (README of the XLA pack).
+PERMUTES, LATE_BULK = ("send_recv", RING_PERMUTE), 27.0
+#: Libraries by the one that is called and timed in the same way.
+LIKE = {XLA_AMD: XLA}
 #: Residual in log latency that costs as much as one spread of a parameter. Engineering estimate;
 #: not fitted.
 NOISE = 0.1
@@ -43,11 +48,13 @@ class CurveTree:
 
     def find(self, path: tuple[str, ...]) -> str:
         """Key of the closest fitted group: the path itself, else its nearest ancestor."""
-        for length in range(len(path), 0, -1):
-            key = "/".join(path[:length])
-            if key in self.curves:
-                return key
-        return ""
+        # A library that was never measured on the fabric takes the curves of the one it is timed
+        # like, before those of all libraries.
+        like = LIKE.get(path[2]) if len(path) > 2 else None
+        other = ("/".join((*path[:2], like)),) if like else ()
+        keys = ["/".join(path[:length]) for length in range(len(path), 0, -1)]
+        found = (key for key in (*keys[:-2], *other, *keys[-2:]) if key in self.curves)
+        return next(found, "")
 
     def predict_us(self, table: CollectiveTable, known: bool = True) -> np.ndarray:
         """Latency in microseconds, shape ``(n,)``.
@@ -116,6 +123,8 @@ def refine_tree(
             some = thin(part)
             own = "/".join(path) in grown.curves
             parent = grown.curves[grown.find(path if own else path[:-1])]
+            if depth == 3 and path[1] in PERMUTES and path[2] in (XLA, XLA_AMD):
+                parent = _with_late_bulk(parent)
             # Fabrics differ as much as the start from the truth; below them groups are alike.
             spread = 1.0 if depth < 2 else CHILD_SPREAD
             fitted = fit_curve(part.take(some), latency_us[rows][some], parent, spread)
@@ -123,6 +132,15 @@ def refine_tree(
             if depth == 4:
                 _keep_residuals(grown, path, table, latency_us, rows)
     return grown
+
+
+def _with_late_bulk(parameters: np.ndarray) -> np.ndarray:
+    """Curve parameters whose bulk part begins at :data:`LATE_BULK` for two devices."""
+    late = parameters.copy()
+    # The size of a switch is given for four devices, an octave above two.
+    slope = late[PARAMETERS.index("switch_bulk_n")]
+    late[PARAMETERS.index("switch_bulk")] = LATE_BULK + slope
+    return late
 
 
 def _keep_residuals(

@@ -41,6 +41,8 @@ class Links:
         peer_access: Whether devices reach each other directly; otherwise by the host's memory.
         clock_hz: Device clock, 0 if unknown. Start-up times are taken to scale with its inverse.
         architecture: Name of the architecture, for reports.
+        peers: Devices that ``link`` is divided among where each is wired to every other one (xGMI);
+            0 behind a switch.
     """
 
     link: float
@@ -52,6 +54,7 @@ class Links:
     peer_access: bool = True
     clock_hz: float = 0.0
     architecture: str = ""
+    peers: int = 0
 
     def __post_init__(self) -> None:
         """Check that there is something to compute with.
@@ -89,15 +92,19 @@ class Links:
                 where=str(getattr(spec, "name", "device")),
                 hint="add one of them; collectives cannot be estimated without",
             )
-        facts = {
+        node = int(getattr(spec, "devices_per_node", None) or 8)
+        facts: dict[str, Any] = {
             "link": link or host,
             "host": host or 32e9,
             "inter_node": float(getattr(spec, "inter_node_bandwidth", None) or 25e9),
-            "devices_per_node": int(getattr(spec, "devices_per_node", None) or 8),
+            "devices_per_node": node,
             "memory": float(getattr(spec, "bandwidth", None) or 0.0),
             "clock_hz": float(getattr(spec, "clock_hz", None) or 0.0),
             "architecture": str(getattr(spec, "architecture", None) or ""),
         }
+        # AMD joins the devices of a node pairwise (data sheets of MI100 to MI355X).
+        if str(getattr(spec, "vendor", "")).upper() == "AMD":
+            facts["peers"] = node - 1
         return cls(**{**facts, **changes})
 
     @classmethod
@@ -131,10 +138,12 @@ class Links:
             return "pcie"
         return "host" if self.island and world_size > self.island else "scale_up"
 
-    def bandwidth(self, fabric: str) -> float:
-        """Bytes/s in one direction of the links of ``fabric``."""
+    def bandwidth(self, fabric: str, world_size: int = 0) -> float:
+        """Bytes/s in one direction of the links of ``fabric`` that a group of a size can use."""
+        # Pairwise links to devices outside the group lie idle.
+        used = min(world_size - 1, self.peers) / self.peers if self.peers and world_size else 1.0
         return {
-            "scale_up": self.link,
+            "scale_up": self.link * used,
             "pcie": self.link,
             "host": self.host,
             "staged": self.host,

@@ -14,12 +14,17 @@ from ...features.devices.catalogue import find_device
 from ...simulate.collectives.choose import collective_name
 from .links import Links
 from .model import FindLinks
-from .table import PLATFORMS, device_rows
+from .table import PLATFORMS, RING_PERMUTE, XLA, device_rows
 
 #: Columns that a CSV must have, beside ``device`` or ``platform``.
 NEEDED = ("op", "bytes", "world_size", "latency_us")
 #: Names of operations in the tables that curves were fitted to, where they differ from ours.
 _TABLE_NAMES = {"all_to_all": "alltoall"}
+#: Columns by which a table of XLA's collectives is known (README of the XLA pack).
+XLA_COLUMNS = frozenset(("device", "kind", "pattern", "n_devices", "total_devices", "bytes"))
+#: Devices of XLA's tables that were measured as one: GB200 and GB300 come from one change, and a
+#: seventh of their values are identical.
+_MEASURED_AS_ONE = {"gb300": "gb200"}
 # What nccl-tests prints (common.cu): "#  Rank  0 Group  0 Pid … on HOST device  0 [0x…] NVIDIA …",
 # and rows of size, count, type, redop, root, then time, algbw and busbw out of place.
 _RANK = re.compile(r"^#\s+Rank\s+(\d+).*?\bon\s+(\S+)\s+device\s+\d+\s+\[[^\]]*\]\s+(.+?)\s*$")
@@ -33,10 +38,10 @@ def read_collectives(
     """Read measurements, and find the links of the devices that they name.
 
     Args:
-        paths: Files of nccl-tests output; CSV files (also ``.csv.gz``) with the columns
-            :data:`NEEDED` and ``device`` or ``platform``, and perhaps ``backend``,
-            ``devices_per_node``, ``dtype``, ``kernel``, ``split``, ``source``; or folders with
-            ``collectives*.csv*`` and device tables ``devices*.csv``.
+        paths: Files of nccl-tests output; tables of XLA's collectives; CSV files (also
+            ``.csv.gz``) with the columns :data:`NEEDED` and ``device`` or ``platform``, and
+            perhaps ``backend``, ``devices_per_node``, ``dtype``, ``kernel``, ``split``,
+            ``source``; or folders with ``collectives*.csv*`` and device tables ``devices*.csv``.
         device: Device of rows that name none, or instead of what nccl-tests printed.
         op: Operation, where an output of nccl-tests does not say it.
 
@@ -84,12 +89,51 @@ def _read_csv(path: Path) -> pd.DataFrame:
         rows = pd.read_csv(path)
     except (OSError, ValueError) as error:
         raise DatasetError(f"cannot be read as CSV: {error}", where=str(path)) from None
+    if set(rows.columns) >= XLA_COLUMNS:
+        rows = xla_rows(rows)
+        return rows[(rows["world_size"] > 1) & ~rows["suspect"]].reset_index(drop=True)
     missing = [c for c in NEEDED if c not in rows]
     if missing:
         hint = f"needed: {', '.join(NEEDED)}, and device or platform"
         raise DatasetError(f"columns {missing} are missing", where=str(path), hint=hint)
     plain = {name: collective_name(name) for name in set(rows["op"].astype(str))}
     return rows.assign(op=rows["op"].map(lambda o: _TABLE_NAMES.get(plain[o], plain[o])))
+
+
+def xla_rows(table: pd.DataFrame) -> pd.DataFrame:
+    """Bring XLA's table of collectives into the form of measured rows.
+
+    Args:
+        table: One collective over ``n_devices`` of a domain of ``total_devices`` in each row.
+
+    Returns:
+        ``id`` (the number of the row where the table has none), ``op``, ``bytes``, ``world_size``,
+        ``devices_per_node`` (the domain), ``device``, ``backend``, ``group`` (devices measured as
+        one), ``dtype``, ``source``, and ``split`` and ``latency_us`` where given; ``suspect`` marks
+        rows of an older generator whose byte count is not known.
+    """
+    device = table["device"].astype(str)
+    rows = pd.DataFrame({"device": device, "bytes": table["bytes"], "source": "xla"})
+    rows["id"] = table["id"].astype(str) if "id" in table else np.arange(len(table)).astype(str)
+    rows["op"] = [_xla_op(*names) for names in zip(table["kind"], table["pattern"], strict=True)]
+    # A permute is a transfer between two devices, however many others do the same.
+    pairs = rows["op"].isin(["send_recv", RING_PERMUTE]) & (table["n_devices"] > 1)
+    rows["world_size"] = table["n_devices"].where(~pairs, 2)
+    rows["devices_per_node"] = table["total_devices"]
+    rows["backend"], rows["group"] = XLA, device.replace(_MEASURED_AS_ONE)
+    for column in ("dtype", "split", "latency_us"):
+        if column in table:
+            rows[column] = table[column]
+    rows["suspect"] = table["current"].eq(0) if "current" in table else False
+    return rows
+
+
+def _xla_op(kind: object, pattern: object) -> str:
+    name = collective_name(str(kind))
+    # In pairs or one way, each device has one peer; a ring shifts from each to the next.
+    if name == RING_PERMUTE and pattern != "ring":
+        return "send_recv"
+    return _TABLE_NAMES.get(name, name)
 
 
 def parse_nccl_tests(

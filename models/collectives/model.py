@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import pandas as pd
@@ -21,7 +22,7 @@ from ...common.errors import DatasetError, ModelError
 from ...common.files import parse_json, write_text
 from ...common.paths import PACKAGE
 from .curve import PARAMETERS
-from .fit import CurveTree, fit_tree, refine_tree
+from .fit import CurveTree, fit_tree, groups, refine_tree
 from .intervals import Intervals
 from .links import Links
 from .table import CollectiveTable, collective_table
@@ -33,7 +34,11 @@ PRETRAINED = PACKAGE / "models" / "pretrained" / "collectives.json"
 #: Folds of the calibration scores; each costs a fit of the whole tree, which takes about a minute.
 FOLDS = 5
 
+#: Slashes in a key of interval ends that names a library: ``scope/fabric/library``.
+LIBRARY_DEPTH = 2
+
 FindLinks = Callable[[str], Links]
+Fit = Callable[[CollectiveTable, np.ndarray], CurveTree]
 
 
 @dataclass
@@ -103,6 +108,62 @@ class CollectiveModel:
         intervals.add("calibrated", table, scores)
         machines = tuple(sorted({*self.calibrated_machines, *map(str, table.machine)}))
         return CollectiveModel(tree, intervals, machines, self.provenance)
+
+    def joined(self, rows: pd.DataFrame, find: FindLinks, about: dict[str, object]) -> Self:
+        """Return a copy that knows the libraries of measured rows, too.
+
+        Parameters of libraries and machines (depths 3 and 4) are fitted; those of fabrics and
+        operations stay as they are.
+
+        Args:
+            rows: As for :meth:`calibrated`; machines with the same ``group`` count as one.
+            find: Links by device string.
+            about: Provenance of the rows.
+
+        Raises:
+            DatasetError: There is no row, or a latency is missing or not positive.
+        """
+        table, latency = measured_table(rows, find)
+
+        group = rows["group"].to_numpy(object) if "group" in rows else table.machine
+        owner = dict(zip(table.machine, group, strict=True))
+
+        def fit(part: CollectiveTable, part_us: np.ndarray) -> CurveTree:
+            # A library's curves are for machines never measured: groups count alike in them.
+            some = np.zeros(len(part), bool)
+            groups_of = np.array([owner[m] for m in part.machine], object)
+            for own in groups(part, depth=3).values():
+                mask = np.zeros(len(part), bool)
+                mask[own] = True
+                some |= _even(groups_of, mask)
+            library = refine_tree(self.tree, part.take(some), part_us[some], depths=(3,))
+            return refine_tree(library, part, part_us, depths=(4,))
+
+        fresh = Intervals()
+        folds = _fold_scores(fit, table, latency)
+        fresh.add("known", table, folds)
+        left_out, related = leave_one_out(table, latency, group, fit)
+        # Groups count alike: a machine with many rows must not decide what holds for a new one.
+        even = _even(group, np.isfinite(left_out))
+        for scope, of_scope in (("new", even & related), ("foreign", even & ~related)):
+            scores = np.log(latency[of_scope] / left_out[of_scope])
+            fresh.add(scope, table.take(of_scope), scores)
+        # Ends that name a library; wider pools stay those of the first fit.
+        own = {key: ends for key, ends in fresh.ends.items() if key.count("/") >= LIBRARY_DEPTH}
+        errors = _errors(table, group, np.log(latency / left_out), folds, fresh, related)
+        joined = [*_listed(self.provenance.get("joined")), {**about, "errors": errors}]
+        return type(self)(
+            fit(table, latency),
+            Intervals(self.intervals.ends | own),
+            self.calibrated_machines,
+            {**self.provenance, "joined": joined},
+        )
+
+    def joined_errors(self) -> pd.DataFrame:
+        """Errors of the libraries that were joined last, by what was left out, in per cent."""
+        last = _listed(self.provenance.get("joined"))[-1:]
+        errors = last[0].get("errors") if last and isinstance(last[0], dict) else None
+        return pd.DataFrame.from_dict(errors or {}, orient="index")
 
     def save(self, path: Path) -> None:
         """Write JSON with parameters by name, interval ends and provenance."""
@@ -196,26 +257,82 @@ def measured_table(rows: pd.DataFrame, find: FindLinks) -> tuple[CollectiveTable
     return collective_table(rows, find), rows["latency_us"].to_numpy(float)
 
 
-def leave_one_out(table: CollectiveTable, latency_us: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def leave_one_out(
+    table: CollectiveTable,
+    latency_us: np.ndarray,
+    group: np.ndarray | None = None,
+    fit: Fit = fit_tree,
+) -> tuple[np.ndarray, np.ndarray]:
     """Predictions of each row by a model that saw no machine of its architecture.
+
+    Args:
+        table: Collectives, ``n`` of them.
+        latency_us: Measured, shape ``(n,)``.
+        group: What is left out together, shape ``(n,)``; the architectures by default.
+        fit: Fits the model.
 
     Returns:
         Microseconds, shape ``(n,)``, NaN for every row if there is only one architecture; and
         whether other machines had rows of the same fabric, operation and library, shape ``(n,)``.
     """
     result, related = np.full(len(table), np.nan), np.zeros(len(table), dtype=bool)
-    families = sorted(set(table.family.tolist()))
+    owner = table.family if group is None else group
+    families = sorted(set(owner.tolist()))
     for family in families if len(families) > 1 else []:
-        held = table.family == family
-        tree = fit_tree(table.take(~held), latency_us[~held])
+        held = owner == family
+        tree = fit(table.take(~held), latency_us[~held])
         part = table.take(held)
         result[held] = tree.predict_us(part, known=False)
         related[held] = tree.knows(part, depth=3)
     return result, related
 
 
+def _even(group: np.ndarray, usable: np.ndarray) -> np.ndarray:
+    """Mask of usable rows of which every group has equally many, drawn at random."""
+    names, counts = np.unique(group[usable].astype(str), return_counts=True)
+    rng, chosen = np.random.default_rng(0), np.zeros(len(group), bool)
+    for name in names:
+        own = np.flatnonzero(usable & (group == name))
+        chosen[rng.choice(own, counts.min(), replace=False)] = True
+    return chosen
+
+
+def _errors(
+    table: CollectiveTable,
+    group: np.ndarray,
+    left_out: np.ndarray,
+    folds: np.ndarray,
+    intervals: Intervals,
+    related: np.ndarray,
+) -> dict[str, dict[str, float]]:
+    """Errors in per cent of left-out groups and of held-out rows, by size, with their coverage."""
+    result: dict[str, dict[str, float]] = {}
+    known = np.full(len(table), "known", object)
+    scopes = np.where(related, "new", "foreign").astype(object)
+    small = table.points.size < 2.0**20
+    for what, scores, scope in (("left out", left_out, scopes), ("folds", folds, known)):
+        lower, upper = intervals.find(scope, table)
+        inside = (scores >= lower) & (scores <= upper)
+        for name in dict.fromkeys(group):
+            for size, chosen in (("below 1 MiB", small), ("from 1 MiB on", ~small)):
+                own = chosen & (group == name) & np.isfinite(scores)
+                if own.any():
+                    ape = 100 * np.abs(np.expm1(-scores[own]))
+                    result[f"{name}, {what}, {size}"] = {
+                        "rows": int(own.sum()),
+                        "mean": round(float(ape.mean()), 1),
+                        "median": round(float(np.median(ape)), 1),
+                        "covered": round(100 * float(inside[own].mean()), 1),
+                    }
+    return result
+
+
+def _listed(value: object) -> list[object]:
+    return list(value) if isinstance(value, list) else []
+
+
 def _fold_scores(
-    fit: Callable[[CollectiveTable, np.ndarray], CurveTree],
+    fit: Fit,
     table: CollectiveTable,
     latency_us: np.ndarray,
 ) -> np.ndarray:

@@ -20,6 +20,7 @@ from .intervals import UNKNOWN
 from .links import Links
 from .model import CollectiveModel
 from .residual import cell_key
+from .table import RING_PERMUTE
 
 #: Operation in the tables that the curves were fitted to, and whether its size there is the full
 #: (gathered) buffer, as in nccl-tests, rather than what one rank puts in.
@@ -29,12 +30,14 @@ _TABLE = {
     "reduce_scatter": ("reduce_scatter", False),
     "all_to_all": ("alltoall", False),
     "send_recv": ("send_recv", False),
+    "collective_permute": (RING_PERMUTE, False),
 }
 #: Largest group on a machine that was never measured: most published scale-up measurements come
 #: from boxes of eight, so beyond that the curves would extrapolate.
 MOST_DEVICES = 8
 #: Libraries to try in turn: PyTorch calls NCCL, so its rows stand in where NCCL's own are missing.
-_LIKE = {"nccl": ("nccl", "torch")}
+#: XLA calls NCCL as well, and was measured inside one domain only.
+_LIKE = {"nccl": ("nccl", "torch"), "xla": ("xla", "nccl", "torch")}
 
 
 @dataclass(frozen=True)
@@ -174,7 +177,8 @@ def _learned(
     row = {
         "op": operation,
         "bytes": max(size * (world if gathered else 1), 1.0),
-        "world_size": world,
+        # A shift is a transfer between two devices for each of them.
+        "world_size": 2 if operation == RING_PERMUTE else world,
         "devices_per_node": inside,
         "device": machine or spec.name,
         "backend": library,

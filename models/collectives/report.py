@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from .curve import steps
 from .fit import fit_tree
 from .model import FindLinks, fit_collectives, leave_one_out, measured_table
 from .table import CollectiveTable, device_rows
@@ -35,7 +34,7 @@ TABLES = (
 def naive_ring_us(table: CollectiveTable) -> np.ndarray:
     """The alpha–beta ring with nominal bandwidth, in microseconds, shape ``(n,)``."""
     points = table.points
-    return np.asarray(NAIVE_START_US * steps(points.world) + points.wire / points.bandwidth)
+    return np.asarray(NAIVE_START_US * points.steps + points.wire / points.bandwidth)
 
 
 def held_out_rows(rows: pd.DataFrame) -> np.ndarray:

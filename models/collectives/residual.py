@@ -18,6 +18,12 @@ LENGTH = 3.0
 #: Standard deviation of residuals and of the noise of a measurement, in log units. Only their ratio
 #: matters: it sets how far the table smooths. Engineering estimates; not fitted.
 SPREAD, NOISE = 0.15, 0.03
+#: Standard deviation of normal errors over the median of their absolute second differences, whose
+#: variance is six times as large: 1 / (0.6745 √6).
+_OF_DIFFERENCES = 0.605
+#: Differences around a measurement that its noise is read off: few enough to lie in one protocol,
+#: enough that a step counts for one of them. Engineering estimate; not fitted.
+_AROUND = 6
 #: Most measurements in the fit of a cell, which costs O(n³), and most knots kept in the saved file.
 MOST_ROWS, MOST_KNOTS = 240, 64
 
@@ -42,7 +48,8 @@ def fit_residual(octaves: np.ndarray, logs: np.ndarray) -> Table:
     # A residual beyond a factor e is taken for a fault of the measurement, not of the curve.
     x, y = octaves[some], np.clip(logs[some], -1.0, 1.0)
     # Posterior mean in units of SPREAD² (Rasmussen and Williams, equation 2.25).
-    weights = np.linalg.solve(_alike(x, x) + (NOISE / SPREAD) ** 2 * np.eye(len(x)), y)
+    noise = np.maximum(NOISE, _scatter(y)) / SPREAD
+    weights = np.linalg.solve(_alike(x, x) + np.diag(noise**2), y)
     seen = np.unique(x)
     # The table is read by linear interpolation, for which 64 knots over some 20 octaves are enough.
     knots = seen[np.unique(np.linspace(0, len(seen) - 1, MOST_KNOTS).astype(int))]
@@ -60,6 +67,22 @@ def read_residual(table: Table, octaves: np.ndarray) -> np.ndarray:
     # The process's own decay from its last known value.
     fade = np.exp(-np.maximum(beyond, 0.0) / LENGTH)
     return np.asarray(np.interp(octaves, knots, values) * fade)
+
+
+def _scatter(logs: np.ndarray) -> np.ndarray:
+    """Noise of measurements in order of size, from second differences around each.
+
+    Neighbours that differ at random are not followed; slopes and a single step of a protocol are.
+
+    Returns:
+        Standard deviations, shape ``(n,)``.
+    """
+    steps = np.abs(np.diff(logs, 2))
+    if len(steps) < _AROUND:
+        return np.zeros(len(logs))
+    first = np.clip(np.arange(len(logs)) - _AROUND // 2, 0, len(steps) - _AROUND)
+    windows = steps[first[:, None] + np.arange(_AROUND)]
+    return np.asarray(_OF_DIFFERENCES * np.median(windows, axis=1))
 
 
 def _alike(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -16,11 +16,19 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError, DeviceError
-from .curve import COPY_EFFICIENCY, Points, wire_bytes
+from .curve import COPY_EFFICIENCY, Points, steps, wire_bytes
 from .links import REFERENCE_CLOCK, Links
 
 #: Frameworks with an all-reduce of their own, which sends whole buffers while messages are small.
 CUSTOM_BACKENDS = ("sglang", "vllm", "trtllm")
+#: Operations that NCCL runs as rings in one domain, however many devices there are; trees are for
+#: reductions to all (NCCL, ``NCCL_ALGO``).
+RINGS = ("all_gather", "reduce_scatter", "alltoall")
+#: A permute in which every device sends to the next and receives from the one before at once.
+RING_PERMUTE = "collective_permute"
+#: Collectives as XLA times them on AMD's devices: by RCCL, whose start-ups are three times those of
+#: NCCL in XLA's tables.
+XLA, XLA_AMD = "xla", "xla_rccl"
 #: Machines that published tables name instead of a device: device string, and what is known
 #: better. Pairs are joined by NVLink bridges, pairs by PCI Express, and nodes by 25 Gb/s Ethernet.
 #: The pair of A40 that was measured reaches 4.3e9 bytes/s, a thirteenth of the bridge's rate and a
@@ -143,6 +151,9 @@ def collective_table(frame: pd.DataFrame, find: Callable[[str], Links]) -> Colle
     fabric = np.array([links[m].fabric(int(n), int(k)) for m, n, k in each], dtype=object)
     op = _operations(frame)
     backend = _backends(frame)
+    # Another library under the same name: its curves must not mix with NCCL's.
+    amd = np.array([links[m].architecture.startswith("cdna") for m in machine], bool)
+    backend[amd & (backend == XLA)] = XLA_AMD
     points = _points(size, world, per_node, op, backend, fabric, [links[m] for m in machine])
     family = np.array([links[m].architecture for m in machine], dtype=object)
     return CollectiveTable(fabric, backend, op, machine, family, points)
@@ -220,11 +231,13 @@ def _points(
     custom = np.isin(library, CUSTOM_BACKENDS) & (op == "all_reduce")
     eager = np.array([str(b).endswith("_eager") for b in backend], dtype=float)
     memory = np.array([link.memory for link in links])
+    plain_op = np.array([str(name).removesuffix("_int8") for name in op], dtype=object)
     # Read and written once; a device without described memory bandwidth copies for nothing.
     copied = 2.0 * size / (COPY_EFFICIENCY * np.where(memory > 0, memory, np.inf)) * 1e6
     return Points(
         size=size,
         world=world,
+        steps=steps(world, np.isin(plain_op, RINGS)),
         # Across nodes the link is a device's share of the network: what matters is how many devices
         # of a node use it, not how many nodes there are. The factor 2 starts one device at octave
         # 1.
@@ -233,7 +246,10 @@ def _points(
         # While messages are small, a custom all-reduce sends its whole buffer to every other
         # device.
         wire_low=np.where(custom, (world - 1.0) * size, wire),
-        bandwidth=np.array([k.bandwidth(f) for k, f in zip(links, fabric, strict=True)]) / 1e6,
+        bandwidth=np.array(
+            [k.bandwidth(f, int(n)) for k, f, n in zip(links, fabric, world, strict=True)]
+        )
+        / 1e6,
         # Start-ups are code on the device: they shorten as its clock rises.
         scale=np.array([REFERENCE_CLOCK / k.clock_hz if k.clock_hz else 1.0 for k in links]),
         copy=copied * eager,

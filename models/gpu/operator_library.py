@@ -71,6 +71,12 @@ class Operators:
         rows = rows.assign(device=device.name)
         return self.family(key).predict(rows, {device.name: device})
 
+    def knows_chip(self, key: str, device: DeviceSpec) -> bool:
+        """Whether a family was fitted to the device or to another one with the same chip."""
+        known = self.family(key).known_devices
+        _, scope = known.proxies(np.array([device.name], object), {device.name: device})
+        return bool(scope[0] in ("known", "sibling"))
+
     def knows(self, key: str, device: str) -> bool:
         """Whether the model has a family and was fitted to its rows of a device."""
         return key in self.families and device in self._stored[key]["devices"]

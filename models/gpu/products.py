@@ -1,6 +1,8 @@
 """XLA's matrix products and convolutions, priced as published GEMMs.
 
-A product of any type is looked up as a bf16 product with the same bytes and the same arithmetic
+Products that XLA's own tables know are looked up there: they were autotuned as they are in a
+program, but timed one by one, so that the cold start of each kernel is taken out. Elsewhere a
+product of any type is looked up as a bf16 product with the same bytes and the same arithmetic
 time: ``k`` is scaled with the width of an operand, and the device's rate with it (an f32 product at
 default precision on an A100 is a bf16 product of twice the depth). True f32 products use the
 tables timed eagerly, with the host's launch taken out; fp8 products use the fp8 tables with the
@@ -51,6 +53,8 @@ _FP8 = ("f8e4m3fn", "f8e5m2", "f8e4m3", "f8e4m3fnuz", "f8e5m2fnuz", "f8e4m3b11fn
 #: fp8 on chips without matrix units for them).
 _BY_F32 = ("tf32", "bf16", "f16", *_FP8)
 _DIMS = ("b", "m", "n", "k")
+#: Formats of XLA's tables by matrix rate.
+_XLA_FORMATS = {"bf16": "bf16", "f16": "fp16", "tf32": "tf32", **dict.fromkeys(_FP8, "fp8")}
 
 
 class Products:
@@ -87,10 +91,11 @@ class Products:
 
         Args:
             rows: As in :meth:`gemms`.
-            grouped: Whether batches are the groups of convolutions.
+            grouped: Whether batches are the groups of convolutions, which XLA does not autotune.
 
-        Tree predictions are not monotone in the sizes, so the halves are predicted too and the
-        longest time is taken (docs/gpu.md).
+        Tree predictions are not monotone in the sizes, and XLA's table gives half the time of
+        products in two kernels, so the halves are predicted too and the longest time is taken
+        (docs/gpu.md).
         """
         slowest = Answer.empty(len(rows))
         way = self._ways(rows, grouped=grouped)
@@ -99,7 +104,7 @@ class Products:
             chains, owner = _chains(rows.iloc[at])
             # The chains of a program's products overlap a lot: each size is predicted once.
             code, first_of = _distinct(chains)
-            answer = _taken(self._ask(name, chains.iloc[first_of]), code)
+            answer = _taken(self._ask(name, chains.iloc[first_of], grouped=grouped), code)
             highest = np.full(len(at), 0.0)
             np.maximum.at(highest, owner, answer.latency)
             # A chain begins with the product itself, whose interval and source are kept.
@@ -166,9 +171,12 @@ class Products:
         peak = self.device.matrix_peak
         return "f32" if name in _BY_F32 and peak(name) <= peak("f32") else name
 
-    def _ask(self, way: str, rows: pd.DataFrame) -> Answer:
+    def _ask(self, way: str, rows: pd.DataFrame, *, grouped: bool) -> Answer:
         rate, shape = way.split("/")
-        eager = "eager/linear" if shape == "linear" else "eager/bmm"
+        table = "linear" if shape == "linear" else "bmm"
+        if not grouped and self._autotuned(rate, table):
+            return self._by_xla(f"xla/{table}", rate, rows)
+        eager = f"eager/{table}"
         if rate == "f32" and self._eager(eager):
             return self._timed_eagerly(eager, rows)
         # Batched fp8 products have no table that separates the quantisation: they go by physics, as
@@ -181,6 +189,30 @@ class Products:
     def _eager(self, key: str) -> bool:
         """Whether the operator model has the eagerly timed tables that true f32 products use."""
         return key in self.operators.families
+
+    def _autotuned(self, rate: str, shape: str) -> bool:
+        """Whether XLA's own table of products is the closest to a type on this device."""
+        key = f"xla/{shape}"
+        if rate not in _XLA_FORMATS or key not in self.operators.families:
+            return False
+        # XLA's only AMD table, of MI300X, makes programs of MI350 worse (docs/gpu.md).
+        if self.device.vendor.upper() != "NVIDIA":
+            return False
+        # On a device that other libraries were measured on and XLA was not, those are closer.
+        if not self.operators.knows(f"graph/{shape}", self.device.name):
+            return True
+        # XLA's fp8 rows of Hopper are not to be trusted (README of the XLA pack).
+        return rate not in _FP8 and self.operators.knows_chip(key, self.device)
+
+    def _by_xla(self, key: str, rate: str, rows: pd.DataFrame) -> Answer:
+        asked = rows[list(_DIMS)].assign(op=key.split("/")[1], dtype=_XLA_FORMATS[rate])
+        prediction = self.operators.predict(key, asked, self.device)
+        base, cold = base_seconds(key, asked, self.device)
+        # In a program kernels follow each other: a start from a replayed graph replaces the cold
+        # one, and the ratio of prediction to physics is kept.
+        latency = prediction.latency * (base - cold + self.launch) / base
+        lower, upper = spread(prediction.latency, prediction.lo, prediction.hi, LIBRARY)
+        return Answer.around(latency, lower, upper, f"learned:{key}", prediction.in_domain)
 
     def _as_bf16(self, shape: str, rate: str, rows: pd.DataFrame) -> Answer:
         key = "graph/bmm" if shape == "bmm" else "graph/linear"

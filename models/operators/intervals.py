@@ -75,7 +75,8 @@ class DeviceIntervals:
             foreign: Devices of a minority vendor; they count for :attr:`foreign` only.
         """
         own = [values for name, values in scores.items() if name not in foreign]
-        self.unseen = widest(own) or UNKNOWN
+        # A single chip is no sample of chips: the physics may have been read off it.
+        self.unseen = widest(own if len(own) > 1 else scores.values()) or UNKNOWN
         # All left-out devices count, those of minority vendors with their larger errors included.
         self.foreign = widest(scores.values()) or UNKNOWN
 

@@ -118,6 +118,16 @@ class OpModel:
             raise ModelError(f"no family of operators has {MIN_ROWS} rows or more")
         return self
 
+    def joined(self, other: OpModel) -> OpModel:
+        """Take over another model's families; where both have one, the other's counts."""
+        result = OpModel()
+        result.families = self.families | other.families
+        result.devices = self.devices | other.devices
+        # The first model's provenance stays; what was added says so itself.
+        added = [*_listed(self.info.get("added")), {**other.info, "families": [*other.families]}]
+        result.info = {**self.info, "added": added}
+        return result
+
     def spec(self, name: str) -> DeviceSpec:
         """Description of a device: the model's own, else the catalogue's.
 
@@ -296,6 +306,10 @@ def default_settings(
         )
 
     return of
+
+
+def _listed(value: object) -> list[object]:
+    return list(value) if isinstance(value, list) else []
 
 
 def _folder(key: str) -> str:

@@ -25,6 +25,15 @@ def learned_time(kind: str, size: float, ranks: Sequence[int], cluster: Cluster)
     return Estimate(found.latency, found.lo, found.hi)
 
 
+def xla_time(kind: str, size: float, ranks: Sequence[int], cluster: Cluster) -> Estimate:
+    """As :func:`learned_time`, for a collective of a program that XLA runs.
+
+    XLA starts each collective when all devices of the process have met, which small ones wait for.
+    """
+    found = _collectives().estimate(kind, size, ranks, cluster, backend="xla")
+    return Estimate(found.latency, found.lo, found.hi)
+
+
 def analytical_time(kind: str, size: float, ranks: Sequence[int], cluster: Cluster) -> Estimate:
     """Estimate a collective from closed forms alone, without any measurement."""
     found = collective_latency_s(kind, size, ranks, cluster)

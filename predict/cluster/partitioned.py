@@ -36,7 +36,7 @@ from ...simulate.program.nodes import Node, check_devices, program_nodes
 from ...simulate.program.streams import StreamRun, run_streams
 from ..devices import cluster_device, resolve_device
 from ..program.predictor import Predictor, model_notes, roofline_predictor
-from .network import CollectiveTime, learned_time
+from .network import CollectiveTime, xla_time
 from .program_seconds import ProgramSeconds, program_seconds
 from .spread import COMPOSITION_ERROR, NINETY
 
@@ -144,7 +144,7 @@ def predict_partitioned(
     predictor: Predictor | None = None,
     options: LoweringOptions = DEFAULTS,
     *,
-    collective: CollectiveTime = learned_time,
+    collective: CollectiveTime = xla_time,
 ) -> PartitionedPrediction:
     """Predict a program that has already been partitioned.
 

@@ -1,8 +1,9 @@
 """Predict folders of published latencies: operators, collectives and whole programs.
 
 A folder holds tables of queries (``queries_ops_*.parquet``, ``queries_collectives*.csv.gz``,
-``queries_e2e.csv`` with ``opgraphs.parquet``) or the answered tables of a published pack. Every row
-gets a prediction; rows whose latency is given are judged.
+``queries_matmul*.csv.gz``, ``queries_gemm*.parquet``, ``queries_e2e.csv`` with
+``opgraphs.parquet``) or the answered tables of a published pack; a single table may be given
+instead. Every row gets a prediction or a reason; rows whose latency is given are judged.
 """
 
 from __future__ import annotations
@@ -16,17 +17,22 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from ...common.parquet import read_table
+from ...datagen.published.product_tables import is_products, read_products
 from ...features.devices.catalogue import find_device
 from ...models.collectives.links import Links
+from ...models.collectives.measurements import XLA_COLUMNS
 from ...models.collectives.model import CollectiveModel
 from ...models.operators import OpModel, rows_of_published
 from ...models.operators.report import only_or_mixed
 from .composition import compose
+from .pack_tables import TIMES, predict_products, predict_xla_collectives
 
 #: File patterns by content. Queries come before answered tables: a folder that has both asks for
 #: the queries, and the first pattern with a match counts.
 OPERATORS = ("queries_ops_*.parquet", "ops_*.parquet")
 COLLECTIVES = ("queries_collectives*.csv.gz", "collectives*.csv.gz")
+MATMUL = ("queries_matmul*.csv*", "matmul*.csv*")
+GEMM = ("queries_gemm*.parquet", "gemm*.parquet")
 PROGRAMS = ("queries_e2e.csv", "e2e_labels.csv")
 GRAPHS = "opgraphs.parquet"
 #: Prefix of the splits whose rows may be learned from.
@@ -42,16 +48,20 @@ class PublishedPredictions:
     """Predictions of a folder.
 
     Attributes:
-        frame: ``id``, ``latency_us``, ``lo_us`` and ``hi_us`` of every row.
+        frame: ``id`` (the number of a row where its table has none), ``latency_us``, ``lo_us`` and
+            ``hi_us`` of every row, and ``table`` and ``reason`` (why a row has no prediction) for
+            rows of tables other than operators, collectives and programs.
         judged: Rows with a known latency: ``table``, ``family``, ``device``, ``split``,
             ``scope``, ``error`` (predicted / measured - 1), ``covered``, ``calibration`` (whether
             the row was learned from).
         calibrated: Number of rows learned from, by what they adapted.
+        notes: What was left out of predictions or of the judgement, and why.
     """
 
     frame: pd.DataFrame
     judged: pd.DataFrame
     calibrated: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def summary(self) -> pd.DataFrame:
         """Summarise judged rows by table, family, device and split, and over whole tables."""
@@ -83,7 +93,7 @@ def predict_published(
     """Predict every row of a folder.
 
     Args:
-        folder: Holds at least one of the tables.
+        folder: Holds at least one of the tables, or is one.
         model: Model of operators; calibrated in place if ``calibrate`` is set.
         collectives: Model of collectives; the shipped one by default.
         calibrate: Whether to learn from rows of ``calib_*`` splits whose latency is given.
@@ -93,17 +103,18 @@ def predict_published(
         DatasetError: The folder has no such table, or a table lacks a column.
         DeviceError: A device is not in the catalogue.
     """
-    if not folder.is_dir():
-        raise DatasetError("no such folder", where=str(folder))
+    if not folder.exists():
+        raise DatasetError("no such folder or table", where=str(folder))
     links = collectives or CollectiveModel.load()
     job = _Job(folder, model, links, calibrate, limit)
-    parts = [*job.operators(), *job.collective_tables(), *job.programs()]
+    parts = [*job.operators(), *job.collective_tables(), *job.products(), *job.programs()]
     if not parts:
-        wanted = ", ".join((*OPERATORS, *COLLECTIVES, *PROGRAMS))
+        wanted = ", ".join((*OPERATORS, *COLLECTIVES, *MATMUL, *GEMM, *PROGRAMS))
         raise DatasetError("no table to predict", where=str(folder), hint=f"expected {wanted}")
     frame = pd.concat([part.frame for part in parts], ignore_index=True)
     judged = pd.concat([part.judged for part in parts], ignore_index=True)
-    return PublishedPredictions(frame, judged, job.calibrated)
+    notes = [note for part in parts for note in part.notes]
+    return PublishedPredictions(frame, judged, job.calibrated, notes)
 
 
 @dataclass
@@ -142,6 +153,10 @@ class _Job:
 
     def collective_tables(self) -> Iterator[PublishedPredictions]:
         tables = [(p, pd.read_csv(p)) for p in _files(self.folder, COLLECTIVES)]
+        own = [(path, frame) for path, frame in tables if set(frame.columns) >= XLA_COLUMNS]
+        for path, frame in own:
+            yield _judged_pack(path, predict_xla_collectives(frame, path, self.links))
+        tables = [(path, frame) for path, frame in tables if not set(frame.columns) >= XLA_COLUMNS]
         known = [frame[_given(frame)] for _, frame in tables if _given(frame).any()]
         if self.calibrate and known:
             rows = pd.concat(known, ignore_index=True)
@@ -151,6 +166,17 @@ class _Job:
             prediction = self.links.predict(frame, _links)
             latency, lo, hi = (prediction[c].to_numpy() for c in ("latency_s", "lo_s", "hi_s"))
             yield _part(path, frame, frame["op"], latency, lo, hi, prediction["scope"])
+
+    def products(self) -> Iterator[PublishedPredictions]:
+        """Predict tables of matrix products."""
+        for path in [p for patterns in (MATMUL, GEMM) for p in _files(self.folder, patterns)]:
+            table = read_products(path)
+            if not is_products(table.columns):
+                # Another table whose name begins alike.
+                continue
+            if self.limit is not None and len(table) > self.limit:
+                table = table.sample(self.limit, random_state=0)
+            yield _judged_pack(path, predict_products(table, path, self.model))
 
     def programs(self) -> Iterator[PublishedPredictions]:
         for path in _files(self.folder, PROGRAMS):
@@ -195,12 +221,45 @@ def _microseconds(latency: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> pd.Dat
 
 
 def _files(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    """Files of the first pattern that has any, below the folder."""
+    """Files of the first pattern that has any, below the folder; the folder itself if a file."""
+    if folder.is_file():
+        return [folder] if _kind(folder) is patterns else []
     for pattern in patterns:
         files = sorted(folder.rglob(pattern))
         if files:
             return files
     return []
+
+
+def _kind(path: Path) -> Sequence[str]:
+    """The patterns of the tables that a file is one of, by its columns."""
+    if path.name in PROGRAMS:
+        return PROGRAMS
+    columns = set(read_products(path).columns)
+    if is_products(columns):
+        return GEMM if path.suffix == ".parquet" else MATMUL
+    if columns >= XLA_COLUMNS or {"bytes", "world_size"} <= columns:
+        return COLLECTIVES
+    return OPERATORS if {"op", "family"} <= columns else ()
+
+
+def _judged_pack(path: Path, rows: pd.DataFrame) -> PublishedPredictions:
+    """Judge the rows of a pack's table that its publishers do not doubt."""
+    name = path.name.split(".")[0]
+    latency, lo, hi = (rows[c].to_numpy() for c in TIMES)
+    part = _part(path, rows, rows["family"], latency, lo, hi, rows["scope"])
+    keep = ~rows["suspect"].to_numpy(bool) & (rows["reason"] == "").to_numpy()
+    label = np.full(len(rows), np.nan)
+    if "latency_us" in rows:
+        label = rows["latency_us"].to_numpy(np.float64, na_value=np.nan)
+    part.judged = part.judged[keep[label > 0]].reset_index(drop=True)
+    part.frame["table"], part.frame["reason"] = name, rows["reason"].to_numpy()
+    counts = rows["reason"].value_counts()
+    part.notes = [f"{name}: {n} rows not predicted: {why}" for why, n in counts.items() if why]
+    doubted = int((rows["suspect"].to_numpy(bool) & (label > 0)).sum())
+    if doubted:
+        part.notes.append(f"{name}: {doubted} rows that their publisher doubts are not judged")
+    return part
 
 
 def _sourced(path: Path, frame: pd.DataFrame) -> pd.DataFrame:

@@ -1,0 +1,87 @@
+"""Physics of a product that XLA autotunes: the fastest of many tiles, each timed on the device.
+
+A core works on one output tile at a time. For each step of the reduction it needs the rows and
+columns of the tile's edges from the L2 cache, and the matrix unit's time for their product;
+whichever takes longer sets the pace. Small tiles are bound by the way into the core, large ones by
+the matrix unit, and on a chip whose matrix units are twice as fast the tile has to be twice as
+large for the same share of the peak.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .columns import Machine, OpTable
+from .physics import combine
+
+#: Output tiles (rows, columns): the usual ones of cuBLAS and of XLA's Triton configurations.
+TILES = (
+    (32, 64),
+    (64, 32),
+    (64, 64),
+    (64, 128),
+    (128, 64),
+    (128, 128),
+    (128, 256),
+    (256, 128),
+)
+#: Architectures on which two cores share a tile's operands, each holding half of one of them
+#: (tcgen05 with ``cta_group::2``, PTX ISA): a core has a tile of 128 × 256 and receives 128 + 128.
+PAIRED = ("blackwell", "blackwell-ultra")
+#: Bytes a clock that a core receives from L2: the sector pipe of a streaming multiprocessor is 64
+#: bytes wide since Volta. XLA's bf16 table of H100 gives 63 when fitted.
+INGRESS = 64.0
+#: The same where operands pass through registers. Hopper's asynchronous TF32 instructions take
+#: operands only if the reduced dimension is innermost in both (CUTLASS, functionality, sm_90a:
+#: ``{T} x {N}``); the right-hand side of a row-major product is not. Fitted to the f32 rows of
+#: XLA's table of H100, the only such case that was measured.
+BY_REGISTERS = 30.0
+#: Bytes a clock at which a core writes its finished tile, which nothing overlaps. Fitted to the
+#: bf16 rows of XLA's table of H100.
+EPILOGUE = 21.0
+#: Share of the matrix peak that an inner loop reaches: NVIDIA, fitted to the bf16 rows of XLA's
+#: table of H100 (0.89); AMD, fitted to those of MI300X, which power holds below its data sheet.
+MATRIX_SHARE, MATRIX_SHARE_AMD = 0.89, 0.45
+
+
+def autotuned_tiles(
+    table: OpTable,
+    size: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+    peak: np.ndarray,
+    machine: Machine,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Find the fastest tiling of each product.
+
+    Args:
+        table: ``n`` products.
+        size: Their ``b``, ``m``, ``n`` and ``k``, shape ``(n,)`` each.
+        peak: Dense FLOP/s of their type, shape ``(n,)``.
+        machine: Their devices.
+
+    Returns:
+        Seconds, waves of tiles, and the used share of the tiles, shape ``(n,)`` each.
+    """
+    b, m, n, k = size
+    width, out = table.activation_bytes, np.maximum(table.activation_bytes, 2.0)
+    paired = table.of_device([d.architecture in PAIRED for d in table.devices]) > 0
+    hopper = table.of_device([d.architecture == "hopper" for d in table.devices]) > 0
+    other = table.of_device([d.vendor.upper() == "AMD" for d in table.devices]) > 0
+    ingress = np.where(hopper & table.is_("dtype", "tf32"), BY_REGISTERS, INGRESS)
+    rate = peak / machine.cores * np.where(other, MATRIX_SHARE_AMD, MATRIX_SHARE)
+    seconds = np.full(len(m), np.inf)
+    waves, use = np.ones(len(m)), np.ones(len(m))
+    for rows, columns in TILES:
+        tiles = b * np.ceil(m / rows) * np.ceil(n / columns)
+        # Of a pair's 256 columns each core receives half.
+        edges = rows + np.where(paired & (columns == 256), columns / 2, columns)
+        received = edges * width / (ingress * machine.clock)
+        # The slower of the two sets the pace; a sharp soft maximum keeps the estimate smooth.
+        step = combine(2.0 * rows * columns / rate, received, power=8.0)
+        written = rows * columns * out / (EPILOGUE * machine.clock)
+        own = tiles / machine.cores
+        total = np.ceil(own) * (step * k + written)
+        faster = total < seconds
+        seconds = np.where(faster, total, seconds)
+        waves = np.where(faster, own, waves)
+        use = np.where(faster, b * m * n / (tiles * rows * columns), use)
+    return seconds, waves, use
