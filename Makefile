@@ -75,6 +75,11 @@ report: $(VENV)/.installed $(VENV)/.compilers
 	$(BIN)/python tests/bench/trust_report.py --quick --minutes 2
 	@if [ -d '$(PUBLISHED)' ]; then $(BIN)/opcast report operators --published '$(PUBLISHED)'; \
 	else echo "operators: no published tables at $(PUBLISHED); make report PUBLISHED=DIR"; fi
+	@if [ -d '$(PUBLISHED)/published-xla' ]; then \
+	$(BIN)/opcast data import published '$(PUBLISHED)/published-xla' --out report-out/xla-rows \
+	&& $(BIN)/opcast train --data report-out/xla-rows --out report-out/xla-products --no-track \
+	&& $(BIN)/opcast calibrate-collectives '$(PUBLISHED)/published-xla/collectives.csv.gz' --join --out report-out/collectives.json \
+	&& $(BIN)/opcast evaluate --published '$(PUBLISHED)/published-xla' --out report-out/xla.parquet; fi
 	@if [ -d '$(PUBLISHED)/published-steps' ]; then \
 	$(BIN)/opcast train --steps '$(PUBLISHED)/published-steps/steps.csv.gz' --out report-out/steps.json \
 	&& $(BIN)/opcast evaluate --steps '$(PUBLISHED)/published-steps/steps.csv.gz' --out report-out/steps.parquet \

@@ -20,7 +20,7 @@ from .intervals import UNKNOWN
 from .links import Links
 from .model import CollectiveModel
 from .residual import cell_key
-from .table import RING_PERMUTE
+from .table import RING_PERMUTE, XLA, XLA_AMD
 
 #: Operation in the tables that the curves were fitted to, and whether its size there is the full
 #: (gathered) buffer, as in nccl-tests, rather than what one rank puts in.
@@ -38,6 +38,10 @@ MOST_DEVICES = 8
 #: Libraries to try in turn: PyTorch calls NCCL, so its rows stand in where NCCL's own are missing.
 #: XLA calls NCCL as well, and was measured inside one domain only.
 _LIKE = {"nccl": ("nccl", "torch"), "xla": ("xla", "nccl", "torch")}
+
+
+#: Names of libraries on AMD's devices, where they differ.
+_AMD = {XLA: XLA_AMD}
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,9 @@ def _learned(
     world, inside = prod(d.size for d in dims), dims[0].size
     links = Links.from_spec(spec, link=first.bandwidth, devices_per_node=inside)
     operation, gathered = _TABLE[kind]
-    machines = {key.split("/", 3)[3] for key in model.tree.curves if key.count("/") >= 3}
+    # Machines on which this library was measured: another one's may have another of the names.
+    paths = [key.split("/", 3) for key in model.tree.curves if key.count("/") >= 3]
+    machines = {p[3] for p in paths if p[1] == operation and p[2] in (library, _AMD.get(library))}
     # A calibration may have named the cluster itself, which is closer than the device's name.
     machine = next((m for m in (cluster.name, spec.name, *spec.aliases) if m in machines), "")
     row = {

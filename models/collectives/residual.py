@@ -82,7 +82,10 @@ def _scatter(logs: np.ndarray) -> np.ndarray:
         return np.zeros(len(logs))
     first = np.clip(np.arange(len(logs)) - _AROUND // 2, 0, len(steps) - _AROUND)
     windows = steps[first[:, None] + np.arange(_AROUND)]
-    return np.asarray(_OF_DIFFERENCES * np.median(windows, axis=1))
+    seen = _OF_DIFFERENCES * np.median(windows, axis=1)
+    # What the process itself varies by from octave to octave is no noise.
+    own = 2.0 * SPREAD**2 * (1.0 - np.exp(-1.0 / LENGTH)) / 3.0
+    return np.asarray(np.sqrt(np.maximum(seen**2 - own, 0.0)))
 
 
 def _alike(a: np.ndarray, b: np.ndarray) -> np.ndarray:

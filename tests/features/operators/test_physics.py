@@ -383,3 +383,23 @@ def test_deeper_products_take_longer(family, drawn, gpus):
     before = op_features(rows, family, gpus)
     after = op_features(rows.assign(k=2 * rows["k"]), family, gpus)
     assert (after.base_s >= before.base_s * (1 - 1e-9)).all()
+
+
+def test_an_autotuned_product_is_bound_by_its_slower_half() -> None:
+    rows = pd.DataFrame(
+        {"b": [1, 1], "m": [4096, 256], "n": [4096, 256], "k": [4096, 4096], "op": "linear"}
+    ).assign(dtype="bf16", device="h100-sxm")
+    one = op_features(rows, "xla/linear", {"h100-sxm": find_device("h100-sxm")})
+    # 512 tiles of 128 x 256 on 132 cores: 4 waves, at 0.89 of the peak and 21 bytes a clock.
+    tile = 2 * 128 * 256 * 4096 / (0.89 * 989.4e12 / 132) + 128 * 256 * 2 / (21 * 1.98e9)
+    assert one.base_s[0] == pytest.approx(10400 / 1.98e9 + 4 * tile, rel=0.02)
+    # Small tiles wait for their operands: (32 + 64) rows of 2 bytes a step, 64 bytes a clock.
+    small = 4096 * (32 + 64) * 2 / (64 * 1.98e9)
+    assert one.base_s[1] == pytest.approx(10400 / 1.98e9 + small, rel=0.05)
+    # Hopper's TF32 passes through registers; Blackwell's does not.
+    ratio = {}
+    for name in ("h100-sxm", "b200"):
+        both = pd.concat([rows.iloc[1:].assign(dtype=d, device=name) for d in ("bf16", "tf32")])
+        base = op_features(both, "xla/linear", {name: find_device(name)}).base_s
+        ratio[name] = base[1] / base[0]
+    assert ratio["h100-sxm"] > 1.4 * ratio["b200"]

@@ -21,6 +21,7 @@ def points(size, world=4.0, bandwidth=1e5, **changes):
     fields = {
         "size": size,
         "world": np.full(n, world),
+        "steps": steps(np.full(n, world)),
         "spread": np.full(n, world),
         "wire": wire,
         "wire_low": wire,
@@ -49,6 +50,8 @@ def test_ring_volumes_of_1000_bytes_on_4_devices(op, shards, expected):
 
 def test_steps_are_those_of_a_ring_up_to_8_devices_then_of_a_tree():
     np.testing.assert_allclose(steps(np.array([2.0, 4.0, 8.0, 16.0, 64.0])), [1, 3, 7, 9, 13])
+    # All-gathers are handed on around the ring, however many devices there are.
+    np.testing.assert_allclose(steps(np.array([2.0, 8.0, 64.0]), True), [1, 7, 63])
 
 
 def test_a_small_message_costs_its_start_ups_alone():

@@ -228,3 +228,42 @@ def test_fit_curve_stays_positive():
     table = collective_table(curve_rows(), links)
     fitted = fit_curve(table, bumpy(curve_rows()), np.zeros(17) + 1.0, 1.0)
     assert np.isfinite(fitted).all()
+
+
+def test_xla_waits_longer_for_small_collectives(shipped):
+    box = find_cluster("h100-sxm-x8")
+    nccl = shipped.estimate("all_reduce", 2**12, 8, box)
+    xla = shipped.estimate("all_reduce", 2**12, 8, box, backend="xla")
+    assert (xla.source, xla.detail) == ("learned", "known")
+    # An executable of one all-reduce takes 20 to 50 us on eight H100 (XLA's table).
+    assert nccl.latency < 18e-6 < xla.latency < 60e-6
+    rack = find_cluster("gb200-x72")
+    few, many = (
+        shipped.estimate("all_gather", 1024, n, rack, backend="xla").latency for n in (8, 64)
+    )
+    # A ring: about 1.2 us for each of 7 and of 63 steps.
+    assert many - few == pytest.approx(56 * 1.3e-6, rel=0.3)
+    shift = shipped.estimate("collective_permute", 2**30, 8, box, backend="xla")
+    assert shift.source == "learned" and 2**30 / shift.latency < 450e9
+
+
+def test_tables_of_xla_become_rows(tmp_path):
+    row = {"device": "gb300", "kind": "all-to-all", "pattern": None, "n_devices": 4,
+           "total_devices": 64, "bytes": 4096, "latency_us": 20.0, "current": 1}  # fmt: skip
+    table = pd.DataFrame(
+        [
+            row,
+            {**row, "kind": "collective-permute", "pattern": "one-way", "n_devices": 64},
+            {**row, "kind": "collective-permute", "pattern": "ring", "n_devices": 64},
+            {**row, "n_devices": 1},
+            {**row, "current": 0},
+        ]
+    )
+    table.to_csv(tmp_path / "collectives.csv", index=False)
+    rows, find = read_collectives([tmp_path])
+    assert rows["op"].tolist() == ["alltoall", "send_recv", "collective_permute"]
+    assert rows["world_size"].tolist() == [4, 2, 2] and set(rows["backend"]) == {"xla"}
+    # GB200 and GB300 were measured as one.
+    assert set(rows["group"]) == {"gb200"}
+    assert find("gfx950").peers == 7 and find("gb300").peers == 0
+    assert find("gfx950").bandwidth("scale_up", 2) == pytest.approx(537e9 / 7)

@@ -59,9 +59,9 @@ def test_each_kernel_takes_its_route(model: CostModel, program: LoweredProgram) 
     found = model.predict_kernels(program.kernels, find_device("h100-sxm"))
     source = dict(zip([k.name for k in program.kernels], found.source, strict=True))
     assert source == {
-        "tf32_gemm": "learned:graph/linear",
+        "tf32_gemm": "learned:xla/linear",
         "f32_gemm": "learned:eager/linear",
-        "triton_gemm": "learned:graph/linear",
+        "triton_gemm": "learned:xla/linear",
         "f8_gemm": "learned:graph/linear",
         "conv": "learned:graph/linear (implicit)",
         "fmha": "learned:graph/context_attention",
