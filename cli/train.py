@@ -28,6 +28,10 @@ def train(
         Path | None,
         typer.Option(help="Instead of --data: a table of measured training steps to learn from."),
     ] = None,
+    serving: Annotated[
+        Path | None,
+        typer.Option(help="Instead of --data: a table of measured serving to learn from."),
+    ] = None,
     model: Annotated[str, typer.Option(help="Estimator to train.")] = "xgboost",
     split: Annotated[str, typer.Option(help="For kernels: split to test on.")] = "unseen_family",
     out: Annotated[
@@ -67,8 +71,16 @@ def train(
 
     The metrics are printed beside the label noise; the run is logged to MLflow.
     """
-    if (data is None) == (steps is None):
-        raise typer.BadParameter("give either --data or --steps")
+    if sum(given is not None for given in (data, steps, serving)) != 1:
+        raise typer.BadParameter("give one of --data, --steps and --serving")
+    if serving is not None:
+        refuse_unused(context, "training on serving", {"serving", "out", "seed", "track"})
+        from ..workflows.settings import ServingSettings
+        from ..workflows.train_serving import run_train_serving
+
+        told = ServingSettings(serving, out or Path("serving.json"), seed=seed, track=track)
+        run_train_serving(make_console(), told)
+        return
     if steps is not None:
         refuse_unused(context, "training on steps", {"steps", "out", "seed", "track"})
         from ..workflows.settings import StepSettings
@@ -186,6 +198,10 @@ def evaluate(
         Path | None,
         typer.Option(help="Table of training steps, CSV or parquet; see docs/steps.md."),
     ] = None,
+    serving: Annotated[
+        Path | None,
+        typer.Option(help="Table of measured serving, CSV or parquet; see docs/serving.md."),
+    ] = None,
     programs: Annotated[
         Path | None,
         typer.Option(
@@ -216,12 +232,23 @@ def evaluate(
         typer.Option(min=1, help="Maximum rows of each operator table, drawn at random."),
     ] = None,
 ) -> None:
-    """Predict published tables of operators, steps or programs and print the errors.
+    """Predict published tables of operators, steps, serving or programs and print the errors.
 
     Every row is predicted; the errors are of the rows that have a latency.
     """
-    if sum(table is not None for table in (published, steps, programs, regions)) != 1:
-        raise typer.BadParameter("give one of --published, --steps, --programs and --regions")
+    if sum(table is not None for table in (published, steps, serving, programs, regions)) != 1:
+        raise typer.BadParameter(
+            "give one of --published, --steps, --serving, --programs and --regions"
+        )
+    if serving is not None:
+        used = {"out", "serving", "model", "calibrate", "track"}
+        refuse_unused(context, "evaluating serving", used)
+        from ..workflows.serving import run_evaluate_serving
+        from ..workflows.settings import ServingSettings
+
+        asked = ServingSettings(serving, out, model, calibrate=calibrate, track=track)
+        run_evaluate_serving(make_console(), asked)
+        return
     folder = programs or regions
     if folder is not None:
         used = {"out", "programs", "regions", "model", "lowering", "track"}

@@ -205,6 +205,13 @@ class StepSettings(Settings):
 
 
 @dataclass(frozen=True)
+class ServingSettings(StepSettings):
+    """Settings of the commands that learn from, predict or adapt to a table of serving."""
+
+    command: ClassVar[str] = "evaluate --serving"
+
+
+@dataclass(frozen=True)
 class ProgramSettings(Settings):
     """Settings of ``opcast evaluate`` on a folder of programs.
 

@@ -50,7 +50,7 @@ class Slopes(NamedTuple):
     slope: dict[str, np.ndarray]
 
 
-class _Posterior(NamedTuple):
+class Posterior(NamedTuple):
     """Effects in units of their deviations.
 
     Attributes:
@@ -103,11 +103,11 @@ def solve(
     kept = np.array(design.costs) != without
     used = np.flatnonzero(np.any(slope[learn] != 0.0, axis=0) & kept)
     now = np.array([slopes.table.values.get(key, 0.0) for key in design.keys])
-    weight = _group_weights(groups[learn])
+    weight = group_weights(groups[learn])
     matrix = (slope * design.deviations)[np.ix_(learn, used)]
     # Without the effects at which the slopes were taken, so that all are shrunk towards 0.
     target = (measured - slopes.level)[learn] + (slope @ _inner(now, design))[learn]
-    found = _shrunk(matrix, target, weight)
+    found = shrunk(matrix, target, weight)
     return found.table([design.keys[c] for c in used], design.deviations[used])
 
 
@@ -212,11 +212,11 @@ class _Own(NamedTuple):
         slope = np.stack([slopes.slope[cost] for cost in self.costs], axis=1)
         return np.asarray(slope * self.weights * self.deviations)
 
-    def learn(self, slopes: Slopes, target: np.ndarray) -> _Posterior:
-        return _shrunk(self.matrix(slopes), target, np.full(len(target), _OWN_WEIGHT))
+    def learn(self, slopes: Slopes, target: np.ndarray) -> Posterior:
+        return shrunk(self.matrix(slopes), target, np.full(len(target), _OWN_WEIGHT))
 
 
-def _shrunk(matrix: np.ndarray, target: np.ndarray, weight: np.ndarray) -> _Posterior:
+def shrunk(matrix: np.ndarray, target: np.ndarray, weight: np.ndarray) -> Posterior:
     """Least absolute errors with a ridge of 1, by iteratively reweighted least squares."""
     effects = np.zeros(matrix.shape[1])
     normal = np.eye(len(effects))
@@ -225,7 +225,7 @@ def _shrunk(matrix: np.ndarray, target: np.ndarray, weight: np.ndarray) -> _Post
         robust = weight * _ERROR / np.sqrt(error**2 + _NOISE**2)
         normal = matrix.T @ (matrix * robust[:, None]) + np.eye(len(effects))
         effects = np.linalg.solve(normal, matrix.T @ (robust * target))
-    return _Posterior(effects, normal)
+    return Posterior(effects, normal)
 
 
 def _inner(now: np.ndarray, design: Design) -> np.ndarray:
@@ -233,7 +233,8 @@ def _inner(now: np.ndarray, design: Design) -> np.ndarray:
     return np.where(np.array(design.costs) == WHOLE, 0.0, now)
 
 
-def _group_weights(groups: np.ndarray) -> np.ndarray:
+def group_weights(groups: np.ndarray) -> np.ndarray:
+    """Weights by which a group counts by the root of its size, 1 on average."""
     _, index, counts = np.unique(groups, return_inverse=True, return_counts=True)
     weight = counts[index] ** -0.5
     return np.asarray(weight / weight.mean())

@@ -174,8 +174,8 @@ def interval_ends(
         _, index, counts = np.unique(groups, return_inverse=True, return_counts=True)
         weight = 1.0 / counts[index]
         ends[tier] = (
-            min(_quantile(values, weight, (1 - COVERAGE) / 2), 0.0),
-            max(_quantile(values, weight, (1 + COVERAGE) / 2), 0.0),
+            min(weighted_quantile(values, weight, (1 - COVERAGE) / 2), 0.0),
+            max(weighted_quantile(values, weight, (1 + COVERAGE) / 2), 0.0),
         )
     for better, worse in pairwise(TIERS):
         # Who knows less is not surer.
@@ -188,11 +188,11 @@ def interval_ends(
 def cluster_ends(errors: np.ndarray) -> tuple[float, float]:
     """Ends of the interval of one cluster, from errors of its runs that were left out."""
     weight = np.ones(len(errors))
-    low, high = (_quantile(errors, weight, (1 + side * COVERAGE) / 2) for side in (-1, 1))
+    low, high = (weighted_quantile(errors, weight, (1 + side * COVERAGE) / 2) for side in (-1, 1))
     return min(low, 0.0), max(high, 0.0)
 
 
-def _quantile(values: np.ndarray, weight: np.ndarray, level: float) -> float:
+def weighted_quantile(values: np.ndarray, weight: np.ndarray, level: float) -> float:
     order = np.argsort(values)
     share = (np.cumsum(weight[order]) - weight[order] / 2) / weight.sum()
     return float(np.interp(level, share, values[order]))

@@ -22,7 +22,7 @@ from ...common.interval import Interval, latency_fields
 from ...models.operators import OpModel
 from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.clusters.topology import Cluster
-from ...simulate.serving import Chunk, Request, ServingResult, check_requests, serve
+from ...simulate.serving.loop import Chunk, Request, ServingResult, check_requests, serve
 from ...simulate.step.calls import CommCall, Estimate, OpCall
 from ...simulate.step.layer_ops import layer_ops
 from ...simulate.step.memory import RESERVED_BYTES
@@ -181,7 +181,7 @@ class ServingPredictor:
         )
 
     def seconds(self, chunks: Sequence[Chunk], batch: int, length: float) -> float:
-        """Estimate an iteration; see :data:`~opcast.simulate.serving.IterationSeconds`."""
+        """Estimate an iteration; see :data:`~opcast.simulate.serving.loop.IterationSeconds`."""
         return self.estimate(chunks, batch, length).seconds
 
     def estimate(self, chunks: Sequence[Chunk], batch: int, length: float) -> Estimate:

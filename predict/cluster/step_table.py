@@ -95,7 +95,7 @@ def step_row(row: Mapping[str, object]) -> StepRow:
     Raises:
         OpcastError: The row says something that cannot be expressed; the message says what.
     """
-    cell = _Cells(row)
+    cell = Cells(row)
     cluster = _cluster(cell)
     spec = find_device(cluster.device)
     framework = cell.text("framework").lower().split(" (")[0]
@@ -128,7 +128,7 @@ def step_row(row: Mapping[str, object]) -> StepRow:
     )
 
 
-class _Cells:
+class Cells:
     """Cells of a row by type; an empty cell, or no such column, is the default."""
 
     def __init__(self, row: Mapping[str, object]) -> None:
@@ -157,7 +157,7 @@ class _Cells:
         return text in ("true", "1", "1.0", "yes") if text else default
 
 
-def _cluster(cell: _Cells) -> Cluster:
+def _cluster(cell: Cells) -> Cluster:
     device, count = cell.text("device"), cell.count("partitions", 0) or cell.count("n_devices", 1)
     per_node = cell.count("devices_per_node", 0)
     network = cell.number("network") * 1e9
@@ -166,7 +166,7 @@ def _cluster(cell: _Cells) -> Cluster:
     return joined(device, count, per_node, network if network == network else 0.0)
 
 
-def _plan(cell: _Cells, devices: int) -> Plan:
+def _plan(cell: Cells, devices: int) -> Plan:
     fsdp, zero = cell.count("fsdp", 1), cell.count("zero", 0)
     dp, tp = cell.count("dp", 1), cell.count("tp", 1)
     if fsdp > 1 and zero in (1, 2):
@@ -197,7 +197,7 @@ def _plan(cell: _Cells, devices: int) -> Plan:
     )
 
 
-def _workload(cell: _Cells, batch: int, platform: str) -> Workload:
+def _workload(cell: Cells, batch: int, platform: str) -> Workload:
     dtype = _DTYPES.get(cell.text("dtype"), cell.text("dtype") or "bf16")
     # Recipes of one type, such as fp8_full, differ in what they leave out.
     dtype = next((d for d in _FAMILIES if dtype.startswith(f"{d}_")), dtype)

@@ -228,7 +228,7 @@ def orders_of_magnitude() -> pd.DataFrame:
     """Compare predictions with what a few multiplications give."""
     from ...predict.cluster.serving import ServingPredictor
     from ...simulate.clusters.catalogue import find_cluster
-    from ...simulate.serving import Request
+    from ...simulate.serving.loop import Request
     from ...simulate.step.plan import parse_plan
 
     operators, work = _operators(), replace(_workload("8B decoder"), batch=256)

@@ -12,7 +12,7 @@ from opcast.predict.cluster import serving
 from opcast.predict.cluster.serving import ServingPredictor, _Grid, poisson_requests, read_requests
 from opcast.predict.operator.step_operators import OperatorLatency, load_step_model
 from opcast.simulate.clusters.catalogue import find_cluster
-from opcast.simulate.serving import Chunk, Request
+from opcast.simulate.serving.loop import Chunk, Request
 from opcast.simulate.step.calls import Estimate, OpCall
 from opcast.simulate.step.memory import RESERVED_BYTES
 from opcast.simulate.step.plan import Plan, parse_plan

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..common.errors import PlanError
+from ...common.errors import PlanError
 
 
 class Chunk(NamedTuple):

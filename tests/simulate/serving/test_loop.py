@@ -1,7 +1,7 @@
 import pytest
 
 from opcast.common.errors import PlanError
-from opcast.simulate.serving import Chunk, Request, serve
+from opcast.simulate.serving.loop import Chunk, Request, serve
 
 
 def second(chunks, batch, length):

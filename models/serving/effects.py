@@ -1,0 +1,187 @@
+"""Learned effects of serving: the factor of each class of cost, as what each level adds to its log.
+
+A value that was never measured has the effect 0, so that an unknown framework is an average one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from ...simulate.serving.classes import CLASSES, REQUEST
+
+#: Value of each class where nothing was learned: factors on seconds of operators and collectives;
+#: seconds of a pass on the host, of each of its sequences, of a layer whose kernels the host
+#: launches one by one, and of a request. Engineering estimates, which the effects correct.
+PRIOR = {
+    "stream": 1.0,
+    "product": 1.1,
+    "experts": 1.0,
+    "prefill": 1.1,
+    "decode": 1.0,
+    "memory": 0.7,
+    "network": 1.0,
+    "host": 1e-3,
+    "sequence": 5e-6,
+    "launch": 20e-6,
+    REQUEST: 10e-3,
+}
+#: Factors on what is asked about: every latency of a row, and its time to the first token.
+WHOLE, FIRST = "whole", "first"
+
+
+class ServingLevel(NamedTuple):
+    """One kind of effect.
+
+    Attributes:
+        cost: A key of :data:`PRIOR`, :data:`WHOLE` or :data:`FIRST`.
+        name: Key of a context.
+        deviation: Of the effects, in logarithms.
+    """
+
+    cost: str
+    name: str
+    deviation: float
+
+
+#: All effects. Deviations as those of training steps (:mod:`opcast.models.steps.effects`): a third
+#: for what all share, less for chips and formats, more for what differs by factors between
+#: frameworks.
+LEVELS = (
+    ServingLevel("stream", "all", 0.3),
+    ServingLevel("stream", "architecture", 0.15),
+    ServingLevel("stream", "format", 0.2),
+    ServingLevel("stream", "engine", 0.2),
+    ServingLevel("product", "all", 0.3),
+    ServingLevel("product", "architecture", 0.15),
+    ServingLevel("product", "format", 0.2),
+    ServingLevel("product", "engine", 0.2),
+    ServingLevel("experts", "all", 0.3),
+    ServingLevel("experts", "expert_format", 0.3),
+    ServingLevel("experts", "engine", 0.3),
+    ServingLevel("prefill", "all", 0.3),
+    ServingLevel("prefill", "engine", 0.2),
+    ServingLevel("decode", "all", 0.3),
+    ServingLevel("decode", "latent", 0.3),
+    ServingLevel("decode", "engine", 0.3),
+    ServingLevel("memory", "all", 0.4),
+    ServingLevel("memory", "engine", 0.3),
+    ServingLevel("network", "all", 0.4),
+    ServingLevel("network", "engine", 0.4),
+    ServingLevel("host", "all", 0.7),
+    ServingLevel("host", "framework", 0.7),
+    ServingLevel("host", "engine", 1.0),
+    ServingLevel("sequence", "all", 0.7),
+    ServingLevel("sequence", "framework", 0.7),
+    ServingLevel("sequence", "engine", 1.0),
+    ServingLevel("launch", "all", 0.7),
+    ServingLevel("launch", "engine", 1.0),
+    ServingLevel(REQUEST, "all", 1.0),
+    ServingLevel(REQUEST, "engine", 1.0),
+    ServingLevel(REQUEST, "source", 1.0),
+    ServingLevel(WHOLE, "engine", 0.1),
+    ServingLevel(WHOLE, "speculative", 0.4),
+    ServingLevel(FIRST, "engine", 0.2),
+    ServingLevel(FIRST, "source", 0.2),
+    ServingLevel("host", "cluster", 0.5),
+    ServingLevel(REQUEST, "cluster", 0.5),
+    ServingLevel(WHOLE, "cluster", 0.15),
+    ServingLevel(FIRST, "cluster", 0.2),
+)
+#: Name of the level that a few measured runs of one's own adapt: whose machines, and which.
+CLUSTER = "cluster"
+
+#: Levels of a row by name; a missing or empty value has no effect.
+Context = Mapping[str, str]
+#: Costs in the order of weights, then the factors.
+COSTS = (*CLASSES, REQUEST)
+
+
+@dataclass
+class ServingEffects:
+    """Effects by cost, level and value.
+
+    Attributes:
+        values: Logarithms, by ``cost/level/value``.
+    """
+
+    values: dict[str, float] = field(default_factory=dict)
+
+    def logs(self, context: Context) -> dict[str, float]:
+        """Sum of the effects on each class of cost, and on what is asked about."""
+        sums = dict.fromkeys((*COSTS, WHOLE, FIRST), 0.0)
+        for level in LEVELS:
+            value = context.get(level.name, "")
+            sums[level.cost] += self.values.get(f"{level.cost}/{level.name}/{value}", 0.0)
+        return sums
+
+    def weights(self, context: Context) -> np.ndarray:
+        """Seconds of a unit of each of :data:`COSTS`."""
+        logs = self.logs(context)
+        return np.array([PRIOR[cost] * np.exp(logs[cost]) for cost in COSTS])
+
+    def factor(self, context: Context, metric: str) -> float:
+        """Factor on a simulated latency: ``ttft``, ``tpot`` or ``per_token``."""
+        logs = self.logs(context)
+        return float(np.exp(logs[WHOLE] + (logs[FIRST] if metric == "ttft" else 0.0)))
+
+    def knows(self, level: str, value: str) -> bool:
+        """Whether any cost has an effect of a level's value."""
+        return any(f"{known.cost}/{level}/{value}" in self.values for known in LEVELS)
+
+
+class ServingDesign(NamedTuple):
+    """Effects on a set of latencies as a linear model of their logarithms.
+
+    Attributes:
+        keys: ``cost/level/value`` of each column.
+        deviations: Of each column's effect.
+        matrix: Change of a logarithm with an effect, shape ``(latencies, columns)``.
+        inner: Whether the simulator applies a column's effect.
+    """
+
+    keys: list[str]
+    deviations: np.ndarray
+    matrix: np.ndarray
+    inner: np.ndarray
+
+
+def serving_design(
+    contexts: Sequence[Context], shares: np.ndarray, first: np.ndarray
+) -> ServingDesign:
+    """Columns for every effect that a set of latencies can tell something of.
+
+    Args:
+        contexts: Of each latency.
+        shares: Of :data:`COSTS` in each, shape ``(latencies, costs)``.
+        first: Whether each is a time to the first token.
+    """
+    place = {cost: at for at, cost in enumerate(COSTS)}
+    columns: dict[str, tuple[ServingLevel, dict[int, float]]] = {}
+    for row, context in enumerate(contexts):
+        for level in LEVELS:
+            value = context.get(level.name, "")
+            if not value:
+                continue
+            if level.cost == WHOLE:
+                slope = 1.0
+            elif level.cost == FIRST:
+                slope = float(first[row])
+            else:
+                slope = float(shares[row, place[level.cost]])
+            if slope:
+                key = f"{level.cost}/{level.name}/{value}"
+                columns.setdefault(key, (level, {}))[1][row] = slope
+    matrix = np.zeros((len(contexts), len(columns)))
+    for column, (_, rows) in enumerate(columns.values()):
+        matrix[list(rows), column] = list(rows.values())
+    levels = [level for level, _ in columns.values()]
+    return ServingDesign(
+        list(columns),
+        np.array([level.deviation for level in levels]),
+        matrix,
+        np.array([level.cost not in (WHOLE, FIRST) for level in levels]),
+    )

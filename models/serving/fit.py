@@ -1,0 +1,138 @@
+"""Learns effects from measured latencies: least absolute errors with shrinkage, relinearised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..steps.fit import group_weights, shrunk
+from .effects import CLUSTER, Context, ServingDesign, ServingEffects, serving_design
+
+#: Times that the simulator is asked again where the effects then lie.
+ROUNDS = 3
+#: Weight of a time to the first token against one of a further token: what queues before it depends
+#: on arrivals that no column holds. Engineering choice.
+FIRST_WEIGHT = 0.5
+#: Weight of a latency of one's own cluster, as :mod:`opcast.models.steps.fit` weighs steps.
+OWN_WEIGHT = 10.0
+
+
+class Observed(NamedTuple):
+    """Measured latencies beside simulated ones.
+
+    Attributes:
+        rows: Which row each is of.
+        metrics: ``ttft``, ``tpot`` or ``per_token``.
+        measured: Logarithms of seconds.
+        simulated: The same, without factors on the whole.
+        shares: Of the classes of cost, shape ``(n, costs)``.
+        queued: Share of the time to the first token of each one's row that is waiting.
+    """
+
+    rows: np.ndarray
+    metrics: np.ndarray
+    measured: np.ndarray
+    simulated: np.ndarray
+    shares: np.ndarray
+    queued: np.ndarray
+
+
+#: Latencies under effects.
+Observe = Callable[[ServingEffects], Observed]
+
+
+def solve_serving(
+    seen: Observed,
+    contexts: Sequence[Context],
+    groups: np.ndarray,
+    now: ServingEffects,
+    learn: np.ndarray,
+) -> ServingEffects:
+    """Effects that fit latencies best, by the linear model around ``now``.
+
+    Args:
+        seen: Latencies, simulated with ``now``.
+        contexts: Of the rows.
+        groups: Of the rows; each counts by the root of its size.
+        now: Effects that the simulator applied.
+        learn: Latencies to learn from.
+    """
+    design, target = _linear(seen, contexts, now)
+    used = np.flatnonzero(np.any(design.matrix[learn] != 0.0, axis=0))
+    first = seen.metrics[learn] == "ttft"
+    weight = group_weights(groups[seen.rows[learn]])
+    # What waits for other requests says little of what anything costs.
+    weight = weight * np.where(first, FIRST_WEIGHT * (1.0 - 0.8 * seen.queued[learn]), 1.0)
+    matrix = (design.matrix * design.deviations)[np.ix_(learn, used)]
+    values = shrunk(matrix, target[learn], weight) * design.deviations[used]
+    keys = [design.keys[column] for column in used]
+    return ServingEffects({k: float(v) for k, v in zip(keys, values, strict=True)})
+
+
+def linear_errors(
+    seen: Observed, contexts: Sequence[Context], now: ServingEffects, then: ServingEffects
+) -> np.ndarray:
+    """Logarithms of measured over predicted latencies under other effects, by the linear model."""
+    design, target = _linear(seen, contexts, now)
+    values = np.array([then.values.get(key, 0.0) for key in design.keys])
+    return np.asarray(target - design.matrix @ values)
+
+
+def adapt_serving(
+    seen: Observed, contexts: Sequence[Context], known: ServingEffects
+) -> ServingEffects:
+    """Add effects of new clusters to known ones, from a few of their runs.
+
+    Args:
+        seen: Latencies, simulated with ``known``.
+        contexts: Of their rows, with their clusters.
+        known: Effects that stay.
+    """
+    design, target = _linear(seen, contexts, known)
+    own = [c for c, key in enumerate(design.keys) if key.split("/", 2)[1] == CLUSTER]
+    stays = np.array([known.values.get(key, 0.0) for key in design.keys])
+    stays[own] = 0.0
+    left = target - design.matrix @ stays
+    matrix = design.matrix[:, own] * design.deviations[own]
+    more = shrunk(matrix, left, np.full(len(left), OWN_WEIGHT)) * design.deviations[own]
+    added = {design.keys[c]: float(v) for c, v in zip(own, more, strict=True)}
+    return ServingEffects(known.values | added)
+
+
+def _linear(
+    seen: Observed, contexts: Sequence[Context], now: ServingEffects
+) -> tuple[ServingDesign, np.ndarray]:
+    """The linear model, and logarithms that its effects are to explain."""
+    own = [contexts[row] for row in seen.rows]
+    design = serving_design(own, seen.shares, seen.metrics == "ttft")
+    known = np.array([now.values.get(key, 0.0) for key in design.keys])
+    # Without the effects at which the shares were taken, so that all are shrunk towards 0.
+    applied = design.matrix @ np.where(design.inner, known, 0.0)
+    return design, seen.measured - seen.simulated + applied
+
+
+def fit_serving(
+    observe: Observe,
+    contexts: Sequence[Context],
+    groups: np.ndarray,
+    tell: Callable[[str], None] = lambda _: None,
+) -> tuple[ServingEffects, Observed]:
+    """Learn effects from measured latencies.
+
+    Args:
+        observe: The simulator.
+        contexts: Of the rows.
+        groups: Of the rows.
+        tell: Told of progress.
+
+    Returns:
+        The effects, and the latencies simulated with them.
+    """
+    effects = ServingEffects()
+    for turn in range(ROUNDS):
+        tell(f"effects: round {turn + 1} of {ROUNDS}")
+        seen = observe(effects)
+        effects = solve_serving(seen, contexts, groups, effects, np.ones(len(seen.rows), bool))
+    return effects, observe(effects)

@@ -1,0 +1,147 @@
+"""The model of serving: effects, and intervals by what is known of a row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from ...common.errors import ModelError
+from ...common.files import parse_json, write_text
+from ...common.paths import PACKAGE
+from ..steps.model import COVERAGE, weighted_quantile
+from .effects import Context, ServingEffects
+
+#: Format of the file that :meth:`ServingModel.save` writes.
+FORMAT = 1
+#: Model that ships with the package.
+PRETRAINED = PACKAGE / "models" / "pretrained" / "serving.json"
+#: What is predicted: mean time to the first token, mean time of a further one, time over tokens.
+METRICS = ("ttft", "tpot", "per_token")
+#: What is known of a row, most first: runs of its model, framework and chip generation; of both but
+#: not of the model; of the generation alone; not even of that.
+TIERS = ("model", "framework", "architecture", "new")
+#: Share of waiting in a time to the first token from which its interval is another one.
+SATURATED = 0.5
+#: Ends of the interval where nothing was calibrated, as logarithms.
+UNCALIBRATED = (-1.0, 1.0)
+#: Fewest latencies that an interval is calibrated on.
+LEAST = 20
+
+
+@dataclass
+class ServingModel:
+    """Learned serving.
+
+    Attributes:
+        effects: On classes of cost.
+        ends: Ends of the interval as logarithms, by ``metric/tier``, and for the time to the first
+            token of saturated engines ``ttft-queued/tier``.
+        provenance: What it was learned from: ``groups`` are model groups by framework and chip.
+    """
+
+    effects: ServingEffects = field(default_factory=ServingEffects)
+    ends: dict[str, tuple[float, float]] = field(default_factory=dict)
+    provenance: dict[str, object] = field(default_factory=dict)
+
+    def tier(self, context: Context) -> str:
+        """What is known of a row, one of :data:`TIERS`."""
+        groups = self.provenance.get("groups", ())
+        if isinstance(groups, list) and group_key(context) in groups:
+            return "model"
+        if not self.effects.knows("architecture", context.get("architecture", "")):
+            return "new"
+        named = self.effects.knows("engine", context.get("engine", ""))
+        return "framework" if named else "architecture"
+
+    def interval(self, metric: str, tier: str, queued: float) -> tuple[float, float]:
+        """Ends of the 90 % interval as factors on an estimate."""
+        low, high = self.ends.get(f"{kind_of(metric, queued)}/{tier}", UNCALIBRATED)
+        return float(np.exp(low)), float(np.exp(high))
+
+    def save(self, path: Path) -> None:
+        """Write the model as one JSON file."""
+        data = {
+            "format": FORMAT,
+            "effects": {k: round(v, 5) for k, v in sorted(self.effects.values.items())},
+            "ends": {k: [round(e, 5) for e in v] for k, v in self.ends.items()},
+            "provenance": self.provenance,
+        }
+        write_text(path, json.dumps(data, indent=None, separators=(",", ":")))
+
+    @classmethod
+    def load(cls, path: Path = PRETRAINED) -> ServingModel:
+        """Read a model.
+
+        Raises:
+            ModelError: The file is missing, damaged, or of another format.
+        """
+        try:
+            data = parse_json(path.read_text(encoding="utf-8"))
+            if data["format"] != FORMAT:
+                raise ModelError(
+                    f"format {data['format']} is not one that this version reads", where=str(path)
+                )
+            return cls(
+                ServingEffects({str(k): float(v) for k, v in data["effects"].items()}),
+                {str(k): (float(v[0]), float(v[1])) for k, v in data["ends"].items()},
+                dict(data["provenance"]),
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ModelError(
+                f"the model of serving cannot be read: {error}",
+                where=str(path),
+                hint="train it again: opcast train --serving TABLE",
+            ) from None
+
+
+@lru_cache(maxsize=1)
+def shipped_serving() -> ServingModel:
+    """The model that ships with the package, read once."""
+    return ServingModel.load()
+
+
+def group_key(context: Context) -> str:
+    """Model group, engine and chip generation of a row."""
+    return "|".join(context.get(name, "") for name in ("group", "engine", "architecture"))
+
+
+def kind_of(metric: str, queued: float) -> str:
+    """Metric that an interval is of: waiting makes times to the first token another one."""
+    return "ttft-queued" if metric == "ttft" and queued > SATURATED else metric
+
+
+def serving_ends(
+    errors: Mapping[tuple[str, str], list[tuple[str, float]]],
+) -> dict[str, tuple[float, float]]:
+    """Ends of intervals from errors of rows that were left out.
+
+    Args:
+        errors: By metric (:func:`kind_of`) and tier: group, and logarithm of measured over
+            predicted. Groups count by the root of their size.
+    """
+    ends: dict[str, tuple[float, float]] = {}
+    for (metric, tier), scores in errors.items():
+        if len(scores) < LEAST:
+            continue
+        groups = np.array([group for group, _ in scores])
+        values = np.array([value for _, value in scores])
+        _, index, counts = np.unique(groups, return_inverse=True, return_counts=True)
+        weight = counts[index] ** -0.5
+        ends[f"{metric}/{tier}"] = (
+            min(weighted_quantile(values, weight, (1 - COVERAGE) / 2), 0.0),
+            max(weighted_quantile(values, weight, (1 + COVERAGE) / 2), 0.0),
+        )
+    for metric in {name for name, _ in errors}:
+        for better, worse in pairwise(TIERS):
+            known = ends.get(f"{metric}/{better}")
+            if known:
+                # Who knows less is not surer.
+                low, high = ends.get(f"{metric}/{worse}", known)
+                ends[f"{metric}/{worse}"] = (min(low, known[0]), max(high, known[1]))
+    return ends

@@ -1,0 +1,208 @@
+"""Costs of a served decoder's passes by class, from tables that are filled once.
+
+Operators are asked for on a grid of sizes and interpolated along logarithms, which is exact for
+powers of a size; a simulation of any number of requests then looks up dense tables.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from math import ceil, log2
+
+import numpy as np
+
+from ...features.devices.catalogue import find_device
+from ...simulate.clusters.topology import Cluster
+from ...simulate.serving.classes import CLASSES
+from ...simulate.serving.forward import (
+    Counted,
+    decode_ops,
+    exchanges,
+    head_ops,
+    prefill_ops,
+    token_ops,
+)
+from ...simulate.serving.loop import Chunk
+from ...simulate.serving.served import EnginePlan, ServedModel
+from ...simulate.step.plan import Group
+from ..operator.serving_operators import ServingLatency
+from .network import ClusterNetwork
+
+_AT = {name: place for place, name in enumerate(CLASSES)}
+#: Grid points per octave of tokens and sequences, and of lengths.
+_POINTS, _LENGTH_POINTS = 2, 1
+#: Numbers of chunks that attention of prompts is asked for.
+_CHUNKS = (1, 4, 16, 64)
+#: Fixed seconds of a custom all-reduce inside a box, each further rank, and the share of the links
+#: that its two passes use: the graph-captured ones of TensorRT-LLM, SGLang and vLLM on H100 and
+#: H200 (published-tensor-core pack, collectives_tc: 8 KiB to 32 MiB, 2 to 8 ranks).
+_REDUCE_S, _REDUCE_RANK_S, _REDUCE_SHARE = 4e-6, 0.2e-6, 0.6
+
+
+class ServingCosts:
+    """Costs of one model on one engine.
+
+    Args:
+        model: What is served.
+        plan: Of the engine.
+        cluster: Devices and links; at least the engine's.
+        latency: Prices operators of the engine's framework on the device.
+        most_tokens: Most tokens of a pass, over all ranks.
+        most_batch: Most sequences of a pass, over all ranks.
+        longest: Most tokens of a sequence.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        plan: EnginePlan,
+        cluster: Cluster,
+        latency: ServingLatency,
+        most_tokens: int,
+        most_batch: int,
+        longest: int,
+    ) -> None:
+        self.model, self.plan, self.latency = model, plan, latency
+        self.cluster, self.network = cluster, ClusterNetwork(cluster)
+        self._spec = find_device(cluster.device)
+        # Pipeline stages work on a share of the batch each, so that a pass takes all layers for
+        # that share; ranks with sequences of their own take theirs.
+        self.parts = plan.dp * plan.pp
+        tokens = _grid(1, max(2, ceil((most_tokens + most_batch) / self.parts)), _POINTS)
+        batches = _grid(1, max(2, ceil(most_batch / self.parts)), _POINTS)
+        lengths = _grid(16, max(32, longest), _LENGTH_POINTS)
+        wanted = [op for n in tokens for op, _ in token_ops(model, plan, n)]
+        wanted += [op for n in batches for op, _ in head_ops(model, plan, n)]
+        wanted += [op for b in batches for n in lengths for op, _ in decode_ops(model, plan, b, n)]
+        latency.prepare(wanted)
+        self._tokens = _dense(tokens, self._tokens_at)
+        self._heads = _dense(batches, self._heads_at)
+        self._lengths = lengths
+        self._decode = np.stack([_dense(batches, self._decode_at(n)) for n in lengths], axis=1)
+        self._prefills: dict[tuple[int, int, int], float] = {}
+        sizes = {_rounded(n) for n in _grid(16, max(32, min(tokens[-1], longest)), 4)}
+        self._price(
+            [(n, size, 0) for n in _CHUNKS for size in sizes if n * size <= 2 * tokens[-1]]
+        )
+        self._layers = float(model.workload.layers)
+        self._zero = np.zeros(len(CLASSES))
+        self._base = self._zero.copy()
+        self._base[_AT["host"]] = 1.0
+
+    def decode(self, batch: int, cached: float, steps: int) -> np.ndarray:
+        """Sum over ``steps`` passes; see :class:`~opcast.simulate.serving.engine.PassCosts`."""
+        one = self._pass(batch, batch) * steps
+        # Attention is linear in the cache: the middle pass stands for all.
+        length = cached / batch + (steps + 1) / 2.0
+        one[_AT["decode"]] += steps * self._attend(batch, length)
+        return one
+
+    def mixed(self, chunks: Sequence[Chunk], batch: int, cached: float) -> np.ndarray:
+        """A pass with prompts; see :class:`~opcast.simulate.serving.engine.PassCosts`."""
+        total = batch + sum(chunk.tokens for chunk in chunks)
+        costs = self._pass(total, batch + len(chunks))
+        if batch:
+            costs[_AT["decode"]] += self._attend(batch, cached / batch + 1.0)
+        count = -(-len(chunks) // self.parts)
+        share = count / len(chunks)
+        costs[_AT["prefill"]] += share * sum(self._prompt(count, chunk) for chunk in chunks)
+        costs[_AT["launch"]] += self._layers
+        return costs
+
+    def _pass(self, tokens: int, sequences: int) -> np.ndarray:
+        rows = min(-(-tokens // self.parts), len(self._tokens)) - 1
+        heads = min(-(-sequences // self.parts), len(self._heads)) - 1
+        costs = self._tokens[rows] + self._heads[heads]
+        costs[_AT["host"]] = 1.0
+        costs[_AT["sequence"]] = float(sequences)
+        return costs
+
+    def _attend(self, batch: int, length: float) -> float:
+        """Seconds of decoding attention, linear between lengths of the grid."""
+        row = self._decode[min(-(-batch // self.parts), len(self._decode)) - 1]
+        grid = self._lengths
+        at = min(max(bisect_right(grid, length), 1), len(grid) - 1)
+        low, high = grid[at - 1], grid[at]
+        share = (length - low) / (high - low)
+        return float(row[at - 1] + share * (row[at] - row[at - 1]))
+
+    def _prompt(self, count: int, chunk: Chunk) -> float:
+        """Seconds of attention of a chunk among ``count`` like it."""
+        near = min(_CHUNKS, key=lambda n: max(n / count, count / n))
+        # Rounded to a quarter of an octave, and scaled from there by the pairs that are seen.
+        tokens, past = _rounded(chunk.tokens), _rounded(chunk.past)
+        key = (near, tokens, past)
+        if key not in self._prefills:
+            self._price([key])
+        seen = chunk.tokens * (chunk.past + chunk.tokens / 2.0)
+        return self._prefills[key] * (seen / (tokens * (past + tokens / 2.0))) ** 0.75
+
+    def _price(self, keys: Sequence[tuple[int, int, int]]) -> None:
+        """Ask for attention of chunks: how many, tokens of each, tokens before."""
+        ops = [prefill_ops(self.model, self.plan, *key) for key in keys]
+        self.latency.prepare([op for own in ops for op, _ in own])
+        for key, own in zip(keys, ops, strict=True):
+            self._prefills[key] = sum(self.latency(op) * n for op, n in own) / key[0]
+
+    def _tokens_at(self, tokens: int) -> np.ndarray:
+        costs = self._classed(token_ops(self.model, self.plan, tokens))
+        for sent in exchanges(self.model, self.plan, tokens):
+            costs[_AT["network"]] += sent.times * self._exchange(sent.kind, sent.size, sent.ranks)
+        return costs
+
+    def _exchange(self, kind: str, size: float, ranks: int) -> float:
+        link = self._spec.link_bandwidth
+        if kind == "all_reduce" and ranks <= self.cluster.devices_per_node and link:
+            return _REDUCE_S + _REDUCE_RANK_S * ranks + 2.0 * size * (ranks - 1) / ranks / (
+                _REDUCE_SHARE * link
+            )
+        return self.network(kind, size, Group(ranks, 1)).seconds
+
+    def _heads_at(self, sequences: int) -> np.ndarray:
+        return self._classed(head_ops(self.model, self.plan, sequences))
+
+    def _decode_at(self, length: int) -> Callable[[int], np.ndarray]:
+        def at(batch: int) -> np.ndarray:
+            ops = decode_ops(self.model, self.plan, batch, length)
+            return np.array(sum(self.latency(op) * count for op, count in ops))
+
+        return at
+
+    def _classed(self, ops: Counted) -> np.ndarray:
+        costs = np.zeros(len(CLASSES))
+        for op, count in ops:
+            seconds = self.latency(op) * count
+            if op.kind in ("linear", "bmm"):
+                share = self.latency.arithmetic(op)
+                costs[_AT["product"]] += seconds * share
+                costs[_AT["stream"]] += seconds * (1.0 - share)
+            else:
+                costs[_AT["experts" if op.kind == "moe" else "memory"]] += seconds
+        return costs
+
+
+def _grid(least: int, most: int, points: int) -> list[int]:
+    """Whole numbers that grow by the ``points``-th root of two, ``most`` included."""
+    count = ceil(np.log2(most / least) * points)
+    return sorted({round(least * 2 ** (i / points)) for i in range(count + 1)} | {most})
+
+
+def _rounded(size: int) -> int:
+    return round(2 ** (round(log2(size) * 4) / 4)) if size > 1 else size
+
+
+def _dense(grid: Sequence[int], at: Callable[[int], np.ndarray]) -> np.ndarray:
+    """Values at every whole number up to the last of a grid, along logarithms.
+
+    Returns:
+        Shape ``(last, …)``; row ``i`` is of ``i + 1``.
+    """
+    known = np.stack([np.asarray(at(n), float) for n in grid])
+    where = np.arange(1, grid[-1] + 1)
+    flat = known.reshape(len(grid), -1)
+    logs = np.log(np.maximum(flat, 1e-12))
+    columns = [np.interp(np.log(where), np.log(grid), column) for column in logs.T]
+    dense = np.exp(np.stack(columns, axis=1))
+    dense[:, (flat == 0.0).all(axis=0)] = 0.0
+    return dense.reshape(len(where), *known.shape[1:])

@@ -1,0 +1,209 @@
+"""Latencies of a served decoder's operators: kernels of its framework, or the roofline.
+
+The model of library operators knows the kernels that vLLM, SGLang and TensorRT-LLM run; what it does
+not know (formats, other vendors' devices) gets the roofline at the shares that tuned kernels reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...features.devices.device import DeviceSpec
+from ...models.operators import OpModel
+from ...simulate.serving.forward import LATENT, MLA_HEAD, MLA_VALUE, ROTATED, SHAPES, ServeOp
+from .step_operators import MATRIX_SHARE, MEMORY_SHARE
+
+#: Families of the model that serving asks; the others need not be read.
+FAMILIES = (
+    "graph/linear",
+    "graph/bmm",
+    "graph/context_attention",
+    "graph/generation_attention",
+    "graph/context_mla",
+    "graph/generation_mla",
+    "graph/moe",
+)
+#: Backends of the tables by framework; another framework's kernels are taken for vLLM's.
+BACKENDS = {"vllm": "vllm", "sglang": "sglang", "tensorrt-llm": "trtllm"}
+#: Kernels by backend and format, as the tables name them.
+_LINEAR = {
+    ("vllm", "bf16"): "torch.nn.functional.linear",
+    ("vllm", "fp8"): "CutlassFP8ScaledMMLinearKernel",
+    ("vllm", "nvfp4"): "FlashInferCutlassNvFp4LinearKernel",
+    ("sglang", "bf16"): "sglang_torch_linear",
+    ("sglang", "fp8"): "sglang_sgl_kernel_fp8_scaled_mm",
+    ("sglang", "fp8_block"): "sglang_deepgemm_gemm_nt_f8f8bf16",
+    ("sglang", "nvfp4"): "sglang_flashinfer_cutlass_nvfp4",
+    ("trtllm", "bf16"): "torch_flow",
+    ("trtllm", "fp8"): "torch_flow",
+    ("trtllm", "fp8_block"): "torch_flow",
+    ("trtllm", "nvfp4"): "torch_flow",
+}
+#: vLLM's FlashInfer experts in fp8 are left out: on Hopper they were measured at a tenth of the
+#: memory's rate, which no serving run shows.
+_MOE = {
+    ("vllm", "bf16"): "vllm_unquantizedfusedmoe_triton_tritonexperts",
+    ("vllm", "fp8_block"): "vllm_fp8moe_triton_tritonexperts",
+    ("vllm", "int4"): "vllm_compressedtensorswna16marlinmoe_marlin_marlinexperts",
+    ("vllm", "mxfp4"): "vllm_gptossmxfp4moe_triton_oaitritonmxfp4expertsmonolithic",
+    ("vllm", "nvfp4"): "vllm_compressedtensorsw4a4nvfp4moe_flashinfer_cutlass_flashinferexperts",
+    ("sglang", "bf16"): "sglang_fused_moe_triton",
+    ("sglang", "fp8_block"): "sglang_fused_moe_triton",
+    ("sglang", "int4"): "sglang_marlin_moe",
+    ("sglang", "mxfp4"): "sglang_fused_moe_triton",
+    ("sglang", "nvfp4"): "sglang_flashinfer_cutlass_moe",
+    ("trtllm", "bf16"): "moe_torch_flow_cutlass",
+    ("trtllm", "fp8"): "moe_torch_flow_cutlass",
+    ("trtllm", "fp8_block"): "moe_torch_flow_cutlass",
+    ("trtllm", "mxfp4"): "moe_torch_flow",
+    ("trtllm", "nvfp4"): "moe_torch_flow_cutlass",
+}
+#: Names of formats in the tables.
+_TABLE_DTYPE = {"int4": "int4_wo", "mxfp4": "w4a16_mxfp4", "f16": "bf16"}
+#: Format that stands for another in a kernel's table where the table lacks it.
+_STANDS_FOR = {"fp8_block": "fp8", "fp8": "fp8_block", "int8": "fp8"}
+#: Formats of which units multiply operands; other weights are widened first.
+_UNITS = {"fp8": "f8e4m3fn", "fp8_block": "f8e4m3fn", "int8": "s8", "nvfp4": "f4e2m1fn"}
+#: Kernels of a decoding pass are replayed from a captured graph, so that the roofline's fixed cost
+#: of a kernel is what one waits for the next, not a launch: as the tables' passes over memory, half
+#: of a graph-timed product's 5200 cycles (docs/operators.md).
+_GAP = 1.5e-6
+
+
+class ServingLatency:
+    """Prices operators of one framework on one device; answers are remembered.
+
+    Args:
+        spec: The device.
+        model: Model of library operators; ``None`` for rooflines.
+        framework: Such as ``vllm``.
+    """
+
+    def __init__(self, spec: DeviceSpec, model: OpModel | None, framework: str) -> None:
+        self.spec = spec
+        self.backend = BACKENDS.get(framework, "vllm")
+        learned = model is not None and spec.platform == "gpu" and spec.vendor == "NVIDIA"
+        self.model = model if learned else None
+        if self.model is not None and spec.name not in self.model.devices:
+            self.model.devices[spec.name] = spec
+        self._known: dict[ServeOp, float] = {}
+
+    def prepare(self, ops: Sequence[ServeOp]) -> None:
+        """Ask for many operators at once."""
+        new = [op for op in dict.fromkeys(ops) if op not in self._known]
+        if not new:
+            return
+        times = roofline(new, self.spec)
+        if self.model is not None:
+            asked = [(i, self._row(op)) for i, op in enumerate(new)]
+            at = [i for i, row in asked if row is not None]
+            if at:
+                rows = pd.DataFrame([row for _, row in asked if row is not None])
+                times[at] = self.model.predict(rows).latency
+        self._known.update(zip(new, times.tolist(), strict=True))
+
+    def __call__(self, op: ServeOp) -> float:
+        """Seconds of an operator."""
+        if op not in self._known:
+            self.prepare([op])
+        return self._known[op]
+
+    def arithmetic(self, op: ServeOp) -> float:
+        """Share of arithmetic in the roofline of an operator; the rest is moving its bytes."""
+        compute = op.flops() / _peak(op, self.spec)
+        return compute / (compute + op.moved() / self.spec.bandwidth)
+
+    def _kernel(self, table: dict[tuple[str, str], str], dtype: str) -> tuple[str, str, str] | None:
+        """Backend, kernel and format in the tables that an operator is looked up as."""
+        if _peakless(dtype, self.spec):
+            # Without units of its format, a product runs on widened operands.
+            return None
+        for name in (dtype, _STANDS_FOR.get(dtype, dtype)):
+            for backend in (self.backend, "trtllm", "sglang", "vllm"):
+                if (backend, name) in table:
+                    return backend, table[backend, name], _TABLE_DTYPE.get(name, name)
+        return None
+
+    def _row(self, op: ServeOp) -> dict[str, Any] | None:
+        """Row for the model of operators; ``None`` for what it does not know."""
+        sizes: dict[str, Any] = {"device": self.spec.name, "distribution": "", "kv_dtype": ""}
+        if op.kind in SHAPES:
+            sizes |= dict(zip(SHAPES[op.kind], op.shape, strict=True))
+        dtype = "bf16" if op.dtype == "f16" else op.dtype
+        if op.kind == "linear":
+            found = self._kernel(_LINEAR, dtype)
+            return found and {**sizes, **_named("linear", *found), "b": 1}
+        if op.kind == "moe":
+            found = self._kernel(_MOE, dtype)
+            return found and {**sizes, **_named("moe", *found), "distribution": "balanced"}
+        if op.kind == "bmm":
+            kernel = {"vllm": "vllm_torch_bmm", "sglang": "sglang_torch_bmm"}
+            name = kernel.get(self.backend, "trtllm_bmm_out")
+            return {**sizes, **_named("bmm", self.backend, name, "bf16")}
+        if op.kind in ("prefill", "decode", "mla_prefill", "mla_decode"):
+            return {**sizes, **self._attention(op)}
+        return None
+
+    def _attention(self, op: ServeOp) -> dict[str, Any]:
+        cache = "fp8" if op.cache in ("fp8", "int8") else "bf16"
+        hopper = self.spec.architecture == "hopper"
+        latent = op.kind.startswith("mla")
+        decoding = op.kind.endswith("decode")
+        if latent:
+            backend, kernel = ("trtllm", "default")
+            if self.backend == "sglang" and hopper:
+                backend, kernel = ("sglang", "flash_attention")
+        elif self.backend == "trtllm":
+            backend, kernel = ("trtllm", "torch_flow")
+        elif self.backend == "sglang" and hopper:
+            backend, kernel = ("sglang", "fa3")
+        elif self.backend == "sglang":
+            backend, kernel = ("sglang", "flash_attention")
+        else:
+            backend, kernel = ("vllm", "vllm_flash_attn_fa3" if hopper else "vllm_flash_attn_fa2")
+        family = ("generation" if decoding else "context") + ("_mla" if latent else "_attention")
+        columns = _named(family, backend, kernel, "bf16") | {"kv_dtype": cache, "window": op.window}
+        columns |= {"causal": 1}
+        if decoding:
+            columns["q_len"] = 1
+        if latent:
+            width = (LATENT + ROTATED, LATENT) if decoding else (MLA_HEAD, MLA_VALUE)
+            columns |= {"head_dim": width[0], "v_head_dim": width[1]}
+            columns["kv_heads"] = 1 if decoding else op.shape[1]
+        return columns
+
+
+def _named(family: str, backend: str, kernel: str, dtype: str) -> dict[str, Any]:
+    return {
+        "key": f"graph/{family}",
+        "family": family,
+        "op": family,
+        "backend": backend,
+        "kernel": kernel,
+        "dtype": dtype,
+    }
+
+
+def _peakless(dtype: str, spec: DeviceSpec) -> bool:
+    """Whether a device has no units for a format that is multiplied as it is."""
+    unit = _UNITS.get(dtype)
+    return unit is not None and unit not in spec.peak_flops
+
+
+def _peak(op: ServeOp, spec: DeviceSpec) -> float:
+    unit = _UNITS.get(op.dtype, "")
+    if op.kind in ("linear", "moe") and unit:
+        # The nearest wider type where there are no units for this one.
+        return spec.matrix_peak(unit)
+    return spec.matrix_peak("f16" if op.dtype == "f16" else "bf16")
+
+
+def roofline(ops: Sequence[ServeOp], spec: DeviceSpec) -> np.ndarray:
+    """Seconds of operators by the roofline, shape ``(n,)``."""
+    flops = np.array([op.flops() / _peak(op, spec) for op in ops])
+    moved = np.array([op.moved() for op in ops]) / spec.bandwidth
+    return np.maximum(flops / MATRIX_SHARE, moved / MEMORY_SHARE) + _GAP

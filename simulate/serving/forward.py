@@ -1,0 +1,322 @@
+"""Operators of a forward pass of a served decoder on one device, and what its ranks exchange.
+
+Products see all tokens of a pass, attention only those of its own sequence, and the vocabulary
+projection the last token of each. Layers with latent attention absorb the up-projections of keys
+and values into queries and results when they decode (DeepSeek-V2, 2024, section 2.1.2).
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+from ...features.operators.flops import attention_flops, causal_pairs
+from ..step.workload import Workload
+from .served import CACHE_BYTES, WEIGHT_BITS, EnginePlan, ServedModel, kinds_of
+
+#: Parameters of an operator by kind. ``pass`` moves bytes; ``scan`` is the recurrence of a layer
+#: with a state.
+SHAPES = {
+    "linear": ("m", "n", "k"),
+    "bmm": ("b", "m", "n", "k"),
+    "prefill": ("batch", "q_heads", "kv_heads", "head_dim", "v_head_dim", "q_len", "kv_len"),
+    "decode": ("batch", "q_heads", "kv_heads", "head_dim", "v_head_dim", "kv_len"),
+    "mla_prefill": ("batch", "q_heads", "q_len", "kv_len"),
+    "mla_decode": ("batch", "q_heads", "kv_len"),
+    "moe": ("tokens", "hidden", "inter", "topk", "experts", "tp", "ep"),
+    "pass": ("bytes",),
+}
+#: Latent width of keys and values, with the rotated part, and widths of a head of latent attention
+#: in prefill, which all published models share (DeepSeek-V2 and -V3, Kimi K2).
+LATENT, ROTATED, MLA_HEAD, MLA_VALUE = 512, 64, 192, 128
+#: Convolution and gates of a recurrent layer beside its projections, in passes over its inputs;
+#: engineering estimate.
+SCAN_PASSES = 6.0
+
+
+class ServeOp(NamedTuple):
+    """One operator of a device.
+
+    Attributes:
+        kind: A key of :data:`SHAPES`.
+        shape: Its parameters.
+        dtype: Format of the weights, or what attention computes in.
+        cache: Format of the key-value cache; empty for what has none.
+        window: Tokens that attention sees at most; 0 for all.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str = "bf16"
+    cache: str = ""
+    window: int = 0
+
+    def flops(self) -> float:
+        """Matrix FLOPs."""
+        s = self.shape
+        if self.kind == "linear":
+            return 2.0 * s[0] * s[1] * s[2]
+        if self.kind == "bmm":
+            return 2.0 * s[0] * s[1] * s[2] * s[3]
+        if self.kind == "prefill":
+            batch, heads, _, dim, value, q_len, kv_len = s
+            return attention_flops(batch, heads, self._pairs(q_len, kv_len), float(dim + value))
+        if self.kind == "decode":
+            batch, heads, _, dim, value, kv_len = s
+            return attention_flops(batch, heads, float(kv_len), float(dim + value))
+        if self.kind == "mla_prefill":
+            batch, heads, q_len, kv_len = s
+            pairs = causal_pairs(q_len, kv_len)
+            return attention_flops(batch, heads, pairs, float(MLA_HEAD + MLA_VALUE))
+        if self.kind == "mla_decode":
+            batch, heads, kv_len = s
+            return attention_flops(batch, heads, float(kv_len), 2.0 * LATENT + ROTATED)
+        if self.kind == "moe":
+            tokens, hidden, inter, topk, _, tp, ep = s
+            return 6.0 * tokens * topk / ep * hidden * inter / tp
+        return 0.0
+
+    def moved(self) -> float:
+        """Bytes that are read or written once."""
+        s, weight = self.shape, WEIGHT_BITS[self.dtype] / 8.0
+        cache = CACHE_BYTES.get(self.cache, 2.0)
+        if self.kind == "linear":
+            m, n, k = s
+            return weight * n * k + 2.0 * m * (n + k)
+        if self.kind == "bmm":
+            b, m, n, k = s
+            return weight * b * n * k + 2.0 * b * m * (n + k)
+        if self.kind == "prefill":
+            batch, heads, groups, dim, value, q_len, kv_len = s
+            return batch * (
+                2.0 * heads * q_len * (dim + value) + cache * groups * kv_len * (dim + value)
+            )
+        if self.kind == "decode":
+            batch, heads, groups, dim, value, kv_len = s
+            return batch * (dim + value) * (2.0 * heads + cache * groups * kv_len)
+        if self.kind == "mla_prefill":
+            batch, heads, q_len, kv_len = s
+            width = MLA_HEAD + MLA_VALUE
+            return 2.0 * batch * heads * width * (q_len + kv_len)
+        if self.kind == "mla_decode":
+            batch, heads, kv_len = s
+            width = LATENT + ROTATED
+            return batch * (2.0 * heads * (width + LATENT) + cache * kv_len * width)
+        if self.kind == "moe":
+            tokens, hidden, inter, topk, experts, tp, ep = s
+            # Experts that get a token: draws without preference leave (1 - k/E)^tokens of them out.
+            touched = experts * (1.0 - (1.0 - topk / experts) ** tokens) / ep
+            rows = tokens * topk / ep
+            return weight * 3.0 * touched * hidden * inter / tp + 2.0 * rows * (
+                2.0 * hidden + 3.0 * inter / tp
+            )
+        return float(s[0])
+
+    def _pairs(self, q_len: int, kv_len: int) -> float:
+        pairs = causal_pairs(q_len, kv_len)
+        if not self.window or kv_len <= self.window:
+            return pairs
+        # Queries past the window see just that many keys.
+        return min(pairs, float(q_len) * self.window)
+
+
+#: Operators with how often they run.
+Counted = list[tuple[ServeOp, float]]
+
+
+class Exchange(NamedTuple):
+    """A collective of a forward pass.
+
+    Attributes:
+        kind: As of :class:`~opcast.simulate.step.calls.CommCall`.
+        size: Bytes, as there.
+        ranks: Devices that take part, neighbours of each other.
+        times: How often.
+    """
+
+    kind: str
+    size: float
+    ranks: int
+    times: float
+
+
+def token_ops(model: ServedModel, plan: EnginePlan, tokens: int) -> Counted:
+    """Products, experts and passes over memory for ``tokens`` of each attention rank.
+
+    All layers of the model are listed: a pipeline's stages run them one after another.
+    """
+    ops: Counted = []
+    kinds = kinds_of(model.workload)
+    layers = model.workload.layers
+    for layer, count in kinds.items():
+        recurrent = count * model.linear_layers / layers
+        ops += [(op, count - recurrent) for op in _attention_products(model, layer, plan, tokens)]
+        if recurrent:
+            ops += [(op, recurrent) for op in _recurrent(model, layer, plan, tokens)]
+        ops += [(op, count) for op in _feed_forward(model, layer, plan, tokens)]
+    # Embedding: a row for each token.
+    ops.append((_pass(4.0 * tokens * model.workload.d_model), 1.0))
+    return ops
+
+
+def head_ops(model: ServedModel, plan: EnginePlan, sequences: int) -> Counted:
+    """The vocabulary projection, and sampling's passes over the logits of ``sequences``."""
+    w = model.workload
+    n = ceil(w.vocab / plan.tp)
+    logits = ServeOp("linear", (sequences, n, w.d_model), w.dtype)
+    # Logits in f32: written, read by softmax or top-k, read again.
+    return [(logits, 1.0), (_pass(12.0 * sequences * n), 1.0)]
+
+
+def prefill_ops(
+    model: ServedModel, plan: EnginePlan, sequences: int, tokens: int, past: int
+) -> Counted:
+    """Attention of ``sequences`` chunks of ``tokens`` each, after ``past`` others of their own."""
+    ops: Counted = []
+    for layer, count in _attending(model):
+        heads, groups = _heads(layer, plan)
+        total = past + tokens
+        if layer.kv_lora:
+            op = ServeOp("mla_prefill", (sequences, heads, tokens, total), "bf16", model.cache)
+        else:
+            shape = (sequences, heads, groups, layer.head, layer.value, tokens, total)
+            window = layer.window if layer.window < total else 0
+            op = ServeOp("prefill", shape, "bf16", model.cache, window)
+        ops.append((op, count))
+    return ops
+
+
+def decode_ops(model: ServedModel, plan: EnginePlan, batch: int, length: int) -> Counted:
+    """Attention of one new token of each of ``batch`` sequences of ``length``."""
+    ops: Counted = []
+    for layer, count in _attending(model):
+        heads, groups = _heads(layer, plan)
+        if layer.kv_lora:
+            op = ServeOp("mla_decode", (batch, heads, length), "bf16", model.cache)
+        else:
+            seen = min(length, layer.window) if layer.window else length
+            shape = (batch, heads, groups, layer.head, layer.value, seen)
+            op = ServeOp("decode", shape, "bf16", model.cache)
+        ops.append((op, count))
+    if model.linear_layers:
+        # A state of head x head for each value head, read and written (Yang et al., Gated Delta
+        # Networks, 2025).
+        w = model.workload
+        heads, _ = _heads(w, plan)
+        state = 8.0 * batch * heads * w.head * w.head
+        ops.append((_pass(state), float(model.linear_layers)))
+    return ops
+
+
+def exchanges(model: ServedModel, plan: EnginePlan, tokens: int) -> list[Exchange]:
+    """What the ranks exchange in a pass over ``tokens`` of each attention rank."""
+    w = model.workload
+    size = 2.0 * tokens * w.d_model
+    moe = sum(count for layer, count in kinds_of(w).items() if layer.experts)
+    found = []
+    if plan.tp > 1:
+        # After attention, and after the feed-forward (Shoeybi et al., Megatron-LM, 2019, section
+        # 3); with experts spread over ranks that hold all tokens, the second one adds up experts.
+        reduces = 2.0 * w.layers if plan.dp == 1 else 2.0 * w.layers - moe
+        found.append(Exchange("all_reduce", size, plan.tp, reduces))
+    if plan.dp > 1 and moe:
+        # Tokens go to the ranks of their experts and come back, each once for every rank.
+        copies = min(w.top_k, plan.ranks)
+        found.append(Exchange("alltoall", size * copies / plan.tp, plan.ranks, 2.0 * moe))
+    if plan.pp > 1:
+        found.append(Exchange("send_recv", size, 2, plan.pp - 1.0))
+    return found
+
+
+def _attending(model: ServedModel) -> list[tuple[Workload, float]]:
+    """Kinds of layers with how many of each attend over a cache."""
+    share = 1.0 - model.linear_layers / model.workload.layers
+    merged: dict[tuple[object, ...], tuple[Workload, float]] = {}
+    for layer, count in kinds_of(model.workload).items():
+        # Layers that differ in their feed-forward alone attend alike.
+        key = (layer.window, layer.heads, layer.groups, layer.head)
+        known = merged.get(key, (layer, 0.0))
+        merged[key] = (known[0], known[1] + count * share)
+    return list(merged.values())
+
+
+def _heads(layer: Workload, plan: EnginePlan) -> tuple[int, int]:
+    """Query heads, and key and value heads, of a device."""
+    heads = ceil(layer.heads / plan.tp)
+    # Each of more ranks than key-value heads holds a copy of one.
+    return heads, min(heads, max(1, ceil(layer.groups / plan.tp)))
+
+
+def _pass(moved: float) -> ServeOp:
+    return ServeOp("pass", (max(1, round(moved)),))
+
+
+def _attention_products(
+    model: ServedModel, layer: Workload, plan: EnginePlan, tokens: int
+) -> list[ServeOp]:
+    w, dtype = layer, model.attention_format
+    heads, groups = _heads(w, plan)
+    d = w.d_model
+    # Two norms with the residual additions fused in: each reads and writes both tensors.
+    ops = [_pass(8.0 * tokens * d)] * 2
+    if w.kv_lora:
+        query = heads * (w.head + w.rope_dim)
+        narrow = w.kv_lora + w.rope_dim
+        if w.q_lora:
+            # Both down-projections run as one product.
+            ops.append(ServeOp("linear", (tokens, w.q_lora + narrow, d), dtype))
+            ops.append(ServeOp("linear", (tokens, query, w.q_lora), dtype))
+        else:
+            ops.append(ServeOp("linear", (tokens, query + narrow, d), dtype))
+        # Absorbed into queries and results; in prefill keys and values are made from the latent at
+        # the same cost.
+        ops.append(ServeOp("bmm", (heads, tokens, w.kv_lora, w.head), "bf16"))
+        ops.append(ServeOp("bmm", (heads, tokens, w.value, w.kv_lora), "bf16"))
+    else:
+        inner = w.head * (heads + 2 * groups)
+        ops.append(ServeOp("linear", (tokens, inner, d), dtype))
+        # Rotation, norms of queries and keys, and writing the cache.
+        ops.append(_pass(4.0 * tokens * inner))
+    ops.append(ServeOp("linear", (tokens, d, heads * w.value), dtype))
+    return ops
+
+
+def _recurrent(model: ServedModel, layer: Workload, plan: EnginePlan, tokens: int) -> list[ServeOp]:
+    """A layer with a state: projections of queries, keys, values and gates, scan, output."""
+    w, dtype = layer, model.attention_format
+    heads, groups = _heads(w, plan)
+    inner = w.head * 2 * (heads + groups)
+    return [
+        *([_pass(8.0 * tokens * w.d_model)] * 2),
+        ServeOp("linear", (tokens, inner, w.d_model), dtype),
+        _pass(2.0 * SCAN_PASSES * tokens * inner),
+        ServeOp("linear", (tokens, w.d_model, heads * w.head), dtype),
+    ]
+
+
+def _feed_forward(
+    model: ServedModel, layer: Workload, plan: EnginePlan, tokens: int
+) -> list[ServeOp]:
+    w = layer
+    if not w.experts:
+        return _dense(w, plan, tokens, w.d_ff, model.weights)
+    # Experts see the tokens of all attention ranks.
+    every = tokens * plan.dp
+    shape = (every, w.d_model, w.d_ff, w.top_k, w.experts, plan.moe_tp, plan.ep)
+    ops = [
+        ServeOp("linear", (tokens, w.experts, w.d_model), "bf16"),
+        ServeOp("moe", shape, model.expert_weights),
+    ]
+    if w.shared_experts:
+        ops += _dense(w, plan, tokens, w.shared_experts * w.d_ff, model.weights)
+    return ops
+
+
+def _dense(w: Workload, plan: EnginePlan, tokens: int, width: int, dtype: str) -> list[ServeOp]:
+    inner = ceil(width / plan.tp)
+    wide = inner * (w.matrices - 1)
+    return [
+        ServeOp("linear", (tokens, wide, w.d_model), dtype),
+        _pass(2.0 * tokens * (wide + inner)),
+        ServeOp("linear", (tokens, w.d_model, inner), dtype),
+    ]

@@ -1,0 +1,158 @@
+"""What is served and by what: a decoder with number formats of its own, and an engine's plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ...common.errors import PlanError
+from ..step.workload import Workload, layer_kinds
+
+#: Bits of a weight by format, scales included: one of 8 bits for 16 (nvfp4) or 32 (mxfp4) weights
+#: (OCP Microscaling 1.0), one of 16 bits for 128 of int4 (AWQ's and GPTQ's usual group), one of 32
+#: bits for a block of 128 x 128 (fp8_block).
+WEIGHT_BITS = {
+    "f32": 32.0,
+    "bf16": 16.0,
+    "f16": 16.0,
+    "fp8": 8.0,
+    "fp8_block": 8.0,
+    "int8": 8.0,
+    "int4": 4.125,
+    "mxfp4": 4.25,
+    "nvfp4": 4.5,
+}
+#: Bytes of an element of the key-value cache.
+CACHE_BYTES = {"bf16": 2.0, "f16": 2.0, "fp8": 1.0, "int8": 1.0}
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A decoder as it is served.
+
+    Attributes:
+        workload: Its sizes; ``batch``, ``seq``, ``mode`` and ``products`` do not matter.
+        weights: Format of the products outside experts, a key of :data:`WEIGHT_BITS`.
+        expert_weights: Format of the experts, shared ones excluded.
+        cache: Format of the key-value cache, a key of :data:`CACHE_BYTES`.
+        linear_layers: Layers with a recurrent state instead of attention over a cache (gated
+            delta nets, Mamba-2).
+        attention_weights: Format of the products of attention where it differs; empty for
+            ``weights``.
+    """
+
+    workload: Workload
+    weights: str = "bf16"
+    expert_weights: str = "bf16"
+    cache: str = "bf16"
+    linear_layers: int = 0
+    attention_weights: str = ""
+
+    def __post_init__(self) -> None:
+        """Check the formats.
+
+        Raises:
+            PlanError: A format is unknown, or there are more recurrent layers than layers.
+        """
+        for name in (self.weights, self.expert_weights, self.attention_weights or self.weights):
+            if name not in WEIGHT_BITS:
+                raise PlanError(f"weights in {name!r} are not known", hint=", ".join(WEIGHT_BITS))
+        if self.cache not in CACHE_BYTES:
+            raise PlanError(f"a cache in {self.cache!r} is not known", hint=", ".join(CACHE_BYTES))
+        if not 0 <= self.linear_layers < self.workload.layers:
+            raise PlanError(
+                f"linear_layers={self.linear_layers} of {self.workload.layers} layers",
+                hint="at least one layer has attention",
+            )
+
+    @property
+    def attention_format(self) -> str:
+        """Format of the products of attention."""
+        return self.attention_weights or self.weights
+
+    def weight_bytes(self, plan: EnginePlan) -> float:
+        """Bytes of weights on one device of an engine, the fullest pipeline stage aside."""
+        w = self.workload
+        total = 0.0
+        for layer, count in kinds_of(w).items():
+            attention = layer.attention_parameters / plan.tp
+            total += count * attention * WEIGHT_BITS[self.attention_format]
+            one = float(layer.expert_parameters)
+            if layer.experts:
+                spread = plan.moe_tp * plan.ep
+                total += count * one * layer.experts / spread * WEIGHT_BITS[self.expert_weights]
+                shared = one * layer.shared_experts / plan.tp
+                total += count * shared * WEIGHT_BITS[self.weights]
+            else:
+                total += count * one / plan.tp * WEIGHT_BITS[self.weights]
+        # Embedding and head stay in 16 bits, and are cut over all tensor-parallel ranks.
+        tables = w.table_parameters * (1 if w.tied else 2) / plan.tp
+        return (total / plan.pp + 16.0 * tables) / 8.0
+
+    def token_bytes(self, plan: EnginePlan) -> float:
+        """Bytes that a token takes in the cache of one device; windows save what they hide."""
+        w, width = self.workload, CACHE_BYTES[self.cache]
+        layers = (w.layers - self.linear_layers) / plan.pp
+        if w.kv_lora:
+            # Latent keys, which are values too, and the rotated part (DeepSeek-V2, section 2.1.3);
+            # every rank holds them for all heads.
+            return layers * (w.kv_lora + w.rope_dim) * width
+        # A key-value head is the least that a rank holds.
+        return 2.0 * layers * max(1.0, w.groups / plan.tp) * w.head * width
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """Parallelism of one engine.
+
+    Attributes:
+        tp: Ranks that share heads and plain feed-forwards.
+        pp: Pipeline stages.
+        dp: Ranks, or groups of ``tp`` ranks, that hold sequences of their own (attention data
+            parallelism); experts are spread over all of them.
+        ep: Ranks over which whole experts are spread.
+        moe_tp: Ranks that share an expert.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    moe_tp: int = 1
+
+    def __post_init__(self) -> None:
+        """Check that the numbers agree.
+
+        Raises:
+            PlanError: One is below 1, or experts are spread over other ranks than attention.
+        """
+        if min(self.tp, self.pp, self.dp, self.ep, self.moe_tp) < 1:
+            raise PlanError(f"{self}", hint="all of them are at least 1")
+        if self.ep * self.moe_tp != self.tp * self.dp:
+            raise PlanError(
+                f"experts over ep={self.ep} x moe_tp={self.moe_tp} ranks, attention over "
+                f"tp={self.tp} x dp={self.dp}",
+                hint="both are the ranks of one pipeline stage",
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Devices of a pipeline stage."""
+        return self.tp * self.dp
+
+    @property
+    def devices(self) -> int:
+        """Devices of the engine."""
+        return self.ranks * self.pp
+
+    def text(self) -> str:
+        """Such as ``tp=8,ep=8``; what is 1 is left out."""
+        parts = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "ep": self.ep}
+        return ",".join(f"{k}={v}" for k, v in parts.items() if v > 1) or "tp=1"
+
+
+@lru_cache(maxsize=1024)
+def kinds_of(workload: Workload) -> dict[Workload, int]:
+    """How many layers of each kind a model has, in the order of their first."""
+    return dict(Counter(layer_kinds(workload)))

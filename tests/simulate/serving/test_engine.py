@@ -1,0 +1,124 @@
+"""The event-driven engine against the loop over iterations, and its policies by hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from opcast.common.errors import PlanError
+from opcast.simulate.serving.engine import Load, Policy, run_engine
+from opcast.simulate.serving.loop import Chunk, Request, serve
+
+#: Seconds of a pass: fixed, for each token, and for each token that decoding attends to.
+FIXED, TOKEN, SEEN = 1e-3, 2e-5, 1e-8
+
+
+class Linear:
+    """Costs in three classes: passes, their tokens, tokens that decoding attends to."""
+
+    def decode(self, batch: int, cached: float, steps: int) -> np.ndarray:
+        return np.array([steps, steps * batch, steps * (cached + batch * (steps + 1) / 2.0)])
+
+    def mixed(self, chunks: Sequence[Chunk], batch: int, cached: float) -> np.ndarray:
+        tokens = batch + sum(chunk.tokens for chunk in chunks)
+        return np.array([1.0, tokens, cached + batch if batch else 0.0])
+
+
+WEIGHTS = np.array([FIXED, TOKEN, SEEN])
+
+
+def slow(chunks: Sequence[Chunk], batch: int, length: float) -> float:
+    tokens = batch + sum(chunk.tokens for chunk in chunks)
+    return FIXED + TOKEN * tokens + SEEN * batch * length
+
+
+def drawn(count: int, rate: float, seed: int = 0) -> tuple[Load, list[Request]]:
+    rng = np.random.default_rng(seed)
+    arrivals = np.cumsum(rng.exponential(1.0 / rate, count))
+    prompts, outputs = rng.integers(1, 900, count), rng.integers(1, 300, count)
+    rows = zip(arrivals.tolist(), prompts.tolist(), outputs.tolist(), strict=True)
+    return Load(prompts, outputs, arrivals), [Request(*row) for row in rows]
+
+
+@pytest.mark.parametrize("rate", [0.5, 5.0, 50.0])
+@pytest.mark.parametrize("budget", [512, 8192])
+def test_events_and_iterations_agree(rate: float, budget: int) -> None:
+    load, requests = drawn(200, rate)
+    policy = Policy(max_batch=32, token_budget=budget, reserve=1.0)
+    fast = run_engine(load, Linear(), WEIGHTS, 10**7, policy)
+    exact = serve(requests, slow, 10**7, max_batch=32, token_budget=budget)
+    assert fast.first - fast.sent == pytest.approx(exact.first_token, rel=1e-9)
+    assert fast.finished == pytest.approx(exact.finished, rel=1e-9)
+    assert fast.iterations == exact.iterations
+    assert fast.largest_batch <= 32
+
+
+def test_one_request_by_hand() -> None:
+    load = Load(np.array([100]), np.array([3]), np.zeros(1))
+    run = run_engine(load, Linear(), WEIGHTS, 1000, Policy(), delay=0.5)
+    first = 0.5 + FIXED + 100 * TOKEN
+    # Two more tokens, which attend to 101 and 102 tokens.
+    last = first + 2 * FIXED + 2 * TOKEN + SEEN * (101 + 102)
+    assert run.first[0] == pytest.approx(first)
+    assert run.finished[0] == pytest.approx(last)
+    # Shares by class: what the engine did while the request waited, and while it decoded.
+    assert run.waits == pytest.approx([FIXED, 100 * TOKEN, 0.0])
+    assert run.tokens == pytest.approx([2 * FIXED, 2 * TOKEN, 203 * SEEN])
+
+
+def test_a_closed_loop_keeps_its_concurrency() -> None:
+    load = Load(np.full(40, 64), np.full(40, 17), np.zeros(40), concurrency=8)
+    run = run_engine(load, Linear(), WEIGHTS, 10**6, Policy())
+    assert run.largest_batch == 8
+    # Every request but the first eight is sent when another one ends.
+    assert sorted(run.sent[8:]) == pytest.approx(sorted(run.finished)[:32])
+
+
+def test_prompts_that_run_first_hold_up_decoding() -> None:
+    load = Load(np.array([10, 4000]), np.array([50, 2]), np.array([0.0, 0.02]))
+    beside = run_engine(load, Linear(), WEIGHTS, 10**6, Policy(token_budget=256))
+    first = run_engine(load, Linear(), WEIGHTS, 10**6, Policy(token_budget=256, mixed=False))
+    assert first.first[1] < beside.first[1]
+    # Sixteen passes over the prompt come between two tokens of the other request.
+    assert first.finished[0] - beside.finished[0] == pytest.approx(16 * FIXED, rel=0.1)
+
+
+def test_a_full_cache_evicts_and_still_serves_all() -> None:
+    load = Load(np.full(10, 100), np.full(10, 100), np.zeros(10))
+    tight = run_engine(load, Linear(), WEIGHTS, 1100, Policy())
+    sure = run_engine(load, Linear(), WEIGHTS, 1100, Policy(reserve=1.0))
+    free = run_engine(load, Linear(), WEIGHTS, 10**6, Policy())
+    assert tight.evicted > 0 and sure.evicted == 0
+    assert tight.largest_cache <= 1100 + 10
+    assert (tight.finished > 0.0).all()
+    assert min(tight.makespan, sure.makespan) > free.makespan
+    # 1100 tokens hold five requests of at most 199 each.
+    assert sure.largest_batch == 5
+
+
+def test_prompts_that_are_not_cut_wait_for_room_in_the_budget() -> None:
+    load = Load(np.array([600, 600]), np.array([1, 1]), np.zeros(2))
+    whole = run_engine(load, Linear(), WEIGHTS, 10**6, Policy(token_budget=1000, chunked=False))
+    cut = run_engine(load, Linear(), WEIGHTS, 10**6, Policy(token_budget=1000))
+    assert whole.first == pytest.approx([FIXED + 600 * TOKEN, 2 * FIXED + 1200 * TOKEN])
+    assert cut.first == pytest.approx([FIXED + 1000 * TOKEN, 2 * FIXED + 1200 * TOKEN])
+
+
+def test_requests_that_do_not_fit_are_refused() -> None:
+    load = Load(np.array([100]), np.array([100]), np.zeros(1))
+    with pytest.raises(PlanError, match="200 tokens of cache"):
+        run_engine(load, Linear(), WEIGHTS, 150, Policy())
+    with pytest.raises(PlanError, match="at least"):
+        Load(np.array([0]), np.array([1]), np.zeros(1))
+
+
+def test_large_loads_take_time_in_proportion() -> None:
+    # 12,500 requests are one of eight engines' share of 100,000, which are to take a minute.
+    load, _ = drawn(12_500, 20.0)
+    start = time.perf_counter()
+    run = run_engine(load, Linear(), WEIGHTS, 400_000, Policy())
+    assert time.perf_counter() - start < 7.5
+    assert len(run.first) == 12_500
