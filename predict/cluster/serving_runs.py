@@ -17,6 +17,7 @@ from ...simulate.serving.classes import CLASSES
 from ...simulate.serving.engine import Load, Policy, Run, run_engine
 from ...simulate.serving.loop import Chunk
 from ...simulate.serving.policies import framework_defaults
+from ...simulate.serving.served import ServedModel
 from ...simulate.serving.pools import Pool, two_pools
 from ...simulate.step.memory import RESERVED_BYTES
 from ..operator.serving_operators import ServingLatency
@@ -28,6 +29,8 @@ from .step_table import FAULTS, reason_of
 #: Requests of a closed loop for each in flight, as benchmark scripts send (InferenceX: 10), and
 #: most that are simulated: more waves than three change means by a few per cent.
 WAVES, LEAST_WAVES, MOST_REQUESTS = 10, 3, 3000
+#: Loads of benchmarks without a server.
+ENGINE_ALONE = ("static-batch", "offline")
 
 
 @dataclass(frozen=True)
@@ -127,8 +130,10 @@ class ServingRuns:
             )
         most = min(policy.max_batch, load.concurrency or len(load.prompts))
         costs = self.costs(row, row.engine, policy, most, longest)
-        run = run_engine(load, costs, weights[:-1], room, policy, float(weights[-1]))
-        return _result(row, load, run, weights, room)
+        # Benchmarks of an engine alone hand it their requests without a server between.
+        delay = 0.0 if row.load.kind in ENGINE_ALONE else float(weights[-1])
+        run = run_engine(load, costs, weights[:-1], room, policy, delay)
+        return _result(row, load, run, delay, room)
 
     def cache_tokens(self, row: ServingRow, workers: Workers) -> int:
         """Tokens that the cache of an engine holds.
@@ -267,13 +272,12 @@ def _lengths(rng: np.random.Generator, mean: float, spread: float, count: int) -
     return np.maximum(1, np.rint(rng.uniform(high * spread, high, count))).astype(int)
 
 
-def _result(row: ServingRow, load: Load, run: Run, weights: np.ndarray, room: int) -> RowRun:
+def _result(row: ServingRow, load: Load, run: Run, delay: float, room: int) -> RowRun:
     ttft = float((run.first - run.sent).mean())
     more = np.maximum(load.outputs - 1, 1)
     long = load.outputs > 1
     between = (run.finished - run.first)[long] / more[long]
     tpot = float(between.mean()) if long.any() else 0.0
-    delay = float(weights[-1])
     waits = np.append(run.waits, delay)
     tokens = np.append(run.tokens, 0.0)
     output = float(load.outputs.mean())
@@ -315,12 +319,28 @@ def row_context(row: ServingRow) -> dict[str, str]:
         "engine": f"{row.framework} {_era(row)}",
         "format": model.weights,
         "expert_format": model.expert_weights if model.workload.experts else "",
+        "engine_format": f"{row.framework} {_era(row)} {model.weights}",
         "latent": "latent" if model.workload.kv_lora else "",
+        "shape": _shape(model),
+        "spread": _spread(row),
         "speculative": row.speculative if row.speculative in ("ambiguous", "yes") else "",
         "source": row.source,
         "cluster": f"{row.source}|{spec.name}" if row.source else "",
         "group": row.group,
     }
+
+
+def _shape(model: ServedModel) -> str:
+    """Kind of model that decides how many kernels a layer has."""
+    experts = "experts" if model.workload.experts else "dense"
+    return f"{experts}, latent attention" if model.workload.kv_lora else experts
+
+
+def _spread(row: ServingRow) -> str:
+    """How sequences are spread over devices, where ranks hold some of their own."""
+    if row.prefill is not None:
+        return "disaggregated"
+    return "attention data parallel" if row.engine.plan.dp > 1 else ""
 
 
 #: First versions whose engines were rewritten: vLLM's V1, TensorRT-LLM's PyTorch backend.

@@ -328,8 +328,18 @@ def _formats(cell: Cells, workload: Workload, linear: int, spec: DeviceSpec) -> 
         # NVIDIA's checkpoints of DeepSeek's models leave attention in 16 bits.
         attention = plain
     cache = cell.text("kv_dtype").lower()
+    if not cache and weights in ("fp8", "nvfp4", "mxfp4") and _quantises_cache(cell):
+        cache = "fp8"
     cache = "fp8" if cache.startswith("fp8") else "int8" if cache.startswith("int8") else plain
     return ServedModel(workload, other, experts, cache, linear, attention)
+
+
+def _quantises_cache(cell: Cells) -> bool:
+    """Whether a framework takes an fp8 cache by itself under quantised weights.
+
+    TensorRT-LLM follows the checkpoint, and those of NVIDIA's quantiser say fp8.
+    """
+    return framework_of(cell.text("framework")) == "tensorrt-llm"
 
 
 def _latent(note: str) -> dict[str, int]:

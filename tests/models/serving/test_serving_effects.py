@@ -1,0 +1,131 @@
+"""Effects of serving: what they do to costs, that a fit finds them, and the model's file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from opcast.common.errors import ModelError
+from opcast.models.serving.effects import COSTS, PRIOR, ServingEffects
+from opcast.models.serving.fit import Observed, adapt_serving, fit_serving, linear_errors
+from opcast.models.serving.model import ServingModel, serving_ends, shipped_serving
+
+RNG = np.random.default_rng(0)
+
+
+def context(framework: str, chip: str = "hopper", source: str = "a") -> dict[str, str]:
+    return {
+        "all": "gpu", "architecture": chip, "framework": framework, "engine": f"{framework} now",
+        "format": "bf16", "source": source, "cluster": f"{source}|{chip}", "group": "llama",
+    }  # fmt: skip
+
+
+CONTEXTS = [context("vllm"), context("sglang")] * 60
+UNITS = RNG.uniform(0.2, 1.0, (len(CONTEXTS), len(COSTS)))
+#: What the two frameworks' hosts really take for a pass, in seconds.
+HOST = {"vllm": 4e-3, "sglang": 5e-4}
+
+
+def costs(effects: ServingEffects, row: int) -> np.ndarray:
+    """Costs of a row by class: each about a millisecond at its prior, the host 1."""
+    prior = np.array(list(PRIOR.values()))
+    units = UNITS[row] * 1e-3 / prior
+    units[COSTS.index("host")] = 1.0
+    return units * effects.weights(CONTEXTS[row])
+
+
+def observe(effects: ServingEffects) -> Observed:
+    said = np.array([costs(effects, row) for row in range(len(CONTEXTS))])
+    plain = np.array([costs(ServingEffects(), row) for row in range(len(CONTEXTS))])
+    own = np.array([HOST[c["framework"]] for c in CONTEXTS])
+    measured = plain.sum(axis=1) - plain[:, COSTS.index("host")] + own
+    count = len(CONTEXTS)
+    return Observed(
+        np.arange(count),
+        np.full(count, "tpot"),
+        np.log(measured),
+        np.log(said.sum(axis=1)),
+        said / said.sum(axis=1, keepdims=True),
+        np.zeros(count),
+    )
+
+
+def test_weights_are_priors_times_effects() -> None:
+    effects = ServingEffects({"host/engine/vllm now": np.log(3.0), "whole/engine/vllm now": 0.1})
+    weights = effects.weights(context("vllm"))
+    assert weights[COSTS.index("host")] == pytest.approx(3.0 * PRIOR["host"])
+    assert effects.factor(context("vllm"), "tpot") == pytest.approx(np.exp(0.1))
+    assert effects.weights(context("other")) == pytest.approx(list(PRIOR.values()))
+    assert effects.knows("engine", "vllm now") and not effects.knows("engine", "sglang now")
+
+
+def test_a_fit_finds_what_each_framework_costs() -> None:
+    groups = np.array([c["framework"] for c in CONTEXTS])
+    effects, seen = fit_serving(observe, CONTEXTS, groups)
+    at = COSTS.index("host")
+    found = {name: effects.weights(context(name, source="new"))[at] for name in HOST}
+    assert found["vllm"] > 3.0 * found["sglang"]
+    errors = linear_errors(seen, CONTEXTS, effects, effects)
+    before = observe(ServingEffects())
+    assert np.abs(errors).mean() < 0.25 * np.abs(before.measured - before.simulated).mean()
+
+
+def test_a_few_runs_of_one_cluster_move_that_cluster_alone() -> None:
+    seen = observe(ServingEffects())
+    slower = seen._replace(measured=seen.simulated + 0.3)
+    known = adapt_serving(slower, CONTEXTS, ServingEffects())
+    assert set(key.split("/")[1] for key in known.values) == {"cluster"}
+    own = known.factor(context("vllm"), "tpot") * known.weights(context("vllm")).sum()
+    assert own > 1.1 * ServingEffects().weights(context("vllm")).sum()
+    other = context("vllm", source="b")
+    assert known.weights(other) == pytest.approx(list(PRIOR.values()))
+
+
+def test_intervals_widen_with_what_is_not_known() -> None:
+    errors = {
+        ("tpot", "model"): [("g", e) for e in np.linspace(-0.1, 0.1, 41)],
+        ("tpot", "new"): [("g", e) for e in np.linspace(-0.05, 0.4, 41)],
+        ("ttft", "model"): [("g", 0.0)] * 3,
+    }
+    ends = serving_ends(errors)
+    assert ends["tpot/model"] == pytest.approx((-0.09, 0.09), abs=0.01)
+    assert ends["tpot/framework"] == ends["tpot/model"]
+    assert ends["tpot/new"][0] == ends["tpot/model"][0] and ends["tpot/new"][1] > 0.35
+    # Three latencies calibrate nothing.
+    assert "ttft/model" not in ends
+
+
+def test_tiers() -> None:
+    model = ServingModel(
+        ServingEffects({"stream/architecture/hopper": 0.1, "host/engine/vllm now": 0.1}),
+        provenance={"groups": ["llama|vllm now|hopper"]},
+    )
+    assert model.tier(context("vllm")) == "model"
+    assert model.tier({**context("vllm"), "group": "qwen"}) == "framework"
+    assert model.tier(context("sglang")) == "architecture"
+    assert model.tier(context("vllm", "cdna3")) == "new"
+
+
+def test_the_file_of_a_model(tmp_path: Path) -> None:
+    model = ServingModel(
+        ServingEffects({"host/all/gpu": 0.5}), {"tpot/model": (-0.1, 0.2)}, {"rows": 3}
+    )
+    model.save(tmp_path / "m.json")
+    again = ServingModel.load(tmp_path / "m.json")
+    assert again == model
+    assert again.interval("tpot", "model", 0.0) == pytest.approx((np.exp(-0.1), np.exp(0.2)))
+    (tmp_path / "bad.json").write_text('{"format": 9}')
+    with pytest.raises(ModelError, match="format 9"):
+        ServingModel.load(tmp_path / "bad.json")
+    with pytest.raises(ModelError, match="train it again"):
+        ServingModel.load(tmp_path / "none.json")
+
+
+def test_the_shipped_model_knows_the_usual_frameworks() -> None:
+    model = shipped_serving()
+    for engine in ("vllm now", "sglang now", "tensorrt-llm now"):
+        assert model.effects.knows("engine", engine)
+    low, high = model.interval("tpot", "model", 0.0)
+    assert 0.5 < low < 1.0 < high < 2.0

@@ -1,0 +1,135 @@
+"""Rows of a table of serving: what each column means."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from opcast.common.errors import DatasetError, PlanError
+from opcast.predict.cluster.serving_runs import row_load, row_policy
+from opcast.predict.cluster.serving_table import (
+    read_serving,
+    read_serving_rows,
+    serving_row,
+)
+
+PACK = Path(os.environ.get("OPCAST_PUBLISHED_DATA", Path(__file__).parents[4] / "shared/data"))
+TABLE = PACK / "published-serving" / "serving.csv.gz"
+
+DENSE = {
+    "id": "a", "source": "mine@1", "device": "h100-sxm", "framework": "vLLM", "n_gpus": 4,
+    "model": "llama", "arch": "llama", "layers": 80, "d_model": 8192, "heads": 64, "kv_heads": 8,
+    "head_dim": 128, "d_ff": 28672, "vocab": 128256, "weight_dtype": "fp8", "tp": 4, "pp": 1,
+    "load": "closed", "isl": 1024, "osl": 256, "concurrency": 16, "tpot_ms": 12.5,
+}  # fmt: skip
+LATENT = {
+    **DENSE, "model": "deepseek-r1", "arch": "mla-moe", "layers": 61, "d_model": 7168, "heads": 128,
+    "kv_heads": 128, "head_dim": 128, "d_ff": 18432, "moe_d_ff": 2048, "experts": 256, "top_k": 8,
+    "shared_experts": 1, "dense_layers": 3, "vocab": 129280, "mla": "yes", "n_gpus": 8, "tp": 1,
+    "dp": 8, "ep": 8, "moe_tp": 1, "framework": "TensorRT-LLM",
+    "attention_note": "kv_lora 512, q_lora 1536, rope 64, nope 128, v 128; MTP head",
+}  # fmt: skip
+
+
+def test_a_dense_row() -> None:
+    row = serving_row(DENSE)
+    assert (row.framework, row.source, row.devices) == ("vllm", "mine", 4)
+    assert row.engine.plan.text() == "tp=4"
+    assert row.model.weights == "fp8" and row.model.cache == "bf16"
+    # Llama 3 70B has 70.6e9 parameters; the embedding and the head stay in 16 bits.
+    tables = 2 * 128256 * 8192
+    assert row.model.weight_bytes(row.engine.plan) * 4 == pytest.approx(
+        70.55e9 - tables + 2 * tables, rel=0.01
+    )
+    # 80 layers, keys and values of two of eight heads of 128 in 16 bits.
+    assert row.model.token_bytes(row.engine.plan) == 2 * 80 * 2 * 128 * 2
+    assert row.measured == {"tpot_ms": 12.5}
+
+
+def test_latent_attention_with_experts_over_data_parallel_ranks() -> None:
+    row = serving_row(LATENT)
+    w, plan = row.model.workload, row.engine.plan
+    assert (w.kv_lora, w.q_lora, w.rope_dim, w.head, w.v_dim) == (512, 1536, 64, 128, 128)
+    assert (plan.tp, plan.dp, plan.ep, plan.moe_tp, plan.devices) == (1, 8, 8, 1, 8)
+    assert row.model.expert_weights == "fp8_block"
+    # TensorRT-LLM keeps the cache of quantised checkpoints in fp8: 61 layers of 576 bytes.
+    assert row.model.token_bytes(plan) == 61 * 576
+    assert w.parameters == pytest.approx(671e9, rel=0.01)
+
+
+def test_only_experts_are_quantised_in_four_bits() -> None:
+    row = serving_row({**LATENT, "weight_dtype": "mxfp4", "framework": "vLLM"})
+    assert (row.model.weights, row.model.expert_weights) == ("bf16", "mxfp4")
+
+
+def test_windows_and_dense_layers_of_notes() -> None:
+    note = "every 2nd layer sliding window 128, sinks, biases"
+    w = serving_row({**LATENT, "mla": "", "attention_note": note}).model.workload
+    assert (w.window, w.window_share) == (128, 0.5)
+    note = "MoE every 2nd layer; 3 of 4 layers chunked attention 8192"
+    w = serving_row({**LATENT, "mla": "", "layers": 48, "attention_note": note}).model.workload
+    assert (w.dense_layers, w.window, w.window_share) == (24, 8192, 0.75)
+    note = "3 of 4 layers gated delta net"
+    assert serving_row({**DENSE, "attention_note": note}).model.linear_layers == 60
+
+
+def test_data_parallel_engines_without_experts_are_replicas() -> None:
+    row = serving_row({**DENSE, "dp": 2, "n_gpus": 8})
+    assert (row.engine.count, row.devices) == (2, 8)
+    assert row_load(row, row.engine.count).concurrency == 8
+
+
+def test_workers_of_their_own_for_prompts() -> None:
+    split = {
+        "tp": None, "prefill_tp": 4, "prefill_workers": 2, "decode_tp": 8, "decode_workers": 1,
+        "decode_batch": 64,
+    }  # fmt: skip
+    row = serving_row({**DENSE, **split})
+    assert row.prefill is not None
+    assert (row.prefill.devices, row.engine.devices, row.engine.batch) == (8, 8, 64)
+
+
+def test_lengths_of_a_load() -> None:
+    row = serving_row({**DENSE, "length_dist": "uniform 0.8..1.0 x nominal", "isl_mean": 922})
+    load = row_load(row, 1)
+    assert load.prompts.min() >= 819 and load.prompts.max() <= 1025
+    assert load.prompts.mean() == pytest.approx(922, rel=0.01)
+    assert len(load.prompts) == 160
+
+
+def test_limits_of_a_row_go_before_those_of_its_framework() -> None:
+    policy = row_policy(serving_row({**DENSE, "max_num_seqs": 32, "max_num_batched_tokens": 512}))
+    assert (policy.max_batch, policy.token_budget) == (32, 512)
+    # Each rank with sequences of its own has the limits for itself.
+    assert row_policy(serving_row({**LATENT, "max_num_seqs": 32})).max_batch == 256
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"layers": None}, "sizes of llama are not known"),
+        ({"load": "bursty"}, "'bursty' is not known"),
+        ({"osl": None}, "lengths"),
+        ({"concurrency": None}, "concurrency"),
+        ({"tp": None, "n_gpus": None}, "neither tp nor n_gpus"),
+        ({"weight_dtype": "ternary"}, "ternary"),
+    ],
+)
+def test_what_cannot_be_expressed_says_why(change: dict[str, object], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        serving_row({**DENSE, **change})
+
+
+def test_a_table_without_columns_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("device\nh100-sxm\n")
+    with pytest.raises(DatasetError, match="framework, load"):
+        read_serving(tmp_path / "t.csv")
+
+
+@pytest.mark.skipif(not TABLE.is_file(), reason=f"no published serving at {TABLE}")
+def test_nearly_all_published_rows_are_expressed() -> None:
+    rows, reasons = read_serving_rows(read_serving(TABLE), TABLE.parent)
+    assert sum(row is not None for row in rows) / len(rows) > 0.98
+    assert all("fails on this row" not in reason for reason in reasons)
