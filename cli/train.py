@@ -75,8 +75,8 @@ def train(
         raise typer.BadParameter("give one of --data, --steps and --serving")
     if serving is not None:
         refuse_unused(context, "training on serving", {"serving", "out", "seed", "track"})
+        from ..workflows.serving.train import run_train_serving
         from ..workflows.settings import ServingSettings
-        from ..workflows.train_serving import run_train_serving
 
         told = ServingSettings(serving, out or Path("serving.json"), seed=seed, track=track)
         run_train_serving(make_console(), told)
@@ -243,7 +243,7 @@ def evaluate(
     if serving is not None:
         used = {"out", "serving", "model", "calibrate", "track"}
         refuse_unused(context, "evaluating serving", used)
-        from ..workflows.serving import run_evaluate_serving
+        from ..workflows.serving.evaluate import run_evaluate_serving
         from ..workflows.settings import ServingSettings
 
         asked = ServingSettings(serving, out, model, calibrate=calibrate, track=track)

@@ -2,6 +2,6 @@
 
 The logarithm of a latency is nearly linear in the logarithms of its costs, whose shares the
 simulator gives with it (:mod:`opcast.predict.cluster.serving_runs`). Effects by framework, chip and
-format are learned on each class of cost (:mod:`.effects`, :mod:`.fit`), intervals from what was left
-out (:mod:`.model`).
+format are learned on each class of cost (:mod:`.effects`, :mod:`.fit`), intervals from what was
+left out (:mod:`.model`).
 """

@@ -193,6 +193,7 @@ def cluster_ends(errors: np.ndarray) -> tuple[float, float]:
 
 
 def weighted_quantile(values: np.ndarray, weight: np.ndarray, level: float) -> float:
+    """Value below which a share ``level`` of the weight lies, between values interpolated."""
     order = np.argsort(values)
     share = (np.cumsum(weight[order]) - weight[order] / 2) / weight.sum()
     return float(np.interp(level, share, values[order]))

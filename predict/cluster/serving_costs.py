@@ -29,9 +29,18 @@ from ...simulate.step.plan import Group
 from ..operator.serving_operators import ServingLatency
 from .network import ClusterNetwork
 
+#: Classes of products by what bounds them: reading weights, arithmetic.
+_SPLIT = {
+    "linear": ("stream", "product"),
+    "bmm": ("stream", "product"),
+    "moe": ("experts", "grouped"),
+}
 _AT = {name: place for place, name in enumerate(CLASSES)}
 #: Grid points per octave of tokens and sequences, and of lengths.
 _POINTS, _LENGTH_POINTS = 2, 1
+#: Power of the pairs of a chunk with which its attention grows over a quarter of an octave; between
+#: that of a launch (0) and of arithmetic (1). Engineering estimate.
+ATTENTION_GROWTH = 0.75
 #: Numbers of chunks that attention of prompts is asked for.
 _CHUNKS = (1, 4, 16, 64)
 #: Fixed seconds of a custom all-reduce inside a box, each further rank, and the share of the links
@@ -82,9 +91,7 @@ class ServingCosts:
         self._decode = np.stack([_dense(batches, self._decode_at(n)) for n in lengths], axis=1)
         self._prefills: dict[tuple[int, int, int], float] = {}
         sizes = {_rounded(n) for n in _grid(16, max(32, min(tokens[-1], longest)), 4)}
-        self._price(
-            [(n, size, 0) for n in _CHUNKS for size in sizes if n * size <= 2 * tokens[-1]]
-        )
+        self._price([(n, size, 0) for n in _CHUNKS for size in sizes if n * size <= 2 * tokens[-1]])
         self._layers = float(model.workload.layers)
         self._zero = np.zeros(len(CLASSES))
         self._base = self._zero.copy()
@@ -116,7 +123,7 @@ class ServingCosts:
         costs = self._tokens[rows] + self._heads[heads]
         costs[_AT["host"]] = 1.0
         costs[_AT["sequence"]] = float(sequences)
-        return costs
+        return np.asarray(costs)
 
     def _attend(self, batch: int, length: float) -> float:
         """Seconds of decoding attention, linear between lengths of the grid."""
@@ -136,7 +143,8 @@ class ServingCosts:
         if key not in self._prefills:
             self._price([key])
         seen = chunk.tokens * (chunk.past + chunk.tokens / 2.0)
-        return self._prefills[key] * (seen / (tokens * (past + tokens / 2.0))) ** 0.75
+        scale = (seen / (tokens * (past + tokens / 2.0))) ** ATTENTION_GROWTH
+        return float(self._prefills[key] * scale)
 
     def _price(self, keys: Sequence[tuple[int, int, int]]) -> None:
         """Ask for attention of chunks: how many, tokens of each, tokens before."""
@@ -154,8 +162,10 @@ class ServingCosts:
     def _exchange(self, kind: str, size: float, ranks: int) -> float:
         link = self._spec.link_bandwidth
         if kind == "all_reduce" and ranks <= self.cluster.devices_per_node and link:
-            return _REDUCE_S + _REDUCE_RANK_S * ranks + 2.0 * size * (ranks - 1) / ranks / (
-                _REDUCE_SHARE * link
+            return (
+                _REDUCE_S
+                + _REDUCE_RANK_S * ranks
+                + 2.0 * size * (ranks - 1) / ranks / (_REDUCE_SHARE * link)
             )
         return self.network(kind, size, Group(ranks, 1)).seconds
 
@@ -173,12 +183,13 @@ class ServingCosts:
         costs = np.zeros(len(CLASSES))
         for op, count in ops:
             seconds = self.latency(op) * count
-            if op.kind in ("linear", "bmm"):
+            if op.kind in _SPLIT:
+                moving, arithmetic = _SPLIT[op.kind]
                 share = self.latency.arithmetic(op)
-                costs[_AT["product"]] += seconds * share
-                costs[_AT["stream"]] += seconds * (1.0 - share)
+                costs[_AT[arithmetic]] += seconds * share
+                costs[_AT[moving]] += seconds * (1.0 - share)
             else:
-                costs[_AT["experts" if op.kind == "moe" else "memory"]] += seconds
+                costs[_AT["memory"]] += seconds
         return costs
 
 
@@ -205,4 +216,4 @@ def _dense(grid: Sequence[int], at: Callable[[int], np.ndarray]) -> np.ndarray:
     columns = [np.interp(np.log(where), np.log(grid), column) for column in logs.T]
     dense = np.exp(np.stack(columns, axis=1))
     dense[:, (flat == 0.0).all(axis=0)] = 0.0
-    return dense.reshape(len(where), *known.shape[1:])
+    return np.asarray(dense.reshape(len(where), *known.shape[1:]))

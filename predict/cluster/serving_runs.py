@@ -17,8 +17,8 @@ from ...simulate.serving.classes import CLASSES
 from ...simulate.serving.engine import Load, Policy, Run, run_engine
 from ...simulate.serving.loop import Chunk
 from ...simulate.serving.policies import framework_defaults
-from ...simulate.serving.served import ServedModel
 from ...simulate.serving.pools import Pool, two_pools
+from ...simulate.serving.served import ServedModel
 from ...simulate.step.memory import RESERVED_BYTES
 from ..operator.serving_operators import ServingLatency
 from .serving import read_requests
@@ -320,6 +320,7 @@ def row_context(row: ServingRow) -> dict[str, str]:
         "format": model.weights,
         "expert_format": model.expert_weights if model.workload.experts else "",
         "engine_format": f"{row.framework} {_era(row)} {model.weights}",
+        "engine_experts": _experts(row),
         "latent": "latent" if model.workload.kv_lora else "",
         "shape": _shape(model),
         "spread": _spread(row),
@@ -334,6 +335,12 @@ def _shape(model: ServedModel) -> str:
     """Kind of model that decides how many kernels a layer has."""
     experts = "experts" if model.workload.experts else "dense"
     return f"{experts}, latent attention" if model.workload.kv_lora else experts
+
+
+def _experts(row: ServingRow) -> str:
+    """Engine and format of experts, whose kernels differ by both; empty without experts."""
+    engine = f"{row.framework} {_era(row)} {row.model.expert_weights}"
+    return engine if row.model.workload.experts else ""
 
 
 def _spread(row: ServingRow) -> str:

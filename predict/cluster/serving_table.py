@@ -244,12 +244,23 @@ def serving_row(row: Mapping[str, object], folder: Path = Path()) -> ServingRow:
         prefill=prefill,
         load=_load(cell, folder),
         max_batch=cell.count("max_num_seqs", 0),
-        token_budget=cell.count("max_num_batched_tokens", 0),
+        token_budget=cell.count("max_num_batched_tokens", 0) or _budget(cell),
         chunked=chunked.startswith("yes") if chunked.startswith(("yes", "no")) else None,
         speculative=_speculative(says),
         accepted=max(1.0, cell.number("spec_accept_len", 1.0)),
         measured={name: value for name, value in measured.items() if value == value and value > 0},
     )
+
+
+#: Tokens of a pass under Dynamo: its workers are not vLLM's own server, for which vLLM's default is
+#: 2048, and the times to the first token of both vLLM and TensorRT-LLM under it agree with that.
+_DYNAMO_BUDGET = 2048
+
+
+def _budget(cell: Cells) -> int:
+    """Token budget that the way of measuring implies; 0 for the framework's own."""
+    dynamo = cell.text("method").lower().startswith("dynamo")
+    return _DYNAMO_BUDGET if dynamo and framework_of(cell.text("framework")) != "sglang" else 0
 
 
 def framework_of(text: str) -> str:
@@ -416,6 +427,9 @@ def _plan(cell: Cells, model: ServedModel, prefix: str = "") -> EnginePlan | Non
     if moe_tp * ep > tp * dp:
         # Some tables count the tensor-parallel ranks of attention alone.
         dp = max(1, moe_tp * ep // tp)
+    if not moe_tp and not ep and dp == 1 and "enable_attention_dp true" in cell.text("note"):
+        # TensorRT-LLM's published tables give the ranks as tp.
+        tp, dp = 1, tp
     ranks = tp * dp
     ep = gcd(ep or (dp if dp > 1 else 1), ranks)
     if dp > 1:
@@ -481,12 +495,15 @@ def _load(cell: Cells, folder: Path) -> ServingLoad:
     if kind in ("closed", "static-batch") and concurrency < 1:
         raise PlanError(f"a load {kind} has a concurrency", hint="give concurrency")
     rate = cell.number("request_rate", 0.0)
+    if kind == "single-stream" or (kind == "offline" and 0 < concurrency < count):
+        # All requests at hand, but so many in flight at a time.
+        kind, concurrency = "closed", max(concurrency, 1)
     return ServingLoad(
-        "closed" if kind == "single-stream" else kind,
+        kind,
         prompt,
         output,
         _spread(cell.text("length_dist")),
-        max(concurrency, 1 if kind == "single-stream" else 0),
+        concurrency,
         rate if rate == rate and rate < 1e4 else 0.0,
         count,
     )

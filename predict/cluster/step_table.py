@@ -139,10 +139,16 @@ class Cells:
         return None if value is None or value != value or value == "" else value
 
     def text(self, name: str) -> str:
+        """Text of a cell."""
         value = self._value(name)
         return "" if value is None else str(value)
 
     def number(self, name: str, default: float = float("nan")) -> float:
+        """Number of a cell.
+
+        Raises:
+            DatasetError: It is none.
+        """
         value = self._value(name)
         try:
             return default if value is None else float(str(value))
@@ -150,9 +156,11 @@ class Cells:
             raise DatasetError(f"{name}={value!r} is not a number", where=self.text("id")) from None
 
     def count(self, name: str, default: int) -> int:
+        """Whole number of a cell."""
         return round(self.number(name, default))
 
     def flag(self, name: str, default: bool) -> bool:
+        """Whether a cell says yes."""
         text = self.text(name).lower()
         return text in ("true", "1", "1.0", "yes") if text else default
 

@@ -1,7 +1,8 @@
 """Latencies of a served decoder's operators: kernels of its framework, or the roofline.
 
-The model of library operators knows the kernels that vLLM, SGLang and TensorRT-LLM run; what it does
-not know (formats, other vendors' devices) gets the roofline at the shares that tuned kernels reach.
+The model of library operators knows the kernels that vLLM, SGLang and TensorRT-LLM run; what it
+does not know (formats, other vendors' devices) gets the roofline at the shares that tuned kernels
+reach.
 """
 
 from __future__ import annotations

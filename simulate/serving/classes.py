@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 #: Classes of a pass, in the order of cost vectors. Products are split into reading weights
-#: (``stream``) and arithmetic (``product``) by their rooflines; ``prefill`` and ``decode`` are
-#: attention; ``host`` counts passes, ``sequence`` the sequences of each, and ``launch`` the layers
-#: of passes with prompts, which are not replayed from captured graphs.
+#: (``stream``) and arithmetic (``product``) by their rooflines, experts into ``experts`` and
+#: ``grouped`` alike; ``prefill`` and ``decode`` are attention; ``host`` counts passes, ``sequence``
+#: the sequences of each, and ``launch`` the layers of passes with prompts, which are not replayed
+#: from captured graphs.
 CLASSES = (
     "stream",
     "product",
     "experts",
+    "grouped",
     "prefill",
     "decode",
     "memory",

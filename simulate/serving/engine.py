@@ -1,9 +1,9 @@
 """Continuous batching, event by event: whole runs of decoding iterations are taken at once.
 
-Between two events (a request ends, one arrives, the cache is full) every decoding iteration runs the
-same batch, so that its time grows linearly with the cache and a run of them has a closed form. The
-policies are those that engines document: what may be admitted, whether prompts run beside decoding
-or before it, and what happens when the cache is full.
+Between two events (a request ends, one arrives, the cache is full) every decoding iteration runs
+the same batch, so that its time grows linearly with the cache and a run of them has a closed form.
+The policies are those that engines document: what may be admitted, whether prompts run beside
+decoding or before it, and what happens when the cache is full.
 
 Times are sums over classes of cost (products, attention, host …), each with a weight of its own;
 what a request waited for is kept by class, so that the share of each in a latency is known.

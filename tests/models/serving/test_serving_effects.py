@@ -76,7 +76,7 @@ def test_a_few_runs_of_one_cluster_move_that_cluster_alone() -> None:
     seen = observe(ServingEffects())
     slower = seen._replace(measured=seen.simulated + 0.3)
     known = adapt_serving(slower, CONTEXTS, ServingEffects())
-    assert set(key.split("/")[1] for key in known.values) == {"cluster"}
+    assert {key.split("/")[1] for key in known.values} == {"cluster"}
     own = known.factor(context("vllm"), "tpot") * known.weights(context("vllm")).sum()
     assert own > 1.1 * ServingEffects().weights(context("vllm")).sum()
     other = context("vllm", source="b")

@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from ..common.errors import DatasetError
-from ..common.tables_text import in_percent, print_frame
-from ..models.operators import OpModel
-from ..models.serving.fit import Observed, fit_serving, linear_errors, solve_serving
-from ..models.serving.model import ServingModel, group_key, kind_of, serving_ends
-from ..models.tracking.mlflow_store import RunLog
-from ..predict.cluster.serving_runs import ServingRuns, row_context
-from ..predict.cluster.serving_table import ServingRow, read_serving, read_serving_rows
-from .serving import observer, serving_operators
-from .training import log_training
+from ...common.errors import DatasetError
+from ...common.tables_text import in_percent, print_frame
+from ...models.operators import OpModel
+from ...models.serving.fit import Observed, fit_serving, linear_errors, solve_serving
+from ...models.serving.model import ServingModel, group_key, kind_of, serving_ends
+from ...models.tracking.mlflow_store import RunLog
+from ...predict.cluster.serving_runs import ServingRuns, row_context
+from ...predict.cluster.serving_table import ServingRow, read_serving, read_serving_rows
+from ..training import log_training
+from .evaluate import observer, serving_operators
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from rich.console import Console
 
-    from .settings import ServingSettings
+    from ..settings import ServingSettings
 
 #: Words in ``flags`` of rows that are not learned from: their sources or physics contradict them.
 FAULTY = "impossible|suspicious|beyond the context|prefix_reuse"

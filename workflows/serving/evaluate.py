@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from ..common.errors import DatasetError
-from ..common.tables_text import in_percent, print_frame
-from ..features.dataset import write_table
-from ..models.core.registry import OPERATOR_MODEL
-from ..models.operators import OpModel
-from ..models.serving.effects import Context, ServingEffects
-from ..models.serving.fit import Observe, Observed, adapt_serving
-from ..models.serving.model import METRICS, ServingModel, shipped_serving
-from ..models.tracking.mlflow_store import RunLog
-from ..predict.cluster.serving_runs import RowRun, ServingRuns, row_context
-from ..predict.cluster.serving_table import ServingRow, read_serving, read_serving_rows
-from ..predict.locate import find_model
-from ..predict.operator.serving_operators import FAMILIES
-from .steps import row_progress
-from .training import log_training
+from ...common.errors import DatasetError
+from ...common.tables_text import in_percent, print_frame
+from ...features.dataset import write_table
+from ...models.core.registry import OPERATOR_MODEL
+from ...models.operators import OpModel
+from ...models.serving.effects import Context, ServingEffects
+from ...models.serving.fit import Observe, Observed, adapt_serving
+from ...models.serving.model import METRICS, ServingModel, shipped_serving
+from ...models.tracking.mlflow_store import RunLog
+from ...predict.cluster.serving_runs import RowRun, ServingRuns, row_context
+from ...predict.cluster.serving_table import ServingRow, read_serving, read_serving_rows
+from ...predict.locate import find_model
+from ...predict.operator.serving_operators import FAMILIES
+from ..steps import row_progress
+from ..training import log_training
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .settings import ServingSettings
+    from ..settings import ServingSettings
 
 #: What a row is predicted and judged by: column, metric of the simulator, and whether a larger
 #: figure is better.
@@ -184,7 +184,7 @@ def _record(
 
 
 def judged_rows(frame: pd.DataFrame) -> pd.DataFrame:
-    """Answers that are given, one a row: ``metric``, ``error``, ``log`` of the ratio, ``inside``."""
+    """Answers that are given, one each: ``metric``, ``error``, ``log`` of the ratio, ``inside``."""
     parts = []
     for name, _ in COLUMNS:
         own = frame[frame[f"measured_{name}"].notna() & frame[name].notna()].copy()

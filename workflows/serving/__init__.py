@@ -1,0 +1,1 @@
+"""Tables of measured serving: predict and judge them, and learn from them."""
