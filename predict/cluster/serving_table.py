@@ -473,7 +473,8 @@ def _pool(plan: EnginePlan, cell: Cells, prefix: str) -> Workers:
     count = max(1, cell.count(f"{prefix}workers", 1))
     if plan.dp > 1 and plan.ep == 1:
         count, plan = count * plan.dp, EnginePlan(tp=plan.tp, pp=plan.pp, moe_tp=plan.tp)
-    return Workers(plan, count, cell.count(f"{prefix}batch", 0))
+    # Batch limits are of ranks with sequences of their own.
+    return Workers(plan, count, cell.count(f"{prefix}batch", 0) * plan.dp)
 
 
 def _load(cell: Cells, folder: Path) -> ServingLoad:
