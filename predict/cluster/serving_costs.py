@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from copy import copy
 from math import ceil, log2
 
 import numpy as np
@@ -78,6 +79,8 @@ class ServingCosts:
         # Pipeline stages work on a share of the batch each, so that a pass takes all layers for
         # that share; ranks with sequences of their own take theirs.
         self.parts = plan.dp * plan.pp
+        #: Tokens of a decoding sequence in a pass: more than one where drafts are verified.
+        self.width = 1
         tokens = _grid(1, max(2, ceil((most_tokens + most_batch) / self.parts)), _POINTS)
         batches = _grid(1, max(2, ceil(most_batch / self.parts)), _POINTS)
         lengths = _grid(16, max(32, longest), _LENGTH_POINTS)
@@ -97,9 +100,15 @@ class ServingCosts:
         self._base = self._zero.copy()
         self._base[_AT["host"]] = 1.0
 
+    def verifying(self, width: int) -> ServingCosts:
+        """These costs with ``width`` tokens of each decoding sequence in a pass."""
+        other = copy(self)
+        other.width = width
+        return other
+
     def decode(self, batch: int, cached: float, steps: int) -> np.ndarray:
         """Sum over ``steps`` passes; see :class:`~opcast.simulate.serving.engine.PassCosts`."""
-        one = self._pass(batch, batch) * steps
+        one = self._pass(batch * self.width, batch * self.width) * steps
         # Attention is linear in the cache: the middle pass stands for all.
         length = cached / batch + (steps + 1) / 2.0
         one[_AT["decode"]] += steps * self._attend(batch, length)
@@ -107,8 +116,9 @@ class ServingCosts:
 
     def mixed(self, chunks: Sequence[Chunk], batch: int, cached: float) -> np.ndarray:
         """A pass with prompts; see :class:`~opcast.simulate.serving.engine.PassCosts`."""
-        total = batch + sum(chunk.tokens for chunk in chunks)
-        costs = self._pass(total, batch + len(chunks))
+        decoding = batch * self.width
+        total = decoding + sum(chunk.tokens for chunk in chunks)
+        costs = self._pass(total, decoding + len(chunks))
         if batch:
             costs[_AT["decode"]] += self._attend(batch, cached / batch + 1.0)
         count = -(-len(chunks) // self.parts)

@@ -129,10 +129,13 @@ class ServingRuns:
                 hint="more devices, or a narrower format",
             )
         most = min(policy.max_batch, load.concurrency or len(load.prompts))
-        costs = self.costs(row, row.engine, policy, most, longest)
+        width = ceil(row.accepted)
+        costs = self.costs(row, row.engine, policy, most * width, longest).verifying(width)
+        # A pass yields as many tokens as are accepted, so that there are so many fewer.
+        passes = replace(load, outputs=np.ceil(load.outputs / row.accepted).astype(int))
         # Benchmarks of an engine alone hand it their requests without a server between.
         delay = 0.0 if row.load.kind in ENGINE_ALONE else float(weights[-1])
-        run = run_engine(load, costs, weights[:-1], room, policy, delay)
+        run = run_engine(passes, costs, weights[:-1], room, policy, delay)
         return _result(row, load, run, delay, room)
 
     def cache_tokens(self, row: ServingRow, workers: Workers) -> int:
@@ -182,9 +185,10 @@ class ServingRuns:
         room = self.cache_tokens(row, row.engine)
         batch = min(row.engine.batch or policy.max_batch, max(1, room // longest))
         concurrency = load.concurrency or load.count or WAVES
-        most = min(batch, ceil(concurrency / row.engine.count))
+        most = max(1, min(batch, ceil(concurrency / row.engine.count)))
         ahead = self.costs(row, prefill, policy, 1, longest)
-        behind = self.costs(row, row.engine, policy, max(most, 1), longest)
+        width = ceil(row.accepted)
+        behind = self.costs(row, row.engine, policy, most * width, longest).verifying(width)
         whole = np.zeros(len(CLASSES))
         for start in range(0, prompt, policy.token_budget):
             tokens = min(policy.token_budget, prompt - start)
@@ -195,7 +199,7 @@ class ServingRuns:
 
         def decode(sequences: float) -> np.ndarray:
             n = max(1, round(sequences))
-            return behind.decode(n, n * mean, 1)
+            return behind.decode(n, n * mean, 1) / row.accepted
 
         found = two_pools(
             Pool(whole, prefill.count * prefill.plan.dp, prefill.plan.dp),

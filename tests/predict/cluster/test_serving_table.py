@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from opcast.common.errors import DatasetError, PlanError
-from opcast.predict.cluster.serving_runs import row_load, row_policy
+from opcast.models.serving.effects import ServingEffects
+from opcast.predict.cluster.serving_runs import ServingRuns, row_load, row_policy
 from opcast.predict.cluster.serving_table import (
     read_serving,
     read_serving_rows,
@@ -106,6 +107,17 @@ def test_limits_of_a_row_go_before_those_of_its_framework() -> None:
     assert row_policy(serving_row({**LATENT, "max_num_seqs": 32})).max_batch == 256
 
 
+def test_accepted_drafts_make_steps_fewer_and_wider() -> None:
+    row = serving_row({**DENSE, "spec_decode": "eagle", "spec_accept_len": 2.5})
+    assert (row.speculative, row.accepted) == ("yes", 2.5)
+    plain = serving_row({**DENSE, "spec_decode": "no"})
+    weights = ServingEffects().weights({})
+    runs = ServingRuns([row, plain], None)
+    fast, slow = (runs.simulate(r, weights).tpot.seconds for r in (row, plain))
+    # A step verifies three tokens where it made one: reading weights takes as long.
+    assert slow / 2.5 < fast < slow / 1.5
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -115,6 +127,7 @@ def test_limits_of_a_row_go_before_those_of_its_framework() -> None:
         ({"concurrency": None}, "concurrency"),
         ({"tp": None, "n_gpus": None}, "neither tp nor n_gpus"),
         ({"weight_dtype": "ternary"}, "ternary"),
+        ({"spec_accept_len": 0.5}, "below 1"),
     ],
 )
 def test_what_cannot_be_expressed_says_why(change: dict[str, object], says: str) -> None:
