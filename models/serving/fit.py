@@ -66,7 +66,7 @@ def solve_serving(
     # What waits for other requests says little of what anything costs.
     weight = weight * np.where(first, FIRST_WEIGHT * (1.0 - 0.8 * seen.queued[learn]), 1.0)
     matrix = (design.matrix * design.deviations)[np.ix_(learn, used)]
-    values = shrunk(matrix, target[learn], weight) * design.deviations[used]
+    values = shrunk(matrix, target[learn], weight).mean * design.deviations[used]
     keys = [design.keys[column] for column in used]
     return ServingEffects({k: float(v) for k, v in zip(keys, values, strict=True)})
 
@@ -96,7 +96,8 @@ def adapt_serving(
     stays[own] = 0.0
     left = target - design.matrix @ stays
     matrix = design.matrix[:, own] * design.deviations[own]
-    more = shrunk(matrix, left, np.full(len(left), OWN_WEIGHT)) * design.deviations[own]
+    weight = np.full(len(left), OWN_WEIGHT)
+    more = shrunk(matrix, left, weight).mean * design.deviations[own]
     added = {design.keys[c]: float(v) for c, v in zip(own, more, strict=True)}
     return ServingEffects(known.values | added)
 
