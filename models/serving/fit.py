@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..steps.fit import group_weights, shrunk
-from .effects import CLUSTER, Context, ServingDesign, ServingEffects, serving_design
+from .effects import CLUSTER, KNOWN, Context, ServingDesign, ServingEffects, serving_design
 
 #: Times that the simulator is asked again where the effects then lie.
 ROUNDS = 3
@@ -65,10 +65,16 @@ def solve_serving(
     weight = group_weights(groups[seen.rows[learn]])
     # What waits for other requests says little of what anything costs.
     weight = weight * np.where(first, FIRST_WEIGHT * (1.0 - 0.8 * seen.queued[learn]), 1.0)
-    matrix = (design.matrix * design.deviations)[np.ix_(learn, used)]
-    values = shrunk(matrix, target[learn], weight).mean * design.deviations[used]
-    keys = [design.keys[column] for column in used]
-    return ServingEffects({k: float(v) for k, v in zip(keys, values, strict=True)})
+    last = np.array([design.keys[column].split("/", 2)[1] == KNOWN for column in used])
+    found: dict[str, float] = {}
+    left = target[learn]
+    for columns in (used[~last], used[last]):
+        matrix = (design.matrix * design.deviations)[np.ix_(learn, columns)]
+        mean = shrunk(matrix, left, weight).mean
+        left = left - matrix @ mean
+        values = mean * design.deviations[columns]
+        found |= {design.keys[c]: float(v) for c, v in zip(columns, values, strict=True)}
+    return ServingEffects(found)
 
 
 def linear_errors(

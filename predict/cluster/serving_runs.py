@@ -13,6 +13,7 @@ import numpy as np
 from ...common.errors import OpcastError, PlanError
 from ...features.devices.catalogue import find_device
 from ...models.operators import OpModel
+from ...models.serving.model import group_key
 from ...simulate.serving.classes import CLASSES
 from ...simulate.serving.engine import Load, Policy, Run, run_engine
 from ...simulate.serving.loop import Chunk
@@ -314,6 +315,11 @@ def _shares(parts: np.ndarray) -> np.ndarray:
 
 def row_context(row: ServingRow) -> dict[str, str]:
     """Levels of a row that effects are learned on."""
+    levels = _levels(row)
+    return {**levels, "known": group_key(levels)}
+
+
+def _levels(row: ServingRow) -> dict[str, str]:
     spec = find_device(row.cluster.device)
     model = row.model
     return {
