@@ -85,7 +85,7 @@ COMMANDS: dict[str, Command | Group] = {
     "evaluate": Command(
         "train",
         "evaluate",
-        "Predict published tables of operators, steps or programs and print the errors.",
+        "Predict published tables of operators, steps, serving or programs and print the errors.",
     ),
     "demo": Command(
         "train", "demo", "Profile this machine, train a model and test it on unseen programs."

@@ -16,11 +16,10 @@ import pandas as pd
 
 from ...common.errors import DatasetError, OpcastError, PlanError
 from ...features.devices.catalogue import find_device
-from ...features.devices.device import DeviceSpec
 from ...simulate.clusters.catalogue import joined
 from ...simulate.clusters.topology import Cluster
 from ...simulate.serving.served import EnginePlan, ServedModel
-from ...simulate.step.workload import Workload
+from .served_row import framework_of, served_model
 from .step_table import FAULTS, Cells, reason_of
 
 #: Columns that a row cannot do without.
@@ -29,51 +28,6 @@ NEEDED = ("device", "framework", "load")
 LOADS = ("closed", "open", "open-poisson", "offline", "static-batch", "trace", "single-stream")
 #: What may be measured, with its unit as the suffix says.
 ANSWERS = ("ttft_ms", "tpot_ms", "itl_ms", "out_tok_s")
-#: Formats of weights by the names that sources use.
-_WEIGHTS = {
-    "fp16/bf16": "bf16",
-    "fp16": "f16",
-    "fp8-block": "fp8_block",
-    "fp8_block": "fp8_block",
-    "int8": "int8",
-    "w8a8": "int8",
-    "int4": "int4",
-    "awq": "int4",
-    "gptq": "int4",
-    "fp4": "nvfp4",
-}
-#: Sizes of models whose tables lack them, from their ``config.json`` files. DeciLM's key-value
-#: heads differ by layer: 2 on average.
-_SIZES: dict[str, dict[str, int | bool | str]] = {
-    "decilm-7b": {"layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 2, "d_ff": 14336},
-    "aquila-7b": {"layers": 32, "d_model": 4096, "heads": 32, "d_ff": 11008, "vocab": 100008},
-    "bloom-7b1": {
-        "layers": 30,
-        "d_model": 4096,
-        "heads": 32,
-        "d_ff": 16384,
-        "vocab": 250880,
-        "gated": False,
-        "tied": True,
-    },
-    "opt-6.7b": {
-        "layers": 32,
-        "d_model": 4096,
-        "heads": 32,
-        "d_ff": 16384,
-        "vocab": 50272,
-        "gated": False,
-        "tied": True,
-    },
-    "qwen2.5-vl-72b": {
-        "layers": 80,
-        "d_model": 8192,
-        "heads": 64,
-        "kv_heads": 8,
-        "d_ff": 29568,
-        "vocab": 152064,
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -226,7 +180,7 @@ def serving_row(row: Mapping[str, object], folder: Path = Path()) -> ServingRow:
     """
     cell = Cells(row)
     spec = find_device(cell.text("device"))
-    model = _model(cell, spec)
+    model = served_model(cell)
     engine, prefill = _workers(cell, model)
     largest = max(w.plan.devices for w in (engine, prefill) if w)
     measured = {name: cell.number(name) for name in ANSWERS}
@@ -263,15 +217,6 @@ def _budget(cell: Cells) -> int:
     return _DYNAMO_BUDGET if dynamo and framework_of(cell.text("framework")) != "sglang" else 0
 
 
-def framework_of(text: str) -> str:
-    """A framework's name in lower case, with the engines of one project as one."""
-    name = text.lower().split(" (")[0].strip()
-    for known in ("tensorrt-llm", "sglang", "vllm", "lmdeploy", "deepspeed-mii"):
-        if known in name.replace("trtllm", "tensorrt-llm").replace("trt-llm", "tensorrt-llm"):
-            return known
-    return name
-
-
 def _speculative(text: str) -> str:
     if text.startswith(("ambiguous", "unstated")):
         return text.split()[0]
@@ -289,143 +234,6 @@ def _accepted(cell: Cells, speculative: str) -> float:
     if length < 1.0:
         raise PlanError(f"spec_accept_len={length:g} is below 1", hint="tokens of a step")
     return length
-
-
-def _model(cell: Cells, spec: DeviceSpec) -> ServedModel:
-    known = _SIZES.get(cell.text("model").lower(), {})
-
-    def size(name: str, default: int = 0) -> int:
-        return cell.count(name, int(known.get(name, default)))
-
-    if not size("layers") or not size("d_model"):
-        raise PlanError(
-            f"the sizes of {cell.text('model') or 'the model'} are not known",
-            hint="give layers, d_model, heads, d_ff and vocab",
-        )
-    experts = size("experts")
-    note = cell.text("attention_note")
-    width = size("moe_d_ff") if experts else size("d_ff")
-    arch = cell.text("arch").lower()
-    gated = bool(known.get("gated", arch != "gpt"))
-    dense = _dense_layers(cell, note, size("layers")) if experts else 0
-    latent = _latent(note) if cell.flag("mla", False) or "kv_lora" in note else {}
-    windows = _window(note, size("layers"))
-    head = latent.pop("head_dim", 0) or size("head_dim")
-    workload = Workload(
-        layers=size("layers"),
-        d_model=size("d_model"),
-        heads=size("heads", 1),
-        kv_heads=0 if latent else size("kv_heads"),
-        head_dim=head,
-        d_ff=width or size("d_ff"),
-        vocab=size("vocab", 32000),
-        seq=1,
-        batch=1,
-        dtype="bf16",
-        experts=experts,
-        top_k=size("top_k") if experts else 0,
-        shared_experts=size("shared_experts") if experts else 0,
-        dense_layers=dense,
-        dense_ff=size("d_ff") if dense else 0,
-        gated=gated,
-        norm="layernorm" if arch == "gpt" else "rmsnorm",
-        tied=bool(known.get("tied", False)),
-        mode="forward",
-        **latent,  # type: ignore[arg-type]
-        **windows,  # type: ignore[arg-type]
-    )
-    return _formats(cell, workload, _linear_layers(note, arch, workload.layers), spec)
-
-
-def _formats(cell: Cells, workload: Workload, linear: int, spec: DeviceSpec) -> ServedModel:
-    text = cell.text("weight_dtype").lower() or "bf16"
-    weights = next((v for k, v in _WEIGHTS.items() if text == k), text)
-    plain = "bf16"
-    other, attention, experts = weights, "", weights
-    if workload.experts and weights in ("mxfp4", "int4"):
-        # Published MoE checkpoints in these formats quantise their experts only (gpt-oss, Kimi).
-        other = plain
-    if weights == "fp8" and workload.kv_lora:
-        # DeepSeek's checkpoints have scales for blocks of 128 x 128.
-        other = experts = "fp8_block"
-    if weights == "nvfp4" and workload.kv_lora:
-        # NVIDIA's checkpoints of DeepSeek's models leave attention in 16 bits.
-        attention = plain
-    cache = cell.text("kv_dtype").lower()
-    if not cache and weights in ("fp8", "nvfp4", "mxfp4") and _quantises_cache(cell):
-        cache = "fp8"
-    cache = "fp8" if cache.startswith("fp8") else "int8" if cache.startswith("int8") else plain
-    return ServedModel(workload, other, experts, cache, linear, attention)
-
-
-def _quantises_cache(cell: Cells) -> bool:
-    """Whether a framework takes an fp8 cache by itself under quantised weights.
-
-    TensorRT-LLM follows the checkpoint, and those of NVIDIA's quantiser say fp8.
-    """
-    return framework_of(cell.text("framework")) == "tensorrt-llm"
-
-
-def _latent(note: str) -> dict[str, int]:
-    """Widths of latent attention, DeepSeek-V3's where the note does not say."""
-
-    def of(name: str, default: int) -> int:
-        found = re.search(rf"{name} (\d+)", note)
-        return int(found[1]) if found else default
-
-    return {
-        "kv_lora": of("kv_lora", 512),
-        "q_lora": of("q_lora", 0 if "kv_lora" in note else 1536),
-        "rope_dim": of("rope", 64),
-        "head_dim": of("nope", 128),
-        "v_dim": of(r"\bv", 128),
-    }
-
-
-def _window(note: str, layers: int) -> dict[str, object]:
-    """Window of sliding or chunked attention, and the share of layers that have it."""
-    found = re.search(r"(?:sliding window|chunked attention|window) (?:of )?(\d+)", note)
-    if not found:
-        return {}
-    share = _share(note.split(found[0])[0] or note, layers)
-    return {"window": int(found[1]), "window_share": share}
-
-
-def _share(note: str, layers: int) -> float:
-    """Share of layers that words before a feature name; 1 for all."""
-    some = re.findall(r"(\d+) (?:of|in|:) ?(\d+) ?(?:layers)?", note)
-    if some:
-        part, whole = map(int, some[-1])
-        return min(1.0, part / max(whole, 1))
-    every = re.search(r"every (\d+)(?:nd|rd|th)", note)
-    if every:
-        return 1.0 / int(every[1])
-    return 0.5 if "every second" in note else 1.0
-
-
-def _dense_layers(cell: Cells, note: str, layers: int) -> int:
-    """Layers without experts; where they stand in the model does not matter to its time."""
-    every = re.search(r"MoE every (\d+)(?:nd|rd|th) layer", note)
-    if every:
-        return layers - layers // int(every[1])
-    return cell.count("dense_layers", 0)
-
-
-#: Words for layers with a recurrent state instead of attention over a cache.
-_RECURRENT = r"gated delta|gdn|deltanet|mamba|linear|lightning|kda|recurrent|ssm"
-
-
-def _linear_layers(note: str, arch: str, layers: int) -> int:
-    found = re.search(rf"(\d+) of (\d+) (?:layers )?[^,;]*?(?:{_RECURRENT})", note, re.IGNORECASE)
-    if found:
-        share = int(found[1]) / int(found[2])
-    elif re.search(_RECURRENT, note, re.IGNORECASE) or arch == "hybrid":
-        # Three of four layers, as published hybrids have (Qwen3-Next, Kimi Linear).
-        full = re.search(r"every (\d+)th layer (?:is )?(?:full|softmax)", note)
-        share = 1.0 - 1.0 / int(full[1]) if full else 0.75
-    else:
-        return 0
-    return min(layers - 1, round(layers * share))
 
 
 def _plan(cell: Cells, model: ServedModel, prefix: str = "") -> EnginePlan | None:
