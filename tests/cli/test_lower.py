@@ -85,4 +85,4 @@ def test_functions_of_a_file_on_the_command_line(tmp_path):
     (product,) = [k for k in kernels if k["kind"] == "gemm"]
     assert product["source_line"].endswith("mine.py:6")
     whole = subprocess.run([*command[:4], "mine.py", *rest], **options)
-    assert whole.returncode == 1 and "opcast predict mine.py:FUNCTION" in whole.stderr
+    assert whole.returncode == 1 and "opcast predict FILE.py:FUNCTION" in whole.stderr

@@ -12,6 +12,7 @@ from opcast.features.ir.dtypes import (
     FAMILIES,
     HLO_NAMES,
     NUMPY_NAMES,
+    REDUCED,
     TABLE_FORMATS,
     UNQUANTISED,
     dtype_family,
@@ -54,6 +55,6 @@ def test_table_formats_count_the_scales_of_their_blocks():
     assert TABLE_FORMATS["nvfp4"].weight_bits == 4 + 8 / 16
     assert TABLE_FORMATS["w4a16_mxfp4"].weight_bits == 4 + 8 / 32
     for name, kind in TABLE_FORMATS.items():
-        assert {kind.weights, kind.rate} <= {*DTYPE_BITS}
+        assert {kind.weights, kind.rate} <= {*DTYPE_BITS, REDUCED}
         assert (kind.block == 0) or name not in UNQUANTISED
         assert kind.weight_bits >= DTYPE_BITS[kind.weights]

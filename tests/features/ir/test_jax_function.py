@@ -314,7 +314,7 @@ def test_reading_a_path_never_imports_it(module: Path):
     # Programs from elsewhere are read by the same function; only the command line imports.
     with pytest.raises(ProgramError, match="cannot read the program"):
         read_program(f"{module}:pair")
-    with pytest.raises(ProgramError, match=r"Python file is no program.*mine.py:FUNCTION"):
+    with pytest.raises(ProgramError, match=r"mine.py: this is Python source.*FILE.py:FUNCTION"):
         read_program(module)
 
 

@@ -280,6 +280,6 @@ def test_unfitted_is_told(name: str, make_law: Any, tmp_path: Path) -> None:
 
 def test_without_torch_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ModelError, match=r'pip install "opcast\[gnn\]"'):
+    with pytest.raises(ModelError, match=r"pip install '\.\[gnn\]'"):
         make_estimator("gnn-pyg")
     make_estimator("gnn-flax")

@@ -29,13 +29,21 @@ AXES = {"cores": "core_count", "clock": "boost_mhz", "bandwidth": "hbm_bandwidth
         "l2": "l2_mb"}  # fmt: skip
 ALL = "+".join(AXES)
 GROWN = (*AXES, ALL)
-DTYPES = {"eager": ("fp32",), "kernel": ("fp16",), "graph": ("bf16", "fp8", "nvfp4")}
+DTYPES = {
+    "eager": ("fp32",),
+    "kernel": ("fp16",),
+    "graph": ("bf16", "fp8", "nvfp4"),
+    "xla": ("bf16", "tf32"),
+}
 #: Analytical estimates that more cores may lengthen, by at most this factor: more rows in flight
 #: leave the cache, and a decode is split further than pays.
 MORE_CORES = {
     "eager/softmax": 1.4, "eager/ln": 1.2, "graph/generation_attention": 1.1,
     "graph/generation_mla": 1.2,
 }  # fmt: skip
+#: Ones that more of everything may lengthen: chips of 300 cores split a latent decode further than
+#: pays.
+MORE_OF_ALL = {"graph/generation_mla": 1.1}
 #: Trees are not monotone: the largest factor by which an operator takes longer when one figure of a
 #: chip that the model never saw is doubled, when all are, and when any are of a chip of the
 #: catalogue, which the model may know: its twice as large one is left to the model of unseen chips.
@@ -124,7 +132,8 @@ def test_physics_of_no_operator_is_slower(family: str, gpus: dict[str, DeviceSpe
     for axes in GROWN:
         assert growth(found.roofline_s.reshape(shape), gpus, axes).max() <= 1 + 1e-9, axes
         assert growth(found.floor_s.reshape(shape), gpus, axes).max() <= 1 + 1e-9, axes
-        bound = MORE_CORES.get(family, 1.0) if axes == "cores" else 1.0
+        bounds = {"cores": MORE_CORES, ALL: MORE_OF_ALL}.get(axes, {})
+        bound = bounds.get(family, 1.0)
         assert growth(found.base_s.reshape(shape), gpus, axes).max() <= bound + 1e-9, axes
 
 
@@ -164,7 +173,8 @@ def test_no_kernel_and_program_is_slower(platform: str) -> None:
     model = predictor.model_for(devices[name])
     wall = np.array([model.predict_program(lowered, d).latency for d in devices.values()])
     for axes in GROWN:
-        assert growth(wall[:, None], devices, axes).max() <= 1 + 1e-9, axes
+        # XLA's products are learned by trees, which are not monotone.
+        assert growth(wall[:, None], devices, axes).max() <= 1.005, axes
 
 
 @pytest.mark.parametrize("family", LEARNED)

@@ -115,9 +115,7 @@ def test_a_device_without_arrays_is_refused(name: str) -> None:
 
 def test_what_to_install_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScaleSimEstimator, "packages", ("opcast-no-such-package",))
-    with pytest.raises(
-        ModelError, match=r"opcast-no-such-package.*pip install 'opcast\[scalesim\]"
-    ):
+    with pytest.raises(ModelError, match=r"opcast-no-such-package.*pip install '\.\[scalesim\]"):
         ScaleSimEstimator().predict([gemm(8, 8, 8)], V3)
 
 

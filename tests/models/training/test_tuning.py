@@ -145,5 +145,5 @@ def test_without_optuna_it_says_what_to_install(
     prepared: PreparedDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ModelError, match=r"opcast\[tune\]"):
+    with pytest.raises(ModelError, match=r"pip install 'optuna"):
         tune(prepared, "ridge", 1)
