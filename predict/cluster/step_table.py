@@ -243,6 +243,8 @@ def _attention(text: str) -> str:
     word = text.lower()
     if word.startswith("torch") or "eager" in word or "unfused" in word:
         return "eager"
+    if "naive" in word or "dot_product" in word:
+        return "naive"
     return "flash2" if "flash2" in word or "triton" in word else "fused"
 
 

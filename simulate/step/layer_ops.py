@@ -12,13 +12,16 @@ from dataclasses import dataclass, replace
 
 from .calls import OpCall
 from .plan import Plan
-from .workload import PRODUCT_WIDTH, Workload
+from .workload import PRODUCT_WIDTH, WRITTEN_OUT, Workload
 
 # Time of a backward pass over the forward pass, for operators whose measured tables hold forward
 # kernels alone.
 #: Five products instead of two, at a rate a sixth lower: 2.5 / (5/6) (the rate is an engineering
 #: estimate; not fitted).
 ATTENTION_BACKWARD = 3.0
+#: Traffic of XLA's softmax kernels over rows of scores, beyond that of a stream: as programs' are
+#: priced (``LONG_ROWS`` in ``models/gpu/routes.py``, fitted to JAX steps on A100).
+NAIVE_TRAFFIC = 1.3
 #: Bound by memory: input and gradient read, one gradient written, against one read and one write.
 NORM_BACKWARD = 1.5
 #: Of a gated activation: gate, product and gradient read, two gradients written, against three
@@ -194,7 +197,7 @@ def _core(workload: Workload, shape: tuple[int, ...], scale: float) -> PassOps:
     counts what is kept: two bytes, one byte of mask and two bytes for each score).
     """
     dtype, name = workload.dtype, workload.attention
-    if name != "eager":
+    if name not in WRITTEN_OUT:
         core = OpCall("attention", "attention", shape, dtype, scale, name)
         back = OpCall("attention_dx", "attention", shape, dtype, scale * ATTENTION_BACKWARD, name)
         return PassOps((core,), (back,))
@@ -203,8 +206,9 @@ def _core(workload: Workload, shape: tuple[int, ...], scale: float) -> PassOps:
     scores = _product("scores", rows, keys, dim, dtype)
     values = _product("values", rows, dim, keys, dtype)
     width = workload.width
-    ahead = round((4 * width + 1) * rows * keys * scale)
-    behind = round((5 * width + 1) * rows * keys * scale)
+    again = 1.0 + (NAIVE_TRAFFIC if name == "naive" else 0.0)
+    ahead = round((4 * width + 1) * rows * keys * scale * again)
+    behind = round((5 * width + 1) * rows * keys * scale * again)
     softmax = OpCall("softmax", "move", (ahead,), dtype)
     back = OpCall("softmax_dx", "move", (behind,), dtype)
     forward = (*scores.forward, softmax, *values.forward)

@@ -21,7 +21,7 @@ from .traffic import (
     parameter_groups,
     table_held,
 )
-from .workload import Workload, kind_counts
+from .workload import WRITTEN_OUT, Workload, kind_counts
 
 #: Optimiser state per parameter: master weight and two moments of Adam in f32 (ZeRO, section 3.1).
 OPTIMIZER_BYTES = 12
@@ -133,7 +133,7 @@ def layer_activations(workload: Workload, plan: Plan) -> float:
     routed = rows * workload.d_model / plan.sequence_parallel * (2 if workload.experts else 0)
     # Fused attention keeps one f32 per row and head, the log-sum-exp of the scores.
     statistics = 4.0 * tokens * heads
-    if workload.attention == "eager" and not selective:
+    if workload.attention in WRITTEN_OUT and not selective:
         # Scores before and after dropout, and its mask.
         statistics = tokens * heads * workload.seq / plan.cp * (2 * width + 1.0)
     return (2 * residual + normed + attention + fed + routed) * width + statistics

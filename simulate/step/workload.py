@@ -29,8 +29,11 @@ PRODUCT_WIDTH = {name: DTYPE_BITS[dtype] / 8 for name, dtype in PRODUCT_DTYPE.it
 #: A full training step, or a forward pass for inference.
 MODES = ("train", "forward")
 #: Implementations of attention: the fastest fused one of the device; FlashAttention-2 or Triton's
-#: copy of it, which do not use the asynchronous units of Hopper and later; scores in memory.
-ATTENTION = ("fused", "flash2", "eager")
+#: copy of it, which do not use the asynchronous units of Hopper and later; scores in memory, passed
+#: over by a framework's fused softmax, or by XLA's kernels for attention that is written out.
+ATTENTION = ("fused", "flash2", "eager", "naive")
+#: Those that keep scores in memory.
+WRITTEN_OUT = ("eager", "naive")
 #: Names of settings that the zoo uses for the same thing.
 ALIASES = {"dim": "d_model", "hidden": "d_ff", "sequence": "seq", "n_layers": "layers"}
 #: Tokens of a micro-batch that is chosen: enough rows to fill the matrix units of a large GPU
