@@ -218,9 +218,16 @@ def _flag_value(text: str) -> str | int | bool | float:
 
 
 def partition(
-    program: Annotated[Path, typer.Argument(help="StableHLO program for one device.")],
-    mesh: Annotated[str, typer.Option(help="Mesh such as dp=8, fsdp=4 or dp=2,fsdp=4.")],
+    program: Annotated[
+        Path, typer.Argument(help="StableHLO program for one device, or with shardings.")
+    ],
     out: Annotated[Path, typer.Option("--out", help="File to write.")],
+    mesh: Annotated[
+        str,
+        typer.Option(
+            help="Mesh such as dp=8, fsdp=4 or dp=2,fsdp=4; default: the program's own shardings."
+        ),
+    ] = "",
     batch_args: Annotated[
         str,
         typer.Option(help="Indices of the batch arguments, as 3,4; default: those not donated."),
@@ -230,13 +237,14 @@ def partition(
         str, typer.Option("--device", help="Device that a module.py:function is lowered for.")
     ] = "local",
 ) -> None:
-    """Partition a program over a mesh, with explicit collectives.
+    """Partition a program, with explicit collectives: over a mesh, or along its own shardings.
 
     The result can be given to opcast predict --cluster.
     """
+    from ..common.files import write_bytes
     from ..common.notes import WARNING
     from ..common.units import size
-    from ..datagen.partition.program import partition_program
+    from ..datagen.partition.program import partition_annotated, partition_program
     from ..features.ir.platforms import platform_of
     from ..features.ir.reader import read_program
     from ..predict.devices import resolve_device
@@ -249,6 +257,12 @@ def partition(
         raise typer.BadParameter("--format must be text or bytecode")
     place = platform_of(resolve_device(device, {})) if device != "local" else None
     source = read_program(program_of(program), platform=place)
+    if not mesh:
+        if chosen is not None:
+            raise typer.BadParameter("--batch-args goes with --mesh")
+        write_bytes(out, partition_annotated(source, format))
+        typer.echo(f"{out}: {out.stat().st_size} bytes")
+        return
     written = partition_program(source, mesh, out, chosen, format)
     typer.echo(f"{out}: {out.stat().st_size} bytes")
     parameters = f"; parameters {size(written.parameter_bytes)}" if written.parameter_bytes else ""

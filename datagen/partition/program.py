@@ -14,14 +14,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...common.errors import PlanError, ProgramError
 from ...common.files import write_bytes
 from ...common.units import size
+from ...features.ir.partitioning import joined_devices
 from ...features.ir.program import TensorType
 from ...features.ir.reader import SourceProgram, read_program
 from .sharding import batch_spec, parameter_spec, parse_mesh
 from .workload import expand_groups, read_dump, run_worker, to_stablehlo
+
+if TYPE_CHECKING:
+    from jaxlib.mlir import ir
 
 #: Times that a step moves its parameters by collectives, above which something else is moved. FSDP
 #: gathers them for the forward and the backward pass and reduces their gradients: three times.
@@ -71,7 +76,6 @@ def partition_program(
         ProgramError: The program is for several devices already, or its batch is unknown.
         LoweringError: The partitioner fails.
     """
-    from ...features.ir.jax_compat import write_bytecode
     from ...features.ir.mlir.shardings import gathered_at_use, without_empty_meshes
 
     sizes = parse_mesh(mesh)
@@ -85,7 +89,9 @@ def partition_program(
     own = source.program
     if own.num_replicas * own.num_partitions > 1 or own.dialect != "stablehlo":
         raise ProgramError(
-            "only StableHLO of a single device can be partitioned", where=source.origin
+            "only StableHLO of a single device can be spread over a mesh",
+            where=source.origin,
+            hint="without --mesh a program is partitioned by its own shardings",
         )
     kinds = [op.type for op in own.entry_computation.parameters]
     shapes = [kind.shape for kind in kinds]
@@ -101,10 +107,62 @@ def partition_program(
         else ()
         for n, shape in enumerate(shapes)
     ]
-    devices = prod(sizes.values())
     # Inlined and marked, which also says what of the state is a parameter.
     gathered, used = gathered_at_use(without_empty_meshes(source.module), sorted(donated))
     module = gathered if "fsdp" in sizes else without_empty_meshes(source.module)
+    shardings = {
+        "arguments": [
+            sharding_text(cut, len(shape), sizes) for cut, shape in zip(cuts, shapes, strict=True)
+        ],
+        "outputs": {str(out): number for number, out in donated.items()},
+    }
+    data = _run(module, prod(sizes.values()), format, source.origin, shardings)
+    write_bytes(Path(path), data)
+    return _summary(Path(path), read_program(data), float(sum(kinds[n].nbytes for n in used)))
+
+
+def partition_annotated(source: SourceProgram, format: str = "text") -> bytes:
+    """Partition a program along the shardings that it brings, Shardy's or GSPMD's.
+
+    Args:
+        source: StableHLO for several partitions, as its header says.
+        format: ``text`` or ``bytecode``.
+
+    Returns:
+        StableHLO of one device, with explicit collectives.
+
+    Raises:
+        ProgramError: The program is not for several partitions of one replica, or has collectives
+            already.
+        LoweringError: The partitioner fails.
+    """
+    own = source.program
+    if own.dialect != "stablehlo" or own.num_partitions < 2:
+        raise ProgramError(
+            "the program has no shardings of its own to partition it by",
+            where=source.origin,
+            hint="spread it over a mesh: --mesh dp=8; or write it with shardings and "
+            "mhlo.num_partitions in its header, as jax.jit does",
+        )
+    if own.num_replicas > 1 or joined_devices(source) > 1:
+        raise ProgramError(
+            "the program is partitioned already: it has collectives or replicas",
+            where=source.origin,
+            hint="opcast predict --cluster takes it as it is",
+        )
+    return _run(source.module, own.num_partitions, format, source.origin)
+
+
+def _run(
+    module: ir.Module,
+    devices: int,
+    format: str,
+    origin: str,
+    shardings: Mapping[str, object] | None = None,
+) -> bytes:
+    """Return what the partitioner makes of a module, with its own shardings or given ones."""
+    from ...features.ir.jax_compat import write_bytecode
+
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         (folder / "program").write_bytes(write_bytecode(module))
@@ -112,17 +170,11 @@ def partition_program(
             "program": str(folder / "program"),
             "dump": str(folder / "dump"),
             "devices": devices,
-            "arguments": [
-                sharding_text(cut, len(shape), sizes)
-                for cut, shape in zip(cuts, shapes, strict=True)
-            ],
-            "outputs": {str(out): number for number, out in donated.items()},
+            **(shardings or {}),
         }
         run_worker(job, devices)
-        text = read_dump(folder / "dump", source.origin or "program")
-    data = to_stablehlo(expand_groups(text), devices, format)
-    write_bytes(Path(path), data)
-    return _summary(Path(path), read_program(data), float(sum(kinds[n].nbytes for n in used)))
+        text = read_dump(folder / "dump", origin or "program")
+    return to_stablehlo(expand_groups(text), devices, format)
 
 
 def _summary(path: Path, partitioned: SourceProgram, parameters: float) -> Partitioned:

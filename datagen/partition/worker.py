@@ -38,15 +38,16 @@ def partition_program(job: Mapping[str, Any]) -> None:
     """Compile the program of a file under the shardings of a job and dump the partitioner's result.
 
     Args:
-        job: ``program``, a file of a module; ``arguments`` and ``outputs``, the shardings of its
-            arguments and of some of its results by number; ``devices``, how many; ``dump``, a
-            folder.
+        job: ``program``, a file of a module; ``devices``, how many; ``dump``, a folder;
+            ``arguments`` and ``outputs``, the shardings of its arguments and of some of its results
+            by number. Without them the module brings its own.
     """
     from ...features.ir.jax_compat import compile_module, parse_module, with_shardings
 
     module = parse_module(Path(job["program"]).read_bytes())
-    outputs = {int(out): number for out, number in job["outputs"].items()}
-    module = with_shardings(module, job["arguments"], outputs, job["devices"])
+    if "arguments" in job:
+        outputs = {int(out): number for out, number in job["outputs"].items()}
+        module = with_shardings(module, job["arguments"], outputs, job["devices"])
     Path(job["dump"]).mkdir(parents=True, exist_ok=True)
     compile_module(module, 1, job["devices"], dump_flags(job["dump"]))
 

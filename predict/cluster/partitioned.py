@@ -19,12 +19,18 @@ import numpy as np
 from ...common.chrome_trace import ChromeTrace
 from ...common.errors import ProgramError
 from ...common.interval import Interval, step_fields
+from ...datagen.partition.program import partition_annotated
 from ...features.devices.device import DeviceSpec
-from ...features.ir.partitioning import check_several_devices
+from ...features.ir.partitioning import (
+    annotated_devices,
+    check_several_devices,
+    joined_devices,
+)
 from ...features.ir.platforms import platform_of
-from ...features.ir.reader import read_program
+from ...features.ir.reader import SourceProgram, read_program
 from ...features.kernels.kernel import Kernel, LoweredProgram
 from ...features.lowering.lower import lower_with
+from ...features.lowering.op import whole_notes
 from ...features.lowering.options import DEFAULTS, LoweringOptions
 from ...features.lowering.xla_collectives import optimise_collectives
 from ...models.steps.context import device_context
@@ -42,6 +48,11 @@ from .spread import COMPOSITION_ERROR, NINETY
 
 #: Framework whose steps partitioned programs are: XLA's.
 _COMPILED = "jax"
+#: Note on a program that was partitioned here.
+_SPLIT = (
+    "partitioned along its shardings by XLA's partitioner for CPUs; the device's own compiler may "
+    "choose other collectives (lowering xla)"
+)
 #: Operands of eight bits in a kernel's text; bytes as integers are mostly a library's workspace.
 _NARROW = re.compile(r"\bf8e\w+\[")
 
@@ -183,6 +194,14 @@ def predict_partitioned(
         source = source.with_program(optimise_collectives(own))
     lowered = lower_with(source, replace(options, device=spec))
     scheduled = lowered.lowering == "xla"
+    if not scheduled and _is_annotated(source):
+        # The target's compiler would have partitioned it.
+        parts = read_program(partition_annotated(source), trip_counts=options.trip_counts)
+        source = parts.with_program(optimise_collectives(parts.program))
+        split = lower_with(source, replace(options, device=spec, lowering=lowered.lowering))
+        whole = whole_notes(own, [])
+        notes = [note for note in lowered.notes if note not in (*whole, *split.notes)]
+        lowered = replace(split, notes=[*notes, *split.notes, _SPLIT])
     _check_partitioned(lowered, devices, cluster, source.origin)
     # Latencies do not depend on the cluster; only the simulation below is repeated for the
     # interval.
@@ -327,6 +346,14 @@ class _Job:
         # fair share of them.
         dims = self.cluster.topology.group_dims(node.collective.group)
         return frozenset((d.kind, d.name) for d in dims)
+
+
+def _is_annotated(source: SourceProgram) -> bool:
+    """Return whether a program says by shardings alone how it is to be partitioned."""
+    own = source.program
+    if own.dialect != "stablehlo" or own.num_partitions < 2 or own.num_replicas > 1:
+        return False
+    return joined_devices(source) == 1 and annotated_devices(source) > 1
 
 
 def _check_partitioned(

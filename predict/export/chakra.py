@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from ...common.errors import ProgramError
 from ...features.devices.device import DeviceSpec
@@ -10,6 +13,7 @@ from ...simulate.chakra.folder import write_folder
 from ...simulate.chakra.messages import EtNode, NodeType
 from ...simulate.chakra.ranks import Work, process_groups, rank_trace
 from ...simulate.clusters.topology import Cluster
+from ...simulate.program.nodes import Node
 from ..cluster.partitioned import PartitionedPrediction
 
 
@@ -39,23 +43,40 @@ def export_chakra(
             where=cluster.name,
             hint="ASTRA-sim wants a trace for each device of the network",
         )
+    nodes, order = _in_order_of_start(prediction)
     # Chakra names process groups by number, the same in the traces of all ranks.
-    groups = process_groups(prediction.nodes)
+    groups = process_groups(nodes)
     # FLOPs and bytes are informative: roofline-enabled is 0, so durations come from the trace.
-    work = [_work(prediction, node.members) for node in prediction.nodes]
+    work = [_work(prediction, node.members) for node in nodes]
+    transfer = prediction.transfer[order].tolist()
     traces = [
-        rank_trace(
-            prediction.nodes,
-            r,
-            groups,
-            prediction.transfer.tolist(),
-            work,
-            scheduled=prediction.scheduled,
-        )
+        rank_trace(nodes, r, groups, transfer, work, scheduled=prediction.scheduled)
         for r in range(prediction.devices)
     ]
     write_folder(out, traces, groups, cluster, device)
     return summary(traces)
+
+
+def _in_order_of_start(
+    prediction: PartitionedPrediction,
+) -> tuple[list[Node], np.ndarray]:
+    """Return the nodes in the order in which they are predicted to start, and their positions.
+
+    A simulator runs a rank's kernels in the order of its trace. Program order would have it wait
+    for collectives behind which the predicted schedule runs other kernels.
+    """
+    # Stable: operands stay in front of those that start with them, in no time.
+    order = np.argsort(prediction.run.start, kind="stable")
+    if prediction.scheduled:
+        # Issued in their place; a busy communicator only delays the start.
+        order = np.arange(len(prediction.nodes))
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.arange(len(order))
+    nodes = [
+        replace(node, operands=tuple(int(place[o]) for o in node.operands))
+        for node in (prediction.nodes[at] for at in order)
+    ]
+    return nodes, order
 
 
 def summary(traces: list[list[EtNode]]) -> dict[str, object]:

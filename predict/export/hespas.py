@@ -9,6 +9,7 @@ are never reused.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hespas.estimator.compute_estimator import ComputeEstimator
@@ -17,6 +18,7 @@ from hespas.estimator.estimator import register_default_op_handler, register_op_
 from hespas.estimator.result import ModuleResult, OpResult
 
 from ...common.errors import ModelError
+from ..devices import resolve_device
 from ..locate import model_hash
 from ..program.predictor import Prediction, Predictor, load
 from .op_text import op_program
@@ -29,7 +31,10 @@ _HASH = "Digest of the model: opcast hespas fills it in"
 
 
 class OpcastEstimator(ComputeEstimator):
-    """Estimates whole modules. Options: ``device``, ``model``, ``lowering`` and ``model_hash``."""
+    """Estimates whole modules, without the dispatch of a program.
+
+    Options: ``device``, ``model``, ``lowering`` and ``model_hash``.
+    """
 
     display_name = "opcast"
     device = ConfigOption(str, description=_DEVICE)
@@ -44,10 +49,13 @@ class OpcastEstimator(ComputeEstimator):
             ModelError: The model's digest differs from the one in the configuration.
         """
         self.predictor = _predictor(self)
+        # Blocks are parts of one program, which is dispatched once.
+        whole = resolve_device(self.device, self.predictor.devices)
+        self.spec = replace(whole, dispatch=0.0)
 
     def _get_whole_module_result(self, module: Any) -> object:
         prediction = self.predictor.predict(
-            module.mlir_string, device=self.device, lowering=self.lowering, fallback="op"
+            module.mlir_string, device=self.spec, lowering=self.lowering, fallback="op"
         )
         seconds, metadata = _answer(prediction)
         return ModuleResult(

@@ -31,6 +31,9 @@ def op_program(
     # Operands come first in MLIR's generic and pretty forms; values used within a region follow and
     # are not arguments.
     names = [m.group() for m in _VALUE.finditer(body)][: len(inputs)]
+    if body.startswith("stablehlo.reduce("):
+        # Printed in pairs of an operand and its initial value; the types list all operands first.
+        names = names[::2] + names[1::2]
     if len(names) < len(inputs):
         raise ProgramError(
             f"the operation names {len(names)} operands, {len(inputs)} have types", where=line[:80]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ...common.errors import DatasetError
 from ...common.files import parse_json, write_bytes, write_text
 from ...features.devices.device import DeviceSpec
 from ..clusters.files import astra_network
-from ..clusters.topology import Cluster, Dimension
+from ..clusters.topology import Cluster, Dimension, Topology
 from .messages import EtNode, decode, encode
+from .ranks import SPLITS
 
 #: Traces are ``trace.<rank>.et``; ASTRA-sim takes the part before the rank
 #: (``--workload-configuration``).
@@ -22,6 +24,9 @@ GROUPS, NETWORK, SYSTEM, MEMORY = (
     "system.json",
     "remote_memory.json",
 )
+#: The same for ASTRA-sim's congestion-aware network, which knows one dimension only: a torus as one
+#: ring.
+RING_NETWORK, RING_SYSTEM = "network_ring.yml", "system_ring.json"
 
 
 def write_folder(
@@ -53,8 +58,24 @@ def write_folder(
         write_bytes(out / f"{PREFIX}.{rank}.et", encode(trace))
     write_text(out / GROUPS, json.dumps({name: list(g) for g, name in groups.items()}) + "\n")
     write_text(out / NETWORK, network)
-    write_text(out / SYSTEM, json.dumps(astra_system(cluster, device), indent=2) + "\n")
+    write_text(out / SYSTEM, json.dumps(astra_system(cluster.topology, device), indent=2) + "\n")
+    dims = cluster.topology.dims
+    if len(dims) == 1 and dims[0].kind == "torus":
+        ring = Topology((one_ring(dims[0]),))
+        write_text(out / RING_NETWORK, astra_network(ring))
+        write_text(out / RING_SYSTEM, json.dumps(astra_system(ring, device), indent=2) + "\n")
     write_text(out / MEMORY, json.dumps({"memory-type": "NO_MEMORY_EXPANSION"}) + "\n")
+
+
+def one_ring(torus: Dimension) -> Dimension:
+    """Return one ring of a torus' devices on which large and empty collectives take as long.
+
+    It has the bandwidth of all axes together, which the axes' rings use at the same time, and as
+    much latency around it as one after the other around the axes.
+    """
+    steps = sum(n - 1 for n in torus.shape)
+    latency = torus.latency * steps / max(torus.size - 1, 1)
+    return replace(torus, kind="ring", shape=(), latency=latency)
 
 
 def read_folder(folder: Path) -> tuple[list[list[EtNode]], dict[str, list[int]]]:
@@ -85,13 +106,13 @@ def _groups(path: Path) -> dict[str, list[int]]:
         ) from None
 
 
-def astra_system(cluster: Cluster, device: DeviceSpec) -> dict[str, object]:
+def astra_system(topology: Topology, device: DeviceSpec) -> dict[str, object]:
     """Return ASTRA-sim's system: an algorithm per dimension; durations come from the traces.
 
     ``local-mem-bw`` is in GB/s, ``peak-perf`` in TFLOP/s. Settings that do not depend on cluster or
     device are those of ASTRA-sim's example systems.
     """
-    dims = [ring for d in cluster.topology.dims for ring in d.rings()]
+    dims = [ring for d in topology.dims for ring in d.rings()]
     reduce = [_algorithm(d) for d in dims]
     # Halving and doubling does not implement an all-to-all.
     scatter = ["direct" if name == "halvingDoubling" else name for name in reduce]
@@ -99,7 +120,7 @@ def astra_system(cluster: Cluster, device: DeviceSpec) -> dict[str, object]:
         "scheduling-policy": "LIFO",
         "endpoint-delay": 10,
         "active-chunks-per-dimension": 1,
-        "preferred-dataset-splits": 4,
+        "preferred-dataset-splits": SPLITS,
         "all-reduce-implementation": reduce,
         "all-gather-implementation": reduce,
         "reduce-scatter-implementation": reduce,

@@ -1,13 +1,17 @@
 """From the nodes of a partitioned program to one execution trace per rank.
 
 Computation is one stream: kernels follow each other in program order and wait where they read the
-result of a collective. Chakra's durations are whole microseconds: kernels are merged until they
-fill one, and the rounding error is carried over, so that the sum is right to half a microsecond. A
+result of a collective. Communication is one stream, too: each collective of a rank waits for its
+last one. Simulators match the collectives of a group by the order in which its ranks issue them,
+which would else depend on when each rank is ready, and ranks of overlapping groups could wait for
+each other for ever. Chakra's durations are whole microseconds: kernels are merged until they fill
+one, and the rounding error is carried over, so that the sum is right to half a microsecond. A
 kernel too short to fill one before a collective reads it counts towards the next.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +32,9 @@ COMM_TYPES = {
 TRANSFERS = ("collective_permute", "send_recv")
 #: ASTRA-sim takes group 0 for all ranks, whatever the file says, so names begin at 1.
 FIRST_GROUP = 1
+#: Parts into which ASTRA-sim cuts each collective (``preferred-dataset-splits``, as in its example
+#: systems).
+SPLITS = 4
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,15 @@ class Work:
 
     flops: float = 0.0
     bytes: float = 0.0
+
+
+def least_bytes(ranks: int) -> int:
+    """Return the smallest size of a collective that ASTRA-sim can cut among so many ranks.
+
+    It cuts a collective into :data:`SPLITS` parts, and each part among the ranks, once for either
+    direction of a ring; a message of no byte aborts it (``chunk_size > 0``).
+    """
+    return 2 * ranks * SPLITS
 
 
 def process_groups(nodes: Sequence[Node]) -> dict[tuple[int, ...], str]:
@@ -98,6 +114,9 @@ class _Rank:
         pending: Program nodes since the last written one.
         place_of: Position in ``nodes`` of the stream's node that holds a program node.
         tags: Transfers so far; matches sends with receives.
+        talked: Trace nodes of the last collective.
+        owed: Executions not yet written of each kind of collective: extrapolated layers run a
+            fractional number of times.
     """
 
     rank: int
@@ -114,6 +133,8 @@ class _Rank:
     pending: set[int] = field(default_factory=set)
     place_of: dict[int, int] = field(default_factory=dict)
     tags: int = 0
+    talked: set[int] = field(default_factory=set)
+    owed: dict[str, float] = field(default_factory=dict)
 
     def run(
         self, nodes: Sequence[Node], transfer: Sequence[float], work: Sequence[Work]
@@ -181,11 +202,17 @@ class _Rank:
         return needs
 
     def _communicate(self, place: int, node: Node, own: Collective, seconds: float) -> None:
-        deps, times = self._needs(node), max(1, round(node.times))
-        # Chakra cannot express loops: executions are written out, one after another.
-        micros = max(1, round(seconds * 1e6 / times))
+        deps = self._needs(node)
+        # Chakra cannot express loops: executions are written out, one after another. What rounding
+        # leaves is owed to the next collective of its kind, so that their number is right.
+        owed = self.owed.get(own.kind, 0.0) + node.times
+        # Half up, not to even: 1.5 and 1.5 are 2 and 1.
+        times = math.floor(owed + 0.5)
+        self.owed[own.kind] = owed - times
+        micros = max(1, round(seconds * 1e6 / node.times))
         for _ in range(times):
-            ends = self._once(node, own, deps, micros)
+            ends = self._once(node, own, deps | self.talked, micros)
+            self.talked = ends or self.talked
             deps = ends or deps
         self.result[place] = tuple(sorted(deps))
         if own.waits:
@@ -194,8 +221,6 @@ class _Rank:
 
     def _once(self, node: Node, own: Collective, deps: set[int], micros: int) -> set[int]:
         """Write one execution; an empty set if this rank takes no part."""
-        # Chakra's sizes are whole bytes.
-        size = round(own.size)
         if own.kind in TRANSFERS:
             return self._transfers(node, own, deps, micros)
         if own.kind not in COMM_TYPES:
@@ -206,7 +231,8 @@ class _Rank:
         attrs: dict[str, Value] = {
             "is_cpu_op": False,
             "comm_type": int(COMM_TYPES[own.kind]),
-            "comm_size": size,
+            # Whole bytes, and no fewer than can be cut: the loss is a single number.
+            "comm_size": max(round(own.size), least_bytes(len(group))),
             "pg_name": self.groups[group],
         }
         return {self._add(node.name, NodeType.COMM_COLL, deps, micros, attrs)}

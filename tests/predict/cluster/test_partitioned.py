@@ -175,3 +175,40 @@ def test_collectives_come_on_top_of_the_same_kernels(predictor):
     assert free.run.makespan == pytest.approx(kernels + gaps)
     assert late.run.compute == pytest.approx(free.run.compute)
     assert late.run.makespan > free.run.makespan + 1e-3
+
+
+#: Rows of x and columns of w are cut over two devices each, and so is what the product sums over.
+ANNOTATED = """module @m attributes {mhlo.num_partitions = 4 : i32, mhlo.num_replicas = 1 : i32} {
+  sdy.mesh @mesh = <["data"=2, "model"=2]>
+  func.func public @main(
+      %x: tensor<512x1024xf32> {sdy.sharding = #sdy.sharding<@mesh, [{"data"}, {"model"}]>},
+      %w: tensor<1024x2048xf32> {sdy.sharding = #sdy.sharding<@mesh, [{"model"}, {}]>})
+      -> (tensor<512x2048xf32> {sdy.sharding = #sdy.sharding<@mesh, [{"data"}, {}]>}) {
+    %0 = stablehlo.dot_general %x, %w, contracting_dims = [1] x [0]
+      : (tensor<512x1024xf32>, tensor<1024x2048xf32>) -> tensor<512x2048xf32>
+    return %0 : tensor<512x2048xf32>
+  }
+}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lowering", ["op", "fused"])
+def test_a_program_with_shardings_alone_is_partitioned(lowering, tmp_path):
+    from opcast.datagen.partition.program import partition_annotated
+
+    options = LoweringOptions(lowering)
+    found = predict_partitioned(ANNOTATED, "h100-sxm-x4", None, options)
+    # Each device holds partial sums of 256 x 2048 and adds them up with its partner.
+    assert found.by_collective().keys() == {"all_reduce"}
+    assert found.by_collective()["all_reduce"][:2] == (1, 256 * 2048 * 4)
+    (product,) = [k for k in found.kernels if k.kind == "gemm"]
+    assert product.flops == 2 * 256 * 512 * 2048
+    assert any("partitioned along its shardings" in note for note in found.notes)
+    assert not any("counted whole" in note for note in found.notes)
+    path = tmp_path / "parts.mlir"
+    path.write_bytes(partition_annotated(read_program(ANNOTATED)))
+    parts = predict_partitioned(path, "h100-sxm-x4", None, options)
+    assert parts.latency_us == found.latency_us
+    with pytest.raises(ProgramError, match="partitioned already"):
+        partition_annotated(read_program(path))

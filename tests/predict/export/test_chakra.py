@@ -32,8 +32,13 @@ def compare(found, said, folder):
     summary = run_traces(traces, groups).summary()
     assert summary["collectives"] == said["collectives"]
     said_of = {k: (v["count"], v["bytes"]) for k, v in summary["collectives"].items()}
-    program = {k: (count, size) for k, (count, size, _) in found.by_collective().items()}
-    program.pop("collective_permute", None)
+    program = {}
+    for node in found.nodes:
+        if node.collective and node.opcode != "collective-permute":
+            # ASTRA-sim cuts each among its ranks, in four parts and two directions.
+            size = max(node.collective.size, 8 * len(node.collective.group))
+            count, total = program.get(node.collective.kind, (0, 0))
+            program[node.collective.kind] = (count + node.times, total + size * node.times)
     assert {k: v for k, v in said_of.items() if k not in ("send", "recv")} == program
     pairs = [p for n in found.nodes if n.opcode == "collective-permute" and n.collective
              for p in n.collective.groups if p[0] != p[1]]  # fmt: skip
@@ -98,11 +103,16 @@ def test_a_training_step_on_four_devices(tmp_path):
     }  # fmt: skip
     step = export_partitioned("llama", settings, "fsdp=2,tp=2", tmp_path / "step.mlir")
     found, said = export(step, tmp_path / "out")
-    traces, groups, _ = compare(found, said, tmp_path / "out")
+    traces, groups, summary = compare(found, said, tmp_path / "out")
+    # Kernels run behind collectives as they do in the prediction, not in the program's order.
+    exposed = summary["step_us"] - summary["compute_us"]
+    assert exposed == pytest.approx(found.run.exposed * 1e6, rel=0.1)
     put_in = bytes_put_in(step)
     assert said["collectives"]["all_gather"]["bytes"] == put_in["all-gather"]
-    for kind in ("all_reduce", "reduce_scatter"):
-        assert said["collectives"][kind]["bytes"] == put_in[kind.replace("_", "-")]
+    assert said["collectives"]["reduce_scatter"]["bytes"] == put_in["reduce-scatter"]
+    # The loss and the norms' sums, of which each is a few bytes, are rounded up.
+    rounded = said["collectives"]["all_reduce"]["bytes"] - put_in["all-reduce"]
+    assert 0 < rounded < 100
     pairs = {tuple(ranks) for ranks in groups.values()}
     assert {(0, 1), (2, 3)} <= pairs
     assert {(0, 2), (1, 3)} <= pairs

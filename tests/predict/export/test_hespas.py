@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,8 +11,12 @@ from typer.testing import CliRunner
 
 from opcast.cli import app
 from opcast.common.errors import DatasetError, ModelError, ProgramError
+from opcast.features.devices.catalogue import find_device
+from opcast.features.ir.reader import read_program
+from opcast.predict.devices import resolve_device
 from opcast.predict.export.op_text import op_program
 from opcast.predict.locate import model_hash
+from opcast.predict.program.predictor import load
 
 STAND_IN = Path(__file__).parents[2] / "plugins" / "hespas_stand_in"
 DOT = (
@@ -55,12 +60,22 @@ def test_whole_modules_take_what_the_predictor_says_in_seconds(hespas, hardware,
     estimator = hespas.OpcastEstimator({**hardware, "lowering": "op"})
     module = SimpleNamespace(mlir_string=MODULE)
     found = estimator.get_estimate(module)
-    expected = predictor.predict(MODULE, device=hardware["device"], lowering="op")
+    device = replace(resolve_device(hardware["device"], predictor.devices), dispatch=0.0)
+    expected = predictor.predict(MODULE, device=device, lowering="op")
     assert found.success
     assert found.module is module
     assert found.runtime_estimate == pytest.approx(expected.latency_us / 1e6)
     lo, hi = found.metadata["lo_s"], found.metadata["hi_s"]
     assert lo <= found.runtime_estimate <= hi
+
+
+def test_blocks_are_charged_no_dispatch_of_a_program(hespas):
+    # A block of an H100 program costs its two kernels and the gaps between them.
+    hardware = {"device": "h100-sxm", "model": "gpu-xla", "model_hash": model_hash("gpu-xla")}
+    estimator = hespas.OpcastEstimator({**hardware, "lowering": "op"})
+    block = estimator.get_estimate(SimpleNamespace(mlir_string=MODULE)).runtime_estimate
+    whole = load("gpu-xla").predict(MODULE, device="h100-sxm", lowering="op")
+    assert whole.latency_us / 1e6 - block == pytest.approx(find_device("h100-sxm").dispatch)
 
 
 def test_operations_add_up(hespas, hardware, predictor):
@@ -103,6 +118,27 @@ def test_the_command_adds_the_estimator_and_the_digest(hespas, hardware, tmp_pat
     config.write_text("[]")
     with pytest.raises(DatasetError, match="no configuration"):
         CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+
+
+def test_a_reduction_of_two_operands_gets_the_types_of_each():
+    # As MLIR prints the argument of a maximum: operands and initial values alternate.
+    text = op_program(
+        """%6:2 = stablehlo.reduce(%3 init: %cst), (%4 init: %c) across dimensions = [1]
+        : (tensor<4x8xf32>, tensor<4x8xi32>, tensor<f32>, tensor<i32>)
+          -> (tensor<4xf32>, tensor<4xi32>)
+        reducer(%a: tensor<f32>, %b: tensor<f32>) (%d: tensor<i32>, %e: tensor<i32>) {
+          %7 = stablehlo.compare GE, %a, %b : (tensor<f32>, tensor<f32>) -> tensor<i1>
+          %8 = stablehlo.select %7, %a, %b : tensor<i1>, tensor<f32>
+          %9 = stablehlo.select %7, %d, %e : tensor<i1>, tensor<i32>
+          stablehlo.return %8, %9 : tensor<f32>, tensor<i32>
+        }""",
+        [((4, 8), "f32"), ((4, 8), "i32"), ((), "f32"), ((), "i32")],
+        [((4,), "f32"), ((4,), "i32")],
+    )
+    parameters = read_program(text).program.entry_computation.parameters
+    assert [(p.type.dtype, p.type.shape) for p in parameters] == [
+        ("f32", (4, 8)), ("s32", (4, 8)), ("f32", ()), ("s32", ()),
+    ]  # fmt: skip
 
 
 def test_operations_with_regions_and_several_results_become_programs():

@@ -1,11 +1,17 @@
+import json
+
 import numpy as np
 import pytest
+import yaml
 
 from opcast.common.errors import DatasetError
+from opcast.features.devices.catalogue import find_device
 from opcast.simulate.chakra import wire
+from opcast.simulate.chakra.folder import write_folder
 from opcast.simulate.chakra.messages import CommType, EtNode, NodeType, decode, encode
 from opcast.simulate.chakra.ranks import Work, process_groups, rank_trace
 from opcast.simulate.chakra.timeline import run_traces
+from opcast.simulate.clusters.topology import Cluster, Dimension, Topology
 from opcast.simulate.program.nodes import Collective, Node
 
 US = 1e-6
@@ -129,7 +135,8 @@ def test_collectives_depend_on_what_they_read_and_hold_up_who_reads_them():
     assert found["all_reduce"].deps == (found["a"].id,)
     assert found["b"].deps == (found["a"].id,)
     # The short kernel is not written before it; what it follows is.
-    assert found["all_gather"].deps == (found["b"].id,)
+    # Nor does it overtake the collective issued before it.
+    assert found["all_gather"].deps == (found["all_reduce"].id, found["b"].id)
     assert found["c"].deps == tuple(sorted((found["b"].id, found["all_reduce"].id)))
     assert found["d"].deps == tuple(sorted((found["c"].id, found["all_gather"].id)))
     reduce = found["all_reduce"]
@@ -151,6 +158,54 @@ def test_loops_repeat_collectives_and_ranks_outside_take_no_part():
     assert [n.deps for n in inside] == [(), (0,), (1,), (2,), (0, 3)]
     assert [n.name for n in outside] == ["a", "b"]
     assert outside[1].deps == (0,)
+
+
+def test_ranks_of_overlapping_groups_issue_collectives_in_one_order():
+    rows, columns = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+    nodes = [kernel("a"), kernel("b", us=9.0), talk("all_gather", 1, groups=rows),
+             talk("all_reduce", 0, groups=columns)]  # fmt: skip
+    for rank in range(4):
+        found = {n.name: n for n in trace(nodes, rank)}
+        # Ready at 2 µs, it still waits for the one before, which starts at 11.
+        assert found["all_gather"].id in found["all_reduce"].deps
+    traces = [trace(nodes, r) for r in range(4)]
+    groups = {name: list(g) for g, name in process_groups(nodes).items()}
+    assert run_traces(traces, groups).makespan_us == 2 + 9 + 5 + 5
+
+
+def test_small_collectives_can_be_cut_among_their_ranks():
+    # Four parts, among two ranks, in two directions: a byte each is 16.
+    loss = next(n for n in trace([kernel("a"), talk("all_reduce", 0, size=8.0)]) if n.collective)
+    assert loss.bytes == 16
+    whole = talk("all_reduce", 0, groups=(tuple(range(64)),), size=8.0)
+    assert next(n for n in trace([kernel("a"), whole]) if n.collective).bytes == 512
+
+
+@pytest.mark.parametrize(
+    ("times", "total"), [((13.5,), 14), ((1.5, 1.5, 1.5, 1.5), 6), ((0.3,), 0)]
+)
+def test_fractions_of_executions_add_up(times, total):
+    nodes = [kernel("a"), *(talk("all_reduce", 0, times=n) for n in times), kernel("b", 1)]
+    found = trace(nodes)
+    assert sum(bool(n.collective) for n in found) == total
+    assert all(n.micros == 5 for n in found if n.collective)
+
+
+def test_a_torus_comes_with_one_ring_for_the_congestion_aware_network(tmp_path):
+    torus = Dimension("torus", 16, 160e9, latency=1e-6, shape=(4, 4))
+    cluster = Cluster("slice", "tpu-v5e", Topology((torus,)))
+    write_folder(tmp_path, [[], []], {}, cluster, find_device("tpu-v5e"))
+    network = yaml.safe_load((tmp_path / "network_ring.yml").read_text())
+    assert network["topology"] == ["Ring"]
+    assert network["npus_count"] == [16]
+    # Both links of the ring have half of the 160 GB/s; 3 + 3 hops of 1 µs over 15.
+    assert network["bandwidth"] == [pytest.approx(80e9 / 2**30)]
+    assert network["latency"] == [pytest.approx(6 / 15 * 1000)]
+    system = json.loads((tmp_path / "system_ring.json").read_text())
+    assert system["all-reduce-implementation"] == ["ring"]
+    switch = Cluster("box", "h100-sxm", Topology((Dimension("switch", 2, 450e9),)))
+    write_folder(tmp_path / "switch", [[], []], {}, switch, find_device("h100-sxm"))
+    assert not (tmp_path / "switch" / "network_ring.yml").exists()
 
 
 def test_permutes_become_sends_and_receives():
