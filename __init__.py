@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .features.lowering.lower import lower as lower
     from .predict.api import predict as predict
     from .predict.api import save as save
+    from .predict.library import budget as budget
+    from .predict.library import latency as latency
     from .predict.program.predictor import Prediction as Prediction
     from .predict.program.predictor import Predictor as Predictor
     from .predict.program.predictor import load as load
@@ -32,6 +34,8 @@ _PUBLIC = {
     "Kernel": ".features.kernels.kernel",
     "OpcastError": ".common.errors",
     "Prediction": ".predict.program.predictor",
+    "budget": ".predict.library",
+    "latency": ".predict.library",
     "Predictor": ".predict.program.predictor",
     "load": ".predict.program.predictor",
     "lower": ".features.lowering.lower",
@@ -46,6 +50,8 @@ __all__ = [
     "OpcastError",
     "Prediction",
     "Predictor",
+    "budget",
+    "latency",
     "load",
     "lower",
     "predict",

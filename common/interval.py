@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -33,6 +33,42 @@ class Interval(NamedTuple):
     def around(cls, value: float, below: float, above: float) -> Interval:
         """Make the interval of an estimate from its half-widths; the lower end stays positive."""
         return cls(value, max(value - below, LEAST_SHARE * value), value + above)
+
+
+class InSeconds:
+    """Comparisons of a result with seconds: ``assert prediction < 5e-3``; ``float`` gives them.
+
+    A class that has ``latency_us`` inherits it.
+    """
+
+    @property
+    def seconds(self) -> float:
+        """Estimate in seconds."""
+        own: Any = self
+        return float(own.latency_us) / 1e6
+
+    def __float__(self) -> float:
+        return self.seconds
+
+    def __lt__(self, other: object) -> bool:
+        return self.seconds < _seconds(other)
+
+    def __le__(self, other: object) -> bool:
+        return self.seconds <= _seconds(other)
+
+    def __gt__(self, other: object) -> bool:
+        return self.seconds > _seconds(other)
+
+    def __ge__(self, other: object) -> bool:
+        return self.seconds >= _seconds(other)
+
+
+def _seconds(other: object) -> float:
+    if isinstance(other, InSeconds):
+        return other.seconds
+    if isinstance(other, int | float | np.number):
+        return float(other)
+    raise TypeError(f"a predicted time is compared with seconds, not with {type(other).__name__}")
 
 
 class HasLatency(Protocol):

@@ -94,7 +94,7 @@ def predict(
     from ..features.lowering.options import LoweringOptions
     from .cluster.partitioned import predict_partitioned
 
-    predictor, own = _loaded(model), _call(program, args, kwargs)
+    predictor, own = loaded(model), _call(program, args, kwargs)
     options = LoweringOptions(lowering, device, trip_counts, fallback, settings)
     if cluster is None:
         return predictor.predict_with(own, options, strict=strict)
@@ -119,7 +119,8 @@ def _call(program: object, args: tuple[object, ...], kwargs: dict[str, object]) 
 
 
 @lru_cache(maxsize=4)
-def _loaded(model: str | Path) -> Predictor:
+def loaded(model: str | Path) -> Predictor:
+    """Load a model for programs; once."""
     from .program.predictor import load_for_programs
 
     return load_for_programs(model)

@@ -8,20 +8,30 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src import core as _core
+from jax._src import pjit as _pjit
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.cudnn import fused_attention_stablehlo as _attention
 from jax._src.interpreters import mlir as _jax_mlir
 from jax._src.sharding_impls import GSPMDSharding
 from jax.extend import mlir as jax_mlir
 from jax.extend.backend import get_backend, get_compile_options
+from jax.extend.source_info_util import register_exclusion
 from jaxlib import _hlo, _jax  # type: ignore[attr-defined]
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo as _stablehlo
 from jaxlib.mlir.passmanager import PassManager
+
+# A function of JAX itself has no line but that of who called it, which must not be one of ours.
+# Programs of the zoo and of tests are users' like any other.
+for _folder in ("cli", "features", "predict", "server", "workflows"):
+    register_exclusion(str(Path(__file__).parents[2] / _folder))
 
 #: First bytes of MLIR bytecode, and of StableHLO portable artifacts, which are such bytecode.
 BYTECODE_MAGIC = b"ML\xefR"
@@ -404,3 +414,48 @@ def _on_device(array: object, sharding: jax.sharding.Sharding | None) -> Any:
 
 def _jax_hlo_sharding() -> Any:
     return _hlo.HloSharding.replicate()
+
+
+@dataclass(frozen=True)
+class TracedFunction:
+    """A jitted function as it was called.
+
+    Attributes:
+        name: Its name.
+        function: The same function of its flat arguments; jitted, with the same donations.
+        args: Shapes and types of these.
+    """
+
+    name: str
+    function: Any
+    args: tuple[jax.ShapeDtypeStruct, ...]
+
+
+@contextmanager
+def recorded_functions() -> Iterator[list[TracedFunction]]:
+    """Record the functions that are lowered in the block because they are called first.
+
+    Yields:
+        A list that grows with each function; JAX's own are left out.
+    """
+    found: list[TracedFunction] = []
+    pjit: Any = _pjit
+    original = pjit._resolve_and_lower
+    own = str(Path(jax.__file__).parent)
+
+    def record(args: Any, *rest: Any, jaxpr: Any, **options: Any) -> Any:
+        debug = jaxpr.jaxpr.debug_info
+        if not str(debug.func_filename or own).startswith(own):
+            donated = tuple(i for i, flag in enumerate(options["donated_invars"]) if flag)
+            function = jax.jit(_core.jaxpr_as_fun(jaxpr), donate_argnums=donated)
+            # JAX has no annotations for it, and a strict checker refuses calls of such functions.
+            struct: Any = jax.ShapeDtypeStruct
+            shapes = tuple(struct(a.shape, a.dtype) for a in jaxpr.in_avals)
+            found.append(TracedFunction(options["name"], function, shapes))
+        return original(args, *rest, jaxpr=jaxpr, **options)
+
+    pjit._resolve_and_lower = record
+    try:
+        yield found
+    finally:
+        pjit._resolve_and_lower = original

@@ -18,7 +18,7 @@ import numpy as np
 
 from ...common.chrome_trace import ChromeTrace
 from ...common.errors import ProgramError
-from ...common.interval import Interval, step_fields
+from ...common.interval import InSeconds, Interval, step_fields
 from ...datagen.partition.program import partition_annotated
 from ...features.devices.device import DeviceSpec
 from ...features.ir.partitioning import (
@@ -58,7 +58,7 @@ _NARROW = re.compile(r"\bf8e\w+\[")
 
 
 @dataclass(frozen=True)
-class PartitionedPrediction:
+class PartitionedPrediction(InSeconds):
     """Time of a partitioned program on a cluster; seconds.
 
     Attributes:

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError, DeviceError, ModelError
-from ...common.interval import latency_fields
+from ...common.interval import InSeconds, latency_fields
 from ...common.parquet import read_table
 from ...features.operators.query import parse_op
 from ..devices import resolve_device
@@ -28,7 +28,7 @@ MAX_MEASURED = 20_000
 
 
 @dataclass(frozen=True)
-class OpEstimate:
+class OpEstimate(InSeconds):
     """Predicted latency of an operator on a device; times in microseconds.
 
     Attributes:

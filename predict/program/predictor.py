@@ -14,7 +14,7 @@ import numpy as np
 
 from ...common.errors import StrictError
 from ...common.files import printable
-from ...common.interval import latency_fields, latency_of
+from ...common.interval import InSeconds, latency_fields, latency_of
 from ...features.devices.identity import BY_NAME, MEASURED_AT, base_name
 from ...features.kernels.kernel import Kernel, LoweredProgram
 from ..devices import resolve_device
@@ -83,7 +83,7 @@ class KernelEstimate:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Prediction(InSeconds):
     """Predicted time of a program on a device, with its interval, kernels and notes.
 
     Attributes:

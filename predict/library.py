@@ -1,0 +1,163 @@
+"""opcast inside other programs: one latency, and the predicted time of jitted functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..common.errors import DeviceError, OpcastError
+from ..common.interval import InSeconds, latency_fields
+from ..common.units import duration
+
+if TYPE_CHECKING:
+    from ..features.devices.device import DeviceSpec
+    from ..features.kernels.kernel import Kernel
+    from .program.predictor import Prediction
+
+
+@dataclass(frozen=True)
+class Latency(InSeconds):
+    """Predicted time of one execution of an operator or kernel, in microseconds.
+
+    Attributes:
+        latency_us: Estimate.
+        lo_us: Lower end of the 90 % interval.
+        hi_us: Upper end.
+        device: Name of the device.
+        in_domain: Whether the model was trained on similar ones.
+    """
+
+    latency_us: float
+    lo_us: float
+    hi_us: float
+    device: str
+    in_domain: bool
+
+
+class BudgetExceeded(OpcastError):
+    """A function is predicted to take longer than its budget."""
+
+
+def latency(
+    what: str | Kernel, device: str | Path | DeviceSpec, *, model: str | Path = "default"
+) -> Latency:
+    """Predict one operator of a library, or one kernel of a lowered program.
+
+    May be called from several threads. What was loaded stays loaded.
+
+    Args:
+        what: An operator, such as ``linear m=4096 n=4096 k=4096 dtype=bf16``, or a kernel of
+            ``opcast.lower``.
+        device: Name, path of a device file, or description; operators need a name or a file.
+        model: Name or folder of the model.
+
+    Raises:
+        ProgramError: The text does not describe an operator.
+        DeviceError: The device is not known.
+        ModelError: There is no such model, or it does not know the operator.
+    """
+    from .api import loaded
+    from .devices import resolve_device
+    from .operator.predict import predict_op
+
+    if isinstance(what, str):
+        if not isinstance(device, str | Path):
+            raise DeviceError(
+                "an operator is predicted for a device by name",
+                where=device.name,
+                hint="give its name, or write the description to a file",
+            )
+        found = predict_op(what, str(device), model)
+        return Latency(found.latency_us, found.lo_us, found.hi_us, found.device, found.in_domain)
+    predictor = loaded(model)
+    spec = resolve_device(device, predictor.devices)
+    one = predictor.model_for(spec).predict_kernels([what], spec)
+    times = latency_fields(float(one.latency[0]), float(one.lo[0]), float(one.hi[0]))
+    return Latency(**times, device=spec.name, in_domain=bool(one.in_domain[0]))
+
+
+@dataclass
+class Budget:
+    """What :func:`budget` saw.
+
+    Attributes:
+        device: Device that they are for.
+        limit: Seconds that no function may exceed; ``None`` for no limit.
+        predictions: Prediction by name of the function; a function compiled for several shapes has
+            its name followed by ``#2`` and so on.
+    """
+
+    device: DeviceSpec
+    limit: float | None = None
+    predictions: dict[str, Prediction] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise for the slowest function beyond the limit.
+
+        Raises:
+            BudgetExceeded: There is one.
+        """
+        if self.limit is None or not self.predictions:
+            return
+        name, worst = max(self.predictions.items(), key=lambda item: item[1].latency_us)
+        if worst > self.limit:
+            kernel = worst.top(1)[0] if worst.kernels else None
+            most = f"; {kernel.name} takes {duration(kernel.total_us)} of it" if kernel else ""
+            raise BudgetExceeded(
+                f"predicted to take {duration(worst.latency_us)} on {worst.device}, more than "
+                f"{duration(self.limit * 1e6)}{most}",
+                where=name,
+            )
+
+
+@contextmanager
+def budget(
+    limit: float | None = None,
+    *,
+    device: str | Path | DeviceSpec,
+    model: str | Path = "default",
+    lowering: str = "auto",
+    quiet: bool = False,
+) -> Iterator[Budget]:
+    """Predict every jitted JAX function that is first called inside, and print its time.
+
+    Functions are traced as they are called, and lowered for the platform of ``device``. JAX
+    compiles a function once for each shape: one that was called before stays unseen, as do JAX's
+    own small functions.
+
+    Args:
+        limit: Seconds that no function may exceed.
+        device: Name, path of a device file, or description.
+        model: Name or folder of the model.
+        lowering: ``auto``, ``xla``, ``fused`` or ``op``.
+        quiet: Print nothing.
+
+    Yields:
+        The predictions, filled when the block ends.
+
+    Raises:
+        BudgetExceeded: A function is predicted to take longer than ``limit``.
+        OpcastError: The device is not known, or a function cannot be predicted.
+    """
+    from ..features.ir.jax_compat import recorded_functions
+    from .api import loaded, predict
+    from .devices import resolve_device
+
+    # First of all, so that a name that is not known fails before anything runs.
+    spec = resolve_device(device, loaded(model).devices)
+    result = Budget(spec, limit)
+    with recorded_functions() as functions:
+        yield result
+    # After the block: predicting compiles, which would be recorded too.
+    for made in functions:
+        times = sum(name.split("#")[0] == made.name for name in result.predictions)
+        name = made.name if not times else f"{made.name}#{times + 1}"
+        found = predict(made.function, *made.args, device=spec, model=model, lowering=lowering)
+        result.predictions[name] = found
+        if not quiet:
+            span = f"{duration(found.lo_us)} to {duration(found.hi_us)}"
+            print(f"{name}: {duration(found.latency_us)} ({span}) on {found.device}")
+    result.check()

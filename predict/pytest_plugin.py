@@ -1,0 +1,135 @@
+"""Pytest plug-in: predicted times as performance regression tests, without the device.
+
+A suite switches it on with ``pytest_plugins = ["opcast.predict.pytest_plugin"]`` in its
+``conftest.py``. Then ``assert opcast.predict(step, state, batch, device="h100-sxm") < 5e-3`` says
+why it fails, and the fixture ``predicted`` compares with a file of earlier predictions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..common.interval import HasLatency, InSeconds
+from ..common.units import duration
+
+#: Kernels that a failed comparison names.
+_TOP = 5
+#: File of predictions in the root folder of the suite.
+_BASELINE = "opcast-baseline.json"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options."""
+    group = parser.getgroup("opcast")
+    group.addoption(
+        "--opcast-update",
+        action="store_true",
+        help="Write predictions of the fixture 'predicted' to the baseline instead of comparing.",
+    )
+    group.addoption(
+        "--opcast-baseline",
+        default=_BASELINE,
+        metavar="FILE",
+        help=f"Baseline of the fixture 'predicted' (default: {_BASELINE} in the root folder).",
+    )
+
+
+def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
+    """Explain a failed comparison of a predicted time."""
+    for side in (left, right):
+        if isinstance(side, InSeconds):
+            return [f"{_short(left)} {op} {_short(right)}", *_slowest(side)]
+    return None
+
+
+def _short(value: object) -> str:
+    if isinstance(value, InSeconds):
+        result: Any = value
+        return (
+            f"{duration(result.latency_us)} ({duration(result.lo_us)} to {duration(result.hi_us)})"
+        )
+    return duration(value * 1e6) if isinstance(value, int | float) else repr(value)
+
+
+def _slowest(result: object) -> list[str]:
+    top = getattr(result, "top", None)
+    return [
+        f"{duration(k.total_us):>9}  {k.name}  {k.source_line}".rstrip()
+        for k in (top(_TOP) if top else ())
+    ]
+
+
+@pytest.fixture
+def predicted(request: pytest.FixtureRequest) -> Callable[..., HasLatency]:
+    """Predict a function and compare with the baseline.
+
+    ``predicted(step, state, batch, device="h100-sxm")`` fails if the time is above the upper end of
+    the interval that the baseline holds for this test, or above ``tolerance`` times its estimate.
+    A test that is not in the baseline fails, too; ``--opcast-update`` writes it.
+    """
+    config = request.config
+    path = config.rootpath / str(config.getoption("--opcast-baseline"))
+    update = bool(config.getoption("--opcast-update"))
+    seen: dict[str, int] = {}
+
+    def check(
+        program: object, *args: object, tolerance: float | None = None, **options: Any
+    ) -> HasLatency:
+        from .api import predict
+
+        found: Any = predict(program, *args, **options)
+        # Several predictions of one test are numbered.
+        node = request.node.nodeid
+        seen[node] = seen.get(node, 0) + 1
+        key = node if seen[node] == 1 else f"{node}#{seen[node]}"
+        if update:
+            _write(path, key, found)
+        result: HasLatency = found
+        if update:
+            return result
+        old = _read(path).get(key)
+        if old is None:
+            pytest.fail(f"{path.name} has no {key}: run pytest --opcast-update", pytrace=False)
+        most = old["latency_us"] * tolerance if tolerance is not None else old["hi_us"]
+        if found.latency_us > most:
+            allowed = f"at most {duration(most)}"
+            lines = [
+                f"{_short(found)} on {found.device}, {allowed} by {path.name} "
+                f"({duration(old['latency_us'])} then)",
+                *_slowest(found),
+            ]
+            pytest.fail("\n".join(lines), pytrace=False)
+        return result
+
+    return check
+
+
+def _read(path: Path) -> dict[str, dict[str, float]]:
+    from ..common.files import parse_json
+
+    if not path.is_file():
+        return {}
+    try:
+        return dict(parse_json(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        pytest.fail(f"{path}: no baseline; delete it and run pytest --opcast-update", pytrace=False)
+
+
+def _write(path: Path, key: str, found: Any) -> None:
+    import json
+
+    from ..common.files import write_text
+
+    # Read again each time: tests of one run write one after another.
+    known = _read(path)
+    known[key] = {
+        "device": found.device,
+        "latency_us": round(found.latency_us, 3),
+        "lo_us": round(found.lo_us, 3),
+        "hi_us": round(found.hi_us, 3),
+    }
+    write_text(path, json.dumps(dict(sorted(known.items())), indent=1) + "\n")
