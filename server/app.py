@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from .. import __version__
 from ..common.errors import OpcastError
-from . import documents, schemas
+from . import answers, documents, schemas
 from .errors import RequestError, error_response, json_response, page_response
 from .guard import Direct, Guard
 from .metrics import CONTENT_TYPE
@@ -87,25 +87,41 @@ def _collect_rarely() -> None:
 def _add_information(app: FastAPI, service: Service) -> None:
     """Add the endpoints that describe the server."""
 
-    @app.get("/health", responses=documents.FREE)
-    async def health() -> schemas.Health:
+    # Clients are generated with functions of these names.
+    @app.get("/health", responses=documents.FREE, operation_id="health")
+    async def health() -> answers.Health:
         """Whether the server answers, and what it serves."""
         models = list(service.predictors)
-        return schemas.Health(
+        return answers.Health(
             status="ok", version=__version__, models=models, compiles=service.settings.allow_compile
         )
 
-    @app.get("/metrics", responses=documents.METRICS, response_class=Response)
+    @app.get(
+        "/metrics",
+        responses=documents.METRICS,
+        response_class=Response,
+        operation_id="metrics",
+    )
     async def metrics() -> Response:
         """Metrics for Prometheus: requests, times, batches, cache, crashes."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
-    @app.get("/v1/devices", response_model=list[schemas.DeviceEntry], responses=documents.LIMITED)
+    @app.get(
+        "/v1/devices",
+        response_model=list[answers.DeviceEntry],
+        responses=documents.LIMITED,
+        operation_id="devices",
+    )
     async def devices() -> Response:
         """List the devices that can be predicted."""
         return json_response(service.devices())
 
-    @app.get("/v1/models", response_model=list[schemas.ModelEntry], responses=documents.LIMITED)
+    @app.get(
+        "/v1/models",
+        response_model=list[answers.ModelEntry],
+        responses=documents.LIMITED,
+        operation_id="models",
+    )
     async def models() -> Response:
         """List the models that are served."""
         return json_response(list(service.models.values()))
@@ -120,6 +136,7 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
 
     @app.post(
         "/v1/predict/kernels",
+        operation_id="predict_kernels",
         responses=documents.KERNELS,
         openapi_extra=documents.KERNELS_BODY,
         response_class=Response,
@@ -133,6 +150,7 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
 
     @app.post(
         "/v1/predict/program",
+        operation_id="predict_program",
         responses=documents.PROGRAM,
         openapi_extra=documents.PROGRAM_BODY,
         response_class=Response,
@@ -145,6 +163,7 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
 
     @app.post(
         "/v1/report",
+        operation_id="report",
         responses=documents.REPORT,
         openapi_extra=documents.PROGRAM_BODY,
         response_class=Response,
@@ -157,6 +176,7 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
 
     @app.post(
         "/v1/simulate",
+        operation_id="simulate",
         responses=documents.SIMULATE,
         openapi_extra=documents.SIMULATE_BODY,
         response_class=Response,
@@ -191,8 +211,8 @@ async def _program_task(request: Request, service: Service) -> tuple[dict[str, o
         options = _checked(_UPLOAD, dict(request.query_params))
         payload = await request.body()
     else:
-        _no_query(request)
         query = await _body(request, _PROGRAM)
+        _no_other(request.query_params, query)
         options, payload = query, _payload(query)
     model = service.program_model(options.model)
     device = service.check_device(model, options.device)
@@ -228,15 +248,28 @@ def _checked(kind: TypeAdapter[T], values: Mapping[str, object]) -> T:
         raise _malformed(error.errors(include_url=False, include_context=False)) from None
 
 
-def _no_query(request: Request) -> None:
-    if request.query_params:
-        name = next(iter(request.query_params))
-        raise RequestError(
-            400,
-            "options of a JSON body belong into it",
-            where=f"query {name[:80]!r}",
-            hint="only uploads have them in the query",
-        )
+def _no_other(given: Mapping[str, str], body: schemas.ProgramQuery) -> None:
+    """Refuse a query that asks for something else than the body.
+
+    Clients generated from the document may repeat options there, or send their defaults.
+    """
+    fields = schemas.ProgramOptions.model_fields
+    for name, text in given.items():
+        same = ()
+        if name in fields:
+            same = tuple(map(_query_text, (fields[name].default, getattr(body, name))))
+        if text not in same:
+            raise RequestError(
+                400,
+                "options of a JSON body belong into it",
+                where=f"query {name[:80]!r}",
+                hint="only uploads have them in the query",
+            )
+
+
+def _query_text(value: object) -> str:
+    """A value of an option as a query has it."""
+    return str(value).lower() if isinstance(value, bool) else "" if value is None else str(value)
 
 
 def _payload(query: schemas.ProgramQuery) -> bytes:

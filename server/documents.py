@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from . import schemas
+from . import answers, schemas
 
 _REF = "#/components/schemas/{model}"
 _RETRY = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait."}}
@@ -30,14 +30,14 @@ Responses = dict[int | str, dict[str, object]]
 def _errors(*statuses: int) -> Responses:
     responses: Responses = {}
     for status in statuses:
-        responses[status] = {"model": schemas.ErrorAnswer, "description": _WHY[status]}
+        responses[status] = {"model": answers.ErrorAnswer, "description": _WHY[status]}
         if status == 503:
             responses[status]["headers"] = _RETRY
     return responses
 
 
-def _answer(model: type[BaseModel] | None, about: str) -> Responses:
-    schema = {"$ref": _REF.format(model=model.__name__)} if model else {"type": "object"}
+def _answer(model: type[BaseModel], about: str) -> Responses:
+    schema = {"$ref": _REF.format(model=model.__name__)}
     return {200: {"description": about, "content": {"application/json": {"schema": schema}}}}
 
 
@@ -54,14 +54,14 @@ METRICS: Responses = {
     **FREE,
 }
 _ASKED = _errors(400, 401, 404, 413, 415, 422, 500, 503, 504)
-KERNELS = _answer(schemas.KernelAnswers, "Predictions by column.") | _ASKED
-PROGRAM = _answer(None, "As `opcast predict --json` prints it.") | _ASKED | _errors(403)
+KERNELS = _answer(answers.KernelAnswers, "Predictions by column.") | _ASKED
+PROGRAM = _answer(answers.ProgramAnswer, "As `opcast predict --json` prints it.") | _ASKED | _errors(403)
 REPORT: Responses = {
     200: {"description": "A page that needs nothing else.", "content": {"text/html": {}}},
     **_ASKED,
     **_errors(403),
 }
-SIMULATE = _answer(None, "As `opcast simulate --json` prints it.") | _ASKED
+SIMULATE = _answer(answers.StepAnswer, "As `opcast simulate --json` prints it.") | _ASKED
 
 _PROGRAM_SCHEMA = {"$ref": _REF.format(model="ProgramQuery")}
 _UPLOAD = {"schema": {"type": "string", "format": "binary"}}
@@ -72,18 +72,26 @@ SIMULATE_BODY = _body({"$ref": _REF.format(model="SimulateQuery")})
 
 def _parameters() -> list[dict[str, object]]:
     """Options of an upload, which stand in the query."""
-    schema = schemas.ProgramOptions.model_json_schema()
     return [
         {
             "name": name,
             "in": "query",
             # Requests with a JSON body have no query, so even ``device`` is optional at this level.
             "required": False,
-            "schema": {k: v for k, v in own.items() if k != "description"},
+            "schema": _of_query(own),
             "description": f"Of an upload only. {own.get('description', '')}".strip(),
         }
-        for name, own in schema["properties"].items()
+        for name, own in schemas.ProgramOptions.model_json_schema()["properties"].items()
     ]
+
+
+def _of_query(schema: dict[str, Any]) -> dict[str, Any]:
+    """Schema of an option in a query, which has no null and need not be sent by default.
+
+    Clients that are generated send what has a default in every request.
+    """
+    some = next((s for s in schema.get("anyOf", ()) if s != {"type": "null"}), {})
+    return {k: v for k, v in schema.items() if k not in ("anyOf", "default", "description")} | some
 
 
 PROGRAM_BODY = {
@@ -93,7 +101,7 @@ PROGRAM_BODY = {
 
 
 def extend(app: FastAPI, *, secured: bool) -> None:
-    """Add the schemas of bodies, and the token if there is one, to the document."""
+    """Add the schemas of bodies, and the token, to the document."""
     plain = app.openapi
 
     def openapi() -> dict[str, object]:
@@ -103,12 +111,15 @@ def extend(app: FastAPI, *, secured: bool) -> None:
         parts = document.setdefault("components", {}).setdefault("schemas", {})
         parts |= schemas.QUERY.json_schema(ref_template=_REF)["$defs"]
         for body in _BODIES:
-            parts[body.__name__] = body.model_json_schema(ref_template=_REF)
-        if secured:
-            document["components"]["securitySchemes"] = {
-                "token": {"type": "http", "scheme": "bearer"}
-            }
-            document["security"] = [{"token": []}]
+            schema = body.model_json_schema(ref_template=_REF)
+            parts |= schema.pop("$defs", {})
+            parts[body.__name__] = schema
+        document["components"]["securitySchemes"] = {
+            "token": {"type": "http", "scheme": "bearer", "description": "If one is set."}
+        }
+        # An empty requirement makes the token optional.
+        document["security"] = [{"token": []}] if secured else [{}, {"token": []}]
+        document["paths"]["/health"]["get"]["security"] = []
         return document
 
     # FastAPI's documented way to extend the document.
@@ -116,4 +127,10 @@ def extend(app: FastAPI, *, secured: bool) -> None:
 
 
 # Bodies are read by hand, so FastAPI does not see their schemas.
-_BODIES = (schemas.ProgramQuery, schemas.SimulateQuery, schemas.KernelAnswers)
+_BODIES = (
+    schemas.ProgramQuery,
+    schemas.SimulateQuery,
+    answers.KernelAnswers,
+    answers.ProgramAnswer,
+    answers.StepAnswer,
+)

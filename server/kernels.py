@@ -73,7 +73,7 @@ class KernelService:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def answer(self, query: AnyQuery, model: str, device: DeviceSpec) -> dict[str, object]:
-        """Predictions by column, as :class:`~opcast.server.schemas.KernelAnswers` has them.
+        """Predictions by column, as :class:`~opcast.server.answers.KernelAnswers` has them.
 
         Raises:
             OpcastError: A row is not an operator or kernel, or a field is unknown.

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
+from prometheus_client.metrics_core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
@@ -21,6 +31,8 @@ class Metrics:
     def __init__(self) -> None:
         # Not the global registry: several servers may live in one process, as in tests.
         own = self.registry = CollectorRegistry()
+        # Memory, CPU time and files of the server, as Prometheus' clients name them.
+        ProcessCollector(registry=own)
         self.requests = Counter(
             "opcast_requests", "Requests answered.", ("path", "status"), registry=own
         )
@@ -41,6 +53,10 @@ class Metrics:
         """Add a gauge that is read when the metrics are requested."""
         Gauge(name, about, registry=self.registry).set_function(read)
 
+    def count(self, name: str, about: str, read: Callable[[], float]) -> None:
+        """Add a counter that is kept elsewhere and read when the metrics are requested."""
+        self.registry.register(_Kept(name, about, read))
+
     def done(self, path: str, status: int, seconds: float) -> None:
         """Count a request."""
         self.requests.labels(path, status).inc()
@@ -49,3 +65,15 @@ class Metrics:
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+@dataclass(frozen=True)
+class _Kept(Collector):
+    """A counter whose value is kept elsewhere; ``Counter`` has no ``set_function``."""
+
+    name: str
+    about: str
+    read: Callable[[], float]
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        yield CounterMetricFamily(self.name, self.about, value=self.read())

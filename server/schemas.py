@@ -1,4 +1,4 @@
-"""Bodies of requests and responses, with examples for the OpenAPI document."""
+"""Bodies of requests, with examples for the OpenAPI document; those of answers are in ``answers``."""
 
 from __future__ import annotations
 
@@ -171,75 +171,3 @@ class SimulateQuery(Body):
             ]
         }
     )
-
-
-class KernelAnswers(BaseModel):
-    """Predictions by column, in the order of the request; times in microseconds.
-
-    Operators have ``roofline_us`` and ``scope`` (known, sibling, unseen or calibrated device),
-    kernels have ``source`` (learned, roofline or compiler).
-    """
-
-    device: str
-    model: str
-    count: int
-    latency_us: list[float] | None = None
-    lo_us: list[float] | None = None
-    hi_us: list[float] | None = None
-    roofline_us: list[float] | None = None
-    bound: list[str] | None = None
-    scope: list[str] | None = None
-    source: list[str] | None = None
-    in_domain: list[bool] | None = None
-
-
-class DeviceEntry(BaseModel):
-    """A device that can be predicted."""
-
-    name: str
-    platform: str
-    vendor: str
-    architecture: str
-    aliases: list[str]
-    memory_bytes: float
-    learned: bool = Field(description="Whether a served model was trained on it.")
-
-
-class ModelEntry(BaseModel):
-    """A model that is served."""
-
-    name: str
-    predicts: Literal["operators", "programs"]
-    default: bool
-    devices: list[str]
-    digest: str
-
-
-class Health(BaseModel):
-    """Whether the server answers."""
-
-    status: Literal["ok"]
-    version: str
-    models: list[str]
-    compiles: bool
-
-
-class ErrorAnswer(BaseModel):
-    """Why a request was refused."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "error": "DeviceError",
-                    "what": "no device 'h1000'",
-                    "where": "",
-                    "hint": "list them with GET /v1/devices",
-                }
-            ]
-        }
-    )
-    error: str = Field(description="Class of the error.")
-    what: str = Field(description="What is wrong.")
-    where: str = Field("", description="Line, op, row or part of the request.")
-    hint: str = Field("", description="What to do.")

@@ -42,11 +42,11 @@ class Service:
         self._learned: dict[str, DeviceSpec] = {}
         # Read when /metrics is requested, so that counting costs nothing in between.
         cache, sandbox = self.kernels.cache, self.sandbox
-        watch = self.metrics.watch
-        watch("opcast_cache_entries", "Kernels remembered.", lambda: len(cache))
-        watch("opcast_cache_hits", "Kernels answered from the cache.", lambda: cache.hits)
-        watch("opcast_cache_misses", "Kernels not in the cache.", lambda: cache.misses)
-        watch("opcast_crashes", "Programs whose process died.", lambda: sandbox.crashes)
+        self.metrics.watch("opcast_cache_entries", "Kernels remembered.", lambda: len(cache))
+        count = self.metrics.count
+        count("opcast_cache_hits", "Kernels answered from the cache.", lambda: cache.hits)
+        count("opcast_cache_misses", "Kernels not in the cache.", lambda: cache.misses)
+        count("opcast_crashes", "Programs whose process died.", lambda: sandbox.crashes)
 
     def load(self) -> None:
         """Load the models.

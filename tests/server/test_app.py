@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator, Mapping
 
 import httpx
 import pytest
 from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families
 
 from opcast.common.errors import DeviceError, InternalError, OpcastError
 from opcast.server.app import create_app
@@ -166,3 +168,54 @@ def test_the_document_names_every_endpoint(client: Client) -> None:
         "/v1/simulate",
     }
     assert "500" in document["paths"]["/v1/predict/program"]["post"]["responses"]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        # What a client sends that fills in each default, or nothing for null.
+        {"lowering": "auto", "fallback": "", "strict": "false", "model": "", "trip_count": ""},
+        {"device": "h100-sxm", "lowering": "fused"},
+    ],
+)
+def test_json_bodies_may_come_with_a_query_that_says_no_more(
+    client: Client, tasks: Tasks, query: dict[str, str]
+) -> None:
+    body = {**PROGRAM, "lowering": "fused"}
+    answer = client.post("/v1/predict/program", json=body, params=query)
+    assert answer.status_code == 200, answer.text
+    assert tasks.asked[0][0]["lowering"] == "fused"
+
+
+def test_the_document_suits_generated_clients(client: Client) -> None:
+    text = client.get("/openapi.json").text
+    document = json.loads(text)
+    schemas = document["components"]["schemas"]
+    operations = {path: op for path, ops in document["paths"].items() for op in ops.values()}
+    assert {op["operationId"] for op in operations.values()} == {
+        "health", "metrics", "devices", "models",
+        "predict_kernels", "predict_program", "report", "simulate",
+    }  # fmt: skip
+    for name in re.findall(r'"#/components/schemas/(\w+)"', text):
+        assert name in schemas
+    for path, answer in (("predict/program", "ProgramAnswer"), ("simulate", "StepAnswer")):
+        content = operations[f"/v1/{path}"]["responses"]["200"]["content"]
+        assert content["application/json"]["schema"] == {"$ref": f"#/components/schemas/{answer}"}
+    assert {"latency_us", "lo_us", "hi_us", "kernels"} <= set(
+        schemas["ProgramAnswer"]["properties"]
+    )
+    assert document["components"]["securitySchemes"]["token"]["scheme"] == "bearer"
+    # No token is asked of this server, nor ever for /health.
+    assert {} in document["security"] and operations["/health"]["security"] == []
+    # What has a default here would be sent beside every JSON body.
+    options = operations["/v1/predict/program"]["parameters"]
+    assert options and not any("default" in o["schema"] or "anyOf" in o["schema"] for o in options)
+
+
+def test_counters_and_the_process_are_in_the_metrics(client: Client) -> None:
+    families = {f.name: f for f in text_string_to_metric_families(client.get("/metrics").text)}
+    for name in ("opcast_cache_hits", "opcast_cache_misses", "opcast_crashes"):
+        assert families[name].type == "counter"
+        assert [s.name for s in families[name].samples] == [f"{name}_total"]
+    assert families["opcast_cache_entries"].type == "gauge"
+    assert families["process_resident_memory_bytes"].samples[0].value > 2**20

@@ -12,6 +12,7 @@ import pytest
 
 import opcast
 from opcast.predict.operator.predict import predict_op
+from opcast.server import answers
 
 from . import malformed
 
@@ -117,6 +118,17 @@ def test_pages_of_programs(client, ask):
     status, found = ask("/v1/report", {**options, "lowering": "xla", "program": malformed.TEXT})
     assert status == 403 and "compile" in found["what"]
     assert ask("/v1/report", {**options, "program": "no program"})[0] == 422
+
+
+def test_answers_are_those_of_the_document(ask):
+    _, program = ask(PROGRAM, {"device": "h100-sxm", "lowering": "op", "program": malformed.TEXT})
+    body = {"workload": "llama", "cluster": "dgx-h100-x16", "settings": {"layers": 2, "batch": 16}}
+    _, step = ask(SIMULATE, body)
+    _, more = ask(SIMULATE, body | {"explain": True, "jitter": 0.1})
+    given = ((program, answers.ProgramAnswer), (step, answers.StepAnswer))
+    for found, schema in (*given, (more, answers.StepAnswer)):
+        assert schema.model_validate(found).model_dump(exclude_unset=True) == found
+    assert set(more) - set(step) == {"samples", "terms", "learned_of_the_whole"}
 
 
 def test_bytecode_is_uploaded_or_encoded(client, ask):

@@ -1,0 +1,179 @@
+"""Bodies of answers, for the OpenAPI document and the clients that are generated from it.
+
+Answers are written by the functions that print ``--json``; ``tests/server`` holds them to these.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class KernelAnswers(BaseModel):
+    """Predictions by column, in the order of the request; times in microseconds.
+
+    Operators have ``roofline_us`` and ``scope`` (known, sibling, unseen or calibrated device),
+    kernels have ``source`` (learned, roofline or compiler).
+    """
+
+    device: str
+    model: str
+    count: int
+    latency_us: list[float] | None = None
+    lo_us: list[float] | None = None
+    hi_us: list[float] | None = None
+    roofline_us: list[float] | None = None
+    bound: list[str] | None = None
+    scope: list[str] | None = None
+    source: list[str] | None = None
+    in_domain: list[bool] | None = None
+
+
+class _Timed(BaseModel):
+    """A time with its 90 % interval, in microseconds."""
+
+    latency_us: float
+    lo_us: float
+    hi_us: float
+
+
+class ProgramKernel(_Timed):
+    """A kernel of a program; its time is that of one execution."""
+
+    name: str
+    kind: str
+    multiplicity: float = Field(description="Executions in one run of the program.")
+    bound: str = Field(description="compute, memory or latency.")
+    source: str = Field(description="Where the estimate comes from: learned, roofline, compiler.")
+    in_domain: bool = Field(description="Whether the model has learned from such kernels.")
+    flops: float
+    bytes: float
+    source_op: str
+    source_line: str
+    module: str
+    phase: str = Field(description="forward, backward, recomputed, or empty.")
+
+
+class ProgramAnswer(_Timed):
+    """The time of a program on one device, as ``opcast predict --json`` prints it."""
+
+    kernels: list[ProgramKernel] = Field(description="In the order of the schedule.")
+    share_by_kind: dict[str, float]
+    in_domain_share: float
+    peak_memory_bytes: float
+    memory_source: str
+    device_memory_bytes: float = Field(description="0 if it is not known.")
+    fits: bool | None = Field(description="null if the memory of the device is not known.")
+    compiler: str
+    lowering: str
+    model: str
+    device: str
+    notes: list[str]
+
+
+class StepTerm(BaseModel):
+    """A term of a step, and the interval that the step has by this term alone."""
+
+    name: str
+    us: float
+    step_lo_us: float
+    step_hi_us: float
+    learned: dict[str, float] = Field(description="Factors by level and value.")
+
+
+class StepSamples(BaseModel):
+    """Sampled steps under jitter and stragglers."""
+
+    mean_us: float
+    p5_us: float
+    p50_us: float
+    p95_us: float
+    p99_us: float
+
+
+class StepAnswer(_Timed):
+    """A training step on a cluster, as ``opcast simulate --json`` prints it."""
+
+    step_us: float
+    compute_us: float
+    exposed_communication_us: float
+    bubble_us: float
+    host_us: float
+    communication_us: dict[str, float]
+    memory_bytes_per_device: float
+    memory_bytes: dict[str, float]
+    capacity_bytes: float | None
+    fits: bool
+    change_to_fit: str
+    tflops_per_device: float
+    mfu: float
+    tokens_per_s: float
+    parameters: int
+    devices: int
+    microbatches: int
+    cluster: str
+    device: str
+    plan: str
+    framework: str
+    known: str
+    operators_us: dict[str, float]
+    scope_share: dict[str, float]
+    notes: list[str]
+    samples: StepSamples | None = Field(None, description="With jitter or speeds.")
+    terms: list[StepTerm] | None = Field(None, description="If explain is asked for.")
+    learned_of_the_whole: dict[str, float] | None = Field(
+        None, description="If explain is asked for."
+    )
+
+
+class DeviceEntry(BaseModel):
+    """A device that can be predicted."""
+
+    name: str
+    platform: str
+    vendor: str
+    architecture: str
+    aliases: list[str]
+    memory_bytes: float
+    learned: bool = Field(description="Whether a served model was trained on it.")
+
+
+class ModelEntry(BaseModel):
+    """A model that is served."""
+
+    name: str
+    predicts: Literal["operators", "programs"]
+    default: bool
+    devices: list[str]
+    digest: str
+
+
+class Health(BaseModel):
+    """Whether the server answers."""
+
+    status: Literal["ok"]
+    version: str
+    models: list[str]
+    compiles: bool
+
+
+class ErrorAnswer(BaseModel):
+    """Why a request was refused."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "error": "DeviceError",
+                    "what": "no device 'h1000'",
+                    "where": "",
+                    "hint": "list them with GET /v1/devices",
+                }
+            ]
+        }
+    )
+    error: str = Field(description="Class of the error.")
+    what: str = Field(description="What is wrong.")
+    where: str = Field("", description="Line, op, row or part of the request.")
+    hint: str = Field("", description="What to do.")
