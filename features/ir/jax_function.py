@@ -16,9 +16,12 @@ from .platforms import Platform
 
 #: Attribute of a function, or name in its module, that gives its example arguments.
 ARGUMENTS = "example_args"
+#: The same for its keyword arguments.
+KEYWORDS = "example_kwargs"
 _CONVENTION = (
-    f"give the function its example arguments: FUNCTION.{ARGUMENTS} = (x, y), or in the module a "
-    f"function {ARGUMENTS}() that returns them; jax.ShapeDtypeStruct is enough for an array"
+    f"give the function its example arguments: FUNCTION.{ARGUMENTS} = (x, y) and "
+    f"FUNCTION.{KEYWORDS} = {{...}}, or in the module functions {ARGUMENTS}() and {KEYWORDS}() "
+    "that return them; jax.ShapeDtypeStruct is enough for an array"
 )
 
 
@@ -147,6 +150,10 @@ def _trace_plain(
     import jax
     import numpy as np
 
+    # A module that is a tree of arrays (equinox) has its parameters as arguments, not as constants.
+    own = jax.tree.leaves(function)
+    if not (len(own) == 1 and own[0] is function):
+        return _trace_plain(_call, (function, *args), kwargs)
     leaves, tree = jax.tree.flatten((args, dict(kwargs)))
     kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, int, float, complex)
     # Keyword arguments that are plain Python values choose what a function does (train=True).
@@ -164,11 +171,16 @@ def _trace_plain(
         given = iter(arrays)
         values = [next(given) if own else leaf for own, leaf in zip(moving, leaves, strict=True)]
         positional, named = jax.tree.unflatten(tree, values)
-        return function(*positional, **named)
+        results = jax.tree.leaves(function(*positional, **named))
+        return [leaf for leaf in results if isinstance(leaf, kinds)]
 
     fixed.__name__ = getattr(function, "__name__", "function")
     arrays = [leaf for own, leaf in zip(moving, leaves, strict=True) if own]
     return jax.jit(fixed).trace(*arrays)
+
+
+def _call(function: Callable[..., object], *args: object, **kwargs: object) -> object:
+    return function(*args, **kwargs)
 
 
 def is_function_path(text: str) -> bool:
@@ -181,8 +193,8 @@ def load_function(text: str) -> FunctionCall:
     """Import a Python file and take one of its functions with its example arguments.
 
     The arguments are ``FUNCTION.example_args``, else ``example_args`` of the module: a tuple, or a
-    function that returns one. A dictionary at its end, if ``example_args`` is a pair of a tuple and
-    a dictionary, holds keyword arguments.
+    function that returns one. Keyword arguments are ``example_kwargs`` in the same places, or the
+    dictionary of a pair of a tuple and a dictionary that is ``example_args``.
 
     Args:
         text: ``path/to/module.py:function``. Importing it runs its code.
@@ -239,24 +251,44 @@ def _imported(path: Path, where: str) -> Any:
 def _example(
     function: Callable[..., object], module: Any, where: str
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    found = getattr(function, ARGUMENTS, None)
-    if found is None:
-        found = getattr(module, ARGUMENTS, None)
-    if found is None:
+    args, named = (_given(function, module, name, where) for name in (ARGUMENTS, KEYWORDS))
+    if args is None and named is None:
         raise ProgramError("the function has no example arguments", where=where, hint=_CONVENTION)
-    if callable(found):
-        try:
-            found = found()
-        except Exception as error:
+    kwargs: dict[str, object] = {}
+    match () if args is None else args:
+        case (tuple(inner), dict(own)) if named is None and _are_names(own):
+            args, kwargs = inner, own
+        case tuple() | list() as given:
+            args = tuple(given)
+        case other:
             raise ProgramError(
-                f"{ARGUMENTS}() fails: {type(error).__name__}: {error}", where=where
-            ) from error
-    if not isinstance(found, tuple | list):
-        raise ProgramError(
-            f"{ARGUMENTS} is a {type(found).__name__}, not a tuple", where=where, hint=_CONVENTION
-        )
-    match found:
-        case (tuple(args), dict(kwargs)) if all(isinstance(key, str) for key in kwargs):
-            return args, kwargs
-        case _:
-            return tuple(found), {}
+                f"{ARGUMENTS} is a {type(other).__name__}, not a tuple",
+                where=where,
+                hint=_CONVENTION,
+            )
+    if named is not None:
+        if not isinstance(named, dict) or not _are_names(named):
+            raise ProgramError(
+                f"{KEYWORDS} is not a dictionary of arguments by name",
+                where=where,
+                hint=_CONVENTION,
+            )
+        kwargs = named
+    return args, kwargs
+
+
+def _given(function: Callable[..., object], module: Any, name: str, where: str) -> object:
+    """What a function, or else its module, gives under a name; ``None`` for nothing."""
+    found = getattr(function, name, None)
+    if found is None:
+        found = getattr(module, name, None)
+    if not callable(found):
+        return found
+    try:
+        return found()
+    except Exception as error:
+        raise ProgramError(f"{name}() fails: {type(error).__name__}: {error}", where=where) from error
+
+
+def _are_names(values: Mapping[object, object]) -> bool:
+    return all(isinstance(key, str) for key in values)

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 #: Platforms by JAX's names.
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+#: Argument of every function of an export for several platforms that depends on the platform: its
+#: number in the export's list (jax/_src/interpreters/mlir.py, lower_jaxpr_to_module).
+INDEX = "_platform_index"
 #: JAX's other names of them.
 _ALIASES = {"gpu": "cuda"}
 #: Custom calls that one platform alone has, as JAX's lowering rules name them.
@@ -88,9 +91,22 @@ def evident_platform(source: SourceProgram) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
+def _chooses(source: SourceProgram) -> bool:
+    """Whether StableHLO takes the number of its platform as an argument."""
+    data = source.compile_input
+    raw = data.encode() if isinstance(data, str) else data
+    return source.kind == "stablehlo" and INDEX.encode() in raw
+
+
 def platform_note(source: SourceProgram, device: DeviceSpec) -> str:
     """Note that a program was lowered for another platform than a device's; empty if it was not."""
     wanted = platform_of(device).name
+    if not source.platforms and _chooses(source):
+        return (
+            f"{WARNING}the program was exported for several platforms, and the file does not say "
+            "for which: of the branches of all of them the costliest counts; keep the whole export "
+            f"(exported.serialize()), or export for {wanted} alone"
+        )
     known = source.platforms or tuple(filter(None, (evident_platform(source),)))
     if not known or wanted in known:
         return ""

@@ -265,8 +265,8 @@ def _from_object(
     """Read JAX's objects, told apart by what they can do: JAX is imported only if needed."""
     name = origin or str(getattr(source, "fun_name", "") or getattr(source, "__name__", ""))
     # Wrappers of other packages (equinox, flax) hold JAX's own object.
-    inner = getattr(source, "lowered", None)
-    source = source if inner is None else inner
+    for inner in ("lowered", "compiled"):
+        source = getattr(source, inner, None) or source
     # By what they can do, most specific first: Exported, Lowered, Compiled, MLIR module, function.
     if hasattr(source, "mlir_module_serialized"):
         return _from_export(source, name, trip_counts, platform)

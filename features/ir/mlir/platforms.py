@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..jax_compat import copy_module, walk_ops
+from ..platforms import INDEX
 
 if TYPE_CHECKING:
     from jaxlib.mlir import ir
-
-#: Argument of every function of such a module that depends on the platform: its number in the
-#: export's list (jax/_src/interpreters/mlir.py, lower_jaxpr_to_module).
-_INDEX = "_platform_index"
 
 
 def for_platform(module: ir.Module, number: int) -> ir.Module:
@@ -62,7 +59,7 @@ def _index_argument(function: ir.Operation) -> int | None:
     if "arg_attrs" not in function.attributes:
         return None
     attributes: Any = function.attributes["arg_attrs"]
-    return next((n for n, own in enumerate(attributes) if _INDEX in str(own)), None)
+    return next((n for n, own in enumerate(attributes) if INDEX in str(own)), None)
 
 
 def _callee(op: Any) -> str:
@@ -140,6 +137,11 @@ def _constant(value: ir.Value[ir.Type]) -> int | None:
         return None
     if owner.name == "stablehlo.convert":
         return _constant(owner.operands[0])
+    # Around the number of a branch (jax.lax.switch), in versions before 0.5.
+    if owner.name == "stablehlo.clamp":
+        low, number, high = map(_constant, owner.operands)
+        known = low is not None and number is not None and high is not None
+        return max(low, min(number, high)) if known else None
     if owner.name != "stablehlo.constant":
         return None
     literal: Any = ir.DenseIntElementsAttr(owner.attributes["value"])

@@ -226,6 +226,66 @@ def test_equinox_style_wrappers():
     assert read_program(equinox.lower(key, jnp.ones((64, 64)))).platforms == ("cpu",)
 
 
+@dataclass(frozen=True)
+class FilteredCompiled:
+    compiled: object
+
+
+def test_equinox_style_compiled_functions():
+    compiled = FilteredCompiled(jax.jit(lambda x: x @ x).lower(X).compile())
+    assert "dot" in opcodes(read_program(compiled))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(eq=False)
+class Module:
+    """Like ``equinox.Module``: a tree of arrays and functions that can be called."""
+
+    weight: object
+    activation: object
+
+    def __call__(self, x):
+        return self.activation(x @ self.weight)
+
+
+@pytest.mark.parametrize("weight", [X, jnp.ones((64, 64)), np.ones((64, 64), np.float32)])
+def test_modules_that_are_trees(weight):
+    shapes = [(64, 64), (64, 64)]
+    source = read_program(Module(weight, jnp.tanh), X, platform=Platform("tpu"))
+    # Its parameters are arguments: as constants, they would be folded or copied.
+    assert [op.type.shape for op in source.program.entry_computation.parameters] == shapes
+    assert {"dot", "tanh"} <= opcodes(source)
+
+    def step(module, x):
+        return Module(module.weight - 0.1 * module(x), module.activation)
+
+    # What is no array, such as the activation, is left out of the results.
+    source = read_program(step, Module(weight, jnp.tanh), X)
+    assert [op.type.shape for op in source.program.entry_computation.parameters] == shapes
+
+
+def test_equinox():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(64, 8, 32, 2, key=jax.random.key(0))
+
+    @eqx.filter_jit
+    def step(model, x, *, scale=1.0):
+        grads = eqx.filter_grad(lambda m: scale * jax.vmap(m)(x).sum())(model)
+        return eqx.apply_updates(model, grads)
+
+    x = jnp.ones((4, 64))
+    lowered = step.lower(model, x, scale=2.0)
+    sources = [
+        read_program(step, model, x, scale=2.0, platform=Platform("cuda", 90)),
+        read_program(step, model, jax.ShapeDtypeStruct(x.shape, x.dtype)),
+        read_program(lowered),
+        read_program(lowered.compile()),
+        read_program(jax.vmap(model), x),
+        read_program(model, x[0]),
+    ]
+    assert all("dot" in opcodes(source) for source in sources)
+
+
 def test_flax_nnx():
     nnx = pytest.importorskip("flax.nnx")
     model = nnx.Linear(64, 8, rngs=nnx.Rngs(0))
@@ -281,6 +341,15 @@ def test_functions_of_a_file(module: Path):
     module.write_text(MODULE + "\ndef example_args():\n    return (jnp.ones(3),), {'scale': 4.0}\n")
     call = load_function(f"{module}:double")
     assert call.kwargs == {"scale": 4.0} and np.shape(call.args[0]) == (3,)
+    module.write_text(MODULE + "\nexample_args = (jnp.ones(3),)\nexample_kwargs = {'scale': 4.0}\n")
+    call = load_function(f"{module}:double")
+    assert call.kwargs == {"scale": 4.0} and np.shape(call.args[0]) == (3,)
+    # A pair of a tuple and a dictionary is two arguments where keywords are given beside it.
+    module.write_text(MODULE + "\nexample_args = (jnp.ones(3),), {}\nexample_kwargs = {}\n")
+    assert len(load_function(f"{module}:double").args) == 2
+    module.write_text(MODULE + "\ndef example_kwargs(): return {'x': jnp.ones(3)}\n")
+    call = load_function(f"{module}:double")
+    assert call.args == () and list(call.kwargs) == ["x"]
     # The function's own arguments come before the module's.
     assert len(load_function(f"{module}:pair").args) == 2
 
@@ -292,6 +361,7 @@ def test_functions_of_a_file(module: Path):
         (MODULE, "tripel", "no function 'tripel' .*double, pair"),
         (MODULE, "value", "no function 'value'"),
         (MODULE + "\nexample_args = 3\n", "double", "is a int, not a tuple"),
+        (MODULE + "\nexample_kwargs = 3\n", "double", "example_kwargs is not a dictionary"),
         (MODULE + "\ndef example_args(): return 1 / 0\n", "double", "fails: ZeroDivisionError"),
         ("import nothing_like_it\n", "f", "importing it fails: ModuleNotFoundError"),
         ("raise SystemExit(3)\n", "f", "importing it fails: SystemExit.*__main__"),
