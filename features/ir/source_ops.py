@@ -68,17 +68,17 @@ class SourceOps(Sequence[Source]):
         # The op lies in library code that was outlined: the user's line is at its call.
         if line.own or depth > MAX_CALLS:
             return line
-        call = self.first_calls.get(function_of(op))
-        outer = self._line(call, depth + 1) if call is not None else line
+        calls = self.calls.get(function_of(op))
+        outer = self._line(calls[0], depth + 1) if calls else line
         return outer if outer.own else line
 
     @cached_property
-    def first_calls(self) -> dict[str, Operation]:
-        """First call of each function, by its name."""
-        calls: dict[str, Operation] = {}
+    def calls(self) -> dict[str, list[Operation]]:
+        """Calls of each function, by its name."""
+        calls: dict[str, list[Operation]] = {}
         for op in self._ops:
             if op.name in _CALLS:
-                calls.setdefault(str(op.attributes["callee"]).removeprefix("@"), op)
+                calls.setdefault(str(op.attributes["callee"]).removeprefix("@"), []).append(op)
         return calls
 
 

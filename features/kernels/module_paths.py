@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from os.path import commonprefix
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..ir.program import Source
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from jaxlib.mlir.ir import Operation
 
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
+_PHASES = ("", FORWARD, BACKWARD, RECOMPUTED)
 #: Scopes that JAX itself adds.
 _OWN = re.compile(
     r"(?:while|body|cond|scan|closed_call|core_call|checkpoint|remat\d?|rematted_computation|pjit"
@@ -28,6 +30,8 @@ _OWN = re.compile(
 )
 #: A transformation or a function around a scope.
 _WRAPPED = re.compile(r"(\w+)\((.*)\)$", re.DOTALL)
+#: The function that a program was made of, which begins the name of an op that has all scopes.
+_ENTRY = re.compile(r"(?:jit|pjit|xla_call)\(")
 #: Wrappers that name a traced function rather than a transformation.
 _FUNCTIONS = ("jit", "pjit", "xla_call")
 _NAME = re.compile(r'"((?:[^"\\]|\\.)*)"')
@@ -60,6 +64,7 @@ class ModulePaths:
     def __init__(self, source: SourceProgram) -> None:
         self._ops = SourceOps(source) if source.kind == "stablehlo" else None
         self._known: dict[int, ModulePath | None] = {}
+        self._callers: dict[str, ModulePath] = {}
 
     def of(self, kernel: Kernel) -> ModulePath:
         """Place a kernel by the op that it mainly came from, else by the next one with a name."""
@@ -74,14 +79,30 @@ class ModulePaths:
         return self._known[source.index]
 
     def _of_op(self, op: Operation, depth: int = 0) -> ModulePath | None:
-        """Place an op by its own location; in an outlined function, by its first call."""
+        """Place an op by its own location, and in an outlined function by those of its calls."""
         name = _location_name(str(op.location.attr))
         place = parse_scopes(name) if name else None
-        call = self._ops.first_calls.get(function_of(op)) if self._ops is not None else None
-        # JAX outlines functions that are traced twice: ops in them carry no scope of the caller.
-        if (place and place.modules) or call is None or depth > MAX_CALLS:
-            return place
-        return self._of_op(call, depth + 1) or place
+        caller = self._of_calls(function_of(op), depth)
+        if caller is None or place is None:
+            return place or caller
+        # JAX outlines the bodies of loops, and functions that are traced twice: names in them
+        # start at the call.
+        starts_anew = bool(place.modules) and _ENTRY.match(name) is not None
+        modules = place.modules if starts_anew else caller.modules + place.modules
+        return ModulePath(modules, max(place.phase, caller.phase, key=_PHASES.index))
+
+    def _of_calls(self, function: str, depth: int) -> ModulePath | None:
+        """What the places of all calls of a function share, in the pass of the first."""
+        calls = self._ops.calls.get(function, []) if self._ops is not None else []
+        if not calls or depth > MAX_CALLS:
+            return None
+        if function not in self._callers:
+            # A function that calls itself is in no module.
+            self._callers[function] = _NOWHERE
+            places = [self._of_op(call, depth + 1) or _NOWHERE for call in calls]
+            shared = commonprefix([place.modules for place in places])
+            self._callers[function] = ModulePath(tuple(shared), places[0].phase)
+        return self._callers[function]
 
 
 @cache

@@ -63,3 +63,90 @@ ENTRY main {{
     source = read_program(text)
     (kernel,) = lower(source, "xla", cache=False).kernels
     assert ModulePaths(source).of(kernel) == ModulePath(("Net", "up"), "")
+
+
+WIDTH, LAYERS, TOKENS = 16, 3, 8
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(WIDTH, name="down")(jnp.tanh(nn.Dense(WIDTH, name="up")(x))), None
+
+
+def stacked(layer):
+    scanned = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True},
+                      length=LAYERS, in_axes=nn.broadcast)  # fmt: skip
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jnp.sum(scanned(name="layers")(x, None)[0] ** 2)
+
+    net, x = Stack(), jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.float32)
+    return net, jax.eval_shape(net.init, jax.random.key(0), x), x
+
+
+def product_flops(function, *args):
+    """FLOPs of matrix products by pass, in units of one product of the layers."""
+    source = read_program(jax.jit(function).lower(*args))
+    places, found = ModulePaths(source), {}
+    for kernel in lower(source, "op", cache=False).kernels:
+        if kernel.opcode == "dot":
+            phase = places.of(kernel).phase
+            unit = 2 * TOKENS * WIDTH * WIDTH * LAYERS
+            found[phase] = found.get(phase, 0) + kernel.flops * kernel.multiplicity / unit
+    return found, {places.of(k).modules for k in lower(source, "op", cache=False).kernels}
+
+
+def test_scanned_layers_of_flax_are_told_apart_by_pass():
+    net, params, x = stacked(Layer)
+    found, modules = product_flops(jax.value_and_grad(net.apply, argnums=(0, 1)), params, x)
+    # Two products a layer, and the gradients by both of their operands.
+    assert found == {"forward": 2, "backward": 4}
+    assert ("Stack", "layers", "up") in modules
+    net, params, x = stacked(nn.remat(Layer, prevent_cse=False))
+    found, modules = product_flops(jax.value_and_grad(net.apply, argnums=(0, 1)), params, x)
+    # Nothing needs the layer's last product again.
+    assert found == {"forward": 2, "recomputed": 1, "backward": 4}
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_loops_without_modules_and_gradients_within_loops(remat):
+    def layer(x, w):
+        return x + jnp.tanh(x @ w[0]) @ w[1], None
+
+    def loss(w, x):
+        return jnp.sum(jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, w)[0])
+
+    def accumulated(w, xs):
+        def micro(sums, x):
+            return jax.tree.map(jnp.add, sums, jax.grad(loss)(w, x)), None
+
+        return jax.lax.scan(micro, jnp.zeros_like(w), xs)[0]
+
+    w = jax.ShapeDtypeStruct((LAYERS, 2, WIDTH, WIDTH), jnp.float32)
+    x = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.float32)
+    expected = {"forward": 2, "backward": 4} | ({"recomputed": 1} if remat else {})
+    assert product_flops(jax.value_and_grad(loss), w, x)[0] == expected
+    micros = jax.ShapeDtypeStruct((5, TOKENS, WIDTH), jnp.float32)
+    found = product_flops(accumulated, w, micros)[0]
+    assert found == {phase: 5 * count for phase, count in expected.items()}
+
+
+def test_a_function_of_several_modules_is_in_what_they_share():
+    @jax.jit
+    def block(w, x):
+        with jax.named_scope("up"):
+            return jnp.tanh(x @ w)
+
+    def model(w, x):
+        with jax.named_scope("net"):
+            for name in ("first", "second"):
+                with jax.named_scope(name):
+                    x = block(w, x)
+            return x
+
+    w = jnp.ones((WIDTH, WIDTH))
+    _, modules = product_flops(model, w, w)
+    assert modules == {("net", "up")}
