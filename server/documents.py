@@ -55,7 +55,9 @@ METRICS: Responses = {
 }
 _ASKED = _errors(400, 401, 404, 413, 415, 422, 500, 503, 504)
 KERNELS = _answer(answers.KernelAnswers, "Predictions by column.") | _ASKED
-PROGRAM = _answer(answers.ProgramAnswer, "As `opcast predict --json` prints it.") | _ASKED | _errors(403)
+PROGRAM = (
+    _answer(answers.ProgramAnswer, "As `opcast predict --json` prints it.") | _ASKED | _errors(403)
+)
 REPORT: Responses = {
     200: {"description": "A page that needs nothing else.", "content": {"text/html": {}}},
     **_ASKED,

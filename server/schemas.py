@@ -1,4 +1,4 @@
-"""Bodies of requests, with examples for the OpenAPI document; those of answers are in ``answers``."""
+"""Bodies of requests, with examples for the OpenAPI document."""
 
 from __future__ import annotations
 

@@ -55,6 +55,7 @@ def run_train_passes(console: Console, dataset: Dataset, settings: TrainSettings
             },
             tables={"metrics": table},
             model_dir=folder,
+            datasets={str(data): str(digest) for data in settings.data},
         )
         log_training(console, run, settings.register)
     return model

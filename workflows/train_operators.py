@@ -98,6 +98,7 @@ def run_train_operators(console: Console, dataset: Dataset, settings: TrainSetti
     folder = keep_model(console, model_bundle, settings, model)
     if settings.track:
         run = _run_of(model, settings_of(model_bundle), metrics, table, folder)
+        run.datasets = {str(data): dataset.hash for data in settings.data}
         log_training(console, run, settings.register)
     return model_bundle
 

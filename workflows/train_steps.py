@@ -27,7 +27,7 @@ from ..models.tracking.mlflow_store import RunLog
 from ..predict.cluster.step_runs import StepRuns, fullest
 from ..predict.cluster.step_table import read_rows, read_steps
 from .steps import step_operators
-from .training import log_training
+from .training import digests, log_training
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -374,8 +374,14 @@ def run_train_steps(console: Console, settings: StepSettings) -> StepModel:
             for name in ("mape", "median_ape")
         }
         params = {"table": str(settings.table), "rows": len(left), "seed": settings.seed}
-        tables = {"left_out": figures}
-        log_training(console, RunLog("steps", params, metrics, tables=tables), None)
+        run = RunLog(
+            "steps",
+            params,
+            metrics,
+            tables={"left_out": figures},
+            datasets=digests(settings.table),
+        )
+        log_training(console, run, None)
     return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -80,6 +81,20 @@ def log_training(console: Console, run: RunLog, register: str | None) -> None:
         logger.warning("not tracked: %s", error)
         return
     console.print(f"logged to MLflow as {run_id}; see it with: opcast ui", highlight=False)
+
+
+def digests(*paths: Path) -> dict[str, str]:
+    """Digest of each table, or folder of tables, that a run learned from, for :class:`RunLog`."""
+    return {str(path): _digest(path) for path in paths}
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    for file in files:
+        digest.update(str(file.relative_to(path)).encode() + file.read_bytes())
+    # As many digits as Dataset.hash has.
+    return digest.hexdigest()[:16]
 
 
 def without_devices(dataset: Dataset, exclude: Sequence[str]) -> Dataset:

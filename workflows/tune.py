@@ -57,7 +57,7 @@ def run_tune(console: Console, settings: TuneSettings) -> Tuning:
             on_trial=on_trial,
         )
         if parent is not None:
-            _log_search(parent, tuning, settings.seed, prepared.dataset_hash)
+            _log_search(parent, tuning, settings, prepared.dataset_hash)
     print_frame(console, tuning.table(), f"{model}: best of {len(tuning.trials)} trials")
     console.print(_verdict(tuning), highlight=False)
     # The test part is used here for the first time, once, with the parameters already chosen.
@@ -131,17 +131,21 @@ def _log_trial(parent: ParentRun, trial: TrialRecord) -> None:
     parent.log_child(RunLog(f"trial-{trial.number}", trial.params, figures, tags=state))
 
 
-def _log_search(parent: ParentRun, tuning: Tuning, seed: int, dataset_hash: str) -> None:
+def _log_search(
+    parent: ParentRun, tuning: Tuning, settings: TuneSettings, dataset_hash: str
+) -> None:
     from ..models.tracking.mlflow_store import RunLog
 
     params = {
         "model": tuning.model,
         "split": tuning.split,
         "objective": tuning.objective,
-        "seed": seed,
+        "seed": settings.seed,
         "dataset_hash": dataset_hash,
         **tuning.best,
     }
     figures = {"error": tuning.error, "default_error": tuning.default_error}
     counted = {**figures, "trials": float(len(tuning.trials))}
-    parent.log(RunLog("search", params, counted, {"trials": tuning.table(len(tuning.trials))}))
+    tables = {"trials": tuning.table(len(tuning.trials))}
+    datasets = {str(data): dataset_hash for data in settings.data}
+    parent.log(RunLog("search", params, counted, tables, datasets=datasets))

@@ -287,7 +287,9 @@ def _given(function: Callable[..., object], module: Any, name: str, where: str) 
     try:
         return found()
     except Exception as error:
-        raise ProgramError(f"{name}() fails: {type(error).__name__}: {error}", where=where) from error
+        raise ProgramError(
+            f"{name}() fails: {type(error).__name__}: {error}", where=where
+        ) from error
 
 
 def _are_names(values: Mapping[object, object]) -> bool:

@@ -9,8 +9,8 @@ other.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cache
-from os.path import commonprefix
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..ir.program import Source
@@ -100,9 +100,17 @@ class ModulePaths:
             # A function that calls itself is in no module.
             self._callers[function] = _NOWHERE
             places = [self._of_op(call, depth + 1) or _NOWHERE for call in calls]
-            shared = commonprefix([place.modules for place in places])
-            self._callers[function] = ModulePath(tuple(shared), places[0].phase)
+            shared = _common([place.modules for place in places])
+            self._callers[function] = ModulePath(shared, places[0].phase)
         return self._callers[function]
+
+
+def _common(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """What several paths begin with."""
+    first, last = min(paths), max(paths)
+    # Whatever both ends of the order begin with, all between them do.
+    differs = (n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+    return first[: next(differs, len(first))]
 
 
 @cache

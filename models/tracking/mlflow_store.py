@@ -233,7 +233,11 @@ def _log(mlflow: Any, run: RunLog) -> None:
     if run.predictions is not None:
         log_predictions(mlflow, run.predictions)
     if run.model_dir is not None:
+        # The command that logs a model has loaded what predicts with it; others need none of it.
+        from .pyfunc import description
+
         mlflow.log_artifacts(str(run.model_dir), "model")
+        mlflow.log_text(description(run.model_dir), "model/MLmodel")
 
 
 def shown_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -18,6 +18,7 @@ def chrome_trace(prediction: Prediction) -> dict[str, object]:
     scale = prediction.latency_us / total
     trace = ChromeTrace()
     trace.process(f"{prediction.device} ({prediction.model}, {prediction.lowering})")
+    trace.track("kernels", 0)
     now = 0.0
     for k in prediction.kernels:
         details = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -161,6 +162,22 @@ def test_commands_train_calibrate_and_evaluate(tmp_path: Path) -> None:
     assert len(pd.read_parquet(out)) == 6 and "Accuracy" in page.read_text()
     trained = run("train", "--steps", runs, "--out", tmp_path / "own.json", "--no-track")
     assert "left out" in trained and StepModel.load(tmp_path / "own.json").provenance["rows"] == 6
+
+
+@pytest.mark.filterwarnings("ignore:.*noload.*deprecated")
+def test_a_tracked_training_names_its_table(tmp_path: Path, monkeypatch) -> None:
+    pytest.importorskip("mlflow", reason="MLflow is not installed")
+    monkeypatch.setenv("OPCAST_MLRUNS", str(tmp_path / "mlruns"))
+    asked = table()
+    asked["step_s"] = np.linspace(1.0, 2.0, len(asked))
+    asked.to_csv(tmp_path / "runs.csv", index=False)
+    run("train", "--steps", tmp_path / "runs.csv", "--out", tmp_path / "own.json")
+    import mlflow
+
+    (logged,) = mlflow.search_runs(experiment_names=["opcast"], output_format="list")
+    (dataset,) = logged.inputs.dataset_inputs
+    digest = hashlib.sha256(b"." + (tmp_path / "runs.csv").read_bytes()).hexdigest()[:16]
+    assert (dataset.dataset.name, dataset.dataset.digest) == ("runs.csv", digest)
 
 
 def test_runs_without_a_source_are_one_s_own_and_the_next_one_is_named(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from ...models.serving.model import ServingModel, group_key, kind_of, serving_en
 from ...models.tracking.mlflow_store import RunLog
 from ...predict.cluster.serving_runs import ServingRuns, row_context
 from ...predict.cluster.serving_table import ServingRow, read_serving, read_serving_rows
-from ..training import log_training
+from ..training import digests, log_training
 from .evaluate import observer, serving_operators
 
 if TYPE_CHECKING:
@@ -174,7 +174,12 @@ def run_train_serving(console: Console, settings: ServingSettings) -> ServingMod
             for row in figures.itertuples()
         }
         params = {"table": str(settings.table), "rows": len(left), "seed": settings.seed}
-        log_training(
-            console, RunLog("serving", params, metrics, tables={"left_out": figures}), None
+        run = RunLog(
+            "serving",
+            params,
+            metrics,
+            tables={"left_out": figures},
+            datasets=digests(settings.table),
         )
+        log_training(console, run, None)
     return model

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from opcast.features.lowering.lower import lower
 from opcast.features.ir.platforms import Platform
 from opcast.features.ir.reader import read_program
 from opcast.features.kernels.kernel import LoweredProgram
+from opcast.features.lowering.lower import lower
 
 from .write_exports import PLATFORMS
 

@@ -22,9 +22,7 @@ def train_step(params, x, y):
     def loss(params):
         hidden = jax.nn.relu(x @ params["w1"] + params["b1"])
         # Another branch for each platform.
-        hidden = jax.lax.platform_dependent(
-            hidden, cpu=jnp.sin, tpu=jnp.tanh, default=lambda h: h
-        )
+        hidden = jax.lax.platform_dependent(hidden, cpu=jnp.sin, tpu=jnp.tanh, default=lambda h: h)
         return jnp.mean((hidden @ params["w2"] - y) ** 2)
 
     value, grads = jax.value_and_grad(loss)(params)

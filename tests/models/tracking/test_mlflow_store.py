@@ -7,13 +7,24 @@ import subprocess
 import sys
 import time
 
+import pandas as pd
 import pytest
 
 from opcast import __version__
+from opcast.common.errors import OpcastError
+from opcast.features.devices.catalogue import find_device
+from opcast.features.kernels.extract import kernel_from_ir
+from opcast.models.cost_model import CostModel
 from opcast.models.tracking.mlflow_store import RunLog, log_run, runs, shown_metrics
+from opcast.predict.locate import OPERATOR_MODEL, find_model
+from opcast.predict.operator.predict import predict_op
 
 pytest.importorskip("mlflow", reason="MLflow is not installed")
-pytestmark = pytest.mark.filterwarnings("ignore:.*noload.*deprecated")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*noload.*deprecated"),
+    # Importing mlflow.pyfunc gives it.
+    pytest.mark.filterwarnings("ignore:.*Any type hint is inferred as AnyType"),
+]
 
 
 def test_runs_are_told_apart_and_name_their_data(tmp_path):
@@ -40,6 +51,61 @@ def test_metrics_of_the_whole_come_before_those_of_parts():
         {"mape": 0.1, "kind:gemm/mape": 0.2, "program/mape": 0.3, "bias": float("nan")}
     )
     assert shown == {"mape": 0.1, "parts/kind:gemm/mape": 0.2, "program/mape": 0.3}
+
+
+def registered(tmp_path, folder):
+    """The model as a user of MLflow loads it."""
+    import mlflow
+
+    root = tmp_path / "mlruns"
+    log_run(RunLog("run", {}, {}, model_dir=folder), register="mine", root=root)
+    loaded = mlflow.pyfunc.load_model("models:/mine/1")
+    assert loaded.metadata.get_output_schema().input_names() == OUTPUTS
+    return loaded, loaded.metadata.get_input_schema().input_names()
+
+
+OUTPUTS = ["latency_us", "lo_us", "hi_us", "in_domain"]
+KERNEL = (
+    "HloModule k\nENTRY e {\n  a = f32[64,256]{1,0} parameter(0)\n"
+    "  ROOT r = f32[64,256]{1,0} tanh(a)\n}\n"
+)
+
+
+def test_a_registered_model_of_kernels_is_loaded_by_mlflow(tmp_path):
+    folder = tmp_path / "model"
+    CostModel.untrained("roofline").save(folder)
+    loaded, columns = registered(tmp_path, folder)
+    assert columns == ["kernel_ir", "device"]
+    rows = pd.DataFrame(
+        {"kernel_ir": [KERNEL] * 2, "device": ["h100-sxm", "tpu-v5e"]}, index=[7, 3]
+    )
+    found = loaded.predict(rows)
+    assert list(found) == OUTPUTS and list(found.index) == [7, 3]
+    own = CostModel.load(folder)
+    for place, name in zip((7, 3), rows["device"], strict=True):
+        expected = own.predict_kernels([kernel_from_ir(KERNEL)], find_device(name))
+        assert found["latency_us"][place] == pytest.approx(1e6 * expected.latency[0])
+        assert found["lo_us"][place] < found["latency_us"][place] < found["hi_us"][place]
+    for wrong, what in ((rows.assign(kernel_ir="x"), "row 0"), (rows.assign(device="x"), "'x'")):
+        with pytest.raises(OpcastError, match=what):
+            loaded.predict(wrong)
+    with pytest.raises(Exception, match="missing inputs"):
+        loaded.predict(rows[["device"]])
+
+
+def test_a_registered_model_of_operators_is_loaded_by_mlflow(tmp_path):
+    loaded, columns = registered(tmp_path, find_model(OPERATOR_MODEL))
+    assert columns == ["op", "device"]
+    text = "linear m=64 n=4096 k=4096 dtype=bf16 backend=vllm"
+    rows = pd.DataFrame({"op": [text] * 2, "device": ["h100-sxm", "b200"]})
+    found = loaded.predict(rows)
+    for place, name in enumerate(rows["device"]):
+        expected = predict_op(text, name)
+        assert found["latency_us"][place] == pytest.approx(expected.latency_us, rel=1e-6)
+        assert found["hi_us"][place] == pytest.approx(expected.hi_us, rel=1e-6)
+        assert found["in_domain"][place] == expected.in_domain
+    with pytest.raises(OpcastError, match="row 1"):
+        loaded.predict(rows.assign(op=[text, "linear m=1"]))
 
 
 @pytest.mark.slow

@@ -126,7 +126,10 @@ def test_recomputation_by_the_compiler_is_told(predictor, device, step_file):
 
 def test_trace_covers_the_predicted_time(predictor, device, step_file, tmp_path):
     prediction = predictor.predict(step_file, device=device)
-    spans = [e for e in chrome_trace(prediction)["traceEvents"] if e["ph"] == "X"]
+    events = chrome_trace(prediction)["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X"]
+    named = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert named == {tid: "kernels" for tid in {e["tid"] for e in spans}}
     assert len(spans) == len(prediction.kernels)
     assert spans[-1]["ts"] + spans[-1]["dur"] == pytest.approx(prediction.latency_us)
     write_chrome_trace(prediction, tmp_path / "t.json")
