@@ -20,6 +20,10 @@ from .options import (
     workload_of,
 )
 
+#: Requests, tokens and batches beyond any engine; as the largest batch of a step
+#: (simulate/step/workload.py). Larger figures are slips of the hand.
+_MOST = 10**7
+
 
 def simulate_serving(
     context: typer.Context,
@@ -32,17 +36,21 @@ def simulate_serving(
         Path | None, typer.Option(help="Trace: CSV with columns arrival_s, prompt and output.")
     ] = None,
     rate: Annotated[float, typer.Option(help="Without a trace: requests per second.")] = 1.0,
-    count: Annotated[int, typer.Option(help="Without a trace: number of requests.")] = 200,
+    count: Annotated[
+        int, typer.Option(min=1, max=_MOST, help="Without a trace: number of requests.")
+    ] = 200,
     prompt: Annotated[
-        int, typer.Option(help="Without a trace: mean prompt length in tokens.")
+        int, typer.Option(min=1, max=_MOST, help="Without a trace: mean prompt length in tokens.")
     ] = 1024,
     output: Annotated[
-        int, typer.Option(help="Without a trace: mean output length in tokens.")
+        int, typer.Option(min=1, max=_MOST, help="Without a trace: mean output length in tokens.")
     ] = 256,
     # Engineering estimates, of the order of serving engines' defaults.
-    max_batch: Annotated[int, typer.Option(min=1, help="Maximum requests in a batch.")] = 256,
+    max_batch: Annotated[
+        int, typer.Option(min=1, max=_MOST, help="Maximum requests in a batch.")
+    ] = 256,
     token_budget: Annotated[
-        int, typer.Option(min=1, help="Maximum tokens in an iteration.")
+        int, typer.Option(min=1, max=_MOST, help="Maximum tokens in an iteration.")
     ] = 2048,
     model: OperatorModelOpt = OPERATOR_MODEL,
     seed: Annotated[int, typer.Option(help="Without a trace: random seed of the requests.")] = 0,

@@ -33,7 +33,9 @@ def train(
         typer.Option(help="Instead of --data: a table of measured serving to learn from."),
     ] = None,
     model: Annotated[str, typer.Option(help="Estimator to train.")] = "xgboost",
-    split: Annotated[str, typer.Option(help="For kernels: split to test on.")] = "unseen_family",
+    split: Annotated[
+        str, typer.Option(help="For kernels: split to test on, or a table of your own.")
+    ] = "unseen_family",
     out: Annotated[
         Path | None,
         typer.Option(

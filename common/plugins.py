@@ -1,7 +1,8 @@
 """Plug-ins: what other installed packages add through the entry points of a group.
 
 ``opcast.estimators`` name classes of models, ``opcast.devices`` folders of device files,
-``opcast.workloads`` modules of the zoo and ``opcast.ops`` costs of custom calls. Nothing of a
+``opcast.workloads`` modules of the zoo, ``opcast.ops`` costs of custom calls and ``opcast.splits``
+splits of a dataset. Nothing of a
 package is imported until it is asked for.
 """
 

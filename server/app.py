@@ -255,7 +255,7 @@ def _no_other(given: Mapping[str, str], body: schemas.ProgramQuery) -> None:
     """
     fields = schemas.ProgramOptions.model_fields
     for name, text in given.items():
-        same = ()
+        same: tuple[str, ...] = ()
         if name in fields:
             same = tuple(map(_query_text, (fields[name].default, getattr(body, name))))
         if text not in same:

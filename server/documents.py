@@ -92,7 +92,7 @@ def _of_query(schema: dict[str, Any]) -> dict[str, Any]:
 
     Clients that are generated send what has a default in every request.
     """
-    some = next((s for s in schema.get("anyOf", ()) if s != {"type": "null"}), {})
+    some: dict[str, Any] = next((s for s in schema.get("anyOf", ()) if s != {"type": "null"}), {})
     return {k: v for k, v in schema.items() if k not in ("anyOf", "default", "description")} | some
 
 

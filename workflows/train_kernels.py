@@ -112,7 +112,8 @@ def _run_of(result: TrainResult, folder: Path, model: str, settings: TrainSettin
     if len(result.programs):
         tables["programs"] = result.programs
     return RunLog(
-        name=f"{model}-{split}",
+        # A split may be a file.
+        name=f"{model}-{Path(split).stem}",
         params=params,
         metrics={_metric_name(k): v for k, v in result.flat_metrics.items()}
         | {"train_seconds": result.seconds},

@@ -6,6 +6,9 @@
 ``unseen_device``  one device is held out;
 ``unseen_run``     one profile run is held out.
 
+Others are functions of installed packages under the entry points ``opcast.splits``, or tables of
+samples (:func:`make_split`).
+
 Rows of level ``program`` are never in the test part of the first two: their kernels are on both
 sides. With ``unseen_family`` they follow their family, and no training row has a kernel that is
 inside a held-out program; ``inside`` says which those are.
@@ -17,11 +20,14 @@ import hashlib
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
+from ...common import plugins
 from ...common.errors import DatasetError
+from ...common.parquet import read_table
 
 SPLITS = ("random", "unseen_shape", "unseen_family", "unseen_device", "unseen_run")
 #: Shares of the kernels, by the usual convention 70:10:20.
@@ -31,6 +37,11 @@ VALIDATION_SHARE = 0.1
 #: much on which families are drawn. Engineering estimate.
 FAMILY_STRIDE = 3
 _FOLD = "fold"
+#: Parts of a split as others name them.
+PARTS = ("train", "validation", "test")
+#: Entry points of splits of other packages.
+GROUP = "opcast.splits"
+_TABLES = (".csv", ".parquet")
 
 Inside = Mapping[str, AbstractSet[str]]
 
@@ -66,14 +77,18 @@ def make_split(
 
     Args:
         frame: Rows with the dataset's columns.
-        name: One of :data:`SPLITS`.
+        name: One of :data:`SPLITS`; an entry point of :data:`GROUP`: a function of the frame and
+            the seed that gives each row its part; or a file, ``.csv`` or ``.parquet``, with the
+            columns ``sample_id`` and ``part``. A part is one of :data:`PARTS` or, for rows that are
+            in none, empty.
         seed: Chooses among equally good splits: the draw of ``random``, or which of each three
             families are held out.
         inside: Hashes of the kernels inside each program row, by ``sample_id``.
         held_out: Device or run to hold out; the last in order if not given.
 
     Raises:
-        DatasetError: No such split, or the dataset has too little to hold out.
+        DatasetError: No such split, it names other parts or samples, or the dataset has too little
+            to hold out.
     """
     out: tuple[str, ...] = ()
     if name == "random":
@@ -85,8 +100,15 @@ def make_split(
     elif name in ("unseen_device", "unseen_run"):
         column = "device" if name == "unseen_device" else "run_id"
         parts, out = _by_column(frame, column, seed, held_out)
+    elif name.endswith(_TABLES):
+        parts = _by_table(frame, Path(name))
+    elif (point := plugins.found(GROUP).get(name)) is not None:
+        parts = _coded(np.asarray(plugins.load(point)(frame, seed), object), len(frame), name)
     else:
-        raise DatasetError(f"no split {name!r}", hint=f"choose one of: {', '.join(SPLITS)}")
+        known = ", ".join((*SPLITS, *plugins.found(GROUP)))
+        raise DatasetError(
+            f"no split {name!r}", hint=f"choose one of: {known}; or a table, as in parts.csv"
+        )
     split = _without_leaks(frame, name, parts, out, inside or {})
     for part in ("train", "test"):
         if not len(getattr(split, part)):
@@ -227,6 +249,46 @@ def _by_column(
     return np.where(away & to_test, 2, np.where(~away & to_train, train, -1)), (out,)
 
 
+def _by_table(frame: pd.DataFrame, path: Path) -> np.ndarray:
+    """Parts by sample; those that the table does not name are in none."""
+    table = _read(path)
+    missing = [name for name in ("sample_id", "part") if name not in table]
+    if missing:
+        raise DatasetError(f"column {missing[0]!r} is missing", where=str(path))
+    parts = dict(zip(table["sample_id"].astype(str), table["part"].fillna(""), strict=True))
+    samples = frame["sample_id"].astype(str)
+    other = sorted(set(parts) - set(samples))
+    if other or len(parts) < len(table):
+        what = f"sample {other[0]!r} is not in the dataset" if other else "a sample is there twice"
+        raise DatasetError(what, where=str(path), hint="see: opcast data show --json")
+    found = samples.map(parts).fillna("").to_numpy(object)
+    return _coded(found, len(frame), str(path))
+
+
+def _read(path: Path) -> pd.DataFrame:
+    if path.suffix == ".parquet":
+        return read_table(path)
+    try:
+        return pd.read_csv(path)
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"cannot be read as CSV: {error}", where=str(path)) from None
+
+
+def _coded(words: np.ndarray, rows: int, where: str) -> np.ndarray:
+    """Numbers of the parts that words name; -1 for none."""
+    if words.shape != (rows,):
+        raise DatasetError(
+            f"a split of shape {words.shape} for {rows} rows", where=where, hint="one part a row"
+        )
+    codes = {word: code for code, word in enumerate(PARTS)} | {"": -1}
+    wrong = sorted({str(word) for word in words if word not in codes})
+    if wrong:
+        raise DatasetError(
+            f"no part {wrong[0]!r}", where=where, hint=f"parts: {', '.join(PARTS)}, or empty"
+        )
+    return np.array([codes[word] for word in words])
+
+
 def _parts(place: np.ndarray) -> np.ndarray:
     """Places in [0, 1): the first fifth is test (2), the next tenth validation (1), the rest 0."""
     return np.where(place < TEST_SHARE, 2, np.where(place < TEST_SHARE + VALIDATION_SHARE, 1, 0))
@@ -243,7 +305,8 @@ def _without_leaks(
     # Test first, then validation: a kernel stays in the last part that has it.
     for later in (2, 1):
         held = set(hashes[kept == later])
-        if name == "unseen_family" or name.startswith(_FOLD):
+        # Not where programs are in no later part anyway.
+        if name == "unseen_family" or name not in SPLITS:
             held = held.union(*(inside.get(s, ()) for s in programs[(kept == later) & ~is_kernel]))
         leak = np.array([h in held for h in hashes], bool)
         kept[leak & (kept >= 0) & (kept < later)] = -1

@@ -184,3 +184,10 @@ def test_a_workload_is_given_in_one_way(words, said):
     result = run(*words, "--cluster", "h100-sxm-x4")
     assert result.exit_code == 2
     assert said in " ".join(result.stderr.replace("│", "").split())
+
+
+@pytest.mark.parametrize("option", ["--count", "--prompt", "--output", "--max-batch"])
+def test_serving_beyond_any_engine_is_refused(option):
+    arguments = ["simulate-serving", "--workload", "llama", "--cluster", "dgx-h100-x8"]
+    result = CliRunner().invoke(app, [*arguments, option, "1000000000000"])
+    assert result.exit_code == 2 and option in result.output

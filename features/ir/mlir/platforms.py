@@ -140,8 +140,9 @@ def _constant(value: ir.Value[ir.Type]) -> int | None:
     # Around the number of a branch (jax.lax.switch), in versions before 0.5.
     if owner.name == "stablehlo.clamp":
         low, number, high = map(_constant, owner.operands)
-        known = low is not None and number is not None and high is not None
-        return max(low, min(number, high)) if known else None
+        if low is None or number is None or high is None:
+            return None
+        return max(low, min(number, high))
     if owner.name != "stablehlo.constant":
         return None
     literal: Any = ir.DenseIntElementsAttr(owner.attributes["value"])

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from opcast.common import plugins
 from opcast.common.errors import DatasetError
 from opcast.models.training_data.splits import SPLITS, Split, leave_family_out, make_split
 
@@ -121,3 +124,51 @@ def test_user_mistakes_say_what_to_do(frame: pd.DataFrame, make_frame: Frames) -
         make_split(single, "unseen_family")
     with pytest.raises(DatasetError, match="d0"):
         make_split(single, "unseen_device", held_out="d9")
+
+
+def halves(frame: pd.DataFrame, seed: int) -> np.ndarray:
+    """A split as a package gives it: families by name; generated programs are left out."""
+    family = frame["family"]
+    parts = np.where(family < f"net{5 + seed}", "train", "test").astype(object)
+    return np.where(family.str.startswith("net"), parts, "")
+
+
+def test_a_split_of_another_package(frame: pd.DataFrame, monkeypatch: pytest.MonkeyPatch):
+    point = EntryPoint("halves", f"{__name__}:halves", "opcast.splits")
+    monkeypatch.setattr(plugins, "found", lambda group: {"halves": point})
+    split = make_split(frame, "halves", 1)
+    assert_no_leak(frame, split)
+    assert set(frame["family"].iloc[split.test]) == {"net6", "net7", "net8"}
+    assert set(frame["family"].iloc[split.train]) == {f"net{i}" for i in range(6)}
+    with pytest.raises(DatasetError, match=r"no split 'thirds' .*unseen_run, halves; or a table"):
+        make_split(frame, "thirds")
+    monkeypatch.setattr(plugins, "load", lambda point: lambda frame, seed: ["train"])
+    with pytest.raises(DatasetError, match=r"shape \(1,\) for 600 rows"):
+        make_split(frame, "halves")
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_a_split_of_a_file(frame: pd.DataFrame, tmp_path: Path, suffix: str):
+    path = tmp_path / f"parts{suffix}"
+    table = pd.DataFrame({"sample_id": frame["sample_id"], "part": halves(frame, 0)})
+
+    def written(table: pd.DataFrame) -> str:
+        write = table.to_csv if suffix == ".csv" else table.to_parquet
+        write(path, index=False)
+        return str(path)
+
+    # Rows that it does not name are in no part.
+    split = make_split(frame, written(table[table["part"] != ""]))
+    assert_no_leak(frame, split)
+    assert set(split.test) == set(np.flatnonzero(halves(frame, 0) == "test"))
+    assert set(make_split(frame, written(table)).test) == set(split.test)
+    for wrong, what in (
+        (table.assign(part="tets"), "no part 'tets' .*train, validation, test"),
+        (table.assign(sample_id="s"), "a sample is there twice|'s' is not in the dataset"),
+        (table.drop(columns="part"), "column 'part' is missing"),
+        (table.assign(part="train"), "leaves no test rows"),
+    ):
+        with pytest.raises(DatasetError, match=what):
+            make_split(frame, written(wrong))
+    with pytest.raises(DatasetError, match="nowhere"):
+        make_split(frame, str(tmp_path / f"nowhere{suffix}"))

@@ -129,7 +129,7 @@ def test_trace_covers_the_predicted_time(predictor, device, step_file, tmp_path)
     events = chrome_trace(prediction)["traceEvents"]
     spans = [e for e in events if e["ph"] == "X"]
     named = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert named == {tid: "kernels" for tid in {e["tid"] for e in spans}}
+    assert named == dict.fromkeys({e["tid"] for e in spans}, "kernels")
     assert len(spans) == len(prediction.kernels)
     assert spans[-1]["ts"] + spans[-1]["dur"] == pytest.approx(prediction.latency_us)
     write_chrome_trace(prediction, tmp_path / "t.json")
