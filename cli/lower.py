@@ -237,7 +237,7 @@ def partition(
         str, typer.Option("--device", help="Device that a module.py:function is lowered for.")
     ] = "local",
 ) -> None:
-    """Partition a program, with explicit collectives: over a mesh, or along its own shardings.
+    """Partition a program over a mesh or along its own shardings, with explicit collectives.
 
     The result can be given to opcast predict --cluster.
     """

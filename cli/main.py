@@ -62,7 +62,9 @@ COMMANDS: dict[str, Command | Group] = {
     "report": REPORT,
     "lower": Command("lower", "lower", "Lower a program to the kernels of a device."),
     "partition": Command(
-        "lower", "partition", "Partition a program over a mesh, with explicit collectives."
+        "lower",
+        "partition",
+        "Partition a program over a mesh or along its own shardings, with explicit collectives.",
     ),
     "compilers": Group(
         "Manage compilers of devices that are not attached.",
