@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..features.ir.jax_function import FunctionCall
+    from ..features.ir.torch.program import TorchProgram
     from ..predict.program.predictor import Predictor
 
 #: Longest error line to print, in characters: native parsers quote whole programs.
@@ -33,7 +34,9 @@ Threads = Annotated[int, typer.Option("--threads", help="Threads for training.")
 Top = Annotated[int, typer.Option(min=1, help="Number of kernels to print.")]
 Timeline = Annotated[Path | None, typer.Option(help="Write a Chrome trace.")]
 
-_PROGRAM = "StableHLO text, bytecode, export, or HLO text; or module.py:function."
+_PROGRAM = (
+    "StableHLO text, bytecode, export, or HLO text; module.py:function; or PyTorch's model.pt2."
+)
 ProgramArg = Annotated[Path, typer.Argument(help=_PROGRAM)]
 ProgramOrNone = Annotated[Path | None, typer.Argument(help=_PROGRAM)]
 ProgramsOrNone = Annotated[
@@ -44,6 +47,26 @@ OpOpt = Annotated[
     typer.Option(
         "--op",
         help="Instead of a program, a library operator: 'linear m=1 n=4096 k=4096 dtype=bf16'.",
+    ),
+]
+TrainOpt = Annotated[
+    str,
+    typer.Option(
+        "--train",
+        help="Of a PyTorch program, a full training step by: adamw, adam, sgd or momentum.",
+    ),
+]
+LossOpt = Annotated[
+    str,
+    typer.Option(
+        "--loss", help="With --train: cross_entropy or sum; else the module returns its loss."
+    ),
+]
+TorchFrameworkOpt = Annotated[
+    str,
+    typer.Option(
+        "--framework",
+        help="Whose kernels a PyTorch program has: xla, torch-eager or torch-compiled.",
     ),
 ]
 DeviceOpt = Annotated[
@@ -223,6 +246,37 @@ def program_of(program: Path) -> Path | FunctionCall:
 
     text = str(program)
     return load_function(text) if is_function_path(text) and not program.exists() else program
+
+
+def torch_program_of(
+    program: Path | FunctionCall, train: str, loss: str
+) -> Path | FunctionCall | TorchProgram:
+    """Take a ``.pt2`` file, or a module of a Python file, as PyTorch's; anything else as it is.
+
+    Raises:
+        ProgramError: The optimiser or the loss is not known.
+        typer.BadParameter: It is to be trained, but is not PyTorch's.
+    """
+    from ..features.ir.jax_function import FunctionCall
+    from ..features.ir.torch.program import as_torch_program
+
+    named = None if loss == "" else loss
+    if isinstance(program, FunctionCall):
+        own, args, kwargs, origin = (
+            program.function,
+            program.args,
+            program.kwargs,
+            program.origin,
+        )
+        found = as_torch_program(own, args, kwargs, train, named, origin)
+    else:
+        found = as_torch_program(program, train=train, loss=named)
+    if found is None and (train or loss):
+        raise typer.BadParameter(
+            "--train and --loss are for programs of PyTorch (.pt2, or a module in a Python file); "
+            "a function in JAX is its own training step"
+        )
+    return found or program
 
 
 def workload_of(workload: str, hf: Path | None) -> str:

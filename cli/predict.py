@@ -14,6 +14,7 @@ from .options import (
     DeviceOpt,
     Fallback,
     Json,
+    LossOpt,
     LoweringOpt,
     ManyDevicesOpt,
     ModelOpt,
@@ -23,6 +24,8 @@ from .options import (
     ProgramsOrNone,
     Timeline,
     Top,
+    TorchFrameworkOpt,
+    TrainOpt,
     Trips,
     make_console,
     measure_once,
@@ -31,6 +34,7 @@ from .options import (
     refuse,
     refuse_unused,
     require_plots,
+    torch_program_of,
     trips_of,
 )
 
@@ -64,11 +68,14 @@ def predict(
         Path | None, typer.Option("--out", help="Write a table: .parquet, .csv or .json.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Plot the times of the table.")] = None,
+    framework: TorchFrameworkOpt = "xla",
+    train: TrainOpt = "",
+    loss: LossOpt = "",
 ) -> None:
     """Predict a program's time and memory on a device or a cluster.
 
     Several models, comma-separated, are compared. Several programs or devices, or a device file
-    with ranges, make a table.
+    with ranges, make a table. PyTorch's programs are predicted as XLA or PyTorch would run them.
     """
     program = programs[0] if programs else None
     # Operators share few options with programs; any other is refused, not ignored.
@@ -84,6 +91,13 @@ def predict(
     many = len(programs) > 1 or "," in device or out is not None or plot is not None
     if json_output and not many:
         refuse(context, "--json, which has all kernels", {"top", "by"})
+    if framework != "xla":
+        used = {"programs", "device", "model", "top", "json_output", "framework", "train", "loss"}
+        refuse_unused(context, f"--framework {framework}", used)
+        if many:
+            raise typer.BadParameter(f"--framework {framework} takes one program and one device")
+        _predict_framework(program, device, model, framework, train, loss, top, json_output)
+        return
     if by not in ("kernel", "line", "module"):
         raise typer.BadParameter(f"--by is kernel, line or module, not {by!r}")
     # A fallback could never be taken.
@@ -100,6 +114,7 @@ def predict(
         )
         if many:
             raise typer.BadParameter("--cluster takes one program")
+        _refuse_torch(torch_program_of(program_of(program), train, loss))
         from .simulate import predict_on_cluster
 
         predict_on_cluster(
@@ -117,7 +132,7 @@ def predict(
         refuse(
             context,
             "several models: give a single --model",
-            {"strict", "timeline", "out", "plot", "by"},
+            {"strict", "timeline", "out", "plot", "by", "train", "loss"},
         )
         if many:
             raise typer.BadParameter("several programs or devices take a single --model")
@@ -132,11 +147,14 @@ def predict(
     measure_once("local" if "local" in device.split(",") else device, predictor)
     if many or _has_ranges(device):
         refuse(
-            context, "a table of several programs or devices", {"top", "by", "strict", "timeline"}
+            context,
+            "a table of several programs or devices",
+            {"top", "by", "strict", "timeline", "train", "loss"},
         )
         _predict_table(programs, device.split(","), predictor, options, out, plot, json_output)
         return
-    prediction = predictor.predict_with(program_of(program), options, strict=strict)
+    own = torch_program_of(program_of(program), train, loss)
+    prediction = predictor.predict_with(own, options, strict=strict)
     if timeline is not None:
         # Before printing, so that a closed pipe does not lose the file.
         from ..predict.export.timeline import write_chrome_trace
@@ -148,6 +166,40 @@ def predict(
     from ..predict.render.program import print_prediction
 
     print_prediction(make_console(), prediction, top, by)
+
+
+def _predict_framework(
+    program: Path,
+    device: str,
+    model: str,
+    framework: str,
+    train: str,
+    loss: str,
+    top: int,
+    json_output: bool,
+) -> None:
+    """Predict a program of PyTorch by PyTorch's own kernels."""
+    from ..features.ir.torch.program import TorchProgram
+    from ..predict.operator.torch_framework import predict_torch
+    from ..predict.render.operator import print_torch
+
+    own = torch_program_of(program_of(program), train, loss)
+    if not isinstance(own, TorchProgram):
+        raise typer.BadParameter(
+            f"--framework {framework} is for programs of PyTorch: a .pt2 file, or a module in a "
+            "Python file"
+        )
+    found = predict_torch(own, device, framework, model)
+    print_json(found.to_dict()) if json_output else print_torch(make_console(), found, top)
+
+
+def _refuse_torch(program: object) -> None:
+    from ..common.errors import ProgramError
+    from ..features.ir.torch.program import TorchProgram
+    from ..predict.api import FOR_ONE_DEVICE
+
+    if isinstance(program, TorchProgram):
+        raise ProgramError(FOR_ONE_DEVICE[0], where=program.name, hint=FOR_ONE_DEVICE[1])
 
 
 def _has_ranges(device: str) -> bool:

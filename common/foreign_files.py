@@ -28,8 +28,9 @@ _KERAS = (
     "lambda *a: model.stateless_call(*a)[0]))(…).serialize()"
 )
 _PYTORCH = (
-    "load the model and export the whole call to StableHLO, such as by "
-    "torch_xla.stablehlo.exported_program_to_stablehlo(torch.export.export(model, inputs))"
+    "build the module, load the weights into it and predict it: opcast.predict(module, *inputs, "
+    "device=…); or write torch.export.save(torch.export.export(module, inputs), 'model.pt2') for "
+    "opcast predict model.pt2"
 )
 _FRAMEWORK = "export it to StableHLO from the framework that it was written in"
 _ONNX = Foreign("an ONNX graph", _FRAMEWORK)
@@ -40,8 +41,8 @@ _TFLITE = Foreign("a TensorFlow Lite model", _FRAMEWORK)
 _CHECKPOINT = Foreign("a PyTorch checkpoint: weights, or a pickled module", _PYTORCH)
 _PT2 = Foreign(
     "a program of torch.export, which holds ATen operators instead of StableHLO",
-    "convert it, such as by torch_xla.stablehlo.exported_program_to_stablehlo("
-    "torch.export.load(file)).get_stablehlo_text()",
+    "give its path to opcast predict on a machine with PyTorch, which translates it; elsewhere "
+    "only StableHLO is read, which opcast.save(module, *inputs, path=…, device=…) writes",
 )
 _KERAS_ZIP = Foreign("a Keras model", _KERAS)
 _PYTHON = Foreign(

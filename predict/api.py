@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from ..common.errors import DeviceError, ProgramError
 
 if TYPE_CHECKING:
     from ..features.devices.device import DeviceSpec
+    from ..features.ir.torch.program import TorchProgram
     from ..features.lowering.target_compiler.process import CompileSettings
     from ..simulate.clusters.topology import Cluster
     from .cluster.partitioned import PartitionedPrediction
+    from .operator.torch_framework import TorchPrediction
     from .program.predictor import Prediction, Predictor
 
+#: Why a program of PyTorch is none for a cluster, and what to do.
+FOR_ONE_DEVICE = (
+    "a program of PyTorch is for one device, and a cluster was given",
+    "opcast simulate --hf config.json --cluster … predicts steps of whole models on clusters",
+)
 #: Suffixes of files that :func:`save` writes as text.
 _TEXT = (".mlir", ".txt")
 
@@ -31,6 +38,9 @@ def predict(
     strict: bool = False,
     fallback: str = "",
     settings: CompileSettings | None = None,
+    train: object = None,
+    loss: object = None,
+    framework: Literal["xla"] = "xla",
     **kwargs: object,
 ) -> Prediction: ...
 
@@ -47,8 +57,30 @@ def predict(
     strict: bool = False,
     fallback: str = "",
     settings: CompileSettings | None = None,
+    train: object = None,
+    loss: object = None,
+    framework: Literal["xla"] = "xla",
     **kwargs: object,
 ) -> PartitionedPrediction: ...
+
+
+@overload
+def predict(
+    program: object,
+    *args: object,
+    device: str | Path | DeviceSpec | None = None,
+    cluster: None = None,
+    model: str | Path = "default",
+    lowering: str = "auto",
+    trip_counts: dict[str, int] | int | None = None,
+    strict: bool = False,
+    fallback: str = "",
+    settings: CompileSettings | None = None,
+    train: object = None,
+    loss: object = None,
+    framework: Literal["torch-eager", "torch-compiled"],
+    **kwargs: object,
+) -> TorchPrediction: ...
 
 
 def predict(
@@ -62,14 +94,20 @@ def predict(
     strict: bool = False,
     fallback: str = "",
     settings: CompileSettings | None = None,
+    train: object = None,
+    loss: object = None,
+    framework: str = "xla",
     **kwargs: object,
-) -> Prediction | PartitionedPrediction:
+) -> Prediction | PartitionedPrediction | TorchPrediction:
     """Predict a program on a device, or a program for several devices on a cluster.
 
     Args:
         program: A function, jitted or not, followed by its example arguments; or a path, text or
-            bytes of StableHLO or HLO, or an exported, lowered or compiled JAX function.
-        args: Example arguments of a function: arrays or ``jax.ShapeDtypeStruct``.
+            bytes of StableHLO or HLO, or an exported, lowered or compiled JAX function; or a
+            PyTorch module followed by its inputs, a ``torch.export.ExportedProgram`` or a ``.pt2``
+            file, which is predicted as XLA would run it.
+        args: Example arguments of a function: arrays or ``jax.ShapeDtypeStruct``; tensors of a
+            module.
         device: Name (``opcast device --list``), path of a device file, or description; ``local``
             by default.
         cluster: Instead of a device: name (``opcast cluster --list``), path of a YAML file, or
@@ -80,11 +118,18 @@ def predict(
         strict: Raise instead of falling back to the roofline for a kernel; devices only.
         fallback: Lowering to take where the device's compiler is missing or fails.
         settings: Limits and options of that compiler.
+        train: Of a PyTorch program: a full training step (forward, loss, backward, update) by this
+            optimiser, ``adamw``, ``adam``, ``sgd`` or ``momentum``; other functions get it as
+            their own keyword argument.
+        loss: With ``train``: ``cross_entropy``, ``sum``, or a function of the module's outputs
+            written in PyTorch; by default the module returns its loss. Other functions get it.
+        framework: Of a PyTorch program: ``xla``, or ``torch-eager`` or ``torch-compiled`` for the
+            kernels that PyTorch itself launches.
         kwargs: Keyword arguments of a function.
 
     Returns:
-        For a device its ``Prediction``, for a cluster a ``PartitionedPrediction``; both have
-        ``latency_us``, ``lo_us`` and ``hi_us``.
+        For a device its ``Prediction``, for a cluster a ``PartitionedPrediction``, for a framework
+        of PyTorch a ``TorchPrediction``; all have ``latency_us``, ``lo_us`` and ``hi_us``.
 
     Raises:
         OpcastError: The program, device, cluster or lowering is not usable.
@@ -94,13 +139,69 @@ def predict(
     from ..features.lowering.options import LoweringOptions
     from .cluster.partitioned import predict_partitioned
 
-    predictor, own = loaded(model), _call(program, args, kwargs)
+    given = {"train": train, "loss": loss}
+    own_torch = _torch_program(program, args, kwargs, train, loss)
+    if own_torch is None:
+        kwargs |= {name: value for name, value in given.items() if value is not None}
+        if framework != "xla":
+            raise ProgramError(
+                f"framework {framework!r} is for programs of PyTorch",
+                hint="give a torch.nn.Module with its inputs, an exported program or a .pt2 file",
+            )
+    elif cluster is not None:
+        raise ProgramError(FOR_ONE_DEVICE[0], hint=FOR_ONE_DEVICE[1])
+    elif framework != "xla":
+        _refuse_compiler_options(lowering, trip_counts, strict, fallback, settings)
+        from .operator.torch_framework import predict_torch
+
+        return predict_torch(own_torch, device or "local", framework, model)
+    own = own_torch if own_torch is not None else _call(program, args, kwargs)
+    predictor = loaded(model)
     options = LoweringOptions(lowering, device, trip_counts, fallback, settings)
     if cluster is None:
         return predictor.predict_with(own, options, strict=strict)
     if strict:
         raise DeviceError("strict is not known for a cluster", hint="leave it out")
     return predict_partitioned(own, cluster, predictor, options)
+
+
+def _torch_program(
+    program: object,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    train: object,
+    loss: object,
+) -> TorchProgram | None:
+    """A program of PyTorch, if it is one.
+
+    Raises:
+        ProgramError: The optimiser or loss is not known.
+    """
+    from ..features.ir.jax_function import FunctionCall
+    from ..features.ir.torch.program import as_torch_program
+
+    if isinstance(program, FunctionCall) and not (args or kwargs):
+        own = program
+        return as_torch_program(own.function, own.args, own.kwargs, train, loss, own.origin)
+    return as_torch_program(program, args, kwargs, train, loss)
+
+
+def _refuse_compiler_options(
+    lowering: str, trip_counts: object, strict: bool, fallback: str, settings: object
+) -> None:
+    given = {
+        "lowering": lowering != "auto",
+        "trip_counts": trip_counts is not None,
+        "strict": strict,
+        "fallback": fallback != "",
+        "settings": settings is not None,
+    }
+    named = [name for name, own in given.items() if own]
+    if named:
+        raise ProgramError(
+            f"{', '.join(named)}: options of XLA's lowering, which a framework of PyTorch has not",
+            hint="leave them out, or framework out",
+        )
 
 
 def _call(program: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -139,7 +240,7 @@ def save(
     states and any other trees of arguments are fine, unlike with ``jax.export``'s ``serialize``.
 
     Args:
-        function: A function, jitted or not.
+        function: A function, jitted or not, or a PyTorch module.
         args: Its example arguments: arrays or ``jax.ShapeDtypeStruct``.
         path: File to write: text if it ends in ``.mlir`` or ``.txt``, else bytecode.
         device: What it is for: name, path of a device file, or description.

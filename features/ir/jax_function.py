@@ -7,6 +7,7 @@ import copy
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,10 @@ _CONVENTION = (
     f"FUNCTION.{KEYWORDS} = {{...}}, or in the module functions {ARGUMENTS}() and {KEYWORDS}() "
     "that return them; jax.ShapeDtypeStruct is enough for an array"
 )
+
+#: What is being lowered for, for translations that choose by it; ``None`` outside, and for JAX's
+#: default backend.
+LOWERED_FOR: ContextVar[Platform | None] = ContextVar("LOWERED_FOR", default=None)
 
 
 @dataclass(frozen=True)
@@ -60,9 +65,13 @@ class FunctionCall:
         pretended = (
             as_on_gpu(platform.capability) if platform and cuda else contextlib.nullcontext()
         )
+        before = LOWERED_FOR.set(platform)
         try:
             with pretended:
                 return _lowered(self.function, self.args, self.kwargs, platform)
+        except ProgramError:
+            # Of a translation, which says more.
+            raise
         except Exception as error:
             target = f" for {platform.name}" if platform else ""
             hint = "pass its example arguments after it: opcast.predict(function, *arguments, …)"
@@ -74,6 +83,8 @@ class FunctionCall:
                 where=self.origin,
                 hint=hint,
             ) from error
+        finally:
+            LOWERED_FOR.reset(before)
 
 
 def _lowered(

@@ -19,6 +19,7 @@ from ...common.foreign_files import foreign_file
 from .jax_function import FunctionCall
 from .platforms import Platform, known_platform
 from .program import Program
+from .torch.program import TorchProgram, as_torch_program
 from .trip_counts import apply_given
 from .untrusted import check_bytecode, check_text
 
@@ -30,6 +31,11 @@ Kind = Literal["stablehlo", "hlo"]
 TripCounts = Mapping[str, int] | int | None
 
 _HINT = "give StableHLO (text, bytecode, portable artifact or jax.export file) or HLO text"
+#: What a prediction of a translated program is of.
+TORCH_NOTE = (
+    "a PyTorch program as XLA would run it, translated to JAX: the kernels are XLA's; for "
+    "those of PyTorch itself: --framework torch-eager or torch-compiled (in Python framework=…)"
+)
 #: As BYTECODE_MAGIC in jax_compat.py, which imports JAX.
 _BYTECODE = b"ML\xefR"
 # Comments of both languages before the program; ``#map = …`` is an alias of MLIR, no comment.
@@ -48,6 +54,7 @@ class SourceProgram:
         compile_input: Input for a compiler: StableHLO as text or bytecode, or HLO text.
         trip_counts: The user's trip counts for loops where none is inferred.
         platforms: Platforms that it was lowered for, by JAX's names; empty if it does not say.
+        note: What was made of it on the way here, if a prediction should say so.
     """
 
     kind: Kind
@@ -56,6 +63,7 @@ class SourceProgram:
     trip_counts: TripCounts = None
     _module: ir.Module | None = field(default=None, repr=False, compare=False)
     platforms: tuple[str, ...] = ()
+    note: str = ""
     # Makes the program for another platform, where it came from a function or a file for several.
     _remake: Callable[[Platform], SourceProgram] | None = field(
         default=None, repr=False, compare=False
@@ -128,7 +136,8 @@ def read_program(
     Args:
         source: Path, text or bytes of StableHLO or HLO; a ``jax.export.Exported``; a lowered or
             compiled JAX function; an MLIR module; or a function, jitted or not, followed by its
-            example arguments, or with them in a ``FunctionCall``.
+            example arguments, or with them in a ``FunctionCall``; or what PyTorch has: a module
+            followed by its inputs, an exported program, a ``.pt2`` file, or a ``TorchProgram``.
         args: Example arguments (arrays or ``jax.ShapeDtypeStruct``) if ``source`` is a function.
         trip_counts: Counts for loops where none is inferred: one for all, or by the loop's name or
             source line.
@@ -142,11 +151,17 @@ def read_program(
     Raises:
         ProgramError: The input is none of these, or it is empty, truncated or malformed.
     """
+    own_torch = as_torch_program(source, args, kwargs)
+    if own_torch is not None:
+        return _from_torch(own_torch, trip_counts, platform)
     check_arguments(source, args, kwargs)
     if isinstance(source, SourceProgram):
         return source if platform is None else source.for_platform(platform)
     if isinstance(source, FunctionCall):
         own = source
+        named = as_torch_program(own.function, own.args, own.kwargs, origin=own.origin)
+        if named is not None:
+            return _from_torch(named, trip_counts, platform)
         return _from_object(own.function, own.args, own.kwargs, trip_counts, platform, own.origin)
     if isinstance(source, Path) or (isinstance(source, str) and _is_path(source)):
         return _from_file(Path(source), trip_counts, platform)
@@ -292,6 +307,23 @@ def _from_call(
     # A file names the platform of its time; a function can be lowered again.
     source._remake = lambda other: _from_call(call, trip_counts, other)
     return source
+
+
+def _from_torch(
+    program: TorchProgram, trip_counts: TripCounts, platform: Platform | None
+) -> SourceProgram:
+    """Translate a program of PyTorch to JAX, and lower that."""
+    from .torch.training import Translated
+
+    translated = Translated(program)
+
+    def made(other: Platform | None) -> SourceProgram:
+        source = _from_call(translated.call(), trip_counts, other)
+        source.note = TORCH_NOTE
+        source._remake = made
+        return source
+
+    return made(platform)
 
 
 def _from_lowered(lowered: Any, origin: str, trip_counts: TripCounts) -> SourceProgram:

@@ -81,7 +81,7 @@ def lower_with(source: object, options: LoweringOptions) -> LoweredProgram:
     program = read_program(source, trip_counts=options.trip_counts, platform=platform)
     with well_formed(program):
         lowered = _lower(program, device, options)
-        notes = [sharding_note(program)]
+        notes = [program.note, sharding_note(program)]
         notes += [platform_note(program, device)] if device is not None else []
         lowered.notes += [note for note in notes if note and note not in lowered.notes]
         return lowered

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ...common.units import duration
+from ...common.units import duration, size
 from ..operator.predict import OpEstimate
-from .parts import factor_table, print_notes, timed_headline
+from .parts import Column, factor_table, fitted_table, print_notes, timed_headline
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
     from ...models.operators.explain import OpExplanation
-
+    from ..operator.torch_framework import AtenEstimate, TorchPrediction
 
 #: Number of reasons for being outside the training domain to print.
 SHOWN_REASONS = 4
+#: Columns of PyTorch's operators; the time, the line and the operator are never left out.
+_TORCH_COLUMNS = (
+    Column("share"),
+    Column("time"),
+    Column("runs", 1),
+    Column("line", justify="left"),
+    Column("module and operator", justify="left", least=24),
+    Column("shape", 2, "left"),
+    Column("dtype", 3, "left"),
+    Column("source", 4, "left"),
+    Column("interval of one", 5),
+)
 
 
 def print_op(console: Console, estimate: OpEstimate) -> None:
@@ -33,6 +46,61 @@ def print_op(console: Console, estimate: OpEstimate) -> None:
     if len(estimate.outside) > SHOWN_REASONS:
         rest = len(estimate.outside) - SHOWN_REASONS
         console.print(f"  outside: {rest} more reasons (--json)", highlight=False)
+
+
+def print_torch(console: Console, prediction: TorchPrediction, top: int = 10) -> None:
+    """Print the time of a program as PyTorch runs it, and the operators that take most of it.
+
+    Args:
+        console: Where to.
+        prediction: The prediction.
+        top: Rows of the table; equal operators of equal modules are one row.
+    """
+    p = prediction
+    rest = f"on {p.device} by {p.framework}"
+    console.print(timed_headline(p.latency_us, p.lo_us, p.hi_us, rest))
+    launches = sum(o.launches for o in p.operators)
+    console.print(
+        f"{len(p.operators)} operators: {duration(p.device_us)} on the device; {launches} "
+        f"launches: {duration(p.host_us)} on the host; weights {size(p.parameter_bytes)}"
+    )
+    groups: dict[tuple[object, ...], list[AtenEstimate]] = {}
+    for own in p.operators:
+        key = (own.name, own.shape, own.dtype, own.phase, own.source_line, _starred(own.module))
+        groups.setdefault(key, []).append(own)
+    total = sum(o.latency_us for o in p.operators) or 1.0
+    ranked = sorted(groups.values(), key=lambda g: -sum(o.latency_us for o in g))
+    rows = []
+    for group in ranked[:top]:
+        own, time = group[0], sum(o.latency_us for o in group)
+        phase = "" if own.phase == "forward" else f" ({own.phase})"
+        place = _starred(own.module) if len(group) > 1 else own.module
+        ends = min(o.lo_us for o in group), max(o.hi_us for o in group)
+        rows.append(
+            [
+                f"{time / total:.1%}",
+                duration(time),
+                str(len(group)),
+                own.source_line.rsplit("/", 1)[-1],
+                f"{place}{phase} {own.name}".strip(),
+                "×".join(map(str, own.shape)) or size(own.bytes),
+                own.dtype,
+                own.source,
+                "–".join(map(duration, ends)),
+            ]
+        )
+    console.print(fitted_table(console.width, _TORCH_COLUMNS, rows))
+    shares: dict[str, float] = {}
+    for own in p.operators:
+        shares[own.kind] = shares.get(own.kind, 0.0) + own.latency_us / total
+    ordered = sorted(shares.items(), key=lambda item: -item[1])
+    console.print("by kind: " + ", ".join(f"{kind} {share:.0%}" for kind, share in ordered))
+    print_notes(console, p.notes)
+
+
+def _starred(module: str) -> str:
+    """A module with a star for each number: the same of all layers."""
+    return re.sub(r"\d+", "*", module)
 
 
 def print_op_explanation(console: Console, estimate: OpExplanation) -> None:

@@ -33,14 +33,8 @@ def archive(*names):
         ("renamed.bin", SAFETENSORS, "a safetensors file", "simulate"),
         ("model.gguf", b"GGUF\x03\0\0\0", "a GGUF file", "simulate-serving"),
         ("train.py", b"import jax\n\ndef step(x): return x\n", "Python source", ".py:FUNCTION"),
-        (
-            "model.pt2",
-            archive("m/archive_format"),
-            "a program of torch.export",
-            "torch.export.load",
-        ),
         ("model.pt", archive("m/data.pkl"), "a PyTorch checkpoint", "torch.export.export"),
-        ("old.pth", pickle.dumps({}, 2), "a PyTorch checkpoint", "StableHLO"),
+        ("old.pth", pickle.dumps({}, 2), "a PyTorch checkpoint", "opcast.predict(module"),
         ("model.keras", archive("config.json"), "a Keras model", "stateless_call"),
         ("model.tflite", b"\x1c\0\0\0TFL3", "a TensorFlow Lite model", "framework"),
         ("config.json", b'{"model_type": "llama"}', "the configuration", "--hf"),
@@ -56,6 +50,11 @@ def test_files_of_other_tools_are_told_with_what_to_do(tmp_path, name, data, wha
     assert what in told.value.what
     assert hint in told.value.hint
     assert told.value.where == str(path)
+
+
+def test_an_export_of_pytorch_is_told_where_only_its_bytes_are_given():
+    found = foreign_file("model", archive("m/archive_format"))
+    assert found is not None and "torch.export" in found.what and "opcast.save" in found.hint
 
 
 @pytest.mark.parametrize("name", ["step.mlir", "step.py", "step.pt2", "step"])

@@ -1,0 +1,274 @@
+"""Exports of PyTorch modules: ``torch.export``, ``.pt2`` files, and their decomposed graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ....common.errors import ProgramError
+from .program import TorchProgram
+
+_NO_TORCH = "pip install 'torch>=2.6', or opcast's own extra: pip install '.[torch]' in its clone"
+#: Operators that decompose into simpler ones, but are priced, or fused by XLA, better as they are.
+_KEPT = (
+    "aten.scaled_dot_product_attention.default",
+    "aten.linear.default",
+    "aten.matmul.default",
+    "aten.einsum.default",
+    "aten.rms_norm.default",
+)
+_DTYPES = {
+    "bfloat16": jnp.bfloat16,
+    "float16": jnp.float16,
+    "float32": jnp.float32,
+    "float8_e4m3fn": jnp.float8_e4m3fn,
+    "float8_e5m2": jnp.float8_e5m2,
+    "int8": jnp.int8,
+    "uint8": jnp.uint8,
+    "int16": jnp.int16,
+    "int32": jnp.int32,
+    # As JAX does by default: indices of tokens and positions are what has 64 bits.
+    "int64": jnp.int32,
+    "bool": jnp.bool_,
+    "complex64": jnp.complex64,
+}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A module's forward pass as a graph of ATen operators.
+
+    Attributes:
+        program: ``torch.export.ExportedProgram``, as ``torch.export.export`` makes it.
+        name: Of the module's class or the file, for messages.
+    """
+
+    program: Any
+    name: str
+
+
+def export(given: TorchProgram) -> Exported:
+    """Export a module or function, or take what is exported already.
+
+    Raises:
+        ProgramError: PyTorch is missing, cannot export the module or read the file, or shapes are
+            dynamic.
+    """
+    source, args, kwargs, name = given.source, given.args, given.kwargs, given.name
+    try:
+        import torch
+    except ImportError:
+        raise ProgramError("PyTorch is not installed", where=name, hint=_NO_TORCH) from None
+    if isinstance(source, torch.export.ExportedProgram | str | Path):
+        if args or kwargs:
+            raise ProgramError(
+                "an exported program has its inputs already, but others were given",
+                where=name,
+                hint="give the module itself with its inputs, or the export alone",
+            )
+        known = isinstance(source, torch.export.ExportedProgram)
+        return _checked(Exported(source if known else _loaded(Path(str(source))), name))
+    if not (args or kwargs):
+        raise ProgramError(
+            "a module needs its example inputs",
+            where=name,
+            hint="opcast.predict(module, *inputs, device=…)",
+        )
+    if isinstance(source, type):
+        raise ProgramError("this is a class of modules", where=name, hint="give an instance of it")
+    try:
+        module = source if isinstance(source, torch.nn.Module) else _as_module(source, name)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            program = torch.export.export(module, tuple(args), dict(kwargs))
+    except ProgramError:
+        raise
+    except Exception as error:
+        raise ProgramError(
+            f"torch.export cannot export the module: {type(error).__name__}: {_short(error)}",
+            where=name,
+            hint="opcast reads what torch.export exports: no branches on values of tensors, no "
+            "shapes that depend on data; try torch.export.export(module, inputs) alone",
+        ) from error
+    if any("CUDA is not available" in str(w.message) for w in said):
+        raise ProgramError(
+            "the module casts by torch.autocast('cuda'), which is off on a machine without CUDA",
+            where=name,
+            hint="write torch.autocast('cpu', …) for the prediction, which casts alike, or export "
+            "it to a .pt2 file on a machine with a GPU",
+        )
+    return _checked(Exported(program, name))
+
+
+def _as_module(function: Any, name: str) -> Any:
+    """A module whose forward pass is a function; modules that it uses are found in its closure."""
+    import torch
+
+    class Function(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+            names = getattr(getattr(function, "__code__", None), "co_names", ())
+            used = [getattr(function, "__globals__", {}).get(n) for n in names]
+            held = [m for m in (*cells, *used) if isinstance(m, torch.nn.Module)]
+            # Registered, so that their weights are parameters rather than constants.
+            self.used = torch.nn.ModuleList(held)
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+    Function.__name__ = Function.__qualname__ = name.rpartition(":")[2] or "Function"
+    return Function()
+
+
+def _loaded(path: Path) -> Any:
+    import torch
+
+    try:
+        return torch.export.load(path)
+    except Exception as error:
+        raise ProgramError(
+            f"torch.export.load cannot read it: {type(error).__name__}: {_short(error)}",
+            where=str(path),
+            hint="write it by torch.export.save(torch.export.export(module, inputs), path), with "
+            f"a PyTorch no newer than {torch.__version__}; the module's package must be importable",
+        ) from error
+
+
+def _short(error: Exception) -> str:
+    """The first lines of a message: PyTorch's go on with whole graphs."""
+    return " ".join(str(error).split())[:600]
+
+
+def _checked(exported: Exported) -> Exported:
+    ranges = exported.program.range_constraints
+    if ranges:
+        raise ProgramError(
+            f"dimensions are dynamic: {', '.join(map(str, ranges))}",
+            where=exported.name,
+            hint="export it without dynamic_shapes, for the sizes that the time is wanted of",
+        )
+    return exported
+
+
+def decomposed(exported: Exported) -> Any:
+    """The export in core ATen, functional, but for what :data:`_KEPT` names.
+
+    Returns:
+        ``torch.export.ExportedProgram``.
+
+    Raises:
+        ProgramError: PyTorch cannot decompose it.
+    """
+    import torch
+
+    table = torch.export.default_decompositions()
+    kept = {op for op in table if str(op) in _KEPT}
+    table = {op: rule for op, rule in table.items() if op not in kept}
+    try:
+        with warnings.catch_warnings(), _as_it_trains(exported.program.graph_module):
+            # PyTorch's about itself.
+            warnings.simplefilter("ignore")
+            return exported.program.run_decompositions(table)
+    except Exception as error:
+        raise ProgramError(
+            f"PyTorch cannot decompose the export: {type(error).__name__}: {_short(error)}",
+            where=exported.name,
+            hint="does exported.run_decompositions() work in PyTorch alone?",
+        ) from error
+
+
+@contextlib.contextmanager
+def _as_it_trains(module: Any) -> Iterator[None]:
+    """Keep, while a graph is decomposed, what decomposing would drop of it.
+
+    Detached tensors and regions without gradients become calls of an operator that stays, and
+    autocast for other devices is one for the CPU, where the graph is traced.
+    """
+    import torch
+
+    stop = _stop_operator()
+    undo: list[Callable[[], object]] = []
+    for graph in _graphs(module):
+        for node in list(graph.nodes):
+            name = getattr(node.target, "__name__", "")
+            if node.target in (torch.ops.aten.detach.default, torch.ops.aten.detach_.default):
+                undo.append(partial(setattr, node, "target", node.target))
+                node.target = stop
+            elif name == "wrap_with_set_grad_enabled" and not node.args[0]:
+                for own in [a for a in node.args[2:] if _is_float(a)]:
+                    with graph.inserting_before(node):
+                        still = graph.call_function(stop, (own,))
+                    still.meta["val"] = own.meta["val"]
+                    node.replace_input_with(own, still)
+                    undo.append(partial(graph.erase_node, still))
+                    undo.append(partial(node.replace_input_with, still, own))
+            elif name == "wrap_with_autocast":
+                undo.append(partial(setattr, node, "args", node.args))
+                node.args = ("cpu", *node.args[1:])
+    modules = [m for m in module.modules() if hasattr(m, "recompile")]
+    for own in modules:
+        own.recompile()
+    try:
+        yield
+    finally:
+        for step in reversed(undo):
+            step()
+        for own in modules:
+            own.recompile()
+
+
+def _graphs(module: Any) -> list[Any]:
+    return [m.graph for m in module.modules() if hasattr(m, "graph")]
+
+
+def _is_float(value: Any) -> bool:
+    own = getattr(value, "meta", {}).get("val")
+    dtype = getattr(own, "dtype", None)
+    return dtype is not None and bool(dtype.is_floating_point)
+
+
+@cache
+def _stop_operator() -> Any:
+    """An operator of PyTorch that copies, and stands for the end of a gradient's way."""
+    import torch
+
+    def copied(x: Any) -> Any:
+        return x.clone()
+
+    name = "opcast::stop_gradient"
+    torch.library.define(name, "(Tensor x) -> Tensor")
+    torch.library.impl(name, "CompositeExplicitAutograd", copied)
+    torch.library.register_fake(name, copied)
+    return torch.ops.opcast.stop_gradient.default
+
+
+def jax_dtype(dtype: Any, where: str) -> Any:
+    """JAX's element type for PyTorch's; 64-bit integers become those of 32.
+
+    Raises:
+        ProgramError: There is none.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        hint = "cast it, as by module.float(), bfloat16() or half()"
+        raise ProgramError(f"tensors of {name} are not translated", where=where, hint=hint)
+    return _DTYPES[name]
+
+
+def to_numpy(tensor: Any) -> np.ndarray:
+    """A tensor's values for JAX; for tests and checks, since predictions need shapes alone."""
+    import torch
+
+    own = tensor.detach().cpu()
+    if own.dtype == torch.bfloat16:
+        return np.asarray(own.float().numpy()).astype(jnp.bfloat16)
+    return np.asarray(own.numpy().astype(jax_dtype(own.dtype, "")))

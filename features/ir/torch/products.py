@@ -1,0 +1,323 @@
+"""ATen's products, convolutions, pooling, attention and losses in JAX."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..jax_function import LOWERED_FOR
+from .table import Call, aten
+
+#: Widest head of cuDNN's attention forward and backward on every chip that has it (NVIDIA, cuDNN
+#: frontend, "Attention").
+_CUDNN_HEAD = 128
+#: Least compute capability times ten with cuDNN's fused attention (NVIDIA, cuDNN's support matrix).
+_CUDNN_LEAST = 80
+
+
+@aten("mm", "bmm", "matmul", "dot", "mv")
+def _matmul(call: Call, x: jax.Array, y: jax.Array, *_: object) -> jax.Array:
+    return jnp.matmul(x, y)
+
+
+@aten("linear")
+def _linear(call: Call, x: jax.Array, weight: jax.Array, bias: Any = None) -> jax.Array:
+    product = lax.dot_general(x, weight, (((x.ndim - 1,), (weight.ndim - 1,)), ((), ())))
+    return product if bias is None else product + bias
+
+
+@aten("addmm", "baddbmm")
+def _addmm(
+    call: Call, x: jax.Array, a: jax.Array, b: jax.Array, *, beta: Any = 1, alpha: Any = 1
+) -> jax.Array:
+    product = jnp.matmul(a, b)
+    return (x if beta == 1 else x * beta) + (product if alpha == 1 else product * alpha)
+
+
+@aten("addmv")
+def _addmv(call: Call, x: jax.Array, a: jax.Array, b: jax.Array, **scales: Any) -> jax.Array:
+    return _addmm(call, x, a, b, **scales)
+
+
+@aten("einsum")
+def _einsum(call: Call, equation: str, operands: Sequence[jax.Array], **_: object) -> jax.Array:
+    return jnp.einsum(equation, *operands)
+
+
+@aten("convolution")
+def _convolution(
+    call: Call,
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> jax.Array:
+    space = weight.ndim - 2
+    stride, padding, dilation, extra = (
+        tuple(s) * (space if len(s) == 1 else 1)
+        for s in (stride, padding, dilation, output_padding)
+    )
+    batched = x if x.ndim == weight.ndim else x[None]
+    letters = "DHW"[-space:]
+    layout = (f"NC{letters}", f"OI{letters}", f"NC{letters}")
+    if transposed:
+        # The gradient of a convolution: input spread by the stride, filter reversed, and its
+        # channels swapped within each group.
+        own = jnp.flip(weight, tuple(range(2, weight.ndim)))
+        inputs, outputs = own.shape[:2]
+        own = own.reshape(groups, inputs // groups, outputs, *own.shape[2:])
+        own = jnp.swapaxes(own, 1, 2).reshape(groups * outputs, inputs // groups, *own.shape[3:])
+        reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        pads = [(r - p, r - p + e) for r, p, e in zip(reach, padding, extra, strict=True)]
+        found = lax.conv_general_dilated(
+            batched, own, (1,) * space, pads, stride, dilation, layout, groups
+        )
+    else:
+        pads = [(p, p) for p in padding]
+        found = lax.conv_general_dilated(
+            batched, weight, stride, pads, None, dilation, layout, groups
+        )
+    if bias is not None:
+        found = found + bias.reshape((-1,) + (1,) * space)
+    return found if x.ndim == weight.ndim else found[0]
+
+
+def _window(
+    x: jax.Array, sizes: Sequence[int], stride: Sequence[int], padding: Sequence[int], ceil: bool
+) -> tuple[tuple[int, ...], tuple[int, ...], list[tuple[int, int]]]:
+    """Window, strides and padding over all dimensions of an array."""
+    space = len(sizes)
+    strides = tuple(stride or sizes)
+    strides = strides * (space if len(strides) == 1 else 1)
+    before = tuple(padding) * (space if len(padding) == 1 else 1)
+    pads = []
+    for n, size, step, pad in zip(x.shape[-space:], sizes, strides, before, strict=True):
+        more = 0
+        if ceil:
+            over = (n + 2 * pad - size) % step
+            # The last window starts inside the input or its left padding.
+            starts = -(-(n + 2 * pad - size) // step) * step
+            more = step - over if over and starts < n + pad else 0
+        pads.append((pad, pad + more))
+    lead = x.ndim - space
+    return (1,) * lead + tuple(sizes), (1,) * lead + strides, [(0, 0)] * lead + pads
+
+
+@aten("max_pool2d_with_indices", "max_pool3d_with_indices", "max_pool1d", "max_pool2d")
+def _max_pool(
+    call: Call,
+    x: jax.Array,
+    sizes: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil: bool = False,
+) -> tuple[jax.Array, ...]:
+    if any(d != 1 for d in dilation):
+        raise NotImplementedError("a dilated maximum pooling")
+    window, strides, pads = _window(x, sizes, stride, padding, ceil)
+    least = -np.inf if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.iinfo(x.dtype).min
+    # Of NumPy: JAX differentiates a maximum only if it sees that it starts from the least value.
+    found = lax.reduce_window(x, np.array(least, x.dtype), lax.max, window, strides, pads)
+    # Nothing of a forward pass reads the places; the translation refuses to unpack them.
+    return (found,)
+
+
+@aten("avg_pool1d", "avg_pool2d", "avg_pool3d")
+def _avg_pool(
+    call: Call,
+    x: jax.Array,
+    sizes: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    ceil: bool = False,
+    count_pad: bool = True,
+    divisor: int | None = None,
+) -> jax.Array:
+    window, strides, pads = _window(x, sizes, stride, padding, ceil)
+    total = lax.reduce_window(x, np.zeros((), x.dtype), lax.add, window, strides, pads)
+    if divisor or (count_pad and not ceil) or not any(map(sum, pads)):
+        return total / (divisor or math.prod(sizes))
+    one = jnp.ones(x.shape[-len(sizes) :], x.dtype)
+    lead = x.ndim - len(sizes)
+    if count_pad:
+        before = (tuple(padding) * len(sizes))[: len(sizes)]
+        one = jnp.pad(one, [(p, p) for p in before], constant_values=1)
+        pads = [(0, high - low) for low, high in pads]
+    own = lax.reduce_window(
+        one, np.zeros((), x.dtype), lax.add, window[lead:], strides[lead:], pads[lead:]
+    )
+    return total / own
+
+
+@aten("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d")
+def _adaptive_avg_pool(call: Call, x: jax.Array, sizes: Sequence[int]) -> jax.Array:
+    """Average parts of each dimension: part ``i`` is from floor(i·n/s) to ceil((i+1)·n/s)."""
+    found = x
+    for dim, size in zip(range(x.ndim - len(sizes), x.ndim), sizes, strict=True):
+        n = x.shape[dim]
+        if n % size == 0:
+            parts = found.reshape(*found.shape[:dim], size, n // size, *found.shape[dim + 1 :])
+            found = jnp.mean(parts, axis=dim + 1)
+            continue
+        ends = [(i * n // size, -(-(i + 1) * n // size)) for i in range(size)]
+        means = [
+            jnp.mean(lax.slice_in_dim(found, low, high, axis=dim), axis=dim) for low, high in ends
+        ]
+        found = jnp.stack(means, dim)
+    return found
+
+
+@aten("upsample_nearest2d", "upsample_nearest1d", "upsample_nearest3d")
+def _nearest(call: Call, x: jax.Array, *_: object) -> jax.Array:
+    found = x
+    for dim in range(2, x.ndim):
+        n, size = x.shape[dim], call.shape[dim]
+        found = jnp.take(found, jnp.arange(size) * n // size, axis=dim)
+    return found
+
+
+@aten("upsample_bilinear2d")
+def _bilinear(call: Call, x: jax.Array, size: Any, corners: bool, *_: object) -> jax.Array:
+    if corners:
+        raise NotImplementedError("bilinear resizing with align_corners")
+    return jax.image.resize(x, call.shape, "linear", antialias=False)
+
+
+@aten("pixel_shuffle")
+def _pixel_shuffle(call: Call, x: jax.Array, factor: int) -> jax.Array:
+    *lead, c, h, w = x.shape
+    split = x.reshape(*lead, c // factor**2, factor, factor, h, w)
+    n = len(lead)
+    moved = jnp.transpose(split, (*range(n), n, n + 3, n + 1, n + 4, n + 2))
+    return moved.reshape(call.shape)
+
+
+@aten("native_dropout")
+def _dropout(call: Call, x: jax.Array, p: float, train: bool | None) -> tuple[jax.Array, ...]:
+    if not train or p == 0.0:
+        return x, jnp.ones(x.shape, bool)
+    kept = jax.random.bernoulli(call.key(), 1.0 - p, x.shape)
+    return jnp.where(kept, x / (1.0 - p) if p < 1.0 else 0.0, 0.0).astype(x.dtype), kept
+
+
+@aten("dropout")
+def _dropout_only(call: Call, x: jax.Array, p: float, train: bool) -> jax.Array:
+    return _dropout(call, x, p, train)[0]
+
+
+@aten("scaled_dot_product_attention")
+def _attention(
+    call: Call,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None = None,
+    dropout: float = 0.0,
+    causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> jax.Array:
+    """Attention over (…, heads, positions, size): cuDNN's on NVIDIA's GPUs where it has one.
+
+    Dropout of the scores, which cuDNN would draw within its kernel, is drawn here, written out.
+    """
+    if q.ndim == 3:
+        # Without heads: one of each.
+        q, k, v = (a[:, None] for a in (q, k, v))
+    flat = [a.reshape(-1, *a.shape[-3:]) for a in (q, k, v)]
+    # JAX has positions before heads.
+    queries, keys, values = (jnp.swapaxes(a, 1, 2) for a in flat)
+    size, width = q.shape[-1], v.shape[-1]
+    own = 1.0 / math.sqrt(size) if scale is None else scale
+    if dropout or width != size:
+        written = _written_out(call, queries, keys, values, _mask(mask), own, causal, dropout)
+        return jnp.swapaxes(written, 1, 2).reshape(call.shape)
+    boolean = mask is not None and mask.dtype == jnp.bool_
+    kinds: dict[str, Any] = {"scale": own, "is_causal": causal}
+    shaped = _mask(mask)
+    if shaped is not None:
+        kinds["mask" if boolean else "bias"] = shaped
+
+    def by(implementation: Literal["cudnn", "xla"]) -> jax.Array:
+        return jax.nn.dot_product_attention(
+            queries, keys, values, implementation=implementation, **kinds
+        )
+
+    found: jax.Array | None = None
+    platform = LOWERED_FOR.get()
+    cuda = jax.default_backend() == "gpu" if platform is None else platform.name == "cuda"
+    # Of Ampere and later; a GPU whose generation is not known is taken for one.
+    cuda = cuda and (platform is None or (platform.capability or _CUDNN_LEAST) >= _CUDNN_LEAST)
+    # cuDNN refuses masks that broadcast, and odd lengths backward.
+    lengths = (queries.shape[1], keys.shape[1])
+    narrow = q.dtype in (jnp.bfloat16, jnp.float16) and size <= _CUDNN_HEAD
+    if cuda and narrow and mask is None and all(n % 2 == 0 for n in lengths):
+        # JAX asks for cuDNN and the GPU's generation while it traces.
+        with contextlib.suppress(RuntimeError, NotImplementedError, ValueError):
+            found = by("cudnn")
+    if found is None:
+        found = by("xla")
+    return jnp.swapaxes(found, 1, 2).reshape(call.shape)
+
+
+def _mask(mask: jax.Array | None) -> jax.Array | None:
+    """A mask with the four dimensions (batch, heads, queries, keys), those of one broadcast."""
+    if mask is None:
+        return None
+    if mask.ndim > 4:
+        return mask.reshape(-1, *mask.shape[-3:])
+    return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+
+
+def _written_out(
+    call: Call,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None,
+    scale: float,
+    causal: bool,
+    dropout: float,
+) -> jax.Array:
+    groups = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(a, groups, axis=2) if groups > 1 else a for a in (k, v))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) * scale
+    if causal:
+        seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+        scores = jnp.where(seen, scores, -jnp.inf)
+    if mask is not None:
+        boolean = mask.dtype == jnp.bool_
+        scores = jnp.where(mask, scores, -jnp.inf) if boolean else scores + mask
+    shares = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    if dropout:
+        shares = _dropout(call, shares, dropout, True)[0]
+    return jnp.einsum("bhqk,bkhd->bqhd", shares, v)
+
+
+@aten("nll_loss_forward", "nll_loss2d_forward")
+def _nll(
+    call: Call, x: jax.Array, target: jax.Array, weight: Any, reduction: int, ignored: int
+) -> tuple[jax.Array, ...]:
+    axis = 0 if x.ndim == 1 else 1
+    own = jnp.expand_dims(jnp.where(target == ignored, 0, target), axis)
+    picked = -jnp.squeeze(jnp.take_along_axis(x, own, axis=axis, mode="clip"), axis)
+    share = jnp.where(target == ignored, 0.0, 1.0 if weight is None else weight[own.squeeze(axis)])
+    losses, total = picked * share.astype(x.dtype), jnp.sum(share)
+    if reduction == 0:
+        return losses, total
+    summed = jnp.sum(losses)
+    return (summed / total if reduction == 1 else summed), total

@@ -1,0 +1,131 @@
+"""What a PyTorch program is: a module, function, export or file, with inputs and how it trains.
+
+Nothing here imports PyTorch or JAX.
+"""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ....common.errors import ProgramError
+
+#: Optimisers of training steps, with the defaults of ``torch.optim``; ``momentum`` is SGD with 0.9.
+OPTIMIZERS = ("adamw", "adam", "sgd", "momentum")
+#: What an archive of ``torch.export.save`` holds, and no other.
+_EXPORT = ("/archive_format", "/models/model.json")
+#: Losses by name, besides a function of the model's outputs.
+LOSSES = ("cross_entropy", "sum")
+_LOSS_HINT = f"known: {', '.join(LOSSES)}; or, in Python, a function of the module's outputs"
+
+
+@dataclass(frozen=True)
+class TorchProgram:
+    """A PyTorch module, export or ``.pt2`` file as a program: its forward pass, or a training step.
+
+    Attributes:
+        source: ``torch.nn.Module``, a function of tensors, ``torch.export.ExportedProgram``, or the
+            path of a ``.pt2`` file.
+        args: Example inputs of a module or function.
+        kwargs: Its keyword arguments.
+        train: Optimiser of a full training step, one of :data:`OPTIMIZERS`; empty for the forward
+            pass alone.
+        loss: What a training step minimises: one of :data:`LOSSES`, or a function of the module's
+            outputs written in PyTorch; if nothing, the module itself returns its loss.
+        origin: Where it came from, for messages.
+    """
+
+    source: object
+    args: tuple[object, ...] = ()
+    kwargs: Mapping[str, object] = field(default_factory=dict)
+    train: Any = ""
+    loss: Any = None
+    origin: str = ""
+
+    def __post_init__(self) -> None:
+        """Check the names of the optimiser and the loss.
+
+        Raises:
+            ProgramError: One of them is not known.
+        """
+        if not isinstance(self.train, str) or (self.train and self.train not in OPTIMIZERS):
+            raise ProgramError(
+                f"no optimiser {self.train!r}", hint="train is one of: " + ", ".join(OPTIMIZERS)
+            )
+        if self.loss is not None and not isinstance(self.loss, str) and not callable(self.loss):
+            raise ProgramError(f"a loss that is a {type(self.loss).__name__}", hint=_LOSS_HINT)
+        if isinstance(self.loss, str) and self.loss not in LOSSES:
+            raise ProgramError(f"no loss {self.loss!r}", hint=_LOSS_HINT)
+        if self.loss is not None and not self.train:
+            raise ProgramError("a loss without an optimiser", hint="such as train='adamw'")
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        if self.origin or isinstance(self.source, str | Path):
+            return self.origin or str(self.source)
+        own = getattr(self.source, "__name__", "")
+        return str(own or type(self.source).__name__)
+
+
+def as_torch_program(
+    source: object,
+    args: tuple[object, ...] = (),
+    kwargs: Mapping[str, object] | None = None,
+    train: object = None,
+    loss: object = None,
+    origin: str = "",
+) -> TorchProgram | None:
+    """Take what belongs to PyTorch as a program; ``None`` if it does not.
+
+    Args:
+        source: Any program; a callable is PyTorch's if it is a module or an argument is a tensor.
+        args: Its example arguments.
+        kwargs: Its keyword arguments.
+        train: As in :class:`TorchProgram`.
+        loss: As in :class:`TorchProgram`.
+        origin: Where it came from, for messages.
+
+    Raises:
+        ProgramError: The optimiser or the loss is not known.
+    """
+    if isinstance(source, TorchProgram):
+        return source if not (train or loss) else replace(source, train=train or "", loss=loss)
+    given = dict(kwargs or {})
+    if is_torch_file(source) or _is_torch(source) or _has_tensors((*args, *given.values())):
+        return TorchProgram(source, tuple(args), given, train or "", loss, origin)
+    return None
+
+
+def is_torch_file(source: object) -> bool:
+    """Whether a source is the path of a file of ``torch.export.save``, told by its content."""
+    if not isinstance(source, str | Path) or "\n" in str(source) or len(str(source)) > 4096:
+        return False
+    try:
+        path = Path(source).expanduser()
+        if not path.is_file() or not zipfile.is_zipfile(path):
+            return False
+        with zipfile.ZipFile(path) as archive:
+            return any(n.endswith(_EXPORT) for n in archive.namelist())
+    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile):
+        return False
+
+
+def _is_torch(source: object) -> bool:
+    if sys.modules.get("torch") is None:
+        return False
+    import torch
+
+    return isinstance(source, torch.nn.Module | torch.export.ExportedProgram)
+
+
+def _has_tensors(values: tuple[object, ...]) -> bool:
+    if sys.modules.get("torch") is None or not values:
+        return False
+    import torch
+
+    return any(isinstance(v, torch.Tensor) for v in torch.utils._pytree.tree_leaves(list(values)))

@@ -1,0 +1,348 @@
+"""The operators that PyTorch itself launches for a program, recorded without running any.
+
+The exported graph is run on tensors without memory (``FakeTensorMode``), forward and, for training
+steps, backward through autograd and the optimiser's update, and every operator that reaches a
+device's kernels is written down. So the backward pass is autograd's own, not a rule about it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ....common.errors import ProgramError
+from .exported import Exported, export
+from .program import TorchProgram
+from .translate import Place, place_of
+
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+#: Operators that launch nothing though they are no views.
+_HOST = (
+    "aten.empty", "aten.new_empty", "aten._local_scalar_dense", "aten.detach", "aten.lift_fresh",
+    "aten._unsafe_view", "aten.alias", "aten._assert", "aten.sym_", "aten.is_same_size",
+    "aten.set_", "aten.resize_", "prim.", "profiler.", "opcast.",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorUse:
+    """A tensor that an operator reads or writes.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Element type by PyTorch's name, such as ``bfloat16``.
+        memory: Number of the memory that it lies in; views share it.
+        bytes: Bytes of it, each element of memory once however it is broadcast.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    memory: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AtenCall:
+    """One operator that launches kernels.
+
+    Attributes:
+        name: Such as ``aten.addmm``, without the overload.
+        inputs: Tensors that it reads, in order.
+        outputs: Tensors that it writes; of an operator in place the one that it changes.
+        numbers: Arguments that are no tensors, in order.
+        phase: ``forward``, ``backward`` or ``optimizer``.
+        place: Where in the user's model it, or what it is the gradient of, belongs.
+    """
+
+    name: str
+    inputs: tuple[TensorUse, ...]
+    outputs: tuple[TensorUse, ...]
+    numbers: tuple[Any, ...]
+    phase: str
+    place: Place
+
+
+@dataclass
+class Recording:
+    """What a program launches.
+
+    Attributes:
+        calls: In order.
+        kept: Memory that outlives the program: weights, gradients, outputs.
+        parameter_bytes: Bytes of parameters and buffers.
+    """
+
+    calls: list[AtenCall] = field(default_factory=list)
+    kept: set[int] = field(default_factory=set)
+    parameter_bytes: int = 0
+
+
+def record(program: TorchProgram) -> Recording:
+    """Record the operators of a forward pass or a training step.
+
+    Raises:
+        ProgramError: The program cannot be exported or run without data, or has nothing to train.
+    """
+    exported = export(program)
+    try:
+        with warnings.catch_warnings():
+            # About tensors without data, which nobody asked for.
+            warnings.simplefilter("ignore")
+            return _recorded(exported, program)
+    except ProgramError:
+        raise
+    except Exception as error:
+        raise ProgramError(
+            f"the operators cannot be recorded: {type(error).__name__}: "
+            + " ".join(str(error).split())[:400],
+            where=program.name,
+            hint="a branch on values needs data; predict it as XLA runs it: without --framework",
+        ) from error
+
+
+def _recorded(exported: Exported, program: TorchProgram) -> Recording:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    module = exported.program.module()
+    for own in [m for m in module.modules() if hasattr(m, "graph")]:
+        for node in own.graph.nodes:
+            _place_on_cpu(node)
+    fakes = _Fakes(FakeTensorMode(allow_non_fake_inputs=True))
+    for own in module.modules():
+        for held in (own._parameters, own._buffers):
+            for name, tensor in list(held.items()):
+                if tensor is not None:
+                    held[name] = fakes.of(tensor)
+        for name, value in list(vars(own).items()):
+            if isinstance(value, torch.Tensor):
+                setattr(own, name, fakes.of(value))
+    inputs = [fakes.input(node) for node in module.graph.nodes if node.op == "placeholder"]
+    log = _log_class()()
+    runner = _runner_class()(module, log)
+    train = bool(program.train)
+    # The caller's default device may be another one.
+    with torch.device("cpu"), fakes.mode, log, torch.set_grad_enabled(train):
+        found = runner.run(*inputs)
+        if train:
+            log.place = Place("", 0, "loss")
+            loss = _loss(found, program.loss, exported.name)
+            log.phase = BACKWARD
+            if not loss.requires_grad:
+                raise ProgramError("no parameter takes a gradient", where=exported.name)
+            loss.backward()
+            optimizer = _optimizer(program.train, module)
+            log.phase, log.on = OPTIMIZER, False
+            # The first step makes the moments.
+            optimizer.step()
+            log.on, log.place = True, Place("", 0, "optimizer")
+            optimizer.step()
+    recording = log.recording
+    recording.parameter_bytes = sum(
+        t.numel() * t.element_size() for t in {id(t): t for t in fakes.made.values()}.values()
+    )
+    held = [*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters())]
+    outputs = torch.utils._pytree.tree_leaves(found)
+    recording.kept = {log.memory(t) for t in (*held, *outputs) if isinstance(t, torch.Tensor)}
+    return recording
+
+
+def _place_on_cpu(node: Any) -> None:
+    """Let a node run on the CPU, where the tensors without memory are, wherever it was exported."""
+    import torch
+
+    if getattr(node.target, "__name__", "") == "wrap_with_autocast":
+        node.args = ("cpu", *node.args[1:])
+
+    def placed(value: Any) -> Any:
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    node.args = torch.fx.node.map_aggregate(node.args, placed)
+    node.kwargs = torch.fx.node.map_aggregate(node.kwargs, placed)
+
+
+class _Fakes:
+    """Tensors without memory, one for each real one, so that ties stay."""
+
+    def __init__(self, mode: Any) -> None:
+        self.mode = mode
+        self.made: dict[int, Any] = {}
+
+    def of(self, tensor: Any) -> Any:
+        import torch
+
+        if id(tensor) not in self.made:
+            with self.mode:
+                fake = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+                )
+            if isinstance(tensor, torch.nn.Parameter):
+                fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            self.made[id(tensor)] = fake
+        return self.made[id(tensor)]
+
+    def input(self, node: Any) -> Any:
+        import torch
+
+        value = node.meta.get("val")
+        if not hasattr(value, "dtype"):
+            return value
+        with self.mode:
+            return torch.empty_strided(
+                tuple(value.shape), value.stride(), dtype=value.dtype, device="cpu"
+            )
+
+
+def _log_class() -> Any:
+    """The class that writes calls down; made here, since PyTorch is imported late."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    leaves = torch.utils._pytree.tree_leaves
+
+    class Log(TorchDispatchMode):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.recording = Recording()
+            self.place, self.phase, self.on = Place(), FORWARD, True
+            # Held, so that no address is used again.
+            self._storages: dict[int, tuple[int, Any]] = {}
+
+        def __torch_dispatch__(
+            self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            found = operator(*args, **(kwargs or {}))
+            name = str(operator).rpartition(".")[0]
+            if self.on and not operator.is_view and not name.startswith(_HOST):
+                given = leaves((args, kwargs or {}))
+                inputs = [t for t in given if isinstance(t, torch.Tensor)]
+                outputs = [t for t in leaves(found) if isinstance(t, torch.Tensor)]
+                # Lists of tensors are changed in place and nothing is returned.
+                written = outputs or inputs[: _first_list(args)]
+                if written:
+                    numbers = tuple(a for a in args if not isinstance(a, torch.Tensor))
+                    self.recording.calls.append(
+                        AtenCall(
+                            name,
+                            tuple(map(self._use, inputs)),
+                            tuple(map(self._use, written)),
+                            numbers if name.startswith(_NUMBERED) else (),
+                            self.phase,
+                            self._place(),
+                        )
+                    )
+            return found
+
+        def _place(self) -> Place:
+            node = torch._C._current_autograd_node() if self.phase == BACKWARD else None
+            known = node.metadata.get("opcast") if node is not None else None
+            return known or self.place
+
+        def _use(self, tensor: Any) -> TensorUse:
+            size = tensor.element_size()
+            memory = min(tensor.numel() * size, tensor.untyped_storage().nbytes())
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            return TensorUse(tuple(tensor.shape), dtype, self.memory(tensor), memory)
+
+        def memory(self, tensor: Any) -> int:
+            storage = tensor.untyped_storage()
+            known = self._storages.setdefault(storage._cdata, (len(self._storages), storage))
+            return known[0]
+
+    return Log
+
+
+#: Operators whose numbers matter for their time.
+_NUMBERED = ("aten.convolution", "aten._scaled_dot_product")
+
+
+def _first_list(args: Any) -> int:
+    return len(args[0]) if args and isinstance(args[0], list | tuple) else 1
+
+
+def _runner_class() -> Any:
+    import torch
+
+    aten = torch.ops.aten
+
+    class Runner(torch.fx.Interpreter):  # type: ignore[misc]
+        """Runs a graph, and marks what autograd made of each node with the node's place."""
+
+        def __init__(self, module: Any, log: Any) -> None:
+            super().__init__(module, garbage_collect_values=False)
+            self._log = log
+
+        def run_node(self, node: Any) -> Any:
+            if node.op != "call_function":
+                return super().run_node(node)
+            place = place_of(node)
+            self._log.place = place if place != Place() else self._log.place
+            found = super().run_node(node)
+            for tensor in torch.utils._pytree.tree_leaves(found):
+                _mark(getattr(tensor, "grad_fn", None), self._log.place)
+            return found
+
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            # GPUs have these as one kernel; the CPU, where the tensors are, does not.
+            if target is aten.dropout.default and args[2]:
+                return aten.native_dropout.default(*args)[0]
+            if target is aten.scaled_dot_product_attention.default:
+                # Fused attention draws its dropout itself, at little cost.
+                args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+                kwargs = {k: v for k, v in kwargs.items() if k != "dropout_p"}
+            return super().call_function(target, args, kwargs)
+
+        def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+            return None if "guard" in str(target) else super().call_module(target, args, kwargs)
+
+    return Runner
+
+
+def _mark(node: Any, place: Place) -> None:
+    """Mark a node of autograd and what leads to it, as far as nothing is marked yet."""
+    front = [node]
+    while front:
+        own = front.pop()
+        if own is None or "opcast" in own.metadata:
+            continue
+        own.metadata["opcast"] = place
+        front += [before for before, _ in own.next_functions]
+
+
+def _loss(found: Any, loss: str | Callable[..., Any] | None, where: str) -> Any:
+    import torch
+
+    if callable(loss):
+        return loss(found)
+    tensors = [t for t in torch.utils._pytree.tree_leaves(found) if isinstance(t, torch.Tensor)]
+    first = tensors[0]
+    if loss == "sum":
+        return sum(t.float().sum() for t in tensors if t.is_floating_point())
+    if loss == "cross_entropy":
+        if first.dim() < 2:
+            raise ProgramError("cross entropy needs logits of rank 2 or more", where=where)
+        logits = first.flatten(0, -2)
+        labels = torch.empty(logits.shape[:1], dtype=torch.int64)
+        return torch.nn.functional.cross_entropy(logits, labels)
+    if first.numel() != 1:
+        raise ProgramError(
+            f"the module returns {str(first.dtype).removeprefix('torch.')}{list(first.shape)}, no "
+            "loss to train by",
+            where=where,
+            hint="--loss cross_entropy or --loss sum; in Python also loss=function of the outputs",
+        )
+    return first.reshape(())
+
+
+def _optimizer(name: str, module: Any) -> Any:
+    """PyTorch's optimiser, over lists of tensors as it is on GPUs by default."""
+    import torch
+
+    trained: Sequence[Any] = [p for p in module.parameters() if p.requires_grad]
+    optim = torch.optim
+    if name in ("adamw", "adam"):
+        kind = optim.AdamW if name == "adamw" else optim.Adam
+        return kind(trained, lr=1e-3, foreach=True)
+    return optim.SGD(trained, lr=1e-3, momentum=0.9 if name == "momentum" else 0.0, foreach=True)

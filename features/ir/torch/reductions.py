@@ -1,0 +1,254 @@
+"""ATen operators that reduce, scan, sort or normalise along dimensions, in JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .table import TABLE, Call, as_dims, aten, in_f32
+
+
+def _typed(call: Call, x: jax.Array) -> jax.Array:
+    """The operand as it is summed: floats in their own type, since XLA accumulates in f32."""
+    return x.astype(call.dtype) if not jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+
+def _sums(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def translated(
+        call: Call, x: jax.Array, dims: Any = None, keep: bool = False, **_: object
+    ) -> jax.Array:
+        return function(_typed(call, x), axis=as_dims(dims, x.ndim), keepdims=keep)
+
+    return translated
+
+
+def _ends(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def translated(call: Call, x: jax.Array, dims: Any = None, keep: bool = False) -> jax.Array:
+        return function(x, axis=as_dims(dims, x.ndim), keepdims=keep)
+
+    return translated
+
+
+_SUMS: dict[str, Callable[..., jax.Array]] = {"sum": jnp.sum, "prod": jnp.prod, "mean": jnp.mean}
+_ENDS: dict[str, Callable[..., jax.Array]] = {
+    "amax": jnp.max,
+    "amin": jnp.min,
+    "any": jnp.any,
+    "all": jnp.all,
+    "logsumexp": jax.nn.logsumexp,
+}
+TABLE.update({f"aten.{name}": _sums(own) for name, own in _SUMS.items()})
+TABLE.update({f"aten.{name}": _ends(own) for name, own in _ENDS.items()})
+
+
+def _extreme(
+    best: Callable[..., jax.Array], place: Callable[..., jax.Array], other: Callable[..., jax.Array]
+) -> Callable[..., Any]:
+    def translated(call: Call, x: jax.Array, dim: Any = None, keep: bool = False) -> Any:
+        if dim is None:
+            return best(x)
+        # With a tensor, the larger or smaller of both.
+        if isinstance(dim, jax.Array):
+            return other(x, dim)
+        return best(x, axis=dim, keepdims=keep), place(x, axis=dim, keepdims=keep)
+
+    return translated
+
+
+TABLE["aten.max"] = _extreme(jnp.max, jnp.argmax, jnp.maximum)
+TABLE["aten.min"] = _extreme(jnp.min, jnp.argmin, jnp.minimum)
+
+
+@aten("argmax")
+def _argmax(call: Call, x: jax.Array, dim: int | None = None, keep: bool = False) -> jax.Array:
+    return jnp.argmax(x, axis=dim, keepdims=keep)
+
+
+@aten("argmin")
+def _argmin(call: Call, x: jax.Array, dim: int | None = None, keep: bool = False) -> jax.Array:
+    return jnp.argmin(x, axis=dim, keepdims=keep)
+
+
+@aten("var")
+def _var(
+    call: Call, x: jax.Array, dims: Any = None, *, correction: Any = 1, keepdim: bool = False
+) -> jax.Array:
+    own = 1 if correction is None else correction
+    return jnp.var(in_f32(x), axis=as_dims(dims, x.ndim), ddof=own, keepdims=keepdim)
+
+
+@aten("std")
+def _std(
+    call: Call, x: jax.Array, dims: Any = None, *, correction: Any = 1, keepdim: bool = False
+) -> jax.Array:
+    return jnp.sqrt(_var(call, x, dims, correction=correction, keepdim=keepdim))
+
+
+@aten("var_mean")
+def _var_mean(
+    call: Call, x: jax.Array, dims: Any = None, *, correction: Any = 1, keepdim: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    mean = jnp.mean(x, axis=as_dims(dims, x.ndim), keepdims=keepdim)
+    return _var(call, x, dims, correction=correction, keepdim=keepdim), mean
+
+
+@aten("linalg_vector_norm", "norm")
+def _norm(
+    call: Call, x: jax.Array, order: Any = 2, dims: Any = None, keep: bool = False, **_: object
+) -> jax.Array:
+    size = jnp.abs(in_f32(x))
+    axes = as_dims(dims, x.ndim)
+    if order == 2:
+        return jnp.sqrt(jnp.sum(size * size, axis=axes, keepdims=keep))
+    if order == float("inf"):
+        return jnp.max(size, axis=axes, keepdims=keep)
+    return jnp.sum(size**order, axis=axes, keepdims=keep) ** (1.0 / order)
+
+
+@aten("cumsum")
+def _cumsum(call: Call, x: jax.Array, dim: int, **_: object) -> jax.Array:
+    return jnp.cumsum(x, axis=dim, dtype=call.dtype)
+
+
+@aten("cumprod")
+def _cumprod(call: Call, x: jax.Array, dim: int, **_: object) -> jax.Array:
+    return jnp.cumprod(x, axis=dim, dtype=call.dtype)
+
+
+@aten("sort.default", "sort.stable")
+def _sort(
+    call: Call, x: jax.Array, dim: int = -1, descending: bool = False, *, stable: bool = True
+) -> tuple[jax.Array, jax.Array]:
+    order = jnp.argsort(x, axis=dim, stable=True, descending=descending)
+    return jnp.take_along_axis(x, order, axis=dim), order
+
+
+@aten("argsort")
+def _argsort(call: Call, x: jax.Array, dim: int = -1, descending: bool = False) -> jax.Array:
+    return jnp.argsort(x, axis=dim, descending=descending)
+
+
+@aten("topk")
+def _topk(
+    call: Call, x: jax.Array, k: int, dim: int = -1, largest: bool = True, ordered: bool = True
+) -> tuple[jax.Array, jax.Array]:
+    last = jnp.moveaxis(x, dim, -1)
+    values, places = lax.top_k(last if largest else -last, k)
+    found = values if largest else -values
+    return jnp.moveaxis(found, -1, dim), jnp.moveaxis(places, -1, dim)
+
+
+@aten("_softmax", "softmax", "_safe_softmax")
+def _softmax(call: Call, x: jax.Array, dim: int, *_: object, **__: object) -> jax.Array:
+    return jax.nn.softmax(in_f32(x), axis=dim).astype(call.dtype)
+
+
+@aten("_log_softmax", "log_softmax")
+def _log_softmax(call: Call, x: jax.Array, dim: int, *_: object, **__: object) -> jax.Array:
+    return jax.nn.log_softmax(in_f32(x), axis=dim).astype(call.dtype)
+
+
+def _centred(x: jax.Array, axes: tuple[int, ...], eps: float) -> tuple[jax.Array, ...]:
+    """Normalised values, means and reciprocal deviations over dimensions, in 32 bits."""
+    own = in_f32(x)
+    mean = jnp.mean(own, axis=axes, keepdims=True)
+    scale = lax.rsqrt(jnp.var(own, axis=axes, keepdims=True) + eps)
+    return (own - mean) * scale, mean, scale
+
+
+def _affine(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> jax.Array:
+    scaled = x if weight is None else x * weight
+    return scaled if bias is None else scaled + bias
+
+
+def _along(parameter: Any, rank: int) -> Any:
+    """A parameter of the channels, the second dimension, broadcast over the others."""
+    return None if parameter is None else parameter.reshape((1, -1) + (1,) * (rank - 2))
+
+
+@aten("native_layer_norm")
+def _layer_norm(
+    call: Call, x: jax.Array, shape: Any, weight: Any, bias: Any, eps: float
+) -> tuple[jax.Array, ...]:
+    found, mean, scale = _centred(x, tuple(range(x.ndim - len(shape), x.ndim)), eps)
+    return _affine(found, weight, bias).astype(x.dtype), mean, scale
+
+
+@aten("_fused_rms_norm")
+def _fused_rms_norm(call: Call, x: jax.Array, shape: Any, weight: Any, eps: Any) -> Any:
+    own = in_f32(x)
+    axes = tuple(range(x.ndim - len(shape), x.ndim))
+    floor = float(jnp.finfo(x.dtype).eps) if eps is None else eps
+    scale = lax.rsqrt(jnp.mean(own * own, axis=axes, keepdims=True) + floor)
+    return _affine(own * scale, weight, None).astype(x.dtype), scale
+
+
+@aten("rms_norm")
+def _rms_norm(call: Call, x: jax.Array, shape: Any, weight: Any = None, eps: Any = None) -> Any:
+    return _fused_rms_norm(call, x, shape, weight, eps)[0]
+
+
+@aten("native_group_norm")
+def _group_norm(
+    call: Call,
+    x: jax.Array,
+    weight: Any,
+    bias: Any,
+    n: int,
+    c: int,
+    hw: int,
+    groups: int,
+    eps: float,
+) -> tuple[jax.Array, ...]:
+    grouped, mean, scale = _centred(x.reshape(n, groups, -1), (2,), eps)
+    found = _affine(grouped.reshape(x.shape), _along(weight, x.ndim), _along(bias, x.ndim))
+    return found.astype(x.dtype), mean.reshape(n, groups), scale.reshape(n, groups)
+
+
+@aten("_native_batch_norm_legit_no_training")
+def _batch_norm(
+    call: Call,
+    x: jax.Array,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    momentum: float,
+    eps: float,
+) -> tuple[jax.Array, ...]:
+    rank = x.ndim
+    scale = lax.rsqrt(_along(in_f32(var), rank) + eps)
+    found = _affine(
+        (in_f32(x) - _along(mean, rank)) * scale, _along(weight, rank), _along(bias, rank)
+    )
+    empty = jnp.zeros((0,), jnp.float32)
+    return found.astype(x.dtype), empty, empty
+
+
+@aten("_native_batch_norm_legit_functional", "_native_batch_norm_legit.no_stats")
+def _batch_norm_train(
+    call: Call, x: jax.Array, weight: Any, bias: Any, *rest: Any
+) -> tuple[jax.Array, ...]:
+    """Normalise by the batch's own moments, and move the running ones towards them."""
+    mean, var, train, momentum, eps = rest if len(rest) == 5 else (None, None, *rest)
+    if not train:
+        same = _batch_norm(call, x, weight, bias, mean, var, momentum, eps)
+        return (*same, mean, var)
+    axes = (0, *range(2, x.ndim))
+    found, own, scale = _centred(x, axes, eps)
+    out = _affine(found, _along(weight, x.ndim), _along(bias, x.ndim)).astype(x.dtype)
+    own, scale = own.reshape(-1), scale.reshape(-1)
+    if mean is None:
+        return out, own, scale
+    count = x.size // x.shape[1]
+    # The running variance is the unbiased one, unlike that of the result.
+    spread = (1.0 / (scale * scale) - eps) * (count / max(count - 1, 1))
+    moved = [
+        (old * (1 - momentum) + momentum * new).astype(old.dtype)
+        for old, new in ((mean, own), (var, spread))
+    ]
+    return out, own, scale, *(lax.stop_gradient(m) for m in moved)

@@ -1,0 +1,192 @@
+"""Full training steps of exported modules: forward, loss, backward and the optimiser's update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ....common.errors import ProgramError
+from ..jax_function import FunctionCall
+from .exported import Exported, export, jax_dtype
+from .program import OPTIMIZERS, TorchProgram
+from .translate import Forward
+
+_OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "adamw": lambda: optax.adamw(1e-3, weight_decay=1e-2),
+    "adam": lambda: optax.adam(1e-3),
+    "sgd": lambda: optax.sgd(1e-3),
+    "momentum": lambda: optax.sgd(1e-3, momentum=0.9),
+}
+assert tuple(_OPTIMIZERS) == OPTIMIZERS
+
+
+class Translated:
+    """A program of PyTorch in JAX.
+
+    Args:
+        program: The program.
+
+    Raises:
+        ProgramError: It cannot be exported, or an operator has no translation.
+    """
+
+    def __init__(self, program: TorchProgram) -> None:
+        self._program = program
+        self.forward = Forward(export(program))
+
+    def call(self) -> FunctionCall:
+        """The function with its (abstract) arguments; a new one each time.
+
+        JAX remembers what it traced of a function, but attention is traced for each platform anew.
+
+        Raises:
+            ProgramError: The outputs are no loss to train by.
+        """
+        program = self._program
+        return _step(self.forward, program) if program.train else _inference(self.forward)
+
+
+def _key(forward: Forward) -> tuple[Any, ...]:
+    return (jax.ShapeDtypeStruct((2,), jnp.uint32),) if forward.random else ()
+
+
+def _wrapped(key: tuple[jax.Array, ...]) -> jax.Array | None:
+    return jax.random.wrap_key_data(key[0], impl="threefry2x32") if key else None
+
+
+def _inference(forward: Forward) -> FunctionCall:
+    def run(parameters: Any, state: Any, inputs: Any, *key: jax.Array) -> Any:
+        return forward(parameters, state, inputs, _wrapped(key))
+
+    arguments = (forward.parameters, forward.state, forward.inputs, *_key(forward))
+    run.__name__ = "forward"
+    # Buffers that change, such as caches of keys and values, change in place.
+    return FunctionCall(jax.jit(run, donate_argnums=1), arguments, {}, forward.exported.name)
+
+
+def _step(forward: Forward, program: TorchProgram) -> FunctionCall:
+    if not forward.trained:
+        raise ProgramError(
+            "no parameter takes a gradient",
+            where=forward.exported.name,
+            hint="set requires_grad before the export, or predict the forward pass (no --train)",
+        )
+    optimizer = _OPTIMIZERS[program.train]()
+    loss, more = _loss(forward, program.loss)
+    names = set(forward.trained)
+
+    def step(
+        trained: Any, kept: Any, optimizer_state: Any, state: Any, inputs: Any, *key: jax.Array
+    ) -> Any:
+        own, labels = inputs
+
+        def objective(weights: Any) -> tuple[jax.Array, Any]:
+            outputs, moved = forward({**kept, **weights}, state, own, _wrapped(key))
+            return loss(outputs, labels), moved
+
+        (value, moved), gradients = jax.value_and_grad(objective, has_aux=True)(trained)
+        with jax.named_scope("optimizer"):
+            updates, optimizer_state = optimizer.update(gradients, optimizer_state, trained)
+            return value, optax.apply_updates(trained, updates), optimizer_state, moved
+
+    trained = {n: t for n, t in forward.parameters.items() if n in names}
+    kept = {n: t for n, t in forward.parameters.items() if n not in names}
+    initial = jax.eval_shape(optimizer.init, trained)
+    arguments = (trained, kept, initial, forward.state, (forward.inputs, more), *_key(forward))
+    return FunctionCall(
+        jax.jit(step, donate_argnums=(0, 2, 3)), arguments, {}, forward.exported.name
+    )
+
+
+def output_types(forward: Forward) -> tuple[Any, ...]:
+    """Shapes and types of a module's outputs, as ``jax.ShapeDtypeStruct``; tensors alone."""
+    values = [node.meta["val"] for node in output_nodes(forward) if "val" in node.meta]
+    where = forward.exported.name
+    return tuple(
+        jax.ShapeDtypeStruct(tuple(v.shape), jax_dtype(v.dtype, where))
+        for v in values
+        if hasattr(v, "dtype")
+    )
+
+
+def output_nodes(forward: Forward) -> list[Any]:
+    """Nodes of the graph that are the user's outputs."""
+    found = next(n for n in forward.graph.graph.nodes if n.op == "output").args[0]
+    kinds = forward.graph.graph_signature.output_specs
+    pairs = zip(found, kinds, strict=True)
+    return [n for n, s in pairs if s.kind.name == "USER_OUTPUT" and hasattr(n, "meta")]
+
+
+def _loss(
+    forward: Forward, loss: str | Callable[..., Any] | None
+) -> tuple[Callable[..., jax.Array], tuple[Any, ...]]:
+    """The loss as a function of outputs and labels, and the labels' shapes."""
+    outputs = output_types(forward)
+    first = outputs[0] if outputs else None
+    where = forward.exported.name
+    if loss is None:
+        if first is None or first.shape not in ((), (1,)):
+            shape = "nothing" if first is None else f"{first.dtype}{list(first.shape)}"
+            raise ProgramError(
+                f"the module returns {shape}, no loss to train by",
+                where=where,
+                hint="--loss cross_entropy (its first output as logits, labels of their own) or "
+                "--loss sum; in Python also loss=function of the outputs",
+            )
+        return lambda found, _: found[0].reshape(()).astype(jnp.float32), ()
+    if loss == "sum":
+        return _sum, ()
+    # Labels are of every output but the classes, which are last as in models of language.
+    if loss == "cross_entropy":
+        if first is None or len(first.shape) < 2:
+            raise ProgramError("cross entropy needs logits of rank 2 or more", where=where)
+        labels = jax.ShapeDtypeStruct(first.shape[:-1], jnp.int32)
+        return _cross_entropy, (labels,)
+    assert callable(loss), loss
+    translated = Forward(_exported_loss(forward, loss))
+    if translated.parameters or translated.random:
+        raise ProgramError(
+            "the loss has parameters or draws random numbers",
+            where=where,
+            hint="make it part of the module, which then returns its loss",
+        )
+
+    def by_user(found: tuple[jax.Array, ...], _: Any) -> jax.Array:
+        values, _moved = translated({}, {}, tuple(x for x in found if isinstance(x, jax.Array)))
+        return values[0].reshape(()).astype(jnp.float32)
+
+    return by_user, ()
+
+
+def _sum(outputs: tuple[Any, ...], _: Any) -> jax.Array:
+    floats = [x for x in outputs if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.stack([jnp.sum(x.astype(jnp.float32)) for x in floats]).sum()
+
+
+def _cross_entropy(outputs: tuple[jax.Array, ...], labels: tuple[jax.Array, ...]) -> jax.Array:
+    logits = outputs[0].astype(jnp.float32)
+    with jax.named_scope("cross_entropy"):
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels[0]).mean()
+
+
+def _exported_loss(forward: Forward, loss: Callable[..., Any]) -> Exported:
+    """Export a user's loss on the shapes of the module's outputs.
+
+    Raises:
+        ProgramError: PyTorch cannot export it.
+    """
+    import torch
+
+    class Loss(torch.nn.Module):  # type: ignore[misc]
+        def forward(self, *outputs: Any) -> Any:
+            tree = torch.utils._pytree.tree_unflatten(list(outputs), spec)
+            return loss(tree)
+
+    spec = forward.graph.call_spec.out_spec
+    values = [node.meta["val"] for node in output_nodes(forward)]
+    examples = tuple(torch.zeros(tuple(v.shape), dtype=v.dtype) for v in values)
+    return export(TorchProgram(Loss(), examples))

@@ -1,0 +1,385 @@
+"""From an exported graph to a JAX function, whose operators keep lines and modules of the model."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import source_info_util
+
+from ....common.errors import ProgramError
+from ..mlir.locations import FRAMEWORK
+from . import elementwise, products, reductions, shapes
+from .exported import Exported, decomposed, jax_dtype
+from .table import Call, find
+
+# The translations stand where the model's own lines are wanted.
+for _folder in ("features/ir", "predict", "cli"):
+    source_info_util.register_exclusion(str(Path(__file__).parents[3] / _folder))
+_MODULES = (elementwise, products, reductions, shapes)
+_FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
+#: Arguments that place a tensor in PyTorch and mean nothing in JAX.
+_PLACEMENT = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "generator")
+#: Operators that wrap a graph, which their own arguments follow; and the wrapped graph's place.
+_WRAPPERS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the user's model a node belongs.
+
+    Attributes:
+        file: The innermost file of the user's own; empty if it is not known.
+        line: Line in it.
+        modules: Scopes, outermost first, joined by slashes.
+    """
+
+    file: str = ""
+    line: int = 0
+    modules: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.file else self.modules
+
+
+def place_of(node: Any) -> Place:
+    """The user's line and modules of a node of an FX graph."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    # Outermost first; those of PyTorch's own modules end it.
+    files = [f for f in frames if not f[0].startswith("<")]
+    own = [f for f in files if not FRAMEWORK.search(f[0])]
+    file, line = (own or files or [("", "0")])[-1]
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    names, before = [], ""
+    for path, kind in stack:
+        # The outermost has no name but its class.
+        text = kind if isinstance(kind, str) else kind.__name__
+        names.append(path.removeprefix(before).lstrip(".") if path else text.rpartition(".")[2])
+        before = path
+    return Place(file, int(line), "/".join(n for n in names if n))
+
+
+def _through(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+@cache
+def _frame(file: str, line: int) -> Callable[..., Any]:
+    """A function that calls another one, and stands in tracebacks at a line of a file."""
+    code = _through.__code__
+    # Its only line is the one below its first.
+    moved = code.replace(co_filename=file, co_firstlineno=line - 1, co_name="forward")
+    return FunctionType(moved, {})
+
+
+class Forward:
+    """An exported graph as a JAX function.
+
+    Args:
+        exported: The export.
+
+    Attributes:
+        exported: The export.
+        graph: The export in core ATen.
+    """
+
+    def __init__(self, exported: Exported) -> None:
+        self.exported = exported
+        self.graph = decomposed(exported)
+        self._check()
+
+    def __call__(
+        self,
+        parameters: Mapping[str, jax.Array],
+        state: Mapping[str, jax.Array],
+        inputs: tuple[jax.Array, ...],
+        key: jax.Array | None = None,
+    ) -> tuple[tuple[Any, ...], dict[str, jax.Array]]:
+        """Run the forward pass.
+
+        Args:
+            parameters: Parameters, constants, and buffers that do not change, by name.
+            state: Buffers that change.
+            inputs: The user's tensors, in order.
+            key: For random numbers; needed if :attr:`random`.
+
+        Returns:
+            The user's outputs, flat, and the buffers after the pass.
+        """
+        run = _Run(self.exported.name, key)
+        given = iter(inputs)
+        values = []
+        for spec in self.graph.graph_signature.input_specs:
+            target = spec.target
+            if spec.kind.name == "USER_INPUT":
+                tensor = hasattr(spec.arg, "name") and not hasattr(spec.arg, "value")
+                values.append(jnp.asarray(next(given)) if tensor else spec.arg.value)
+            else:
+                held = self._tied.get(target, target)
+                values.append(jnp.asarray(state[held] if held in state else parameters[held]))
+        found = run.graph(self.graph.graph_module, values)
+        outputs, moved = [], dict(state)
+        for spec, value in zip(self.graph.graph_signature.output_specs, found, strict=True):
+            if spec.kind.name == "BUFFER_MUTATION":
+                moved[spec.target] = value
+            elif spec.kind.name == "USER_OUTPUT":
+                outputs.append(value)
+        return tuple(outputs), moved
+
+    @cached_property
+    def parameters(self) -> dict[str, Any]:
+        """What :meth:`__call__` takes as parameters, as ``jax.ShapeDtypeStruct``."""
+        return {n: t for n, t in self._held.items() if n not in self._changing}
+
+    @cached_property
+    def state(self) -> dict[str, Any]:
+        """What :meth:`__call__` takes as state, as ``jax.ShapeDtypeStruct``."""
+        return {n: t for n, t in self._held.items() if n in self._changing}
+
+    @cached_property
+    def inputs(self) -> tuple[Any, ...]:
+        """The user's tensors, as ``jax.ShapeDtypeStruct``."""
+        return tuple(
+            self._abstract(node)
+            for spec, node in zip(self._specs, self._placeholders, strict=True)
+            if spec.kind.name == "USER_INPUT" and self._is_tensor(node)
+        )
+
+    @cached_property
+    def trained(self) -> tuple[str, ...]:
+        """Names of the parameters that take a gradient."""
+        specs = [s for s in self._specs if s.kind.name == "PARAMETER"]
+        tensors = self.exported.program.state_dict
+        names = [s.target for s in specs if tensors[s.target].requires_grad]
+        return tuple(name for name in names if name not in self._tied)
+
+    @cached_property
+    def random(self) -> bool:
+        """Whether the graph draws random numbers."""
+        import torch
+
+        nodes = list(_nodes(self.graph.graph_module))
+        drawn = [n for n in nodes if _name(n) == "aten.scaled_dot_product_attention.default"]
+        return any(
+            isinstance(n.target, torch._ops.OpOverload)
+            and torch.Tag.nondeterministic_seeded in n.target.tags
+            and _name(n) != "aten.scaled_dot_product_attention.default"
+            for n in nodes
+        ) or any(_attention_dropout(n) for n in drawn)
+
+    def values(self) -> dict[str, Any]:
+        """The tensors of parameters, buffers and constants, PyTorch's own, by name."""
+        program = self.graph
+        held = {**dict(program.state_dict), **program.constants}
+        return {name: held[name] for name in self._held}
+
+    @property
+    def _specs(self) -> list[Any]:
+        return list(self.graph.graph_signature.input_specs)
+
+    @cached_property
+    def _placeholders(self) -> list[Any]:
+        return [n for n in self.graph.graph.nodes if n.op == "placeholder"]
+
+    @cached_property
+    def _held(self) -> dict[str, Any]:
+        return {
+            spec.target: self._abstract(node)
+            for spec, node in zip(self._specs, self._placeholders, strict=True)
+            if spec.kind.name in ("PARAMETER", "BUFFER", "CONSTANT_TENSOR")
+            and spec.target not in self._tied
+        }
+
+    @cached_property
+    def _tied(self) -> dict[str, str]:
+        """Parameters that share another one's memory, such as a head's with its embedding."""
+        first: dict[object, str] = {}
+        tied = {}
+        for name, tensor in self.exported.program.state_dict.items():
+            memory = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape)
+            if first.setdefault((*memory, tensor.stride()), name) != name:
+                tied[name] = first[(*memory, tensor.stride())]
+        return tied
+
+    @cached_property
+    def _changing(self) -> set[str]:
+        specs = self.graph.graph_signature.output_specs
+        return {spec.target for spec in specs if spec.kind.name == "BUFFER_MUTATION"}
+
+    @staticmethod
+    def _is_tensor(node: Any) -> bool:
+        return hasattr(node.meta.get("val"), "dtype")
+
+    def _abstract(self, node: Any) -> Any:
+        value = node.meta["val"]
+        dtype = jax_dtype(value.dtype, f"{self.exported.name}: {node.target}")
+        return jax.ShapeDtypeStruct(tuple(value.shape), dtype)
+
+    def _check(self) -> None:
+        """Refuse what has no translation before anything is traced, all of it in one message.
+
+        Raises:
+            ProgramError: There is such an operator.
+        """
+        unknown: dict[str, str] = {}
+        for node in _nodes(self.graph.graph_module):
+            name = _name(node)
+            known = find(name) or name in _WRAPPERS or node.target is operator.getitem
+            if not known and not _is_assertion(name):
+                unknown.setdefault(name, str(place_of(node)))
+        for spec in self._specs:
+            if spec.kind.name in ("CUSTOM_OBJ", "TOKEN"):
+                unknown.setdefault(f"input {spec.arg} of a custom class", "")
+        if unknown:
+            raise ProgramError(
+                "operators have no translation to JAX: "
+                + ", ".join(f"{n} ({w})" if w else n for n, w in list(unknown.items())[:8]),
+                where=self.exported.name,
+                hint="write that part of the model by other operators of PyTorch, or price the "
+                "operators that PyTorch itself launches: --framework torch-eager",
+            )
+
+
+def _attention_dropout(node: Any) -> bool:
+    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    return bool(dropout)
+
+
+def _nodes(module: Any) -> Iterator[Any]:
+    """Calls of a graph and of those that it wraps."""
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            yield node
+            if _name(node) in _WRAPPERS:
+                for own in node.args:
+                    if getattr(own, "op", "") == "get_attr":
+                        yield from _nodes(getattr(module, own.target))
+
+
+def _name(node: Any) -> str:
+    # ``aten.add.Tensor`` of an operator; of one that wraps a graph its own name.
+    return str(node.target) if "." in str(node.target) else getattr(node.target, "__name__", "?")
+
+
+def _is_assertion(name: str) -> bool:
+    return name.startswith(("aten._assert", "aten.sym_constrain", "aten._assert_tensor_metadata"))
+
+
+class _Run:
+    """One run of a graph and of those inside it."""
+
+    def __init__(self, origin: str, key: jax.Array | None) -> None:
+        self._origin = origin
+        self._key = key
+        self._drawn = 0
+
+    def graph(self, module: Any, inputs: list[Any]) -> Any:
+        values: dict[Any, Any] = {}
+        given = iter(inputs)
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(given)
+            elif node.op == "get_attr":
+                values[node] = getattr(module, node.target)
+            elif node.op == "output":
+                return self._given(node.args[0], values)
+            else:
+                values[node] = self._node(node, values)
+        raise AssertionError("a graph without an output")
+
+    def _node(self, node: Any, values: Mapping[Any, Any]) -> Any:
+        args = self._given(node.args, values)
+        name = _name(node)
+        if node.target is operator.getitem:
+            return args[0][args[1]] if args[1] < len(args[0]) else self._absent(node)
+        if name in _WRAPPERS:
+            at = _WRAPPERS[name]
+            return self.graph(args[at], list(args[at + 1 :]))
+        if _is_assertion(name):
+            return None
+        kwargs = {
+            key: self._given(value, values)
+            for key, value in node.kwargs.items()
+            if key not in _PLACEMENT
+        }
+        translation = find(name)
+        assert translation is not None, name
+        place = place_of(node)
+        call = self._call(node, place)
+        run = _frame(place.file, place.line) if place.file else _through
+        try:
+            with jax.named_scope(place.modules or self._origin):
+                return _as_wanted(run(translation, call, *args, **kwargs), node, place)
+        except ProgramError:
+            raise
+        except Exception as error:
+            raise ProgramError(
+                f"{name} is not translated as it is called here: {type(error).__name__}: {error}",
+                where=str(place) or self._origin,
+                hint="write that part of the model by other operators of PyTorch, or price the "
+                "operators that PyTorch itself launches: --framework torch-eager",
+            ) from error
+
+    def _call(self, node: Any, place: Place) -> Call:
+        first = node.meta.get("val")
+        while isinstance(first, list | tuple):
+            first = first[0]
+        if not hasattr(first, "dtype"):
+            return Call((), jnp.float32, self._fresh)
+        return Call(tuple(first.shape), jax_dtype(first.dtype, str(place)), self._fresh)
+
+    def _fresh(self) -> jax.Array:
+        assert self._key is not None, "the graph draws no random numbers"
+        self._drawn += 1
+        return jax.random.fold_in(self._key, self._drawn)
+
+    def _absent(self, node: Any) -> Any:
+        """What JAX does not compute is harmless as long as nobody reads it."""
+        if not node.users:
+            return None
+        raise ProgramError(
+            f"result {node.args[1]} of {_name(node.args[0])} is not translated",
+            where=str(place_of(node)),
+            hint="the model reads places of maxima, or statistics that are kept for gradients",
+        )
+
+    def _given(self, value: Any, values: Mapping[Any, Any]) -> Any:
+        if isinstance(value, list | tuple):
+            return [self._given(v, values) for v in value]
+        if type(value).__name__ == "Node":
+            return values[value]
+        if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+            return jax_dtype(value, self._origin)
+        return value
+
+
+def _as_wanted(found: Any, node: Any, place: Place) -> Any:
+    """Results in PyTorch's own types; a wrong shape is a fault of the translation.
+
+    Raises:
+        ProgramError: A shape is another one than PyTorch's.
+    """
+    wanted = node.meta.get("val")
+    many = isinstance(wanted, list | tuple)
+    results = list(found) if many else [found]
+    cast = []
+    for own, like in zip(results, wanted if many else [wanted], strict=False):
+        if like is None or not hasattr(like, "dtype") or own is None:
+            cast.append(own)
+            continue
+        if tuple(own.shape) != tuple(like.shape):
+            # Moments of norms, kept for gradients, that nobody reads.
+            if cast:
+                cast.append(own.astype(jax_dtype(like.dtype, str(place))))
+                continue
+            raise ValueError(f"it gives {tuple(own.shape)} instead of {tuple(like.shape)}")
+        cast.append(own.astype(jax_dtype(like.dtype, str(place))))
+    return cast if many else cast[0]

@@ -1,0 +1,293 @@
+"""What ATen operators cost: products, attention, norms, and passes over memory, by size.
+
+Element-wise operators are passes over memory, one for each operator as PyTorch launches them; or
+chains of them fused, as ``torch.compile`` generates them (:func:`fused`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil, prod
+
+from ...features.ir.torch.record import AtenCall, Recording
+from ...features.ir.torch.translate import Place
+from ...simulate.step.layer_ops import ATTENTION_BACKWARD
+
+PRODUCT, ATTENTION, NORM, SOFTMAX, PASS = "product", "attention", "norm", "softmax", "pass"
+_PRODUCTS = (
+    "aten.mm",
+    "aten.addmm",
+    "aten.bmm",
+    "aten.baddbmm",
+    "aten.addmv",
+    "aten.mv",
+    "aten.dot",
+)
+#: Operators that read rows of a table which an index chooses, not all of it.
+_LOOKUPS = (
+    "aten.embedding",
+    "aten.index",
+    "aten.index_select",
+    "aten.gather",
+    "aten.nll_loss_forward",
+)
+#: Tensors that an operator reads or writes again beyond its operands, as a factor on its traffic:
+#: batch and group norm read their input for the moments and again for the result, backward also
+#: the gradient (PyTorch's native kernels).
+_AGAIN = {
+    "aten.native_batch_norm": 1.5,
+    "aten.cudnn_batch_norm": 1.5,
+    "aten._native_batch_norm_legit": 1.5,
+    "aten.native_batch_norm_backward": 5 / 3,
+    "aten.native_group_norm": 1.5,
+    "aten.native_group_norm_backward": 5 / 3,
+}
+#: Passes of the gradient of a layer norm beside those of the norm itself: one for the input's, one
+#: for the weights' (as in published op graphs, predict/published/opgraph.py).
+_NORM_BACKWARD = 2
+#: Tensors that one launch over a list of tensors takes: limits of PyTorch's multi_tensor_apply are
+#: 110 to 30 tensors by how many lists there are; engineering estimate of their mean.
+_LIST = 48
+#: Operators that torch.compile makes no kernels of its own for.
+_OPAQUE = (
+    *_PRODUCTS, "aten.convolution", "aten._scaled_dot_product", "aten.sort", "aten.topk",
+    "aten._foreach", "aten.embedding_dense_backward", "aten.cumsum", "aten.index_put",
+    "aten.max_pool2d_with_indices_backward", "aten._fused",
+)  # fmt: skip
+#: Element types by PyTorch's names, as operators of steps call them.
+_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A kernel, or several of one operator.
+
+    Attributes:
+        name: Operator, or operators that are fused, joined by plus signs.
+        kind: ``product`` (shape: batch, rows, columns, depth), ``attention`` (batch, heads, groups,
+            size, queries, keys, causal), ``norm`` and ``softmax`` (rows, columns), or ``pass``.
+        shape: By kind; empty for a pass.
+        dtype: ``bf16``, ``f16``, ``fp8`` or ``f32``.
+        bytes: Traffic.
+        launches: Calls of the host.
+        scale: Factor on the time of the shape.
+        phase: ``forward``, ``backward`` or ``optimizer``.
+        place: Where in the model it belongs.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: float
+    launches: int
+    scale: float
+    phase: str
+    place: Place
+
+
+def works(calls: Sequence[AtenCall]) -> list[Work]:
+    """What each operator costs, in order."""
+    return [work for call in calls for work in _works(call)]
+
+
+def _works(call: AtenCall) -> list[Work]:
+    dtype = _DTYPES.get(call.outputs[0].dtype, "f32")
+    base = Work(
+        call.name.removeprefix("aten."),
+        PASS,
+        (),
+        dtype,
+        _traffic(call),
+        1,
+        1.0,
+        call.phase,
+        call.place,
+    )
+    if call.name in _PRODUCTS:
+        return [replace(base, kind=PRODUCT, shape=_product(call))]
+    if call.name == "aten.convolution":
+        return [replace(base, kind=PRODUCT, shape=_convolution(call))]
+    if call.name == "aten.convolution_backward":
+        return _convolution_backward(call, base)
+    if "scaled_dot_product" in call.name:
+        return [_attention(call, base)]
+    if "layer_norm" in call.name or "rms_norm" in call.name:
+        cols = _row(call)
+        rows = prod(call.inputs[0].shape) // cols
+        times = _NORM_BACKWARD if call.name.endswith("backward") else 1
+        return [replace(base, kind=NORM, shape=(rows, cols), scale=float(times), launches=times)]
+    if call.name in ("aten._softmax", "aten._log_softmax", "aten._safe_softmax"):
+        shape = call.inputs[0].shape
+        cols = shape[-1] if shape else 1
+        return [replace(base, kind=SOFTMAX, shape=(prod(shape) // max(cols, 1), cols))]
+    if call.name == "aten.native_dropout_backward":
+        # Converts the mask, scales it and multiplies the gradient by it: three kernels, two, two
+        # and three tensors but for the mask's byte (native_dropout_backward of PyTorch).
+        wide = call.outputs[0].bytes
+        return [replace(base, bytes=float(6 * wide + call.inputs[1].bytes), launches=3)]
+    if "_foreach" in call.name or "_fused" in call.name:
+        lists = len(call.outputs)
+        return [replace(base, launches=max(1, ceil(lists / _LIST)))]
+    return [base]
+
+
+def _traffic(call: AtenCall) -> float:
+    written = sum(t.bytes for t in call.outputs)
+    if call.name in _LOOKUPS:
+        # As much of the table as is written, and the index.
+        return float(
+            written + min(written, call.inputs[0].bytes) + sum(t.bytes for t in call.inputs[1:])
+        )
+    return float(written + sum(t.bytes for t in call.inputs)) * _AGAIN.get(call.name, 1.0)
+
+
+def _product(call: AtenCall) -> tuple[int, ...]:
+    a, b = (t.shape for t in call.inputs[-2:])
+    batch = prod(a[:-2]) if len(a) > 2 else 1
+    rows = a[-2] if len(a) > 1 else 1
+    return batch, rows, (b[-1] if len(b) > 1 else 1), a[-1]
+
+
+def _convolution(call: AtenCall) -> tuple[int, ...]:
+    """The product that a convolution is: positions × output channels × (input channels · taps)."""
+    weight, out = call.inputs[1].shape, call.outputs[0].shape
+    groups = int(call.numbers[-1])
+    if call.numbers[-3]:
+        # Transposed: every input position meets every tap.
+        positions = prod(call.inputs[0].shape) // call.inputs[0].shape[1]
+        return groups, positions, weight[1] * prod(weight[2:]), weight[0] // groups
+    positions = prod(out) // out[1]
+    return groups, positions, out[1] // groups, weight[1] * prod(weight[2:])
+
+
+def _convolution_backward(call: AtenCall, base: Work) -> list[Work]:
+    """Two products of the forward pass's size: for the input and for the weights."""
+    gradient, given, weight = call.inputs[:3]
+    forward = AtenCall(
+        "aten.convolution", (given, weight), (gradient,), call.numbers[:-1], "", base.place
+    )
+    groups, m, n, k = _convolution(forward)
+    wanted = call.numbers[-1] if isinstance(call.numbers[-1], list | tuple) else (True, True, True)
+    shapes = [
+        s for s, own in zip(((groups, m, k, n), (groups, n, k, m)), wanted[:2], strict=True) if own
+    ]
+    return [replace(base, kind=PRODUCT, shape=s, bytes=base.bytes / 2) for s in shapes]
+
+
+def _attention(call: AtenCall, base: Work) -> Work:
+    backward = call.name.endswith("backward")
+    # Backward has the gradient before queries, keys and values.
+    q, k = (t.shape for t in call.inputs[int(backward) : int(backward) + 2])
+    causal = any(n is True for n in call.numbers)
+    shape = (prod(q[:-3]), q[-3], k[-3], q[-1], q[-2], k[-2], int(causal))
+    scale = ATTENTION_BACKWARD if backward else 1.0
+    # Recorded on the CPU; a GPU has other kernels of the same name.
+    name = "scaled_dot_product_attention" + "_backward" * backward
+    return replace(base, name=name, kind=ATTENTION, shape=shape, scale=scale)
+
+
+def _row(call: AtenCall) -> int:
+    """Elements that a norm goes over: those of its weight, else of the last dimension."""
+    size = call.inputs[0].shape
+    own = [t.shape for t in call.inputs[1:] if t.shape and size[-len(t.shape) :] == t.shape]
+    own = [shape for shape in own if len(shape) < len(size)]
+    return max(1, prod(own[0]) if own else size[-1])
+
+
+def fused(recording: Recording) -> list[Work]:
+    """What the operators cost with chains of element-wise operators and reductions fused.
+
+    An operator joins the kernel that made one of its operands, unless that would turn the order of
+    kernels into a circle. A kernel reads each tensor that it did not make once, and writes those
+    that others read or that outlive the program. Optimisers stay as they are.
+    """
+    return _Fusion(recording).works()
+
+
+@dataclass
+class _Group:
+    calls: list[AtenCall]
+    size: int
+    before: int = 0
+    opaque: bool = False
+
+
+class _Fusion:
+    def __init__(self, recording: Recording) -> None:
+        self._kept = recording.kept
+        self._groups: list[_Group] = []
+        self._maker: dict[int, int] = {}
+        self._readers: dict[int, set[int]] = {}
+        for call in recording.calls:
+            self._add(call)
+
+    def _add(self, call: AtenCall) -> None:
+        opaque = call.phase == "optimizer" or call.name.startswith(_OPAQUE)
+        size = max(prod(t.shape) for t in (*call.inputs, *call.outputs))
+        makers = {self._maker[t.memory] for t in call.inputs if t.memory in self._maker}
+        # What is overwritten must have been read before.
+        earlier = {r for t in call.outputs for r in self._readers.get(t.memory, ())}
+        home = None if opaque else self._home(makers, makers | earlier, size)
+        if home is None:
+            home = len(self._groups)
+            self._groups.append(_Group([], size, opaque=opaque))
+        group = self._groups[home]
+        group.calls.append(call)
+        mask = 0
+        for other in (makers | earlier) - {home}:
+            mask |= 1 << other | self._groups[other].before
+        if mask & ~group.before:
+            group.before |= mask
+            for own in self._groups:
+                if own.before >> home & 1:
+                    own.before |= group.before
+        for t in call.inputs:
+            self._readers.setdefault(t.memory, set()).add(home)
+        for t in call.outputs:
+            self._maker[t.memory] = home
+
+    def _home(self, makers: set[int], needed: set[int], size: int) -> int | None:
+        """The latest kernel of the same size that an operator can join."""
+        for home in sorted(makers, reverse=True):
+            group = self._groups[home]
+            circle = any(self._groups[o].before >> home & 1 for o in needed - {home})
+            if not group.opaque and group.size == size and not circle:
+                return home
+        return None
+
+    def works(self) -> list[Work]:
+        found: list[Work] = []
+        # In an order in which everything is there when it is read.
+        order = sorted(range(len(self._groups)), key=lambda g: self._groups[g].before.bit_count())
+        for home in order:
+            group = self._groups[home]
+            if group.opaque or len(group.calls) == 1:
+                found += works(group.calls)
+            else:
+                found.append(self._pass(home, group))
+        return found
+
+    def _pass(self, home: int, group: _Group) -> Work:
+        made: dict[int, int] = {}
+        read: dict[int, int] = {}
+        for call in group.calls:
+            for t in call.inputs:
+                if t.memory not in made:
+                    read[t.memory] = max(read.get(t.memory, 0), t.bytes)
+            for t in call.outputs:
+                made[t.memory] = max(made.get(t.memory, 0), t.bytes)
+        written = sum(
+            size
+            for memory, size in made.items()
+            if memory in self._kept or self._readers.get(memory, set()) - {home}
+        )
+        # A table is read as far as it is looked up.
+        tables = {c.inputs[0].memory: c.outputs[0].bytes for c in group.calls if c.name in _LOOKUPS}
+        total = written + sum(min(size, tables.get(m, size)) for m, size in read.items())
+        last = group.calls[-1]
+        names = list(dict.fromkeys(c.name.removeprefix("aten.") for c in group.calls))
+        name = "+".join(names[:4]) + (" …" if len(names) > 4 else "")
+        dtype = _DTYPES.get(last.outputs[0].dtype, "f32")
+        return Work(name, PASS, (), dtype, float(total), 1, 1.0, last.phase, last.place)

@@ -1,0 +1,354 @@
+"""Times of PyTorch's own kernels for a program: eager, or as ``torch.compile`` fuses them.
+
+    time = max(sum of the kernels, launches · time of the host for one)
+
+Kernels of 16 bits and fewer are priced as those of training steps (``step_operators.py``), f32 ones
+as PyTorch's own, timed alone and composed as published op graphs are
+(``predict/published/composition.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import DeviceError, ProgramError
+from ...common.interval import latency_fields
+from ...features.devices.device import DeviceSpec
+from ...features.ir.torch.program import TorchProgram
+from ...models.operators import OpModel
+from ...models.operators.rows import rows_of_published
+from ...models.steps.context import device_context
+from ...models.steps.model import shipped_steps
+from ...simulate.step.calls import OpCall
+from ..cluster.spread import RHO, combined_spread
+from ..devices import resolve_device
+from ..locate import OPERATOR_MODEL, find_model
+from ..published.composition import RHO as RHO_ALONE
+from ..published.composition import RUN_ERROR, kernel_us
+from ..published.opgraph import GraphOp, op_rows
+from .aten_work import ATTENTION, NORM, PRODUCT, SOFTMAX, Work, fused, works
+from .step_operators import (
+    FAMILIES,
+    MATRIX_SHARE,
+    MEMORY_SHARE,
+    ROOFLINE_FACTOR,
+    OperatorLatency,
+)
+
+if TYPE_CHECKING:
+    from ...features.ir.torch.record import Recording
+
+#: Whose kernels a program of PyTorch is priced by, as ``--framework`` takes them.
+FRAMEWORKS = ("xla", "torch-eager", "torch-compiled")
+#: Families of calls timed alone, for f32.
+_ALONE = ("eager/linear", "eager/bmm", "eager/elementwise", "eager/softmax", "eager/ln")
+#: Time of the host for a kernel of ``torch.compile`` over that of an eager operator: the generated
+#: code calls kernels without PyTorch's dispatch and autograd. Engineering estimate.
+_COMPILED_LAUNCH = 0.5
+#: Half-width of the host's time, as a factor either way: between machines and Python versions.
+#: Engineering estimate.
+_HOST_FACTOR = 1.6
+
+
+@dataclass(frozen=True)
+class AtenEstimate:
+    """One operator of PyTorch, or a fused chain. Times of one run, in microseconds.
+
+    Attributes:
+        name: Operator.
+        kind: ``product``, ``attention``, ``norm``, ``softmax`` or ``pass``.
+        shape: By kind, as :class:`~.aten_work.Work` has it.
+        dtype: Element type.
+        latency_us: Predicted, within a stream of kernels.
+        lo_us: Lower end of the 90 % interval.
+        hi_us: Upper end.
+        bytes: Traffic.
+        launches: Calls of the host.
+        source: What it was learned from, or ``roofline``.
+        source_line: ``file:line`` in the user's model.
+        module: Modules that it belongs to.
+        phase: ``forward``, ``backward`` or ``optimizer``.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    latency_us: float
+    lo_us: float
+    hi_us: float
+    bytes: float
+    launches: int
+    source: str
+    source_line: str
+    module: str
+    phase: str
+
+
+@dataclass(frozen=True)
+class TorchPrediction:
+    """Predicted time of a program as PyTorch itself runs it.
+
+    Attributes:
+        latency_us: Time of one run.
+        lo_us: Lower end of the 90 % interval.
+        hi_us: Upper end.
+        framework: ``torch-eager`` or ``torch-compiled``.
+        device: Name of the device.
+        device_us: Sum of the kernels.
+        host_us: What the host takes to launch them; the run takes the longer of both.
+        operators: In order.
+        parameter_bytes: Bytes of parameters and buffers.
+        notes: What the figures mean, and their limits.
+    """
+
+    latency_us: float
+    lo_us: float
+    hi_us: float
+    framework: str
+    device: str
+    device_us: float
+    host_us: float
+    operators: tuple[AtenEstimate, ...]
+    parameter_bytes: int
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data, as ``opcast predict --json`` prints it."""
+        return asdict(self)
+
+
+def predict_torch(
+    program: TorchProgram,
+    device: str | Path | DeviceSpec,
+    framework: str,
+    model: str | Path = OPERATOR_MODEL,
+) -> TorchPrediction:
+    """Predict a program of PyTorch by the kernels that PyTorch launches.
+
+    Args:
+        program: Forward pass or training step.
+        device: A GPU: name, path of a device file, or description.
+        framework: ``torch-eager`` or ``torch-compiled``.
+        model: Name or folder of a model of operators; ``default`` is the shipped one, ``roofline``
+            learns nothing.
+
+    Raises:
+        ProgramError: The program cannot be exported, or the framework is not known.
+        DeviceError: The device is not known, or no GPU.
+        ModelError: The model is not one of operators.
+    """
+    from ...features.ir.torch.record import record
+
+    if framework not in FRAMEWORKS[1:]:
+        raise ProgramError(
+            f"no framework {framework!r} of PyTorch", hint="known: " + ", ".join(FRAMEWORKS)
+        )
+    bundle = _bundle(model)
+    spec = resolve_device(device, bundle.devices if bundle else {})
+    if spec.platform != "gpu":
+        raise DeviceError(
+            f"PyTorch's own kernels are known for GPUs, and {spec.name} is a {spec.platform}",
+            hint="leave --framework out, which predicts the program as XLA runs it",
+        )
+    recording = record(program)
+    return price(recording, spec, framework, bundle)
+
+
+def _bundle(model: str | Path) -> OpModel | None:
+    if str(model) == "roofline":
+        return None
+    folder = find_model(OPERATOR_MODEL if str(model) == "default" else model)
+    return OpModel.load(folder, only=(*FAMILIES, *_ALONE))
+
+
+def price(
+    recording: Recording, spec: DeviceSpec, framework: str, bundle: OpModel | None
+) -> TorchPrediction:
+    """Price what a program launches; see :func:`predict_torch`."""
+    compiled = framework == "torch-compiled"
+    found = fused(recording) if compiled else works(recording.calls)
+    if not found:
+        raise ProgramError("the program launches no kernels", hint="it only views its inputs")
+    bits = 32 if _mostly_f32(found) else 16
+    effects = shipped_steps().table.effects(device_context(spec, bits))
+    times, sources = _Prices(spec, bundle, effects.product, effects.attention)(found)
+    total = float(times[:, 0].sum())
+    # Errors of calls timed alone are less alike than those that steps were fitted with.
+    alone = np.array([s.startswith("learned:eager") for s in sources])
+    rho = RHO_ALONE if times[alone, 0].sum() > 0.5 * total else RHO
+    ends = np.stack([times[:, 0] - times[:, 1], times[:, 2] - times[:, 0]], axis=1)
+    down, up = np.hypot(combined_spread(ends, rho), RUN_ERROR * total)
+    launch = effects.launch_s * (_COMPILED_LAUNCH if compiled else 1.0)
+    host = sum(w.launches for w in found) * launch
+    seconds = max(total, host)
+    lo = max(total - down, 0.05 * total, host / _HOST_FACTOR)
+    hi = max(total + up, host * _HOST_FACTOR)
+    return TorchPrediction(
+        **latency_fields(seconds, min(lo, seconds), hi),
+        framework=framework,
+        device=spec.name,
+        device_us=total * 1e6,
+        host_us=host * 1e6,
+        operators=tuple(
+            AtenEstimate(
+                name=w.name,
+                kind=w.kind,
+                shape=w.shape,
+                dtype=w.dtype,
+                latency_us=float(t[0]) * 1e6,
+                lo_us=float(t[1]) * 1e6,
+                hi_us=float(t[2]) * 1e6,
+                bytes=w.bytes,
+                launches=w.launches,
+                source=source,
+                source_line=f"{w.place.file}:{w.place.line}" if w.place.file else "",
+                module=w.place.modules,
+                phase=w.phase,
+            )
+            for w, t, source in zip(found, times, sources, strict=True)
+        ),
+        parameter_bytes=recording.parameter_bytes,
+        notes=_notes(framework, spec, found, times, sources, host > total),
+    )
+
+
+def _mostly_f32(found: Sequence[Work]) -> bool:
+    sizes = {"f32": 0.0, "narrow": 0.0}
+    for w in found:
+        sizes["f32" if w.dtype == "f32" else "narrow"] += w.bytes
+    return sizes["f32"] > sizes["narrow"]
+
+
+def _notes(
+    framework: str,
+    spec: DeviceSpec,
+    found: Sequence[Work],
+    times: np.ndarray,
+    sources: Sequence[str],
+    host_bound: bool,
+) -> tuple[str, ...]:
+    kernels = (
+        "the operators of ATen as eager PyTorch launches them, one kernel after the other, without "
+        "CUDA graphs"
+        if framework == "torch-eager"
+        else "products and attention of PyTorch's libraries, with chains of element-wise operators "
+        "fused as torch.compile does; gradients keep what the forward pass computed"
+    )
+    train = any(w.phase == "backward" for w in found)
+    notes = [
+        kernels
+        + ("; the backward pass is autograd's own graph, the optimiser foreach's" if train else "")
+        + "; for the same program under XLA, leave --framework out"
+    ]
+    if host_bound:
+        notes.append(
+            "the host's launches take longer than the kernels: a larger batch, torch.compile or "
+            "CUDA graphs would be faster; the estimate is for a typical Python and processor"
+        )
+    guessed = times[[s == "roofline" for s in sources], 0].sum() / (times[:, 0].sum() or 1.0)
+    if guessed > 0.25:
+        notes.append(f"{guessed:.0%} of the kernels' time is of the roofline of {spec.name}")
+    wide = any(w.dtype == "f32" and w.kind == PRODUCT for w in found)
+    if wide and spec.matrix_peak("tf32") > 1.5 * spec.matrix_peak("f32"):
+        notes.append(
+            "products of f32 run in full f32, PyTorch's default; "
+            "torch.set_float32_matmul_precision('high') would take TF32, which is not predicted"
+        )
+    return tuple(notes)
+
+
+class _Prices:
+    """Seconds and ends of the interval of kernels, and what each was learned from."""
+
+    def __init__(
+        self, spec: DeviceSpec, bundle: OpModel | None, product: float, attention: float
+    ) -> None:
+        self._spec = spec
+        # Calls timed alone were measured on AMD's GPUs too; otherwise rows name CUDA libraries.
+        known = bundle is not None and (spec.vendor == "NVIDIA" or spec.name in bundle.devices)
+        self._alone = bundle if known else None
+        self._latency = OperatorLatency(spec, bundle)
+        self._factors = {PRODUCT: product, ATTENTION: attention}
+
+    def __call__(self, found: Sequence[Work]) -> tuple[np.ndarray, list[str]]:
+        times = np.empty((len(found), 3))
+        sources = ["roofline"] * len(found)
+        graph_ops = [self._timed_alone(w) for w in found]
+        at = [i for i, op in enumerate(graph_ops) if op is not None]
+        if at:
+            own, keys = self._of_calls([op for op in graph_ops if op is not None])
+            times[at] = own * np.array([[found[i].scale] for i in at])
+            for i, key in zip(at, keys, strict=True):
+                sources[i] = f"learned:{key}"
+        rest = [i for i in range(len(found)) if graph_ops[i] is None]
+        if rest:
+            calls = [self._call(found[i]) for i in rest]
+            own = self._latency(calls)
+            for i, call, t in zip(rest, calls, own, strict=True):
+                factor = self._factors.get(found[i].kind, 1.0)
+                times[i] = t * factor
+                if self._latency.scopes[call] != "roofline":
+                    sources[i] = f"learned:{call.op}"
+            batched = [i for i in rest if found[i].kind == PRODUCT and found[i].shape[0] > 1]
+            for i in batched:
+                times[i] = self._batched(found[i])
+                sources[i] = "roofline"
+        return times, sources
+
+    def _timed_alone(self, work: Work) -> GraphOp | None:
+        """An f32 kernel as published op graphs name it; ``None`` if they have none such."""
+        if self._alone is None or work.dtype != "f32" or work.kind == ATTENTION:
+            return None
+        if work.kind == PRODUCT:
+            b, m, n, k = work.shape
+            return GraphOp("Linear", (m, k, n)) if b == 1 else GraphOp("BMM", (b, m, k, n))
+        if work.kind == NORM:
+            return GraphOp("VECln", work.shape)
+        if work.kind == SOFTMAX:
+            return GraphOp("VECsoftmax", work.shape)
+        return GraphOp("MOVE", (work.bytes,))
+
+    def _of_calls(self, ops: Sequence[GraphOp]) -> tuple[np.ndarray, list[str]]:
+        assert self._alone is not None
+        # The last one has almost no work: what it takes is the launch.
+        table = [{"device": self._spec.name, **op_rows(op, "fp32")} for op in ops]
+        table.append({"device": self._spec.name, **op_rows(GraphOp("VECrelu", (1, 1024)), "fp32")})
+        frame = pd.DataFrame(table)
+        whole = ["b", "m", "n", "k", "rows", "cols", "n_in"]
+        frame = frame.astype(dict.fromkeys([c for c in whole if c in frame], "Int64"))
+        self._alone.devices.setdefault(self._spec.name, self._spec)
+        rows = rows_of_published(frame.assign(source="neusight"), lambda _: self._spec)
+        said = self._alone.predict(rows)
+        seconds = np.stack([said.latency, said.lo, said.hi], axis=1)
+        launch = float(seconds[-1, 0]) * 1e6
+        own = seconds[:-1]
+        streamed = np.array([kernel_us(t * 1e6, launch) * 1e-6 for t in own[:, 0]])
+        # What is left after the launch errs by the same share, as in op graphs.
+        return own / own[:, :1] * streamed[:, None], list(map(str, rows["key"][:-1]))
+
+    def _call(self, work: Work) -> OpCall:
+        name, dtype = work.name, work.dtype
+        if work.kind == PRODUCT:
+            b, m, n, k = work.shape
+            return OpCall(name, "linear", (b * m, n, k), dtype, work.scale)
+        if work.kind == ATTENTION:
+            return OpCall(name, "attention", work.shape, dtype, work.scale)
+        if work.kind == NORM:
+            kind = "rmsnorm" if "rms" in name else "layernorm"
+            return OpCall(name, kind, work.shape, dtype, work.scale)
+        return OpCall(name, "move", (max(1, round(work.bytes)),), dtype, work.scale)
+
+    def _batched(self, work: Work) -> np.ndarray:
+        """A product of many matrices: its operands are as many."""
+        b, m, n, k = work.shape
+        peak = self._spec.matrix_peak(work.dtype) * MATRIX_SHARE
+        moved = work.bytes / (self._spec.bandwidth * MEMORY_SHARE)
+        middle = (max(2.0 * b * m * n * k / peak, moved) + self._spec.floor) * work.scale
+        return np.array([middle, middle / ROOFLINE_FACTOR, middle * ROOFLINE_FACTOR])

@@ -1,0 +1,128 @@
+"""A user of PyTorch at the command line: a .pt2 file, and a module in a Python file."""
+
+import json
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from ..support.commands import opcast  # noqa: E402
+
+SOURCE = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(256, 512), torch.nn.Linear(512, 10)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x)))
+
+model = Net()
+example_args = (torch.zeros(64, 256),)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("torch")
+    (folder / "net.py").write_text(SOURCE)
+    space = {}
+    exec(compile(SOURCE, str(folder / "net.py"), "exec"), space)
+    program = torch.export.export(space["model"], space["example_args"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.export.save(program, folder / "net.pt2")
+    return folder
+
+
+def predicted(*arguments):
+    return json.loads(opcast("predict", *arguments, "--device", "h100-sxm", "--json").stdout)
+
+
+def test_a_pt2_file_and_a_module_are_predicted_alike(folder):
+    options = ("--lowering", "fused")
+    file = predicted(str(folder / "net.pt2"), *options)
+    module = predicted(f"{folder / 'net.py'}:model", *options)
+    assert file["latency_us"] == pytest.approx(module["latency_us"])
+    products = [k for k in file["kernels"] if k["kind"] == "gemm"]
+    assert {k["source_line"] for k in products} == {f"{folder / 'net.py'}:10"}
+    assert {k["module"] for k in products} == {"Net/first", "Net/last"}
+    assert any("--framework torch-eager" in note for note in file["notes"])
+
+
+def test_a_training_step_of_a_pt2_file(folder):
+    path = str(folder / "net.pt2")
+    forward = predicted(path, "--lowering", "fused")
+    step = predicted(path, "--lowering", "fused", "--train", "adamw", "--loss", "cross_entropy")
+    assert step["latency_us"] > 2 * forward["latency_us"]
+    assert {k["phase"] for k in step["kernels"]} >= {"forward", "backward"}
+
+
+def test_pytorchs_own_kernels(folder):
+    path = str(folder / "net.pt2")
+    text = opcast("predict", path, "--device", "a100-sxm-80gb", "--framework", "torch-eager").stdout
+    assert "by torch-eager" in text and "addmm" in text and "net.py:10" in text
+    assert "under XLA" in text
+    compiled = predicted(path, "--framework", "torch-compiled")
+    assert compiled["framework"] == "torch-compiled" and compiled["latency_us"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--train", "adamw"), "no loss to train by"),
+        (("--train", "lion"), "no optimiser 'lion'"),
+        (("--loss", "sum"), "without an optimiser"),
+        (("--cluster", "dgx-h100-x16"), "for one device"),
+        (("--framework", "torch-eager"), "known for GPUs"),
+        (("--framework", "torch-eager", "--lowering", "fused"), "--lowering does not apply"),
+        (("--framework", "jax"), "no framework 'jax'"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(folder, arguments, said):
+    device = () if "--cluster" in arguments else ("--device", "tpu-v5e")
+    done = opcast("predict", str(folder / "net.pt2"), *device, *arguments)
+    assert done.returncode != 0
+    assert said in " ".join(done.stderr.split())
+
+
+def test_options_of_pytorch_are_refused_elsewhere(tmp_path):
+    path = tmp_path / "step.mlir"
+    path.write_text(
+        "module @f {func.func @main(%a: tensor<2xf32>) -> tensor<2xf32> {\n"
+        " return %a : tensor<2xf32>\n}}\n"
+    )
+    for options in (("--train", "sgd"), ("--framework", "torch-eager")):
+        done = opcast("predict", str(path), "--device", "h100-sxm", *options)
+        assert done.returncode != 0 and "PyTorch" in done.stderr
+
+
+def test_a_damaged_export_says_so(tmp_path):
+    import zipfile
+
+    path = tmp_path / "model.pt2"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("m/archive_format", "pt2")
+    done = opcast("predict", str(path), "--device", "h100-sxm")
+    assert done.returncode != 0 and "torch.export.load cannot read it" in done.stderr
+
+
+def test_without_pytorch_a_file_of_it_says_what_to_install(folder, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "torch", None)
+    done = opcast("predict", str(folder / "net.pt2"), "--device", "h100-sxm")
+    assert done.returncode != 0
+    assert "PyTorch is not installed" in done.stderr and "pip install" in done.stderr
+
+
+def test_a_module_is_saved_as_stablehlo(folder, tmp_path):
+    from opcast import read_program, save
+
+    path = save(
+        torch.nn.Linear(8, 4), torch.zeros(2, 8), path=tmp_path / "m.mlir", device="h100-sxm"
+    )
+    assert read_program(path).platforms == ("cuda",)

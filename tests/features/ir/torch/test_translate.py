@@ -1,0 +1,354 @@
+"""Translated modules compute what PyTorch computes, forward and backward, at the user's lines."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+
+from opcast.common.errors import ProgramError  # noqa: E402
+from opcast.features.ir.platforms import Platform  # noqa: E402
+from opcast.features.ir.reader import read_program  # noqa: E402
+from opcast.features.ir.torch.exported import export, to_numpy  # noqa: E402
+from opcast.features.ir.torch.program import TorchProgram, as_torch_program  # noqa: E402
+from opcast.features.ir.torch.training import Translated  # noqa: E402
+from opcast.features.ir.torch.translate import Forward, place_of  # noqa: E402
+
+from ....support.torch_models import GPT, examples  # noqa: E402
+
+KINDS = ("mlp", "resnet", "gpt", "llama", "encoder")
+
+
+def translated(module, *inputs):
+    forward = Forward(export(TorchProgram(module, inputs)))
+    values = {name: to_numpy(tensor) for name, tensor in forward.values().items()}
+    return forward, values
+
+
+def run(module, *inputs):
+    """The first output as PyTorch and as JAX compute it."""
+    forward, values = translated(module, *inputs)
+    parameters = {n: values[n] for n in forward.parameters}
+    state = {n: values[n] for n in forward.state}
+    key = jax.random.key(0) if forward.random else None
+    found, _ = forward(parameters, state, tuple(map(to_numpy, inputs)), key)
+    wanted = module(*inputs)
+    return torch.utils._pytree.tree_leaves(wanted), list(found)
+
+
+def agree(module, *inputs, atol=1e-5):
+    for wanted, found in zip(*run(module, *inputs), strict=True):
+        assert tuple(found.shape) == tuple(wanted.shape)
+        np.testing.assert_allclose(np.asarray(found), wanted.detach().numpy(), atol=atol, rtol=1e-4)
+
+
+class Function(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forward_pass_is_pytorchs(kind):
+    module, inputs = examples()[kind]
+    agree(module.eval(), *inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_training_step_is_pytorchs(kind):
+    """The loss, every weight after a step of SGD, and the buffers that the pass moved."""
+    module, inputs = examples()[kind]
+    own = copy.deepcopy(module.train())
+    program = TorchProgram(module, inputs, train="momentum", loss="cross_entropy")
+    call = Translated(program).call()
+    _, values = translated(module, *inputs)
+    trained, kept, initial, state, (_, (labels,)) = call.args
+    labels = torch.randint(5, labels.shape)
+    zeros = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), initial)
+    loss, after, _, moved = call.function(
+        {n: values[n] for n in trained},
+        {n: values[n] for n in kept},
+        zeros,
+        {n: values[n] for n in state},
+        (tuple(map(to_numpy, inputs)), (to_numpy(labels),)),
+    )
+    wanted = F.cross_entropy(own(*inputs).flatten(0, -2), labels.flatten())
+    wanted.backward()
+    # PyTorch's own momentum begins with the gradient, as optax's does.
+    torch.optim.SGD(own.parameters(), 1e-3, momentum=0.9).step()
+    assert float(loss) == pytest.approx(float(wanted.detach()), rel=1e-5)
+    tensors = dict(own.named_parameters())
+    for name, weight in after.items():
+        before = np.asarray(values[name], np.float64)
+        step = tensors[name].detach().numpy() - before
+        # Gradients within a thousandth of the largest of their tensor.
+        np.testing.assert_allclose(
+            np.asarray(weight, np.float64) - before, step, atol=1e-3 * np.abs(step).max() + 2e-7
+        )
+    for name, value in moved.items():
+        np.testing.assert_allclose(np.asarray(value), own.state_dict()[name].numpy(), 1e-4, 1e-6)
+
+
+def test_adamw_updates_as_pytorchs_does():
+    module, inputs = examples()["mlp"]
+    own = copy.deepcopy(module)
+    call = Translated(TorchProgram(module, inputs, train="adamw", loss="sum")).call()
+    _, values = translated(module, *inputs)
+    trained, _, initial, *_ = call.args
+    zeros = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), initial)
+    given = ({n: values[n] for n in trained}, {}, zeros, {}, (tuple(map(to_numpy, inputs)), ()))
+    _, after, _, _ = call.function(*given)
+    own(*inputs).sum().backward()
+    torch.optim.AdamW(own.parameters(), 1e-3).step()
+    for name, tensor in own.named_parameters():
+        np.testing.assert_allclose(np.asarray(after[name]), tensor.detach().numpy(), atol=2e-6)
+
+
+def test_tied_weights_are_one_parameter():
+    forward, _ = translated(GPT(), torch.zeros(1, 16, dtype=torch.long))
+    assert "wte.weight" in forward.trained or "lm_head.weight" in forward.trained
+    assert not {"wte.weight", "lm_head.weight"} <= set(forward.trained)
+
+
+X = torch.linspace(-2, 2, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
+ROWS = torch.linspace(-1, 3, 24).reshape(4, 6).roll(5)
+INDEX = torch.tensor([[0, 2, 1], [1, 1, 3]])
+FUNCTIONS = {
+    "max_pool": lambda x: F.max_pool2d(x, 3, 2, 1),
+    "max_pool_ceil": lambda x: F.max_pool2d(x, 3, 2, ceil_mode=True),
+    "avg_pool": lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
+    "avg_pool_ceil": lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True),
+    "adaptive": lambda x: F.adaptive_avg_pool2d(x, (3, 5)),
+    "interpolate": lambda x: F.interpolate(x, scale_factor=2.0, mode="nearest"),
+    "bilinear": lambda x: F.interpolate(x, (12, 12), mode="bilinear"),
+    "reflect": lambda x: F.pad(x, (1, 2, 3, 1), mode="reflect"),
+    "constant": lambda x: F.pad(x, (1, 2, -1, 1), value=7.0),
+    "group_norm": lambda x: F.group_norm(x, 3),
+    "instance_norm": lambda x: F.instance_norm(x),
+    "shuffle": lambda x: F.pixel_shuffle(torch.cat([x, x, x, x], 1), 2),
+    "glu": lambda x: F.glu(x, 2),
+    "roll": lambda x: torch.roll(x, (1, -2), (0, 3)),
+    "unfold": lambda x: torch.stack(x.unbind(1), 2).flip(0).tril(),
+}
+ROW_FUNCTIONS = {
+    "topk": lambda x: x.topk(3, dim=0),
+    "smallest": lambda x: x.topk(2, largest=False),
+    "sort": lambda x: x.sort(dim=1, descending=True),
+    "cumsum": lambda x: x.cumsum(1),
+    "einsum": lambda x: torch.einsum("ij,kj->ik", x, x),
+    "gather": lambda x: x.gather(0, INDEX % 4),
+    "scatter": lambda x: torch.zeros(4, 6).scatter(1, INDEX, x[:2]),
+    "scatter_add": lambda x: torch.zeros(4, 6).scatter_add(0, INDEX, x[:, :3]),
+    "index_put": lambda x: x.index_put((INDEX[0], INDEX[1]), x[0, :3], accumulate=True),
+    "mask": lambda x: x.masked_fill(x > 1, -3.0).clone().index_fill(0, INDEX[0], 2.0),
+    "in_place": lambda x: x.clone().mul_(2).add_(x).clamp_(min=0.5),
+    "var": lambda x: (x.var(0), x.std(1, correction=0), x.norm(), x.amax(1), x.argmin(0)),
+    "elu": lambda x: F.elu(x) + F.softplus(x, 2.0) + F.hardswish(x) + F.leaky_relu(x, 0.3),
+    "integers": lambda x: (x.int() // 2, x.int() % 3, -x.int() / 2, x.long() & 3),
+    "logits": lambda x: (x.log_softmax(0), x.logsumexp(1)),
+    "loss": lambda x: F.cross_entropy(x, torch.tensor([0, 5, -100, 2])),
+    "chunk": lambda x: torch.cat([c.t().reshape(2, -1) for c in x.chunk(3, 1)]),
+    "select": lambda x: x[1:, ::2] + x[-1, :3] * x[[0, 2, 1], 1:4],
+    "where": lambda x: torch.where(x > 0, x, torch.tensor(-1.0)).logical_not().any(0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_image_operators(name):
+    agree(Function(FUNCTIONS[name]), X)
+
+
+@pytest.mark.parametrize("name", ROW_FUNCTIONS)
+def test_row_operators(name):
+    agree(Function(ROW_FUNCTIONS[name]), ROWS)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        torch.nn.Conv2d(3, 6, 3, 2, 1, groups=3),
+        torch.nn.Conv2d(3, 4, (3, 1), dilation=(2, 1), padding="same"),
+        torch.nn.ConvTranspose2d(3, 4, 3, 2, 1, output_padding=1),
+        torch.nn.ConvTranspose2d(3, 6, 4, 2, 1, groups=3),
+    ],
+)
+def test_convolutions(layer):
+    agree(layer, X)
+    agree(torch.nn.Conv1d(3, 2, 3), X[:, :, 0])
+    agree(torch.nn.Conv3d(2, 3, 2), X[:, :2, None].repeat(1, 1, 3, 1, 1))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_attention_with_groups_and_masks(causal, groups):
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, n, 6, 8) for n in (4, groups, groups))
+    attend = F.scaled_dot_product_attention
+    agree(Function(lambda a, b, c: attend(a, b, c, is_causal=causal, enable_gqa=True)), q, k, v)
+    mask = torch.randn(2, 1, 6, 6)
+    agree(Function(lambda a, b, c: attend(a, b, c, mask, scale=0.3, enable_gqa=True)), q, k, v)
+    # Each query sees a key.
+    seen = (mask > 0) | torch.eye(6, dtype=torch.bool)
+    agree(Function(lambda a, b, c: attend(a, b, c, seen, enable_gqa=True)), q, k, v)
+
+
+def targets(source):
+    from opcast.features.ir.jax_compat import walk_ops
+
+    calls = [op for op in walk_ops(source.module) if op.name == "stablehlo.custom_call"]
+    return [str(op.attributes["call_target_name"]).strip('"') for op in calls]
+
+
+def test_attention_is_cudnns_on_nvidia_and_written_out_elsewhere():
+    module = GPT().bfloat16()
+    program = TorchProgram(module, (torch.zeros(2, 16, dtype=torch.long),), train="sgd", loss="sum")
+    source = read_program(program, platform=Platform("cuda", 90))
+    calls = [t for t in targets(source) if t.startswith("__cudnn$fmha")]
+    assert calls.count("__cudnn$fmhaSoftmax") == 2
+    assert calls.count("__cudnn$fmhaSoftmaxBackward") == 2
+    # JAX must not remember the other platform's trace.
+    assert not targets(source.for_platform(Platform("tpu")))
+    assert not targets(read_program(program, platform=Platform("cuda", 70)))
+
+
+def test_dropout_draws_and_scales():
+    module = torch.nn.Sequential(torch.nn.Dropout(0.25)).train()
+    _, (found,) = run(module, torch.ones(100, 100))
+    kept = np.asarray(found) > 0
+    assert 0.73 < kept.mean() < 0.77
+    np.testing.assert_allclose(np.asarray(found)[kept], 1 / 0.75)
+
+
+def test_gradients_stop_where_the_module_stops_them():
+    class Stopped(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = torch.nn.Parameter(torch.tensor([2.0]))
+            self.b = torch.nn.Parameter(torch.tensor([3.0]))
+
+        def forward(self, x):
+            with torch.no_grad():
+                fixed = x * self.b
+            return (x * self.a + fixed + (self.a * self.b).detach()).sum()
+
+    program = torch.export.export(Stopped(), (torch.ones(4),))
+    for _ in range(2):
+        forward = Forward(export(TorchProgram(program)))
+        values = {name: to_numpy(tensor) for name, tensor in forward.values().items()}
+        found = jax.grad(lambda p, f=forward: f(p, {}, (np.ones(4, np.float32),))[0][0])(values)
+        assert float(found["a"][0]) == 4.0 and float(found["b"][0]) == 0.0
+    # The user's own export is as it was.
+    assert "stop_gradient" not in program.graph_module.code
+
+
+def test_autocast_casts():
+    class Cast(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own = torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self.own(x)
+
+    assert run(Cast(), torch.ones(2, 8))[1][0].dtype == jnp.bfloat16
+
+
+def test_lines_and_modules_are_the_users():
+    module, inputs = examples()["llama"]
+    forward, _ = translated(module, *inputs)
+    linear = next(n for n in forward.graph.graph.nodes if "linear" in str(n.target))
+    place = place_of(linear)
+    assert place.file.endswith("torch_models.py")
+    assert place.modules == "Llama/layers.0/wq"
+    source = read_program(TorchProgram(module, inputs))
+    text = str(source.module.operation.get_asm(enable_debug_info=True))
+    assert f'torch_models.py":{place.line}:' in text
+    assert "Llama/layers.0/wq/" in text
+
+
+class Bessel(torch.nn.Module):
+    def forward(self, x):
+        return torch.special.bessel_j0(x)
+
+
+def refused(module, *inputs, **options):
+    with pytest.raises(ProgramError) as told:
+        Translated(TorchProgram(module, inputs, **options)).call()
+    return told.value
+
+
+def test_an_operator_without_translation_is_named_with_its_line():
+    error = refused(Bessel(), torch.ones(3))
+    assert "aten.special_bessel_j0" in error.what and "test_translate.py:" in error.what
+    assert "torch-eager" in error.hint
+
+
+def test_what_cannot_be_exported_says_why():
+    error = refused(Function(lambda x: x if x.sum() > 0 else -x), torch.ones(3))
+    assert "torch.export cannot export" in error.what
+    error = refused(Function(lambda x: x[x > 0]), torch.ones(3))
+    assert "depend" in error.what or "dynamic" in error.what or "export" in error.what
+    assert "float64" in refused(Function(lambda x: x * 2), torch.ones(3, dtype=torch.float64)).what
+
+
+def test_dynamic_shapes_are_refused():
+    rows = torch.export.Dim("rows")
+    program = torch.export.export(
+        Function(torch.relu), (torch.ones(4, 2),), dynamic_shapes=(((rows, None),),)
+    )
+    with pytest.raises(ProgramError, match="dynamic"):
+        export(TorchProgram(program))
+
+
+def test_training_options_are_checked():
+    module, inputs = examples()["mlp"]
+    assert "no optimiser 'lion'" in refused_options(train="lion")
+    assert "no loss 'l1'" in refused_options(train="sgd", loss="l1")
+    assert "without an optimiser" in refused_options(loss="sum")
+    assert "float32[3, 5], no loss" in refused(module, *inputs, train="sgd").what
+    frozen = copy.deepcopy(module).requires_grad_(False)
+    assert "no parameter" in refused(frozen, *inputs, train="sgd", loss="sum").what
+
+
+def refused_options(**options):
+    with pytest.raises(ProgramError) as told:
+        TorchProgram(torch.nn.ReLU(), (torch.ones(2),), **options)
+    return told.value.what
+
+
+def test_a_loss_of_the_users_own_is_translated():
+    module, inputs = examples()["mlp"]
+    program = TorchProgram(module, inputs, train="sgd", loss=lambda y: (y**2).mean())
+    call = Translated(program).call()
+    _, values = translated(module, *inputs)
+    given = ({n: values[n] for n in call.args[0]}, {}, call.args[2], {}, (inputs_of(inputs), ()))
+    zeros = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), given[2])
+    loss, *_ = call.function(given[0], {}, zeros, {}, given[4])
+    wanted = (module(*inputs) ** 2).mean().detach()
+    assert float(loss) == pytest.approx(float(wanted), rel=1e-5)
+
+
+def inputs_of(tensors):
+    return tuple(map(to_numpy, tensors))
+
+
+def test_functions_of_tensors_are_pytorchs():
+    layer = torch.nn.Linear(4, 2)
+
+    def apply(x):
+        return layer(x).relu()
+
+    program = as_torch_program(apply, (torch.ones(3, 4),))
+    assert program is not None
+    assert set(Forward(export(program)).trained) == {"used.0.weight", "used.0.bias"}
+    assert as_torch_program(apply, (jnp.ones((3, 4)),)) is None

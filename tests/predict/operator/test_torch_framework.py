@@ -1,0 +1,211 @@
+"""Times of PyTorch's own kernels: what is launched, what fuses, and published runs of models."""
+
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+
+from opcast.common.errors import DeviceError, ProgramError  # noqa: E402
+from opcast.features.devices.catalogue import find_device  # noqa: E402
+from opcast.features.ir.torch.program import TorchProgram  # noqa: E402
+from opcast.features.ir.torch.record import record  # noqa: E402
+from opcast.predict.api import predict  # noqa: E402
+from opcast.predict.operator.aten_work import fused, works  # noqa: E402
+from opcast.predict.operator.torch_framework import _bundle, price  # noqa: E402
+
+from ...support.torch_models import GPT, examples  # noqa: E402
+
+
+def meta(module, *shapes, **options):
+    """A program on tensors without memory."""
+    inputs = tuple(torch.empty(s, device="meta") for s in shapes)
+    return TorchProgram(module.to("meta"), inputs, **options)
+
+
+def test_a_linear_layer_trains_by_two_products_and_their_gradients():
+    net = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16))
+    recording = record(meta(net, (8, 64), train="sgd", loss="sum"))
+    products = [w for w in works(recording.calls) if w.kind == "product"]
+    assert [(w.phase, w.shape) for w in products] == [
+        ("forward", (1, 8, 32, 64)),
+        ("forward", (1, 8, 16, 32)),
+        ("backward", (1, 8, 32, 16)),
+        ("backward", (1, 16, 32, 8)),
+        ("backward", (1, 32, 64, 8)),
+    ]
+    # The input takes no gradient; a ReLU's gradient reads two tensors and writes one.
+    relu = next(w for w in works(recording.calls) if w.name == "threshold_backward")
+    assert relu.bytes == 3 * 8 * 32 * 4 and relu.place.modules.endswith("1")
+    assert recording.parameter_bytes == 4 * (64 * 32 + 32 + 32 * 16 + 16)
+
+
+def test_convolutions_are_the_products_that_they_compute():
+    conv = torch.nn.Conv2d(8, 16, 3, stride=2, padding=1)
+    recording = record(meta(conv, (4, 8, 32, 32), train="sgd", loss="sum"))
+    found = [w for w in works(recording.calls) if w.kind == "product"]
+    assert found[0].shape == (1, 4 * 16 * 16, 16, 8 * 9)
+    # No gradient of the image.
+    assert [w.shape for w in found[1:]] == [(1, 16, 72, 1024)]
+
+
+def test_chains_fuse_and_read_each_tensor_once():
+    class Chain(torch.nn.Module):
+        def forward(self, x, y):
+            return torch.tanh(x * y + x) * 2
+
+    program = meta(Chain(), (1024, 1024), (1024, 1024))
+    recording = record(program)
+    size = 4 * 1024 * 1024
+    assert sum(w.bytes for w in works(recording.calls)) == (3 + 3 + 2 + 2) * size
+    (kernel,) = fused(recording)
+    assert kernel.bytes == 3 * size and kernel.name == "mul+add+tanh"
+
+
+def test_products_split_chains_and_nothing_runs_before_its_operands():
+    class Net(torch.nn.Module):
+        def forward(self, x, w):
+            a = x * 2
+            return a @ w + a
+
+    found = fused(record(meta(Net(), (256, 256), (256, 256))))
+    assert [w.name for w in found] == ["mul", "mm", "add"]
+
+
+def test_attention_is_one_kernel_each_way():
+    program = TorchProgram(
+        GPT().bfloat16(),
+        (torch.zeros(2, 16, dtype=torch.long),),
+        train="adamw",
+        loss="cross_entropy",
+    )
+    recording = record(program)
+    found = [w for w in works(recording.calls) if w.kind == "attention"]
+    assert [w.shape for w in found] == [(2, 4, 4, 8, 16, 16, 1)] * 4
+    assert [w.phase for w in found] == ["forward"] * 2 + ["backward"] * 2
+    assert all(w.place.file.endswith("torch_models.py") for w in found)
+    updates = [w for w in works(recording.calls) if w.phase == "optimizer"]
+    weights = sum(p.numel() for p in GPT().parameters())
+    # AdamW over lists: 22 tensors of the weights' size, read and written.
+    assert sum(w.bytes for w in updates) == pytest.approx(22 * 2 * weights, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "resnet", "llama", "encoder"])
+def test_every_kind_of_model_is_priced(kind):
+    module, inputs = examples()[kind]
+    eager = predict(
+        module, *inputs, device="h100-sxm", train="sgd", loss="sum", framework="torch-eager"
+    )
+    assert eager.lo_us <= eager.latency_us <= eager.hi_us
+    # The longer of both.
+    assert eager.latency_us == pytest.approx(max(eager.device_us, eager.host_us))
+    assert ("host" in " ".join(eager.notes)) == (eager.host_us > eager.device_us)
+
+
+def test_what_has_no_kernels_of_pytorch_is_refused():
+    module, inputs = examples()["mlp"]
+    with pytest.raises(DeviceError, match="known for GPUs"):
+        predict(module, *inputs, device="tpu-v5e", framework="torch-eager")
+    with pytest.raises(ProgramError, match="no framework 'caffe'"):
+        predict(module, *inputs, device="h100-sxm", framework="caffe")
+    with pytest.raises(ProgramError, match="for programs of PyTorch"):
+        predict(lambda x: x, np.ones(3), device="h100-sxm", framework="torch-eager")
+    with pytest.raises(ProgramError, match="lowering"):
+        predict(module, *inputs, device="h100-sxm", framework="torch-eager", lowering="fused")
+    with pytest.raises(ProgramError, match="one device"):
+        predict(module, *inputs, cluster="dgx-h100-x16")
+
+
+class Attention(torch.nn.Module):
+    """Attention written out, with causal mask and dropout, as published runs of GPT-2 have it."""
+
+    def __init__(self, d, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = torch.nn.Linear(d, 3 * d), torch.nn.Linear(d, d)
+        self.drop = torch.nn.Dropout(0.1)
+
+    def forward(self, x):
+        b, t, d = x.shape
+        parts = self.qkv(x).split(d, dim=2)
+        q, k, v = (a.view(b, t, self.heads, d // self.heads).permute(0, 2, 1, 3) for a in parts)
+        scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(d // self.heads)
+        seen = torch.ones(t, t, dtype=torch.bool, device=x.device).tril()
+        scores = torch.where(seen, scores, torch.finfo(scores.dtype).min)
+        shares = self.drop(F.softmax(scores, -1))
+        return self.out(torch.matmul(shares, v).permute(0, 2, 1, 3).reshape(b, t, d))
+
+
+def gelu(x):
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+class Block(torch.nn.Module):
+    def __init__(self, d, heads):
+        super().__init__()
+        self.attention, self.drop = Attention(d, heads), torch.nn.Dropout(0.1)
+        self.norm1, self.norm2 = torch.nn.LayerNorm(d), torch.nn.LayerNorm(d)
+        self.wide, self.narrow = torch.nn.Linear(d, 4 * d), torch.nn.Linear(4 * d, d)
+
+    def forward(self, x):
+        x = x + self.drop(self.attention(self.norm1(x)))
+        return x + self.drop(self.narrow(gelu(self.wide(self.norm2(x)))))
+
+
+class GPT2Large(torch.nn.Module):
+    def __init__(self, layers=36, d=1280):
+        super().__init__()
+        self.words, self.places = torch.nn.Embedding(50257, d), torch.nn.Embedding(1024, d)
+        self.blocks = torch.nn.ModuleList(Block(d, 20) for _ in range(layers))
+        self.norm, self.head = torch.nn.LayerNorm(d), torch.nn.Linear(d, 50257, bias=False)
+
+    def forward(self, tokens):
+        x = self.words(tokens) + self.places(torch.arange(1024, device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+LATENCIES = (
+    Path(os.environ.get("OPCAST_PUBLISHED_DATA", Path(__file__).parents[4] / "shared" / "data"))
+    / "published-latency"
+)
+
+
+@pytest.mark.slow
+def test_gpt2_as_a_module_is_gpt2_as_a_published_op_graph():
+    """Runs of GPT-2 large in f32: within 5 % of the op graph's time, 12 % of the measured one."""
+    if not (LATENCIES / "e2e_labels.csv").is_file():
+        pytest.skip("the published latencies are not here")
+    from opcast.common.parquet import read_table
+    from opcast.models.collectives.model import CollectiveModel
+    from opcast.predict.published.composition import compose
+    from opcast.predict.published.tables import _Job
+
+    labels = pd.read_csv(LATENCIES / "e2e_labels.csv")
+    labels = labels[labels["desc"].isin(["gpt2_large-inf-1024-4", "gpt2_large-train-1024-1"])]
+    labels = labels[labels["e2e_ms"].notna() & labels["device"].str.contains("V100|A100-PCIE|P100")]
+    bundle = _bundle("default")
+    job = _Job(LATENCIES, bundle, CollectiveModel.load(), False, None)
+    graphs = read_table(LATENCIES / "opgraphs.parquet")
+    composed = compose(labels, graphs, job._op_latency, job._collective_latency)
+    with torch.device("meta"):
+        module = GPT2Large()
+        inputs = {b: torch.zeros(b, 1024, dtype=torch.long) for b in (1, 4)}
+    forward = record(TorchProgram(module.eval(), (inputs[4],)))
+    step = record(TorchProgram(module.train(), (inputs[1],), train="sgd", loss="sum"))
+    # The published steps end with the backward pass.
+    step = replace(step, calls=[c for c in step.calls if c.phase != "optimizer"])
+    assert len(labels) >= 4
+    for index, row in labels.iterrows():
+        own = step if "train" in row["desc"] else forward
+        found = price(own, find_device(row["device"]), "torch-eager", bundle).latency_us / 1e3
+        assert found == pytest.approx(composed.loc[index, "latency_ms"], rel=0.05)
+        assert found == pytest.approx(row["e2e_ms"], rel=0.12)
