@@ -1,7 +1,7 @@
 # Everything runs inside $(VENV), which is made on first use.
 PYTHON ?= python3
 VENV ?= .venv
-DEMO_BUDGET ?= 4m
+DEMO_BUDGET ?= 3m
 # Installed before the extras, which would bring gigabytes of CUDA. Where the package index has no
 # CPU build: TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
@@ -28,7 +28,7 @@ $(VENV)/.installed: pyproject.toml
 	mkdir -p $(VENV)/typing && ln -sfn '$(CURDIR)' $(VENV)/typing/opcast
 	touch $@
 
-## Profile this machine briefly, train, predict unseen programs, run them, compare, track in MLflow.
+## Predict a step for absent chips, calibrate to this machine, predict programs and run them, track in MLflow.
 demo: $(VENV)/.installed
 	$(BIN)/opcast demo --out demo-out --budget $(DEMO_BUDGET)
 

@@ -90,7 +90,7 @@ COMMANDS: dict[str, Command | Group] = {
         "Predict published tables of operators, steps, serving or programs and print the errors.",
     ),
     "demo": Command(
-        "train", "demo", "Profile this machine, train a model and test it on unseen programs."
+        "train", "demo", "Predict for absent chips, calibrate to this machine, test, track."
     ),
     "compare": Command("train", "compare", "Print tracked runs side by side."),
     "ui": Command("train", "ui", "Open MLflow's user interface on the runs tracked here."),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from ..features.devices.device import DeviceSpec
     from ..features.ir.jax_function import FunctionCall
     from ..features.ir.torch.program import TorchProgram
     from ..predict.program.predictor import Predictor
@@ -297,15 +298,13 @@ def workload_of(workload: str, hf: Path | None) -> str:
     return chosen
 
 
-def measure_once(device: str, predictor: Predictor) -> None:
-    """Measure the local machine once: its name alone does not identify it."""
-    from ..predict.devices import is_known
+def measured_device(device: str, predictor: Predictor) -> str | DeviceSpec:
+    """The device to predict for; for ``local`` this machine as it was measured, and runs now."""
+    if device != "local":
+        return device
+    from ..workflows.device import local_now
 
-    if device == "local" and not is_known(device, predictor.model.devices):
-        from ..workflows.device import measure_device
-
-        typer.echo("measuring this machine's ceilings, once", err=True)
-        measure_device(save=True)
+    return local_now(predictor.model.devices, lambda what: typer.echo(what, err=True))
 
 
 def trips_of(values: list[str] | None) -> dict[str, int] | int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,7 +28,7 @@ from .options import (
     TrainOpt,
     Trips,
     make_console,
-    measure_once,
+    measured_device,
     print_json,
     program_of,
     refuse,
@@ -106,8 +106,7 @@ def predict(
     from ..features.lowering.options import LoweringOptions
 
     # A cluster names its device itself.
-    place = None if cluster else device
-    options = LoweringOptions(lowering, place, trips_of(trip_count), fallback)
+    options = LoweringOptions(lowering, None if cluster else device, trips_of(trip_count), fallback)
     if cluster:
         refuse(
             context, "a partitioned program (--cluster)", {"device", "strict", "out", "plot", "by"}
@@ -144,7 +143,8 @@ def predict(
 
     predictor = load_for_programs(model)
     # Before the prediction, since the ceilings are part of every feature.
-    measure_once("local" if "local" in device.split(",") else device, predictor)
+    local = "local" in device.split(",")
+    place = measured_device("local", predictor) if local else device
     if many or _has_ranges(device):
         refuse(
             context,
@@ -154,7 +154,7 @@ def predict(
         _predict_table(programs, device.split(","), predictor, options, out, plot, json_output)
         return
     own = torch_program_of(program_of(program), train, loss)
-    prediction = predictor.predict_with(own, options, strict=strict)
+    prediction = predictor.predict_with(own, replace(options, device=place), strict=strict)
     if timeline is not None:
         # Before printing, so that a closed pipe does not lose the file.
         from ..predict.export.timeline import write_chrome_trace
@@ -290,11 +290,11 @@ def explain(
     from ..predict.program.predictor import load_for_programs
 
     predictor = load_for_programs(model)
-    measure_once(device, predictor)
+    place = measured_device(device, predictor)
     explanation = explain_program(
         predictor,
         program_of(program),
-        device=device,
+        device=place,
         lowering=lowering,
         trip_counts=trips_of(trip_count),
         kernel=kernel,
@@ -326,7 +326,7 @@ def check(
     from ..workflows.check import check_programs, print_check
 
     predictor = load_for_programs(model)
-    measure_once("local", predictor)
+    measured_device("local", predictor)
     with tempfile.TemporaryDirectory(prefix="opcast-function-") as scratch:
         (result,) = check_programs([_saved(program, Path(scratch))], predictor)
     if json_output:

@@ -20,7 +20,7 @@ from .options import (
     Threads,
     Trips,
     make_console,
-    measure_once,
+    measured_device,
     program_of,
     refuse,
     refuse_unused,
@@ -59,13 +59,13 @@ def program(
     from ..predict.program.predictor import load_for_programs
 
     predictor = load_for_programs(model)
-    measure_once(device, predictor)
+    place = measured_device(device, predictor)
     others = [name.strip() for name in compare.split(",") if name.strip()]
     names = () if compare == "none" else tuple(others) or DEVICES
     for name in others if names else ():
         resolve_device(name, predictor.devices)  # report an unknown name before the work starts
     options = ReportOptions(
-        lowering=LoweringOptions(lowering, device, trips_of(trip_count), fallback),
+        lowering=LoweringOptions(lowering, place, trips_of(trip_count), fallback),
         compare=names,
         compare_lowering=compare_lowering,
     )

@@ -181,9 +181,9 @@ def tune(
 
 def demo(
     out: Out = Path("demo-out"),
-    budget: Annotated[str, typer.Option(help="Time to spend on measuring.")] = "4m",
+    budget: Annotated[str, typer.Option(help="Time to spend on calibrating.")] = "3m",
 ) -> None:
-    """Profile this machine, train a model and test it on unseen programs."""
+    """Predict a step for absent chips, calibrate to this machine and test it on programs."""
     from ..workflows.demo import run_demo
 
     run_demo(make_console(), out, seconds_of(budget))

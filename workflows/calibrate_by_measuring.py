@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..common.errors import DeviceError, ProfileError
+from ..features.devices.identity import anchors_of, speed_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -88,10 +89,10 @@ class Samples:
 
     kernels: dict[str, Kernel] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    programs: dict[str, str] = field(default_factory=dict)
+    rounds: dict[str, int] = field(default_factory=dict)
 
-    def add(self, rows: Sequence[dict[str, Any]]) -> list[str]:
-        """Add the kernel rows of a measurement; returns the hashes of new kernels."""
+    def add(self, rows: Sequence[dict[str, Any]], number: int = 0) -> list[str]:
+        """Add the kernel rows of round ``number``; returns the hashes of new kernels."""
         from ..features.kernels.extract import kernels_from_irs
 
         # A latency of zero is a kernel that the trace's clock could not resolve.
@@ -99,7 +100,7 @@ class Samples:
         new = [r for r in own if r["kernel_hash"] not in self.kernels]
         read = kernels_from_irs([r["kernel_ir"] for r in new])
         self.kernels |= {r["kernel_hash"]: k for r, k in zip(new, read, strict=True)}
-        self.programs |= {r["kernel_hash"]: r["program"] for r in new}
+        self.rounds |= {r["kernel_hash"]: number for r in new}
         self.seconds |= {r["kernel_hash"]: r["latency_us_p50"] * 1e-6 for r in own}
         return list(dict.fromkeys(r["kernel_hash"] for r in new))
 
@@ -282,7 +283,7 @@ class Calibration:
                 logger.info("%s failed: %s", candidate.item.key, reply["failed"])
                 self.failed.append(str(reply["failed"]))
         learned = len(self.samples)
-        new = self.samples.add(rows)
+        new = self.samples.add(rows, len(self.rounds))
         # A round without new kernels teaches nothing; its programs are not candidates any more.
         if not new:
             return
@@ -313,9 +314,10 @@ class Calibration:
         table = kernel_table(kernels, self.device)
         plain = self.model.estimator.predict(kernels, self.device)
         # Fitted anew to all samples in each round: the strength of the correction is chosen by
-        # predicting each program's samples from those of the others.
+        # predicting each round's samples from those of the others. A round's kernels met the
+        # machine at one speed, so that what they share need not hold for the next.
         self.model.corrections[self.device.name] = DeviceCorrection.fit(
-            table, self.device, plain, measured, np.array(list(self.samples.programs.values()))
+            table, self.device, plain, measured, np.array(list(self.samples.rounds.values()))
         )
 
 
@@ -323,12 +325,15 @@ def _median_ape(predicted: np.ndarray, measured: np.ndarray) -> float:
     return float(np.median(np.abs(predicted / measured - 1)))
 
 
-def run_calibrate_budget(console: Console, settings: CalibrateSettings) -> list[Round]:
+def run_calibrate_budget(
+    console: Console, settings: CalibrateSettings, *, table: bool = True
+) -> list[Round]:
     """Adapt a kernel model to the local device by measuring there, and print how its error falls.
 
     Args:
         console: Console to print to.
         settings: The device (``local`` or the local device's name), the model and the budget.
+        table: Whether to print the rounds.
 
     Raises:
         DeviceError: The device is not the one at hand.
@@ -344,7 +349,8 @@ def run_calibrate_budget(console: Console, settings: CalibrateSettings) -> list[
     run = Calibration(model, spec, settings)
     rounds = run.run()
     title = f"{spec.name}: median error in % on each round's kernels, before they were learned"
-    print_frame(console, rounds_table(rounds), title)
+    if table:
+        print_frame(console, rounds_table(rounds), title)
     console.print(
         f"{len(run.samples)} kernels of {sum(len(r.programs) for r in rounds)} programs learned"
         + (f", {len(run.failed)} programs failed" if run.failed else "")
@@ -363,17 +369,15 @@ def local_device(device: str, model: CostModel) -> DeviceSpec:
     """
     from ..features.devices.device import device_slug, local_device_name
     from ..features.devices.identity import base_name
-    from ..predict.devices import is_known, resolve_device
-    from .device import measure_device
+    from ..predict.devices import resolve_device
+    from .device import local_now
 
     name = local_device_name()
     asked = None if device in ("local", name) else resolve_device(device, model.devices)
     if asked and name not in (base_name(asked.name), *map(device_slug, asked.aliases)):
         raise _not_at_hand(device, name)
     # Ceilings come first and outside of the budget: every feature depends on them.
-    if not is_known("local", model.devices):
-        measure_device(save=True)
-    spec = resolve_device("local", model.devices)
+    spec = local_now(model.devices, logger.warning)
     if asked and asked.name not in (base_name(asked.name), spec.name):
         raise _not_at_hand(device, spec.name)
     return spec
@@ -387,20 +391,17 @@ def _not_at_hand(device: str, local: str) -> DeviceError:
 
 
 def _remeasured(spec: DeviceSpec, model: CostModel) -> DeviceSpec:
-    """The local device as measured, or measured again if its ceilings have changed."""
-    from ..datagen.profile.device_probe import probe_ceilings
-    from ..features.devices.identity import compare_ceilings
+    """The local device as measured, or measured again if it runs at another speed by now."""
     from ..predict.devices import resolve_device
     from .device import measure_device
 
     # A virtual machine may have moved to another host since it was measured; samples would then be
-    # explained by ceilings that no longer hold.
-    speed = compare_ceilings(probe_ceilings(), spec)
-    if speed.same:
+    # explained by ceilings that no longer hold. A probe without anchors cannot tell.
+    speed = speed_of(spec)
+    if anchors_of(spec) and not speed.ratios:
         return spec
-    logger.warning(
-        "this machine now runs at %s of when %s was measured: measuring it again", speed, spec.name
-    )
+    if speed.ratios:
+        logger.warning("this machine runs at %s of when it was measured: measuring it again", speed)
     measure_device(save=True)
     return resolve_device("local", model.devices)
 

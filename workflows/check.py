@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..common.errors import ProfileError
-from ..features.devices.identity import Comparison, compare_ceilings, is_measured
+from ..features.devices.identity import anchors_of, compare_anchors, with_speed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
     from ..features.kernels.kernel import Kernel, LoweredProgram
     from ..predict.program.predictor import KernelEstimate, Prediction, Predictor
+
+#: Seconds of whole executions of each program, so many that the two speeds of a shared processor,
+#: which alternate within seconds, average out. Engineering estimate.
+_WALL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,8 @@ class CheckResult:
         p10_us: 10th percentile of the wall time.
         p90_us: 90th percentile of the wall time.
         kernels: Kernels in schedule order.
-        speed: Present speed of the machine relative to its description, by class of ceiling;
-            empty if the description was not measured.
+        speed: Present speed of the machine relative to its measurement, by class of work; empty
+            where it runs as it did.
     """
 
     name: str
@@ -70,6 +74,11 @@ class CheckResult:
     p90_us: float
     kernels: tuple[CheckedKernel, ...]
     speed: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def inside(self) -> bool:
+        """Whether the measured time is inside the predicted interval."""
+        return self.prediction.lo_us <= self.measured_us <= self.prediction.hi_us
 
     @property
     def error(self) -> float:
@@ -112,8 +121,9 @@ def check_programs(
 ) -> list[CheckResult]:
     """Predict programs, run them on the local device as the profiler does, and compare.
 
-    The machine's ceilings are measured briefly first. If they differ from those of its description,
-    intervals are widened by as much as that explains, and a note says so.
+    Anchors are measured beside the programs. If the machine runs at another speed than when it was
+    described, predictions are scaled by class of work, intervals hold both speeds, and a note says
+    so (``features/devices/identity.py``).
 
     Args:
         programs: Paths of StableHLO programs.
@@ -123,7 +133,7 @@ def check_programs(
     Raises:
         OpcastError: A program cannot be read, compiled or run, or the device is not known.
     """
-    from ..datagen.profile.device_probe import probe_ceilings
+    from ..datagen.profile.anchors import READINGS, present_anchors, typical
     from ..datagen.profile.profile import profile
     from ..features.dataset import Dataset
     from ..features.ir.reader import read_program
@@ -133,10 +143,10 @@ def check_programs(
     device = resolve_device("local", predictor.model.devices)
     # Lowered natively: these are the kernels that the run below executes, so they pair one to one.
     lowered = [lower(read_program(Path(p)), cache=predictor.cache) for p in programs]
-    predictions = [predictor.predict_lowered(low, device) for low in lowered]
-    # Data sheets describe an ideal machine: only a measurement can be compared with this one.
-    speed = compare_ceilings(probe_ceilings(), device) if is_measured(device) else Comparison()
-    predictions = [at_speed(prediction, speed) for prediction in predictions]
+    # As beside the probe: half of the readings before and half after, with nothing left out. Only a
+    # machine that was measured together with its anchors can be compared with itself.
+    then = anchors_of(device)
+    anchors = [present_anchors(READINGS // 2)] if then else []
     # A dataset of its own: the comparison needs the profiler's rows, and nobody else does.
     with tempfile.TemporaryDirectory(prefix="opcast-check-") as scratch:
         profile(
@@ -145,38 +155,21 @@ def check_programs(
             device_spec=device,
             progress=progress,
             replicate_share=0.0,
+            wall_s=_WALL_SECONDS,
+            # What is measured is the machine as it is: the anchors say how fast that was.
+            patience=0.0,
         )
         _raise_failures(Path(scratch))
         frame = Dataset.load(scratch).frame
+    if then:
+        anchors.append(present_anchors(READINGS // 2))
+    speed = compare_anchors(typical(anchors), then)
+    now = with_speed(device, speed)
+    predictions = [predictor.predict_lowered(low, now) for low in lowered]
     return [
         replace(_compare(Path(program), low, prediction, frame), speed=speed.ratios)
         for program, low, prediction in zip(programs, lowered, predictions, strict=True)
     ]
-
-
-def at_speed(prediction: Prediction, speed: Comparison) -> Prediction:
-    """Widen the intervals of a prediction for a machine that now runs at another speed.
-
-    Latencies stay as they are, and so do intervals if the speeds agree within repeatability.
-    """
-    if speed.same:
-        return prediction
-    # At most and at least 1: a faster machine lowers the lower ends, a slower one raises the upper
-    # ends.
-    low, high = speed.reach
-    note = (
-        f"this machine now runs at {speed} of when {prediction.device} was measured: intervals are "
-        "wider; wait until it is quiet, or measure it again with opcast device --save"
-    )
-    return replace(
-        prediction,
-        lo_us=prediction.lo_us * low,
-        hi_us=prediction.hi_us * high,
-        kernels=tuple(
-            replace(k, lo_us=k.lo_us * low, hi_us=k.hi_us * high) for k in prediction.kernels
-        ),
-        notes=(*prediction.notes, note),
-    )
 
 
 def _raise_failures(folder: Path) -> None:
@@ -274,8 +267,5 @@ def print_check(console: Console, result: CheckResult, top: int = 10) -> None:
             f" ({duration(result.p10_us)}–{duration(result.p90_us)}), error {result.error:+.0%}",
         )
     )
-    if result.speed:
-        ratios = ", ".join(f"{name} {ratio:.2f} x" for name, ratio in result.speed.items())
-        console.print(f"machine now beside when measured: {ratios}", highlight=False)
     for note in p.notes:
         console.print(Text(f"note: {note}", style="yellow"))

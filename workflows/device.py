@@ -3,16 +3,49 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from ..features.devices.identity import MEASURED_AT
+from ..features.devices.device import local_device_name
+from ..features.devices.identity import MEASURED_AT, anchors_of, compare_anchors, with_speed
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ..features.devices.device import DeviceSpec
+
+#: Seconds of a probe; rare types are left out if they do not fit.
+PROBE_SECONDS = 12.0
+#: Seconds after a probe for which the machine is taken to run as it did; readings of the anchors
+#: for a prediction (half a second each). Engineering estimates.
+_FRESH_S, _READINGS = 120.0, 3
+
+
+def local_now(
+    known: Mapping[str, DeviceSpec], tell: Callable[[str], None] = lambda what: None
+) -> DeviceSpec:
+    """Describe this machine by its own probe, made now if there is none, and its present speed.
+
+    Args:
+        known: Devices that the model was trained on.
+        tell: Called with one line before a probe is made.
+    """
+    from ..predict.devices import is_known, measured_path, resolve_device
+
+    if not is_known("local", known):
+        tell("measuring this machine's ceilings, once (15 s)")
+        measure_device(save=True)
+    spec = resolve_device("local", known)
+    then = anchors_of(spec)
+    path = measured_path(local_device_name())
+    if not then or time.time() - path.stat().st_mtime < _FRESH_S:
+        return spec
+    from ..datagen.profile.anchors import present_anchors
+
+    return with_speed(spec, compare_anchors(present_anchors(_READINGS), then))
 
 
 def measure_device(*, save: bool) -> DeviceSpec:
@@ -21,7 +54,7 @@ def measure_device(*, save: bool) -> DeviceSpec:
     from ..datagen.profile.device_probe import probe_device
     from ..predict.devices import measured_path, time_text
 
-    spec = probe_device()
+    spec = probe_device(PROBE_SECONDS)
     if save:
         # Ceilings of shared machines drift, so notes of predictions state when they were taken.
         spec = replace(spec, extra={**spec.extra, MEASURED_AT: time_text(datetime.now(UTC))})

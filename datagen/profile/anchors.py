@@ -1,12 +1,19 @@
-"""Fixed programs that are measured repeatedly during a run, to tell noise from signal."""
+"""Fixed programs that are measured beside everything else, to tell noise and speed from signal."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from .plan import Item
+
+if TYPE_CHECKING:
+    from .measure import Limits, Prepared
+    from .pulse import Pulse
 
 # One program for each resource that another process may take away. Sizes are for host processors,
 # where disturbances are frequent: long enough for every thread, short enough to cost little.
@@ -39,8 +46,26 @@ _MEMORY = """module @anchor_memory {
   }
 }
 """
+#: One core: 256 multiplications and additions in a row, each waiting for the one before, on so few
+#: elements that XLA's CPU backend keeps them on one thread.
+_STEPS = 256
+_SINGLE = (
+    """module @anchor_single {
+  func.func public @main(%a: tensor<1024xf32>, %b: tensor<1024xf32>) -> tensor<1024xf32> {
+    %x0 = stablehlo.add %a, %b : tensor<1024xf32>
+"""
+    + "".join(
+        f"    %y{i} = stablehlo.multiply %x{i}, %b : tensor<1024xf32>\n"
+        f"    %x{i + 1} = stablehlo.add %y{i}, %b : tensor<1024xf32>\n"
+        for i in range(_STEPS)
+    )
+    + f"""    return %x{_STEPS} : tensor<1024xf32>
+  }}
+}}
+"""
+)
 #: Anchors by name. Changing one makes records of different runs incomparable.
-ANCHORS = {"gemm": _GEMM, "vector": _VECTOR, "memory": _MEMORY}
+ANCHORS = {"gemm": _GEMM, "vector": _VECTOR, "memory": _MEMORY, "single": _SINGLE}
 
 #: Slow-down of the anchors over their best recent values that reveals another process: above their
 #: usual spread on a quiet host, below the factor of two of a shared core (engineering estimate; not
@@ -57,6 +82,50 @@ def anchor_items() -> list[Item]:
         Item("given", i, name=f"anchor-{name}", family="anchor", text=text)
         for i, (name, text) in enumerate(ANCHORS.items())
     ]
+
+
+#: Readings whose geometric mean stands for the machine's speed at a time: the two speeds of a
+#: processor that it shares with a neighbour alternate within seconds.
+READINGS = 6
+
+
+def read_anchors(
+    prepared: Sequence[Prepared], limits: Limits, pulse: Pulse | None = None
+) -> dict[str, float]:
+    """Measure compiled anchors once; returns median microseconds by name, of those with events."""
+    from .measure import measure
+
+    for anchor in prepared:
+        anchor.durations.clear()
+    measure(prepared, limits, walls=False, sessions=1, pulse=pulse)
+    totals = {
+        anchor.item.name.removeprefix("anchor-"): sum(
+            float(np.median(s)) for s in anchor.durations.values() if s
+        )
+        for anchor in prepared
+    }
+    return {name: s * 1e6 for name, s in totals.items() if s > 0}
+
+
+def present_anchors(readings: int = READINGS) -> dict[str, float]:
+    """Measure the anchors on JAX's default device; geometric means over readings, microseconds.
+
+    It takes about half a second a reading, and a second to compile.
+    """
+    from .measure import Limits, prepare
+
+    limits = Limits()
+    prepared = [prepare(item, limits) for item in anchor_items()]
+    return typical([read_anchors(prepared, limits) for _ in range(readings)])
+
+
+def typical(readings: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the geometric mean of each anchor over readings."""
+    names = {name for reading in readings for name in reading}
+    return {
+        name: statistics.geometric_mean(r[name] for r in readings if name in r)
+        for name in sorted(names)
+    }
 
 
 @dataclass

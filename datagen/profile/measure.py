@@ -15,7 +15,7 @@ from ...common.errors import OpcastError, ProfileError
 from ...features.ir.program import Program
 from ...features.kernels.kernel import Kernel, LoweredProgram
 from ..programs.arguments import random_arguments
-from .plan import Item, LoadedItem, load_item
+from .plan import WALL_SECONDS, Item, LoadedItem, load_item
 from .pulse import STEADY, Pulse
 from .runner import MakeArguments, Runner, module_name, rotation
 from .trace import Durations, trace
@@ -36,8 +36,6 @@ _FIRST_SECONDS, _MIN_RUNS, _MAX_RUNS = 0.2, 9, 25
 _NARROW = 0.1
 #: Trace sessions of a program: a second one for programs that the first left noisy.
 _SESSIONS = 2
-#: Seconds for whole executions without a trace.
-_WALL_SECONDS = 0.5
 #: Tries to find the machine undisturbed; programs longer than this many seconds have only one.
 _TRIES, _LONG_SECONDS = 3, 1.0
 #: Programs with more argument bytes than this are measured in a session of their own, because a
@@ -90,10 +88,12 @@ class Limits:
     Attributes:
         memory: Bytes that a program may need.
         cache: Bytes of the last-level cache, past which arguments are rotated.
+        wall_s: Seconds of whole executions of each program.
     """
 
     memory: float = math.inf
     cache: float = 32e6
+    wall_s: float = WALL_SECONDS
 
 
 def prepare(item: Item, limits: Limits) -> Prepared:
@@ -194,10 +194,16 @@ def _measure_group(
         pending = {id(p): more_runs(p) for p in group}
         if not any(pending.values()):
             break
+    # The wall time of a single op is its dispatch and says nothing about the op.
+    timed = [p for p in group if walls and not p.loaded.family.startswith("op:")]
+    # Round by round, so that what passes within seconds meets all programs alike. A longer time
+    # asks for the typical speed, a single round for the undisturbed one.
+    rounds = max(1, round(limits.wall_s / WALL_SECONDS))
+    for _ in range(rounds):
+        for program in timed:
+            tries = _TRIES if rounds == 1 and program.seconds < _LONG_SECONDS else 1
+            program.wall += _wall_steadily(program, pulse, tries)
     for program in group:
-        # The wall time of a single op is its dispatch and says nothing about the op.
-        if walls and not program.loaded.family.startswith("op:"):
-            program.wall = _wall_steadily(program, pulse)
         # Frees the arguments on the device.
         program.runner = None
 
@@ -224,10 +230,9 @@ def _ratio(pulse: Pulse | None, *, traced: bool = False) -> float:
     return pulse.ratio(traced=traced) if pulse is not None else 1.0
 
 
-def _wall_steadily(program: Prepared, pulse: Pulse | None) -> list[float]:
+def _wall_steadily(program: Prepared, pulse: Pulse | None, tries: int) -> list[float]:
     """Time whole executions; the try in which the machine was disturbed least counts."""
     best: tuple[float, list[float]] = (math.inf, [])
-    tries = _TRIES if program.seconds < _LONG_SECONDS else 1
     for _ in range(tries):
         # Before and after: a disturbance may begin in between.
         before = _ratio(pulse)
@@ -344,7 +349,7 @@ def median_width(samples: Sequence[float]) -> float:
 
 def wall_runs(seconds: float) -> int:
     """Return the executions for the wall time of a program that takes ``seconds``."""
-    return max(long_runs(seconds), min(_MAX_RUNS, int(_WALL_SECONDS / max(seconds, 1e-6))))
+    return max(long_runs(seconds), min(_MAX_RUNS, int(WALL_SECONDS / max(seconds, 1e-6))))
 
 
 def long_runs(seconds: float) -> int:

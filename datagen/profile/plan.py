@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 DEFAULT_MIX: dict[str, float] = {"op": 0.35, "random": 0.35, "zoo": 0.30}
 #: Programs measured together in one trace session; models are measured alone.
 BATCH_SIZES: dict[str, int] = {"op": 12, "random": 4, "zoo": 1, "given": 4}
+#: Seconds for whole executions of a program without a trace, in one go (engineering choice).
+WALL_SECONDS = 0.5
 _REPLICATE = "#"
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from ...common.errors import ProfileError
 from ...features.devices.device import DeviceSpec
 from ..dataset_folder import consolidate
-from .plan import DEFAULT_MIX, given_items
-from .run import ProfileResult, ProfileRun, ProfileSettings
+from .plan import DEFAULT_MIX, WALL_SECONDS, given_items
+from .run import PATIENCE, ProfileResult, ProfileRun, ProfileSettings
 from .worker_client import REPLY_TIMEOUT
 
 __all__ = ["DEVICES", "ProfileResult", "ProfileSettings", "consolidate", "profile"]
@@ -37,6 +37,8 @@ def profile(
     replicate_share: float = 0.03,
     recycle_every_s: float | None = None,
     timeout_s: float = REPLY_TIMEOUT,
+    wall_s: float = WALL_SECONDS,
+    patience: float = PATIENCE,
     env: Mapping[str, str] | None = None,
 ) -> ProfileResult:
     """Measure latencies on the local device and write a dataset.
@@ -59,6 +61,9 @@ def profile(
         replicate_share: Part of the programs that are measured again in another process.
         recycle_every_s: Time after which the worker is replaced.
         timeout_s: Time without news after which a program counts as stuck.
+        wall_s: Seconds of whole executions of each program; more of them average over the speeds
+            of a shared machine.
+        patience: Share of the time that may go into waiting for an undisturbed machine.
         env: Environment variables for the measuring process.
 
     Raises:
@@ -77,6 +82,8 @@ def profile(
         replicate_share=replicate_share,
         recycle_every_s=recycle_every_s,
         timeout_s=timeout_s,
+        wall_s=wall_s,
+        patience=patience,
     )
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ from ...features.devices.device import DeviceSpec
 from ...features.devices.identity import compare_ceilings, is_measured
 from ..dataset_folder import RunWriter, done_programs, run_records
 from .anchors import DISTURBED, AnchorLog
-from .plan import DEFAULT_MIX, Item, Plan
+from .plan import DEFAULT_MIX, WALL_SECONDS, Item, Plan
 from .worker import has_nvidia_gpu
 from .worker_client import REPLY_TIMEOUT, Measurer
 
@@ -48,7 +48,7 @@ _PAUSES_S = (2.0, 5.0, 10.0, 20.0)
 _BROKEN = 20
 #: Part of the budget that may go into waiting for a quiet machine; on one that is never quiet,
 #: noisy labels (which the run record counts) are better than none.
-_PATIENCE = 0.15
+PATIENCE = 0.15
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ class ProfileSettings:
         replicate_share: Part of the programs that are measured again in another process.
         recycle_every_s: Time after which the worker is replaced; ``None`` for a part of the budget.
         timeout_s: Time without a reply after which a program counts as stuck.
+        wall_s: Seconds of whole executions of each program.
+        patience: Share of the time that may go into waiting for an undisturbed machine.
     """
 
     device: str = "local"
@@ -79,6 +81,8 @@ class ProfileSettings:
     replicate_share: float = 0.03
     recycle_every_s: float | None = None
     timeout_s: float = REPLY_TIMEOUT
+    wall_s: float = WALL_SECONDS
+    patience: float = PATIENCE
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,11 @@ class ProfileRun:
         # Compiling the next batch takes a core or two: with four cores or fewer it would disturb
         # measurements on the CPU itself.
         overlap = (os.cpu_count() or 1) > 4 or has_nvidia_gpu()
-        worker = {"memory": settings.max_memory or 0, "overlap": overlap}
+        worker = {
+            "memory": settings.max_memory or 0,
+            "overlap": overlap,
+            "wall_s": settings.wall_s,
+        }
         self._overlap = overlap
         self._measurer = Measurer(worker, env, settings.timeout_s)
         self._anchors = AnchorLog()
@@ -319,7 +327,7 @@ class ProfileRun:
         """
         ratio = self._check_anchors()
         # A run without a budget (given programs alone) counts as one of ten minutes.
-        patience = _PATIENCE * (self._settings.budget_s or 600.0)
+        patience = self._settings.patience * (self._settings.budget_s or 600.0)
         if ratio > DISTURBED and self._waited_s < patience:
             event = {"time_s": round(time.monotonic() - self._start, 1), "ratio": round(ratio, 3)}
             begin = time.monotonic()

@@ -44,8 +44,8 @@ class Worker:
 
     Args:
         settings: ``memory`` (bytes that a program may need; 0 for a part of what there is),
-            ``overlap`` (compile the next batch during a measurement) and ``pulse_s`` (the best
-            readings of an earlier worker's pulse).
+            ``overlap`` (compile the next batch during a measurement), ``pulse_s`` (the best
+            readings of an earlier worker's pulse) and ``wall_s`` (seconds of whole executions).
         reply: Sends one reply.
     """
 
@@ -54,10 +54,12 @@ class Worker:
     ) -> None:
         from . import host
         from .measure import Limits
+        from .plan import WALL_SECONDS
 
         memory = float(settings.get("memory", 0)) or _MEMORY_PART * host.free_memory_bytes()
         cache = host.last_cache_bytes() or DEFAULT_CACHE_BYTES
-        self._limits = Limits(memory or math.inf, cache)
+        wall_s = float(settings.get("wall_s", WALL_SECONDS))
+        self._limits = Limits(memory or math.inf, cache, wall_s)
         self._overlap = bool(settings.get("overlap"))
         self._reply = reply
         self._anchors: list[Prepared] = []
@@ -136,24 +138,13 @@ class Worker:
         return {"size": len(zoo_suite(name))}
 
     def _measure_anchors(self) -> dict[str, object]:
-        import numpy as np
-
-        from .anchors import anchor_items
-        from .measure import measure, prepare
+        from .anchors import anchor_items, read_anchors
+        from .measure import prepare
 
         # Compiled once per process, so that checks are cheap.
         if not self._anchors:
             self._anchors = [prepare(item, self._limits) for item in anchor_items()]
-        for anchor in self._anchors:
-            anchor.durations.clear()
-        measure(self._anchors, self._limits, walls=False, sessions=1, pulse=self._pulse)
-        totals = {
-            anchor.item.name.removeprefix("anchor-"): sum(
-                float(np.median(s)) for s in anchor.durations.values() if s
-            )
-            for anchor in self._anchors
-        }
-        values = {name: s * 1e6 for name, s in totals.items() if s > 0}
+        values = read_anchors(self._anchors, self._limits, self._pulse)
         return {"values_us": values, "pulse_s": self._pulse.best_s if self._pulse else {}}
 
     def _prepare(self, items: list[dict[str, Any]]) -> list[Prepared]:

@@ -24,6 +24,15 @@ SAME_OVERALL, SAME_CLASS = 1.5, 2.0
 #: description was measured, and that a model's device was taken for this machine unmeasured.
 SINGLE_THREAD, CACHE_BYTES = "single_thread_flops", "cache_bytes"
 MEASURED_AT, BY_NAME = "measured_at", "taken_by_name"
+#: Keys of ``DeviceSpec.extra``: microseconds of the anchors beside the probe, by name, and the
+#: present speed relative to then, by class (:func:`with_speed`).
+ANCHORS, SPEED = "anchors_us", "present_speed"
+#: Anchors of each class of work, by the names of ``datagen/profile/anchors.py``.
+CLASSES = {"arithmetic": ("gemm", "vector"), "single-thread": ("single",), "bandwidth": ("memory",)}
+#: Factor up to which the anchors of two times may show one speed: in 95 % of all pairs of times in
+#: ``datagen/datasets/cpu``, geometric means of six consecutive readings differ by up to 1.22 and
+#: 1.38 in a class (42 minutes, 9 minutes).
+SAME_SPEED = 1.4
 #: What ``DeviceSpec.source`` says of a probe.
 MEASURED = "measured"
 #: Separates a name from the ceilings that :func:`distinct` appends; no vendor uses it in a name.
@@ -95,6 +104,57 @@ def compare_ceilings(now: DeviceSpec, then: DeviceSpec) -> Comparison:
         ratios["single-thread"] = single
     ratios["bandwidth"] = now.bandwidth / then.bandwidth
     return Comparison(ratios, _extra_ratio(now, then, CACHE_BYTES) or 1.0)
+
+
+def compare_anchors(now: Mapping[str, float], then: Mapping[str, float]) -> Comparison:
+    """Compare times of the anchors: how fast a machine runs relative to an earlier time.
+
+    Args:
+        now: Microseconds by anchor.
+        then: The same of the earlier time; anchors of one time alone do not count.
+
+    Returns:
+        ``then / now`` by class, of those that differ by more than readings do; nothing if none do.
+    """
+    ratios = {}
+    for name, anchors in CLASSES.items():
+        both = [a for a in anchors if now.get(a, 0.0) > 0 and then.get(a, 0.0) > 0]
+        if both:
+            ratios[name] = _mean(then[a] / now[a] for a in both)
+    # A class within the spread of readings is taken to run as it did.
+    return Comparison({n: r for n, r in ratios.items() if max(r, 1 / r) > SAME_SPEED})
+
+
+def with_speed(spec: DeviceSpec, speed: Comparison) -> DeviceSpec:
+    """Describe a device that now runs at another speed than when it was measured.
+
+    Ceilings stay those of the measurement, to which models are calibrated; predictions scale
+    kernels by the class of their work (``models/adapt/present_speed.py``).
+    """
+    extra = {name: value for name, value in spec.extra.items() if name != SPEED}
+    return replace(spec, extra=extra | ({SPEED: dict(speed.ratios)} if speed.ratios else {}))
+
+
+def anchors_of(spec: DeviceSpec) -> dict[str, float]:
+    """Return the anchors measured beside a device's probe; empty if there are none."""
+    return _figures(spec, ANCHORS)
+
+
+def speed_of(spec: DeviceSpec) -> Comparison:
+    """Return the present speed that :func:`with_speed` stated; empty if none."""
+    return Comparison(_figures(spec, SPEED))
+
+
+def _figures(spec: DeviceSpec, key: str) -> dict[str, float]:
+    """Positive numbers under a key of ``extra``, which device files may fill with anything."""
+    found = spec.extra.get(key)
+    if not isinstance(found, dict):
+        return {}
+    return {
+        str(name): float(value)
+        for name, value in found.items()
+        if isinstance(value, int | float) and 0 < value < math.inf
+    }
 
 
 def is_measured(spec: DeviceSpec) -> bool:

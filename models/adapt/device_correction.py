@@ -40,6 +40,9 @@ KEYS = {
     "log_reduce_length": 4.0,
 }
 _DTYPES = "dtype_"
+#: Share by which a correction must lower the error of samples that are left out, or none is made: a
+#: shared machine drifts by more than that from one minute to the next. Engineering estimate.
+GAIN = 0.05
 
 
 @dataclass
@@ -71,16 +74,17 @@ class DeviceCorrection:
             device: Device they were measured on.
             prediction: Their predictions by the model without correction.
             measured_s: Measured latencies in seconds, shape ``(n,)``, positive.
-            programs: Program of each, shape ``(n,)``: kernels of one program are alike, so they are
-                not predicted from each other. Each counts by itself by default.
+            programs: Program or round of each, shape ``(n,)``: those of a program are alike, those
+                of a round met the machine at one speed, so they are not predicted from each other.
+                Each counts by itself by default.
         """
         errors, groups = np.log(measured_s / prediction.latency), programs
         sites, half = kernel_sites(table, device), half_width(prediction)
-        if len(errors) > MAX_SAMPLES:
-            keep = np.random.default_rng(0).choice(len(errors), MAX_SAMPLES, replace=False)
-            sites, errors, half = sites.take(keep), errors[keep], half[keep]
-            groups = None if groups is None else groups[keep]
-        own = ErrorPosterior.fit(prior_params(), sites, errors, groups=groups)
+        # In random order: the strength of the correction is chosen on the first samples.
+        order = np.random.default_rng(0).permutation(len(errors))[:MAX_SAMPLES]
+        sites, errors, half = sites.take(order), errors[order], half[order]
+        groups = None if groups is None else groups[order]
+        own = ErrorPosterior.fit(prior_params(), sites, errors, groups=groups, gain=GAIN)
         return cls(own, _stretch(own, half, groups))
 
     @property

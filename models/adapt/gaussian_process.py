@@ -214,18 +214,22 @@ def left_out_errors(
 
 
 def chosen_params(
-    params: np.ndarray, sites: Sites, errors: np.ndarray, groups: np.ndarray | None = None
+    params: np.ndarray,
+    sites: Sites,
+    errors: np.ndarray,
+    groups: np.ndarray | None = None,
+    gain: float = 0.0,
 ) -> np.ndarray:
     """Parameters with amplitudes and noise scaled so that left-out samples are predicted best.
 
     A device may be closer to the known ones than they are to each other, or its errors rougher:
     then the fitted amplitudes would weigh the samples too little or too much. Or the errors of its
     libraries may be independent, so that shared terms say less. Each sample is predicted from those
-    of other groups (:func:`left_out_errors`); if no correction is better than any, the smallest
-    amplitudes are taken.
+    of other groups (:func:`left_out_errors`); if no correction is better than none by the share
+    ``gain`` of the error, the smallest amplitudes are taken.
     """
     # The error without any correction: what every variant has to beat.
-    best, least = _scaled(params, SMALLEST, 1.0), float(np.abs(errors).mean())
+    best, least = _scaled(params, SMALLEST, 1.0), (1.0 - gain) * float(np.abs(errors).mean())
     for shared, amplitude, noise in product(SHARED_FACTORS, AMPLITUDE_FACTORS, NOISE_FACTORS):
         scaled = _scaled(params, amplitude, noise)
         # a0 and s0: the terms that rows share whatever their op, dtype and backend.
@@ -295,6 +299,7 @@ class ErrorPosterior:
         errors: np.ndarray,
         choose: bool = True,
         groups: np.ndarray | None = None,
+        gain: float = 0.0,
     ) -> ErrorPosterior:
         """Condition the Gaussian process on samples.
 
@@ -305,6 +310,7 @@ class ErrorPosterior:
             choose: Whether to rescale ``params`` to what the samples say.
             groups: Groups of samples that are alike, such as kernels of one program, shape
                 ``(n,)``: a sample is not predicted from its own group in that choice.
+            gain: Share by which a correction must lower the left-out error to be made at all.
         """
         if len(errors) > MAX_SAMPLES:
             keep = np.random.default_rng(0).choice(len(errors), MAX_SAMPLES, replace=False)
@@ -318,7 +324,7 @@ class ErrorPosterior:
         if choose and len(errors) >= LEAST_CHOICE:
             some = np.arange(min(len(errors), MAX_CHOICE))
             own = None if groups is None else groups[some]
-            params = chosen_params(params, sites.take(some), bounded[some], own)
+            params = chosen_params(params, sites.take(some), bounded[some], own, gain)
         matrix = covariance(sites, sites, params) + noise_variance(params) * np.eye(len(errors))
         inverse = np.linalg.inv(matrix)
         posterior = cls(params, sites, inverse @ bounded, inverse, 1.0, len(errors), errors)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -17,6 +18,7 @@ from ...common.errors import ModelError
 from ...features.dataset import Dataset
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel
+from ...features.table.roofline import scalar_convolution_seconds
 from ..core.base import KernelPrediction, distinct
 from ..core.kernel_table import CELLS, KernelTable, kernel_table
 from ..core.store import (
@@ -214,7 +216,8 @@ class TabularEstimator(ABC):
         # A program repeats its layers: most of its kernels are equal.
         unique, index = distinct(kernels)
         prediction = self.predict_table(kernel_table(unique, device, graphs=self.needs_graphs))
-        return prediction.take(index)
+        least = scalar_convolution_seconds(unique, device)
+        return _at_least(prediction, least).take(index)
 
     def save(self, path: Path) -> None:
         """Write the model folder: ``manifest.json`` and weights."""
@@ -302,3 +305,17 @@ def current_schema(names: Sequence[str] = ()) -> str:
     own = tpu_feature_names()
     wide = tuple(names[-len(own) :]) == own
     return schema_hash((*feature_names(), *own) if wide else ())
+
+
+def _at_least(prediction: KernelPrediction, least_s: np.ndarray) -> KernelPrediction:
+    """Raise latencies, with their intervals, to what physics allows, shape ``(n,)``."""
+    factor = np.maximum(least_s / prediction.latency, 1.0)
+    if (factor == 1.0).all():
+        return prediction
+    return replace(
+        prediction,
+        latency=prediction.latency * factor,
+        lo=prediction.lo * factor,
+        hi=prediction.hi * factor,
+        unclamped=prediction.estimate,
+    )

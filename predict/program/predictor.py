@@ -15,7 +15,7 @@ import numpy as np
 from ...common.errors import StrictError
 from ...common.files import printable
 from ...common.interval import InSeconds, latency_fields, latency_of
-from ...features.devices.identity import BY_NAME, MEASURED_AT, base_name
+from ...features.devices.identity import BY_NAME, MEASURED_AT, base_name, speed_of
 from ...features.kernels.kernel import Kernel, LoweredProgram
 from ..devices import resolve_device
 from ..locate import OPERATOR_MODEL, PLATFORM_DEFAULTS, find_model, is_untrained
@@ -336,7 +336,16 @@ class Predictor:
             _require_learned(lowered.kernels, kernels.source)
         # Latencies in context (cache contents left by neighbours) may differ from those in
         # isolation.
-        kernels, program = model.predict_in_program(lowered, device, kernels)
+        isolated = kernels
+        kernels, program = model.predict_in_program(lowered, device, isolated)
+        if (speed := speed_of(device)).ratios:
+            from ...models.adapt.present_speed import at_present_speed, program_at_present_speed
+
+            then = program
+            kernels, program = model.predict_in_program(
+                lowered, device, at_present_speed(isolated, lowered.kernels, speed)
+            )
+            program = program_at_present_speed(then, program)
         rows = zip(
             lowered.kernels,
             _places(lowered.kernels, source),
@@ -496,6 +505,16 @@ def model_notes(model: CostModel, kernels: Sequence[Kernel], device: DeviceSpec)
 
 
 def _device_notes(device: DeviceSpec) -> tuple[str, ...]:
+    """Notes on how a device was found, when it was measured, and how fast it runs now."""
+    speed = speed_of(device)
+    changed = (
+        f"this machine runs at {speed} of when it was measured: times are scaled by that, and "
+        "intervals hold both speeds",
+    )
+    return (*_taken(device), *(changed if speed.ratios else ()))
+
+
+def _taken(device: DeviceSpec) -> tuple[str, ...]:
     """A note that a device was matched by name alone, or the time of its measurement."""
     if device.extra.get(BY_NAME):
         return (

@@ -6,9 +6,8 @@ import pytest
 
 from opcast.common.errors import DeviceError
 from opcast.features.devices.device import MemoryLevel, local_device_name
-from opcast.features.devices.identity import Comparison
+from opcast.features.devices.identity import Comparison, compare_anchors, with_speed
 from opcast.predict.devices import is_known, measured_path, resolve_device
-from opcast.workflows.check import at_speed
 
 
 def test_description_passes_through(device):
@@ -119,16 +118,42 @@ def test_a_measurement_without_a_date_has_that_of_its_file(device, saved):
     assert resolve_device("local", {}).extra["measured_at"] == "1970-01-02 00:00 UTC"
 
 
-def test_check_tells_that_the_machine_runs_slower_now(device, predictor, step_file):
-    prediction = predictor.predict(step_file, device=device)
-    near = Comparison({"arithmetic": 0.9, "bandwidth": 1.2})
-    assert at_speed(prediction, near) is prediction
-    found = at_speed(prediction, Comparison({"arithmetic": 0.5, "bandwidth": 0.625}))
-    assert found.latency_us == prediction.latency_us
-    assert found.lo_us == prediction.lo_us
-    assert found.hi_us == pytest.approx(2 * prediction.hi_us)
-    assert found.kernels[0].hi_us == pytest.approx(2 * prediction.kernels[0].hi_us)
-    assert "now runs at 0.56 x (arithmetic 0.50 x, bandwidth 0.62 x)" in found.notes[-1]
+def test_anchors_tell_the_present_speed():
+    then = {"gemm": 600.0, "vector": 300.0, "memory": 1000.0, "single": 40.0}
+    # Within the spread of readings nothing is said.
+    assert not compare_anchors({**then, "gemm": 700.0, "memory": 1200.0}, then).ratios
+    now = compare_anchors({"gemm": 1200.0, "vector": 600.0, "memory": 1250.0, "single": 40.0}, then)
+    # Of the other classes neither changed by more than readings do.
+    assert now.ratios == pytest.approx({"arithmetic": 0.5})
+    # An anchor of one time alone does not count; nor does a description without anchors.
+    assert set(compare_anchors({"gemm": 1200.0}, then).ratios) == {"arithmetic"}
+    assert not compare_anchors({}, then).ratios and not compare_anchors(then, {}).ratios
+
+
+def test_predictions_follow_the_present_speed(device, predictor, step_file):
+    then = predictor.predict(step_file, device=device)
+    slow = with_speed(
+        device, Comparison(dict.fromkeys(("arithmetic", "bandwidth", "single-thread"), 0.5))
+    )
+    now = predictor.predict(step_file, device=slow)
+    # Every class at half speed: every kernel takes twice the time.
+    for kernel, before in zip(now.kernels, then.kernels, strict=True):
+        assert kernel.latency_us == pytest.approx(2 * before.latency_us)
+        assert kernel.lo_us == pytest.approx(before.lo_us)
+        assert kernel.hi_us == pytest.approx(2 * before.hi_us)
+    assert now.latency_us > then.latency_us
+    assert now.lo_us == pytest.approx(then.lo_us) and now.hi_us > then.hi_us
+    assert "this machine runs at 0.50 x (arithmetic 0.50 x" in now.notes[-1]
+    # A faster machine keeps the upper ends, and no speed changes nothing.
+    fast = predictor.predict(step_file, device=with_speed(device, Comparison({"arithmetic": 2.0})))
+    assert fast.hi_us == pytest.approx(then.hi_us)
+    assert predictor.predict(step_file, device=with_speed(slow, Comparison())).notes == then.notes
+
+
+def test_speeds_of_a_device_file_that_are_no_numbers_are_ignored(device, predictor, step_file):
+    odd = replace(device, extra={"present_speed": {"arithmetic": "fast", "bandwidth": -1}})
+    then = predictor.predict(step_file, device=device)
+    assert predictor.predict(step_file, device=odd).latency_us == then.latency_us
 
 
 def test_catalogue_comes_last(device, tmp_path, monkeypatch):

@@ -116,3 +116,38 @@ def test_nothing_is_measured_twice():
     assert run_.samples.add([{**row, "latency_us_p50": 7.0}]) == []
     assert run_.samples.seconds[row["kernel_hash"]] == 7e-6
     assert len(run_.samples) == 1
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_calibrating_beats_the_prior_or_leaves_it(factor):
+    """Simulated rounds on a machine whose memory is slower by a factor, and which drifts."""
+    from opcast.features.kernels.extract import kernels_from_irs
+    from opcast.models.adapt.device_correction import DeviceCorrection, kernel_sites
+    from opcast.models.core.kernel_table import kernel_table
+
+    model = CostModel.load(find_model("default"))
+    device = next(iter(model.devices.values()))
+    frame = Dataset.load(COMMITTED).frame.query("level != 'program'").drop_duplicates("kernel_hash")
+    kernels = kernels_from_irs(frame["kernel_ir"].sample(600, random_state=1).tolist())
+    table = kernel_table(kernels, device)
+    plain = model.estimator.predict(kernels, device)
+    rng = np.random.default_rng(0)
+    law = np.log(factor) * kernel_sites(table, device).share[:, 1]
+    rounds = np.repeat(np.arange(12), 50)
+    drift = rng.normal(0, 0.15, 12)[rounds]
+    truth = plain.latency * np.exp(law)
+    known, rest = rounds < 6, rounds >= 6
+    labels = truth * np.exp(drift + rng.normal(0, 0.2, 600))
+    at = np.flatnonzero(known)
+    found = DeviceCorrection.fit(
+        table.take(at), device, plain.take(at), labels[known], rounds[known]
+    )
+    left = np.flatnonzero(rest)
+    calibrated = found.shifted(plain.take(left), found.mean(table.take(left), device)).latency
+    before = np.abs(np.log(plain.latency[rest] / truth[rest])).mean()
+    after = np.abs(np.log(calibrated / truth[rest])).mean()
+    if factor == 1.0:
+        # Nothing to learn but drift: the model stays within a few per cent of what it was.
+        assert after < 0.03
+    else:
+        assert after < 0.5 * before

@@ -1,0 +1,75 @@
+"""Scales predictions to the speed at which a measured device runs now, by class of work.
+
+A virtual machine shares its host: it may run at half the speed of the hour before, steadily. The
+anchors tell by how much for arithmetic on all cores, for one core and for main memory; a kernel is
+scaled by the class that limits it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ...features.devices.identity import Comparison
+from ...features.kernels.kernel import Kernel
+from ...features.table.columns import INDEX
+from ...features.table.row import rows
+from ..core.base import KernelPrediction
+from ..program.program_model import ProgramPrediction
+
+#: Kinds whose kernels on a CPU run on all cores whatever the compiler states: their libraries
+#: divide the work themselves.
+_PARALLEL = ("gemm", "conv")
+
+
+def at_present_speed(
+    prediction: KernelPrediction, kernels: Sequence[Kernel], speed: Comparison
+) -> KernelPrediction:
+    """Scale the latencies of kernels, and widen their intervals to hold both speeds.
+
+    Args:
+        prediction: Of ``n`` kernels, at the speed of the device's measurement.
+        kernels: The kernels.
+        speed: Present speed relative to then, by class; empty changes nothing.
+    """
+    if not speed.ratios or not kernels:
+        return prediction
+    factor = 1.0 / kernel_speeds(prediction.bound, kernels, speed.ratios)
+    return replace(
+        prediction,
+        latency=prediction.latency * factor,
+        # What was learned at the other speed may hold for part of a kernel: both are possible.
+        lo=prediction.lo * np.minimum(factor, 1.0),
+        hi=prediction.hi * np.maximum(factor, 1.0),
+        unclamped=None if prediction.unclamped is None else prediction.unclamped * factor,
+    )
+
+
+def program_at_present_speed(then: ProgramPrediction, now: ProgramPrediction) -> ProgramPrediction:
+    """Widen the interval of a program at the present speed to hold that of the earlier one."""
+    return now._replace(lo=min(now.lo, then.lo), hi=max(now.hi, then.hi))
+
+
+def kernel_speeds(
+    bound: np.ndarray, kernels: Sequence[Kernel], ratios: Mapping[str, float]
+) -> np.ndarray:
+    """Return the speed of each kernel relative to the device's measurement, shape ``(n,)``.
+
+    Args:
+        bound: What limits each, of :class:`~opcast.features.table.roofline.Roofline`.
+        kernels: The kernels.
+        ratios: Speed by class; a missing class runs as it did.
+    """
+    row = rows(kernels)
+    # XLA states into how many parts it divides a loop, and nothing for one that stays on one core.
+    divided = row[:, INDEX["partitions"]] > 1
+    library = row[:, INDEX["library"]] > 0
+    parallel = divided | library | np.isin([k.kind for k in kernels], _PARALLEL)
+    arithmetic, single, memory = (
+        ratios.get(name, 1.0) for name in ("arithmetic", "single-thread", "bandwidth")
+    )
+    by_core = np.where(parallel, arithmetic, single)
+    # A latency is that of one core, whatever the kernel would be divided into.
+    return np.asarray(np.select([bound == "memory", bound == "latency"], [memory, single], by_core))
