@@ -39,6 +39,12 @@ _FOLDER = PACKAGE / "features" / "devices"
 _RATE_TOLERANCE = 0.1
 #: Figures without which no roofline can be made.
 _REQUIRED = ("hbm_bandwidth_gbps", "memory_gb")
+#: Figures that few devices have, by key of the file, and their keys in ``DeviceSpec.extra``.
+_EXTRA = {
+    "pair_link_gbps": "pair_link_bandwidth",
+    "cores_per_die": "cores_per_die",
+    "threads_per_wave": "threads_per_wave",
+}
 
 
 def device_names() -> list[str]:
@@ -186,12 +192,13 @@ def device_of_sheet(sheet: Sheet) -> DeviceSpec:
     # After filling: a contradiction between two given figures must not depend on which one is
     # default.
     _check_lanes(values, sheet)
+    _check_dies(values, sheet)
     _fill_capability(texts.get("compiler_target", ""), values, why)
     si = {key: values[key] * scale for key, scale in NUMBERS.items() if key in values}
     # Units are converted once, here: everything behind a DeviceSpec is SI.
     matrix, vector = ({d: r * TERA for d, r in rates.items()} for rates in _rates(values))
     extra = {"notes": texts["notes"]} if "notes" in texts else {}
-    pair = {"pair_link_bandwidth": si["pair_link_gbps"]} if "pair_link_gbps" in si else {}
+    named = {key: si[own] for own, key in _EXTRA.items() if own in si}
     return DeviceSpec(
         name=sheet.name,
         platform=platform,
@@ -205,7 +212,7 @@ def device_of_sheet(sheet: Sheet) -> DeviceSpec:
         clock_hz=si.get("boost_mhz", 0.0),
         memory_bytes=si["memory_gb"],
         source=f"device file {Path(sheet.where).name}",
-        extra={**extra, **pair},
+        extra={**extra, **named},
         vendor=texts.get("vendor", ""),
         architecture=architecture,
         lanes_per_core=int(si.get("lanes_per_core", 0)),
@@ -285,4 +292,14 @@ def _check_lanes(values: Values, sheet: Sheet) -> None:
             f"vector_tflops.f32 is {given:.4g}, but {' × '.join(keys)} × 2 is {expected:.4g}",
             where=sheet.where,
             hint="leave out vector_tflops, or lanes_per_core, or correct them",
+        )
+
+
+def _check_dies(values: Values, sheet: Sheet) -> None:
+    if "cores_per_die" in values and values["core_count"] % values["cores_per_die"]:
+        raise DeviceError(
+            f"core_count {values['core_count']:g} is no multiple of cores_per_die "
+            f"{values['cores_per_die']:g}",
+            where=sheet.where,
+            hint="correct one of them; a base may give cores_per_die",
         )

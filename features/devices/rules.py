@@ -91,6 +91,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "cdna2": Architecture(20.0, integer=1.0, double=1.0, floor_us=3.0, gap_us=2.0),
     "cdna3": Architecture(20.0, integer=1.0, double=0.5, floor_us=3.0, gap_us=2.0),
     "cdna4": Architecture(20.0, integer=1.0, double=0.5, floor_us=3.0, gap_us=2.0),
+    # Packed f16 at twice and f64 at 1/16 of the f32 rate; no rate of L2: the file gives the
+    # Infinity Cache's (AMD RDNA 2 documents, from memory).
+    "rdna2": Architecture(double=1 / 16, floor_us=3.0, gap_us=2.0, f32_joules=_NM7),
     "xe2": Architecture(64.0, brain=2.0, double=1 / 16, floor_us=3.0, gap_us=2.0),
     # One program runs through without launches; bf16 lanes came with v6e, f64 is emulated.
     "tpu": Architecture(
@@ -278,9 +281,16 @@ def _wide(name: str, bits: int, listed: Values) -> float:
 
 #: Where :data:`CAPABILITIES` comes from.
 SOURCE = "CUDA C++ programming guide, technical specifications by compute capability, from memory"
-#: Nearest NVIDIA architecture to AMD's: HBM, a large L2 and bf16 in the matrix unit, as an A100.
-#: XLA's compiler for AMD does not run without the device (docs/lowering.md).
-NEAREST = {"gfx908": "sm_80", "gfx90a": "sm_80", "gfx942": "sm_80", "gfx950": "sm_80"}
+#: Nearest NVIDIA architecture to AMD's: HBM, a large L2 and bf16 in the matrix unit, as an A100;
+#: packed f16 and s8 but no bf16 on RDNA 2, as Turing. XLA's compiler for AMD does not run without
+#: the device (docs/lowering.md).
+NEAREST = {
+    "gfx908": "sm_80",
+    "gfx90a": "sm_80",
+    "gfx942": "sm_80",
+    "gfx950": "sm_80",
+    "gfx1030": "sm_75",
+}
 #: How NVIDIA's architectures are named.
 NVIDIA = "sm_"
 #: Figures of a core and of a block that only a compiler needs, in the order of `_row`.

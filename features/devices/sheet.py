@@ -23,6 +23,7 @@ from .rules import IDLE_W, MATRIX_TYPES, VECTOR_TYPES
 #: print both: an "80 GB" H100 has 80 · 2^30 bytes, and 3.35 TB/s are 3.35e12 bytes/s.
 NUMBERS: dict[str, float] = {
     "core_count": 1.0,
+    "cores_per_die": 1.0,
     "lanes_per_core": 1.0,
     "boost_mhz": 1e6,
     "shared_kb_per_core": 2.0**10,
@@ -40,6 +41,7 @@ NUMBERS: dict[str, float] = {
     "launch_gap_us": 1e-6,
     "dispatch_us": 1e-6,
     "threads_per_core": 1.0,
+    "threads_per_wave": 1.0,
     "threads_per_block": 1.0,
     "shared_kb_per_block": 2.0**10,
     "shared_kb_per_block_optin": 2.0**10,
@@ -58,6 +60,8 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 #: Figures that count things.
 _WHOLE = {
     "core_count",
+    "cores_per_die",
+    "threads_per_wave",
     "lanes_per_core",
     "devices_per_node",
     "threads_per_core",

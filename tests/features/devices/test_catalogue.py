@@ -33,7 +33,9 @@ EXPECTED = {
     "v100-pcie", "v100-sxm", "a100-pcie-40gb", "a100-sxm-40gb", "a100-pcie-80gb", "a100-sxm-80gb",
     "a40", "a30", "t4", "l4", "l40s", "h100-pcie", "h100-sxm", "h200-sxm", "b200", "b300", "gb200",
     "gb300", "rtx-pro-6000", "arc-b60", "p4", "p100", "mi100", "mi210", "mi250", "tpu-v3", "tpu-v4",
-    "tpu-v5e", "tpu-v5p", "tpu-v6e",
+    "tpu-v5e", "tpu-v5p", "tpu-v6e", "rtx-3090", "rtx-4090", "rtx-5090", "rtx-6000-ada",
+    "rtx-a6000", "a10", "a10g", "l20", "l40", "h20", "h800-sxm", "a800-sxm-80gb", "gh200",
+    "gh200-144gb", "mi300x", "mi308x", "mi325x", "mi350x", "mi355x", "rx-6800-xt",
 }  # fmt: skip
 #: The least that a file must say.
 BARE = """\
@@ -80,6 +82,7 @@ def test_figures_are_physical(spec: DeviceSpec) -> None:
     assert rates == sorted(rates, reverse=True)
     assert spec.levels[-1].capacity == spec.memory_bytes
     assert (len(spec.levels) == 2) == (spec.platform == "gpu")
+    # The GH200's host is as near as its neighbours: NVLink-C2C has NVLink's bandwidth.
     assert spec.link_bandwidth >= spec.host_bandwidth or spec.name in ("arc-b60", "mi250")
     assert 0.2e-6 <= spec.floor <= 5e-6
     if spec.lanes_per_core:
@@ -149,6 +152,17 @@ def test_an_l2_resident_set_runs_at_the_bandwidth_of_l2() -> None:
         ("TPU v5", "tpu-v5p"),
         ("tpu-v6-lite", "tpu-v6e"),
         ("Tesla V100-SXM2-16GB", "v100-sxm-16gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("rtx 5090", "rtx-5090"),
+        ("3090", "rtx-3090"),
+        ("A6000", "rtx-a6000"),
+        ("RTX 6000 Ada", "rtx-6000-ada"),
+        ("NVIDIA A10G", "a10g"),
+        ("H800", "h800-sxm"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("AMD Instinct MI325X", "mi325x"),
+        ("MI350", "mi350x"),
     ],
 )
 def test_names_and_aliases(name: str, canonical: str) -> None:
@@ -163,6 +177,118 @@ def test_unknown_name_lists_the_closest() -> None:
     assert closest_names("nvidia a100 sxm")[0].startswith("a100-")
     # A path is no name.
     assert not in_catalogue("../devices/h100-sxm")
+
+
+#: Dense products in one clock of an SM or compute unit: an Ampere GA10x tensor core makes 128 f16
+#: multiply-adds, four of them in an SM, and half as many when GeForce accumulates in FP32; Ada the
+#: same; Hopper 1024 a core; CDNA 3 2048 and CDNA 4 4096 FLOP a unit (white papers). A sparse peak
+#: would be twice that.
+PER_CLOCK = {
+    "rtx-a6000": 1024,
+    "a10": 1024,
+    "rtx-3090": 512,
+    "a10g": 512,
+    "rtx-4090": 512,
+    "rtx-5090": 512,
+    "rtx-6000-ada": 1024,
+    "l40": 512,
+    "l20": 512,
+    "mi300x": 2048,
+    "mi308x": 2048,
+    "mi325x": 2048,
+    "mi350x": 4096,
+    "mi355x": 4096,
+}
+
+
+@pytest.mark.parametrize(("name", "flops"), PER_CLOCK.items())
+def test_matrix_peaks_are_dense(name: str, flops: int) -> None:
+    spec = find_device(name)
+    per_clock = spec.peak_flops["f16"] / (spec.core_count * spec.clock_hz)
+    assert per_clock == pytest.approx(flops, rel=0.03)
+    assert spec.peak_flops["f8e4m3fn"] / spec.peak_flops["f16"] in (
+        pytest.approx(1.0),  # no unit of its own: converted
+        pytest.approx(2.0, rel=0.01),
+    )
+
+
+def test_matrix_units_of_amd_by_type() -> None:
+    mi300, mi350, rdna = (find_device(name) for name in ("mi300x", "mi350x", "rx-6800-xt"))
+    # XF32 at half of bf16 on CDNA 3; CDNA 4 has none, and FP64 at half of CDNA 3's per unit.
+    assert mi300.peak_flops["tf32"] == pytest.approx(mi300.peak_flops["bf16"] / 2, rel=0.001)
+    assert mi350.peak_flops["tf32"] == mi350.peak_flops["f32"]
+    assert mi300.peak_flops["f4e2m1fn"] == mi300.peak_flops["f8e4m3fn"]  # no fp4 unit
+    assert mi350.peak_flops["f4e2m1fn"] == pytest.approx(2 * mi350.peak_flops["f8e4m3fn"], rel=1e-3)
+    # No matrix unit: packed f16 on the vector unit, bf16 converted to f32.
+    assert rdna.peak_flops["f16"] == pytest.approx(2 * rdna.vector_flops["f32"], rel=0.01)
+    assert rdna.peak_flops["bf16"] == rdna.peak_flops["f32"]
+
+
+def test_dies_and_waves_of_amd() -> None:
+    dies = {"mi300x": 8, "mi308x": 4, "mi325x": 8, "mi350x": 8, "mi355x": 8}
+    for name, count in dies.items():
+        spec = find_device(name)
+        assert spec.core_count / spec.extra["cores_per_die"] == count
+        assert spec.extra["threads_per_wave"] == 64
+        assert spec.cache_bytes == 256 * 2**20  # the Infinity Cache
+    assert find_device("rx-6800-xt").extra["threads_per_wave"] == 32
+
+
+def test_variants_differ_from_their_chip_in_what_their_name_says() -> None:
+    def figures(name: str) -> dict[str, float]:
+        spec = find_device(name)
+        return {"flops": spec.peak_flops["bf16"], "memory": spec.bandwidth,
+                "links": spec.link_bandwidth, "bytes": spec.memory_bytes}  # fmt: skip
+
+    def changed(one: str, other: str) -> set[str]:
+        a, b = figures(one), figures(other)
+        return {key for key in a if a[key] != b[key]}
+
+    assert changed("h800-sxm", "h100-sxm") == {"links"}
+    assert changed("a800-sxm-80gb", "a100-sxm-80gb") == {"links"}
+    assert changed("mi325x", "mi300x") == {"memory", "bytes"}
+    assert changed("gh200-144gb", "gh200") == {"memory", "bytes"}
+    assert changed("mi350x", "mi355x") == {"flops"}
+
+
+def test_order_of_ridges() -> None:
+    # FLOP per byte at which bf16 products stop being bound by memory. H20 has a Hopper's memory
+    # and a seventh of its arithmetic.
+    ridge = {
+        name: find_device(name).peak_flops["bf16"] / find_device(name).bandwidth
+        for name in ("h20", "a10g", "rtx-3090", "h200-sxm", "mi325x", "mi300x", "h800-sxm")
+    }
+    assert ridge["h20"] == pytest.approx(148e12 / 4000e9)
+    assert ridge["h20"] < ridge["rtx-3090"] < ridge["a10g"] < ridge["h200-sxm"]
+    assert ridge["h200-sxm"] < ridge["mi325x"] < ridge["mi300x"] < ridge["h800-sxm"]
+
+
+def test_cores_must_fill_whole_dies(tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match="core_count 300 is no multiple of cores_per_die 38"):
+        load_device_file(write(tmp_path, "name: chip\nbase: mi300x\ncore_count: 300\n"))
+
+
+#: Devices of the kernel pack without public figures, and those that the catalogue has not.
+WITHOUT_SHEET = ("gfx1250-256cu", "gfx1250-96cu")
+
+
+def test_devices_of_the_published_kernels() -> None:
+    path = PUBLISHED / "published-kernels" / "devices3.csv"
+    if not path.is_file():
+        pytest.skip(f"devices3.csv is not at {PUBLISHED} (OPCAST_PUBLISHED_DATA)")
+    with path.open() as lines:
+        rows = [r for r in csv.DictReader(lines) if in_catalogue(r["device"])]
+    assert len(rows) >= 26
+    assert not {row["device"] for row in rows} & set(WITHOUT_SHEET)
+    for row in rows:
+        found = find_device(row["device"])
+        assert found.core_count == int(row["cores"])
+        assert found.bandwidth == pytest.approx(1e9 * float(row["hbm_gbs"]), rel=0.13)
+        assert found.matrix_peak("bf16") <= 1.001 * found.matrix_peak("f16")
+        if row["fp16_tflops"]:
+            assert found.matrix_peak("f16") == pytest.approx(
+                1e12 * float(row["fp16_tflops"]), rel=0.02
+            )
 
 
 @pytest.mark.parametrize(
