@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 #: Longest error line to print, in characters: native parsers quote whole programs.
 LONGEST = 2000
 
+PriceOpt = Annotated[
+    float | None,
+    typer.Option(min=0.0, help="Price of a device for an hour, in any currency: prints the cost."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder or file to write.")]
 Data = Annotated[list[Path], typer.Option("--data", help="Dataset folder; may be given again.")]
@@ -343,3 +347,27 @@ def require_plots() -> None:
     # Looked for, not imported, which would be slow.
     if find_spec("matplotlib") is None:
         raise ModelError("matplotlib is not installed", hint="pip install 'matplotlib>=3.8,<4'")
+
+
+def prices_of(values: Collection[str]) -> dict[str, float]:
+    """Parse prices: ``DEVICE=2.5`` of one device, ``2.5`` of all others (under an empty name).
+
+    Raises:
+        typer.BadParameter: One is no number, or below zero.
+        DeviceError: A device is not in the catalogue.
+    """
+    prices = {}
+    for text in values:
+        name, _, number = text.rpartition("=")
+        try:
+            price = float(number)
+        except ValueError:
+            price = math.nan
+        if not 0.0 <= price < math.inf:
+            raise typer.BadParameter(f"{text!r} is no price: write 2.5, or h100-sxm=2.5")
+        if name:
+            from ..features.devices.catalogue import find_device
+
+            name = find_device(name).name
+        prices[name] = price
+    return prices

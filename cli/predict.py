@@ -19,6 +19,7 @@ from .options import (
     ManyDevicesOpt,
     ModelOpt,
     OpOpt,
+    PriceOpt,
     ProgramArg,
     ProgramOrNone,
     ProgramsOrNone,
@@ -40,7 +41,7 @@ from .options import (
 
 if TYPE_CHECKING:
     from ..features.lowering.options import LoweringOptions
-    from ..predict.program.predictor import Predictor
+    from ..predict.program.predictor import Prediction, Predictor
 
 
 def predict(
@@ -71,6 +72,7 @@ def predict(
     framework: TorchFrameworkOpt = "xla",
     train: TrainOpt = "",
     loss: LossOpt = "",
+    price: PriceOpt = None,
 ) -> None:
     """Predict a program's time and memory on a device or a cluster.
 
@@ -109,7 +111,9 @@ def predict(
     options = LoweringOptions(lowering, None if cluster else device, trips_of(trip_count), fallback)
     if cluster:
         refuse(
-            context, "a partitioned program (--cluster)", {"device", "strict", "out", "plot", "by"}
+            context,
+            "a partitioned program (--cluster)",
+            {"device", "strict", "out", "plot", "by", "price"},
         )
         if many:
             raise typer.BadParameter("--cluster takes one program")
@@ -131,7 +135,7 @@ def predict(
         refuse(
             context,
             "several models: give a single --model",
-            {"strict", "timeline", "out", "plot", "by", "train", "loss"},
+            {"strict", "timeline", "out", "plot", "by", "train", "loss", "price"},
         )
         if many:
             raise typer.BadParameter("several programs or devices take a single --model")
@@ -149,7 +153,7 @@ def predict(
         refuse(
             context,
             "a table of several programs or devices",
-            {"top", "by", "strict", "timeline", "train", "loss"},
+            {"top", "by", "strict", "timeline", "train", "loss", "price"},
         )
         _predict_table(programs, device.split(","), predictor, options, out, plot, json_output)
         return
@@ -161,11 +165,20 @@ def predict(
 
         write_chrome_trace(prediction, timeline)
     if json_output:
-        print_json(prediction.to_dict())
+        print_json(prediction.to_dict() | _cost(prediction, price))
         return
     from ..predict.render.program import print_prediction
 
-    print_prediction(make_console(), prediction, top, by)
+    print_prediction(make_console(), prediction, top, by, price)
+
+
+def _cost(prediction: Prediction, price: float | None) -> dict[str, float]:
+    """Keys of the cost of one run; none without a price."""
+    from ..common.interval import Interval
+    from ..models.power.energy import cost_fields
+
+    seconds = [t * 1e-6 for t in (prediction.latency_us, prediction.lo_us, prediction.hi_us)]
+    return cost_fields(price, Interval(*seconds), 1)
 
 
 def _predict_framework(

@@ -15,6 +15,7 @@ from .options import (
     HfOpt,
     Json,
     OperatorModelOpt,
+    PriceOpt,
     Settings,
     StepModelOpt,
     Timeline,
@@ -46,6 +47,7 @@ def simulate(
     explain: Annotated[
         bool, typer.Option("--explain", help="Take the step apart into terms.")
     ] = False,
+    price: PriceOpt = None,
     jitter: Annotated[
         float, typer.Option(min=0.0, help="Relative noise of a task's time on a device.")
     ] = 0.0,
@@ -82,7 +84,7 @@ def simulate(
         where, operators, framework=framework, compiled=compiled, learned=learned
     )
     prediction = predictor.predict(
-        work, chosen, jitter, _speeds(speed or []), seed=seed, explain=explain
+        work, chosen, jitter, _speeds(speed or []), seed=seed, explain=explain, price=price
     )
     if timeline is not None:
         title = f"{prediction.plan.text()} on {prediction.cluster}"

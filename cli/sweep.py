@@ -17,6 +17,7 @@ from .options import (
     StepModelOpt,
     Workload,
     make_console,
+    prices_of,
     refuse,
     require_plots,
     workload_of,
@@ -44,6 +45,14 @@ def sweep(
     framework: FrameworkOpt = "",
     compiled: CompiledOpt = False,
     steps: StepModelOpt = "default",
+    price: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--price",
+            help="Price of a device for an hour, 2.5, or of one by name, h100-sxm=2.5; may be "
+            "given again. Adds the cost to rows and front.",
+        ),
+    ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 1,
     ray: Annotated[str, typer.Option(help="Address of a Ray cluster; 'local' starts one.")] = "",
     seed: Annotated[int, typer.Option(help="With --trials: random seed of the search.")] = 0,
@@ -82,6 +91,7 @@ def sweep(
             framework=framework,
             compiled=compiled,
             steps=steps,
+            prices=prices_of(price or ()),
             workers=workers,
             ray=ray,
             seed=seed,

@@ -32,6 +32,10 @@ def train(
         Path | None,
         typer.Option(help="Instead of --data: a table of measured serving to learn from."),
     ] = None,
+    power: Annotated[
+        Path | None,
+        typer.Option(help="Instead of --data: a table of operators with their board power."),
+    ] = None,
     model: Annotated[str, typer.Option(help="Estimator to train.")] = "xgboost",
     split: Annotated[
         str, typer.Option(help="For kernels: split to test on, or a table of your own.")
@@ -73,8 +77,15 @@ def train(
 
     The metrics are printed beside the label noise; the run is logged to MLflow.
     """
-    if sum(given is not None for given in (data, steps, serving)) != 1:
-        raise typer.BadParameter("give one of --data, --steps and --serving")
+    if sum(given is not None for given in (data, steps, serving, power)) != 1:
+        raise typer.BadParameter("give one of --data, --steps, --serving and --power")
+    if power is not None:
+        refuse_unused(context, "training on power", {"power", "out", "seed"})
+        from ..workflows.settings import PowerSettings
+        from ..workflows.train_power import run_train_power
+
+        run_train_power(make_console(), PowerSettings(power, out or Path("power.json"), seed=seed))
+        return
     if serving is not None:
         refuse_unused(context, "training on serving", {"serving", "out", "seed", "track"})
         from ..workflows.serving.train import run_train_serving

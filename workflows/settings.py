@@ -212,6 +212,22 @@ class ServingSettings(StepSettings):
 
 
 @dataclass(frozen=True)
+class PowerSettings(Settings):
+    """Settings of ``opcast train --power``.
+
+    Attributes:
+        table: Operators with their board power, parquet.
+        out: File for the model.
+        seed: Of the trees' draws.
+    """
+
+    command: ClassVar[str] = "train --power"
+    table: Path
+    out: Path
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class ProgramSettings(Settings):
     """Settings of ``opcast evaluate`` on a folder of programs.
 
@@ -249,6 +265,7 @@ class SweepSettings(Settings):
         framework: Framework that runs the steps; empty for an average one.
         compiled: Whether steps are compiled, or replayed as CUDA graphs.
         steps: File of a model of steps; ``default`` for the one that ships.
+        prices: Of a device for an hour, by device; under an empty name, of all others.
         workers: Worker processes.
         ray: Address of a Ray cluster; empty for none.
         seed: Seed of the search.
@@ -269,6 +286,7 @@ class SweepSettings(Settings):
     framework: str = ""
     compiled: bool = False
     steps: str = "default"
+    prices: Mapping[str, float] = field(default_factory=dict)
     workers: int = 1
     ray: str = ""
     seed: int = 0

@@ -39,7 +39,7 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
     grid = parse_grid(settings.grid) if settings.grid else {}
     clusters, out = list(settings.clusters), settings.out
     own = SweepJob(work, settings.model, settings.framework, settings.compiled, settings.steps)
-    job = sweeps.Sweep(own, out, settings.workers, settings.ray)
+    job = sweeps.Sweep(own, out, settings.workers, settings.ray, settings.prices)
     with _bar() as advance:
         if settings.trials:
             rows = sweeps.search(

@@ -11,6 +11,7 @@ import numpy as np
 from ...common.interval import Interval, step_fields
 from ...features.devices.device import DeviceSpec
 from ...models.operators import OpModel
+from ...models.power.energy import cost_fields, energy_fields
 from ...models.steps.context import COMPILED, OWN, StepContext, context_of
 from ...models.steps.memory import law_of
 from ...models.steps.model import UNCALIBRATED, StepModel, shipped_steps
@@ -26,6 +27,7 @@ from ...simulate.step.plan import Plan
 from ...simulate.step.workload import HLO_DTYPE, Workload, resolved
 from ..devices import cluster_device, resolve_device
 from ..operator.step_operators import OperatorLatency
+from .energy import step_energy
 from .network import ClusterNetwork
 from .waterfall import Term, Waterfall
 
@@ -54,6 +56,9 @@ class StepPrediction:
         known: What is known of such steps, one of :data:`opcast.models.steps.model.TIERS`.
         terms: Terms of the step, if requested.
         whole: What was learned of such steps beyond their terms: level and value, and the factor.
+        joules: Energy of all devices with its 90 % interval; ``None`` if the device's power limit
+            is not known.
+        price: Of a device for an hour, if given.
     """
 
     workload: Workload
@@ -71,6 +76,8 @@ class StepPrediction:
     known: str = ""
     terms: tuple[Term, ...] = ()
     whole: tuple[tuple[str, float], ...] = ()
+    joules: Interval | None = None
+    price: float | None = None
 
     @property
     def flops_per_device(self) -> float:
@@ -95,6 +102,8 @@ class StepPrediction:
             "tflops_per_device": self.flops_per_device / 1e12,
             "mfu": self.flops_per_device / self.peak_flops,
             "tokens_per_s": self.workload.batch * self.workload.seq / s.total,
+            **energy_fields(self.joules),
+            **cost_fields(self.price, self.interval, self.plan.devices),
             "parameters": self.workload.parameters,
             "devices": self.plan.devices,
             "microbatches": self.plan.microbatches,
@@ -181,6 +190,7 @@ class StepPredictor:
         *,
         remedy: bool = True,
         explain: bool = False,
+        price: float | None = None,
     ) -> StepPrediction:
         """Predict time and memory of a step.
 
@@ -193,6 +203,7 @@ class StepPredictor:
             seed: Random seed of the samples.
             remedy: Whether to search for the smallest change if the plan does not fit into memory.
             explain: Whether to take the step apart into its terms.
+            price: Of a device for an hour, for the cost of the step.
 
         Raises:
             PlanError: The plan does not fit the model or the cluster.
@@ -235,6 +246,8 @@ class StepPredictor:
             known=known,
             terms=tuple(own_terms.terms()) if explain else (),
             whole=own_terms.whole() if explain else (),
+            joules=step_energy(seconds, counts, step.compute, interval, self.spec, plan.devices),
+            price=price,
         )
 
     def _learn(self, workload: Workload) -> StepContext:

@@ -14,11 +14,13 @@ import numpy as np
 
 from ...common.errors import StrictError
 from ...common.files import printable
-from ...common.interval import InSeconds, latency_fields, latency_of
+from ...common.interval import InSeconds, Interval, latency_fields, latency_of
 from ...features.devices.identity import BY_NAME, MEASURED_AT, base_name, speed_of
 from ...features.kernels.kernel import Kernel, LoweredProgram
+from ...models.power.energy import energy_fields
 from ..devices import resolve_device
 from ..locate import OPERATOR_MODEL, PLATFORM_DEFAULTS, find_model, is_untrained
+from .energy import program_energy
 
 if TYPE_CHECKING:
     from ...features.devices.device import DeviceSpec
@@ -99,6 +101,8 @@ class Prediction(InSeconds):
         notes: Known limits of the prediction.
         compiler: Compiler and version, if a compiler made the kernels.
         device_memory_bytes: Memory of the device; 0 if not known.
+        energy: Joules of one run with their 90 % interval; ``None`` if the device's power limit is
+            not known.
         standing: Those of ``notes`` that are about the model and the device, whatever the program.
     """
 
@@ -115,6 +119,7 @@ class Prediction(InSeconds):
     compiler: str = ""
     device_memory_bytes: float = 0.0
     standing: tuple[str, ...] = ()
+    energy: Interval | None = None
 
     @property
     def fits(self) -> bool | None:
@@ -146,6 +151,7 @@ class Prediction(InSeconds):
         """Plain data, as ``opcast predict --json`` prints it."""
         return {
             **latency_of(self),
+            **energy_fields(self.energy),
             # Not ``asdict``, which copies recursively: programs have tens of thousands of kernels.
             "kernels": [
                 {name: getattr(k, name) for name in KernelEstimate.__slots__} for k in self.kernels
@@ -374,6 +380,12 @@ class Predictor:
                 *standing,
             ),
             standing=standing,
+            energy=program_energy(
+                lowered.kernels,
+                kernels.latency,
+                Interval(program.latency, program.lo, program.hi),
+                device,
+            ),
             compiler=lowered.compiler,
             device_memory_bytes=device.memory_bytes,
         )

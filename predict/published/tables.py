@@ -24,8 +24,10 @@ from ...models.collectives.measurements import XLA_COLUMNS
 from ...models.collectives.model import CollectiveModel
 from ...models.operators import OpModel, rows_of_published
 from ...models.operators.report import only_or_mixed
+from ...models.power.model import shipped_power
 from .composition import compose
 from .pack_tables import TIMES, predict_products, predict_xla_collectives
+from .power_table import WATTS, is_power, power_note, predict_power
 
 #: File patterns by content. Queries come before answered tables: a folder that has both asks for
 #: the queries, and the first pattern with a match counts.
@@ -33,6 +35,7 @@ OPERATORS = ("queries_ops_*.parquet", "ops_*.parquet")
 COLLECTIVES = ("queries_collectives*.csv.gz", "collectives*.csv.gz")
 MATMUL = ("queries_matmul*.csv*", "matmul*.csv*")
 GEMM = ("queries_gemm*.parquet", "gemm*.parquet")
+POWER = ("queries_power*.parquet", "power.parquet")
 PROGRAMS = ("queries_e2e.csv", "e2e_labels.csv")
 GRAPHS = "opgraphs.parquet"
 #: Prefix of the splits whose rows may be learned from.
@@ -49,8 +52,9 @@ class PublishedPredictions:
 
     Attributes:
         frame: ``id`` (the number of a row where its table has none), ``latency_us``, ``lo_us`` and
-            ``hi_us`` of every row, and ``table`` and ``reason`` (why a row has no prediction) for
-            rows of tables other than operators, collectives and programs.
+            ``hi_us`` of every row, ``power_w`` with its ends of rows of power tables, and ``table``
+            and ``reason`` (why a row has no prediction) for rows of tables other than operators,
+            collectives and programs.
         judged: Rows with a known latency: ``table``, ``family``, ``device``, ``split``,
             ``scope``, ``error`` (predicted / measured - 1), ``covered``, ``calibration`` (whether
             the row was learned from).
@@ -107,9 +111,15 @@ def predict_published(
         raise DatasetError("no such folder or table", where=str(folder))
     links = collectives or CollectiveModel.load()
     job = _Job(folder, model, links, calibrate, limit)
-    parts = [*job.operators(), *job.collective_tables(), *job.products(), *job.programs()]
+    parts = [
+        *job.operators(),
+        *job.collective_tables(),
+        *job.products(),
+        *job.powers(),
+        *job.programs(),
+    ]
     if not parts:
-        wanted = ", ".join((*OPERATORS, *COLLECTIVES, *MATMUL, *GEMM, *PROGRAMS))
+        wanted = ", ".join((*OPERATORS, *COLLECTIVES, *MATMUL, *GEMM, *POWER, *PROGRAMS))
         raise DatasetError("no table to predict", where=str(folder), hint=f"expected {wanted}")
     frame = pd.concat([part.frame for part in parts], ignore_index=True)
     judged = pd.concat([part.judged for part in parts], ignore_index=True)
@@ -178,6 +188,18 @@ class _Job:
                 table = table.sample(self.limit, random_state=0)
             yield _judged_pack(path, predict_products(table, path, self.model))
 
+    def powers(self) -> Iterator[PublishedPredictions]:
+        """Predict tables of board power, whose rows get watts beside their latency."""
+        for path in _files(self.folder, POWER):
+            table = read_table(path)
+            if self.limit is not None and len(table) > self.limit:
+                table = table.sample(self.limit, random_state=0)
+            rows = predict_power(table, path, self.model, shipped_power())
+            part = _judged_pack(path, rows)
+            part.frame[list(WATTS)] = rows[list(WATTS)].to_numpy()
+            part.notes += power_note(rows)
+            yield part
+
     def programs(self) -> Iterator[PublishedPredictions]:
         for path in _files(self.folder, PROGRAMS):
             graphs = path.parent / GRAPHS
@@ -236,6 +258,8 @@ def _kind(path: Path) -> Sequence[str]:
     if path.name in PROGRAMS:
         return PROGRAMS
     columns = set(read_products(path).columns)
+    if is_power(path, columns):
+        return POWER
     if is_products(columns):
         return GEMM if path.suffix == ".parquet" else MATMUL
     if columns >= XLA_COLUMNS or {"bytes", "world_size"} <= columns:

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from ...common.interval import Interval
 from ...common.units import duration, size
+from ...models.power.energy import cost_of
 from ..program.predictor import KernelEstimate, Prediction
 from .parts import Column, fitted_table, print_notes, timed_headline, unfit
 
@@ -31,7 +33,11 @@ _NUMBER = re.compile(r"\d+")
 
 
 def print_prediction(
-    console: Console, prediction: Prediction, top: int = 10, by: str = "kernel"
+    console: Console,
+    prediction: Prediction,
+    top: int = 10,
+    by: str = "kernel",
+    price: float | None = None,
 ) -> None:
     """Print the total, what takes most time, and the shares by kind.
 
@@ -40,6 +46,7 @@ def print_prediction(
         prediction: The prediction.
         top: Rows of the table.
         by: One of :data:`GROUPS`: equal kernels, source lines or modules.
+        price: Of the device for an hour; without one no cost is printed.
     """
     p = prediction
     first = timed_headline(p.latency_us, p.lo_us, p.hi_us, f"on {p.device}")
@@ -49,6 +56,8 @@ def print_prediction(
         f"{len(p.kernels)} kernels, {executions:.0f} executions; lowering {p.lowering}; "
         f"model {p.model}; peak memory {size(p.peak_memory_bytes)} ({p.memory_source}){_fit(p)}"
     )
+    for line in _energy_and_cost(p, price):
+        console.print(line)
     # Before the table, which may be longer than the screen.
     print_notes(console, p.notes, loud=True)
     if by == "kernel":
@@ -58,6 +67,20 @@ def print_prediction(
     shares = ", ".join(f"{kind} {share:.0%}" for kind, share in p.share_by_kind.items())
     console.print(f"by kind: {shares}; in domain: {p.in_domain_share:.0%} of the time")
     print_notes(console, p.notes, p.standing, loud=False)
+
+
+def _energy_and_cost(p: Prediction, price: float | None) -> list[str]:
+    lines = []
+    if (joules := p.energy) is not None:
+        watts = joules.value / (p.latency_us * 1e-6)
+        lines.append(
+            f"energy {joules.value:.3g} J  [{joules.lo:.3g} – {joules.hi:.3g}], {watts:.0f} W"
+        )
+    if price is not None:
+        seconds = Interval(p.latency_us * 1e-6, p.lo_us * 1e-6, p.hi_us * 1e-6)
+        cost = cost_of(price, seconds, 1)
+        lines.append(f"cost {cost.value:.3g}  [{cost.lo:.3g} – {cost.hi:.3g}] a run")
+    return lines
 
 
 def _fit(p: Prediction) -> str:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...common.units import duration, size
+from ...models.power.energy import cost_of
 from ..cluster.step import StepPrediction, breakdown
 from .parts import headline, interval_text, print_notes, unfit
 
@@ -33,6 +34,8 @@ def print_step(console: Console, prediction: StepPrediction) -> None:
         f"{prediction.flops_per_device / 1e12:.0f} TFLOP/s a device ({mfu:.1%} of its peak), "
         f"{tokens:,.0f} tokens/s; {prediction.workload.parameters / 1e9:.2f} billion parameters"
     )
+    if prediction.joules is not None or prediction.price is not None:
+        console.print(_energy(prediction), highlight=False)
     by = prediction.framework or "an average framework"
     console.print(
         f"plan {prediction.plan.text()} on {prediction.cluster}, by {by}", highlight=False
@@ -47,6 +50,26 @@ def print_step(console: Console, prediction: StepPrediction) -> None:
     print_notes(console, prediction.notes())
 
 
+def _energy(prediction: StepPrediction) -> str:
+    """Energy and cost of the step, with their intervals."""
+    total, n = prediction.interval, prediction.plan.devices
+    tokens = prediction.workload.batch * prediction.workload.seq
+    said = []
+    if (joules := prediction.joules) is not None:
+        watts = joules.value / total.value / n
+        said.append(
+            f"{joules.value / 1e3:.4g} kJ a step  [{joules.lo / 1e3:.4g} – {joules.hi / 1e3:.4g}], "
+            f"{watts:.0f} W a device, {joules.value / tokens:.3g} J a token"
+        )
+    if prediction.price is not None:
+        cost = cost_of(prediction.price, total, n)
+        said.append(
+            f"cost {cost.value:.4g}  [{cost.lo:.4g} – {cost.hi:.4g}] a step, "
+            f"{cost.value / tokens * 1e6:.4g} a million tokens"
+        )
+    return "; ".join(said)
+
+
 def print_front(console: Console, front: pd.DataFrame, judged: int, fitting: int, top: int) -> None:
     """Print the Pareto front of a sweep, fastest first.
 
@@ -58,7 +81,8 @@ def print_front(console: Console, front: pd.DataFrame, judged: int, fitting: int
         top: Number of rows to print.
     """
     console.print(f"{judged} plans, {fitting} fit the memory, {len(front)} on the Pareto front")
-    table = _table("step", "memory", "MFU", "energy", "batch", "cluster", "plan")
+    priced = ("cost",) if "cost" in front else ()
+    table = _table("step", "memory", "MFU", "energy", *priced, "batch", "cluster", "plan")
     for row in front.head(top).to_dict("records"):
         energy = row["energy_j"]
         table.add_row(
@@ -67,6 +91,7 @@ def print_front(console: Console, front: pd.DataFrame, judged: int, fitting: int
             f"{row['mfu']:.1%}",
             # NaN where the device's power limit is not known.
             "" if energy != energy else f"{energy / 1e3:.4g} kJ",
+            *(f"{row[name]:.4g}" for name in priced),
             str(row["batch"]),
             Text(str(row["cluster"])),
             Text(str(row["plan"])),

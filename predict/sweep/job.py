@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 from ...common.errors import OpcastError, PlanError, fault
-from ...common.interval import LATENCY_KEYS
+from ...common.interval import LATENCY_KEYS, Interval
 from ...models.operators import OpModel
 from ...models.steps.model import find_step_model
 from ...simulate.clusters.catalogue import find_cluster
@@ -20,8 +20,6 @@ from .space import Candidate
 
 logger = logging.getLogger(__name__)
 
-#: Power of a waiting device, as a share of its limit. Engineering estimate; not fitted.
-IDLE_SHARE = 0.3
 #: Columns that a sweep writes, besides the plan's settings.
 FIGURES = (
     "step_us",
@@ -37,7 +35,7 @@ FIGURES = (
     "tokens_per_s",
     "devices",
 )
-_ENERGY = ("energy_j", "energy_j_per_token")
+_ENERGY = ("energy_j", "energy_lo_j", "energy_hi_j", "energy_j_per_token")
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,7 @@ class SweepJob:
 def judge(job: SweepJob, items: Sequence[Candidate]) -> list[dict[str, object]]:
     """One row for each candidate: its settings and figures.
 
-    Energy in joules is the power limit times the computation time, plus :data:`IDLE_SHARE` of the
-    limit while a device waits, over all devices. A plan that cannot be evaluated gets a row without
+    A plan that cannot be evaluated gets a row without
     figures, whose ``error`` says why: it must not cost the others.
 
     Raises:
@@ -102,19 +99,14 @@ def _row(job: SweepJob, item: Candidate, predictor: StepPredictor) -> dict[str, 
     # No remedy: a plan that does not fit is a result, and the grid holds its neighbours anyway.
     prediction = predictor.predict(workload, item.plan, remedy=False)
     data = prediction.to_dict()
-    spec = predictor.spec
-    # Guard: rounding may put the busiest device's computation a little above the total.
-    waiting = max(0.0, prediction.step.total - prediction.step.compute)
-    # The busiest device stands for all, which overstates energy where stages are unequal.
-    joules = spec.power_w * item.plan.devices * (prediction.step.compute + IDLE_SHARE * waiting)
+    # NaN, not 0: an unknown power must not win the Pareto front.
+    joules = prediction.joules or Interval(*(float("nan"),) * 3)
     # For each token, since batches of a sweep differ.
     tokens = workload.batch * workload.seq
     return {
         **_subject(item, predictor),
         **{name: data[name] for name in FIGURES},
-        # NaN, not 0: an unknown power must not win the Pareto front.
-        "energy_j": joules if spec.power_w else float("nan"),
-        "energy_j_per_token": joules / tokens if spec.power_w else float("nan"),
+        **dict(zip(_ENERGY, (*joules, joules.value / tokens), strict=True)),
         "error": "",
     }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from .workers import Rows, run_here, run_processes, run_ray
 #: Engineering estimate.
 PIECE = 16
 #: What the Pareto front minimises.
-OBJECTIVES = ("step_us", "memory_bytes_per_device", "devices", "energy_j")
+OBJECTIVES = ("step_us", "memory_bytes_per_device", "devices", "energy_j", "cost")
 _PARTS, _SETTINGS, _RESULT = "parts", "sweep.json", "sweep.parquet"
 
 Progress = Callable[[int, int], None]
@@ -44,12 +44,14 @@ class Sweep:
         folder: Folder of the results.
         workers: Number of processes; 1 for this one.
         ray: Address of a Ray cluster; empty for none.
+        prices: Of a device for an hour, by device; under an empty name, of all others.
     """
 
     job: SweepJob
     folder: Path
     workers: int = 1
     ray: str = ""
+    prices: Mapping[str, float] = field(default_factory=dict)
 
     def run(self, items: Sequence[Candidate], progress: Progress | None = None) -> pd.DataFrame:
         """Evaluate the candidates that have no result yet; returns the results of all of them.
@@ -74,9 +76,19 @@ class Sweep:
         results = self.results()
         wanted = {item.key for item in items}
         results = results[results["key"].isin(wanted)].sort_values(["step_us", "key"])
-        results = results.reset_index(drop=True)
+        results = self._priced(results.reset_index(drop=True))
         write_table(results, self.folder / _RESULT)
         return results
+
+    def _priced(self, rows: pd.DataFrame) -> pd.DataFrame:
+        """Add the cost of each step; prices were no part of its evaluation, so they may change."""
+        if not self.prices:
+            return rows
+        other = self.prices.get("", float("nan"))
+        price = rows["device"].map(lambda name: self.prices.get(name, other)).astype(float)
+        cost = price * rows["devices"] * rows["step_us"] * 1e-6 / 3600.0
+        tokens = rows["batch"] * self.job.workload.seq
+        return rows.assign(cost=cost, cost_per_million_tokens=cost / tokens * 1e6)
 
     def known(self) -> dict[str, dict[str, Any]]:
         """Return the rows of the folder by key."""
@@ -217,8 +229,10 @@ def grid(
 def pareto(frame: pd.DataFrame, objectives: Sequence[str] = OBJECTIVES) -> pd.DataFrame:
     """Select the Pareto front: rows that fit and that no other row dominates."""
     fitting = frame[frame["fits"]]
-    # An objective that some rows lack (energy without a known power) cannot order them.
-    used = [o for o in objectives if len(fitting) and fitting[o].notna().all()]
+    # An objective that some rows lack (energy without a known power, cost without a price) cannot
+    # order them.
+    has = [o for o in objectives if o in fitting]
+    used = [o for o in has if len(fitting) and fitting[o].notna().all()]
     values = fitting[used].to_numpy(float)
     keep = np.ones(len(fitting), bool)
     for i, row in enumerate(values):

@@ -1,0 +1,196 @@
+"""Board power from how busy a chip's units are, as shares of its power limit.
+
+A chip's limit is set so that its matrix unit and its memory at full rate together exceed it.
+Energies for an operation or a byte are thus taken as shares of the limit: what a generation saves
+in joules, its vendor spends on rates. So the law needs no figure of a process, and carries over to
+chips that nobody measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ...common.errors import ModelError
+from ...common.files import parse_json
+from ...common.paths import PACKAGE
+
+#: Model that ships with the package.
+PRETRAINED = PACKAGE / "models" / "pretrained" / "power.json"
+
+#: Sharpness of the limit: at 8 a demand equal to the limit reads 92 % of it, one of 1.3 times 99 %,
+#: as boards read that regulate to their limit (H200 in the kernel pack: 690 of 700 W).
+_SHARP = 8.0
+#: Bounds of each parameter but the idle share; engineering estimates, none is reached by the fit.
+_MOST = 3.0
+#: Share of the cores' power while a board waits: collectives' kernels poll on some of them.
+#: Engineering estimate; a third is 270 of an H200's 700 W.
+_POLLING = 0.3
+
+
+@dataclass(frozen=True)
+class Work:
+    """How busy units are while kernels run, shape ``(n,)`` each.
+
+    Attributes:
+        matrix: FLOP/s over the dense matrix peak of the dtype.
+        memory: Bytes/s over the bandwidth of main memory.
+        busy: Share of the time that is no fixed cost (launch, ramps).
+        attention: Whether the kernel is fused attention, whose matrix unit waits for exponentials.
+    """
+
+    matrix: np.ndarray
+    memory: np.ndarray
+    busy: np.ndarray
+    attention: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        flops: np.ndarray,
+        moved: np.ndarray,
+        seconds: np.ndarray,
+        fixed: np.ndarray,
+        peak: np.ndarray | float,
+        bandwidth: np.ndarray | float,
+        attention: np.ndarray,
+    ) -> Work:
+        """Utilisations of kernels that take ``seconds``, ``fixed`` of them whatever their size."""
+        # Rates above the data sheet's are clocks or caches that it does not state.
+        return cls(
+            np.clip(flops / (seconds * peak), 0.0, 1.0),
+            np.clip(moved / (seconds * bandwidth), 0.0, 1.0),
+            np.clip(1.0 - fixed / seconds, 0.0, 1.0),
+            np.asarray(attention, bool),
+        )
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """``demand = idle + active · busy + product · matrix + bytes · memory``, held below the limit.
+
+    Attributes:
+        idle: Of a board whose clocks are up and that runs nothing, as a share of the limit.
+        active: Of cores that run a kernel; and of those that run attention.
+        matrix: Of the matrix unit at its peak; and in attention.
+        memory: Of main memory at its bandwidth, with the way to the cores.
+        ends: Ends of the 90 % interval as logarithms, from classes of kernels left out.
+    """
+
+    idle: float
+    active: tuple[float, float]
+    matrix: tuple[float, float]
+    memory: float
+    ends: tuple[float, float] = (-0.5, 0.5)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PowerLaw:
+        """Read :meth:`to_dict`'s data."""
+        return cls(
+            float(data["idle"]),
+            pair(data["active"]),
+            pair(data["matrix"]),
+            float(data["memory"]),
+            pair(data["ends"]),
+        )
+
+    def demand(self, work: Work) -> np.ndarray:
+        """Power that the units ask for, as a share of the limit; above 1 the clock falls."""
+        active = np.where(work.attention, self.active[1], self.active[0])
+        matrix = np.where(work.attention, self.matrix[1], self.matrix[0])
+        return np.asarray(
+            self.idle + active * work.busy + matrix * work.matrix + self.memory * work.memory
+        )
+
+    def share(self, work: Work) -> np.ndarray:
+        """Power that the board draws, as a share of its limit, shape ``(n,)``."""
+        return held(self.demand(work))
+
+    @property
+    def waiting(self) -> float:
+        """Share of a board that waits for others or for the network, whose cores poll."""
+        return float(held(np.array(self.idle + _POLLING * self.active[0])))
+
+
+def pair(values: Sequence[float]) -> tuple[float, float]:
+    """Two numbers of plain data."""
+    low, high = map(float, values)
+    return low, high
+
+
+@lru_cache(maxsize=1)
+def shipped_law() -> PowerLaw:
+    """The law that ships with the package, read once, without the trees beside it.
+
+    Raises:
+        ModelError: The file is damaged.
+    """
+    try:
+        return PowerLaw.from_dict(parse_json(PRETRAINED.read_text(encoding="utf-8"))["law"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"the law of power cannot be read: {error}", where=str(PRETRAINED)
+        ) from None
+
+
+def held(demand: np.ndarray) -> np.ndarray:
+    """The soft minimum of a demand and the limit, ``(d⁻⁸ + 1)^(-1/8)``."""
+    return np.asarray((np.maximum(demand, 1e-3) ** -_SHARP + 1.0) ** (-1.0 / _SHARP))
+
+
+def fit_law(
+    work: Work, share: np.ndarray, weight: np.ndarray, idle: float, rows: np.ndarray
+) -> PowerLaw:
+    """Fit the law to measured shares of the limit, on logarithms with a robust loss.
+
+    Args:
+        work: Utilisations, shape ``(n,)``.
+        share: Measured power over the limit.
+        weight: Of each row, so that families with many rows do not drown the others.
+        idle: Idle share; measured apart, since no row of kernels is idle.
+        rows: Rows to learn from, bool.
+    """
+    # SciPy comes with scikit-learn, which training needs anyway.
+    from scipy.optimize import least_squares
+
+    log = np.log(share)
+
+    def left(values: np.ndarray) -> np.ndarray:
+        law = _law(idle, values)
+        return np.asarray(((np.log(law.share(work)) - log) * weight)[rows])
+
+    start = np.array([0.4, 0.3, 0.6, 0.6, 0.5])
+    found = least_squares(left, start, bounds=(0.0, _MOST), loss="soft_l1", f_scale=0.05)
+    return _law(idle, found.x)
+
+
+def _law(idle: float, values: Sequence[float] | np.ndarray) -> PowerLaw:
+    a, b, c, d, e = map(float, values)
+    return PowerLaw(idle, (a, b), (c, d), e)
+
+
+def left_out_errors(
+    fit: Callable[[np.ndarray], PowerLaw], work: Work, share: np.ndarray, group: np.ndarray
+) -> np.ndarray:
+    """Logarithm of measured over predicted power of each row by a law that lacks its group.
+
+    Args:
+        fit: Fits a law to the rows of a mask.
+        work: Utilisations.
+        share: Measured shares.
+        group: Group of each row, such as its family.
+    """
+    errors = np.zeros(len(share))
+    for name in np.unique(group):
+        out = group == name
+        law = fit(~out)
+        errors[out] = (np.log(share) - np.log(law.share(work)))[out]
+    return errors

@@ -1,0 +1,167 @@
+"""Rows of the power table as utilisations and features, with times that operators' models give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from ...features.devices.catalogue import find_device
+from ...features.devices.device import DeviceSpec
+from ...features.ir.dtypes import TABLE_FORMATS
+from ...features.operators import family_keys
+from ...features.operators.columns import texts_of
+from ...features.operators.features import op_features
+from ..operators import OpModel
+from .law import Work
+
+#: Parameters of operators, whole modules included, whose logarithms are features.
+SHAPES = (
+    "b", "m", "n", "k", "rows", "cols", "batch", "q_heads", "kv_heads", "head_dim", "v_head_dim",
+    "q_len", "kv_len", "window", "tokens", "hidden", "inter", "topk", "experts", "tp", "ep",
+    "num_heads", "kv_history", "compress_ratio", "seq_len", "num_tokens", "d_model", "d_conv",
+    "d_state", "num_k_heads", "head_k_dim", "num_v_heads", "head_v_dim", "n_groups", "chunk_size",
+    "hc_mult",
+)  # fmt: skip
+#: Columns that name a class of kernels.
+_CLASS = ("family", "op", "dtype", "kv_dtype", "kernel")
+#: Device whose rates times of operators without a model are scaled by: that of the table's rows.
+_REFERENCE = "h200-sxm"
+#: Starting point of such a time, in seconds; the trees learn the rest.
+_START_S = 1e-4
+
+
+@dataclass
+class PowerRows:
+    """``n`` rows of operators.
+
+    Attributes:
+        name: Class of kernels of each row, object.
+        seconds: Times by the model of operators, or the start of a time where it knows none.
+        known: Whether that model knows the family, bool.
+        flops: Operations; 0 where no family counts them.
+        moved: Bytes.
+        fixed: Seconds of fixed costs.
+        base: Analytical estimate in seconds.
+        roofline: Lower bound in seconds.
+        peak: Dense FLOP/s of the row's dtype.
+        bandwidth: Bytes/s of main memory.
+        limit: Power limit in watts; nan where the device's is not known.
+        shapes: Base-2 logarithms of the parameters, shape ``(n, len(SHAPES))``.
+    """
+
+    name: np.ndarray
+    seconds: np.ndarray
+    known: np.ndarray
+    flops: np.ndarray
+    moved: np.ndarray
+    fixed: np.ndarray
+    base: np.ndarray
+    roofline: np.ndarray
+    peak: np.ndarray
+    bandwidth: np.ndarray
+    limit: np.ndarray
+    shapes: np.ndarray
+
+    def work(self, seconds: np.ndarray) -> Work:
+        """Utilisations if the rows take ``seconds``."""
+        attention = np.array(["attention" in str(name) for name in self.name])
+        return Work.of(
+            self.flops, self.moved, seconds, self.fixed, self.peak, self.bandwidth, attention
+        )
+
+    def features(self, seconds: np.ndarray, classes: list[str]) -> np.ndarray:
+        """Columns for trees, float32: class, how the row lies on its device, its parameters."""
+        work = self.work(seconds)
+        flags = np.stack([self.name == c for c in classes], axis=1)
+        known = self.known
+        ratios = np.stack(
+            [
+                np.where(known, np.log2(np.maximum(work.matrix, 1e-6)), 0.0),
+                np.where(known, np.log2(np.maximum(work.memory, 1e-6)), 0.0),
+                np.where(known, work.busy, 0.0),
+                np.where(known, np.log2(self.roofline / seconds), 0.0),
+                np.where(known, np.log2(self.base / seconds), 0.0),
+                np.log2(seconds * 1e6),
+            ],
+            axis=1,
+        )
+        return np.concatenate([flags, ratios, self.shapes], axis=1).astype(np.float32)
+
+
+def power_rows(table: pd.DataFrame, operators: OpModel) -> PowerRows:
+    """Read rows of operators.
+
+    Args:
+        table: ``source``, ``device``, ``family`` and the columns of operators' parameters.
+        operators: Model of operators, for their times.
+
+    Raises:
+        DeviceError: A device is not in the catalogue.
+        DatasetError: A row lacks a parameter of its family.
+    """
+    specs = {str(name): find_device(str(name)) for name in table["device"].unique()}
+    rows = table.reset_index(drop=True)
+    rows = rows.assign(
+        key=family_keys(rows), device=rows["device"].map({n: s.name for n, s in specs.items()})
+    )
+    devices = {spec.name: spec for spec in specs.values()}
+    n = len(rows)
+    known = rows["key"].isin(list(operators.families)).to_numpy(bool)
+    zero = np.zeros(n)
+    start = rows["device"].map({d: _start(s) for d, s in devices.items()}).to_numpy(float)
+    peak = np.array(
+        [_peak(devices[d], t) for d, t in zip(rows["device"], rows["dtype"], strict=True)]
+    )
+    made = PowerRows(
+        _names(rows),
+        start.copy(),
+        known,
+        zero,
+        zero.copy(),
+        zero.copy(),
+        start.copy(),
+        start.copy(),
+        peak,
+        rows["device"].map({d: s.bandwidth for d, s in devices.items()}).to_numpy(float),
+        rows["device"].map({d: s.power_w or np.nan for d, s in devices.items()}).to_numpy(float),
+        _shapes(rows),
+    )
+    if known.any():
+        made.seconds[known] = operators.predict(rows[known].reset_index(drop=True)).latency
+    for key in dict.fromkeys(rows["key"][known]):
+        at = np.flatnonzero((rows["key"] == key).to_numpy())
+        found = op_features(rows.iloc[at], str(key), devices)
+        made.flops[at], made.moved[at], made.fixed[at] = found.flops, found.moved, found.floor_s
+        made.base[at], made.roofline[at] = found.base_s, found.roofline_s
+    return made
+
+
+def _start(spec: DeviceSpec) -> float:
+    """Start of a time: slower and faster chips by their peak and bandwidth alike."""
+    other = find_device(_REFERENCE)
+    rates = spec.matrix_peak("bf16") * spec.bandwidth
+    return float(_START_S * np.sqrt(other.matrix_peak("bf16") * other.bandwidth / rates))
+
+
+def _peak(spec: DeviceSpec, dtype: object) -> float:
+    kind = TABLE_FORMATS.get(str(dtype), TABLE_FORMATS["bf16"])
+    return spec.matrix_peak(kind.rate)
+
+
+def _names(rows: pd.DataFrame) -> np.ndarray:
+    parts = [texts_of(rows[c]) for c in _CLASS if c in rows]
+    names = np.empty(len(rows), object)
+    names[:] = ["|".join(map(str, values)) for values in zip(*parts, strict=True)]
+    return names
+
+
+def _shapes(rows: pd.DataFrame) -> np.ndarray:
+    made = np.full((len(rows), len(SHAPES)), -1.0)
+    for place, name in enumerate(SHAPES):
+        if name in rows:
+            values = pd.to_numeric(rows[name], errors="coerce").to_numpy(float, na_value=np.nan)
+            # -1 where the family has no such parameter: trees need a number.
+            made[:, place] = np.where(values >= 0, np.log2(np.maximum(values, 0.0) + 1.0), -1.0)
+    return made

@@ -1,0 +1,160 @@
+"""The law of power, energies made of it, and the model learned from measured boards."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from opcast.common.errors import ModelError
+from opcast.common.interval import Interval
+from opcast.features.devices.catalogue import find_device
+from opcast.models.operators import OpModel
+from opcast.models.power.energy import cost_fields, cost_of, energy, energy_fields
+from opcast.models.power.law import PowerLaw, Work, fit_law, held, left_out_errors, shipped_law
+from opcast.models.power.model import PRETRAINED, PowerModel, shipped_power
+from opcast.models.power.rows import power_rows
+from opcast.predict.locate import find_model
+
+ROOT = Path(__file__).resolve().parents[3]
+PUBLISHED = Path(os.environ.get("OPCAST_PUBLISHED_DATA", ROOT.parent / "shared" / "data"))
+LAW = PowerLaw(0.2, (0.3, 0.1), (0.5, 1.0), 0.4)
+
+
+def work(matrix: float, memory: float, busy: float = 1.0, attention: bool = False) -> Work:
+    one = np.ones(1)
+    return Work(matrix * one, memory * one, busy * one, np.array([attention]))
+
+
+def test_demand_is_the_sum_of_what_units_ask_for() -> None:
+    assert LAW.demand(work(0.6, 0.5))[0] == pytest.approx(0.2 + 0.3 + 0.5 * 0.6 + 0.4 * 0.5)
+    assert LAW.demand(work(0.6, 0.5, attention=True))[0] == pytest.approx(0.2 + 0.1 + 0.6 + 0.2)
+    assert LAW.demand(work(0.0, 0.0, busy=0.0))[0] == pytest.approx(0.2)
+
+
+def test_boards_hold_their_limit() -> None:
+    assert held(np.array([0.3]))[0] == pytest.approx(0.3, rel=1e-3)
+    assert held(np.array([1.0]))[0] == pytest.approx(2 ** (-1 / 8))
+    demand = np.linspace(0.1, 3, 50)
+    assert (np.diff(held(demand)) > 0).all() and (held(demand) < 1.0).all()
+
+
+def test_utilisations_never_exceed_the_data_sheet() -> None:
+    # 2e12 FLOP and 1e9 bytes in 1 ms, of which 0.1 ms fixed, at 1 PFLOP/s and 4 TB/s.
+    found = Work.of(
+        np.array([2e12]), np.array([1e9]), np.array([1e-3]), np.array([1e-4]), 1e15, 4e12,
+        np.array([False]),
+    )  # fmt: skip
+    assert (found.matrix[0], found.memory[0]) == (1.0, 0.25)
+    assert found.busy[0] == pytest.approx(0.9)
+
+
+def test_the_fit_finds_the_law_that_made_the_rows() -> None:
+    draw = np.random.default_rng(0)
+    n = 400
+    some = Work(draw.random(n), draw.random(n), np.ones(n), draw.random(n) < 0.5)
+    share = LAW.share(some)
+    found = fit_law(some, share, np.ones(n), LAW.idle, np.ones(n, bool))
+    assert found.share(some) == pytest.approx(share, rel=1e-2)
+    assert found.matrix == pytest.approx(LAW.matrix, rel=0.05)
+    group = np.where(some.attention, "attention", "product")
+    errors = left_out_errors(lambda rows: LAW, some, 1.1 * share, group)
+    assert errors == pytest.approx(np.full(n, np.log(1.1)))
+
+
+def test_energy_of_a_device_that_waits_for_half_of_the_time() -> None:
+    h100, law = find_device("h100-sxm"), shipped_law()
+    some, total = work(0.7, 0.2), Interval(2.0, 1.9, 2.1)
+    found = energy(h100, some, np.array([1.0]), 1.0, total, 8)
+    assert found is not None
+    expected = 8 * 700 * (float(law.share(some)[0]) * 1.0 + law.waiting * 1.0)
+    assert found.value == pytest.approx(expected)
+    assert found.lo < found.value < found.hi <= 8 * 700 * 2.1
+    assert energy(replace(h100, power_w=0.0), some, np.ones(1), 1.0, total, 8) is None
+    assert energy_fields(None) == {"energy_j": None, "energy_lo_j": None, "energy_hi_j": None}
+
+
+def test_cost_is_price_times_device_hours() -> None:
+    # 8 devices at 3 an hour for an hour and a half.
+    assert cost_of(3.0, Interval(5400.0, 3600.0, 7200.0), 8) == (36.0, 24.0, 48.0)
+    assert cost_fields(None, Interval(1.0, 1.0, 1.0), 1) == {}
+
+
+def test_shipped_law_is_that_of_the_shipped_model() -> None:
+    model = shipped_power()
+    assert model.law == shipped_law()
+    # An idle H200 with its clocks up draws 120 to 140 W of 700.
+    assert 120 / 700 < model.law.idle < 140 / 700
+    assert model.devices == ["h200-sxm"]
+    assert PRETRAINED.stat().st_size < 400_000
+
+
+def rows_of(device: str, m: int) -> pd.DataFrame:
+    row = {
+        "source": "aiconfigurator", "device": device, "family": "linear", "op": "gemm",
+        "dtype": "bf16", "backend": "vllm", "kernel": "vllm_default", "b": 1, "m": m,
+        "n": 8192, "k": 4096,
+    }  # fmt: skip
+    return pd.DataFrame([row])
+
+
+@pytest.fixture(scope="module")
+def operators() -> OpModel:
+    return OpModel.load(find_model("gpu-operators"), only=("graph/linear",))
+
+
+@pytest.mark.parametrize("device", ["h200-sxm", "b200", "l40s"])
+def test_large_products_draw_the_limit_and_small_ones_less(
+    device: str, operators: OpModel
+) -> None:
+    model, limit = shipped_power(), find_device(device).power_w
+    large, small = (
+        model.predict(power_rows(rows_of(device, m), operators), np.array([device], object))
+        for m in (16384, 1)
+    )
+    assert 0.85 * limit < large.watts[0] <= limit
+    assert 0.15 * limit < small.watts[0] < large.watts[0]
+    for answer in (large, small):
+        assert answer.watts_lo[0] <= answer.watts[0] <= answer.watts_hi[0] <= 1.02 * limit
+        assert answer.seconds_lo[0] < answer.seconds[0] < answer.seconds_hi[0]
+
+
+def test_a_device_without_measured_power_is_unseen_and_less_certain(operators: OpModel) -> None:
+    model = shipped_power()
+    frame = rows_of("h200-sxm", 256).assign(op="linear", kv_dtype="")
+    own = model.predict(power_rows(frame, operators), np.array(["h200-sxm"], object))
+    other = model.predict(
+        power_rows(frame.assign(device="b200"), operators), np.array(["b200"], object)
+    )
+    assert other.scope[0] == "unseen"
+    assert np.log(other.seconds_hi / other.seconds_lo) >= np.log(own.seconds_hi / own.seconds_lo)
+
+
+def test_round_trip_and_damage(tmp_path: Path) -> None:
+    shipped_power().save(tmp_path / "power.json")
+    again = PowerModel.load(tmp_path / "power.json")
+    assert again.law == shipped_law() and again.power_ends == shipped_power().power_ends
+    data = json.loads((tmp_path / "power.json").read_text())
+    (tmp_path / "power.json").write_text(json.dumps({**data, "format": 99}))
+    with pytest.raises(ModelError, match="format 99.*opcast train --power"):
+        PowerModel.load(tmp_path / "power.json")
+
+
+def test_measured_power_of_rows_left_out(operators: OpModel) -> None:
+    path = PUBLISHED / "published-kernels" / "power.parquet"
+    if not path.is_file():
+        pytest.skip(f"power.parquet is not at {PUBLISHED} (OPCAST_PUBLISHED_DATA)")
+    table = pd.read_parquet(path)
+    table = table[
+        (table["split"] == "val") & (table["family"] == "linear") & (table["est_samples"] >= 10)
+    ]
+    rows = power_rows(table, operators)
+    said = shipped_power().predict(rows, table["device"].to_numpy(object))
+    watts = table["power_w"].to_numpy(float)
+    assert np.abs(said.watts / watts - 1).mean() < 0.08
+    assert ((said.watts_lo <= watts) & (watts <= said.watts_hi)).mean() > 0.85

@@ -1,0 +1,103 @@
+"""Learn a model of board power from a table of kernels with their watts, and what it is worth."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from ..common.errors import DatasetError
+from ..common.parquet import read_table
+from ..common.tables_text import in_percent, print_frame
+from ..models.operators import OpModel
+from ..models.power.model import LEAST, SUSTAINED, PowerModel, fit_power
+from ..models.power.rows import power_rows
+from ..predict.locate import OPERATOR_MODEL, find_model
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .settings import PowerSettings
+
+#: Columns that such a table needs beyond those of operators.
+COLUMNS = ("source", "family", "dtype", "device", "latency_us", "power_w", "power_limit_w", "split")
+#: Fewest rows of other splits, for the ends of intervals.
+_FEWEST = 100
+
+
+def train_power(
+    table: pd.DataFrame, operators: OpModel, seed: int = 0
+) -> tuple[PowerModel, pd.DataFrame]:
+    """Learn from the rows of split ``train``; the others give intervals and errors.
+
+    Args:
+        table: Operators with :data:`COLUMNS`, and ``est_samples`` where the readings of the sensor
+            were counted.
+        operators: Model of operators, for times.
+        seed: Of the trees' draws.
+
+    Returns:
+        The model, and the errors of rows that were not learned from: ``family``, ``sustained``,
+        ``time``, ``power`` (relative errors) and whether each lies within its interval.
+
+    Raises:
+        DatasetError: A column is missing, or too few rows are of another split than ``train``.
+    """
+    for column in COLUMNS:
+        if column not in table:
+            raise DatasetError(f"column {column!r} of the power table is missing")
+    good = table[(table["latency_us"] > 0) & (table["power_w"] > 0) & (table["power_limit_w"] > 0)]
+    good = good.reset_index(drop=True)
+    learn = (good["split"] == "train").to_numpy(bool)
+    if min(learn.sum(), (~learn).sum()) < _FEWEST:
+        raise DatasetError(
+            "too few rows of split train, or of others", hint=f"{_FEWEST} of each are needed"
+        )
+    rows = power_rows(good, operators)
+    seconds = good["latency_us"].to_numpy(float) * 1e-6
+    share = (good["power_w"] / good["power_limit_w"]).to_numpy(float)
+    readings = np.full(len(good), np.inf)
+    if "est_samples" in good:
+        readings = good["est_samples"].to_numpy(float)
+    device = good["device"].astype(str).to_numpy(object)
+    model = fit_power(rows, seconds, share, readings, device, learn, seed)
+    model.provenance = {
+        "rows": int(learn.sum()),
+        "devices": model.devices,
+        "sources": sorted(map(str, good["source"].unique())),
+    }
+    answer = model.predict(rows, device)
+    watts = good["power_w"].to_numpy(float)
+    judged = pd.DataFrame(
+        {
+            "family": good["family"].astype(str),
+            "sustained": readings >= SUSTAINED,
+            "time": answer.seconds / seconds - 1,
+            "time_covered": (answer.seconds_lo <= seconds) & (seconds <= answer.seconds_hi),
+            "power": answer.watts / watts - 1,
+            "power_covered": (answer.watts_lo <= watts) & (watts <= answer.watts_hi),
+        }
+    )
+    return model, judged[~learn & (readings >= LEAST)].reset_index(drop=True)
+
+
+def run_train_power(console: Console, settings: PowerSettings) -> None:
+    """Learn from a table, print the errors on rows left out, and save the model."""
+    operators = OpModel.load(find_model(OPERATOR_MODEL))
+    model, judged = train_power(read_table(settings.table), operators, settings.seed)
+    model.save(settings.out)
+    parts = judged.assign(
+        readings=np.where(judged["sustained"], f"from {SUSTAINED} on", f"{LEAST} to {SUSTAINED}")
+    )
+    whole = parts.assign(family="all")
+    for what in ("power", "time"):
+        both = pd.concat([parts, whole]).assign(size=lambda p, w=what: p[w].abs())
+        summary = both.groupby(["family", "readings"]).agg(
+            n=("size", "size"),
+            mape=("size", "mean"),
+            median_ape=("size", "median"),
+            coverage=(f"{what}_covered", "mean"),
+        )
+        print_frame(console, in_percent(summary.reset_index()), f"{what}, rows left out, in %")
+    console.print(f"{settings.out}: {model.provenance['rows']} rows", highlight=False)
