@@ -36,6 +36,10 @@ def train(
         Path | None,
         typer.Option(help="Instead of --data: a table of operators with their board power."),
     ] = None,
+    tiles: Annotated[
+        Path | None,
+        typer.Option(help="Instead of --data: a table of kernels with tile configurations."),
+    ] = None,
     model: Annotated[str, typer.Option(help="Estimator to train.")] = "xgboost",
     split: Annotated[
         str, typer.Option(help="For kernels: split to test on, or a table of your own.")
@@ -77,12 +81,19 @@ def train(
 
     The metrics are printed beside the label noise; the run is logged to MLflow.
     """
-    if sum(given is not None for given in (data, steps, serving, power)) != 1:
-        raise typer.BadParameter("give one of --data, --steps, --serving and --power")
+    if sum(given is not None for given in (data, steps, serving, power, tiles)) != 1:
+        raise typer.BadParameter("give one of --data, --steps, --serving, --power and --tiles")
+    if tiles is not None:
+        refuse_unused(context, "training on tiles", {"tiles", "out", "seed"})
+        from ..workflows.measured.tiles import run_train_tiles
+        from ..workflows.settings import TileSettings
+
+        run_train_tiles(make_console(), TileSettings(tiles, out or Path("tiles.json"), seed=seed))
+        return
     if power is not None:
         refuse_unused(context, "training on power", {"power", "out", "seed"})
+        from ..workflows.measured.power import run_train_power
         from ..workflows.settings import PowerSettings
-        from ..workflows.train_power import run_train_power
 
         run_train_power(make_console(), PowerSettings(power, out or Path("power.json"), seed=seed))
         return

@@ -228,6 +228,13 @@ class PowerSettings(Settings):
 
 
 @dataclass(frozen=True)
+class TileSettings(PowerSettings):
+    """Settings of ``opcast train --tiles``."""
+
+    command: ClassVar[str] = "train --tiles"
+
+
+@dataclass(frozen=True)
 class ProgramSettings(Settings):
     """Settings of ``opcast evaluate`` on a folder of programs.
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: Format of the file that :meth:`PowerModel.save` writes.
 FORMAT = 1
 #: Trees of the time and of the power, their depth and rate. Small: the file ships.
-_TREES, _DEPTH, _RATE = (400, 250), 6, 0.08
+_TREES, _DEPTH, _RATE = (300, 180), 6, 0.08
 #: Readings of the board's sensor from which a row shows the sustained power. The sensor averages
 #: over a second or so: shorter runs read what ran before them (rows of one shape differ by 20 % in
 #: the mean below ten readings, by 4 % from ten on).
@@ -196,7 +196,7 @@ class PowerModel:
 
 
 def _booster(data: bytes) -> Booster:
-    booster = import_xgboost().Booster({"nthread": 1})
+    booster: Booster = import_xgboost().Booster({"nthread": 1})
     booster.load_model(bytearray(expand(data)))
     return booster
 
@@ -280,7 +280,8 @@ def _grow(
         "seed": seed,
         "verbosity": 0,
     }
-    return xgboost.train(settings, xgboost.DMatrix(features[rows], target[rows]), trees)
+    grown: Booster = xgboost.train(settings, xgboost.DMatrix(features[rows], target[rows]), trees)
+    return grown
 
 
 def _applied(booster: Booster, features: np.ndarray) -> np.ndarray:

@@ -25,9 +25,11 @@ from ...models.collectives.model import CollectiveModel
 from ...models.operators import OpModel, rows_of_published
 from ...models.operators.report import only_or_mixed
 from ...models.power.model import shipped_power
+from ...models.tiles.model import shipped_tiles
 from .composition import compose
 from .pack_tables import TIMES, predict_products, predict_xla_collectives
 from .power_table import WATTS, is_power, power_note, predict_power
+from .tile_table import is_tiles, predict_tiles, rank_note
 
 #: File patterns by content. Queries come before answered tables: a folder that has both asks for
 #: the queries, and the first pattern with a match counts.
@@ -36,6 +38,7 @@ COLLECTIVES = ("queries_collectives*.csv.gz", "collectives*.csv.gz")
 MATMUL = ("queries_matmul*.csv*", "matmul*.csv*")
 GEMM = ("queries_gemm*.parquet", "gemm*.parquet")
 POWER = ("queries_power*.parquet", "power.parquet")
+TILES = ("queries_tpu*.parquet", "tpu.parquet")
 PROGRAMS = ("queries_e2e.csv", "e2e_labels.csv")
 GRAPHS = "opgraphs.parquet"
 #: Prefix of the splits whose rows may be learned from.
@@ -116,10 +119,11 @@ def predict_published(
         *job.collective_tables(),
         *job.products(),
         *job.powers(),
+        *job.tiles(),
         *job.programs(),
     ]
     if not parts:
-        wanted = ", ".join((*OPERATORS, *COLLECTIVES, *MATMUL, *GEMM, *POWER, *PROGRAMS))
+        wanted = ", ".join((*OPERATORS, *COLLECTIVES, *MATMUL, *GEMM, *POWER, *TILES, *PROGRAMS))
         raise DatasetError("no table to predict", where=str(folder), hint=f"expected {wanted}")
     frame = pd.concat([part.frame for part in parts], ignore_index=True)
     judged = pd.concat([part.judged for part in parts], ignore_index=True)
@@ -200,6 +204,19 @@ class _Job:
             part.notes += power_note(rows)
             yield part
 
+    def tiles(self) -> Iterator[PublishedPredictions]:
+        """Predict tables of kernels with tile configurations."""
+        for path in _files(self.folder, TILES):
+            table = read_table(path)
+            if not is_tiles(set(table.columns)):
+                continue
+            if self.limit is not None and len(table) > self.limit:
+                table = table.sample(self.limit, random_state=0)
+            rows = predict_tiles(table, path, shipped_tiles())
+            part = _judged_pack(path, rows)
+            part.notes += rank_note(rows)
+            yield part
+
     def programs(self) -> Iterator[PublishedPredictions]:
         for path in _files(self.folder, PROGRAMS):
             graphs = path.parent / GRAPHS
@@ -260,6 +277,8 @@ def _kind(path: Path) -> Sequence[str]:
     columns = set(read_products(path).columns)
     if is_power(path, columns):
         return POWER
+    if is_tiles(columns):
+        return TILES
     if is_products(columns):
         return GEMM if path.suffix == ".parquet" else MATMUL
     if columns >= XLA_COLUMNS or {"bytes", "world_size"} <= columns:

@@ -109,9 +109,7 @@ def operators() -> OpModel:
 
 
 @pytest.mark.parametrize("device", ["h200-sxm", "b200", "l40s"])
-def test_large_products_draw_the_limit_and_small_ones_less(
-    device: str, operators: OpModel
-) -> None:
+def test_large_products_draw_the_limit_and_small_ones_less(device: str, operators: OpModel) -> None:
     model, limit = shipped_power(), find_device(device).power_w
     large, small = (
         model.predict(power_rows(rows_of(device, m), operators), np.array([device], object))
@@ -141,7 +139,7 @@ def test_round_trip_and_damage(tmp_path: Path) -> None:
     assert again.law == shipped_law() and again.power_ends == shipped_power().power_ends
     data = json.loads((tmp_path / "power.json").read_text())
     (tmp_path / "power.json").write_text(json.dumps({**data, "format": 99}))
-    with pytest.raises(ModelError, match="format 99.*opcast train --power"):
+    with pytest.raises(ModelError, match=r"format 99.*opcast train --power"):
         PowerModel.load(tmp_path / "power.json")
 
 

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from ..common.errors import DatasetError
-from ..common.parquet import read_table
-from ..common.tables_text import in_percent, print_frame
-from ..models.operators import OpModel
-from ..models.power.model import LEAST, SUSTAINED, PowerModel, fit_power
-from ..models.power.rows import power_rows
-from ..predict.locate import OPERATOR_MODEL, find_model
+from ...common.errors import DatasetError
+from ...common.parquet import read_table
+from ...common.tables_text import in_percent, print_frame
+from ...models.operators import OpModel
+from ...models.power.model import LEAST, SUSTAINED, PowerModel, fit_power
+from ...models.power.rows import power_rows
+from ...predict.locate import OPERATOR_MODEL, find_model
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .settings import PowerSettings
+    from ..settings import PowerSettings
 
 #: Columns that such a table needs beyond those of operators.
 COLUMNS = ("source", "family", "dtype", "device", "latency_us", "power_w", "power_limit_w", "split")
@@ -92,7 +92,8 @@ def run_train_power(console: Console, settings: PowerSettings) -> None:
     )
     whole = parts.assign(family="all")
     for what in ("power", "time"):
-        both = pd.concat([parts, whole]).assign(size=lambda p, w=what: p[w].abs())
+        both = pd.concat([parts, whole]).reset_index(drop=True)
+        both["size"] = both[what].abs()
         summary = both.groupby(["family", "readings"]).agg(
             n=("size", "size"),
             mape=("size", "mean"),

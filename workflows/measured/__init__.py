@@ -1,0 +1,1 @@
+"""Train on tables of measured power and of tile configurations: models and their errors."""
