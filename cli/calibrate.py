@@ -39,6 +39,10 @@ def calibrate(
         Path | None,
         typer.Option(help="Instead: table of measured training steps of your own cluster."),
     ] = None,
+    serving: Annotated[
+        Path | None,
+        typer.Option(help="Instead: table of 5 to 20 measured serving runs of your own stack."),
+    ] = None,
     model: ModelOpt = "default",
     samples: Annotated[
         int,
@@ -56,8 +60,16 @@ def calibrate(
     """Adapt a model to a device from few, actively chosen samples.
 
     The samples come from a dataset (--data) or are measured here (--budget). With --steps, the
-    model of training steps is adapted to a cluster.
+    model of training steps is adapted to a cluster; with --serving, that of serving to a stack.
     """
+    if serving is not None:
+        refuse_unused(context, "calibrating on serving (--serving)", {"serving", "model", "out"})
+        from ..workflows.serving.calibrate import run_calibrate_serving
+        from ..workflows.settings import ServingSettings
+
+        own = ServingSettings(serving, out or Path("serving-adapted.json"), model)
+        run_calibrate_serving(make_console(), own)
+        return
     if steps is not None:
         refuse_unused(context, "calibrating on steps (--steps)", {"steps", "model", "out"})
         from ..workflows.settings import StepSettings
@@ -67,7 +79,7 @@ def calibrate(
         run_calibrate_steps(make_console(), chosen)
         return
     if device is None:
-        raise typer.BadParameter("give --device, or --steps for a cluster")
+        raise typer.BadParameter("give --device, or --steps or --serving for a cluster")
     if bool(data) == (budget is not None):
         raise typer.BadParameter("give either --data or --budget")
 

@@ -102,7 +102,14 @@ COMMANDS: dict[str, Command | Group] = {
         "simulate", "simulate", "Predict one training step on a cluster: time, memory, efficiency."
     ),
     "simulate-serving": Command(
-        "serving", "simulate_serving", "Simulate LLM serving with continuous batching."
+        "serving",
+        "simulate_serving",
+        "Simulate LLM serving: latencies, throughput, memory, cache and queue.",
+    ),
+    "plan-serving": Command(
+        "serving",
+        "plan_serving",
+        "Search engines, plans, batch limits and disaggregation for the best under an SLO.",
     ),
     "sweep": Command("sweep", "sweep", "Evaluate many parallel plans and print the Pareto front."),
     "cluster": Command(

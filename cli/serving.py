@@ -1,85 +1,416 @@
-"""The command that simulates LLM serving."""
+"""The commands that simulate LLM serving, and that plan it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..models.core.registry import OPERATOR_MODEL
 from .options import (
-    ClusterOpt,
     HfOpt,
     Json,
     OperatorModelOpt,
     Settings,
+    Timeline,
     Workload,
+    make_console,
     print_json,
     refuse,
     workload_of,
 )
 
-#: Requests, tokens and batches beyond any engine; as the largest batch of a step
-#: (simulate/step/workload.py). Larger figures are slips of the hand.
-_MOST = 10**7
+if TYPE_CHECKING:
+    from ..predict.cluster.serving import ServingPredictor
+    from ..simulate.serving.served import EnginePlan, ServedModel
+
+ServingModelOpt = Annotated[
+    str, typer.Option("--serving", help="File of 'opcast calibrate --serving', for your own stack.")
+]
+Weights = Annotated[
+    str, typer.Option(help="Format of the weights: bf16, fp8, int8, int4, mxfp4, nvfp4.")
+]
+Experts = Annotated[str, typer.Option(help="Format of the experts, where it differs.")]
+Activations = Annotated[
+    str, typer.Option(help="bf16 for fp8 or int8 weights whose products run in 16 bits.")
+]
+KvCache = Annotated[str, typer.Option(help="Format of the cache: bf16, fp8, int8.")]
+Framework = Annotated[
+    str, typer.Option(help="Engine, whose rules and costs are taken: vllm, sglang or trtllm.")
+]
+SloOpt = Annotated[
+    str, typer.Option(help="What requests have to keep, such as ttft=500ms,tpot=30ms,e2e=20s.")
+]
+HitRate = Annotated[
+    float, typer.Option(min=0.0, max=0.99, help="Share of each prompt that the cache has already.")
+]
+LinearLayers = Annotated[
+    int,
+    typer.Option(min=0, help="Layers with a recurrent state instead of attention over a cache."),
+]
 
 
 def simulate_serving(
     context: typer.Context,
-    cluster: ClusterOpt,
     workload: Workload = "",
     hf: HfOpt = None,
-    plan: Annotated[str, typer.Option(help="Plan with tp and dp only, such as tp=4,dp=2.")] = "",
     settings: Settings = None,
+    cluster: Annotated[
+        str, typer.Option(help="Name such as h100-sxm-x8, or a YAML file; engines fill it.")
+    ] = "",
+    device: Annotated[str, typer.Option(help="Instead of --cluster: of one device's name.")] = "",
+    plan: Annotated[
+        str,
+        typer.Option(
+            help="Plan of an engine, such as tp=4,pp=2 or tp=1,dp=8,ep=8; dp of a model without "
+            "experts is engines."
+        ),
+    ] = "",
+    replicas: Annotated[
+        int, typer.Option(min=0, help="Engines; 0 for as many as the cluster holds.")
+    ] = 0,
+    prefill: Annotated[
+        str, typer.Option(help="Plan of workers that run prompts alone, such as tp=4.")
+    ] = "",
+    prefill_replicas: Annotated[int, typer.Option(min=1, help="How many of them.")] = 1,
+    transfer: Annotated[
+        float,
+        typer.Option(min=0.0, help="With --prefill: GB/s at which caches move; 0 for the links'."),
+    ] = 0.0,
+    router: Annotated[
+        str, typer.Option(help="round-robin, least-loaded or prefix-aware.")
+    ] = "round-robin",
+    framework: Framework = "vllm",
+    weights: Weights = "",
+    experts: Experts = "",
+    activations: Activations = "",
+    kv_cache: KvCache = "",
+    linear_layers: LinearLayers = 0,
     requests: Annotated[
-        Path | None, typer.Option(help="Trace: CSV with columns arrival_s, prompt and output.")
+        Path | None,
+        typer.Option(
+            help="Trace: CSV with arrival_s, prompt and output, or as of Azure, BurstGPT, Mooncake "
+            "or vLLM's benchmark."
+        ),
     ] = None,
-    rate: Annotated[float, typer.Option(help="Without a trace: requests per second.")] = 1.0,
+    concurrency: Annotated[int, typer.Option(min=0, help="Closed loop: requests in flight.")] = 0,
+    batch: Annotated[int, typer.Option(min=0, help="One static batch of so many.")] = 0,
+    rate: Annotated[float, typer.Option(help="Open load: requests per second.")] = 1.0,
+    offline: Annotated[bool, typer.Option("--offline", help="All requests at once.")] = False,
+    burstiness: Annotated[
+        float, typer.Option(help="With --rate: shape of the gamma distribution of the gaps.")
+    ] = 1.0,
     count: Annotated[
-        int, typer.Option(min=1, max=_MOST, help="Without a trace: number of requests.")
-    ] = 200,
+        int,
+        typer.Option(min=0, help="Number of requests; 0 for 10 for each in flight, else 1000."),
+    ] = 0,
     prompt: Annotated[
-        int, typer.Option(min=1, max=_MOST, help="Without a trace: mean prompt length in tokens.")
-    ] = 1024,
-    output: Annotated[
-        int, typer.Option(min=1, max=_MOST, help="Without a trace: mean output length in tokens.")
-    ] = 256,
-    # Engineering estimates, of the order of serving engines' defaults.
-    max_batch: Annotated[
-        int, typer.Option(min=1, max=_MOST, help="Maximum requests in a batch.")
-    ] = 256,
-    token_budget: Annotated[
-        int, typer.Option(min=1, max=_MOST, help="Maximum tokens in an iteration.")
-    ] = 2048,
-    model: OperatorModelOpt = OPERATOR_MODEL,
+        str,
+        typer.Option(
+            help="Tokens of a prompt: 1024, uniform:512:1024, geometric:1024 or lognormal:1024:0.5."
+        ),
+    ] = "1024",
+    output: Annotated[str, typer.Option(help="Tokens of an output, likewise.")] = "256",
     seed: Annotated[int, typer.Option(help="Without a trace: random seed of the requests.")] = 0,
+    max_batch: Annotated[
+        int, typer.Option(min=0, help="Most sequences of an engine's rank; 0 for the framework's.")
+    ] = 0,
+    token_budget: Annotated[int, typer.Option(min=0, help="Most tokens of a pass, likewise.")] = 0,
+    chunked: Annotated[
+        bool | None,
+        typer.Option("--chunked/--whole-prompts", help="Whether prompts may be cut."),
+    ] = None,
+    memory: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="Share of the memory to use; 0 for the framework's."),
+    ] = 0.0,
+    block: Annotated[
+        int, typer.Option(min=0, help="Tokens of a block of the cache; 0 for the framework's.")
+    ] = 0,
+    watermark: Annotated[
+        float, typer.Option(min=0.0, max=0.9, help="Share of the cache kept free at admission.")
+    ] = 0.0,
+    preemption: Annotated[
+        str, typer.Option(help="What happens to evicted requests: recompute or swap.")
+    ] = "recompute",
+    prefix_hits: HitRate = 0.0,
+    drafts: Annotated[
+        int, typer.Option(min=0, help="Speculative decoding: tokens that are drafted for a step.")
+    ] = 0,
+    accepted: Annotated[
+        float, typer.Option(min=1.0, help="With --drafts: tokens that a step yields on average.")
+    ] = 1.0,
+    draft: Annotated[
+        str,
+        typer.Option(help="With --drafts: mtp, ngram, or the name of a model that drafts."),
+    ] = "ngram",
+    eager: Annotated[
+        bool, typer.Option("--eager/--graphs", help="Launch kernel by kernel, without graphs.")
+    ] = False,
+    slo: SloOpt = "",
+    price: Annotated[float, typer.Option(min=0.0, help="Dollars of a device and hour.")] = 0.0,
+    model: OperatorModelOpt = OPERATOR_MODEL,
+    serving: ServingModelOpt = "default",
     json_output: Json = False,
+    timeline: Timeline = None,
+    html: Annotated[Path | None, typer.Option(help="Write an HTML page.")] = None,
 ) -> None:
-    """Simulate LLM serving with continuous batching.
+    """Simulate LLM serving: latencies, throughput, memory, cache and queue.
 
-    Prints TTFT, TPOT, throughput and the size of the KV cache.
+    Each figure has a 90 % interval, learned from measured runs of vLLM, SGLang and TensorRT-LLM.
     """
-    if requests is not None:
-        drawn = {"rate", "count", "prompt", "output", "seed"}
-        refuse(context, "a trace of requests (--requests)", drawn)
-    from ..predict.cluster.serving import ServingPredictor, poisson_requests, read_requests
-    from ..predict.operator.step_operators import load_step_model
-    from ..simulate.clusters.catalogue import find_cluster
-    from ..simulate.step.plan import Plan, parse_plan
+    _refuse_loads(context, requests, concurrency, batch, offline)
+    if not prefill:
+        refuse(context, "engines that run prompts themselves", {"prefill_replicas", "transfer"})
+    if not drafts:
+        refuse(context, "decoding without --drafts", {"accepted", "draft"})
+    if preemption not in ("recompute", "swap"):
+        raise typer.BadParameter("--preemption is recompute or swap")
+    if bool(cluster) == bool(device):
+        raise typer.BadParameter("give either --cluster or --device")
+    from ..common.chrome_trace import write_trace
+    from ..common.files import write_text
+    from ..predict.cluster.served_row import framework_of, in_formats
+    from ..predict.cluster.serving import Deployment, on_cluster, parse_slo
+    from ..predict.cluster.serving_load import LoadSpec
+    from ..predict.cluster.serving_table import EngineOptions, Workers
+    from ..predict.export.serving_timeline import serving_trace
     from ..simulate.step.workload import read_workload
 
-    work, where = read_workload(workload_of(workload, hf), settings or []), find_cluster(cluster)
-    # Tensor parallelism over all devices usually has the lowest latency for a single request.
-    chosen = parse_plan(plan) if plan else Plan(tp=where.size)
-    predictor = ServingPredictor(work, chosen, where, load_step_model(model))
-    if requests is not None:
-        trace = read_requests(requests)
+    engine = framework_of(framework)
+    sizes = read_workload(workload_of(workload, hf), settings or [])
+    served = in_formats(
+        sizes, weights, kv_cache, engine, linear_layers, experts=experts, activations=activations
+    )
+    one, engines = engine_plan(plan, served, replicas)
+    if cluster:
+        if not plan and not replicas:
+            from ..simulate.clusters.catalogue import find_cluster
+
+            one, engines = engine_plan(f"tp={find_cluster(cluster).size}", served, 0)
+        device, workers = on_cluster(cluster, one, engines)
     else:
-        trace = poisson_requests(rate, count, prompt, output, seed)
-    data = predictor.predict(trace, max_batch, token_budget).to_dict()
+        from ..features.devices.catalogue import find_device
+
+        device, workers = find_device(device).name, Workers(one, engines or 1)
+    apart = None
+    if prefill:
+        first, times = engine_plan(prefill, served, 0)
+        apart = Workers(first, max(1, times) * prefill_replicas)
+    options = EngineOptions(
+        memory=memory,
+        block=block,
+        swap=preemption == "swap",
+        watermark=watermark,
+        eager=eager,
+        drafts=drafts,
+        draft=_draft(draft, served) if drafts else None,
+        transfer=transfer * 1e9,
+        router=router,
+    )
+    deployment = Deployment(
+        model=served,
+        device=device,
+        framework=engine,
+        engine=workers,
+        prefill=apart,
+        max_batch=max_batch,
+        token_budget=token_budget,
+        chunked=chunked,
+        accepted=accepted,
+        hit_rate=prefix_hits,
+        options=options,
+    )
+    spec = LoadSpec(
+        prompt=prompt,
+        output=output,
+        trace=requests,
+        concurrency=concurrency,
+        batch=batch,
+        rate=0.0 if offline or concurrency or batch or requests else rate,
+        burstiness=burstiness,
+        count=count,
+        seed=seed,
+    )
+    if not (offline or concurrency or batch or requests) and rate <= 0.0:
+        raise typer.BadParameter(f"rate={rate}: give a rate above 0, or --offline")
+    prediction = _predictor(model, serving).predict(deployment, spec, slo=parse_slo(slo))
+    if timeline is not None:
+        write_trace(serving_trace(prediction), timeline)
+    if html is not None:
+        from ..predict.page.serving import serving_page
+
+        write_text(html, serving_page(prediction))
+    data = prediction.to_dict()
+    if price:
+        # An hour of all devices over the tokens that they make in it.
+        dollars = price * deployment.devices / 3600.0 * 1e6
+        low, mean, high = (dollars / prediction.tokens_per_s[at] for at in (2, 0, 1))
+        data |= {"dollars_per_million_tokens": mean, "dollars_per_million_tokens_lo": low}
+        data["dollars_per_million_tokens_hi"] = high
     if json_output:
         print_json(data)
         return
-    for name, value in data.items():
-        typer.echo(f"{name:<22} {value:.5g}" if isinstance(value, float) else f"{name:<22} {value}")
+    from ..predict.render.serving import print_serving
+
+    console = make_console()
+    print_serving(console, prediction)
+    if price:
+        console.print(f"{mean:.3g} $ a million output tokens ({low:.3g} to {high:.3g})")
+
+
+def _refuse_loads(
+    context: typer.Context, requests: Path | None, concurrency: int, batch: int, offline: bool
+) -> None:
+    """Refuse figures of a load that the chosen kind of load does not have."""
+    chosen = {
+        "a trace of requests (--requests)": requests is not None,
+        "a closed loop (--concurrency)": concurrency > 0,
+        "a static batch (--batch)": batch > 0,
+        "requests that are all sent at once (--offline)": offline,
+    }
+    kinds = {"requests", "concurrency", "batch", "offline"}
+    for (mode, wanted), own in zip(
+        chosen.items(), ("requests", "concurrency", "batch", "offline"), strict=True
+    ):
+        if not wanted:
+            continue
+        refuse(context, mode, {"rate", "burstiness", *(kinds - {own})})
+        if own == "requests":
+            refuse(context, mode, {"count", "prompt", "output", "seed"})
+        if own == "batch":
+            refuse(context, mode, {"count"})
+
+
+def engine_plan(text: str, model: ServedModel, replicas: int) -> tuple[EnginePlan, int]:
+    """A plan from text such as ``tp=4,pp=2``, and engines; ``dp`` without experts is engines.
+
+    Raises:
+        PlanError: A name is not known, or the numbers do not agree.
+    """
+    from ..common.errors import PlanError
+    from ..simulate.serving.served import EnginePlan
+
+    known = ("tp", "pp", "dp", "ep", "moe_tp")
+    found: dict[str, int] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name not in known or not value.isdigit() or int(value) < 1:
+            raise PlanError(
+                f"{part!r} is no part of a serving plan",
+                hint="as in tp=4,pp=2; " + ", ".join(known),
+            )
+        found[name] = int(value)
+    tp, pp, dp = (found.get(name, 1) for name in ("tp", "pp", "dp"))
+    if not model.workload.experts:
+        if found.get("ep", 1) > 1 or found.get("moe_tp", tp) != tp:
+            raise PlanError(f"{text} spreads experts, the model has none", hint="tp, pp and dp")
+        if dp > 1 and replicas:
+            raise PlanError(f"{text} and --replicas both give engines", hint="one of them")
+        return EnginePlan(tp=tp, pp=pp, moe_tp=tp), replicas or (dp if dp > 1 else 0)
+    ranks = tp * dp
+    ep = found.get("ep", ranks // found["moe_tp"] if "moe_tp" in found else ranks if dp > 1 else 1)
+    return EnginePlan(tp, pp, dp, ep, found.get("moe_tp", max(1, ranks // ep))), replicas
+
+
+def _draft(name: str, model: ServedModel) -> ServedModel | None:
+    """The model that drafts: none for n-grams, a layer of the model for its own predictions."""
+    if name == "ngram":
+        return None
+    work = model.workload
+    if name == "mtp":
+        # A module of multi-token prediction is one layer with the model's own head (DeepSeek-V3,
+        # 2024, section 2.2).
+        return replace(model, workload=replace(work, layers=1, dense_layers=0), linear_layers=0)
+    from ..simulate.serving.served import ServedModel
+    from ..simulate.step.workload import read_workload
+
+    return ServedModel(read_workload(name, []), cache=model.cache)
+
+
+def _predictor(model: str, serving: str) -> ServingPredictor:
+    from ..models.serving.model import find_serving_model
+    from ..predict.cluster.serving import ServingPredictor
+    from ..predict.operator.serving_operators import load_serving_operators
+
+    return ServingPredictor(load_serving_operators(model), find_serving_model(serving))
+
+
+def plan_serving(
+    device: Annotated[str, typer.Option(help="Device of the catalogue, such as h100-sxm.")],
+    gpus: Annotated[int, typer.Option(min=1, max=4096, help="Number of devices.")],
+    load: Annotated[
+        str,
+        typer.Option(
+            help="concurrency=64 or rate=4 (burstiness=0.5), prompt=1024,output=256,count=500; "
+            "or trace=FILE."
+        ),
+    ],
+    workload: Annotated[
+        str, typer.Option("--workload", "--model", help="Model by name, as of simulate-serving.")
+    ] = "",
+    hf: HfOpt = None,
+    settings: Settings = None,
+    slo: SloOpt = "",
+    framework: Framework = "vllm",
+    weights: Weights = "",
+    experts: Experts = "",
+    activations: Activations = "",
+    kv_cache: KvCache = "",
+    linear_layers: LinearLayers = 0,
+    prefix_hits: HitRate = 0.0,
+    together: Annotated[
+        bool, typer.Option("--together", help="Try no workers that run prompts alone.")
+    ] = False,
+    operators: Annotated[
+        str, typer.Option(help="Operator model; 'roofline' for the plain roofline.")
+    ] = OPERATOR_MODEL,
+    serving: ServingModelOpt = "default",
+    top: Annotated[int, typer.Option(min=1, help="Number of deployments to print.")] = 10,
+    json_output: Json = False,
+) -> None:
+    """Search engines, plans, batch limits and disaggregation for the best under an SLO.
+
+    Prints the Pareto front of throughput against latency, and the best with its launch commands.
+    """
+    from ..features.devices.catalogue import find_device
+    from ..predict.cluster.served_row import framework_of, in_formats
+    from ..predict.cluster.serving import Deployment, parse_slo
+    from ..predict.cluster.serving_load import parse_load
+    from ..predict.cluster.serving_plan import search
+    from ..predict.render.serving import print_plans
+    from ..simulate.step.workload import read_workload
+    from ..workflows.steps import row_progress
+
+    engine = framework_of(framework)
+    chosen = workload_of(workload, hf)
+    sizes = read_workload(chosen, settings or [])
+    model = in_formats(
+        sizes, weights, kv_cache, engine, linear_layers, experts=experts, activations=activations
+    )
+    base = Deployment(model, find_device(device).name, engine, hit_rate=prefix_hits)
+    spec, asked = parse_load(load), parse_slo(slo)
+    predictor = _predictor(operators, serving)
+    # Progress goes to standard error, as that of sweeps.
+    with row_progress(1) as tell:
+        plans = search(
+            predictor,
+            base,
+            gpus,
+            spec,
+            asked,
+            apart=not together,
+            show=lambda done, of, what: tell(done, of),
+        )
+    if json_output:
+        print_json(plans.to_dict())
+        return
+    print_plans(make_console(), plans, workload or str(hf), top)
+    if plans.stopped:
+        typer.echo("stopped: these are the deployments that were simulated until then", err=True)
+        raise typer.Exit(130)
+
+
+__all__ = ["engine_plan", "plan_serving", "simulate_serving"]

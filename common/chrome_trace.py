@@ -62,6 +62,20 @@ class ChromeTrace:
             event["args"] = dict(details)
         self._events.append(event)
 
+    def counter(
+        self, name: str, time_us: float, values: Mapping[str, float], process: int = 0
+    ) -> None:
+        """Add values that hold from a time on.
+
+        Args:
+            name: Name of the counter.
+            time_us: Time in microseconds.
+            values: Its series.
+            process: Number of the process that it belongs to.
+        """
+        own = {"name": name, "ph": "C", "pid": process, "ts": float(time_us), "args": dict(values)}
+        self._events.append(own)
+
     def to_dict(self) -> dict[str, object]:
         """Return the trace as plain data."""
         # displayTimeUnit only sets the viewer's axis; times stay in microseconds.

@@ -70,7 +70,9 @@ def print_frame(console: Console, frame: pd.DataFrame, title: str) -> None:
 
 
 #: Columns that are printed in per cent.
-PERCENTAGES = ("mape", "median_ape", "largest", "bias", "coverage", "in_domain")
+PERCENTAGES = (
+    "mape", "median_ape", "largest", "bias", "coverage", "in_domain", "before", "after", "unseen"
+)  # fmt: skip
 
 
 def in_percent(figures: pd.DataFrame) -> pd.DataFrame:

@@ -42,7 +42,8 @@ class ServingModel:
         effects: On classes of cost.
         ends: Ends of the interval as logarithms, by ``metric/tier``, and for the time to the first
             token of saturated engines ``ttft-queued/tier``.
-        provenance: What it was learned from: ``groups`` are model groups by framework and chip.
+        provenance: What it was learned from: ``groups`` are model groups by framework and chip,
+            ``shapes`` the groups of models by their sizes, ``own`` the stacks it was adapted to.
     """
 
     effects: ServingEffects = field(default_factory=ServingEffects)
@@ -58,6 +59,23 @@ class ServingModel:
             return "new"
         named = self.effects.knows("engine", context.get("engine", ""))
         return "framework" if named else "architecture"
+
+    def group_of(self, shape: str) -> str:
+        """Model group of the measured runs whose model has a shape; empty if there is none."""
+        shapes = self.provenance.get("shapes", {})
+        return str(shapes.get(shape, "")) if isinstance(shapes, dict) else ""
+
+    def own_stack(self, device: str) -> tuple[str, float]:
+        """Source of the runs on a device that the model was adapted to, and their memory's share.
+
+        Empty and 0 where there are none.
+        """
+        own = self.provenance.get("own", {})
+        for name, stack in own.items() if isinstance(own, dict) else ():
+            source, _, known = str(name).partition("|")
+            if known == device:
+                return source, float(stack["memory"])
+        return "", 0.0
 
     def interval(self, metric: str, tier: str, queued: float) -> tuple[float, float]:
         """Ends of the 90 % interval as factors on an estimate."""
@@ -104,6 +122,15 @@ class ServingModel:
 def shipped_serving() -> ServingModel:
     """The model that ships with the package, read once."""
     return ServingModel.load()
+
+
+def find_serving_model(name: str) -> ServingModel:
+    """The model of serving that ships, for ``default``, or one from a file.
+
+    Raises:
+        ModelError: The file is missing or damaged.
+    """
+    return shipped_serving() if name == "default" else ServingModel.load(Path(name))
 
 
 def group_key(context: Context) -> str:

@@ -117,32 +117,68 @@ def served_model(cell: Cells) -> ServedModel:
 
 
 def _formats(cell: Cells, workload: Workload, linear: int) -> ServedModel:
-    text = cell.text("weight_dtype").lower() or "bf16"
-    weights = next((v for k, v in _WEIGHTS.items() if text == k), text)
+    return in_formats(
+        workload,
+        cell.text("weight_dtype"),
+        cell.text("kv_dtype"),
+        framework_of(cell.text("framework")),
+        linear,
+    )
+
+
+def in_formats(
+    workload: Workload,
+    weights: str = "",
+    cache: str = "",
+    framework: str = "",
+    linear: int = 0,
+    *,
+    experts: str = "",
+    activations: str = "",
+) -> ServedModel:
+    """A model in the formats that published checkpoints of a name have.
+
+    Args:
+        workload: Its sizes.
+        weights: Such as ``fp8``; empty for 16 bits.
+        cache: Such as ``fp8``; empty for 16 bits, or what the framework takes by itself.
+        framework: Lower case.
+        linear: Layers with a recurrent state instead of attention over a cache.
+        experts: Format of the experts alone; empty for what checkpoints do.
+        activations: ``bf16`` for products on widened weights; empty for what the format says.
+
+    Raises:
+        PlanError: A format is not known.
+    """
+    text = weights.lower() or "bf16"
+    weights = _WEIGHTS.get(text, text)
+    if activations not in ("", "bf16", "f16", weights):
+        raise PlanError(
+            f"activations in {activations!r} under weights in {weights!r}",
+            hint="bf16 for weights alone, or nothing for what the format says",
+        )
+    if activations in ("bf16", "f16") and weights in ("fp8", "int8"):
+        weights += "_wo"
+    elif activations in ("bf16", "f16") and weights in ("fp8_block", "nvfp4"):
+        raise PlanError(f"products of {weights} take activations in it", hint="fp8, int8 or int4")
     plain = "bf16"
-    other, attention, experts = weights, "", weights
+    other, attention, every = weights, "", weights
     if workload.experts and weights in ("mxfp4", "int4"):
         # Published MoE checkpoints in these formats quantise their experts only (gpt-oss, Kimi).
         other = plain
     if weights == "fp8" and workload.kv_lora:
         # DeepSeek's checkpoints have scales for blocks of 128 x 128.
-        other = experts = "fp8_block"
+        other = every = "fp8_block"
     if weights == "nvfp4" and workload.kv_lora:
         # NVIDIA's checkpoints of DeepSeek's models leave attention in 16 bits.
         attention = plain
-    cache = cell.text("kv_dtype").lower()
-    if not cache and weights in ("fp8", "nvfp4", "mxfp4") and _quantises_cache(cell):
-        cache = "fp8"
-    cache = "fp8" if cache.startswith("fp8") else "int8" if cache.startswith("int8") else plain
-    return ServedModel(workload, other, experts, cache, linear, attention)
-
-
-def _quantises_cache(cell: Cells) -> bool:
-    """Whether a framework takes an fp8 cache by itself under quantised weights.
-
-    TensorRT-LLM follows the checkpoint, and those of NVIDIA's quantiser say fp8.
-    """
-    return framework_of(cell.text("framework")) == "tensorrt-llm"
+    kept = cache.lower()
+    if not kept and weights in ("fp8", "nvfp4", "mxfp4") and framework == "tensorrt-llm":
+        # TensorRT-LLM follows the checkpoint, and those of NVIDIA's quantiser say fp8.
+        kept = "fp8"
+    kept = "fp8" if kept.startswith("fp8") else "int8" if kept.startswith("int8") else plain
+    own = _WEIGHTS.get(experts.lower(), experts.lower()) or every
+    return ServedModel(workload, other, own, kept, linear, attention)
 
 
 def _latent(note: str) -> dict[str, int]:

@@ -1,357 +1,558 @@
-"""Serve a decoder on a cluster: iteration times of prefill and decode for continuous batching.
-
-Iteration times are estimated on a grid of sizes and interpolated, so that a trace of thousands of
-requests queries the operator model once for each grid point.
-"""
+"""Serve a decoder under a load: latencies of requests, throughput, memory, with 90 % intervals."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
-from math import ceil, hypot, log2, prod
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import NamedTuple
 
 import numpy as np
-import pandas as pd
 
-from ...common.errors import DatasetError, PlanError
+from ...common.errors import PlanError
 from ...common.interval import Interval, latency_fields
+from ...features.devices.catalogue import find_device
 from ...models.operators import OpModel
-from ...simulate.clusters.catalogue import find_cluster
-from ...simulate.clusters.topology import Cluster
-from ...simulate.serving.loop import Chunk, Request, ServingResult, check_requests, serve
-from ...simulate.step.calls import CommCall, Estimate, OpCall
-from ...simulate.step.layer_ops import layer_ops
-from ...simulate.step.memory import RESERVED_BYTES
-from ...simulate.step.plan import Plan
-from ...simulate.step.workload import Workload, resolved
-from ..devices import cluster_device
-from ..operator.step_operators import OperatorLatency
-from .network import ClusterNetwork
-from .spread import COMPOSITION_ERROR, RHO, combined_spread
+from ...models.serving.model import SATURATED, ServingModel, shipped_serving
+from ...simulate.clusters.catalogue import find_cluster, joined
+from ...simulate.serving.fleet import Station, run_fleet
+from ...simulate.serving.load import Load, Run
+from ...simulate.serving.served import EnginePlan, ServedModel
+from .serving_load import LoadSpec
+from .serving_runs import (
+    ENGINE_ALONE,
+    ServingRuns,
+    cache_transfer,
+    engine_memory,
+    row_context,
+)
+from .serving_table import EngineOptions, ServingRow, Workers
 
-#: Columns of a trace.
-COLUMNS = ("arrival_s", "prompt", "output")
-#: Grid points per octave of a size. Times follow powers of the sizes over so short a distance, and
-#: interpolation is log-log, which is exact for powers; engineering estimate.
-POINTS = 2
+#: Percentiles of latencies, beside the mean.
+LEVELS = (50, 90, 99)
+#: What is reported of each request.
+METRICS = ("ttft", "tpot", "itl", "e2e")
+#: Newer than any release, so that engines count as rewritten.
+NEWEST = "9999.0"
+
+
+class Slo(NamedTuple):
+    """What a request has to keep, in seconds; infinite where nothing is asked.
+
+    Attributes:
+        ttft: Time to the first token.
+        tpot: Mean time of a further token.
+        e2e: Time to the last token.
+    """
+
+    ttft: float = inf
+    tpot: float = inf
+    e2e: float = inf
+
+
+#: Nothing is asked.
+FREE = Slo()
+
+
+def parse_slo(text: str) -> Slo:
+    """Read text such as ``ttft=500ms,tpot=30ms``; without a unit milliseconds are meant.
+
+    Raises:
+        PlanError: A name is not known, or a time is none.
+    """
+    found: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        number, scale = (value[:-2], 1e-3) if value.endswith("ms") else (value.rstrip("s"), 1.0)
+        scale = scale if value.endswith("s") else 1e-3
+        try:
+            found[name] = float(number) * scale
+        except ValueError:
+            found[name] = 0.0
+        if name not in Slo._fields or not 0.0 < found[name] < inf:
+            raise PlanError(f"{part!r} is no SLO", hint="as in ttft=500ms,tpot=30ms,e2e=20s")
+    return Slo(**found)
 
 
 @dataclass(frozen=True)
-class ServingPrediction:
-    """Latencies and throughput of a trace of requests.
+class Deployment:
+    """A model, engines that serve it, and how they are told to.
 
     Attributes:
-        result: Latencies of requests.
-        interval: Mean seconds from arrival to last token, as estimated and with all iterations at
-            the lower or the upper end of their 90 % interval.
-        cache_tokens: Tokens that the key-value cache of a replica holds.
-        replicas: Replicas that share the requests evenly.
-        plan: Parallel plan, replicas included.
-        cluster: Name of the cluster.
+        model: What is served.
+        device: Of the catalogue.
+        framework: Such as ``vllm``.
+        engine: Workers that decode, and run prompts as well unless ``prefill`` does.
+        prefill: Workers that run prompts alone.
+        max_batch: Most sequences of an engine, of each of its ranks with sequences of their own;
+            0 for the framework's limit.
+        token_budget: Most tokens of a pass, likewise.
+        chunked: Whether prompts may be cut; ``None`` for what the framework does.
+        accepted: Tokens that a step of decoding yields; 1 without speculation.
+        hit_rate: Share of each prompt that the cache has already.
+        options: What else the engines are told.
+        group: Name of the model among measured ones; empty to look it up by its sizes.
     """
 
-    result: ServingResult
-    interval: Interval
-    cache_tokens: int
-    replicas: int
-    plan: Plan
-    cluster: str
+    model: ServedModel
+    device: str
+    framework: str = "vllm"
+    engine: Workers = field(default_factory=lambda: Workers(EnginePlan()))
+    prefill: Workers | None = None
+    max_batch: int = 0
+    token_budget: int = 0
+    chunked: bool | None = None
+    accepted: float = 1.0
+    hit_rate: float = 0.0
+    options: EngineOptions = field(default_factory=EngineOptions)
+    group: str = ""
 
-    def to_dict(self) -> dict[str, object]:
-        """Plain data: mean latency of a request, percentiles, and throughput of all replicas."""
-        figures: dict[str, Any] = dict(self.result.to_dict())
-        # One replica was simulated; the others serve as much each.
-        for name in ("requests_per_s", "output_tokens_per_s"):
-            figures[name] *= self.replicas
-        return {
-            **latency_fields(*self.interval),
-            **figures,
-            "cache_tokens": self.cache_tokens,
-            "replicas": self.replicas,
-            "plan": self.plan.text(),
-            "cluster": self.cluster,
-        }
+    def __post_init__(self) -> None:
+        """Check what belongs together.
 
-
-class ServingPredictor:
-    """Serves one model on one cluster.
-
-    Args:
-        workload: The model; ``batch``, ``seq`` and ``mode`` do not matter.
-        plan: ``tp``, and ``dp`` replicas.
-        cluster: Cluster that serves it, its name or file.
-        model: Model of library operators; ``None`` for rooflines.
-
-    Raises:
-        PlanError: The plan has other parallelism or does not fit, or the model does not generate.
-        DeviceError: The cluster names no device, or one that is not known.
-    """
-
-    def __init__(
-        self,
-        workload: Workload,
-        plan: Plan,
-        cluster: Cluster | str | Path,
-        model: OpModel | None,
-    ) -> None:
-        cluster = find_cluster(cluster)
-        if plan != Plan(tp=plan.tp, dp=plan.dp, sp=plan.sp):
-            raise PlanError(
-                f"serving knows tp and dp only, not {plan.text()}", hint="as in tp=4,dp=2"
-            )
-        if not workload.causal:
+        Raises:
+            PlanError: The model does not generate, or a figure is out of its range.
+        """
+        if not self.model.workload.causal:
             raise PlanError(
                 "a model whose tokens see later ones generates nothing",
                 where="workload",
                 hint="take a causal one, such as llama",
             )
-        # Plans count a batch over all replicas, so ``dp`` sequences are one per replica; the grid
-        # sets the tokens.
-        own = replace(workload, mode="forward", seq=1, batch=plan.dp)
-        # Inference engines all-reduce the full activations: sequence parallelism would shard
-        # tokens, of which a decode step has too few.
-        self.plan = resolved(own, plan.changed(sp=False), cluster.size)
-        self.workload, self.cluster = own, cluster
-        spec = cluster_device(cluster)
-        self.memory = spec.memory_bytes
-        # No sustained-clock factor: serving is bursty, so the clock of short measurements applies
-        # (docs/simulate.md).
-        self._latency, self._network = OperatorLatency(spec, model), ClusterNetwork(cluster)
-        self._products, self._head = _Grid(self._products_at), _Grid(self._head_at)
-        self._prefill, self._decode = _Grid(self._prefill_at), _Grid(self._decode_at)
-
-    def cache_tokens(self) -> int:
-        """Return how many tokens a replica's key-value cache holds beside weights and driver.
-
-        Raises:
-            PlanError: The weights alone do not fit, or the device's memory is not known.
-        """
-        w, tp = self.workload, self.plan.tp
-        if not self.memory:
+        if not 0.0 <= self.hit_rate < 1.0:
+            raise PlanError(f"a hit rate of {self.hit_rate:g}", hint="from 0 to below 1")
+        drafts = self.options.drafts
+        if drafts < 0 or not 1.0 <= self.accepted <= (drafts + 1 if drafts else inf):
             raise PlanError(
-                "the memory of the device is not known, so neither is its cache",
-                where=self.cluster.device,
-                hint="add memory_bytes to the device's file",
+                f"{self.accepted:g} tokens a step of {drafts} drafts",
+                hint="from 1 to one more than the drafts",
             )
-        weights = w.parameters / tp * w.width
-        # Keys and values of all layers. With more devices than key-value heads, each head is
-        # replicated, so a device never holds less than one.
-        token = 2.0 * w.layers * max(1.0, w.groups / tp) * w.head * w.width
-        left = self.memory - RESERVED_BYTES - weights
-        if left < token:
-            raise PlanError(
-                f"weights of {weights / 2**30:.1f} GiB leave no room for a cache in "
-                f"{self.memory / 2**30:.1f} GiB",
-                hint="raise tp",
+        heads = self.model.workload.heads
+        for workers in filter(None, (self.engine, self.prefill)):
+            plan = workers.plan
+            if heads % plan.tp or plan.pp > self.model.workload.layers:
+                raise PlanError(
+                    f"{plan.text()} does not divide {heads} heads and "
+                    f"{self.model.workload.layers} layers",
+                    hint="tp divides heads, pp is at most the layers",
+                )
+
+    @property
+    def devices(self) -> int:
+        """Devices of all workers."""
+        return self.engine.devices + (self.prefill.devices if self.prefill else 0)
+
+    def text(self) -> str:
+        """Such as ``2 x (tp=4)``, or ``1 x (tp=4) prefill + 2 x (tp=4) decode``."""
+        own = f"{self.engine.count} x ({self.engine.plan.text()})"
+        if self.prefill is None:
+            return own
+        return f"{self.prefill.count} x ({self.prefill.plan.text()}) prefill + {own} decode"
+
+    def row(self, spec: LoadSpec, load: Load, model: ServingModel) -> ServingRow:
+        """The same as a row of a table of serving."""
+        source, memory = model.own_stack(self.device)
+        options = self.options
+        if memory and not options.memory:
+            options = replace(options, memory=memory)
+        largest = max(w.plan.devices for w in (self.engine, self.prefill) if w)
+        return ServingRow(
+            id="",
+            source=source,
+            framework=self.framework,
+            version=NEWEST,
+            group=self.group or model.group_of(self.model.shape()),
+            model=self.model,
+            cluster=joined(self.device, largest),
+            engine=self.engine,
+            prefill=self.prefill,
+            load=spec.row_load(load),
+            max_batch=self.max_batch,
+            token_budget=self.token_budget,
+            chunked=self.chunked,
+            speculative="yes" if self.accepted > 1.0 else "no",
+            accepted=self.accepted,
+            measured={},
+            options=options,
+        )
+
+
+def on_cluster(cluster: str, plan: EnginePlan, replicas: int = 0) -> tuple[str, Workers]:
+    """The device of a cluster, and engines that fill it.
+
+    Args:
+        cluster: Name or file.
+        plan: Of each engine.
+        replicas: Engines; 0 for as many as fit.
+
+    Raises:
+        PlanError: They do not fit the cluster.
+    """
+    found = find_cluster(cluster)
+    count = replicas or found.size // plan.devices
+    if count < 1 or count * plan.devices > found.size:
+        raise PlanError(
+            f"{max(count, 1)} x ({plan.text()}) need {max(count, 1) * plan.devices} devices, "
+            f"{found.name} has {found.size}",
+            hint="a smaller plan, or fewer replicas",
+        )
+    return find_device(found.device).name, Workers(plan, count)
+
+
+@dataclass(frozen=True)
+class Served:
+    """Latencies of one simulated run as a user sees them, in seconds, shape ``(n,)``.
+
+    Attributes:
+        ttft: Time to the first token.
+        tpot: Mean time of a further token; NaN for requests of one.
+        e2e: Time to the last token.
+        gaps: Times between tokens of all requests, sorted.
+        weights: How many tokens came after each gap.
+    """
+
+    ttft: np.ndarray
+    tpot: np.ndarray
+    e2e: np.ndarray
+    gaps: np.ndarray
+    weights: np.ndarray
+
+    def figure(self, metric: str, level: int | None) -> float:
+        """A percentile of a metric, or its mean for ``None``; 0 where there is none."""
+        if metric == "itl":
+            return _weighted(self.gaps, self.weights, level)
+        values = {"ttft": self.ttft, "tpot": self.tpot, "e2e": self.e2e}[metric]
+        values = values[np.isfinite(values)]
+        if not len(values):
+            return 0.0
+        return float(values.mean() if level is None else np.percentile(values, level))
+
+    def good(self, slo: Slo) -> float:
+        """Share of the requests that keep an SLO."""
+        tpot = np.nan_to_num(self.tpot, nan=0.0)
+        kept = (self.ttft <= slo.ttft) & (tpot <= slo.tpot) & (self.e2e <= slo.e2e)
+        return float(kept.mean())
+
+
+def _weighted(values: np.ndarray, weights: np.ndarray, level: int | None) -> float:
+    if not len(values):
+        return 0.0
+    if level is None:
+        return float(np.average(values, weights=weights))
+    total = np.cumsum(weights)
+    return float(values[np.searchsorted(total, level / 100.0 * total[-1])])
+
+
+@dataclass(frozen=True)
+class ServingPrediction:
+    """Latencies, throughput and memory of a deployment under a load.
+
+    Attributes:
+        deployment: What serves.
+        spec: The load.
+        load: Its requests.
+        run: What became of them.
+        figures: Seconds with their intervals by ``metric/level``, such as ``ttft/p99``.
+        requests_per_s: Throughput with its interval.
+        tokens_per_s: Output tokens a second of all engines, with its interval.
+        good: Share of the requests that keep the SLO, with its interval.
+        slo: The SLO.
+        memory: Bytes of a device of an engine that decodes, by use; ``cache`` is the last.
+        cache_tokens: Tokens that the cache of an engine holds.
+        queued: Share of the time to the first token that is waiting for other requests.
+        known: What is known of the deployment (docs/serving.md).
+    """
+
+    deployment: Deployment
+    spec: LoadSpec
+    load: Load
+    run: Run
+    figures: Mapping[str, Interval]
+    requests_per_s: Interval
+    tokens_per_s: Interval
+    good: Interval
+    slo: Slo
+    memory: Mapping[str, float]
+    cache_tokens: int
+    queued: float
+    known: str
+    notes: tuple[str, ...] = ()
+    states: Mapping[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data in the terms of ``vllm bench serve``, with ends of intervals."""
+        prompts, outputs = int(self.load.prompts.sum()), int(self.load.outputs.sum())
+        rate, run, gpus = self.requests_per_s, self.run, self.deployment.devices
+        prompt_rate = prompts / len(self.load.prompts)
+        data: dict[str, object] = {
+            **latency_fields(*self.figures["e2e/mean"]),
+            "duration": run.makespan,
+            "completed": len(self.load.prompts),
+            "total_input_tokens": prompts,
+            "total_output_tokens": outputs,
+            "max_concurrency": self.spec.concurrency or None,
+            "request_rate": self.spec.rate or "inf",
+            **_ends("request_throughput", rate),
+            **_ends("output_throughput", self.tokens_per_s),
+            **_ends("output_throughput_per_gpu", _scaled(self.tokens_per_s, 1.0 / gpus)),
+            "total_token_throughput": rate.value * prompt_rate + self.tokens_per_s.value,
+        }
+        if self.slo != FREE:
+            data |= _ends(
+                "request_goodput:", Interval(*(r * g for r, g in zip(rate, self.good, strict=True)))
             )
-        return int(left / token)
+            data |= _ends("slo_attainment", self.good)
+        for metric in METRICS:
+            named = "e2el" if metric == "e2e" else metric
+            for level in ("mean", *LEVELS):
+                key = f"{metric}/{level}" if level == "mean" else f"{metric}/p{level}"
+                name = {"mean": "mean", 50: "median"}.get(level, f"p{level}")
+                data |= _ends(f"{name}_{named}_ms", _scaled(self.figures[key], 1e3))
+        return {
+            **data,
+            **self.states,
+            "preemptions": run.evicted,
+            "iterations": run.iterations,
+            "largest_batch": run.largest_batch,
+            "prefix_hit_tokens": run.hit_tokens,
+            "cache_tokens": self.cache_tokens,
+            "queued_share": self.queued,
+            "memory_bytes_per_device": dict(self.memory),
+            "known": self.known,
+            "framework": self.deployment.framework,
+            "device": self.deployment.device,
+            "gpus": gpus,
+            "plan": self.deployment.text(),
+            "replicas": self.deployment.engine.count,
+            "notes": list(self.notes),
+        }
+
+
+def _scaled(interval: Interval, factor: float) -> Interval:
+    return Interval(*(end * factor for end in interval))
+
+
+def _ends(name: str, interval: Interval) -> dict[str, object]:
+    plain = name.removesuffix(":")
+    return {name: interval.value, f"{plain}_lo": interval.lo, f"{plain}_hi": interval.hi}
+
+
+class ServingPredictor:
+    """Predicts deployments; those that differ in their load alone share tables of costs.
+
+    Args:
+        operators: Model of library operators; ``None`` for rooflines.
+        model: What measured serving taught; by default the model that ships.
+    """
+
+    def __init__(self, operators: OpModel | None, model: ServingModel | None = None) -> None:
+        self.runs = ServingRuns((), operators)
+        self.model = model or shipped_serving()
 
     def predict(
-        self, requests: Sequence[Request], max_batch: int = 256, token_budget: int = 2048
+        self,
+        deployment: Deployment,
+        spec: LoadSpec,
+        *,
+        slo: Slo = FREE,
+        load: Load | None = None,
+        record: bool = True,
     ) -> ServingPrediction:
-        """Serve a trace; each replica gets every ``dp``-th request, and the first is simulated.
-
-        Raises:
-            PlanError: A request does not fit, or a limit is below 1.
-        """
-        cache = self.cache_tokens()
-        check_requests(requests, cache)
-        # Round-robin, as a load balancer deals out requests that it knows nothing about.
-        own = requests[:: self.plan.dp]
-
-        def served(side: int) -> ServingResult:
-            return serve(
-                own,
-                lambda *of: self.estimate(*of)[side],
-                cache,
-                max_batch=max_batch,
-                token_budget=token_budget,
-            )
-
-        # The whole trace is replayed at each end: slower iterations also lengthen the queues, which
-        # scaling the latencies would miss.
-        runs = [served(side) for side in (0, 1, 2)]
-        interval = Interval(*(float(run.latency.mean()) for run in runs))
-        return ServingPrediction(
-            runs[0], interval, cache, self.plan.dp, self.plan, self.cluster.name
-        )
-
-    def seconds(self, chunks: Sequence[Chunk], batch: int, length: float) -> float:
-        """Estimate an iteration; see :data:`~opcast.simulate.serving.loop.IterationSeconds`."""
-        return self.estimate(chunks, batch, length).seconds
-
-    def estimate(self, chunks: Sequence[Chunk], batch: int, length: float) -> Estimate:
-        """Estimate the seconds of an iteration, with a 90 % interval.
-
-        All tokens share the matrix products; the vocabulary projection sees only the last token
-        of each sequence. Attention is one kernel for all chunks of prompts and one for decoding. A
-        chunk attends to its own prompt alone and is priced as its share of a batch of equally
-        many chunks of its size.
+        """Serve a load.
 
         Args:
-            chunks: Chunks of prompts.
-            batch: Running requests.
-            length: Mean length of their caches.
+            deployment: What serves it.
+            spec: The load.
+            slo: What requests have to keep.
+            load: Requests of ``spec``, where they were drawn already.
+            record: Whether to keep histories of the engines; without, there are no times between
+                tokens, and those of requests stand for them.
+
+        Raises:
+            PlanError: The deployment does not fit into memory, or a request into its cache.
         """
-        sequences = len(chunks) + batch
-        times = self._products(batch + sum(c.tokens for c in chunks)) + self._head(sequences)
-        for chunk, count in Counter(chunks).items():
-            times = times + count / len(chunks) * self._prefill(len(chunks), *chunk)
-        if batch:
-            # Decode attention streams keys and values, so its time is linear in the cache length
-            # and the mean length stands for the batch.
-            times = times + self._decode(batch, max(length, 1.0))
-        middle = float(times[0])
-        # The operators' interval and the composition's error are independent: they add in
-        # quadrature.
-        own = COMPOSITION_ERROR * middle
-        down, up = hypot(middle - times[1], own), hypot(times[2] - middle, own)
-        return Estimate(*Interval.around(middle, down, up))
+        load = _with_hits(deployment, load or spec.draw())
+        row = deployment.row(spec, load, self.model)
+        context = row_context(row)
+        effects = self.model.effects
+        # What every latency is multiplied with slows passes down, so that queues feel it too.
+        weights = effects.weights(context) * effects.factor(context, "tpot")
+        first = effects.factor(context, "ttft") / effects.factor(context, "tpot")
+        tier = self.model.tier(context)
+        stations = self._stations(row, load, weights)
+        run = self._run(row, load, stations, weights, 1.0, record)
+        # Requests that waited least were alone, or nearly so.
+        waits = run.first - run.sent
+        queued = max(0.0, 1.0 - float(waits.min()) / float(waits.mean()))
+        factors = {
+            "ttft": self.model.interval("ttft", tier, queued),
+            "tpot": self.model.interval("tpot", tier, queued),
+            "rate": self.model.interval("per_token", tier, queued),
+        }
+        seen = served(load, run, first)
+        ends = [
+            served(load, run, first * factors["ttft"][side], factors["tpot"][side])
+            for side in (0, 1)
+        ]
+        count, tokens = len(load.prompts), float(load.outputs.sum())
+        spans = [run.makespan, *(run.makespan * end for end in factors["rate"])]
+        if spec.kind in ("trace", "open-poisson") and not load.concurrency:
+            # Faster engines do not make more requests arrive, and slower ones let queues grow.
+            others = [
+                self._run(row, load, stations, weights, end, False) for end in factors["rate"]
+            ]
+            spans = [run.makespan, *(other.makespan for other in others)]
+            ends = [
+                _wider(end, served(load, o, first), side)
+                for side, (end, o) in enumerate(zip(ends, others, strict=True))
+            ]
+        figures = {}
+        for metric in METRICS:
+            for level in (None, *LEVELS):
+                own = [each.figure(metric, level) for each in (seen, *ends)]
+                name = "mean" if level is None else f"p{level}"
+                figures[f"{metric}/{name}"] = Interval(own[0], min(own), max(own))
+        rates = [1.0 / span for span in spans]
+        low, high = min(rates), max(rates)
+        good = [each.good(slo) for each in (seen, *ends)]
+        memory = engine_memory(row, row.engine)
+        return ServingPrediction(
+            deployment=deployment,
+            spec=spec,
+            load=load,
+            run=run,
+            figures=figures,
+            requests_per_s=Interval(count * rates[0], count * low, count * high),
+            tokens_per_s=Interval(tokens * rates[0], tokens * low, tokens * high),
+            good=Interval(good[0], min(good), max(good)),
+            slo=slo,
+            memory=memory,
+            cache_tokens=stations[0].cache_tokens,
+            queued=queued,
+            known=tier,
+            notes=_notes(tier, queued, load),
+            states=_states(run, stations[0].cache_tokens, deployment.engine.count),
+        )
 
-    def _products_at(self, tokens: int) -> Estimate:
-        w, p = replace(self.workload, batch=self.plan.dp, seq=tokens), self.plan
-        # Attention depends on lengths, not only on the number of tokens, so it has grids of its
-        # own.
-        ops = [c for c in layer_ops(w, p).forward if c.op != "attention"]
-        size = float(tokens) * w.d_model * w.width
-        # Two all-reduces of the activations in each layer's forward pass, after attention and after
-        # the feed-forward block (Shoeybi et al., Megatron-LM, 2019, section 3).
-        sent = CommCall("tensor", "all_reduce", size, p.tensor_group, 2.0)
-        return self._sum(ops, w.layers, sent)
+    def _stations(self, row: ServingRow, load: Load, weights: np.ndarray) -> list[Station]:
+        longest = int((load.prompts + load.outputs).max())
+        most = load.concurrency or len(load.prompts)
+        workers = [row.engine, *([row.prefill] if row.prefill else [])]
+        return [self.runs.station(row, own, weights, most, longest) for own in workers]
 
-    def _head_at(self, sequences: int) -> Estimate:
-        w = self.workload
-        # The vocabulary is padded to a multiple of the tensor-parallel ranks, as in Megatron-LM.
-        shape = (sequences, ceil(w.vocab / self.plan.tp), w.d_model)
-        return self._sum([OpCall("head", "linear", shape, w.dtype)])
-
-    def _prefill_at(self, sequences: int, tokens: int, past: int) -> Estimate:
-        """Attention of ``sequences`` prompt chunks, each of ``tokens`` after ``past`` others."""
-        shape = (sequences, *self._heads(), tokens, past + tokens, 1)
-        return self._attention(OpCall("attention", "attention", shape, self.workload.dtype))
-
-    def _decode_at(self, batch: int, length: int) -> Estimate:
-        shape = (batch, *self._heads(), length)
-        return self._attention(OpCall("attention", "decode", shape, self.workload.dtype))
-
-    def _heads(self) -> tuple[int, int, int]:
-        """Query heads, key and value heads of a device, and their width."""
-        w, tp = self.workload, self.plan.tp
-        return w.heads // tp, max(1, w.groups // tp), w.head
-
-    def _attention(self, call: OpCall) -> Estimate:
-        return self._sum([call], self.workload.layers)
-
-    def _sum(
-        self, ops: Sequence[OpCall], layers: int = 1, sent: CommCall | None = None
-    ) -> Estimate:
-        """Add up operators and a collective over all layers; their errors correlate."""
-        times = [Estimate(*row) for row in self._latency(ops)]
-        if sent is not None and sent.needed:
-            times.append(self._network(sent.kind, sent.size, sent.group).times(sent.times))
-        rows = np.array(times) * layers
-        total = float(rows[:, 0].sum())
-        ends = np.stack([rows[:, 0] - rows[:, 1], rows[:, 2] - rows[:, 0]], axis=1)
-        down, up = combined_spread(ends, RHO)
-        return Estimate(*Interval.around(total, down, up))
-
-
-class _Grid:
-    """Memoised estimates on a grid of sizes, interpolated in between.
-
-    Times behave like powers of the sizes, so the interpolation is linear in logarithms.
-
-    Args:
-        at: Estimate at a point.
-    """
-
-    def __init__(self, at: Callable[..., Estimate]) -> None:
-        self._at = at
-        self._known: dict[tuple[int, ...], np.ndarray] = {}
-
-    def __call__(self, *sizes: float) -> np.ndarray:
-        """Seconds and both ends of the interval, shape ``(3,)``."""
-        total = np.zeros(3)
-        # Multilinear: a weighted sum over the corners of the grid cell.
-        for corner in product(*map(_neighbours, sizes)):
-            point = tuple(size for size, _ in corner)
-            if point not in self._known:
-                self._known[point] = np.log(self._at(*point))
-            total += prod(weight for _, weight in corner) * self._known[point]
-        return np.exp(total)
-
-
-def _neighbours(size: float) -> list[tuple[int, float]]:
-    """Grid points on both sides of a size with their weights; 0 is a point by itself."""
-    if size < 1:
-        return [(0, 1.0)]
-    place = log2(size) * POINTS
-    low = int(place)
-    # Sizes are whole tokens and sequences; the first two points both round to 1.
-    points = sorted({round(2 ** (low / POINTS)), round(2 ** ((low + 1) / POINTS))})
-    if len(points) == 1 or size <= points[0]:
-        return [(points[0], 1.0)]
-    share = min(1.0, log2(size / points[0]) / log2(points[1] / points[0]))
-    if share == 1.0:
-        return [(points[1], 1.0)]
-    return [(points[0], 1.0 - share), (points[1], share)]
+    def _run(
+        self,
+        row: ServingRow,
+        load: Load,
+        stations: Sequence[Station],
+        weights: np.ndarray,
+        slower: float,
+        record: bool,
+    ) -> Run:
+        own = [replace(s, weights=s.weights * slower) for s in stations]
+        alone = row.load.kind in ENGINE_ALONE
+        return run_fleet(
+            load,
+            own[0],
+            own[1] if len(own) > 1 else None,
+            router=row.options.router,
+            delay=0.0 if alone else float(weights[-1]) * slower,
+            transfer=cache_transfer(row),
+            record=record,
+        )
 
 
-def poisson_requests(
-    rate: float, count: int, prompt: int, output: int, seed: int = 0
-) -> list[Request]:
-    """Draw random requests: Poisson arrivals, geometrically distributed lengths.
-
-    Args:
-        rate: Requests a second on average.
-        count: Number of requests.
-        prompt: Mean tokens of a prompt.
-        output: Mean tokens of an output.
-        seed: Random seed.
-
-    Raises:
-        PlanError: An argument is not positive.
-    """
-    if not rate > 0 or min(count, prompt, output) < 1:
+def _with_hits(deployment: Deployment, load: Load) -> Load:
+    if not deployment.hit_rate:
+        return load
+    if load.blocks:
         raise PlanError(
-            f"rate={rate}, count={count}, prompt={prompt}, output={output}",
-            hint="all of them are above 0",
+            "the trace says itself what its prompts have in common",
+            where="hit_rate",
+            hint="leave the hit rate out",
         )
-    rng = np.random.default_rng(seed)
-    # A Poisson process has exponential gaps, as the Server scenario of MLPerf's LoadGen.
-    arrivals = np.cumsum(rng.exponential(1.0 / rate, count))
-    lengths = [rng.geometric(1.0 / mean, count) for mean in (prompt, output)]
-    rows = zip(arrivals.tolist(), lengths[0].tolist(), lengths[1].tolist(), strict=True)
-    return [Request(a, p, o) for a, p, o in rows]
+    return replace(load, hits=(load.prompts * deployment.hit_rate).astype(int))
 
 
-def read_requests(path: Path) -> list[Request]:
-    """Read requests from a CSV file with the columns ``arrival_s``, ``prompt`` and ``output``.
+def served(load: Load, run: Run, first: float = 1.0, slower: float = 1.0) -> Served:
+    """Latencies of a run.
 
-    Raises:
-        DatasetError: The file cannot be read, or lacks a column.
+    Args:
+        load: Its requests.
+        run: The run.
+        first: Factor on times to the first token.
+        slower: Factor on everything after it.
     """
-    try:
-        frame = pd.read_csv(path)
-    except (OSError, ValueError) as error:
-        raise DatasetError(f"the trace cannot be read: {error}", where=str(path)) from None
-    missing = [c for c in COLUMNS if c not in frame]
-    if missing:
-        raise DatasetError(f"columns {missing} are missing", where=str(path), hint=str(COLUMNS))
-    known = frame[list(COLUMNS)].apply(pd.to_numeric, errors="coerce")
-    whole = (known[["prompt", "output"]] % 1 == 0).all(axis=1)
-    good = np.isfinite(known).all(axis=1) & whole & (known["arrival_s"] >= 0)
-    if not good.all():
-        row = int(np.flatnonzero(~good)[0])
-        raise DatasetError(
-            f"row {row + 1} is no request: {frame[list(COLUMNS)].iloc[row].to_dict()}",
-            where=str(path),
-            hint="arrival_s in seconds from 0, whole tokens of prompt and output",
+    ttft = (run.first - run.sent) * first
+    after = (run.finished - run.first) * slower
+    # One token has no time per further token.
+    tpot = after / np.where(load.outputs > 1, load.outputs - 1.0, np.nan)
+    gaps = [gap for history in run.histories for gap in history.gaps]
+    if gaps:
+        times, weights = (np.array(column, float) for column in zip(*gaps, strict=True))
+    else:
+        known = np.isfinite(tpot)
+        times, weights = tpot[known] / slower, (load.outputs - 1.0)[known]
+    order = np.argsort(times)
+    return Served(ttft, tpot, ttft + after, times[order] * slower, weights[order])
+
+
+def _wider(end: Served, other: Served, side: int) -> Served:
+    """The outer of two ends of an interval: the lower one for side 0, the upper for 1."""
+    outer = np.maximum if side else np.minimum
+    return replace(
+        end,
+        ttft=outer(end.ttft, other.ttft),
+        tpot=outer(end.tpot, other.tpot),
+        e2e=outer(end.e2e, other.e2e),
+    )
+
+
+def _states(run: Run, room: int, engines: int) -> dict[str, float]:
+    """Means over time of what decoding engines held and ran; nothing without histories."""
+    if not run.histories:
+        return {}
+    found: dict[str, list[float]] = {"kv": [], "queue": [], "batch": [], "peak": []}
+    longest = 0
+    for history in run.histories[:engines]:
+        if not history.time:
+            continue
+        spans = np.diff(history.time, prepend=0.0)
+        whole = max(float(spans.sum()), 1e-12)
+        for name, values in (
+            ("kv", history.held),
+            ("queue", history.waiting),
+            ("batch", history.batch),
+        ):
+            found[name].append(float(np.array(values) @ spans) / whole)
+        found["peak"].append(max(history.held))
+        longest = max(longest, max(history.waiting))
+    if not found["kv"]:
+        return {}
+    return {
+        "kv_occupancy_mean": float(np.mean(found["kv"])) / room,
+        "kv_occupancy_max": max(found["peak"]) / room,
+        "batch_mean": float(np.mean(found["batch"])),
+        "queue_mean": float(np.mean(found["queue"])),
+        "queue_max": float(longest),
+    }
+
+
+def _notes(tier: str, queued: float, load: Load) -> tuple[str, ...]:
+    """What lies outside of what was measured."""
+    known = {
+        "architecture": "no run of this framework was measured on any chip; its host time is an "
+        "average",
+        "new": "no run on chips of this generation was measured; intervals are those of "
+        "generations that were left out",
+    }
+    notes = [known[tier]] if tier in known else []
+    if queued > SATURATED:
+        notes.append("times to the first token are mostly waiting: the engines are saturated")
+    equal = np.ptp(load.prompts) == 0 and np.ptp(load.outputs) == 0
+    if load.concurrency > 1 and equal and queued > SATURATED:
+        notes.append(
+            "requests of equal lengths stay in step here, where those of real clients drift apart: "
+            "give lengths a distribution, such as uniform:900:1100"
         )
-    # Stable, so that requests with equal arrival times keep the order of the file.
-    rows = known.sort_values("arrival_s", kind="stable").itertuples(index=False)
-    return [Request(float(a), int(p), int(o)) for a, p, o in rows]
+    return tuple(notes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import dataclass
 from math import ceil, log2
 
 import numpy as np
@@ -50,6 +51,30 @@ _CHUNKS = (1, 4, 16, 64)
 _REDUCE_S, _REDUCE_RANK_S, _REDUCE_SHARE = 4e-6, 0.2e-6, 0.6
 
 
+#: Bytes a second between a device and its host where the catalogue has none: 16 lanes of PCIe 4.0
+#: (PCI-SIG) at four fifths.
+HOST_BANDWIDTH = 25e9
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How an engine decodes.
+
+    Attributes:
+        width: Tokens of a sequence in a pass: more than one where drafts are verified.
+        accepted: Tokens that a pass yields.
+        eager: Whether the host launches every kernel, instead of replaying captured graphs.
+        draft: Costs of a pass of the model that drafts; ``None`` for drafts at no cost.
+        drafts: Passes of it.
+    """
+
+    width: int = 1
+    accepted: float = 1.0
+    eager: bool = False
+    draft: ServingCosts | None = None
+    drafts: int = 0
+
+
 class ServingCosts:
     """Costs of one model on one engine.
 
@@ -79,8 +104,7 @@ class ServingCosts:
         # Pipeline stages work on a share of the batch each, so that a pass takes all layers for
         # that share; ranks with sequences of their own take theirs.
         self.parts = plan.dp * plan.pp
-        #: Tokens of a decoding sequence in a pass: more than one where drafts are verified.
-        self.width = 1
+        self.decoding = Decoding()
         tokens = _grid(1, max(2, ceil((most_tokens + most_batch) / self.parts)), _POINTS)
         batches = _grid(1, max(2, ceil(most_batch / self.parts)), _POINTS)
         lengths = _grid(16, max(32, longest), _LENGTH_POINTS)
@@ -100,23 +124,38 @@ class ServingCosts:
         self._base = self._zero.copy()
         self._base[_AT["host"]] = 1.0
 
-    def verifying(self, width: int) -> ServingCosts:
-        """These costs with ``width`` tokens of each decoding sequence in a pass."""
+    def under(self, decoding: Decoding) -> ServingCosts:
+        """These costs with another way to decode."""
         other = copy(self)
-        other.width = width
+        other.decoding = decoding
         return other
 
     def decode(self, batch: int, cached: float, steps: int) -> np.ndarray:
         """Sum over ``steps`` passes; see :class:`~opcast.simulate.serving.engine.PassCosts`."""
-        one = self._pass(batch * self.width, batch * self.width) * steps
+        how = self.decoding
+        one = self._pass(batch * how.width, batch * how.width) * steps
         # Attention is linear in the cache: the middle pass stands for all.
-        length = cached / batch + (steps + 1) / 2.0
+        length = cached / batch + how.accepted * (steps - 1) / 2.0 + 1.0
         one[_AT["decode"]] += steps * self._attend(batch, length)
+        if how.eager:
+            one[_AT["launch"]] += steps * self._layers
+        if how.draft is not None:
+            one += how.drafts * how.draft.decode(batch, cached, steps)
         return one
+
+    def swap(self, tokens: float) -> np.ndarray:
+        """Moving a cache to the host; see :class:`~opcast.simulate.serving.engine.PassCosts`."""
+        cost = self._zero.copy()
+        cost[_AT["memory"]] = (
+            tokens
+            * self.model.token_bytes(self.plan)
+            / (self._spec.host_bandwidth or HOST_BANDWIDTH)
+        )
+        return cost
 
     def mixed(self, chunks: Sequence[Chunk], batch: int, cached: float) -> np.ndarray:
         """A pass with prompts; see :class:`~opcast.simulate.serving.engine.PassCosts`."""
-        decoding = batch * self.width
+        decoding = batch * self.decoding.width
         total = decoding + sum(chunk.tokens for chunk in chunks)
         costs = self._pass(total, decoding + len(chunks))
         if batch:

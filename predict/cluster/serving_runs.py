@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
@@ -14,22 +15,22 @@ from ...common.errors import OpcastError, PlanError
 from ...features.devices.catalogue import find_device
 from ...models.operators import OpModel
 from ...models.serving.model import group_key
-from ...simulate.serving.classes import CLASSES
-from ...simulate.serving.engine import Load, Policy, Run, run_engine
-from ...simulate.serving.loop import Chunk
-from ...simulate.serving.policies import framework_defaults
-from ...simulate.serving.pools import Pool, two_pools
-from ...simulate.serving.served import ServedModel
+from ...simulate.serving.fleet import Station, run_fleet
+from ...simulate.serving.load import Load, Run
+from ...simulate.serving.policies import Policy, framework_defaults
+from ...simulate.serving.served import EnginePlan, ServedModel
 from ...simulate.step.memory import RESERVED_BYTES
 from ..operator.serving_operators import ServingLatency
-from .serving import read_requests
-from .serving_costs import ServingCosts
+from .serving_costs import HOST_BANDWIDTH, Decoding, ServingCosts
+from .serving_load import read_trace
 from .serving_table import ServingRow, Workers
 from .step_table import FAULTS, reason_of
 
 #: Requests of a closed loop for each in flight, as benchmark scripts send (InferenceX: 10), and
 #: most that are simulated: more waves than three change means by a few per cent.
 WAVES, LEAST_WAVES, MOST_REQUESTS = 10, 3, 3000
+#: Tables of costs that are kept: each takes a megabyte, and rows of a configuration come together.
+MOST_TABLES = 64
 #: Loads of benchmarks without a server.
 ENGINE_ALONE = ("static-batch", "offline")
 
@@ -90,7 +91,7 @@ class ServingRuns:
     ) -> None:
         self.rows, self.model, self.show = list(rows), model, show
         self._latency: dict[tuple[str, str], ServingLatency] = {}
-        self._costs: dict[tuple[object, ...], ServingCosts] = {}
+        self._costs: OrderedDict[tuple[object, ...], ServingCosts] = OrderedDict()
 
     def run(self, weights: Sequence[np.ndarray]) -> list[RowRun | str]:
         """Simulate all rows.
@@ -102,14 +103,19 @@ class ServingRuns:
         Returns:
             A run for each row, or the reason why there is none.
         """
-        found: list[RowRun | str] = []
-        for row, own in zip(self.rows, weights, strict=True):
+        found: dict[int, RowRun | str] = {}
+        # Rows of one configuration after each other, since only so many tables are kept.
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for index, row in enumerate(self.rows):
+            key = (row.cluster.device, row.framework, row.model, row.engine, row.prefill)
+            groups.setdefault(key, []).append(index)
+        for index in (index for group in groups.values() for index in group):
             try:
-                found.append(self.simulate(row, own))
+                found[index] = self.simulate(self.rows[index], weights[index])
             except (OpcastError, *FAULTS) as error:
-                found.append(reason_of(error))
+                found[index] = reason_of(error)
             self.show(len(found), len(self.rows))
-        return found
+        return [found[index] for index in range(len(self.rows))]
 
     def simulate(self, row: ServingRow, weights: np.ndarray) -> RowRun:
         """Simulate one row.
@@ -121,23 +127,49 @@ class ServingRuns:
             return self._disaggregated(row, row.prefill, weights)
         share = row.engine.count
         load = row_load(row, share)
-        policy = row_policy(row)
-        room = self.cache_tokens(row, row.engine)
         longest = int((load.prompts + load.outputs).max())
+        most = load.concurrency or len(load.prompts)
+        station = self.station(row, row.engine, weights, most, longest)
+        # Benchmarks of an engine alone hand it their requests without a server between.
+        delay = 0.0 if row.load.kind in ENGINE_ALONE else float(weights[-1])
+        run = run_fleet(load, replace(station, count=1), delay=delay)
+        return _result(row, load, run, delay, station.cache_tokens)
+
+    def station(
+        self, row: ServingRow, workers: Workers, weights: np.ndarray, most: int, longest: int
+    ) -> Station:
+        """Engines as the simulator takes them.
+
+        Args:
+            row: The row.
+            workers: Which of its workers.
+            weights: Of the classes and of a request.
+            most: Most requests of an engine at a time.
+            longest: Most tokens of a request.
+
+        Raises:
+            PlanError: The weights, or a request, do not fit.
+        """
+        room = self.cache_tokens(row, workers)
         if room < longest:
             raise PlanError(
                 f"the cache of an engine holds {room} tokens, a request needs {longest}",
                 hint="more devices, or a narrower format",
             )
-        most = min(policy.max_batch, load.concurrency or len(load.prompts))
-        width = ceil(row.accepted)
-        costs = self.costs(row, row.engine, policy, most * width, longest).verifying(width)
-        # A pass yields as many tokens as are accepted, so that there are so many fewer.
-        passes = replace(load, outputs=np.ceil(load.outputs / row.accepted).astype(int))
-        # Benchmarks of an engine alone hand it their requests without a server between.
-        delay = 0.0 if row.load.kind in ENGINE_ALONE else float(weights[-1])
-        run = run_engine(passes, costs, weights[:-1], room, policy, delay)
-        return _result(row, load, run, delay, room)
+        policy = row_policy(row, workers)
+        own = row.options
+        width = own.drafts + 1 if own.drafts else ceil(row.accepted)
+        batch = min(policy.max_batch, most)
+        costs = self.costs(row, workers, policy, batch * width, longest)
+        draft = None
+        if own.draft is not None:
+            small = replace(row, model=own.draft)
+            plan = replace(workers.plan, ep=1, moe_tp=workers.plan.ranks)
+            plain = workers if own.draft.workload.experts else replace(workers, plan=plan)
+            draft = self.costs(small, plain, policy, batch, longest)
+        how = Decoding(width, row.accepted, own.eager, draft, own.drafts)
+        costs = costs.under(how)
+        return Station(costs, weights[:-1], room, policy, workers.count, row.accepted)
 
     def cache_tokens(self, row: ServingRow, workers: Workers) -> int:
         """Tokens that the cache of an engine holds.
@@ -145,21 +177,10 @@ class ServingRuns:
         Raises:
             PlanError: The weights alone do not fit.
         """
-        spec = find_device(row.cluster.device)
-        plan = workers.plan
-        held = row.model.weight_bytes(plan)
-        share = framework_defaults(row.framework).memory
-        left = spec.memory_bytes * share - RESERVED_BYTES - held
-        if left <= 0.0:
-            # Engines that are told to may use all of the memory.
-            left = spec.memory_bytes * 0.98 - held - RESERVED_BYTES / 2
-        if left <= 0.0:
-            raise PlanError(
-                f"weights of {held / 2**30:.1f} GiB on a device do not fit into "
-                f"{spec.memory_bytes / 2**30:.1f} GiB",
-                hint="more devices, or a narrower format",
-            )
-        return int(left / row.model.token_bytes(plan)) * plan.dp
+        memory = engine_memory(row, workers)
+        if memory["cache"] <= 0.0:
+            raise PlanError(_unfit(row, workers, memory), hint="more devices, or a narrower format")
+        return int(memory["cache"] / row.model.token_bytes(workers.plan)) * workers.plan.dp
 
     def costs(
         self, row: ServingRow, workers: Workers, policy: Policy, batch: int, longest: int
@@ -176,68 +197,106 @@ class ServingRuns:
                 latency = ServingLatency(find_device(device), self.model, row.framework)
                 self._latency[device, row.framework] = latency
             self._costs[key] = ServingCosts(row.model, workers.plan, row.cluster, latency, *sizes)
+            if len(self._costs) > MOST_TABLES:
+                self._costs.popitem(last=False)
+        self._costs.move_to_end(key)
         return self._costs[key]
 
     def _disaggregated(self, row: ServingRow, prefill: Workers, weights: np.ndarray) -> RowRun:
-        """Prompts on workers of their own: two stations of a closed network."""
-        load, policy = row.load, row_policy(row)
-        prompt, output = round(load.prompt), max(2, round(load.output))
-        longest = prompt + output
-        room = self.cache_tokens(row, row.engine)
-        batch = min(row.engine.batch or policy.max_batch, max(1, room // longest))
-        concurrency = load.concurrency or load.count or WAVES
-        most = max(1, min(batch, ceil(concurrency / row.engine.count)))
-        ahead = self.costs(row, prefill, policy, 1, longest)
-        width = ceil(row.accepted)
-        behind = self.costs(row, row.engine, policy, most * width, longest).verifying(width)
-        whole = np.zeros(len(CLASSES))
-        for start in range(0, prompt, policy.token_budget):
-            tokens = min(policy.token_budget, prompt - start)
-            # Ranks with sequences of their own take a prompt each at the same time.
-            whole += ahead.mixed([Chunk(tokens, start)] * prefill.plan.dp, 0, 0.0)
-        whole /= prefill.plan.dp
-        mean = prompt + output / 2.0
+        """Prompts on workers of their own, whose caches move to those that decode."""
+        load = row_load(row, 1)
+        longest = int((load.prompts + load.outputs).max())
+        most = load.concurrency or len(load.prompts)
+        ahead = self.station(row, prefill, weights, most, longest)
+        behind = self.station(row, row.engine, weights, most, longest)
+        delay = float(weights[-1])
+        run = run_fleet(load, behind, ahead, delay=delay, transfer=cache_transfer(row))
+        whole = replace(row, engine=replace(row.engine, count=1))
+        return _result(whole, load, run, delay, behind.cache_tokens)
 
-        def decode(sequences: float) -> np.ndarray:
-            n = max(1, round(sequences))
-            return behind.decode(n, n * mean, 1) / row.accepted
 
-        found = two_pools(
-            Pool(whole, prefill.count * prefill.plan.dp, prefill.plan.dp),
-            decode,
-            weights[:-1],
-            row.engine.count,
-            batch,
-            output,
-            concurrency,
-            WAVES,
-            float(weights[-1]),
+#: Fixed seconds of moving a cache between workers, and the share of the links that it gets;
+#: engineering estimates.
+_TRANSFER_S, _TRANSFER_SHARE = 1e-3, 0.8
+
+
+def cache_transfer(row: ServingRow) -> Callable[[int], float]:
+    """Seconds that the cache of a prompt takes from workers that run prompts to the others.
+
+    Ranks send their shares at the same time, over the links of a box where all workers stand in
+    one, else over its network (RDMA).
+    """
+    if row.prefill is None:
+        return lambda tokens: 0.0
+    spec = find_device(row.cluster.device)
+    inside = 0 < row.devices <= spec.devices_per_node
+    link = (spec.link_bandwidth if inside else spec.inter_node_bandwidth) or HOST_BANDWIDTH
+    ranks = min(row.prefill.plan.tp, row.engine.plan.tp)
+    speed = row.options.transfer or link * ranks * _TRANSFER_SHARE
+    one = row.model.token_bytes(EnginePlan())
+    return lambda tokens: _TRANSFER_S + tokens * one / speed
+
+
+def engine_memory(row: ServingRow, workers: Workers) -> dict[str, float]:
+    """Bytes of one device of an engine by use; ``cache`` is what they leave, if anything.
+
+    The order is that in which memory is taken.
+    """
+    capacity = find_device(row.cluster.device).memory_bytes
+    if not capacity:
+        raise PlanError(
+            "the memory of the device is not known, so neither is its cache",
+            where=row.cluster.device,
+            hint="add memory_bytes to the device's file",
         )
-        extra = float(weights[-1]) / found.ttft
-        shares = np.append(found.ttft_shares * (1.0 - extra), extra)
-        tpot = np.append(found.tpot_shares, 0.0)
-        total = found.ttft + found.tpot * (output - 1)
-        part = found.ttft / total
-        return RowRun(
-            Latency(found.ttft, shares),
-            Latency(found.tpot, tpot),
-            Latency(total / output / concurrency, part * shares + (1.0 - part) * tpot),
-            found.queued,
-            room,
-            most,
-        )
+    parts = row.model.weight_parts(workers.plan)
+    if row.options.draft is not None:
+        own = workers.plan
+        plain = replace(own, ep=1, moe_tp=own.ranks)
+        moe = row.options.draft.workload.experts > 0
+        parts["draft model"] = row.options.draft.weight_bytes(own if moe else plain)
+    held = sum(parts.values())
+    share = row.options.memory or framework_defaults(row.framework).memory
+    kept = RESERVED_BYTES
+    cache = capacity * share - kept - held
+    if cache <= 0.0 and not row.options.memory:
+        # Engines that are told to may use all of the memory.
+        share, kept = 0.98, RESERVED_BYTES / 2
+        cache = capacity * share - kept - held
+    reserved = {"activations and driver": kept, "left alone": capacity * (1.0 - share)}
+    return {**parts, **reserved, "cache": cache}
 
 
-def row_policy(row: ServingRow) -> Policy:
-    """Rules by which the engine of a row batches."""
-    policy = framework_defaults(row.framework).policy
-    budget = (row.token_budget or policy.token_budget) * row.engine.plan.dp
+def _unfit(row: ServingRow, workers: Workers, memory: dict[str, float]) -> str:
+    """Which part of an engine is the first that does not fit."""
+    capacity = find_device(row.cluster.device).memory_bytes
+    held = sum(row.model.weight_parts(workers.plan).values())
+    left, first = capacity, "the cache"
+    for name, value in memory.items():
+        left -= value
+        if left < 0.0:
+            first = name
+            break
+    listed = ", ".join(f"{k} {v / 2**30:.1f}" for k, v in memory.items() if k != "cache" and v)
+    return (
+        f"weights of {held / 2**30:.1f} GiB on a device do not fit into "
+        f"{capacity / 2**30:.1f} GiB: first {first} does not (GiB: {listed})"
+    )
+
+
+def row_policy(row: ServingRow, workers: Workers) -> Policy:
+    """Rules by which some of a row's workers batch."""
+    policy, own = framework_defaults(row.framework).policy, row.options
+    budget = (row.token_budget or policy.token_budget) * workers.plan.dp
     chunked = policy.chunked if row.chunked is None else row.chunked
     return replace(
         policy,
-        max_batch=(row.max_batch or policy.max_batch) * row.engine.plan.dp,
+        max_batch=workers.batch or (row.max_batch or policy.max_batch) * workers.plan.dp,
         token_budget=budget,
         chunked=chunked or row.load.prompt > budget,
+        swap=own.swap,
+        watermark=own.watermark,
+        block=own.block or policy.block,
     )
 
 
@@ -245,12 +304,8 @@ def row_load(row: ServingRow, share: int) -> Load:
     """Requests that reach one of ``share`` engines."""
     own = row.load
     if own.trace:
-        requests = read_requests(Path(own.trace))[::share]
-        return Load(
-            np.array([r.prompt for r in requests]),
-            np.array([r.output for r in requests]),
-            np.array([r.arrival for r in requests]),
-        )
+        trace = read_trace(Path(own.trace))
+        return Load(trace.prompts[::share], trace.outputs[::share], trace.arrivals[::share])
     concurrency = max(1, round(own.concurrency / share)) if own.concurrency else 0
     if own.kind == "static-batch":
         count = concurrency
@@ -278,10 +333,10 @@ def _lengths(rng: np.random.Generator, mean: float, spread: float, count: int) -
 
 
 def _result(row: ServingRow, load: Load, run: Run, delay: float, room: int) -> RowRun:
-    ttft = float((run.first - run.sent).mean())
-    more = np.maximum(load.outputs - 1, 1)
+    waited = run.first - run.sent
+    ttft = float(waited.mean())
     long = load.outputs > 1
-    between = (run.finished - run.first)[long] / more[long]
+    between = (run.finished - run.first)[long] / (load.outputs[long] - 1)
     tpot = float(between.mean()) if long.any() else 0.0
     waits = np.append(run.waits, delay)
     tokens = np.append(run.tokens, 0.0)
@@ -297,7 +352,7 @@ def _result(row: ServingRow, load: Load, run: Run, delay: float, room: int) -> R
         per_token = run.makespan / float(load.outputs.sum()) / engines
         parts = np.append(run.busy, 0.0)
     # The request that waited least was alone, or nearly so.
-    alone = float((run.first - run.sent).min())
+    alone = float(waited.min())
     return RowRun(
         Latency(ttft, _shares(waits)),
         Latency(tpot, _shares(tokens)),

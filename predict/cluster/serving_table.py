@@ -76,6 +76,33 @@ class Workers:
 
 
 @dataclass(frozen=True)
+class EngineOptions:
+    """What may be told to an engine beside its plan; defaults are the framework's own.
+
+    Attributes:
+        memory: Share of the memory for weights, activations and cache; 0 for the framework's.
+        block: Tokens of a block of the cache; 0 for the framework's.
+        swap: Whether the cache of an evicted request moves to the host.
+        watermark: Share of the cache that stays free when a request is admitted.
+        eager: Whether passes are launched kernel by kernel, not replayed from captured graphs.
+        drafts: Tokens that are drafted for a step of speculative decoding; 0 without.
+        draft: Model that drafts them; ``None`` for drafts at no cost, as of n-grams.
+        transfer: Bytes a second at which caches move between workers; 0 for the links' own.
+        router: One of :data:`~opcast.simulate.serving.fleet.ROUTERS`.
+    """
+
+    memory: float = 0.0
+    block: int = 0
+    swap: bool = False
+    watermark: float = 0.0
+    eager: bool = False
+    drafts: int = 0
+    draft: ServedModel | None = None
+    transfer: float = 0.0
+    router: str = "round-robin"
+
+
+@dataclass(frozen=True)
 class ServingRow:
     """A row, as the simulator takes it.
 
@@ -96,6 +123,7 @@ class ServingRow:
         speculative: What the row says of speculative decoding: ``no``, ``ambiguous``, or ``yes``.
         accepted: Tokens that a step of speculative decoding yields; 1 without.
         measured: Answers that the row gives, by names of :data:`ANSWERS`.
+        options: What else the engine is told.
     """
 
     id: str
@@ -114,6 +142,7 @@ class ServingRow:
     speculative: str
     accepted: float
     measured: dict[str, float]
+    options: EngineOptions = EngineOptions()
 
     @property
     def devices(self) -> int:

@@ -16,6 +16,7 @@ import pandas as pd
 from ...features.devices.device import DeviceSpec
 from ...models.operators import OpModel
 from ...simulate.serving.forward import LATENT, MLA_HEAD, MLA_VALUE, ROTATED, SHAPES, ServeOp
+from ..locate import find_model
 from .step_operators import MATRIX_SHARE, MEMORY_SHARE
 
 #: Families of the model that serving asks; the others need not be read.
@@ -73,6 +74,15 @@ _UNITS = {"fp8": "f8e4m3fn", "fp8_block": "f8e4m3fn", "int8": "s8", "nvfp4": "f4
 #: of a kernel is what one waits for the next, not a launch: as the tables' passes over memory, half
 #: of a graph-timed product's 5200 cycles (docs/operators.md).
 _GAP = 1.5e-6
+
+
+def load_serving_operators(model: str) -> OpModel | None:
+    """The families of a model of operators that serving needs; ``None`` for ``roofline``.
+
+    Raises:
+        ModelError: There is no such model, or it is of another kind.
+    """
+    return None if model == "roofline" else OpModel.load(find_model(model), only=FAMILIES)
 
 
 class ServingLatency:

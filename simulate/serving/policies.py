@@ -9,7 +9,49 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .engine import Policy
+from ...common.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Rules by which an engine batches.
+
+    Attributes:
+        max_batch: Most sequences at a time.
+        token_budget: Most tokens of a pass, over all ranks.
+        chunked: Whether a prompt may be cut where the budget ends.
+        mixed: Whether prompts run beside decoding; otherwise decoding waits while there are any.
+        reserve: Share of a request's output that the cache must have room for when the request is
+            admitted; below 1, the last admitted are evicted where room runs out.
+        swap: Whether the cache of an evicted request moves to the host and back; otherwise it is
+            computed again.
+        watermark: Share of the cache that stays free when a request is admitted.
+        block: Tokens of a block of the cache; the last block of a sequence is half empty on
+            average.
+    """
+
+    max_batch: int = 256
+    token_budget: int = 8192
+    chunked: bool = True
+    mixed: bool = True
+    reserve: float = 0.0
+    swap: bool = False
+    watermark: float = 0.0
+    block: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the limits.
+
+        Raises:
+            PlanError: One is below 1, or a share is none.
+        """
+        shares = 0.0 <= self.reserve <= 1.0 and 0.0 <= self.watermark < 1.0
+        if min(self.max_batch, self.token_budget, self.block) < 1 or not shares:
+            raise PlanError(
+                f"max_batch={self.max_batch}, token_budget={self.token_budget}, "
+                f"block={self.block}, reserve={self.reserve}, watermark={self.watermark}",
+                hint="limits are at least 1, reserve and watermark are shares",
+            )
 
 
 @dataclass(frozen=True)
@@ -30,11 +72,11 @@ class Framework:
 #: admits what is sure to finish (``GUARANTEED_NO_EVICT``). DeepSpeed-FastGen's Dynamic SplitFuse
 #: fills a budget of 2048 (Holmes et al., 2024). LMDeploy runs prompts first.
 FRAMEWORKS = {
-    "vllm": Framework(Policy(1024, 8192)),
+    "vllm": Framework(Policy(1024, 8192, block=16)),
     "sglang": Framework(Policy(4096, 8192, mixed=False, reserve=0.5), 0.88),
-    "tensorrt-llm": Framework(Policy(2048, 8192, chunked=False, reserve=1.0)),
-    "deepspeed-mii": Framework(Policy(512, 2048, reserve=1.0), 0.8),
-    "lmdeploy": Framework(Policy(256, 8192, mixed=False), 0.8),
+    "tensorrt-llm": Framework(Policy(2048, 8192, chunked=False, reserve=1.0, block=32)),
+    "deepspeed-mii": Framework(Policy(512, 2048, reserve=1.0, block=64), 0.8),
+    "lmdeploy": Framework(Policy(256, 8192, mixed=False, block=64), 0.8),
 }
 #: A framework that is not known batches as vLLM does.
 OTHER = FRAMEWORKS["vllm"]

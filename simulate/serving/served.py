@@ -19,6 +19,9 @@ WEIGHT_BITS = {
     "fp8": 8.0,
     "fp8_block": 8.0,
     "int8": 8.0,
+    # Weights alone: activations stay in 16 bits, and products run on widened weights.
+    "fp8_wo": 8.0,
+    "int8_wo": 8.0,
     "int4": 4.125,
     "mxfp4": 4.25,
     "nvfp4": 4.5,
@@ -71,24 +74,36 @@ class ServedModel:
         """Format of the products of attention."""
         return self.attention_weights or self.weights
 
+    def shape(self) -> str:
+        """Sizes that tell models apart, whatever their formats."""
+        w = self.workload
+        sizes = (w.layers, w.d_model, w.heads, w.groups, w.d_ff, w.experts, w.top_k, w.kv_lora)
+        return "x".join(map(str, sizes))
+
     def weight_bytes(self, plan: EnginePlan) -> float:
         """Bytes of weights on one device of an engine, the fullest pipeline stage aside."""
+        return sum(self.weight_parts(plan).values())
+
+    def weight_parts(self, plan: EnginePlan) -> dict[str, float]:
+        """The same by part of the model; what it has not is left out."""
         w = self.workload
-        total = 0.0
+        parts = dict.fromkeys(("embedding and head", "attention", "feed-forward", "experts"), 0.0)
+        # Embedding and head stay in 16 bits, and are cut over all tensor-parallel ranks.
+        tables = w.table_parameters * (1 if w.tied else 2) / plan.tp
+        parts["embedding and head"] = 16.0 * tables / 8.0
         for layer, count in kinds_of(w).items():
+            # A stage of the pipeline holds its share of the layers.
+            share = count / plan.pp / 8.0
             attention = layer.attention_parameters / plan.tp
-            total += count * attention * WEIGHT_BITS[self.attention_format]
+            parts["attention"] += share * attention * WEIGHT_BITS[self.attention_format]
             one = float(layer.expert_parameters)
             if layer.experts:
                 spread = plan.moe_tp * plan.ep
-                total += count * one * layer.experts / spread * WEIGHT_BITS[self.expert_weights]
-                shared = one * layer.shared_experts / plan.tp
-                total += count * shared * WEIGHT_BITS[self.weights]
-            else:
-                total += count * one / plan.tp * WEIGHT_BITS[self.weights]
-        # Embedding and head stay in 16 bits, and are cut over all tensor-parallel ranks.
-        tables = w.table_parameters * (1 if w.tied else 2) / plan.tp
-        return (total / plan.pp + 16.0 * tables) / 8.0
+                bits = WEIGHT_BITS[self.expert_weights]
+                parts["experts"] += share * one * layer.experts / spread * bits
+                one *= layer.shared_experts
+            parts["feed-forward"] += share * one / plan.tp * WEIGHT_BITS[self.weights]
+        return {name: value for name, value in parts.items() if value}
 
     def token_bytes(self, plan: EnginePlan) -> float:
         """Bytes that a token takes in the cache of one device; windows save what they hide."""

@@ -98,55 +98,85 @@ def test_sweep_prints_the_front_and_its_reasons(tmp_path):
     assert (tmp_path / "sweep.parquet").is_file()
 
 
-def test_serving_prints_latencies():
-    arguments = [
-        "simulate-serving", "--workload", "llama", "--set", SMALL, "--cluster", "h100-sxm-x2",
-        "--model", "roofline", "--count", "20", "--prompt", "64", "--output", "8", "--json",
-    ]  # fmt: skip
-    data = json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)
-    assert 0 < data["ttft_p50_ms"] < data["ttft_p99_ms"]
-    assert data["cache_tokens"] > 10_000
-    assert data["lo_us"] < data["latency_us"] < data["hi_us"]
-
-
 SERVING = (
     "simulate-serving", "--workload", "llama", "--set", SMALL, "--cluster", "h100-sxm-x2",
-    "--model", "roofline", "--json",
+    "--model", "roofline",
 )  # fmt: skip
+
+
+def served(*options):
+    arguments = [*SERVING, *options, "--json"]
+    return json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)
+
+
+def test_serving_prints_latencies(tmp_path):
+    data = served("--count", "20", "--prompt", "64", "--output", "geometric:8", "--rate", "50")
+    assert 0 < data["median_ttft_ms"] <= data["p99_ttft_ms"]
+    assert data["mean_ttft_ms_lo"] < data["mean_ttft_ms"] < data["mean_ttft_ms_hi"]
+    assert data["cache_tokens"] > 10_000 and data["completed"] == 20
+    assert data["lo_us"] < data["latency_us"] < data["hi_us"]
+    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
+    text = CliRunner().invoke(
+        app,
+        [*SERVING, "--concurrency", "4", "--price", "2", "--slo", "ttft=1s", "--html", str(page),
+         "--timeline", str(trace)],
+        catch_exceptions=False,
+    ).stdout  # fmt: skip
+    assert "time to first token" in text and "goodput" in text and "$ a million" in text
+    assert "traceEvents" in json.loads(trace.read_text()) and page.stat().st_size > 10_000
 
 
 def test_serving_takes_its_limits(tmp_path):
     trace = tmp_path / "trace.csv"
     trace.write_text("arrival_s,prompt,output\n" + "0,100,4\n" * 6)
 
-    def served(*options):
-        arguments = [*SERVING, "--requests", str(trace), *options]
-        return json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)
+    def limited(*options):
+        return served("--requests", str(trace), *options)
 
-    # All prompts at once, and three further tokens each; then by two requests at a time; then
-    # 600 tokens of prompts in pieces of 100, while those that are done decode within the same 100.
-    assert served()["iterations"] == 4
-    pairs = served("--max-batch", "2")
-    assert (pairs["iterations"], pairs["largest_batch"]) == (12, 2)
-    assert served("--token-budget", "100")["iterations"] > 6
-    assert served("--plan", "tp=1,dp=2")["replicas"] == 2
+    assert limited("--max-batch", "2")["largest_batch"] == 2
+    assert limited("--token-budget", "100")["iterations"] > limited()["iterations"]
+    assert limited("--plan", "tp=1,dp=2")["replicas"] == 2
+    assert limited("--plan", "tp=1", "--replicas", "1")["gpus"] == 1
+    apart = limited("--plan", "tp=1", "--replicas", "1", "--prefill", "tp=2")
+    assert apart["gpus"] == 3 and "prefill" in apart["plan"]
+    drafted = limited("--drafts", "2", "--accepted", "2", "--draft", "mtp")
+    assert "draft model" in drafted["memory_bytes_per_device"]
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--plan", "pp=2"], "tp and dp only, not pp=2"),
-        (["--plan", "dp=2,ep=2"], "tp and dp only, not dp=2,ep=2"),
-        (["--prompt", "10000000000", "--count", "2"], "tokens of cache, there are"),
-        (["--set", "layers=10000"], "leave no room for a cache"),
+        (["--plan", "zero=2"], "'zero=2' is no part"),
+        (["--plan", "ep=2"], "the model has none"),
+        (["--plan", "tp=4"], "need 4 devices"),
+        (["--prompt", "9000000", "--memory", "0.1"], "a request needs"),
+        (["--set", "layers=10000"], "do not fit"),
         (["--set", "causal=false"], "generates nothing"),
         (["--rate", "0"], "rate=0.0"),
+        (["--concurrency", "4", "--rate", "2"], "--rate does not apply"),
+        (["--device", "h100-sxm"], "either --cluster or --device"),
+        (["--preemption", "drop"], "recompute or swap"),
+        (["--accepted", "2"], "--accepted does not apply"),
+        (["--weights", "ternary"], "ternary"),
+        (["--router", "random"], "'random' is not known"),
     ],
 )
 def test_serving_refuses_what_it_cannot_do(options, said):
-    result = CliRunner().invoke(app, [*SERVING, *options])
+    result = CliRunner().invoke(app, [*SERVING, *options], env={"COLUMNS": "200"})
     assert result.exit_code != 0
-    assert said in str(result.exception) + result.output
+    assert said in str(result.exception) + " ".join(result.output.replace("│", " ").split())
+
+
+def test_planning_prints_the_best_and_its_commands():
+    arguments = [
+        "plan-serving", "--workload", "llama", "--set", SMALL, "--device", "h100-sxm", "--gpus",
+        "2", "--slo", "ttft=1s", "--load", "concurrency=8,prompt=64,output=16,count=24",
+        "--operators", "roofline",
+    ]  # fmt: skip
+    text = CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
+    assert "vllm serve" in text and "trtllm-serve" in text and "because engines" in text
+    data = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert data["best"]["keeps_slo"] and data["best"]["gpus"] == 2
 
 
 CONFIG = {

@@ -139,13 +139,7 @@ def test_lowered_programs_take_names_of_devices():
     assert p.device == "l4" and np.isfinite(p.latency_us)
 
 
-def test_steps_and_serving_take_names_of_clusters():
-    from opcast.predict.cluster.serving import ServingPredictor
+def test_steps_take_names_of_clusters():
     from opcast.predict.cluster.step import StepPredictor
-    from opcast.simulate.step.plan import Plan
-    from opcast.simulate.step.workload import make_workload
 
     assert StepPredictor("h100-sxm-x4", None, "h200-sxm").spec.name == "h200-sxm"
-    sizes = {"layers": "2", "d_model": "256", "heads": "8", "d_ff": "512"}
-    work = make_workload("llama", sizes)
-    assert ServingPredictor(work, Plan(tp=4), "h100-sxm-x4", None).cluster.size == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,15 @@ import pytest
 from typer.testing import CliRunner
 
 from opcast.cli import app
+from opcast.common.errors import DatasetError
 from opcast.models.serving.model import ServingModel, shipped_serving
-from opcast.predict.cluster.serving_table import read_serving
+from opcast.predict.cluster.serving_runs import engine_memory
+from opcast.predict.cluster.serving_table import (
+    EngineOptions,
+    read_serving,
+    read_serving_rows,
+)
+from opcast.workflows.serving.calibrate import calibrate_serving
 from opcast.workflows.serving.evaluate import (
     configuration_choice,
     evaluate_serving,
@@ -124,6 +132,28 @@ def test_calibration_learns_of_ones_own_runs(plain: pd.DataFrame) -> None:
     assert after.overall["tpot_ms/mape"] < 0.4 * before.overall["tpot_ms/mape"]
 
 
+def test_a_stack_of_ones_own_is_learned_with_its_memory(plain: pd.DataFrame) -> None:
+    # What the engine of a tp=1 row would log if it used 70 % of the memory.
+    rows, _ = read_serving_rows(table())
+    row = rows[0]
+    assert row is not None
+    memory = engine_memory(replace(row, options=EngineOptions(memory=0.7)), row.engine)
+    tokens = memory["cache"] / row.model.token_bytes(row.engine.plan)
+    asked = table(tpot_ms=plain["tpot_ms"] * 1.4, source=None, kv_cache_tokens=np.nan)
+    asked.loc[asked["tp"] == 1, "kv_cache_tokens"] = tokens
+    model, figures = calibrate_serving(asked, None, ServingModel(), Path())
+    one = figures.set_index("metric").loc["tpot"]
+    assert one["before"] == pytest.approx(1.0 - 1.0 / 1.4, abs=0.01)
+    assert one["after"] < 0.4 * one["before"] and one["unseen"] < 0.6 * one["before"]
+    source, share = model.own_stack("h100-sxm")
+    assert source == "own" and share == pytest.approx(0.7, abs=1e-3)
+    with pytest.raises(DatasetError, match="no row to calibrate on"):
+        calibrate_serving(table(), None, ServingModel(), Path())
+    with pytest.raises(DatasetError, match="several sources"):
+        mixed = table(tpot_ms=plain["tpot_ms"], source=["a", "b"] * 3)
+        calibrate_serving(mixed, None, ServingModel(), Path())
+
+
 def test_training_finds_a_slow_host(plain: pd.DataFrame) -> None:
     other = table(framework="sglang", tpot_ms=plain["tpot_ms"], id=[f"s{i}" for i in range(6)])
     slow = table(tpot_ms=plain["tpot_ms"] + 2.0)
@@ -162,6 +192,11 @@ def test_commands(tmp_path: Path, plain: pd.DataFrame) -> None:
     assert said.exit_code == 0, said.output
     assert "100.0 % of 6 rows expressed" in said.output
     assert len(pd.read_parquet(out)) == 6
+    adapted = tmp_path / "own.json"
+    said = runner.invoke(
+        app, ["calibrate", "--serving", str(asked), "--out", str(adapted)], catch_exceptions=False
+    )
+    assert "median errors" in said.output and ServingModel.load(adapted).own_stack("h100-sxm")[0]
     page = runner.invoke(
         app, ["evaluate", "--serving", str(asked), "--out", str(out), "--page", "p.html"]
     )

@@ -226,10 +226,11 @@ def _measure_cost() -> list[dict[str, object]]:
 
 def orders_of_magnitude() -> pd.DataFrame:
     """Compare predictions with what a few multiplications give."""
-    from ...predict.cluster.serving import ServingPredictor
-    from ...simulate.clusters.catalogue import find_cluster
-    from ...simulate.serving.loop import Request
-    from ...simulate.step.plan import parse_plan
+    from ...models.core.registry import OPERATOR_MODEL
+    from ...predict.cluster.serving import Deployment, ServingPredictor
+    from ...predict.cluster.serving_load import LoadSpec
+    from ...predict.operator.serving_operators import load_serving_operators
+    from ...simulate.serving.served import ServedModel
 
     operators, work = _operators(), replace(_workload("8B decoder"), batch=256)
     # HBM3 bandwidth of an H100 SXM in bytes/s (NVIDIA's data sheet).
@@ -243,13 +244,14 @@ def orders_of_magnitude() -> pd.DataFrame:
     # Two bytes a parameter. A decode step reads all weights once, but of the embedding only one row
     # for each token.
     weights = 2.0 * (work.parameters - work.table_parameters)
-    serving = ServingPredictor(work, parse_plan("tp=1"), find_cluster("h100-sxm-x1"), operators)
-    tokens = serving.predict([Request(0.0, 128, 64)]).result.per_token
+    serving = ServingPredictor(load_serving_operators(OPERATOR_MODEL))
+    one = LoadSpec(prompt="128", output="64", concurrency=1, count=1)
+    tokens = serving.predict(Deployment(ServedModel(work), "h100-sxm"), one).figures["tpot/mean"]
     rows.append(
         _row(
             "8B decode on one H100, ms a token",
             1e3 * weights / spec_bytes,
-            float(1e3 * tokens[0]),
+            1e3 * tokens.value,
             "weights over the bandwidth",
         )
     )

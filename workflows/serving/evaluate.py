@@ -17,12 +17,11 @@ from ...models.core.registry import OPERATOR_MODEL
 from ...models.operators import OpModel
 from ...models.serving.effects import Context, ServingEffects
 from ...models.serving.fit import Observe, Observed, adapt_serving
-from ...models.serving.model import METRICS, ServingModel, shipped_serving
+from ...models.serving.model import METRICS, ServingModel, find_serving_model
 from ...models.tracking.mlflow_store import RunLog
 from ...predict.cluster.serving_runs import RowRun, ServingRuns, row_context
 from ...predict.cluster.serving_table import ServingRow, read_serving, read_serving_rows
-from ...predict.locate import find_model
-from ...predict.operator.serving_operators import FAMILIES
+from ...predict.operator.serving_operators import load_serving_operators
 from ..steps import row_progress
 from ..training import log_training
 
@@ -54,9 +53,9 @@ class JudgedServing:
     choice: pd.DataFrame
 
 
-def serving_operators() -> OpModel:
+def serving_operators() -> OpModel | None:
     """The shipped model of operators, as far as serving asks it."""
-    return OpModel.load(find_model(OPERATOR_MODEL), only=FAMILIES)
+    return load_serving_operators(OPERATOR_MODEL)
 
 
 def measured_seconds(row: ServingRow, metric: str) -> float:
@@ -305,15 +304,6 @@ def _calibrated(
     contexts = [row_context(row) for row in own]
     seen = observer(ServingRuns(own, operators), contexts)(model.effects)
     return replace(model, effects=adapt_serving(seen, contexts, model.effects))
-
-
-def find_serving_model(name: str) -> ServingModel:
-    """The model of serving that ships, or one from a file.
-
-    Raises:
-        ModelError: The file is missing or damaged.
-    """
-    return shipped_serving() if name == "default" else ServingModel.load(Path(name))
 
 
 def run_evaluate_serving(console: Console, settings: ServingSettings) -> JudgedServing:

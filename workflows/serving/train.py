@@ -101,6 +101,7 @@ def train_serving(
     model.provenance = {
         "rows": len(rows),
         "groups": _known(seen, contexts, ~everything),
+        "shapes": {row.model.shape(): row.group for row in sorted(rows, key=lambda r: r.group)},
         "sources": sorted({row.source for row in rows}),
         "devices": sorted({row.cluster.device for row in rows}),
     }

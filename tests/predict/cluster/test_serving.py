@@ -1,201 +1,226 @@
-import os
+"""Deployments under loads: memory, latencies, intervals, timeline and page."""
+
+from __future__ import annotations
+
+import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 
-from opcast.common.errors import DatasetError, DeviceError, PlanError
-from opcast.features.devices.catalogue import find_device
-from opcast.predict.cluster import serving
-from opcast.predict.cluster.serving import ServingPredictor, _Grid, poisson_requests, read_requests
-from opcast.predict.operator.step_operators import OperatorLatency, load_step_model
-from opcast.simulate.clusters.catalogue import find_cluster
-from opcast.simulate.serving.loop import Chunk, Request
-from opcast.simulate.step.calls import Estimate, OpCall
+from opcast.common.errors import PlanError
+from opcast.models.serving.model import ServingModel
+from opcast.predict.cluster.served_row import in_formats
+from opcast.predict.cluster.serving import (
+    Deployment,
+    ServingPredictor,
+    Slo,
+    on_cluster,
+    parse_slo,
+)
+from opcast.predict.cluster.serving_load import LoadSpec
+from opcast.predict.cluster.serving_runs import cache_transfer
+from opcast.predict.cluster.serving_table import EngineOptions, Workers
+from opcast.predict.export.serving_timeline import serving_trace
+from opcast.predict.page.serving import serving_page
+from opcast.simulate.serving.served import EnginePlan, ServedModel
 from opcast.simulate.step.memory import RESERVED_BYTES
-from opcast.simulate.step.plan import Plan, parse_plan
 from opcast.simulate.step.workload import make_workload
 
-_DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
-PUBLISHED = (
-    Path(os.environ.get("OPCAST_PUBLISHED_DATA", _DATA)) / "published-serving" / "serving.csv.gz"
-)
 LLAMA = make_workload(
     "llama",
     {"layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab": 128256},
 )
+FOUR = Workers(EnginePlan(tp=4, moe_tp=4))
+PLAIN = Deployment(ServedModel(LLAMA), "h100-sxm", engine=FOUR)
+SPEC = LoadSpec(prompt="512", output="64", concurrency=8, count=40)
 
 
 @pytest.fixture(scope="module")
-def operators():
-    return load_step_model("gpu-operators")
+def predictor() -> ServingPredictor:
+    return ServingPredictor(None, ServingModel())
 
 
-@pytest.fixture(scope="module")
-def predictor():
-    return ServingPredictor(LLAMA, parse_plan("tp=4"), find_cluster("h100-sxm-x4"), None)
+def test_memory_by_hand(predictor: ServingPredictor) -> None:
+    found = predictor.predict(PLAIN, SPEC)
+    capacity, weights = 80 * 2**30, 8_030_261_248 * 2 / 4
+    assert sum(found.memory.values()) == pytest.approx(capacity)
+    assert found.memory["left alone"] == pytest.approx(0.1 * capacity)
+    held = sum(found.memory[name] for name in ("embedding and head", "attention", "feed-forward"))
+    assert held == pytest.approx(weights, rel=1e-3)
+    # Keys and values of 32 layers, two heads of 128 in 16 bits on each device.
+    cache = 0.9 * capacity - RESERVED_BYTES - held
+    assert found.cache_tokens == int(cache / (2 * 32 * 2 * 128 * 2))
+    told = replace(PLAIN, options=EngineOptions(memory=0.5))
+    assert predictor.predict(told, SPEC).cache_tokens < 0.6 * found.cache_tokens
 
 
-def test_cache_by_hand(predictor):
-    weights = 8_030_261_248 * 2 / 4
-    token = 2 * 32 * 2 * 128 * 2
-    assert predictor.cache_tokens() == int((80 * 2**30 - RESERVED_BYTES - weights) / token)
-    with pytest.raises(PlanError, match="raise tp"):
-        ServingPredictor(LLAMA, Plan(), find_cluster("tpu-v5e-x1"), None).cache_tokens()
+def test_what_does_not_fit_is_named(predictor: ServingPredictor) -> None:
+    large = replace(PLAIN, model=ServedModel(replace(LLAMA, layers=1000)))
+    with pytest.raises(PlanError, match="first feed-forward does not") as raised:
+        predictor.predict(large, SPEC)
+    assert "more devices" in str(raised.value)
+    with pytest.raises(PlanError, match="needs"):
+        predictor.predict(PLAIN, replace(SPEC, prompt="9000000"))
 
 
-def test_decoding_is_bound_by_reading_weights_and_cache(predictor):
-    weights = 8_030_261_248 * 2 / 4 / 3.35e12
-    one = predictor.seconds([], 1, 1024.0)
-    assert one > 0.9 * weights
-    assert predictor.seconds([], 64, 1024.0) < 8 * one
-    assert predictor.seconds([], 64, 8192.0) > predictor.seconds([], 64, 1024.0)
+def test_decoding_is_bound_by_reading_weights(predictor: ServingPredictor) -> None:
+    one = predictor.predict(PLAIN, LoadSpec(prompt="16", output="64", concurrency=1, count=1))
+    least = 8_030_261_248 * 2 / 4 / 3.35e12
+    assert one.figures["tpot/mean"].value > 0.9 * least
 
 
-def test_prompts_are_bound_by_arithmetic(predictor):
-    # Twice the tokens take about twice the time; longer reach costs attention.
-    short, long = (predictor.seconds([Chunk(n)], 0, 0.0) for n in (2048, 4096))
-    assert 1.8 < long / short < 2.4
-    assert predictor.seconds([Chunk(2048, 16384)], 0, 0.0) > short
-    low, high = predictor.estimate([Chunk(2048)], 0, 0.0)[1:]
-    assert low < short < high
+def test_throughput_and_latencies_agree(predictor: ServingPredictor) -> None:
+    found = predictor.predict(PLAIN, SPEC)
+    rate = found.requests_per_s.value
+    assert rate == pytest.approx(40 / found.run.makespan)
+    assert found.tokens_per_s.value == pytest.approx(64 * rate)
+    # Little's law: requests in flight are those that come while one is served.
+    assert rate * found.figures["e2e/mean"].value == pytest.approx(8, rel=0.05)
+    for interval in found.figures.values():
+        assert interval.lo <= interval.value <= interval.hi
+    by_token = found.figures["itl/mean"].value
+    assert by_token == pytest.approx(found.figures["tpot/mean"].value, rel=1e-6)
 
 
-class Flops:
-    """Stands for the latencies of a device: a second for each FLOP of attention, none else."""
-
-    def __init__(self, spec, model):
-        pass
-
-    def __call__(self, calls):
-        kinds = ("attention", "decode")
-        found = np.array([c.flops() if c.op in kinds else 1e-30 for c in calls])
-        return np.stack([found, found, found], axis=1)
+def test_an_open_load_bounds_the_throughput(predictor: ServingPredictor) -> None:
+    spec = LoadSpec(prompt="128", output="16", rate=5.0, count=200)
+    found = predictor.predict(PLAIN, spec)
+    offered = 200 / spec.draw().arrivals[-1]
+    assert found.requests_per_s.hi <= 1.01 * offered
+    assert found.requests_per_s.value == pytest.approx(offered, rel=0.05)
 
 
-@pytest.fixture
-def attention_flops(monkeypatch):
-    monkeypatch.setattr(serving, "OperatorLatency", Flops)
-    found = ServingPredictor(LLAMA, Plan(), find_cluster("h100-sxm-x1"), None)
-    return lambda *iteration: found.seconds(*iteration)
+def test_an_slo_counts_requests(predictor: ServingPredictor) -> None:
+    found = predictor.predict(PLAIN, SPEC)
+    ttft = (found.run.first - found.run.sent) * 1.0
+    middle = float(np.median(ttft))
+    kept = predictor.predict(PLAIN, SPEC, slo=Slo(ttft=middle)).good
+    assert kept.value == pytest.approx((ttft <= middle).mean())
+    assert kept.lo <= kept.value <= kept.hi
+    data = predictor.predict(PLAIN, SPEC, slo=Slo(ttft=10.0)).to_dict()
+    assert data["request_goodput:"] == data["request_throughput"]
 
 
-def test_prompts_attend_to_themselves_alone(attention_flops):
-    # A causal prompt of n tokens has n (n + 1) / 2 visible pairs, at 4 FLOPs for each of the 128
-    # numbers of the 32 heads of the 32 layers.
-    one = attention_flops([Chunk(2048)], 0, 0.0)
-    assert one == pytest.approx(32 * 4 * 32 * 128 * 2048 * 2049 / 2)
-    assert attention_flops([Chunk(2048)] * 84, 0, 0.0) == pytest.approx(84 * one)
-    mixed = attention_flops([Chunk(2048)] * 2 + [Chunk(512)] * 6, 0, 0.0)
-    other = attention_flops([Chunk(512)], 0, 0.0)
-    assert mixed == pytest.approx(2 * one + 6 * other)
+def test_slos_are_read() -> None:
+    assert parse_slo("ttft=500ms,tpot=0.03s,e2e=20000") == Slo(0.5, 0.03, 20.0)
+    assert parse_slo("") == Slo()
+    for text in ("ttft", "ttft=-1ms", "speed=3", "ttft=soon"):
+        with pytest.raises(PlanError, match="is no SLO"):
+            parse_slo(text)
 
 
-def test_parts_of_prompts_attend_to_their_past(attention_flops):
-    whole = attention_flops([Chunk(2048)], 0, 0.0)
-    parts = [attention_flops([Chunk(512, past)], 0, 0.0) for past in (0, 512, 1024)]
-    # The last quarter begins between points of the grid, 1448 and 2048.
-    last = attention_flops([Chunk(512, 1536)], 0, 0.0)
-    assert parts[1] > 2.9 * parts[0]
-    assert sum(parts) + last == pytest.approx(whole, rel=0.01)
-    # Beside running requests, each has its own.
-    assert attention_flops([Chunk(512)], 8, 1024.0) == pytest.approx(
-        parts[0] + 32 * 4 * 8 * 32 * 128 * 1024
-    )
+def test_every_option_changes_something(predictor: ServingPredictor) -> None:
+    spec = LoadSpec(prompt="600", output="200", concurrency=32, count=96)
+    told = {
+        "max_batch": 4,
+        "token_budget": 256,
+        "chunked": False,
+        "hit_rate": 0.5,
+        "framework": "sglang",
+        "accepted": 1.8,
+    }
+    options = {
+        "eager": True,
+        "memory": 0.075,
+        "block": 512,
+        "watermark": 0.5,
+        "drafts": 3,
+    }
+    tight = EngineOptions(memory=0.078)
+    base = replace(PLAIN, token_budget=700, options=tight)
+    # Some 17,000 tokens of cache for 32 requests of 800, so that some are evicted.
+    plain = predictor.predict(base, spec)
+    assert plain.run.evicted > 0
+    for name, value in told.items():
+        other = predictor.predict(replace(base, **{name: value}), spec)
+        assert other.run.makespan != plain.run.makespan, name
+    for name, value in {**options, "swap": True}.items():
+        changed = replace(base, options=replace(tight, **{name: value}))
+        assert predictor.predict(changed, spec).run.makespan != plain.run.makespan, name
 
 
-def test_many_prompts_take_the_time_of_a_batch(operators):
-    cluster = find_cluster("h100-sxm-x1")
-    found = ServingPredictor(LLAMA, Plan(), cluster, operators)
-    shape = (84, 32, 8, 128, 2048, 2048, 1)
-    latency = OperatorLatency(find_device("h100-sxm"), operators)
-    batch = 32 * latency([OpCall("attention", "attention", shape)])[0, 0]
-    products = found._products(84 * 2048)[0] + found._head(84)[0]
-    assert found.seconds([Chunk(2048)] * 84, 0, 0.0) - products == pytest.approx(batch, rel=0.05)
+def test_a_draft_model_costs_its_passes_and_memory(predictor: ServingPredictor) -> None:
+    drafted = EngineOptions(drafts=2)
+    free = replace(PLAIN, accepted=2.0, options=drafted)
+    small = ServedModel(replace(LLAMA, layers=4))
+    paid = replace(free, options=replace(drafted, draft=small))
+    one, other = (predictor.predict(d, SPEC) for d in (free, paid))
+    assert other.figures["tpot/mean"].value > 1.1 * one.figures["tpot/mean"].value
+    assert other.memory["draft model"] > 0
+    with pytest.raises(PlanError, match="4 tokens a step of 2 drafts"):
+        replace(free, accepted=4.0)
 
 
-def test_interpolation_meets_the_grid_and_is_exact_for_powers():
-    asked = []
-
-    def power(a, b):
-        asked.append((a, b))
-        return Estimate(a * (b + 1e-9) ** 2, a, b + 1.0)
-
-    grid = _Grid(power)
-    assert grid(8, 2)[0] == pytest.approx(32)
-    assert grid(100, 3.3)[0] == pytest.approx(100 * 3.3**2)
-    assert grid(100, 3.4)[1] == pytest.approx(100)
-    assert len(asked) == 1 + 4
-    assert grid(8, 0)[2] == pytest.approx(1)
-
-
-def test_replicas_share_the_requests(predictor):
-    requests = poisson_requests(4.0, 40, 256, 32, seed=1)
-    one = predictor.predict(requests)
-    two = ServingPredictor(LLAMA, parse_plan("tp=2,dp=2"), find_cluster("h100-sxm-x4"), None)
-    found = two.predict(requests)
-    assert (one.replicas, found.replicas) == (1, 2)
-    assert len(found.result.finished) == 20
-    assert 0 < found.interval.lo < found.result.latency.mean() < found.interval.hi
-    assert found.to_dict()["cache_tokens"] < one.to_dict()["cache_tokens"]
+def test_workers_apart_move_caches(predictor: ServingPredictor) -> None:
+    apart = replace(PLAIN, prefill=FOUR)
+    row = apart.row(SPEC, SPEC.draw(), predictor.model)
+    moved = cache_transfer(row)(1000)
+    # 131,072 bytes a token over four links of 450 GB/s each way, four fifths of which it gets.
+    assert moved == pytest.approx(1e-3 + 1000 * 131_072 / (4 * 450e9 * 0.8), rel=0.01)
+    slow = replace(apart, options=EngineOptions(transfer=1e9))
+    fast, late = (predictor.predict(d, SPEC) for d in (apart, slow))
+    gap = late.figures["ttft/p50"].value - fast.figures["ttft/p50"].value
+    assert gap > 0.5 * 512 * 131_072 / 1e9
+    assert fast.deployment.devices == 8
+    assert "prefill" in fast.deployment.text()
 
 
-def test_plans_that_serving_does_not_know():
-    with pytest.raises(PlanError, match="tp and dp"):
-        ServingPredictor(LLAMA, parse_plan("pp=2,tp=2"), find_cluster("h100-sxm-x4"), None)
-    with pytest.raises(PlanError, match="tp and dp only, not dp=2,ep=2"):
-        ServingPredictor(LLAMA, parse_plan("dp=2,ep=2"), find_cluster("h100-sxm-x4"), None)
-
-
-def test_loads_that_do_not_fit_are_refused_by_their_place():
-    cluster = find_cluster("h100-sxm-x2")
-    two = ServingPredictor(LLAMA, parse_plan("dp=2"), cluster, None)
-    # Of the second replica, which is not simulated.
-    with pytest.raises(PlanError, match="request 1: needs 1000001 tokens of cache"):
-        two.predict([Request(0.0, 8, 1), Request(0.0, 10**6, 1)])
+def test_deployments_that_are_none() -> None:
     with pytest.raises(PlanError, match="generates nothing"):
-        ServingPredictor(replace(LLAMA, causal=False), Plan(dp=2), cluster, None)
-    with pytest.raises(DeviceError, match="does not name its device"):
-        ServingPredictor(LLAMA, Plan(dp=2), replace(cluster, device=""), None)
-    two.memory = 0.0
-    with pytest.raises(PlanError, match="memory of the device is not known"):
-        two.predict([Request(0.0, 8, 1)])
+        replace(PLAIN, model=ServedModel(replace(LLAMA, causal=False)))
+    with pytest.raises(PlanError, match="does not divide 32 heads"):
+        replace(PLAIN, engine=Workers(EnginePlan(tp=5, moe_tp=5)))
+    with pytest.raises(PlanError, match="hit rate"):
+        replace(PLAIN, hit_rate=1.0)
 
 
-def test_traces(tmp_path):
-    path = tmp_path / "trace.csv"
-    path.write_text("arrival_s,prompt,output\n2.5,10,3\n1.0,20,4\n")
-    assert read_requests(path) == [Request(1.0, 20, 4), Request(2.5, 10, 3)]
-    path.write_text("arrival_s,prompt\n1,2\n")
-    with pytest.raises(DatasetError, match="output"):
-        read_requests(path)
-    for row in ("0,many,2", "0,3,", "-1,3,2", "0,3.5,2"):
-        path.write_text(f"arrival_s,prompt,output\n0,1,1\n{row}\n")
-        with pytest.raises(DatasetError, match="row 2 is no request"):
-            read_requests(path)
-    with pytest.raises(DatasetError, match="cannot be read"):
-        read_requests(tmp_path / "none.csv")
-    with pytest.raises(PlanError, match="rate=0"):
-        poisson_requests(0.0, 1, 1, 1)
+def test_engines_fill_a_cluster() -> None:
+    assert on_cluster("h100-sxm-x8", EnginePlan(tp=2, moe_tp=2)) == (
+        "h100-sxm",
+        Workers(EnginePlan(tp=2, moe_tp=2), 4),
+    )
+    with pytest.raises(PlanError, match="16 devices, h100-sxm-x8 has 8"):
+        on_cluster("h100-sxm-x8", EnginePlan(tp=8, moe_tp=8), 2)
 
 
-@pytest.mark.skipif(not PUBLISHED.is_file(), reason="no published measurements of serving here")
-def test_whole_batches_as_measured(operators):
-    rows = pd.read_csv(PUBLISHED, low_memory=False)
-    rows = rows[(rows["load"] == "static-batch") & (rows["model"] == "mistral-7b")]
-    rows = rows[(rows["method"] == "gptSessionBenchmark-static") & (rows["osl"] == 128)]
-    rows = rows[(rows["device"] == "h100-sxm") & rows["batch_latency_s"].notna()]
-    rows = rows[rows["n_gpus"] == 1]
-    assert len(rows) >= 2
-    for row in rows.to_dict("records"):
-        names = ("layers", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab")
-        sizes = {name: int(row[name]) for name in names}
-        sizes["dtype"] = "fp8" if row["weight_dtype"] == "fp8" else "bf16"
-        work = make_workload("llama", sizes)
-        found = ServingPredictor(work, Plan(), find_cluster(f"{row['device']}-x1"), operators)
-        count, prompt = int(row["concurrency"]), int(row["isl"])
-        requests = [Request(0.0, prompt, int(row["osl"]))] * count
-        result = found.predict(requests, count, count * prompt).result
-        assert result.makespan == pytest.approx(row["batch_latency_s"], rel=0.3)
+def test_formats_of_checkpoints() -> None:
+    moe = replace(LLAMA, experts=8, top_k=2)
+    assert in_formats(moe, "mxfp4").weights == "bf16"
+    assert in_formats(LLAMA, "fp8", framework="tensorrt-llm").cache == "fp8"
+    assert in_formats(LLAMA, "fp8", activations="bf16").weights == "fp8_wo"
+    with pytest.raises(PlanError, match="activations in 'fp4'"):
+        in_formats(LLAMA, "fp8", activations="fp4")
+
+
+def test_weights_alone_in_fp8_cost_arithmetic_in_16_bits(predictor: ServingPredictor) -> None:
+    spec = LoadSpec(prompt="8192", output="2", concurrency=1, count=1)
+    both, alone = (
+        predictor.predict(replace(PLAIN, model=in_formats(LLAMA, "fp8", activations=kind)), spec)
+        for kind in ("", "bf16")
+    )
+    assert alone.memory["feed-forward"] == both.memory["feed-forward"]
+    assert alone.figures["ttft/mean"].value > 1.3 * both.figures["ttft/mean"].value
+
+
+def test_a_stack_of_ones_own_is_known_by_its_device() -> None:
+    model = ServingModel(provenance={"own": {"mine|h100-sxm": {"memory": 0.5}}})
+    own = PLAIN.row(SPEC, SPEC.draw(), model)
+    assert (own.source, own.options.memory) == ("mine", 0.5)
+    other = replace(PLAIN, device="h200-sxm").row(SPEC, SPEC.draw(), model)
+    assert (other.source, other.options.memory) == ("", 0.0)
+
+
+def test_timeline_and_page(predictor: ServingPredictor) -> None:
+    found = predictor.predict(replace(PLAIN, engine=replace(FOUR, count=2)), SPEC)
+    trace = serving_trace(found)
+    events = trace["traceEvents"]
+    assert isinstance(events, list)
+    passes = [e for e in events if e["ph"] == "X" and e["pid"] < 2]
+    assert max(e["ts"] + e["dur"] for e in passes) == pytest.approx(found.run.makespan * 1e6)
+    tokens = [e for e in events if e["ph"] == "X" and e["pid"] == 2 and e["cat"] == "ttft"]
+    assert len(tokens) == 40
+    assert {e["name"] for e in events if e["ph"] == "C"} == {"requests", "cache"}
+    page = serving_page(found)
+    assert "2 x (tp=4)" in page and "http" not in page.split("<script>")[0].split("csp")[0][400:]
+    json.dumps(found.to_dict())

@@ -15,6 +15,7 @@ from opcast.predict.cluster.serving_table import (
     read_serving_rows,
     serving_row,
 )
+from opcast.simulate.serving.policies import Policy
 
 PACK = Path(os.environ.get("OPCAST_PUBLISHED_DATA", Path(__file__).parents[4] / "shared/data"))
 TABLE = PACK / "published-serving" / "serving.csv.gz"
@@ -100,11 +101,16 @@ def test_lengths_of_a_load() -> None:
     assert len(load.prompts) == 160
 
 
+def limits(columns: dict[str, object]) -> Policy:
+    row = serving_row(columns)
+    return row_policy(row, row.engine)
+
+
 def test_limits_of_a_row_go_before_those_of_its_framework() -> None:
-    policy = row_policy(serving_row({**DENSE, "max_num_seqs": 32, "max_num_batched_tokens": 512}))
+    policy = limits({**DENSE, "max_num_seqs": 32, "max_num_batched_tokens": 512})
     assert (policy.max_batch, policy.token_budget) == (32, 512)
     # Each rank with sequences of its own has the limits for itself.
-    assert row_policy(serving_row({**LATENT, "max_num_seqs": 32})).max_batch == 256
+    assert limits({**LATENT, "max_num_seqs": 32}).max_batch == 256
 
 
 def test_accepted_drafts_make_steps_fewer_and_wider() -> None:

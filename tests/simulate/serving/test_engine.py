@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from opcast.common.errors import PlanError
-from opcast.simulate.serving.engine import Load, Policy, run_engine
+from opcast.simulate.serving.fleet import Station, run_fleet
+from opcast.simulate.serving.load import Load, Run
 from opcast.simulate.serving.loop import Chunk, Request, serve
+from opcast.simulate.serving.policies import Policy
 
 #: Seconds of a pass: fixed, for each token, and for each token that decoding attends to.
 FIXED, TOKEN, SEEN = 1e-3, 2e-5, 1e-8
@@ -26,8 +28,16 @@ class Linear:
         tokens = batch + sum(chunk.tokens for chunk in chunks)
         return np.array([1.0, tokens, cached + batch if batch else 0.0])
 
+    def swap(self, tokens: float) -> np.ndarray:
+        return np.array([0.0, 0.1 * tokens, 0.0])
+
 
 WEIGHTS = np.array([FIXED, TOKEN, SEEN])
+
+
+def run_engine(load: Load, room: int, policy: Policy, **options: object) -> Run:
+    station = Station(Linear(), WEIGHTS, room, policy)
+    return run_fleet(load, station, **options)  # type: ignore[arg-type]
 
 
 def slow(chunks: Sequence[Chunk], batch: int, length: float) -> float:
@@ -48,7 +58,7 @@ def drawn(count: int, rate: float, seed: int = 0) -> tuple[Load, list[Request]]:
 def test_events_and_iterations_agree(rate: float, budget: int) -> None:
     load, requests = drawn(200, rate)
     policy = Policy(max_batch=32, token_budget=budget, reserve=1.0)
-    fast = run_engine(load, Linear(), WEIGHTS, 10**7, policy)
+    fast = run_engine(load, 10**7, policy)
     exact = serve(requests, slow, 10**7, max_batch=32, token_budget=budget)
     assert fast.first - fast.sent == pytest.approx(exact.first_token, rel=1e-9)
     assert fast.finished == pytest.approx(exact.finished, rel=1e-9)
@@ -58,7 +68,7 @@ def test_events_and_iterations_agree(rate: float, budget: int) -> None:
 
 def test_one_request_by_hand() -> None:
     load = Load(np.array([100]), np.array([3]), np.zeros(1))
-    run = run_engine(load, Linear(), WEIGHTS, 1000, Policy(), delay=0.5)
+    run = run_engine(load, 1000, Policy(), delay=0.5)
     first = 0.5 + FIXED + 100 * TOKEN
     # Two more tokens, which attend to 101 and 102 tokens.
     last = first + 2 * FIXED + 2 * TOKEN + SEEN * (101 + 102)
@@ -71,7 +81,7 @@ def test_one_request_by_hand() -> None:
 
 def test_a_closed_loop_keeps_its_concurrency() -> None:
     load = Load(np.full(40, 64), np.full(40, 17), np.zeros(40), concurrency=8)
-    run = run_engine(load, Linear(), WEIGHTS, 10**6, Policy())
+    run = run_engine(load, 10**6, Policy())
     assert run.largest_batch == 8
     # Every request but the first eight is sent when another one ends.
     assert sorted(run.sent[8:]) == pytest.approx(sorted(run.finished)[:32])
@@ -79,8 +89,8 @@ def test_a_closed_loop_keeps_its_concurrency() -> None:
 
 def test_prompts_that_run_first_hold_up_decoding() -> None:
     load = Load(np.array([10, 4000]), np.array([50, 2]), np.array([0.0, 0.02]))
-    beside = run_engine(load, Linear(), WEIGHTS, 10**6, Policy(token_budget=256))
-    first = run_engine(load, Linear(), WEIGHTS, 10**6, Policy(token_budget=256, mixed=False))
+    beside = run_engine(load, 10**6, Policy(token_budget=256))
+    first = run_engine(load, 10**6, Policy(token_budget=256, mixed=False))
     assert first.first[1] < beside.first[1]
     # Sixteen passes over the prompt come between two tokens of the other request.
     assert first.finished[0] - beside.finished[0] == pytest.approx(16 * FIXED, rel=0.1)
@@ -88,9 +98,9 @@ def test_prompts_that_run_first_hold_up_decoding() -> None:
 
 def test_a_full_cache_evicts_and_still_serves_all() -> None:
     load = Load(np.full(10, 100), np.full(10, 100), np.zeros(10))
-    tight = run_engine(load, Linear(), WEIGHTS, 1100, Policy())
-    sure = run_engine(load, Linear(), WEIGHTS, 1100, Policy(reserve=1.0))
-    free = run_engine(load, Linear(), WEIGHTS, 10**6, Policy())
+    tight = run_engine(load, 1100, Policy())
+    sure = run_engine(load, 1100, Policy(reserve=1.0))
+    free = run_engine(load, 10**6, Policy())
     assert tight.evicted > 0 and sure.evicted == 0
     assert tight.largest_cache <= 1100 + 10
     assert (tight.finished > 0.0).all()
@@ -101,8 +111,8 @@ def test_a_full_cache_evicts_and_still_serves_all() -> None:
 
 def test_prompts_that_are_not_cut_wait_for_room_in_the_budget() -> None:
     load = Load(np.array([600, 600]), np.array([1, 1]), np.zeros(2))
-    whole = run_engine(load, Linear(), WEIGHTS, 10**6, Policy(token_budget=1000, chunked=False))
-    cut = run_engine(load, Linear(), WEIGHTS, 10**6, Policy(token_budget=1000))
+    whole = run_engine(load, 10**6, Policy(token_budget=1000, chunked=False))
+    cut = run_engine(load, 10**6, Policy(token_budget=1000))
     assert whole.first == pytest.approx([FIXED + 600 * TOKEN, 2 * FIXED + 1200 * TOKEN])
     assert cut.first == pytest.approx([FIXED + 1000 * TOKEN, 2 * FIXED + 1200 * TOKEN])
 
@@ -110,7 +120,7 @@ def test_prompts_that_are_not_cut_wait_for_room_in_the_budget() -> None:
 def test_requests_that_do_not_fit_are_refused() -> None:
     load = Load(np.array([100]), np.array([100]), np.zeros(1))
     with pytest.raises(PlanError, match="200 tokens of cache"):
-        run_engine(load, Linear(), WEIGHTS, 150, Policy())
+        run_engine(load, 150, Policy())
     with pytest.raises(PlanError, match="at least"):
         Load(np.array([0]), np.array([1]), np.zeros(1))
 
@@ -119,6 +129,6 @@ def test_large_loads_take_time_in_proportion() -> None:
     # 12,500 requests are one of eight engines' share of 100,000, which are to take a minute.
     load, _ = drawn(12_500, 20.0)
     start = time.perf_counter()
-    run = run_engine(load, Linear(), WEIGHTS, 400_000, Policy())
+    run = run_engine(load, 400_000, Policy())
     assert time.perf_counter() - start < 7.5
     assert len(run.first) == 12_500

@@ -1,0 +1,303 @@
+"""Loads of a service: random ones by a few figures, and traces as their publishers write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import DatasetError, PlanError
+from ...common.files import parse_json
+from ...simulate.serving.load import Load
+from .serving_table import ServingLoad
+
+#: Distributions of lengths with their figures.
+LENGTHS = {
+    "uniform": "uniform:LEAST:MOST",
+    "geometric": "geometric:MEAN",
+    "lognormal": "lognormal:MEAN:DEVIATION of the logarithm",
+}
+#: Columns of traces: arrival, prompt, output. Azure's are of AzurePublicDataset (LLM inference
+#: traces, 2023 and 2024), BurstGPT's of Wang et al. (2024).
+TRACE_COLUMNS = (
+    ("arrival_s", "prompt", "output"),
+    ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+    ("Timestamp", "Request tokens", "Response tokens"),
+)
+#: Tokens of a block whose hash Mooncake's traces give (Qin et al., Mooncake, FAST 2025).
+MOONCAKE_BLOCK = 512
+#: Most requests of a load: a slip is told instead of computed with.
+MOST = 10**7
+
+
+@dataclass(frozen=True)
+class LoadSpec:
+    """A load by its figures; of ``trace``, ``concurrency``, ``batch``, ``rate`` the first counts.
+
+    Attributes:
+        prompt: Tokens of a prompt: a number, or a distribution of :data:`LENGTHS`.
+        output: The same of outputs.
+        trace: File of requests; ``None`` for random ones.
+        concurrency: Requests in flight of a closed loop.
+        batch: Sequences of a static batch.
+        rate: Requests a second of an open load; 0 for all at once.
+        burstiness: Shape of the gamma distribution of the gaps; 1 for a Poisson process, less for
+            bursts (as ``vllm bench serve --burstiness``).
+        count: Requests; 0 for ten for each in flight, or 1000.
+        seed: Of what is random.
+    """
+
+    prompt: str = "1024"
+    output: str = "256"
+    trace: Path | None = None
+    concurrency: int = 0
+    batch: int = 0
+    rate: float = 0.0
+    burstiness: float = 1.0
+    count: int = 0
+    seed: int = 0
+
+    @property
+    def kind(self) -> str:
+        """One of :data:`~opcast.predict.cluster.serving_table.LOADS`."""
+        if self.trace is not None:
+            return "trace"
+        if self.concurrency:
+            return "closed"
+        if self.batch:
+            return "static-batch"
+        return "open-poisson" if self.rate else "offline"
+
+    def draw(self) -> Load:
+        """The requests.
+
+        Raises:
+            PlanError: A figure is out of its range.
+            DatasetError: The trace cannot be read.
+        """
+        if self.trace is not None:
+            return read_trace(self.trace)
+        if not 0 <= self.rate < np.inf or not 0 < self.burstiness < np.inf:
+            raise PlanError(
+                f"rate={self.rate:g}, burstiness={self.burstiness:g}",
+                where="load",
+                hint="a rate is at least 0, burstiness above it",
+            )
+        if min(self.concurrency, self.batch, self.count) < 0 or self.count > MOST:
+            raise PlanError(
+                f"concurrency={self.concurrency}, batch={self.batch}, count={self.count}",
+                where="load",
+                hint=f"none is below 0, and there are at most {MOST} requests",
+            )
+        count = self.count or 10 * self.concurrency or 1000
+        count = self.batch if self.kind == "static-batch" else count
+        rng = np.random.default_rng(self.seed)
+        arrivals = np.zeros(count)
+        if self.kind == "open-poisson":
+            shape = self.burstiness
+            arrivals = np.cumsum(rng.gamma(shape, 1.0 / (self.rate * shape), count))
+        prompts, outputs = (parse_lengths(t)(rng, count) for t in (self.prompt, self.output))
+        return Load(prompts, outputs, arrivals, self.concurrency)
+
+    def row_load(self, load: Load) -> ServingLoad:
+        """The load as a row of a table says it."""
+        return ServingLoad(
+            self.kind,
+            float(load.prompts.mean()),
+            float(load.outputs.mean()),
+            concurrency=self.concurrency or self.batch,
+            rate=self.rate,
+            count=len(load.prompts),
+        )
+
+
+def parse_load(text: str) -> LoadSpec:
+    """A load from text such as ``concurrency=64,prompt=1024,output=256`` or ``trace=FILE``.
+
+    Raises:
+        PlanError: A name is not known, or a value is none.
+    """
+    kinds: dict[str, Callable[[str], Any]] = {
+        "prompt": str, "output": str, "trace": Path, "concurrency": int, "batch": int,
+        "rate": float, "burstiness": float, "count": int, "seed": int,
+    }  # fmt: skip
+    found: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name not in kinds or not value:
+            raise PlanError(
+                f"{part!r} says nothing of a load", hint="NAME=VALUE: " + ", ".join(kinds)
+            )
+        try:
+            found[name] = kinds[name](value)
+        except ValueError:
+            raise PlanError(f"{part!r} is no number", where="load") from None
+    modes = [name for name in ("trace", "concurrency", "batch", "rate") if name in found]
+    drawn = {"prompt", "output", "count", "seed", "burstiness"}
+    if len(modes) > 1 or ("trace" in found and drawn & set(found)):
+        raise PlanError(
+            f"{text!r} gives more than one kind of load",
+            hint="one of trace, concurrency, batch and rate; a trace needs nothing else",
+        )
+    if "burstiness" in found and "rate" not in found:
+        raise PlanError("burstiness is that of a rate", where="load", hint="give rate")
+    return LoadSpec(**found)
+
+
+def parse_lengths(text: str) -> Callable[[np.random.Generator, int], np.ndarray]:
+    """A distribution of lengths: draws so many whole numbers of at least 1.
+
+    Raises:
+        PlanError: It is not one.
+    """
+    name, *rest = text.split(":")
+    try:
+        if not rest:
+            fixed = int(text)
+            if fixed < 1 or fixed > MOST:
+                raise ValueError(text)
+            return lambda rng, n: np.full(n, fixed)
+        figures = [float(value) for value in rest]
+        if not all(0 < value < MOST for value in figures):
+            raise ValueError(text)
+        if name == "uniform":
+            least, most = figures
+            if least > most:
+                raise ValueError(text)
+            return lambda rng, n: rng.integers(max(1, round(least)), round(most) + 1, n)
+        if name == "geometric":
+            (mean,) = figures
+            return lambda rng, n: rng.geometric(min(1.0, 1.0 / mean), n)
+        if name == "lognormal":
+            mean, deviation = figures
+            middle = np.log(mean) - deviation**2 / 2.0
+            return lambda rng, n: np.maximum(
+                1, np.rint(rng.lognormal(middle, deviation, n))
+            ).astype(int)
+    except ValueError:
+        pass
+    raise PlanError(
+        f"{text!r} is no distribution of lengths",
+        hint="a number of tokens, or " + ", ".join(LENGTHS.values()),
+    )
+
+
+def read_trace(path: Path) -> Load:
+    """Requests of a file.
+
+    Read are CSV with the columns ``arrival_s``, ``prompt`` and ``output``, with those of Azure's or
+    of BurstGPT's traces; lines of JSON as of Mooncake's, whose hashes of blocks say what prompts
+    have in common; and the JSON that ``vllm bench serve --save-result --save-detailed`` writes,
+    whose lengths are served again under its own rate or concurrency.
+
+    Raises:
+        DatasetError: The file cannot be read, or is none of these.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(f"the trace cannot be read: {error}", where=str(path)) from None
+    start = text.lstrip()[:1]
+    try:
+        if start == "{" and '"input_lens"' in text:
+            return _benchmark(parse_json(text), path)
+        if start == "{":
+            return _mooncake([json.loads(line) for line in text.splitlines() if line.strip()], path)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DatasetError(
+            f"the trace cannot be read: {error!r}",
+            where=str(path),
+            hint="timestamp, input_length and output_length, or input_lens and output_lens",
+        ) from None
+    return _csv(path)
+
+
+def _csv(path: Path) -> Load:
+    try:
+        frame = pd.read_csv(path)
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"the trace cannot be read: {error}", where=str(path)) from None
+    for columns in TRACE_COLUMNS:
+        if set(columns) <= set(frame):
+            break
+    else:
+        missing = [c for c in TRACE_COLUMNS[0] if c not in frame]
+        raise DatasetError(
+            f"columns {missing} are missing",
+            where=str(path),
+            hint="; or ".join(str(list(known)) for known in TRACE_COLUMNS),
+        )
+    own = frame[list(columns)].set_axis(list(TRACE_COLUMNS[0]), axis=1)
+    if columns[0] == "TIMESTAMP":
+        times = pd.to_datetime(own["arrival_s"], errors="coerce", format="ISO8601")
+        own["arrival_s"] = (times - times.min()).dt.total_seconds()
+    known = own.apply(pd.to_numeric, errors="coerce")
+    if columns[0] != TRACE_COLUMNS[0][0]:
+        # Requests that failed have no answer: there is nothing to serve.
+        kept = ~((known["output"] < 1) | (known["prompt"] < 1))
+        own, known = own[kept], known[kept]
+    return _checked(known, own, path)
+
+
+def _checked(known: pd.DataFrame, said: pd.DataFrame, path: Path) -> Load:
+    """A load of the columns of :data:`TRACE_COLUMNS`, in the order of the arrivals."""
+    whole = (known[["prompt", "output"]] % 1 == 0).all(axis=1)
+    enough = (known[["prompt", "output"]] >= 1).all(axis=1)
+    finite = np.isfinite(known.to_numpy(float)).all(axis=1)
+    good = (finite & whole & enough & (known["arrival_s"] >= 0)).to_numpy()
+    if not good.all() or not len(known):
+        row = int(np.flatnonzero(~good)[0]) if len(known) else -1
+        shown = said.iloc[row].to_dict() if len(known) else "there is none"
+        raise DatasetError(
+            f"row {row + 1} is no request: {shown}",
+            where=str(path),
+            hint="arrivals in seconds from 0, whole tokens of prompt and output",
+        )
+    # Stable, so that requests with equal arrival times keep the order of the file.
+    rows = known.sort_values("arrival_s", kind="stable")
+    return Load(
+        rows["prompt"].to_numpy(int),
+        rows["output"].to_numpy(int),
+        rows["arrival_s"].to_numpy(float),
+    )
+
+
+def _mooncake(rows: Sequence[dict[str, Any]], path: Path) -> Load:
+    frame = pd.DataFrame(
+        {
+            # Milliseconds.
+            "arrival_s": [float(row["timestamp"]) / 1e3 for row in rows],
+            "prompt": [row["input_length"] for row in rows],
+            "output": [row["output_length"] for row in rows],
+        }
+    )
+    load = _checked(frame.apply(pd.to_numeric, errors="coerce"), frame, path)
+    if not all("hash_ids" in row for row in rows):
+        return load
+    order = np.argsort(frame["arrival_s"].to_numpy(), kind="stable")
+    blocks = [tuple(int(block) for block in rows[at]["hash_ids"]) for at in order]
+    return Load(
+        load.prompts, load.outputs, load.arrivals, blocks=blocks, block_tokens=MOONCAKE_BLOCK
+    )
+
+
+def _benchmark(data: dict[str, Any], path: Path) -> Load:
+    """Lengths, and the rate or concurrency that the benchmark was run with."""
+    lengths = {"prompt": data["input_lens"], "output": data["output_lens"]}
+    frame = pd.DataFrame({"arrival_s": 0.0, **lengths})
+    frame = frame[frame["output"] >= 1].reset_index(drop=True)
+    rate = float(data.get("request_rate") or np.inf)
+    shape = float(data.get("burstiness") or 1.0)
+    if np.isfinite(rate) and rate > 0:
+        gaps = np.random.default_rng(0).gamma(shape, 1.0 / (rate * shape), len(frame))
+        frame["arrival_s"] = np.cumsum(gaps)
+    load = _checked(frame.apply(pd.to_numeric, errors="coerce"), frame, path)
+    limit = int(data.get("max_concurrency") or 0)
+    if limit and np.isfinite(rate):
+        raise ValueError("both request_rate and max_concurrency are given; one of them is served")
+    return Load(load.prompts, load.outputs, load.arrivals, limit)

@@ -1,0 +1,446 @@
+"""Search deployments of a model on so many devices: engines, plans, batch limits, prompts apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from ...common.errors import OpcastError
+from ...features.devices.catalogue import find_device
+from ...simulate.serving.load import Load
+from ...simulate.serving.policies import framework_defaults
+from ...simulate.serving.served import EnginePlan
+from .serving import Deployment, ServingPrediction, ServingPredictor, Slo
+from .serving_load import LoadSpec
+from .serving_runs import engine_memory
+from .serving_table import Workers
+
+#: Limits of sequences that are tried beside the framework's own, of a rank: below it they trade
+#: throughput for latency.
+BATCHES = (16, 64, 256)
+#: Shares of the devices that run prompts where these have workers of their own.
+PREFILL_SHARES = (0.25, 0.5, 0.75)
+#: Percentile of the latencies that has to keep the SLO.
+PERCENTILE = 90
+#: Throughputs that differ by less are taken for equal.
+TIE = 0.01
+#: Told of progress: deployments done, in all, and the next.
+Show = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A simulated deployment.
+
+    Attributes:
+        deployment: What serves.
+        prediction: What it does.
+    """
+
+    deployment: Deployment
+    prediction: ServingPrediction
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        """Output tokens a second and device."""
+        return self.prediction.tokens_per_s.value / self.deployment.devices
+
+    @property
+    def good(self) -> float:
+        """Share of the requests that keep the SLO."""
+        return self.prediction.good.value
+
+    @property
+    def ttft(self) -> float:
+        """Time to the first token at :data:`PERCENTILE`, in seconds."""
+        return self.prediction.figures[f"ttft/p{PERCENTILE}"].value
+
+    @property
+    def tpot(self) -> float:
+        """Time of a further token at :data:`PERCENTILE`, in seconds."""
+        return self.prediction.figures[f"tpot/p{PERCENTILE}"].value
+
+    @property
+    def e2e(self) -> float:
+        """Time of a request at :data:`PERCENTILE`, in seconds."""
+        return self.prediction.figures[f"e2e/p{PERCENTILE}"].value
+
+    def keeps(self, slo: Slo) -> bool:
+        """Whether the latencies at :data:`PERCENTILE` keep the SLO."""
+        return self.ttft <= slo.ttft and self.tpot <= slo.tpot and self.e2e <= slo.e2e
+
+    def miss(self, slo: Slo) -> float:
+        """How many times the worst latency is what the SLO allows."""
+        return max(self.ttft / slo.ttft, self.tpot / slo.tpot, self.e2e / slo.e2e)
+
+
+@dataclass
+class ServingPlans:
+    """Deployments that were compared.
+
+    Attributes:
+        slo: What was asked.
+        judged: Simulated ones.
+        refused: Text of those that do not fit, with the reason.
+        pruned: Number of those that were left out, since others are sure to be better.
+        stopped: Whether the search was stopped before it ended.
+    """
+
+    slo: Slo
+    judged: list[Planned] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    pruned: int = 0
+    stopped: bool = False
+
+    @property
+    def best(self) -> Planned | None:
+        """Most throughput a device among those that keep the SLO; ``None`` if none does.
+
+        Where an open load is served at the same throughput, the shortest requests win.
+        """
+        kept = [one for one in self.judged if one.keeps(self.slo)]
+        most = max((one.tokens_per_s_per_device for one in kept), default=0.0)
+        equal = [one for one in kept if one.tokens_per_s_per_device >= (1.0 - TIE) * most]
+        return min(equal, key=lambda one: one.e2e, default=None)
+
+    def front(self) -> list[Planned]:
+        """Those that no other beats in throughput a device and both latencies."""
+
+        def beaten(one: Planned) -> bool:
+            own = (-one.tokens_per_s_per_device, one.ttft, one.tpot)
+            return any(
+                all(b <= a for a, b in zip(own, other, strict=True)) and other != own
+                for other in ((-o.tokens_per_s_per_device, o.ttft, o.tpot) for o in self.judged)
+            )
+
+        front = [one for one in self.judged if not beaten(one)]
+        return sorted(front, key=lambda one: -one.tokens_per_s_per_device)
+
+    def nearest(self) -> list[str]:
+        """What comes nearest to an SLO that none keeps."""
+        if not self.judged:
+            return [f"{text}: {why}" for text, why in list(self.refused.items())[:3]]
+        one = min(self.judged, key=lambda own: own.miss(self.slo))
+        return [
+            f"nearest is {one.deployment.text()}: p{PERCENTILE} of TTFT {one.ttft * 1e3:.0f} ms, "
+            f"TPOT {one.tpot * 1e3:.1f} ms"
+        ]
+
+    def reasons(self) -> list[str]:
+        """Why the best wins: the best others that differ in one choice, and what they lose."""
+        best = self.best
+        if best is None:
+            return []
+        said = []
+        for name, of in _CHOICES.items():
+            own = of(best.deployment)
+            others = [
+                one
+                for one in self.judged
+                if of(one.deployment) != own
+                and all(
+                    f(one.deployment) == f(best.deployment)
+                    for n, f in _CHOICES.items()
+                    if n != name
+                )
+            ] or [one for one in self.judged if of(one.deployment) != own]
+            if not others:
+                continue
+            kept = [one for one in others if one.keeps(self.slo)]
+            if kept:
+                other = max(kept, key=lambda one: one.tokens_per_s_per_device)
+                less = 1.0 - other.tokens_per_s_per_device / best.tokens_per_s_per_device
+                said.append(
+                    f"{name} {own}: {of(other.deployment)} gives {less:.0%} less "
+                    f"({other.deployment.text()})"
+                )
+            else:
+                other = min(others, key=lambda one: one.miss(self.slo))
+                said.append(
+                    f"{name} {own}: with {of(other.deployment)} p{PERCENTILE} of TTFT is "
+                    f"{other.ttft * 1e3:.0f} ms, of TPOT {other.tpot * 1e3:.1f} ms"
+                )
+        return said
+
+    def commands(self, model: str = "MODEL") -> dict[str, str]:
+        """Launch flags of the best deployment, by framework; empty if none keeps the SLO."""
+        return {} if self.best is None else launch_commands(self.best.deployment, model)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data: the best, its reasons and commands, the front, and what does not fit."""
+        best = self.best
+
+        def row(one: Planned) -> dict[str, object]:
+            return {
+                "deployment": one.deployment.text(),
+                "max_batch": one.deployment.max_batch,
+                "tokens_per_s_per_gpu": one.tokens_per_s_per_device,
+                "keeps_slo": one.keeps(self.slo),
+                **one.prediction.to_dict(),
+            }
+
+        return {
+            "best": None if best is None else row(best),
+            "reasons": self.reasons(),
+            "commands": self.commands(),
+            "front": [row(one) for one in self.front()],
+            "judged": len(self.judged),
+            "pruned": self.pruned,
+            "refused": self.refused,
+            "stopped": self.stopped,
+        }
+
+
+#: What deployments differ in, for the reasons of the best.
+_CHOICES: dict[str, Callable[[Deployment], str]] = {
+    "engines": lambda own: f"{own.engine.count} x {own.engine.plan.text()}",
+    "prompts": lambda own: (
+        f"on {own.prefill.count} x {own.prefill.plan.text()}" if own.prefill else "beside decoding"
+    ),
+    "limit": lambda own: f"{own.max_batch} sequences" if own.max_batch else "the framework's",
+}
+
+
+def engine_plans(base: Deployment, devices: int) -> Iterator[EnginePlan]:
+    """Plans of one engine on at most so many devices, smallest first.
+
+    Tensor parallelism stays within a box, pipelines are tried over boxes and within them, and
+    experts are cut over tensor-parallel ranks, spread whole over them, or spread over ranks that
+    each attend to sequences of their own.
+    """
+    w = base.model.workload
+    box = find_device(base.device).devices_per_node or devices
+    powers = [2**n for n in range(devices.bit_length()) if 2**n <= devices]
+    for size in powers:
+        for tp in (n for n in powers if n <= min(size, box) and w.heads % n == 0):
+            if size % tp:
+                continue
+            pp = size // tp
+            if pp <= min(w.layers, 8):
+                yield EnginePlan(tp=tp, pp=pp, moe_tp=tp)
+                if w.experts and tp > 1 and w.experts % tp == 0:
+                    yield EnginePlan(tp=tp, pp=pp, ep=tp)
+            if w.experts and pp > 1 and w.experts % size == 0:
+                yield EnginePlan(tp=tp, dp=pp, ep=size)
+
+
+def deployments(base: Deployment, devices: int, apart: bool = True) -> Iterator[Deployment]:
+    """Deployments on all of the devices, without those that differ in their batch limit alone.
+
+    Args:
+        base: Model, device, framework and options; its workers do not matter.
+        devices: How many.
+        apart: Whether to try workers that run prompts alone.
+    """
+    plans = list(engine_plans(base, devices))
+    for plan in plans:
+        if devices % plan.devices == 0:
+            yield replace(base, engine=Workers(plan, devices // plan.devices), prefill=None)
+    if not apart:
+        return
+    for share in PREFILL_SHARES:
+        ahead = round(devices * share)
+        for first in plans:
+            for second in plans:
+                # Prompts gain nothing from pipelines or ranks of their own that decoding has not.
+                if first.pp > 1 or second.pp > 1 or first.dp > 1:
+                    continue
+                behind = devices - ahead
+                if ahead % first.devices or behind % second.devices or not ahead or not behind:
+                    continue
+                yield replace(
+                    base,
+                    engine=Workers(second, behind // second.devices),
+                    prefill=Workers(first, ahead // first.devices),
+                )
+
+
+def search(
+    predictor: ServingPredictor,
+    base: Deployment,
+    devices: int,
+    spec: LoadSpec,
+    slo: Slo,
+    *,
+    apart: bool = True,
+    show: Show = lambda done, of, what: None,
+) -> ServingPlans:
+    """Simulate deployments, cheap ones to rule out first; an interrupt keeps what is known.
+
+    A deployment is left out if its weights do not fit, or if one pass over the cache and weights of
+    a single request, at the rate of its memory, is slower than the SLO allows. Limits of sequences
+    below the framework's own are tried for the deployments on the front alone.
+
+    Args:
+        predictor: Predicts them.
+        base: Model, device, framework and options.
+        devices: How many.
+        spec: The load.
+        slo: What requests have to keep.
+        apart: Whether to try workers that run prompts alone.
+        show: Told of progress: done, in all, and what is next.
+    """
+    found = ServingPlans(slo)
+    load = spec.draw()
+    asked = []
+    for one in deployments(base, devices, apart):
+        row = one.row(spec, load, predictor.model)
+        workers = [w for w in (one.engine, one.prefill) if w]
+        try:
+            memories = [engine_memory(row, own) for own in workers]
+        except OpcastError as error:
+            found.refused[one.text()] = str(error)
+            continue
+        unfit = next((m for m in memories if m["cache"] <= 0.0), None)
+        if unfit is not None:
+            held = sum(row.model.weight_parts(workers[memories.index(unfit)].plan).values())
+            found.refused[one.text()] = f"weights of {held / 2**30:.1f} GiB a device"
+        elif _least_token(one) > slo.tpot:
+            found.pruned += 1
+        else:
+            asked.append(one)
+    try:
+        _simulate(predictor, found, asked, spec, load, show)
+        # Smaller batches of what is good already.
+        better = []
+        for kept in found.front():
+            largest = kept.prediction.run.largest_batch
+            ranks = kept.deployment.engine.plan.dp
+            limits = [n for n in BATCHES if n * ranks < largest]
+            better += [replace(kept.deployment, max_batch=n) for n in limits]
+            found.pruned += len(BATCHES) - len(limits)
+        _simulate(predictor, found, better, spec, load, show)
+    except KeyboardInterrupt:
+        found.stopped = True
+    return found
+
+
+def _simulate(
+    predictor: ServingPredictor,
+    found: ServingPlans,
+    asked: Sequence[Deployment],
+    spec: LoadSpec,
+    load: Load,
+    show: Show,
+) -> None:
+    for number, one in enumerate(asked):
+        show(number, len(asked), one.text())
+        try:
+            prediction = predictor.predict(one, spec, slo=found.slo, load=load, record=False)
+        except OpcastError as error:
+            found.refused[one.text()] = str(error)
+            continue
+        found.judged.append(Planned(one, prediction))
+    show(len(asked), len(asked), "")
+
+
+def _least_token(one: Deployment) -> float:
+    """Seconds below which no pass of a decoding engine is: reading what a token must see."""
+    spec, plan, model = find_device(one.device), one.engine.plan, one.model
+    parts = model.weight_parts(plan)
+    w = model.workload
+    experts = parts.pop("experts", 0.0)
+    parts.pop("embedding and head", None)
+    if w.experts:
+        # A token alone reads the experts that it goes to, spread over their ranks at best.
+        experts *= min(1.0, w.top_k / w.experts)
+    read = (sum(parts.values()) + experts) * plan.pp
+    return read / spec.bandwidth / one.accepted
+
+
+#: Names of formats as each framework's flags say them.
+_VLLM_FORMATS = {"fp8": "fp8", "fp8_block": "fp8", "mxfp4": "mxfp4", "nvfp4": "modelopt_fp4"}
+
+
+def launch_commands(own: Deployment, model: str = "MODEL") -> dict[str, str]:
+    """Commands that launch one worker of a deployment under vLLM, SGLang and TensorRT-LLM.
+
+    Flags are those of their current documentation: ``vllm serve``, ``sglang.launch_server`` and
+    ``trtllm-serve``. Workers that run prompts have a command of their own, by name ``… prefill``.
+    """
+    found = {}
+    parts = (
+        [("", own.engine)]
+        if own.prefill is None
+        else [(" prefill", own.prefill), (" decode", own.engine)]
+    )
+    for role, workers in parts:
+        times = f"   # x {workers.count}" if workers.count > 1 else ""
+        for name, of in (("vLLM", _vllm), ("SGLang", _sglang), ("TensorRT-LLM", _trtllm)):
+            found[name + role] = of(own, workers, model, role.strip()) + times
+    return found
+
+
+def _limits(own: Deployment, workers: Workers) -> tuple[int, int]:
+    policy = framework_defaults(own.framework).policy
+    batch = workers.batch // workers.plan.dp or own.max_batch or policy.max_batch
+    return batch, own.token_budget or policy.token_budget
+
+
+def _vllm(own: Deployment, workers: Workers, model: str, role: str) -> str:
+    plan, (batch, budget) = workers.plan, _limits(own, workers)
+    flags = [f"--tensor-parallel-size {plan.tp}"]
+    if plan.pp > 1:
+        flags.append(f"--pipeline-parallel-size {plan.pp}")
+    if plan.dp > 1:
+        flags.append(f"--data-parallel-size {plan.dp}")
+    if plan.ep > 1:
+        flags.append("--enable-expert-parallel")
+    flags += [f"--max-num-seqs {batch}", f"--max-num-batched-tokens {budget}"]
+    if own.model.cache == "fp8":
+        flags.append("--kv-cache-dtype fp8")
+    if own.options.memory:
+        flags.append(f"--gpu-memory-utilization {own.options.memory:g}")
+    if own.options.eager:
+        flags.append("--enforce-eager")
+    if role:
+        kind = "kv_producer" if role == "prefill" else "kv_consumer"
+        config = f'{{"kv_connector":"NixlConnector","kv_role":"{kind}"}}'
+        flags.append(f"--kv-transfer-config '{config}'")
+    return " ".join(["vllm serve", model, *flags])
+
+
+def _sglang(own: Deployment, workers: Workers, model: str, role: str) -> str:
+    plan, (batch, budget) = workers.plan, _limits(own, workers)
+    flags = [f"--tp-size {plan.tp * plan.dp}"]
+    if plan.pp > 1:
+        flags.append(f"--pp-size {plan.pp}")
+    if plan.dp > 1:
+        flags.append(f"--dp-size {plan.dp} --enable-dp-attention")
+    if plan.ep > 1:
+        flags.append(f"--ep-size {plan.ep}")
+    flags += [f"--max-running-requests {batch * plan.dp}", f"--chunked-prefill-size {budget}"]
+    if own.model.cache == "fp8":
+        flags.append("--kv-cache-dtype fp8_e4m3")
+    if own.options.memory:
+        flags.append(f"--mem-fraction-static {own.options.memory:g}")
+    if own.options.eager:
+        flags.append("--disable-cuda-graph")
+    if role:
+        flags.append(f"--disaggregation-mode {role}")
+    return " ".join(["python -m sglang.launch_server --model-path", model, *flags])
+
+
+def _trtllm(own: Deployment, workers: Workers, model: str, role: str) -> str:
+    plan, (batch, budget) = workers.plan, _limits(own, workers)
+    # TensorRT-LLM counts the ranks of a stage as tp; an option says that they attend apart.
+    flags = [f"--tp_size {plan.ranks}"]
+    if plan.pp > 1:
+        flags.append(f"--pp_size {plan.pp}")
+    if plan.ep > 1:
+        flags.append(f"--ep_size {plan.ep}")
+    flags += [f"--max_batch_size {batch}", f"--max_num_tokens {budget}"]
+    if own.options.memory:
+        flags.append(f"--kv_cache_free_gpu_memory_fraction {own.options.memory:g}")
+    config = []
+    if plan.dp > 1:
+        config.append("enable_attention_dp: true")
+    if own.model.cache == "fp8":
+        config.append("kv_cache_config: {dtype: fp8}")
+    if own.options.eager:
+        config.append("cuda_graph_config: null")
+    if role:
+        config.append("cache_transceiver_config: {backend: default}")
+    if config:
+        flags.append("--extra_llm_api_options <(echo '" + "\\n".join(config) + "')")
+    return " ".join(["trtllm-serve", model, *flags])

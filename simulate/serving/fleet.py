@@ -1,0 +1,247 @@
+"""Engines behind a router, in one order of time: closed loops, open loads, prompts apart.
+
+The engine that lags is always the next to run, up to the first time at which anything may reach it;
+so that engines influence each other in the right order although each takes many passes at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+
+import numpy as np
+
+from ...common.errors import PlanError
+from .engine import Engine, PassCosts
+from .load import History, Load, Requests, Run
+from .policies import Policy
+from .prefix import PrefixCache
+
+#: Who gets the next request: each in turn; who has fewest; who knows most of its beginning.
+ROUTERS = ("round-robin", "least-loaded", "prefix-aware")
+#: A prompt goes where at least this share of it is known, and engines count as unbalanced where the
+#: fullest has so many requests more, and so many times as many, as the emptiest: the defaults of
+#: SGLang's cache-aware router (https://docs.sglang.ai, model gateway).
+_KNOWN_SHARE, _UNBALANCED, _UNBALANCED_TIMES = 0.3, 64, 1.5
+
+
+@dataclass(frozen=True)
+class Station:
+    """Equal engines.
+
+    Attributes:
+        costs: Of passes, by class.
+        weights: Of the classes: what the unit of each costs in seconds.
+        cache_tokens: Tokens that the cache of each holds.
+        policy: Rules of each.
+        count: How many.
+        accepted: Tokens of each sequence that a decoding pass yields.
+    """
+
+    costs: PassCosts
+    weights: np.ndarray
+    cache_tokens: int
+    policy: Policy
+    count: int = 1
+    accepted: float = 1.0
+
+
+#: Seconds that the cache of a prompt of so many tokens takes from one worker to another.
+Transfer = Callable[[int], float]
+
+
+def run_fleet(
+    load: Load,
+    station: Station,
+    prefill: Station | None = None,
+    *,
+    router: str = "round-robin",
+    delay: float = 0.0,
+    transfer: Transfer = lambda tokens: 0.0,
+    record: bool = False,
+) -> Run:
+    """Serve a load.
+
+    Args:
+        load: The requests.
+        station: Engines that decode, and run prompts as well unless ``prefill`` does.
+        prefill: Engines that run prompts alone; their caches move to the others.
+        router: One of :data:`ROUTERS`; decoding engines after ``prefill`` are always chosen by
+            fewest requests.
+        delay: Seconds between sending a request and an engine's queue.
+        transfer: Of a prompt's cache.
+        record: Whether to keep the engines' histories.
+
+    Raises:
+        PlanError: A request does not fit the cache, or the router is not known.
+    """
+    if router not in ROUTERS:
+        raise PlanError(f"a router {router!r} is not known", hint=", ".join(ROUTERS))
+    return _Fleet(load, station, prefill, router, delay, transfer, record).run()
+
+
+class _Fleet:
+    def __init__(
+        self,
+        load: Load,
+        station: Station,
+        prefill: Station | None,
+        router: str,
+        delay: float,
+        transfer: Transfer,
+        record: bool,
+    ) -> None:
+        self.load, self.router, self.transfer = load, router, transfer
+        self.delay = delay
+        n = len(load.prompts)
+        self.requests = Requests(load, len(station.weights))
+        #: Time, order, request, and whether its prompt was run.
+        self.events: list[tuple[float, int, int, bool]] = []
+        self.order = self.turn = 0
+        self.left = n
+        self.histories: list[History] = []
+        self.decoders = self._engines(station, record, load.ready or prefill is not None)
+        self.fronts = self.decoders
+        self.prefiller: _Prompts | None = None
+        if prefill is not None:
+            self.prefiller = _Prompts(load, len(prefill.weights))
+            self.fronts = self._engines(prefill, record, False, self.prefiller)
+        self.engines = self.decoders + (self.fronts if prefill is not None else [])
+        closed = load.concurrency > 0
+        times = [0.0] * min(load.concurrency, n) if closed else load.arrivals.tolist()
+        self.next = len(times) if closed else n
+        # Whether the end of one request is the beginning of another's work.
+        self.coupled = prefill is not None or (closed and self.next < n)
+        for index, time in enumerate(times):
+            self._send(index, time)
+
+    def _engines(
+        self, station: Station, record: bool, ready: bool, own: _Prompts | None = None
+    ) -> list[Engine]:
+        engines = []
+        for _ in range(station.count):
+            history = History() if record else None
+            if history is not None:
+                self.histories.append(history)
+            keeps = bool(self.load.blocks) and not ready
+            engines.append(
+                Engine(
+                    own or self.requests,
+                    station.costs,
+                    station.weights,
+                    station.cache_tokens,
+                    station.policy,
+                    accepted=1.0 if own else station.accepted,
+                    ready=ready,
+                    prefixes=PrefixCache(self.load.block_tokens) if keeps else None,
+                    done=self._prompt_done if own else self._done,
+                    history=history,
+                )
+            )
+        return engines
+
+    def _send(self, index: int, time: float) -> None:
+        self.requests.sent[index] = time
+        self._event(time + self.delay, index, False)
+
+    def _event(self, time: float, index: int, after: bool) -> None:
+        heappush(self.events, (time, self.order, index, after))
+        self.order += 1
+
+    def run(self) -> Run:
+        while self.left:
+            engine = None
+            for one in self.engines:
+                if one.busy and (engine is None or one.now < engine.now):
+                    engine = one
+            if self.events and (engine is None or self.events[0][0] <= engine.now):
+                time, _, index, after = heappop(self.events)
+                self._route(index, after).send(index, time)
+                continue
+            assert engine is not None
+            until = self.events[0][0] if self.events else inf
+            if self.coupled and len(self.engines) > 1:
+                until = min([until, *(e.next_end() for e in self.engines if e is not engine)])
+            engine.step(until)
+        return self._result()
+
+    def _route(self, index: int, after: bool) -> Engine:
+        engines = self.decoders if after else self.fronts
+        if len(engines) == 1:
+            return engines[0]
+        if self.router == "round-robin" and not after:
+            place = self.turn % len(engines)
+            self.turn += 1
+        else:
+            place = self._fewest(engines)
+            if self.router == "prefix-aware" and not after:
+                place = self._knowing(engines, index, place)
+        if engines is self.decoders:
+            self.requests.engine[index] = place
+        return engines[place]
+
+    def _fewest(self, engines: list[Engine]) -> int:
+        return min(range(len(engines)), key=lambda place: engines[place].outstanding)
+
+    def _knowing(self, engines: list[Engine], index: int, fewest: int) -> int:
+        """The engine that knows most of a prompt's beginning, unless loads are unbalanced."""
+        if not self.load.blocks:
+            return fewest
+        most = max(engine.outstanding for engine in engines)
+        least = engines[fewest].outstanding
+        if most - least > _UNBALANCED and most > _UNBALANCED_TIMES * least:
+            return fewest
+        blocks = self.load.blocks[index]
+        known = [e.prefixes.match(blocks) if e.prefixes else 0 for e in engines]
+        best = int(np.argmax(known))
+        enough = known[best] >= _KNOWN_SHARE * self.requests.prompts[index]
+        return best if enough else fewest
+
+    def _prompt_done(self, index: int, time: float) -> None:
+        """A prompt was run by a worker of its own: its cache moves to one that decodes."""
+        assert self.prefiller is not None
+        self._event(time + self.transfer(self.requests.prompts[index]), index, True)
+
+    def _done(self, index: int, time: float) -> None:
+        self.left -= 1
+        if self.next < len(self.requests.prompts):
+            self._send(self.next, time)
+            self.next += 1
+            if self.next == len(self.requests.prompts) and self.prefiller is None:
+                self.coupled = False
+
+    def _result(self) -> Run:
+        own, n = self.requests, len(self.requests.prompts)
+        weights = self.decoders[0].weights
+        waits = own.waits * weights
+        busy = sum((e.clock * e.weights for e in self.decoders), np.zeros(len(weights)))
+        if self.prefiller is not None:
+            front = self.fronts[0].weights
+            waits = waits + self.prefiller.waits * front
+            busy = busy + sum((e.clock * e.weights for e in self.fronts), np.zeros(len(front)))
+        return Run(
+            sent=np.array(own.sent),
+            first=np.array(own.first),
+            finished=np.array(own.finished),
+            makespan=max(e.now for e in self.engines),
+            waits=waits / n,
+            tokens=own.tokens * weights / n,
+            busy=busy,
+            iterations=sum(e.iterations for e in self.engines),
+            evicted=sum(e.evicted for e in self.engines),
+            largest_batch=max(e.largest_batch for e in self.engines),
+            largest_cache=max(e.largest_cache for e in self.engines),
+            hit_tokens=sum(e.hit_tokens for e in self.engines),
+            engine=np.array(own.engine),
+            histories=self.histories,
+        )
+
+
+class _Prompts(Requests):
+    """The requests as workers see them that run prompts alone: one token each."""
+
+    def __init__(self, load: Load, classes: int) -> None:
+        super().__init__(load, classes)
+        self.outputs = [1] * len(self.outputs)

@@ -1,0 +1,135 @@
+"""What a fleet of engines is asked to serve, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...common.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests in the order in which they are sent.
+
+    Attributes:
+        prompts: Tokens of each prompt, shape ``(n,)``.
+        outputs: Tokens that each generates.
+        arrivals: Seconds at which each is sent; ignored by a closed loop.
+        concurrency: Requests in flight of a closed loop; 0 for an open one.
+        ready: Whether prompts are in the cache already, as on a decoding worker.
+        hits: Tokens at the start of each prompt whose keys and values are kept already, shape
+            ``(n,)``; ``None`` for none.
+        blocks: Names of the blocks of each prompt, equal where prompts begin alike; empty for a
+            load that says nothing of them.
+        block_tokens: Tokens of each of these blocks.
+    """
+
+    prompts: np.ndarray
+    outputs: np.ndarray
+    arrivals: np.ndarray
+    concurrency: int = 0
+    ready: bool = False
+    hits: np.ndarray | None = None
+    blocks: Sequence[Sequence[int]] = ()
+    block_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        """Check the requests.
+
+        Raises:
+            PlanError: There are none, or one has no tokens.
+        """
+        if not len(self.prompts) or self.prompts.min() < 1 or self.outputs.min() < 1:
+            raise PlanError(
+                "a load needs requests, each with a token of prompt and output at least",
+                where="load",
+            )
+
+
+@dataclass
+class History:
+    """States of one engine after each of its events; lists of equal lengths.
+
+    Attributes:
+        time: Seconds at its end.
+        spans: Seconds of its passes.
+        batch: Sequences of the pass.
+        waiting: Requests in its queue.
+        held: Tokens of the cache that are taken.
+        chunk: Tokens of prompts of the pass; 0 where it only decodes.
+        passes: Passes since the event before.
+        gaps: Seconds between tokens of a sequence, and how many tokens came after each.
+    """
+
+    time: list[float] = field(default_factory=list)
+    spans: list[float] = field(default_factory=list)
+    batch: list[int] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    held: list[float] = field(default_factory=list)
+    chunk: list[int] = field(default_factory=list)
+    passes: list[int] = field(default_factory=list)
+    gaps: list[tuple[float, int]] = field(default_factory=list)
+
+
+@dataclass
+class Run:
+    """What happened to each request; arrays have shape ``(n,)``, in seconds.
+
+    Attributes:
+        sent: When it was sent.
+        first: When its first token came.
+        finished: When its last token came.
+        makespan: End of the last pass.
+        waits: Classes' share of the mean time to the first token, shape ``(classes,)``, weighted
+            seconds.
+        tokens: The same of the mean time from the first to the last token.
+        busy: The same of all passes of all engines.
+        iterations: Passes of all engines.
+        evicted: Times that a request was evicted.
+        largest_batch: Most sequences in a pass.
+        largest_cache: Most tokens in the cache of an engine.
+        hit_tokens: Tokens of prompts that were found in a cache.
+        engine: Engine that decoded each.
+        histories: Of each engine, where it was asked for.
+    """
+
+    sent: np.ndarray
+    first: np.ndarray
+    finished: np.ndarray
+    makespan: float = 0.0
+    waits: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    busy: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    iterations: int = 0
+    evicted: int = 0
+    largest_batch: int = 0
+    largest_cache: int = 0
+    hit_tokens: int = 0
+    engine: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
+    histories: list[History] = field(default_factory=list)
+
+
+class Requests:
+    """State of the requests of a load that all engines share, by position.
+
+    Args:
+        load: The load.
+        classes: Classes of cost.
+    """
+
+    def __init__(self, load: Load, classes: int) -> None:
+        n = len(load.prompts)
+        self.prompts: list[int] = load.prompts.astype(int).tolist()
+        self.outputs: list[int] = load.outputs.astype(int).tolist()
+        self.hits: list[int] = [0] * n if load.hits is None else load.hits.astype(int).tolist()
+        self.blocks = load.blocks
+        self.sent = [0.0] * n
+        self.first = [-1.0] * n
+        self.finished = [0.0] * n
+        #: Tokens that each made; a share where a pass yields one of drafts on average.
+        self.made = [0.0] * n
+        self.engine = [0] * n
+        self.waits, self.tokens = np.zeros(classes), np.zeros(classes)

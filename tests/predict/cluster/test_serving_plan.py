@@ -1,0 +1,114 @@
+"""The search of deployments: what is tried, what wins, and how it is launched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from opcast.models.serving.model import ServingModel
+from opcast.predict.cluster.serving import Deployment, ServingPredictor, Slo
+from opcast.predict.cluster.serving_load import LoadSpec
+from opcast.predict.cluster.serving_plan import (
+    deployments,
+    engine_plans,
+    launch_commands,
+    search,
+)
+from opcast.predict.cluster.serving_table import EngineOptions, Workers
+from opcast.simulate.serving.served import EnginePlan, ServedModel
+from opcast.simulate.step.workload import make_workload
+
+DENSE = make_workload(
+    "llama", {"layers": 16, "d_model": 2048, "heads": 16, "kv_heads": 8, "d_ff": 8192}
+)
+BASE = Deployment(ServedModel(DENSE), "h100-sxm")
+SPEC = LoadSpec(prompt="512", output="64", concurrency=32, count=96)
+
+
+def predictor() -> ServingPredictor:
+    return ServingPredictor(None, ServingModel())
+
+
+def test_plans_of_an_engine() -> None:
+    found = {plan.text() for plan in engine_plans(BASE, 4)}
+    assert found == {"tp=1", "tp=2", "pp=2", "tp=4", "tp=2,pp=2", "pp=4"}
+    moe = Deployment(ServedModel(replace(DENSE, experts=8, top_k=2)), "h100-sxm")
+    assert {"tp=4,ep=4", "dp=4,ep=4", "tp=2,dp=2,ep=4"} <= {p.text() for p in engine_plans(moe, 4)}
+    # Tensor parallelism stays within a box of eight.
+    assert max(plan.tp for plan in engine_plans(BASE, 16)) == 8
+
+
+def test_deployments_use_all_devices() -> None:
+    tried = list(deployments(BASE, 4))
+    assert {one.devices for one in tried} == {4}
+    assert any(one.prefill is not None for one in tried)
+    assert all(one.prefill is None for one in deployments(BASE, 4, apart=False))
+
+
+def test_the_best_keeps_the_slo_and_says_why() -> None:
+    found = search(predictor(), BASE, 4, SPEC, Slo(ttft=1.0, tpot=0.02))
+    best = found.best
+    assert best is not None and best.keeps(found.slo)
+    rivals = [one for one in found.judged if one.keeps(found.slo)]
+    most = max(one.tokens_per_s_per_device for one in rivals)
+    assert best.tokens_per_s_per_device >= 0.99 * most
+    assert {line.split()[0] for line in found.reasons()} <= {"engines", "prompts", "limit"}
+    assert any(line.startswith("engines") for line in found.reasons())
+    front = found.front()
+    rates = [one.tokens_per_s_per_device for one in front]
+    assert rates == sorted(rates, reverse=True)
+    # Who gives less has one of the latencies shorter.
+    for more, less in pairwise(front):
+        assert less.ttft < more.ttft or less.tpot < more.tpot
+    assert found.to_dict()["best"] is not None
+
+
+def test_an_slo_that_none_keeps_and_models_that_do_not_fit() -> None:
+    found = search(predictor(), BASE, 2, SPEC, Slo(ttft=1e-6), apart=False)
+    assert found.best is None and found.nearest()[0].startswith("nearest is")
+    assert found.commands() == {}
+    # No pass reads the weights in a microsecond.
+    pruned = search(predictor(), BASE, 2, SPEC, Slo(tpot=1e-6), apart=False)
+    assert pruned.pruned == 3 and not pruned.judged
+    large = replace(BASE, model=ServedModel(replace(DENSE, layers=200, d_ff=65536)))
+    refused = search(predictor(), large, 2, SPEC, Slo(), apart=False)
+    assert refused.best is None and "GiB a device" in refused.nearest()[0]
+
+
+def test_an_interrupt_keeps_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def show(done: int, of: int, what: str) -> None:
+        asked.append(what)
+        if done == 2:
+            raise KeyboardInterrupt
+
+    found = search(predictor(), BASE, 4, SPEC, Slo(), show=show)
+    assert found.stopped and len(found.judged) == 2 and found.best is not None
+
+
+def test_launch_commands() -> None:
+    moe = ServedModel(replace(DENSE, experts=8, top_k=2), cache="fp8")
+    plan = EnginePlan(tp=2, dp=4, ep=8)
+    own = Deployment(
+        moe,
+        "h100-sxm",
+        engine=Workers(plan, 2),
+        max_batch=64,
+        options=EngineOptions(memory=0.85, eager=True),
+    )
+    commands = launch_commands(own, "me/model")
+    assert commands["vLLM"] == (
+        "vllm serve me/model --tensor-parallel-size 2 --data-parallel-size 4 "
+        "--enable-expert-parallel --max-num-seqs 64 --max-num-batched-tokens 8192 "
+        "--kv-cache-dtype fp8 --gpu-memory-utilization 0.85 --enforce-eager   # x 2"
+    )
+    assert "--tp-size 8" in commands["SGLang"] and "--enable-dp-attention" in commands["SGLang"]
+    assert "--max-running-requests 256" in commands["SGLang"]
+    assert "--tp_size 8 --ep_size 8 --max_batch_size 64" in commands["TensorRT-LLM"]
+    assert "enable_attention_dp: true" in commands["TensorRT-LLM"]
+    apart = launch_commands(replace(BASE, prefill=Workers(EnginePlan())), "m")
+    assert "kv_producer" in apart["vLLM prefill"] and "kv_consumer" in apart["vLLM decode"]
+    assert "--disaggregation-mode decode" in apart["SGLang decode"]

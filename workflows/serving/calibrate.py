@@ -1,0 +1,130 @@
+"""Adapt the model of serving to one's own stack: host time, efficiency, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import DatasetError
+from ...common.tables_text import in_percent, print_frame
+from ...features.devices.catalogue import find_device
+from ...models.operators import OpModel
+from ...models.serving.fit import Observed, adapt_serving, linear_errors
+from ...models.serving.model import ServingModel, find_serving_model
+from ...predict.cluster.serving_runs import ServingRuns, engine_memory, row_context
+from ...predict.cluster.serving_table import ServingRow, read_serving, read_serving_rows
+from .evaluate import observer, serving_operators
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from ..settings import ServingSettings
+
+#: Name of the machines of rows that do not say whose they are.
+OWN = "own"
+#: Column with the tokens that the cache of an engine holds, as vLLM and SGLang log at start.
+CACHE = "kv_cache_tokens"
+
+
+def calibrate_serving(
+    table: pd.DataFrame, operators: OpModel | None, model: ServingModel, folder: Path
+) -> tuple[ServingModel, pd.DataFrame]:
+    """Learn of one's own runs, with errors before and after.
+
+    Args:
+        table: As :func:`~opcast.predict.cluster.serving_table.read_serving` gives; its
+            ``kv_cache_tokens``, where given, say how much of the memory the engines use.
+        operators: Model of library operators; ``None`` for rooflines.
+        model: That is adapted.
+        folder: That the table's traces are in.
+
+    Returns:
+        The adapted model, and for each metric median absolute errors: ``before``, ``after``, and
+        ``unseen``, of each run when it was not learned from.
+
+    Raises:
+        DatasetError: No row has an answer and can be expressed, or rows are of several machines.
+    """
+    table = table.copy()
+    said = table["source"] if "source" in table else pd.Series(OWN, index=table.index)
+    table["source"] = said.fillna(OWN).replace("", OWN)
+    rows, reasons = read_serving_rows(table, folder)
+    own = [row for row in rows if row is not None and row.measured]
+    if not own:
+        why = next((reason for reason in reasons if reason), "none has ttft_ms, tpot_ms, out_tok_s")
+        raise DatasetError(f"no row to calibrate on: {why}", hint="docs/serving.md lists columns")
+    contexts = [row_context(row) for row in own]
+    clusters = sorted({context["cluster"] for context in contexts})
+    devices = [cluster.split("|")[1] for cluster in clusters]
+    if len(set(devices)) < len(devices):
+        raise DatasetError(
+            f"runs of several sources: {', '.join(clusters)}",
+            hint="one file for each stack, or the same source in all rows",
+        )
+    seen = observer(ServingRuns(own, operators), contexts)(model.effects)
+    effects = adapt_serving(seen, contexts, model.effects)
+    before = linear_errors(seen, contexts, model.effects, model.effects)
+    after = linear_errors(seen, contexts, model.effects, effects)
+    left = np.full(len(before), np.nan)
+    for row in np.unique(seen.rows) if len(own) > 1 else []:
+        judged = seen.rows == row
+        others = Observed(*(column[~judged] for column in seen))
+        if len(others.rows):
+            without = adapt_serving(others, contexts, model.effects)
+            left[judged] = linear_errors(seen, contexts, model.effects, without)[judged]
+    errors = pd.DataFrame({"metric": seen.metrics})
+    for name, logs in (("before", before), ("after", after), ("unseen", left)):
+        errors[name] = np.abs(np.expm1(-logs))
+    figures = errors.groupby("metric").median().reset_index()
+    figures.insert(1, "runs", errors.groupby("metric").size().to_numpy())
+    stacks = {
+        c: {"memory": share}
+        for c, share in zip(clusters, _memory(rows, table, clusters), strict=True)
+    }
+    return replace(model, effects=effects, provenance={**model.provenance, "own": stacks}), figures
+
+
+def _memory(
+    rows: Sequence[ServingRow | None], table: pd.DataFrame, clusters: Sequence[str]
+) -> list[float]:
+    """Share of the memory that the engines of each cluster use; 0 where no row says it."""
+    if CACHE not in table:
+        return [0.0] * len(clusters)
+    found: dict[str, list[float]] = {}
+    for row, tokens in zip(rows, pd.to_numeric(table[CACHE], errors="coerce"), strict=True):
+        if row is None or not tokens > 0:
+            continue
+        workers = row.engine
+        memory = engine_memory(row, workers)
+        kept = memory["cache"] + memory["left alone"]
+        cache = tokens / workers.plan.dp * row.model.token_bytes(workers.plan)
+        # What is not cache stays as it is.
+        share = 1.0 - (kept - cache) / find_device(row.cluster.device).memory_bytes
+        found.setdefault(row_context(row)["cluster"], []).append(float(np.clip(share, 0.05, 1.0)))
+    return [float(np.median(found[c])) if c in found else 0.0 for c in clusters]
+
+
+def run_calibrate_serving(console: Console, settings: ServingSettings) -> ServingModel:
+    """Adapt to a table of one's own runs, print errors before and after, and save the model."""
+    model, figures = calibrate_serving(
+        read_serving(settings.table),
+        serving_operators(),
+        find_serving_model(settings.model),
+        settings.table.parent,
+    )
+    print_frame(console, in_percent(figures), "own runs, median errors in %")
+    own = model.provenance["own"]
+    assert isinstance(own, dict)
+    for name, stack in own.items():
+        if stack["memory"]:
+            console.print(f"{name}: {stack['memory']:.1%} of the memory is used", highlight=False)
+    settings.out.parent.mkdir(parents=True, exist_ok=True)
+    model.save(settings.out)
+    console.print(f"{settings.out}: use it with --serving {settings.out}", highlight=False)
+    return model
