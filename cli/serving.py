@@ -172,8 +172,8 @@ def simulate_serving(
         raise typer.BadParameter("give either --cluster or --device")
     from ..common.chrome_trace import write_trace
     from ..common.files import write_text
+    from ..predict.cluster.deployment import Deployment, on_cluster, parse_slo
     from ..predict.cluster.served_row import framework_of, in_formats
-    from ..predict.cluster.serving import Deployment, on_cluster, parse_slo
     from ..predict.cluster.serving_load import LoadSpec
     from ..predict.cluster.serving_table import EngineOptions, Workers
     from ..predict.export.serving_timeline import serving_trace
@@ -376,8 +376,8 @@ def plan_serving(
     Prints the Pareto front of throughput against latency, and the best with its launch commands.
     """
     from ..features.devices.catalogue import find_device
+    from ..predict.cluster.deployment import Deployment, parse_slo
     from ..predict.cluster.served_row import framework_of, in_formats
-    from ..predict.cluster.serving import Deployment, parse_slo
     from ..predict.cluster.serving_load import parse_load
     from ..predict.cluster.serving_plan import search
     from ..predict.render.serving import print_plans

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from ...common.errors import OpcastError
 from ...features.devices.catalogue import find_device
 from ...simulate.serving.load import Load
-from ...simulate.serving.policies import framework_defaults
 from ...simulate.serving.served import EnginePlan
-from .serving import Deployment, ServingPrediction, ServingPredictor, Slo
+from .deployment import Deployment, Slo
+from .serving import ServingPrediction, ServingPredictor
+from .serving_launch import launch_commands
 from .serving_load import LoadSpec
 from .serving_runs import engine_memory
 from .serving_table import Workers
@@ -346,101 +347,3 @@ def _least_token(one: Deployment) -> float:
         experts *= min(1.0, w.top_k / w.experts)
     read = (sum(parts.values()) + experts) * plan.pp
     return read / spec.bandwidth / one.accepted
-
-
-#: Names of formats as each framework's flags say them.
-_VLLM_FORMATS = {"fp8": "fp8", "fp8_block": "fp8", "mxfp4": "mxfp4", "nvfp4": "modelopt_fp4"}
-
-
-def launch_commands(own: Deployment, model: str = "MODEL") -> dict[str, str]:
-    """Commands that launch one worker of a deployment under vLLM, SGLang and TensorRT-LLM.
-
-    Flags are those of their current documentation: ``vllm serve``, ``sglang.launch_server`` and
-    ``trtllm-serve``. Workers that run prompts have a command of their own, by name ``… prefill``.
-    """
-    found = {}
-    parts = (
-        [("", own.engine)]
-        if own.prefill is None
-        else [(" prefill", own.prefill), (" decode", own.engine)]
-    )
-    for role, workers in parts:
-        times = f"   # x {workers.count}" if workers.count > 1 else ""
-        for name, of in (("vLLM", _vllm), ("SGLang", _sglang), ("TensorRT-LLM", _trtllm)):
-            found[name + role] = of(own, workers, model, role.strip()) + times
-    return found
-
-
-def _limits(own: Deployment, workers: Workers) -> tuple[int, int]:
-    policy = framework_defaults(own.framework).policy
-    batch = workers.batch // workers.plan.dp or own.max_batch or policy.max_batch
-    return batch, own.token_budget or policy.token_budget
-
-
-def _vllm(own: Deployment, workers: Workers, model: str, role: str) -> str:
-    plan, (batch, budget) = workers.plan, _limits(own, workers)
-    flags = [f"--tensor-parallel-size {plan.tp}"]
-    if plan.pp > 1:
-        flags.append(f"--pipeline-parallel-size {plan.pp}")
-    if plan.dp > 1:
-        flags.append(f"--data-parallel-size {plan.dp}")
-    if plan.ep > 1:
-        flags.append("--enable-expert-parallel")
-    flags += [f"--max-num-seqs {batch}", f"--max-num-batched-tokens {budget}"]
-    if own.model.cache == "fp8":
-        flags.append("--kv-cache-dtype fp8")
-    if own.options.memory:
-        flags.append(f"--gpu-memory-utilization {own.options.memory:g}")
-    if own.options.eager:
-        flags.append("--enforce-eager")
-    if role:
-        kind = "kv_producer" if role == "prefill" else "kv_consumer"
-        config = f'{{"kv_connector":"NixlConnector","kv_role":"{kind}"}}'
-        flags.append(f"--kv-transfer-config '{config}'")
-    return " ".join(["vllm serve", model, *flags])
-
-
-def _sglang(own: Deployment, workers: Workers, model: str, role: str) -> str:
-    plan, (batch, budget) = workers.plan, _limits(own, workers)
-    flags = [f"--tp-size {plan.tp * plan.dp}"]
-    if plan.pp > 1:
-        flags.append(f"--pp-size {plan.pp}")
-    if plan.dp > 1:
-        flags.append(f"--dp-size {plan.dp} --enable-dp-attention")
-    if plan.ep > 1:
-        flags.append(f"--ep-size {plan.ep}")
-    flags += [f"--max-running-requests {batch * plan.dp}", f"--chunked-prefill-size {budget}"]
-    if own.model.cache == "fp8":
-        flags.append("--kv-cache-dtype fp8_e4m3")
-    if own.options.memory:
-        flags.append(f"--mem-fraction-static {own.options.memory:g}")
-    if own.options.eager:
-        flags.append("--disable-cuda-graph")
-    if role:
-        flags.append(f"--disaggregation-mode {role}")
-    return " ".join(["python -m sglang.launch_server --model-path", model, *flags])
-
-
-def _trtllm(own: Deployment, workers: Workers, model: str, role: str) -> str:
-    plan, (batch, budget) = workers.plan, _limits(own, workers)
-    # TensorRT-LLM counts the ranks of a stage as tp; an option says that they attend apart.
-    flags = [f"--tp_size {plan.ranks}"]
-    if plan.pp > 1:
-        flags.append(f"--pp_size {plan.pp}")
-    if plan.ep > 1:
-        flags.append(f"--ep_size {plan.ep}")
-    flags += [f"--max_batch_size {batch}", f"--max_num_tokens {budget}"]
-    if own.options.memory:
-        flags.append(f"--kv_cache_free_gpu_memory_fraction {own.options.memory:g}")
-    config = []
-    if plan.dp > 1:
-        config.append("enable_attention_dp: true")
-    if own.model.cache == "fp8":
-        config.append("kv_cache_config: {dtype: fp8}")
-    if own.options.eager:
-        config.append("cuda_graph_config: null")
-    if role:
-        config.append("cache_transceiver_config: {backend: default}")
-    if config:
-        flags.append("--extra_llm_api_options <(echo '" + "\\n".join(config) + "')")
-    return " ".join(["trtllm-serve", model, *flags])

@@ -8,7 +8,8 @@ import numpy as np
 
 from ...common.units import duration
 from ...simulate.serving.load import History
-from ..cluster.serving import FREE, LEVELS, METRICS, ServingPrediction
+from ..cluster.deployment import FREE
+from ..cluster.serving import LEVELS, METRICS, ServingPrediction
 from .assemble import Page, assemble, rounded, short
 
 SCRIPTS = ("serving.js",)

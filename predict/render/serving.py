@@ -10,7 +10,8 @@ from rich.text import Text
 
 from ...common.interval import Interval
 from ...common.units import duration, size
-from ..cluster.serving import FREE, LEVELS, METRICS, ServingPrediction
+from ..cluster.deployment import FREE
+from ..cluster.serving import LEVELS, METRICS, ServingPrediction
 from ..cluster.serving_plan import Planned, ServingPlans
 from .parts import headline, print_notes
 

@@ -6,7 +6,8 @@ import time
 
 from common import show
 from opcast.models.core.registry import OPERATOR_MODEL
-from opcast.predict.cluster.serving import Deployment, ServingPredictor, Slo
+from opcast.predict.cluster.deployment import Deployment, Slo
+from opcast.predict.cluster.serving import ServingPredictor
 from opcast.predict.cluster.serving_load import LoadSpec
 from opcast.predict.cluster.serving_plan import search
 from opcast.predict.cluster.serving_table import EngineOptions, Workers

@@ -227,7 +227,8 @@ def _measure_cost() -> list[dict[str, object]]:
 def orders_of_magnitude() -> pd.DataFrame:
     """Compare predictions with what a few multiplications give."""
     from ...models.core.registry import OPERATOR_MODEL
-    from ...predict.cluster.serving import Deployment, ServingPredictor
+    from ...predict.cluster.deployment import Deployment
+    from ...predict.cluster.serving import ServingPredictor
     from ...predict.cluster.serving_load import LoadSpec
     from ...predict.operator.serving_operators import load_serving_operators
     from ...simulate.serving.served import ServedModel

@@ -10,14 +10,9 @@ import pytest
 
 from opcast.common.errors import PlanError
 from opcast.models.serving.model import ServingModel
+from opcast.predict.cluster.deployment import Deployment, Slo, on_cluster, parse_slo
 from opcast.predict.cluster.served_row import in_formats
-from opcast.predict.cluster.serving import (
-    Deployment,
-    ServingPredictor,
-    Slo,
-    on_cluster,
-    parse_slo,
-)
+from opcast.predict.cluster.serving import ServingPredictor
 from opcast.predict.cluster.serving_load import LoadSpec
 from opcast.predict.cluster.serving_runs import cache_transfer
 from opcast.predict.cluster.serving_table import EngineOptions, Workers

@@ -8,12 +8,13 @@ from itertools import pairwise
 import pytest
 
 from opcast.models.serving.model import ServingModel
-from opcast.predict.cluster.serving import Deployment, ServingPredictor, Slo
+from opcast.predict.cluster.deployment import Deployment, Slo
+from opcast.predict.cluster.serving import ServingPredictor
+from opcast.predict.cluster.serving_launch import launch_commands
 from opcast.predict.cluster.serving_load import LoadSpec
 from opcast.predict.cluster.serving_plan import (
     deployments,
     engine_plans,
-    launch_commands,
     search,
 )
 from opcast.predict.cluster.serving_table import EngineOptions, Workers

@@ -1,0 +1,182 @@
+"""A model, the engines that serve it and how they are told to; what requests have to keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import NamedTuple
+
+from ...common.errors import PlanError
+from ...features.devices.catalogue import find_device
+from ...models.serving.model import ServingModel
+from ...simulate.clusters.catalogue import find_cluster, joined
+from ...simulate.serving.load import Load
+from ...simulate.serving.served import EnginePlan, ServedModel
+from .serving_load import LoadSpec
+from .serving_table import EngineOptions, ServingRow, Workers
+
+#: Newer than any release, so that engines count as rewritten.
+NEWEST = "9999.0"
+
+
+class Slo(NamedTuple):
+    """What a request has to keep, in seconds; infinite where nothing is asked.
+
+    Attributes:
+        ttft: Time to the first token.
+        tpot: Mean time of a further token.
+        e2e: Time to the last token.
+    """
+
+    ttft: float = inf
+    tpot: float = inf
+    e2e: float = inf
+
+
+#: Nothing is asked.
+FREE = Slo()
+
+
+def parse_slo(text: str) -> Slo:
+    """Read text such as ``ttft=500ms,tpot=30ms``; without a unit milliseconds are meant.
+
+    Raises:
+        PlanError: A name is not known, or a time is none.
+    """
+    found: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        number, scale = (value[:-2], 1e-3) if value.endswith("ms") else (value.rstrip("s"), 1.0)
+        scale = scale if value.endswith("s") else 1e-3
+        try:
+            found[name] = float(number) * scale
+        except ValueError:
+            found[name] = 0.0
+        if name not in Slo._fields or not 0.0 < found[name] < inf:
+            raise PlanError(f"{part!r} is no SLO", hint="as in ttft=500ms,tpot=30ms,e2e=20s")
+    return Slo(**found)
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model, engines that serve it, and how they are told to.
+
+    Attributes:
+        model: What is served.
+        device: Of the catalogue.
+        framework: Such as ``vllm``.
+        engine: Workers that decode, and run prompts as well unless ``prefill`` does.
+        prefill: Workers that run prompts alone.
+        max_batch: Most sequences of an engine, of each of its ranks with sequences of their own;
+            0 for the framework's limit.
+        token_budget: Most tokens of a pass, likewise.
+        chunked: Whether prompts may be cut; ``None`` for what the framework does.
+        accepted: Tokens that a step of decoding yields; 1 without speculation.
+        hit_rate: Share of each prompt that the cache has already.
+        options: What else the engines are told.
+        group: Name of the model among measured ones; empty to look it up by its sizes.
+    """
+
+    model: ServedModel
+    device: str
+    framework: str = "vllm"
+    engine: Workers = field(default_factory=lambda: Workers(EnginePlan()))
+    prefill: Workers | None = None
+    max_batch: int = 0
+    token_budget: int = 0
+    chunked: bool | None = None
+    accepted: float = 1.0
+    hit_rate: float = 0.0
+    options: EngineOptions = field(default_factory=EngineOptions)
+    group: str = ""
+
+    def __post_init__(self) -> None:
+        """Check what belongs together.
+
+        Raises:
+            PlanError: The model does not generate, or a figure is out of its range.
+        """
+        if not self.model.workload.causal:
+            raise PlanError(
+                "a model whose tokens see later ones generates nothing",
+                where="workload",
+                hint="take a causal one, such as llama",
+            )
+        if not 0.0 <= self.hit_rate < 1.0:
+            raise PlanError(f"a hit rate of {self.hit_rate:g}", hint="from 0 to below 1")
+        drafts = self.options.drafts
+        if drafts < 0 or not 1.0 <= self.accepted <= (drafts + 1 if drafts else inf):
+            raise PlanError(
+                f"{self.accepted:g} tokens a step of {drafts} drafts",
+                hint="from 1 to one more than the drafts",
+            )
+        heads = self.model.workload.heads
+        for workers in filter(None, (self.engine, self.prefill)):
+            plan = workers.plan
+            if heads % plan.tp or plan.pp > self.model.workload.layers:
+                raise PlanError(
+                    f"{plan.text()} does not divide {heads} heads and "
+                    f"{self.model.workload.layers} layers",
+                    hint="tp divides heads, pp is at most the layers",
+                )
+
+    @property
+    def devices(self) -> int:
+        """Devices of all workers."""
+        return self.engine.devices + (self.prefill.devices if self.prefill else 0)
+
+    def text(self) -> str:
+        """Such as ``2 x (tp=4)``, or ``1 x (tp=4) prefill + 2 x (tp=4) decode``."""
+        own = f"{self.engine.count} x ({self.engine.plan.text()})"
+        if self.prefill is None:
+            return own
+        return f"{self.prefill.count} x ({self.prefill.plan.text()}) prefill + {own} decode"
+
+    def row(self, spec: LoadSpec, load: Load, model: ServingModel) -> ServingRow:
+        """The same as a row of a table of serving."""
+        source, memory = model.own_stack(self.device)
+        options = self.options
+        if memory and not options.memory:
+            options = replace(options, memory=memory)
+        largest = max(w.plan.devices for w in (self.engine, self.prefill) if w)
+        return ServingRow(
+            id="",
+            source=source,
+            framework=self.framework,
+            version=NEWEST,
+            group=self.group or model.group_of(self.model.shape()),
+            model=self.model,
+            cluster=joined(self.device, largest),
+            engine=self.engine,
+            prefill=self.prefill,
+            load=spec.row_load(load),
+            max_batch=self.max_batch,
+            token_budget=self.token_budget,
+            chunked=self.chunked,
+            speculative="yes" if self.accepted > 1.0 else "no",
+            accepted=self.accepted,
+            measured={},
+            options=options,
+        )
+
+
+def on_cluster(cluster: str, plan: EnginePlan, replicas: int = 0) -> tuple[str, Workers]:
+    """The device of a cluster, and engines that fill it.
+
+    Args:
+        cluster: Name or file.
+        plan: Of each engine.
+        replicas: Engines; 0 for as many as fit.
+
+    Raises:
+        PlanError: They do not fit the cluster.
+    """
+    found = find_cluster(cluster)
+    count = replicas or found.size // plan.devices
+    if count < 1 or count * plan.devices > found.size:
+        raise PlanError(
+            f"{max(count, 1)} x ({plan.text()}) need {max(count, 1) * plan.devices} devices, "
+            f"{found.name} has {found.size}",
+            hint="a smaller plan, or fewer replicas",
+        )
+    return find_device(found.device).name, Workers(plan, count)
