@@ -184,12 +184,12 @@ def simulate_serving(
     served = in_formats(
         sizes, weights, kv_cache, engine, linear_layers, experts=experts, activations=activations
     )
-    one, engines = engine_plan(plan, served, replicas)
+    one, engines = _engine_plan(plan, served, replicas)
     if cluster:
         if not plan and not replicas:
             from ..simulate.clusters.catalogue import find_cluster
 
-            one, engines = engine_plan(f"tp={find_cluster(cluster).size}", served, 0)
+            one, engines = _engine_plan(f"tp={find_cluster(cluster).size}", served, 0)
         device, workers = on_cluster(cluster, one, engines)
     else:
         from ..features.devices.catalogue import find_device
@@ -197,7 +197,7 @@ def simulate_serving(
         device, workers = find_device(device).name, Workers(one, engines or 1)
     apart = None
     if prefill:
-        first, times = engine_plan(prefill, served, 0)
+        first, times = _engine_plan(prefill, served, 0)
         apart = Workers(first, max(1, times) * prefill_replicas)
     options = EngineOptions(
         memory=memory,
@@ -265,26 +265,20 @@ def _refuse_loads(
     context: typer.Context, requests: Path | None, concurrency: int, batch: int, offline: bool
 ) -> None:
     """Refuse figures of a load that the chosen kind of load does not have."""
-    chosen = {
-        "a trace of requests (--requests)": requests is not None,
-        "a closed loop (--concurrency)": concurrency > 0,
-        "a static batch (--batch)": batch > 0,
-        "requests that are all sent at once (--offline)": offline,
+    kinds = {
+        "requests": ("a trace of requests (--requests)", requests is not None),
+        "concurrency": ("a closed loop (--concurrency)", concurrency > 0),
+        "batch": ("a static batch (--batch)", batch > 0),
+        "offline": ("requests that are all sent at once (--offline)", offline),
     }
-    kinds = {"requests", "concurrency", "batch", "offline"}
-    for (mode, wanted), own in zip(
-        chosen.items(), ("requests", "concurrency", "batch", "offline"), strict=True
-    ):
-        if not wanted:
-            continue
-        refuse(context, mode, {"rate", "burstiness", *(kinds - {own})})
-        if own == "requests":
-            refuse(context, mode, {"count", "prompt", "output", "seed"})
-        if own == "batch":
-            refuse(context, mode, {"count"})
+    drawn = {"requests": {"count", "prompt", "output", "seed"}, "batch": {"count"}}
+    for name, (mode, wanted) in kinds.items():
+        if wanted:
+            others = kinds.keys() - {name}
+            refuse(context, mode, {"rate", "burstiness", *others, *drawn.get(name, ())})
 
 
-def engine_plan(text: str, model: ServedModel, replicas: int) -> tuple[EnginePlan, int]:
+def _engine_plan(text: str, model: ServedModel, replicas: int) -> tuple[EnginePlan, int]:
     """A plan from text such as ``tp=4,pp=2``, and engines; ``dp`` without experts is engines.
 
     Raises:
@@ -411,6 +405,3 @@ def plan_serving(
     if plans.stopped:
         typer.echo("stopped: these are the deployments that were simulated until then", err=True)
         raise typer.Exit(130)
-
-
-__all__ = ["engine_plan", "plan_serving", "simulate_serving"]
