@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -101,11 +102,17 @@ def train_serving(
     model.provenance = {
         "rows": len(rows),
         "groups": _known(seen, contexts, ~everything),
-        "shapes": {row.model.shape(): row.group for row in sorted(rows, key=lambda r: r.group)},
+        "shapes": _shapes(rows),
         "sources": sorted({row.source for row in rows}),
         "devices": sorted({row.cluster.device for row in rows}),
     }
     return model, pd.DataFrame(left)
+
+
+def _shapes(rows: Sequence[ServingRow]) -> dict[str, str]:
+    """Model groups by the sizes of their models; of groups of equal sizes that of most rows."""
+    counts = Counter((row.model.shape(), row.group) for row in rows)
+    return dict(key for key, _ in sorted(counts.items(), key=lambda item: item[1]))
 
 
 def _known(seen: Observed, contexts: Sequence[dict[str, str]], learn: np.ndarray) -> list[str]:
