@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from ..predict.cluster.serving import ServingPredictor
     from ..simulate.serving.served import EnginePlan, ServedModel
 
+#: Requests, tokens and batches beyond any engine; as the largest batch of a step
+#: (simulate/step/workload.py). Larger figures are slips of the hand.
+_MOST = 10**7
+
 ServingModelOpt = Annotated[
     str, typer.Option("--serving", help="File of 'opcast calibrate --serving', for your own stack.")
 ]
@@ -69,12 +73,12 @@ def simulate_serving(
         ),
     ] = "",
     replicas: Annotated[
-        int, typer.Option(min=0, help="Engines; 0 for as many as the cluster holds.")
+        int, typer.Option(min=0, max=_MOST, help="Engines; 0 for as many as the cluster holds.")
     ] = 0,
     prefill: Annotated[
         str, typer.Option(help="Plan of workers that run prompts alone, such as tp=4.")
     ] = "",
-    prefill_replicas: Annotated[int, typer.Option(min=1, help="How many of them.")] = 1,
+    prefill_replicas: Annotated[int, typer.Option(min=1, max=_MOST, help="How many of them.")] = 1,
     transfer: Annotated[
         float,
         typer.Option(min=0.0, help="With --prefill: GB/s at which caches move; 0 for the links'."),
@@ -95,8 +99,10 @@ def simulate_serving(
             "or vLLM's benchmark."
         ),
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=0, help="Closed loop: requests in flight.")] = 0,
-    batch: Annotated[int, typer.Option(min=0, help="One static batch of so many.")] = 0,
+    concurrency: Annotated[
+        int, typer.Option(min=0, max=_MOST, help="Closed loop: requests in flight.")
+    ] = 0,
+    batch: Annotated[int, typer.Option(min=0, max=_MOST, help="One static batch of so many.")] = 0,
     rate: Annotated[float, typer.Option(help="Open load: requests per second.")] = 1.0,
     offline: Annotated[bool, typer.Option("--offline", help="All requests at once.")] = False,
     burstiness: Annotated[
@@ -104,7 +110,9 @@ def simulate_serving(
     ] = 1.0,
     count: Annotated[
         int,
-        typer.Option(min=0, help="Number of requests; 0 for 10 for each in flight, else 1000."),
+        typer.Option(
+            min=0, max=_MOST, help="Number of requests; 0 for 10 for each in flight, else 1000."
+        ),
     ] = 0,
     prompt: Annotated[
         str,
@@ -115,9 +123,14 @@ def simulate_serving(
     output: Annotated[str, typer.Option(help="Tokens of an output, likewise.")] = "256",
     seed: Annotated[int, typer.Option(help="Without a trace: random seed of the requests.")] = 0,
     max_batch: Annotated[
-        int, typer.Option(min=0, help="Most sequences of an engine's rank; 0 for the framework's.")
+        int,
+        typer.Option(
+            min=0, max=_MOST, help="Most sequences of an engine's rank; 0 for the framework's."
+        ),
     ] = 0,
-    token_budget: Annotated[int, typer.Option(min=0, help="Most tokens of a pass, likewise.")] = 0,
+    token_budget: Annotated[
+        int, typer.Option(min=0, max=_MOST, help="Most tokens of a pass, likewise.")
+    ] = 0,
     chunked: Annotated[
         bool | None,
         typer.Option("--chunked/--whole-prompts", help="Whether prompts may be cut."),
@@ -127,7 +140,10 @@ def simulate_serving(
         typer.Option(min=0.0, max=1.0, help="Share of the memory to use; 0 for the framework's."),
     ] = 0.0,
     block: Annotated[
-        int, typer.Option(min=0, help="Tokens of a block of the cache; 0 for the framework's.")
+        int,
+        typer.Option(
+            min=0, max=_MOST, help="Tokens of a block of the cache; 0 for the framework's."
+        ),
     ] = 0,
     watermark: Annotated[
         float, typer.Option(min=0.0, max=0.9, help="Share of the cache kept free at admission.")
@@ -137,7 +153,10 @@ def simulate_serving(
     ] = "recompute",
     prefix_hits: HitRate = 0.0,
     drafts: Annotated[
-        int, typer.Option(min=0, help="Speculative decoding: tokens that are drafted for a step.")
+        int,
+        typer.Option(
+            min=0, max=_MOST, help="Speculative decoding: tokens that are drafted for a step."
+        ),
     ] = 0,
     accepted: Annotated[
         float, typer.Option(min=1.0, help="With --drafts: tokens that a step yields on average.")
@@ -171,14 +190,20 @@ def simulate_serving(
     if bool(cluster) == bool(device):
         raise typer.BadParameter("give either --cluster or --device")
     from ..common.chrome_trace import write_trace
+    from ..common.errors import PlanError
     from ..common.files import write_text
     from ..predict.cluster.deployment import Deployment, on_cluster, parse_slo
     from ..predict.cluster.served_row import framework_of, in_formats
-    from ..predict.cluster.serving_load import LoadSpec
+    from ..predict.cluster.serving_load import LoadSpec, parse_lengths
     from ..predict.cluster.serving_table import EngineOptions, Workers
     from ..predict.export.serving_timeline import serving_trace
     from ..simulate.step.workload import read_workload
 
+    for name, text in (("--prompt", prompt), ("--output", output)):
+        try:
+            parse_lengths(text)
+        except PlanError as error:
+            raise typer.BadParameter(f"{name}: {error}") from None
     engine = framework_of(framework)
     sizes = read_workload(workload_of(workload, hf), settings or [])
     served = in_formats(
