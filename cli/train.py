@@ -40,6 +40,10 @@ def train(
         Path | None,
         typer.Option(help="Instead of --data: a table of kernels with tile configurations."),
     ] = None,
+    blocks: Annotated[
+        Path | None,
+        typer.Option(help="Instead of --data: folder of tables of layers and mixed batches."),
+    ] = None,
     model: Annotated[str, typer.Option(help="Estimator to train.")] = "xgboost",
     split: Annotated[
         str, typer.Option(help="For kernels: split to test on, or a table of your own.")
@@ -81,8 +85,10 @@ def train(
 
     The metrics are printed beside the label noise; the run is logged to MLflow.
     """
-    if sum(given is not None for given in (data, steps, serving, power, tiles)) != 1:
-        raise typer.BadParameter("give one of --data, --steps, --serving, --power and --tiles")
+    if sum(given is not None for given in (data, steps, serving, power, tiles, blocks)) != 1:
+        raise typer.BadParameter(
+            "give one of --data, --steps, --serving, --power, --tiles and --blocks"
+        )
     if tiles is not None:
         refuse_unused(context, "training on tiles", {"tiles", "out", "seed"})
         from ..workflows.measured.tiles import run_train_tiles
@@ -113,6 +119,25 @@ def train(
         run_train_steps(
             make_console(), StepSettings(steps, out or Path("steps.json"), seed=seed, track=track)
         )
+        return
+    if blocks is not None:
+        used = {"out", "seed", "threads", "track", "register", "final", "exclude_device"}
+        refuse_unused(context, "training on blocks", used | {"blocks", "max_rows"})
+        from ..workflows.settings import TrainSettings
+        from ..workflows.train_operators import run_train_blocks
+
+        own = TrainSettings(
+            blocks=blocks,
+            out=out,
+            seed=seed,
+            threads=threads,
+            track=track,
+            register=register,
+            final=final,
+            exclude_device=exclude_device or (),
+            max_rows=max_rows,
+        )
+        run_train_blocks(make_console(), own)
         return
     assert data is not None
     from ..features.dataset import Dataset

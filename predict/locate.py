@@ -12,6 +12,9 @@ from ..features.devices.device import DeviceSpec
 from ..models.core.registry import CPU_MODEL, GPU_MODEL, PRETRAINED, TPU_MODEL, UNTRAINED
 from ..models.core.registry import OPERATOR_MODEL as OPERATOR_MODEL
 
+#: The shipped model of layers, batches and new kinds of attention.
+BLOCK_MODEL = "blocks"
+
 logger = logging.getLogger(__name__)
 
 #: Models that come with the package.

@@ -71,6 +71,8 @@ class TrainSettings(Settings):
         exclude_device: Devices to exclude from training; an operator model is tested on them.
         max_rows: Maximum rows of an operator family to learn from.
         join: Model of operators whose other families the new one takes over.
+        blocks: Instead of ``data``, the folder of the kernel pack's tables of attention and
+            experts, layers, and new attention.
     """
 
     command: ClassVar[str] = "train"
@@ -89,6 +91,7 @@ class TrainSettings(Settings):
     # Bounds the memory that the largest families need. Engineering estimate.
     max_rows: int = 1_000_000
     join: str | None = None
+    blocks: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..features.dataset import Dataset
+    from ..features.devices.device import DeviceSpec
     from ..models.operators import OpModel
     from ..models.tracking.mlflow_store import RunLog
     from .settings import EvaluateSettings, TrainSettings
@@ -45,14 +46,51 @@ def run_train_operators(console: Console, dataset: Dataset, settings: TrainSetti
     Raises:
         DatasetError: No row is left to learn from, or a device is not in the dataset.
     """
+    from ..models.operators import rows_of_dataset
+
+    return _train(console, rows_of_dataset(dataset), dataset.devices, dataset.hash, settings)
+
+
+def run_train_blocks(console: Console, settings: TrainSettings) -> OpModel:
+    """Train on the kernel pack's tables of attention, experts and layers as on operators.
+
+    Raises:
+        DatasetError: There is no such table, no row is left, or a device is not in the tables.
+    """
+    import hashlib
+
+    from ..datagen.published.block_tables import training_blocks
+    from ..features.devices.catalogue import find_device
+    from ..predict.published.tables import BLOCKS
+
+    assert settings.blocks is not None
+    paths = [p for _, own in BLOCKS for p in sorted(settings.blocks.rglob(own))]
+    if not paths:
+        hint = "expected " + ", ".join(own for _, own in BLOCKS)
+        raise DatasetError("no table to learn from", where=str(settings.blocks), hint=hint)
+    content = hashlib.sha256()
+    for path in paths:
+        content.update(path.read_bytes())
+    rows = training_blocks(paths)
+    devices = {name: find_device(name) for name in rows["device"].unique()}
+    return _train(console, rows, devices, content.hexdigest()[:16], settings)
+
+
+def _train(
+    console: Console,
+    rows: pd.DataFrame,
+    devices: Mapping[str, DeviceSpec],
+    content: str,
+    settings: TrainSettings,
+) -> OpModel:
+    """Train on rows of operators; ``content`` is the digest of where they are from."""
     from ..common.tables_text import print_frame
-    from ..models.operators import OpModel, rows_of_dataset
+    from ..models.operators import OpModel
     from ..models.operators.model import default_settings
     from ..models.operators.report import left_out_table, predictions, settings_of, summary
     from .training import keep_model, log_training
 
     model, exclude, seed = settings.model, settings.exclude_device, settings.seed
-    rows = rows_of_dataset(dataset)
     outside = _excluded(rows, exclude)
     learn = ~outside & rows["split"].isin(TRAINING).to_numpy()
     # Packs may hold calibration and test splits only.
@@ -64,7 +102,7 @@ def run_train_operators(console: Console, dataset: Dataset, settings: TrainSetti
         def tell(key: str, seconds: float) -> None:
             console.print(f"{key}: {seconds:.0f} s", highlight=False)
 
-        return OpModel().fit(rows[mask], dataset.devices, options, tell)
+        return OpModel().fit(rows[mask], devices, options, tell)
 
     model_bundle = fit(learn)
     table = predictions(model_bundle, rows[~learn])
@@ -81,7 +119,7 @@ def run_train_operators(console: Console, dataset: Dataset, settings: TrainSetti
         learn = ~outside
         model_bundle = fit(learn)
     model_bundle.info = {
-        "dataset_hash": dataset.hash,
+        "dataset_hash": content,
         "rows": int(learn.sum()),
         "excluded": list(exclude),
         "splits": "all" if settings.final else list(TRAINING),

@@ -13,6 +13,7 @@ import pandas as pd
 from ...common.errors import DatasetError
 from ..devices.device import DeviceSpec, MemoryLevel
 from .attention import attention
+from .blocks import PHYSICS
 from .columns import OpTable
 from .conv import conv
 from .gemm import gemm
@@ -20,7 +21,7 @@ from .hlo import op_texts
 from .moe import moe
 from .physics import Physics
 from .pointwise import pointwise
-from .schema import FAMILIES, PARAMETERS
+from .schema import BLOCKS, FAMILIES, parameters_of
 
 #: Raised whenever the meaning or the set of a family's features changes.
 OPS_VERSION = 1
@@ -89,22 +90,21 @@ def op_features(
 
     Args:
         frame: Rows of one family, with the columns of its group of parameters.
-        family: One of :data:`~opcast.features.operators.schema.FAMILIES`.
+        family: One of :data:`~opcast.features.operators.schema.FAMILIES` or ``BLOCKS``.
         devices: Descriptions by the values of the column ``device``.
         texts: Whether to write the kernels' texts, too.
 
     Raises:
         DatasetError: The family is unknown, or a row lacks a parameter or has one out of range.
     """
-    if family not in FAMILIES:
-        known = ", ".join(FAMILIES)
+    if family not in FAMILIES and family not in BLOCKS:
+        known = ", ".join((*FAMILIES, *BLOCKS))
         raise DatasetError(f"no operator family {family!r}", hint=f"families are: {known}")
-    group = FAMILIES[family]
-    table = OpTable.of(frame, family, PARAMETERS[group], devices)
+    table = OpTable.of(frame, family, parameters_of(family), devices)
     _check(table, frame)
     # Both branches of each `np.where` are evaluated; the one not taken may divide by zero.
     with np.errstate(divide="ignore", invalid="ignore"):
-        physics = _PHYSICS[group](table)
+        physics = (PHYSICS.get(family) or _PHYSICS[FAMILIES[family]])(table)
     names = tuple(physics.features)
     # float32 halves the memory of millions of rows; trees do not need more digits.
     X = np.empty((len(table), len(names)), np.float32)
@@ -137,7 +137,8 @@ def _check(table: OpTable, frame: pd.DataFrame) -> None:
         if name in _OPTIONAL:
             continue
         # Written so that NaN (a missing value) counts as bad.
-        bad = ~(values >= (0 if name in _MAY_BE_ZERO else 1))
+        zero = name in _MAY_BE_ZERO or table.family in BLOCKS
+        bad = ~(values >= (0 if zero else 1))
         if bad.any():
             row = int(np.flatnonzero(bad)[0])
             label = frame["id"].iloc[row] if "id" in frame else frame.index[row]
@@ -159,7 +160,7 @@ def ops_schema_hash(family: str) -> str:
 @cache
 def feature_names(family: str) -> tuple[str, ...]:
     """Return the names of a family's features, in order."""
-    row = {name: [1] for name in PARAMETERS[FAMILIES[family]]} | {"device": ["any"]}
+    row = {name: [1] for name in parameters_of(family)} | {"device": ["any"]}
     return op_features(pd.DataFrame(row), family, {"any": _ANY}).names
 
 

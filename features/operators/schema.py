@@ -54,6 +54,36 @@ FAMILIES: dict[str, str] = {
     "xla/linear": "gemm",
     "xla/bmm": "gemm",
 }
+#: Families of whole layers and blocks, with their parameters, any of which may be zero. They come
+#: from tables alone (datagen/published/block_tables.py) and have no HLO text; source and method of
+#: a measurement are among their names, since rows of all methods are learned together.
+BLOCKS: dict[str, tuple[str, ...]] = {
+    "layer/product": ("m", "n", "k"),
+    "layer/pass": ("rows", "cols"),
+    "layer/experts": ("tokens", "hidden", "inter", "topk", "experts", "ep", "routed"),
+    "batch/attention": (
+        *("q_heads", "kv_heads", "head_dim", "batch", "q_len", "kv_prefill"),
+        *("n_decode", "kv_decode", "n_decode_big", "kv_decode_big"),
+    ),
+    "graph/sparse": (
+        *("batch", "heads", "q_len", "kv_history", "ratio", "latent", "groups"),
+        *("index_heads", "chosen", "window", "shared_weights", "head_weights"),
+    ),
+    "graph/scan": (
+        *("batch", "seq_len", "key_heads", "key_dim"),
+        *("value_heads", "value_dim", "chunk"),
+    ),
+    "graph/streams": ("rows", "cols", "copies"),
+}
+
+
+def parameters_of(family: str) -> tuple[str, ...]:
+    """Return the integer parameters of a family.
+
+    Raises:
+        KeyError: There is no such family.
+    """
+    return BLOCKS[family] if family in BLOCKS else PARAMETERS[FAMILIES[family]]
 
 
 def family_keys(frame: pd.DataFrame) -> pd.Series:

@@ -11,11 +11,14 @@ with ``w`` the shares of a kernel's time that compute, memory and launch have, a
 distance of the key features (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006,
 chapters 2, 4 and 5). The variances and length scales are fitted once, to errors on devices left out
 of training, so that a handful of samples of a new device is enough.
+
+Where the sites name the leaves that a model's trees put kernels into, the share of trees in which
+two kernels meet takes the place of ``exp(-d)`` (:mod:`.shared_leaves`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -23,6 +26,7 @@ import numpy as np
 
 from ...features.operators import OpFeatures
 from ..trust.conformal import COVERAGE, ends
+from .shared_leaves import leaf_variants, shared_leaves
 
 #: Fewest samples for an interval from the device's own errors: with 39 or fewer, 5 % tails would be
 #: the extremes.
@@ -66,12 +70,15 @@ class Sites:
             append how far each known chip lies from the general prediction.
         coarse: Op, dtype and backend of each kernel, object, shape ``(n,)``.
         fine: The same with the kernel's name, object, shape ``(n,)``.
+        leaves: Leaf of each tree of a model that a kernel ends in, shape ``(n, trees)``; ``None``
+            where the covariance goes by distance.
     """
 
     place: np.ndarray
     share: np.ndarray
     coarse: np.ndarray
     fine: np.ndarray
+    leaves: np.ndarray | None = None
 
     def __len__(self) -> int:
         """Number of kernels."""
@@ -79,7 +86,8 @@ class Sites:
 
     def take(self, rows: np.ndarray) -> Sites:
         """The given kernels, by position or mask."""
-        return Sites(self.place[rows], self.share[rows], self.coarse[rows], self.fine[rows])
+        leaves = None if self.leaves is None else self.leaves[rows]
+        return Sites(self.place[rows], self.share[rows], self.coarse[rows], self.fine[rows], leaves)
 
 
 @dataclass
@@ -126,16 +134,19 @@ def _share(features: OpFeatures, name: str) -> np.ndarray:
     return np.asarray(np.exp2(2 * logs))
 
 
-def covariance(first: Sites, second: Sites, log_params: np.ndarray) -> np.ndarray:
-    """Covariance of the errors of two sets of kernels, shape ``(n, m)``."""
+def covariance(
+    first: Sites, second: Sites, log_params: np.ndarray, near: np.ndarray | None = None
+) -> np.ndarray:
+    """Covariance of the errors of two sets of kernels, shape ``(n, m)``.
+
+    Args:
+        first: ``n`` kernels.
+        second: ``m`` kernels.
+        log_params: Parameters.
+        near: How close they are, from :func:`nearness`, if it was computed already.
+    """
     p = np.exp(log_params)
-    scale = p[_AMPLITUDES:]
-    a, b = first.place / scale, second.place / scale
-    # |a - b|² expanded: one matrix product instead of an (n, m, d) array. Rounding may make it
-    # negative.
-    gap = (a**2).sum(1)[:, None] + (b**2).sum(1)[None] - 2 * a @ b.T
-    # Exponential covariance (Matérn 1/2): errors are rough functions of the features.
-    near: np.ndarray = np.exp(-np.sqrt(np.maximum(gap, 0.0) + 1e-12))
+    near = nearness(first, second, log_params) if near is None else near
     slope = first.share @ second.share.T
     coarse = first.coarse[:, None] == second.coarse[None]
     fine = first.fine[:, None] == second.fine[None]
@@ -143,6 +154,19 @@ def covariance(first: Sites, second: Sites, log_params: np.ndarray) -> np.ndarra
         slope * (p[0] ** 2 + p[1] ** 2 * coarse + p[2] ** 2 * fine)
         + near * (p[3] ** 2 + p[4] ** 2 * coarse + p[5] ** 2 * fine)
     )
+
+
+def nearness(first: Sites, second: Sites, log_params: np.ndarray) -> np.ndarray:
+    """How close kernels are, from 0 to 1, shape ``(n, m)``: by leaves, else by distance."""
+    if first.leaves is not None and second.leaves is not None:
+        return shared_leaves(first.leaves, second.leaves)
+    scale = np.exp(log_params[_AMPLITUDES:])
+    a, b = first.place / scale, second.place / scale
+    # |a - b|² expanded: one matrix product instead of an (n, m, d) array. Rounding may make it
+    # negative.
+    gap = (a**2).sum(1)[:, None] + (b**2).sum(1)[None] - 2 * a @ b.T
+    # Exponential covariance (Matérn 1/2): errors are rough functions of the features.
+    return np.asarray(np.exp(-np.sqrt(np.maximum(gap, 0.0) + 1e-12)))
 
 
 def start_params(keys: int) -> np.ndarray:
@@ -230,17 +254,24 @@ def chosen_params(
     """
     # The error without any correction: what every variant has to beat.
     best, least = _scaled(params, SMALLEST, 1.0), (1.0 - gain) * float(np.abs(errors).mean())
-    for shared, amplitude, noise in product(SHARED_FACTORS, AMPLITUDE_FACTORS, NOISE_FACTORS):
-        scaled = _scaled(params, amplitude, noise)
-        # a0 and s0: the terms that rows share whatever their op, dtype and backend.
-        scaled[[0, 3]] += np.log(shared)
-        matrix = covariance(sites, sites, scaled)
+    # Distances depend on the parameters that are the same in all variants.
+    near = nearness(sites, sites, params)
+    for scaled in _variants(params) if sites.leaves is None else leaf_variants(params):
+        matrix = covariance(sites, sites, scaled, near)
         inverse = np.linalg.inv(matrix + noise_variance(scaled) * np.eye(len(errors)))
         left_out = left_out_errors(inverse, inverse @ errors, groups)
         loss = float(np.abs(left_out).mean())
         if loss < least:
             best, least = scaled, loss
     return best
+
+
+def _variants(params: np.ndarray) -> Iterator[np.ndarray]:
+    for shared, amplitude, noise in product(SHARED_FACTORS, AMPLITUDE_FACTORS, NOISE_FACTORS):
+        scaled = _scaled(params, amplitude, noise)
+        # a0 and s0: the terms that rows share whatever their op, dtype and backend.
+        scaled[[0, 3]] += np.log(shared)
+        yield scaled
 
 
 def scaled_params(
@@ -328,7 +359,7 @@ class ErrorPosterior:
         matrix = covariance(sites, sites, params) + noise_variance(params) * np.eye(len(errors))
         inverse = np.linalg.inv(matrix)
         posterior = cls(params, sites, inverse @ bounded, inverse, 1.0, len(errors), errors)
-        if len(errors) >= MIN_OWN:
+        if len(errors) >= LEAST_CHOICE:
             posterior.scale = posterior._own_scale(bounded)
         return posterior
 
@@ -340,13 +371,21 @@ class ErrorPosterior:
         """
         left_out = left_out_errors(self.inverse, self.weights)
         deviation = left_out * np.sqrt(np.diag(self.inverse))
+        if len(errors) < MIN_OWN:
+            # Too few for tails of their own: the split-conformal quantile of the sizes alone (Lei
+            # et al., Distribution-Free Predictive Inference for Regression, 2018), never narrower
+            # than what the process says.
+            place = min(int(np.ceil((len(errors) + 1) * COVERAGE)), len(errors))
+            return float(max(1.0, np.sort(np.abs(deviation))[place - 1] / _NORMAL_90))
         lo, hi = ends(deviation, COVERAGE)
         # One factor for both ends, the larger one: the process is symmetric.
         return float(max(-lo, hi) / _NORMAL_90)
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """Arrays to save: the samples, from which the matrices are computed again."""
+        leaves = self.sites.leaves
         return {
+            **({} if leaves is None else {"leaves": leaves}),
             "params": self.params,
             "place": self.sites.place.astype(np.float32),
             "share": self.sites.share.astype(np.float32),
@@ -366,6 +405,7 @@ class ErrorPosterior:
             arrays["share"].astype(np.float64),
             arrays["coarse"].astype(object),
             arrays["fine"].astype(object),
+            arrays.get("leaves"),
         )
         return cls.fit(arrays["params"], sites, arrays["errors"], choose=False)
 

@@ -90,6 +90,10 @@ class TabularEstimator(ABC):
     def _ratio(self, table: KernelTable) -> np.ndarray:
         """Predicted log-ratio, shape ``(n,)``."""
 
+    def leaves(self, table: KernelTable) -> np.ndarray:
+        """Leaf of each tree that a row ends in, shape ``(n, trees)``; no column without trees."""
+        return np.zeros((len(table), 0), np.int32)
+
     def contributions(self, table: KernelTable) -> np.ndarray | None:
         """Exact contributions of the features to the log-ratio, if the estimator has them.
 

@@ -240,8 +240,8 @@ def _coded(first: Sites, second: Sites) -> tuple[Sites, Sites]:
         code, _ = pd.factorize(np.concatenate([getattr(first, name), getattr(second, name)]))
         codes.append((code[: len(first)], code[len(first) :]))
     return (
-        Sites(first.place, first.share, codes[0][0], codes[1][0]),
-        Sites(second.place, second.share, codes[0][1], codes[1][1]),
+        Sites(first.place, first.share, codes[0][0], codes[1][0], first.leaves),
+        Sites(second.place, second.share, codes[0][1], codes[1][1], second.leaves),
     )
 
 

@@ -18,10 +18,12 @@ class KnownDevices:
     Attributes:
         chips: Identity of the chip (:func:`~.family_tables.chip_of`) by device.
         vendors: Vendor by device.
+        platforms: Kinds of device, such as ``gpu``.
     """
 
     chips: dict[str, tuple[object, ...]] = field(default_factory=dict)
     vendors: dict[str, str] = field(default_factory=dict)
+    platforms: frozenset[str] = frozenset(("gpu",))
 
     @classmethod
     def of(cls, devices: Mapping[str, DeviceSpec]) -> KnownDevices:
@@ -29,6 +31,7 @@ class KnownDevices:
         return cls(
             {name: chip_of(spec) for name, spec in devices.items()},
             {name: spec.vendor for name, spec in devices.items()},
+            frozenset(spec.platform for spec in devices.values()),
         )
 
     @property

@@ -13,6 +13,7 @@ from ...common.errors import ModelError
 from ...features.devices.device import DeviceSpec
 from ...features.operators import OpFeatures, op_features
 from ...features.operators.features import ops_schema_hash
+from ...features.operators.schema import BLOCKS
 from ..adapt.gaussian_process import (
     ErrorPosterior,
     Scale,
@@ -39,7 +40,7 @@ from .family_tables import (
 )
 from .intervals import FOREIGN, DeviceIntervals, twins
 from .prediction import FamilyPrediction
-from .rows import codes, group_draw, libraries, misleading, named_columns, unnamed
+from .rows import BLOCK_GROUP, codes, group_draw, libraries, misleading, named_columns, unnamed
 from .shrinkage import shrinkage
 from .unseen import Strategy, UnseenFit, mean_ape
 
@@ -111,7 +112,8 @@ class FamilyModel:
         rows = rows.reset_index(drop=True)
         self.devices = tuple(sorted(set(rows["device"])))
         self.known_devices = KnownDevices.of({name: devices[name] for name in self.devices})
-        self.named = named_columns(rows)
+        # Blocks are told apart by more names than those of serving frameworks.
+        self.named = () if self.family in BLOCKS else named_columns(rows)
         features = self.features(rows, devices)
         ratio = target_of(rows, features)
         rng = np.random.default_rng(self.settings.seed)
@@ -138,7 +140,10 @@ class FamilyModel:
         least = min(LEAST_GROUPS, len(groups) // 5)
         count = max(least, round(HELD_GROUPS * len(groups))) if len(groups) >= MIN_GROUPS else 0
         first = groups[count - 1] if count else -1.0
-        return np.asarray((place <= first) | (rng.random(len(rows)) < HELD_ROWS))
+        # What is asked of layers and head configurations of blocks is mostly new ones, and their
+        # tables have few: rows of known ones would make the intervals too narrow.
+        single = 0.0 if count and self.family in BLOCK_GROUP else HELD_ROWS
+        return np.asarray((place <= first) | (rng.random(len(rows)) < single))
 
     def _calibrate(
         self, features: OpFeatures, device: np.ndarray, target: np.ndarray, held: np.ndarray
@@ -269,7 +274,7 @@ class FamilyModel:
         far = ~inside & own
         lo[far] = np.minimum(lo, np.sqrt(lo * wide_lo))[far]
         hi[far] = np.maximum(hi, np.sqrt(hi * wide_hi))[far]
-        nameless = unnamed(rows, self.named) | _elsewhere(device, devices)
+        nameless = unnamed(rows, self.named) | self._elsewhere(device, devices)
         # Which library runs an operator matters as much as the device does (docs/operators.md).
         if nameless.any():
             lo[nameless] = np.minimum(lo, wide_lo)[nameless]
@@ -288,8 +293,8 @@ class FamilyModel:
         table = self._known_table(features, proxy) if own else general_table(self.family, features)
         domain = (self.known if own else self.general).domain
         reasons = []
-        if _elsewhere(row["device"].to_numpy(object), devices).any():
-            reasons.append("operators are known of GPUs alone")
+        if self._elsewhere(row["device"].to_numpy(object), devices).any():
+            reasons.append("its operators are known of other kinds of device alone")
         if bool(unnamed(row, self.named)[0]):
             reasons.append("what runs it (backend=…, kernel=…) is not named, or was not seen")
         if domain is not None and not bool(domain.contains(table)[0]):
@@ -357,6 +362,8 @@ class FamilyModel:
         table = general_table(self.family, features)
         ratio = self._general_ratio(rows, features, self.general.point(table))
         sites.share = self._with_likes(sites.share, self._likes(features, coarse), ratio, ())
+        leaves = self.general.leaves(table)
+        sites.leaves = leaves if leaves.shape[1] else None
         return sites
 
     def _likes(self, features: OpFeatures, library: np.ndarray) -> np.ndarray:
@@ -483,6 +490,12 @@ class FamilyModel:
         gap = (others - own) / self.scale.spread
         return np.asarray(np.sqrt((gap**2).mean(axis=1)))
 
+    def _elsewhere(self, device: np.ndarray, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
+        """Rows on TPUs and other devices of a kind that was not learned from, bool, ``(n,)``."""
+        gpus_alone = self.known_devices.platforms <= {"gpu"}
+        other = {n: gpus_alone and devices[n].platform != "gpu" for n in dict.fromkeys(device)}
+        return np.array([other[name] for name in device], bool)
+
     # Tables
 
     def features(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> OpFeatures:
@@ -504,6 +517,7 @@ class FamilyModel:
             "devices": list(self.devices),
             "chips": {name: list(chip) for name, chip in self.known_devices.chips.items()},
             "vendors": self.known_devices.vendors,
+            "platforms": sorted(self.known_devices.platforms),
             "seen_chips": self.seen,
             # Names of entries are those of the released format; "way" is the strategy, "slopes" are
             # the effects.
@@ -535,7 +549,8 @@ class FamilyModel:
         model.general = kind.load(path / "general", schema)
         model.devices = tuple(manifest["devices"])
         chips = {name: tuple(chip) for name, chip in manifest["chips"].items()}
-        model.known_devices = KnownDevices(chips, dict(manifest["vendors"]))
+        platforms = frozenset(manifest.get("platforms", ("gpu",)))
+        model.known_devices = KnownDevices(chips, dict(manifest["vendors"]), platforms)
         model.seen = {name: int(count) for name, count in manifest["seen_chips"].items()}
         # Entries that the first released models lack have a default.
         model.named = tuple(manifest.get("named", ()))
@@ -549,9 +564,3 @@ class FamilyModel:
         model.params = np.array(manifest["covariance_log"])
         model.left_out = dict(manifest["left_out"])
         return model
-
-
-def _elsewhere(device: np.ndarray, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
-    """Rows on devices other than GPUs, of which no operators are published, bool, ``(n,)``."""
-    other = {name: devices[name].platform != "gpu" for name in dict.fromkeys(device)}
-    return np.array([other[name] for name in device], bool)

@@ -16,6 +16,7 @@ from ...common.errors import ModelError
 from ...features.devices.catalogue import find_device, in_catalogue
 from ...features.devices.device import DeviceSpec
 from ...features.operators.columns import texts_of
+from ...features.operators.schema import BLOCKS
 from ..adapt.gaussian_process import ErrorPosterior
 from ..core.store import (
     DAMAGE,
@@ -30,7 +31,7 @@ from ..core.store import (
     write_folder,
 )
 from .family import FamilyModel
-from .family_tables import FamilySettings
+from .family_tables import FOLD_ROWS, FamilySettings
 from .prediction import FamilyPrediction
 from .rows import faulty
 
@@ -68,6 +69,13 @@ DEFAULTS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
         },
     )
 }
+#: What differs for families of blocks, whose tables are smaller: fewer trees.
+BLOCK_DEFAULTS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "xgboost": ({"rounds": 150, "max_depth": 8, "learning_rate": 0.15}, {"rounds": 60}),
+}
+#: Most rows of such a family to learn from, and on a fold without a chip: one table is large for
+#: its mixed batches of one device alone. Engineering estimates.
+BLOCK_ROWS, BLOCK_FOLD_ROWS = 80_000, 8000
 
 
 class OpModel:
@@ -301,8 +309,13 @@ def default_settings(
     known, general = DEFAULTS.get(estimator, ({}, {}))
 
     def of(family: str) -> FamilySettings:
+        parts, most, fold = (known, general), max_rows, FOLD_ROWS
+        if family in BLOCKS:
+            other = BLOCK_DEFAULTS.get(estimator, ({}, {}))
+            parts = ({**known, **other[0]}, {**general, **other[1]})
+            most, fold = min(max_rows, BLOCK_ROWS), BLOCK_FOLD_ROWS
         return FamilySettings(
-            estimator, {**known, **params}, {**general, **params}, max_rows, seed, n_jobs
+            estimator, {**parts[0], **params}, {**parts[1], **params}, most, seed, n_jobs, fold
         )
 
     return of

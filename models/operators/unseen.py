@@ -16,10 +16,9 @@ from .family_tables import GeneralFit, balanced_weights, draw_rows
 from .intervals import twins
 from .shrinkage import chips_by_library, shrinkage
 
-#: Most rows that the model of unseen devices learns from, that each of its leave-one-chip-out
-#: copies learns from, and that a copy is tested on. The copies compare strategies, for which fewer
-#: rows are enough. Engineering estimates that bound the time of a training.
-GENERAL_ROWS, FOLD_ROWS, JUDGE_ROWS = 120_000, 40_000, 4000
+#: Most rows that the model of unseen devices learns from, and that each of its leave-one-chip-out
+#: copies is tested on. Engineering estimates that bound the time of a training.
+GENERAL_ROWS, JUDGE_ROWS = 120_000, 4000
 
 #: Powers of the shrinkage that are compared; 0 leaves ratios as they are. Shipped families chose
 #: each of them (manifest of gpu-operators, ``way``).
@@ -110,7 +109,7 @@ class UnseenFit:
         for alien in (False, True) if mixed else (False,):
             pool = self._pool(fitting, alien)
             pool = pool[~np.isin(self.job.device[pool], group)]
-            learn = self._drawn(pool, FOLD_ROWS)
+            learn = self._drawn(pool, self.job.settings.fold_rows)
             factor = shrinkage(self.library[own], self._seen(pool))
             for within in (False, True):
                 plain = self.job.left_out(learn, own, within=within)

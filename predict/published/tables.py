@@ -1,7 +1,8 @@
 """Predict folders of published latencies: operators, collectives and whole programs.
 
 A folder holds tables of queries (``queries_ops_*.parquet``, ``queries_collectives*.csv.gz``,
-``queries_matmul*.csv.gz``, ``queries_gemm*.parquet``, ``queries_e2e.csv`` with
+``queries_matmul*.csv.gz``, ``queries_gemm*.parquet``, ``queries_attention_moe*.parquet``,
+``queries_layers*.parquet``, ``queries_new_attention*.parquet``, ``queries_e2e.csv`` with
 ``opgraphs.parquet``) or the answered tables of a published pack; a single table may be given
 instead. Every row gets a prediction or a reason; rows whose latency is given are judged.
 """
@@ -17,6 +18,7 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from ...common.parquet import read_table
+from ...datagen.published.block_tables import is_blocks
 from ...datagen.published.product_tables import is_products, read_products
 from ...features.devices.catalogue import find_device
 from ...models.collectives.links import Links
@@ -26,6 +28,8 @@ from ...models.operators import OpModel, rows_of_published
 from ...models.operators.report import only_or_mixed
 from ...models.power.model import shipped_power
 from ...models.tiles.model import shipped_tiles
+from ..locate import BLOCK_MODEL, find_model
+from .block_answers import predict_blocks, read_blocks
 from .composition import compose
 from .pack_tables import TIMES, predict_products, predict_xla_collectives
 from .power_table import WATTS, is_power, power_note, predict_power
@@ -39,6 +43,10 @@ MATMUL = ("queries_matmul*.csv*", "matmul*.csv*")
 GEMM = ("queries_gemm*.parquet", "gemm*.parquet")
 POWER = ("queries_power*.parquet", "power.parquet")
 TILES = ("queries_tpu*.parquet", "tpu.parquet")
+BLOCKS = tuple(
+    (f"queries_{name}*.parquet", f"{name}*.parquet")
+    for name in ("attention_moe", "layers", "new_attention")
+)
 PROGRAMS = ("queries_e2e.csv", "e2e_labels.csv")
 GRAPHS = "opgraphs.parquet"
 #: Prefix of the splits whose rows may be learned from.
@@ -96,6 +104,7 @@ def predict_published(
     collectives: CollectiveModel | None = None,
     calibrate: bool = False,
     limit: int | None = None,
+    blocks: OpModel | None = None,
 ) -> PublishedPredictions:
     """Predict every row of a folder.
 
@@ -105,6 +114,8 @@ def predict_published(
         collectives: Model of collectives; the shipped one by default.
         calibrate: Whether to learn from rows of ``calib_*`` splits whose latency is given.
         limit: Maximum rows of each operator table, drawn at random.
+        blocks: Model of layers, batches and new attention; the shipped one by default, read only
+            if there is such a table. Calibrated like ``model``.
 
     Raises:
         DatasetError: The folder has no such table, or a table lacks a column.
@@ -113,17 +124,19 @@ def predict_published(
     if not folder.exists():
         raise DatasetError("no such folder or table", where=str(folder))
     links = collectives or CollectiveModel.load()
-    job = _Job(folder, model, links, calibrate, limit)
+    job = _Job(folder, model, links, calibrate, limit, blocks)
     parts = [
         *job.operators(),
         *job.collective_tables(),
         *job.products(),
         *job.powers(),
         *job.tiles(),
+        *job.block_tables(),
         *job.programs(),
     ]
     if not parts:
-        wanted = ", ".join((*OPERATORS, *COLLECTIVES, *MATMUL, *GEMM, *POWER, *TILES, *PROGRAMS))
+        every = (OPERATORS, COLLECTIVES, MATMUL, GEMM, POWER, TILES, *BLOCKS, PROGRAMS)
+        wanted = ", ".join(name for patterns in every for name in patterns)
         raise DatasetError("no table to predict", where=str(folder), hint=f"expected {wanted}")
     frame = pd.concat([part.frame for part in parts], ignore_index=True)
     judged = pd.concat([part.judged for part in parts], ignore_index=True)
@@ -138,6 +151,7 @@ class _Job:
     links: CollectiveModel
     calibrate: bool
     limit: int | None
+    blocks: OpModel | None
     calibrated: dict[str, int] = field(default_factory=dict)
 
     def operators(self) -> Iterator[PublishedPredictions]:
@@ -217,6 +231,32 @@ class _Job:
             part.notes += rank_note(rows)
             yield part
 
+    def block_tables(self) -> Iterator[PublishedPredictions]:
+        """Predict tables of attention and experts, of layers, and of new attention."""
+        tables = [
+            (path, read_table(path))
+            for patterns in BLOCKS
+            for path in _files(self.folder, patterns)
+        ]
+        # Other tables' names may begin alike.
+        read = [(path, read_blocks(t, path)) for path, t in tables if is_blocks(t.columns)]
+        if not read:
+            return
+        if self.blocks is None:
+            self.blocks = OpModel.load(find_model(BLOCK_MODEL))
+        # All tables first, as for operators.
+        given = [rows[_given(rows)] for _, rows in read]
+        known = pd.concat(given, ignore_index=True)
+        if self.calibrate and len(known):
+            known["device"] = [find_device(name).name for name in known["device"]]
+            self.calibrated |= self.blocks.calibrate(known)
+        for path, rows in read:
+            if self.limit is not None and len(rows) > self.limit:
+                rows = rows.sample(self.limit, random_state=0).reset_index(drop=True)
+            for start in range(0, len(rows), _ROWS):
+                part = rows.iloc[start : start + _ROWS].reset_index(drop=True)
+                yield _judged_pack(path, predict_blocks(part, self.blocks))
+
     def programs(self) -> Iterator[PublishedPredictions]:
         for path in _files(self.folder, PROGRAMS):
             graphs = path.parent / GRAPHS
@@ -279,6 +319,9 @@ def _kind(path: Path) -> Sequence[str]:
         return POWER
     if is_tiles(columns):
         return TILES
+    if is_blocks(columns):
+        # One file is answered once, whatever it is called.
+        return BLOCKS[0]
     if is_products(columns):
         return GEMM if path.suffix == ".parquet" else MATMUL
     if columns >= XLA_COLUMNS or {"bytes", "world_size"} <= columns:

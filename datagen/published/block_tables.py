@@ -1,0 +1,276 @@
+"""Reads the kernel pack's tables of attention and experts, of layers, and of new attention.
+
+Their rows become operators of the families in :data:`~opcast.features.operators.schema.BLOCKS`.
+Sizes that a table gives by a model's name alone are filled in from the model's configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import DatasetError
+from ...features.operators.schema import BLOCKS
+
+#: Columns by which each table is known.
+_ATTENTION = frozenset(("family", "method", "n_decode", "kv_decode", "kv_prefill", "topk"))
+_LAYERS = frozenset(("layer", "tokens", "method", "model"))
+_NEW = frozenset(("family", "kv_history", "num_heads", "num_k_heads", "phase"))
+#: The table of measured power repeats columns of other tables, and is none of them.
+_POWER = frozenset(("power_limit_w", "power_w"))
+
+
+class _Sparse(NamedTuple):
+    """Sparse attention of a model: widths, and weights of its projections.
+
+    ``shared`` weights are on every rank, ``each`` belong to one head. Figures are those of the
+    models' published configurations; those of models newer than the documents at hand are
+    engineering estimates, which the learned ratio corrects.
+    """
+
+    latent: int
+    index_heads: int
+    chosen: int
+    window: int
+    shared: int
+    each: int
+
+
+class _Dense(NamedTuple):
+    """Widths of a dense model: hidden, query heads, heads of keys, and width of a head."""
+
+    hidden: int
+    heads: int
+    groups: int
+    width: int
+
+
+#: By a part of the model's name in lower case, the first match counts. Latent attention of
+#: DeepSeek-V3.2: 512 + 64 latent elements, queries of rank 1536, 128 + 64 elements of a key and 128
+#: of a value for each head, 64 indexer heads of 128 that choose 2048 keys.
+_SPARSE: dict[str, _Sparse] = {
+    "deepseek-v3": _Sparse(
+        576, 64, 2048, 0, 7168 * (1536 + 576) + 1536 * 64 * 128, 1536 * 192 + 512 * 256 + 128 * 7168
+    ),
+    "glm-5": _Sparse(
+        576, 32, 2048, 0, 6144 * (2048 + 576) + 2048 * 32 * 128, 2048 * 256 + 512 * 448 + 256 * 6144
+    ),
+    "v4-flash": _Sparse(
+        512, 64, 512, 128, 4096 * (1024 + 512) + 1024 * 64 * 128, 1024 * 512 + 512 * 1024
+    ),
+    "v4-pro": _Sparse(
+        512, 64, 1024, 128, 7168 * (1536 + 512) + 1536 * 64 * 128, 1536 * 512 + 512 * 1024
+    ),
+    "minimax": _Sparse(256, 4, 2048, 0, 6144 * 512, 2 * 6144 * 128),
+}
+#: By a part of the model's name in lower case, the first match counts.
+_DENSE: dict[str, _Dense] = {
+    "405b": _Dense(16384, 128, 8, 128),
+    "70b": _Dense(8192, 64, 8, 128),
+    "llama-3.1-8b": _Dense(4096, 32, 8, 128),
+    "llama2": _Dense(4096, 32, 32, 128),
+    "phi": _Dense(4096, 16, 4, 128),
+    "qwen3-next": _Dense(2048, 16, 2, 256),
+    "qwen2_dense": _Dense(1024, 16, 16, 64),
+    "qwen3": _Dense(2048, 32, 4, 128),
+    "step-moe": _Dense(7168, 64, 1, 256),
+    "step2mini": _Dense(2048, 16, 1, 128),
+}
+_OTHER_SPARSE, _OTHER_DENSE = _SPARSE["deepseek-v3"], _DENSE["llama-3.1-8b"]
+#: Width of a shared expert where the table gives none, and of the feed-forward layer of Llama 8B.
+_SHARED, _LLAMA_INNER = 512, 14336
+
+
+def is_blocks(columns: Iterable[object]) -> bool:
+    """Whether columns are those of one of the tables."""
+    return _reader(frozenset(map(str, columns))) is not None
+
+
+def block_rows(table: pd.DataFrame) -> pd.DataFrame:
+    """Bring a table into operators of blocks.
+
+    Args:
+        table: ``attention_moe``, ``layers`` or ``new_attention`` of the kernel pack, with or
+            without latencies.
+
+    Returns:
+        ``id``, ``key``, ``device``, ``dtype``, ``kv_dtype``, ``op``, ``backend``, ``kernel`` (with
+        the method), ``distribution`` (formats and scales, of a layer its model), the families'
+        parameters, ``split`` and ``latency_us`` where given, and ``suspect`` (whether the
+        publishers doubt the row).
+
+    Raises:
+        DatasetError: The columns are those of none of the tables.
+        KeyError: A column is missing.
+    """
+    read = _reader(frozenset(table.columns))
+    if read is None:
+        raise DatasetError("is no table of attention, experts, layers or new attention")
+    rows = pd.DataFrame(index=range(len(table)))
+    given = table["id"].astype(str) if "id" in table else pd.Series(range(len(table))).astype(str)
+    rows["id"] = given.to_numpy(object)
+    for column in ("device", "dtype", "op", "backend", "kv_dtype"):
+        rows[column] = _texts(table, column)
+    rows["method"] = _texts(table, "method")
+    for column in ("split", "latency_us"):
+        if column in table:
+            rows[column] = table[column].to_numpy()
+    doubted = _numbers(table, "above_peak") > 0
+    rows = read(table.reset_index(drop=True), rows)
+    rows["suspect"] = doubted
+    return rows
+
+
+def training_blocks(paths: Iterable[Path]) -> pd.DataFrame:
+    """Rows of the tables that a model may learn from: known devices, no doubted labels.
+
+    Raises:
+        DatasetError: A file cannot be read, or is none of the tables.
+    """
+    from ...common.parquet import read_table
+    from ...features.devices.catalogue import find_device, in_catalogue
+
+    parts = []
+    for path in paths:
+        rows = block_rows(read_table(path))
+        known = {name: in_catalogue(name) for name in rows["device"].unique()}
+        # Half of the layers that a TPU's compiler merges are doubted row by row, and the rest with
+        # them may be (README of the kernel pack, trap 4); they stay, since they are what is asked.
+        good = ~rows["suspect"] & (rows["key"] != "") & (rows["latency_us"] > 0)
+        rows = rows[good & rows["device"].map(known)]
+        parts.append(rows.assign(device=rows["device"].map(lambda name: find_device(name).name)))
+    return pd.concat(parts, ignore_index=True)
+
+
+def _reader(columns: frozenset[str]) -> Callable[[pd.DataFrame, pd.DataFrame], pd.DataFrame] | None:
+    if columns & _POWER:
+        return None
+    tables = ((_ATTENTION, _attention_moe), (_NEW, _new_attention), (_LAYERS, _layers))
+    return next((read for wanted, read in tables if columns >= wanted), None)
+
+
+def _attention_moe(table: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    experts = (table["family"] == "moe").to_numpy()
+    rows["key"] = np.where(experts, "layer/experts", "batch/attention")
+    # Which of hundreds of kernels was fastest is known only once they have run.
+    rows["kernel"] = rows["method"]
+    rows["op"] = np.where(experts, rows["op"], table["family"].astype(str))
+    rows["distribution"] = _texts(table, "detail")
+    for column in BLOCKS["batch/attention"]:
+        rows[column] = _numbers(table, column)
+    for column in BLOCKS["layer/experts"]:
+        rows[column] = _numbers(table, column, 1.0 if column in ("ep", "topk") else 0.0)
+    spread: pd.Series = rows["tokens"] * rows["topk"] / np.maximum(rows["ep"], 1)
+    rows["routed"] = np.where(rows["routed"] > 0, rows["routed"], spread)
+    return rows
+
+
+def _layers(table: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    layer = table["layer"].astype(str)
+    models = [_of_model(name, _DENSE, _OTHER_DENSE) for name in _texts(table, "model")]
+    hidden, heads, groups, width = np.array(models, np.float64).reshape(-1, 4).T
+    tp = _numbers(table, "tp", 1.0)
+    tokens = _numbers(table, "tokens")
+    columns = {
+        "attn_pre_proj": ((heads + 2 * groups) * width / tp, hidden),
+        "attn_post_proj": (hidden, heads * width / tp),
+        "share_expert_up_proj": (2 * _SHARED / tp, hidden),
+        "share_expert_down_proj": (hidden, _SHARED / tp),
+        "sum:q+o+gate+up+down": ((2 * hidden + 3 * _LLAMA_INNER) / tp, hidden),
+        "sum:up+down": (np.full(len(tp), 2 * _LLAMA_INNER) / tp, hidden),
+    }
+    n, k, m = (_numbers(table, c) for c in ("n", "k", "m"))
+    for name, (wide, deep) in columns.items():
+        lacking = (layer == name).to_numpy() & (n == 0)
+        n, k = np.where(lacking, wide, n), np.where(lacking, deep, k)
+    product = (n > 0) & (k > 0)
+    rows["key"] = np.where(product, "layer/product", "layer/pass")
+    rows["op"], rows["kernel"] = layer.to_numpy(object), rows["method"]
+    # A norm is one kernel in some models and five in others, whatever its width.
+    rows["distribution"] = _texts(table, "model")
+    rows["m"], rows["n"], rows["k"] = np.where(m > 0, m, tokens), np.ceil(n), np.ceil(k)
+    wide = np.where(layer == "attn_rope", (heads + groups) * width / tp, hidden)
+    cols = _numbers(table, "cols")
+    rows["cols"] = np.ceil(np.where(cols > 0, cols, wide))
+    own = _numbers(table, "rows")
+    rows["rows"] = np.where(own > 0, own, tokens)
+    return rows
+
+
+def _new_attention(table: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    family = table["family"].astype(str)
+    scan = family.isin(["gdn", "kda", "mamba2"]).to_numpy()
+    mixed = (family == "mhc").to_numpy()
+    rows["key"] = np.where(scan, "graph/scan", np.where(mixed, "graph/streams", "graph/sparse"))
+    rows["op"] = (_texts(table, "op") + " " + _texts(table, "phase")).astype(object)
+    rows["op"] = rows["op"].where(rows["key"] != "graph/sparse", family + " " + rows["op"])
+    rows["kernel"] = _texts(table, "kernel")
+    formats = (_texts(table, "gemm_dtype") + " " + _texts(table, "score_mode")).astype(object)
+    rows["distribution"] = pd.Series(formats).str.strip().to_numpy(object)
+    models = [_of_model(name, _SPARSE, _OTHER_SPARSE) for name in _texts(table, "model")]
+    parts = np.array(models, np.float64).reshape(-1, 6)
+    names = ("latent", "index_heads", "chosen", "window", "shared_weights", "head_weights")
+    for place, name in enumerate(names):
+        rows[name] = parts[:, place]
+    _only_stages(rows, family.to_numpy(object))
+    heads = _numbers(table, "num_heads")
+    rows["batch"] = _numbers(table, "batch", 1.0)
+    rows["heads"], rows["q_len"] = heads, _numbers(table, "q_len")
+    rows["kv_history"] = _numbers(table, "kv_history")
+    rows["ratio"] = _numbers(table, "compress_ratio", 1.0)
+    # MiniMax-M3 shares keys among 16 query heads, the others among all of a rank.
+    rows["groups"] = np.where(family == "msa", np.maximum(heads / 16, 1), 1.0).round()
+    mamba = (family == "mamba2").to_numpy()
+    for column, own, other in (
+        ("key_heads", "num_k_heads", "n_groups"),
+        ("key_dim", "head_k_dim", "d_state"),
+        ("value_heads", "num_v_heads", "num_heads"),
+        ("value_dim", "head_v_dim", "head_dim"),
+    ):
+        rows[column] = np.where(mamba, _numbers(table, other), _numbers(table, own))
+    tokens, length = _numbers(table, "num_tokens"), _numbers(table, "seq_len")
+    rows["seq_len"] = np.where(length > 0, length, np.ceil(tokens / rows["batch"]))
+    rows["chunk"] = _numbers(table, "chunk_size")
+    rows["rows"], rows["cols"] = tokens, _numbers(table, "hidden")
+    rows["copies"] = _numbers(table, "hc_mult", 1.0)
+    return rows
+
+
+def _only_stages(rows: pd.DataFrame, family: np.ndarray) -> None:
+    """Leave out of single kernels what they do not compute; HCA has no indexer."""
+    op = rows["op"].astype(str).to_numpy(object)
+    says = [
+        ("logits" in f, "attn" in f, "skip_indexer" in o) for f, o in zip(family, op, strict=True)
+    ]
+    logits, attends, skips = np.array(says, bool).reshape(-1, 3).T
+    unprojected = logits | attends
+    dense = np.array(["hca" in f for f in family], bool)
+    rows.loc[unprojected, ["shared_weights", "head_weights"]] = 0.0
+    rows.loc[attends | skips | dense, "index_heads"] = 0.0
+    rows.loc[logits, "chosen"] = 0.0
+    # Every compressed key is seen: more than any history has.
+    rows.loc[dense, "chosen"] = 2.0**30
+
+
+def _of_model(
+    name: str, table: Mapping[str, tuple[int, ...]], other: tuple[int, ...]
+) -> tuple[int, ...]:
+    lower = name.lower()
+    return next((sizes for part, sizes in table.items() if part in lower), other)
+
+
+def _texts(table: pd.DataFrame, column: str) -> np.ndarray:
+    if column not in table:
+        return np.full(len(table), "", object)
+    return table[column].astype(object).fillna("").astype(str).to_numpy(object)
+
+
+def _numbers(table: pd.DataFrame, column: str, default: float = 0.0) -> np.ndarray:
+    """A column's numbers, float64, with ``default`` where there is none."""
+    if column not in table:
+        return np.full(len(table), default)
+    return pd.to_numeric(table[column]).to_numpy(np.float64, na_value=default)

@@ -1,0 +1,386 @@
+"""Physics of whole layers, mixed batches and new kinds of attention: stages that follow each other.
+
+These operators are several kernels, or one kernel over unlike sequences. Each becomes a few stages
+with matrix work, bytes and a serial part; a stage takes the soft maximum of the three, and stages
+add up to a fixed cost. What libraries make of that is learned (docs/operators.md). No feature names
+a vendor: work is taken per core, per cache and per cycle, so GPUs and TPUs share one model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from .attention import ROWS, visible_pairs
+from .columns import Machine, OpTable
+from .flops import attention_flops
+from .physics import (
+    Physics,
+    combine,
+    fill,
+    least_seconds,
+    log2,
+    quantised,
+    resident_share,
+    stream_seconds,
+)
+
+#: Words that tell libraries, kernels and methods of measurement apart, by the column that they are
+#: looked for in; each is a flag. Names are those of the kernel pack's tables.
+WORDS: dict[str, tuple[str, ...]] = {
+    "op": (
+        *("context", "generation", "verify", "skip_indexer", "csa", "hca", "dsa", "msa", "logits"),
+        *("attn", "gdn", "kda", "mamba2", "pre", "post", "norm", "rope", "rotary", "act", "emb"),
+        *("sampler", "lm_head", "down", "up", "expert", "gate", "q_proj", "k_proj", "v_proj"),
+        *("o_proj", "qkv", "sum", "grouped", "fused", "mixed", "decode", "prefill", "share"),
+    ),
+    "backend": (
+        *("sglang", "trtllm", "vllm", "aiter", "flashinfer", "flash-attn2", "torch", "xla"),
+        *("vllm_fused", "unnamed"),
+    ),
+    "kernel": (
+        *("kernel_mean3", "kernel_mean30", "kernel_median30", "cuda_event", "device_trace"),
+        *("tuned_min", "prefill_hot", "fa3", "flashmla", "sparse", "triton", "deep_gemm"),
+        *("tilelang", "torch", "splitk", "nosplit", "fma", "flashinfer", "packed", "fused"),
+        *("conv1d", "update", "chunk", "recurrent", "flashkda", "radix", "split"),
+    ),
+    "kv_dtype": ("fp8",),
+    "distribution": (
+        *("fp8_block", "nvfp4", "bf16", "varlen", "snapshots", "per_1x128", "per_token"),
+        *("per_tensor", "gelu", "1: 1", "llama", "phi", "mixtral", "qwen", "step"),
+    ),
+}
+#: Methods whose time holds the host's launches, and seconds of one: engineering estimate.
+HOST, HOST_S = "cuda_event", 15e-6
+#: Cycles of a kernel without work, as of products that are timed by kernel (gemm.py).
+KERNEL = 4500.0
+#: Kernels of a block of sparse attention with its projections, and of a layer of experts.
+#: Engineering estimates: counted in the layers of vLLM and SGLang.
+BLOCK_KERNELS, EXPERT_KERNELS = 14.0, 5.0
+#: Output tiles of products with the share of the peak that they reach, and least depth of a split
+#: of the reduction: those of grouped products (moe.py).
+TILES, SPLIT_DEPTH = ((16, 128, 0.25), (64, 128, 0.7), (128, 128, 0.9), (128, 256, 1.0)), 512
+#: Bytes that a core streams in a cycle (attention.py), and share of the matrix peak of attention's
+#: products and of the chunks of a scan.
+CORE_RATE, ATTENTION_SHARE, SCAN_SHARE = 16.0, 0.6, 0.25
+#: Query rows of a block of kernels that do not split the keys: read off mixed batches of RTX PRO
+#: 6000 (split `train`), whose time does not depend on how many of 64 rows are used.
+UNSPLIT_ROWS = 64.0
+#: Vector operations that pass in the time of one exponential: 16 special-function lanes beside 128
+#: lanes of two operations (CUDA C++ Programming Guide); taken for TPUs, too.
+EXPONENTIAL = 16.0
+#: Width of an indexer's key (DeepSeek-V3.2, 2025), and cycles of one step of a scan from chunk to
+#: chunk. The latter is an engineering estimate.
+INDEX_WIDTH, CHUNK_STEP = 128.0, 3000.0
+#: Bytes that a core moves in a cycle in a causal convolution: 8.9 on H100 and H200 alike, read off
+#: rows of split `train`.
+CONV_RATE = 8.9
+DTYPES = ("bf16", "fp16", "fp8", "fp8_block", "int8")
+
+
+class _Stage(NamedTuple):
+    """One stage of ``n`` operators, ``(n,)`` each: FLOPs, bytes, seconds of tiles and of a chain.
+
+    ``serial`` is the time of work that nothing else can hide, such as one block's own stream.
+    """
+
+    flops: np.ndarray
+    moved: np.ndarray
+    tiles: np.ndarray
+    serial: np.ndarray
+
+
+def _staged(
+    table: OpTable,
+    stages: list[_Stage],
+    kernels: float | np.ndarray,
+    waves: np.ndarray,
+    sizes: dict[str, np.ndarray],
+    keys: tuple[str, ...],
+) -> Physics:
+    """Add up stages; ``sizes`` become features by their logarithms."""
+    mc, peak = table.machine(), table.matrix_peak()
+    flops, moved, tiles, serial = (np.asarray(sum(parts)) for parts in zip(*stages, strict=True))
+    resident = resident_share(moved, mc.cache, 1.1, 0.3)
+    memory = stream_seconds(moved, resident, mc)
+    floor = kernels * np.where(table.says("kernel", HOST), HOST_S, KERNEL / mc.clock)
+    # Stages follow each other, so that limits of different ones add up.
+    busy = [combine(s.tiles, stream_seconds(s.moved, resident, mc), s.serial) for s in stages]
+    base = floor + np.asarray(sum(busy))
+    compute, least = flops / peak, least_seconds(moved, resident, mc)
+    features = {
+        f"{column}_{word}": table.says(column, word) * 1.0
+        for column, words in WORDS.items()
+        for word in words
+    }
+    features |= {f"dtype_{name}": table.is_("dtype", name) * 1.0 for name in DTYPES}
+    features |= {
+        "log_tiles_base": log2(tiles / base),
+        "log_memory_base": log2(memory / base),
+        "log_serial_base": log2(serial / base),
+        "log_compute_base": log2(compute / base),
+        "floor_base": floor / base,
+        "log_cycles": log2(base * mc.clock),
+        "log_intensity": np.clip(log2(compute / memory), -20, 12),
+        "log_waves": log2(waves / mc.cores),
+        "wave_fill": fill(waves / mc.cores),
+        "resident": resident,
+        "log_footprint_cache": np.clip(log2(moved / mc.cache), -12, 12),
+        # Balance of the chip: matrix work for each byte, and bytes for each cycle of a core.
+        "log_ridge": log2(peak / mc.bandwidth),
+        "log_core_bandwidth": log2(mc.bandwidth / mc.cores / mc.clock),
+        "log_core_peak": log2(peak / mc.cores / mc.clock),
+    }
+    features |= {f"log_{name}": log2(1 + value) for name, value in sizes.items()}
+    features |= {
+        f"share_{place}": busy[place] / base for place in range(len(stages) if stages[1:] else 0)
+    }
+    return Physics(
+        base,
+        np.minimum(np.maximum(compute, least), base),
+        compute > least,
+        floor,
+        flops,
+        moved,
+        features,
+        specific=("log_ridge", "log_core_bandwidth", "log_core_peak"),
+        keys=("log_tiles_base", "log_memory_base", "floor_base", *(f"log_{k}" for k in keys)),
+    )
+
+
+def _grouped(
+    groups: np.ndarray, m: np.ndarray, n: np.ndarray, k: np.ndarray, table: OpTable, mc: Machine
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return seconds and tiles of ``groups`` products ``(m, k) × (k, n)`` by the best tile."""
+    rate = table.matrix_peak() / mc.cores
+    best, tiles = np.full(len(m), np.inf), np.ones(len(m))
+    for rows, columns, share in TILES:
+        count = groups * np.ceil(m / rows) * np.ceil(n / columns)
+        own = count / mc.cores
+        split = np.clip(np.floor(1 / np.maximum(own, 1e-9)), 1, np.maximum(1, k / SPLIT_DEPTH))
+        runs = np.where(own < 1, 1 / split, quantised(own))
+        seconds = runs * rows * columns * k * 2 / rate / share
+        tiles = np.where(seconds < best, count, tiles)
+        best = np.minimum(best, seconds)
+    return best, tiles
+
+
+def _product(table: OpTable) -> Physics:
+    """Estimate ``m`` tokens through a layer of ``n × k`` weights."""
+    m, n, k = table.numbers("m", "n", "k")
+    mc, none = table.machine(), np.zeros(len(table))
+    seconds, tiles = _grouped(np.ones(len(m)), m, n, k, table, mc)
+    moved = n * k * table.weight_bytes + m * k * table.activation_bytes + m * n * 2
+    stage = _Stage(2 * m * n * k, moved, seconds, none)
+    return _staged(table, [stage], 1.0, tiles, {"m": m, "n": n, "k": k}, ("m", "n", "k"))
+
+
+def _pass(table: OpTable) -> Physics:
+    """Estimate a pass that reads and writes ``rows × cols`` 16-bit elements once."""
+    rows, cols = table.numbers("rows", "cols")
+    mc, none = table.machine(), np.zeros(len(table))
+    stage = _Stage(none, rows * cols * 4, rows * cols * 4 / mc.vector, none)
+    return _staged(table, [stage], 1.0, rows, {"rows": rows, "cols": cols}, ("rows", "cols"))
+
+
+def _streams(table: OpTable) -> Physics:
+    """Estimate hyper-connections: ``copies`` residual streams of ``cols`` mixed for each row."""
+    rows, cols, copies = table.numbers("rows", "cols", "copies")
+    mc, none = table.machine(), np.zeros(len(table))
+    # Copies in, their mix out, and a small product that gives the weights of the mix.
+    width = copies * (copies + 2)
+    seconds, _ = _grouped(np.ones(len(rows)), rows, width, copies * cols, table, mc)
+    moved = rows * cols * (2 * copies + 2) * 2 + copies * cols * width * 4
+    stage = _Stage(2 * rows * width * copies * cols, moved, seconds, none)
+    return _staged(table, [stage], 2.0, rows, {"rows": rows, "cols": cols}, ("rows", "cols"))
+
+
+def _experts(table: OpTable) -> Physics:
+    """Estimate gated experts of one rank: ``routed`` rows over ``experts / ep`` of width inter."""
+    tokens, hidden, inter, topk, experts, ep, rows = table.numbers(
+        "tokens", "hidden", "inter", "topk", "experts", "ep", "routed"
+    )
+    mc, none = table.machine(), np.zeros(len(table))
+    local = np.maximum(experts / ep, 1)
+    # Experts that get a row when rows fall on them at random.
+    active = np.maximum(local * -np.expm1(-rows / local), np.minimum(rows, 1))
+    depth = np.ceil(rows / active)
+    up, tiles = _grouped(active, depth, 2 * inter, hidden, table, mc)
+    down, _ = _grouped(active, depth, hidden, inter, table, mc)
+    streams = rows * (hidden * 4 + inter * 6) + tokens * hidden * 4
+    moved = active * 3 * hidden * inter * table.weight_bytes + streams
+    stage = _Stage(6 * rows * hidden * inter, moved, up + down, none)
+    sizes = {"tokens": tokens, "hidden": hidden, "inter": inter, "topk": topk, "local": local}
+    sizes |= {"depth": depth, "active": active, "routed": rows}
+    return _staged(
+        table, [stage], EXPERT_KERNELS, tiles, sizes, ("depth", "active", "hidden", "inter")
+    )
+
+
+def _batch(table: OpTable) -> Physics:
+    """Estimate one call over prefill chunks and decodes of two lengths, heads of one rank."""
+    heads, groups, width, batch, q_len, older, n, kv, n_big, kv_big = table.numbers(
+        *("q_heads", "kv_heads", "head_dim", "batch", "q_len", "kv_prefill"),
+        *("n_decode", "kv_decode", "n_decode_big", "kv_decode_big"),
+    )
+    mc, peak = table.machine(), table.matrix_peak()
+    prefill = batch * visible_pairs(q_len, q_len + older, np.zeros(len(q_len)))
+    kv, kv_big = np.where(n > 0, kv + 1, 0), np.where(n_big > 0, kv_big + 1, 0)
+    decoded = n * kv + n_big * kv_big
+    one = 2 * width * table.weight_bytes
+    flops = [attention_flops(1.0, heads, pairs, 2 * width) for pairs in (prefill, decoded)]
+    bytes_ = [
+        batch * ((older + q_len) * groups * one + 2 * q_len * heads * width * 2),
+        decoded * groups * one + 2 * (n + n_big) * heads * width * 2,
+    ]
+    # Seconds of a core for a query row and a key: products, and an exponential.
+    pair = 4 * width / (peak / mc.cores) / ATTENTION_SHARE + EXPONENTIAL * mc.cores / mc.vector
+    seen = np.where(q_len > 0, prefill / np.maximum(batch * q_len, 1) + ROWS / 2, 0)
+    blocks = batch * heads * np.ceil(q_len / ROWS)
+    tiles = np.maximum(quantised(blocks / mc.cores, 0.5), 1.0) * ROWS * seen * pair
+    longest = np.maximum(np.where(q_len > 0, older + q_len, 0), np.maximum(kv, kv_big))
+    # As many bytes in a cycle as attention.py lets a core stream.
+    rate = np.maximum(CORE_RATE, 1.5 * mc.bandwidth / mc.cores / mc.clock)
+    streamed = decoded * groups * one / rate / mc.clock / mc.cores
+    parted = [
+        _Stage(flops[0], bytes_[0], tiles, 0 * tiles),
+        _Stage(flops[1], bytes_[1], flops[1] / peak / 0.2, streamed),
+    ]
+    # A kernel for sequences of any length gives a block of rows to each head of each sequence, a
+    # decode's single row too, and does not split the keys: the longest sequence lasts as long as a
+    # core takes for it (Dao, FlashAttention-2, 2023, section 3.2).
+    rows = batch * heads * np.ceil(q_len / UNSPLIT_ROWS)
+    count = rows + (n + n_big) * heads
+    keys = rows * (older + q_len / 2) + heads * decoded
+    step = UNSPLIT_ROWS * pair
+    waves = quantised(count / mc.cores, 0.5) * keys / np.maximum(count, 1) * step
+    unsplit = table.is_("backend", "vllm") | table.is_("backend", "flash-attn2")
+    whole = [
+        _Stage(flops[0] + flops[1], bytes_[0] + bytes_[1], waves, longest * step),
+        _Stage(*[0 * tiles] * 4),
+    ]
+    stages = [
+        _Stage(*(np.where(unsplit, w, p) for w, p in zip(ours, theirs, strict=True)))
+        for ours, theirs in zip(whole, parted, strict=True)
+    ]
+    sizes = {
+        "heads": heads, "groups": groups, "repeat": heads / groups, "width": width,
+        "q_len": q_len, "older": older, "prefill": prefill, "decodes": n, "kv": kv,
+        "big": n_big, "kv_big": kv_big, "decoded": decoded, "streams": (n + n_big) * groups,
+        "longest": longest, "chunks": batch, "own_blocks": count / mc.cores,
+        "own_keys": keys / mc.cores,
+    }  # fmt: skip
+    return _staged(table, stages, 2.0, count, sizes, ("q_len", "kv", "decodes", "heads"))
+
+
+def _sparse(table: OpTable) -> Physics:
+    """Estimate projections, an indexer over compressed keys, and attention to those chosen."""
+    batch, heads, q_len, older, ratio, latent, groups, index, chosen, window, shared, each = (
+        table.numbers(
+            *("batch", "heads", "q_len", "kv_history", "ratio", "latent", "groups"),
+            *("index_heads", "chosen", "window", "shared_weights", "head_weights"),
+        )
+    )
+    mc, peak, none = table.machine(), table.matrix_peak(), np.zeros(len(table))
+    tokens, ratio = batch * q_len, np.maximum(ratio, 1)
+    weights = shared + heads * each
+    narrow = table.mapped("distribution", {"fp8_block": 1.0, "nvfp4": 0.56}, 2.0)
+    # Projections as one product of the same weights, 4096 deep.
+    deep = np.full(len(tokens), 4096.0)
+    seconds, tiles = _grouped(np.ones(len(tokens)), tokens, weights / deep, deep, table, mc)
+    first = _Stage(
+        2 * tokens * weights,
+        np.where(weights > 0, weights * narrow + tokens * 4096 * 8, 0),
+        np.where(weights > 0, seconds, 0),
+        none,
+    )
+    pairs = batch * visible_pairs(q_len, q_len + older, none) / ratio
+    logits = np.where(index > 0, pairs, 0)
+    scored = 2 * logits * index * INDEX_WIDTH
+    kv = (older + q_len) / ratio
+    # Scores are written in f32 and read by the choice of the largest.
+    second = _Stage(
+        scored,
+        np.where(index > 0, batch * kv * INDEX_WIDTH + logits * 8, 0),
+        scored / (2 * peak) / ATTENTION_SHARE,
+        none,
+    )
+    mean = pairs / np.maximum(tokens, 1)
+    seen = np.where(chosen > 0, np.minimum(mean, chosen) + np.minimum(window, older + q_len), 0)
+    third = _Stage(
+        attention_flops(tokens, heads, seen, 2 * latent),
+        np.where(chosen > 0, _read(table, batch, tokens, seen, kv + window, latent * groups), 0),
+        attention_flops(tokens, np.maximum(heads, 16), seen, 2 * latent) / peak / ATTENTION_SHARE,
+        none,
+    )
+    sizes = {
+        "batch": batch, "heads": heads, "q_len": q_len, "older": older, "ratio": ratio,
+        "tokens": tokens, "weights": weights, "pairs": pairs, "seen": seen, "index": index,
+        "kv": kv, "cached": batch * kv, "latent": latent, "chosen": chosen,
+        "own_tokens": tokens / mc.cores, "past_choice": mean / np.maximum(chosen, 1),
+    }  # fmt: skip
+    kernels = np.where(weights > 0, BLOCK_KERNELS, 1.0)
+    return _staged(
+        table, [first, second, third], kernels, tiles, sizes, ("q_len", "older", "heads", "batch")
+    )
+
+
+def _read(
+    table: OpTable,
+    batch: np.ndarray,
+    tokens: np.ndarray,
+    seen: np.ndarray,
+    kv: np.ndarray,
+    width: np.ndarray,
+) -> np.ndarray:
+    """Return the bytes of keys that sparse attention reads: each token its own, at most all."""
+    size = table.mapped("kv_dtype", {"fp8": 1.0}, 2.0)
+    # Tokens of one sequence choose alike, so that the cache holds what several of them read.
+    return np.asarray(np.minimum(tokens * seen, 8 * batch * np.maximum(kv, 1)) * width * size)
+
+
+def _scan(table: OpTable) -> Physics:
+    """Estimate linear attention: a causal convolution, or a scan with a state for each head."""
+    batch, length, key_heads, key, value_heads, value, chunk = table.numbers(
+        "batch", "seq_len", "key_heads", "key_dim", "value_heads", "value_dim", "chunk"
+    )
+    mc = table.machine()
+    peak, tokens = table.matrix_peak(), batch * length
+    channels = 2 * key_heads * key + value_heads * value
+    conv = table.says("kernel", "conv1d")
+    chunk = np.where(chunk > 0, np.minimum(chunk, length), np.minimum(64, length))
+    # Within a chunk: scores and their products; between chunks: states in and out (Yang et al.,
+    # Gated Delta Networks, 2024; Dao and Gu, Mamba-2, 2024).
+    per_token = chunk * (2 * key + value) + 2 * key * value
+    flops = np.where(conv, 8 * tokens * channels, 2 * tokens * value_heads * per_token)
+    state = np.where(conv, batch * channels * 8, batch * value_heads * key * value * 8)
+    inside = tokens * (channels + value_heads * value) * 2
+    blocks = np.where(conv, tokens * channels / 4096, batch * value_heads)
+    turns = np.ceil(length / chunk) * np.maximum(1, blocks / mc.cores)
+    moved = state + np.where(conv, 2 * tokens * channels * 2, 2 * inside)
+    # Chips with more bandwidth for a core than it can stream do not use all of it.
+    streamed = moved / np.where(conv, CONV_RATE, CORE_RATE) / mc.cores / mc.clock
+    steps = np.where(conv | (length == 1), 0, turns * CHUNK_STEP / mc.clock)
+    tiles = np.where(conv, flops / mc.vector, flops / peak / SCAN_SHARE)
+    stage = _Stage(flops, moved, tiles, np.maximum(steps, streamed))
+    sizes = {
+        "batch": batch, "length": length, "tokens": tokens, "channels": channels,
+        "key_heads": key_heads, "value_heads": value_heads, "value": value, "key": key,
+        "chunk": chunk, "blocks": blocks, "own_blocks": blocks / mc.cores,
+        "own_tokens": tokens / mc.cores,
+    }  # fmt: skip
+    return _staged(table, [stage], 1.0, blocks, sizes, ("batch", "length", "channels"))
+
+
+#: Physics by family.
+PHYSICS: dict[str, Callable[[OpTable], Physics]] = {
+    "layer/product": _product,
+    "layer/pass": _pass,
+    "layer/experts": _experts,
+    "batch/attention": _batch,
+    "graph/sparse": _sparse,
+    "graph/scan": _scan,
+    "graph/streams": _streams,
+}
