@@ -71,7 +71,7 @@ DEFAULTS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 }
 #: What differs for families of blocks, whose tables are smaller: fewer trees.
 BLOCK_DEFAULTS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
-    "xgboost": ({"rounds": 150, "max_depth": 8, "learning_rate": 0.15}, {"rounds": 60}),
+    "xgboost": ({"rounds": 180, "max_depth": 8, "learning_rate": 0.13}, {"rounds": 80}),
 }
 #: Most rows of such a family to learn from, and on a fold without a chip: one table is large for
 #: its mixed batches of one device alone. Engineering estimates.
