@@ -163,6 +163,21 @@ class FamilyModel:
             if own.sum() >= 10:
                 self.intervals.fit_device(name, scores[own], predicted[own])
 
+    def recalibrate(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> None:
+        """Take the ends of known devices' intervals from rows that were not learned from.
+
+        Args:
+            rows: Rows of the family, with ``latency_us``; a device with fewer than 60 of them,
+                three in each tail, keeps its ends.
+            devices: Descriptions by name.
+        """
+        known = rows[rows["device"].isin(self.devices)].reset_index(drop=True)
+        latency = self._plain(known, self.features(known, devices), devices).latency
+        scores = np.log(latency_s(known) / latency)
+        for name, own in known.groupby("device").indices.items():
+            if len(own) >= 60:
+                self.intervals.fit_device(str(name), scores[own], latency[own])
+
     def _fit_general(
         self,
         rows: pd.DataFrame,

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import xgboost as xgb
 
+from opcast.models.estimators.boosted import MANY, _predict
 from opcast.models.estimators.xgboost_trees import FEW, PATIENCE, RowTrees, SmallBatches, read_ubj
 
 
@@ -30,6 +31,12 @@ def test_sums_are_the_same_to_the_last_bit(booster, rows):
     trees = RowTrees.of(booster)
     found = np.array([trees.predict(row) for row in rows], np.float32)
     np.testing.assert_array_equal(found, expected)
+
+
+def test_many_rows_are_answered_in_their_own_order(booster, rows):
+    many = np.tile(rows, (MANY // len(rows) + 1, 1))
+    expected = booster.inplace_predict(many, validate_features=False)
+    np.testing.assert_array_equal(_predict(booster, many), expected.astype(np.float64))
 
 
 def test_few_rows_are_walked_once_that_has_been_asked_often(booster, rows):
