@@ -144,7 +144,8 @@ def _train(
     folder = keep_model(console, model_bundle, settings, model)
     if settings.track:
         run = _run_of(model, settings_of(model_bundle), metrics, table, folder)
-        run.datasets = {str(data): dataset.hash for data in settings.data}
+        tables = settings.data if settings.blocks is None else (settings.blocks,)
+        run.datasets = {str(data): content for data in tables}
         log_training(console, run, settings.register)
     return model_bundle
 
