@@ -129,7 +129,8 @@ def _op_rows(family: str, n: int, seed: int = 0) -> pd.DataFrame:
     group = FAMILIES[family]
     rows = pd.DataFrame(_SIZES[group](rng, n, name))
     dtypes = {"eager": ["fp32"], "kernel": ["fp16"]}.get(method, _DTYPES.get(group, ["bf16"]))
-    op = {"elementwise": "add", "norm": "rmsnorm", "quantize": "quantize_fp8"}.get(name, name)
+    directions = rng.choice(["fwd", "bwd_data", "bwd_weights"], n)
+    op = directions if group == "conv_nd" else _OPS.get(name, name)
     backends = ["vllm", "sglang", "trtllm"] if method == "graph" else [""]
     caches = ["", "fp8"] if group == "attention" else [""]
     loads = ["balanced", "power_law_1.2"] if group == "moe" else [""]
@@ -141,8 +142,11 @@ def _op_rows(family: str, n: int, seed: int = 0) -> pd.DataFrame:
     )  # fmt: skip
 
 
+_OPS = {"elementwise": "add", "norm": "rmsnorm", "quantize": "quantize_fp8"}
 _DTYPES = {
     "gemm": ["bf16", "fp8", "fp8_block", "nvfp4", "int8_sq", "int8_wo", "int4_wo"],
+    "conv_nd": ["fp32", "fp16", "bf16"],
+    "tuned_gemm": ["bf16", "fp8", "fp8_block", "int8", "mxfp4", "fp64", "fp32"],
     "moe": ["bf16", "fp8", "fp8_block", "nvfp4", "int4_wo", "w4a16_mxfp4", "w4a8_mxfp4_mxfp8"],
 }
 
@@ -163,6 +167,28 @@ def _convs(rng: np.random.Generator, n: int, name: str) -> dict[str, np.ndarray]
     drawn = {c: rng.choice(values, n) for c, values in choices.items()}
     sizes = {"batch": _between(rng, n, 1, 64), "insize": _between(rng, n, 7, 224)}
     return channels | drawn | sizes
+
+
+def _convs_nd(rng: np.random.Generator, n: int, name: str) -> dict[str, np.ndarray]:
+    groups, ones = rng.choice([1, 1, 4, 32], n), np.ones(n, np.int64)
+    flat = rng.random(n) < 0.7
+    deep = {c: np.where(flat, ones, rng.choice([1, 3], n)) for c in ("kd", "stride_d")}
+    channels = {c: groups * _between(rng, n, 1, 64) for c in "ck"}
+    sizes = {c: _between(rng, n, 7, 224) for c in "hw"} | {"n": _between(rng, n, 1, 64)}
+    filters = {c: rng.choice([1, 3, 5, 7], n) for c in ("kh", "kw")}
+    strides = {c: rng.choice([1, 2], n) for c in ("stride_h", "stride_w")}
+    padding = {c: rng.choice([0, 1, 3], n) for c in ("pad_h", "pad_w")}
+    holes = {c: rng.choice([1, 1, 2], n) for c in ("dil_h", "dil_w")}
+    return sizes | channels | filters | strides | padding | holes | deep | {
+        "ndim": np.where(flat, 2, 3), "d": np.where(flat, 1, _between(rng, n, 4, 32)),
+        "pad_d": 0 * ones, "dil_d": ones, "groups": groups,
+        "channels_last": rng.choice([0, 1], n),
+    }  # fmt: skip
+
+
+def _tuned(rng: np.random.Generator, n: int, name: str) -> dict[str, np.ndarray]:
+    flags = {c: rng.choice([0, 1], n) for c in ("trans_a", "trans_b", "preshuffled", "rotated")}
+    return _gemms(rng, n, name) | flags
 
 
 def _passes(rng: np.random.Generator, n: int, name: str) -> dict[str, np.ndarray]:
@@ -194,5 +220,5 @@ def _experts(rng: np.random.Generator, n: int, name: str) -> dict[str, np.ndarra
 
 _SIZES = {
     "gemm": _gemms, "conv": _convs, "pointwise": _passes, "attention": _attentions,
-    "moe": _experts,
+    "moe": _experts, "conv_nd": _convs_nd, "tuned_gemm": _tuned,
 }  # fmt: skip

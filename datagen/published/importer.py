@@ -34,7 +34,7 @@ from ...features.ir.dtypes import TABLE_FORMATS, UNQUANTISED
 from ...features.operators import FAMILIES, family_keys, op_features
 from ...features.operators.hlo import op_texts
 from ...features.operators.schema import METHODS
-from . import product_tables
+from . import conv_tables, product_tables
 from .clones import CloneFile, clone_files
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,11 @@ ROWS_PER_SHARD = 100_000
 #: Calls behind a label: the number that the publishers say they averaged over.
 REPEATS = {"neusight": 25, "vidur": 20, "aiconfigurator": 6, "xla": 10}
 #: Kind of kernel by group of families; attention is filed under products, which dominate it.
-_KIND = {"gemm": "gemm", "conv": "conv", "attention": "gemm", "moe": "custom_call"}
+_KIND = {
+    **dict.fromkeys(("gemm", "tuned_gemm", "attention"), "gemm"),
+    **dict.fromkeys(("conv", "conv_nd"), "conv"),
+    "moe": "custom_call",
+}
 #: Normalisations are reductions; every other memory-bound operator counts as a fusion.
 _KIND_OF_OP = {"softmax": "reduce", "ln": "reduce", "layernorm": "reduce", "rmsnorm": "reduce"}
 _DTYPE = {name: TABLE_FORMATS[name].weights for name in UNQUANTISED}
@@ -120,7 +124,8 @@ def _tables(folder: Path) -> tuple[int, Iterator[tuple[str, int, pd.DataFrame]]]
     cloned = clone_files(folder)
     if cloned:
         return len(cloned), _cut(cloned)
-    expected = "expected " + ", ".join((*OPERATOR_FILES, *product_tables.FILES))
+    expected = "expected "
+    expected += ", ".join((*OPERATOR_FILES, *product_tables.FILES, conv_tables.FILE))
     expected += ", or a clone of NeuSight, Vidur or "
     raise DatasetError(
         "no operator table here", where=str(folder), hint=expected + "aiconfigurator"
@@ -128,12 +133,16 @@ def _tables(folder: Path) -> tuple[int, Iterator[tuple[str, int, pd.DataFrame]]]
 
 
 def _products(folder: Path) -> list[CloneFile]:
-    """Tables of products, of which only what XLA autotuned is read."""
+    """Tables of products and of convolutions."""
     paths = [p for name in product_tables.FILES for p in sorted(folder.rglob(name))]
     tables = product_tables.training_rows(paths)
-    return [
+    products = [
         CloneFile(path, f"xla_{path.name.split('.')[0]}", partial(tables.__getitem__, path))
         for path in tables
+    ]
+    convs = sorted(folder.rglob(conv_tables.FILE))
+    return products + [
+        CloneFile(path, path.stem, partial(conv_tables.training_rows, path)) for path in convs
     ]
 
 

@@ -15,6 +15,7 @@ import pandas as pd
 from ...common.errors import DatasetError
 from ...common.parquet import read_table
 from ...features.devices.catalogue import find_device
+from ...features.operators.schema import METHODS
 
 #: Columns by which the tables are known.
 MATMUL = frozenset(("device", "dtype_lhs", "dtype_rhs", "b", "m", "n", "k"))
@@ -23,6 +24,15 @@ GEMM = frozenset(("device", "source", "method", "dtype", "dtype_detail", "b", "m
 FILES = ("matmul.csv.gz", "gemm.parquet")
 #: Operator tables' formats by XLA's type. f32 is TF32 (README of the XLA pack).
 _FORMATS = {"bf16": "bf16", "f16": "fp16", "f32": "tf32"}
+#: Family of a source's products, whatever their batch; the others' is by batch.
+_FAMILIES = {"aiter": "linear", "pipeweave": "linear", "rocBLAS": "bmm"}
+#: Source whose benchmark rotates operands beyond the caches (README of the kernel pack).
+_ROTATING = "aiter"
+#: Columns that make a product of a source.
+_SHAPE = (
+    *("source", "device", "dtype", "b", "m", "n", "k"),
+    *("trans_a", "trans_b", "preshuffled"),
+)
 #: Reason for leaving a row out of fits and judgements; see :func:`product_rows`.
 SUSPECT = "suspect"
 #: XLA's fp8 rows of H100 reach 1.3 times the data sheet's peak, most likely the median over two
@@ -65,14 +75,30 @@ def product_rows(table: pd.DataFrame) -> pd.DataFrame:
     rows["dtype"] = _formats(table) if xla else table["dtype"].astype(str).to_numpy()
     # A batch of one is a plain product to XLA and to libraries.
     rows["family"] = np.where(rows["b"] > 1, "bmm", "linear")
+    if not xla:
+        # Tables of other libraries hold one kind each.
+        rows["family"] = rows["source"].map(_FAMILIES).fillna(rows["family"])
+        rows = _with_layout(rows, table)
     rows["op"] = rows["family"]
-    if "backend" in table and not xla:
-        rows["backend"] = np.where(rows["source"] == "xla", "", table["backend"].astype(str))
     for column in ("split", "latency_us"):
         if column in table:
             rows[column] = table[column].to_numpy()
     rows["suspect"] = _suspect(table, rows)
     return rows
+
+
+def _with_layout(rows: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
+    """Add how operands lie, as the group ``tuned_gemm`` has it."""
+    layout = table["layout"].astype(str).to_numpy(object) if "layout" in table else ""
+    given = pd.Series(layout, index=rows.index)
+    # Other libraries than rocBLAS store weights by rows of their outputs.
+    transposed = given.where(given.isin(("nn", "nt", "tn", "tt")), "nt")
+    return rows.assign(
+        trans_a=(transposed.str[0] == "t").astype(int),
+        trans_b=(transposed.str[1] == "t").astype(int),
+        preshuffled=(given == "preshuffled").astype(int),
+        rotated=(rows["source"] == _ROTATING).astype(int),
+    )
 
 
 def _numbers(table: pd.DataFrame) -> np.ndarray:
@@ -98,10 +124,10 @@ def _suspect(table: pd.DataFrame, rows: pd.DataFrame) -> np.ndarray:
 
 
 def training_rows(paths: Iterable[Path]) -> dict[Path, pd.DataFrame]:
-    """Rows of XLA's products that a model may learn from, by file.
+    """Rows of products that a model may learn from, by file.
 
-    Suspect rows are left out, and rows of the kernel pack on devices of XLA's own table, which they
-    repeat with other splits. Other sources of the kernel pack are not learned from.
+    Suspect rows are left out, and XLA's rows in the kernel pack on devices of XLA's own table,
+    which they repeat with other splits. Sources without a method are not learned from.
 
     Raises:
         DatasetError: A file cannot be read, or is no table of products.
@@ -115,15 +141,14 @@ def training_rows(paths: Iterable[Path]) -> dict[Path, pd.DataFrame]:
         rows = product_rows(table)
         # f32 results of bf16 operands have no parameter of their own.
         wide = table["out_dtype"].eq("fp32") if "out_dtype" in table else rows["suspect"] & False
-        rows = rows[
-            rows["source"].eq("xla") & ~rows["suspect"] & ~(wide & rows["dtype"].eq("bf16"))
-        ]
+        wide &= rows["dtype"].eq("bf16") & rows["source"].eq("xla")
+        rows = rows[rows["source"].isin(list(METHODS)) & ~rows["suspect"] & ~wide]
         rows = rows.assign(device=rows["device"].map(lambda name: find_device(str(name)).name))
         if path.name == FILES[0]:
             rows = rows.assign(id="X" + rows["id"])
             own |= set(rows["device"])
         else:
-            rows = rows[~rows["device"].isin(own)]
+            rows = rows[~(rows["source"].eq("xla") & rows["device"].isin(own))]
         found[path] = _merged(rows.drop(columns="suspect"))
     return found
 
@@ -133,6 +158,6 @@ def _merged(rows: pd.DataFrame) -> pd.DataFrame:
 
     Repeats on both sides of a split would make intervals too narrow.
     """
-    shape = ["device", "dtype", "b", "m", "n", "k"]
+    shape = [c for c in _SHAPE if c in rows]
     median = rows.groupby(shape)["latency_us"].transform("median")
     return rows.assign(latency_us=median).drop_duplicates(shape).reset_index(drop=True)

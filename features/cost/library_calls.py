@@ -31,7 +31,10 @@ _GEMM = re.compile(r"cublas\$(?:gemm|lt\$)|onednn\$matmul|triton\$gemm|Matmul|Ma
 #: Such as ``__cudnn$convForward``.
 _CONV = re.compile(r"(?:cudnn|onednn)\$conv|DnnConv")
 #: Attention and experts of published tables; their quantised products are counted as GEMMs.
-_PUBLISHED = ("opcast.op.attention", "opcast.op.moe")
+_PUBLISHED = (
+    *("opcast.op.attention", "opcast.op.moe"),
+    *("opcast.op.convolution_gradient", "opcast.op.tuned_gemm"),
+)
 #: Sorts by CUB: n · ⌈log2 n⌉ comparisons, as every sort counts.
 _SORT = re.compile(r"cub\$DeviceRadixSort|cub_sort")
 #: Mean, variance, subtraction, scaling by deviation, scale and shift: about eight an element.

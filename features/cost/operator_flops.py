@@ -1,4 +1,4 @@
-"""FLOPs of operators that no HLO op expresses: fused attention and mixtures of experts."""
+"""FLOPs of operators that no HLO op expresses: fused attention, experts, gradients, products."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from typing import Any
 def op_flops(params: Mapping[str, Any]) -> float:
     """Count the FLOPs of one execution from what :func:`read_op` gives; 0 for other operators.
 
-    Attention counts two products over the visible pairs of queries and keys, experts their two or
-    three matrices over every routed row.
+    Products count two for each pair of operands, gradients of convolutions as many as the
+    convolution itself, padding included. Attention counts two products over the visible pairs of
+    queries and keys, experts their two or three matrices over every routed row.
     """
+    if "trans_a" in params:
+        return float(2 * params["b"] * params["m"] * params["n"] * params["k"])
+    if "stride_h" in params:
+        return _convolution(params)
     if "head_dim" in params:
         return _attention(params)
     if "topk" in params:
@@ -34,3 +39,14 @@ def _attention(params: Mapping[str, Any]) -> float:
         pairs = q_len * min(kv_len, reach)
     width = params["head_dim"] + params["v_head_dim"]
     return float(2 * params["batch"] * params["q_heads"] * pairs * width)
+
+
+def _convolution(params: Mapping[str, Any]) -> float:
+    taps, places = 1, 1
+    for axis in "dhw":
+        reach = (params[f"k{axis}"] - 1) * params[f"dil_{axis}"] + 1
+        inside = params[axis] + 2 * params[f"pad_{axis}"]
+        places *= max((inside - reach) // params[f"stride_{axis}"] + 1, 1)
+        taps *= params[f"k{axis}"]
+    pairs = params["c"] * params["k"] / params["groups"]
+    return float(2 * params["n"] * places * taps * pairs)

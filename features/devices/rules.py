@@ -86,6 +86,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "blackwell": Architecture(48.0, brain=2.0, double=0.5, f32_joules=_NM4),
     "blackwell-ultra": Architecture(48.0, brain=2.0, double=1 / 64, f32_joules=_NM4),
     "blackwell-gb20x": Architecture(20.0, half=1.0, integer=1.0, double=1 / 64, f32_joules=_NM4),
+    # Vega 20: 16 channels of 64 bytes a clock on 60 units, f64 at half the rate of f32; no bf16.
+    "vega20": Architecture(17.0, integer=1.0, double=0.5, floor_us=3.0, gap_us=2.0),
     # 16 channels of 128 bytes a clock, on 120 and on 104 compute units.
     "cdna": Architecture(17.0, integer=1.0, double=0.5, floor_us=3.0, gap_us=2.0, f32_joules=_NM7),
     "cdna2": Architecture(20.0, integer=1.0, double=1.0, floor_us=3.0, gap_us=2.0),
@@ -282,9 +284,10 @@ def _wide(name: str, bits: int, listed: Values) -> float:
 #: Where :data:`CAPABILITIES` comes from.
 SOURCE = "CUDA C++ programming guide, technical specifications by compute capability, from memory"
 #: Nearest NVIDIA architecture to AMD's: HBM, a large L2 and bf16 in the matrix unit, as an A100;
-#: packed f16 and s8 but no bf16 on RDNA 2, as Turing. XLA's compiler for AMD does not run without
-#: the device (docs/lowering.md).
+#: packed f16 and s8 but no bf16 on Vega 20 and RDNA 2, as Turing. XLA's compiler for AMD does not
+#: run without the device (docs/lowering.md).
 NEAREST = {
+    "gfx906": "sm_75",
     "gfx908": "sm_80",
     "gfx90a": "sm_80",
     "gfx942": "sm_80",

@@ -123,6 +123,10 @@ class OpTable:
         """Return the dense FLOP/s of each row's dtype on its device, by its data sheet."""
         return self._rates(lambda device, dtype: device.matrix_peak(dtype))
 
+    def vector_peak(self) -> np.ndarray:
+        """Return the element-wise FLOP/s of each row's dtype on its device."""
+        return self._rates(lambda device, dtype: device.vector_peak(dtype))
+
     def power_rate(self) -> np.ndarray:
         """Return the FLOP/s that the power limit feeds; infinite where that is not known."""
         # Energies are known for FP32 operations alone (`_NM16` … in devices/rules.py).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .columns import OpTable
-from .gemm import EAGER_FLOOR_S, _tiles, _waves
+from .gemm import EAGER_FLOOR_S, _waves, tile_seconds
 from .physics import (
     Physics,
     combine,
@@ -33,7 +33,7 @@ def conv(table: OpTable) -> Physics:
     one = np.ones(len(m))
     # All published convolutions are in fp32, four bytes an element.
     moved = 4 * (batch * cin * inside**2 + cin * cout * size**2 + m * n)
-    t_tiles, waves, tile_use = _tiles(one, m, n, k, peak, mc)
+    t_tiles, waves, tile_use = tile_seconds(one, m, n, k, peak, mc)
     t_compute = 2 * m * n * k / peak
     winograd = (size == 3) & (stride == 1)
     # F(2 × 2, 3 × 3) saves 2.25 times the products, but its transforms cost vector work, and

@@ -18,10 +18,12 @@ from .columns import OpTable
 from .conv import conv
 from .gemm import gemm
 from .hlo import op_texts
+from .library_conv import library_conv
 from .moe import moe
 from .physics import Physics
 from .pointwise import pointwise
 from .schema import BLOCKS, FAMILIES, parameters_of
+from .tuned_gemm import tuned_gemm
 
 #: Raised whenever the meaning or the set of a family's features changes.
 OPS_VERSION = 1
@@ -30,6 +32,8 @@ OPS_VERSION = 1
 _PHYSICS: dict[str, Callable[[OpTable], Physics]] = {
     "gemm": gemm,
     "conv": conv,
+    "conv_nd": library_conv,
+    "tuned_gemm": tuned_gemm,
     "pointwise": pointwise,
     "attention": attention,
     "moe": moe,
@@ -129,7 +133,12 @@ def op_features(
 
 #: Parameters that may be missing, and those that may be zero.
 _OPTIONAL = frozenset(("n_in",))
-_MAY_BE_ZERO = frozenset(("window", "causal", "pad"))
+_MAY_BE_ZERO = frozenset(
+    (
+        *("window", "causal", "pad", "pad_d", "pad_h", "pad_w", "channels_last"),
+        *("trans_a", "trans_b", "preshuffled", "rotated"),
+    )
+)
 
 
 def _check(table: OpTable, frame: pd.DataFrame) -> None:

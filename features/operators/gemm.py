@@ -94,7 +94,7 @@ def gemm(table: OpTable) -> Physics:
     if autotuned:
         t_tiles, waves, tile_use = autotuned_tiles(table, (b, m, n, k), peak, mc)
     else:
-        t_tiles, waves, tile_use = _tiles(b, m, n, k, peak, mc)
+        t_tiles, waves, tile_use = tile_seconds(b, m, n, k, peak, mc)
     # Apart from the tiles: what stalls a kernel at its boost clock (tiles, latencies) leaves power
     # unused, so a chip at its power limit is not slower by both, but by the larger one. XLA's tool
     # times single kernels, too short for the limit.
@@ -214,7 +214,7 @@ def _residence(
     return np.where(copies == 1, same, rotating), footprint, copies
 
 
-def _tiles(
+def tile_seconds(
     b: np.ndarray, m: np.ndarray, n: np.ndarray, k: np.ndarray, peak: np.ndarray, mc: Machine
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the time of the fastest tiling in seconds, its waves, and the used share of its tiles.

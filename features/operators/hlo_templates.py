@@ -9,7 +9,7 @@ Texts identify samples by their hash: a change to a template makes stored sample
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...common.errors import DatasetError
 from ..ir.dtypes import TABLE_FORMATS, UNQUANTISED
@@ -99,6 +99,77 @@ def _conv(row: Row, config: str) -> str:
         f"window={{{window}}}\n"
     )
     return _module(types, inner, result, "kCustom", config, "")
+
+
+def _conv_nd(row: Row, config: str) -> str:
+    """Write a convolution in one to three dimensions; gradients are custom calls.
+
+    A gradient is a convolution of a dilated or transposed array, of which libraries compute what
+    meets data only.
+    """
+    axes = "dhw"[3 - int(row["ndim"]) :]
+    sizes = {a: _along(row, a) for a in axes}
+    kind, groups = TABLE_FORMATS[row["dtype"]].weights, int(row["groups"])
+    n, c, k = (int(row[name]) for name in ("n", "c", "k"))
+    last = bool(row["channels_last"])
+
+    def image(channels: int, places: list[int]) -> str:
+        inner = [*places, channels] if last else [channels, *places]
+        return f"{kind}[{','.join(map(str, [n, *inner]))}]"
+
+    x = image(c, [int(row[a]) for a in axes])
+    y = image(k, [size.out for size in sizes.values()])
+    taps = ",".join(str(size.taps) for size in sizes.values())
+    w = f"{kind}[{k},{c // groups},{taps}]"
+    if row["op"] != "fwd":
+        types, result = ([y, w], x) if row["op"] == "bwd_data" else ([x, y], w)
+        return _call(types, result, f"{TARGET}.convolution_gradient", config)
+    window = f"size={'x'.join(str(size.taps) for size in sizes.values())}"
+    for name, values, usual in (
+        ("stride", [str(size.stride) for size in sizes.values()], "1"),
+        ("pad", [f"{size.pad}_{size.pad}" for size in sizes.values()], "0_0"),
+        ("rhs_dilate", [str(size.hole) for size in sizes.values()], "1"),
+    ):
+        # The printer leaves out what is usual, and texts have to be canonical.
+        if set(values) != {usual}:
+            window += f" {name}={'x'.join(values)}"
+    places = "012"[: len(axes)]
+    lies = f"b{places}f" if last else f"bf{places}"
+    group = f", feature_group_count={groups}" if groups > 1 else ""
+    inner = (
+        f"  ROOT v2 = {y} convolution(v0, v1), dim_labels={lies}_oi{places}->{lies}{group}, "
+        f"window={{{window}}}\n"
+    )
+    return _module([x, w], inner, y, "kCustom", config, "")
+
+
+class _Along(NamedTuple):
+    """One dimension of a convolution: places of the result, taps, stride, padding, dilation."""
+
+    out: int
+    taps: int
+    stride: int
+    pad: int
+    hole: int
+
+
+def _along(row: Row, axis: str) -> _Along:
+    taps, stride, pad, hole = (int(row[f"{c}{axis}"]) for c in ("k", "stride_", "pad_", "dil_"))
+    reach = (taps - 1) * hole + 1
+    out = max((int(row[axis]) + 2 * pad - reach) // stride + 1, 1)
+    return _Along(out, taps, stride, pad, hole)
+
+
+def _tuned_gemm(row: Row, config: str) -> str:
+    """Write a product whose operands are both in their format already."""
+    form, out = TABLE_FORMATS[row["dtype"]], row["dtype"] if row["dtype"] in UNQUANTISED else "bf16"
+    b, m, n, k = (int(row[c]) for c in ("b", "m", "n", "k"))
+    batch = f"{b}," if b > 1 else ""
+    left = f"{k},{m}" if row["trans_a"] else f"{m},{k}"
+    right = f"{n},{k}" if row["trans_b"] else f"{k},{n}"
+    types = [f"{form.weights}[{batch}{left}]", f"{form.weights}[{batch}{right}]"]
+    result = f"{TABLE_FORMATS[out].weights}[{batch}{m},{n}]"
+    return _call(types, result, f"{TARGET}.tuned_gemm", config)
 
 
 def _pointwise(row: Row, config: str) -> str:
@@ -298,6 +369,8 @@ def _moe(row: Row, config: str) -> str:
 TEMPLATES: dict[str, Callable[[Row, str], str]] = {
     "gemm": _gemm,
     "conv": _conv,
+    "conv_nd": _conv_nd,
+    "tuned_gemm": _tuned_gemm,
     "pointwise": _pointwise,
     "attention": _attention,
     "moe": _moe,

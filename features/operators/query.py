@@ -9,6 +9,7 @@ import numpy as np
 
 from ...common.errors import ProgramError
 from ..ir.dtypes import NUMPY_NAMES, TABLE_FORMATS, UNQUANTISED
+from .library_conv import DIRECTIONS
 from .physics import BACKENDS
 from .schema import FAMILIES, NAMES, PARAMETERS
 
@@ -27,6 +28,26 @@ _DTYPES = {
 _DEFAULTS: dict[str, dict[str, int | str]] = {
     "gemm": {"b": 1},
     "conv": {"stride": 1, "pad": 0},
+    "conv_nd": {
+        "ndim": 2,
+        "d": 1,
+        "kd": 1,
+        "stride_d": 1,
+        "pad_d": 0,
+        "dil_d": 1,
+        "dil_h": 1,
+        "w": "h",
+        "kw": "kh",
+        "stride_h": 1,
+        "pad_h": 0,
+        "groups": 1,
+        "channels_last": 0,
+        "stride_w": "stride_h",
+        "pad_w": "pad_h",
+        "dil_w": "dil_h",
+    },
+    # As serving calls it: weights by rows of outputs, and none of them left in a cache.
+    "tuned_gemm": {"b": 1, "trans_a": 0, "trans_b": 1, "preshuffled": 0, "rotated": 1},
     "pointwise": {},
     "attention": {
         "window": 0,
@@ -40,7 +61,12 @@ _DEFAULTS: dict[str, dict[str, int | str]] = {
 _SEVERAL = {"eager/elementwise", "kernel/elementwise", "kernel/norm"}
 _OPTIONAL = frozenset(("n_in",))
 #: Parameters that may be zero, and the largest that any may be: beyond it, sizes overflow.
-_MAY_BE_ZERO = frozenset(("window", "causal", "pad"))
+_MAY_BE_ZERO = frozenset(
+    (
+        *("window", "causal", "pad", "pad_d", "pad_h", "pad_w", "channels_last"),
+        *("trans_a", "trans_b", "preshuffled", "rotated"),
+    )
+)
 _LARGEST = 2**40
 
 
@@ -116,7 +142,7 @@ def _completed(head: str, given: dict[str, Any], where: str) -> dict[str, object
     row = _numbered(given, PARAMETERS[group], where)
     _fill(row, key, group)
     missing = [c for c in PARAMETERS[group] if c not in row and c not in _OPTIONAL]
-    if key in _SEVERAL and "op" not in given:
+    if (key in _SEVERAL or group == "conv_nd") and "op" not in given:
         missing.append("op")
     if row["dtype"] is None:
         missing.append("dtype")
@@ -127,6 +153,8 @@ def _completed(head: str, given: dict[str, Any], where: str) -> dict[str, object
     # A misspelt backend would silently have no flag and look like an unknown library.
     if row.get("backend", BACKENDS[0]) not in BACKENDS:
         raise _wrong(where, f"no backend {row['backend']!r}", "backends: " + ", ".join(BACKENDS))
+    if group == "conv_nd" and row["op"] not in DIRECTIONS:
+        raise _wrong(where, f"no direction {row['op']!r}", "op is one of: " + ", ".join(DIRECTIONS))
     method, family = key.split("/")
     return {"op": family, **row, "key": key, "method": method, "family": family}
 

@@ -10,6 +10,35 @@ import pandas as pd
 PARAMETERS: dict[str, tuple[str, ...]] = {
     "gemm": ("b", "m", "n", "k"),
     "conv": ("batch", "cin", "cout", "ksize", "insize", "stride", "pad"),
+    # The forward problem for every direction, which is the ``op``: ``fwd``, ``bwd_data``,
+    # ``bwd_weights``. Sizes of absent dimensions are 1, their padding 0.
+    "conv_nd": (
+        "ndim",
+        "n",
+        "c",
+        "d",
+        "h",
+        "w",
+        "k",
+        "kd",
+        "kh",
+        "kw",
+        "stride_d",
+        "stride_h",
+        "stride_w",
+        "pad_d",
+        "pad_h",
+        "pad_w",
+        "dil_d",
+        "dil_h",
+        "dil_w",
+        "groups",
+        "channels_last",
+    ),
+    # ``trans_a`` and ``trans_b``: whether the reduced dimension of the first operand is outermost,
+    # and that of the second innermost; ``preshuffled``: weights stored in the kernel's own order;
+    # ``rotated``: whether operands are changed from call to call, so that none is in a cache.
+    "tuned_gemm": ("b", "m", "n", "k", "trans_a", "trans_b", "preshuffled", "rotated"),
     "pointwise": ("rows", "cols", "n_in"),
     "attention": (
         "batch",
@@ -29,8 +58,19 @@ NAMES = ("op", "family", "dtype", "kv_dtype", "backend", "kernel", "distribution
 #: How a label was taken, by the source of its row. ``eager``: one call between two events, so the
 #: launch from the host is inside; ``kernel``: sum of kernel durations; ``graph``: replay of a
 #: captured graph, so gaps between its kernels are inside; ``xla``: median over the kernels of ten
-#: runs of a product that XLA autotuned, of which a call of two kernels reads as half.
-METHODS = {"neusight": "eager", "vidur": "kernel", "aiconfigurator": "graph", "xla": "xla"}
+#: runs of a product that XLA autotuned, of which a call of two kernels reads as half; ``tuned``:
+#: device time of the fastest of a library's kernels, with operands quantised already;
+#: ``profiled``: mean by a profiler of what the library itself chose, the same operands.
+METHODS = {
+    "neusight": "eager",
+    "vidur": "kernel",
+    "aiconfigurator": "graph",
+    "xla": "xla",
+    "MIOpen": "tuned",
+    "aiter": "tuned",
+    "rocBLAS": "tuned",
+    "pipeweave": "profiled",
+}
 #: Group of parameters by (method, family).
 FAMILIES: dict[str, str] = {
     "eager/linear": "gemm",
@@ -53,6 +93,10 @@ FAMILIES: dict[str, str] = {
     "graph/moe": "moe",
     "xla/linear": "gemm",
     "xla/bmm": "gemm",
+    "tuned/conv": "conv_nd",
+    "tuned/linear": "tuned_gemm",
+    "tuned/bmm": "tuned_gemm",
+    "profiled/linear": "tuned_gemm",
 }
 #: Families of whole layers and blocks, with their parameters, any of which may be zero. They come
 #: from tables alone (datagen/published/block_tables.py) and have no HLO text; source and method of

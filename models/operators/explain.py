@@ -33,6 +33,8 @@ from .rows import unnamed
 _VARIED: dict[str, tuple[tuple[str, ...], ...]] = {
     "gemm": (("m",), ("n",), ("k",)),
     "conv": (("batch",), ("cin",), ("cout",), ("insize",)),
+    "conv_nd": (("n",), ("c",), ("k",), ("h", "w")),
+    "tuned_gemm": (("m",), ("n",), ("k",)),
     "pointwise": (("rows",), ("cols",)),
     "attention": (("batch",), ("q_len", "kv_len")),
     "moe": (("tokens",), ("hidden",), ("inter",)),

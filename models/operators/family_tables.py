@@ -30,6 +30,8 @@ LEAST_S = 1e-7
 _KIND = {
     "gemm": "gemm",
     "conv": "conv",
+    "conv_nd": "conv",
+    "tuned_gemm": "gemm",
     "pointwise": "fusion",
     "attention": "gemm",
     "moe": "custom_call",

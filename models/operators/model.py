@@ -76,6 +76,15 @@ BLOCK_DEFAULTS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 #: Most rows of such a family to learn from, and on a fold without a chip: one table is large for
 #: its mixed batches of one device alone. Engineering estimates.
 BLOCK_ROWS, BLOCK_FOLD_ROWS = 80_000, 8000
+#: Parameters of families that need fewer trees: convolutions of seven chips are many rows, whose
+#: labels differ by a third from one tuning to the next (README of the kernel pack, noise), and
+#: products of tuned libraries few.
+_FEWER: dict[str, dict[str, object]] = {
+    "tuned/conv": {"rounds": 110, "max_depth": 9, "learning_rate": 0.12, "max_bin": 128},
+    "tuned/linear": {"rounds": 300},
+    "tuned/bmm": {"rounds": 300},
+    "profiled/linear": {"rounds": 200},
+}
 
 
 class OpModel:
@@ -314,8 +323,15 @@ def default_settings(
             other = BLOCK_DEFAULTS.get(estimator, ({}, {}))
             parts = ({**known, **other[0]}, {**general, **other[1]})
             most, fold = min(max_rows, BLOCK_ROWS), BLOCK_FOLD_ROWS
+        fewer = _FEWER.get(family, {}) if known else {}
         return FamilySettings(
-            estimator, {**parts[0], **params}, {**parts[1], **params}, most, seed, n_jobs, fold
+            estimator,
+            {**parts[0], **fewer, **params},
+            {**parts[1], **params},
+            most,
+            seed,
+            n_jobs,
+            fold,
         )
 
     return of

@@ -23,6 +23,8 @@ from ...features.operators.schema import BLOCKS
 GROUP = {
     "gemm": ("b", "n", "k"),
     "conv": ("cin", "cout", "ksize", "stride"),
+    "conv_nd": ("c", "k", "kd", "kh", "kw", "stride_h", "stride_w", "groups"),
+    "tuned_gemm": ("b", "n", "k"),
     "pointwise": ("cols", "op"),
     "attention": ("q_heads", "kv_heads", "head_dim", "window"),
     "moe": ("hidden", "inter", "topk", "experts"),

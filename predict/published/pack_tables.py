@@ -13,10 +13,12 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError, DeviceError
+from ...datagen.published.conv_tables import LAYOUTS, SIZES, conv_rows
 from ...datagen.published.product_tables import product_rows
 from ...features.devices.catalogue import find_device, in_catalogue
 from ...features.ir.dtypes import TABLE_FORMATS
 from ...features.operators import family_keys
+from ...features.operators.library_conv import DIRECTIONS
 from ...features.operators.schema import METHODS
 from ...models.collectives.links import Links
 from ...models.collectives.measurements import xla_rows
@@ -48,8 +50,34 @@ def predict_products(table: pd.DataFrame, path: Path, model: OpModel) -> pd.Data
     rows["key"] = family_keys(rows)
     reason = np.full(len(rows), "", object)
     sizes = rows[["b", "m", "n", "k"]].apply(pd.to_numeric, errors="coerce").to_numpy(float)
+    bad = ~(sizes >= 1).all(axis=1)
+    reason[bad] = "a size is no positive number"
+    return _asked(rows, reason, model)
+
+
+def predict_convs(table: pd.DataFrame, path: Path, model: OpModel) -> pd.DataFrame:
+    """Predict a table of convolutions; returns columns as :func:`predict_products`."""
+    rows = _read(lambda: conv_rows(table), path)
+    rows["key"] = family_keys(rows)
+    rows["suspect"] = False
+    sizes = rows[[*SIZES, "channels_last"]].apply(pd.to_numeric, errors="coerce").to_numpy(float)
+    least = np.array([0.0 if c.startswith("pad") else 1.0 for c in SIZES] + [0.0])
+    reason = np.full(len(rows), "", object)
     for bad, text in (
-        (~(sizes >= 1).all(axis=1), "a size is no positive number"),
+        (~(sizes >= least).all(axis=1), "a size is no positive number"),
+        (np.isnan(sizes[:, -1]), "the layout is none of " + ", ".join(LAYOUTS)),
+        (
+            ~rows["op"].isin(DIRECTIONS).to_numpy(),
+            "the direction is none of " + ", ".join(DIRECTIONS),
+        ),
+    ):
+        reason[bad] = text
+    return _asked(rows, reason, model)
+
+
+def _asked(rows: pd.DataFrame, reason: np.ndarray, model: OpModel) -> pd.DataFrame:
+    """Predict the rows of a pack that have no reason against it, as operators of a model."""
+    for bad, text in (
         (~rows["key"].isin(model.families).to_numpy(), "the model has no operators {key}"),
         (~rows["source"].isin(list(METHODS)).to_numpy(), "nothing was learned from {source}"),
         (~rows["dtype"].isin(list(TABLE_FORMATS)).to_numpy(), "the model has no dtype {dtype}"),

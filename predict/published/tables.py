@@ -1,7 +1,8 @@
 """Predict folders of published latencies: operators, collectives and whole programs.
 
 A folder holds tables of queries (``queries_ops_*.parquet``, ``queries_collectives*.csv.gz``,
-``queries_matmul*.csv.gz``, ``queries_gemm*.parquet``, ``queries_attention_moe*.parquet``,
+``queries_matmul*.csv.gz``, ``queries_gemm*.parquet``, ``queries_conv*.parquet``,
+``queries_attention_moe*.parquet``,
 ``queries_layers*.parquet``, ``queries_new_attention*.parquet``, ``queries_e2e.csv`` with
 ``opgraphs.parquet``) or the answered tables of a published pack; a single table may be given
 instead. Every row gets a prediction or a reason; rows whose latency is given are judged.
@@ -19,6 +20,7 @@ import pandas as pd
 from ...common.errors import DatasetError
 from ...common.parquet import read_table
 from ...datagen.published.block_tables import is_blocks
+from ...datagen.published.conv_tables import is_convs
 from ...datagen.published.product_tables import is_products, read_products
 from ...features.devices.catalogue import find_device
 from ...models.collectives.links import Links
@@ -31,7 +33,7 @@ from ...models.tiles.model import shipped_tiles
 from ..locate import BLOCK_MODEL, find_model
 from .block_answers import predict_blocks, read_blocks
 from .composition import compose
-from .pack_tables import TIMES, predict_products, predict_xla_collectives
+from .pack_tables import TIMES, predict_convs, predict_products, predict_xla_collectives
 from .power_table import WATTS, is_power, power_note, predict_power
 from .tile_table import is_tiles, predict_tiles, rank_note
 
@@ -41,6 +43,7 @@ OPERATORS = ("queries_ops_*.parquet", "ops_*.parquet")
 COLLECTIVES = ("queries_collectives*.csv.gz", "collectives*.csv.gz")
 MATMUL = ("queries_matmul*.csv*", "matmul*.csv*")
 GEMM = ("queries_gemm*.parquet", "gemm*.parquet")
+CONV = ("queries_conv*.parquet", "conv*.parquet")
 POWER = ("queries_power*.parquet", "power.parquet")
 TILES = ("queries_tpu*.parquet", "tpu.parquet")
 BLOCKS = tuple(
@@ -129,13 +132,14 @@ def predict_published(
         *job.operators(),
         *job.collective_tables(),
         *job.products(),
+        *job.convs(),
         *job.powers(),
         *job.tiles(),
         *job.block_tables(),
         *job.programs(),
     ]
     if not parts:
-        every = (OPERATORS, COLLECTIVES, MATMUL, GEMM, POWER, TILES, *BLOCKS, PROGRAMS)
+        every = (OPERATORS, COLLECTIVES, MATMUL, GEMM, CONV, POWER, TILES, *BLOCKS, PROGRAMS)
         wanted = ", ".join(name for patterns in every for name in patterns)
         raise DatasetError("no table to predict", where=str(folder), hint=f"expected {wanted}")
     frame = pd.concat([part.frame for part in parts], ignore_index=True)
@@ -205,6 +209,18 @@ class _Job:
             if self.limit is not None and len(table) > self.limit:
                 table = table.sample(self.limit, random_state=0)
             yield _judged_pack(path, predict_products(table, path, self.model))
+
+    def convs(self) -> Iterator[PublishedPredictions]:
+        """Predict tables of convolutions."""
+        for path in _files(self.folder, CONV):
+            table = read_table(path)
+            if not is_convs(table.columns):
+                continue
+            if self.limit is not None and len(table) > self.limit:
+                table = table.sample(self.limit, random_state=0)
+            for start in range(0, len(table), _ROWS):
+                part = table.iloc[start : start + _ROWS]
+                yield _judged_pack(path, predict_convs(part, path, self.model))
 
     def powers(self) -> Iterator[PublishedPredictions]:
         """Predict tables of board power, whose rows get watts beside their latency."""
@@ -324,6 +340,8 @@ def _kind(path: Path) -> Sequence[str]:
         return BLOCKS[0]
     if is_products(columns):
         return GEMM if path.suffix == ".parquet" else MATMUL
+    if is_convs(columns):
+        return CONV
     if columns >= XLA_COLUMNS or {"bytes", "world_size"} <= columns:
         return COLLECTIVES
     return OPERATORS if {"op", "family"} <= columns else ()
