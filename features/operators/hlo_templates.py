@@ -162,14 +162,15 @@ def _along(row: Row, axis: str) -> _Along:
 
 def _tuned_gemm(row: Row, config: str) -> str:
     """Write a product whose operands are both in their format already."""
-    form, out = TABLE_FORMATS[row["dtype"]], row["dtype"] if row["dtype"] in UNQUANTISED else "bf16"
+    form = TABLE_FORMATS[row["dtype"]]
+    # Narrow products return 16 bits for the next layer.
+    out = form.weights if form.weight_bits >= 16 else "bf16"
     b, m, n, k = (int(row[c]) for c in ("b", "m", "n", "k"))
     batch = f"{b}," if b > 1 else ""
     left = f"{k},{m}" if row["trans_a"] else f"{m},{k}"
     right = f"{n},{k}" if row["trans_b"] else f"{k},{n}"
     types = [f"{form.weights}[{batch}{left}]", f"{form.weights}[{batch}{right}]"]
-    result = f"{TABLE_FORMATS[out].weights}[{batch}{m},{n}]"
-    return _call(types, result, f"{TARGET}.tuned_gemm", config)
+    return _call(types, f"{out}[{batch}{m},{n}]", f"{TARGET}.tuned_gemm", config)
 
 
 def _pointwise(row: Row, config: str) -> str:

@@ -60,6 +60,9 @@ COVARIANCE_ROWS = 200
 #: Scale of the "behaves like that known chip" directions of the error covariance, relative to the
 #: factors on compute, memory and launch. Engineering estimate; not fitted.
 LIKENESS = 2.0
+#: How many times wider (in the logarithm) an interval is for a format or library that was seen on no
+#: chip, on a chip that was not seen. Engineering estimate.
+NOVEL = 2.0
 
 
 class FamilyModel:
@@ -283,6 +286,11 @@ class FamilyModel:
         for name in dict.fromkeys(device):
             at = np.flatnonzero(device == name)
             lo[at], hi[at] = self._ends(str(proxy[at[0]]), str(scope[at[0]]), latency[at])
+        # A format or library that no chip was seen with, on a chip that was not seen, either: what
+        # was measured is the error of the chip alone.
+        novel = (scope == "unseen") & ~np.isin(libraries(rows), list(self.seen))
+        lo[novel] *= (lo[novel] / latency[novel]) ** (NOVEL - 1)
+        hi[novel] *= (hi[novel] / latency[novel]) ** (NOVEL - 1)
         wide_lo, wide_hi = self.intervals.of("", latency)
         # Outside the domain of a known device: ends halfway (geometric mean) to those of a device
         # that was never seen, since the error on such rows was not measured.

@@ -136,3 +136,67 @@ def test_a_table_without_its_columns_is_refused(tmp_path: Path, model: OpModel) 
         predict_published(tmp_path / "matmul.csv.gz", model)
     with pytest.raises(DatasetError, match="no such folder or table"):
         predict_published(tmp_path / "none.csv.gz", model)
+
+
+@pytest.fixture(scope="module")
+def tuned() -> OpModel:
+    return OpModel.load(
+        find_model(OPERATOR_MODEL), only=("tuned/conv", "tuned/linear", "profiled/linear")
+    )
+
+
+def test_convolutions_are_answered_without_latencies(tmp_path: Path, tuned: OpModel) -> None:
+    sizes = dict.fromkeys(("d", "kd", "stride_d", "stride_h", "stride_w", "groups"), 1)
+    sizes |= dict.fromkeys(("dil_d", "dil_h", "dil_w"), 1) | {"pad_d": 0, "pad_h": 1, "pad_w": 1}
+    base = {
+        **sizes,
+        "direction": "fwd",
+        "dtype": "fp16",
+        "layout": "NCHW",
+        "ndim": 2,
+        "n": 128,
+        "c": 256,
+        "h": 56,
+        "w": 56,
+        "k": 256,
+        "kh": 3,
+        "kw": 3,
+    }
+    changes = (
+        {"device": "mi210"},
+        {"device": "mi300x"},
+        {"device": "mi60", "layout": "CHWN"},
+        {"device": "mi60", "direction": "sideways"},
+        {"device": "mi60", "h": 0},
+    )
+    rows = pd.DataFrame([{**base, **change} for change in changes])
+    rows.assign(id=[f"KC{i}" for i in range(5)]).to_parquet(tmp_path / "queries_conv.parquet")
+    found = predict_published(tmp_path, tuned)
+    latency = found.frame["latency_us"]
+    # 0.47 TFLOP at 181 and at 1307 TFLOP/s.
+    assert 2.6e3 < latency[0] < 15e3 and 0.36e3 < latency[1] < latency[0]
+    assert "layout is none of" in found.frame["reason"][2] and np.isnan(latency[2])
+    assert "direction is none of" in found.frame["reason"][3]
+    assert "no positive number" in found.frame["reason"][4]
+
+
+def test_products_of_other_libraries_are_answered(tmp_path: Path, tuned: OpModel) -> None:
+    base = {
+        "method": "tuned_min",
+        "dtype_detail": "",
+        "layout": "nt",
+        "b": 1,
+        "m": 4096,
+        "n": 4096,
+        "k": 4096,
+    }
+    changes = (
+        {"source": "aiter", "device": "mi355x", "dtype": "mxfp4"},
+        {"source": "aiter", "device": "mi355x", "dtype": "fp8_block"},
+        {"source": "pipeweave", "device": "h20", "dtype": "fp8"},
+    )
+    rows = pd.DataFrame([{**base, **change} for change in changes])
+    rows.to_parquet(tmp_path / "queries_gemm.parquet")
+    latency = predict_published(tmp_path, tuned).frame["latency_us"]
+    # 0.137 TFLOP at 10066, 5033 and 296 TFLOP/s.
+    assert 13.7 < latency[0] < latency[1] < 140 and 464 < latency[2] < 900
