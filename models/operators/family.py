@@ -60,8 +60,8 @@ COVARIANCE_ROWS = 200
 #: Scale of the "behaves like that known chip" directions of the error covariance, relative to the
 #: factors on compute, memory and launch. Engineering estimate; not fitted.
 LIKENESS = 2.0
-#: How many times wider (in the logarithm) an interval is for a format or library that was seen on no
-#: chip, on a chip that was not seen. Engineering estimate.
+#: How many times wider (in the logarithm) an interval is for a format or library that was seen on
+#: no chip, on a chip that was not seen. Engineering estimate.
 NOVEL = 2.0
 
 
