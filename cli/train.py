@@ -230,7 +230,7 @@ def demo(
     out: Out = Path("demo-out"),
     budget: Annotated[str, typer.Option(help="Time to spend on calibrating.")] = "3m",
 ) -> None:
-    """Predict a step for absent chips, calibrate to this machine and test it on programs."""
+    """Predict for absent chips, calibrate to this machine, test, track."""
     from ..workflows.demo import run_demo
 
     run_demo(make_console(), out, seconds_of(budget))

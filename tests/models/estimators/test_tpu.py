@@ -107,6 +107,23 @@ def test_what_the_compiler_says_comes_before_the_trees(model: TpuEstimator) -> N
     assert by_compiler(learned, own, find_device("h100-sxm")) is learned
 
 
+def test_kernels_of_another_lowering_stay_near_their_roofline(model: TpuEstimator) -> None:
+    own = [replace(k, cycles=0.0) for k in kernels("v5e_bias") if k.takes_time]
+    learned = model.predict(own, V5E)
+    base = roofline(own, V5E).latency_s + V5E.floor
+    far = replace(learned, latency=base * 90, lo=base * 60, hi=base * 200)
+    found = by_compiler(far, own, V5E)
+    held = far.source == "learned"
+    assert held.any()
+    np.testing.assert_allclose(found.latency[held], 4 * base[held])
+    np.testing.assert_allclose(found.lo[held], base[held])
+    np.testing.assert_allclose(found.hi[held], 16 * base[held])
+    assert not found.in_domain[held].any()
+    # What is near already stays as it is.
+    near = replace(learned, latency=base * 2, lo=base, hi=base * 3)
+    np.testing.assert_array_equal(by_compiler(near, own, V5E).latency, near.latency)
+
+
 def test_kernels_with_an_estimate_are_learned(model: TpuEstimator) -> None:
     own = [k for k in kernels("v5e_bias") if k.cycles]
     found = model.predict(own, V5E)
