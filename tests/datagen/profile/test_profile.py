@@ -108,7 +108,7 @@ def test_failures_have_reasons(measured: Path) -> None:
 
 def test_record_has_anchors_replicates_and_versions(measured: Path) -> None:
     (record,) = Dataset.load(measured).runs.values()
-    assert set(record["anchors"]["values_us"]) == {"gemm", "vector", "memory"}
+    assert set(record["anchors"]["values_us"]) == {"gemm", "vector", "memory", "single"}
     assert len(record["anchors"]["times_s"]) >= 3  # begin, shard, end
     assert record["replicated"]
     assert record["counts"]["worker_starts"] == 2
