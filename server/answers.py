@@ -38,6 +38,14 @@ class _Timed(BaseModel):
     hi_us: float
 
 
+class _Powered(_Timed):
+    """A time, and the energy of all devices with its 90 % interval, in joules."""
+
+    energy_j: float | None = Field(None, description="null if the power limit is not known.")
+    energy_lo_j: float | None = None
+    energy_hi_j: float | None = None
+
+
 class ProgramKernel(_Timed):
     """A kernel of a program; its time is that of one execution."""
 
@@ -55,7 +63,7 @@ class ProgramKernel(_Timed):
     phase: str = Field(description="forward, backward, recomputed, or empty.")
 
 
-class ProgramAnswer(_Timed):
+class ProgramAnswer(_Powered):
     """The time of a program on one device, as ``opcast predict --json`` prints it."""
 
     kernels: list[ProgramKernel] = Field(description="In the order of the schedule.")
@@ -92,7 +100,7 @@ class StepSamples(BaseModel):
     p99_us: float
 
 
-class StepAnswer(_Timed):
+class StepAnswer(_Powered):
     """A training step on a cluster, as ``opcast simulate --json`` prints it."""
 
     step_us: float

@@ -12,6 +12,9 @@ from ...simulate.step.workload import PRODUCT_DTYPE, Workload
 #: Power limit over the matrix rate in 16 bits of an H100, W per TFLOP/s: 700 W and 989 TFLOP/s of
 #: its data sheet. Other chips' headroom is relative to it.
 _H100_HEADROOM = 0.7075
+#: The same of an A100 (400 W, 312 TFLOP/s), the most of any chip whose steps were learned from. A
+#: chip with more watts for each operation, such as one with slow matrix units, is no faster for it.
+_MOST_HEADROOM = 1.282
 #: Frameworks that compile a step, or replay it, whatever a row says: the host launches no kernels.
 COMPILED = ("maxtext", "jax", "oneflow", "paxml", "torch-xla")
 #: Source of runs that name none: one's own.
@@ -90,4 +93,5 @@ def _headroom(device: DeviceSpec) -> float:
     # Before Ampere the limit never bound: V100 has 2.4 W a TFLOP/s.
     if device.platform != "gpu" or not device.power_w or device.architecture == "volta":
         return 0.0
-    return log(device.power_w / device.matrix_peak("bf16") * 1e12 / _H100_HEADROOM)
+    own = device.power_w / device.matrix_peak("bf16") * 1e12
+    return log(min(own, _MOST_HEADROOM) / _H100_HEADROOM)

@@ -41,7 +41,7 @@ def test_links_between_pages_exist():
 #: Pages whose paths and dotted names are checked.
 WRITTEN = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted(DOCS.rglob("*.md"))]
 #: What follows ``opcast.`` in the names of entry points and of custom calls, which are no modules.
-NO_MODULES = {"devices", "estimators", "op", "ops", "workloads"}
+NO_MODULES = {"devices", "estimators", "op", "ops", "splits", "workloads"}
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"(?<![\w/.-])((?:[\w-]+/)*[\w.-]+\.(?:py|js|yaml|md|mlir|hlo))(?![\w/])")
 _FOLDER = re.compile(r"`((?:[\w-]+/)+)`")

@@ -107,7 +107,7 @@ def test_peak_memory_covers_arguments_and_results(predictor, device):
 def test_unknown_names_list_the_choices(predictor, step_file):
     with pytest.raises(DeviceError, match="known: cpu-amd"):
         predictor.predict(step_file, device="abacus")
-    with pytest.raises(ModelError, match="one of: cpu-xgboost"):
+    with pytest.raises(ModelError, match="one of: blocks, cpu-xgboost"):
         opcast.load("no-such-model")
     with pytest.raises(LoweringError, match="xla"):
         predictor.predict(step_file, device=next(iter(predictor.model.devices)), lowering="magic")
