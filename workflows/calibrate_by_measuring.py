@@ -151,7 +151,9 @@ class Calibration:
         try:
             with Progress(self._budget_s, "s", progress) as bar:
                 candidates = self._candidates()
-                while candidates and self._left() > 0:
+                # On a loaded machine compiling may take the whole of a short budget: something is
+                # measured all the same.
+                while candidates and (self._left() > 0 or not self.rounds):
                     chosen = self._chosen(candidates)
                     if not chosen:
                         break
@@ -184,8 +186,10 @@ class Calibration:
         # In turn, in the ratio of the two streams: compiling may stop at any time, and both are
         # needed, the zoo as targets and single ops as cheap samples.
         each = max(len(ops) // max(len(zoo), 1), 1)
-        candidates = []
-        while (zoo or ops) and time.monotonic() - self._start < COMPILING * self._budget_s:
+        candidates: list[Candidate] = []
+        while (zoo or ops) and (
+            not candidates or time.monotonic() - self._start < COMPILING * self._budget_s
+        ):
             batch, ops = ops[:each], ops[each:]
             if zoo:
                 batch.append(zoo.pop())
@@ -236,7 +240,8 @@ class Calibration:
         seconds = [self._expected(c.item.stream) for c in candidates]
         # Rounds beyond the table are as large as its last one.
         most = ROUNDS[min(len(self.rounds), len(ROUNDS) - 1)]
-        return choose_programs(choice, blocks, seconds, max(self._left(), 0.0), most)
+        left = max(self._left(), 0.0 if self.rounds else min(seconds))
+        return choose_programs(choice, blocks, seconds, left, most)
 
     def _doubts(self, kernels: Sequence[Kernel], share: np.ndarray) -> RemainingVariance:
         """Remaining variance of kernels, weighted by share of the time and the model's interval."""
@@ -268,7 +273,7 @@ class Calibration:
         names = []
         for candidate in chosen:
             # A program may have taken longer than expected.
-            if self._left() <= 0:
+            if self._left() <= 0 and (rows or self.rounds):
                 break
             begin = time.monotonic()
             # One at a time: each one's seconds inform the choice of the next round.
