@@ -38,6 +38,7 @@ _SPLIT = {
     "moe": ("experts", "grouped"),
 }
 _AT = {name: place for place, name in enumerate(CLASSES)}
+_EXPERTS = [_AT[name] for name in _SPLIT["moe"]]
 #: Grid points per octave of tokens and sequences, and of lengths.
 _POINTS, _LENGTH_POINTS = 2, 1
 #: Power of the pairs of a chunk with which its attention grows over a quarter of an octave; between
@@ -102,10 +103,11 @@ class ServingCosts:
         self.cluster, self.network = cluster, ClusterNetwork(cluster)
         self._spec = find_device(cluster.device)
         # Pipeline stages work on a share of the batch each, so that a pass takes all layers for
-        # that share; ranks with sequences of their own take theirs.
+        # that share; ranks with sequences of their own take theirs. A prompt is not shared out.
         self.parts = plan.dp * plan.pp
         self.decoding = Decoding()
-        tokens = _grid(1, max(2, ceil((most_tokens + most_batch) / self.parts)), _POINTS)
+        share = ceil((most_tokens + most_batch) / self.parts)
+        tokens = _grid(1, max(2, share, min(most_tokens, longest)), _POINTS)
         batches = _grid(1, max(2, ceil(most_batch / self.parts)), _POINTS)
         lengths = _grid(16, max(32, longest), _LENGTH_POINTS)
         wanted = [op for n in tokens for op, _ in token_ops(model, plan, n)]
@@ -157,7 +159,8 @@ class ServingCosts:
         """A pass with prompts; see :class:`~opcast.simulate.serving.engine.PassCosts`."""
         decoding = batch * self.decoding.width
         total = decoding + sum(chunk.tokens for chunk in chunks)
-        costs = self._pass(total, decoding + len(chunks))
+        largest = max(chunk.tokens for chunk in chunks)
+        costs = self._pass(total, decoding + len(chunks), largest)
         if batch:
             costs[_AT["decode"]] += self._attend(batch, cached / batch + 1.0)
         count = -(-len(chunks) // self.parts)
@@ -166,13 +169,21 @@ class ServingCosts:
         costs[_AT["launch"]] += self._layers
         return costs
 
-    def _pass(self, tokens: int, sequences: int) -> np.ndarray:
-        rows = min(-(-tokens // self.parts), len(self._tokens)) - 1
+    def _pass(self, tokens: int, sequences: int, largest: int = 1) -> np.ndarray:
+        """Costs of the stage and rank that take longest, one of them with the largest chunk."""
+        share = -(-tokens // self.parts)
         heads = min(-(-sequences // self.parts), len(self._heads)) - 1
-        costs = self._tokens[rows] + self._heads[heads]
+        costs = self._row(max(share, largest)) + self._heads[heads]
+        if self.plan.dp > 1 and largest > share:
+            # Experts are spread over the ranks, whichever of them holds the chunk.
+            spread = self._row(max(share, -(-largest // self.plan.dp)))
+            costs[_EXPERTS] = spread[_EXPERTS]
         costs[_AT["host"]] = 1.0
         costs[_AT["sequence"]] = float(sequences)
         return np.asarray(costs)
+
+    def _row(self, tokens: int) -> np.ndarray:
+        return np.asarray(self._tokens[min(tokens, len(self._tokens)) - 1])
 
     def _attend(self, batch: int, length: float) -> float:
         """Seconds of decoding attention, linear between lengths of the grid."""
