@@ -209,21 +209,22 @@ def simulate_serving(
     served = in_formats(
         sizes, weights, kv_cache, engine, linear_layers, experts=experts, activations=activations
     )
+    apart = None
+    if prefill:
+        first, times = _engine_plan(prefill, served, 0)
+        apart = Workers(first, max(1, times) * prefill_replicas)
     one, engines = _engine_plan(plan, served, replicas)
     if cluster:
         if not plan and not replicas:
             from ..simulate.clusters.catalogue import find_cluster
 
-            one, engines = _engine_plan(f"tp={find_cluster(cluster).size}", served, 0)
-        device, workers = on_cluster(cluster, one, engines)
+            left = find_cluster(cluster).size - (apart.devices if apart else 0)
+            one, engines = _engine_plan(f"tp={max(1, left)}", served, 0)
+        device, workers = on_cluster(cluster, one, engines, apart)
     else:
         from ..features.devices.catalogue import find_device
 
         device, workers = find_device(device).name, Workers(one, engines or 1)
-    apart = None
-    if prefill:
-        first, times = _engine_plan(prefill, served, 0)
-        apart = Workers(first, max(1, times) * prefill_replicas)
     options = EngineOptions(
         memory=memory,
         block=block,

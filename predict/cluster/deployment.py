@@ -160,22 +160,28 @@ class Deployment:
         )
 
 
-def on_cluster(cluster: str, plan: EnginePlan, replicas: int = 0) -> tuple[str, Workers]:
+def on_cluster(
+    cluster: str, plan: EnginePlan, replicas: int = 0, prefill: Workers | None = None
+) -> tuple[str, Workers]:
     """The device of a cluster, and engines that fill it.
 
     Args:
         cluster: Name or file.
         plan: Of each engine.
         replicas: Engines; 0 for as many as fit.
+        prefill: Workers of the cluster that run prompts alone.
 
     Raises:
         PlanError: They do not fit the cluster.
     """
     found = find_cluster(cluster)
-    count = replicas or found.size // plan.devices
-    if count < 1 or count * plan.devices > found.size:
+    taken = prefill.devices if prefill else 0
+    count = max(1, replicas or (found.size - taken) // plan.devices)
+    needed = taken + count * plan.devices
+    if needed > found.size:
+        first = f" ({taken} of them run prompts)" if taken else ""
         raise PlanError(
-            f"{max(count, 1)} x ({plan.text()}) need {max(count, 1) * plan.devices} devices, "
+            f"{count} x ({plan.text()}) need {needed} devices{first}, "
             f"{found.name} has {found.size}",
             hint="a smaller plan, or fewer replicas",
         )

@@ -22,6 +22,12 @@ _WEIGHTS = {
     "gptq": "int4",
     "fp4": "nvfp4",
 }
+#: Formats of the cache likewise; those of vLLM and SGLang are the values of their
+#: ``--kv-cache-dtype``.
+_CACHES = {
+    **dict.fromkeys(("", "fp16", "f16", "fp16/bf16", "float16", "bfloat16"), "bf16"),
+    **dict.fromkeys(("fp8_e4m3", "fp8_e4m3fn", "fp8_e5m2", "fp8_inc", "fp8_ds_mla"), "fp8"),
+}
 #: Sizes of models whose tables lack them, from their ``config.json`` files. DeciLM's key-value
 #: heads differ by layer: 2 on average.
 _SIZES: dict[str, dict[str, int | bool | str]] = {
@@ -172,11 +178,11 @@ def in_formats(
     if weights == "nvfp4" and workload.kv_lora:
         # NVIDIA's checkpoints of DeepSeek's models leave attention in 16 bits.
         attention = plain
-    kept = cache.lower()
+    kept = "" if cache.lower() == "auto" else cache.lower().replace("-", "_")
     if not kept and weights in ("fp8", "nvfp4", "mxfp4") and framework == "tensorrt-llm":
         # TensorRT-LLM follows the checkpoint, and those of NVIDIA's quantiser say fp8.
         kept = "fp8"
-    kept = "fp8" if kept.startswith("fp8") else "int8" if kept.startswith("int8") else plain
+    kept = _CACHES.get(kept, kept)
     own = _WEIGHTS.get(experts.lower(), experts.lower()) or every
     return ServedModel(workload, other, own, kept, linear, attention)
 

@@ -137,8 +137,8 @@ def test_serving_takes_its_limits(tmp_path):
     assert limited("--token-budget", "100")["iterations"] > limited()["iterations"]
     assert limited("--plan", "tp=1,dp=2")["replicas"] == 2
     assert limited("--plan", "tp=1", "--replicas", "1")["gpus"] == 1
-    apart = limited("--plan", "tp=1", "--replicas", "1", "--prefill", "tp=2")
-    assert apart["gpus"] == 3 and "prefill" in apart["plan"]
+    apart = limited("--plan", "tp=1", "--prefill", "tp=1")
+    assert apart["gpus"] == 2 and "prefill" in apart["plan"]
     drafted = limited("--drafts", "2", "--accepted", "2", "--draft", "mtp")
     assert "draft model" in drafted["memory_bytes_per_device"]
 
@@ -149,6 +149,8 @@ def test_serving_takes_its_limits(tmp_path):
         (["--plan", "zero=2"], "'zero=2' is no part"),
         (["--plan", "ep=2"], "the model has none"),
         (["--plan", "tp=4"], "need 4 devices"),
+        (["--plan", "tp=1", "--prefill", "tp=2"], "need 3 devices (2 of them run prompts)"),
+        (["--kv-cache", "banana"], "a cache in 'banana' is not known"),
         (["--prompt", "9000000", "--memory", "0.1"], "a request needs"),
         (["--set", "layers=10000"], "do not fit"),
         (["--set", "causal=false"], "generates nothing"),
