@@ -9,10 +9,12 @@ import numpy as np
 
 from ...common.errors import PlanError
 from ...common.interval import Interval, latency_fields
+from ...features.devices.catalogue import find_device
 from ...models.operators import OpModel
 from ...models.serving.model import SATURATED, ServingModel, shipped_serving
 from ...simulate.serving.fleet import Station, run_fleet
 from ...simulate.serving.load import Load, Run
+from ..operator.serving_operators import weight_only
 from .deployment import FREE, Deployment, Slo
 from .serving_load import LoadSpec
 from .serving_runs import (
@@ -261,7 +263,7 @@ class ServingPredictor:
             cache_tokens=stations[0].cache_tokens,
             queued=queued,
             known=tier,
-            notes=_notes(tier, queued, load),
+            notes=_notes(row, tier, queued, load),
             states=_states(run, stations[0].cache_tokens, deployment.engine.count),
         )
 
@@ -369,7 +371,7 @@ def _states(run: Run, room: int, engines: int) -> dict[str, float]:
     }
 
 
-def _notes(tier: str, queued: float, load: Load) -> tuple[str, ...]:
+def _notes(row: ServingRow, tier: str, queued: float, load: Load) -> tuple[str, ...]:
     """What lies outside of what was measured."""
     known = {
         "architecture": "no run of this framework was measured on any chip; its host time is an "
@@ -378,6 +380,13 @@ def _notes(tier: str, queued: float, load: Load) -> tuple[str, ...]:
         "generations that were left out",
     }
     notes = [known[tier]] if tier in known else []
+    spec, model = find_device(row.cluster.device), row.model
+    formats = {model.weights, model.attention_format, model.expert_weights}
+    notes += [
+        f"{spec.name} has no units for {name}: products widen the weights and run in 16 bits"
+        for name in sorted(formats)
+        if weight_only(name, spec)
+    ]
     if queued > SATURATED:
         notes.append("times to the first token are mostly waiting: the engines are saturated")
     equal = np.ptp(load.prompts) == 0 and np.ptp(load.outputs) == 0

@@ -130,6 +130,9 @@ class ServingLatency:
 
     def _kernel(self, table: dict[tuple[str, str], str], dtype: str) -> tuple[str, str, str] | None:
         """Backend, kernel and format in the tables that an operator is looked up as."""
+        if dtype == "nvfp4" and weight_only(dtype, self.spec):
+            # As Marlin's kernels widen weights of 4 bits of either kind.
+            dtype = "int4"
         if _peakless(dtype, self.spec):
             # Without units of its format, a product runs on widened operands.
             return None
@@ -205,8 +208,16 @@ def _peakless(dtype: str, spec: DeviceSpec) -> bool:
     return unit is not None and unit not in spec.peak_flops
 
 
+def weight_only(dtype: str, spec: DeviceSpec) -> bool:
+    """Whether a device widens weights of a 4-bit float to 16 bits, for want of units for them."""
+    # Types without units of their own have the rate of the next wider one.
+    return dtype in ("nvfp4", "mxfp4") and spec.matrix_peak("f4e2m1fn") <= spec.matrix_peak(
+        "f8e4m3fn"
+    )
+
+
 def _peak(op: ServeOp, spec: DeviceSpec) -> float:
-    unit = _UNITS.get(op.dtype, "")
+    unit = "" if weight_only(op.dtype, spec) else _UNITS.get(op.dtype, "")
     if op.kind in ("linear", "moe") and unit:
         # The nearest wider type where there are no units for this one.
         return spec.matrix_peak(unit)

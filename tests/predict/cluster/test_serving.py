@@ -12,7 +12,7 @@ from opcast.common.errors import PlanError
 from opcast.models.serving.model import ServingModel
 from opcast.predict.cluster.deployment import Deployment, Slo, on_cluster, parse_slo
 from opcast.predict.cluster.served_row import in_formats
-from opcast.predict.cluster.serving import ServingPredictor
+from opcast.predict.cluster.serving import ServingPrediction, ServingPredictor
 from opcast.predict.cluster.serving_load import LoadSpec
 from opcast.predict.cluster.serving_runs import cache_transfer
 from opcast.predict.cluster.serving_table import EngineOptions, Workers
@@ -135,6 +135,21 @@ def test_every_option_changes_something(predictor: ServingPredictor) -> None:
         assert predictor.predict(changed, spec).run.makespan != plain.run.makespan, name
 
 
+def test_a_prompt_is_not_shared_out_over_stages_and_ranks(predictor: ServingPredictor) -> None:
+    spec = LoadSpec(prompt="8192", output="2", concurrency=1, count=1)
+
+    def ttft(model: ServedModel, plan: EnginePlan) -> float:
+        own = replace(PLAIN, model=model, engine=Workers(plan))
+        return predictor.predict(own, spec).figures["ttft/mean"].value
+
+    # Every stage waits for the one before: 2 FLOP for each of 7.5e9 weights and each token.
+    one = ttft(ServedModel(LLAMA), EnginePlan())
+    assert 8192 * 2 * 7.5e9 / 989.4e12 < one < ttft(ServedModel(LLAMA), EnginePlan(pp=8))
+    # Seven ranks of their own do not help with the attention of the eighth's prompt.
+    moe = ServedModel(replace(LLAMA, d_ff=1024, experts=64, top_k=8))
+    assert ttft(moe, EnginePlan(tp=8, ep=8)) < ttft(moe, EnginePlan(dp=8, ep=8))
+
+
 def test_a_draft_model_costs_its_passes_and_memory(predictor: ServingPredictor) -> None:
     drafted = EngineOptions(drafts=2)
     free = replace(PLAIN, accepted=2.0, options=drafted)
@@ -177,6 +192,12 @@ def test_engines_fill_a_cluster() -> None:
     )
     with pytest.raises(PlanError, match="16 devices, h100-sxm-x8 has 8"):
         on_cluster("h100-sxm-x8", EnginePlan(tp=8, moe_tp=8), 2)
+    # Workers that run prompts take their devices first.
+    assert on_cluster("h100-sxm-x8", FOUR.plan, prefill=FOUR)[1] == FOUR
+    with pytest.raises(PlanError, match=r"12 devices \(8 of them run prompts\), h100-sxm-x8 has 8"):
+        on_cluster("h100-sxm-x8", FOUR.plan, prefill=replace(FOUR, count=2))
+    with pytest.raises(PlanError, match="12 devices"):
+        on_cluster("h100-sxm-x8", FOUR.plan, 2, prefill=FOUR)
 
 
 def test_formats_of_checkpoints() -> None:
@@ -186,6 +207,10 @@ def test_formats_of_checkpoints() -> None:
     assert in_formats(LLAMA, "fp8", activations="bf16").weights == "fp8_wo"
     with pytest.raises(PlanError, match="activations in 'fp4'"):
         in_formats(LLAMA, "fp8", activations="fp4")
+    assert in_formats(LLAMA, cache="FP8_E4M3").cache == "fp8"
+    assert in_formats(LLAMA, cache="f16").cache == "bf16"
+    with pytest.raises(PlanError, match="a cache in 'banana' is not known"):
+        in_formats(LLAMA, cache="banana")
 
 
 def test_weights_alone_in_fp8_cost_arithmetic_in_16_bits(predictor: ServingPredictor) -> None:
@@ -196,6 +221,27 @@ def test_weights_alone_in_fp8_cost_arithmetic_in_16_bits(predictor: ServingPredi
     )
     assert alone.memory["feed-forward"] == both.memory["feed-forward"]
     assert alone.figures["ttft/mean"].value > 1.3 * both.figures["ttft/mean"].value
+
+
+def test_weights_of_4_bits_are_widened_without_units_for_them(predictor: ServingPredictor) -> None:
+    spec = LoadSpec(prompt="8192", output="64", concurrency=1, count=1)
+    plain, whole, narrow = (
+        predictor.predict(replace(PLAIN, model=in_formats(LLAMA, name)), spec)
+        for name in ("bf16", "int4", "nvfp4")
+    )
+
+    def of(found: ServingPrediction, name: str) -> float:
+        return found.figures[name].value
+
+    assert of(narrow, "ttft/mean") == pytest.approx(of(plain, "ttft/mean"), rel=0.05)
+    assert of(narrow, "tpot/mean") == pytest.approx(of(whole, "tpot/mean"), rel=0.1)
+    said = "h100-sxm has no units for nvfp4: products widen the weights and run in 16 bits"
+    assert said in narrow.notes and said not in whole.notes
+    new = replace(PLAIN, device="b200", model=in_formats(LLAMA, "nvfp4"))
+    wide = replace(new, model=in_formats(LLAMA, "bf16"))
+    fast, slow = predictor.predict(new, spec), predictor.predict(wide, spec)
+    assert of(fast, "ttft/mean") < 0.75 * of(slow, "ttft/mean")
+    assert not any("nvfp4" in note for note in fast.notes)
 
 
 def test_a_stack_of_ones_own_is_known_by_its_device() -> None:
