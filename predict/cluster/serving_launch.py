@@ -20,10 +20,29 @@ def launch_commands(own: Deployment, model: str = "MODEL") -> dict[str, str]:
         else [(" prefill", own.prefill), (" decode", own.engine)]
     )
     for role, workers in parts:
-        times = f"   # x {workers.count}" if workers.count > 1 else ""
+        times = [f"x {workers.count}"] if workers.count > 1 else []
         for name, of in (("vLLM", _vllm), ("SGLang", _sglang), ("TensorRT-LLM", _trtllm)):
-            found[name + role] = of(own, workers, model, role.strip()) + times
+            command = of(own, workers, model, role.strip())
+            narrow = _narrow(own)
+            if narrow and _QUANTIZED not in command:
+                # Their launchers take the format from the checkpoint's own configuration.
+                remarks = [*times, f"{model} has to be a checkpoint in {narrow}"]
+            else:
+                remarks = times
+            found[name + role] = command + (f"   # {', '.join(remarks)}" if remarks else "")
     return found
+
+
+#: What vLLM and SGLang quantise 16-bit checkpoints by when they load them; a checkpoint in fp8 runs
+#: under it as well.
+_QUANTIZED = "--quantization fp8"
+
+
+def _narrow(own: Deployment) -> str:
+    """Formats of the weights below 16 bits; empty if there are none."""
+    model = own.model
+    formats = [model.weights, *([model.expert_weights] if model.workload.experts else [])]
+    return " and ".join(dict.fromkeys(f for f in formats if f not in ("bf16", "f16", "f32")))
 
 
 def _limits(own: Deployment, workers: Workers) -> tuple[int, int]:
@@ -42,6 +61,8 @@ def _vllm(own: Deployment, workers: Workers, model: str, role: str) -> str:
     if plan.ep > 1:
         flags.append("--enable-expert-parallel")
     flags += [f"--max-num-seqs {batch}", f"--max-num-batched-tokens {budget}"]
+    if _narrow(own) == "fp8":
+        flags.append(_QUANTIZED)
     if own.model.cache == "fp8":
         flags.append("--kv-cache-dtype fp8")
     if own.options.memory:
@@ -65,6 +86,8 @@ def _sglang(own: Deployment, workers: Workers, model: str, role: str) -> str:
     if plan.ep > 1:
         flags.append(f"--ep-size {plan.ep}")
     flags += [f"--max-running-requests {batch * plan.dp}", f"--chunked-prefill-size {budget}"]
+    if _narrow(own) == "fp8":
+        flags.append(_QUANTIZED)
     if own.model.cache == "fp8":
         flags.append("--kv-cache-dtype fp8_e4m3")
     if own.options.memory:

@@ -97,12 +97,13 @@ class ServingPlans:
     def best(self) -> Planned | None:
         """Most throughput a device among those that keep the SLO; ``None`` if none does.
 
-        Where an open load is served at the same throughput, the shortest requests win.
+        Where an open load is served at the same throughput, the largest share of requests that keep
+        the SLO wins, then the shortest requests.
         """
         kept = [one for one in self.judged if one.keeps(self.slo)]
         most = max((one.tokens_per_s_per_device for one in kept), default=0.0)
         equal = [one for one in kept if one.tokens_per_s_per_device >= (1.0 - TIE) * most]
-        return min(equal, key=lambda one: one.e2e, default=None)
+        return min(equal, key=lambda one: (-one.good, one.e2e), default=None)
 
     def front(self) -> list[Planned]:
         """Those that no other beats in throughput a device and both latencies."""
@@ -150,11 +151,10 @@ class ServingPlans:
             kept = [one for one in others if one.keeps(self.slo)]
             if kept:
                 other = max(kept, key=lambda one: one.tokens_per_s_per_device)
-                less = 1.0 - other.tokens_per_s_per_device / best.tokens_per_s_per_device
-                said.append(
-                    f"{name} {own}: {of(other.deployment)} gives {less:.0%} less "
-                    f"({other.deployment.text()})"
-                )
+                if gain := _gain(best, other):
+                    said.append(
+                        f"{name} {own}: {of(other.deployment)} {gain} ({other.deployment.text()})"
+                    )
             else:
                 other = min(others, key=lambda one: one.miss(self.slo))
                 said.append(
@@ -190,6 +190,18 @@ class ServingPlans:
             "refused": self.refused,
             "stopped": self.stopped,
         }
+
+
+def _gain(best: Planned, other: Planned) -> str:
+    """What another deployment does worse; empty if nothing that shows."""
+    less = 1.0 - other.tokens_per_s_per_device / best.tokens_per_s_per_device
+    if less >= 0.005:
+        return f"gives {less:.0%} less"
+    if best.good - other.good >= 0.0005:
+        return f"gives as much, {other.good:.1%} of the requests keep the SLO, not {best.good:.1%}"
+    if other.e2e > 1.005 * best.e2e:
+        return f"gives as much, its requests take {other.e2e / best.e2e - 1.0:.1%} longer"
+    return ""
 
 
 #: What deployments differ in, for the reasons of the best.

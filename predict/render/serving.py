@@ -75,7 +75,7 @@ def print_plans(console: Console, plans: ServingPlans, model: str, top: int = 10
             console.print(line, highlight=False)
     else:
         rate = best.tokens_per_s_per_device
-        console.print(headline(f"{best.deployment.text()}", f"  {rate:,.0f} tokens/s a device"))
+        console.print(headline(_named(best), f"  {rate:,.0f} tokens/s a device"))
         for line in plans.reasons():
             console.print(f"because {line}", highlight=False)
         for framework, command in plans.commands(model).items():
@@ -92,14 +92,18 @@ def print_plans(console: Console, plans: ServingPlans, model: str, top: int = 10
 
 
 def _cells(one: Planned) -> Sequence[str]:
-    limits = f", {one.deployment.max_batch} sequences" if one.deployment.max_batch else ""
     return (
         f"{one.tokens_per_s_per_device:,.0f}",
         duration(one.ttft * 1e6),
         duration(one.tpot * 1e6),
         f"{one.good:.1%}",
-        one.deployment.text() + limits,
+        _named(one),
     )
+
+
+def _named(one: Planned) -> str:
+    limit = one.deployment.max_batch
+    return one.deployment.text() + (f", {limit} sequences" if limit else "")
 
 
 def _span(interval: Interval) -> str:

@@ -113,3 +113,30 @@ def test_launch_commands() -> None:
     apart = launch_commands(replace(BASE, prefill=Workers(EnginePlan())), "m")
     assert "kv_producer" in apart["vLLM prefill"] and "kv_consumer" in apart["vLLM decode"]
     assert "--disaggregation-mode decode" in apart["SGLang decode"]
+
+
+def test_launch_commands_say_the_format_of_the_weights() -> None:
+    def commands(**formats: str) -> dict[str, str]:
+        return launch_commands(replace(BASE, model=ServedModel(DENSE, **formats)), "m")
+
+    assert not any("quant" in text or "#" in text for text in commands().values())
+    fp8 = commands(weights="fp8")
+    assert "--quantization fp8" in fp8["vLLM"] and "--quantization fp8" in fp8["SGLang"]
+    assert fp8["TensorRT-LLM"].endswith("   # m has to be a checkpoint in fp8")
+    for text in commands(weights="nvfp4").values():
+        assert text.endswith("# m has to be a checkpoint in nvfp4") and "--quant" not in text
+
+
+def test_ties_go_to_the_larger_share_and_no_reason_is_a_loss() -> None:
+    found = search(predictor(), BASE, 2, replace(SPEC, concurrency=0, rate=2.0), Slo(ttft=0.03))
+    best = found.best
+    assert best is not None
+    most = max(one.tokens_per_s_per_device for one in found.judged if one.keeps(found.slo))
+    equal = [
+        one
+        for one in found.judged
+        if one.keeps(found.slo) and one.tokens_per_s_per_device >= 0.99 * most
+    ]
+    assert len(equal) > 1 and best.good == max(one.good for one in equal)
+    assert not any("-" in line.split("gives")[-1].split("%")[0] for line in found.reasons())
+    assert not any("gives 0% less" in line for line in found.reasons())
