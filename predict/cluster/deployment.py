@@ -110,14 +110,17 @@ class Deployment:
                 f"{self.accepted:g} tokens a step of {drafts} drafts",
                 hint="from 1 to one more than the drafts",
             )
-        heads = self.model.workload.heads
+        heads, layers = self.model.workload.heads, self.model.workload.layers
         for workers in filter(None, (self.engine, self.prefill)):
             plan = workers.plan
-            if heads % plan.tp or plan.pp > self.model.workload.layers:
+            if heads % plan.tp:
+                fit = [str(n) for n in range(1, heads + 1) if heads % n == 0]
                 raise PlanError(
-                    f"{plan.text()} does not divide {heads} heads and "
-                    f"{self.model.workload.layers} layers",
-                    hint="tp divides heads, pp is at most the layers",
+                    f"tp={plan.tp} does not divide {heads} heads", hint="tp is " + ", ".join(fit)
+                )
+            if plan.pp > layers:
+                raise PlanError(
+                    f"pp={plan.pp} stages for {layers} layers", hint="pp is at most the layers"
                 )
 
     @property
