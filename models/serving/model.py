@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -43,7 +43,8 @@ class ServingModel:
         ends: Ends of the interval as logarithms, by ``metric/tier``, and for the time to the first
             token of saturated engines ``ttft-queued/tier``.
         provenance: What it was learned from: ``groups`` are model groups by framework and chip,
-            ``shapes`` the groups of models by their sizes, ``own`` the stacks it was adapted to.
+            ``shapes`` the groups of models by their sizes, ``own`` the stacks it was adapted to:
+            ``memory``, ``groups`` and ``ends`` of each.
     """
 
     effects: ServingEffects = field(default_factory=ServingEffects)
@@ -55,10 +56,19 @@ class ServingModel:
         groups = self.provenance.get("groups", ())
         if isinstance(groups, list) and group_key(context) in groups:
             return "model"
+        if self._own(context):
+            return "model"
         if not self.effects.knows("architecture", context.get("architecture", "")):
             return "new"
         named = self.effects.knows("engine", context.get("engine", ""))
         return "framework" if named else "architecture"
+
+    def _own(self, context: Context) -> Mapping[str, object]:
+        """The stack with runs of a row's model and engine that the model was adapted to, if any."""
+        own = self.provenance.get("own", {})
+        stack = own.get(context.get("cluster", "")) if isinstance(own, dict) else None
+        known = isinstance(stack, dict) and group_key(context) in stack.get("groups", ())
+        return stack if isinstance(stack, dict) and known else {}
 
     def group_of(self, shape: str) -> str:
         """Model group of the measured runs whose model has a shape; empty if there is none."""
@@ -77,9 +87,14 @@ class ServingModel:
                 return source, float(stack["memory"])
         return "", 0.0
 
-    def interval(self, metric: str, tier: str, queued: float) -> tuple[float, float]:
+    def interval(
+        self, metric: str, tier: str, queued: float, context: Context
+    ) -> tuple[float, float]:
         """Ends of the 90 % interval as factors on an estimate."""
-        low, high = self.ends.get(f"{kind_of(metric, queued)}/{tier}", UNCALIBRATED)
+        kind = kind_of(metric, queued)
+        own = self._own(context).get("ends", {})
+        ends = self.ends.get(f"{kind}/{tier}", UNCALIBRATED)
+        low, high = own.get(kind, ends) if isinstance(own, dict) else ends
         return float(np.exp(low)), float(np.exp(high))
 
     def save(self, path: Path) -> None:
@@ -141,6 +156,30 @@ def group_key(context: Context) -> str:
 def kind_of(metric: str, queued: float) -> str:
     """Metric that an interval is of: waiting makes times to the first token another one."""
     return "ttft-queued" if metric == "ttft" and queued > SATURATED else metric
+
+
+def own_ends(
+    model: ServingModel, tier: str, errors: Mapping[str, Sequence[float]]
+) -> dict[str, tuple[float, float]]:
+    """Ends of intervals of a stack that a model was adapted to, by :func:`kind_of`.
+
+    Args:
+        model: Before it was adapted.
+        tier: What it knew of the stack's runs.
+        errors: By kind: logarithms of measured over predicted, of runs that were left out. Without
+            any, nothing more is known of a kind than before.
+    """
+    ends = {}
+    for kind in {kind_of(metric, queued) for metric in METRICS for queued in (0.0, 1.0)}:
+        left = errors.get(kind, ())
+        low, high = model.ends.get(f"{kind}/{TIERS[0] if left else tier}", UNCALIBRATED)
+        if left:
+            # The outer ones, since a few runs do not show how far others lie.
+            outer = (1.0 - COVERAGE) / 2.0
+            low = min(low, float(np.quantile(left, outer, method="lower")))
+            high = max(high, float(np.quantile(left, 1.0 - outer, method="higher")))
+        ends[kind] = (round(low, 5), round(high, 5))
+    return ends
 
 
 def serving_ends(

@@ -218,9 +218,9 @@ class ServingPredictor:
         waits = run.first - run.sent
         queued = max(0.0, 1.0 - float(waits.min()) / float(waits.mean()))
         factors = {
-            "ttft": self.model.interval("ttft", tier, queued),
-            "tpot": self.model.interval("tpot", tier, queued),
-            "rate": self.model.interval("per_token", tier, queued),
+            "ttft": self.model.interval("ttft", tier, queued, context),
+            "tpot": self.model.interval("tpot", tier, queued, context),
+            "rate": self.model.interval("per_token", tier, queued, context),
         }
         seen = served(load, run, first)
         ends = [

@@ -13,8 +13,13 @@ from typer.testing import CliRunner
 
 from opcast.cli import app
 from opcast.common.errors import DatasetError
-from opcast.models.serving.model import ServingModel, shipped_serving
-from opcast.predict.cluster.serving_runs import engine_memory
+from opcast.models.serving.model import (
+    UNCALIBRATED,
+    ServingModel,
+    own_ends,
+    shipped_serving,
+)
+from opcast.predict.cluster.serving_runs import engine_memory, row_context
 from opcast.predict.cluster.serving_table import (
     EngineOptions,
     read_serving,
@@ -147,6 +152,13 @@ def test_a_stack_of_ones_own_is_learned_with_its_memory(plain: pd.DataFrame) -> 
     assert one["after"] < 0.4 * one["before"] and one["unseen"] < 0.6 * one["before"]
     source, share = model.own_stack("h100-sxm")
     assert source == "own" and share == pytest.approx(0.7, abs=1e-3)
+    # Its runs are of a known model, with intervals that are no narrower than its errors.
+    context = row_context(replace(row, source="own"))
+    assert ServingModel().tier(context) == "new" and model.tier(context) == "model"
+    assert model.group_of(row.model.shape()) == "small"
+    assert model.tier({**context, "cluster": "own|h200-sxm"}) == "new"
+    sure = own_ends(ServingModel(ends={"tpot/model": (-0.1, 0.1)}), "new", {"tpot": [-0.3, 0.05]})
+    assert sure["tpot"] == (-0.3, 0.1) and sure["ttft"] == UNCALIBRATED
     with pytest.raises(DatasetError, match="no row to calibrate on"):
         calibrate_serving(table(), None, ServingModel(), Path())
     with pytest.raises(DatasetError, match="several sources"):

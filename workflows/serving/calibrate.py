@@ -13,8 +13,16 @@ from ...common.errors import DatasetError
 from ...common.tables_text import in_percent, print_frame
 from ...features.devices.catalogue import find_device
 from ...models.operators import OpModel
+from ...models.serving.effects import Context
 from ...models.serving.fit import Observed, adapt_serving, linear_errors
-from ...models.serving.model import ServingModel, find_serving_model
+from ...models.serving.model import (
+    TIERS,
+    ServingModel,
+    find_serving_model,
+    group_key,
+    kind_of,
+    own_ends,
+)
 from ...predict.cluster.serving_runs import ServingRuns, engine_memory, row_context
 from ...predict.cluster.serving_table import ServingRow, read_serving, read_serving_rows
 from .evaluate import observer, serving_operators
@@ -59,6 +67,11 @@ def calibrate_serving(
     if not own:
         why = next((reason for reason in reasons if reason), "none has ttft_ms, tpot_ms, out_tok_s")
         raise DatasetError(f"no row to calibrate on: {why}", hint="docs/serving.md lists columns")
+    # Models are looked up by their sizes when they are predicted.
+    own = [
+        replace(row, group=model.group_of(row.model.shape()) or row.group or row.model.shape())
+        for row in own
+    ]
     contexts = [row_context(row) for row in own]
     clusters = sorted({context["cluster"] for context in contexts})
     devices = [cluster.split("|")[1] for cluster in clusters]
@@ -83,11 +96,37 @@ def calibrate_serving(
         errors[name] = np.abs(np.expm1(-logs))
     figures = errors.groupby("metric").median().reset_index()
     figures.insert(1, "runs", errors.groupby("metric").size().to_numpy())
+    # A run that is the only one was judged by the model as it was.
+    left = np.where(np.isfinite(left), left, before)
     stacks = {
-        c: {"memory": share}
-        for c, share in zip(clusters, _memory(rows, table, clusters), strict=True)
+        cluster: {"memory": share, **_known(cluster, model, seen, contexts, left)}
+        for cluster, share in zip(clusters, _memory(rows, table, clusters), strict=True)
     }
-    return replace(model, effects=effects, provenance={**model.provenance, "own": stacks}), figures
+    old = model.provenance.get("shapes")
+    shapes = {row.model.shape(): row.group for row in own} | (old if isinstance(old, dict) else {})
+    provenance = {**model.provenance, "own": stacks, "shapes": shapes}
+    return replace(model, effects=effects, provenance=provenance), figures
+
+
+def _known(
+    cluster: str,
+    model: ServingModel,
+    seen: Observed,
+    contexts: Sequence[Context],
+    left: np.ndarray,
+) -> dict[str, object]:
+    """Model groups of a cluster's runs, and ends of their intervals."""
+    errors: dict[str, list[float]] = {}
+    mine = [at for at, row in enumerate(seen.rows) if contexts[row]["cluster"] == cluster]
+    for at in mine:
+        kind = kind_of(str(seen.metrics[at]), float(seen.queued[at]))
+        errors.setdefault(kind, []).append(float(left[at]))
+    runs = [contexts[row] for row in {int(seen.rows[at]) for at in mine}]
+    tier = max((model.tier(context) for context in runs), key=TIERS.index, default=TIERS[-1])
+    return {
+        "groups": sorted({group_key(context) for context in runs}),
+        "ends": own_ends(model, tier, errors),
+    }
 
 
 def _memory(

@@ -165,7 +165,7 @@ def _record(
     }
     for name, metric in COLUMNS:
         seconds = run.latency(metric).seconds * model.effects.factor(context, metric)
-        low, high = model.interval(metric, tier, run.queued)
+        low, high = model.interval(metric, tier, run.queued, context)
         record[f"measured_{name}"] = row.measured.get(name, float("nan"))
         if metric == "per_token":
             rate = 1.0 / seconds

@@ -179,7 +179,7 @@ def test_workers_apart_move_caches(predictor: ServingPredictor) -> None:
 def test_deployments_that_are_none() -> None:
     with pytest.raises(PlanError, match="generates nothing"):
         replace(PLAIN, model=ServedModel(replace(LLAMA, causal=False)))
-    with pytest.raises(PlanError, match="does not divide 32 heads"):
+    with pytest.raises(PlanError, match=r"tp=5 does not divide 32 heads \(tp is 1, 2, 4,"):
         replace(PLAIN, engine=Workers(EnginePlan(tp=5, moe_tp=5)))
     with pytest.raises(PlanError, match="hit rate"):
         replace(PLAIN, hit_rate=1.0)
