@@ -193,7 +193,7 @@ def simulate_serving(
     from ..common.errors import PlanError
     from ..common.files import write_text
     from ..predict.cluster.deployment import Deployment, on_cluster, parse_slo
-    from ..predict.cluster.served_row import framework_of, in_formats
+    from ..predict.cluster.served_row import in_formats, known_framework
     from ..predict.cluster.serving_load import LoadSpec, parse_lengths
     from ..predict.cluster.serving_table import EngineOptions, Workers
     from ..predict.export.serving_timeline import serving_trace
@@ -204,7 +204,7 @@ def simulate_serving(
             parse_lengths(text)
         except PlanError as error:
             raise typer.BadParameter(f"{name}: {error}") from None
-    engine = framework_of(framework)
+    engine = known_framework(framework)
     sizes = read_workload(workload_of(workload, hf), settings or [])
     served = in_formats(
         sizes, weights, kv_cache, engine, linear_layers, experts=experts, activations=activations
@@ -397,14 +397,14 @@ def plan_serving(
     """
     from ..features.devices.catalogue import find_device
     from ..predict.cluster.deployment import Deployment, parse_slo
-    from ..predict.cluster.served_row import framework_of, in_formats
+    from ..predict.cluster.served_row import in_formats, known_framework
     from ..predict.cluster.serving_load import parse_load
     from ..predict.cluster.serving_plan import search
     from ..predict.render.serving import print_plans
     from ..simulate.step.workload import read_workload
     from ..workflows.steps import row_progress
 
-    engine = framework_of(framework)
+    engine = known_framework(framework)
     chosen = workload_of(workload, hf)
     sizes = read_workload(chosen, settings or [])
     model = in_formats(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 
 from ...common.errors import PlanError
+from ...simulate.serving.policies import FRAMEWORKS
 from ...simulate.serving.served import ServedModel
 from ...simulate.step.workload import Workload
 from .step_table import Cells
@@ -68,6 +70,22 @@ def framework_of(text: str) -> str:
     for known in ("tensorrt-llm", "sglang", "vllm", "lmdeploy", "deepspeed-mii"):
         if known in name.replace("trtllm", "tensorrt-llm").replace("trt-llm", "tensorrt-llm"):
             return known
+    return name
+
+
+def known_framework(text: str) -> str:
+    """:func:`framework_of` of an engine that is known, or that is not named.
+
+    Raises:
+        PlanError: The name is none of a framework.
+    """
+    name = framework_of(text)
+    if name and name not in FRAMEWORKS:
+        near = get_close_matches(name, FRAMEWORKS, n=3, cutoff=0.5) or list(FRAMEWORKS)
+        raise PlanError(
+            f"framework {text!r} is not known",
+            hint=f"{', '.join(near)}; empty for one that is not listed",
+        )
     return name
 
 

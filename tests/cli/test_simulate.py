@@ -150,6 +150,7 @@ def test_serving_takes_its_limits(tmp_path):
         (["--plan", "ep=2"], "the model has none"),
         (["--plan", "tp=4"], "need 4 devices"),
         (["--plan", "tp=1", "--prefill", "tp=2"], "need 3 devices (2 of them run prompts)"),
+        (["--framework", "vlmm"], "framework 'vlmm' is not known (vllm"),
         (["--kv-cache", "banana"], "a cache in 'banana' is not known"),
         (["--prompt", "9000000", "--memory", "0.1"], "a request needs"),
         (["--set", "layers=10000"], "do not fit"),
