@@ -115,7 +115,7 @@ def test_the_file_of_a_model(tmp_path: Path) -> None:
     model.save(tmp_path / "m.json")
     again = ServingModel.load(tmp_path / "m.json")
     assert again == model
-    assert again.interval("tpot", "model", 0.0) == pytest.approx((np.exp(-0.1), np.exp(0.2)))
+    assert again.interval("tpot", "model", 0.0, {}) == pytest.approx((np.exp(-0.1), np.exp(0.2)))
     (tmp_path / "bad.json").write_text('{"format": 9}')
     with pytest.raises(ModelError, match="format 9"):
         ServingModel.load(tmp_path / "bad.json")
@@ -127,5 +127,5 @@ def test_the_shipped_model_knows_the_usual_frameworks() -> None:
     model = shipped_serving()
     for engine in ("vllm now", "sglang now", "tensorrt-llm now"):
         assert model.effects.knows("engine", engine)
-    low, high = model.interval("tpot", "model", 0.0)
+    low, high = model.interval("tpot", "model", 0.0, {})
     assert 0.5 < low < 1.0 < high < 2.0
