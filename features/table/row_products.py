@@ -259,17 +259,42 @@ def _library_gemm(row: Row, op: Op, operands: list[TensorType]) -> None:
 
 def _attention(row: Row, op: Op, operands: list[TensorType]) -> None:
     """Enter a fused attention by its first product; all of its work is that of products."""
-    numbers = op.config("cudnn_fmha_backend_config", "bmm1_dot_dimension_numbers")
+    numbers = attention_numbers(op)
     query, key = operands[:2]
-    if not numbers or len(query.shape) != 4 or len(key.shape) != 4:
-        # The backward call names its products otherwise.
+    if numbers is None or len(query.shape) != 4 or len(key.shape) != 4:
         _all_dense(row, operands[:2])
         return
     before = row["dense_flops"]
-    gemm(row, query, key, op.type, *_numbers(numbers), rate=query.dtype)
+    gemm(row, query, key, op.type, *numbers, rate=query.dtype)
     # All FLOPs of the call run on the matrix unit, the second product included, which gemm() did
     # not see.
     row["dense_flops"] = before + row["flops"]
+
+
+def attention_numbers(op: Op) -> tuple[Dims, Dims, Dims, Dims] | None:
+    """Contracted and batched dimensions of queries times keys in a fused attention call.
+
+    A backward call names the products of its gradients alone: queries are the right side of the
+    product for the keys' gradient, keys that of the product for the queries', each contracted over
+    its positions. What is neither batch nor position there is the size of a head.
+
+    Returns:
+        Contracted dimensions of queries and of keys, batch dimensions of queries and of keys;
+        ``None`` if the call does not tell them.
+    """
+    config = op.config("cudnn_fmha_backend_config")
+    forward = _numbers(config.get("bmm1_dot_dimension_numbers") or {})
+    if all(forward):
+        return forward
+    sides: list[tuple[Dims, Dims]] = []
+    for product in ("bmm1_grad_gemm1", "bmm1_grad_gemm2"):
+        _, positions, _, batch = _numbers(config.get(f"{product}_dot_dimension_numbers") or {})
+        head = tuple({0, 1, 2, 3} - {*positions, *batch})
+        if len(positions) != 1 or len(batch) != 2 or len(head) != 1:
+            return None
+        sides.append((head, batch))
+    (query_head, query_batch), (key_head, key_batch) = sides
+    return query_head, key_head, query_batch, key_batch
 
 
 def _all_dense(row: Row, operands: list[TensorType]) -> None:

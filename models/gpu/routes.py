@@ -13,6 +13,7 @@ from ...features.ir.dtypes import DTYPE_BITS, DTYPES
 from ...features.kernels.kernel import Kernel
 from ...features.table.columns import INDEX
 from ...features.table.row import rows
+from ...features.table.row_products import attention_numbers
 from .memory_passes import Traffic
 
 PRODUCT, CONV, ATTENTION, PASS, OTHER = "product", "conv", "attention", "pass", "other"
@@ -104,8 +105,8 @@ def _is_pass_call(kernel: Kernel) -> bool:
 def attention_of(kernel: Kernel) -> dict[str, int] | None:
     """Parameters of a fused attention call (cuDNN's ``fmha``); ``None`` for any other kernel.
 
-    The dimension numbers of the first product (queries times keys) tell the sizes apart: batch and
-    heads are batch dimensions, the size of a head is contracted, and positions are what is left.
+    The dimension numbers of queries times keys tell the sizes apart: batch and heads are batch
+    dimensions, the size of a head is contracted, and positions are what is left.
     """
     op = kernel.op
     target = str(op.attrs.get("target", ""))
@@ -115,19 +116,20 @@ def attention_of(kernel: Kernel) -> dict[str, int] | None:
         return None
     entry = kernel.body.entry_computation.ops
     query, key = (entry[i].type for i in op.operands[:2])
-    config = op.attrs.get("backend_config")
-    own = config.get("cudnn_fmha_backend_config", {}) if isinstance(config, dict) else {}
-    numbers = own.get("bmm1_dot_dimension_numbers", {})
+    numbers = attention_numbers(op)
+    if numbers is None:
+        return None
     sides = []
-    for side, shape in (("lhs", query.shape), ("rhs", key.shape)):
-        batch = [int(d) for d in numbers.get(f"{side}_batch_dimensions", ())]
-        contracted = [int(d) for d in numbers.get(f"{side}_contracting_dimensions", ())]
+    for contracted, batch, shape in zip(
+        numbers[:2], numbers[2:], (query.shape, key.shape), strict=True
+    ):
         # Another layout than (batch, heads, positions, head) in some order is not understood; the
         # call then takes the roofline.
         if len(batch) != 2 or len(contracted) != 1 or len(shape) != 4:
             return None
         free = prod(shape) // prod(shape[d] for d in (*batch, *contracted))
         sides.append(([shape[d] for d in batch], shape[contracted[0]], free))
+    mask = op.config("cudnn_fmha_backend_config").get("mask_type", "")
     (lead, size, queries), ((_, kv_heads), _, keys) = sides
     return {
         "batch": lead[0],
@@ -140,7 +142,7 @@ def attention_of(kernel: Kernel) -> dict[str, int] | None:
         "q_len": queries,
         "kv_len": keys,
         "window": 0,
-        "causal": int("CAUSAL" in str(own.get("mask_type", "")).upper()),
+        "causal": int("CAUSAL" in str(mask).upper()),
         "backward": "Backward" in target,
     }
 

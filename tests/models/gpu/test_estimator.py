@@ -19,6 +19,7 @@ from opcast.features.devices.device import DeviceSpec
 from opcast.features.ir.reader import read_program
 from opcast.features.kernels.kernel import Kernel, LoweredProgram
 from opcast.features.lowering.lower import lower
+from opcast.features.table.columns import INDEX
 from opcast.features.table.roofline import roofline
 from opcast.models.core.base import Estimator
 from opcast.models.cost_model import CostModel
@@ -26,9 +27,11 @@ from opcast.models.gpu.estimator import GpuEstimator
 from opcast.models.gpu.products import Products, _chains
 from opcast.models.gpu.routes import attention_of, describe, products
 from opcast.predict.locate import find_model
+from opcast.simulate.step.layer_ops import ATTENTION_BACKWARD
 from opcast.workflows.reports.accuracy import COMMITTED
 
 KERNELS = Path(__file__).parents[1] / "data" / "gpu" / "kernels.hlo"
+ATTENTION_STEP = KERNELS.with_name("attention_step.hlo")
 GPUS = ("h100-sxm", "a100-sxm-80gb", "v100-sxm", "l4", "t4", "b200", "mi210")
 
 
@@ -138,6 +141,26 @@ def test_attention_is_read_off_the_call(by_name: dict[str, Kernel]) -> None:
     # 2 products over 4 · 16 · (2048 · 2049 / 2) visible pairs of 64 numbers.
     assert by_name["fmha"].flops == pytest.approx(2 * 2 * 64 * 4 * 16 * 2048 * 2049 / 2)
     assert attention_of(by_name["conv"]) is None
+
+
+@pytest.mark.parametrize("device", ["h100-sxm", "a100-sxm-80gb"])
+def test_attention_backward_takes_longer_than_forward(model: CostModel, device: str) -> None:
+    forward, backward = lower(read_program(ATTENTION_STEP), "xla").kernels[-2:]
+    found = attention_of(backward)
+    assert found is not None and found["backward"]
+    assert {k: found[k] for k in ("batch", "q_heads", "kv_heads", "head_dim", "q_len", "kv_len")} \
+        == {"batch": 8, "q_heads": 12, "kv_heads": 4, "head_dim": 64, "q_len": 1024,
+            "kv_len": 2048}  # fmt: skip
+    # Five products instead of two.
+    assert backward.flops == pytest.approx(2.5 * forward.flops)
+    row = describe([forward, backward]).row
+    for size in ("gemm_batch", "gemm_m", "gemm_n", "gemm_k"):
+        assert row[0, INDEX[size]] == row[1, INDEX[size]]
+    assert row[:, INDEX["dense_flops"]].tolist() == [forward.flops, backward.flops]
+    answer = model.predict_kernels([forward, backward], find_device(device))
+    assert answer.latency[1] == pytest.approx(ATTENTION_BACKWARD * answer.latency[0])
+    assert list(answer.source) == ["learned:graph/context_attention"] * 2
+    assert answer.hi[1] / answer.lo[1] > answer.hi[0] / answer.lo[0]
 
 
 @pytest.mark.parametrize("device", GPUS)
