@@ -246,7 +246,8 @@ def _predict_table(
         require_plots()
     if out is not None and out.suffix.lower() not in (".parquet", ".csv", ".json"):
         raise typer.BadParameter("--out is a .parquet, .csv or .json file")
-    frame = predict_many(programs, find_chips(devices, predictor), predictor, options)
+    chips = find_chips(devices, predictor)
+    frame = predict_many(programs, chips, predictor, options, opened=program_of)
     if out is not None:
         write_predictions(frame, out)
     if plot is not None:

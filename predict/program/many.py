@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,15 +67,18 @@ def predict_many(
     predictor: Predictor,
     options: LoweringOptions,
     progress: Callable[[int, int], None] | None = None,
+    opened: Callable[[Path], object] = Path,
 ) -> pd.DataFrame:
     """Predict every program on every design.
 
     Args:
-        programs: Files of programs.
+        programs: Files of programs, or what ``opened`` takes.
         chips: The devices.
         predictor: Loaded models.
         options: Lowering options; the device is each chip's own.
         progress: Told how many of all predictions are done.
+        opened: Makes what is read of an entry of ``programs``, once for each; the command line
+            imports ``module.py:function`` so.
 
     Returns:
         A row for each program and design: ``program``, ``device``, the figures of the design,
@@ -84,8 +88,9 @@ def predict_many(
     total = len(programs) * sum(len(chip.designs) for chip in chips)
     rows: list[dict[str, Any]] = []
     for program in programs:
+        read = cache(partial(opened, program))
         for chip in chips:
-            rows += _rows(program, chip, predictor, options)
+            rows += _rows(str(program), read, chip, predictor, options)
             if progress is not None:
                 progress(len(rows), total)
     keys = dict.fromkeys(key for chip in chips for design in chip.designs for key in design.figures)
@@ -94,19 +99,25 @@ def predict_many(
 
 
 def _rows(
-    program: Path, chip: Chip, predictor: Predictor, options: LoweringOptions
+    program: str,
+    opened: Callable[[], object],
+    chip: Chip,
+    predictor: Predictor,
+    options: LoweringOptions,
 ) -> list[dict[str, Any]]:
     from ...features.ir.partitioning import check_one_device
+    from ...features.ir.platforms import platform_of
     from ...features.ir.reader import read_program
     from ...features.ir.untrusted import well_formed
     from ...features.lowering.lower import lower_with
 
     first = chip.designs[0].device
-    subjects = [
-        {"program": str(program), "device": d.device.name, **d.figures} for d in chip.designs
-    ]
+    subjects = [{"program": program, "device": d.device.name, **d.figures} for d in chip.designs]
     try:
-        source = read_program(program, trip_counts=options.trip_counts)
+        # A function is traced for the platform of each chip.
+        source = read_program(
+            opened(), trip_counts=options.trip_counts, platform=platform_of(first)
+        )
         check_one_device(source, first.name)
         lowered = lower_with(source, replace(options, device=first, cache=predictor.cache))
     except Exception as error:

@@ -60,6 +60,29 @@ def test_programs_times_devices_make_a_table_and_a_plot(folder):
     assert done.stdout.count("share the kernels") == 1
 
 
+def test_a_function_of_a_file_is_traced_for_each_device(folder):
+    (folder / "train.py").write_text(
+        "import jax.numpy as jnp\n"
+        "def step(x, w):\n"
+        "    return jnp.tanh(x @ w)\n"
+        "example_args = (jnp.zeros((256, 512)), jnp.zeros((512, 512)))\n"
+    )
+    program, options = f"{folder / 'train.py'}:step", ("--lowering", "fused", "--json")
+    devices = "a100-sxm-80gb", "tpu-v5e"
+    done = opcast("predict", program, "--device", ",".join(devices), *options)
+    assert done.returncode == 0, done.stderr
+    table = json.loads(done.stdout)
+    assert [(row["program"], row["device"]) for row in table] == [(program, d) for d in devices]
+    for row, device in zip(table, devices, strict=True):
+        alone = json.loads(opcast("predict", program, "--device", device, *options).stdout)
+        assert row["error"] == "" and row["latency_us"] == pytest.approx(alone["latency_us"])
+    # A function that is not there costs only its own row.
+    other = f"{folder / 'train.py'}:other"
+    done = opcast("predict", other, program, "--device", devices[0], *options)
+    bad, good = json.loads(done.stdout)
+    assert "no function 'other'" in bad["error"] and good["latency_us"] > 0
+
+
 def test_one_bad_program_costs_only_its_rows(folder):
     (folder / "bad.mlir").write_text("module {")
     done = opcast(
