@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
+from ...common.errors import ProgramError
 from ...features.ir.torch.record import AtenCall, Recording
 from ...features.ir.torch.translate import Place
 from ...simulate.step.layer_ops import ATTENTION_BACKWARD
 
-PRODUCT, ATTENTION, NORM, SOFTMAX, PASS = "product", "attention", "norm", "softmax", "pass"
+PRODUCT, CONVOLUTION, ATTENTION = "product", "convolution", "attention"
+NORM, SOFTMAX, PASS = "norm", "softmax", "pass"
 _PRODUCTS = (
     "aten.mm",
     "aten.addmm",
@@ -49,6 +51,14 @@ _NORM_BACKWARD = 2
 #: Tensors that one launch over a list of tensors takes: limits of PyTorch's multi_tensor_apply are
 #: 110 to 30 tensors by how many lists there are; engineering estimate of their mean.
 _LIST = 48
+#: Operators that are priced by the passes of a radix sort.
+SORTS = ("aten.sort", "aten.topk")
+#: Factorisations and solvers that are not called ``linalg``, and the reductions that are.
+_SOLVERS = (
+    "aten.cholesky", "aten.triangular_solve", "aten.geqrf", "aten.ormqr", "aten.orgqr",
+    "aten.lu_", "aten._linalg", "aten.linalg_",
+)  # fmt: skip
+_NO_SOLVERS = ("aten.linalg_vector_norm", "aten.linalg_cross")
 #: Operators that torch.compile makes no kernels of its own for.
 _OPAQUE = (
     *_PRODUCTS, "aten.convolution", "aten._scaled_dot_product", "aten.sort", "aten.topk",
@@ -65,8 +75,9 @@ class Work:
 
     Attributes:
         name: Operator, or operators that are fused, joined by plus signs.
-        kind: ``product`` (shape: batch, rows, columns, depth), ``attention`` (batch, heads, groups,
-            size, queries, keys, causal), ``norm`` and ``softmax`` (rows, columns), or ``pass``.
+        kind: ``product`` (shape: batch, rows, columns, depth), ``convolution`` (that of the product
+            it computes; the bytes are its tensors'), ``attention`` (batch, heads, groups, size,
+            queries, keys, causal), ``norm`` and ``softmax`` (rows, columns), or ``pass``.
         shape: By kind; empty for a pass.
         dtype: ``bf16``, ``f16``, ``fp8`` or ``f32``.
         bytes: Traffic.
@@ -85,6 +96,22 @@ class Work:
     scale: float
     phase: str
     place: Place
+
+
+def check_priced(calls: Sequence[AtenCall]) -> None:
+    """Refuse factorisations and solvers, whose time is not that of a pass over their matrices.
+
+    Raises:
+        ProgramError: There is one, at the line that it names.
+    """
+    for call in calls:
+        if call.name.startswith(_SOLVERS) and not call.name.startswith(_NO_SOLVERS):
+            place = call.place
+            raise ProgramError(
+                f"the time of {call.name} (linear algebra) is not known for PyTorch's kernels",
+                where=f"{place.file}:{place.line}" if place.file else "",
+                hint="predict the program without it and measure that operator by itself",
+            )
 
 
 def works(calls: Sequence[AtenCall]) -> list[Work]:
@@ -108,7 +135,7 @@ def _works(call: AtenCall) -> list[Work]:
     if call.name in _PRODUCTS:
         return [replace(base, kind=PRODUCT, shape=_product(call))]
     if call.name == "aten.convolution":
-        return [replace(base, kind=PRODUCT, shape=_convolution(call))]
+        return [replace(base, kind=CONVOLUTION, shape=_convolution(call))]
     if call.name == "aten.convolution_backward":
         return _convolution_backward(call, base)
     if "scaled_dot_product" in call.name:
@@ -127,6 +154,12 @@ def _works(call: AtenCall) -> list[Work]:
         # and three tensors but for the mask's byte (native_dropout_backward of PyTorch).
         wide = call.outputs[0].bytes
         return [replace(base, bytes=float(6 * wide + call.inputs[1].bytes), launches=3)]
+    if call.name in SORTS:
+        # A radix sort passes over the keys once for each byte of them, as CUB's: of values with
+        # their indices for a sort, of the values alone to select the largest.
+        digits = call.inputs[0].bytes / max(prod(call.inputs[0].shape), 1)
+        each = 2 * sum(t.bytes for t in call.outputs) if call.name == "aten.sort" else None
+        return [replace(base, bytes=digits * float(each or call.inputs[0].bytes))]
     if "_foreach" in call.name or "_fused" in call.name:
         lists = len(call.outputs)
         return [replace(base, launches=max(1, ceil(lists / _LIST)))]
@@ -173,7 +206,9 @@ def _convolution_backward(call: AtenCall, base: Work) -> list[Work]:
     shapes = [
         s for s, own in zip(((groups, m, k, n), (groups, n, k, m)), wanted[:2], strict=True) if own
     ]
-    return [replace(base, kind=PRODUCT, shape=s, bytes=base.bytes / 2) for s in shapes]
+    # Each reads two of the three tensors and writes one as large as the third.
+    moved = float(gradient.bytes + given.bytes + weight.bytes)
+    return [replace(base, kind=CONVOLUTION, shape=s, bytes=moved) for s in shapes]
 
 
 def _attention(call: AtenCall, base: Work) -> Work:

@@ -32,7 +32,18 @@ from ..locate import OPERATOR_MODEL, find_model
 from ..published.composition import RHO as RHO_ALONE
 from ..published.composition import RUN_ERROR, kernel_us
 from ..published.opgraph import GraphOp, op_rows
-from .aten_work import ATTENTION, NORM, PRODUCT, SOFTMAX, Work, fused, works
+from .aten_work import (
+    ATTENTION,
+    CONVOLUTION,
+    NORM,
+    PRODUCT,
+    SOFTMAX,
+    SORTS,
+    Work,
+    check_priced,
+    fused,
+    works,
+)
 from .step_operators import (
     FAMILIES,
     MATRIX_SHARE,
@@ -62,7 +73,7 @@ class AtenEstimate:
 
     Attributes:
         name: Operator.
-        kind: ``product``, ``attention``, ``norm``, ``softmax`` or ``pass``.
+        kind: ``product``, ``convolution``, ``attention``, ``norm``, ``softmax`` or ``pass``.
         shape: By kind, as :class:`~.aten_work.Work` has it.
         dtype: Element type.
         latency_us: Predicted, within a stream of kernels.
@@ -173,6 +184,7 @@ def price(
 ) -> TorchPrediction:
     """Price what a program launches; see :func:`predict_torch`."""
     compiled = framework == "torch-compiled"
+    check_priced(recording.calls)
     found = fused(recording) if compiled else works(recording.calls)
     if not found:
         raise ProgramError("the program launches no kernels", hint="it only views its inputs")
@@ -258,8 +270,13 @@ def _notes(
     wide = any(w.dtype == "f32" and w.kind == PRODUCT for w in found)
     if wide and spec.matrix_peak("tf32") > 1.5 * spec.matrix_peak("f32"):
         notes.append(
-            "products of f32 run in full f32, PyTorch's default; "
+            "matrix products of f32 run in full f32, PyTorch's default; "
             "torch.set_float32_matmul_precision('high') would take TF32, which is not predicted"
+        )
+    if any(f"aten.{w.name}" in SORTS for w in found):
+        notes.append(
+            "sort and topk are priced by the passes of a radix sort over their values, not by "
+            "measured kernels"
         )
     return tuple(notes)
 
@@ -287,7 +304,9 @@ class _Prices:
             times[at] = own * np.array([[found[i].scale] for i in at])
             for i, key in zip(at, keys, strict=True):
                 sources[i] = f"learned:{key}"
-        rest = [i for i in range(len(found)) if graph_ops[i] is None]
+        for i in [i for i, w in enumerate(found) if w.kind == CONVOLUTION]:
+            times[i] = self._by_roofline(found[i])
+        rest = [i for i, w in enumerate(found) if graph_ops[i] is None and w.kind != CONVOLUTION]
         if rest:
             calls = [self._call(found[i]) for i in rest]
             own = self._latency(calls)
@@ -298,13 +317,13 @@ class _Prices:
                     sources[i] = f"learned:{call.op}"
             batched = [i for i in rest if found[i].kind == PRODUCT and found[i].shape[0] > 1]
             for i in batched:
-                times[i] = self._batched(found[i])
+                times[i] = self._by_roofline(found[i])
                 sources[i] = "roofline"
         return times, sources
 
     def _timed_alone(self, work: Work) -> GraphOp | None:
         """An f32 kernel as published op graphs name it; ``None`` if they have none such."""
-        if self._alone is None or work.dtype != "f32" or work.kind == ATTENTION:
+        if self._alone is None or work.dtype != "f32" or work.kind in (ATTENTION, CONVOLUTION):
             return None
         if work.kind == PRODUCT:
             b, m, n, k = work.shape
@@ -345,10 +364,14 @@ class _Prices:
             return OpCall(name, kind, work.shape, dtype, work.scale)
         return OpCall(name, "move", (max(1, round(work.bytes)),), dtype, work.scale)
 
-    def _batched(self, work: Work) -> np.ndarray:
-        """A product of many matrices: its operands are as many."""
+    def _by_roofline(self, work: Work) -> np.ndarray:
+        """Products of many matrices and convolutions, with the traffic of their own tensors."""
         b, m, n, k = work.shape
-        peak = self._spec.matrix_peak(work.dtype) * MATRIX_SHARE
+        rate = work.dtype
+        # torch.backends.cudnn.allow_tf32 is on by default; MIOpen computes in f32.
+        if work.kind == CONVOLUTION and rate == "f32" and self._spec.vendor == "NVIDIA":
+            rate = "tf32"
+        peak = self._spec.matrix_peak(rate) * MATRIX_SHARE
         moved = work.bytes / (self._spec.bandwidth * MEMORY_SHARE)
         middle = (max(2.0 * b * m * n * k / peak, moved) + self._spec.floor) * work.scale
         return np.array([middle, middle / ROOFLINE_FACTOR, middle * ROOFLINE_FACTOR])

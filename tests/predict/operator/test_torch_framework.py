@@ -50,10 +50,60 @@ def test_a_linear_layer_trains_by_two_products_and_their_gradients():
 def test_convolutions_are_the_products_that_they_compute():
     conv = torch.nn.Conv2d(8, 16, 3, stride=2, padding=1)
     recording = record(meta(conv, (4, 8, 32, 32), train="sgd", loss="sum"))
-    found = [w for w in works(recording.calls) if w.kind == "product"]
+    found = [w for w in works(recording.calls) if w.kind == "convolution"]
     assert found[0].shape == (1, 4 * 16 * 16, 16, 8 * 9)
     # No gradient of the image.
     assert [w.shape for w in found[1:]] == [(1, 16, 72, 1024)]
+    # Image, weights and result, not the image unfolded; the bias is read forward only.
+    tensors = 4 * (4 * 8 * 32 * 32 + 16 * 8 * 9 + 4 * 16 * 16 * 16)
+    assert found[0].bytes == tensors + 4 * 16
+    # The gradient of a sum is one number, read for all positions.
+    assert found[1].bytes == tensors - 4 * 4 * 16 * 16 * 16 + 4
+
+
+@pytest.mark.parametrize(
+    ("device", "rate"), [("h100-sxm", "tf32"), ("v100-sxm", "f32"), ("mi300x", "f32")]
+)
+def test_convolutions_of_f32_take_tf32_where_cudnn_does(device, rate):
+    recording = record(meta(torch.nn.Conv2d(512, 512, 3, padding=1), (64, 512, 56, 56)))
+    spec = find_device(device)
+    found = price(recording, spec, "torch-eager", None)
+    (conv,) = [w for w in found.operators if w.kind == "convolution"]
+    flops = 2 * 64 * 56 * 56 * 512 * 512 * 9
+    expected = flops / (0.7 * spec.matrix_peak(rate)) + spec.floor
+    assert conv.latency_us == pytest.approx(expected * 1e6)
+    assert not any("TF32" in note for note in found.notes)
+
+
+class Called(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize(
+    "function", [torch.linalg.cholesky, torch.linalg.svd, torch.linalg.inv, torch.linalg.qr]
+)
+@pytest.mark.parametrize("framework", ["torch-eager", "torch-compiled"])
+def test_linear_algebra_is_refused_with_its_line(function, framework):
+    with pytest.raises(ProgramError, match=r"linear algebra.*") as raised:
+        predict(Called(function), torch.eye(64), device="h100-sxm", framework=framework)
+    assert "test_torch_framework.py:" in str(raised.value)
+
+
+def test_sorts_take_a_pass_for_each_byte_of_their_keys():
+    recording = record(meta(Called(lambda x: torch.sort(x)), (64, 4096)))
+    # Four passes that read and write 4 bytes of a value and 8 of its index.
+    assert [w.bytes for w in works(recording.calls)] == [4 * 2 * 12 * 64 * 4096]
+    recording = record(meta(Called(lambda x: torch.topk(x, 8)), (64, 4096)))
+    assert [w.bytes for w in works(recording.calls)] == [4 * 4 * 64 * 4096]
+    found = price(recording, find_device("h100-sxm"), "torch-eager", None)
+    assert any("radix sort" in note for note in found.notes)
+    norm = Called(torch.linalg.vector_norm)
+    assert price(record(meta(norm, (64, 4096))), find_device("h100-sxm"), "torch-eager", None)
 
 
 def test_chains_fuse_and_read_each_tensor_once():
