@@ -6,6 +6,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from .units import duration
+
 #: Predicted time and both ends of its 90 % interval, in microseconds.
 LATENCY_KEYS = ("latency_us", "lo_us", "hi_us")
 
@@ -46,6 +48,12 @@ class InSeconds:
         """Estimate in seconds."""
         own: Any = self
         return float(own.latency_us) / 1e6
+
+    def _said(self) -> str:
+        """Time, interval and device in words."""
+        own: Any = self
+        lo, hi = duration(own.lo_us), duration(own.hi_us)
+        return f"{duration(own.latency_us)} ({lo} to {hi}) on {own.device}"
 
     def __float__(self) -> float:
         return self.seconds

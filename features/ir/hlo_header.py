@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from .hlo_attributes import ATTRIBUTE, QUOTED, read_backend_config, unquote
-from .mlir.locations import FRAMEWORK
+from .mlir.locations import FRAMEWORK, STARTS
 from .program import Program, Source
 
 _MODULE = re.compile(r"HloModule\s+([^\s,]+)")
@@ -121,7 +121,7 @@ def _user_frame(
     while FRAMEWORK.search(frame.file):
         key = rows[key].get("parent_frame_id", 0) - shift
         if key in seen or key not in rows:
-            return innermost
+            return Frame() if STARTS.search(innermost.file) else innermost
         seen.add(key)
         frame = places.get(rows[key].get("file_location_id", 0), Frame())
     return frame

@@ -93,6 +93,11 @@ class PartitionedPrediction(InSeconds):
     devices: int = 1
     scheduled: bool = False
 
+    def __repr__(self) -> str:
+        """Time, interval, cluster and number of kernels; the fields would fill pages."""
+        kernels = f"{len(self.kernels)} kernels on each device of {self.cluster}"
+        return f"PartitionedPrediction({self._said()}, {kernels})"
+
     @property
     def latency_us(self) -> float:
         """Time of one run in microseconds."""

@@ -121,6 +121,10 @@ class Prediction(InSeconds):
     standing: tuple[str, ...] = ()
     energy: Interval | None = None
 
+    def __repr__(self) -> str:
+        """Time, interval, device and number of kernels; the fields would fill pages."""
+        return f"Prediction({self._said()}, {len(self.kernels)} kernels)"
+
     @property
     def fits(self) -> bool | None:
         """Whether the peak is within the device's memory; ``None`` if that is not known."""

@@ -59,6 +59,10 @@ def test_a_training_step_of_a_pt2_file(folder):
     step = predicted(path, "--lowering", "fused", "--train", "adamw", "--loss", "cross_entropy")
     assert step["latency_us"] > 2 * forward["latency_us"]
     assert {k["phase"] for k in step["kernels"]} >= {"forward", "backward"}
+    # The loss is of opcast's making: no line of what started the command stands for it.
+    files = {k["source_line"].rpartition(":")[0] for k in step["kernels"]}
+    assert str(folder / "net.py") in files
+    assert not [f for f in files if "/typer/" in f or f.endswith("/opcast")]
 
 
 def test_pytorchs_own_kernels(folder):

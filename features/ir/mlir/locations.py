@@ -14,6 +14,12 @@ FRAMEWORK = re.compile(
     r"|einops|typer|click|pytest|_pytest|pluggy)(?:[/\\.]|$)"
     r"|[/\\]lib[/\\]python3[\d.]*[/\\](?!site-packages|dist-packages)"
     r"|[/\\]jax[/\\]_src[/\\]|[/\\]jaxlib[/\\]|<frozen "
+    r"|[/\\](?:bin|Scripts)[/\\]opcast(?:\.exe|-script\.py)?$"
+)
+#: Those of them that only start a command or a test: none of their lines made an operator.
+STARTS = re.compile(
+    r"(?:site|dist)-packages[/\\](?:typer|click|pytest|_pytest|pluggy)[/\\.]"
+    r"|[/\\](?:bin|Scripts)[/\\]opcast(?:\.exe|-script\.py)?$|<frozen "
 )
 #: How MLIR names the file of text that was given without one.
 ANONYMOUS = "-"
@@ -32,7 +38,8 @@ def user_line(location: str, origin: str) -> Line:
     """Return the file and line of a location.
 
     Locations nest: names and call sites wrap file positions, and are printed innermost first.
-    The innermost position outside of frameworks wins; if all are inside, the innermost.
+    The innermost position outside of frameworks wins; if all are inside, the innermost but for
+    those that start commands.
 
     Args:
         location: Printed location, ``loc(…)``.
@@ -50,5 +57,6 @@ def user_line(location: str, origin: str) -> Line:
         file = origin if match[1] == ANONYMOUS else match[1]
         if not FRAMEWORK.search(file):
             return Line(file, int(match[2]), True)
-        first = first or Line(file, int(match[2]), False)
+        if not STARTS.search(file):
+            first = first or Line(file, int(match[2]), False)
     return first or Line(origin, 0, False)

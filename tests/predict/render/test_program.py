@@ -134,3 +134,9 @@ def test_trace_covers_the_predicted_time(predictor, device, step_file, tmp_path)
     assert spans[-1]["ts"] + spans[-1]["dur"] == pytest.approx(prediction.latency_us)
     write_chrome_trace(prediction, tmp_path / "t.json")
     assert json.loads((tmp_path / "t.json").read_text())["displayTimeUnit"] == "ms"
+
+
+def test_a_prediction_is_short_in_a_session():
+    text = repr(PREDICTION)
+    assert text.startswith("Prediction(") and text.endswith(f"{len(PREDICTION.kernels)} kernels)")
+    assert f" on {PREDICTION.device}, " in text and len(text) < 120

@@ -13,6 +13,7 @@ ENV = "/env/lib/python3.11/site-packages"
         f"{ENV}/jax/_src/numpy/lax_numpy.py", f"{ENV}/flax/linen/linear.py", f"{ENV}/torch/nn/a.py",
         "/usr/lib/python3/dist-packages/numpy/core.py", "/usr/lib/python3.12/contextlib.py",
         "/home/me/jax/_src/api.py", "<frozen runpy>",
+        "/env/bin/opcast", "C:\\env\\Scripts\\opcast.exe",
     ],
 )  # fmt: skip
 def test_frameworks(file):
@@ -34,3 +35,13 @@ def test_the_innermost_line_outside_of_frameworks_wins():
     )
     found = user_line(nested, "step.mlir")
     assert (found.file, found.line, found.own) == (f"{ENV}/models/net.py", 31, True)
+
+
+def test_what_starts_a_command_made_no_operator():
+    starts = [f"{ENV}/typer/main.py", f"{ENV}/click/core.py", "/env/bin/opcast"]
+    nested = "loc(callsite(" + " at ".join(f'"{file}":6:1' for file in starts) + "))"
+    assert user_line(nested, "step.mlir") == ("step.mlir", 0, False)
+    inner = nested.replace("callsite(", f'callsite("{ENV}/optax/update.py":42:1 at ')
+    assert user_line(inner, "step.mlir") == (f"{ENV}/optax/update.py", 42, False)
+    # A user's own folder of that name is no script.
+    assert not FRAMEWORK.search("/home/me/opcast/model.py")
