@@ -234,6 +234,7 @@ def _predict_table(
     json_output: bool,
 ) -> None:
     """Predict programs on devices; exits with 1 if none could be predicted."""
+    from ..common.progress import counting
     from ..predict.program.many import (
         find_chips,
         plot_predictions,
@@ -247,7 +248,8 @@ def _predict_table(
     if out is not None and out.suffix.lower() not in (".parquet", ".csv", ".json"):
         raise typer.BadParameter("--out is a .parquet, .csv or .json file")
     chips = find_chips(devices, predictor)
-    frame = predict_many(programs, chips, predictor, options, opened=program_of)
+    with counting("predictions") as tell:
+        frame = predict_many(programs, chips, predictor, options, tell, program_of)
     if out is not None:
         write_predictions(frame, out)
     if plot is not None:
@@ -257,6 +259,10 @@ def _predict_table(
         typer.echo(frame.to_json(orient="records"))
     else:
         print_many(make_console(), frame)
+    if frame.attrs["interrupted"]:
+        kept = f" and written to {out}" if out is not None else ""
+        typer.echo(f"interrupted: {len(frame)} predictions are shown{kept}", err=True)
+        raise typer.Exit(130)
     if (frame["error"] != "").all():
         raise typer.Exit(1)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,6 +25,7 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
         DatasetError: The folder holds a sweep of another workload or model.
         OpcastError: A workload, cluster, axis or model is unknown, or the workers fail.
     """
+    from ..common.progress import counting
     from ..predict.render.step import print_front
     from ..predict.sweep import run as sweeps
     from ..predict.sweep.job import SweepJob
@@ -40,7 +39,7 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
     clusters, out = list(settings.clusters), settings.out
     own = SweepJob(work, settings.model, settings.framework, settings.compiled, settings.steps)
     job = sweeps.Sweep(own, out, settings.workers, settings.ray, settings.prices)
-    with _bar() as advance:
+    with counting("plans") as advance:
         if settings.trials:
             rows = sweeps.search(
                 job, clusters, batches, grid, settings.trials, settings.seed, advance
@@ -70,16 +69,3 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
         console.print(f"because of {line}", highlight=False, markup=False)
     console.print(f"all results: {out / 'sweep.parquet'}", highlight=False)
     return rows
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on stderr; the callback takes the finished and total numbers."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # On stderr, so that the tables on stdout can be redirected.
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("plans", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)

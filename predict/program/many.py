@@ -83,19 +83,29 @@ def predict_many(
     Returns:
         A row for each program and design: ``program``, ``device``, the figures of the design,
         ``latency_us``, ``lo_us``, ``hi_us``, memory, ``notes`` (joined by :data:`NOTES`) and
-        ``error``. What cannot be predicted has an ``error`` and no time.
+        ``error``. What cannot be predicted has an ``error`` and no time. After Ctrl-C the rows so
+        far, with ``attrs["interrupted"]`` true.
     """
     total = len(programs) * sum(len(chip.designs) for chip in chips)
     rows: list[dict[str, Any]] = []
-    for program in programs:
-        read = cache(partial(opened, program))
-        for chip in chips:
-            rows += _rows(str(program), read, chip, predictor, options)
-            if progress is not None:
-                progress(len(rows), total)
+    interrupted = False
+    try:
+        for program in programs:
+            read = cache(partial(opened, program))
+            for chip in chips:
+                rows += _rows(str(program), read, chip, predictor, options)
+                if progress is not None:
+                    progress(len(rows), total)
+    except KeyboardInterrupt:
+        # Compiling for a dozen chips takes long; what is known is kept.
+        if not rows:
+            raise
+        interrupted = True
     keys = dict.fromkeys(key for chip in chips for design in chip.designs for key in design.figures)
     columns = ["program", "device", *keys, *_FIGURES, "notes", "error"]
-    return pd.DataFrame(rows, columns=columns)
+    frame = pd.DataFrame(rows, columns=columns)
+    frame.attrs["interrupted"] = interrupted
+    return frame
 
 
 def _rows(
@@ -186,9 +196,13 @@ def plot_predictions(frame: pd.DataFrame, path: Path) -> None:
             label = ", ".join([Path(str(key[0])).stem, *map("{}={:g}".format, others, key[1:])])
             axes.plot(line[across], line["latency_us"] / 1e3, "o-", label=label)
             axes.fill_between(line[across], line["lo_us"] / 1e3, line["hi_us"] / 1e3, alpha=0.15)
-        for (program, device), part in known[known[across].isna()].groupby(["program", "device"]):
+        # Behind the colours of the lines, which the cycle does not continue for these.
+        others_of = known[known[across].isna()].groupby(["program", "device"])
+        for place, ((program, device), part) in enumerate(others_of, len(axes.get_lines())):
             label = f"{Path(str(program)).stem} on {device}"
-            axes.axhline(part["latency_us"].iloc[0] / 1e3, ls="--", lw=1, label=label)
+            style = ("--", ":", "-.")[place // 10 % 3]
+            time = part["latency_us"].iloc[0] / 1e3
+            axes.axhline(time, ls=style, lw=1, color=f"C{place}", label=label)
         axes.set(xlabel=across, ylabel="time (ms)", yscale="log")
     else:
         programs, devices = list(dict.fromkeys(known["program"])), dict.fromkeys(known["device"])
@@ -203,7 +217,12 @@ def plot_predictions(frame: pd.DataFrame, path: Path) -> None:
         middle = [i + width * (len(devices) - 1) / 2 for i in range(len(programs))]
         axes.set_xticks(middle, [Path(str(p)).stem for p in programs], rotation=20, ha="right")
         axes.set(ylabel="time (ms)", yscale="log")
-    axes.legend(fontsize=8)
+    many = len(axes.get_legend_handles_labels()[1]) > 6
+    if many:
+        # Beside the axes: it would hide what they show.
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    else:
+        axes.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -124,6 +124,54 @@ def test_a_program_is_lowered_once_for_all_designs(folder, monkeypatch):
     assert len(made) == 1
 
 
+def test_ctrl_c_keeps_what_is_predicted(folder, monkeypatch):
+    import opcast.features.lowering.lower as lowering
+
+    own = lowering.lower_with
+
+    def stop(source, options):
+        if options.device.name == "h100-sxm":
+            raise KeyboardInterrupt
+        return own(source, options)
+
+    monkeypatch.setattr(lowering, "lower_with", stop)
+    out = folder / "part.csv"
+    words = "--device", "a100-sxm-80gb,h100-sxm,l4", "--lowering", "fused", "--out", out
+    done = opcast("predict", folder / "mlp.mlir", *words)
+    assert done.returncode == 130
+    assert "interrupted: 1 predictions are shown and written to" in done.stderr
+    assert list(pd.read_csv(out)["device"]) == ["a100-sxm-80gb"]
+    none = opcast("predict", folder / "mlp.mlir", "--device", "h100-sxm,l4", *words[2:])
+    assert none.returncode == 130
+
+
+def test_lines_of_devices_can_be_told_apart(folder):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    from opcast.features.lowering.options import LoweringOptions
+    from opcast.predict.program import many
+
+    predictor = package.load("gpu-xla")
+    names = [str(folder / "ranges.yaml"), "a100-sxm-80gb", "h100-sxm", "l4", "t4", "l40s", "b200"]
+    frame = many.predict_many(
+        [folder / "mlp.mlir"],
+        many.find_chips(names, predictor),
+        predictor,
+        LoweringOptions("fused"),
+    )
+    kept = []
+    close = pyplot.close
+    try:
+        pyplot.close = kept.append
+        many.plot_predictions(frame, folder / "lines.png")
+    finally:
+        pyplot.close = close
+    (axes,) = kept[0].axes
+    lines = axes.get_lines()
+    # Two designs of the other range, and six devices.
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 8
+    close(kept[0])
+
+
 def test_the_documented_route_in_python(folder):
     designs = load_designs(folder / "ranges.yaml")
     lowered = package.lower(folder / "mlp.mlir", "fused", device=designs[0].device)
