@@ -168,10 +168,7 @@ class _Job:
                 rows = rows_of_published(pd.concat(known, ignore_index=True), find_device)
                 self.calibrated |= self.model.calibrate(rows)
         for path, whole in tables:
-            frame = whole
-            if self.limit is not None and len(frame) > self.limit:
-                # A fixed draw, so that two models are compared on the same rows.
-                frame = frame.sample(self.limit, random_state=0).reset_index(drop=True)
+            frame = self._drawn(whole).reset_index(drop=True)
             for start in range(0, len(frame), _ROWS):
                 yield self._operators(path, frame.iloc[start : start + _ROWS])
 
@@ -199,6 +196,13 @@ class _Job:
             latency, lo, hi = (prediction[c].to_numpy() for c in ("latency_s", "lo_s", "hi_s"))
             yield _part(path, frame, frame["op"], latency, lo, hi, prediction["scope"])
 
+    def _drawn(self, table: pd.DataFrame) -> pd.DataFrame:
+        """The rows to predict: all, or as many as the limit allows."""
+        if self.limit is None or len(table) <= self.limit:
+            return table
+        # A fixed draw, so that two models are compared on the same rows.
+        return table.sample(self.limit, random_state=0)
+
     def products(self) -> Iterator[PublishedPredictions]:
         """Predict tables of matrix products."""
         for path in [p for patterns in (MATMUL, GEMM) for p in _files(self.folder, patterns)]:
@@ -206,9 +210,7 @@ class _Job:
             if not is_products(table.columns):
                 # Another table whose name begins alike.
                 continue
-            if self.limit is not None and len(table) > self.limit:
-                table = table.sample(self.limit, random_state=0)
-            yield _judged_pack(path, predict_products(table, path, self.model))
+            yield _judged_pack(path, predict_products(self._drawn(table), path, self.model))
 
     def convs(self) -> Iterator[PublishedPredictions]:
         """Predict tables of convolutions."""
@@ -216,8 +218,7 @@ class _Job:
             table = read_table(path)
             if not is_convs(table.columns):
                 continue
-            if self.limit is not None and len(table) > self.limit:
-                table = table.sample(self.limit, random_state=0)
+            table = self._drawn(table)
             for start in range(0, len(table), _ROWS):
                 part = table.iloc[start : start + _ROWS]
                 yield _judged_pack(path, predict_convs(part, path, self.model))
@@ -225,9 +226,7 @@ class _Job:
     def powers(self) -> Iterator[PublishedPredictions]:
         """Predict tables of board power, whose rows get watts beside their latency."""
         for path in _files(self.folder, POWER):
-            table = read_table(path)
-            if self.limit is not None and len(table) > self.limit:
-                table = table.sample(self.limit, random_state=0)
+            table = self._drawn(read_table(path))
             rows = predict_power(table, path, self.model, shipped_power())
             part = _judged_pack(path, rows)
             part.frame[list(WATTS)] = rows[list(WATTS)].to_numpy()
@@ -240,9 +239,7 @@ class _Job:
             table = read_table(path)
             if not is_tiles(set(table.columns)):
                 continue
-            if self.limit is not None and len(table) > self.limit:
-                table = table.sample(self.limit, random_state=0)
-            rows = predict_tiles(table, path, shipped_tiles())
+            rows = predict_tiles(self._drawn(table), path, shipped_tiles())
             part = _judged_pack(path, rows)
             part.notes += rank_note(rows)
             yield part
@@ -266,9 +263,8 @@ class _Job:
         if self.calibrate and len(known):
             known["device"] = [find_device(name).name for name in known["device"]]
             self.calibrated |= self.blocks.calibrate(known)
-        for path, rows in read:
-            if self.limit is not None and len(rows) > self.limit:
-                rows = rows.sample(self.limit, random_state=0).reset_index(drop=True)
+        for path, whole in read:
+            rows = self._drawn(whole).reset_index(drop=True)
             for start in range(0, len(rows), _ROWS):
                 part = rows.iloc[start : start + _ROWS].reset_index(drop=True)
                 yield _judged_pack(path, predict_blocks(part, self.blocks))
