@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from .xgboost_import import xgboost
+
 if TYPE_CHECKING:
     from xgboost import Booster
 
@@ -246,4 +248,15 @@ def expand(data: bytes) -> bytes:
         raise ValueError(f"not a compressed booster: {error}") from None
     if not unpacker.eof:
         raise ValueError("a compressed booster is cut off or too large")
+    return booster
+
+
+def read_booster(data: bytes) -> Booster:
+    """The booster of what :func:`compact` wrote, on one thread.
+
+    Raises:
+        ValueError: The data is damaged, or too large.
+    """
+    booster: Booster = xgboost().Booster({"nthread": 1})
+    booster.load_model(bytearray(expand(data)))
     return booster

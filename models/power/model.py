@@ -14,7 +14,7 @@ import numpy as np
 from ...common.errors import ModelError
 from ...common.files import parse_json, write_text
 from ..estimators.xgboost_import import xgboost as import_xgboost
-from ..estimators.xgboost_trees import compact, expand
+from ..estimators.xgboost_trees import compact, read_booster
 from ..trust.conformal import ends, including_zero, size_bins
 from .law import PRETRAINED, PowerLaw, fit_law, left_out_errors, pair
 from .rows import PowerRows
@@ -115,7 +115,7 @@ class PowerModel:
 
     def _raw(self, rows: PowerRows) -> tuple[np.ndarray, np.ndarray]:
         if not self._boosters:
-            self._boosters = [_booster(data) for data in self.trees]
+            self._boosters = [read_booster(data) for data in self.trees]
         seconds = rows.seconds * np.exp(self._sum(0, rows.features(rows.seconds, self.classes)))
         law = _of_law(self.law, rows, seconds)
         share = law * np.exp(self._sum(1, rows.features(seconds, self.classes)))
@@ -193,12 +193,6 @@ class PowerModel:
                 where=str(path),
                 hint="train it again: opcast train --power TABLE",
             ) from None
-
-
-def _booster(data: bytes) -> Booster:
-    booster: Booster = import_xgboost().Booster({"nthread": 1})
-    booster.load_model(bytearray(expand(data)))
-    return booster
 
 
 def _of_law(law: PowerLaw, rows: PowerRows, seconds: np.ndarray) -> np.ndarray:

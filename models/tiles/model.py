@@ -16,7 +16,7 @@ from ...common.errors import ModelError
 from ...common.files import parse_json, write_text
 from ...common.paths import PACKAGE
 from ..estimators.xgboost_import import xgboost as import_xgboost
-from ..estimators.xgboost_trees import compact, expand
+from ..estimators.xgboost_trees import compact, read_booster
 from ..trust.conformal import ends, including_zero
 from .rows import TileRows, keys_of
 
@@ -81,7 +81,7 @@ class TileModel:
     def predict(self, rows: TileRows) -> TileAnswer:
         """Predict the time of each row."""
         if not self._boosters:
-            self._boosters = [_booster(data) for data in self.trees]
+            self._boosters = [read_booster(data) for data in self.trees]
         pairs = [f"{d}|{op}" for d, op in zip(rows.device, rows.names[:, 0], strict=True)]
         known = np.isin(pairs, self.pairs)
         log = np.where(
@@ -231,12 +231,6 @@ def _grow(
 
 def _applied(booster: Booster, features: np.ndarray) -> np.ndarray:
     return np.asarray(booster.predict(import_xgboost().DMatrix(features)), float)
-
-
-def _booster(data: bytes) -> Booster:
-    booster: Booster = import_xgboost().Booster({"nthread": 1})
-    booster.load_model(bytearray(expand(data)))
-    return booster
 
 
 @dataclass(frozen=True)
