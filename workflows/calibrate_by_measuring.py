@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 #: estimate: without many candidates there is little to choose from, and compiling is no
 #: measurement.
 COMPILING = 0.3
+#: Single ops compiled for each program of the zoo; of like order in cost. Engineering estimate.
+OPS_PER_PROGRAM = 8
 #: Programs of each round, the last figure for all later ones: few at first, while each one still
 #: changes what is worth measuring next. Engineering estimate.
 ROUNDS = (4, 4, 8, 8, 12)
@@ -129,6 +132,7 @@ class Calibration:
         self._start = time.monotonic()
         self._settings, self._budget_s = settings, settings.budget_s
         self._seconds: dict[str, list[float]] = {}
+        self._waiting = self._items()
         # A correction from an earlier calibration would hide the model's own error.
         model.corrections.pop(device.name, None)
         model.devices[device.name] = device
@@ -150,13 +154,18 @@ class Calibration:
         measurer = Measurer({"memory": 0, "overlap": False})
         try:
             with Progress(self._budget_s, "s", progress) as bar:
-                candidates = self._candidates()
+                candidates: list[Candidate] = []
                 # On a loaded machine compiling may take the whole of a short budget: something is
                 # measured all the same.
-                while candidates and (self._left() > 0 or not self.rounds):
-                    chosen = self._chosen(candidates)
+                while self._left() > 0 or not self.rounds:
+                    chosen = self._chosen(candidates) if candidates else []
                     if not chosen:
-                        break
+                        # All that fits into the time is measured: what is left is for more.
+                        more = self._compiled()
+                        if not more:
+                            break
+                        candidates += more
+                        continue
                     self._measure(measurer, [candidates[i] for i in chosen])
                     candidates = [c for i, c in enumerate(candidates) if i not in set(chosen)]
                     spent = self._budget_s - max(self._left(), 0.0)
@@ -175,25 +184,31 @@ class Calibration:
             )
         return self.rounds
 
-    def _candidates(self) -> list[Candidate]:
-        """Compile single-op and zoo programs in turn, as many as the time for compiling allows."""
+    def _items(self) -> Iterator[Item]:
+        """Single ops and programs of the zoo in turn, and ops alone when these are through."""
         from ..datagen.profile.plan import Item, zoo_suite
 
         seed, suite = self._settings.seed, self._settings.suite
-        order = np.random.default_rng(seed).permutation(len(zoo_suite(suite)))
-        zoo = [Item("zoo", int(i), seed, suite=suite) for i in order]
-        ops = [Item("op", i, seed) for i in range(self._settings.ops)]
-        # In turn, in the ratio of the two streams: compiling may stop at any time, and both are
-        # needed, the zoo as targets and single ops as cheap samples.
-        each = max(len(ops) // max(len(zoo), 1), 1)
+        zoo = np.random.default_rng(seed).permutation(len(zoo_suite(suite)))
+        # Compiling may stop at any time, and both are needed, the zoo as targets and single ops as
+        # cheap samples.
+        ops = iter(range(self._settings.ops))
+        for index in reversed(zoo):
+            yield from (Item("op", i, seed) for i in islice(ops, OPS_PER_PROGRAM))
+            yield Item("zoo", int(index), seed, suite=suite)
+        yield from (Item("op", i, seed) for i in ops)
+
+    def _compiled(self) -> list[Candidate]:
+        """Compile the next candidates, as many as a share of the time that is left allows."""
+        end = time.monotonic() + COMPILING * max(self._left(), 0.0)
         candidates: list[Candidate] = []
-        while (zoo or ops) and (
-            not candidates or time.monotonic() - self._start < COMPILING * self._budget_s
-        ):
-            batch, ops = ops[:each], ops[each:]
-            if zoo:
-                batch.append(zoo.pop())
-            candidates += [c for c in map(self._candidate, batch) if c is not None]
+        for item in self._waiting:
+            found = self._candidate(item)
+            if found is not None:
+                candidates.append(found)
+            # The first round takes what there is, the later ones nothing beyond the budget.
+            if candidates and time.monotonic() >= end:
+                break
         return candidates
 
     def _candidate(self, item: Item) -> Candidate | None:

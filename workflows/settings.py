@@ -160,7 +160,7 @@ class CalibrateSettings(Settings):
     seed: int = 0
     suite: str = "quick"
     # More than a budget of minutes can measure; the choice among them is what matters.
-    ops: int = 120
+    ops: int = 600
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,32 @@ def test_nothing_is_measured_twice():
     assert len(run_.samples) == 1
 
 
+def test_candidates_are_compiled_until_the_budget_ends(monkeypatch):
+    """Measuring takes no time here: all that is compiled is measured, and more is compiled."""
+    from opcast.datagen.profile.plan import zoo_suite
+    from opcast.workflows import calibrate_by_measuring as calibrate
+
+    model = CostModel.load(find_model("default"))
+    device = next(iter(model.devices.values()))
+    settings = CalibrateSettings("local", budget_s=100.0, ops=20)
+    run_ = Calibration(model, device, settings)
+    monkeypatch.setattr(calibrate, "COMPILING", 0.0)
+    monkeypatch.setattr(run_, "_candidate", lambda item: item)
+    monkeypatch.setattr(run_, "_chosen", lambda candidates: list(range(len(candidates))))
+    measured = []
+
+    def measure(measurer, chosen):
+        measured.extend(chosen)
+        run_.rounds.append(calibrate.Round(0, 1, tuple(c.key for c in chosen), 0.0, 0.0, 0.0))
+
+    monkeypatch.setattr(run_, "_measure", measure)
+    run_.run(progress=False)
+    keys = [item.key for item in measured]
+    suite = zoo_suite(settings.suite)
+    assert len(keys) == len(set(keys)) == 20 + len(suite)
+    assert [k.startswith("op-") for k in keys[:9]] == [True] * 8 + [False]
+
+
 @pytest.mark.parametrize("factor", [1.0, 2.0])
 def test_calibrating_beats_the_prior_or_leaves_it(factor):
     """Simulated rounds on a machine whose memory is slower by a factor, and which drifts."""
