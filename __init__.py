@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .predict.api import save as save
     from .predict.library import budget as budget
     from .predict.library import latency as latency
+    from .predict.plan.answer import plan as plan
     from .predict.program.predictor import Prediction as Prediction
     from .predict.program.predictor import Predictor as Predictor
     from .predict.program.predictor import load as load
@@ -38,6 +39,7 @@ _PUBLIC = {
     "latency": ".predict.library",
     "Predictor": ".predict.program.predictor",
     "load": ".predict.program.predictor",
+    "plan": ".predict.plan.answer",
     "lower": ".features.lowering.lower",
     "read_program": ".features.ir.reader",
     "save": ".predict.api",
@@ -54,6 +56,7 @@ __all__ = [
     "latency",
     "load",
     "lower",
+    "plan",
     "predict",
     "read_program",
     "save",

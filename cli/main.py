@@ -112,6 +112,9 @@ COMMANDS: dict[str, Command | Group] = {
         "Search engines, plans, batch limits and disaggregation for the best under an SLO.",
     ),
     "sweep": Command("sweep", "sweep", "Evaluate many parallel plans and print the Pareto front."),
+    "plan": Command(
+        "sweep", "plan", "Search meshes and shardings of any program for the best on a cluster."
+    ),
     "cluster": Command(
         "cluster", "cluster", "Print a cluster: its network, collective times and sources."
     ),

@@ -1,4 +1,4 @@
-"""The command that evaluates many parallel plans."""
+"""The commands that search for plans: of transformers by their sizes, and of any program."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from .options import (
     CompiledOpt,
     FrameworkOpt,
     HfOpt,
+    Json,
+    LoweringOpt,
+    ModelOpt,
     OperatorModelOpt,
     Settings,
     StepModelOpt,
     Workload,
     make_console,
     prices_of,
+    print_json,
+    program_of,
     refuse,
     require_plots,
     workload_of,
@@ -100,3 +105,96 @@ def sweep(
             scaling=scaling,
         ),
     )
+
+
+#: Seconds of the units that ``--budget`` takes, and bytes of those of ``--memory``.
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_BYTES = {"GiB": 2.0**30, "MiB": 2.0**20, "GB": 1e9, "MB": 1e6}
+
+
+def plan(
+    context: typer.Context,
+    program: Annotated[
+        Path, typer.Argument(help="StableHLO for one device or with shardings, or file.py:step.")
+    ],
+    cluster: Annotated[str, typer.Option(help="Cluster name or file, such as dgx-h100-x64.")],
+    batch_dims: Annotated[
+        str,
+        typer.Option(help="Batch dimensions, argument:dimension, as 3:0,4:0; default: found."),
+    ] = "",
+    budget: Annotated[
+        str, typer.Option(help="Time to compile plans, such as 90s, 10m or 1h.")
+    ] = "10m",
+    memory: Annotated[
+        str, typer.Option(help="Memory that a device may use, such as 60GiB; default: all.")
+    ] = "",
+    axes: Annotated[
+        str, typer.Option(help="Axes of the mesh: data,fsdp,sequence,expert,tensor.")
+    ] = "data,fsdp,sequence,expert,tensor",
+    compiles: Annotated[int, typer.Option(min=1, help="Most plans to compile.")] = 12,
+    model: ModelOpt = "default",
+    lowering: LoweringOpt = "auto",
+    out: Annotated[
+        Path, typer.Option("--out", help="Results folder; a search resumes from it.")
+    ] = Path("plan"),
+    save_program: Annotated[
+        Path | None, typer.Option(help="Write the program with the best plan's shardings.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that compile.")] = 1,
+    ray: Annotated[str, typer.Option(help="Address of a Ray cluster; 'local' starts one.")] = "",
+    top: Annotated[int, typer.Option(help="Number of plans to print.")] = 10,
+    json_output: Json = False,
+) -> None:
+    """Search meshes and shardings of any program for the best on a cluster.
+
+    All plans are screened by their products and collectives, the best are compiled.
+    """
+    if json_output:
+        refuse(context, "--json, which has all plans", {"top"})
+    if ray:
+        refuse(context, "a search on a Ray cluster (--ray)", {"workers"})
+    from ..common.files import write_text
+    from ..common.progress import counting
+    from ..predict.plan.answer import plan as search
+    from ..predict.plan.arguments import parse_batch_dims
+    from ..predict.render.plan import print_plan
+
+    limit = _with_unit(budget, _SECONDS, "--budget 10m")
+    most = _with_unit(memory, _BYTES, "--memory 60GiB") if memory else 0.0
+    with counting("plans") as advance:
+        answer = search(
+            program_of(program),
+            cluster=cluster,
+            batch_dims=parse_batch_dims(batch_dims) if batch_dims else None,
+            budget_s=limit,
+            memory=most,
+            axes=tuple(axis.strip() for axis in axes.split(",")),
+            compiles=compiles,
+            out=out,
+            model=model,
+            lowering=lowering,
+            workers=workers,
+            ray=ray,
+            progress=advance,
+        )
+    write_text(out / "shardings.py", answer.code)
+    if save_program is not None:
+        answer.save(save_program)
+    if json_output:
+        print_json(answer.to_dict())
+        return
+    console = make_console()
+    print_plan(console, answer, top)
+    console.print(f"as code of JAX: {out / 'shardings.py'}", highlight=False)
+
+
+def _with_unit(text: str, units: dict[str, float], example: str) -> float:
+    number = text.rstrip("".join(set("".join(units))))
+    unit = text[len(number) :]
+    try:
+        value = float(number) * units[unit]
+    except (ValueError, KeyError):
+        raise typer.BadParameter(f"write {example}, not {text!r}") from None
+    if not 0 < value < float("inf"):
+        raise typer.BadParameter(f"write {example}, not {text!r}")
+    return value

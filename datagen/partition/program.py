@@ -227,10 +227,19 @@ def sharding_text(
     tiles += [prod(mesh[a] for a in left)] if left else []
     names = list(mesh)
     # Tiles follow the dimensions of the array, devices those of the mesh: transpose where the two
-    # orders differ.
-    order = [names.index(axis) for axis in (*used, *left)]
-    shape = ",".join(map(str, mesh.values()))
-    turned = "" if order == sorted(order) else f"T({','.join(map(str, order))})"
+    # orders differ. Axes that stay neighbours are one dimension of the iota: XLA reads no other
+    # form, and drops the sharding without a word.
+    runs: list[list[int]] = []
+    for number in (names.index(axis) for axis in (*used, *left)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    order = sorted(range(len(runs)), key=lambda run: runs[run][0])
+    extents = [prod(mesh[names[n]] for n in runs[run]) for run in order]
+    shape = ",".join(map(str, extents))
+    turned = f"T({','.join(str(order.index(n)) for n in range(len(runs)))})"
+    turned = turned if len(runs) > 1 else ""
     last = " last_tile_dim_replicate" if left else ""
     return f"{{devices=[{','.join(map(str, tiles))}]<=[{shape}]{turned}{last}}}"
 

@@ -117,10 +117,10 @@ class Sweep:
 
     def _rows(self, pieces: Sequence[list[Candidate]]) -> Iterator[Rows]:
         if self.ray:
-            return run_ray(self.job, pieces, self.ray)
+            return run_ray(judge, self.job, pieces, self.ray)
         if self.workers > 1 and len(pieces) > 1:
-            return run_processes(self.job, pieces, min(self.workers, len(pieces)))
-        return run_here(self.job, pieces)
+            return run_processes(judge, self.job, pieces, min(self.workers, len(pieces)))
+        return run_here(judge, self.job, pieces)
 
     def _write(self, rows: Rows) -> None:
         if rows:

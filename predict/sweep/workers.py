@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
+from typing import TypeVar
 
 from ...common.child_process import die_with_parent
 from ...common.errors import OpcastError
 from ...common.extras import extra_hint
-from .job import SweepJob, judge
-from .space import Candidate
 
 logger = logging.getLogger(__name__)
 
@@ -25,16 +24,25 @@ logger = logging.getLogger(__name__)
 MOST_LOSSES = 20
 
 Rows = list[dict[str, object]]
+J = TypeVar("J")
+C = TypeVar("C")
+#: Evaluates the candidates of a piece under the settings that all share; one row for each. It must
+#: be a function of a module, so that it can be sent to another process.
+Judge = Callable[[J, Sequence[C]], Rows]
 
 
-def run_here(job: SweepJob, pieces: Sequence[list[Candidate]]) -> Iterator[Rows]:
+def run_here(judge: Judge[J, C], job: J, pieces: Sequence[list[C]]) -> Iterator[Rows]:
     """Run one piece after the other in this process."""
     for piece in pieces:
         yield judge(job, piece)
 
 
-def run_processes(job: SweepJob, pieces: Sequence[list[Candidate]], workers: int) -> Iterator[Rows]:
+def run_processes(
+    judge: Judge[J, C], job: J, pieces: Sequence[list[C]], workers: int
+) -> Iterator[Rows]:
     """Run pieces on processes of this machine; yields results in order of completion.
+
+    Who stops reading gets no more pieces started.
 
     Raises:
         OpcastError: Workers die again and again.
@@ -62,6 +70,8 @@ def run_processes(job: SweepJob, pieces: Sequence[list[Candidate]], workers: int
                         where="sweep",
                         hint="fewer workers may leave each enough memory",
                     ) from None
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _finished(running: dict[Future[Rows], int]) -> Iterator[tuple[int, Rows]]:
@@ -72,10 +82,11 @@ def _finished(running: dict[Future[Rows], int]) -> Iterator[tuple[int, Rows]]:
             yield running[future], future.result()
 
 
-def run_ray(job: SweepJob, pieces: Sequence[list[Candidate]], address: str) -> Iterator[Rows]:
+def run_ray(judge: Judge[J, C], job: J, pieces: Sequence[list[C]], address: str) -> Iterator[Rows]:
     """Run pieces on a Ray cluster; yields results in order of completion.
 
     Args:
+        judge: Evaluates a piece.
         job: Settings that all candidates share.
         pieces: Pieces of candidates.
         address: Cluster address, such as ``auto`` or ``ray://host:10001``; ``local`` starts one.

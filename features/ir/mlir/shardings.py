@@ -9,12 +9,13 @@ gets a constraint that says so.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from ..jax_compat import copy_module, inline_calls, walk_ops
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from jaxlib.mlir import ir
 
@@ -37,6 +38,9 @@ _USES = frozenset(
     f"stablehlo.{name}"
     for name in ("broadcast_in_dim", "convolution", "dot", "dot_general", "gather")
 )
+
+#: Attributes of ops, arguments and results on which a partitioner acts.
+_ANNOTATIONS = ("mhlo.sharding", "sdy.sharding", "sdy.sharding_per_value")
 
 
 def without_empty_meshes(module: ir.Module) -> ir.Module:
@@ -108,6 +112,64 @@ def gathered_at_use(module: ir.Module, arguments: Collection[int]) -> tuple[ir.M
     return copy, used
 
 
+def constrained(
+    module: ir.Module, operands: Mapping[tuple[int, int], str], results: Mapping[int, str]
+) -> ir.Module:
+    """A copy of a module in which values are told how they are cut.
+
+    Args:
+        module: StableHLO; ops are numbered as :func:`~opcast.features.ir.jax_compat.walk_ops`
+            counts.
+        operands: Shardings of operands, by the number of the op and that of the operand.
+        results: Shardings of ops' first results, by the number of the op.
+    """
+    from jaxlib.mlir import ir
+
+    copy = copy_module(module)
+    ops = walk_ops(copy)
+    with copy.context:
+        name = ir.StringAttr.get("Sharding")
+
+        def told(value: Any, text: str, place: ir.InsertionPoint, at: Any) -> Any:
+            attributes = {"call_target_name": name, "mhlo.sharding": ir.StringAttr.get(text)}
+            with place:
+                return ir.Operation.create(
+                    "stablehlo.custom_call",
+                    results=[value.type],
+                    operands=[value],
+                    attributes=attributes,
+                    loc=at,
+                )
+
+        for (number, place), text in operands.items():
+            op = ops[number]
+            constraint = told(op.operands[place], text, ir.InsertionPoint(op), op.location)
+            op.operands[place] = constraint.results[0]
+        for number, text in results.items():
+            op = ops[number]
+            value = op.results[0]
+            users = [(use.owner.operation, use.operand_number) for use in value.uses]
+            if users:
+                after = ir.InsertionPoint.after(op)
+                constraint = told(value, text, after, op.location)
+                for user, place in users:
+                    user.operands[place] = constraint.results[0]
+    return copy
+
+
+def argument_names(module: ir.Module) -> dict[int, str]:
+    """Paths of a program's arguments, as JAX writes them into their locations."""
+    found = {}
+    with module.context:
+        for op in walk_ops(module):
+            if op.name == "func.func" and str(op.attributes["sym_name"]) == '"main"':
+                for number, value in enumerate(op.regions[0].blocks[0].arguments):
+                    match = re.match(r'loc\("(.+?)"[\(\)]', str(value.location))
+                    if match and not match[1].endswith(".mlir"):
+                        found[number] = match[1].replace('\\"', '"')
+    return found
+
+
 def _uses(parameter: ir.Value[ir.Type]) -> list[tuple[Any, int]]:
     """Find the products that read a parameter, and the operand that it is."""
     found: list[tuple[Any, int]] = []
@@ -131,3 +193,43 @@ def _is_kept(loop: ir.Operation, place: int) -> bool:
     body = loop.regions[1].blocks[0]
     *_, end = [view.operation for view in body.operations]
     return bool(end.operands[place] == body.arguments[place])
+
+
+def without_shardings(module: ir.Module) -> ir.Module:
+    """A copy for one device: every annotation of GSPMD's and Shardy's partitioner is taken out.
+
+    Raises:
+        ValueError: A part of it is written for each device (``shard_map``), so that no program for
+            one device is left.
+    """
+    from jaxlib.mlir import ir
+
+    copy = copy_module(module)
+    with copy.context:
+        for op in walk_ops(copy):
+            call = "call_target_name" in op.attributes
+            target = str(op.attributes["call_target_name"]).strip('"') if call else ""
+            if op.name == "sdy.manual_computation" or target == "SPMDFullToShardShape":
+                raise ValueError("a part is written for each device, as shard_map does")
+            told = op.name == "stablehlo.custom_call" and target == "Sharding"
+            if told or op.name == "sdy.sharding_constraint":
+                op.results[0].replace_all_uses_with(op.operands[0])
+                op.erase()
+                continue
+            if op.name == "sdy.mesh":
+                op.erase()
+                continue
+            for name in _ANNOTATIONS:
+                if name in op.attributes:
+                    del op.attributes[name]
+            for side in ("arg_attrs", "res_attrs"):
+                if op.name == "func.func" and side in op.attributes:
+                    old: Any = op.attributes[side]
+                    new = [
+                        {own.name: own.attr for own in each if own.name not in _ANNOTATIONS}
+                        for each in old
+                    ]
+                    op.attributes[side] = ir.ArrayAttr.get([ir.DictAttr.get(n) for n in new])
+        one = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 1)
+        copy.operation.attributes["mhlo.num_partitions"] = one
+    return copy

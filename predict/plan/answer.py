@@ -1,0 +1,339 @@
+"""What a search found: the best plan and why, the front, and code that runs it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...common.errors import LoweringError, PlanError
+from ...common.files import write_bytes
+from ...common.notes import WARNING
+from ...common.units import duration, size
+from ...features.ir.platforms import platform_of
+from ...simulate.clusters.catalogue import find_cluster
+from ...simulate.clusters.topology import Cluster
+from ..devices import cluster_device
+from .program import PlannedProgram, Spec, read_planned
+from .search import COMPILES, PlanSearch, Row
+from .space import AXES, Plan
+
+if TYPE_CHECKING:
+    from ..program.predictor import Predictor
+
+#: What the front minimises.
+OBJECTIVES = ("latency_us", "memory_bytes_per_device", "devices", "energy_j")
+#: Times that a step moves its parameters, above which activations are moved, too: FSDP gathers
+#: them twice and reduces their gradients once.
+_MOST_MOVED = 4.0
+
+
+@dataclass(frozen=True)
+class PlanAnswer:
+    """Plans of a program on a cluster.
+
+    Attributes:
+        best: Row of the fastest plan that fits; of the one that needs least memory if none does.
+        rows: All compiled plans, the fastest first; those with an ``error`` at the end.
+        front: Rows that no other one beats in time, memory, devices and energy.
+        screened: Number of plans that were screened.
+        code: The best plan as code of JAX.
+        program: The program with the best plan's shardings, as MLIR bytecode.
+        reasons: Why the best plan is ahead of the others.
+        notes: What should be known about the answer.
+        cluster: Name of the cluster.
+    """
+
+    best: Row
+    rows: list[Row]
+    front: list[Row]
+    screened: int
+    code: str
+    program: bytes
+    reasons: tuple[str, ...]
+    notes: tuple[str, ...]
+    cluster: str
+
+    def __repr__(self) -> str:
+        """Plan and time; the fields would fill pages."""
+        return f"PlanAnswer({self.best['plan']}: {_time(self.best)} on {self.cluster})"
+
+    def save(self, path: str | Path) -> Path:
+        """Write the program with the best plan's shardings: text for ``.mlir``, else bytecode.
+
+        ``opcast predict --cluster`` and ``opcast partition`` take it.
+        """
+        from ...features.ir.jax_compat import parse_module
+
+        target = Path(path)
+        data = self.program
+        if target.suffix in (".mlir", ".txt"):
+            module = parse_module(data)
+            data = str(module.operation.get_asm(enable_debug_info=True)).encode()
+        write_bytes(target, data)
+        return target
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data, as ``opcast plan --json`` prints it."""
+        return {
+            "best": self.best,
+            "front": self.front,
+            "rows": self.rows,
+            "screened": self.screened,
+            "reasons": list(self.reasons),
+            "code": self.code,
+            "cluster": self.cluster,
+            "notes": list(self.notes),
+        }
+
+
+def plan(
+    program: object,
+    *args: object,
+    cluster: str | Path | Cluster,
+    batch_dims: Mapping[str, int] | None = None,
+    budget_s: float = float("inf"),
+    memory: float = 0.0,
+    axes: Sequence[str] = AXES,
+    compiles: int = COMPILES,
+    out: str | Path | None = None,
+    model: str = "default",
+    lowering: str = "auto",
+    workers: int = 1,
+    ray: str = "",
+    progress: Callable[[int, int], None] | None = None,
+    **kwargs: object,
+) -> PlanAnswer:
+    """Search for the best way to run a program on a cluster.
+
+    Args:
+        program: A function, jitted or not, followed by its example arguments; or a path, text or
+            bytes of StableHLO for one device or with shardings, or an exported or lowered function.
+            Its batch is the global one.
+        args: Example arguments of a function.
+        cluster: Name (``opcast cluster --list``), path of a YAML file, or description.
+        batch_dims: The batch dimension by name or number of an argument; by default the first one
+            of arguments that are neither donated nor parameters.
+        budget_s: Seconds after which no further plan is compiled.
+        memory: Bytes that a device may use; by default all that it has.
+        axes: Axes of the mesh to use, of :data:`~opcast.predict.plan.space.AXES`.
+        compiles: Plans to compile, the best by our own reckoning.
+        out: Folder of results, from which a search resumes; by default none is kept.
+        model: Name or folder of the kernel model.
+        lowering: ``auto``, ``xla``, ``fused`` or ``op``.
+        workers: Processes that compile.
+        ray: Address of a Ray cluster instead.
+        progress: Called with the numbers of compiled and of all plans.
+        kwargs: Keyword arguments of a function.
+
+    Raises:
+        PlanError: Nothing can be cut, or an option is wrong.
+        LoweringError: No plan could be compiled.
+        OpcastError: The program, cluster or model is not usable.
+    """
+    from ..api import _call, loaded
+
+    unknown = [axis for axis in axes if axis not in AXES]
+    if unknown or not axes:
+        raise PlanError(
+            f"{unknown[0] if unknown else ''!r} is no axis of a plan",
+            where="--axes",
+            hint=f"axes are {', '.join(AXES)}",
+        )
+    where = find_cluster(cluster)
+    if where.size < 2:
+        raise PlanError(f"{where.name} is a single device", hint="opcast predict --device")
+    predictor: Predictor = loaded(model)
+    spec = cluster_device(where, predictor.devices)
+    read = read_planned(_call(program, args, kwargs), batch_dims, platform_of(spec))
+    with tempfile.TemporaryDirectory(prefix="opcast-plan-") as scratch:
+        folder = Path(out) if out is not None else Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        search = PlanSearch(read, where, folder, model, lowering, workers, ray, tuple(axes), memory)
+        search.screen()
+        rows = search.compile(search.chosen(compiles), budget_s, progress)
+        return answer_of(search, rows)
+
+
+def answer_of(search: PlanSearch, rows: Sequence[Row]) -> PlanAnswer:
+    """Put the compiled plans of a search in order.
+
+    Raises:
+        LoweringError: None could be compiled.
+    """
+    made = sorted((r for r in rows if not r["error"]), key=lambda r: _number(r, "latency_us"))
+    own = [row for row in made if row["plan"] != "as given"]
+    if not own:
+        said = next((str(row["error"]) for row in rows if row["error"]), "there was no time")
+        raise LoweringError(
+            f"no plan could be compiled: {said}",
+            where=search.program.source.origin,
+            hint="a larger --budget, or another --lowering",
+        )
+    for row in made:
+        held = _number(row, "memory_bytes_per_device")
+        row["fits"] = bool(row["fits"]) and (not search.memory or held <= search.memory)
+    fitting = [row for row in own if row["fits"]]
+    best = fitting[0] if fitting else min(own, key=lambda r: _number(r, "memory_bytes_per_device"))
+    plan = search.plan_of(best)
+    return PlanAnswer(
+        best,
+        [*made, *(row for row in rows if row["error"])],
+        _front(fitting),
+        len(search.screened),
+        code_of(search.program, plan),
+        search.program.annotated(plan),
+        tuple(_reasons(best, [r for r in made if r is not best and r["fits"]])),
+        tuple(_notes(search, best, fitting)),
+        search.cluster.name,
+    )
+
+
+def _front(rows: Sequence[Row]) -> list[Row]:
+    """Rows that no other one beats; an objective that a row lacks orders none."""
+    used = [o for o in OBJECTIVES if all(row.get(o) is not None for row in rows)]
+    points = [tuple(_number(row, o) for o in used) for row in rows]
+    return [
+        row
+        for row, own in zip(rows, points, strict=True)
+        if not any(
+            other != own and all(a <= b for a, b in zip(other, own, strict=True))
+            for other in points
+        )
+    ]
+
+
+def _reasons(best: Row, others: Sequence[Row]) -> list[str]:
+    """Say what the next plans lose their time with, beside the best one."""
+    found = []
+    meshes: list[object] = []
+    for row in others:
+        if row["mesh"] in meshes:
+            continue
+        meshes.append(row["mesh"])
+        if len(meshes) > 3:
+            break
+        more = {
+            "waiting for collectives": _number(row, "exposed_communication_us")
+            - _number(best, "exposed_communication_us"),
+            "computing": _number(row, "compute_us") - _number(best, "compute_us"),
+        }
+        parts = [
+            f"{duration(abs(us))} {'more' if us > 0 else 'less'} {what}"
+            for what, us in sorted(more.items(), key=lambda item: -item[1])
+            if abs(us) > 0.01 * _number(best, "latency_us")
+        ]
+        ratio = _number(row, "latency_us") / _number(best, "latency_us") - 1.0
+        text = f"{row['plan']} is {ratio:.0%} slower: {', '.join(parts) or 'a little of each'}"
+        waits = row["waits"]
+        if isinstance(waits, list) and waits and more["waiting for collectives"] > 0:
+            one = waits[0]
+            text += (
+                f", most of it for {one['collective']} at {one['where']} "
+                f"({duration(one['us'])}, {size(one['bytes'])})"
+            )
+        found.append(text)
+    return found
+
+
+def _notes(search: PlanSearch, best: Row, fitting: Sequence[Row]) -> list[str]:
+    notes = []
+    if search.stopped:
+        notes.append("the search was stopped before all chosen plans were compiled")
+    if not fitting:
+        held = _number(best, "memory_bytes_per_device")
+        notes.append(
+            f"{WARNING}no plan fits: the one shown needs {size(held)} of {size(search.memory)}, "
+            f"{size(held - search.memory)} too much; more devices, a smaller batch, or "
+            "jax.checkpoint around a layer reduce it"
+        )
+    parameters = sum(a.type.nbytes for a in search.program.arguments if a.role == "parameter")
+    moved = _number(best, "moved_bytes")
+    waits = best["waits"]
+    if parameters and moved > _MOST_MOVED * parameters and isinstance(waits, list):
+        lines = ", ".join(
+            f"{w['collective']} at {w['where']} ({size(w['bytes'])})" for w in waits[:3]
+        )
+        notes.append(
+            f"its collectives move {size(moved)} a run, {moved / parameters:.0f} times the "
+            f"parameters: activations are moved, by {lines or 'collectives beside computation'}"
+        )
+    given = next((row for row in search.rows.values() if row["plan"] == "as given"), None)
+    if given is not None and not given["error"]:
+        ratio = _number(given, "latency_us") / _number(best, "latency_us")
+        notes.append(f"with its own shardings it takes {_time(given)}, {ratio:.2f} times as long")
+    own = best["notes"]
+    return [*notes, *(own if isinstance(own, list) else [])]
+
+
+def code_of(program: PlannedProgram, plan: Plan) -> str:
+    """A plan as code of JAX: a mesh, the cut of each argument, and those of products' results."""
+    axes = "".join(f'"{axis}", ' for axis, _ in plan.mesh)
+    shape = ", ".join(str(n) for _, n in plan.mesh)
+    lines = [
+        "import jax",
+        "import numpy as np",
+        "from jax.sharding import Mesh, NamedSharding, PartitionSpec as P",
+        "",
+        f"devices = np.array(jax.devices()[:{plan.devices}]).reshape({shape})",
+        f"mesh = Mesh(devices, ({axes.rstrip()}))",
+        "# By the path of an argument; the others are whole on every device.",
+        "SPECS = {",
+    ]
+    roots: list[str] = []
+    for own in program.arguments:
+        cut = program.argument_spec(own, plan)
+        root = own.name.partition("[")[0].partition(".")[0]
+        if root not in roots:
+            roots.append(root)
+        if any(cut):
+            lines.append(f"    {own.name!r}: {_spec(cut)},")
+    lines += [
+        "}",
+        "",
+        "",
+        "def shardings(name, tree):",
+        '    """Sharding of each leaf of an argument by the argument\'s name."""',
+        "    def own(path, leaf):",
+        "        spec = SPECS.get(name + jax.tree_util.keystr(path), P())",
+        "        return NamedSharding(mesh, spec)",
+        "",
+        "    return jax.tree_util.tree_map_with_path(own, tree)",
+        "",
+        "",
+        "# jax.jit(step, in_shardings=("
+        + "".join(f'shardings("{r}", {r}), ' for r in roots)
+        + "), donate_argnums=…);",
+        "# inside, updated state lies as it came: jax.lax.with_sharding_constraint(tree, "
+        "shardings(…)).",
+    ]
+    inside = program.lines(plan)
+    if inside:
+        lines.append("# Results of products, by jax.lax.with_sharding_constraint(x, spec):")
+        lines += [f"#   {line}: {_spec(cut)}" for line, cut in inside.items()]
+    if "fsdp" in plan.sizes:
+        lines.append(
+            "# Before a product reads a parameter, its spec without fsdp gathers it, as above."
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _spec(cut: Spec) -> str:
+    parts = [
+        "None" if not axes else f'"{axes[0]}"' if len(axes) == 1 else str(axes).replace("'", '"')
+        for axes in cut
+    ]
+    while parts and parts[-1] == "None":
+        parts.pop()
+    return f"P({', '.join(parts)})"
+
+
+def _number(row: Row, key: str) -> float:
+    value = row.get(key)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _time(row: Row) -> str:
+    return duration(_number(row, "latency_us"))

@@ -1,0 +1,354 @@
+"""What a plan costs, by our own reckoning: fast enough to screen thousands of plans.
+
+A program is summed up once: its kernels by what dimensions they have, and its ops by what they
+would communicate. A plan divides the kernels' time by the cuts of their dimensions, and adds the
+collectives: sums over a cut dimension are reduced, what an op needs whole is gathered, parameters
+that lie cut are gathered before they are used, and gradients are reduced. The best plans are then
+compiled (``search.py``), so this only has to put them in order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, prod
+from typing import NamedTuple
+
+import numpy as np
+
+from ...common.errors import OpcastError
+from ...features.ir.reader import SourceProgram
+from ...features.kernels.memory import memory_over_time
+from ...features.lowering.fused_lowering import lower_fused
+from ...features.lowering.op import lower_op
+from ...models.cost_model import CostModel
+from ...simulate.clusters.topology import Cluster
+from ..cluster.network import xla_time
+from ..cluster.program_seconds import program_seconds
+from ..devices import cluster_device
+from ..program.predictor import Predictor
+from .arguments import Argument
+from .dimensions import PRODUCTS, Dimensions, Place, Step, product_flops
+from .space import Cuts, Plan, Space, assign
+
+#: Share of the computation behind which collectives of parameters and gradients hide. Engineering
+#: estimate: XLA starts them early and waits late, but the last gradients have nothing behind them.
+_HIDDEN = 0.6
+#: Bytes up to which XLA's combiner passes join collectives, as in
+#: ``simulate/program/collective_passes.py``.
+_COMBINED = 30 * 2**20
+
+
+class Event(NamedTuple):
+    """A collective that a plan adds.
+
+    Attributes:
+        kind: Its name, as ``simulate/collectives/choose.py`` has it.
+        axes: Axes of the mesh over which it goes.
+        size: Bytes that a device contributes.
+        hidden: Whether it is of parameters or gradients, which nothing waits for at once.
+        where: Source line of the op that needs it.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    size: float
+    hidden: bool
+    where: str
+
+
+@dataclass(frozen=True)
+class Screened:
+    """A plan's cost by our own reckoning.
+
+    Attributes:
+        plan: The plan.
+        seconds: Time of a run.
+        compute: Seconds of kernels.
+        waiting: Seconds of collectives that kernels wait for.
+        hidden: Seconds of collectives that may run beside kernels.
+        memory: Bytes of a device at the peak.
+    """
+
+    plan: Plan
+    seconds: float
+    compute: float
+    waiting: float
+    hidden: float
+    memory: float
+
+
+@dataclass(frozen=True)
+class _Operand:
+    classes: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What decides the collectives of an op; equal ones of all layers are one record."""
+
+    classes: tuple[int, ...]
+    operands: tuple[_Operand, ...]
+    at: tuple[tuple[tuple[int, int], ...], ...]
+    results: int
+    nbytes: int
+    tail: bool
+    where: str
+
+
+class Sheet:
+    """A program summed up for one kind of device.
+
+    Args:
+        source: The program, of one device.
+        found: Its dimensions.
+        arguments: Its arguments.
+        space: What may be cut.
+        cluster: Cluster that plans are for.
+        predictor: Predicts the kernels of one device.
+    """
+
+    def __init__(
+        self,
+        source: SourceProgram,
+        found: Dimensions,
+        arguments: Sequence[Argument],
+        space: Space,
+        cluster: Cluster,
+        predictor: Predictor,
+    ) -> None:
+        self.found, self.arguments, self.space = found, arguments, space
+        self.cluster, self.device = cluster, cluster_device(cluster, predictor.devices)
+        self.tails = _tails(found, space)
+        self._kernels(source, predictor.model_for(self.device))
+        self.records: Counter[_Record] = Counter()
+        for step in found.steps:
+            record = self._record(step)
+            if record is not None:
+                self.records[record] += step.times
+        # Times of collectives by mesh, which plans over the same mesh share.
+        self._time = lru_cache(maxsize=None)(self._seconds)
+
+    def _kernels(self, source: SourceProgram, model: CostModel) -> None:
+        """Group the kernels of one device by the classes of their dimensions."""
+        try:
+            lowered = lower_fused(source, self.device)
+        except OpcastError:
+            lowered = lower_op(source)
+        seconds = program_seconds(lowered, self.device, model).kernels
+        first: dict[int, Step] = {}
+        for step in self.found.steps:
+            if step.op.source is not None:
+                first.setdefault(step.op.source.index, step)
+        groups: dict[tuple[tuple[int, ...], bool], list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for kernel, own in zip(lowered.kernels, seconds.tolist(), strict=True):
+            steps = [first[s.index] for s in kernel.sources if s.index in first]
+            main = max(steps, key=self._weight) if steps else None
+            # What updates a parameter runs where its part lies.
+            update = main is not None and main.op.opcode not in PRODUCTS
+            update = update and main is not None and main.place in self.tails
+            group = groups[self._classes(main) if main else (), update]
+            floor = min(own, self.device.floor)
+            group[0] += (own - floor) * kernel.multiplicity
+            group[1] += floor * kernel.multiplicity
+        self.groups = [(*key, *values) for key, values in groups.items()]
+        profile = memory_over_time(lowered.module) if lowered.module is not None else None
+        peak = max(profile.bytes, default=0.0) - profile.resident if profile else 0.0
+        self.activations = max(peak, 0.0)
+        weights: Counter[tuple[int, ...]] = Counter()
+        for step in self.found.steps:
+            for leaf, kind in enumerate(step.op.results):
+                weights[self.found.value_classes((step.place, leaf))] += kind.nbytes
+        total = sum(weights.values()) or 1
+        self.values = [(key, weight / total) for key, weight in weights.items()]
+
+    def _weight(self, step: Step) -> tuple[float, int]:
+        own = step.op.opcode in PRODUCTS
+        kinds = [self.found.types[o].shape for o in step.operands] if own else []
+        return product_flops(step, kinds) if own else 0.0, step.op.result_bytes
+
+    def _classes(self, step: Step) -> tuple[int, ...]:
+        return tuple(self.found.axis_class(step, axis) for axis in step.axes)
+
+    def _record(self, step: Step) -> _Record | None:
+        classes = self._classes(step)
+        known = self.space.batch | {self.space.sequence, self.space.expert, *self.space.tensor}
+        met = [c for c in classes if c in known and c]
+        operands = tuple(
+            _Operand(self.found.value_classes(o), self.found.types[o].nbytes) for o in step.operands
+        )
+        covered = {at for axis in step.axes for at in axis.operands}
+        broken = any(
+            c in known and c and (k, d) not in covered
+            for k, own in enumerate(operands)
+            for d, c in enumerate(own.classes)
+        )
+        summed = any(a.summed and c in known and c for a, c in zip(step.axes, classes, strict=True))
+        if not (broken or summed or len(set(met)) < len(met)):
+            return None
+        # Results first, so that they get an axis before what is summed.
+        order = sorted(range(len(classes)), key=lambda n: step.axes[n].summed)
+        source = step.op.source
+        return _Record(
+            tuple(classes[n] for n in order),
+            operands,
+            tuple(step.axes[n].operands for n in order),
+            sum(not axis.summed for axis in step.axes),
+            step.op.result_bytes,
+            step.place in self.tails,
+            f"{source.file}:{source.line}" if source and source.file else step.op.opcode,
+        )
+
+    def cost(self, plan: Plan) -> Screened:
+        """Reckon the time and memory of a plan."""
+        cuts, sizes = self.space.cuts(plan), plan.sizes
+        compute = 0.0
+        for classes, update, work, floors in self.groups:
+            parts = _parts(assign(classes, cuts), sizes)
+            compute += work / (parts * sizes.get("fsdp", 1) if update else parts) + floors
+        waiting = 0.0
+        later: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        largest: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        for event, times in self.events(plan).items():
+            if event.hidden:
+                key = (event.kind, event.axes)
+                later[key] += event.size * times  # type: ignore[assignment]
+                largest[key] = max(largest[key], round(event.size))
+            else:
+                own = self._time(event.kind, event.axes, round(event.size), plan.mesh)
+                waiting += own * times
+        hidden = least = 0.0
+        for (kind, axes), total in later.items():
+            # Joined up to a limit; what is larger goes alone.
+            size = max(_COMBINED, largest[kind, axes])
+            count = ceil(total / size)
+            hidden += count * self._time(kind, axes, round(total / count), plan.mesh)
+            # Nothing is left to compute beside the last of them.
+            least = max(least, self._time(kind, axes, round(total / count), plan.mesh))
+        seconds = compute + waiting + max(least, hidden - _HIDDEN * compute)
+        return Screened(plan, seconds, compute, waiting, hidden, self.memory(plan))
+
+    def events(self, plan: Plan) -> Counter[Event]:
+        """Collectives of a plan, with how often each runs."""
+        cuts, sizes = self.space.cuts(plan), plan.sizes
+        found: Counter[Event] = Counter()
+        for record, times in self.records.items():
+            for event in self._of(record, cuts, sizes):
+                found[event] += times  # type: ignore[assignment]  # loops count fractions
+        if "fsdp" in sizes:
+            for own in self.arguments:
+                if fsdp_dimension(own, cuts, sizes) < 0:
+                    continue
+                # Once forward, once backward.
+                for use in own.uses[:2]:
+                    value = use.step.operands[use.operand]
+                    classes = self.found.value_classes(value)
+                    size = self.found.types[value].nbytes / sizes["fsdp"]
+                    size /= _parts(assign(classes, cuts), sizes)
+                    where = use.step.op.source
+                    line = f"{where.file}:{where.line}" if where and where.file else own.name
+                    event = Event("all_gather", ("fsdp",), size, True, line)
+                    found[event] += use.step.times  # type: ignore[assignment]
+        return found
+
+    def _of(self, record: _Record, cuts: Cuts, sizes: dict[str, int]) -> list[Event]:
+        loop = assign(record.classes, cuts, record.results)
+        found = []
+        for k, own in enumerate(record.operands):
+            cut = assign(own.classes, cuts)
+            for d, axes in enumerate(cut):
+                if not axes:
+                    continue
+                place = next((n for n, at in enumerate(record.at) if (k, d) in at), -1)
+                moved = tuple(a for a in axes if place < 0 or a not in loop[place])
+                if moved:
+                    local = own.nbytes / _parts(cut, sizes)
+                    other = {
+                        a
+                        for n, at in enumerate(record.at)
+                        for a in loop[n]
+                        if n != place and any(j == k for j, _ in at)
+                    }
+                    kind = "all_to_all" if set(moved) <= other else "all_gather"
+                    found.append(Event(kind, moved, local, record.tail, record.where))
+        partial = tuple(a for axes in loop[record.results :] for a in axes)
+        if partial:
+            local = record.nbytes / _parts(loop[: record.results], sizes)
+            if record.tail and "fsdp" in partial:
+                # Its parameter lies cut: each device keeps its part of the gradient.
+                found.append(Event("reduce_scatter", ("fsdp",), local, True, record.where))
+                partial = tuple(a for a in partial if a != "fsdp")
+                local /= sizes["fsdp"]
+            if partial:
+                found.append(Event("all_reduce", partial, local, record.tail, record.where))
+        return found
+
+    def _seconds(
+        self, kind: str, axes: tuple[str, ...], size: int, mesh: tuple[tuple[str, int], ...]
+    ) -> float:
+        return xla_time(kind, float(size), _ranks(axes, mesh), self.cluster)[0]
+
+    def memory(self, plan: Plan) -> float:
+        """Bytes of a device at the peak: arguments, and activations by how they are cut."""
+        cuts, sizes = self.space.cuts(plan), plan.sizes
+        total = 0.0
+        for own in self.arguments:
+            parts = _parts(assign(own.classes, cuts), sizes)
+            if fsdp_dimension(own, cuts, sizes) >= 0:
+                parts *= sizes["fsdp"]
+            total += own.type.nbytes / parts
+        share = sum(w / _parts(assign(classes, cuts), sizes) for classes, w in self.values)
+        return total + self.activations * share
+
+
+def fsdp_dimension(own: Argument, cuts: Cuts, sizes: dict[str, int]) -> int:
+    """The dimension of a parameter or state that ``fsdp`` cuts too; -1 for none.
+
+    By convention the largest that divides, of those that nothing else cuts; else of all.
+    """
+    parts = sizes.get("fsdp", 1)
+    if parts == 1 or own.role not in ("parameter", "state"):
+        return -1
+    cut = assign(own.classes, cuts)
+    left = [e // prod(sizes[a] for a in axes) for e, axes in zip(own.type.shape, cut, strict=True)]
+    fit = [d for d, extent in enumerate(left) if extent % parts == 0]
+    return max(fit, key=lambda d: (not cut[d], left[d]), default=-1)
+
+
+def _parts(cut: Sequence[Sequence[str]], sizes: dict[str, int]) -> int:
+    return prod(sizes[axis] for axes in cut for axis in axes)
+
+
+def _ranks(axes: Sequence[str], mesh: tuple[tuple[str, int], ...]) -> tuple[int, ...]:
+    """Ranks of the first group over some axes; devices are numbered as the mesh is, row by row."""
+    shape = [size for _, size in mesh]
+    grid = np.arange(prod(shape)).reshape(shape)
+    own = tuple(slice(None) if axis in axes else slice(1) for axis, _ in mesh)
+    return tuple(int(r) for r in grid[own].ravel())
+
+
+def _tails(found: Dimensions, space: Space) -> set[Place]:
+    """Ops after which nothing has the batch any more: gradients and what updates with them."""
+    users: dict[Place, list[Place]] = defaultdict(list)
+    for step in found.steps:
+        for place, _ in step.operands:
+            users[place].append(step.place)
+    # Through calls, loops and tuples, which are no steps.
+    for (place, _), (origin, _) in found.origins.items():
+        users[origin].append(place)
+    mixed = {value[0] for value in found.colours if space.batch & set(found.value_classes(value))}
+    # Whatever leads to a value with the batch is not a tail.
+    makers: dict[Place, list[Place]] = defaultdict(list)
+    for place, own in users.items():
+        for user in own:
+            makers[user].append(place)
+    pending, seen = list(mixed), set(mixed)
+    while pending:
+        for place in makers[pending.pop()]:
+            if place not in seen:
+                seen.add(place)
+                pending.append(place)
+    return {step.place for step in found.steps} - seen

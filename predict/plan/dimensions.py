@@ -1,0 +1,491 @@
+"""Which dimensions of a program's values are cut together.
+
+Every op is a loop nest: a dimension of it goes along a dimension of the result, along dimensions of
+operands, or is summed over. Two dimensions of values that meet in one dimension of an op are cut
+together or communicate, so they get the same *colour*, through the whole program (as in TOAST,
+Alabed et al., 2025, and GSPMD, Xu et al., 2021, section 3.5). Colours whose products look alike,
+such as the hidden dimension of each layer's feed-forward, form a *class*: they are cut alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from math import gcd
+from typing import NamedTuple
+
+from ...features.ir.program import Computation, Op, Program, TensorType
+
+#: Ops whose dimensions decide where time goes; a class is named by those that it takes part in.
+PRODUCTS = frozenset(("dot", "convolution"))
+_INDEXED = frozenset(("gather", "scatter"))
+#: Ops that mix all elements along dimensions that their types do not show. A call of a library is
+#: not cut by XLA's partitioner either, with few exceptions.
+_OPAQUE = frozenset(
+    ("fft", "cholesky", "triangular-solve", "custom-call", "rng-bit-generator", "rng", "infeed")
+)
+#: Ops that hand each operand on as the result of the same number.
+#: Ops that only turn a value into another form of it, as in ``features/ir/mlir/shardings.py``.
+_FORMS = frozenset(
+    ("bitcast-convert", "convert", "dynamic-slice", "reduce-precision", "reshape", "slice")
+) | {"transpose"}
+_TUPLES = frozenset(("opt-barrier", "optimization-barrier", "tuple"))
+
+Place = tuple[str, int]
+#: Where a dimension of an op occurs: number of the operand or result, number of its dimension.
+At = tuple[int, int]
+
+
+class Axis(NamedTuple):
+    """One dimension of an op's loop nest.
+
+    Attributes:
+        results: Where it is in the results.
+        operands: Where it is in the operands.
+        summed: Whether the op adds up along it, so that a cut leaves partial sums.
+    """
+
+    results: tuple[At, ...]
+    operands: tuple[At, ...]
+    summed: bool = False
+
+
+@dataclass(slots=True)
+class Step:
+    """An op with what its dimensions are.
+
+    Attributes:
+        op: The op.
+        place: Its computation, and position there.
+        times: Executions in a run.
+        axes: Dimensions of its loop nest. A dimension of an operand that is in none is read as a
+            whole by every element.
+        operands: Places of the operands and leaf of each; tuples are left out.
+    """
+
+    op: Op
+    place: Place
+    times: float
+    axes: list[Axis]
+    operands: list[tuple[Place, int]]
+
+
+@dataclass
+class Dimensions:
+    """Dimensions of all values of a program, by colour and class.
+
+    Attributes:
+        steps: All ops, in order; bodies of loops behind their loop.
+        colours: Colours of each value's dimensions, by place and leaf; 0 for dimensions of size 1.
+        types: Types of the values.
+        origins: The value that a value is another form or name of.
+        sizes: Greatest common divisor of the dimensions of each colour: what a cut must divide.
+        classes: Class of each colour that takes part in products.
+        work: FLOPs of products in which each class takes part.
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    colours: dict[tuple[Place, int], tuple[int, ...]] = field(default_factory=dict)
+    types: dict[tuple[Place, int], TensorType] = field(default_factory=dict)
+    origins: dict[tuple[Place, int], tuple[Place, int]] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)
+    classes: dict[int, int] = field(default_factory=dict)
+    work: dict[int, float] = field(default_factory=dict)
+
+    def class_size(self, number: int) -> int:
+        """Greatest common divisor over the colours of a class."""
+        return gcd(*(self.sizes[c] for c, own in self.classes.items() if own == number))
+
+    def value_classes(self, value: tuple[Place, int]) -> tuple[int, ...]:
+        """Class of each dimension of a value; 0 for none."""
+        return tuple(self.classes.get(c, 0) for c in self.colours.get(value, ()))
+
+    def axis_class(self, step: Step, axis: Axis) -> int:
+        """Class of a dimension of an op; 0 for none."""
+        return self.classes.get(_colour(self, step, axis), 0)
+
+    def root(self, value: tuple[Place, int]) -> tuple[Place, int]:
+        """The value that a value is a form of: an argument's, for what products read of it."""
+        while value in self.origins:
+            value = self.origins[value]
+        return value
+
+
+def dimensions_of(program: Program) -> Dimensions:
+    """Find the colours and classes of a program's dimensions.
+
+    Args:
+        program: StableHLO, its calls inlined or not; loops count by their trip count.
+    """
+    reader = _Reader(program)
+    reader.visit(program.entry, 1.0)
+    return reader.finish()
+
+
+class _Reader:
+    """State while a program is walked: a union-find over the dimensions of all values."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.parents: list[int] = [0]
+        self.extents: list[int] = [1]
+        self.ids: dict[tuple[Place, int], tuple[int, ...]] = {}
+        self.types: dict[tuple[Place, int], TensorType] = {}
+        self.steps: list[Step] = []
+        self.visits: Counter[str] = Counter()
+        self.origins: dict[tuple[Place, int], tuple[Place, int]] = {}
+
+    def visit(self, name: str, times: float) -> str:
+        """Walk a computation; returns the name of this visit, the first by the computation's."""
+        own = self.program.computations[name]
+        # A function that is called again meets other values: it is walked for each call.
+        self.visits[name] += 1
+        visit = name if self.visits[name] == 1 else f"{name}#{self.visits[name]}"
+        for position, op in enumerate(own.ops):
+            for leaf, kind in enumerate(op.results):
+                self.types[(visit, position), leaf] = kind
+                self.ids[(visit, position), leaf] = tuple(map(self._new, kind.shape))
+        for position, op in enumerate(own.ops):
+            self._step(own, visit, position, op, times)
+        return visit
+
+    def _new(self, extent: int) -> int:
+        # Dimensions of size 1 are never cut, and would tie what is broadcast to all.
+        if extent == 1:
+            return 0
+        self.parents.append(len(self.parents))
+        self.extents.append(extent)
+        return len(self.parents) - 1
+
+    def _find(self, number: int) -> int:
+        root = number
+        while self.parents[root] != root:
+            root = self.parents[root]
+        while self.parents[number] != root:
+            self.parents[number], number = root, self.parents[number]
+        return root
+
+    def _join(self, left: int, right: int) -> None:
+        if left and right:
+            self.parents[self._find(left)] = self._find(right)
+
+    def join_values(
+        self, left: tuple[Place, int], right: tuple[Place, int], *, same: bool = True
+    ) -> None:
+        """Say that two values are cut alike, and that the left one is the right one itself."""
+        if same:
+            self.origins[left] = right
+        for one, other in zip(self.ids.get(left, ()), self.ids.get(right, ()), strict=False):
+            self._join(one, other)
+
+    def _step(self, own: Computation, visit: str, position: int, op: Op, times: float) -> None:
+        place = (visit, position)
+        if op.opcode in ("while", "conditional", "call"):
+            self._control(visit, position, op, times)
+            return
+        if op.opcode == "get-tuple-element":
+            self.join_values((place, 0), ((visit, op.operands[0]), int(op.attrs["index"])))
+            return
+        if op.opcode in _TUPLES:
+            leaf = 0
+            for number in op.operands:
+                for inner in range(len(own.ops[number].results)):
+                    self.join_values((place, leaf), ((visit, number), inner))
+                    leaf += 1
+            return
+        operands = [((visit, number), 0) for number in op.operands]
+        axes = _axes(op, [self.types[o] for o in operands if o in self.types])
+        step = Step(op, place, times, axes, operands)
+        for axis in axes:
+            met = [self.ids[place, leaf][d] for leaf, d in axis.results]
+            met += [self.ids[operands[k]][d] for k, d in axis.operands]
+            for one in met[1:]:
+                self._join(met[0], one)
+        self.steps.append(step)
+        if op.opcode in _FORMS and operands:
+            self.origins[place, 0] = operands[0]
+
+    def _control(self, visit: str, position: int, op: Op, times: float) -> None:
+        place = (visit, position)
+        trips = op.attrs.get("trip_count") if op.opcode == "while" else 1
+        # Branches are run by turns.
+        share = 1.0 / len(op.called) if op.opcode == "conditional" else 1.0
+        for number, name in enumerate(op.called):
+            body = self.visit(name, times * float(trips or 1) * share)
+            inner = self.program.computations[name]
+            parameters = [(p, o) for p, o in enumerate(inner.ops) if o.opcode == "parameter"]
+            # A branch has no parameters but what it captures, behind the predicate.
+            first = len(op.operands) - len(parameters)
+            for p, parameter in parameters:
+                where = (visit, op.operands[first + int(parameter.attrs["index"])])
+                for leaf in range(len(parameter.results)):
+                    self.join_values(((body, p), leaf), (where, leaf))
+            if op.opcode == "while" and number == 0:
+                continue  # the condition: its result is a flag
+            root = inner.root_op
+            parts = root.operands if root.opcode == "tuple" else (inner.root,)
+            for leaf, part in enumerate(parts[: len(op.results)]):
+                loops = op.opcode == "while"
+                self.join_values((place, leaf), ((body, part), 0), same=not loops)
+                if loops:
+                    carried = ((visit, op.operands[leaf]), 0)
+                    self.join_values((place, leaf), carried, same=False)
+
+    def finish(self) -> Dimensions:
+        found = Dimensions(self.steps, types=self.types, origins=self.origins)
+        for value, ids in self.ids.items():
+            own = tuple(self._find(n) if n else 0 for n in ids)
+            found.colours[value] = own
+            for colour, extent in zip(own, self.types[value].shape, strict=True):
+                if colour:
+                    found.sizes[colour] = gcd(found.sizes.get(colour, 0), extent)
+        self._classify(found)
+        return found
+
+    def _classify(self, found: Dimensions) -> None:
+        """Put colours together whose products have the same shapes in the same places."""
+        looks: dict[int, set[tuple[object, ...]]] = defaultdict(set)
+        work: Counter[int] = Counter()
+        for step in found.steps:
+            if step.op.opcode not in PRODUCTS | _INDEXED:
+                continue
+            kinds = [self.types[o].shape for o in step.operands]
+            flops = product_flops(step, kinds) if step.op.opcode in PRODUCTS else 0.0
+            for axis in step.axes:
+                colour = _colour(found, step, axis)
+                if colour:
+                    looks[colour].add((step.op.opcode, *kinds, axis.operands, axis.results))
+                    work[colour] += flops
+        numbers: dict[frozenset[tuple[object, ...]], int] = {}
+        for colour, own in looks.items():
+            number = numbers.setdefault(frozenset(own), len(numbers) + 1)
+            found.classes[colour] = number
+            found.work[number] = found.work.get(number, 0.0) + work[colour]
+
+
+def _colour(found: Dimensions, step: Step, axis: Axis) -> int:
+    for leaf, dimension in axis.results:
+        return found.colours[step.place, leaf][dimension]
+    for number, dimension in axis.operands:
+        return found.colours[step.operands[number]][dimension]
+    return 0
+
+
+def product_flops(step: Step, kinds: Sequence[Sequence[int]]) -> float:
+    """FLOPs of a product in a run: two for each point of its loop nest.
+
+    A convolution's window adds its kernel's spatial dimensions.
+    """
+    flops = 2.0 * step.times * step.op.type.size
+    if step.op.opcode == "convolution":
+        labels = step.op.attrs["dim_labels"].split("_")[1].split("->")[0]
+        for label, extent in zip(labels, kinds[1], strict=True):
+            flops *= extent if label != "o" else 1
+        return flops
+    for axis in step.axes:
+        if axis.summed:
+            number, dimension = axis.operands[0]
+            flops *= kinds[number][dimension]
+    return flops
+
+
+def _axes(op: Op, kinds: Sequence[TensorType]) -> list[Axis]:
+    rule = _RULES.get(op.opcode)
+    if rule is not None:
+        return [a for a in rule(op, [k.shape for k in kinds]) if a.results or a.operands]
+    if op.opcode in _OPAQUE and op.attrs.get("target") != "Sharding":
+        return []
+    return _elementwise(op, kinds)
+
+
+def _elementwise(op: Op, kinds: Sequence[TensorType]) -> list[Axis]:
+    if not op.results:
+        return []
+    shape = op.results[0].shape
+    same = [k for k, kind in enumerate(kinds) if kind.shape == shape]
+    leaves = [n for n, kind in enumerate(op.results) if kind.shape == shape]
+    return [
+        Axis(tuple((n, d) for n in leaves), tuple((k, d) for k in same)) for d in range(len(shape))
+    ]
+
+
+Shapes = Sequence[tuple[int, ...]]
+
+
+def _one(result: int | None, *operands: At, summed: bool = False) -> Axis:
+    return Axis(() if result is None else ((0, result),), operands, summed)
+
+
+def _dot(op: Op, shapes: Shapes) -> list[Axis]:
+    a = op.attrs
+    batch = list(zip(a["lhs_batch_dims"], a["rhs_batch_dims"], strict=True))
+    summed = list(zip(a["lhs_contracting_dims"], a["rhs_contracting_dims"], strict=True))
+    axes = [_one(n, (0, i), (1, j)) for n, (i, j) in enumerate(batch)]
+    for side in (0, 1):
+        taken = {pair[side] for pair in batch + summed}
+        for d in range(len(shapes[side])):
+            if d not in taken:
+                axes.append(_one(len(axes), (side, d)))
+    return axes + [_one(None, (0, i), (1, j), summed=True) for i, j in summed]
+
+
+def _convolution(op: Op, shapes: Shapes) -> list[Axis]:
+    left, _, rest = op.attrs["dim_labels"].partition("_")
+    right, _, out = rest.partition("->")
+    axes = []
+    # Groups tie channels or batch to the kernel's outputs in blocks: left whole.
+    if int(op.attrs.get("batch_group_count", 1)) == 1:
+        axes.append(_one(out.index("b"), (0, left.index("b"))))
+        if int(op.attrs.get("feature_group_count", 1)) == 1:
+            axes.append(_one(out.index("f"), (1, right.index("o"))))
+            axes.append(_one(None, (0, left.index("f")), (1, right.index("i")), summed=True))
+    return axes
+
+
+def _reduce(op: Op, shapes: Shapes) -> list[Axis]:
+    gone = set(op.attrs["dimensions"])
+    inputs = range(len(op.results))
+    kept = [d for d in range(len(shapes[0])) if d not in gone]
+    axes = [
+        Axis(tuple((k, n) for k in inputs), tuple((k, d) for k in inputs))
+        for n, d in enumerate(kept)
+    ]
+    return axes + [Axis((), tuple((k, d) for k in inputs), True) for d in sorted(gone)]
+
+
+def _windowed(op: Op, shapes: Shapes) -> list[Axis]:
+    """Reduction of windows and its gradient: dimensions with windows of one element."""
+    whole = [d for d, w in enumerate(op.attrs["window"]) if w.size == 1 and w.stride == 1]
+    count = 2 if op.opcode == "select-and-scatter" else len(op.results)
+    results = range(len(op.results))
+    return [
+        Axis(tuple((n, d) for n in results), tuple((k, d) for k in range(count))) for d in whole
+    ]
+
+
+def _broadcast(op: Op, shapes: Shapes) -> list[Axis]:
+    shape = op.type.shape
+    known = {to: d for d, to in enumerate(op.attrs["dimensions"]) if shapes[0][d] == shape[to]}
+    return [_one(n, *([(0, known[n])] if n in known else [])) for n in range(len(shape))]
+
+
+def _reshape(op: Op, shapes: Shapes) -> list[Axis]:
+    """The outermost dimensions of parts of equal size go together; inner ones have no cut."""
+    axes: list[Axis] = []
+    before, after = shapes[0], op.type.shape
+    i = j = 0
+    while i < len(before) and j < len(after):
+        first, last = (i, j), (before[i], after[j])
+        left, right = last
+        i, j = i + 1, j + 1
+        while left != right:
+            if left < right and i < len(before):
+                left, i = left * before[i], i + 1
+            elif right < left and j < len(after):
+                right, j = right * after[j], j + 1
+            else:
+                return axes
+        outer_in = next((n for n in range(first[0], i) if before[n] > 1), None)
+        outer_out = next((n for n in range(first[1], j) if after[n] > 1), None)
+        if outer_in is not None and outer_out is not None:
+            axes.append(_one(outer_out, (0, outer_in)))
+    return axes
+
+
+def _transpose(op: Op, shapes: Shapes) -> list[Axis]:
+    return [_one(n, (0, d)) for n, d in enumerate(op.attrs["dimensions"])]
+
+
+def _all_but(op: Op, shapes: Shapes, apart: Iterable[int]) -> list[Axis]:
+    left = set(apart)
+    results, operands = range(len(op.results)), range(len(shapes))
+    return [
+        Axis(tuple((n, d) for n in results), tuple((k, d) for k in operands))
+        for d in range(len(op.type.shape))
+        if d not in left
+    ]
+
+
+def _slice(op: Op, shapes: Shapes) -> list[Axis]:
+    shape = op.type.shape
+    return [_one(d, (0, d)) for d in range(len(shape)) if shape[d] == shapes[0][d]]
+
+
+def _pad(op: Op, shapes: Shapes) -> list[Axis]:
+    return [_one(d, (0, d)) for d, edge in enumerate(op.attrs["padding"]) if not any(edge)]
+
+
+def _update(op: Op, shapes: Shapes) -> list[Axis]:
+    """An update in place; the result keeps the operand's cuts, also along what is updated."""
+    old, new = shapes[0], shapes[1]
+    return [_one(d, (0, d), *([(1, d)] if old[d] == new[d] else [])) for d in range(len(old))]
+
+
+def _gather(op: Op, shapes: Shapes) -> list[Axis]:
+    a = op.attrs
+    values, indices = shapes[0], shapes[1]
+    offset, batching = a["offset_dims"], a["operand_batching_dims"]
+    gone = {*a["collapsed_slice_dims"], *batching}
+    axes = []
+    kept = [d for d in range(len(values)) if d not in gone]
+    for to, d in zip(offset, kept, strict=True):
+        if a["slice_sizes"][d] == values[d]:
+            axes.append(_one(to, (0, d)))
+    places = [d for d in range(len(op.type.shape)) if d not in offset]
+    rows = [d for d in range(len(indices)) if d != a["index_vector_dim"]]
+    tied = dict(zip(a["start_indices_batching_dims"], batching, strict=True))
+    for to, d in zip(places, rows, strict=True):
+        axes.append(_one(to, (1, d), *([(0, tied[d])] if d in tied else [])))
+    # A cut table: each device looks up what it has, and the results are added up.
+    axes += [_one(None, (0, d), summed=True) for d in a["collapsed_slice_dims"]]
+    return axes
+
+
+def _scatter(op: Op, shapes: Shapes) -> list[Axis]:
+    a = op.attrs
+    count = len(op.results)
+    values, indices, updates = shapes[0], shapes[count], shapes[count + 1]
+    gone = {*a["inserted_window_dims"], *a["input_batching_dims"]}
+    kept = [d for d in range(len(values)) if d not in gone]
+    windows = dict(zip(kept, a["update_window_dims"], strict=True))
+    outer = [d for d in range(len(updates)) if d not in a["update_window_dims"]]
+    rows = [d for d in range(len(indices)) if d != a["index_vector_dim"]]
+    tied = dict(zip(a["scatter_indices_batching_dims"], a["input_batching_dims"], strict=True))
+    axes = []
+    for d in range(len(values)):
+        if d in tied.values():
+            continue
+        met = [(0, d)]
+        if d in windows and updates[windows[d]] == values[d]:
+            met.append((count + 1, windows[d]))
+        axes.append(Axis(((0, d),), tuple(met)))
+    for to, d in zip(outer, rows, strict=True):
+        met = [(count, d), (count + 1, to)]
+        if d in tied:
+            axes.append(Axis(((0, tied[d]),), (*met, (0, tied[d]))))
+        else:
+            axes.append(Axis((), tuple(met), True))
+    return axes
+
+
+_RULES: dict[str, Callable[[Op, Shapes], list[Axis]]] = {
+    "dot": _dot,
+    "convolution": _convolution,
+    "reduce": _reduce,
+    "reduce-window": _windowed,
+    "select-and-scatter": _windowed,
+    "broadcast": _broadcast,
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "concatenate": lambda op, shapes: _all_but(op, shapes, op.attrs["dimensions"]),
+    "reverse": lambda op, shapes: _all_but(op, shapes, op.attrs["dimensions"]),
+    "sort": lambda op, shapes: _all_but(op, shapes, [op.attrs["dimension"]]),
+    "chlo.top_k": lambda op, shapes: _all_but(op, shapes, [len(op.type.shape) - 1]),
+    "slice": _slice,
+    "dynamic-slice": _slice,
+    "dynamic-update-slice": _update,
+    "pad": _pad,
+    "gather": _gather,
+    "scatter": _scatter,
+}

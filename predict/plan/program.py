@@ -1,0 +1,154 @@
+"""A program as the planner sees it, and the same program with a plan's shardings written in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from ...common.errors import ProgramError
+from ...datagen.partition.program import sharding_text
+from ...features.ir.partitioning import annotated_devices, header_counts, joined_devices
+from ...features.ir.platforms import Platform
+from ...features.ir.reader import SourceProgram, read_program
+from ...features.lowering.xla import _as_stablehlo
+from .arguments import Argument, arguments_of
+from .cost import Sheet, fsdp_dimension
+from .dimensions import PRODUCTS, Dimensions, dimensions_of
+from .space import Cuts, Plan, Space, assign, space_of
+
+if TYPE_CHECKING:
+    from ...simulate.clusters.topology import Cluster
+    from ..program.predictor import Predictor
+
+#: How one dimension after the other of an array is cut: the axes of each.
+Spec = tuple[tuple[str, ...], ...]
+
+
+@dataclass
+class PlannedProgram:
+    """A program of one device and what may be cut in it.
+
+    Attributes:
+        source: The program, its calls inlined and without shardings.
+        found: Its dimensions.
+        arguments: Its arguments.
+        space: What may be cut.
+        given: The program as it came, if it brought shardings.
+    """
+
+    source: SourceProgram
+    found: Dimensions
+    arguments: list[Argument]
+    space: Space
+    given: SourceProgram | None = None
+
+    def sheet(self, cluster: Cluster, predictor: Predictor) -> Sheet:
+        """Sum the program up for screening."""
+        return Sheet(self.source, self.found, self.arguments, self.space, cluster, predictor)
+
+    def argument_spec(self, own: Argument, plan: Plan) -> Spec:
+        """How an argument lies between steps under a plan."""
+        cuts, sizes = self.space.cuts(plan), plan.sizes
+        cut = list(assign(own.classes, cuts))
+        extra = fsdp_dimension(own, cuts, sizes)
+        if extra >= 0:
+            cut[extra] = (*cut[extra], "fsdp")
+        return tuple(cut)
+
+    def annotated(self, plan: Plan) -> bytes:
+        """The program with a plan's shardings, in GSPMD's form, as MLIR bytecode.
+
+        Arguments, and the results that take their places, are cut as the plan says. Parameters
+        that ``fsdp`` cuts are gathered where they are used, and results of products with the batch
+        keep their cuts, since XLA's partitioner otherwise chooses by operand sizes.
+        """
+        from ...features.ir.jax_compat import with_shardings, write_bytecode
+        from ...features.ir.mlir.shardings import constrained
+
+        sizes = plan.sizes
+        arguments = [
+            sharding_text(self.argument_spec(own, plan), len(own.classes), sizes)
+            for own in self.arguments
+        ]
+        outputs = {own.output: n for n, own in enumerate(self.arguments) if own.output >= 0}
+        operands, results = self._constraints(plan)
+        module = constrained(
+            self.source.module,
+            {at: sharding_text(cut, len(cut), sizes) for at, cut in operands.items()},
+            {at: sharding_text(cut, len(cut), sizes) for at, cut in results.items()},
+        )
+        return write_bytecode(with_shardings(module, arguments, outputs, plan.devices))
+
+    def _constraints(self, plan: Plan) -> tuple[dict[tuple[int, int], Spec], dict[int, Spec]]:
+        """Cuts of operands and results by the numbers of the ops."""
+        cuts: Cuts = self.space.cuts(plan)
+        operands: dict[tuple[int, int], Spec] = {}
+        for own in self.arguments:
+            if fsdp_dimension(own, cuts, plan.sizes) < 0:
+                continue
+            for use in own.uses:
+                if use.step.op.source is not None:
+                    value = use.step.operands[use.operand]
+                    cut = assign(self.found.value_classes(value), cuts)
+                    # A function that is called again has one place for all calls.
+                    operands.setdefault((use.step.op.source.index, use.operand), cut)
+        results: dict[int, Spec] = {}
+        for step in self.found.steps:
+            if step.op.opcode in PRODUCTS and step.op.source is not None:
+                classes = self.found.value_classes((step.place, 0))
+                if self.space.batch & set(classes):
+                    results.setdefault(step.op.source.index, assign(classes, cuts))
+        return operands, results
+
+    def lines(self, plan: Plan) -> dict[str, Spec]:
+        """Cuts of products' results by source line, where a program of JAX would state them."""
+        found: dict[str, Spec] = {}
+        by_index = {s.op.source.index: s.op.source for s in self.found.steps if s.op.source}
+        for number, cut in self._constraints(plan)[1].items():
+            source = by_index[number]
+            if source.file and any(cut):
+                found.setdefault(f"{source.file}:{source.line}", cut)
+        return found
+
+
+def read_planned(
+    program: object, batch: Mapping[str, int] | None = None, platform: Platform | None = None
+) -> PlannedProgram:
+    """Read a program for planning.
+
+    Args:
+        program: Whatever :func:`read_program` takes. Shardings of its own are the starting point:
+            the plan is compared with them.
+        batch: The batch dimension by name or number of an argument; ``None`` to find it.
+        platform: What a function is lowered for.
+
+    Raises:
+        ProgramError: The program has collectives already, or its batch is unknown.
+        PlanError: ``batch`` is wrong, or nothing can be cut.
+    """
+    from ...features.ir.jax_compat import inline_calls, write_bytecode
+    from ...features.ir.mlir.shardings import (
+        argument_names,
+        without_empty_meshes,
+        without_shardings,
+    )
+
+    source = read_program(program, platform=platform)
+    if source.program.is_scheduled or joined_devices(source) > 1:
+        raise ProgramError(
+            "the program is compiled or has collectives already, so it cannot be planned",
+            where=source.origin,
+            hint="give it as it is written for one device, or with shardings only",
+        )
+    source = _as_stablehlo(source)
+    given = source if prod(header_counts(source)) > 1 and annotated_devices(source) > 1 else None
+    module = without_empty_meshes(source.module)
+    module = inline_calls(without_shardings(module) if given is not None else module)
+    names = argument_names(source.module)
+    plain = read_program(write_bytecode(module))
+    plain.origin, plain.platforms = source.origin, source.platforms
+    found = dimensions_of(plain.program)
+    arguments = arguments_of(plain.program, found, names, batch)
+    return PlannedProgram(plain, found, arguments, space_of(found, arguments), given)

@@ -1,0 +1,324 @@
+"""The search: screen all plans, compile the best ones, keep what is known.
+
+Compiled plans are rows of ``plan.json`` in the folder of results, and compiled modules are in the
+cache of lowerings, so a search that was stopped continues where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from ...common.errors import DatasetError, OpcastError, PlanError, fault
+from ...common.files import parse_json, write_bytes, write_text
+from ...common.interval import LATENCY_KEYS, Interval
+from ...features.lowering.options import LoweringOptions
+from ...features.lowering.target_compiler.process import CompileSettings
+from ...models.power.energy import energy_fields
+from ...simulate.clusters.topology import Cluster
+from ..api import loaded
+from ..cluster.partitioned import PartitionedPrediction, predict_partitioned
+from ..program.energy import program_energy
+from ..sweep.workers import Rows, run_here, run_processes, run_ray
+from .cost import Screened, Sheet
+from .program import PlannedProgram
+from .space import AXES, Plan
+
+#: Plans that are compiled, by default. Engineering choice: a dozen compile in minutes.
+COMPILES = 12
+#: Of these, plans over the same mesh with other cuts by ``tensor``: several meshes are tried.
+_SAME_MESH = 3
+#: The screening's memory is an estimate: plans up to this many times the device's are compiled.
+#: Engineering estimate.
+_MEMORY_SLACK = 1.3
+#: Least seconds of a compilation: shorter limits would refuse every plan near the budget's end.
+_LEAST_S = 30.0
+#: Collectives of the critical path that a row keeps.
+_WAITS = 5
+_PLANS = "plan.json"
+
+Row = dict[str, object]
+
+
+@dataclass(frozen=True)
+class PlanJob:
+    """Settings that all plans share; can be sent to another process.
+
+    Attributes:
+        folder: Folder with the annotated programs, by key.
+        cluster: The cluster.
+        model: Name or folder of the kernel model.
+        lowering: Lowering of the partitioned programs.
+        timeout_s: Limit of a compilation.
+    """
+
+    folder: Path
+    cluster: Cluster
+    model: str = "default"
+    lowering: str = "auto"
+    timeout_s: float = 3600.0
+
+
+def judge_plans(job: PlanJob, keys: Sequence[str]) -> Rows:
+    """One row for each annotated program; one that cannot be compiled has an ``error``."""
+    rows: Rows = []
+    for key in keys:
+        started = time.monotonic()
+        try:
+            row = _judged(job, job.folder / f"{key}.mlirbc")
+        except OpcastError as error:
+            row = {"error": str(error)}
+        except Exception as error:  # one plan must not cost the others
+            row = {"error": str(fault(error))}
+        rows.append({"key": key, **row, "seconds": time.monotonic() - started})
+    return rows
+
+
+def _judged(job: PlanJob, path: Path) -> Row:
+    settings = CompileSettings(timeout_s=job.timeout_s, progress=False)
+    options = LoweringOptions(job.lowering, settings=settings)
+    made = predict_partitioned(path.read_bytes(), job.cluster, loaded(job.model), options)
+    own = made.to_dict()
+    return {
+        **{name: own[name] for name in (*LATENCY_KEYS, "compute_us", "communication_us")},
+        "exposed_communication_us": own["exposed_communication_us"],
+        "memory_bytes_per_device": made.peak_memory_bytes,
+        "fits": made.fits is not False,
+        "lowering": made.lowering,
+        "collectives": own["collectives"],
+        "moved_bytes": sum(n.collective.size * n.times for n in made.nodes if n.collective),
+        "waits": _waits(made),
+        "notes": list(made.notes),
+        **_energy(job, made),
+        "error": "",
+    }
+
+
+def _energy(job: PlanJob, made: PartitionedPrediction) -> Mapping[str, float | None]:
+    """Joules of all devices: kernels by the law of power, waiting for the rest."""
+    import numpy as np
+
+    from ...features.table.roofline import roofline
+    from ..devices import cluster_device
+
+    spec = cluster_device(job.cluster, loaded(job.model).devices)
+    kernels = [k for k in made.kernels if k.takes_time and k.kind != "collective"]
+    if not kernels:
+        return energy_fields(None)
+    seconds = roofline(kernels, spec).latency_s
+    counts = np.array([k.multiplicity for k in kernels])
+    # Rooflines say how the time is shared; its sum is the simulated computation.
+    seconds = seconds * (made.run.compute / max(float((seconds * counts).sum()), 1e-12))
+    joules = program_energy(kernels, seconds, made.interval, spec)
+    return energy_fields(Interval(*(made.devices * j for j in joules)) if joules else None)
+
+
+def _waits(made: PartitionedPrediction) -> list[Row]:
+    """The collectives of the critical path by source line, those that take longest first."""
+    seconds: Counter[tuple[str, str]] = Counter()
+    moved: Counter[tuple[str, str]] = Counter()
+    for place in made.run.critical:
+        node = made.nodes[place]
+        if node.collective is None:
+            continue
+        lines = [
+            f"{s.file}:{s.line}" if s.file else s.op
+            for member in node.members or ()
+            for s in made.kernels[member].sources
+        ]
+        key = (node.collective.kind, lines[0] if lines else node.name)
+        length = float(made.run.end[place] - made.run.start[place])
+        seconds[key] += length * 1e6  # type: ignore[assignment]
+        moved[key] += node.collective.size * node.times  # type: ignore[assignment]
+    return [
+        {"collective": kind, "where": where, "us": us, "bytes": float(moved[kind, where])}
+        for (kind, where), us in seconds.most_common(_WAITS)
+    ]
+
+
+@dataclass
+class PlanSearch:
+    """A search and the folder of its results.
+
+    Attributes:
+        program: The program.
+        cluster: Its cluster.
+        folder: Folder of results.
+        model: Name or folder of the kernel model.
+        lowering: Lowering of the partitioned programs.
+        workers: Processes that compile.
+        ray: Address of a Ray cluster; empty for none.
+        axes: Axes to use.
+        memory: Bytes that a device may use; 0 for the device's own.
+        screened: All plans by our own reckoning, the fastest first.
+        rows: What was compiled, by key.
+        stopped: Whether the search ended before its plans were through.
+    """
+
+    program: PlannedProgram
+    cluster: Cluster
+    folder: Path
+    model: str = "default"
+    lowering: str = "auto"
+    workers: int = 1
+    ray: str = ""
+    axes: tuple[str, ...] = AXES
+    memory: float = 0.0
+    screened: list[Screened] = field(default_factory=list)
+    rows: dict[str, Row] = field(default_factory=dict)
+    stopped: bool = False
+
+    def screen(self) -> Sheet:
+        """Reckon the cost of all plans over the cluster's devices and over fewer of them.
+
+        Raises:
+            PlanError: No mesh of two devices divides the program's sizes.
+        """
+        predictor = loaded(self.model)
+        sheet = self.program.sheet(self.cluster, predictor)
+        self.memory = self.memory or sheet.device.memory_bytes
+        inside = self.cluster.box or self.cluster.size
+        plans: list[Plan] = []
+        count = self.cluster.size
+        while count > 1:
+            plans += self.program.space.plans(count, self.axes, inside)
+            # Halves: boxes have powers of two devices, or few odd ones.
+            count = count // 2 if count % 2 == 0 else 1
+        if not plans:
+            known = ", ".join(self.program.space.axes())
+            raise PlanError(
+                f"no mesh of {self.cluster.size} devices divides the program's sizes",
+                where=self.program.source.origin,
+                hint=f"its axes are {known}; a larger batch, fewer devices or other --axes may fit",
+            )
+        self.screened = sorted((sheet.cost(plan) for plan in plans), key=lambda s: s.seconds)
+        return sheet
+
+    def chosen(self, most: int = COMPILES) -> list[Plan]:
+        """Plans that are worth compiling: the fastest, and the best over fewer devices."""
+        fit = [s for s in self.screened if self._may_fit(s)]
+        # Nothing fits: those that need least say how much is missing.
+        ordered = fit or sorted(self.screened, key=lambda s: s.memory)
+        full = [s for s in ordered if s.plan.devices == self.cluster.size]
+        fewer: dict[int, Screened] = {}
+        for own in ordered:
+            if own.plan.devices < self.cluster.size:
+                fewer.setdefault(own.plan.devices, own)
+        least = min(full or ordered, key=lambda s: s.memory)
+        meshes: Counter[tuple[tuple[str, int], ...]] = Counter()
+        plans = []
+        for own in full:
+            meshes[own.plan.mesh] += 1
+            if meshes[own.plan.mesh] <= _SAME_MESH:
+                plans.append(own.plan)
+        room = max(most - 1 - min(len(fewer), 2), 1)
+        picked = [*plans[:room], least.plan, *(s.plan for s in islice(fewer.values(), 2))]
+        return list(dict.fromkeys([*picked, *plans[room:]]))[:most]
+
+    def _may_fit(self, own: Screened) -> bool:
+        return not self.memory or own.memory <= _MEMORY_SLACK * self.memory
+
+    def key(self, plan: Plan) -> str:
+        """Name of a plan's files: by the program, the plan and what it is for."""
+        text = f"{self.program.source.content_hash} {plan} {self.cluster} {self.model} "
+        return hashlib.sha256((text + self.lowering).encode()).hexdigest()[:16]
+
+    def compile(
+        self,
+        plans: Sequence[Plan],
+        budget_s: float = float("inf"),
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[Row]:
+        """Compile plans that have no row yet, as many as the budget allows; returns all rows.
+
+        Ctrl-C ends it early and keeps what is known (``stopped``).
+
+        Raises:
+            DatasetError: The folder's results cannot be read.
+        """
+        self._load()
+        started = time.monotonic()
+        by_key = {self.key(plan): plan for plan in plans}
+        names = self.program.space.labels
+        if self.program.given is not None:
+            by_key["given"] = Plan()
+        left = [key for key in by_key if key not in self.rows]
+        for key in left:
+            plan = by_key[key]
+            given = self.program.given
+            data = given.compile_input if key == "given" and given else self.program.annotated(plan)
+            write_bytes(self._file(key), data.encode() if isinstance(data, str) else data)
+        screened = {s.plan: s for s in self.screened}
+        count = len(by_key) - len(left)
+        try:
+            for row in self._judged(left, started, budget_s):
+                plan = by_key[str(row["key"])]
+                own = screened.get(plan)
+                self.rows[str(row["key"])] = {
+                    "plan": plan.text(names) if row["key"] != "given" else "as given",
+                    "mesh": plan.sizes,
+                    "tensor": list(plan.tensor),
+                    "devices": plan.devices,
+                    "screened_us": own.seconds * 1e6 if own else None,
+                    **row,
+                }
+                self._save()
+                count += 1
+                if progress is not None:
+                    progress(count, len(by_key))
+        except KeyboardInterrupt:
+            self.stopped = True
+        self.stopped |= any(key not in self.rows for key in by_key)
+        return [self.rows[key] for key in by_key if key in self.rows]
+
+    def _judged(self, keys: Sequence[str], started: float, budget_s: float) -> Iterator[Row]:
+        """Rows as they come; pieces are handed out as long as there is time."""
+        size = len(keys) if self.ray or budget_s == float("inf") else max(self.workers, 1)
+        for first in range(0, len(keys), size or 1):
+            left = budget_s - (time.monotonic() - started)
+            if left <= 0:
+                return
+            limit = min(max(left, _LEAST_S), 3600.0)
+            job = PlanJob(self.folder, self.cluster, self.model, self.lowering, limit)
+            pieces = [[key] for key in keys[first : first + size]]
+            if self.ray:
+                made = run_ray(judge_plans, job, pieces, self.ray)
+            elif self.workers > 1 and len(pieces) > 1:
+                made = run_processes(judge_plans, job, pieces, self.workers)
+            else:
+                made = run_here(judge_plans, job, pieces)
+            for rows in made:
+                yield from rows
+
+    def plan_of(self, row: Row) -> Plan:
+        """The plan of a row."""
+        mesh = row["mesh"]
+        assert isinstance(mesh, dict)
+        tensor = row["tensor"]
+        assert isinstance(tensor, list)
+        return Plan(tuple(mesh.items()), tuple(tensor))
+
+    def _file(self, key: str) -> Path:
+        return self.folder / f"{key}.mlirbc"
+
+    def _load(self) -> None:
+        path = self.folder / _PLANS
+        if not path.is_file():
+            return
+        data = parse_json(path.read_text(encoding="utf-8"))
+        if not isinstance(data, dict) or data.get("program") != self.program.source.content_hash:
+            raise DatasetError(
+                "holds plans of another program", where=str(path), hint="give another folder"
+            )
+        # What failed is tried again: a time limit may have been the reason.
+        self.rows |= {key: row for key, row in data["rows"].items() if not row["error"]}
+
+    def _save(self) -> None:
+        data = {"program": self.program.source.content_hash, "rows": self.rows}
+        write_text(self.folder / _PLANS, json.dumps(data, indent=1))

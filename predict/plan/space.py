@@ -1,0 +1,229 @@
+"""Plans: a mesh of devices, and which dimensions of a program each of its axes cuts.
+
+Axes are named by what they cut: ``data`` the batch; ``fsdp`` the batch and, while they are not
+used, parameters and state; ``sequence`` positions; ``expert`` the experts of a mixture;
+``tensor`` dimensions of products. Only meshes and cuts that divide the sizes are plans.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from math import gcd, prod
+
+from ...common.errors import PlanError
+from .arguments import Argument
+from .dimensions import Dimensions
+
+#: Axes of a mesh in rank order, outermost first: what communicates most often is innermost, where
+#: links are fastest.
+AXES = ("data", "fsdp", "sequence", "expert", "tensor")
+#: Classes of dimensions that ``tensor`` may cut, in all combinations. Engineering choice: a
+#: decoder has heads, feed-forward, embedding and projection to the vocabulary.
+MOST_CLASSES = 4
+
+Cuts = dict[int, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A mesh, and the classes of dimensions that its ``tensor`` axis cuts.
+
+    Attributes:
+        mesh: Axes with their sizes, outermost first; none has size 1.
+        tensor: Classes that ``tensor`` cuts.
+    """
+
+    mesh: tuple[tuple[str, int], ...] = ()
+    tensor: tuple[int, ...] = ()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes by axis."""
+        return dict(self.mesh)
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return prod(size for _, size in self.mesh)
+
+    def text(self, labels: Mapping[int, str] | None = None) -> str:
+        """Return the plan as ``data=2,tensor=4 (ff, heads)``."""
+        axes = ",".join(f"{axis}={size}" for axis, size in self.mesh) or "one device"
+        cut = ", ".join((labels or {}).get(c, str(c)) for c in self.tensor)
+        return f"{axes} ({cut})" if cut else axes
+
+
+@dataclass
+class Space:
+    """What the axes of a mesh may cut in a program.
+
+    Attributes:
+        batch: Classes of the batch.
+        sequence: Class of the positions; 0 for none.
+        expert: Class of the experts; 0 for none.
+        tensor: Classes that ``tensor`` may cut, the most valuable first.
+        limits: What the size of each axis must divide.
+        class_sizes: What a cut of each class must divide.
+        labels: Names of classes by a parameter that has them.
+    """
+
+    batch: frozenset[int]
+    sequence: int
+    expert: int
+    tensor: tuple[int, ...]
+    class_sizes: dict[int, int]
+    labels: dict[int, str] = field(default_factory=dict)
+
+    def cuts(self, plan: Plan) -> Cuts:
+        """Axes that cut each class under a plan."""
+        names = [axis for axis, _ in plan.mesh]
+        batch = tuple(axis for axis in ("data", "fsdp") if axis in names)
+        found: Cuts = dict.fromkeys(self.batch, batch) if batch else {}
+        if "sequence" in names:
+            found[self.sequence] = ("sequence",)
+        if "expert" in names:
+            found[self.expert] = ("expert",)
+        return found | dict.fromkeys(plan.tensor, ("tensor",))
+
+    def axes(self) -> tuple[str, ...]:
+        """Axes that the program has."""
+        known = {"sequence": self.sequence, "expert": self.expert, "tensor": self.tensor}
+        return tuple(axis for axis in AXES if known.get(axis, True))
+
+    def plans(self, devices: int, axes: Sequence[str], most_tensor: int) -> Iterator[Plan]:
+        """All plans over so many devices.
+
+        Args:
+            devices: Number of devices.
+            axes: Axes to use, of :data:`AXES`.
+            most_tensor: Largest size of ``tensor``: beyond a box, sums of activations would cross
+                the slow network in every layer.
+        """
+        used = [axis for axis in self.axes() if axis in axes]
+        batch = gcd(*(self.class_sizes[c] for c in self.batch))
+        for sizes in _factors(devices, len(used)):
+            mesh = {axis: n for axis, n in zip(used, sizes, strict=True) if n > 1}
+            if batch % prod(mesh.get(axis, 1) for axis in ("data", "fsdp")):
+                continue
+            if self.class_sizes.get(self.sequence, 1) % mesh.get("sequence", 1):
+                continue
+            if self.class_sizes.get(self.expert, 1) % mesh.get("expert", 1):
+                continue
+            tensor = mesh.get("tensor", 1)
+            if tensor == 1:
+                yield Plan(tuple(mesh.items()))
+            elif tensor <= most_tensor:
+                taken = self.expert if "expert" in mesh else 0
+                fit = [c for c in self.tensor if self.class_sizes[c] % tensor == 0 and c != taken]
+                for count in range(1, len(fit) + 1):
+                    for own in combinations(fit, count):
+                        yield Plan(tuple(mesh.items()), own)
+
+
+def space_of(found: Dimensions, arguments: Sequence[Argument]) -> Space:
+    """Find what a program's dimensions are.
+
+    The batch's are those of the batch arguments; positions are the second dimension of batches of
+    whole numbers; experts are a dimension of parameters along which products are batched. What
+    else parameters have and products use may be cut by ``tensor``: those with most work and most
+    bytes of parameters are considered (:data:`MOST_CLASSES`).
+
+    Raises:
+        PlanError: No dimension of the batch takes part in a product.
+    """
+    batch = {a.classes[a.batch] for a in arguments if a.role == "batch"} - {0}
+    if not batch:
+        raise PlanError(
+            "the batch dimensions take part in no product that could be cut",
+            where="--batch-dims",
+            hint="name the right dimensions, as 3:0,4:0 (argument:dimension)",
+        )
+    sizes = {c: found.class_size(c) for c in set(found.classes.values())}
+    positions = (
+        {
+            a.classes[1]
+            for a in arguments
+            if a.role == "batch" and a.type.dtype[0] in "su" and len(a.classes) > 1 and a.batch == 0
+        }
+        - batch
+        - {0}
+    )
+    sequence = next(iter(positions)) if len(positions) == 1 else 0
+    # Also the axis must be worth something: products go along it.
+    sequence = sequence if found.work.get(sequence) else 0
+    experts: Counter[int] = Counter()
+    total = sum(found.work.values()) or 1.0
+    held: Counter[int] = Counter()
+    labels: dict[int, str] = {}
+    state = sum(a.type.nbytes for a in arguments if a.role == "parameter") or 1
+    for own in sorted(arguments, key=lambda a: -a.type.nbytes):
+        if own.role != "parameter":
+            continue
+        for use in own.uses:
+            if use.step.op.opcode == "dot" and own.type.size > 1:
+                side = ("lhs", "rhs")[use.operand]
+                value = use.step.operands[use.operand]
+                for d in use.step.op.attrs[f"{side}_batch_dims"]:
+                    experts[found.value_classes(value)[d]] += own.type.nbytes
+        for d, c in enumerate(own.classes):
+            held[c] += own.type.nbytes
+            if c:
+                labels.setdefault(c, _label(own.name, d))
+    experts = Counter({c: n for c, n in experts.items() if c and c not in batch})
+    expert = experts.most_common(1)[0][0] if experts else 0
+    value = {
+        c: found.work[c] / total + n / state
+        for c, n in held.items()
+        if c and c not in batch and c not in (sequence, expert) and sizes[c] > 1
+    }
+    # What every layer adds to (a residual stream) would be summed up in most products if it were
+    # cut.
+    most = max(found.work.values(), default=0.0)
+    stream = {c for c in value if held[c] > 0.9 * state and found.work[c] > 0.5 * most}
+    ordered = sorted(value.keys() - stream, key=lambda c: (-value[c], c))
+    return Space(frozenset(batch), sequence, expert, tuple(ordered[:MOST_CLASSES]), sizes, labels)
+
+
+def _label(name: str, dimension: int) -> str:
+    """``params['Block_0']['down']['kernel']`` as ``Block_0.down.kernel:0``."""
+    words = re.findall(r"\w+", name)
+    return f"{'.'.join(words[1:] or words)}:{dimension}"
+
+
+def _factors(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    if parts == 0:
+        if number == 1:
+            yield ()
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            for rest in _factors(number // first, parts - 1):
+                yield (first, *rest)
+
+
+def assign(
+    classes: Sequence[int], cuts: Mapping[int, tuple[str, ...]], first: int | None = None
+) -> tuple[tuple[str, ...], ...]:
+    """Axes that cut each dimension of a value or of an op's loop nest.
+
+    An axis cuts one dimension: of several that it could, the one cut by fewest axes, then the
+    first one.
+
+    Args:
+        classes: Class of each dimension.
+        cuts: Axes by class.
+        first: Number of dimensions that are served before the others; ``None`` for all.
+    """
+    taken: set[str] = set()
+    found: list[tuple[str, ...]] = [()] * len(classes)
+    known = [cuts.get(c, ()) for c in classes]
+    edge = len(classes) if first is None else first
+    for n in sorted(range(len(classes)), key=lambda n: (n >= edge, len(known[n]))):
+        own = tuple(axis for axis in known[n] if axis not in taken)
+        found[n] = own
+        taken.update(own)
+    return tuple(found)

@@ -1,0 +1,125 @@
+"""Regret of ``opcast plan``: its best plan against the best of all plans of the same space.
+
+For each program all plans are compiled, then the search may compile a few of them; the regret is
+how much slower its best one is. ``hand`` are the plans that people make by hand (data parallel,
+FSDP, Megatron: feed-forward and heads by ``tensor``).
+
+    python tests/bench/plan_search.py --programs llama,moe --cluster h100-sxm-x4 --out FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+
+from opcast.datagen.zoo.registry import build
+from opcast.predict.plan import space
+from opcast.predict.plan.program import read_planned
+from opcast.predict.plan.search import PlanSearch, Row
+from opcast.simulate.clusters.catalogue import find_cluster
+
+#: Small enough to compile all plans of each in minutes, large enough to be worth several devices.
+PROGRAMS: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": (
+        "llama",
+        {"layers": 2, "dim": 2048, "heads": 16, "kv_heads": 8, "hidden": 5632, "seq": 1024},
+    ),
+    "gpt": ("bert", {"layers": 2, "dim": 1024, "heads": 16, "hidden": 4096, "seq": 512}),
+    "moe": ("moe", {"layers": 2, "dim": 1024, "heads": 16, "hidden": 2816, "seq": 512}),
+    "vit": ("vit", {"layers": 2, "dim": 1024, "heads": 16, "hidden": 4096, "batch": 64}),
+    "dlrm": ("dlrm", {"tables": 8, "rows": 200000, "batch": 4096, "dtype": "f32"}),
+    "unet": (
+        "unet",
+        {"channels": 128, "levels": 2, "blocks": 1, "attention_levels": 1, "batch": 32},
+    ),
+    "resnet": ("resnet", {"depth": 18, "batch": 256}),
+}
+
+
+def main() -> None:
+    """Print a line for each program."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--programs", default=",".join(PROGRAMS))
+    parser.add_argument("--cluster", default="h100-sxm-x4")
+    parser.add_argument("--axes", default="data,fsdp,tensor,expert")
+    parser.add_argument("--lowering", default="auto")
+    parser.add_argument("--classes", type=int, default=2, help="Dimensions that tensor may cut.")
+    parser.add_argument("--compiles", type=int, default=4, help="Plans that the search compiles.")
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    space.MOST_CLASSES = given.classes
+    for name in given.programs.split(","):
+        family, settings = PROGRAMS[name]
+        own = build(family, **{"batch": 8, "dtype": "bf16", **settings, "mode": "train"})
+        started = time.monotonic()
+        program = read_planned(own.mlir(platform="cuda"))
+        cluster = find_cluster(given.cluster)
+        axes = tuple(given.axes.split(","))
+        search = PlanSearch(program, cluster, given.out / name, "default", given.lowering)
+        search.axes = axes
+        search.screen()
+        screening = time.monotonic() - started
+        chosen = search.chosen(given.compiles)
+        picked = {search.key(plan) for plan in chosen}
+        every = [s.plan for s in search.screened if s.plan.devices == cluster.size]
+        rows = search.compile(list(dict.fromkeys([*chosen, *every])))
+        made = [row for row in rows if not row["error"]]
+        best = min(made, key=_time)
+        found = min((row for row in made if row["key"] in picked), key=_time)
+        hand = min((row for row in made if _by_hand(row, program.space)), key=_time)
+        screened = [float(str(row["screened_us"])) for row in made]
+        line = {
+            "program": name,
+            "plans": len(rows),
+            "failed": len(rows) - len(made),
+            "read_and_screen_s": round(screening, 1),
+            "search_compile_s": round(sum(_seconds(r) for r in made if r["key"] in picked), 1),
+            "all_compile_s": round(sum(map(_seconds, made)), 1),
+            "best": best["plan"],
+            "best_us": round(_time(best), 1),
+            "found": found["plan"],
+            "found_us": round(_time(found), 1),
+            "regret": round(_time(found) / _time(best) - 1, 4),
+            "hand": hand["plan"],
+            "hand_us": round(_time(hand), 1),
+            "rank_correlation": round(_spearman(screened, [_time(row) for row in made]), 3),
+        }
+        print(json.dumps(line), flush=True)
+
+
+def _by_hand(row: Row, known: space.Space) -> bool:
+    """Data parallel, FSDP, or Megatron inside one of them with everything that it cuts."""
+    return "tensor" not in dict(_mesh(row)) or len(list(_tensor(row))) == len(known.tensor)
+
+
+def _mesh(row: Row) -> dict[str, int]:
+    mesh = row["mesh"]
+    assert isinstance(mesh, dict)
+    return mesh
+
+
+def _tensor(row: Row) -> list[int]:
+    tensor = row["tensor"]
+    assert isinstance(tensor, list)
+    return tensor
+
+
+def _time(row: Row) -> float:
+    return float(str(row["latency_us"]))
+
+
+def _seconds(row: Row) -> float:
+    return float(str(row["seconds"]))
+
+
+def _spearman(left: list[float], right: list[float]) -> float:
+    ranks = [np.argsort(np.argsort(values)) for values in (left, right)]
+    return float(np.corrcoef(*ranks)[0, 1]) if len(left) > 1 else 1.0
+
+
+if __name__ == "__main__":
+    main()
