@@ -27,8 +27,11 @@ def _braces(depth: int) -> str:
 _BRACES = _braces(12)
 # A value without quotes or braces ends at a comma outside brackets.
 _PLAIN = r'(?:[^,\[\](){}"]++|\[[^\]]*+\]|\([^)]*+\)|\{[^}]*+\})++'
+# Replica groups by the axes of a mesh whose devices are in another order, which has a comma outside
+# brackets: ``mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'x'}``.
+_MESH = r"mesh\[[^\]]*+\],\s*device_ids=\((?:\[[\d,]*\](?:T\([\d,]*\))?|[\d,]*)\)\s*\{[^}]*+\}"
 #: One attribute: ``, key=value``.
-ATTRIBUTE = re.compile(rf",\s*([\w\-.]+)=({QUOTED}|{_BRACES}|{_PLAIN})", re.DOTALL)
+ATTRIBUTE = re.compile(rf",\s*([\w\-.]+)=({QUOTED}|{_BRACES}|{_MESH}|{_PLAIN})", re.DOTALL)
 # One array type: ``bf16[8,128]{1,0:T(8,128)S(1)}``, layout and tiles optional.
 _LEAF = re.compile(r"([A-Za-z]\w*)\[([^\]]*)\](?:\{([\d,\s]*)([^}]*)\})?")
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
