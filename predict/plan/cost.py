@@ -125,8 +125,9 @@ class Sheet:
         self.tails = _tails(found, space)
         self._kernels(source, predictor.model_for(self.device))
         self.records: Counter[_Record] = Counter()
+        merged = self._merged()
         for step in found.steps:
-            record = self._record(step)
+            record = self._record(step, reduces=step.place not in merged)
             if record is not None:
                 self.records[record] += step.times
         # Times of collectives by mesh, which plans over the same mesh share.
@@ -173,7 +174,27 @@ class Sheet:
     def _classes(self, step: Step) -> tuple[int, ...]:
         return tuple(self.found.axis_class(step, axis) for axis in step.axes)
 
-    def _record(self, step: Step) -> _Record | None:
+    def _merged(self) -> set[Place]:
+        """Products whose partial sums are added to others before they are reduced.
+
+        XLA turns a sum of all-reduces into the all-reduce of the sum: gradients from queries, keys
+        and values to their common input are reduced once.
+        """
+        sums: dict[Place, frozenset[int]] = {}
+        merged: set[Place] = set()
+        for step in self.found.steps:
+            if step.op.opcode in PRODUCTS:
+                along = zip(step.axes, self._classes(step), strict=True)
+                sums[step.place] = frozenset(c for axis, c in along if axis.summed and c)
+            elif step.op.opcode == "add" and len(step.operands) == 2:
+                left, right = (self.found.root(o)[0] for o in step.operands)
+                if left != right and sums.get(left) and sums.get(left) == sums.get(right):
+                    sums[step.place] = sums[left]
+                    # Of a sum the part that is reduced is its first product.
+                    merged.add(right)
+        return merged
+
+    def _record(self, step: Step, *, reduces: bool) -> _Record | None:
         classes = self._classes(step)
         known = self.space.batch | {self.space.sequence, self.space.expert, *self.space.tensor}
         met = [c for c in classes if c in known and c]
@@ -186,7 +207,9 @@ class Sheet:
             for k, own in enumerate(operands)
             for d, c in enumerate(own.classes)
         )
-        summed = any(a.summed and c in known and c for a, c in zip(step.axes, classes, strict=True))
+        summed = reduces and any(
+            a.summed and c in known and c for a, c in zip(step.axes, classes, strict=True)
+        )
         if not (broken or summed or len(set(met)) < len(met)):
             return None
         # Results first, so that they get an axis before what is summed.
@@ -197,7 +220,7 @@ class Sheet:
             operands,
             tuple(step.axes[n].operands for n in order),
             sum(not axis.summed for axis in step.axes),
-            step.op.result_bytes,
+            step.op.result_bytes if reduces else 0,
             step.place in self.tails,
             f"{source.file}:{source.line}" if source and source.file else step.op.opcode,
         )
@@ -275,7 +298,7 @@ class Sheet:
                     kind = "all_to_all" if set(moved) <= other else "all_gather"
                     found.append(Event(kind, moved, local, record.tail, record.where))
         partial = tuple(a for axes in loop[record.results :] for a in axes)
-        if partial:
+        if partial and record.nbytes:
             local = record.nbytes / _parts(loop[: record.results], sizes)
             if record.tail and "fsdp" in partial:
                 # Its parameter lies cut: each device keeps its part of the gradient.

@@ -181,10 +181,10 @@ def space_of(found: Dimensions, arguments: Sequence[Argument]) -> Space:
         if c and c not in batch and c not in (sequence, expert) and sizes[c] > 1
     }
     # What every layer adds to (a residual stream) would be summed up in most products if it were
-    # cut.
+    # cut, so it comes last.
     most = max(found.work.values(), default=0.0)
     stream = {c for c in value if held[c] > 0.9 * state and found.work[c] > 0.5 * most}
-    ordered = sorted(value.keys() - stream, key=lambda c: (-value[c], c))
+    ordered = sorted(value, key=lambda c: (c in stream, -value[c], c))
     return Space(frozenset(batch), sequence, expert, tuple(ordered[:MOST_CLASSES]), sizes, labels)
 
 

@@ -41,13 +41,32 @@ def step(tmp_path_factory):
     ("cut", "rank", "text"),
     [
         ((), 2, "{replicated}"),
-        ((("dp", "fsdp"),), 2, "{devices=[8,1]<=[2,4]}"),
+        ((("dp", "fsdp"),), 2, "{devices=[8,1]<=[8]}"),
         ((None, "fsdp"), 2, "{devices=[1,4,2]<=[2,4]T(1,0) last_tile_dim_replicate}"),
-        (("dp",), 1, "{devices=[2,4]<=[2,4] last_tile_dim_replicate}"),
+        (("dp",), 1, "{devices=[2,4]<=[8] last_tile_dim_replicate}"),
     ],
 )
 def test_shardings_as_xla_writes_them(cut, rank, text):
     assert sharding_text(cut, rank, MESH) == text
+
+
+def test_xla_reads_every_sharding():
+    # It drops those that are not in its own form, and partitions otherwise.
+    from jaxlib import _jax
+
+    mesh = {"a": 2, "b": 3, "c": 4}
+    for cut in (("a",), ("c",), (("a", "b"),), (("c", "a"), "b"), ("b", "a"), (None, ("b", "c"))):
+        text = sharding_text(cut, 2, mesh)
+        hlo = _jax.mlir.mlir_module_to_xla_computation(
+            f"""module attributes {{mhlo.num_partitions = 24 : i32}} {{
+              func.func public @main(%x: tensor<48x48xf32>) -> tensor<48x48xf32> {{
+                %0 = stablehlo.custom_call @Sharding(%x) {{mhlo.sharding = "{text}"}}
+                  : (tensor<48x48xf32>) -> tensor<48x48xf32>
+                return %0 : tensor<48x48xf32>
+              }}
+            }}"""
+        ).as_hlo_text()
+        assert f"sharding={text}" in hlo
 
 
 def test_what_cannot_be_partitioned(step, tmp_path):

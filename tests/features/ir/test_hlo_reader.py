@@ -215,6 +215,8 @@ def test_nested_tuples() -> None:
           "use_global_device_ids": True}),
         ("r = f32[8,4] all-reduce(a), replica_groups=mesh['x'=2,'y'=2] {'x'}, to_apply=add",
          {"replica_groups": ((0, 2), (1, 3)), "channel_id": None}),
+        ("r = f32[8,4] all-reduce(a), replica_groups=mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) "
+         "{'x'}, to_apply=add", {"replica_groups": ((0, 1), (2, 3))}),
         ("r = f32[8,4] collective-permute(a), source_target_pairs={{0,1},{1,0}}",
          {"source_target_pairs": ((0, 1), (1, 0))}),
         ("r = c64[8,3] fft(a), fft_type=RFFT, fft_length={4}",

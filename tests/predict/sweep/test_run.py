@@ -14,7 +14,7 @@ from opcast.common.errors import DatasetError, PlanError
 from opcast.features.dataset import write_table
 from opcast.features.devices.catalogue import find_device
 from opcast.predict.cluster.step import StepPredictor
-from opcast.predict.sweep import workers as sweep_workers
+from opcast.predict.sweep import run as sweep_run
 from opcast.predict.sweep.job import SweepJob, judge
 from opcast.predict.sweep.reasons import reasons, runner_up
 from opcast.predict.sweep.run import Sweep, grid, pareto, plot, search
@@ -103,7 +103,7 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, whole, monkeypatch):
     sweep.run(items[:10])
     judged = []
     monkeypatch.setattr(
-        sweep_workers, "judge", lambda job, piece: judged.extend(piece) or judge(job, piece)
+        sweep_run, "judge", lambda job, piece: judged.extend(piece) or judge(job, piece)
     )
     found = sweep.run(items)
     assert {item.key for item in judged} == {item.key for item in items[10:]}
@@ -276,7 +276,7 @@ def test_ray_gives_the_same_results_even_if_a_worker_dies(tmp_path, whole, monke
     ray = pytest.importorskip("ray", reason="the extra 'scale' is not installed")
     monkeypatch.setattr("opcast.predict.sweep.run.PIECE", 4)
     flag = tmp_path / "died"
-    monkeypatch.setattr(sweep_workers, "judge", _dying(str(flag)))
+    monkeypatch.setattr(sweep_run, "judge", _dying(str(flag)))
     try:
         found = grid(Sweep(JOB, tmp_path / "out", ray="local"), CLUSTERS, [32], GRID)
     finally:

@@ -1,0 +1,286 @@
+"""Plans of programs: what may be cut, what it costs, and what the answer says."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from opcast.common.errors import DatasetError, PlanError, ProgramError
+from opcast.features.ir.jax_compat import parse_module, walk_ops
+from opcast.predict.api import loaded
+from opcast.predict.plan.answer import plan
+from opcast.predict.plan.arguments import parse_batch_dims
+from opcast.predict.plan.program import read_planned
+from opcast.predict.plan.search import PlanSearch
+from opcast.predict.plan.space import AXES, Plan, assign
+from opcast.simulate.clusters.catalogue import find_cluster
+
+F32 = jnp.float32
+BATCH, WIDTH, HIDDEN, OUT = 128, 256, 512, 64
+
+
+def struct(*shape, dtype=F32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def train(weights, x, y):
+    def loss(weights):
+        hidden = jnp.tanh(x @ weights["up"])
+        return jnp.mean((hidden @ weights["down"] - y) ** 2)
+
+    grads = jax.grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads)
+
+
+WEIGHTS = {"up": struct(WIDTH, HIDDEN), "down": struct(HIDDEN, OUT)}
+X, Y = struct(BATCH, WIDTH), struct(BATCH, OUT)
+
+
+@pytest.fixture(scope="module")
+def lowered():
+    return jax.jit(train, donate_argnums=0).lower(WEIGHTS, X, Y)
+
+
+@pytest.fixture(scope="module")
+def program(lowered):
+    return read_planned(lowered)
+
+
+@pytest.fixture(scope="module")
+def sheet(program):
+    return program.sheet(find_cluster("h100-sxm-x4"), loaded("roofline"))
+
+
+def label(program, size):
+    """Class of the dimensions of a size."""
+    (found,) = {c for c, extent in program.space.class_sizes.items() if extent == size}
+    return found
+
+
+def events(sheet, *mesh, tensor=()):
+    found = {}
+    for event, times in sheet.events(Plan(mesh, tensor)).items():
+        key = (event.kind, event.axes, event.hidden)
+        found[key] = found.get(key, 0) + event.size * times
+    return found
+
+
+def test_arguments_are_told_apart(program):
+    found = [(a.name, a.role) for a in program.arguments]
+    assert found == [
+        ("weights['down']", "parameter"),
+        ("weights['up']", "parameter"),
+        ("x", "batch"),
+        ("y", "batch"),
+    ]
+    assert [a.output for a in program.arguments] == [0, 1, -1, -1]
+
+
+def test_dimensions_that_are_cut_together(program):
+    down, up, x, y = (a.classes for a in program.arguments)
+    # The hidden dimension of both weights, the batch of inputs and labels, the output's.
+    assert (up[1], up[0], x[0], y[1]) == (down[0], x[1], y[0], down[1])
+    assert len({*up, *down, *x, *y}) == 4
+    assert program.space.batch == {x[0]}
+    assert set(program.space.tensor) == {label(program, n) for n in (WIDTH, HIDDEN, OUT)}
+
+
+def test_gradients_are_reduced_and_parameters_gathered(sheet):
+    weights = 4 * (WIDTH * HIDDEN + HIDDEN * OUT)
+    loss = {("all_reduce", ("data",), True)}
+    assert events(sheet, ("data", 4))["all_reduce", ("data",), True] == weights
+    assert set(events(sheet, ("data", 4))) == loss
+    found = events(sheet, ("fsdp", 4))
+    assert found["reduce_scatter", ("fsdp",), True] == weights
+    # The first weight is read forward only, for no gradient of the input is wanted.
+    assert found["all_gather", ("fsdp",), True] == weights / 4 + 4 * HIDDEN * OUT / 4
+
+
+def test_megatron_reduces_the_second_product(program, sheet):
+    hidden = label(program, HIDDEN)
+    found = events(sheet, ("tensor", 4), tensor=(hidden,))
+    assert found == {("all_reduce", ("tensor",), False): 4 * BATCH * OUT}
+    both = events(sheet, ("data", 2), ("tensor", 2), tensor=(hidden,))
+    # Each device has half of the batch, and half of each gradient.
+    assert both["all_reduce", ("tensor",), False] == 4 * BATCH / 2 * OUT
+    assert both["all_reduce", ("data",), True] == 4 * (WIDTH * HIDDEN + HIDDEN * OUT) / 2
+
+
+def test_memory_of_parameters_is_shared(sheet):
+    whole = sheet.memory(Plan((("data", 4),)))
+    cut = sheet.memory(Plan((("fsdp", 4),)))
+    assert whole - cut == pytest.approx(0.75 * 4 * (WIDTH * HIDDEN + HIDDEN * OUT))
+
+
+def test_an_axis_cuts_one_dimension():
+    cuts = {1: ("data", "expert"), 2: ("expert",), 3: ("sequence",)}
+    assert assign((1, 2, 0), cuts) == (("data",), ("expert",), ())
+    # Scores of attention: queries' positions are cut, so keys' are whole.
+    assert assign((3, 3), cuts) == (("sequence",), ())
+    assert assign((3, 3), cuts, first=0) == (("sequence",), ())
+
+
+def test_plans_divide_the_sizes(program):
+    found = [p for p in program.space.plans(4, ("data", "fsdp", "tensor"), 2)]
+    meshes = {p.mesh for p in found}
+    assert (("data", 4),) in meshes and (("fsdp", 2), ("tensor", 2)) in meshes
+    assert (("tensor", 4),) not in meshes  # beyond a box
+    assert all(p.devices == 4 for p in found)
+    assert not list(program.space.plans(3, ("data",), 8))
+
+
+def test_the_program_says_how_it_is_cut(program):
+    module = parse_module(program.annotated(Plan((("data", 2), ("fsdp", 2)))))
+    (main,) = [op for op in walk_ops(module) if op.name == "func.func"][:1]
+    told = [str(own["mhlo.sharding"]) for own in main.attributes["arg_attrs"]]
+    assert told == [
+        '"{devices=[2,1,2]<=[2,2]T(1,0) last_tile_dim_replicate}"',
+        '"{devices=[1,2,2]<=[2,2]T(1,0) last_tile_dim_replicate}"',
+        '"{devices=[4,1]<=[4]}"',
+        '"{devices=[4,1]<=[4]}"',
+    ]
+    calls = [op for op in walk_ops(module) if op.name == "stablehlo.custom_call"]
+    assert {str(op.attributes["mhlo.sharding"]) for op in calls} == {
+        '"{replicated}"',
+        '"{devices=[4,1]<=[4]}"',
+    }
+
+
+def test_layers_are_cut_alike():
+    def model(layers, x):
+        for up, down in layers:
+            x = x + jnp.tanh(x @ up) @ down
+        return x
+
+    layers = [(struct(64, 256), struct(256, 64)) for _ in range(3)]
+    found = read_planned(jax.jit(model).lower(layers, struct(8, 64)))
+    hidden = {a.classes[n % 2 == 0] for n, a in enumerate(found.arguments[:6])}
+    assert len(hidden) == 1
+    assert [a.role for a in found.arguments] == ["parameter"] * 6 + ["batch"]
+    # The residual stream, which every product would have to sum up, comes last.
+    assert found.space.tensor[:1] == tuple(hidden) and len(found.space.tensor) == 2
+
+
+def test_loops_over_layers_count_their_trips():
+    def model(stacked, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stacked)[0]
+
+    found = read_planned(jax.jit(model).lower(struct(5, 64, 64), struct(8, 64)))
+    sheet = found.sheet(find_cluster("h100-sxm-x4"), loaded("roofline"))
+    assert [a.role for a in found.arguments] == ["parameter", "batch"]
+    gathered = events(sheet, ("fsdp", 2))["all_gather", ("fsdp",), True]
+    assert gathered == 5 * 4 * 64 * 64 / 2
+
+
+def test_experts_and_positions_are_found():
+    def model(table, experts, tokens):
+        x = table[tokens]
+        y = jnp.einsum("bsd,edf->bsef", x, experts)
+        return jnp.einsum("bsef,bsef->bse", y, y)
+
+    def batched(experts, x):
+        return jnp.einsum("etd,edf->etf", x, experts)
+
+    args = (struct(100, 32), struct(4, 32, 64), struct(8, 16, dtype=jnp.int32))
+    found = read_planned(jax.jit(model).lower(*args))
+    assert found.space.class_sizes[found.space.sequence] == 16
+    assert found.space.expert == 0
+    given = read_planned(
+        jax.jit(batched).lower(struct(4, 32, 64), struct(4, 16, 32)), {"x": 1}
+    )
+    assert given.space.class_sizes[given.space.expert] == 4
+    assert "expert" in given.space.axes()
+
+
+def test_what_cannot_be_planned(lowered, program):
+    with pytest.raises(ProgramError, match="batch"):
+        read_planned(jax.jit(lambda w: w @ w).lower(struct(8, 8)))
+    with pytest.raises(PlanError, match="no argument 'z'"):
+        read_planned(lowered, {"z": 0})
+    with pytest.raises(PlanError, match="no dimension 5"):
+        read_planned(lowered, {"x": 5})
+    with pytest.raises(PlanError, match="no argument with its batch"):
+        parse_batch_dims("x=3")
+    assert parse_batch_dims("3:0,x['a']:1") == {"3": 0, "x['a']": 1}
+    with pytest.raises(PlanError, match="single device"):
+        plan(lowered, cluster="h100-sxm-x1")
+    with pytest.raises(PlanError, match="'pipe' is no axis"):
+        plan(lowered, cluster="h100-sxm-x4", axes=("data", "pipe"))
+    odd = jax.jit(train, donate_argnums=0).lower(
+        {"up": struct(5, 7), "down": struct(7, 3)}, struct(9, 5), struct(9, 3)
+    )
+    with pytest.raises(PlanError, match="divides"):
+        plan(odd, cluster="h100-sxm-x4", model="roofline")
+
+
+def test_the_dozen_has_several_meshes(program, tmp_path):
+    search = PlanSearch(program, find_cluster("h100-sxm-x8"), tmp_path, model="roofline")
+    search.screen()
+    chosen = search.chosen(6)
+    assert len(chosen) == len(set(chosen)) == 6
+    assert {p.devices for p in chosen} > {8}
+    assert max(sum(p.mesh == q.mesh for p in chosen) for q in chosen) <= 3
+    assert [s.seconds for s in search.screened] == sorted(s.seconds for s in search.screened)
+
+
+@pytest.mark.slow
+def test_a_search_is_compiled_and_resumed(lowered, tmp_path, monkeypatch):
+    options = {"cluster": "h100-sxm-x4", "lowering": "fused", "model": "roofline"}
+    small = {"axes": ("data", "fsdp", "tensor"), "compiles": 2, "out": tmp_path / "plans"}
+    first = plan(lowered, **options, **small)
+    assert first.best["plan"] in {row["plan"] for row in first.front}
+    assert first.best["latency_us"] == min(row["latency_us"] for row in first.rows)
+    assert not [row for row in first.rows if row["error"]]
+    assert json.loads(json.dumps(first.to_dict()))["screened"] == first.screened
+    # A second search reads what the first one found.
+    monkeypatch.setattr("opcast.predict.plan.search.judge_plans", None)
+    again = plan(lowered, **options, **small)
+    assert again.to_dict() == first.to_dict()
+    with pytest.raises(DatasetError, match="another program"):
+        read = jax.jit(lambda w, x: x @ w).lower(struct(64, 64), struct(64, 64))
+        plan(read, **options, **small)
+    # The annotated program is one that the other commands take, and the code runs.
+    saved = first.save(tmp_path / "annotated.mlir")
+    from opcast.predict.cluster.partitioned import predict_partitioned
+
+    found = predict_partitioned(saved, find_cluster("h100-sxm-x4"), loaded("roofline"))
+    assert found.devices == first.best["devices"]
+    script = first.code + (
+        f"import jax.numpy as jnp\nw = {{'up': jnp.ones(({WIDTH}, {HIDDEN})), "
+        f"'down': jnp.ones(({HIDDEN}, {OUT}))}}\n"
+        "put = jax.device_put(w, shardings('weights', w))\n"
+        "print(put['up'].sharding.spec)\n"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
+    assert "PartitionSpec" in made.stdout
+
+
+@pytest.mark.slow
+def test_own_shardings_are_the_starting_point(tmp_path):
+    def text(first, second):
+        return f"""
+        module @step attributes {{mhlo.num_partitions = 4 : i32}} {{
+          func.func public @main(
+              %w: tensor<256x512xf32> {{mhlo.sharding = "{first}"}},
+              %x: tensor<128x256xf32> {{mhlo.sharding = "{second}"}}) -> tensor<128x512xf32> {{
+            %0 = stablehlo.dot_general %x, %w, contracting_dims = [1] x [0]
+              : (tensor<128x256xf32>, tensor<256x512xf32>) -> tensor<128x512xf32>
+            return %0 : tensor<128x512xf32>
+          }}
+        }}"""
+
+    given = text("{devices=[4,1]<=[4]}", "{devices=[1,4]<=[4]}")
+    options = {"cluster": "h100-sxm-x4", "lowering": "fused", "model": "roofline"}
+    found = plan(given, **options, axes=("fsdp",), compiles=1)
+    assert any("with its own shardings it takes" in note for note in found.notes)
+    assert found.best["plan"] == "fsdp=4"
+    assert AXES[0] == "data"
