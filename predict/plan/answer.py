@@ -17,7 +17,7 @@ from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.clusters.topology import Cluster
 from ..devices import cluster_device
 from .program import PlannedProgram, Spec, read_planned
-from .search import COMPILES, PlanSearch, Row
+from .search import AS_GIVEN, COMPILES, PlanSearch, Row
 from .space import AXES, Plan
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def answer_of(search: PlanSearch, rows: Sequence[Row]) -> PlanAnswer:
         LoweringError: None could be compiled.
     """
     made = sorted((r for r in rows if not r["error"]), key=lambda r: _number(r, "latency_us"))
-    own = [row for row in made if row["plan"] != "as given"]
+    own = [row for row in made if row["plan"] != AS_GIVEN]
     if not own:
         said = next((str(row["error"]) for row in rows if row["error"]), "there was no time")
         raise LoweringError(
@@ -260,7 +260,7 @@ def _notes(search: PlanSearch, best: Row, fitting: Sequence[Row]) -> list[str]:
             f"its collectives move {size(moved)} a run, {moved / parameters:.0f} times the "
             f"parameters: activations are moved, by {lines or 'collectives beside computation'}"
         )
-    given = next((row for row in search.rows.values() if row["plan"] == "as given"), None)
+    given = next((row for row in search.rows.values() if row["plan"] == AS_GIVEN), None)
     if given is not None and not given["error"]:
         ratio = _number(given, "latency_us") / _number(best, "latency_us")
         notes.append(f"with its own shardings it takes {_time(given)}, {ratio:.2f} times as long")

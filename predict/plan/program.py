@@ -145,7 +145,14 @@ def read_planned(
     source = _as_stablehlo(source)
     given = source if prod(header_counts(source)) > 1 and annotated_devices(source) > 1 else None
     module = without_empty_meshes(source.module)
-    module = inline_calls(without_shardings(module) if given is not None else module)
+    try:
+        module = inline_calls(without_shardings(module))
+    except ValueError as error:
+        raise ProgramError(
+            str(error),
+            where=source.origin,
+            hint="give the function without shard_map; opcast predict --cluster takes it as it is",
+        ) from None
     names = argument_names(source.module)
     plain = read_program(write_bytecode(module))
     plain.origin, plain.platforms = source.origin, source.platforms

@@ -13,11 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from math import prod
 from pathlib import Path
 
 from ...common.errors import DatasetError, OpcastError, PlanError, fault
 from ...common.files import parse_json, write_bytes, write_text
 from ...common.interval import LATENCY_KEYS, Interval
+from ...features.ir.partitioning import header_counts
+from ...features.ir.reader import SourceProgram
 from ...features.lowering.options import LoweringOptions
 from ...features.lowering.target_compiler.process import CompileSettings
 from ...models.power.energy import energy_fields
@@ -42,6 +45,9 @@ _LEAST_S = 30.0
 #: Collectives of the critical path that a row keeps.
 _WAITS = 5
 _PLANS = "plan.json"
+
+#: What stands for a plan in the row of a program with its own shardings.
+AS_GIVEN = "as given"
 
 Row = dict[str, object]
 
@@ -140,6 +146,10 @@ def _waits(made: PartitionedPrediction) -> list[Row]:
         {"collective": kind, "where": where, "us": us, "bytes": float(moved[kind, where])}
         for (kind, where), us in seconds.most_common(_WAITS)
     ]
+
+
+def _devices(source: SourceProgram) -> int:
+    return prod(header_counts(source))
 
 
 @dataclass
@@ -244,28 +254,28 @@ class PlanSearch:
         """
         self._load()
         started = time.monotonic()
-        by_key = {self.key(plan): plan for plan in plans}
-        names = self.program.space.labels
-        if self.program.given is not None:
-            by_key["given"] = Plan()
+        names, given = self.program.space.labels, self.program.given
+        # A plan of no mesh stands for the shardings that the program brought.
+        every = [*plans, Plan()] if given is not None else plans
+        by_key = {self.key(plan): plan for plan in every}
         left = [key for key in by_key if key not in self.rows]
         for key in left:
             plan = by_key[key]
-            given = self.program.given
-            data = given.compile_input if key == "given" and given else self.program.annotated(plan)
+            own = given.compile_input if given and not plan.mesh else None
+            data = self.program.annotated(plan) if own is None else own
             write_bytes(self._file(key), data.encode() if isinstance(data, str) else data)
         screened = {s.plan: s for s in self.screened}
         count = len(by_key) - len(left)
         try:
             for row in self._judged(left, started, budget_s):
                 plan = by_key[str(row["key"])]
-                own = screened.get(plan)
+                known = screened.get(plan)
                 self.rows[str(row["key"])] = {
-                    "plan": plan.text(names) if row["key"] != "given" else "as given",
+                    "plan": plan.text(names) if plan.mesh else AS_GIVEN,
                     "mesh": plan.sizes,
                     "tensor": list(plan.tensor),
-                    "devices": plan.devices,
-                    "screened_us": own.seconds * 1e6 if own else None,
+                    "devices": plan.devices if plan.mesh or not given else _devices(given),
+                    "screened_us": known.seconds * 1e6 if known else None,
                     **row,
                 }
                 self._save()
