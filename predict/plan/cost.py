@@ -124,7 +124,7 @@ class Sheet:
         self.cluster, self.device = cluster, cluster_device(cluster, predictor.devices)
         self.tails = _tails(found, space)
         self._kernels(source, predictor.model_for(self.device))
-        self.records: Counter[_Record] = Counter()
+        self.records: dict[_Record, float] = defaultdict(float)
         merged = self._merged()
         for step in found.steps:
             record = self._record(step, reduces=step.place not in merged)
@@ -155,7 +155,7 @@ class Sheet:
             floor = min(own, self.device.floor)
             group[0] += (own - floor) * kernel.multiplicity
             group[1] += floor * kernel.multiplicity
-        self.groups = [(*key, *values) for key, values in groups.items()]
+        self.groups = dict(groups)
         profile = memory_over_time(lowered.module) if lowered.module is not None else None
         peak = max(profile.bytes, default=0.0) - profile.resident if profile else 0.0
         self.activations = max(peak, 0.0)
@@ -229,17 +229,17 @@ class Sheet:
         """Reckon the time and memory of a plan."""
         cuts, sizes = self.space.cuts(plan), plan.sizes
         compute = 0.0
-        for classes, update, work, floors in self.groups:
+        for (classes, update), (work, floors) in self.groups.items():
             parts = _parts(assign(classes, cuts), sizes)
             compute += work / (parts * sizes.get("fsdp", 1) if update else parts) + floors
         waiting = 0.0
-        later: Counter[tuple[str, tuple[str, ...]]] = Counter()
-        largest: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        later: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
+        largest: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
         for event, times in self.events(plan).items():
             if event.hidden:
                 key = (event.kind, event.axes)
-                later[key] += event.size * times  # type: ignore[assignment]
-                largest[key] = max(largest[key], round(event.size))
+                later[key] += event.size * times
+                largest[key] = max(largest[key], event.size)
             else:
                 own = self._time(event.kind, event.axes, round(event.size), plan.mesh)
                 waiting += own * times
@@ -254,13 +254,13 @@ class Sheet:
         seconds = compute + waiting + max(least, hidden - _HIDDEN * compute)
         return Screened(plan, seconds, compute, waiting, hidden, self.memory(plan))
 
-    def events(self, plan: Plan) -> Counter[Event]:
+    def events(self, plan: Plan) -> dict[Event, float]:
         """Collectives of a plan, with how often each runs."""
         cuts, sizes = self.space.cuts(plan), plan.sizes
-        found: Counter[Event] = Counter()
+        found: dict[Event, float] = defaultdict(float)
         for record, times in self.records.items():
             for event in self._of(record, cuts, sizes):
-                found[event] += times  # type: ignore[assignment]  # loops count fractions
+                found[event] += times
         if "fsdp" in sizes:
             for own in self.arguments:
                 if fsdp_dimension(own, cuts, sizes) < 0:
@@ -274,7 +274,7 @@ class Sheet:
                     where = use.step.op.source
                     line = f"{where.file}:{where.line}" if where and where.file else own.name
                     event = Event("all_gather", ("fsdp",), size, True, line)
-                    found[event] += use.step.times  # type: ignore[assignment]
+                    found[event] += use.step.times
         return found
 
     def _of(self, record: _Record, cuts: Cuts, sizes: dict[str, int]) -> list[Event]:

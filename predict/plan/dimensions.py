@@ -246,7 +246,7 @@ class _Reader:
     def _classify(self, found: Dimensions) -> None:
         """Put colours together whose products have the same shapes in the same places."""
         looks: dict[int, set[tuple[object, ...]]] = defaultdict(set)
-        work: Counter[int] = Counter()
+        work: dict[int, float] = defaultdict(float)
         for step in found.steps:
             if step.op.opcode not in PRODUCTS | _INDEXED:
                 continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -37,9 +37,9 @@ from .space import AXES, Plan
 COMPILES = 12
 #: Of these, plans over the same mesh with other cuts by ``tensor``: several meshes are tried.
 _SAME_MESH = 3
-#: The screening's memory is an estimate: plans up to this many times the device's are compiled.
-#: Engineering estimate.
-_MEMORY_SLACK = 1.3
+#: The screening overstates memory, by 1.3 to 2 times for two decoders on eight H100: plans up to
+#: this many times the device's may fit. At most half of what is compiled are such plans.
+_MEMORY_SLACK = 2.0
 #: Least seconds of a compilation: shorter limits would refuse every plan near the budget's end.
 _LEAST_S = 30.0
 #: Collectives of the critical path that a row keeps.
@@ -127,8 +127,8 @@ def _energy(job: PlanJob, made: PartitionedPrediction) -> Mapping[str, float | N
 
 def _waits(made: PartitionedPrediction) -> list[Row]:
     """The collectives of the critical path by source line, those that take longest first."""
-    seconds: Counter[tuple[str, str]] = Counter()
-    moved: Counter[tuple[str, str]] = Counter()
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
+    moved: dict[tuple[str, str], float] = defaultdict(float)
     for place in made.run.critical:
         node = made.nodes[place]
         if node.collective is None:
@@ -140,11 +140,11 @@ def _waits(made: PartitionedPrediction) -> list[Row]:
         ]
         key = (node.collective.kind, lines[0] if lines else node.name)
         length = float(made.run.end[place] - made.run.start[place])
-        seconds[key] += length * 1e6  # type: ignore[assignment]
-        moved[key] += node.collective.size * node.times  # type: ignore[assignment]
+        seconds[key] += length * 1e6
+        moved[key] += node.collective.size * node.times
     return [
-        {"collective": kind, "where": where, "us": us, "bytes": float(moved[kind, where])}
-        for (kind, where), us in seconds.most_common(_WAITS)
+        {"collective": kind, "where": where, "us": us, "bytes": moved[kind, where]}
+        for (kind, where), us in sorted(seconds.items(), key=lambda item: -item[1])[:_WAITS]
     ]
 
 
@@ -222,10 +222,13 @@ class PlanSearch:
                 fewer.setdefault(own.plan.devices, own)
         least = min(full or ordered, key=lambda s: s.memory)
         meshes: Counter[tuple[tuple[str, int], ...]] = Counter()
-        plans = []
+        plans: list[Plan] = []
+        doubtful = 0
         for own in full:
-            meshes[own.plan.mesh] += 1
-            if meshes[own.plan.mesh] <= _SAME_MESH:
+            doubts = bool(self.memory) and own.memory > self.memory
+            if meshes[own.plan.mesh] < _SAME_MESH and not (doubts and 2 * doubtful > most):
+                meshes[own.plan.mesh] += 1
+                doubtful += doubts
                 plans.append(own.plan)
         room = max(most - 1 - min(len(fewer), 2), 1)
         picked = [*plans[:room], least.plan, *(s.plan for s in islice(fewer.values(), 2))]

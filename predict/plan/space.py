@@ -175,7 +175,7 @@ def space_of(found: Dimensions, arguments: Sequence[Argument]) -> Space:
                 labels.setdefault(c, _label(own.name, d))
     experts = Counter({c: n for c, n in experts.items() if c and c not in batch})
     expert = experts.most_common(1)[0][0] if experts else 0
-    value = {
+    worth = {
         c: found.work[c] / total + n / state
         for c, n in held.items()
         if c and c not in batch and c not in (sequence, expert) and sizes[c] > 1
@@ -183,8 +183,8 @@ def space_of(found: Dimensions, arguments: Sequence[Argument]) -> Space:
     # What every layer adds to (a residual stream) would be summed up in most products if it were
     # cut, so it comes last.
     most = max(found.work.values(), default=0.0)
-    stream = {c for c in value if held[c] > 0.9 * state and found.work[c] > 0.5 * most}
-    ordered = sorted(value, key=lambda c: (c in stream, -value[c], c))
+    stream = {c for c in worth if held[c] > 0.9 * state and found.work[c] > 0.5 * most}
+    ordered = sorted(worth, key=lambda c: (c in stream, -worth[c], c))
     return Space(frozenset(batch), sequence, expert, tuple(ordered[:MOST_CLASSES]), sizes, labels)
 
 

@@ -131,7 +131,10 @@ def constrained(
         name = ir.StringAttr.get("Sharding")
 
         def told(value: Any, text: str, place: ir.InsertionPoint, at: Any) -> Any:
-            attributes = {"call_target_name": name, "mhlo.sharding": ir.StringAttr.get(text)}
+            attributes: dict[str, Any] = {
+                "call_target_name": name,
+                "mhlo.sharding": ir.StringAttr.get(text),
+            }
             with place:
                 return ir.Operation.create(
                     "stablehlo.custom_call",
