@@ -21,6 +21,7 @@ UNGUARDED = ("demo", "profile", "serve", "ui")
 #: What of an interrupted command's work is kept, by its name.
 KEPT = {
     "sweep": "finished plans are kept in --out; the same command goes on from them",
+    "plan": "compiled plans are kept in --out; the same command goes on from them",
     "tune": "finished trials are kept if --study was given",
     "profile": "what was measured is kept in --out; the same command goes on from it",
     "data": "what was finished is kept in --out; the same command goes on from it",

@@ -185,7 +185,7 @@ def answer_of(search: PlanSearch, rows: Sequence[Row]) -> PlanAnswer:
         len(search.screened),
         code_of(search.program, plan),
         search.program.annotated(plan),
-        tuple(_reasons(best, [r for r in made if r is not best and r["fits"]])),
+        tuple(_reasons(best, [r for r in fitting if r is not best])),
         tuple(_notes(search, best, fitting)),
         search.cluster.name,
     )
@@ -304,7 +304,7 @@ def code_of(program: PlannedProgram, plan: Plan) -> str:
         "",
         "",
         "# jax.jit(step, in_shardings=("
-        + "".join(f'shardings("{r}", {r}), ' for r in roots)
+        + "".join(f'shardings("{r}", {r.replace(" ", "_")}), ' for r in roots)
         + "), donate_argnums=…);",
         "# inside, updated state lies as it came: jax.lax.with_sharding_constraint(tree, "
         "shardings(…)).",

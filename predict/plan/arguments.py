@@ -77,15 +77,18 @@ def arguments_of(
     places = {int(o.attrs["index"]): p for p, o in enumerate(entry.ops) if o.opcode == "parameter"}
     numbers = {((program.entry, p), 0): n for n, p in places.items()}
     uses: dict[int, list[Use]] = defaultdict(list)
-    weights: set[int] = set()
+    sides: tuple[set[int], set[int]] = (set(), set())
     for step in found.steps:
         for k in _USES.get(step.op.opcode, ()):
             number = numbers.get(found.root(step.operands[k]))
             if number is not None:
                 uses[number].append(Use(step, k))
-                products = step.op.opcode in ("dot", "convolution") and k == 1
-                if products or step.op.opcode == "gather":
-                    weights.add(number)
+                if step.op.opcode in ("dot", "convolution"):
+                    sides[k].add(number)
+                elif step.op.opcode == "gather":
+                    sides[1].add(number)
+    # An input is the second operand too where a gradient is made of it.
+    weights = sides[1] - sides[0] or sides[1]
     donated = {number: output for output, number in program.aliases}
     kinds = {n: entry.ops[p].type for n, p in sorted(places.items())}
     told = {n: names.get(n) or f"argument {n}" for n in kinds}

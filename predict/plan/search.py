@@ -325,12 +325,13 @@ class PlanSearch:
         if not path.is_file():
             return
         data = parse_json(path.read_text(encoding="utf-8"))
-        if not isinstance(data, dict) or data.get("program") != self.program.source.content_hash:
+        # What failed is tried again: a time limit may have been the reason.
+        known = {key: row for key, row in data["rows"].items() if not row["error"]}
+        if known and data["program"] != self.program.source.content_hash:
             raise DatasetError(
                 "holds plans of another program", where=str(path), hint="give another folder"
             )
-        # What failed is tried again: a time limit may have been the reason.
-        self.rows |= {key: row for key, row in data["rows"].items() if not row["error"]}
+        self.rows |= known
 
     def _save(self) -> None:
         data = {"program": self.program.source.content_hash, "rows": self.rows}

@@ -49,7 +49,10 @@ def main() -> None:
     parser.add_argument("--lowering", default="auto")
     parser.add_argument("--classes", type=int, default=2, help="Dimensions that tensor may cut.")
     parser.add_argument("--compiles", type=int, default=4, help="Plans that the search compiles.")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--budget", type=float, default=float("inf"), help="Seconds of compiling a program."
+    )
+    parser.add_argument("--out", type=Path, required=True, help="The same command goes on there.")
     given = parser.parse_args()
     space.MOST_CLASSES = given.classes
     for name in given.programs.split(","):
@@ -66,7 +69,11 @@ def main() -> None:
         chosen = search.chosen(given.compiles)
         picked = {search.key(plan) for plan in chosen}
         every = [s.plan for s in search.screened if s.plan.devices == cluster.size]
-        rows = search.compile(list(dict.fromkeys([*chosen, *every])))
+        wanted = list(dict.fromkeys([*chosen, *every]))
+        rows = search.compile(wanted, given.budget)
+        if search.stopped:
+            print(f"{name}: {len(rows)} of {len(wanted)} plans are compiled", flush=True)
+            continue
         made = [row for row in rows if not row["error"]]
         best = min(made, key=_time)
         found = min((row for row in made if row["key"] in picked), key=_time)

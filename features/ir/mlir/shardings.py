@@ -40,6 +40,7 @@ _USES = frozenset(
 )
 
 #: Attributes of ops, arguments and results on which a partitioner acts.
+_ALIAS = "tf.aliasing_output"
 _ANNOTATIONS = ("mhlo.sharding", "sdy.sharding", "sdy.sharding_per_value")
 
 
@@ -198,6 +199,25 @@ def _is_kept(loop: ir.Operation, place: int) -> bool:
     return bool(end.operands[place] == body.arguments[place])
 
 
+def _pair_donors(main: ir.Operation, arguments: list[dict[str, Any]]) -> None:
+    """Give each donated argument the result of its type that it makes room for, as JAX does.
+
+    Where shardings of results are open, JAX leaves the pairing to the compiler.
+    """
+    from jaxlib.mlir import ir
+
+    kind: Any = ir.TypeAttr(main.attributes["function_type"]).value
+    known = [ir.IntegerAttr(own[_ALIAS]).value for own in arguments if _ALIAS in own]
+    left = [n for n in range(len(kind.results)) if n not in known]
+    for own, given in zip(arguments, kind.inputs, strict=True):
+        if own.pop("jax.buffer_donor", None) is None:
+            continue
+        fit = next((n for n in left if kind.results[n] == given), None)
+        if fit is not None:
+            left.remove(fit)
+            own[_ALIAS] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), fit)
+
+
 def without_shardings(module: ir.Module) -> ir.Module:
     """A copy for one device: every annotation of GSPMD's and Shardy's partitioner is taken out.
 
@@ -232,6 +252,8 @@ def without_shardings(module: ir.Module) -> ir.Module:
                         {own.name: own.attr for own in each if own.name not in _ANNOTATIONS}
                         for each in old
                     ]
+                    if side == "arg_attrs":
+                        _pair_donors(op, new)
                     op.attributes[side] = ir.ArrayAttr.get([ir.DictAttr.get(n) for n in new])
         one = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 1)
         copy.operation.attributes["mhlo.num_partitions"] = one

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from opcast.common.errors import DatasetError, PlanError, ProgramError
+from opcast.common.errors import DatasetError, LoweringError, PlanError, ProgramError
 from opcast.features.ir.jax_compat import parse_module, walk_ops
 from opcast.predict.api import loaded
 from opcast.predict.plan.answer import plan
@@ -227,6 +227,89 @@ def test_the_dozen_has_several_meshes(program, tmp_path):
     assert {p.devices for p in chosen} > {8}
     assert max(sum(p.mesh == q.mesh for p in chosen) for q in chosen) <= 3
     assert [s.seconds for s in search.screened] == sorted(s.seconds for s in search.screened)
+
+
+def made(us, gib, joules=1.0, exposed=1.0, error=""):
+    """A row as if its plan had been compiled."""
+    return {
+        "latency_us": us,
+        "lo_us": 0.9 * us,
+        "hi_us": 1.1 * us,
+        "compute_us": us - exposed,
+        "exposed_communication_us": exposed,
+        "memory_bytes_per_device": gib * 2**30,
+        "fits": True,
+        "moved_bytes": 1e6,
+        "energy_j": joules,
+        "waits": [{"collective": "all_reduce", "where": "f.py:3", "us": exposed, "bytes": 1e6}],
+        "notes": [],
+        "error": error,
+    }
+
+
+@pytest.fixture
+def judged(monkeypatch):
+    """Rows to give out in place of compilations, the first plan's first."""
+    rows = []
+
+    def judge(job, keys):
+        if not rows:
+            raise KeyboardInterrupt
+        return [{"key": key, **rows.pop(0), "seconds": 1.0} for key in keys]
+
+    monkeypatch.setattr("opcast.predict.plan.search.judge_plans", judge)
+    return rows
+
+
+OPTIONS = {"cluster": "h100-sxm-x4", "model": "roofline", "axes": ("data", "fsdp")}
+
+
+def test_the_best_plan_and_why(lowered, judged):
+    judged += [made(90.0, 3), made(70.0, 9), made(100.0, 1, exposed=40.0), made(95.0, 4)]
+    found = plan(lowered, **OPTIONS, compiles=4)
+    assert [row["latency_us"] for row in found.rows] == [70.0, 90.0, 95.0, 100.0]
+    assert found.best is found.rows[0]
+    # The third has more time and more memory than the second, over as many or more devices.
+    assert {70.0, 90.0, 100.0} <= {row["latency_us"] for row in found.front}
+    last = found.reasons[-1]
+    assert "43% slower: 39 µs more waiting for collectives, 9 µs less computing" in last
+    assert "all_reduce at f.py:3 (40 µs, 976.6 KiB)" in last
+    # Half a MiB of parameters, of which a megabyte is twice: nothing to say.
+    assert not found.notes
+
+
+def test_plans_that_do_not_fit_are_not_best(lowered, judged):
+    judged += [made(90.0, 3), made(70.0, 9)]
+    assert plan(lowered, **OPTIONS, compiles=2, memory=4 * 2**30).best["latency_us"] == 90.0
+    judged += [made(90.0, 3), made(70.0, 9)]
+    found = plan(lowered, **OPTIONS, compiles=2, memory=2 * 2**30)
+    assert found.best["latency_us"] == 90.0 and not found.front
+    assert "needs 3.00 GiB of 2.00 GiB, 1.00 GiB too much" in found.notes[0]
+
+
+def test_what_is_known_is_kept(lowered, judged, tmp_path):
+    judged += [made(90.0, 3), made(0.0, 0, error="the compiler crashed")]
+    found = plan(lowered, **OPTIONS, compiles=4, out=tmp_path)
+    assert found.notes == ("the search was stopped before all chosen plans were compiled",)
+    assert [row["error"] for row in found.rows] == ["", "the compiler crashed"]
+    # The failed plan is tried again, the one that is known is not.
+    judged += [made(80.0, 3), made(81.0, 3), made(82.0, 3)]
+    assert sorted(
+        row["latency_us"] for row in plan(lowered, **OPTIONS, compiles=4, out=tmp_path).rows
+    ) == [
+        80.0,
+        81.0,
+        82.0,
+        90.0,
+    ]
+    with pytest.raises(LoweringError, match="there was no time"):
+        plan(lowered, **OPTIONS, compiles=2, budget_s=0.0)
+
+
+def test_activations_that_move_are_explained(lowered, judged):
+    judged += [{**made(90.0, 3), "moved_bytes": 1e8}]
+    (note,) = plan(lowered, **OPTIONS, compiles=1).notes
+    assert "153 times the parameters: activations are moved, by all_reduce at f.py:3" in note
 
 
 @pytest.mark.slow
