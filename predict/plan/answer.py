@@ -150,7 +150,6 @@ def plan(
     read = read_planned(_call(program, args, kwargs), batch_dims, platform_of(spec))
     with tempfile.TemporaryDirectory(prefix="opcast-plan-") as scratch:
         folder = Path(out) if out is not None else Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
         search = PlanSearch(read, where, folder, model, lowering, workers, ray, tuple(axes), memory)
         search.screen()
         rows = search.compile(search.chosen(compiles), budget_s, progress)

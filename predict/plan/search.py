@@ -255,6 +255,7 @@ class PlanSearch:
         Raises:
             DatasetError: The folder's results cannot be read.
         """
+        self.folder.mkdir(parents=True, exist_ok=True)
         self._load()
         started = time.monotonic()
         names, given = self.program.space.labels, self.program.given
