@@ -98,6 +98,62 @@ def data_import(
     run_import(make_console(), folder, out)
 
 
+def audit(
+    table: Annotated[
+        Path,
+        typer.Argument(
+            help="Table of operators, products, layers or collectives, a folder of them, or a "
+            "dataset."
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", help="File for the flagged rows with their evidence: .parquet, .csv."
+        ),
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Find rows of measured tables that are impossible, or that others contradict.
+
+    The exit status is 1 if a row is impossible, such as one that is faster than the peak.
+    """
+    from ..common.errors import DatasetError
+    from ..common.files import write_text
+    from ..common.tables_text import print_frame
+    from ..features.dataset import write_table
+    from ..predict.published.audit import audit as check
+
+    if out is not None and out.suffix not in (".parquet", ".csv"):
+        raise DatasetError(
+            "is no file of flagged rows", where=str(out), hint="name it .parquet or .csv"
+        )
+    found = check(table)
+    counts = found.counts()
+    rows = len(found.flagged[["file", "row"]].drop_duplicates())
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.suffix == ".csv":
+            write_text(out, found.flagged.to_csv(index=False))
+        else:
+            write_table(found.flagged, out)
+    if json_output:
+        figures = {"rows": found.rows, "flagged": rows, "impossible": found.impossible}
+        print_json({**figures, "reasons": counts.to_dict("records"), "notes": found.notes})
+    else:
+        console = make_console()
+        if len(counts):
+            print_frame(console, counts.assign(share=counts["share"].map("{:.2%}".format)), "")
+        for note in found.notes:
+            console.print(note, highlight=False, markup=False)
+        console.print(
+            f"{found.rows} rows checked, {rows} flagged, {found.impossible} of them impossible",
+            highlight=False,
+        )
+    if found.impossible:
+        raise typer.Exit(1)
+
+
 #: TPUs of the catalogue for which libtpu compiles without the device, and so gives estimates.
 GENERATIONS = ("tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e")
 

@@ -146,6 +146,11 @@ COMMANDS: dict[str, Command | Group] = {
             ),
         },
     ),
+    "audit": Command(
+        "data",
+        "audit",
+        "Find rows of measured tables that are impossible, or that others contradict.",
+    ),
     "fidelities": Command(
         "fidelities", "fidelities", "Rank-correlate estimators over the zoo's programs."
     ),

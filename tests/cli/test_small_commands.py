@@ -56,3 +56,19 @@ def table(values: np.ndarray) -> KernelTable:
     n = len(values)
     bound = np.full(n, "memory", object)
     return KernelTable(values, ("a", "b"), np.ones(n), bound, np.zeros(n, int), "s")
+
+
+def test_audit_exits_with_1_if_a_row_is_impossible(tmp_path):
+    table = tmp_path / "t.csv"
+    head = "op,family,dtype,device,source,b,m,n,k,latency_us\n"
+    row = "linear,linear,bf16,h100-sxm,mine,1,4096,4096,4096"
+    table.write_text(f"{head}{row},400\n")
+    sound = CliRunner().invoke(app, ["audit", str(table)])
+    assert sound.exit_code == 0
+    assert "1 rows checked, 0 flagged, 0 of them impossible" in sound.output
+    table.write_text(f"{head}{row},100\n")
+    out = tmp_path / "flagged.csv"
+    wrong = CliRunner().invoke(app, ["audit", str(table), "--out", str(out), "--json"])
+    assert wrong.exit_code == 1
+    assert json.loads(wrong.output)["reasons"][0]["reason"] == "above the peak"
+    assert "the peak is 989.4" in out.read_text()
