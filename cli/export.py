@@ -157,6 +157,63 @@ def export_vidur(
     typer.echo("\n".join(f"{file}: {count} rows" for file, count in rows.items()))
 
 
+def export_xla_perf_table(
+    device: Annotated[str, typer.Argument(help="NVIDIA GPU: a name or a device file.")],
+    out: Annotated[Path, typer.Option("--out", help="File for the table of products.")],
+    collectives: Annotated[
+        Path | None, typer.Option(help="File for the table of collectives inside a box.")
+    ] = None,
+    program: Annotated[
+        Path | None,
+        typer.Option(help="Tabulate the products of this program, not those of XLA's own table."),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="Type of the products: bf16 (default), f16 or f32; may be given again."),
+    ] = None,
+    model: OperatorModelOpt = OPERATOR_MODEL,
+) -> None:
+    """Write the tables of products and collectives that XLA's scheduler reads."""
+    from ..common.errors import ProgramError
+    from ..common.files import write_text
+    from ..features.ir.reader import read_program
+    from ..models.collectives.model import CollectiveModel
+    from ..models.operators import OpModel
+    from ..predict.devices import resolve_device
+    from ..predict.export import xla_perf_table as tables
+    from ..predict.locate import find_model
+
+    spec = resolve_device(device, {})
+    unknown = [name for name in dtype or () if name not in tables.DTYPES]
+    if unknown:
+        raise typer.BadParameter(f"--dtype {unknown[0]}; choose: {', '.join(tables.DTYPES)}")
+    if program is None:
+        shapes = tables.own_shapes(dtype or ["bf16"])
+    else:
+        shapes = tables.program_shapes(read_program(program).program)
+        shapes = [shape for shape in shapes if not dtype or shape[-1] in dtype]
+        if not shapes:
+            raise ProgramError(
+                "the program has no product of the types of --dtype", where=str(program)
+            )
+    text, notes = tables.matmul_table(shapes, spec, OpModel.load(find_model(model)))
+    flag = "--xla_gpu_experimental_{}_perf_table_path={}"
+    files = [(out, text, flag.format("matmul", out))]
+    if collectives is not None:
+        worlds = [n for n in (2, 4, 8) if n <= max(2, spec.devices_per_node)]
+        text, _ = tables.collective_table(spec, worlds, CollectiveModel.load())
+        files.append((collectives, text, flag.format("collective", collectives)))
+    for path, content, option in files:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, content)
+        typer.echo(f"{path}: {content.count('instruction {')} entries; {option}")
+    for note in notes:
+        typer.echo(note, err=True)
+    typer.echo(
+        "XLA reads them with --xla_gpu_enable_analytical_sol_latency_estimator=true", err=True
+    )
+
+
 def import_chakra(
     folder: Annotated[Path, typer.Argument(help="Folder with trace.RANK.et files.")],
     timeline: Timeline = None,

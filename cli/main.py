@@ -163,6 +163,11 @@ COMMANDS: dict[str, Command | Group] = {
             "table": Command(
                 "export", "export_table", "Write latencies of operators and kernels as parquet."
             ),
+            "xla-perf-table": Command(
+                "export",
+                "export_xla_perf_table",
+                "Write the tables of products and collectives that XLA's scheduler reads.",
+            ),
             "vidur": Command(
                 "export", "export_vidur", "Write the tables that Vidur's random forests train on."
             ),
