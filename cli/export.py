@@ -155,6 +155,82 @@ def export_vidur(
         lambda file: typer.echo(file, err=True),
     )
     typer.echo("\n".join(f"{file}: {count} rows" for file, count in rows.items()))
+    if cluster and not any("all_reduce" in file for file in rows):
+        typer.echo("no all_reduce.csv: a single worker (--tp 1) reduces nothing", err=True)
+
+
+def export_llmservingsim(
+    workload: Workload,
+    device: Annotated[str, typer.Option(help="Device name or file.")],
+    out: Annotated[Path, typer.Option("--out", help="File to write: layers.csv.")],
+    settings: Settings = None,
+    tp: Annotated[
+        list[int] | None, typer.Option(help="Tensor-parallel degree; may be given again.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a batch.")] = 2048,
+    model: OperatorModelOpt = OPERATOR_MODEL,
+) -> None:
+    """Write LLMServingSim's table of layers."""
+    from ..common.files import write_text
+    from ..predict.devices import resolve_device
+    from ..predict.export.simulators import llmservingsim_layers
+    from ..predict.operator.step_operators import OperatorLatency
+    from ..simulate.step.workload import read_workload
+
+    latency = OperatorLatency(resolve_device(device, {}), _operators(model))
+    work = read_workload(workload, settings or [])
+    table = llmservingsim_layers(work, tp or [1], max_tokens, latency)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(out, table.to_csv(index=False))
+    typer.echo(f"{out}: {len(table)} rows")
+
+
+def export_simai(
+    workload: Workload,
+    cluster: ClusterOpt,
+    out: Annotated[Path, typer.Option("--out", help="File to write.")],
+    plan: Annotated[str, typer.Option(help="Parallel plan of tp and dp, such as tp=8,dp=2.")],
+    settings: Settings = None,
+    model: OperatorModelOpt = OPERATOR_MODEL,
+) -> None:
+    """Write SimAI's workload of a training step."""
+    from ..common.files import write_text
+    from ..features.devices.catalogue import find_device
+    from ..predict.export.simulators import simai_workload
+    from ..predict.operator.step_operators import OperatorLatency
+    from ..simulate.clusters.catalogue import find_cluster
+    from ..simulate.step.plan import parse_plan
+    from ..simulate.step.workload import read_workload
+
+    where = find_cluster(cluster)
+    latency = OperatorLatency(find_device(where.device), _operators(model))
+    work = read_workload(workload, settings or [])
+    text = simai_workload(work, parse_plan(plan), where.size, latency)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(out, text)
+    typer.echo(f"{out}: {len(text.splitlines()) - 2} lines")
+
+
+def export_calculon(
+    cluster: ClusterOpt,
+    out: Annotated[Path, typer.Option("--out", help="JSON file to write.")],
+    model: OperatorModelOpt = OPERATOR_MODEL,
+) -> None:
+    """Write a cluster as Calculon's system."""
+    import json
+
+    from ..common.files import write_text
+    from ..features.devices.catalogue import find_device
+    from ..predict.export.simulators import calculon_system
+    from ..predict.operator.step_operators import OperatorLatency
+    from ..simulate.clusters.catalogue import find_cluster
+
+    where = find_cluster(cluster)
+    spec = find_device(where.device)
+    system = calculon_system(where, spec, OperatorLatency(spec, _operators(model)))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(out, json.dumps(system, indent=1) + "\n")
+    typer.echo(f"{out}: {where.name}, {where.size} devices")
 
 
 def export_xla_perf_table(

@@ -163,6 +163,15 @@ COMMANDS: dict[str, Command | Group] = {
             "table": Command(
                 "export", "export_table", "Write latencies of operators and kernels as parquet."
             ),
+            "llmservingsim": Command(
+                "export", "export_llmservingsim", "Write LLMServingSim's table of layers."
+            ),
+            "simai": Command(
+                "export", "export_simai", "Write SimAI's workload of a training step."
+            ),
+            "calculon": Command(
+                "export", "export_calculon", "Write a cluster as Calculon's system."
+            ),
             "xla-perf-table": Command(
                 "export",
                 "export_xla_perf_table",

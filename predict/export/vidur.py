@@ -53,7 +53,7 @@ def mlp_table(
     Raises:
         PlanError: Workers do not divide heads, or the model has experts.
     """
-    _check(work, tensor_parallel)
+    check_shards(work, tensor_parallel, "Vidur")
     grid = [(tp, n) for tp in tensor_parallel for n in sizes(max_tokens)]
     calls = [_layer_calls(work, tp, n) for tp, n in grid]
     table = pd.DataFrame(
@@ -83,7 +83,7 @@ def attention_table(
     Raises:
         PlanError: Workers do not divide heads, or the model has experts.
     """
-    _check(work, tensor_parallel)
+    check_shards(work, tensor_parallel, "Vidur")
     # 16 tokens are one block of the paged cache (``block_size``).
     chunks = [c for c in sizes(max_len, 4) if c >= 16]
     prefill = [(c, k, 1) for c in chunks for k in (0, *sizes(max_len, 2)) if c + k <= max_len]
@@ -179,9 +179,12 @@ def write_vidur(
     }
     if cluster is not None:
         network = out / "network" / cluster.name
-        # A single worker has nothing to reduce.
+        # A single worker has nothing to reduce: without others there is no such table.
         many = [n for n in tensor_parallel if n > 1]
-        tables[network / "all_reduce.csv"] = lambda: collective_table("all_reduce", many, cluster)
+        if many:
+            tables[network / "all_reduce.csv"] = lambda: collective_table(
+                "all_reduce", many, cluster
+            )
         tables[network / "send_recv.csv"] = lambda: collective_table("send_recv", [2], cluster)
     rows = {}
     for path, make in tables.items():
@@ -193,10 +196,15 @@ def write_vidur(
     return rows
 
 
-def _check(work: Workload, tensor_parallel: Sequence[int]) -> None:
+def check_shards(work: Workload, tensor_parallel: Sequence[int], simulator: str) -> None:
+    """Refuse models and degrees that a simulator's tables of layers cannot hold.
+
+    Raises:
+        PlanError: Workers do not divide heads, or the model has experts.
+    """
     if work.experts:
         raise PlanError(
-            "Vidur has no layers of experts", where="workload", hint="leave out experts"
+            f"{simulator} has no layers of experts", where="workload", hint="leave out experts"
         )
     for tp in tensor_parallel:
         if tp < 1 or work.heads % tp or work.groups % tp or work.d_ff % tp:

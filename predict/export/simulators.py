@@ -1,0 +1,261 @@
+"""Files of simulators that ask for times of layers or figures of a machine.
+
+- LLMServingSim (https://github.com/casys-kaist/LLMServingSim): ``layers.csv`` of a model on a
+  device, one row a layer and number of tokens, in nanoseconds.
+- SimAI (https://github.com/aliyun/SimAI): a workload in the text that AICB writes, one line a layer
+  and pass, in nanoseconds.
+- Calculon (https://github.com/calculon-ai/calculon): a system's JSON, with efficiencies by size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+
+from ...common.errors import PlanError
+from ...features.devices.device import DeviceSpec
+from ...simulate.clusters.topology import Cluster
+from ...simulate.step.calls import CommCall, OpCall, OpLatency
+from ...simulate.step.layer_ops import PassOps, embedding_ops, head_ops, layer_ops
+from ...simulate.step.plan import Group, Plan
+from ...simulate.step.traffic import gradient_bytes, layer_held, tensor_calls
+from ...simulate.step.workload import Workload, resolved
+from ..cluster.network import ClusterNetwork
+from .vidur import check_shards, sizes
+
+#: Columns of LLMServingSim's table of layers.
+LAYER_COLUMNS = ("layer_name", "input", "kv_cache", "tp_size", "latency(ns)")
+#: Columns of a line of SimAI's workload, as AICB's ``Work_Item`` has them.
+ITEM_COLUMNS = (
+    *("name", "dependency", "forward_ns", "forward_comm", "forward_bytes"),
+    *("backward_ns", "backward_comm", "backward_bytes", "weights_ns", "weights_comm"),
+    *("weights_bytes", "process_time"),
+)
+#: AICB writes these for every item.
+_NO_DEPENDENCY, _PROCESS_TIME = -1, 100
+#: Calculon's thresholds in GFLOP of a product, and in MB of a pass, largest first (those of its own
+#: systems); the last one stands for everything smaller.
+GFLOPS, MEGABYTES = (1000.0, 128.0, 16.0, 1.0, 0.0), (1000.0, 100.0, 10.0, 1.0, 0.0)
+#: What stands for the smallest sizes, and bytes of a collective that bandwidth decides.
+_SMALL, _LARGE_BYTES = 0.1, 2**28
+#: Calculon's collectives, by our names.
+_NETWORK_OPS = {
+    "p2p": "send_recv",
+    "reduce_scatter": "reduce_scatter",
+    "all_gather": "all_gather",
+    "all_reduce": "all_reduce",
+}
+
+#: A layer's operator from model, tensor-parallel degree and tokens.
+_Layer = Callable[[Workload, int, int], OpCall]
+
+
+def _linear(n: Callable[[Workload, int], int], k: Callable[[Workload, int], int]) -> _Layer:
+    return lambda w, tp, t: OpCall("", "linear", (t, n(w, tp), k(w, tp)), w.dtype)
+
+
+def _rows(op: str, cols: Callable[[Workload, int], int]) -> _Layer:
+    return lambda w, tp, t: OpCall("", op or w.norm, (t, cols(w, tp)), w.dtype)
+
+
+def _attention(w: Workload, tp: int, tokens: int) -> OpCall:
+    shape = (1, w.heads // tp, max(1, w.groups // tp), w.head, tokens, tokens, 1)
+    return OpCall("", "attention", shape, w.dtype)
+
+
+#: LLMServingSim's layers of a decoder, in its order.
+LAYERS: dict[str, _Layer] = {
+    "embedding": lambda w, tp, t: OpCall("", "move", (2 * w.width * t * w.d_model,), w.dtype),
+    "input_layernorm": _rows("", lambda w, tp: w.d_model),
+    "q_proj": _linear(lambda w, tp: w.heads // tp * w.head, lambda w, tp: w.d_model),
+    "k_proj": _linear(lambda w, tp: w.groups // tp * w.head, lambda w, tp: w.d_model),
+    "v_proj": _linear(lambda w, tp: w.groups // tp * w.head, lambda w, tp: w.d_model),
+    "rope": _rows("rope", lambda w, tp: (w.heads + w.groups) // tp * w.head),
+    "attn": _attention,
+    "o_proj": _linear(lambda w, tp: w.d_model, lambda w, tp: w.heads // tp * w.head),
+    "post_layernorm": _rows("", lambda w, tp: w.d_model),
+    "gate_proj": _linear(lambda w, tp: w.d_ff // tp, lambda w, tp: w.d_model),
+    "up_proj": _linear(lambda w, tp: w.d_ff // tp, lambda w, tp: w.d_model),
+    "act_fn": _rows("silu_and_mul", lambda w, tp: w.d_ff // tp),
+    "down_proj": _linear(lambda w, tp: w.d_model, lambda w, tp: w.d_ff // tp),
+    "final_layernorm": _rows("", lambda w, tp: w.d_model),
+    "lm_head": _linear(lambda w, tp: -(-w.vocab // tp), lambda w, tp: w.d_model),
+}
+
+
+def llmservingsim_layers(
+    work: Workload, tensor_parallel: Sequence[int], max_tokens: int, latency: OpLatency
+) -> pd.DataFrame:
+    """Make LLMServingSim's ``layers.csv``: columns :data:`LAYER_COLUMNS`, times in nanoseconds.
+
+    Args:
+        work: A decoder with gated feed-forward layers.
+        tensor_parallel: Tensor-parallel degrees.
+        max_tokens: Most tokens of a batch.
+        latency: Latencies of operators on the device.
+
+    Raises:
+        PlanError: Workers do not divide heads, or the model has experts or no gate.
+    """
+    check_shards(work, tensor_parallel, "LLMServingSim")
+    if not work.gated:
+        raise PlanError("LLMServingSim's layers have a gate", where="workload", hint="gated=true")
+    grid = [(tp, t, name) for tp in tensor_parallel for t in sizes(max_tokens) for name in LAYERS]
+    calls = [LAYERS[name](work, tp, tokens) for tp, tokens, name in grid]
+    seconds = _seconds(calls, latency)
+    return pd.DataFrame(
+        {
+            "layer_name": [name for _, _, name in grid],
+            "input": [tokens for _, tokens, _ in grid],
+            # New sequences: caches are in the tables of attention, which are Vidur's.
+            "kv_cache": 0,
+            "tp_size": [tp for tp, _, _ in grid],
+            "latency(ns)": np.maximum(1, np.round(seconds * 1e9)).astype(np.int64),
+        },
+        columns=list(LAYER_COLUMNS),
+    )
+
+
+def simai_workload(work: Workload, plan: Plan, devices: int, latency: OpLatency) -> str:
+    """Make SimAI's workload of a training step: AICB's text, one line a layer and micro-batch.
+
+    A line has one collective a pass: the layer's two all-reduces of its activations are one of
+    twice the bytes, and sequence parallelism, which moves as many bytes, counts as all-reduces.
+
+    Args:
+        work: The model.
+        plan: Tensor and data parallelism.
+        devices: Devices of the cluster.
+        latency: Latencies of operators on the device.
+
+    Raises:
+        PlanError: The plan has other axes, or does not fit model and cluster.
+    """
+    plan = resolved(work, replace(plan, sp=False), devices)
+    if plan.pp > 1 or plan.cp > 1 or plan.ep > 1 or plan.fsdp > 1 or work.experts:
+        raise PlanError(
+            "SimAI's workload is written for tensor and data parallelism of dense models",
+            where=f"plan {plan.text()}",
+            hint="use tp and dp alone",
+        )
+    parts = {
+        "embedding_layer": embedding_ops(work, plan),
+        "transformer_layer": layer_ops(work, plan),
+        "head_layer": head_ops(work, plan),
+    }
+    comm = {"transformer_layer": _sum_bytes(tensor_calls(work, plan))}
+    held = int(layer_held(work, plan).total * gradient_bytes(work, plan))
+    lines = []
+    for step in range(max(1, plan.microbatches)):
+        last = step == max(1, plan.microbatches) - 1
+        for name, ops in parts.items():
+            # Gradients of a layer are reduced once, beside the last micro-batch.
+            reduced = held if last and plan.dp > 1 and name == "transformer_layer" else 0
+            line = _item(name, ops, comm.get(name, 0), reduced, latency)
+            lines += [line] * (work.layers if name == "transformer_layer" else 1)
+    head = (
+        f"HYBRID_TRANSFORMER_FWD_IN_BCKWD model_parallel_NPU_group: {plan.tp} ep: 1 pp: 1 "
+        f"vpp: {work.layers} ga: {max(1, plan.microbatches)} all_gpus: {devices} checkpoints: 0 "
+        "checkpoint_initiates: 0 pp_comm: 0"
+    )
+    return "\n".join([head, str(len(lines)), *lines]) + "\n"
+
+
+def calculon_system(cluster: Cluster, spec: DeviceSpec, latency: OpLatency) -> dict[str, object]:
+    """Make Calculon's system of a cluster: data-sheet rates with predicted efficiencies.
+
+    Args:
+        cluster: The cluster; boxes are one network, the whole cluster the other.
+        spec: Its device.
+        latency: Latencies of operators on the device.
+    """
+    peak = spec.matrix_peak("bf16")
+    # Square products of as many FLOPs, sides in whole tiles of 64.
+    sides = [max(64, round((max(g, _SMALL) * 1e9 / 2) ** (1 / 3) / 64) * 64) for g in GFLOPS]
+    products = _seconds([OpCall("", "linear", (s, s, s), "bf16") for s in sides], latency)
+    matrix = [min(1.0, 2 * s**3 / t / peak) for s, t in zip(sides, products, strict=True)]
+    moved = [max(m, _SMALL) * 1e6 for m in MEGABYTES]
+    passes = _seconds([OpCall("", "move", (int(b),), "bf16") for b in moved], latency)
+    memory = [min(1.0, b / t / spec.bandwidth) for b, t in zip(moved, passes, strict=True)]
+    box = cluster.box or cluster.size
+    levels = [n for n in dict.fromkeys((box, cluster.size)) if n > 1]
+    return {
+        "matrix": _engine(peak, GFLOPS, matrix),
+        # Passes over memory never reach the vector units' rate: memory decides.
+        "vector": _engine(spec.vector_peak("bf16"), (0.0,), [1.0]),
+        "mem1": _memory(spec.memory_bytes, spec.bandwidth, MEGABYTES, memory),
+        # No memory of the host is described.
+        "mem2": _memory(0.0, spec.host_bandwidth or 1e9, (0.0,), [1.0]),
+        "processing_mode": "roofline",
+        "networks": [_network(cluster, n, n == box) for n in levels],
+    }
+
+
+def _engine(rate: float, at: Sequence[float], shares: Sequence[float]) -> dict[str, object]:
+    pairs = [[size, round(share, 4)] for size, share in zip(at, shares, strict=True)]
+    return {"tflops": rate / 1e12, "gflops_efficiency": {"float16": pairs}}
+
+
+def _memory(
+    capacity: float, rate: float, at: Sequence[float], shares: Sequence[float]
+) -> dict[str, object]:
+    pairs = [[size, round(share, 4)] for size, share in zip(at, shares, strict=True)]
+    return {"GiB": capacity / 2**30, "GBps": rate / 1e9, "MB_efficiency": pairs}
+
+
+def _network(cluster: Cluster, size: int, box: bool) -> dict[str, object]:
+    """One level of the network, with the work of each collective from its predicted time.
+
+    Calculon's time is ``latency + bytes · scalar · (1 + offset / n) / (bandwidth · efficiency)``.
+    """
+    time = ClusterNetwork(cluster)
+    dims = [d.bandwidth for d in cluster.topology.dims]
+    bandwidth = max(dims) if box else min(dims)
+    # Neighbours in a box, or the first devices of two boxes.
+    pair = Group(2, 1 if box else cluster.box or 1)
+    start = time("send_recv", 8.0, pair).seconds
+    ops: dict[str, list[float | None]] = {}
+    for name, kind in _NETWORK_OPS.items():
+        alone = name == "p2p"
+        seconds = time(kind, float(_LARGE_BYTES), pair if alone else Group(size, 1)).seconds
+        moved = _LARGE_BYTES * (1.0 if alone else 1.0 - 1.0 / size)
+        scalar = max(seconds - start, 1e-9) * bandwidth / moved
+        # Of n shares a device keeps its own.
+        ops[name] = [round(scalar, 4), None if alone else -1.0]
+    return {
+        "bandwidth": bandwidth / 1e9,
+        # The work of each collective holds what the links do not reach.
+        "efficiency": 1.0,
+        "size": size,
+        "latency": start,
+        "ops": ops,
+        "must_be_filled": box and size < cluster.size,
+        "processor_usage": 0.0,
+    }
+
+
+def _item(name: str, ops: PassOps, comm: int, reduced: int, latency: OpLatency) -> str:
+    forward, backward, weights = (
+        max(1, round(float(_seconds(calls, latency).sum()) * 1e9)) if calls else 1
+        for calls in (ops.forward, ops.backward, ops.weights)
+    )
+    kind, gradients = ("ALLREDUCE" if size else "NONE" for size in (comm, reduced))
+    values = (
+        *(name, _NO_DEPENDENCY, forward, kind, comm, backward, kind, comm),
+        *(weights, gradients, reduced, _PROCESS_TIME),
+    )
+    return "\t".join(map(str, values))
+
+
+def _sum_bytes(calls: Sequence[CommCall]) -> int:
+    return int(sum(call.size * call.times for call in calls))
+
+
+def _seconds(calls: Sequence[OpCall], latency: OpLatency) -> np.ndarray:
+    """Seconds of operators, scales included, shape ``(n,)``."""
+    unique = list(dict.fromkeys(calls))
+    said = dict(zip(unique, np.asarray(latency(unique))[:, 0], strict=True))
+    return np.array([said[call] for call in calls])
