@@ -18,7 +18,7 @@ JOBS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/bench \
 	--numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo test test-all lint bench report clean compilers docs browser
+.PHONY: demo test test-all clients lint bench report clean compilers docs browser
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV) || { echo "python venv is missing: apt-get install python3-venv" >&2; exit 1; }
@@ -54,6 +54,10 @@ test: $(VENV)/.installed $(VENV)/.compilers browser
 ## All tests: every case of the matrices of which `test` takes one, long fuzzing, the docs site.
 test-all: $(VENV)/.installed $(VENV)/.compilers browser
 	$(PYTEST)
+
+## What others read of opcast, with their own tools: client, version, outcome. Needs PyPI.
+clients: $(VENV)/.installed $(VENV)/.compilers
+	$(BIN)/python tests/clients/run.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

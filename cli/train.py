@@ -280,6 +280,10 @@ def evaluate(
         int | None,
         typer.Option(min=1, help="Maximum rows of each operator table, drawn at random."),
     ] = None,
+    ray: Annotated[
+        str,
+        typer.Option(help="With --published: address of a Ray cluster; 'local' starts one."),
+    ] = "",
 ) -> None:
     """Predict published tables of operators, steps, serving or programs and print the errors.
 
@@ -320,12 +324,12 @@ def evaluate(
         return
     assert published is not None
     refuse_unused(
-        context, "evaluating operators", {"out", "published", "model", "calibrate", "limit"}
+        context, "evaluating operators", {"out", "published", "model", "calibrate", "limit", "ray"}
     )
     from ..workflows.settings import EvaluateSettings
     from ..workflows.train_operators import run_evaluate
 
-    run_evaluate(make_console(), EvaluateSettings(published, out, model, calibrate, limit))
+    run_evaluate(make_console(), EvaluateSettings(published, out, model, calibrate, limit, ray))
 
 
 def compare(

@@ -173,6 +173,7 @@ class EvaluateSettings(Settings):
         model: Name or folder of the operator model.
         calibrate: Whether to calibrate on the rows of ``calib_*`` splits that have a latency.
         limit: Maximum rows of each operator table.
+        ray: Address of a Ray cluster; empty for none.
     """
 
     command: ClassVar[str] = "evaluate"
@@ -181,6 +182,7 @@ class EvaluateSettings(Settings):
     model: str
     calibrate: bool = False
     limit: int | None = None
+    ray: str = ""
 
 
 @dataclass(frozen=True)

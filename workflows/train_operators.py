@@ -203,6 +203,7 @@ def run_evaluate(console: Console, settings: EvaluateSettings) -> None:
         OpModel.load(find_model(name)),
         calibrate=settings.calibrate,
         limit=settings.limit,
+        ray=settings.ray,
     )
     # Predicting takes minutes; a missing folder should not lose the result.
     settings.out.parent.mkdir(parents=True, exist_ok=True)

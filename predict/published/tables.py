@@ -10,7 +10,7 @@ instead. Every row gets a prediction or a reason; rows whose latency is given ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from ...common.parquet import read_table
+from ...common.ray_tasks import run_tasks
 from ...datagen.published.block_tables import is_blocks
 from ...datagen.published.conv_tables import is_convs
 from ...datagen.published.product_tables import is_products, read_products
@@ -108,6 +109,7 @@ def predict_published(
     calibrate: bool = False,
     limit: int | None = None,
     blocks: OpModel | None = None,
+    ray: str = "",
 ) -> PublishedPredictions:
     """Predict every row of a folder.
 
@@ -119,6 +121,8 @@ def predict_published(
         limit: Maximum rows of each operator table, drawn at random.
         blocks: Model of layers, batches and new attention; the shipped one by default, read only
             if there is such a table. Calibrated like ``model``.
+        ray: Address of a Ray cluster that predicts the tables of operators, convolutions and
+            blocks, with the same results; empty for this process.
 
     Raises:
         DatasetError: The folder has no such table, or a table lacks a column.
@@ -127,7 +131,7 @@ def predict_published(
     if not folder.exists():
         raise DatasetError("no such folder or table", where=str(folder))
     links = collectives or CollectiveModel.load()
-    job = _Job(folder, model, links, calibrate, limit, blocks)
+    job = _Job(folder, model, links, calibrate, limit, blocks, ray)
     parts = [
         *job.operators(),
         *job.collective_tables(),
@@ -156,6 +160,7 @@ class _Job:
     calibrate: bool
     limit: int | None
     blocks: OpModel | None
+    ray: str = ""
     calibrated: dict[str, int] = field(default_factory=dict)
 
     def operators(self) -> Iterator[PublishedPredictions]:
@@ -167,18 +172,27 @@ class _Job:
             if known:
                 rows = rows_of_published(pd.concat(known, ignore_index=True), find_device)
                 self.calibrated |= self.model.calibrate(rows)
-        for path, whole in tables:
-            frame = self._drawn(whole).reset_index(drop=True)
-            for start in range(0, len(frame), _ROWS):
-                yield self._operators(path, frame.iloc[start : start + _ROWS])
+        drawn = [(path, self._drawn(whole)) for path, whole in tables]
+        yield from self._each(_operator_part, self.model, drawn)
 
-    def _operators(self, path: Path, frame: pd.DataFrame) -> PublishedPredictions:
-        rows = rows_of_published(frame.reset_index(drop=True), find_device)
-        prediction = self.model.predict(rows)
-        scope = pd.Series(prediction.scope, dtype=object)
-        return _part(
-            path, rows, rows["key"], prediction.latency, prediction.lo, prediction.hi, scope
-        )
+    def _each(
+        self,
+        work: Callable[[OpModel, tuple[Path, pd.DataFrame]], PublishedPredictions],
+        model: OpModel,
+        tables: Sequence[tuple[Path, pd.DataFrame]],
+    ) -> Iterator[PublishedPredictions]:
+        """Predict tables in pieces, here or on the Ray cluster; in order either way."""
+        pieces = [
+            (path, table.iloc[start : start + _ROWS].reset_index(drop=True))
+            for path, table in tables
+            for start in range(0, len(table), _ROWS)
+        ]
+        if not self.ray:
+            for piece in pieces:
+                yield work(model, piece)
+            return
+        found = dict(run_tasks(work, model, pieces, self.ray))
+        yield from (found[place] for place in range(len(pieces)))
 
     def collective_tables(self) -> Iterator[PublishedPredictions]:
         tables = [(p, pd.read_csv(p)) for p in _files(self.folder, COLLECTIVES)]
@@ -218,10 +232,7 @@ class _Job:
             table = read_table(path)
             if not is_convs(table.columns):
                 continue
-            table = self._drawn(table)
-            for start in range(0, len(table), _ROWS):
-                part = table.iloc[start : start + _ROWS]
-                yield _judged_pack(path, predict_convs(part, path, self.model))
+            yield from self._each(_conv_part, self.model, [(path, self._drawn(table))])
 
     def powers(self) -> Iterator[PublishedPredictions]:
         """Predict tables of board power, whose rows get watts beside their latency."""
@@ -264,10 +275,7 @@ class _Job:
             known["device"] = [find_device(name).name for name in known["device"]]
             self.calibrated |= self.blocks.calibrate(known)
         for path, whole in read:
-            rows = self._drawn(whole).reset_index(drop=True)
-            for start in range(0, len(rows), _ROWS):
-                part = rows.iloc[start : start + _ROWS].reset_index(drop=True)
-                yield _judged_pack(path, predict_blocks(part, self.blocks))
+            yield from self._each(_block_part, self.blocks, [(path, self._drawn(whole))])
 
     def programs(self) -> Iterator[PublishedPredictions]:
         for path in _files(self.folder, PROGRAMS):
@@ -301,6 +309,24 @@ class _Job:
     def _collective_latency(self, calls: pd.DataFrame) -> pd.DataFrame:
         prediction = self.links.predict(calls, _links)
         return _microseconds(*(prediction[c].to_numpy() for c in ("latency_s", "lo_s", "hi_s")))
+
+
+def _operator_part(model: OpModel, piece: tuple[Path, pd.DataFrame]) -> PublishedPredictions:
+    path, frame = piece
+    rows = rows_of_published(frame, find_device)
+    found = model.predict(rows)
+    scope = pd.Series(found.scope, dtype=object)
+    return _part(path, rows, rows["key"], found.latency, found.lo, found.hi, scope)
+
+
+def _conv_part(model: OpModel, piece: tuple[Path, pd.DataFrame]) -> PublishedPredictions:
+    path, table = piece
+    return _judged_pack(path, predict_convs(table, path, model))
+
+
+def _block_part(model: OpModel, piece: tuple[Path, pd.DataFrame]) -> PublishedPredictions:
+    path, rows = piece
+    return _judged_pack(path, predict_blocks(rows, model))
 
 
 def _links(name: str) -> Links:

@@ -15,13 +15,9 @@ from typing import TypeVar
 
 from ...common.child_process import die_with_parent
 from ...common.errors import OpcastError
-from ...common.extras import extra_hint
+from ...common.ray_tasks import MOST_LOSSES, run_tasks
 
 logger = logging.getLogger(__name__)
-
-#: Workers that may die before the sweep gives up. Single deaths (memory, preemption) are retried; a
-#: piece that kills every worker must not retry forever. Engineering estimate.
-MOST_LOSSES = 20
 
 Rows = list[dict[str, object]]
 J = TypeVar("J")
@@ -94,18 +90,5 @@ def run_ray(judge: Judge[J, C], job: J, pieces: Sequence[list[C]], address: str)
     Raises:
         OpcastError: Ray is not installed, or the cluster cannot be reached.
     """
-    try:
-        import ray
-    except ImportError:
-        raise OpcastError("Ray is not installed", hint=extra_hint("scale")) from None
-    try:
-        ray.init(address=None if address == "local" else address, ignore_reinit_error=True)
-    except Exception as error:  # Ray raises several unrelated classes
-        raise OpcastError(f"no Ray cluster: {error}", where=address) from None
-    # The exit of a worker is no error of the piece: it runs again elsewhere.
-    remote = ray.remote(max_retries=MOST_LOSSES, num_cpus=1)(judge)
-    waiting = [remote.remote(job, piece) for piece in pieces]
-    while waiting:
-        done, waiting = ray.wait(waiting)
-        for reference in done:
-            yield ray.get(reference)
+    for _, rows in run_tasks(judge, job, pieces, address):
+        yield rows
