@@ -17,8 +17,9 @@ from ...features.kernels.kernel import Kernel, LoweredProgram
 from ..programs.arguments import random_arguments
 from .plan import WALL_SECONDS, Item, LoadedItem, load_item
 from .pulse import STEADY, Pulse
+from .rows import sample_rows
 from .runner import MakeArguments, Runner, module_name, rotation
-from .trace import Durations, trace
+from .trace import Durations, expected, trace
 
 if TYPE_CHECKING:
     from ...features.lowering.xla import NativeExecutable
@@ -279,13 +280,9 @@ def _session(
                 for _ in range((pending[id(program)] + 2 - part) // 3):
                     _step(program)
 
-    executions = {
-        (p.module, k.name): int(k.multiplicity)
-        for p in group
-        for k in p.labelled
-        if not k.scope or k.multiplicity > 1  # else a loop of unknown length, or a branch
-    }
-    reads = {key: names for program in group for key, names in _reads(program).items()}
+    known = [expected(p.module, p.lowered) for p in group]
+    executions = {key: count for own, _ in known for key, count in own.items()}
+    reads = {key: names for _, own in known for key, names in own.items()}
     durations: Durations = trace(run, executions, reads)
     return [
         (
@@ -297,17 +294,6 @@ def _session(
         )
         for p in group
     ]
-
-
-def _reads(program: Prepared) -> dict[tuple[str, str], set[str]]:
-    """Return the kernels that a trace labels, with the names of those that each reads."""
-    kernels = program.lowered.kernels
-    labelled = {k.name for k in program.labelled}
-    return {
-        (program.module, k.name): {kernels[i].name for i in k.operands} - {k.name}
-        for k in kernels
-        if k.name in labelled
-    }
 
 
 def first_runs(seconds: float) -> int:
@@ -359,71 +345,14 @@ def long_runs(seconds: float) -> int:
 
 def rows_of(program: Prepared) -> tuple[list[dict[str, Any]], int]:
     """Make the rows of the measured kernels and the program; count the kernels without a label."""
-    kernels = program.labelled
-    # Where XLA split an op into several kernels, none of them is a label of the op.
-    single = program.loaded.family.startswith("op:") and len(kernels) == 1
-    # Equal kernels of a program are one sample with more executions.
-    pooled: dict[str, list[float]] = defaultdict(list)
-    for name, kernel in {k.name: k for k in kernels}.items():
-        pooled[kernel.hash] += program.durations.get(name, [])
-    by_hash = {k.hash: k for k in kernels}
-    level = "op" if single else "kernel"
-    rows = [_kernel_row(by_hash[h], s, level, program) for h, s in pooled.items() if s]
-    missing = sum(not program.durations.get(k.name) for k in kernels)
-    if program.wall and rows:
-        rows.append(_program_row(program, {row["kernel_hash"] for row in rows}))
-    return rows, missing
-
-
-def _kernel_row(
-    kernel: Kernel, seconds: Sequence[float], level: str, program: Prepared
-) -> dict[str, Any]:
-    return _latency(seconds) | {
-        "kernel_hash": kernel.hash,
-        "kernel_ir": kernel.ir,
-        "level": level,
-        "kind": kernel.kind,
-        "dtype": kernel.dtype,
-        "flops": float(kernel.flops),
-        "bytes": float(kernel.bytes),
-        "source": "measured:trace",
-        "family": program.loaded.family,
-        "program": program.item.key,
-    }
-
-
-def _program_row(program: Prepared, known: set[str]) -> dict[str, Any]:
-    import hashlib
-
-    from ...features.kernels.program_json import schedule_to_json
-
-    kernels = program.lowered.kernels
-    text = schedule_to_json(program.lowered, known)
-    # The program's type is that of its heaviest kernel.
-    dtypes = [k.dtype for k in sorted(kernels, key=lambda k: k.flops + k.bytes)]
-    return _latency(program.wall) | {
-        "kernel_hash": hashlib.sha256(text.encode()).hexdigest()[: len(kernels[0].hash)],
-        "kernel_ir": text,
-        "level": "program",
-        "kind": "program",
-        "dtype": dtypes[-1],
-        "flops": float(sum(k.flops * k.multiplicity for k in kernels)),
-        "bytes": float(sum(k.bytes * k.multiplicity for k in kernels)),
-        "source": "measured:wall",
-        "family": program.loaded.family,
-        "program": program.item.key,
-    }
-
-
-def _latency(seconds: Sequence[float]) -> dict[str, Any]:
-    # Quantiles, not minima: sums of minima over kernels under-predict programs.
-    p10, p50, p90 = np.quantile(np.asarray(seconds, float), [0.1, 0.5, 0.9]) * 1e6
-    return {
-        "latency_us_p10": float(p10),
-        "latency_us_p50": float(p50),
-        "latency_us_p90": float(p90),
-        "repeats": len(seconds),
-    }
+    rows = sample_rows(
+        program.lowered,
+        program.durations,
+        program.wall,
+        family=program.loaded.family,
+        program=program.item.key,
+    )
+    return rows, sum(not program.durations.get(k.name) for k in program.labelled)
 
 
 def reason_of(error: BaseException) -> str:

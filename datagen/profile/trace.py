@@ -27,6 +27,8 @@ from ...common.errors import ProfileError
 if TYPE_CHECKING:
     from jax.profiler import ProfileData
 
+    from ...features.kernels.kernel import LoweredProgram
+
 #: Durations in seconds of every execution, by (HLO module name, HLO instruction name).
 Durations = dict[tuple[str, str], list[float]]
 #: For every kernel, by (HLO module name, HLO instruction name), the names of what it reads.
@@ -42,7 +44,19 @@ _SHARED_PART = 0.05
 
 
 @dataclass(slots=True)
-class _Event:
+class Event:
+    """A piece of an instruction's execution; times in nanoseconds of the trace's clock.
+
+    Attributes:
+        module: HLO module.
+        op: HLO instruction.
+        run: Identifies the run of the program; ``None`` where the trace does not tell runs apart.
+        name: Name that the profiler gives it.
+        start: Start.
+        end: End.
+        shared: Time during which another instruction ran.
+    """
+
     module: str
     op: str
     run: object
@@ -50,6 +64,29 @@ class _Event:
     start: float
     end: float
     shared: float = 0.0
+
+
+@dataclass
+class Executed:
+    """What one device executed.
+
+    Attributes:
+        platform: ``cpu``, ``gpu`` or ``tpu``, which decides how pieces make up an execution.
+        events: In no order.
+    """
+
+    platform: str
+    events: list[Event]
+
+    def durations(
+        self, executions: Mapping[tuple[str, str], int] | None = None, reads: Reads | None = None
+    ) -> Durations:
+        """Return the durations of the kernels; arguments as of :func:`trace`."""
+        if self.platform == "cpu":
+            return _host_durations(self.events, reads, executions or {})
+        if self.platform == "tpu":
+            return _group(self.events, lambda group: _alone(_merge(group)))
+        return _stream_durations(self.events, executions or {})
 
 
 class _Span(NamedTuple):
@@ -110,18 +147,45 @@ def trace(
         return durations(data, executions, reads)
 
 
+def expected(
+    module: str, lowered: LoweredProgram
+) -> tuple[dict[tuple[str, str], int], dict[tuple[str, str], set[str]]]:
+    """What :func:`trace` needs to know of a program: executions and reads of its kernels."""
+    kernels = lowered.kernels
+    own = [k for k in kernels if k.takes_time]
+    executions = {
+        (module, k.name): int(k.multiplicity)
+        for k in own
+        if not k.scope or k.multiplicity > 1  # else a loop of unknown length, or a branch
+    }
+    reads = {(module, k.name): {kernels[i].name for i in k.operands} - {k.name} for k in own}
+    return executions, reads
+
+
 def durations(
     data: ProfileData,
     executions: Mapping[tuple[str, str], int] | None = None,
     reads: Reads | None = None,
 ) -> Durations:
     """Return the durations of the kernels in a recorded trace; see :func:`trace`."""
+    # Programs run on one device.
+    return executed(data)[0].durations(executions, reads)
+
+
+def executed(data: ProfileData, *, by_program: bool = False) -> list[Executed]:
+    """Return what each device of a trace executed; without accelerators, what the host did.
+
+    Args:
+        data: The trace.
+        by_program: Whether modules are called ``name(program id)`` where the trace has the id:
+            programs of other shapes have the same name.
+    """
     planes = list(data.planes)
     device = [plane for plane in planes if _is_device(plane.name)]
-    # Programs run on one device; the host's planes then only show launches.
+    # Beside devices, the host's planes only show launches.
     if device:
-        return _device_durations(device[0], executions or {})
-    return _host_durations(planes, reads, executions or {})
+        return [_device_events(plane, by_program) for plane in device]
+    return [Executed("cpu", _host_events(planes, by_program))]
 
 
 def _is_device(name: str) -> bool:
@@ -129,40 +193,43 @@ def _is_device(name: str) -> bool:
     return name.startswith(("/device:GPU:", "/device:TPU:"))
 
 
-def _host_durations(
-    planes: Iterable[Any], reads: Reads | None, executions: Mapping[tuple[str, str], int]
-) -> Durations:
-    events: list[tuple[_Event, object]] = []
+def _host_events(planes: Iterable[Any], by_program: bool) -> list[Event]:
+    events: list[tuple[Event, object]] = []
     ends: dict[object, float] = {}
     for plane in planes:
         if not plane.name.startswith("/host:CPU"):
             continue
         for line in plane.lines:  # small programs run on the thread that called them
-            _read_host_line(line, events, ends)
+            _read_host_line(line, events, ends, by_program)
     # Only now: the end of a thunk may lie on a line that is read before its event.
     for event, flow in events:
         event.end = max(event.end, ends.get(flow, 0.0))
-    executed = [event for event, _ in events]
+    return [event for event, _ in events]
+
+
+def _host_durations(
+    events: list[Event], reads: Reads | None, executions: Mapping[tuple[str, str], int]
+) -> Durations:
     if reads is not None:
-        kernels = sorted((e for e in executed if (e.module, e.op) in reads), key=lambda e: e.start)
+        kernels = sorted((e for e in events if (e.module, e.op) in reads), key=lambda e: e.start)
         _end_before_readers(kernels, reads)
         _measure_sharing(kernels)
 
-    def each(group: list[_Event]) -> list[float]:
+    def each(group: list[Event]) -> list[float]:
         # Without a run id the events of several runs are mixed: the count of one does not apply.
         count = executions.get((group[0].module, group[0].op), 0)
         return _alone(_per_execution(_merge(group), count if group[0].run is not None else 0))
 
-    return _group(executed, each)
+    return _group(events, each)
 
 
-def _end_before_readers(events: list[_Event], reads: Reads) -> None:
+def _end_before_readers(events: list[Event], reads: Reads) -> None:
     """End every execution at the latest when one that reads its result starts.
 
     What completes a thunk that runs on several threads first runs the thunks that wait for it, on
     the same thread, and only then reports the end.
     """
-    latest: dict[tuple[str, object, str], _Event] = {}
+    latest: dict[tuple[str, object, str], Event] = {}
     for event in events:
         for name in reads[event.module, event.op]:
             source = latest.get((event.module, event.run, name))
@@ -171,14 +238,14 @@ def _end_before_readers(events: list[_Event], reads: Reads) -> None:
         latest[event.module, event.run, event.op] = event
 
 
-def _measure_sharing(events: list[_Event]) -> None:
+def _measure_sharing(events: list[Event]) -> None:
     """Note for every event the time during which another instruction ran.
 
     Args:
         events: Sorted by start.
     """
     # A sweep over the starts; ``active`` holds what has not ended.
-    active: list[_Event] = []
+    active: list[Event] = []
     for event in events:
         active = [other for other in active if other.end > event.start]
         for other in active:
@@ -190,7 +257,10 @@ def _measure_sharing(events: list[_Event]) -> None:
 
 
 def _read_host_line(
-    line: Any, events: list[tuple[_Event, object]], ends: dict[object, float]
+    line: Any,
+    events: list[tuple[Event, object]],
+    ends: dict[object, float],
+    by_program: bool,
 ) -> None:
     for event in line.events:
         name = event.name
@@ -204,13 +274,16 @@ def _read_host_line(
                 ends[stats.get("_c")] = event.start_ns
         elif "hlo_op" in stats:
             flow = stats.get("_p") if stats.get("_pt") == _THUNK_FLOW else None
-            events.append((_read_event(event, stats), flow))
+            events.append((_read_event(event, stats, by_program), flow))
 
 
-def _read_event(event: Any, stats: Mapping[str, object], module: str = "") -> _Event:
+def _read_event(event: Any, stats: Mapping[str, object], by_program: bool = False) -> Event:
     start = float(event.start_ns)
-    return _Event(
-        module=str(stats.get("hlo_module", module)),
+    module = str(stats.get("hlo_module", ""))
+    if by_program and "program_id" in stats:
+        module = f"{module}({stats['program_id']})"
+    return Event(
+        module=module,
         op=str(stats.get("hlo_op", event.name)),
         run=stats.get("run_id"),
         name=event.name,
@@ -219,9 +292,9 @@ def _read_event(event: Any, stats: Mapping[str, object], module: str = "") -> _E
     )
 
 
-def _group(events: Iterable[_Event], combine: Callable[[list[_Event]], list[float]]) -> Durations:
+def _group(events: Iterable[Event], combine: Callable[[list[Event]], list[float]]) -> Durations:
     """Combine the events of each instruction in each program run into executions, in seconds."""
-    by_run: dict[tuple[str, str, object], list[_Event]] = defaultdict(list)
+    by_run: dict[tuple[str, str, object], list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda e: e.start):
         by_run[event.module, event.op, event.run].append(event)
     durations: Durations = defaultdict(list)
@@ -230,9 +303,9 @@ def _group(events: Iterable[_Event], combine: Callable[[list[_Event]], list[floa
     return dict(durations)
 
 
-def _merge(events: list[_Event]) -> list[_Span]:
+def _merge(events: list[Event]) -> list[_Span]:
     """Merge overlapping intervals, which are one execution on several threads."""
-    merged: list[_Event] = []
+    merged: list[Event] = []
     for event in events:
         if merged and event.start < merged[-1].end:
             last = merged[-1]
@@ -271,27 +344,32 @@ def _alone(spans: list[_Span]) -> list[float]:
     return alone or [s.length - min(s.shared, s.length) / 2 for s in spans]
 
 
-def _device_durations(plane: Any, executions: Mapping[tuple[str, str], int]) -> Durations:
+def _device_events(plane: Any, by_program: bool) -> Executed:
     lines = {line.name: line for line in plane.lines}
     # Planes of GPUs have a derived "XLA Ops" line as well; the streams hold what really ran.
     if "XLA Ops" in lines and not any(name.startswith("Stream") for name in lines):
-        return _group(_tpu_events(lines), lambda group: _alone(_merge(group)))
+        return Executed("tpu", _tpu_events(lines, by_program))
     events = []
     for name, line in lines.items():
         if name.startswith("Stream"):
             for event in line.events:
                 stats = dict(event.stats)
                 if "hlo_op" in stats:
-                    events.append(_read_event(event, stats))
+                    events.append(_read_event(event, stats, by_program))
+    return Executed("gpu", events)
 
-    def total(group: list[_Event]) -> list[float]:
+
+def _stream_durations(
+    events: Iterable[Event], executions: Mapping[tuple[str, str], int]
+) -> Durations:
+    def total(group: list[Event]) -> list[float]:
         count = executions.get((group[0].module, group[0].op), 0)
         return _sum_launches(group, count if group[0].run is not None else 0)
 
     return _group(events, total)
 
 
-def _sum_launches(events: list[_Event], count: int) -> list[float]:
+def _sum_launches(events: list[Event], count: int) -> list[float]:
     """Sum the device kernels of each execution.
 
     Without a known ``count`` of executions it is the greatest common divisor of how often each
@@ -304,18 +382,20 @@ def _sum_launches(events: list[_Event], count: int) -> list[float]:
     return [sum(event.end - event.start for event in chunk) for chunk in chunks]
 
 
-def _tpu_events(lines: Mapping[str, Any]) -> list[_Event]:
+def _tpu_events(lines: Mapping[str, Any], by_program: bool) -> list[Event]:
     """Read the ops of the ``XLA Ops`` line; module and run are those of the enclosing span."""
     spans = [_read_event(e, dict(e.stats)) for e in getattr(lines.get("XLA Modules"), "events", ())]
     spans.sort(key=lambda e: e.start)
     events = []
     for event in lines["XLA Ops"].events:
         stats = dict(event.stats)
-        read = _read_event(event, stats)
+        read = _read_event(event, stats, by_program)
         # The event's name may be the whole instruction: "%fusion.1 = f32[8] fusion(...)".
         read.op = str(stats.get("hlo_op", event.name)).split(" = ")[0].lstrip("%")
         inside = [s for s in spans if s.start <= read.start < s.end]
         if inside and "hlo_module" not in stats:
-            read.module, read.run = inside[-1].name.split("(")[0], inside[-1].start
+            # The span's name is that of the module with the program's id in brackets.
+            name = inside[-1].name
+            read.module, read.run = name if by_program else name.split("(")[0], inside[-1].start
         events.append(read)
     return events

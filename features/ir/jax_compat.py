@@ -274,6 +274,18 @@ def compile_module(
         return client.compile_and_load(module, devices, options)
 
 
+def hlo_text(proto: bytes) -> str:
+    """Print a serialised HLO module.
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        return str(_hlo.HloModule.from_serialized_hlo_module_proto(proto).to_string())
+    except Exception as error:  # jaxlib raises its own classes
+        raise ValueError(f"not an HLO module: {error}") from None
+
+
 def hlo_to_stablehlo(text: str) -> bytes:
     """Convert the text of an HLO module that is not optimised to StableHLO bytecode.
 

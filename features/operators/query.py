@@ -11,7 +11,7 @@ from ...common.errors import ProgramError
 from ..ir.dtypes import NUMPY_NAMES, TABLE_FORMATS, UNQUANTISED
 from .library_conv import DIRECTIONS
 from .physics import BACKENDS
-from .schema import FAMILIES, NAMES, PARAMETERS
+from .schema import FAMILIES, NAMES, PARAMETERS, TRACED
 
 #: How the rows of a dtype were timed, where a family is named without a method: NeuSight's tables
 #: are fp32 and eager, Vidur's fp16 and by kernel, all other dtypes come as replayed graphs.
@@ -165,8 +165,8 @@ def _key(head: str, dtype: str | None, where: str) -> str:
     wanted = _METHOD_OF.get(str(dtype), "graph")
     # The dtype's usual method first, then the others for families that were not timed that way.
     for method in (wanted, *_METHODS):
-        if f"{method}/{head}" in FAMILIES:
-            return f"{method}/{head}"
+        if (key := f"{method}/{head}") in FAMILIES and key not in TRACED:
+            return key
     names = dict.fromkeys(key.split("/")[1] for key in FAMILIES)
     raise _wrong(where, f"no operator {head!r}", "operators: " + ", ".join(names))
 

@@ -82,6 +82,10 @@ FAMILIES: dict[str, str] = {
     "kernel/linear": "gemm",
     "kernel/norm": "pointwise",
     "kernel/elementwise": "pointwise",
+    "kernel/bmm": "gemm",
+    "kernel/softmax": "pointwise",
+    "kernel/context_attention": "attention",
+    "kernel/conv": "conv_nd",
     "graph/linear": "gemm",
     "graph/bmm": "gemm",
     "graph/quantize": "pointwise",
@@ -98,6 +102,9 @@ FAMILIES: dict[str, str] = {
     "tuned/bmm": "tuned_gemm",
     "profiled/linear": "tuned_gemm",
 }
+#: Families that come from users' traces alone: no shipped model has them, so that a short name
+#: without a method never means one.
+TRACED = ("kernel/bmm", "kernel/softmax", "kernel/context_attention", "kernel/conv")
 #: Families of whole layers and blocks, with their parameters, any of which may be zero. They come
 #: from tables alone (datagen/published/block_tables.py) and have no HLO text; source and method of
 #: a measurement are among their names, since rows of all methods are learned together.

@@ -1,0 +1,227 @@
+"""Traces of ``torch.profiler`` (Kineto): kernels, the calls that launched them, operators, steps.
+
+Format: events of Chrome's trace format, written by Kineto
+(https://github.com/pytorch/kineto/blob/main/libkineto/src/output_json.cpp) with PyTorch's own
+arguments (torch/csrc/autograd/profiler_kineto.cpp). Times are microseconds.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...common.errors import DatasetError
+from ..profile.trace import Event, Executed
+from .json_stream import EVENTS, stream_events
+from .nested import Nested
+from .trace import Collective, DeviceTrace, Operator, Trace, TraceKernel
+
+#: Categories of what the device ran, and of what the host called.
+_KERNELS, _COPIES = ("kernel",), ("gpu_memcpy", "gpu_memset")
+_CALLS = ("cuda_runtime", "cuda_driver", "hip_runtime")
+_STEP = re.compile(r"ProfilerStep#(\d+)")
+#: Collectives by NCCL's names, without underscores and case, as PyTorch and the kernels write them.
+COLLECTIVES = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "allgatherbase": "all_gather",
+    "allgatherintotensor": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "reducescatterbase": "reduce_scatter",
+    "reducescattertensor": "reduce_scatter",
+    "alltoall": "alltoall",
+    "alltoallbase": "alltoall",
+    "broadcast": "broadcast",
+    "sendrecv": "send_recv",
+    "send": "send_recv",
+    "recv": "send_recv",
+}
+_WIDTHS = {
+    "bfloat16": 2, "half": 2, "float16": 2, "float": 4, "float32": 4, "double": 8, "float64": 8,
+    "int": 4, "int32": 4, "long": 8, "int64": 8, "byte": 1, "char": 1, "uint8": 1, "int8": 1,
+    "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
+
+
+@dataclass
+class _Read:
+    """What is kept of a file."""
+
+    kernels: list[tuple[TraceKernel, int, int | None, int | None]] = field(default_factory=list)
+    calls: dict[object, list[tuple[float, float, Operator]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    #: Thread and start of the call with an external id.
+    external: dict[int, tuple[object, float]] = field(default_factory=dict)
+    launches: dict[int, tuple[object, float]] = field(default_factory=dict)
+    steps: list[tuple[float, float, int]] = field(default_factory=list)
+    device_name: str = ""
+    names: int = 0
+
+
+def read_kineto(path: Path, moved: Callable[[int, int], None] = lambda done, total: None) -> Trace:
+    """Read a trace of PyTorch.
+
+    Args:
+        path: JSON of ``export_chrome_trace``, also gzipped.
+        moved: Told how many bytes are read, and of how many.
+
+    Raises:
+        DatasetError: It is cut off or no trace, or holds no kernels.
+    """
+    read = _Read()
+    for key, value in stream_events(path, moved):
+        if key == EVENTS and isinstance(value, dict):
+            try:
+                _add(read, value)
+            except (KeyError, TypeError, ValueError) as error:
+                raise DatasetError(
+                    f"event {value.get('name')!r} cannot be read: {type(error).__name__}: {error}",
+                    where=str(path),
+                    hint="expected the JSON that torch.profiler's export_chrome_trace writes",
+                ) from None
+        elif key == "deviceProperties" and isinstance(value, list):
+            names = {str(d.get("name", "")) for d in value if isinstance(d, dict)}
+            read.device_name = names.pop() if len(names) == 1 else ""
+    if not read.kernels:
+        raise _no_kernels(path, read)
+    return _trace(path, read)
+
+
+def _no_kernels(path: Path, read: _Read) -> DatasetError:
+    if not read.names:
+        return DatasetError(
+            "the trace holds no events of an operator or a device",
+            where=str(path),
+            hint="for a profile of JAX give its xplane.pb, which lies beside trace.json.gz",
+        )
+    return DatasetError(
+        "the trace holds no kernels, only events of the host",
+        where=str(path),
+        hint="record with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA] and "
+        "record_shapes=True",
+    )
+
+
+def _add(read: _Read, event: Mapping[str, object]) -> None:
+    if event.get("ph") != "X":
+        return
+    category, name = str(event.get("cat", "")).lower(), str(event.get("name", ""))
+    args = event.get("args")
+    args = args if isinstance(args, dict) else {}
+    start = _number(event["ts"])
+    end = start + _number(event.get("dur", 0))
+    thread = (event.get("pid"), event.get("tid"))
+    if category in _KERNELS or category in _COPIES:
+        read.names += 1
+        kernel = TraceKernel(
+            module="",
+            op="",
+            run=None,
+            name=name,
+            start=start * 1e3,
+            end=end * 1e3,
+            stream=str(args.get("stream", "")),
+            collective=collective_of(name, args),
+            copy=category in _COPIES,
+        )
+        device = _whole(args.get("device", event.get("pid"))) or 0
+        read.kernels.append(
+            (kernel, device, _whole(args.get("correlation")), _whole(args.get("External id")))
+        )
+    elif category in _CALLS:
+        correlation = _whole(args.get("correlation"))
+        if correlation is not None:
+            read.launches[correlation] = (thread, start)
+    elif category == "cpu_op":
+        read.names += 1
+        external = _whole(args.get("External id"))
+        operator = Operator(
+            name,
+            _shapes(args.get("Input Dims")),
+            tuple(map(str, _listed(args.get("Input type")))),
+            tuple(map(str, _listed(args.get("Concrete Inputs")))),
+            read.names,
+        )
+        read.calls[thread].append((start, end, operator))
+        if external is not None:
+            read.external[external] = (thread, start)
+    elif category == "user_annotation" and (step := _STEP.match(name)):
+        read.steps.append((start, end, int(step[1])))
+
+
+def _number(value: object) -> float:
+    # Newer versions write times as text, to keep nanoseconds.
+    number = float(str(value))
+    if not math.isfinite(number):
+        raise ValueError(f"{value} is no time")
+    return number
+
+
+def _whole(value: object) -> int | None:
+    try:
+        return int(str(value))
+    except ValueError:
+        return None
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
+
+
+def _shapes(value: object) -> tuple[tuple[int, ...], ...]:
+    """Dimensions by argument; those of a list of tensors one after the other, flat."""
+    found = []
+    for item in _listed(value):
+        flat = [v for v in _listed(item) if isinstance(v, int)]
+        found.append(tuple(flat))
+    return tuple(found)
+
+
+def collective_of(name: str, args: Mapping[str, object]) -> Collective | None:
+    """What NCCL did: by PyTorch's arguments, or at least by the kernel's name."""
+    said = str(args.get("Collective name", ""))
+    lowered = name.lower()
+    if not said and not lowered.startswith(("nccl", "rccl")):
+        return None
+    op = _op(said) or _op(lowered.removeprefix("nccldevkernel_").removeprefix("ncclkernel_"))
+    dtype = str(args.get("dtype", "")).lower()
+    given, taken = (_whole(args.get(f"{d} msg nelems")) or 0 for d in ("In", "Out"))
+    # As nccl-tests counts: the whole buffer, which is the larger side of a gather or a scatter.
+    elements = max(given, taken)
+    size = elements * _WIDTHS.get(dtype, 0)
+    return Collective(op or "other", size, _whole(args.get("Group size")) or 0, dtype)
+
+
+def _op(text: str) -> str:
+    """The collective that a name begins with; the longest match counts."""
+    plain = re.sub(r"[^a-z]", "", text.lower()).removeprefix("nccl").removeprefix("coalesced")
+    known = [name for name in COLLECTIVES if plain.startswith(name)]
+    return COLLECTIVES[max(known, key=len)] if known else ""
+
+
+def _trace(path: Path, read: _Read) -> Trace:
+    threads = {thread: Nested(calls) for thread, calls in read.calls.items()}
+    steps = Nested(read.steps)
+    devices: dict[int, list[Event]] = defaultdict(list)
+    for kernel, device, correlation, external in read.kernels:
+        launch = read.launches.get(correlation) if correlation is not None else None
+        if launch is not None:
+            kernel.launched = launch[1] * 1e3
+        # Without the call, by the operator that Kineto found around it.
+        called = launch or (read.external.get(external) if external is not None else None)
+        if called is not None and called[0] in threads:
+            kernel.operators = tuple(threads[called[0]].around(called[1]))
+        at = called[1] if called is not None else kernel.start * 1e-3
+        kernel.run = next(iter(steps.around(at)), None)
+        devices[device].append(kernel)
+    notes = []
+    every = [kernel for kernel, *_ in read.kernels]
+    if not any(o.shapes for k in every for o in k.operators):
+        notes.append("no operator has shapes: record with record_shapes=True")
+    found = [DeviceTrace(i, Executed("gpu", own)) for i, own in sorted(devices.items())]
+    return Trace(str(path), "kineto", found, read.device_name, notes=notes)

@@ -1,0 +1,237 @@
+"""What every reader of traces gives: the kernels of each device, and the runs that they make up."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from ...common.errors import DatasetError
+from ..profile.trace import Event, Executed
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """A call of an operator by the host, as PyTorch's profiler records it.
+
+    Attributes:
+        name: Such as ``aten::addmm``.
+        shapes: Dimensions of each argument; of a list of tensors, of each of them; empty for what
+            is no tensor.
+        dtypes: Type of each argument by PyTorch's name, such as ``c10::BFloat16``.
+        values: Arguments that are no tensors, as text.
+        call: Number of the call, which tells two calls apart.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtypes: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+    call: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective as its library reports it.
+
+    Attributes:
+        op: Name as in :mod:`opcast.simulate.collectives.choose`, such as ``all_reduce``.
+        bytes: Bytes as nccl-tests counts them; 0 if the trace does not say.
+        ranks: Devices that take part; 0 if the trace does not say.
+        dtype: Element type by PyTorch's name, or empty.
+    """
+
+    op: str
+    bytes: int = 0
+    ranks: int = 0
+    dtype: str = ""
+
+
+@dataclass(slots=True)
+class TraceKernel(Event):
+    """A kernel or copy on a device, in nanoseconds of the trace's clock.
+
+    Attributes:
+        stream: Stream that it ran on.
+        launched: When the host called it; nan if the trace does not say.
+        operators: Operators that the call was inside of, the innermost first.
+        collective: The collective that it is, if any.
+        copy: Whether it is a copy or fill by the driver, not a kernel.
+    """
+
+    stream: str = ""
+    launched: float = math.nan
+    operators: tuple[Operator, ...] = ()
+    collective: Collective | None = None
+    copy: bool = False
+
+
+@dataclass
+class DeviceTrace:
+    """What one device ran.
+
+    Attributes:
+        index: Number of the device in the trace.
+        executed: Kernels, with the instruction where XLA made them.
+    """
+
+    index: int
+    executed: Executed
+
+
+@dataclass
+class Trace:
+    """A trace.
+
+    Attributes:
+        path: File that it was read from.
+        format: ``xplane``, ``kineto`` or ``nsys``.
+        devices: What each device ran.
+        device_name: Name that the trace gives the device, or empty.
+        hlo: Text of optimised modules, by the module's name in the events.
+        ordered: Whether times of start are known, and so runs, gaps and overlap.
+        notes: What the trace lacks.
+    """
+
+    path: str
+    format: str
+    devices: list[DeviceTrace]
+    device_name: str = ""
+    hlo: dict[str, str] = field(default_factory=dict)
+    ordered: bool = True
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def of_xla(self) -> bool:
+        """Whether events name HLO instructions."""
+        return any(e.op for d in self.devices for e in d.executed.events)
+
+
+@dataclass(frozen=True)
+class RunTime:
+    """One run of a program, or one step; seconds.
+
+    Attributes:
+        start: Start of its first kernel.
+        span: From there to the end of the last one.
+        busy: During which a kernel ran.
+        kernels: Sum over the kernels, without collectives.
+        collectives: Sum over the collectives.
+        exposed: During which only collectives ran.
+    """
+
+    start: float
+    span: float
+    busy: float
+    kernels: float
+    collectives: float
+    exposed: float
+
+    @property
+    def gaps(self) -> float:
+        """During which nothing ran."""
+        return self.span - self.busy
+
+    @property
+    def overlap(self) -> float:
+        """What running kernels at once saved, collectives beside kernels included."""
+        return self.kernels + self.collectives - self.busy
+
+
+def chosen(trace: Trace, index: int | None) -> list[DeviceTrace]:
+    """Return the devices to read: the given one, or all of them if they ran the same.
+
+    Raises:
+        DatasetError: There is no such device, or several ran different kernels.
+    """
+    known = ", ".join(str(d.index) for d in trace.devices)
+    if index is not None:
+        own = [d for d in trace.devices if d.index == index]
+        if not own:
+            raise DatasetError(
+                f"no device {index} in the trace", where=trace.path, hint=f"it has: {known}"
+            )
+        return own
+    counts = [
+        Counter((e.module, e.op) if e.op else ("", e.name) for e in d.executed.events)
+        for d in trace.devices
+    ]
+    if any(count != counts[0] for count in counts[1:]):
+        raise DatasetError(
+            f"{len(counts)} devices ran different kernels",
+            where=trace.path,
+            hint=f"choose one with --device-index; the trace has: {known}",
+        )
+    return trace.devices
+
+
+def by_run(events: Iterable[Event]) -> list[list[Event]]:
+    """Sort events into runs: by their run, else by what repeats.
+
+    Without a marked run, a sequence of kernels that is one sequence several times over makes as
+    many runs; any other is one.
+    """
+    marked: dict[object, list[Event]] = defaultdict(list)
+    loose = []
+    for event in sorted(events, key=lambda e: e.start):
+        if event.run is None:
+            loose.append(event)
+        else:
+            marked[event.run].append(event)
+    if marked:
+        # Beside marked runs, loose events are warm-up and what lies between steps.
+        return list(marked.values())
+    names = [e.op or e.name for e in loose]
+    count = math.gcd(*Counter(names).values())
+    size = len(names) // count if count else 0
+    # Periods that divide all counts, the shortest first.
+    for pieces in sorted((n for n in range(2, count + 1) if count % n == 0), reverse=True):
+        size = len(names) // pieces
+        if names[size:] == names[:-size]:
+            return [loose[i : i + size] for i in range(0, len(loose), size)]
+    return [loose] if loose else []
+
+
+def run_time(events: Sequence[Event], is_collective: Callable[[Event], bool]) -> RunTime:
+    """Measure a run."""
+    own = [e for e in events if not is_collective(e)]
+    others = [e for e in events if is_collective(e)]
+    start, end = min(e.start for e in events), max(e.end for e in events)
+    busy, alone = _covered(events), _covered(own)
+    return RunTime(
+        start=start * 1e-9,
+        span=(end - start) * 1e-9,
+        busy=busy * 1e-9,
+        kernels=sum(e.end - e.start for e in own) * 1e-9,
+        collectives=sum(e.end - e.start for e in others) * 1e-9,
+        exposed=(busy - alone) * 1e-9,
+    )
+
+
+def _covered(events: Iterable[Event]) -> float:
+    """Nanoseconds during which at least one event ran."""
+    total, until = 0.0, -math.inf
+    for start, end in sorted((e.start, e.end) for e in events):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def typical(runs: Sequence[RunTime]) -> RunTime:
+    """The run in the middle by its span: medians of the parts would not add up.
+
+    The first of several is left out, since it may wait for memory and code.
+    """
+    own = sorted(runs[1:] if len(runs) > 2 else runs, key=lambda r: r.span)
+    return own[(len(own) - 1) // 2]
+
+
+def host_seconds(runs: Sequence[RunTime]) -> float:
+    """Median time from the end of a run to the start of the next; 0 for a single one."""
+    ordered = sorted(runs, key=lambda r: r.start)
+    waits = [max(0.0, b.start - a.start - a.span) for a, b in pairwise(ordered)]
+    return float(np.median(waits)) if waits else 0.0

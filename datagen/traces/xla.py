@@ -1,0 +1,195 @@
+"""Matches the kernels of a trace to those of programs that XLA compiled, by instruction."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ...common.errors import DatasetError
+from ...features.ir.reader import SourceProgram, read_program
+from ...features.kernels.kernel import Kernel, LoweredProgram
+from ...features.lowering.lower import lower
+from ..profile.trace import Executed, expected
+from .trace import DeviceTrace, RunTime, Trace, by_run, chosen, run_time
+
+#: Instructions whose events span those of the computations that they call.
+_CONTAINERS = ("while", "conditional", "call", "async-start", "async-update", "async-done")
+#: Characters that XLA replaces in the names of GPU kernels (``SanitizeFunctionName``).
+_REPLACED = re.compile(r"[^0-9A-Za-z_]")
+
+
+@dataclass
+class TracedProgram:
+    """A program with what a trace says of it.
+
+    Attributes:
+        module: Name of its module in the trace.
+        lowered: Its kernels.
+        durations: Seconds of each execution by the kernel's name.
+        runs: Its runs; none where the trace has no times of start.
+        unmatched: Seconds of all executions by the name of instructions that are no kernels of it.
+        source: The program that was lowered.
+    """
+
+    module: str
+    lowered: LoweredProgram
+    durations: dict[str, list[float]]
+    runs: list[RunTime]
+    unmatched: dict[str, float] = field(default_factory=dict)
+    source: SourceProgram | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Sum over the executions of its kernels."""
+        return sum(sum(own) for own in self.durations.values())
+
+
+def traced_programs(
+    trace: Trace, given: Sequence[SourceProgram] = (), index: int | None = None
+) -> list[TracedProgram]:
+    """Match what ran to programs, those that took most time first.
+
+    Args:
+        trace: The trace.
+        given: Programs as they ran (optimised HLO), for modules that are not in the trace.
+        index: Device of the trace; by default all of them, if they ran the same.
+
+    Raises:
+        DatasetError: Devices ran different kernels, or no program is known for what ran.
+    """
+    devices = chosen(trace, index)
+    events = [e for device in devices for e in device.executed.events]
+    others = [_lowered(source) for source in given]
+    if not any(e.op for e in events):
+        devices = [_named(device, others) for device in devices]
+    spent: dict[str, float] = defaultdict(float)
+    ran: dict[str, set[str]] = defaultdict(set)
+    for event in (e for device in devices for e in device.executed.events if e.op):
+        spent[event.module] += event.end - event.start
+        ran[event.module].add(event.op)
+    known: dict[str, tuple[SourceProgram, LoweredProgram]] = {}
+    for module in sorted(spent, key=lambda m: -spent[m]):
+        if module in trace.hlo:
+            known[module] = _lowered(read_program(trace.hlo[module]))
+        elif others:
+            best = max(others, key=lambda own: _overlap(own[1], ran[module]))
+            if _overlap(best[1], ran[module]) > 0.0:
+                known[module] = best
+    if not known:
+        raise _unknown(trace, list(spent), bool(given))
+    return [_program(trace, devices, module, *own) for module, own in known.items()]
+
+
+def _lowered(source: SourceProgram) -> tuple[SourceProgram, LoweredProgram]:
+    # Optimised modules are taken as they are: no compiler runs, so nothing needs a cache.
+    return source, lower(source, cache=False if source.kind == "hlo" else None)
+
+
+def _overlap(lowered: LoweredProgram, ran: set[str]) -> float:
+    """Share of a program's kernels that ran."""
+    names = {k.name for k in lowered.kernels if k.takes_time}
+    return len(names & ran) / max(len(names), 1)
+
+
+def _unknown(trace: Trace, modules: list[str], given: bool) -> DatasetError:
+    if given:
+        return DatasetError(
+            "no kernel of the trace has the name of one of the program's",
+            where=trace.path,
+            hint="give the module that ran: compiled.as_text(), or *after_optimizations.txt of "
+            "XLA_FLAGS=--xla_dump_to",
+        )
+    what = f"the trace holds no HLO of {', '.join(modules[:3])}" if modules else (
+        "the trace does not say which instructions its kernels are of"
+    )  # fmt: skip
+    return DatasetError(
+        what,
+        where=trace.path,
+        hint="record with enable_hlo_proto (the default), or give the module that ran with "
+        "--program: compiled.as_text()",
+    )
+
+
+def _named(
+    device: DeviceTrace, programs: Sequence[tuple[SourceProgram, LoweredProgram]]
+) -> DeviceTrace:
+    """Name instructions by the names of GPU kernels, which are made of them."""
+    kernels = {
+        _REPLACED.sub("_", k.name): (str(number), k.name)
+        for number, (_, lowered) in enumerate(programs)
+        for k in lowered.kernels
+        if k.takes_time
+    }
+    events = [
+        replace(e, module=kernels[name][0], op=kernels[name][1])
+        for e in device.executed.events
+        if (name := _REPLACED.sub("_", e.name)) in kernels
+    ]
+    return DeviceTrace(device.index, Executed(device.executed.platform, events))
+
+
+def _program(
+    trace: Trace,
+    devices: Sequence[DeviceTrace],
+    module: str,
+    source: SourceProgram,
+    lowered: LoweredProgram,
+) -> TracedProgram:
+    kernels = {k.name: k for k in lowered.kernels}
+    labelled = {name for name, k in kernels.items() if k.takes_time}
+    opcodes = {op.name: op.opcode for c in source.program.computations.values() for op in c.ops}
+    collectives = {name for name, k in kernels.items() if k.kind == "collective"}
+    durations: dict[str, list[float]] = defaultdict(list)
+    unmatched: dict[str, float] = defaultdict(float)
+    runs: list[RunTime] = []
+    executions, reads = expected(module, lowered)
+    for device in devices:
+        own = [
+            e
+            for e in device.executed.events
+            if e.module == module
+            and (e.op in labelled or not _is_container(kernels.get(e.op), opcodes.get(e.op, "")))
+        ]
+        found = Executed(device.executed.platform, own).durations(executions, reads)
+        for (_, name), seconds in found.items():
+            if name in labelled:
+                durations[name] += [s for s in seconds if s > 0]
+            else:
+                unmatched[name] += sum(seconds)
+        if trace.ordered:
+            runs += [run_time(run, lambda e: e.op in collectives) for run in by_run(own)]
+    counted = _counted(lowered, durations, len(runs))
+    return TracedProgram(module, counted, dict(durations), runs, dict(unmatched), source)
+
+
+def _is_container(kernel: Kernel | None, opcode: str) -> bool:
+    return kernel is not None or opcode in _CONTAINERS
+
+
+def _counted(
+    lowered: LoweredProgram, durations: Mapping[str, Sequence[float]], runs: int
+) -> LoweredProgram:
+    """Take the iterations of loops of unknown length from the trace."""
+    notes = [n for n in lowered.notes if "no known trip count" not in n]
+    if not runs or len(notes) == len(lowered.notes):
+        return lowered
+    kernels = [
+        replace(k, multiplicity=max(1.0, round(len(durations[k.name]) / runs)))
+        if k.scope and k.multiplicity == 1 and k.name in durations
+        else k
+        for k in lowered.kernels
+    ]
+    return replace(lowered, kernels=kernels, notes=notes)
+
+
+def anonymous(lowered: LoweredProgram) -> LoweredProgram:
+    """The program without names of loops, lines of its source, and notes, which hold both."""
+    scopes: dict[str, str] = {}
+
+    def hidden(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(scopes.setdefault(name, f"loop.{len(scopes)}") for name in names)
+
+    kernels = [replace(k, sources=(), scope=hidden(k.scope)) for k in lowered.kernels]
+    return replace(lowered, kernels=kernels, notes=[], hlo="", module=None)
