@@ -9,11 +9,13 @@ from typing import Annotated
 import typer
 
 from .options import (
+    DeviceIndex,
     Devices,
     Json,
     ModelOpt,
     Out,
     Seed,
+    TracedDevice,
     make_console,
     print_json,
     refuse,
@@ -82,20 +84,57 @@ def data_show(
 
 
 def data_import(
-    kind: Annotated[str, typer.Argument(help="Kind of tables: published.")],
-    folder: Annotated[Path, typer.Argument(help="Folder with the tables.")],
+    context: typer.Context,
+    kind: Annotated[str, typer.Argument(help="What to import: published or trace.")],
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            help="A folder with published tables; or traces: xplane.pb or log directory of "
+            "jax.profiler, JSON of torch.profiler, SQLite or CSV of Nsight Systems."
+        ),
+    ],
     out: Out,
+    program: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--program", help="Of a trace without HLO: the program that ran; may be given again."
+        ),
+    ] = None,
+    device: TracedDevice = None,
+    device_index: DeviceIndex = None,
+    keep_names: Annotated[
+        bool,
+        typer.Option(
+            "--keep-names", help="Of a trace: keep names of programs, kernels and operators."
+        ),
+    ] = False,
 ) -> None:
-    """Convert published latency tables into a dataset.
+    """Convert published latency tables or traces into a dataset.
 
     An import that was stopped resumes.
     """
+    if kind == "trace":
+        from ..workflows.traces.importing import run_import_traces
+
+        run_import_traces(
+            make_console(),
+            paths,
+            out,
+            device=device,
+            programs=program or (),
+            index=device_index,
+            keep_names=keep_names,
+            tell=lambda what: typer.echo(what, err=True),
+        )
+        return
+    if kind != "published":
+        raise typer.BadParameter(f"cannot import {kind!r}; choose: published, trace")
+    refuse(context, "published tables", {"program", "device", "device_index", "keep_names"})
+    if len(paths) > 1:
+        raise typer.BadParameter("give one folder with published tables")
     from ..workflows.train_operators import run_import
 
-    # The only kind so far; an argument leaves room for others.
-    if kind != "published":
-        raise typer.BadParameter(f"cannot import {kind!r}; choose: published")
-    run_import(make_console(), folder, out)
+    run_import(make_console(), paths[0], out)
 
 
 def audit(

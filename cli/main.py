@@ -60,7 +60,9 @@ COMMANDS: dict[str, Command | Group] = {
         "predict", "explain", "Explain the predicted time of a program's kernels or an operator."
     ),
     "check": Command(
-        "predict", "check", "Run a program here and compare predicted with measured times."
+        "predict",
+        "check",
+        "Compare predicted times with a run of the program here, or with a trace.",
     ),
     "report": REPORT,
     "lower": Command("lower", "lower", "Lower a program to the kernels of a device."),
@@ -133,7 +135,7 @@ COMMANDS: dict[str, Command | Group] = {
         {
             "show": Command("data", "data_show", "Summarise a dataset: counts, ranges, noise."),
             "import": Command(
-                "data", "data_import", "Convert published latency tables into a dataset."
+                "data", "data_import", "Convert published latency tables or traces into a dataset."
             ),
             "compile": Command(
                 "data", "data_compile", "Collect the TPU compiler's estimates of kernels."

@@ -88,6 +88,21 @@ Devices = Annotated[
     list[str] | None, typer.Option("--device", help="Device name or file; may be given again.")
 ]
 ModelOpt = Annotated[str, typer.Option("--model", help="Model name or folder (opcast models).")]
+TracedDevice = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        help="What a trace ran on: name or device file; by default as it says, or this machine.",
+    ),
+]
+DeviceIndex = Annotated[
+    int | None,
+    typer.Option(
+        "--device-index",
+        min=0,
+        help="Device of a trace of several; by default all, if they ran the same.",
+    ),
+]
 OperatorModelOpt = Annotated[
     str, typer.Option("--model", help="Operator model; 'roofline' for the plain roofline.")
 ]

@@ -11,6 +11,7 @@ import typer
 
 from .options import (
     WITHOUT_COMPILER,
+    DeviceIndex,
     DeviceOpt,
     Fallback,
     Json,
@@ -20,12 +21,12 @@ from .options import (
     ModelOpt,
     OpOpt,
     PriceOpt,
-    ProgramArg,
     ProgramOrNone,
     ProgramsOrNone,
     Timeline,
     Top,
     TorchFrameworkOpt,
+    TracedDevice,
     TrainOpt,
     Trips,
     make_console,
@@ -331,17 +332,39 @@ def explain(
 
 def check(
     context: typer.Context,
-    program: ProgramArg,
+    program: ProgramOrNone = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead of running it: a trace of jax.profiler, torch.profiler or Nsight Systems."
+        ),
+    ] = None,
+    device: TracedDevice = None,
+    device_index: DeviceIndex = None,
     model: ModelOpt = "default",
     top: Top = 10,
     json_output: Json = False,
 ) -> None:
-    """Run a program here and compare predicted with measured times.
+    """Compare predicted with measured times, kernel by kernel.
 
-    The comparison is kernel by kernel.
+    The program runs here; or, with --trace, ran somewhere, and what explains the difference is
+    shown: kernels by class, gaps, communication, the clock.
     """
     if json_output:
         refuse(context, "--json, which has all kernels", {"top"})
+    if trace is not None:
+        from ..workflows.traces.checking import CheckOptions, check_trace, print_trace_check
+
+        options = CheckOptions(device, model, device_index)
+        found = check_trace(trace, program, options, lambda what: typer.echo(what, err=True))
+        if json_output:
+            print_json(found.to_dict())
+        else:
+            print_trace_check(make_console(), found, top)
+        return
+    refuse(context, "running the program here", {"device", "device_index"})
+    if program is None:
+        raise typer.BadParameter("give a PROGRAM to run, or --trace")
     from ..predict.program.predictor import load_for_programs
     from ..workflows.check import check_programs, print_check
 

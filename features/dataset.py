@@ -190,12 +190,14 @@ def _told_apart(
 
 
 def sample_frame(rows: Iterable[dict[str, object]]) -> pd.DataFrame:
-    """A frame with exactly the dataset's columns and types.
+    """A frame with the dataset's columns and types, and those optional ones that the rows have.
 
     Raises:
         DatasetError: A column is missing.
     """
-    frame = pd.DataFrame(list(rows), columns=list(COLUMNS))
+    listed = list(rows)
+    extra = [c for c in OPTIONAL if any(c in row for row in listed)]
+    frame = pd.DataFrame(listed, columns=[*COLUMNS, *extra])
     return frame.astype({c: t for c, t in COLUMNS.items() if t != "str"})
 
 

@@ -33,12 +33,9 @@ def local_now(
         known: Devices that the model was trained on.
         tell: Called with one line before a probe is made.
     """
-    from ..predict.devices import is_known, measured_path, resolve_device
+    from ..predict.devices import measured_path
 
-    if not is_known("local", known):
-        tell("measuring this machine's ceilings, once (15 s)")
-        measure_device(save=True)
-    spec = resolve_device("local", known)
+    spec = local_device(known, tell)
     then = anchors_of(spec)
     path = measured_path(local_device_name())
     if not then or time.time() - path.stat().st_mtime < _FRESH_S:
@@ -46,6 +43,18 @@ def local_now(
     from ..datagen.profile.anchors import present_anchors
 
     return with_speed(spec, compare_anchors(present_anchors(_READINGS), then))
+
+
+def local_device(
+    known: Mapping[str, DeviceSpec], tell: Callable[[str], None] = lambda what: None
+) -> DeviceSpec:
+    """Describe this machine by its own probe; arguments as of :func:`local_now`."""
+    from ..predict.devices import is_known, resolve_device
+
+    if not is_known("local", known):
+        tell("measuring this machine's ceilings, once (15 s)")
+        measure_device(save=True)
+    return resolve_device("local", known)
 
 
 def measure_device(*, save: bool) -> DeviceSpec:

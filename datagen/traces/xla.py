@@ -6,9 +6,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ...common.errors import DatasetError
-from ...features.ir.reader import SourceProgram, read_program
+from ...features.ir.hlo_reader import parse_hlo
+from ...features.ir.program import Program
+from ...features.ir.reader import read_program
 from ...features.kernels.kernel import Kernel, LoweredProgram
 from ...features.lowering.lower import lower
 from ..profile.trace import Executed, expected
@@ -30,7 +33,6 @@ class TracedProgram:
         durations: Seconds of each execution by the kernel's name.
         runs: Its runs; none where the trace has no times of start.
         unmatched: Seconds of all executions by the name of instructions that are no kernels of it.
-        source: The program that was lowered.
     """
 
     module: str
@@ -38,7 +40,6 @@ class TracedProgram:
     durations: dict[str, list[float]]
     runs: list[RunTime]
     unmatched: dict[str, float] = field(default_factory=dict)
-    source: SourceProgram | None = None
 
     @property
     def seconds(self) -> float:
@@ -46,14 +47,21 @@ class TracedProgram:
         return sum(sum(own) for own in self.durations.values())
 
 
+class _Known(NamedTuple):
+    """A program that may have run, and the module that says what its instructions are."""
+
+    lowered: LoweredProgram
+    program: Program | None
+
+
 def traced_programs(
-    trace: Trace, given: Sequence[SourceProgram] = (), index: int | None = None
+    trace: Trace, given: Sequence[LoweredProgram] = (), index: int | None = None
 ) -> list[TracedProgram]:
     """Match what ran to programs, those that took most time first.
 
     Args:
         trace: The trace.
-        given: Programs as they ran (optimised HLO), for modules that are not in the trace.
+        given: Programs as they ran, for modules that are not in the trace.
         index: Device of the trace; by default all of them, if they ran the same.
 
     Raises:
@@ -61,7 +69,7 @@ def traced_programs(
     """
     devices = chosen(trace, index)
     events = [e for device in devices for e in device.executed.events]
-    others = [_lowered(source) for source in given]
+    others = [_Known(own, parse_hlo(own.hlo) if own.hlo else None) for own in given]
     if not any(e.op for e in events):
         devices = [_named(device, others) for device in devices]
     spent: dict[str, float] = defaultdict(float)
@@ -69,22 +77,19 @@ def traced_programs(
     for event in (e for device in devices for e in device.executed.events if e.op):
         spent[event.module] += event.end - event.start
         ran[event.module].add(event.op)
-    known: dict[str, tuple[SourceProgram, LoweredProgram]] = {}
+    known: dict[str, _Known] = {}
     for module in sorted(spent, key=lambda m: -spent[m]):
         if module in trace.hlo:
-            known[module] = _lowered(read_program(trace.hlo[module]))
+            source = read_program(trace.hlo[module])
+            # Optimised modules are taken as they are: no compiler runs.
+            known[module] = _Known(lower(source, cache=False), source.program)
         elif others:
-            best = max(others, key=lambda own: _overlap(own[1], ran[module]))
-            if _overlap(best[1], ran[module]) > 0.0:
+            best = max(others, key=lambda own: _overlap(own.lowered, ran[module]))
+            if _overlap(best.lowered, ran[module]) > 0.0:
                 known[module] = best
     if not known:
         raise _unknown(trace, list(spent), bool(given))
-    return [_program(trace, devices, module, *own) for module, own in known.items()]
-
-
-def _lowered(source: SourceProgram) -> tuple[SourceProgram, LoweredProgram]:
-    # Optimised modules are taken as they are: no compiler runs, so nothing needs a cache.
-    return source, lower(source, cache=False if source.kind == "hlo" else None)
+    return [_program(trace, devices, module, own) for module, own in known.items()]
 
 
 def _overlap(lowered: LoweredProgram, ran: set[str]) -> float:
@@ -112,14 +117,12 @@ def _unknown(trace: Trace, modules: list[str], given: bool) -> DatasetError:
     )
 
 
-def _named(
-    device: DeviceTrace, programs: Sequence[tuple[SourceProgram, LoweredProgram]]
-) -> DeviceTrace:
+def _named(device: DeviceTrace, programs: Sequence[_Known]) -> DeviceTrace:
     """Name instructions by the names of GPU kernels, which are made of them."""
     kernels = {
         _REPLACED.sub("_", k.name): (str(number), k.name)
-        for number, (_, lowered) in enumerate(programs)
-        for k in lowered.kernels
+        for number, program in enumerate(programs)
+        for k in program.lowered.kernels
         if k.takes_time
     }
     events = [
@@ -134,12 +137,13 @@ def _program(
     trace: Trace,
     devices: Sequence[DeviceTrace],
     module: str,
-    source: SourceProgram,
-    lowered: LoweredProgram,
+    known: _Known,
 ) -> TracedProgram:
+    lowered = known.lowered
     kernels = {k.name: k for k in lowered.kernels}
     labelled = {name for name, k in kernels.items() if k.takes_time}
-    opcodes = {op.name: op.opcode for c in source.program.computations.values() for op in c.ops}
+    computations = known.program.computations.values() if known.program else ()
+    opcodes = {op.name: op.opcode for c in computations for op in c.ops}
     collectives = {name for name, k in kernels.items() if k.kind == "collective"}
     durations: dict[str, list[float]] = defaultdict(list)
     unmatched: dict[str, float] = defaultdict(float)
@@ -161,7 +165,7 @@ def _program(
         if trace.ordered:
             runs += [run_time(run, lambda e: e.op in collectives) for run in by_run(own)]
     counted = _counted(lowered, durations, len(runs))
-    return TracedProgram(module, counted, dict(durations), runs, dict(unmatched), source)
+    return TracedProgram(module, counted, dict(durations), runs, dict(unmatched))
 
 
 def _is_container(kernel: Kernel | None, opcode: str) -> bool:

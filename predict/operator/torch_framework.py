@@ -161,7 +161,7 @@ def predict_torch(
         raise ProgramError(
             f"no framework {framework!r} of PyTorch", hint="known: " + ", ".join(FRAMEWORKS)
         )
-    bundle = _bundle(model)
+    bundle = operator_bundle(model)
     spec = resolve_device(device, bundle.devices if bundle else {})
     if spec.platform != "gpu":
         raise DeviceError(
@@ -172,22 +172,42 @@ def predict_torch(
     return price(recording, spec, framework, bundle)
 
 
-def _bundle(model: str | Path) -> OpModel | None:
+def operator_bundle(model: str | Path) -> OpModel | None:
+    """Load the families that kernels are priced by; none for ``roofline``."""
     if str(model) == "roofline":
         return None
     folder = find_model(OPERATOR_MODEL if str(model) == "default" else model)
     return OpModel.load(folder, only=(*FAMILIES, *_ALONE))
 
 
-def price(
-    recording: Recording, spec: DeviceSpec, framework: str, bundle: OpModel | None
-) -> TorchPrediction:
-    """Price what a program launches; see :func:`predict_torch`."""
+@dataclass(frozen=True)
+class Priced:
+    """Times of kernels, and of a run of them one after the other.
+
+    Attributes:
+        times: Seconds and both ends of the 90 % interval of each, shape ``(n, 3)``.
+        sources: What each was learned from, or ``roofline``.
+        seconds: Time of the run: the kernels, or the host's launches if these take longer.
+        lo: Lower end of its 90 % interval.
+        hi: Upper end.
+        device_s: Sum of the kernels.
+        host_s: What the host takes to launch them.
+    """
+
+    times: np.ndarray
+    sources: list[str]
+    seconds: float
+    lo: float
+    hi: float
+    device_s: float
+    host_s: float
+
+
+def price_works(
+    found: Sequence[Work], spec: DeviceSpec, framework: str, bundle: OpModel | None
+) -> Priced:
+    """Price kernels that run one after the other; arguments as of :func:`price`."""
     compiled = framework == "torch-compiled"
-    check_priced(recording.calls)
-    found = fused(recording) if compiled else works(recording.calls)
-    if not found:
-        raise ProgramError("the program launches no kernels", hint="it only views its inputs")
     bits = 32 if _mostly_f32(found) else 16
     effects = shipped_steps().table.effects(device_context(spec, bits))
     times, sources = _Prices(spec, bundle, effects.product, effects.attention)(found)
@@ -202,12 +222,26 @@ def price(
     seconds = max(total, host)
     lo = max(total - down, 0.05 * total, host / _HOST_FACTOR)
     hi = max(total + up, host * _HOST_FACTOR)
+    return Priced(times, sources, seconds, min(lo, seconds), hi, total, host)
+
+
+def price(
+    recording: Recording, spec: DeviceSpec, framework: str, bundle: OpModel | None
+) -> TorchPrediction:
+    """Price what a program launches; see :func:`predict_torch`."""
+    compiled = framework == "torch-compiled"
+    check_priced(recording.calls)
+    found = fused(recording) if compiled else works(recording.calls)
+    if not found:
+        raise ProgramError("the program launches no kernels", hint="it only views its inputs")
+    priced = price_works(found, spec, framework, bundle)
+    times, sources = priced.times, priced.sources
     return TorchPrediction(
-        **latency_fields(seconds, min(lo, seconds), hi),
+        **latency_fields(priced.seconds, priced.lo, priced.hi),
         framework=framework,
         device=spec.name,
-        device_us=total * 1e6,
-        host_us=host * 1e6,
+        device_us=priced.device_s * 1e6,
+        host_us=priced.host_s * 1e6,
         operators=tuple(
             AtenEstimate(
                 name=w.name,
@@ -227,7 +261,7 @@ def price(
             for w, t, source in zip(found, times, sources, strict=True)
         ),
         parameter_bytes=recording.parameter_bytes,
-        notes=_notes(framework, spec, found, times, sources, host > total),
+        notes=_notes(framework, spec, found, times, sources, priced.host_s > priced.device_s),
     )
 
 

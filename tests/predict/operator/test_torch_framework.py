@@ -19,7 +19,7 @@ from opcast.features.ir.torch.program import TorchProgram  # noqa: E402
 from opcast.features.ir.torch.record import record  # noqa: E402
 from opcast.predict.api import predict  # noqa: E402
 from opcast.predict.operator.aten_work import fused, works  # noqa: E402
-from opcast.predict.operator.torch_framework import _bundle, price  # noqa: E402
+from opcast.predict.operator.torch_framework import operator_bundle, price  # noqa: E402
 
 from ...support.torch_models import GPT, examples  # noqa: E402
 
@@ -242,7 +242,7 @@ def test_gpt2_as_a_module_is_gpt2_as_a_published_op_graph():
     labels = pd.read_csv(LATENCIES / "e2e_labels.csv")
     labels = labels[labels["desc"].isin(["gpt2_large-inf-1024-4", "gpt2_large-train-1024-1"])]
     labels = labels[labels["e2e_ms"].notna() & labels["device"].str.contains("V100|A100-PCIE|P100")]
-    bundle = _bundle("default")
+    bundle = operator_bundle("default")
     job = _Job(LATENCIES, bundle, CollectiveModel.load(), False, None, None)
     graphs = read_table(LATENCIES / "opgraphs.parquet")
     composed = compose(labels, graphs, job._op_latency, job._collective_latency)

@@ -1,0 +1,1 @@
+"""Traces that people have: imported as datasets, and compared with predictions."""

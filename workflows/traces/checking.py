@@ -1,0 +1,375 @@
+"""Compare a trace with what is predicted of the program that ran."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...common.errors import DatasetError
+from .importing import device_of, lowered_programs, read_one
+from .waterfall import KernelPair, TraceCheck, by_class, common_factor, waterfall
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ...datagen.traces.aten import Row, TracedOperator
+    from ...datagen.traces.trace import RunTime, Trace
+    from ...features.devices.device import DeviceSpec
+    from ...features.kernels.kernel import LoweredProgram
+    from ...predict.operator.aten_work import Work
+    from ...predict.program.predictor import Prediction
+
+#: Class of collectives, of kernels of XLA and of operators.
+_COLLECTIVE, _COMMUNICATION = "collective", "communication"
+#: Share of the kernels' time that has to be matched for the comparison to go without a note.
+#: Engineering estimate.
+_MATCHED = 0.9
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """How to compare.
+
+    Attributes:
+        device: Name, file or ``local``; by default what the trace says, and for a CPU this machine.
+        model: Name or folder of the model.
+        index: Device of a trace of several.
+    """
+
+    device: str | None = None
+    model: str = "default"
+    index: int | None = None
+
+
+def check_trace(
+    path: Path,
+    program: Path | None,
+    options: CheckOptions,
+    tell: Callable[[str], None] = lambda what: None,
+) -> TraceCheck:
+    """Predict what a trace is of, and compare.
+
+    Args:
+        path: The trace.
+        program: The program; by default the module in the trace that took most time.
+        options: The device and the model.
+        tell: Called with a line for what was assumed.
+
+    Raises:
+        OpcastError: The trace cannot be read, no program is known for it, or the device is not.
+    """
+    trace = read_one(path)
+    spec = device_of(trace, options.device, tell)
+    if trace.of_xla or program is not None:
+        return _check_program(trace, program, spec, options)
+    return _check_operators(trace, spec, options)
+
+
+def _check_program(
+    trace: Trace, program: Path | None, spec: DeviceSpec, options: CheckOptions
+) -> TraceCheck:
+    from ...datagen.traces.trace import host_seconds, typical
+    from ...datagen.traces.xla import traced_programs
+    from ...predict.program.predictor import load_for_programs
+
+    given = lowered_programs([program] if program else [], spec)
+    traced = traced_programs(trace, given, options.index)
+    own = traced[0]
+    # A program that is given is predicted as it is, with the names that its kernels have here.
+    lowered = given[0] if given else own.lowered
+    if given:
+        names = _names(lowered)
+        own = max(traced, key=lambda t: len(names & t.durations.keys()))
+        if not names & own.durations.keys():
+            raise DatasetError(
+                "no kernel of the trace has the name of one of the program's",
+                where=trace.path,
+                hint="leave PROGRAM out to predict the module in the trace, or give the one that "
+                "ran: compiled.as_text()",
+            )
+    predictor = load_for_programs(options.model)
+    prediction = predictor.predict_lowered(lowered, spec)
+    runs = own.runs
+    pairs = _pairs(lowered, prediction, own.durations)
+    named = {p.name for p in pairs}
+    count = max(len(runs), 1)
+    spent = {n: sum(s) for n, s in own.durations.items() if n not in named}
+    spent = {n: s * 1e6 / count for n, s in {**own.unmatched, **spent}.items()}
+    notes = [*trace.notes, *prediction.notes]
+    if len(traced) > 1:
+        others = ", ".join(t.module for t in traced if t is not own)
+        notes.append(f"this is of {own.module}; the trace also holds {others[:200]}")
+    absent = _names(lowered) - named
+    if absent:
+        notes.append(f"{len(absent)} predicted kernels are not in the trace: they count as 0 there")
+        pairs += _pairs(lowered, prediction, {name: [0.0] for name in absent})
+    step = typical(runs) if runs else None
+    latency = (prediction.latency_us, prediction.lo_us, prediction.hi_us)
+    return _compared(
+        trace, spec, pairs, spent, step, latency, _COLLECTIVE, len(runs),
+        host_seconds(runs), notes,
+    )  # fmt: skip
+
+
+def _names(lowered: LoweredProgram) -> set[str]:
+    return {k.name for k in lowered.kernels if k.takes_time}
+
+
+def _pairs(
+    lowered: LoweredProgram, prediction: Prediction, durations: Mapping[str, list[float]]
+) -> list[KernelPair]:
+    return [
+        KernelPair(
+            k.name,
+            k.kind,
+            k.multiplicity,
+            p.latency_us,
+            p.lo_us,
+            p.hi_us,
+            float(np.median(durations[k.name])) * 1e6,
+        )
+        for k, p in zip(lowered.kernels, prediction.kernels, strict=True)
+        if k.takes_time and durations.get(k.name)
+    ]
+
+
+def _compared(
+    trace: Trace,
+    spec: DeviceSpec,
+    pairs: list[KernelPair],
+    unmatched: Mapping[str, float],
+    run: RunTime | None,
+    latency: tuple[float, float, float],
+    collective: str,
+    runs: int,
+    host_s: float,
+    notes: list[str],
+) -> TraceCheck:
+    classes = by_class(pairs)
+    factor = common_factor(
+        [p for p in pairs if p.kind != collective and p.traced_us > 0 and p.predicted_us > 0]
+    )
+    lost = sum(unmatched.values())
+    labelled = sum(c.traced_us for c in classes)
+    if run is None:
+        # Without times of start only the kernels can be compared.
+        scale = sum(c.predicted_us for c in classes) / latency[0]
+        latency = (latency[0] * scale, latency[1] * scale, latency[2] * scale)
+        notes.append("the sums of the kernels are compared, not the times of a run")
+    matched = labelled / ((labelled + lost) or 1.0)
+    if matched < _MATCHED:
+        notes.append(f"only {matched:.0%} of the kernels' time is of kernels that are predicted")
+    if factor != 1.0:
+        notes.append(
+            f"three quarters of the kernels' time took {factor:.2f} x of the prediction or "
+            f"{'more' if factor > 1 else 'less'}: another clock, a shared machine, or a model that "
+            "does not know this device; opcast calibrate --data with the imported trace corrects it"
+        )
+    return TraceCheck(
+        trace=trace.path,
+        format=trace.format,
+        device=spec.name,
+        predicted_us=latency[0],
+        lo_us=latency[1],
+        hi_us=latency[2],
+        traced_us=run.span * 1e6 if run else labelled + lost,
+        runs=runs,
+        host_us=host_s * 1e6,
+        matched=matched,
+        factor=factor,
+        classes=classes,
+        waterfall=waterfall(latency[0], classes, factor, run, lost, collective),
+        kernels=pairs,
+        unmatched=sorted(unmatched.items(), key=lambda u: -u[1]),
+        notes=notes,
+    )
+
+
+def _check_operators(trace: Trace, spec: DeviceSpec, options: CheckOptions) -> TraceCheck:
+    from ...common.errors import DeviceError
+    from ...datagen.traces.aten import traced_operators
+    from ...datagen.traces.importer import is_collective
+    from ...datagen.traces.trace import by_run, chosen, host_seconds, run_time, typical
+    from ...predict.operator.torch_framework import operator_bundle, price_works
+
+    if spec.platform != "gpu":
+        raise DeviceError(
+            f"operators of PyTorch are priced on GPUs, and {spec.name} is a {spec.platform}",
+            hint="say with --device what the trace ran on",
+        )
+    devices = chosen(trace, options.index)
+    parts = [run for own in devices for run in by_run(own.executed.events)]
+    marked = [run for run in parts if run[0].run is not None] or parts
+    operators = traced_operators(e for run in marked for e in run)
+    count = len(marked) if trace.ordered else 1
+    known = [(o, w) for o in operators if (w := _work(o)) is not None]
+    if not known:
+        raise DatasetError(
+            "no operator of the trace can be predicted",
+            where=trace.path,
+            hint="record with record_shapes=True; for XLA's kernels give the PROGRAM that ran",
+        )
+    # Each call of a size counts: the host launches every one of them.
+    found = [w for o, w in known for _ in range(max(1, round(len(o.seconds) / count)))]
+    at = np.cumsum([0, *(max(1, round(len(o.seconds) / count)) for o, _ in known)])[:-1]
+    priced = price_works(found, spec, "torch-eager", operator_bundle(options.model))
+    pairs = [
+        KernelPair(
+            _title(o),
+            o.kind,
+            len(o.seconds) / count,
+            *(float(t) * 1e6 for t in priced.times[i]),
+            float(np.median(o.seconds)) * 1e6,
+        )
+        for (o, _), i in zip(known, at, strict=True)
+    ]
+    sent = [o for o in operators if o.collective is not None]
+    pairs += [
+        KernelPair(_title(o), o.kind, len(o.seconds) / count, 0.0, 0.0, 0.0,
+                   float(np.median(o.seconds)) * 1e6)
+        for o in sent
+    ]  # fmt: skip
+    used = {id(o) for o, _ in known} | {id(o) for o in sent}
+    spent: dict[str, float] = {}
+    for operator in operators:
+        if id(operator) not in used:
+            own = operator.total * 1e6 / count
+            spent[operator.name] = spent.get(operator.name, 0.0) + own
+    runs = [run_time(run, is_collective) for run in marked] if trace.ordered else []
+    notes = [*trace.notes, "operators are priced one after the other, as eager PyTorch runs them"]
+    if sent:
+        notes.append("collectives are not predicted here: opcast cluster tells what they take")
+    latency = (priced.seconds * 1e6, priced.lo * 1e6, priced.hi * 1e6)
+    return _compared(
+        trace, spec, pairs, spent, typical(runs) if runs else None, latency, _COMMUNICATION,
+        len(runs), host_seconds(runs), notes,
+    )  # fmt: skip
+
+
+def _title(operator: TracedOperator) -> str:
+    if operator.collective is not None:
+        return f"{operator.name} {operator.collective.bytes} bytes"
+    sizes = " ".join(f"{n}={v}" for n, v in operator.row.items() if isinstance(v, int))
+    return f"{operator.name} {sizes}"
+
+
+def _work(operator: TracedOperator) -> Work | None:
+    """What an operator's row costs, as programs of PyTorch are priced."""
+    from ...features.ir.torch.translate import Place
+    from ...predict.operator import aten_work
+
+    row = operator.row
+    if not row:
+        return None
+    dtype = {"bf16": "bf16", "fp16": "f16", "fp8": "fp8"}.get(str(row["dtype"]), "f32")
+    width = {"bf16": 2, "f16": 2, "fp8": 1}.get(dtype, 4)
+    kind, shape, elements = _shape(row)
+    return aten_work.Work(
+        operator.name.removeprefix("aten::"), kind, shape, dtype, float(elements * width), 1, 1.0,
+        "forward", Place(),
+    )  # fmt: skip
+
+
+def _shape(row: Row) -> tuple[str, tuple[int, ...], int]:
+    """Kind, shape and moved elements of an operator's row."""
+    from ...predict.operator import aten_work
+
+    size = {n: v for n, v in row.items() if isinstance(v, int)}
+    family = row["family"]
+    if family in ("linear", "bmm"):
+        b, m, n, k = (size[c] for c in ("b", "m", "n", "k"))
+        return aten_work.PRODUCT, (b, m, n, k), b * (m * k + k * n + m * n)
+    if family == "context_attention":
+        names = ("batch", "q_heads", "kv_heads", "head_dim", "q_len", "kv_len", "causal")
+        return aten_work.ATTENTION, tuple(size[c] for c in names), 0
+    if family == "conv":
+        taps = prod(size[f"k{a}"] for a in "dhw")
+        out = [
+            (size[a] + 2 * size[f"pad_{a}"] - size[f"dil_{a}"] * (size[f"k{a}"] - 1) - 1)
+            // size[f"stride_{a}"] + 1
+            for a in "dhw"
+        ]  # fmt: skip
+        positions, groups = size["n"] * prod(out), size["groups"]
+        depth = size["c"] // groups * taps
+        given = size["n"] * size["c"] * size["d"] * size["h"] * size["w"]
+        moved = given + size["k"] * depth + positions * size["k"]
+        return aten_work.CONVOLUTION, (groups, positions, size["k"] // groups, depth), moved
+    whole = size["rows"] * size["cols"]
+    if family in ("norm", "softmax"):
+        kind = aten_work.NORM if family == "norm" else aten_work.SOFTMAX
+        return kind, (size["rows"], size["cols"]), 2 * whole
+    return aten_work.PASS, (), (size.get("n_in", 1) + 1) * whole
+
+
+def print_trace_check(console: Console, result: TraceCheck, top: int) -> None:
+    """Print classes, the waterfall and the kernels that differ most."""
+    from rich.text import Text
+
+    from ...common.units import duration
+    from ...predict.render.parts import Column, fitted_table, print_notes
+
+    def signed(us: float) -> str:
+        return f"{'+' if us >= 0 else '−'}{duration(abs(us))}"
+
+    console.print(Text.assemble((Path(result.trace).name, "bold"), f" on {result.device}"))
+    columns = (
+        Column("predicted"), Column("traced"), Column("ratio"), Column("kernels", 1),
+        Column("class", justify="left", least=20),
+    )  # fmt: skip
+    rows = [
+        [
+            duration(c.predicted_us),
+            duration(c.traced_us),
+            f"{c.predicted_us / c.traced_us:.2f}" if c.traced_us else "",
+            str(c.count),
+            c.kind,
+        ]
+        for c in result.classes
+    ]
+    console.print(fitted_table(console.width, columns, rows))
+    console.print()
+    steps = [["predicted", duration(result.predicted_us)]]
+    steps += [[p.what, signed(p.us)] for p in result.waterfall if abs(p.us) >= 0.0005]
+    steps.append(["traced", duration(result.traced_us)])
+    columns = (Column("what explains the difference", justify="left", least=20), Column("time"))
+    console.print(fitted_table(console.width, columns, steps))
+    console.print()
+    differing = sorted(result.kernels, key=lambda k: -abs(k.traced_us - k.predicted_us) * k.runs)[
+        :top
+    ]
+    columns = (
+        Column("predicted"), Column("interval", 3), Column("traced"), Column("runs", 2),
+        Column("kind", 1, "left"), Column("kernel that differs", justify="left", least=20),
+    )  # fmt: skip
+    rows = [
+        [
+            duration(k.predicted_us),
+            f"{duration(k.lo_us)}–{duration(k.hi_us)}",
+            duration(k.traced_us),
+            f"{k.runs:.3g}",
+            k.kind,
+            k.name,
+        ]
+        for k in differing
+    ]
+    console.print(fitted_table(console.width, columns, rows))
+    for name, us in result.unmatched[:5]:
+        console.print(f"not predicted: {duration(us)} {name[:80]}", highlight=False)
+    if len(result.unmatched) > 5:
+        rest = sum(us for _, us in result.unmatched[5:])
+        console.print(f"and {len(result.unmatched) - 5} others: {duration(rest)}", highlight=False)
+    console.print(
+        Text.assemble(
+            "total: predicted ",
+            (duration(result.predicted_us), "bold"),
+            f" ({duration(result.lo_us)}–{duration(result.hi_us)}), traced ",
+            (duration(result.traced_us), "bold"),
+            f", error {result.error:+.0%}; between runs {duration(result.host_us)}",
+        )
+    )
+    print_notes(console, result.notes)

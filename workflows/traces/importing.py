@@ -1,0 +1,164 @@
+"""Import traces as a dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...common.errors import DatasetError, DeviceError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ...datagen.traces.importer import ImportedTrace
+    from ...datagen.traces.trace import Trace
+    from ...features.devices.device import DeviceSpec
+    from ...features.kernels.kernel import LoweredProgram
+
+#: Shares of the time by name that are printed of what has no label.
+_SHOWN = 8
+
+
+def read_one(path: Path, what: str = "reading") -> Trace:
+    """Read a trace with a bar on stderr.
+
+    Raises:
+        DatasetError: It cannot be read, or is a directory with profiles of several hosts.
+    """
+    from ...common.progress import counting
+    from ...datagen.traces.read import read_trace, trace_files
+
+    files = trace_files([path])
+    if len(files) > 1:
+        names = ", ".join(f.name for f in files[:4])
+        raise DatasetError(
+            f"profiles of {len(files)} hosts", where=str(path), hint=f"give one of: {names}"
+        )
+    with counting(what) as moved:
+        return read_trace(files[0], moved)
+
+
+def device_of(trace: Trace, device: str | None, tell: Callable[[str], None]) -> DeviceSpec:
+    """Describe the device that a trace is of: as given, as the trace says, or this machine.
+
+    Args:
+        trace: The trace.
+        device: Name, file or ``local``; ``None`` for what the trace says.
+        tell: Called with a line if this machine is taken.
+
+    Raises:
+        DeviceError: The device is not known, or neither given nor named in the trace.
+    """
+    from ...features.devices.catalogue import find_device
+    from ...predict.devices import resolve_device
+
+    if device is not None and device != "local":
+        return resolve_device(device, _trained())
+    on_host = trace.devices[0].executed.platform == "cpu"
+    if device == "local" or on_host:
+        # The machine is not in the trace: its ceilings are those of the one at hand.
+        from ..device import local_device
+
+        if device is None:
+            tell("taken as a trace of this machine; say otherwise with --device")
+        return local_device(_trained(), tell)
+    if trace.device_name:
+        try:
+            return find_device(trace.device_name)
+        except DeviceError as error:
+            raise DeviceError(
+                error.what, where=trace.path, hint="say what it is with --device"
+            ) from None
+    raise DeviceError(
+        "the trace does not say what it ran on", where=trace.path, hint="say it with --device"
+    )
+
+
+def _trained() -> dict[str, DeviceSpec]:
+    from ...predict.program.predictor import load
+
+    return dict(load("default").devices)
+
+
+def lowered_programs(paths: Sequence[Path], device: DeviceSpec) -> list[LoweredProgram]:
+    """Lower programs that a trace may be of, for its device; optimised HLO is taken as it is."""
+    from ...features.ir.platforms import platform_of
+    from ...features.ir.reader import read_program
+    from ...features.lowering.lower import lower
+
+    lowered = []
+    for path in paths:
+        source = read_program(path, platform=platform_of(device))
+        ran = source.kind == "hlo" and source.program.is_scheduled
+        lowered.append(lower(source, cache=False) if ran else lower(source, "auto", device=device))
+    return lowered
+
+
+def run_import_traces(
+    console: Console,
+    paths: Sequence[Path],
+    out: Path,
+    *,
+    device: str | None,
+    programs: Sequence[Path],
+    index: int | None,
+    keep_names: bool,
+    tell: Callable[[str], None],
+) -> list[ImportedTrace]:
+    """Import traces one by one, and print what became of each.
+
+    Args:
+        console: Where to print.
+        paths: Files, or log directories of ``jax.profiler``.
+        out: The dataset's folder.
+        device: Name, file or ``local``; by default what the trace says, and for a CPU this machine.
+        programs: Programs that ran, where the traces do not hold them.
+        index: Device of the traces.
+        keep_names: Keep names in the run's record.
+        tell: Called with a line for each note.
+
+    Raises:
+        OpcastError: A trace cannot be read or labelled, or its device is not known.
+    """
+    from ...datagen.traces.importer import import_trace
+    from ...datagen.traces.read import trace_files
+
+    results = []
+    for path in trace_files(paths):
+        trace = read_one(path, f"reading {path.name}")
+        spec = device_of(trace, device, tell)
+        given = lowered_programs(programs, spec)
+        result = import_trace(trace, out, spec, given=given, index=index, keep_names=keep_names)
+        results.append(result)
+        _print(console, result, spec.name)
+        for note in result.notes:
+            tell(f"note: {note}")
+    return results
+
+
+def _print(console: Console, result: ImportedTrace, device: str) -> None:
+    from ...common.units import duration
+
+    what = "there already" if result.kept else f"{result.samples} samples"
+    parts = [f"{result.path}: {what} of {device}, {result.matched:.1%} of the time labelled"]
+    for name, runs in result.programs.items():
+        parts.append(f"  program {name}: {runs} runs")
+    if result.collectives:
+        parts.append(f"  {result.collectives} collectives with sizes, for calibrate-collectives")
+    step = result.step
+    if step is not None:
+        parts.append(
+            f"  a run takes {duration(step.span * 1e6)}: kernels {duration(step.kernels * 1e6)}, "
+            f"collectives {duration(step.collectives * 1e6)} "
+            f"({duration(step.exposed * 1e6)} exposed), "
+            f"gaps {duration(step.gaps * 1e6)}, at once {duration(step.overlap * 1e6)}; "
+            f"between runs {duration(result.host_s * 1e6)}"
+        )
+    for name, share in result.unmatched[:_SHOWN]:
+        parts.append(f"  without a label: {share:.1%} {name[:80]}")
+    if len(result.unmatched) > _SHOWN:
+        rest = sum(share for _, share in result.unmatched[_SHOWN:])
+        parts.append(f"  and {len(result.unmatched) - _SHOWN} others, {rest:.1%}")
+    for line in parts:
+        console.print(line, highlight=False)
