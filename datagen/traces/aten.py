@@ -214,7 +214,7 @@ def traced_operators(events: Iterable[Event]) -> list[TracedOperator]:
         if not isinstance(event, TraceKernel):
             continue
         row, name, kind, call = _identified(event)
-        key = (name, kind, event.collective, *sorted(row.items()))
+        key: tuple[object, ...] = (name, kind, event.collective, *sorted(row.items()))
         own = found.setdefault(key, TracedOperator(row, name, kind, collective=event.collective))
         own.kernels.add(event.name)
         calls[key][call if call >= 0 else -number - 2] += (event.end - event.start) * 1e-9

@@ -238,7 +238,7 @@ def _scale(column: str) -> float:
 
 def _listed(path: Path, rows: Iterable[Mapping[str, str]], header: Mapping[str, str]) -> Trace:
     devices: dict[str, list[Event]] = defaultdict(list)
-    found = False
+    any_kernel = False
     begin, length = _scale(header["start"]), _scale(header["duration"])
     for row in rows:
         start = float(row[header["start"]]) * begin
@@ -248,10 +248,10 @@ def _listed(path: Path, rows: Iterable[Mapping[str, str]], header: Mapping[str, 
             "", "", None, name, start, start + float(row[header["duration"]]) * length
         )
         kernel.copy, kernel.collective = copy, collective_of(name, {})
-        found = found or not copy
+        any_kernel = any_kernel or not copy
         kernel.stream = row.get(header.get("strm", ""), "")
         devices[row.get(header.get("device", ""), "")].append(kernel)
-    if not found:
+    if not any_kernel:
         raise DatasetError("the table holds no kernels", where=str(path), hint=_HINT)
     named = re.compile(r"\s*\(\d+\)$")
     names = {named.sub("", device) for device in devices}

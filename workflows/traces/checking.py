@@ -223,7 +223,9 @@ def _check_operators(trace: Trace, spec: DeviceSpec, options: CheckOptions) -> T
             _title(o),
             o.kind,
             len(o.seconds) / count,
-            *(float(t) * 1e6 for t in priced.times[i]),
+            float(priced.times[i, 0]) * 1e6,
+            float(priced.times[i, 1]) * 1e6,
+            float(priced.times[i, 2]) * 1e6,
             float(np.median(o.seconds)) * 1e6,
         )
         for (o, _), i in zip(known, at, strict=True)
@@ -317,7 +319,7 @@ def print_trace_check(console: Console, result: TraceCheck, top: int) -> None:
         return f"{'+' if us >= 0 else '−'}{duration(abs(us))}"
 
     console.print(Text.assemble((Path(result.trace).name, "bold"), f" on {result.device}"))
-    columns = (
+    classes = (
         Column("predicted"), Column("traced"), Column("ratio"), Column("kernels", 1),
         Column("class", justify="left", least=20),
     )  # fmt: skip
@@ -331,18 +333,18 @@ def print_trace_check(console: Console, result: TraceCheck, top: int) -> None:
         ]
         for c in result.classes
     ]
-    console.print(fitted_table(console.width, columns, rows))
+    console.print(fitted_table(console.width, classes, rows))
     console.print()
     steps = [["predicted", duration(result.predicted_us)]]
     steps += [[p.what, signed(p.us)] for p in result.waterfall if abs(p.us) >= 0.0005]
     steps.append(["traced", duration(result.traced_us)])
-    columns = (Column("what explains the difference", justify="left", least=20), Column("time"))
-    console.print(fitted_table(console.width, columns, steps))
+    explained = (Column("what explains the difference", justify="left", least=20), Column("time"))
+    console.print(fitted_table(console.width, explained, steps))
     console.print()
     differing = sorted(result.kernels, key=lambda k: -abs(k.traced_us - k.predicted_us) * k.runs)[
         :top
     ]
-    columns = (
+    kernels = (
         Column("predicted"), Column("interval", 3), Column("traced"), Column("runs", 2),
         Column("kind", 1, "left"), Column("kernel that differs", justify="left", least=20),
     )  # fmt: skip
@@ -357,7 +359,7 @@ def print_trace_check(console: Console, result: TraceCheck, top: int) -> None:
         ]
         for k in differing
     ]
-    console.print(fitted_table(console.width, columns, rows))
+    console.print(fitted_table(console.width, kernels, rows))
     for name, us in result.unmatched[:5]:
         console.print(f"not predicted: {duration(us)} {name[:80]}", highlight=False)
     if len(result.unmatched) > 5:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ _SHOWN = 8
 
 
 def read_one(path: Path, what: str = "reading") -> Trace:
-    """Read a trace with a bar on stderr.
+    """Read a trace, on a terminal with a bar.
 
     Raises:
         DatasetError: It cannot be read, or is a directory with profiles of several hosts.
@@ -35,6 +36,8 @@ def read_one(path: Path, what: str = "reading") -> Trace:
         raise DatasetError(
             f"profiles of {len(files)} hosts", where=str(path), hint=f"give one of: {names}"
         )
+    if not sys.stderr.isatty():
+        return read_trace(files[0])
     with counting(what) as moved:
         return read_trace(files[0], moved)
 
@@ -141,7 +144,9 @@ def _print(console: Console, result: ImportedTrace, device: str) -> None:
     from ...common.units import duration
 
     what = "there already" if result.kept else f"{result.samples} samples"
-    parts = [f"{result.path}: {what} of {device}, {result.matched:.1%} of the time labelled"]
+    parts = [
+        f"{Path(result.path).name}: {what} of {device}, {result.matched:.1%} of the time labelled"
+    ]
     for name, runs in result.programs.items():
         parts.append(f"  program {name}: {runs} runs")
     if result.collectives:
@@ -150,9 +155,13 @@ def _print(console: Console, result: ImportedTrace, device: str) -> None:
     if step is not None:
         parts.append(
             f"  a run takes {duration(step.span * 1e6)}: kernels {duration(step.kernels * 1e6)}, "
-            f"collectives {duration(step.collectives * 1e6)} "
-            f"({duration(step.exposed * 1e6)} exposed), "
-            f"gaps {duration(step.gaps * 1e6)}, at once {duration(step.overlap * 1e6)}; "
+            + (
+                f"collectives {duration(step.collectives * 1e6)} "
+                f"({duration(step.exposed * 1e6)} exposed), "
+                if step.collectives
+                else ""
+            )
+            + f"gaps {duration(step.gaps * 1e6)}, at once {duration(step.overlap * 1e6)}; "
             f"between runs {duration(result.host_s * 1e6)}"
         )
     for name, share in result.unmatched[:_SHOWN]:
