@@ -102,7 +102,8 @@ def import_trace(
     Raises:
         DatasetError: Nothing in the trace could be labelled, or devices ran different kernels.
     """
-    digest = hashlib.sha256(Path(trace.path).read_bytes()).hexdigest()[:12]
+    with Path(trace.path).open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:12]
     run_id = f"{SOURCE}-{digest}" + (f"-{index}" if index is not None else "")
     xla = trace.of_xla or bool(given)
     found = (
@@ -214,7 +215,7 @@ def _of_operators(trace: Trace, index: int | None, device: DeviceSpec, keep_name
     if trace.ordered:
         for own in devices:
             runs = by_run(own.executed.events)
-            found.runs += [run_time(run, is_collective) for run in runs]
+            found.runs += [run_time(run, is_collective, own.index) for run in runs]
     return found
 
 

@@ -92,7 +92,7 @@ class Trace:
         format: ``xplane``, ``kineto`` or ``nsys``.
         devices: What each device ran.
         device_name: Name that the trace gives the device, or empty.
-        hlo: Text of optimised modules, by the module's name in the events.
+        hlo: Text of optimised modules, by ``name(program id)``; events may have the name alone.
         ordered: Whether times of start are known, and so runs, gaps and overlap.
         notes: What the trace lacks.
     """
@@ -122,6 +122,7 @@ class RunTime:
         kernels: Sum over the kernels, without collectives.
         collectives: Sum over the collectives.
         exposed: During which only collectives ran.
+        device: Number of the device.
     """
 
     start: float
@@ -130,6 +131,7 @@ class RunTime:
     kernels: float
     collectives: float
     exposed: float
+    device: int = 0
 
     @property
     def gaps(self) -> float:
@@ -196,8 +198,10 @@ def by_run(events: Iterable[Event]) -> list[list[Event]]:
     return [loose] if loose else []
 
 
-def run_time(events: Sequence[Event], is_collective: Callable[[Event], bool]) -> RunTime:
-    """Measure a run."""
+def run_time(
+    events: Sequence[Event], is_collective: Callable[[Event], bool], device: int = 0
+) -> RunTime:
+    """Measure a run on a device."""
     own = [e for e in events if not is_collective(e)]
     others = [e for e in events if is_collective(e)]
     start, end = min(e.start for e in events), max(e.end for e in events)
@@ -209,6 +213,7 @@ def run_time(events: Sequence[Event], is_collective: Callable[[Event], bool]) ->
         kernels=sum(e.end - e.start for e in own) * 1e-9,
         collectives=sum(e.end - e.start for e in others) * 1e-9,
         exposed=(busy - alone) * 1e-9,
+        device=device,
     )
 
 
@@ -232,6 +237,8 @@ def typical(runs: Sequence[RunTime]) -> RunTime:
 
 def host_seconds(runs: Sequence[RunTime]) -> float:
     """Median time from the end of a run to the start of the next; 0 for a single one."""
-    ordered = sorted(runs, key=lambda r: r.start)
-    waits = [max(0.0, b.start - a.start - a.span) for a, b in pairwise(ordered)]
+    ordered = sorted(runs, key=lambda r: (r.device, r.start))
+    waits = [
+        max(0.0, b.start - a.start - a.span) for a, b in pairwise(ordered) if a.device == b.device
+    ]
     return float(np.median(waits)) if waits else 0.0

@@ -79,17 +79,22 @@ def traced_programs(
         ran[event.module].add(event.op)
     known: dict[str, _Known] = {}
     for module in sorted(spent, key=lambda m: -spent[m]):
-        if module in trace.hlo:
-            source = read_program(trace.hlo[module])
-            # Optimised modules are taken as they are: no compiler runs.
-            known[module] = _Known(lower(source, cache=False), source.program)
-        elif others:
-            best = max(others, key=lambda own: _overlap(own.lowered, ran[module]))
+        texts = [t for name, t in trace.hlo.items() if module in (name, name.rpartition("(")[0])]
+        candidates = [_as_it_ran(text) for text in texts] or others
+        if candidates:
+            # Events without a program's id fit the module whose instructions ran.
+            best = max(candidates, key=lambda own: _overlap(own.lowered, ran[module]))
             if _overlap(best.lowered, ran[module]) > 0.0:
                 known[module] = best
     if not known:
         raise _unknown(trace, list(spent), bool(given))
     return [_program(trace, devices, module, own) for module, own in known.items()]
+
+
+def _as_it_ran(text: str) -> _Known:
+    source = read_program(text)
+    # Optimised modules are taken as they are: no compiler runs.
+    return _Known(lower(source, cache=False), source.program)
 
 
 def _overlap(lowered: LoweredProgram, ran: set[str]) -> float:
@@ -163,7 +168,9 @@ def _program(
             else:
                 unmatched[name] += sum(seconds)
         if trace.ordered:
-            runs += [run_time(run, lambda e: e.op in collectives) for run in by_run(own)]
+            runs += [
+                run_time(run, lambda e: e.op in collectives, device.index) for run in by_run(own)
+            ]
     counted = _counted(lowered, durations, len(runs))
     return TracedProgram(module, counted, dict(durations), runs, dict(unmatched))
 

@@ -52,9 +52,6 @@ def read_xplane(path: Path) -> Trace:
             "stop_trace(), and host_tracer_level at least 1 on a CPU",
         )
     names = [_device_name(dict(plane.stats)) for plane in profile.planes]
-    # Modules are stored as "name(program id)"; events without an id have the name alone.
-    for name in list(hlo):
-        hlo.setdefault(name.rpartition("(")[0] or name, hlo[name])
     return Trace(str(path), "xplane", devices, next(filter(None, names), ""), hlo)
 
 

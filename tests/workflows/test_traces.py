@@ -163,6 +163,7 @@ def test_options_that_do_not_apply_are_refused(tmp_path: Path) -> None:
     assert "--keep-names" in text
     assert "choose: published, trace" in run("data", "import", "x", trace, "--out", "y", status=2)
     assert "is a cpu" in run("check", "--trace", trace, "--device", "cpu-amd-epyc-2c", status=1)
+    assert "leave the program out" in run("check", "x.mlir", "--trace", trace, status=1)
     unnamed = Kineto(device="")
     unnamed.operator("aten::mm", [[8, 8], [8, 8]], [("k", 1.0)])
     path = unnamed.save(tmp_path / "u.json")

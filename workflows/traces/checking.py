@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...common.errors import DatasetError
-from .importing import device_of, lowered_programs, read_one
+from .importing import device_of, lowered_programs, read_one, refuse_program
 from .waterfall import KernelPair, TraceCheck, by_class, common_factor, waterfall
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def check_trace(
         OpcastError: The trace cannot be read, no program is known for it, or the device is not.
     """
     trace = read_one(path)
+    refuse_program(trace, program is not None)
     spec = device_of(trace, options.device, tell)
     if trace.of_xla or program is not None:
         return _check_program(trace, program, spec, options)
@@ -203,10 +204,9 @@ def _check_operators(trace: Trace, spec: DeviceSpec, options: CheckOptions) -> T
             hint="say with --device what the trace ran on",
         )
     devices = chosen(trace, options.index)
-    parts = [run for own in devices for run in by_run(own.executed.events)]
-    marked = [run for run in parts if run[0].run is not None] or parts
-    operators = traced_operators(e for run in marked for e in run)
-    count = len(marked) if trace.ordered else 1
+    parts = [(own.index, run) for own in devices for run in by_run(own.executed.events)]
+    operators = traced_operators(e for _, run in parts for e in run)
+    count = len(parts) if trace.ordered else 1
     known = [(o, w) for o in operators if (w := _work(o)) is not None]
     if not known:
         raise DatasetError(
@@ -242,7 +242,7 @@ def _check_operators(trace: Trace, spec: DeviceSpec, options: CheckOptions) -> T
         if id(operator) not in used:
             own = operator.total * 1e6 / count
             spent[operator.name] = spent.get(operator.name, 0.0) + own
-    runs = [run_time(run, is_collective) for run in marked] if trace.ordered else []
+    runs = [run_time(run, is_collective, i) for i, run in parts] if trace.ordered else []
     notes = [*trace.notes, "operators are priced one after the other, as eager PyTorch runs them"]
     if sent:
         notes.append("collectives are not predicted here: opcast cluster tells what they take")

@@ -42,6 +42,20 @@ def read_one(path: Path, what: str = "reading") -> Trace:
         return read_trace(files[0], moved)
 
 
+def refuse_program(trace: Trace, given: bool) -> None:
+    """Refuse a program beside a trace of PyTorch's profiler.
+
+    Raises:
+        DatasetError: There is one.
+    """
+    if given and trace.format == "kineto":
+        raise DatasetError(
+            "a trace of PyTorch says itself which operators ran",
+            where=trace.path,
+            hint="leave the program out",
+        )
+
+
 def device_of(trace: Trace, device: str | None, tell: Callable[[str], None]) -> DeviceSpec:
     """Describe the device that a trace is of: as given, as the trace says, or this machine.
 
@@ -130,6 +144,7 @@ def run_import_traces(
     results = []
     for path in trace_files(paths):
         trace = read_one(path, f"reading {path.name}")
+        refuse_program(trace, bool(programs))
         spec = device_of(trace, device, tell)
         given = lowered_programs(programs, spec)
         result = import_trace(trace, out, spec, given=given, index=index, keep_names=keep_names)

@@ -151,6 +151,16 @@ def test_devices_that_ran_different_kernels_need_a_choice(tmp_path: Path) -> Non
         chosen(read, 2)
 
 
+def test_a_profile_of_pytorch_on_a_cpu_says_how_to_record(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    with torch.profiler.profile(record_shapes=True) as profile:
+        torch.mm(torch.ones(8, 8), torch.ones(8, 8))
+    path = tmp_path / "t.json.gz"
+    profile.export_chrome_trace(str(path))
+    with pytest.raises(DatasetError, match="only events of the host"):
+        read_kineto(path)
+
+
 def test_values_across_the_ends_of_chunks(tmp_path: Path, monkeypatch) -> None:
     from opcast.datagen.traces import json_stream
 
