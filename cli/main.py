@@ -62,7 +62,7 @@ COMMANDS: dict[str, Command | Group] = {
     "check": Command(
         "predict",
         "check",
-        "Compare predicted times with a run of the program here, or with a trace.",
+        "Compare predicted with measured times, kernel by kernel.",
     ),
     "report": REPORT,
     "lower": Command("lower", "lower", "Lower a program to the kernels of a device."),
