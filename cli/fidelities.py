@@ -1,4 +1,4 @@
-"""Commands that compare estimators and that label datasets with simulators."""
+"""Commands that compare estimators and tile configurations, and label datasets by simulators."""
 
 from __future__ import annotations
 
@@ -98,3 +98,48 @@ def fidelities(
         print_json(report.to_dict())
     else:
         print_report(make_console(), report)
+
+
+def tune_kernel(
+    table: Annotated[
+        Path,
+        typer.Argument(
+            help="Candidates, .parquet or .csv: device, op, implementation, args, config and sizes."
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write all candidates: .parquet or .csv.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Candidates of each kernel to print.")] = 5,
+    json_output: Json = False,
+) -> None:
+    """Rank implementations and tile configurations of kernels.
+
+    The table has a row for each candidate; docs/tpu.md lists its columns.
+    """
+    import pandas as pd
+
+    from ..common.errors import DatasetError
+    from ..common.parquet import read_table
+    from ..common.tables_text import print_frame
+    from ..features.dataset import write_table
+    from ..models.tiles.model import shipped_tiles
+    from ..predict.published.tile_table import rank_configurations
+
+    if out is not None and out.suffix.lower() not in (".parquet", ".csv"):
+        raise typer.BadParameter("--out is a .parquet or .csv file")
+    if not table.is_file():
+        raise DatasetError("no such table", where=str(table))
+    read = pd.read_csv(table) if table.suffix.lower() == ".csv" else read_table(table)
+    ranked = rank_configurations(read, shipped_tiles())
+    if out is not None and out.suffix.lower() == ".csv":
+        ranked.to_csv(out, index=False)
+    elif out is not None:
+        write_table(ranked, out)
+    best = ranked[ranked["rank"] <= top]
+    if json_output:
+        typer.echo(best.to_json(orient="records"))
+        return
+    shown = ["device", "op", "rank", "implementation", "config", "latency_us", "lo_us", "hi_us"]
+    shown = [c for c in (*shown, "of_ceiling", "scope") if c in best]
+    print_frame(make_console(), best[shown], f"{len(ranked)} candidates")

@@ -54,7 +54,7 @@ COMMANDS: dict[str, Command | Group] = {
         "predict", "predict", "Predict a program's time and memory on a device or a cluster."
     ),
     "tune-kernel": Command(
-        "predict", "tune_kernel", "Rank implementations and tile configurations of kernels."
+        "fidelities", "tune_kernel", "Rank implementations and tile configurations of kernels."
     ),
     "explain": Command(
         "predict", "explain", "Explain the predicted time of a program's kernels or an operator."

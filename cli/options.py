@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from rich.console import Console
 
     from ..features.devices.device import DeviceSpec
     from ..features.ir.jax_function import FunctionCall
     from ..features.ir.torch.program import TorchProgram
-    from ..predict.program.predictor import Predictor
 
 #: Longest error line to print, in characters: native parsers quote whole programs.
 LONGEST = 2000
@@ -274,9 +273,10 @@ def torch_program_of(
     """Take a ``.pt2`` file, or a module of a Python file, as PyTorch's; anything else as it is.
 
     Raises:
-        ProgramError: The optimiser or the loss is not known.
-        typer.BadParameter: It is to be trained, but is not PyTorch's.
+        ProgramError: The optimiser or the loss is not known, or the program is to be trained but
+            is not PyTorch's.
     """
+    from ..common.errors import ProgramError
     from ..features.ir.jax_function import FunctionCall
     from ..features.ir.torch.program import as_torch_program
 
@@ -292,9 +292,10 @@ def torch_program_of(
     else:
         found = as_torch_program(program, train=train, loss=named)
     if found is None and (train or loss):
-        raise typer.BadParameter(
-            "--train and --loss are for programs of PyTorch (.pt2, or a module in a Python file); "
-            "a function in JAX is its own training step"
+        raise ProgramError(
+            "--train and --loss are for programs of PyTorch (.pt2, or a module in a Python file)",
+            where=program.origin if isinstance(program, FunctionCall) else str(program),
+            hint="leave them out: a function in JAX is its own training step",
         )
     return found or program
 
@@ -317,13 +318,13 @@ def workload_of(workload: str, hf: Path | None) -> str:
     return chosen
 
 
-def measured_device(device: str, predictor: Predictor) -> str | DeviceSpec:
+def measured_device(device: str, known: Mapping[str, DeviceSpec]) -> str | DeviceSpec:
     """The device to predict for; for ``local`` this machine as it was measured, and runs now."""
     if device != "local":
         return device
     from ..workflows.device import local_now
 
-    return local_now(predictor.model.devices, lambda what: typer.echo(what, err=True))
+    return local_now(known, lambda what: typer.echo(what, err=True))
 
 
 def trips_of(values: list[str] | None) -> dict[str, int] | int | None:

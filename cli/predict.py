@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,8 +42,10 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..features.lowering.options import LoweringOptions
-    from ..predict.program.predictor import Prediction, Predictor
+    from ..features.devices.device import DeviceSpec
+    from ..predict.operator.torch_framework import TorchPrediction
+    from ..predict.program.many import Answers
+    from ..predict.program.predictor import Prediction
 
 
 def predict(
@@ -94,15 +97,30 @@ def predict(
     many = len(programs) > 1 or "," in device or out is not None or plot is not None
     if json_output and not many:
         refuse(context, "--json, which has all kernels", {"top", "by"})
-    if framework != "xla":
-        used = {"programs", "device", "model", "top", "json_output", "framework", "train", "loss"}
-        refuse_unused(context, f"--framework {framework}", used)
-        if many:
-            raise typer.BadParameter(f"--framework {framework} takes one program and one device")
-        _predict_framework(program, device, model, framework, train, loss, top, json_output)
-        return
     if by not in ("kernel", "line", "module"):
         raise typer.BadParameter(f"--by is kernel, line or module, not {by!r}")
+    many = many or _has_ranges(device)
+    if many and not cluster:
+        spare = {"top", "by", "strict", "timeline", "price"}
+        refuse(context, "a table of several programs or devices", spare)
+    answer = _Answer(top, by, timeline, json_output, price)
+    table = _Table(programs, device.split(","), train, loss, out, plot, json_output)
+    if framework != "xla":
+        spare = {"lowering", "fallback", "trip_count", "cluster"}
+        refuse(context, f"--framework {framework}", spare)
+        from ..predict.operator.torch_framework import TorchPredictor, check_gpu_here
+        from ..predict.program.many import by_torch
+
+        pytorch = TorchPredictor(framework, model)
+        if "local" in table.devices:
+            check_gpu_here()
+        here = _here(table.devices, pytorch.devices)
+        if many:
+            table.give(by_torch(pytorch), pytorch.devices, here)
+            return
+        own = torch_program_of(program_of(program), train, loss)
+        answer.give(pytorch.predict(own, here or device, strict=strict))
+        return
     # A fallback could never be taken.
     if lowering in WITHOUT_COMPILER:
         refuse(context, f"--lowering {lowering}, which needs no compiler", {"fallback"})
@@ -136,75 +154,76 @@ def predict(
         refuse(
             context,
             "several models: give a single --model",
-            {"strict", "timeline", "out", "plot", "by", "train", "loss", "price"},
+            {"strict", "timeline", "out", "plot", "by", "price"},
         )
         if many:
             raise typer.BadParameter("several programs or devices take a single --model")
         from .fidelities import predict_side_by_side
 
-        predict_side_by_side(program_of(program), model, options, top=top, json_output=json_output)
+        own = torch_program_of(program_of(program), train, loss)
+        predict_side_by_side(own, model, options, top=top, json_output=json_output)
         return
     from ..predict.program.predictor import load_for_programs
 
     predictor = load_for_programs(model)
     # Before the prediction, since the ceilings are part of every feature.
-    local = "local" in device.split(",")
-    place = measured_device("local", predictor) if local else device
-    if many or _has_ranges(device):
-        refuse(
-            context,
-            "a table of several programs or devices",
-            {"top", "by", "strict", "timeline", "train", "loss", "price"},
-        )
-        _predict_table(programs, device.split(","), predictor, options, out, plot, json_output)
+    here = _here(table.devices, predictor.model.devices)
+    if many:
+        from ..predict.program.many import by_xla
+
+        table.give(by_xla(predictor, options), predictor.devices, here)
         return
     own = torch_program_of(program_of(program), train, loss)
-    prediction = predictor.predict_with(own, replace(options, device=place), strict=strict)
-    if timeline is not None:
-        # Before printing, so that a closed pipe does not lose the file.
-        from ..predict.export.timeline import write_chrome_trace
-
-        write_chrome_trace(prediction, timeline)
-    if json_output:
-        print_json(prediction.to_dict() | _cost(prediction, price))
-        return
-    from ..predict.render.program import print_prediction
-
-    print_prediction(make_console(), prediction, top, by, price)
+    options = replace(options, device=here or device)
+    answer.give(predictor.predict_with(own, options, strict=strict))
 
 
-def _cost(prediction: Prediction, price: float | None) -> dict[str, float]:
+def _here(devices: list[str], known: Mapping[str, DeviceSpec]) -> DeviceSpec | None:
+    """This machine as it was measured, and runs now; ``None`` if it was not asked for."""
+    if "local" not in devices:
+        return None
+    found = measured_device("local", known)
+    assert not isinstance(found, str)
+    return found
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """How the prediction of one program is given."""
+
+    top: int
+    by: str
+    timeline: Path | None
+    json_output: bool
+    price: float | None
+
+    def give(self, prediction: Prediction | TorchPrediction) -> None:
+        from ..predict.program.predictor import Prediction
+
+        if self.timeline is not None:
+            # Before printing, so that a closed pipe does not lose the file.
+            from ..predict.export.timeline import write_chrome_trace
+
+            write_chrome_trace(prediction, self.timeline)
+        if self.json_output:
+            print_json(prediction.to_dict() | _cost(prediction, self.price))
+        elif isinstance(prediction, Prediction):
+            from ..predict.render.program import print_prediction
+
+            print_prediction(make_console(), prediction, self.top, self.by, self.price)
+        else:
+            from ..predict.render.operator import print_torch
+
+            print_torch(make_console(), prediction, self.top, self.by, self.price)
+
+
+def _cost(prediction: Prediction | TorchPrediction, price: float | None) -> dict[str, float]:
     """Keys of the cost of one run; none without a price."""
     from ..common.interval import Interval
     from ..models.power.energy import cost_fields
 
     seconds = [t * 1e-6 for t in (prediction.latency_us, prediction.lo_us, prediction.hi_us)]
     return cost_fields(price, Interval(*seconds), 1)
-
-
-def _predict_framework(
-    program: Path,
-    device: str,
-    model: str,
-    framework: str,
-    train: str,
-    loss: str,
-    top: int,
-    json_output: bool,
-) -> None:
-    """Predict a program of PyTorch by PyTorch's own kernels."""
-    from ..features.ir.torch.program import TorchProgram
-    from ..predict.operator.torch_framework import predict_torch
-    from ..predict.render.operator import print_torch
-
-    own = torch_program_of(program_of(program), train, loss)
-    if not isinstance(own, TorchProgram):
-        raise typer.BadParameter(
-            f"--framework {framework} is for programs of PyTorch: a .pt2 file, or a module in a "
-            "Python file"
-        )
-    found = predict_torch(own, device, framework, model)
-    print_json(found.to_dict()) if json_output else print_torch(make_console(), found, top)
 
 
 def _refuse_torch(program: object) -> None:
@@ -225,47 +244,57 @@ def _has_ranges(device: str) -> bool:
     return len(load_designs(device)) > 1
 
 
-def _predict_table(
-    programs: list[Path],
-    devices: list[str],
-    predictor: Predictor,
-    options: LoweringOptions,
-    out: Path | None,
-    plot: Path | None,
-    json_output: bool,
-) -> None:
-    """Predict programs on devices; exits with 1 if none could be predicted."""
-    from ..common.progress import counting
-    from ..predict.program.many import (
-        find_chips,
-        plot_predictions,
-        predict_many,
-        write_predictions,
-    )
-    from ..predict.render.many import print_many
+@dataclass(frozen=True)
+class _Table:
+    """A table of programs and devices, and where it goes."""
 
-    if plot is not None:
-        require_plots()
-    if out is not None and out.suffix.lower() not in (".parquet", ".csv", ".json"):
-        raise typer.BadParameter("--out is a .parquet, .csv or .json file")
-    chips = find_chips(devices, predictor)
-    with counting("predictions") as tell:
-        frame = predict_many(programs, chips, predictor, options, tell, program_of)
-    if out is not None:
-        write_predictions(frame, out)
-    if plot is not None:
-        plot_predictions(frame, plot)
-    if json_output:
-        # Through pandas' own writer, which makes null of what is missing.
-        typer.echo(frame.to_json(orient="records"))
-    else:
-        print_many(make_console(), frame)
-    if frame.attrs["interrupted"]:
-        kept = f" and written to {out}" if out is not None else ""
-        typer.echo(f"interrupted: {len(frame)} predictions are shown{kept}", err=True)
-        raise typer.Exit(130)
-    if (frame["error"] != "").all():
-        raise typer.Exit(1)
+    programs: list[Path]
+    devices: list[str]
+    train: str
+    loss: str
+    out: Path | None
+    plot: Path | None
+    json_output: bool
+
+    def give(
+        self, answers: Answers, known: Mapping[str, DeviceSpec], here: DeviceSpec | None
+    ) -> None:
+        """Predict programs on devices; exits with 1 if none could be predicted."""
+        from ..common.progress import counting
+        from ..predict.program.many import (
+            find_chips,
+            plot_predictions,
+            predict_many,
+            write_predictions,
+        )
+        from ..predict.render.many import print_many
+
+        if self.plot is not None:
+            require_plots()
+        out = self.out
+        if out is not None and out.suffix.lower() not in (".parquet", ".csv", ".json"):
+            raise typer.BadParameter("--out is a .parquet, .csv or .json file")
+        chips = find_chips(self.devices, known, here)
+        with counting("predictions") as tell:
+            frame = predict_many(self.programs, chips, answers, tell, self._opened)
+        if out is not None:
+            write_predictions(frame, out)
+        if self.plot is not None:
+            plot_predictions(frame, self.plot)
+        if self.json_output:
+            # Through pandas' own writer, which makes null of what is missing.
+            typer.echo(frame.to_json(orient="records"))
+        else:
+            print_many(make_console(), frame)
+        if frame.attrs["interrupted"]:
+            kept = f" and written to {out}" if out is not None else ""
+            typer.echo(f"interrupted: {len(frame)} predictions are shown{kept}", err=True)
+            raise typer.Exit(130)
+        if (frame["error"] != "").all():
+            raise typer.Exit(1)
+
+    def _opened(self, program: Path) -> object:
+        return torch_program_of(program_of(program), self.train, self.loss)
 
 
 def explain(
@@ -311,7 +340,7 @@ def explain(
     from ..predict.program.predictor import load_for_programs
 
     predictor = load_for_programs(model)
-    place = measured_device(device, predictor)
+    place = measured_device(device, predictor.model.devices)
     explanation = explain_program(
         predictor,
         program_of(program),
@@ -369,7 +398,7 @@ def check(
     from ..workflows.check import check_programs, print_check
 
     predictor = load_for_programs(model)
-    measured_device("local", predictor)
+    measured_device("local", predictor.model.devices)
     with tempfile.TemporaryDirectory(prefix="opcast-function-") as scratch:
         (result,) = check_programs([_saved(program, Path(scratch))], predictor)
     if json_output:
@@ -393,48 +422,3 @@ def _one_of(program: Path | None, op: str | None) -> bool:
     if (program is None) == (op is None):
         raise typer.BadParameter("give either a PROGRAM or an operator with --op")
     return op is not None
-
-
-def tune_kernel(
-    table: Annotated[
-        Path,
-        typer.Argument(
-            help="Candidates, .parquet or .csv: device, op, implementation, args, config and sizes."
-        ),
-    ],
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Write all candidates: .parquet or .csv.")
-    ] = None,
-    top: Annotated[int, typer.Option(min=1, help="Candidates of each kernel to print.")] = 5,
-    json_output: Json = False,
-) -> None:
-    """Rank implementations and tile configurations of kernels.
-
-    The table has a row for each candidate; docs/tpu.md lists its columns.
-    """
-    import pandas as pd
-
-    from ..common.errors import DatasetError
-    from ..common.parquet import read_table
-    from ..common.tables_text import print_frame
-    from ..features.dataset import write_table
-    from ..models.tiles.model import shipped_tiles
-    from ..predict.published.tile_table import rank_configurations
-
-    if out is not None and out.suffix.lower() not in (".parquet", ".csv"):
-        raise typer.BadParameter("--out is a .parquet or .csv file")
-    if not table.is_file():
-        raise DatasetError("no such table", where=str(table))
-    read = pd.read_csv(table) if table.suffix.lower() == ".csv" else read_table(table)
-    ranked = rank_configurations(read, shipped_tiles())
-    if out is not None and out.suffix.lower() == ".csv":
-        ranked.to_csv(out, index=False)
-    elif out is not None:
-        write_table(ranked, out)
-    best = ranked[ranked["rank"] <= top]
-    if json_output:
-        typer.echo(best.to_json(orient="records"))
-        return
-    shown = ["device", "op", "rank", "implementation", "config", "latency_us", "lo_us", "hi_us"]
-    shown = [c for c in (*shown, "of_ceiling", "scope") if c in best]
-    print_frame(make_console(), best[shown], f"{len(ranked)} candidates")

@@ -59,7 +59,7 @@ def program(
     from ..predict.program.predictor import load_for_programs
 
     predictor = load_for_programs(model)
-    place = measured_device(device, predictor)
+    place = measured_device(device, predictor.model.devices)
     others = [name.strip() for name in compare.split(",") if name.strip()]
     names = () if compare == "none" else tuple(others) or DEVICES
     for name in others if names else ():

@@ -115,7 +115,8 @@ def predict(
         model: Name or folder of the model; it is loaded once.
         lowering: ``auto``, ``xla``, ``fused`` or ``op``.
         trip_counts: Trips of loops whose count cannot be found.
-        strict: Raise instead of falling back to the roofline for a kernel; devices only.
+        strict: Raise instead of falling back to the roofline for a kernel or operator; devices
+            only.
         fallback: Lowering to take where the device's compiler is missing or fails.
         settings: Limits and options of that compiler.
         train: Of a PyTorch program: a full training step (forward, loss, backward, update) by this
@@ -151,10 +152,10 @@ def predict(
     elif cluster is not None:
         raise ProgramError(FOR_ONE_DEVICE[0], hint=FOR_ONE_DEVICE[1])
     elif framework != "xla":
-        _refuse_compiler_options(lowering, trip_counts, strict, fallback, settings)
-        from .operator.torch_framework import predict_torch
+        _refuse_compiler_options(lowering, trip_counts, fallback, settings)
+        from .operator.torch_framework import TorchPredictor
 
-        return predict_torch(own_torch, device or "local", framework, model)
+        return TorchPredictor(framework, model).predict(own_torch, device or "local", strict=strict)
     own = own_torch if own_torch is not None else _call(program, args, kwargs)
     predictor = loaded(model)
     options = LoweringOptions(lowering, device, trip_counts, fallback, settings)
@@ -187,12 +188,11 @@ def _torch_program(
 
 
 def _refuse_compiler_options(
-    lowering: str, trip_counts: object, strict: bool, fallback: str, settings: object
+    lowering: str, trip_counts: object, fallback: str, settings: object
 ) -> None:
     given = {
         "lowering": lowering != "auto",
         "trip_counts": trip_counts is not None,
-        "strict": strict,
         "fallback": fallback != "",
         "settings": settings is not None,
     }

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...common.chrome_trace import ChromeTrace, write_trace
-from ..program.predictor import Prediction
+from ..program.predictor import KernelEstimate, Prediction
+
+if TYPE_CHECKING:
+    from ..operator.torch_framework import AtenEstimate, TorchPrediction
 
 
-def chrome_trace(prediction: Prediction) -> dict[str, object]:
+def chrome_trace(prediction: Prediction | TorchPrediction) -> dict[str, object]:
     """Trace events of a prediction, kernels in schedule order on one track.
 
     Kernels are scaled so that the last one ends at the predicted program time: gaps between
@@ -17,22 +21,28 @@ def chrome_trace(prediction: Prediction) -> dict[str, object]:
     total = sum(k.total_us for k in prediction.kernels) or 1.0
     scale = prediction.latency_us / total
     trace = ChromeTrace()
-    trace.process(f"{prediction.device} ({prediction.model}, {prediction.lowering})")
+    if isinstance(prediction, Prediction):
+        how = f"{prediction.model}, {prediction.lowering}"
+    else:
+        how = prediction.framework
+    trace.process(f"{prediction.device} ({how})")
     trace.track("kernels", 0)
     now = 0.0
     for k in prediction.kernels:
-        details = {
-            "latency_us": k.latency_us,
-            "runs": k.multiplicity,
-            "bound": k.bound,
-            "source": k.source,
-            "from": f"{k.source_op} {k.source_line}".strip(),
-        }
-        trace.span(k.name, k.kind, now, k.total_us * scale, details=details)
+        trace.span(k.name, k.kind, now, k.total_us * scale, details=_details(k))
         now += k.total_us * scale
     return trace.to_dict()
 
 
-def write_chrome_trace(prediction: Prediction, path: Path) -> None:
+def _details(k: KernelEstimate | AtenEstimate) -> dict[str, object]:
+    own: dict[str, object] = {"latency_us": k.latency_us, "source": k.source}
+    if isinstance(k, KernelEstimate):
+        own |= {"runs": k.multiplicity, "bound": k.bound}
+    else:
+        own |= {"shape": list(k.shape), "dtype": k.dtype, "phase": k.phase, "module": k.module}
+    return {**own, "from": f"{k.what} {k.source_line}".strip()}
+
+
+def write_chrome_trace(prediction: Prediction | TorchPrediction, path: Path) -> None:
     """Write the trace as JSON."""
     write_trace(chrome_trace(prediction), path)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from ...common.errors import DeviceError, ProgramError
-from ...common.interval import latency_fields
+from ...common.errors import DeviceError, ProgramError, StrictError
+from ...common.interval import InSeconds, latency_fields
 from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.program import TorchProgram
 from ...models.operators import OpModel
@@ -28,6 +28,7 @@ from ...models.steps.model import shipped_steps
 from ...simulate.step.calls import OpCall
 from ..cluster.spread import RHO, combined_spread
 from ..devices import resolve_device
+from ..groups import Group, grouped
 from ..locate import OPERATOR_MODEL, find_model
 from ..published.composition import RHO as RHO_ALONE
 from ..published.composition import RUN_ERROR, kernel_us
@@ -101,9 +102,19 @@ class AtenEstimate:
     module: str
     phase: str
 
+    @property
+    def total_us(self) -> float:
+        """Microseconds over all executions, of which there is one."""
+        return self.latency_us
+
+    @property
+    def what(self) -> str:
+        """The operator as users know it."""
+        return self.name
+
 
 @dataclass(frozen=True)
-class TorchPrediction:
+class TorchPrediction(InSeconds):
     """Predicted time of a program as PyTorch itself runs it.
 
     Attributes:
@@ -130,46 +141,120 @@ class TorchPrediction:
     parameter_bytes: int
     notes: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        """Time, interval, device and number of operators; the fields would fill pages."""
+        return (
+            f"TorchPrediction({self._said()} by {self.framework}, {len(self.operators)} operators)"
+        )
+
+    @property
+    def kernels(self) -> tuple[AtenEstimate, ...]:
+        """The operators, under the name that other predictions have for them."""
+        return self.operators
+
+    def top(self, count: int = 10) -> list[AtenEstimate]:
+        """Return the operators that take most time."""
+        return sorted(self.operators, key=lambda o: -o.total_us)[:count]
+
+    def by(self, key: str) -> list[Group[AtenEstimate]]:
+        """Put the operators together by ``line``, ``module``, ``kind`` or ``phase``.
+
+        Returns:
+            What takes most time first.
+        """
+        return grouped(self.operators, key)
+
     def to_dict(self) -> dict[str, object]:
         """Plain data, as ``opcast predict --json`` prints it."""
         return asdict(self)
 
 
-def predict_torch(
-    program: TorchProgram,
-    device: str | Path | DeviceSpec,
-    framework: str,
-    model: str | Path = OPERATOR_MODEL,
-) -> TorchPrediction:
-    """Predict a program of PyTorch by the kernels that PyTorch launches.
+class TorchPredictor:
+    """Predicts programs of PyTorch by the kernels that PyTorch launches.
 
     Args:
-        program: Forward pass or training step.
-        device: A GPU: name, path of a device file, or description.
         framework: ``torch-eager`` or ``torch-compiled``.
         model: Name or folder of a model of operators; ``default`` is the shipped one, ``roofline``
             learns nothing.
 
+    Attributes:
+        framework: As given.
+        model: Name of the model.
+
     Raises:
-        ProgramError: The program cannot be exported, or the framework is not known.
-        DeviceError: The device is not known, or no GPU.
+        ProgramError: The framework is not known.
         ModelError: The model is not one of operators.
     """
-    from ...features.ir.torch.record import record
 
-    if framework not in FRAMEWORKS[1:]:
+    def __init__(self, framework: str, model: str | Path = "default") -> None:
+        if framework not in FRAMEWORKS[1:]:
+            raise ProgramError(
+                f"no framework {framework!r} of PyTorch", hint="known: " + ", ".join(FRAMEWORKS)
+            )
+        self.framework = framework
+        self.model = OPERATOR_MODEL if str(model) == "default" else str(model)
+        self._bundle = operator_bundle(model)
+
+    @property
+    def devices(self) -> dict[str, DeviceSpec]:
+        """Devices that the model was trained on, by name."""
+        return dict(self._bundle.devices) if self._bundle else {}
+
+    def checked(self, program: object) -> TorchProgram:
+        """Take a program of PyTorch as it is.
+
+        Raises:
+            ProgramError: It is another one.
+        """
+        if isinstance(program, TorchProgram):
+            return program
         raise ProgramError(
-            f"no framework {framework!r} of PyTorch", hint="known: " + ", ".join(FRAMEWORKS)
+            f"framework {self.framework} is for programs of PyTorch",
+            hint="a .pt2 file, a module in a Python file, or a torch.nn.Module with its inputs; "
+            "leave the framework out to predict any other program",
         )
-    bundle = operator_bundle(model)
-    spec = resolve_device(device, bundle.devices if bundle else {})
-    if spec.platform != "gpu":
-        raise DeviceError(
-            f"PyTorch's own kernels are known for GPUs, and {spec.name} is a {spec.platform}",
-            hint="leave --framework out, which predicts the program as XLA runs it",
-        )
-    recording = record(program)
-    return price(recording, spec, framework, bundle)
+
+    def predict(
+        self, program: object, device: str | Path | DeviceSpec, *, strict: bool = False
+    ) -> TorchPrediction:
+        """Predict a forward pass or a training step.
+
+        Args:
+            program: A :class:`TorchProgram`.
+            device: A GPU: name, path of a device file, or description.
+            strict: Raise instead of falling back to the roofline for an operator.
+
+        Raises:
+            ProgramError: The program is not PyTorch's, or cannot be exported.
+            DeviceError: The device is not known, or no GPU.
+            StrictError: ``strict`` is set and an operator has no learned estimate.
+        """
+        from ...features.ir.torch.record import record
+
+        own = self.checked(program)
+        # Before the recording, which may take long.
+        spec = self._gpu(device)
+        found = self.price(record(own), spec)
+        if strict:
+            _require_learned(found)
+        return found
+
+    def price(self, recording: Recording, device: str | Path | DeviceSpec) -> TorchPrediction:
+        """Predict what was recorded of a program.
+
+        Raises:
+            ProgramError: It launches nothing, or what has no known time.
+            DeviceError: The device is not known, or no GPU.
+        """
+        return price(recording, self._gpu(device), self.framework, self._bundle)
+
+    def _gpu(self, device: str | Path | DeviceSpec) -> DeviceSpec:
+        if device == "local":
+            check_gpu_here()
+        spec = resolve_device(device, self.devices)
+        if spec.platform != "gpu":
+            raise _no_gpu(f"{spec.name} is a {spec.platform}")
+        return spec
 
 
 def operator_bundle(model: str | Path) -> OpModel | None:
@@ -178,6 +263,36 @@ def operator_bundle(model: str | Path) -> OpModel | None:
         return None
     folder = find_model(OPERATOR_MODEL if str(model) == "default" else model)
     return OpModel.load(folder, only=(*FAMILIES, *_ALONE))
+
+
+def check_gpu_here() -> None:
+    """Refuse this machine without measuring it if it has no GPU.
+
+    Raises:
+        DeviceError: JAX finds none.
+    """
+    import jax
+
+    if jax.default_backend() != "gpu":
+        raise _no_gpu("JAX finds none on this machine")
+
+
+def _no_gpu(why: str) -> DeviceError:
+    return DeviceError(
+        f"PyTorch's own kernels are known for GPUs, and {why}",
+        hint="--device h100-sxm or another GPU (opcast device --list); or leave --framework out, "
+        "which predicts the program as XLA runs it",
+    )
+
+
+def _require_learned(found: TorchPrediction) -> None:
+    for own in found.operators:
+        if own.source == "roofline":
+            raise StrictError(
+                f"operator {own.name} ({own.kind}) has only a roofline estimate",
+                where=own.source_line,
+                hint="predict without strict, or by a model that learned it (opcast models)",
+            )
 
 
 @dataclass(frozen=True)
@@ -228,7 +343,7 @@ def price_works(
 def price(
     recording: Recording, spec: DeviceSpec, framework: str, bundle: OpModel | None
 ) -> TorchPrediction:
-    """Price what a program launches; see :func:`predict_torch`."""
+    """Price what a program launches; see :class:`TorchPredictor`."""
     compiled = framework == "torch-compiled"
     check_priced(recording.calls)
     found = fused(recording) if compiled else works(recording.calls)

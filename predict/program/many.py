@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -16,8 +16,14 @@ from ...features.devices.catalogue import Design, load_designs
 from ..devices import resolve_device
 
 if TYPE_CHECKING:
+    from ...features.devices.device import DeviceSpec
+    from ...features.ir.torch.record import Recording
     from ...features.lowering.options import LoweringOptions
+    from ..operator.torch_framework import TorchPredictor
     from .predictor import Predictor
+
+#: Figures and notes of a program on each design of a chip, or why one has none.
+Answers = Callable[[Callable[[], object], "Chip"], "list[dict[str, Any] | Exception]"]
 
 #: Between the notes of a row.
 NOTES = " | "
@@ -27,6 +33,7 @@ _FIGURES = (
     "peak_memory_bytes",
     "device_memory_bytes",
     "fits",
+    "framework",
     "lowering",
     "model",
     "in_domain_share",
@@ -46,8 +53,15 @@ class Chip:
     designs: tuple[Design, ...]
 
 
-def find_chips(names: Sequence[str], predictor: Predictor) -> list[Chip]:
+def find_chips(
+    names: Sequence[str], known: Mapping[str, DeviceSpec], here: DeviceSpec | None = None
+) -> list[Chip]:
     """Find devices by names or files; a file may have ranges (docs/devices.md).
+
+    Args:
+        names: As the command line has them.
+        known: Devices that the model was trained on.
+        here: What ``local`` is, if it was measured already.
 
     Raises:
         DeviceError: A device is not known, or a file is wrong.
@@ -57,15 +71,15 @@ def find_chips(names: Sequence[str], predictor: Predictor) -> list[Chip]:
         if Path(name).suffix.lower() in (".yaml", ".yml"):
             chips.append(Chip(name, tuple(load_designs(name))))
         else:
-            chips.append(Chip(name, (Design({}, resolve_device(name, predictor.devices)),)))
+            own = here if here is not None and name == "local" else resolve_device(name, known)
+            chips.append(Chip(name, (Design({}, own),)))
     return chips
 
 
 def predict_many(
     programs: Sequence[Path],
     chips: Sequence[Chip],
-    predictor: Predictor,
-    options: LoweringOptions,
+    answers: Answers,
     progress: Callable[[int, int], None] | None = None,
     opened: Callable[[Path], object] = Path,
 ) -> pd.DataFrame:
@@ -74,8 +88,7 @@ def predict_many(
     Args:
         programs: Files of programs, or what ``opened`` takes.
         chips: The devices.
-        predictor: Loaded models.
-        options: Lowering options; the device is each chip's own.
+        answers: :func:`by_xla` or :func:`by_torch`.
         progress: Told how many of all predictions are done.
         opened: Makes what is read of an entry of ``programs``, once for each; the command line
             imports ``module.py:function`` so.
@@ -93,7 +106,11 @@ def predict_many(
         for program in programs:
             read = cache(partial(opened, program))
             for chip in chips:
-                rows += _rows(str(program), read, chip, predictor, options)
+                for design, found in zip(chip.designs, answers(read, chip), strict=True):
+                    subject = {"program": str(program), "device": design.device.name}
+                    failed = isinstance(found, Exception)
+                    own = {"error": _said(found)} if failed else {**found, "error": ""}
+                    rows.append({**subject, **design.figures, **own})
                 if progress is not None:
                     progress(len(rows), total)
     except KeyboardInterrupt:
@@ -108,44 +125,80 @@ def predict_many(
     return frame
 
 
-def _rows(
-    program: str,
-    opened: Callable[[], object],
-    chip: Chip,
-    predictor: Predictor,
-    options: LoweringOptions,
-) -> list[dict[str, Any]]:
-    from ...features.ir.partitioning import check_one_device
-    from ...features.ir.platforms import platform_of
-    from ...features.ir.reader import read_program
-    from ...features.ir.untrusted import well_formed
-    from ...features.lowering.lower import lower_with
+def by_xla(predictor: Predictor, options: LoweringOptions) -> Answers:
+    """Predict programs as XLA runs them; designs of a chip share the kernels of the first.
 
-    first = chip.designs[0].device
-    subjects = [{"program": program, "device": d.device.name, **d.figures} for d in chip.designs]
-    try:
-        # A function is traced for the platform of each chip.
-        source = read_program(
-            opened(), trip_counts=options.trip_counts, platform=platform_of(first)
-        )
-        check_one_device(source, first.name)
-        lowered = lower_with(source, replace(options, device=first, cache=predictor.cache))
-    except Exception as error:
-        return [{**subject, "error": _said(error)} for subject in subjects]
-    rows = []
-    for subject, design in zip(subjects, chip.designs, strict=True):
+    Args:
+        predictor: Loaded models.
+        options: Lowering options; the device is each chip's own.
+    """
+
+    def answers(opened: Callable[[], object], chip: Chip) -> list[dict[str, Any] | Exception]:
+        from ...features.ir.partitioning import check_one_device
+        from ...features.ir.platforms import platform_of
+        from ...features.ir.reader import read_program
+        from ...features.ir.untrusted import well_formed
+        from ...features.lowering.lower import lower_with
+
+        first = chip.designs[0].device
         try:
+            # A function is traced for the platform of each chip.
+            source = read_program(
+                opened(), trip_counts=options.trip_counts, platform=platform_of(first)
+            )
+            check_one_device(source, first.name)
+            lowered = lower_with(source, replace(options, device=first, cache=predictor.cache))
+        except Exception as error:
+            return [error] * len(chip.designs)
+
+        def one(design: Design) -> dict[str, Any]:
             with well_formed(source):
                 found = predictor.predict_lowered(lowered, design.device)
-            data = found.to_dict()
             notes = list(found.notes)
             if design is not chip.designs[0]:
                 notes.append(f"designs of {chip.name} share the kernels of {first.name}")
-            own = {name: data[name] for name in _FIGURES}
-            rows.append({**subject, **own, "notes": NOTES.join(notes), "error": ""})
+            return _figures({**found.to_dict(), "framework": "xla"}, notes)
+
+        return [_caught(partial(one, design)) for design in chip.designs]
+
+    return answers
+
+
+def by_torch(predictor: TorchPredictor) -> Answers:
+    """Predict programs of PyTorch by its own kernels, recorded once for all devices."""
+    # With its program, whose identity tells it: the last one alone, since they come in order.
+    last: list[tuple[object, Recording]] = []
+
+    def answers(opened: Callable[[], object], chip: Chip) -> list[dict[str, Any] | Exception]:
+        from ...features.ir.torch.record import record
+
+        try:
+            program = opened()
+            if not last or last[0][0] is not program:
+                last[:] = [(program, record(predictor.checked(program)))]
         except Exception as error:
-            rows.append({**subject, "error": _said(error)})
-    return rows
+            return [error] * len(chip.designs)
+
+        def one(design: Design) -> dict[str, Any]:
+            found = predictor.price(last[0][1], design.device)
+            own = {**found.to_dict(), "model": predictor.model}
+            return _figures(own, found.notes)
+
+        return [_caught(partial(one, design)) for design in chip.designs]
+
+    return answers
+
+
+def _caught(answer: Callable[[], dict[str, Any]]) -> dict[str, Any] | Exception:
+    try:
+        return answer()
+    except Exception as error:
+        return error
+
+
+def _figures(data: Mapping[str, object], notes: Sequence[str]) -> dict[str, Any]:
+    """Columns of a table; a framework of PyTorch has no lowering and predicts no memory."""
+    return {**{name: data.get(name) for name in _FIGURES}, "notes": NOTES.join(notes)}
 
 
 def _said(error: Exception) -> str:

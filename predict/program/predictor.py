@@ -19,6 +19,7 @@ from ...features.devices.identity import BY_NAME, MEASURED_AT, base_name, speed_
 from ...features.kernels.kernel import Kernel, LoweredProgram
 from ...models.power.energy import energy_fields
 from ..devices import resolve_device
+from ..groups import Group, grouped
 from ..locate import OPERATOR_MODEL, PLATFORM_DEFAULTS, find_model, is_untrained
 from .energy import program_energy
 
@@ -82,6 +83,11 @@ class KernelEstimate:
     def total_us(self) -> float:
         """Microseconds over all executions."""
         return self.latency_us * self.multiplicity
+
+    @property
+    def what(self) -> str:
+        """The op that it mainly came from, as the user's code names it, or its kind."""
+        return self.source_op.removeprefix("stablehlo.") or self.kind
 
 
 @dataclass(frozen=True)
@@ -150,6 +156,14 @@ class Prediction(InSeconds):
     def top(self, count: int = 10) -> list[KernelEstimate]:
         """Return the kernels that take most time over all their executions."""
         return sorted(self.kernels, key=lambda k: -k.total_us)[:count]
+
+    def by(self, key: str) -> list[Group[KernelEstimate]]:
+        """Put the kernels together by ``line``, ``module``, ``kind`` or ``phase``.
+
+        Returns:
+            What takes most time first.
+        """
+        return grouped(self.kernels, key)
 
     def to_dict(self) -> dict[str, object]:
         """Plain data, as ``opcast predict --json`` prints it."""

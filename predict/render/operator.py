@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ...common.units import duration, size
+from ..groups import starred
 from ..operator.predict import OpEstimate
-from .parts import Column, factor_table, fitted_table, print_notes, timed_headline
+from .parts import (
+    Column,
+    cost_line,
+    factor_table,
+    fitted_table,
+    line_of,
+    place_table,
+    print_notes,
+    timed_headline,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
     from rich.text import Text
 
     from ...models.operators.explain import OpExplanation
@@ -48,13 +58,21 @@ def print_op(console: Console, estimate: OpEstimate) -> None:
         console.print(f"  outside: {rest} more reasons (--json)", highlight=False)
 
 
-def print_torch(console: Console, prediction: TorchPrediction, top: int = 10) -> None:
+def print_torch(
+    console: Console,
+    prediction: TorchPrediction,
+    top: int = 10,
+    by: str = "kernel",
+    price: float | None = None,
+) -> None:
     """Print the time of a program as PyTorch runs it, and the operators that take most of it.
 
     Args:
         console: Where to.
         prediction: The prediction.
         top: Rows of the table; equal operators of equal modules are one row.
+        by: ``kernel`` for operators, ``line`` or ``module``.
+        price: Of the device for an hour; without one no cost is printed.
     """
     p = prediction
     rest = f"on {p.device} by {p.framework}"
@@ -64,9 +82,22 @@ def print_torch(console: Console, prediction: TorchPrediction, top: int = 10) ->
         f"{len(p.operators)} operators: {duration(p.device_us)} on the device; {launches} "
         f"launches: {duration(p.host_us)} on the host; weights {size(p.parameter_bytes)}"
     )
+    if price is not None:
+        console.print(cost_line(p, price))
+    if by == "kernel":
+        console.print(_operator_table(p, top, console.width))
+    else:
+        aside = ("kind", lambda o: o.kind)
+        console.print(place_table(p.operators, top, console.width, by, aside))
+    shares = ", ".join(f"{group.name} {group.share:.0%}" for group in p.by("kind"))
+    console.print(f"by kind: {shares}")
+    print_notes(console, p.notes)
+
+
+def _operator_table(p: TorchPrediction, top: int, width: int) -> Table:
     groups: dict[tuple[object, ...], list[AtenEstimate]] = {}
     for own in p.operators:
-        key = (own.name, own.shape, own.dtype, own.phase, own.source_line, _starred(own.module))
+        key = (own.name, own.shape, own.dtype, own.phase, own.source_line, starred(own.module))
         groups.setdefault(key, []).append(own)
     total = sum(o.latency_us for o in p.operators) or 1.0
     ranked = sorted(groups.values(), key=lambda g: -sum(o.latency_us for o in g))
@@ -74,14 +105,14 @@ def print_torch(console: Console, prediction: TorchPrediction, top: int = 10) ->
     for group in ranked[:top]:
         own, time = group[0], sum(o.latency_us for o in group)
         phase = "" if own.phase == "forward" else f" ({own.phase})"
-        place = _starred(own.module) if len(group) > 1 else own.module
+        place = starred(own.module) if len(group) > 1 else own.module
         ends = min(o.lo_us for o in group), max(o.hi_us for o in group)
         rows.append(
             [
                 f"{time / total:.1%}",
                 duration(time),
                 str(len(group)),
-                own.source_line.rsplit("/", 1)[-1],
+                line_of(own.source_line),
                 f"{place}{phase} {own.name}".strip(),
                 "×".join(map(str, own.shape)) or size(own.bytes),
                 own.dtype,
@@ -89,18 +120,7 @@ def print_torch(console: Console, prediction: TorchPrediction, top: int = 10) ->
                 "–".join(map(duration, ends)),
             ]
         )
-    console.print(fitted_table(console.width, _TORCH_COLUMNS, rows))
-    shares: dict[str, float] = {}
-    for own in p.operators:
-        shares[own.kind] = shares.get(own.kind, 0.0) + own.latency_us / total
-    ordered = sorted(shares.items(), key=lambda item: -item[1])
-    console.print("by kind: " + ", ".join(f"{kind} {share:.0%}" for kind, share in ordered))
-    print_notes(console, p.notes)
-
-
-def _starred(module: str) -> str:
-    """A module with a star for each number: the same of all layers."""
-    return re.sub(r"\d+", "*", module)
+    return fitted_table(width, _TORCH_COLUMNS, rows)
 
 
 def print_op_explanation(console: Console, estimate: OpExplanation) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,9 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...common.interval import Interval
+from ...common.interval import HasLatency, Interval
 from ...common.notes import WARNING
 from ...common.units import duration
+from ...models.power.energy import cost_of
+from ..groups import K, Timed, grouped
 
 
 def headline(figure: str, rest: str) -> Text:
@@ -131,6 +133,62 @@ def fitted_table(
     for row in lines:
         table.add_row(*(row[i] for i in kept))
     return table
+
+
+def place_table(
+    kernels: Sequence[K], top: int, width: int, by: str, aside: tuple[str, Callable[[K], str]]
+) -> Table:
+    """Make a table of source lines or of modules by their time.
+
+    Args:
+        kernels: All kernels of a program.
+        top: Rows.
+        width: Of the console.
+        by: ``line`` or ``module``.
+        aside: Heading of a further column, and what it says of a kernel; of a group the commonest.
+    """
+    root = root_of(kernels)
+    columns = (
+        Column("share"),
+        Column("time"),
+        Column("kernels", 2),
+        Column(by, justify="left"),
+        Column(aside[0], 3, "left"),
+        Column("of it", 1, "left", least=24),
+    )
+    rows = []
+    for group in grouped(kernels, by)[:top]:
+        name = line_of(group.name) if by == "line" else group.name.removeprefix(root)
+        of_it = group.shares(lambda k: k.what)
+        rows.append(
+            [
+                f"{group.share:.1%}",
+                duration(group.total_us),
+                str(len(group.kernels)),
+                name or "(none)",
+                next(iter(group.shares(aside[1]))),
+                ", ".join(f"{what} {share:.0%}" for what, share in list(of_it.items())[:3]),
+            ]
+        )
+    return fitted_table(width, columns, rows)
+
+
+def root_of(kernels: Iterable[Timed]) -> str:
+    """The module that all others lie in, which is not repeated in every row."""
+    roots = {k.module.split("/", 1)[0] for k in kernels if k.module}
+    return roots.pop() + "/" if len(roots) == 1 else ""
+
+
+def line_of(source_line: str) -> str:
+    """File and line, without folders."""
+    return source_line.rsplit("/", 1)[-1]
+
+
+def cost_line(result: HasLatency, price: float) -> str:
+    """What a run costs on a device rented by the hour."""
+    seconds = Interval(result.latency_us * 1e-6, result.lo_us * 1e-6, result.hi_us * 1e-6)
+    cost = cost_of(price, seconds, 1)
+    return f"cost {cost.value:.3g}  [{cost.lo:.3g} – {cost.hi:.3g}] a run"
 
 
 def factor_table(title: str, log_ratios: Iterable[tuple[str, float]]) -> Table:

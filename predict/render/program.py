@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-from ...common.interval import Interval
 from ...common.units import duration, size
-from ...models.power.energy import cost_of
+from ..groups import starred
 from ..program.predictor import KernelEstimate, Prediction
-from .parts import Column, fitted_table, print_notes, timed_headline, unfit
+from .parts import (
+    Column,
+    cost_line,
+    fitted_table,
+    line_of,
+    place_table,
+    print_notes,
+    root_of,
+    timed_headline,
+    unfit,
+)
 
 #: What kernels of a table may be put together by.
 GROUPS = ("kernel", "line", "module")
@@ -29,7 +37,6 @@ _COLUMNS = (
     Column("interval of one", 5),
     Column("kernel", 6, "left"),
 )
-_NUMBER = re.compile(r"\d+")
 
 
 def print_prediction(
@@ -63,7 +70,8 @@ def print_prediction(
     if by == "kernel":
         console.print(kernel_table(p.kernels, top, console.width))
     else:
-        console.print(_place_table(p.kernels, top, console.width, by))
+        aside = ("bound", lambda k: k.bound)
+        console.print(place_table(p.kernels, top, console.width, by, aside))
     shares = ", ".join(f"{kind} {share:.0%}" for kind, share in p.share_by_kind.items())
     console.print(f"by kind: {shares}; in domain: {p.in_domain_share:.0%} of the time")
     print_notes(console, p.notes, p.standing, loud=False)
@@ -77,9 +85,7 @@ def _energy_and_cost(p: Prediction, price: float | None) -> list[str]:
             f"energy {joules.value:.3g} J  [{joules.lo:.3g} – {joules.hi:.3g}], {watts:.0f} W"
         )
     if price is not None:
-        seconds = Interval(p.latency_us * 1e-6, p.lo_us * 1e-6, p.hi_us * 1e-6)
-        cost = cost_of(price, seconds, 1)
-        lines.append(f"cost {cost.value:.3g}  [{cost.lo:.3g} – {cost.hi:.3g}] a run")
+        lines.append(cost_line(p, price))
     return lines
 
 
@@ -100,11 +106,11 @@ def kernel_table(kernels: Sequence[KernelEstimate], top: int, width: int) -> Tab
         top: Rows.
         width: Of the console.
     """
-    root = _root(kernels)
+    root = root_of(kernels)
     groups = _grouped(
         kernels,
         lambda k: (
-            _starred(k.module), k.phase, k.source_op, k.source_line, k.kind, k.bound, k.source,
+            starred(k.module), k.phase, k.source_op, k.source_line, k.kind, k.bound, k.source,
             k.in_domain, k.flops, k.bytes,
         ),
     )  # fmt: skip
@@ -119,7 +125,7 @@ def kernel_table(kernels: Sequence[KernelEstimate], top: int, width: int) -> Tab
                 f"{time / total:.1%}",
                 duration(time),
                 f"{sum(k.multiplicity for k in group):.0f}",
-                _line(k),
+                line_of(k.source_line),
                 _what(k, root, len(group) > 1),
                 k.bound,
                 k.kind,
@@ -132,51 +138,6 @@ def kernel_table(kernels: Sequence[KernelEstimate], top: int, width: int) -> Tab
     return fitted_table(width, _COLUMNS, rows)
 
 
-def _place_table(kernels: Sequence[KernelEstimate], top: int, width: int, by: str) -> Table:
-    """Make a table of source lines or of modules by their time."""
-    root = _root(kernels)
-    if by == "line":
-        groups = _grouped(kernels, lambda k: k.source_line)
-    else:
-        groups = _grouped(kernels, lambda k: (_starred(k.module), k.phase))
-    total = sum(k.total_us for k in kernels) or 1.0
-    columns = (
-        Column("share"),
-        Column("time"),
-        Column("kernels", 2),
-        Column(by, justify="left"),
-        Column("bound", 3, "left"),
-        Column("of it", 1, "left", least=24),
-    )
-    rows = []
-    for group in groups[:top]:
-        time = sum(k.total_us for k in group)
-        place = _line(group[0]) if by == "line" else _module(group[0], root, True)
-        bounds = _shares(group, lambda k: k.bound)
-        of_it = _shares(group, lambda k: _op(k) or k.kind)
-        rows.append(
-            [
-                f"{time / total:.1%}",
-                duration(time),
-                str(len(group)),
-                place or "(none)",
-                next(iter(bounds)),
-                ", ".join(f"{name} {share:.0%}" for name, share in list(of_it.items())[:3]),
-            ]
-        )
-    return fitted_table(width, columns, rows)
-
-
-def _shares(
-    kernels: Iterable[KernelEstimate], key: Callable[[KernelEstimate], str]
-) -> dict[str, float]:
-    sums: dict[str, float] = {}
-    for k in kernels:
-        sums[key(k)] = sums.get(key(k), 0.0) + k.total_us
-    total = sum(sums.values()) or 1.0
-    return {n: v / total for n, v in sorted(sums.items(), key=lambda item: -item[1])}
-
-
 def _grouped(
     kernels: Iterable[KernelEstimate], key: Callable[[KernelEstimate], object]
 ) -> list[list[KernelEstimate]]:
@@ -187,20 +148,10 @@ def _grouped(
     return sorted(groups.values(), key=lambda group: -sum(k.total_us for k in group))
 
 
-def _starred(module: str) -> str:
-    return _NUMBER.sub("*", module)
-
-
-def _root(kernels: Sequence[KernelEstimate]) -> str:
-    """The module that all others lie in, which is not repeated in every row."""
-    roots = {k.module.split("/", 1)[0] for k in kernels if k.module}
-    return roots.pop() + "/" if len(roots) == 1 else ""
-
-
 def _module(k: KernelEstimate, root: str, many: bool) -> str:
     module = k.module.removeprefix(root)
     phase = f"({k.phase})" if k.phase in ("backward", "recomputed") else ""
-    return " ".join(filter(None, (_starred(module) if many else module, phase)))
+    return " ".join(filter(None, (starred(module) if many else module, phase)))
 
 
 def _what(k: KernelEstimate, root: str, many: bool) -> str:
@@ -210,8 +161,3 @@ def _what(k: KernelEstimate, root: str, many: bool) -> str:
 
 def _op(k: KernelEstimate) -> str:
     return k.source_op.removeprefix("stablehlo.")
-
-
-def _line(k: KernelEstimate) -> str:
-    """File and line, without folders."""
-    return k.source_line.rsplit("/", 1)[-1]

@@ -74,14 +74,82 @@ def test_pytorchs_own_kernels(folder):
     assert compiled["framework"] == "torch-compiled" and compiled["latency_us"] > 0
 
 
+def test_pytorchs_kernels_by_line_with_cost_and_timeline(folder, tmp_path):
+    path, trace = str(folder / "net.pt2"), tmp_path / "trace.json"
+    words = ("--device", "h100-sxm", "--framework", "torch-eager", "--price", "3.6")
+    told = opcast("predict", path, *words, "--by", "line", "--timeline", trace)
+    assert told.returncode == 0, told.stderr
+    # Both layers and the activation stand in one line of the model.
+    assert "100.0%" in told.stdout and "net.py:10" in told.stdout and "addmm" in told.stdout
+    found = predicted(path, *words[2:])
+    assert found["cost"] == pytest.approx(found["latency_us"] * 1e-6 * 3.6 / 3600)
+    assert f"cost {found['cost']:.3g}" in told.stdout
+    spans = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert [e["name"] for e in spans] == [o["name"] for o in found["operators"]]
+    assert spans[-1]["ts"] + spans[-1]["dur"] == pytest.approx(found["latency_us"])
+    modules = opcast("predict", path, *words, "--by", "module").stdout
+    assert "first" in modules and "last" in modules
+
+
+def test_strict_names_the_operator_that_nothing_was_learned_of(folder):
+    words = ("--device", "mi355x", "--framework", "torch-eager", "--strict")
+    done = opcast("predict", str(folder / "net.pt2"), *words)
+    assert done.returncode != 0
+    assert "only a roofline estimate" in done.stderr and "net.py:10" in done.stderr
+
+
+def test_tables_take_training_steps_and_frameworks(folder, tmp_path):
+    path = str(folder / "net.pt2")
+    step = ("--train", "adamw", "--loss", "cross_entropy")
+    rows = {}
+    for framework in ("xla", "torch-eager", "torch-compiled"):
+        lowering = ("--lowering", "fused") if framework == "xla" else ()
+        words = ("--device", "h100-sxm,a100-sxm-80gb,tpu-v5e", *step, "--framework", framework)
+        done = opcast("predict", path, f"{folder / 'net.py'}:model", *words, *lowering, "--json")
+        assert done.returncode == 0, done.stderr
+        rows[framework] = json.loads(done.stdout)
+        assert {row["framework"] for row in rows[framework][:2]} == {framework}
+        single = predicted(path, *step, "--framework", framework, *lowering)
+        assert rows[framework][0]["latency_us"] == pytest.approx(single["latency_us"])
+        # A module and its file are the same program.
+        assert rows[framework][3]["latency_us"] == pytest.approx(single["latency_us"])
+    assert not [row["error"] for row in rows["xla"] if row["error"]]
+    assert "known for GPUs" in rows["torch-eager"][2]["error"]
+    assert rows["torch-eager"][2]["latency_us"] is None
+    forward = opcast(
+        "predict", path, "--device", "h100-sxm,l4", "--framework", "torch-eager", "--json"
+    )
+    assert rows["torch-eager"][0]["latency_us"] > json.loads(forward.stdout)[0]["latency_us"]
+
+
+def test_tables_say_what_is_not_pytorchs(folder, tmp_path):
+    other = tmp_path / "step.mlir"
+    other.write_text(
+        "module @f {func.func @main(%a: tensor<2xf32>) -> tensor<2xf32> {\n"
+        " return %a : tensor<2xf32>\n}}\n"
+    )
+    words = ("--device", "h100-sxm", "--framework", "torch-eager", "--json")
+    rows = json.loads(opcast("predict", str(folder / "net.pt2"), str(other), *words).stdout)
+    assert not rows[0]["error"] and "for programs of PyTorch" in rows[1]["error"]
+    words = ("--device", "h100-sxm", "--train", "adamw", "--loss", "sum", "--lowering", "fused")
+    rows = json.loads(
+        opcast("predict", str(folder / "net.pt2"), str(other), *words, "--json").stdout
+    )
+    assert not rows[0]["error"] and "--train and --loss are for programs" in rows[1]["error"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (("--framework", "torch-eager", "--trip-count", "3"), "--trip-count does not apply"),
+        (("--framework", "torch-eager", "--fallback", "op"), "--fallback does not apply"),
+        (("--framework", "torch-eager", "--by", "kind"), "kernel, line or module"),
         (("--train", "adamw"), "no loss to train by"),
         (("--train", "lion"), "no optimiser 'lion'"),
         (("--loss", "sum"), "without an optimiser"),
         (("--cluster", "dgx-h100-x16"), "for one device"),
         (("--framework", "torch-eager"), "known for GPUs"),
+        (("--framework", "torch-eager", "--device", "local"), "JAX finds none on this machine"),
         (("--framework", "torch-eager", "--lowering", "fused"), "--lowering does not apply"),
         (("--framework", "jax"), "no framework 'jax'"),
     ],

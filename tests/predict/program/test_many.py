@@ -154,9 +154,8 @@ def test_lines_of_devices_can_be_told_apart(folder):
     names = [str(folder / "ranges.yaml"), "a100-sxm-80gb", "h100-sxm", "l4", "t4", "l40s", "b200"]
     frame = many.predict_many(
         [folder / "mlp.mlir"],
-        many.find_chips(names, predictor),
-        predictor,
-        LoweringOptions("fused"),
+        many.find_chips(names, predictor.devices),
+        many.by_xla(predictor, LoweringOptions("fused")),
     )
     kept = []
     close = pyplot.close

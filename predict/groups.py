@@ -1,0 +1,109 @@
+"""Kernels of a prediction put together by source line, module, kind or pass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from ..common.errors import OpcastError
+
+#: What kernels may be put together by.
+KEYS = ("line", "module", "kind", "phase")
+_NUMBER = re.compile(r"\d+")
+
+
+class Timed(Protocol):
+    """A kernel of XLA, or an operator of PyTorch."""
+
+    @property
+    def kind(self) -> str:
+        """Kind of kernel."""
+
+    @property
+    def total_us(self) -> float:
+        """Microseconds over all executions."""
+
+    @property
+    def source_line(self) -> str:
+        """``file:line`` in the user's program, or empty."""
+
+    @property
+    def module(self) -> str:
+        """Modules that it belongs to, joined by slashes, or empty."""
+
+    @property
+    def phase(self) -> str:
+        """Pass that it belongs to, or empty."""
+
+    @property
+    def what(self) -> str:
+        """Operation as the user's code names it."""
+
+
+K = TypeVar("K", bound=Timed)
+
+
+@dataclass(frozen=True)
+class Group(Generic[K]):
+    """Kernels of one source line, module, kind or pass.
+
+    Attributes:
+        name: The line (``file:line``), module (a star for each number, and its pass unless that is
+            the forward one), kind or pass; empty where it is not known.
+        total_us: Microseconds over all their executions in one run of the program.
+        share: Of the summed kernel time.
+        kernels: The costliest first.
+    """
+
+    name: str
+    total_us: float
+    share: float
+    kernels: tuple[K, ...]
+
+    def shares(self, key: Callable[[K], str]) -> dict[str, float]:
+        """Share of the group's time by what ``key`` gives of a kernel, largest first."""
+        sums: dict[str, float] = {}
+        for k in self.kernels:
+            sums[key(k)] = sums.get(key(k), 0.0) + k.total_us
+        total = self.total_us or 1.0
+        return {n: v / total for n, v in sorted(sums.items(), key=lambda item: -item[1])}
+
+
+def grouped(kernels: Sequence[K], by: str) -> list[Group[K]]:
+    """Put kernels together; what takes most time comes first.
+
+    Args:
+        kernels: All kernels of a program.
+        by: One of :data:`KEYS`.
+
+    Raises:
+        OpcastError: There is no such key.
+    """
+    keys: dict[str, Callable[[K], str]] = {
+        "line": lambda k: k.source_line,
+        "module": module_of,
+        "kind": lambda k: k.kind,
+        "phase": lambda k: k.phase,
+    }
+    if by not in keys:
+        raise OpcastError(f"kernels are not put together by {by!r}", hint="by " + ", ".join(KEYS))
+    found: dict[str, list[K]] = {}
+    for k in sorted(kernels, key=lambda k: -k.total_us):
+        found.setdefault(keys[by](k), []).append(k)
+    total = sum(k.total_us for k in kernels) or 1.0
+    sums = [(name, sum(k.total_us for k in own), tuple(own)) for name, own in found.items()]
+    groups = [Group(name, time, time / total, own) for name, time, own in sums]
+    return sorted(groups, key=lambda group: -group.total_us)
+
+
+def module_of(kernel: Timed) -> str:
+    """Module and pass of a kernel, with a star for each number: the same of all layers."""
+    phase = f"({kernel.phase})" if kernel.phase not in ("", "forward") else ""
+    return " ".join(filter(None, (starred(kernel.module), phase)))
+
+
+def starred(module: str) -> str:
+    """A module with a star for each number."""
+    return _NUMBER.sub("*", module)
