@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil, prod
+from math import ceil, log2, prod
 
 from ...common.errors import ProgramError
 from ...features.ir.torch.record import AtenCall, Recording
@@ -34,6 +34,13 @@ _LOOKUPS = (
     "aten.gather",
     "aten.nll_loss_forward",
 )
+#: Operators that read the rows of a table that an index chooses, and add them up.
+_BAGS = ("aten._embedding_bag", "aten._embedding_bag_forward_only")
+#: Bits of the size of a transform that one pass over memory does in shared memory: cuFFT does 4,096
+#: complex values of f32 in a kernel, and sizes without larger primes than this one without
+#: Bluestein's algorithm (cuFFT's documentation, "Accuracy and Performance"); passes that the latter
+#: counts as. Engineering estimates.
+_FFT_BITS, _SMALL_PRIME, _BLUESTEIN = 12, 127, 6.0
 #: Tensors that an operator reads or writes again beyond its operands, as a factor on its traffic:
 #: batch and group norm read their input for the moments and again for the result, backward also
 #: the gradient (PyTorch's native kernels).
@@ -63,7 +70,7 @@ _NO_SOLVERS = ("aten.linalg_vector_norm", "aten.linalg_cross")
 _OPAQUE = (
     *_PRODUCTS, "aten.convolution", "aten._scaled_dot_product", "aten.sort", "aten.topk",
     "aten._foreach", "aten.embedding_dense_backward", "aten.cumsum", "aten.index_put",
-    "aten.max_pool2d_with_indices_backward", "aten._fused",
+    "aten.max_pool2d_with_indices_backward", "aten._fused", "aten._fft", "aten._embedding_bag",
 )  # fmt: skip
 #: Element types by PyTorch's names, as operators of steps call them.
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
@@ -154,6 +161,12 @@ def _works(call: AtenCall) -> list[Work]:
         # and three tensors but for the mask's byte (native_dropout_backward of PyTorch).
         wide = call.outputs[0].bytes
         return [replace(base, bytes=float(6 * wide + call.inputs[1].bytes), launches=3)]
+    if call.name.startswith("aten._fft"):
+        return [_transform(call, base)]
+    if call.name == "aten.nll_loss_backward":
+        # Fills the gradient with zeros, then writes one value of each row (NLLLoss2d.cu and
+        # Loss.cu of PyTorch); the values of the forward pass are not read.
+        return [replace(base, bytes=float(base.bytes - call.inputs[1].bytes), launches=2)]
     if call.name in SORTS:
         # A radix sort passes over the keys once for each byte of them, as CUB's: of values with
         # their indices for a sort, of the values alone to select the largest.
@@ -166,8 +179,41 @@ def _works(call: AtenCall) -> list[Work]:
     return [base]
 
 
+def _transform(call: AtenCall, base: Work) -> Work:
+    """A Fourier transform by cuFFT: passes over its values, for each of the dimensions.
+
+    PyTorch copies what a real result is made of, since cuFFT overwrites it, and divides by the
+    size, if it does, in a pass of its own (SpectralOps.cpp).
+    """
+    given, made = call.inputs[0], call.outputs[0]
+    dims, norm = call.numbers[0], call.numbers[1]
+    largest = max(given.bytes, made.bytes)
+    passes = 0.0
+    for dim in dims:
+        size = max(given.shape[dim], made.shape[dim])
+        # Bluestein's algorithm has two transforms of at least twice the size and three products.
+        passes += _BLUESTEIN if _largest_prime(size) > _SMALL_PRIME else 1.0
+        passes += max(0, ceil(log2(max(size, 2)) / _FFT_BITS) - 1)
+    real = call.name == "aten._fft_c2r"
+    moved = 2.0 * passes * largest + 2.0 * real * given.bytes + 2.0 * (norm != 0) * made.bytes
+    return replace(base, bytes=moved, launches=len(dims) + real + (norm != 0))
+
+
+def _largest_prime(number: int) -> int:
+    found, factor = 1, 2
+    while factor * factor <= number:
+        while number % factor == 0:
+            found, number = factor, number // factor
+        factor += 1
+    return max(found, number)
+
+
 def _traffic(call: AtenCall) -> float:
     written = sum(t.bytes for t in call.outputs)
+    if call.name in _BAGS:
+        table, index = call.inputs[0], call.inputs[1]
+        row = table.bytes / max(table.shape[0], 1)
+        return float(call.outputs[0].bytes + prod(index.shape) * row + index.bytes)
     if call.name in _LOOKUPS:
         # As much of the table as is written, and the index.
         return float(
@@ -259,7 +305,9 @@ class _Fusion:
             self._add(call)
 
     def _add(self, call: AtenCall) -> None:
-        opaque = call.phase == "optimizer" or call.name.startswith(_OPAQUE)
+        # The compiler generates nothing for complex numbers, which stay PyTorch's operators.
+        hollow = any(t.dtype.startswith("complex") for t in (*call.inputs, *call.outputs))
+        opaque = hollow or call.phase == "optimizer" or call.name.startswith(_OPAQUE)
         size = max(prod(t.shape) for t in (*call.inputs, *call.outputs))
         makers = {self._maker[t.memory] for t in call.inputs if t.memory in self._maker}
         # What is overwritten must have been read before.

@@ -108,8 +108,10 @@ def predict_many(
             for chip in chips:
                 for design, found in zip(chip.designs, answers(read, chip), strict=True):
                     subject = {"program": str(program), "device": design.device.name}
-                    failed = isinstance(found, Exception)
-                    own = {"error": _said(found)} if failed else {**found, "error": ""}
+                    if isinstance(found, Exception):
+                        own: dict[str, Any] = {"error": _said(found)}
+                    else:
+                        own = {**found, "error": ""}
                     rows.append({**subject, **design.figures, **own})
                 if progress is not None:
                     progress(len(rows), total)

@@ -33,6 +33,9 @@ _UNARY: dict[str, Callable[..., jax.Array]] = {
     "hardsigmoid": lambda x: jax.nn.relu6(x + 3) / 6,
     "hardswish": lambda x: x * jax.nn.relu6(x + 3) / 6,
     "log_sigmoid_forward": jax.nn.log_sigmoid,
+    "angle": jnp.angle,
+    "sgn": jnp.sign,
+    "conj_physical": jnp.conj,
     "logical_not": jnp.logical_not,
     "bitwise_not": jnp.bitwise_not,
 }
@@ -65,8 +68,10 @@ _COMPARE: dict[str, Callable[..., jax.Array]] = {
 
 def _unary(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     def translated(call: Call, x: jax.Array) -> jax.Array:
-        # Integers become floats first: JAX would choose the type by rules of its own.
-        return function(x.astype(call.dtype) if call.inexact else x)
+        # Integers become floats first: JAX would choose the type by rules of its own. The result
+        # of a complex operand may be real.
+        cast = call.inexact and not jnp.iscomplexobj(x)
+        return function(x.astype(call.dtype) if cast else x)
 
     return translated
 
@@ -190,6 +195,41 @@ def _glu(call: Call, x: jax.Array, dim: int = -1) -> jax.Array:
     return jax.nn.glu(x, dim)
 
 
+@aten("view_as_complex", "view_as_complex_copy")
+def _view_as_complex(call: Call, x: jax.Array) -> jax.Array:
+    return lax.complex(x[..., 0], x[..., 1])
+
+
+@aten("view_as_real", "view_as_real_copy")
+def _view_as_real(call: Call, x: jax.Array) -> jax.Array:
+    return jnp.stack([jnp.real(x), jnp.imag(x)], axis=-1)
+
+
+@aten("complex")
+def _complex(call: Call, real: jax.Array, imag: jax.Array) -> jax.Array:
+    return lax.complex(*jnp.broadcast_arrays(real, imag))
+
+
+@aten("polar")
+def _polar(call: Call, size: jax.Array, angle: jax.Array) -> jax.Array:
+    return lax.complex(size * jnp.cos(angle), size * jnp.sin(angle))
+
+
+@aten("_conj", "_conj_copy")
+def _conj(call: Call, x: jax.Array) -> jax.Array:
+    return jnp.conj(x)
+
+
+@aten("real")
+def _real(call: Call, x: jax.Array) -> jax.Array:
+    return jnp.real(x)
+
+
+@aten("imag")
+def _imag(call: Call, x: jax.Array) -> jax.Array:
+    return jnp.imag(x)
+
+
 @aten("lerp")
 def _lerp(call: Call, x: jax.Array, end: jax.Array, weight: Any) -> jax.Array:
     return x + (end - x) * weight
@@ -211,7 +251,10 @@ def _to_copy(call: Call, x: jax.Array, **_: object) -> jax.Array:
     return x != 0 if call.dtype == jnp.bool_ else x.astype(call.dtype)
 
 
-@aten("clone", "alias", "detach", "lift_fresh_copy", "contiguous", "detach_", "to", "type_as")
+@aten(
+    *("clone", "alias", "detach", "lift_fresh_copy", "contiguous", "detach_", "to", "type_as"),
+    *("resolve_conj", "resolve_neg"),
+)
 def _same(call: Call, x: jax.Array, *_: object, **__: object) -> jax.Array:
     return x.astype(call.dtype)
 

@@ -25,6 +25,8 @@ _KEPT = (
     "aten.einsum.default",
     "aten.rms_norm.default",
 )
+#: Most times that an operator is decomposed by rules beyond core ATen's; a guard.
+_ROUNDS = 4
 _DTYPES = {
     "bfloat16": jnp.bfloat16,
     "float16": jnp.float16,
@@ -150,6 +152,14 @@ def _short(error: Exception) -> str:
 
 def _checked(exported: Exported) -> Exported:
     ranges = exported.program.range_constraints
+    # PyTorch calls sizes that depend on values u0, u1 …
+    if any(str(name).startswith("u") for name in ranges):
+        raise ProgramError(
+            f"sizes depend on the values of tensors: {', '.join(map(str, ranges))}",
+            where=exported.name,
+            hint="as how many tokens torch.where finds for an expert: sort or take the top of them "
+            "into a number that is fixed (a capacity), so that the program has one time",
+        )
     if ranges:
         raise ProgramError(
             f"dimensions are dynamic: {', '.join(map(str, ranges))}",
@@ -159,8 +169,13 @@ def _checked(exported: Exported) -> Exported:
     return exported
 
 
-def decomposed(exported: Exported) -> Any:
+def decomposed(exported: Exported, known: Callable[[str], bool]) -> Any:
     """The export in core ATen, functional, but for what :data:`_KEPT` names.
+
+    Args:
+        exported: The export.
+        known: Whether an operator of a name has a translation; others are decomposed further where
+            PyTorch has a rule.
 
     Returns:
         ``torch.export.ExportedProgram``.
@@ -177,7 +192,17 @@ def decomposed(exported: Exported) -> Any:
         with warnings.catch_warnings(), _as_it_trains(exported.program.graph_module):
             # PyTorch's about itself.
             warnings.simplefilter("ignore")
-            return exported.program.run_decompositions(table)
+            found = exported.program.run_decompositions(table)
+            # Rules of operators that core ATen keeps whole, such as ``grid_sampler_2d``; what they
+            # are made of may have rules again.
+            for _ in range(_ROUNDS):
+                rules = torch._decomp.decomposition_table
+                targets = {n.target for g in _graphs(found.graph_module) for n in g.nodes}
+                left = {t for t in targets if t in rules and not known(str(t))}
+                if not left:
+                    break
+                found = found.run_decompositions({t: rules[t] for t in left})
+            return found
     except Exception as error:
         raise ProgramError(
             f"PyTorch cannot decompose the export: {type(error).__name__}: {_short(error)}",

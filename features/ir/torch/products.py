@@ -191,9 +191,62 @@ def _nearest(call: Call, x: jax.Array, *_: object) -> jax.Array:
 
 @aten("upsample_bilinear2d")
 def _bilinear(call: Call, x: jax.Array, size: Any, corners: bool, *_: object) -> jax.Array:
+    if not corners:
+        return jax.image.resize(x, call.shape, "linear", antialias=False)
+    found = x
+    for dim in (2, 3):
+        n, m = x.shape[dim], call.shape[dim]
+        # The first and last of both grids lie on each other.
+        place = np.arange(m) * ((n - 1) / max(m - 1, 1))
+        low = np.minimum(place.astype(np.int32), max(n - 2, 0))
+        share = (place - low).astype(np.float32).reshape((-1,) + (1,) * (3 - dim))
+        a, b = (jnp.take(found, at, axis=dim) for at in (low, np.minimum(low + 1, n - 1)))
+        found = a + (b - a) * jnp.asarray(share, found.dtype)
+    return found
+
+
+@aten("_upsample_bilinear2d_aa")
+def _bilinear_smooth(call: Call, x: jax.Array, size: Any, corners: bool, *_: object) -> jax.Array:
+    return _smooth(call, x, corners, "linear")
+
+
+@aten("_upsample_bicubic2d_aa")
+def _bicubic_smooth(call: Call, x: jax.Array, size: Any, corners: bool, *_: object) -> jax.Array:
+    return _smooth(call, x, corners, "cubic")
+
+
+def _smooth(call: Call, x: jax.Array, corners: bool, method: str) -> jax.Array:
     if corners:
-        raise NotImplementedError("bilinear resizing with align_corners")
-    return jax.image.resize(x, call.shape, "linear", antialias=False)
+        raise NotImplementedError("antialiased resizing with align_corners")
+    return jax.image.resize(x, call.shape, method, antialias=True)
+
+
+#: What a transform is divided by, by PyTorch's number: nothing, the root of its size, its size.
+_NORMS: dict[int, Literal["backward", "ortho", "forward"]] = {
+    0: "backward",
+    1: "ortho",
+    2: "forward",
+}
+
+
+@aten("_fft_r2c")
+def _fft_r2c(call: Call, x: jax.Array, dims: Sequence[int], norm: int, onesided: bool) -> jax.Array:
+    transform = jnp.fft.rfftn if onesided else jnp.fft.fftn
+    return transform(x, axes=tuple(dims), norm=_NORMS[norm])
+
+
+@aten("_fft_c2c")
+def _fft_c2c(call: Call, x: jax.Array, dims: Sequence[int], norm: int, forward: bool) -> jax.Array:
+    if forward:
+        return jnp.fft.fftn(x, axes=tuple(dims), norm=_NORMS[norm])
+    # NumPy's inverse divides where PyTorch's number says "forward" of the transform's own sign.
+    return jnp.fft.ifftn(x, axes=tuple(dims), norm=_NORMS[2 - norm])
+
+
+@aten("_fft_c2r")
+def _fft_c2r(call: Call, x: jax.Array, dims: Sequence[int], norm: int, last: int) -> jax.Array:
+    sizes = [x.shape[d] for d in dims[:-1]] + [last]
+    return jnp.fft.irfftn(x, s=sizes, axes=tuple(dims), norm=_NORMS[2 - norm])
 
 
 @aten("pixel_shuffle")

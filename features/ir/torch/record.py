@@ -72,11 +72,13 @@ class Recording:
         calls: In order.
         kept: Memory that outlives the program: weights, gradients, outputs.
         parameter_bytes: Bytes of parameters and buffers.
+        recurrent: Calls of the forward pass that are steps of recurrent layers, written out.
     """
 
     calls: list[AtenCall] = field(default_factory=list)
     kept: set[int] = field(default_factory=set)
     parameter_bytes: int = 0
+    recurrent: int = 0
 
 
 def record(program: TorchProgram) -> Recording:
@@ -124,7 +126,9 @@ def _recorded(exported: Exported, program: TorchProgram) -> Recording:
     runner = _runner_class()(module, log)
     train = bool(program.train)
     # The caller's default device may be another one.
-    with torch.device("cpu"), fakes.mode, log, torch.set_grad_enabled(train):
+    # The CPU's own library has recurrent layers that GPUs do not have.
+    plain = torch.backends.mkldnn.flags(enabled=False)
+    with plain, torch.device("cpu"), fakes.mode, log, torch.set_grad_enabled(train):
         found = runner.run(*inputs)
         if train:
             log.place = Place("", 0, "loss")
@@ -255,7 +259,9 @@ def _log_class() -> Any:
 
 
 #: Operators whose numbers matter for their time.
-_NUMBERED = ("aten.convolution", "aten._scaled_dot_product")
+_NUMBERED = ("aten.convolution", "aten._scaled_dot_product", "aten._fft")
+#: Layers that a GPU has as one call of cuDNN, and that are recorded step by step.
+_RECURRENT = ("aten.lstm", "aten.gru", "aten.rnn_")
 
 
 def _first_list(args: Any) -> int:
@@ -292,7 +298,11 @@ def _runner_class() -> Any:
                 # Fused attention draws its dropout itself, at little cost.
                 args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
                 kwargs = {k: v for k, v in kwargs.items() if k != "dropout_p"}
-            return super().call_function(target, args, kwargs)
+            before = len(self._log.recording.calls)
+            found = super().call_function(target, args, kwargs)
+            if str(target).startswith(_RECURRENT):
+                self._log.recording.recurrent += len(self._log.recording.calls) - before
+            return found
 
         def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
             return None if "guard" in str(target) else super().call_module(target, args, kwargs)

@@ -11,6 +11,9 @@ import numpy as np
 
 from .table import Call, as_dims, aten
 
+#: Modes of bags of embeddings by PyTorch's numbers; 0 is a sum.
+_MEAN, _MAX = 1, 2
+
 
 @aten("view", "_unsafe_view", "reshape", "view_copy", "unflatten", "flatten")
 def _view(call: Call, x: jax.Array, *_: object) -> jax.Array:
@@ -86,6 +89,14 @@ def _chunk(call: Call, x: jax.Array, count: int, dim: int = 0) -> list[jax.Array
 @aten("unbind")
 def _unbind(call: Call, x: jax.Array, dim: int = 0) -> list[jax.Array]:
     return [jnp.squeeze(part, dim) for part in jnp.split(x, x.shape[dim], dim)]
+
+
+@aten("unfold", "unfold_copy")
+def _unfold(call: Call, x: jax.Array, dim: int, size: int, step: int) -> jax.Array:
+    own = dim % x.ndim
+    starts = np.arange(0, x.shape[own] - size + 1, step)
+    windows = jnp.take(x, starts[:, None] + np.arange(size), axis=own)
+    return jnp.moveaxis(windows, own + 1, -1)
 
 
 def _at(x: jax.Array, dim: int, place: Any) -> tuple[Any, ...]:
@@ -211,6 +222,38 @@ def _embedding(
     call: Call, table: jax.Array, index: jax.Array, *_: object, **__: object
 ) -> jax.Array:
     return jnp.take(table, index, axis=0, mode="clip")
+
+
+@aten("_embedding_bag", "_embedding_bag_forward_only")
+def _embedding_bag(
+    call: Call,
+    table: jax.Array,
+    index: jax.Array,
+    offsets: jax.Array,
+    by_frequency: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    weights: jax.Array | None = None,
+    last: bool = False,
+    padding: int = -1,
+) -> tuple[jax.Array, ...]:
+    """Sums, means or maxima of the rows of each bag; a bag is from its offset to the next one."""
+    bags = call.shape[0]
+    bag = jnp.searchsorted(offsets[:bags], jnp.arange(index.shape[0]), side="right") - 1
+    rows = jnp.take(table, index, axis=0, mode="clip")
+    counted = (index != padding)[:, None] if padding >= 0 else jnp.ones((1, 1), bool)
+    if mode == _MAX:
+        least = jnp.where(counted, rows, jnp.finfo(rows.dtype).min)
+        most = jax.ops.segment_max(least, bag, bags, indices_are_sorted=True)
+        return (jnp.where(most > jnp.finfo(rows.dtype).min, most, 0),)
+    rows = jnp.where(counted, rows if weights is None else rows * weights[:, None], 0)
+    total = jax.ops.segment_sum(rows, bag, bags, indices_are_sorted=True)
+    if mode == _MEAN:
+        ones = jnp.broadcast_to(counted[:, 0], index.shape).astype(total.dtype)
+        size = jax.ops.segment_sum(ones, bag, bags, indices_are_sorted=True)
+        total = total / jnp.maximum(size, 1)[:, None]
+    # Which bag a row belongs to is kept for gradients; the translation refuses to unpack it.
+    return (total,)
 
 
 @aten("flip")

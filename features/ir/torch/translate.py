@@ -93,7 +93,7 @@ class Forward:
 
     def __init__(self, exported: Exported) -> None:
         self.exported = exported
-        self.graph = decomposed(exported)
+        self.graph = decomposed(exported, lambda name: find(name) is not None)
         self._check()
 
     def __call__(

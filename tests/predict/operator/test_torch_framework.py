@@ -106,6 +106,59 @@ def test_sorts_take_a_pass_for_each_byte_of_their_keys():
     assert price(record(meta(norm, (64, 4096))), find_device("h100-sxm"), "torch-eager", None)
 
 
+@pytest.mark.parametrize(
+    ("function", "size", "passes"),
+    [
+        # The complex half is as large as the real values.
+        (lambda x: torch.fft.rfft(x), 4096, 2 * 8 * 2049),
+        # Beyond what one kernel does in shared memory.
+        (lambda x: torch.fft.rfft(x), 65536, 2 * 2 * 8 * 32769),
+        # A prime beyond 127: Bluestein's algorithm.
+        (lambda x: torch.fft.rfft(x), 4093, 6 * 2 * 8 * 2047),
+    ],
+)
+def test_fourier_transforms_take_passes(function, size, passes):
+    (found,) = works(record(meta(Called(function), (64, size))).calls)
+    assert found.bytes == 64 * passes and found.launches == 1
+
+
+def test_an_inverse_transform_copies_and_divides_by_its_size():
+    turn = Called(lambda x: torch.fft.irfft(torch.fft.rfft(x)))
+    _, back = works(record(meta(turn, (64, 1024))).calls)
+    half, whole = 64 * 8 * 513, 64 * 4 * 1024
+    assert back.bytes == 2 * half + 2 * half + 2 * whole and back.launches == 3
+
+
+def test_complex_chains_are_not_fused():
+    def turned(x):
+        return torch.view_as_real(torch.view_as_complex(x) * 1j * 2j)
+
+    assert len(fused(record(meta(Called(turned), (64, 2))))) == 2
+
+
+def test_bags_of_embeddings_read_their_rows_alone():
+    bag = torch.nn.EmbeddingBag(100_000, 64, mode="sum", device="meta")
+    index = torch.zeros(32, 10, dtype=torch.long, device="meta")
+    found = [w for w in works(record(TorchProgram(bag, (index,))).calls) if "bag" in w.name]
+    assert [w.bytes for w in found] == [4 * 64 * (32 + 320) + 8 * 320]
+
+
+def test_the_gradient_of_a_loss_does_not_read_its_values():
+    net = torch.nn.Linear(16, 1000)
+    recording = record(meta(net, (64, 16), train="sgd", loss="cross_entropy"))
+    (loss,) = [w for w in works(recording.calls) if w.name == "nll_loss_backward"]
+    written = 4 * 64 * 1000
+    assert written <= loss.bytes < 1.01 * written and loss.launches == 2
+
+
+def test_recurrent_layers_say_that_cudnn_may_be_faster():
+    layer = torch.nn.LSTM(32, 32, batch_first=True)
+    found = predict(layer, torch.zeros(4, 10, 32), device="h100-sxm", framework="torch-eager")
+    assert any("cuDNN" in note for note in found.notes)
+    assert found.lo_us < 0.15 * found.latency_us
+    assert sum(o.name in ("mm", "addmm") for o in found.operators) >= 10
+
+
 def test_chains_fuse_and_read_each_tensor_once():
     class Chain(torch.nn.Module):
         def forward(self, x, y):

@@ -19,6 +19,7 @@ from opcast.features.ir.torch.program import TorchProgram, as_torch_program  # n
 from opcast.features.ir.torch.training import Translated  # noqa: E402
 from opcast.features.ir.torch.translate import Forward, place_of  # noqa: E402
 
+from ....support import torch_user_models  # noqa: E402
 from ....support.torch_models import GPT, examples  # noqa: E402
 
 KINDS = ("mlp", "resnet", "gpt", "llama", "encoder")
@@ -60,6 +61,41 @@ class Function(torch.nn.Module):
 def test_a_forward_pass_is_pytorchs(kind):
     module, inputs = examples()[kind]
     agree(module.eval(), *inputs)
+
+
+@pytest.mark.parametrize("kind", ("unet", "mamba", "moe", "dlrm", "vit", "whisper"))
+def test_models_as_users_write_them(kind):
+    module, inputs = torch_user_models.examples()[kind]
+    agree(module.eval(), *inputs)
+
+
+class Rotary(torch.nn.Module):
+    """Positions as rotations of complex numbers, as Llama's reference code has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(16, 16)
+        angle = torch.outer(torch.arange(6.0), 1e4 ** -torch.linspace(0, 1, 8))
+        self.turns = torch.polar(torch.ones_like(angle), angle)
+
+    def forward(self, x):
+        pairs = torch.view_as_complex(self.project(x).float().reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * self.turns).flatten(-2).type_as(x)
+
+
+def test_rotations_by_complex_numbers_and_their_gradient():
+    module, x = Rotary(), torch.randn(2, 6, 16)
+    agree(module, x)
+    forward, values = translated(module, x)
+    state = {n: values[n] for n in forward.state}
+
+    def total(weight):
+        parameters = {**{n: values[n] for n in forward.parameters}, "project.weight": weight}
+        return forward(parameters, state, (to_numpy(x),))[0][0].sum()
+
+    found = jax.grad(total)(jnp.asarray(values["project.weight"]))
+    module(x).sum().backward()
+    np.testing.assert_allclose(found, module.project.weight.grad.numpy(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -138,6 +174,16 @@ FUNCTIONS = {
     "glu": lambda x: F.glu(x, 2),
     "roll": lambda x: torch.roll(x, (1, -2), (0, 3)),
     "unfold": lambda x: torch.stack(x.unbind(1), 2).flip(0).tril(),
+    "windows": lambda x: x.unfold(-1, 3, 2),
+    "corners": lambda x: F.interpolate(x, (5, 13), mode="bilinear", align_corners=True),
+    "bicubic": lambda x: F.interpolate(x, (9, 11), mode="bicubic"),
+    "smooth": lambda x: F.interpolate(x, (5, 6), mode="bicubic", antialias=True),
+    "smooth_linear": lambda x: F.interpolate(x, (5, 6), mode="bilinear", antialias=True),
+    "area": lambda x: F.interpolate(x, (4, 2), mode="area"),
+    "grid": lambda x: F.grid_sample(x, x[:, :2].permute(0, 2, 3, 1), align_corners=False),
+    "border": lambda x: F.grid_sample(
+        x, x[:, :2].permute(0, 2, 3, 1), padding_mode="border", align_corners=True
+    ),
 }
 ROW_FUNCTIONS = {
     "topk": lambda x: x.topk(3, dim=0),
@@ -158,6 +204,22 @@ ROW_FUNCTIONS = {
     "loss": lambda x: F.cross_entropy(x, torch.tensor([0, 5, -100, 2])),
     "chunk": lambda x: torch.cat([c.t().reshape(2, -1) for c in x.chunk(3, 1)]),
     "select": lambda x: x[1:, ::2] + x[-1, :3] * x[[0, 2, 1], 1:4],
+    "rfft": lambda x: torch.fft.irfft(torch.fft.rfft(x, n=16) * torch.fft.rfft(x, n=16), n=16),
+    "rfft2": lambda x: torch.fft.irfft2(torch.fft.rfft2(x, norm="ortho"), (4, 6), norm="ortho"),
+    "fft": lambda x: torch.view_as_real(torch.fft.ifft(torch.fft.fft(x, dim=0), norm="forward")),
+    "spectrum": lambda x: (torch.fft.fft(x).abs(), torch.fft.fftshift(torch.fft.fft2(x)).imag),
+    "stft": lambda x: torch.stft(
+        x, 4, window=torch.hann_window(4), return_complex=True, center=False
+    ).abs(),
+    "complex": lambda x: torch.view_as_real(torch.complex(x, 2 * x).conj() / torch.complex(x, x)),
+    "angle": lambda x: (torch.complex(x, x + 1).angle(), torch.polar(x.abs(), x).real),
+    "bags": lambda x: [
+        F.embedding_bag(INDEX.flatten(), x, torch.tensor([0, 1, 4]), mode=mode)
+        for mode in ("sum", "mean", "max")
+    ],
+    "weighted_bags": lambda x: F.embedding_bag(
+        INDEX, x, mode="sum", per_sample_weights=x[:2, :3], padding_idx=1
+    ),
     "where": lambda x: torch.where(x > 0, x, torch.tensor(-1.0)).logical_not().any(0),
 }  # fmt: skip
 
@@ -218,6 +280,33 @@ def test_attention_is_cudnns_on_nvidia_and_written_out_elsewhere():
     # JAX must not remember the other platform's trace.
     assert not targets(source.for_platform(Platform("tpu")))
     assert not targets(read_program(program, platform=Platform("cuda", 70)))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        torch.nn.LSTM(6, 4, 2, batch_first=True),
+        torch.nn.LSTM(6, 4, bidirectional=True),
+        torch.nn.GRU(6, 4),
+        torch.nn.RNN(6, 4, nonlinearity="relu"),
+        torch.nn.TransformerEncoderLayer(6, 2, 12, batch_first=True, norm_first=True),
+        torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(6, 3, 12), 2),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_layers_of_pytorch(layer):
+    agree(layer.eval(), torch.randn(3, 5, 6))
+
+
+def test_multi_head_attention_with_masks():
+    attention = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    x, causal = torch.randn(2, 5, 8), torch.ones(5, 5, dtype=torch.bool).triu(1)
+    padded = torch.arange(5)[None] >= torch.tensor([[5], [3]])
+
+    def attend(x):
+        return attention(x, x, x, attn_mask=causal, key_padding_mask=padded)
+
+    agree(Function(attend), x)
 
 
 def test_dropout_draws_and_scales():
@@ -299,6 +388,14 @@ def test_what_cannot_be_exported_says_why():
     error = refused(Function(lambda x: x[x > 0]), torch.ones(3))
     assert "depend" in error.what or "dynamic" in error.what or "export" in error.what
     assert "float64" in refused(Function(lambda x: x * 2), torch.ones(3, dtype=torch.float64)).what
+
+
+def test_sizes_that_depend_on_values_are_refused():
+    def found(x):
+        return x[torch.where(x[:, 0] > 0)[0]]
+
+    error = refused(Function(found), torch.ones(3, 2))
+    assert "depend on the values" in error.what and "a capacity" in error.hint
 
 
 def test_dynamic_shapes_are_refused():
