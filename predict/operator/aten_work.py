@@ -6,7 +6,7 @@ chains of them fused, as ``torch.compile`` generates them (:func:`fused`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log2, prod
 
@@ -92,6 +92,8 @@ class Work:
         scale: Factor on the time of the shape.
         phase: ``forward``, ``backward`` or ``optimizer``.
         place: Where in the model it belongs.
+        conv: Of a convolution its direction (``op``) and sizes, as tables of operators have them
+            (``conv_nd`` of features/operators/schema.py); ``None`` for transposed ones.
     """
 
     name: str
@@ -103,6 +105,7 @@ class Work:
     scale: float
     phase: str
     place: Place
+    conv: Mapping[str, object] | None = None
 
 
 def check_priced(calls: Sequence[AtenCall]) -> None:
@@ -142,7 +145,8 @@ def _works(call: AtenCall) -> list[Work]:
     if call.name in _PRODUCTS:
         return [replace(base, kind=PRODUCT, shape=_product(call))]
     if call.name == "aten.convolution":
-        return [replace(base, kind=CONVOLUTION, shape=_convolution(call))]
+        own = _conv_sizes(call, "fwd")
+        return [replace(base, kind=CONVOLUTION, shape=_convolution(call), conv=own)]
     if call.name == "aten.convolution_backward":
         return _convolution_backward(call, base)
     if "scaled_dot_product" in call.name:
@@ -249,12 +253,42 @@ def _convolution_backward(call: AtenCall, base: Work) -> list[Work]:
     )
     groups, m, n, k = _convolution(forward)
     wanted = call.numbers[-1] if isinstance(call.numbers[-1], list | tuple) else (True, True, True)
-    shapes = [
-        s for s, own in zip(((groups, m, k, n), (groups, n, k, m)), wanted[:2], strict=True) if own
-    ]
+    both = (("bwd_data", (groups, m, k, n)), ("bwd_weights", (groups, n, k, m)))
     # Each reads two of the three tensors and writes one as large as the third.
     moved = float(gradient.bytes + given.bytes + weight.bytes)
-    return [replace(base, kind=CONVOLUTION, shape=s, bytes=moved) for s in shapes]
+    return [
+        replace(base, kind=CONVOLUTION, shape=shape, bytes=moved, conv=_conv_sizes(forward, name))
+        for (name, shape), own in zip(both, wanted[:2], strict=True)
+        if own
+    ]
+
+
+def _conv_sizes(call: AtenCall, direction: str) -> dict[str, object] | None:
+    """Sizes of a convolution as tables of operators have them; ``None`` for a transposed one."""
+    given, weight = call.inputs[0].shape, call.inputs[1].shape
+    stride, padding, dilation, transposed, _, groups = call.numbers[-6:]
+    space = len(weight) - 2
+    if transposed or space > 3:
+        return None
+
+    def sides(prefix: str, values: Sequence[int], absent: int) -> dict[str, int]:
+        full = [absent] * (3 - space) + list(values) * (space if len(values) == 1 else 1)
+        return dict(zip((f"{prefix}{d}" for d in "dhw"), full, strict=True))
+
+    return {
+        "op": direction,
+        "ndim": space,
+        "n": given[0] if len(given) == len(weight) else 1,
+        "c": weight[1] * groups,
+        "k": weight[0],
+        "groups": groups,
+        "channels_last": 0,
+        **sides("", given[-space:], 1),
+        **sides("k", weight[2:], 1),
+        **sides("stride_", stride, 1),
+        **sides("pad_", padding, 0),
+        **sides("dil_", dilation, 1),
+    }
 
 
 def _attention(call: AtenCall, base: Work) -> Work:

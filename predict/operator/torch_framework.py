@@ -15,42 +15,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
 from ...common.errors import DeviceError, ProgramError, StrictError
 from ...common.interval import InSeconds, latency_fields
 from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.program import TorchProgram
 from ...models.operators import OpModel
-from ...models.operators.rows import rows_of_published
 from ...models.steps.context import device_context
 from ...models.steps.model import shipped_steps
-from ...simulate.step.calls import OpCall
 from ..cluster.spread import RHO, combined_spread
 from ..devices import resolve_device
 from ..groups import Group, grouped
 from ..locate import OPERATOR_MODEL, find_model
 from ..published.composition import RHO as RHO_ALONE
-from ..published.composition import RUN_ERROR, kernel_us
-from ..published.opgraph import GraphOp, op_rows
+from ..published.composition import RUN_ERROR
+from .aten_prices import FAMILIES, AtenPrices
 from .aten_work import (
-    ATTENTION,
-    CONVOLUTION,
-    NORM,
     PRODUCT,
-    SOFTMAX,
     SORTS,
     Work,
     check_priced,
     fused,
     works,
-)
-from .step_operators import (
-    FAMILIES,
-    MATRIX_SHARE,
-    MEMORY_SHARE,
-    ROOFLINE_FACTOR,
-    OperatorLatency,
 )
 
 if TYPE_CHECKING:
@@ -58,8 +44,6 @@ if TYPE_CHECKING:
 
 #: Whose kernels a program of PyTorch is priced by, as ``--framework`` takes them.
 FRAMEWORKS = ("xla", "torch-eager", "torch-compiled")
-#: Families of calls timed alone, for f32.
-_ALONE = ("eager/linear", "eager/bmm", "eager/elementwise", "eager/softmax", "eager/ln")
 #: Time of the host for a kernel of ``torch.compile`` over that of an eager operator: the generated
 #: code calls kernels without PyTorch's dispatch and autograd. Engineering estimate.
 _COMPILED_LAUNCH = 0.5
@@ -270,7 +254,7 @@ def operator_bundle(model: str | Path) -> OpModel | None:
     if str(model) == "roofline":
         return None
     folder = find_model(OPERATOR_MODEL if str(model) == "default" else model)
-    return OpModel.load(folder, only=(*FAMILIES, *_ALONE))
+    return OpModel.load(folder, only=FAMILIES)
 
 
 def check_gpu_here() -> None:
@@ -333,10 +317,10 @@ def price_works(
     compiled = framework == "torch-compiled"
     bits = 32 if _mostly_f32(found) else 16
     effects = shipped_steps().table.effects(device_context(spec, bits))
-    times, sources = _Prices(spec, bundle, effects.product, effects.attention)(found)
+    times, sources = AtenPrices(spec, bundle, effects.product, effects.attention)(found)
     total = float(times[:, 0].sum())
     # Errors of calls timed alone are less alike than those that steps were fitted with.
-    alone = np.array([s.startswith("learned:eager") for s in sources])
+    alone = np.array([s.startswith(("learned:eager", "learned:tuned")) for s in sources])
     rho = RHO_ALONE if times[alone, 0].sum() > 0.5 * total else RHO
     ends = np.stack([times[:, 0] - times[:, 1], times[:, 2] - times[:, 0]], axis=1)
     down, up = np.hypot(combined_spread(ends, rho), RUN_ERROR * total)
@@ -441,99 +425,3 @@ def _notes(
             "measured kernels"
         )
     return tuple(notes)
-
-
-class _Prices:
-    """Seconds and ends of the interval of kernels, and what each was learned from."""
-
-    def __init__(
-        self, spec: DeviceSpec, bundle: OpModel | None, product: float, attention: float
-    ) -> None:
-        self._spec = spec
-        # Calls timed alone were measured on AMD's GPUs too; otherwise rows name CUDA libraries.
-        known = bundle is not None and (spec.vendor == "NVIDIA" or spec.name in bundle.devices)
-        self._alone = bundle if known else None
-        self._latency = OperatorLatency(spec, bundle)
-        self._factors = {PRODUCT: product, ATTENTION: attention}
-
-    def __call__(self, found: Sequence[Work]) -> tuple[np.ndarray, list[str]]:
-        times = np.empty((len(found), 3))
-        sources = ["roofline"] * len(found)
-        graph_ops = [self._timed_alone(w) for w in found]
-        at = [i for i, op in enumerate(graph_ops) if op is not None]
-        if at:
-            own, keys = self._of_calls([op for op in graph_ops if op is not None])
-            times[at] = own * np.array([[found[i].scale] for i in at])
-            for i, key in zip(at, keys, strict=True):
-                sources[i] = f"learned:{key}"
-        for i in [i for i, w in enumerate(found) if w.kind == CONVOLUTION]:
-            times[i] = self._by_roofline(found[i])
-        rest = [i for i, w in enumerate(found) if graph_ops[i] is None and w.kind != CONVOLUTION]
-        if rest:
-            calls = [self._call(found[i]) for i in rest]
-            own = self._latency(calls)
-            for i, call, t in zip(rest, calls, own, strict=True):
-                factor = self._factors.get(found[i].kind, 1.0)
-                times[i] = t * factor
-                if self._latency.scopes[call] != "roofline":
-                    sources[i] = f"learned:{call.op}"
-            batched = [i for i in rest if found[i].kind == PRODUCT and found[i].shape[0] > 1]
-            for i in batched:
-                times[i] = self._by_roofline(found[i])
-                sources[i] = "roofline"
-        return times, sources
-
-    def _timed_alone(self, work: Work) -> GraphOp | None:
-        """An f32 kernel as published op graphs name it; ``None`` if they have none such."""
-        if self._alone is None or work.dtype != "f32" or work.kind in (ATTENTION, CONVOLUTION):
-            return None
-        if work.kind == PRODUCT:
-            b, m, n, k = work.shape
-            return GraphOp("Linear", (m, k, n)) if b == 1 else GraphOp("BMM", (b, m, k, n))
-        if work.kind == NORM:
-            return GraphOp("VECln", work.shape)
-        if work.kind == SOFTMAX:
-            return GraphOp("VECsoftmax", work.shape)
-        return GraphOp("MOVE", (work.bytes,))
-
-    def _of_calls(self, ops: Sequence[GraphOp]) -> tuple[np.ndarray, list[str]]:
-        assert self._alone is not None
-        # The last one has almost no work: what it takes is the launch.
-        table = [{"device": self._spec.name, **op_rows(op, "fp32")} for op in ops]
-        table.append({"device": self._spec.name, **op_rows(GraphOp("VECrelu", (1, 1024)), "fp32")})
-        frame = pd.DataFrame(table)
-        whole = ["b", "m", "n", "k", "rows", "cols", "n_in"]
-        frame = frame.astype(dict.fromkeys([c for c in whole if c in frame], "Int64"))
-        self._alone.devices.setdefault(self._spec.name, self._spec)
-        rows = rows_of_published(frame.assign(source="neusight"), lambda _: self._spec)
-        said = self._alone.predict(rows)
-        seconds = np.stack([said.latency, said.lo, said.hi], axis=1)
-        launch = float(seconds[-1, 0]) * 1e6
-        own = seconds[:-1]
-        streamed = np.array([kernel_us(t * 1e6, launch) * 1e-6 for t in own[:, 0]])
-        # What is left after the launch errs by the same share, as in op graphs.
-        return own / own[:, :1] * streamed[:, None], list(map(str, rows["key"][:-1]))
-
-    def _call(self, work: Work) -> OpCall:
-        name, dtype = work.name, work.dtype
-        if work.kind == PRODUCT:
-            b, m, n, k = work.shape
-            return OpCall(name, "linear", (b * m, n, k), dtype, work.scale)
-        if work.kind == ATTENTION:
-            return OpCall(name, "attention", work.shape, dtype, work.scale)
-        if work.kind == NORM:
-            kind = "rmsnorm" if "rms" in name else "layernorm"
-            return OpCall(name, kind, work.shape, dtype, work.scale)
-        return OpCall(name, "move", (max(1, round(work.bytes)),), dtype, work.scale)
-
-    def _by_roofline(self, work: Work) -> np.ndarray:
-        """Products of many matrices and convolutions, with the traffic of their own tensors."""
-        b, m, n, k = work.shape
-        rate = work.dtype
-        # torch.backends.cudnn.allow_tf32 is on by default; MIOpen computes in f32.
-        if work.kind == CONVOLUTION and rate == "f32" and self._spec.vendor == "NVIDIA":
-            rate = "tf32"
-        peak = self._spec.matrix_peak(rate) * MATRIX_SHARE
-        moved = work.bytes / (self._spec.bandwidth * MEMORY_SHARE)
-        middle = (max(2.0 * b * m * n * k / peak, moved) + self._spec.floor) * work.scale
-        return np.array([middle, middle / ROOFLINE_FACTOR, middle * ROOFLINE_FACTOR])

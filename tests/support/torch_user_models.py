@@ -196,6 +196,7 @@ class ViT(nn.Module):
                 d, 4, 96, batch_first=True, norm_first=True, activation="gelu"
             ),
             2,
+            enable_nested_tensor=False,
         )
         self.head = nn.Linear(d, 10)
 

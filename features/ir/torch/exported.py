@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -198,7 +198,7 @@ def decomposed(exported: Exported, known: Callable[[str], bool]) -> Any:
             for _ in range(_ROUNDS):
                 rules = torch._decomp.decomposition_table
                 targets = {n.target for g in _graphs(found.graph_module) for n in g.nodes}
-                left = {t for t in targets if t in rules and not known(str(t))}
+                left = {t for t in targets if _has_rule(t, rules) and not known(str(t))}
                 if not left:
                     break
                 found = found.run_decompositions({t: rules[t] for t in left})
@@ -209,6 +209,11 @@ def decomposed(exported: Exported, known: Callable[[str], bool]) -> Any:
             where=exported.name,
             hint="does exported.run_decompositions() work in PyTorch alone?",
         ) from error
+
+
+def _has_rule(target: Any, rules: Mapping[Any, Any]) -> bool:
+    """Whether PyTorch has a rule by operators of ATen; its references use other primitives."""
+    return getattr(rules.get(target), "__module__", "").startswith("torch._decomp")
 
 
 @contextlib.contextmanager

@@ -23,6 +23,11 @@ from opcast.predict.operator.torch_framework import operator_bundle, price  # no
 
 from ...support.torch_models import GPT, examples  # noqa: E402
 
+LATENCIES = (
+    Path(os.environ.get("OPCAST_PUBLISHED_DATA", Path(__file__).parents[4] / "shared" / "data"))
+    / "published-latency"
+)
+
 
 def meta(module, *shapes, **options):
     """A program on tensors without memory."""
@@ -73,6 +78,60 @@ def test_convolutions_of_f32_take_tf32_where_cudnn_does(device, rate):
     expected = flops / (0.7 * spec.matrix_peak(rate)) + spec.floor
     assert conv.latency_us == pytest.approx(expected * 1e6)
     assert not any("TF32" in note for note in found.notes)
+
+
+def convolution(device, dtype=torch.float32, groups=1, **options):
+    layer = torch.nn.Conv2d(128, 256, 3, padding=1, groups=groups, bias=False).to(dtype)
+    inputs = (torch.empty(32, 128, 28, 28, device="meta", dtype=dtype),)
+    recording = record(TorchProgram(layer.to("meta"), inputs, **options))
+    found = price(recording, find_device(device), "torch-eager", _bundle("default"))
+    return [o for o in found.operators if o.kind == "convolution"]
+
+
+@pytest.mark.parametrize(
+    ("device", "family"),
+    [("v100-pcie", "eager/conv"), ("t4", "eager/conv"), ("mi250x", "tuned/conv")],
+)
+def test_convolutions_are_priced_by_measured_ones(device, family):
+    forward, weights = convolution(device, train="sgd", loss="sum")
+    assert forward.source == weights.source == f"learned:{family}"
+    # No faster than the products at the chip's peak with Winograd's saving.
+    flops = 2 * 32 * 28 * 28 * 128 * 256 * 9
+    assert forward.latency_us > flops / find_device(device).matrix_peak("f32") / 2.25 * 1e6
+    assert forward.lo_us < forward.latency_us < forward.hi_us < 3 * forward.latency_us
+
+
+def test_convolutions_unlike_the_measured_ones_take_the_roofline_with_wide_intervals():
+    # Measured without TF32, forward, dense: PyTorch runs TF32 where a chip has it.
+    for found in (
+        convolution("a100-sxm-80gb"),
+        convolution("v100-pcie", groups=2),
+        convolution("v100-pcie", torch.float16),
+    ):
+        assert found[0].source == "roofline"
+        assert found[0].hi_us / found[0].latency_us == pytest.approx(2.5)
+    (half,) = convolution("mi250x", torch.float16)
+    assert half.source == "learned:tuned/conv"
+
+
+@pytest.mark.slow
+def test_published_convolutions_are_within_their_intervals():
+    """The pack's rows of chips without TF32 that training kept back: mean error below 15 %."""
+    path = LATENCIES / "ops_neusight.parquet"
+    if not path.is_file():
+        pytest.skip("the published latencies are not here")
+    rows = pd.read_parquet(path)
+    rows = rows[(rows["family"] == "conv") & (rows["split"] == "val") & (rows["latency_us"] > 300)]
+    errors, inside = [], []
+    for row in rows.sample(40, random_state=0).itertuples():
+        layer = torch.nn.Conv2d(row.cin, row.cout, 3, padding=1, bias=False, device="meta")
+        given = torch.empty(row.batch, row.cin, row.insize, row.insize, device="meta")
+        recording = record(TorchProgram(layer, (given,)))
+        found = price(recording, find_device(row.device), "torch-eager", _bundle("default"))
+        own = found.operators[0]
+        errors.append(abs(own.latency_us / row.latency_us - 1))
+        inside.append(own.lo_us <= row.latency_us <= own.hi_us)
+    assert np.mean(errors) < 0.15 and np.mean(inside) > 0.85
 
 
 class Called(torch.nn.Module):
@@ -274,12 +333,6 @@ class GPT2Large(torch.nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
-
-
-LATENCIES = (
-    Path(os.environ.get("OPCAST_PUBLISHED_DATA", Path(__file__).parents[4] / "shared" / "data"))
-    / "published-latency"
-)
 
 
 @pytest.mark.slow

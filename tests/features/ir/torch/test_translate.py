@@ -289,8 +289,9 @@ def test_attention_is_cudnns_on_nvidia_and_written_out_elsewhere():
         torch.nn.LSTM(6, 4, bidirectional=True),
         torch.nn.GRU(6, 4),
         torch.nn.RNN(6, 4, nonlinearity="relu"),
-        torch.nn.TransformerEncoderLayer(6, 2, 12, batch_first=True, norm_first=True),
-        torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(6, 3, 12), 2),
+        torch.nn.TransformerEncoder(
+            torch.nn.TransformerEncoderLayer(6, 2, 12, batch_first=True), 2
+        ),
     ],
     ids=lambda layer: type(layer).__name__,
 )

@@ -1,0 +1,187 @@
+"""Prices ATen operators by learned kernels of libraries, else by the roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+
+from ...features.devices.device import DeviceSpec
+from ...features.operators.schema import PARAMETERS
+from ...models.operators import OpModel
+from ...models.operators.rows import rows_of_published
+from ...simulate.step.calls import OpCall
+from ..published.composition import kernel_us
+from ..published.opgraph import GraphOp, op_rows
+from .aten_work import ATTENTION, CONVOLUTION, NORM, PRODUCT, SOFTMAX, Work
+from .step_operators import (
+    FAMILIES as STEP_FAMILIES,
+)
+from .step_operators import (
+    MATRIX_SHARE,
+    MEMORY_SHARE,
+    ROOFLINE_FACTOR,
+    OperatorLatency,
+)
+
+#: Families of calls timed alone, for f32.
+_ALONE = ("eager/linear", "eager/bmm", "eager/elementwise", "eager/softmax", "eager/ln")
+#: Families of convolutions: cuDNN's in f32, timed alone, and MIOpen's fastest.
+_CONVOLUTIONS = ("eager/conv", "tuned/conv")
+#: Half-width of the roofline's interval for convolutions, as a factor either way. NeuSight's f32
+#: convolutions take 0.5 to 6 times the roofline on five chips (5 to 95 %), the latter those of few
+#: microseconds, whose launch is inside.
+_CONV_FACTOR = 2.5
+#: Factor on the ends of the interval of a gradient of weights that is taken for the forward pass of
+#: the same products, which libraries run by other kernels. Engineering estimate.
+_OTHER_KERNEL = 1.4
+#: Element types as tables of convolutions call them.
+_CONV_DTYPES = {"f32": "fp32", "f16": "fp16", "bf16": "bf16"}
+#: Families of the model of operators that prices need; the others need not be read.
+FAMILIES = (*STEP_FAMILIES, *_ALONE, *_CONVOLUTIONS)
+
+
+class AtenPrices:
+    """Seconds and ends of the interval of kernels, and what each was learned from."""
+
+    def __init__(
+        self, spec: DeviceSpec, bundle: OpModel | None, product: float, attention: float
+    ) -> None:
+        self._spec = spec
+        # Calls timed alone were measured on AMD's GPUs too; otherwise rows name CUDA libraries.
+        known = bundle is not None and (spec.vendor == "NVIDIA" or spec.name in bundle.devices)
+        self._alone = bundle if known else None
+        self._latency = OperatorLatency(spec, bundle)
+        self._factors = {PRODUCT: product, ATTENTION: attention}
+
+    def __call__(self, found: Sequence[Work]) -> tuple[np.ndarray, list[str]]:
+        """Return seconds and ends of their intervals, shape ``(n, 3)``, and their sources."""
+        times = np.empty((len(found), 3))
+        sources = ["roofline"] * len(found)
+        graph_ops = [self._timed_alone(w) for w in found]
+        at = [i for i, op in enumerate(graph_ops) if op is not None]
+        if at:
+            own, keys = self._of_calls([op for op in graph_ops if op is not None])
+            times[at] = own * np.array([[found[i].scale] for i in at])
+            for i, key in zip(at, keys, strict=True):
+                sources[i] = f"learned:{key}"
+        convolutions = [i for i, w in enumerate(found) if w.kind == CONVOLUTION]
+        for i in convolutions:
+            times[i] = self._by_roofline(found[i])
+        rows = [(i, row) for i in convolutions if (row := self._conv_row(found[i])) is not None]
+        if rows:
+            own, keys = self._of_rows([row for _, row in rows])
+            for (i, row), t, key in zip(rows, own, keys, strict=True):
+                wide = _OTHER_KERNEL if _stands_in(row, found[i]) else 1.0
+                times[i] = t * np.array([1.0, 1.0 / wide, wide])
+                sources[i] = f"learned:{key}"
+        rest = [i for i, w in enumerate(found) if graph_ops[i] is None and w.kind != CONVOLUTION]
+        if rest:
+            calls = [self._call(found[i]) for i in rest]
+            own = self._latency(calls)
+            for i, call, t in zip(rest, calls, own, strict=True):
+                factor = self._factors.get(found[i].kind, 1.0)
+                times[i] = t * factor
+                if self._latency.scopes[call] != "roofline":
+                    sources[i] = f"learned:{call.op}"
+            batched = [i for i in rest if found[i].kind == PRODUCT and found[i].shape[0] > 1]
+            for i in batched:
+                times[i] = self._by_roofline(found[i])
+                sources[i] = "roofline"
+        return times, sources
+
+    def _timed_alone(self, work: Work) -> GraphOp | None:
+        """An f32 kernel as published op graphs name it; ``None`` if they have none such."""
+        if self._alone is None or work.dtype != "f32" or work.kind in (ATTENTION, CONVOLUTION):
+            return None
+        if work.kind == PRODUCT:
+            b, m, n, k = work.shape
+            return GraphOp("Linear", (m, k, n)) if b == 1 else GraphOp("BMM", (b, m, k, n))
+        if work.kind == NORM:
+            return GraphOp("VECln", work.shape)
+        if work.kind == SOFTMAX:
+            return GraphOp("VECsoftmax", work.shape)
+        return GraphOp("MOVE", (work.bytes,))
+
+    def _conv_row(self, work: Work) -> dict[str, object] | None:
+        """A convolution as tables of operators have it; ``None`` if nothing was measured like it.
+
+        AMD's were measured in all directions and types. cuDNN's were measured forward, in full f32
+        and with filters of 3 × 3: what a chip without TF32 runs, and PyTorch on others does not.
+        """
+        sizes, spec = work.conv, self._spec
+        if self._alone is None or sizes is None or work.dtype not in _CONV_DTYPES:
+            return None
+        if spec.vendor == "AMD":
+            kind = {"family": "conv", "source": "MIOpen", "dtype": _CONV_DTYPES[work.dtype]}
+            return {**kind, **sizes}
+        tf32 = spec.matrix_peak("tf32") > 1.5 * spec.matrix_peak("f32")
+        square = {"kh": 3, "kw": 3, "stride_h": 1, "stride_w": 1, "pad_h": 1, "pad_w": 1}
+        plain = {**square, "ndim": 2, "dil_h": 1, "dil_w": 1, "groups": 1, "h": sizes["w"]}
+        alike = all(sizes[name] == value for name, value in plain.items())
+        if work.dtype != "f32" or tf32 or spec.vendor != "NVIDIA" or not alike:
+            return None
+        # The gradient of the image is a convolution of the same kind with the channels swapped.
+        ends = ("k", "c") if sizes["op"] == "bwd_data" else ("c", "k")
+        own = {"batch": sizes["n"], "cin": sizes[ends[0]], "cout": sizes[ends[1]]}
+        row = {"family": "conv", "source": "neusight", "dtype": "fp32", "op": "conv", **own}
+        return {**row, "insize": sizes["h"], "ksize": 3, "stride": 1, "pad": 1}
+
+    def _of_calls(self, ops: Sequence[GraphOp]) -> tuple[np.ndarray, list[str]]:
+        return self._of_rows([{"source": "neusight", **op_rows(op, "fp32")} for op in ops])
+
+    def _of_rows(self, rows: Sequence[dict[str, object]]) -> tuple[np.ndarray, list[str]]:
+        """Times of rows of published tables within a stream of kernels, and their families."""
+        assert self._alone is not None
+        # The last one has almost no work: what it takes is the launch.
+        least = {"source": "neusight", **op_rows(GraphOp("VECrelu", (1, 1024)), "fp32")}
+        frame = pd.DataFrame([*rows, least]).assign(device=self._spec.name)
+        names = ("b", "m", "rows", "cols", "n_in", *PARAMETERS["conv"], *PARAMETERS["conv_nd"])
+        whole = [c for c in names if c in frame]
+        frame = frame.astype(dict.fromkeys(whole, "Int64"))
+        self._alone.devices.setdefault(self._spec.name, self._spec)
+        table = rows_of_published(frame, lambda _: self._spec)
+        said = self._alone.predict(table)
+        seconds = np.stack([said.latency, said.lo, said.hi], axis=1)
+        launch = float(seconds[-1, 0]) * 1e6
+        own = seconds[:-1]
+        eager = table["source"].to_numpy()[:-1] == "neusight"
+        # Device time, which tuned libraries are measured by, has no launch inside.
+        streamed = [
+            kernel_us(t * 1e6, launch) * 1e-6 if e else t
+            for t, e in zip(own[:, 0], eager, strict=True)
+        ]
+        # What is left after the launch errs by the same share, as in op graphs.
+        keys = list(map(str, table["key"][:-1]))
+        return own / own[:, :1] * np.array(streamed)[:, None], keys
+
+    def _call(self, work: Work) -> OpCall:
+        name, dtype = work.name, work.dtype
+        if work.kind == PRODUCT:
+            b, m, n, k = work.shape
+            return OpCall(name, "linear", (b * m, n, k), dtype, work.scale)
+        if work.kind == ATTENTION:
+            return OpCall(name, "attention", work.shape, dtype, work.scale)
+        if work.kind == NORM:
+            kind = "rmsnorm" if "rms" in name else "layernorm"
+            return OpCall(name, kind, work.shape, dtype, work.scale)
+        return OpCall(name, "move", (max(1, round(work.bytes)),), dtype, work.scale)
+
+    def _by_roofline(self, work: Work) -> np.ndarray:
+        """Products of many matrices and convolutions, with the traffic of their own tensors."""
+        b, m, n, k = work.shape
+        rate = work.dtype
+        # torch.backends.cudnn.allow_tf32 is on by default; MIOpen computes in f32.
+        if work.kind == CONVOLUTION and rate == "f32" and self._spec.vendor == "NVIDIA":
+            rate = "tf32"
+        peak = self._spec.matrix_peak(rate) * MATRIX_SHARE
+        moved = work.bytes / (self._spec.bandwidth * MEMORY_SHARE)
+        middle = (max(2.0 * b * m * n * k / peak, moved) + self._spec.floor) * work.scale
+        wide = _CONV_FACTOR if work.kind == CONVOLUTION else ROOFLINE_FACTOR
+        return np.array([middle, middle / wide, middle * wide])
+
+
+def _stands_in(row: Mapping[str, object], work: Work) -> bool:
+    """Whether a gradient of weights is priced as a forward pass."""
+    return row["op"] == "conv" and work.conv is not None and work.conv["op"] == "bwd_weights"
