@@ -121,10 +121,10 @@ def tune_kernel(
 
     from ..common.errors import DatasetError
     from ..common.parquet import read_table
-    from ..common.tables_text import print_frame
     from ..features.dataset import write_table
     from ..models.tiles.model import shipped_tiles
-    from ..predict.published.tile_table import rank_configurations
+    from ..predict.published.tile_table import rank_configurations, short_configs, ties_note
+    from ..predict.render.tiles import candidates_table
 
     if out is not None and out.suffix.lower() not in (".parquet", ".csv"):
         raise typer.BadParameter("--out is a .parquet or .csv file")
@@ -136,10 +136,14 @@ def tune_kernel(
         ranked.to_csv(out, index=False)
     elif out is not None:
         write_table(ranked, out)
+    shorter = ranked.assign(config=short_configs(ranked))
     best = ranked[ranked["rank"] <= top]
     if json_output:
         typer.echo(best.to_json(orient="records"))
         return
-    shown = ["device", "op", "rank", "implementation", "config", "latency_us", "lo_us", "hi_us"]
-    shown = [c for c in (*shown, "of_ceiling", "scope") if c in best]
-    print_frame(make_console(), best[shown], f"{len(ranked)} candidates")
+    best = shorter[ranked["rank"] <= top]
+    console = make_console()
+    console.print(f"{len(ranked)} candidates")
+    console.print(candidates_table(best, console.width))
+    if note := ties_note(ranked):
+        console.print(f"note: {note}")

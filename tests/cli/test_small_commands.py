@@ -1,8 +1,10 @@
 """Small things that newcomers stumble over."""
 
 import json
+from pathlib import Path
 
 import numpy as np
+import pytest
 from typer.testing import CliRunner
 
 import opcast
@@ -72,3 +74,14 @@ def test_audit_exits_with_1_if_a_row_is_impossible(tmp_path):
     assert wrong.exit_code == 1
     assert json.loads(wrong.output)["reasons"][0]["reason"] == "above the peak"
     assert "the peak is 989.4" in out.read_text()
+
+
+@pytest.mark.parametrize("width", ["80", "120"])
+def test_the_documented_candidates_are_ranked(width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", width)
+    example = Path(__file__).parents[2] / "docs" / "examples" / "tile_candidates.csv"
+    lines = invoke("tune-kernel", str(example), "--top", "2").splitlines()
+    assert "19 candidates" in lines[0] and max(map(len, lines)) <= int(width)
+    # What all candidates have in common is not printed.
+    assert "block_q=" in " ".join(lines) and "q_layout" not in " ".join(lines)
+    assert "share the first place" in " ".join(lines)

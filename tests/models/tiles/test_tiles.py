@@ -19,7 +19,12 @@ from opcast.models.tiles.model import (
     shipped_tiles,
 )
 from opcast.models.tiles.rows import TileRows, tile_rows
-from opcast.predict.published.tile_table import predict_tiles, rank_configurations, rank_note
+from opcast.predict.published.tile_table import (
+    predict_tiles,
+    rank_configurations,
+    rank_note,
+    ties_note,
+)
 
 
 def candidates(device: str = "tpu-v6e", **own: object) -> pd.DataFrame:
@@ -141,3 +146,33 @@ def test_round_trip(tmp_path: Path) -> None:
     (tmp_path / "tiles.json").write_text("{}")
     with pytest.raises(ModelError, match="opcast train --tiles"):
         TileModel.load(tmp_path / "tiles.json")
+
+
+def test_settings_that_an_implementation_does_not_have_are_refused() -> None:
+    model = shipped_tiles()
+    with pytest.raises(DatasetError, match=r"no setting 'tile_z'"):
+        rank_configurations(candidates(config='{"tile_m":128,"tile_z":1}'), model)
+    # A setting of another implementation.
+    with pytest.raises(DatasetError, match="'num_warps'"):
+        rank_configurations(candidates(config='{"tile_m":128,"num_warps":4}'), model)
+    with pytest.raises(DatasetError, match="none, an empty config"):
+        rank_configurations(candidates(implementation="xla", config='{"tile_m":128}'), model)
+
+
+def test_ties_are_said() -> None:
+    twice = pd.concat([candidates(), candidates()], ignore_index=True)
+    ranked = rank_configurations(twice, shipped_tiles())
+    assert list(ranked["rank"]) == [1, 1, 3, 3, 5, 5, 7, 7]
+    assert "2 candidates share the first place of 1 kernels" in ties_note(ranked)
+    assert ties_note(rank_configurations(candidates(), shipped_tiles())) == ""
+    at_ceiling = ranked.assign(of_ceiling=1.0)
+    assert "2 of them at the least time" in ties_note(at_ceiling)
+
+
+def test_the_documented_example_is_ranked() -> None:
+    example = Path(__file__).parents[3] / "docs" / "examples" / "tile_candidates.csv"
+    ranked = rank_configurations(pd.read_csv(example), shipped_tiles())
+    assert set(ranked["scope"]) == {"known"} and (ranked["latency_us"] > 0).all()
+    # Both problems have a first choice, and the unfused kernels are not it.
+    first = ranked[ranked["rank"] == 1]
+    assert set(first["op"]) == {"attention", "ragged_dot"}
