@@ -109,7 +109,7 @@ def predict(
         args: Example arguments of a function: arrays or ``jax.ShapeDtypeStruct``; tensors of a
             module.
         device: Name (``opcast device --list``), path of a device file, or description; ``local``
-            by default.
+            by default, which is this machine as ``opcast device --save`` measured it.
         cluster: Instead of a device: name (``opcast cluster --list``), path of a YAML file, or
             description.
         model: Name or folder of the model; it is loaded once.
@@ -157,6 +157,8 @@ def predict(
 
         return TorchPredictor(framework, model).predict(own_torch, device or "local", strict=strict)
     own = own_torch if own_torch is not None else _call(program, args, kwargs)
+    if cluster is None:
+        _require_measured(device)
     predictor = loaded(model)
     options = LoweringOptions(lowering, device, trip_counts, fallback, settings)
     if cluster is None:
@@ -164,6 +166,22 @@ def predict(
     if strict:
         raise DeviceError("strict is not known for a cluster", hint="leave it out")
     return predict_partitioned(own, cluster, predictor, options)
+
+
+def _require_measured(device: str | Path | DeviceSpec | None) -> None:
+    """Refuse to take another machine of the same name for this one.
+
+    Raises:
+        DeviceError: The device is this machine, and it was never measured.
+    """
+    from .devices import is_known
+
+    if device in (None, "local") and not is_known("local", {}):
+        raise DeviceError(
+            "this machine has not been measured",
+            hint="opcast device --save measures it once (15 s); or name another device, such as "
+            "device='h100-sxm' (opcast device --list)",
+        )
 
 
 def _torch_program(
@@ -255,16 +273,18 @@ def save(
     """
     from ..common.files import write_bytes
     from ..features.ir.jax_compat import say_platform, write_bytecode
-    from ..features.ir.platforms import platform_of
+    from ..features.ir.platforms import platform_here, platform_of
     from ..features.ir.reader import read_program
-    from .devices import resolve_device
+    from .devices import is_known, resolve_device
 
     if isinstance(function, str | Path | bytes):
         raise ProgramError(
             "only a function can be saved; this is a file or its content already",
             hint="opcast.save(function, *arguments, path=…, device=…)",
         )
-    platform = platform_of(resolve_device(device, {}))
+    # Of a machine that was never measured, its platform is known all the same.
+    unmeasured = device == "local" and not is_known("local", {})
+    platform = platform_here() if unmeasured else platform_of(resolve_device(device, {}))
     source = read_program(_call(function, args, kwargs), platform=platform)
     module = say_platform(source.module, source.platforms or (platform.name,))
     target = Path(path)

@@ -64,6 +64,15 @@ def platform_of(device: DeviceSpec) -> Platform:
     return Platform("cuda", capability_of(str(device.compiler.get("target", ""))) or 0)
 
 
+def platform_here() -> Platform:
+    """Return the platform of JAX's default backend, as a device that nobody measured has it."""
+    import jax
+
+    name = jax.default_backend()
+    version = str(getattr(jax.devices()[0].client, "platform_version", ""))
+    return Platform("rocm" if "rocm" in version.lower() else known_platform(name))
+
+
 def known_platform(name: str) -> str:
     """Return JAX's name of a platform: ``gpu`` stands for ``cuda``."""
     return _ALIASES.get(name, name)

@@ -143,3 +143,14 @@ def test_steps_take_names_of_clusters():
     from opcast.predict.cluster.step import StepPredictor
 
     assert StepPredictor("h100-sxm-x4", None, "h200-sxm").spec.name == "h200-sxm"
+
+
+def test_a_machine_that_was_never_measured_is_not_taken_for_another(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPCAST_CACHE", str(tmp_path / "home"))
+    for device in ({}, {"device": "local"}):
+        with pytest.raises(DeviceError, match="has not been measured") as told:
+            predicted(jnp.tanh, X, **device)
+        assert "opcast device --save" in told.value.hint
+    # Saving needs its platform alone.
+    path = opcast.save(jnp.tanh, X, path=tmp_path / "tanh.mlir")
+    assert read_program(path).platforms == ("cpu",)
