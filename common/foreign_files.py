@@ -51,6 +51,19 @@ _PYTHON = Foreign(
 )
 _NOTEBOOK = Foreign("a Jupyter notebook", "export the function in it: jax.export, or opcast.save")
 _CONFIG = Foreign("the configuration of a model", "opcast simulate --hf FILE predicts its steps")
+_SCRIPT = Foreign("a TorchScript program", _PYTORCH)
+_KERNEL = Foreign(
+    "the code of a kernel, not a program of tensors",
+    "predict the program that calls it: opcast predict FILE.py:FUNCTION; a kernel's own work is "
+    "stated by its cost estimate (docs/lowering.md)",
+)
+_SETTINGS = Foreign(
+    "a YAML file, as devices, clusters and workloads are described by",
+    "give it to --device, --cluster or --workload, and a program as PROGRAM",
+)
+_TABLE = Foreign("a table", "opcast evaluate and opcast train take tables; PROGRAM is a program")
+_ARRAYS = Foreign("arrays of NumPy: data without a program", _SIZES)
+_PLAN = Foreign("a TensorRT engine", _FRAMEWORK)
 _GZIP = Foreign("a file compressed by gzip", "decompress it first: gunzip FILE")
 
 #: By suffix, for formats whose content does not tell, or tells less.
@@ -69,7 +82,12 @@ _BY_SUFFIX = {
     ".py": _PYTHON,
     ".ipynb": _NOTEBOOK,
     ".pb": Foreign("a TensorFlow graph", _FRAMEWORK),
-    ".engine": Foreign("a TensorRT engine", _FRAMEWORK),
+    ".engine": _PLAN,
+    ".plan": _PLAN,
+    **dict.fromkeys((".cu", ".ptx", ".cubin", ".hip", ".ll", ".cpp", ".c"), _KERNEL),
+    **dict.fromkeys((".yaml", ".yml", ".toml"), _SETTINGS),
+    **dict.fromkeys((".csv", ".parquet", ".tsv", ".xlsx"), _TABLE),
+    **dict.fromkeys((".npy", ".npz"), _ARRAYS),
 }
 #: Bytes that such a file has, and at which place.
 _BY_CONTENT = (
@@ -101,6 +119,9 @@ def foreign_file(name: str, data: bytes) -> Foreign | None:
     if data.startswith(b"PK\x03\x04"):
         if b"archive_format" in data[:4096] or b"/models/model.json" in data:
             return _PT2
+        # Code of TorchScript stands beside its constants.
+        if b"/code/__torch__" in data or b"/constants.pkl" in data:
+            return _SCRIPT
         return _BY_SUFFIX.get(PurePath(name).suffix.lower(), _CHECKPOINT)
     # A pickle of protocol 2 or later, as older versions of PyTorch save.
     if data[:1] == b"\x80" and data[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):

@@ -20,4 +20,4 @@ def size(count: float) -> str:
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
-    return f"{count:.2f} GiB"
+    return f"{count:.2f} GiB" if abs(count) < 1e5 else f"{count / 1024:.3g} TiB"
