@@ -11,7 +11,8 @@ from ..common.errors import OpcastError
 
 #: What kernels may be put together by.
 KEYS = ("line", "module", "kind", "phase")
-_NUMBER = re.compile(r"\d+")
+#: Numbers of layers, as in ``layers.0`` and ``Block_0``; not of names such as ``conv1``.
+_NUMBER = re.compile(r"(?<![A-Za-z\d])\d+")
 
 
 class Timed(Protocol):

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -90,6 +90,22 @@ class KernelEstimate:
         return self.source_op.removeprefix("stablehlo.") or self.kind
 
 
+class Memory(NamedTuple):
+    """Memory that a program needs.
+
+    Attributes:
+        peak_bytes: Peak on the device.
+        device_bytes: What the device has; 0 if not known.
+        fits: Whether the peak is within it; ``None`` if that is not known.
+        source: ``compiler`` or ``liveness``.
+    """
+
+    peak_bytes: float
+    device_bytes: float
+    fits: bool | None
+    source: str
+
+
 @dataclass(frozen=True)
 class Prediction(InSeconds):
     """Predicted time of a program on a device, with its interval, kernels and notes.
@@ -137,6 +153,13 @@ class Prediction(InSeconds):
         if not self.device_memory_bytes:
             return None
         return self.peak_memory_bytes <= self.device_memory_bytes
+
+    @property
+    def memory(self) -> Memory:
+        """Peak memory, what the device has, and whether that is enough."""
+        return Memory(
+            self.peak_memory_bytes, self.device_memory_bytes, self.fits, self.memory_source
+        )
 
     @property
     def share_by_kind(self) -> dict[str, float]:

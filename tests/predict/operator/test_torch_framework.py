@@ -116,7 +116,7 @@ def test_convolutions_unlike_the_measured_ones_take_the_roofline_with_wide_inter
 
 @pytest.mark.slow
 def test_published_convolutions_are_within_their_intervals():
-    """The pack's rows of chips without TF32 that training kept back: mean error below 15 %."""
+    """Rows of chips without TF32, which the shipped model has seen: mean error below 15 %."""
     path = LATENCIES / "ops_neusight.parquet"
     if not path.is_file():
         pytest.skip("the published latencies are not here")
@@ -266,6 +266,9 @@ def test_every_kind_of_model_is_priced(kind):
         module, *inputs, device="h100-sxm", train="sgd", loss="sum", framework="torch-eager"
     )
     assert eager.lo_us <= eager.latency_us <= eager.hi_us
+    assert repr(eager).startswith("TorchPrediction(") and "by torch-eager" in repr(eager)
+    assert {g.name for g in eager.by("phase")} == {"forward", "backward", "optimizer"}
+    assert eager.top(2)[0].total_us == max(k.latency_us for k in eager.kernels)
     # The longer of both.
     assert eager.latency_us == pytest.approx(max(eager.device_us, eager.host_us))
     assert ("host" in " ".join(eager.notes)) == (eager.host_us > eager.device_us)

@@ -136,6 +136,18 @@ def test_trace_covers_the_predicted_time(predictor, device, step_file, tmp_path)
     assert json.loads((tmp_path / "t.json").read_text())["displayTimeUnit"] == "ms"
 
 
+def test_what_users_ask_of_a_prediction(predictor, device, step_file):
+    found = predictor.predict(step_file, device=device)
+    groups = found.by("line")
+    assert sum(g.total_us for g in groups) == pytest.approx(sum(k.total_us for k in found.kernels))
+    assert sum(g.share for g in groups) == pytest.approx(1.0)
+    assert found.top(1)[0] == max(found.kernels, key=lambda k: k.total_us)
+    assert found.memory.peak_bytes == found.peak_memory_bytes
+    assert (found.memory.fits, found.memory.source) == (found.fits, found.memory_source)
+    assert float(found) == pytest.approx(found.latency_us * 1e-6)
+    assert found.to_dict()["latency_us"] == found.latency_us
+
+
 def test_a_prediction_is_short_in_a_session():
     text = repr(PREDICTION)
     assert text.startswith("Prediction(") and text.endswith(f"{len(PREDICTION.kernels)} kernels)")
