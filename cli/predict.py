@@ -108,6 +108,8 @@ def predict(
     if framework != "xla":
         spare = {"lowering", "fallback", "trip_count", "cluster"}
         refuse(context, f"--framework {framework}", spare)
+        if "," in model:
+            raise typer.BadParameter(f"--framework {framework} takes a single --model")
         from ..predict.operator.torch_framework import TorchPredictor, check_gpu_here
         from ..predict.program.many import by_torch
 

@@ -90,7 +90,6 @@ def test_explain_takes_a_kernel_by_name(program: Path) -> None:
     assert "no_such_kernel" in str(done.exception) and name in str(done.exception)
 
 
-@pytest.mark.filterwarnings("ignore:.*noload.*deprecated")  # of MLflow's own queries
 def test_tune_searches_and_train_takes_what_it_found(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -226,7 +226,6 @@ def small(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.filterwarnings("ignore:.*noload.*deprecated")  # of MLflow's own queries
 def test_a_trained_model_of_operators_is_registered_here_and_in_mlflow(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

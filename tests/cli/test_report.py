@@ -55,7 +55,6 @@ def test_the_page_is_named_after_the_program(program, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*noload.*deprecated")  # of MLflow's own queries
 def test_a_training_makes_its_page(tmp_path):
     dataset = Dataset.load(COMMITTED)
     kept = dataset.frame["family"].isin(["mlp", "dlrm", "gnn", "lstm", "vit"])

@@ -143,6 +143,7 @@ def test_tables_say_what_is_not_pytorchs(folder, tmp_path):
     [
         (("--framework", "torch-eager", "--trip-count", "3"), "--trip-count does not apply"),
         (("--framework", "torch-eager", "--fallback", "op"), "--fallback does not apply"),
+        (("--framework", "torch-eager", "--model", "roofline,default"), "takes a single --model"),
         (("--framework", "torch-eager", "--by", "kind"), "kernel, line or module"),
         (("--train", "adamw"), "no loss to train by"),
         (("--train", "lion"), "no optimiser 'lion'"),

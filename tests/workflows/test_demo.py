@@ -39,7 +39,6 @@ def probe(home, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*noload.*deprecated")  # of MLflow's own queries
 def test_the_demo_in_its_order(home, probe, monkeypatch):
     monkeypatch.setattr(
         demo, "STEP",

@@ -164,7 +164,6 @@ def test_commands_train_calibrate_and_evaluate(tmp_path: Path) -> None:
     assert "left out" in trained and StepModel.load(tmp_path / "own.json").provenance["rows"] == 6
 
 
-@pytest.mark.filterwarnings("ignore:.*noload.*deprecated")
 def test_a_tracked_training_names_its_table(tmp_path: Path, monkeypatch) -> None:
     pytest.importorskip("mlflow", reason="MLflow is not installed")
     monkeypatch.setenv("OPCAST_MLRUNS", str(tmp_path / "mlruns"))

@@ -21,7 +21,6 @@ from opcast.predict.operator.predict import predict_op
 
 pytest.importorskip("mlflow", reason="MLflow is not installed")
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*noload.*deprecated"),
     # Importing mlflow.pyfunc gives it.
     pytest.mark.filterwarnings("ignore:.*Any type hint is inferred as AnyType"),
 ]

@@ -16,8 +16,6 @@ from opcast.predict.page.accuracy import accuracy_page, run_data
 from ..pages import Watched, colours, running_browser
 
 pytest.importorskip("mlflow", reason="MLflow is not installed")
-# Of MLflow's own queries.
-pytestmark = pytest.mark.filterwarnings("ignore:.*noload.*deprecated")
 
 
 def judged(rows=400, error=0.1, kind="gemm"):

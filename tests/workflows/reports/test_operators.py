@@ -21,9 +21,6 @@ from opcast.models.tracking.prediction_log import read_runs
 from opcast.workflows.reports.operator_tables import left_out_errors, metric_names, pooled
 from opcast.workflows.settings import OperatorReportSettings
 
-#: Of MLflow's own queries.
-pytestmark = pytest.mark.filterwarnings("ignore:.*noload.*deprecated")
-
 DEVICES = {"Tesla T4": 1.2, "Tesla V100-PCIE-32GB": 1.4, "NVIDIA A100 80GB PCIe": 1.6}
 KEY = "eager/linear"
 #: Of each device: enough for 100 samples and as many rows to judge them on.
