@@ -9,15 +9,18 @@ import numpy as np
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel
 from .memory_passes import MemoryParams, pass_seconds
-from .routes import ATTENTION, CONV, PASS, PRODUCT, describe, products, traffic
+from .routes import ATTENTION, CONV, LONG_ROWS, PASS, PRODUCT, describe, products, traffic
 
+#: Share of the bytes of passes from which a note says that they are of long rows.
+_MUCH = 0.2
 _PRODUCTS = {PRODUCT: "a product", CONV: "a convolution, a product of"}
 
 
 def route_notes(kernels: Sequence[Kernel], device: DeviceSpec, params: MemoryParams) -> list[str]:
     """Describe, one sentence a kernel, the published operator it is predicted from."""
     described = describe(kernels)
-    times = pass_seconds(traffic(described.row), device, params)
+    moves = traffic(described.row)
+    times = pass_seconds(moves, device, params)
     notes = []
     for i, kernel in enumerate(kernels):
         route = str(described.route[i])
@@ -33,6 +36,8 @@ def route_notes(kernels: Sequence[Kernel], device: DeviceSpec, params: MemoryPar
             text = "estimated as a memory-bound kernel: " + ", ".join(
                 f"{name} {seconds[i] * 1e6:.1f} µs" for name, seconds in parts.items()
             )
+            if moves.again[i] > 0:
+                text += f"; of long rows, at up to {1 + LONG_ROWS:.1f} times a stream's traffic"
         else:
             text = "no published operator is like it: roofline"
         notes.append(f"{kernel.name}: {text}")
@@ -56,6 +61,15 @@ def limit_notes(
             f"were left out in turn (rows exist of {', '.join(sorted(known))})"
         )
     described = describe(kernels)
+    moves = traffic(described.row)
+    runs = np.array([k.multiplicity for k in kernels], float)
+    passes = runs * (described.route == PASS)
+    if (passes * moves.again).sum() > _MUCH * LONG_ROWS * (passes * moves.moved).sum():
+        notes.append(
+            f"softmax over long rows, its gradient and reductions of such rows take up to "
+            f"{1 + LONG_ROWS:.1f} times the time of other passes of equal bytes, as whole training "
+            "steps took; no such kernel was measured alone"
+        )
     sized = described.column("gemm_m") > 0
     # Devices before Ampere have no TF32: their "tf32" rate is the f32 rate, and the note would be
     # wrong.

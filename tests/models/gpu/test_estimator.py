@@ -17,6 +17,7 @@ from opcast.features.dataset import Dataset
 from opcast.features.devices.catalogue import find_device
 from opcast.features.devices.device import DeviceSpec
 from opcast.features.ir.reader import read_program
+from opcast.features.kernels.extract import kernel_from_ir
 from opcast.features.kernels.kernel import Kernel, LoweredProgram
 from opcast.features.lowering.lower import lower
 from opcast.features.table.columns import INDEX
@@ -219,6 +220,21 @@ def test_notes_say_what_limits_trust(model: CostModel, program: LoweredProgram) 
     text = " ".join(model.estimator.notes(program.kernels, find_device("l4")))
     assert "no published rows of l4" in text and "TF32" in text
     assert "TF32" not in " ".join(model.estimator.notes(program.kernels, find_device("v100-sxm")))
+
+
+def test_slow_passes_over_long_rows_are_explained(model: CostModel) -> None:
+    shape = "bf16[4096,{0}]"
+    text = (
+        "HloModule m\nf {{\n  a = S parameter(0)\n  b = bf16[4096] parameter(1)\n"
+        "  c = S exponential(a)\n  d = S broadcast(b), dimensions={{0}}\n"
+        "  ROOT e = S multiply(c, d)\n}}\nENTRY m {{\n  p = S parameter(0)\n"
+        "  q = bf16[4096] parameter(1)\n  ROOT r = S fusion(p, q), kind=kLoop, calls=f\n}}\n"
+    ).replace("S", shape)
+    device = find_device("h100-sxm")
+    assert isinstance(model.estimator, GpuEstimator)
+    long, short = ([kernel_from_ir(text.format(n))] for n in (50304, 128))
+    assert any("long rows" in note for note in model.estimator.notes(long, device))
+    assert not any("long rows" in note for note in model.estimator.notes(short, device))
 
 
 def test_chains_halve_every_dimension() -> None:
