@@ -1,4 +1,4 @@
-"""The command that adapts a model to a device: from a dataset, or by measuring here."""
+"""Commands that adapt a model: to a device, and to libraries that have drifted."""
 
 from __future__ import annotations
 
@@ -115,3 +115,32 @@ def calibrate(
     else:
         refuse(context, "a dataset of kernels", {"allocate"})
         run_calibrate_kernels(console, dataset, settings)
+
+
+def drift(
+    data: Annotated[
+        Path, typer.Option("--data", help="Table of newly measured operators, or a folder.")
+    ],
+    model: ModelOpt = "default",
+    samples: Annotated[
+        int,
+        typer.Option(min=1, help="Samples of each drifted library, family and device to repair."),
+    ] = 20,
+    false_alarms: Annotated[
+        float,
+        typer.Option(min=1e-9, max=0.5, help="Probability of one or more false alarms."),
+    ] = 0.01,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for the repaired model.")
+    ] = None,
+    seed: Seed = 0,
+) -> None:
+    """Say how stale a model is on newly measured operators, and repair it with few of them.
+
+    Rows are judged by library, version, family and device. What has drifted is repaired with
+    samples of its own, and judged on its other rows before and after.
+    """
+    from ..workflows.drift import run_drift
+    from ..workflows.settings import DriftSettings
+
+    run_drift(make_console(), DriftSettings(data, model, samples, false_alarms, out, seed))

@@ -89,6 +89,9 @@ COMMANDS: dict[str, Command | Group] = {
     "calibrate": Command(
         "calibrate", "calibrate", "Adapt a model to a device from few, actively chosen samples."
     ),
+    "drift": Command(
+        "calibrate", "drift", "Say how stale a model is on new measurements, and repair it."
+    ),
     "evaluate": Command(
         "train",
         "evaluate",

@@ -156,8 +156,8 @@ def operators(
         list[str] | None,
         typer.Option(
             "--study",
-            help="estimators, left-out, tensor-core, tensor-core-left-out; may be given again. "
-            "Default: all.",
+            help="estimators, left-out, tensor-core, tensor-core-left-out, next-version; may be "
+            "given again. Default: all.",
         ),
     ] = None,
     model: Annotated[

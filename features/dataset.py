@@ -41,8 +41,9 @@ COLUMNS: dict[str, str] = {
     "family": "str",
     "program": "str",
 }
-#: Optional columns: ``split`` is the part that the publisher of a row assigned it to.
-OPTIONAL = ("split",)
+#: Optional columns: ``split`` is the part that the publisher of a row assigned it to, ``version``
+#: that of the library that ran it.
+OPTIONAL = ("split", "version")
 #: Columns that identify a sample of a simulator or a publisher, by the first part of ``source``;
 #: their joined values are hashed. They differ because each came with its own rows, and ids of
 #: datasets that exist must not change.

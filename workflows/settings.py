@@ -164,6 +164,28 @@ class CalibrateSettings(Settings):
 
 
 @dataclass(frozen=True)
+class DriftSettings(Settings):
+    """Settings of ``opcast drift``.
+
+    Attributes:
+        data: Table of newly measured operators, or a folder of such tables.
+        model: Name or folder of a model of operators; ``default`` for the shipped one.
+        samples: Samples of each drifted library, family and device to repair the model with.
+        false_alarms: Probability of one or more false alarms.
+        out: Folder for the repaired model.
+        seed: Seed of the draw of candidates from many rows.
+    """
+
+    command: ClassVar[str] = "drift"
+    data: Path
+    model: str = "default"
+    samples: int = 20
+    false_alarms: float = 0.01
+    out: Path | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class EvaluateSettings(Settings):
     """Settings of ``opcast evaluate``.
 

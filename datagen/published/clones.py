@@ -91,7 +91,7 @@ def clone_files(folder: Path) -> list[CloneFile]:
             if table in TABLES and system in SYSTEMS:
                 read = _perf(path, SYSTEMS[system], backend, version, table)
                 # Parquet wins over text of the same version: it keeps the types of columns.
-                rank = (*_version(version), suffix == "parquet")
+                rank = (*version_numbers(version), suffix == "parquet")
                 key = (system, backend, table)
                 if key not in newest or newest[key][0] < rank:
                     newest[key] = (rank, _file("ops_tc", folder, path, read))
@@ -167,8 +167,11 @@ def _with_split(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(split=np.where(held, "val", "train"))
 
 
-def _version(text: str) -> tuple[int, ...]:
-    """Return the numbers of a version; a release candidate comes before its release."""
+def version_numbers(text: str) -> tuple[int, ...]:
+    """Return the numbers of a version, such as ``1.3.0rc10``, in whose order versions come.
+
+    A release candidate comes before its release.
+    """
     # A release counts as a candidate with a number that no real one reaches.
     main, _, candidate = text.partition("rc")
     numbers = [int(n) for n in re.findall(r"\d+", main)][:4]

@@ -32,6 +32,7 @@ from ...features.devices.catalogue import find_device
 from ...features.devices.device import DeviceSpec, check_name
 from ...features.ir.dtypes import TABLE_FORMATS, UNQUANTISED
 from ...features.operators import FAMILIES, family_keys, op_features
+from ...features.operators.columns import texts_of
 from ...features.operators.hlo import op_texts
 from ...features.operators.schema import METHODS
 from . import conv_tables, product_tables
@@ -261,6 +262,7 @@ def _family(rows: pd.DataFrame, key: str, devices: dict[str, DeviceSpec]) -> pd.
             "family": f"op:{key}",
             "program": rows["id"].astype(str),
             "split": rows["split"].astype(str) if "split" in rows else "",
+            "version": texts_of(rows["version"]).astype(str) if "version" in rows else "",
         },
         index=rows.index,
     )

@@ -12,6 +12,7 @@ import pandas as pd
 from ...common.errors import ModelError
 from ...features.devices.device import DeviceSpec
 from ...features.operators import OpFeatures, op_features
+from ...features.operators.columns import texts_of
 from ...features.operators.features import ops_schema_hash
 from ...features.operators.schema import BLOCKS
 from ..adapt.gaussian_process import (
@@ -63,6 +64,8 @@ LIKENESS = 2.0
 #: How many times wider (in the logarithm) an interval is for a format or library that was seen on
 #: no chip, on a chip that was not seen. Engineering estimate.
 NOVEL = 2.0
+#: Between device and library in the name of a correction that holds for one library alone.
+OF_LIBRARY = "@"
 
 
 class FamilyModel:
@@ -77,7 +80,7 @@ class FamilyModel:
         seen: Number of chips on which the model of unseen devices saw each library.
         strategy: How the model of unseen devices was fitted.
         named: Text parameters that every training row of the family gives.
-        corrections: Corrections by calibrated device.
+        corrections: Corrections by calibrated device, or by device, :data:`OF_LIBRARY` and library.
         intervals: Interval ends.
     """
 
@@ -365,13 +368,19 @@ class FamilyModel:
         features: OpFeatures,
         device: np.ndarray,
     ) -> None:
-        for name, correction in self.corrections.items():
-            at = np.flatnonzero(device == name)
+        library = texts_of(rows["backend"]) if "backend" in rows else np.full(len(rows), "", object)
+        left = np.ones(len(rows), bool)
+        # A correction of a library comes before that of its whole device.
+        for name in sorted(self.corrections, key=lambda key: OF_LIBRARY not in key):
+            where, _, alone = name.partition(OF_LIBRARY)
+            mask = left & (device == where)
+            at = np.flatnonzero(mask & (library == alone) if alone else mask)
             if not len(at):
                 continue
+            left[at] = False
             # The posterior knows the uncertainty around the corrected value: its interval replaces
             # the uncorrected one.
-            mean, half = correction.apply(self.sites(rows.iloc[at], features.take(at)))
+            mean, half = self.corrections[name].apply(self.sites(rows.iloc[at], features.take(at)))
             prediction.latency[at] *= np.exp(mean)
             prediction.lo[at] = prediction.latency[at] * np.exp(-half)
             prediction.hi[at] = prediction.latency[at] * np.exp(half)
@@ -425,7 +434,11 @@ class FamilyModel:
         return np.concatenate([share, np.clip(apart, -2, 2)], axis=1)
 
     def calibrate(
-        self, device: str, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]
+        self,
+        device: str,
+        rows: pd.DataFrame,
+        devices: Mapping[str, DeviceSpec],
+        library: str = "",
     ) -> ErrorPosterior:
         """Adapt to a device from rows measured there; replaces an earlier correction.
 
@@ -433,13 +446,15 @@ class FamilyModel:
             device: Its name.
             rows: Rows of the family on it, with ``latency_us``.
             devices: Descriptions by name.
+            library: Library (``backend``) that all rows ran on, if only its rows are to be
+                corrected, since others did not change with it.
 
         Raises:
             DatasetError: A row lacks a parameter, or has no positive latency.
         """
         sites, errors, _ = self.site_errors(rows, devices)
         correction = ErrorPosterior.fit(self.params, sites, errors)
-        self.corrections[device] = correction
+        self.corrections[f"{device}{OF_LIBRARY}{library}" if library else device] = correction
         return correction
 
     def site_errors(

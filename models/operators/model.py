@@ -34,6 +34,7 @@ from .family import FamilyModel
 from .family_tables import FOLD_ROWS, FamilySettings
 from .prediction import FamilyPrediction
 from .rows import faulty
+from .versions import ON_DEVICE, joined_versions, versions_of, widen_unknown
 
 logger = logging.getLogger(__name__)
 
@@ -93,12 +94,15 @@ class OpModel:
     Attributes:
         families: Models by family.
         devices: Descriptions of the devices that the model was fitted or calibrated to.
+        versions: Versions of each library that it learned from, as far as rows named them; those
+            that it was calibrated to by library and device.
         info: Provenance of its training.
     """
 
     def __init__(self) -> None:
         self.families: dict[str, FamilyModel] = {}
         self.devices: dict[str, DeviceSpec] = {}
+        self.versions: dict[str, list[str]] = {}
         self.info: dict[str, object] = {}
 
     def fit(
@@ -123,6 +127,7 @@ class OpModel:
         # devices stay for the regressor of known devices.
         good = rows[~faulty(rows)]
         self.devices = {name: devices[name] for name in sorted(set(good["device"]))}
+        self.versions = versions_of(good)
         for key in sorted(set(good["key"])):
             part = good[good["key"] == key]
             if len(part) < MIN_ROWS:
@@ -140,6 +145,7 @@ class OpModel:
         result = OpModel()
         result.families = self.families | other.families
         result.devices = self.devices | other.devices
+        result.versions = joined_versions(self.versions, other.versions)
         # The first model's provenance stays; what was added says so itself.
         added = [*_listed(self.info.get("added")), {**other.info, "families": [*other.families]}]
         result.info = {**self.info, "added": added}
@@ -157,7 +163,8 @@ class OpModel:
         """Predict rows of any families, in their order.
 
         Args:
-            rows: ``key``, ``device`` and the columns of the families' parameters.
+            rows: ``key``, ``device`` and the columns of the families' parameters. A ``version`` of
+                a library that the model did not learn from widens the interval.
 
         Raises:
             ModelError: A family was not learned; the message lists those that were.
@@ -173,7 +180,9 @@ class OpModel:
         specs = {name: self.spec(name) for name in dict.fromkeys(texts_of(rows["device"]))}
         # The common case, a query of one operator, saves the copies below.
         if len(set(keys)) == 1:
-            return self.families[keys[0]].predict(rows, specs)
+            prediction = self.families[keys[0]].predict(rows, specs)
+            widen_unknown(prediction, rows, self.versions)
+            return prediction
         rows = rows.reset_index(drop=True)
         n = len(rows)
         prediction = FamilyPrediction(
@@ -190,6 +199,7 @@ class OpModel:
             part = self.families[key].predict(rows.iloc[at], specs)
             for name in FamilyPrediction.__slots__:
                 getattr(prediction, name)[at] = getattr(part, name)
+        widen_unknown(prediction, rows, self.versions)
         return prediction
 
     def calibrate(self, rows: pd.DataFrame) -> dict[str, int]:
@@ -214,7 +224,15 @@ class OpModel:
             self.devices[str(device)] = spec
             correction = self.families[key].calibrate(str(device), part, {str(device): spec})
             used[f"{key} @ {device}"] = correction.count
+            self.learn_versions(part, str(device))
         return used
+
+    def learn_versions(self, rows: pd.DataFrame, device: str) -> None:
+        """Count the versions of some rows as known on their device."""
+        # Where no version of a library is known, all of them are predicted alike; that must stay.
+        found = {k: own for k, own in versions_of(rows).items() if k in self.versions}
+        on_device = {f"{library}{ON_DEVICE}{device}": own for library, own in found.items()}
+        self.versions = joined_versions(self.versions, on_device)
 
     def contents(self) -> tuple[dict[str, object], dict[str, bytes]]:
         """Manifest and files of the folder, as :class:`~opcast.models.core.base.ModelBundle`."""
@@ -235,6 +253,7 @@ class OpModel:
             "units": {"latency": "s"},
             "devices": {name: _spec_data(spec) for name, spec in sorted(self.devices.items())},
             "families": families,
+            **({"versions": self.versions} if self.versions else {}),
         }
         return manifest, files
 
@@ -294,7 +313,11 @@ class OpModel:
                     device = name.removeprefix(prefix).removesuffix(".npz")
                     family.corrections[device] = ErrorPosterior.from_arrays(unpack(content))
             model.families[key] = family
-        model.info = training_info(manifest, ("kind", "units", "devices", "families"))
+        # Models of tables without versions, and the first released ones, have no such entry.
+        versions = manifest.get("versions", {})
+        model.versions = {str(k): [str(v) for v in own] for k, own in versions.items()}
+        entries = ("kind", "units", "devices", "families", "versions")
+        model.info = training_info(manifest, entries)
         return model
 
 

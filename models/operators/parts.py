@@ -47,6 +47,8 @@ class Part:
         samples: Numbers of samples of each left-out device, drawn from its training rows, with
             which the model is adapted before it is judged again.
         seed: Seed of draws and regressors.
+        next_version: Whether to learn from rows that are marked ``earlier`` alone, and to be judged
+            on the same libraries' others.
     """
 
     study: str
@@ -56,6 +58,7 @@ class Part:
     left_out: tuple[str, ...] = ()
     samples: tuple[int, ...] = (0,)
     seed: int = 0
+    next_version: bool = False
 
     @property
     def title(self) -> str:
@@ -90,6 +93,12 @@ def draw(part: Part, rows: pd.DataFrame) -> Draw:
         rows: As :func:`~opcast.models.operators.rows_of_published` gives them, with ``split``.
     """
     own = rows[rows["key"] == part.key]
+    earlier = np.zeros(len(own), bool)
+    if "earlier" in own:
+        earlier = own["earlier"].to_numpy(bool)
+    if part.next_version:
+        return _next_version(part, own, earlier)
+    own = own[~earlier]
     outside = own["device"].isin(part.left_out)
     training = own["split"] == TRAINING
     good = ~faulty(own)
@@ -101,10 +110,25 @@ def draw(part: Part, rows: pd.DataFrame) -> Draw:
         # A device without training rows gives half of its others for samples.
         spare = training | _half(own, part.seed)
         pool, judged = own[outside & spare & good], own[outside & ~spare]
+    sampled = _of_splits(judged, part)
+    return Draw(*(f.reset_index(drop=True) for f in (learned, pool, sampled)))
+
+
+def _next_version(part: Part, rows: pd.DataFrame, earlier: np.ndarray) -> Draw:
+    """Learn from earlier versions, and judge on the next ones of the same libraries on a device."""
+    before, after = rows[earlier], rows[~earlier]
+    learned = before[(before["split"] == TRAINING).to_numpy() & ~faulty(before)]
+    both = ["backend", "device"]
+    judged = after[pd.MultiIndex.from_frame(after[both]).isin(before[both].apply(tuple, axis=1))]
+    learned, judged = _capped(learned, part.rows, part.seed), _of_splits(judged, part)
+    frames = (learned, before.iloc[:0], judged)
+    return Draw(*(frame.reset_index(drop=True) for frame in frames))
+
+
+def _of_splits(judged: pd.DataFrame, part: Part) -> pd.DataFrame:
     # The cap holds for each split, so that a small one is not crowded out.
     parts = [_capped(p, part.rows, part.seed) for _, p in judged.groupby("split", sort=True)]
-    sampled = pd.concat(parts) if parts else judged
-    return Draw(*(f.reset_index(drop=True) for f in (learned, pool, sampled)))
+    return pd.concat(parts) if parts else judged
 
 
 def _half(rows: pd.DataFrame, seed: int) -> np.ndarray:

@@ -41,8 +41,9 @@ def rows_of_dataset(dataset: Dataset) -> pd.DataFrame:
     """Operator rows of a dataset.
 
     Returns:
-        ``id``, ``key`` (method/family), ``device``, ``latency_us``, ``split`` and the columns of
-        the operators' parameters, one row a sample of an operator.
+        ``id``, ``key`` (method/family), ``device``, ``latency_us``, ``split``, ``version`` (empty
+        where it is not known) and the columns of the operators' parameters, one row a sample of an
+        operator.
 
     Raises:
         DatasetError: No row is an operator's.
@@ -64,6 +65,8 @@ def rows_of_dataset(dataset: Dataset) -> pd.DataFrame:
     rows["device"] = frame["device"].to_numpy()
     rows["latency_us"] = frame["latency_us_p50"].to_numpy(np.float64)
     rows["split"] = frame["split"].fillna("train").to_numpy() if "split" in frame else "train"
+    # Shards of earlier imports have no versions.
+    rows["version"] = frame["version"].fillna("").to_numpy() if "version" in frame else ""
     return rows[rows["method"] != ""].reset_index(drop=True)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from ...datagen.published.clones import version_numbers
 from ...features.devices.device import DeviceSpec
 from ...features.operators import FAMILIES
 from ...features.operators.schema import NAMES, PARAMETERS
@@ -32,6 +33,7 @@ class Study:
         rows: Most rows of a family to learn from, and of a split to be judged on, by default.
         leaves_out: Whether each chip is left out in turn, all devices with the chip together.
         samples: Samples of a left-out device before it is judged.
+        next_version: Whether it learns from earlier versions of libraries and judges the next.
     """
 
     title: str
@@ -40,6 +42,7 @@ class Study:
     rows: int
     leaves_out: bool = False
     samples: tuple[int, ...] = (0,)
+    next_version: bool = False
 
 
 #: Studies by name, in the order in which they are made. The numbers of rows let the whole report
@@ -64,6 +67,13 @@ STUDIES = {
         4000,
         True,
         (0, 100),
+    ),
+    "next-version": Study(
+        "learned from one version of a library, judged on the next",
+        TENSOR_CORE,
+        ("roofline", "xgboost"),
+        10_000,
+        next_version=True,
     ),
 }
 
@@ -97,7 +107,9 @@ def parts_of(
                 own = sorted(set(rows.loc[rows["key"] == key, "device"]))
                 for group in _groups(own, devices) if study.leaves_out else [()]:
                     count = max_rows or study.rows
-                    yield Part(name, estimator, key, count, group, study.samples, seed)
+                    yield Part(
+                        name, estimator, key, count, group, study.samples, seed, study.next_version
+                    )
 
 
 def _groups(names: Sequence[str], devices: Mapping[str, DeviceSpec]) -> list[tuple[str, ...]]:
@@ -129,6 +141,25 @@ def _pairs(rows: pd.DataFrame, key: str) -> pd.DataFrame:
     a, b = latency[:-1][same], latency[1:][same]
     dtype = rows["dtype"].to_numpy(object)[order][1:][same]
     return pd.DataFrame({"key": key, "dtype": dtype, "difference": 2 * np.abs(a - b) / (a + b)})
+
+
+def earlier_versions(rows: pd.DataFrame, repeats: pd.DataFrame) -> pd.DataFrame:
+    """Rows as they were measured with an earlier version of their library, marked ``earlier``.
+
+    Args:
+        rows: Operators, with ``id`` and ``version``.
+        repeats: ``of_id``, ``version`` and ``latency_us`` of second measurements.
+
+    Returns:
+        Those of the second measurements whose version comes before that of their row.
+    """
+    again = repeats[["of_id", "version", "latency_us"]].rename(columns={"of_id": "id"})
+    joined = rows.merge(again, on="id", suffixes=("_next", ""))
+    before = [
+        version_numbers(str(a)) < version_numbers(str(b))
+        for a, b in zip(joined["version"], joined["version_next"], strict=True)
+    ]
+    return joined.loc[before, rows.columns].assign(earlier=True)
 
 
 def repeat_noise(repeats: pd.DataFrame) -> pd.DataFrame:

@@ -164,7 +164,7 @@ class _Job:
     calibrated: dict[str, int] = field(default_factory=dict)
 
     def operators(self) -> Iterator[PublishedPredictions]:
-        tables = [(p, _sourced(p, read_table(p))) for p in _files(self.folder, OPERATORS)]
+        tables = [(p, with_source(p, read_table(p))) for p in _files(self.folder, OPERATORS)]
         # All tables first: a family's calibration rows may be spread over several files.
         if self.calibrate:
             given = [frame[_given(frame)] for _, frame in tables]
@@ -388,8 +388,12 @@ def _judged_pack(path: Path, rows: pd.DataFrame) -> PublishedPredictions:
     return part
 
 
-def _sourced(path: Path, frame: pd.DataFrame) -> pd.DataFrame:
-    """Ensure a column ``source``, taken from the first letter of ids where it is missing."""
+def with_source(path: Path, frame: pd.DataFrame) -> pd.DataFrame:
+    """Ensure a column ``source``, taken from the first letter of ids where it is missing.
+
+    Raises:
+        DatasetError: It is missing, and ids do not tell it.
+    """
     if "source" in frame:
         return frame
     if "id" not in frame:

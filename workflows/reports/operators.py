@@ -52,6 +52,8 @@ def run_operator_report(console: Console, settings: OperatorReportSettings) -> p
     out, folder = settings.out, settings.folder
     rows, devices = _load(settings.published, _methods(settings.studies))
     noise = _noise(settings.published, rows)
+    if any(STUDIES[name].next_version for name in settings.studies):
+        rows = _with_earlier(settings.published, rows)
     parts = _parts(console, settings, rows, devices)
     judged = _judge(console, parts, rows, devices, folder, settings.threads)
     figures = summary(judged, CELL).drop(columns="scope")
@@ -121,6 +123,18 @@ def _noise(folder: Path, rows: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(
         [*repeats, replicate_noise(rows[~rows["key"].isin(repeated)])], ignore_index=True
     )
+
+
+def _with_earlier(folder: Path, rows: pd.DataFrame) -> pd.DataFrame:
+    """Append rows as they were measured with an earlier version of their library, if any were."""
+    from ...models.operators.studies import earlier_versions
+
+    columns = ("of_id", "version", "latency_us")
+    repeats = [_table(path, columns) for path in sorted(folder.rglob(REPEATS))]
+    if not repeats or "version" not in rows:
+        return rows
+    earlier = earlier_versions(rows, pd.concat(repeats, ignore_index=True))
+    return pd.concat([rows.assign(earlier=False), earlier], ignore_index=True)
 
 
 def _digest(rows: pd.DataFrame) -> str:

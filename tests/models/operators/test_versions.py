@@ -1,0 +1,48 @@
+"""What a version of a library that was not learned from does to intervals."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from opcast.models.operators.prediction import FamilyPrediction
+from opcast.models.operators.versions import (
+    RELEASE,
+    joined_versions,
+    versions_of,
+    widen_unknown,
+)
+
+
+def answer(n):
+    one = np.ones(n)
+    return FamilyPrediction(
+        one.copy(), np.full(n, np.exp(-0.1)), np.full(n, np.exp(0.2)), one, one, one, one
+    )
+
+
+def test_versions_by_library():
+    rows = pd.DataFrame({"backend": ["a", "a", "b", ""], "version": ["2", "1", "", "3"]})
+    assert versions_of(rows) == {"a": ["1", "2"]}
+    assert versions_of(rows.drop(columns="version")) == {}
+    assert joined_versions({"a": ["1"]}, {"a": ["3"], "b": ["2"]}) == {"a": ["1", "3"], "b": ["2"]}
+
+
+def test_unknown_versions_widen_intervals():
+    rows = pd.DataFrame(
+        {
+            "backend": ["a", "a", "a", "b", "a", "a"],
+            "version": ["1", "2", "", "9", "3", "3"],
+            "device": ["x", "x", "x", "x", "x", "y"],
+        }
+    )
+    found = answer(6)
+    widen_unknown(found, rows, {"a": ["1"], "a@y": ["3"]})
+    # Known; unknown; not named; a library without known versions; known on device y alone.
+    wide = [False, True, False, False, True, False]
+    lo = np.where(wide, -np.hypot(0.1, RELEASE), -0.1)
+    hi = np.where(wide, np.hypot(0.2, RELEASE), 0.2)
+    assert np.log(found.lo) == pytest.approx(lo)
+    assert np.log(found.hi) == pytest.approx(hi)
+    same = answer(6)
+    widen_unknown(same, rows, {})
+    assert (same.lo == np.exp(-0.1)).all()

@@ -1,0 +1,249 @@
+"""Says how stale a model of operators is on rows of newer libraries, and repairs it with a few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from ..common.errors import DatasetError
+from ..common.tables_text import in_percent, print_frame
+from ..datagen.published.block_tables import is_blocks
+from ..datagen.published.clones import version_numbers
+from ..datagen.published.product_tables import read_products
+from ..features.devices.catalogue import find_device
+from ..features.operators import family_keys
+from ..features.operators.columns import texts_of
+from ..models.adapt.active import choose
+from ..models.operators import OpModel
+from ..models.operators.report import predictions
+from ..models.operators.rows import group_draw
+from ..models.trust.drift import alarm_after, evidence
+from ..predict.locate import BLOCK_MODEL, OPERATOR_MODEL, find_model
+from ..predict.published.block_answers import read_blocks
+from ..predict.published.tables import with_source
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .settings import DriftSettings
+
+#: What is judged together.
+CELL = ("backend", "version", "key", "device")
+#: Columns of operator tables that are judged.
+NEEDED = frozenset(("op", "family", "dtype", "device", "latency_us"))
+#: Most rows that samples are chosen among, and most that a repair is judged on: a choice costs the
+#: square of the former.
+CANDIDATES, JUDGED = 1200, 4000
+
+
+def run_drift(console: Console, settings: DriftSettings) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Judge new rows by library, version, family and device; repair what has drifted.
+
+    Args:
+        console: Console to print to.
+        settings: The rows, the model, and with how many samples it is repaired.
+
+    Returns:
+        Staleness, and repairs (empty if nothing has drifted); see :func:`staleness` and
+        :func:`repair`.
+
+    Raises:
+        DatasetError: There are no rows with a time, or of no family that the model knows.
+        DeviceError: A device is not in the catalogue.
+        ModelError: There is no such model.
+    """
+    rows = read_rows(settings.data)
+    name = settings.model
+    if name == "default":
+        name = BLOCK_MODEL if rows["block"].all() else OPERATOR_MODEL
+    model = OpModel.load(find_model(name))
+    known = rows["key"].isin(list(model.families))
+    for key, count in rows["key"][~known].value_counts().items():
+        console.print(f"{count} rows left out: the model has no operators {key}", highlight=False)
+    rows = rows[known].reset_index(drop=True)
+    if not len(rows):
+        hint = "it has: " + ", ".join(sorted(model.families))
+        raise DatasetError("no row is of a family that the model knows", hint=hint)
+    found = staleness(model, rows, settings.false_alarms)
+    print_frame(
+        console,
+        in_percent(found.assign(drift=np.where(found["alarm"] > 0, found["alarm"], "no"))).drop(
+            columns="alarm"
+        ),
+        "new rows, in %; drift: groups of rows after which the alarm rose",
+    )
+    stale = found[found["alarm"] > 0]
+    told = f"{len(stale)} of {len(found)} have drifted"
+    console.print(
+        f"{told}; chance of one or more false alarms: {settings.false_alarms:g}", highlight=False
+    )
+    repaired = repair(model, rows, stale, settings.samples, settings.seed)
+    if len(repaired):
+        title = f"repaired with {settings.samples} samples of each, others judged, in %"
+        print_frame(console, in_percent(repaired), title)
+    if settings.out is not None:
+        model.save(settings.out)
+        settings.save(settings.out)
+        console.print(f"saved to {settings.out}", highlight=False)
+    return found, repaired
+
+
+def read_rows(data: Path) -> pd.DataFrame:
+    """Rows of operators with a time, of a table or of all tables of a folder.
+
+    Returns:
+        Columns as :func:`~opcast.models.operators.rows_of_published` gives them, with ``backend``
+        and ``version`` (empty where they are not known), and ``block`` for families of blocks.
+
+    Raises:
+        DatasetError: There is no such table, or no row with a time.
+        DeviceError: A device is not in the catalogue.
+    """
+    if not data.exists():
+        raise DatasetError("no such folder or table", where=str(data))
+    paths = [data] if data.is_file() else sorted(p for p in data.rglob("*") if _is_table(p))
+    parts = [part for path in paths for part in _read(path)]
+    if not parts:
+        wanted = "expected tables with " + ", ".join(sorted(NEEDED))
+        raise DatasetError("no rows of operators with a time", where=str(data), hint=wanted)
+    rows = pd.concat(parts, ignore_index=True)
+    for column in ("backend", "version"):
+        rows[column] = texts_of(rows[column]).astype(str) if column in rows else ""
+    return rows
+
+
+def _is_table(path: Path) -> bool:
+    return path.name.endswith((".parquet", ".csv", ".csv.gz"))
+
+
+def _read(path: Path) -> Iterator[pd.DataFrame]:
+    table = read_products(path)
+    if "latency_us" not in table:
+        return
+    block = is_blocks(table.columns)
+    if not block and not set(table.columns) >= NEEDED:
+        return
+    timed = pd.to_numeric(table["latency_us"], errors="coerce").to_numpy(float) > 0
+    table = table[timed].reset_index(drop=True)
+    if not len(table):
+        return
+    if block:
+        rows = read_blocks(table, path).assign(version=table.get("version", ""))
+        names = {name: find_device(name).name for name in rows["device"].unique()}
+        yield rows.assign(device=rows["device"].map(names), block=True)
+        return
+    table = with_source(path, table)
+    names = {str(name): find_device(str(name)).name for name in table["device"].unique()}
+    device = table["device"].astype(str).map(names)
+    yield table.assign(key=family_keys(table), device=device, block=False)
+
+
+def staleness(model: OpModel, rows: pd.DataFrame, false_alarms: float) -> pd.DataFrame:
+    """Compare what was measured with what intervals of the known versions promise.
+
+    Args:
+        model: The model.
+        rows: From :func:`read_rows`, in the order in which they were measured.
+        false_alarms: Probability of one or more false alarms among all cells together.
+
+    Returns:
+        One row for each of :data:`CELL`: ``n``, ``groups``, ``mape``, ``bias`` (median of the
+        relative error), ``coverage`` of the intervals of known versions, ``unseen`` (coverage of
+        those that the model gives to a version that it does not know) and ``alarm`` (groups after
+        which the alarm rose, 0 if it did not).
+    """
+    # What is asked is whether the known versions' promise still holds, so the new one is not named.
+    plain = predictions(model, rows.drop(columns="version"))
+    aged = predictions(model, rows)
+    plain = plain.assign(version=rows["version"], inside=_inside(aged))
+    groups = pd.Series(0.0, index=rows.index)
+    for key, own in rows.groupby("key"):
+        groups[own.index] = group_draw(own, str(key))
+    cells = list(plain.groupby(list(CELL), sort=True, dropna=False))
+    records = []
+    for name, own in cells:
+        stakes = evidence(
+            own["measured_us"].to_numpy(),
+            own["lo_us"].to_numpy(),
+            own["hi_us"].to_numpy(),
+            groups[own.index].to_numpy(),
+        )
+        error = own["predicted_us"] / own["measured_us"] - 1
+        records.append(
+            {
+                **dict(zip(CELL, name, strict=True)),
+                "n": len(own),
+                "groups": len(stakes),
+                "mape": float(error.abs().mean()),
+                "bias": float(error.median()),
+                "coverage": float(_inside(own).mean()),
+                "unseen": float(own["inside"].mean()),
+                # Bonferroni: each cell has its share of the rate of false alarms.
+                "alarm": alarm_after(stakes, false_alarms / len(cells)),
+            }
+        )
+    return pd.DataFrame(records)
+
+
+def repair(
+    model: OpModel, rows: pd.DataFrame, stale: pd.DataFrame, samples: int, seed: int
+) -> pd.DataFrame:
+    """Adapt a model, in place, to cells that have drifted; of several versions, to the newest.
+
+    The samples are chosen by what they tell of the others, without looking at their times.
+
+    Args:
+        model: The model.
+        rows: From :func:`read_rows`.
+        stale: Rows of :func:`staleness` to repair.
+        samples: Samples of each.
+        seed: Of the draw of candidates from many rows.
+
+    Returns:
+        One row for each cell with more rows than ``samples``: :data:`CELL`, ``n`` rows that were
+        not learned from, and their error and coverage before and after.
+    """
+    records = []
+    rng = np.random.default_rng(seed)
+    for _, versions in stale.groupby(["backend", "key", "device"], sort=True):
+        newest = max(versions["version"], key=lambda text: version_numbers(str(text)))
+        cell = versions[versions["version"] == newest].iloc[0]
+        own = rows[(rows[list(CELL)] == cell[list(CELL)]).all(axis=1)].reset_index(drop=True)
+        if len(own) <= samples:
+            continue
+        family, device = model.families[str(cell["key"])], str(cell["device"])
+        spec = {device: model.spec(device)}
+        pool = rng.permutation(len(own))[:CANDIDATES]
+        sites, _, _ = family.site_errors(own.iloc[pool], spec)
+        chosen = pool[choose(sites, family.params, samples)[0]]
+        rest = np.setdiff1d(np.arange(len(own)), chosen)
+        rest = own.iloc[rng.permutation(rest)[:JUDGED]].reset_index(drop=True)
+        before = predictions(model, rest)
+        taken = own.iloc[chosen]
+        family.calibrate(device, taken, spec, library=str(cell["backend"]))
+        model.devices[device] = spec[device]
+        model.learn_versions(taken, device)
+        after = predictions(model, rest)
+        records.append(
+            {
+                **{c: cell[c] for c in CELL},
+                "n": len(rest),
+                "error_before": _error(before),
+                "error_after": _error(after),
+                "covered_before": float(_inside(before).mean()),
+                "covered_after": float(_inside(after).mean()),
+            }
+        )
+    return pd.DataFrame(records)
+
+
+def _inside(table: pd.DataFrame) -> pd.Series:
+    return (table["measured_us"] >= table["lo_us"]) & (table["measured_us"] <= table["hi_us"])
+
+
+def _error(table: pd.DataFrame) -> float:
+    return float((table["predicted_us"] / table["measured_us"] - 1).abs().mean())
