@@ -66,7 +66,7 @@ class OpTable:
         columns = {c: _numbers(frame, c, n) for c in parameters}
         names = {c: _texts(frame, c, n) for c in NAMES}
         # Devices as small integers: their figures are looked up by index for millions of rows.
-        code, order = pd.factorize(frame["device"].astype(str))
+        code, order = pd.factorize(texts_of(frame["device"]))
         return cls(family, columns, names, code, tuple(devices[str(d)] for d in order))
 
     def __len__(self) -> int:
@@ -97,7 +97,8 @@ class OpTable:
 
     def is_(self, column: str, value: str) -> np.ndarray:
         """Return whether a text column has the value, bool."""
-        return np.asarray(self.names[column] == value, bool)
+        code, values = self._codes(column)
+        return np.asarray((values == value)[code], bool)
 
     def _codes(self, column: str) -> tuple[np.ndarray, np.ndarray]:
         """Give each row's place among the distinct texts of a column, and these."""

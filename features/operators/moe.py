@@ -39,6 +39,9 @@ DTYPES = ("bf16", "fp8", "fp8_block", "nvfp4", "int4_wo", "w4a16_mxfp4", "w4a8_m
 #: Exponents of the published distributions of tokens over experts; any other name is balanced.
 SKEW = {"power_law_1.01": 1.01, "power_law_1.2": 1.2}
 
+#: Draws of experts that are solved together: bounds the memory of their loads.
+_TOGETHER = 2048
+
 
 def moe(table: OpTable) -> Physics:
     """Estimate the experts of one rank: the busiest one if the draw is skewed."""
@@ -162,29 +165,37 @@ def busy_rank(
     # Tables repeat few distinct draws: each is solved once.
     keys = np.stack([tokens, topk, experts, ep, skew], axis=1)[skewed]
     unique, place = np.unique(keys, axis=0, return_inverse=True)
-    busiest = np.array([_busiest(*map(float, key)) for key in unique]).reshape(-1, 2)
+    busiest = np.empty((len(unique), 2))
+    # Together with those of as many experts, whose loads make a matrix.
+    for count in np.unique(unique[:, 2]):
+        same = np.flatnonzero(unique[:, 2] == count)
+        for some in np.array_split(same, -(-len(same) // _TOGETHER)):
+            busiest[some] = _busiest(*unique[some].T)
     rows[skewed], active[skewed] = busiest[place.ravel()].T
     return rows, np.clip(active, 1, np.maximum(local, 1))
 
 
 def _busiest(
-    tokens: float, topk: float, experts: float, ep: float, skew: float
-) -> tuple[float, float]:
-    count, total = max(round(experts), 1), tokens * topk
+    tokens: np.ndarray, topk: np.ndarray, experts: np.ndarray, ep: np.ndarray, skew: np.ndarray
+) -> np.ndarray:
+    """Rows and active experts of draws with equally many experts, shape ``(n, 2)``."""
+    count, total = max(round(float(experts[0])), 1), tokens * topk
     # Quantiles of the density x^-skew on [1, most] in closed form (inverse of its distribution
     # function), at the midpoints of `count` equal parts.
     place = (np.arange(count) + 0.5) / count
-    most = max(MOST_LOADED * tokens, 1.5)
-    load = (1 + place * (most ** (1 - skew) - 1)) ** (1 / (1 - skew))
+    most = np.maximum(MOST_LOADED * tokens, 1.5)
+    flat = (1 - skew)[:, None]
+    load = (1 + place * (most[:, None] ** flat - 1)) ** (1 / flat)
     # An expert gets a token at most once; what the cap cuts off goes to the others. Three rounds of
     # rescaling suffice: the cap binds for a few experts only.
     for _ in range(3):
-        load = np.minimum(load * total / load.sum(), tokens)
-    local = max(count / ep, 1.0)
-    others = (load.sum() - load[-1]) / max(count - 1, 1)
-    rows = float(np.clip(load[-1] + (local - 1) * others, total / ep, total))
+        load = np.minimum(load * (total / load.sum(axis=1))[:, None], tokens[:, None])
+    local = np.maximum(count / ep, 1.0)
+    others = (load.sum(axis=1) - load[:, -1]) / max(count - 1, 1)
+    rows = np.clip(load[:, -1] + (local - 1) * others, total / ep, total)
     # Poisson: an expert with an expected load x gets no row with probability exp(-x).
-    return rows, max(1.0, local * float((1 - np.exp(-load)).mean()))
+    active = np.maximum(1.0, local * (1 - np.exp(-load)).mean(axis=1))
+    return np.stack([rows, active], axis=1)
 
 
 def _everywhere(table: OpTable) -> np.ndarray:

@@ -291,7 +291,9 @@ class FamilyModel:
             lo[at], hi[at] = self._ends(str(proxy[at[0]]), str(scope[at[0]]), latency[at])
         # A format or library that no chip was seen with, on a chip that was not seen, either: what
         # was measured is the error of the chip alone.
-        novel = (scope == "unseen") & ~np.isin(libraries(rows), list(self.seen))
+        novel = scope == "unseen"
+        if novel.any():
+            novel &= ~np.isin(libraries(rows), list(self.seen))
         lo[novel] *= (lo[novel] / latency[novel]) ** (NOVEL - 1)
         hi[novel] *= (hi[novel] / latency[novel]) ** (NOVEL - 1)
         wide_lo, wide_hi = self.intervals.of("", latency)
@@ -531,8 +533,9 @@ class FamilyModel:
     def _elsewhere(self, device: np.ndarray, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
         """Rows on TPUs and other devices of a kind that was not learned from, bool, ``(n,)``."""
         gpus_alone = self.known_devices.platforms <= {"gpu"}
-        other = {n: gpus_alone and devices[n].platform != "gpu" for n in dict.fromkeys(device)}
-        return np.array([other[name] for name in device], bool)
+        code, names = pd.factorize(device)
+        other = [gpus_alone and devices[str(n)].platform != "gpu" for n in names]
+        return np.array(other, bool)[code]
 
     # Tables
 

@@ -95,9 +95,16 @@ def known_table(
     family: str, features: OpFeatures, device: np.ndarray, devices: tuple[str, ...]
 ) -> KernelTable:
     """Table of all features and one flag for each of the known ``devices``."""
-    flags = np.stack([device == name for name in devices], axis=1).astype(np.float32)
-    names = (*features.names, *(f"on_{name}" for name in devices))
-    return _table(family, features, np.concatenate([features.X, flags], axis=1), names)
+    place = {name: at for at, name in enumerate(devices)}
+    code, own = pd.factorize(device)
+    n, width = features.X.shape
+    X = np.zeros((n, width + len(devices)), np.float32)
+    X[:, :width] = features.X
+    # Other devices have no flag.
+    at = np.array([place.get(str(name), -1) for name in own], np.int64)[code]
+    known = np.flatnonzero(at >= 0)
+    X[known, width + at[known]] = 1.0
+    return _table(family, features, X, (*features.names, *(f"on_{name}" for name in devices)))
 
 
 def general_table(family: str, features: OpFeatures) -> KernelTable:

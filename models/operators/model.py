@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,9 @@ import pandas as pd
 
 from ...common.errors import ModelError
 from ...features.devices.catalogue import find_device, in_catalogue
-from ...features.devices.device import DeviceSpec
+from ...features.devices.device import DeviceSpec, usable_cores
 from ...features.operators.columns import texts_of
-from ...features.operators.schema import BLOCKS
+from ...features.operators.schema import BLOCKS, NAMES, parameters_of
 from ..adapt.gaussian_process import ErrorPosterior
 from ..core.store import (
     DAMAGE,
@@ -41,6 +43,9 @@ logger = logging.getLogger(__name__)
 #: Families with fewer rows are left out: a few per cent of them are held out, too few to calibrate
 #: intervals with.
 MIN_ROWS = 200
+#: Most rows that are predicted at a time: larger parts are no faster, and smaller ones keep all
+#: cores busy to the end. From so many rows on several cores are used.
+TASK_ROWS = 8192
 
 #: Parameters of the regressors by estimator: for known devices, and for unseen ones, where fewer
 #: and shallower trees carry further.
@@ -170,21 +175,21 @@ class OpModel:
             ModelError: A family was not learned; the message lists those that were.
             DatasetError: A row lacks a parameter.
         """
-        keys = texts_of(rows["key"])
-        missing = sorted(set(keys) - set(self.families))
+        code, keys = pd.factorize(texts_of(rows["key"]))
+        missing = sorted(set(map(str, keys)) - set(self.families))
         if missing:
             known = ", ".join(sorted(self.families))
             raise ModelError(
                 f"the model knows no operators {missing[0]!r}", hint=f"it has: {known}"
             )
-        specs = {name: self.spec(name) for name in dict.fromkeys(texts_of(rows["device"]))}
+        specs = {str(name): self.spec(str(name)) for name in pd.unique(texts_of(rows["device"]))}
+        n = len(rows)
         # The common case, a query of one operator, saves the copies below.
-        if len(set(keys)) == 1:
-            prediction = self.families[keys[0]].predict(rows, specs)
+        if len(keys) == 1 and n < TASK_ROWS:
+            prediction = self.families[str(keys[0])].predict(rows, specs)
             widen_unknown(prediction, rows, self.versions)
             return prediction
         rows = rows.reset_index(drop=True)
-        n = len(rows)
         prediction = FamilyPrediction(
             np.empty(n),
             np.empty(n),
@@ -194,11 +199,31 @@ class OpModel:
             np.empty(n, object),
             np.empty(n, bool),
         )
-        for key in dict.fromkeys(keys):
-            at = np.flatnonzero(keys == key)
-            part = self.families[key].predict(rows.iloc[at], specs)
+
+        def run(task: tuple[str, np.ndarray]) -> None:
+            key, at = task
+            # Whatever else a table holds need not be copied.
+            used = [c for c in (*parameters_of(key), *NAMES, "device", "id") if c in rows]
+            part = self.families[key].predict(rows[used].iloc[at], specs)
             for name in FamilyPrediction.__slots__:
                 getattr(prediction, name)[at] = getattr(part, name)
+
+        tasks = [
+            (str(key), at)
+            for place, key in enumerate(keys)
+            for own in [np.flatnonzero(code == place)]
+            for at in np.array_split(own, -(-len(own) // TASK_ROWS))
+        ]
+        threads = min(_threads(), len(tasks)) if n >= TASK_ROWS else 1
+        if threads > 1:
+            # XGBoost and NumPy let go of the interpreter's lock; unlike OpenMP's, these threads do
+            # not wait for each other within a call. The largest parts first.
+            tasks.sort(key=lambda task: -len(task[1]))
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(run, tasks))
+        else:
+            for task in tasks:
+                run(task)
         widen_unknown(prediction, rows, self.versions)
         return prediction
 
@@ -358,6 +383,12 @@ def default_settings(
         )
 
     return of
+
+
+def _threads() -> int:
+    """Cores that this process may use; fewer if ``OMP_NUM_THREADS`` asks for fewer."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return min(usable_cores(), int(asked)) if asked.isdecimal() and int(asked) else usable_cores()
 
 
 def _listed(value: object) -> list[object]:

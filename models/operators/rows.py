@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from itertools import repeat
 
 import numpy as np
 import pandas as pd
@@ -164,9 +163,10 @@ def unnamed(rows: pd.DataFrame, columns: Sequence[str]) -> np.ndarray:
 
 def _informative(values: pd.Series, column: str) -> np.ndarray:
     """Whether names are among those that features are made of."""
-    code, names = pd.factorize(np.array([str(v).lower() for v in texts_of(values)], object))
+    code, distinct = pd.factorize(texts_of(values))
     # A kernel's name is matched by the words that features are made of, as substrings.
     markers = (*BACKENDS, *(KERNEL_WORDS if column == "kernel" else ()), "static_scaled")
+    names = [str(name).lower() for name in distinct]
     known = [n in BACKENDS if column == "backend" else any(w in n for w in markers) for n in names]
     return np.array(known, bool)[code] if len(names) else np.zeros(0, bool)
 
@@ -176,13 +176,17 @@ def _empty(values: pd.Series) -> np.ndarray:
 
 
 def _joined(rows: pd.DataFrame, columns: tuple[str, ...]) -> np.ndarray:
-    """Values joined by bars; a column that a table lacks counts as empty."""
-    parts = [map(str, texts_of(rows[c])) if c in rows else repeat("") for c in columns]
-    joined = np.empty(len(rows), object)
-    joined[:] = [
-        "|" + "|".join(values) for _, *values in zip(range(len(rows)), *parts, strict=False)
-    ]
-    return joined
+    """Values, each after a bar; a column that a table lacks counts as empty."""
+    code, joined = np.zeros(len(rows), np.int64), [""]
+    for column in columns:
+        own, values = np.zeros(len(rows), np.int64), [""]
+        if column in rows:
+            own, distinct = pd.factorize(texts_of(rows[column]))
+            values = [str(value) for value in distinct]
+        # Texts repeat: only combinations that occur are written, each once.
+        code, both = pd.factorize(code * len(values) + own)
+        joined = [f"{joined[c // len(values)]}|{values[c % len(values)]}" for c in both]
+    return np.array(joined, object)[code] if len(rows) else np.empty(0, object)
 
 
 def _draw(text: str) -> float:

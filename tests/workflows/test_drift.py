@@ -77,7 +77,8 @@ def test_a_slower_version_of_one_library_is_found_and_repaired(model, measured, 
     assert ((after.lo <= times) & (times <= after.hi)).mean() > 0.85
     # Other libraries keep their predictions.
     same = measured("h100-sxm", 50, 78, "1.1", backend="sglang")
-    assert (adapted.predict(same).latency == model.predict(same).latency).all()
+    # Saved trees round their leaves.
+    assert adapted.predict(same).latency == pytest.approx(model.predict(same).latency, rel=1e-4)
 
 
 def test_what_has_not_drifted_is_left_alone(model, measured, tmp_path):

@@ -327,3 +327,15 @@ def test_default_settings():
     assert found.known["rounds"] == found.general["rounds"] == 5
     assert found.known["max_depth"] > found.general["max_depth"]
     assert found.known["compact"] and found.known["stop_rounds"] == 0
+
+
+def test_large_batches_on_several_threads_are_as_small_ones(bundle, measured, monkeypatch):
+    rows = pd.concat([measured("a", 300, 81), measured("b", 300, 82)], ignore_index=True)
+    whole = bundle.predict(rows)
+    monkeypatch.setattr("opcast.models.operators.model.TASK_ROWS", 100)
+    monkeypatch.setattr("opcast.models.operators.model.usable_cores", lambda: 3)
+    for threads in ("", "1", "2"):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        parts = bundle.predict(rows)
+        for name in parts.__slots__:
+            assert (getattr(parts, name) == getattr(whole, name)).all(), name
