@@ -27,6 +27,10 @@ PriceOpt = Annotated[
     float | None,
     typer.Option(min=0.0, help="Price of a device for an hour, in any currency: prints the cost."),
 ]
+PowerCapOpt = Annotated[
+    float | None,
+    typer.Option("--power-cap", min=1.0, help="Sustained power of a device in watts."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder or file to write.")]
 Data = Annotated[list[Path], typer.Option("--data", help="Dataset folder; may be given again.")]

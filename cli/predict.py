@@ -21,6 +21,7 @@ from .options import (
     ManyDevicesOpt,
     ModelOpt,
     OpOpt,
+    PowerCapOpt,
     PriceOpt,
     ProgramOrNone,
     ProgramsOrNone,
@@ -77,6 +78,7 @@ def predict(
     train: TrainOpt = "",
     loss: LossOpt = "",
     price: PriceOpt = None,
+    power_cap: PowerCapOpt = None,
 ) -> None:
     """Predict a program's time and memory on a device or a cluster.
 
@@ -89,10 +91,12 @@ def predict(
         from ..predict.operator.predict import predict_op
         from ..predict.render.operator import print_op
 
-        refuse_unused(context, "an operator (--op)", {"op", "device", "model", "json_output"})
-        estimate = predict_op(str(op), device, model)
+        used = {"op", "device", "model", "json_output", "power_cap"}
+        refuse_unused(context, "an operator (--op)", used)
+        estimate = predict_op(str(op), device, model, power_cap)
         print_json(asdict(estimate)) if json_output else print_op(make_console(), estimate)
         return
+    refuse(context, "a program (only --op, and opcast simulate)", {"power_cap"})
     assert programs and program is not None
     many = len(programs) > 1 or "," in device or out is not None or plot is not None
     if json_output and not many:

@@ -15,6 +15,7 @@ from .options import (
     HfOpt,
     Json,
     OperatorModelOpt,
+    PowerCapOpt,
     PriceOpt,
     Settings,
     StepModelOpt,
@@ -48,6 +49,7 @@ def simulate(
         bool, typer.Option("--explain", help="Take the step apart into terms.")
     ] = False,
     price: PriceOpt = None,
+    power_cap: PowerCapOpt = None,
     jitter: Annotated[
         float, typer.Option(min=0.0, help="Relative noise of a task's time on a device.")
     ] = 0.0,
@@ -81,7 +83,12 @@ def simulate(
     operators = load_step_model(model)
     learned = find_step_model(steps)
     predictor = StepPredictor(
-        where, operators, framework=framework, compiled=compiled, learned=learned
+        where,
+        operators,
+        framework=framework,
+        compiled=compiled,
+        learned=learned,
+        power_cap_w=power_cap,
     )
     prediction = predictor.predict(
         work, chosen, jitter, _speeds(speed or []), seed=seed, explain=explain, price=price

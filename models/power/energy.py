@@ -8,11 +8,17 @@ import numpy as np
 
 from ...common.interval import Interval
 from ...features.devices.device import DeviceSpec
-from .law import Work, shipped_law
+from .law import Work, held, shipped_law
 
 
 def energy(
-    spec: DeviceSpec, work: Work, seconds: np.ndarray, busy: float, total: Interval, devices: int
+    spec: DeviceSpec,
+    work: Work,
+    seconds: np.ndarray,
+    busy: float,
+    total: Interval,
+    devices: int,
+    cap: float = 1.0,
 ) -> Interval | None:
     """Joules of devices that compute for a part of a time and wait for the rest.
 
@@ -23,6 +29,7 @@ def energy(
         busy: Seconds of ``total`` in which a device computes.
         total: Time of the program or step, with its interval.
         devices: Number of devices.
+        cap: Sustained power as a share of the limit.
 
     Returns:
         Joules with a 90 % interval, in which errors of power and of time count as independent;
@@ -32,17 +39,19 @@ def energy(
         return None
     law = shipped_law()
     weight = float(seconds.sum())
-    share = float((law.share(work) * seconds).sum() / weight) if weight else law.waiting
+    waiting = min(law.waiting, cap)
+    drawn = cap * held(law.demand(work) / cap)
+    share = float((drawn * seconds).sum() / weight) if weight else waiting
     # Guard: rounding may put computation a little above the total.
     busy = min(busy, total.value)
-    used = share * busy + law.waiting * (total.value - busy)
+    used = share * busy + waiting * (total.value - busy)
     joules = devices * spec.power_w * used
     below, above = (
         math.hypot(math.log(max(end, 1e-30) / total.value), power)
         for end, power in zip((total.lo, total.hi), law.ends, strict=True)
     )
     # A board never draws more than its limit, however long it takes.
-    most = devices * spec.power_w * total.hi
+    most = devices * cap * spec.power_w * total.hi
     return Interval(
         joules, joules * math.exp(-below), max(joules, min(joules * math.exp(above), most))
     )

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from ...common.errors import ModelError
+from ...common.errors import DeviceError, ModelError
 from ...common.files import parse_json
 from ...common.paths import PACKAGE
+from ...features.devices.device import DeviceSpec
 
 #: Model that ships with the package.
 PRETRAINED = PACKAGE / "models" / "pretrained" / "power.json"
@@ -27,6 +28,21 @@ PRETRAINED = PACKAGE / "models" / "pretrained" / "power.json"
 _SHARP = 8.0
 #: Bounds of each parameter but the idle share; engineering estimates, none is reached by the fit.
 _MOST = 3.0
+#: Power of the cores by their clock: frequency times the square of the voltage, which rises with
+#: the frequency (Rabaey et al., Digital Integrated Circuits, 2003, section 5.5). H200's products of
+#: 20 µs and more that reach the limit run as if the exponent were 2.9, with a median error of 4 %
+#: (repeats of the tensor-core pack, times before and while power was measured).
+_CLOCK_EXPONENT = 3.0
+#: Share of the memory's power in the memory itself, whose clock stays: 4.5 pJ a bit of HBM3 (from
+#: memory) at 3.35 TB/s are 120 of the 278 W that the law gives an H100's; the rest is the way to
+#: the cores, at their voltage.
+_OFF_CHIP = 0.43
+#: Share of the clock below which the voltage falls no further, so that power falls with the
+#: frequency alone. Engineering estimate; the rows above reach down to 0.8.
+_LEAST_VOLTAGE = 0.6
+#: Least cap, as a share of the limit: drivers allow 100 of an A100's 400 W and 200 of an H100's 700
+#: (from memory).
+LEAST_CAP = 0.25
 #: Share of the cores' power while a board waits: collectives' kernels poll on some of them.
 #: Engineering estimate; a third is 270 of an H200's 700 W.
 _POLLING = 0.3
@@ -114,6 +130,33 @@ class PowerLaw:
         """Power that the board draws, as a share of its limit, shape ``(n,)``."""
         return held(self.demand(work))
 
+    def clock(self, work: Work, cap: float = 1.0) -> np.ndarray:
+        """Share of its clock that a board keeps under a cap, shape ``(n,)``.
+
+        Args:
+            work: Utilisations at the full clock.
+            cap: Sustained power as a share of the limit.
+        """
+        # Idle power and that of the memory itself come first; the chip's units share the rest.
+        fixed = self.idle + _OFF_CHIP * self.memory * work.memory
+        cores = np.maximum(self.demand(work) - fixed, 1e-9)
+        left = np.maximum(cap - fixed, 0.0) / cores
+        low = _LEAST_VOLTAGE**_CLOCK_EXPONENT
+        falling = left * _LEAST_VOLTAGE / low
+        found = np.where(left >= low, left ** (1 / _CLOCK_EXPONENT), falling)
+        # A tenth of the clock is below what boards run at (engineering estimate).
+        return np.asarray(np.clip(found, 0.1, 1.0))
+
+    def slowdown(self, work: Work, cap: float) -> np.ndarray:
+        """Times under a cap over those under the board's own limit, shape ``(n,)``, at least 1.
+
+        What a kernel needs of the memory does not slow down with the cores. Both overlap as in the
+        physics of operators: the cube of a time is the sum of those of its parts.
+        """
+        memory = np.minimum(work.memory, 1.0) ** 3
+        clock = self.clock(work, cap) / self.clock(work)
+        return np.asarray((memory + (1 - memory) / clock**3) ** (1 / 3))
+
     @property
     def waiting(self) -> float:
         """Share of a board that waits for others or for the network, whose cores poll."""
@@ -194,3 +237,55 @@ def left_out_errors(
         law = fit(~out)
         errors[out] = (np.log(share) - np.log(law.share(work)))[out]
     return errors
+
+
+def cap_share(watts: float | None, spec: DeviceSpec) -> float:
+    """A power cap as a share of a device's limit; 1 without a cap.
+
+    Raises:
+        DeviceError: The limit is not known, or the cap lies outside what boards allow.
+    """
+    if watts is None:
+        return 1.0
+    if not spec.power_w:
+        raise DeviceError(
+            "a power cap needs the device's power limit",
+            where=spec.name,
+            hint="give power_w in a device file",
+        )
+    least = LEAST_CAP * spec.power_w
+    if not least <= watts <= spec.power_w:
+        raise DeviceError(
+            f"a power cap of {watts:g} W is outside {least:g} to {spec.power_w:g} W",
+            where=spec.name,
+            hint="its limit, and a quarter of it",
+        )
+    return watts / spec.power_w
+
+
+def capped(times: np.ndarray, work: Work, cap: float, law: PowerLaw | None = None) -> np.ndarray:
+    """Times and ends of their intervals under a cap, shape ``(n, 3)``.
+
+    The error of the law widens intervals where the clock falls, by its share in the clock.
+
+    Args:
+        times: Seconds and both ends without a cap, shape ``(n, 3)``.
+        work: Utilisations.
+        cap: Share of the limit.
+        law: The law; the shipped one by default.
+    """
+    law = law or shipped_law()
+    slower = law.slowdown(work, cap)
+    made = times * slower[:, None]
+    ratios = made[:, 1:] / made[:, :1]
+    wide = np.stack([under_cap(low, high, law) for low, high in ratios])
+    made[:, 1:] = made[:, :1] * np.where(slower[:, None] > 1.0, wide, ratios)
+    return made
+
+
+def under_cap(low: float, high: float, law: PowerLaw | None = None) -> tuple[float, float]:
+    """Ends of an interval over its middle, with the law's error in the clock as well."""
+    law = law or shipped_law()
+    below = np.hypot(np.log(low), law.ends[0] / _CLOCK_EXPONENT)
+    above = np.hypot(np.log(high), law.ends[1] / _CLOCK_EXPONENT)
+    return float(np.exp(-below)), float(np.exp(above))

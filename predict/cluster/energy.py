@@ -9,9 +9,8 @@ import numpy as np
 from ...common.interval import Interval
 from ...features.devices.device import DeviceSpec
 from ...models.power.energy import energy
-from ...models.power.law import Work
 from ...simulate.step.calls import OpCall
-from ...simulate.step.workload import PRODUCT_DTYPE, PRODUCT_WIDTH
+from ..operator.step_operators import work_of
 
 
 def step_energy(
@@ -21,6 +20,7 @@ def step_energy(
     total: Interval,
     spec: DeviceSpec,
     devices: int,
+    cap: float = 1.0,
 ) -> Interval | None:
     """Joules of a step over all its devices; ``None`` where the power limit is not known.
 
@@ -33,17 +33,9 @@ def step_energy(
         total: Time of the step, with its interval.
         spec: The device.
         devices: Number of devices.
+        cap: Sustained power as a share of the limit.
     """
     calls = [call for call, value in seconds.items() if value > 0]
     own = np.array([seconds[call] for call in calls])
     each = own / np.array([counts[call] for call in calls])
-    work = Work.of(
-        np.array([call.flops() for call in calls]),
-        np.array([call.moved(PRODUCT_WIDTH.get(call.dtype, 2)) for call in calls]),
-        each,
-        np.full(len(calls), spec.floor),
-        np.array([spec.matrix_peak(PRODUCT_DTYPE.get(c.dtype, c.dtype)) for c in calls]),
-        spec.bandwidth,
-        np.array([call.kind == "attention" for call in calls], bool),
-    )
-    return energy(spec, work, own, computing, total, devices)
+    return energy(spec, work_of(calls, each, spec), own, computing, total, devices, cap)

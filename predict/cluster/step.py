@@ -12,6 +12,7 @@ from ...common.interval import Interval, step_fields
 from ...features.devices.device import DeviceSpec
 from ...models.operators import OpModel
 from ...models.power.energy import cost_fields, energy_fields
+from ...models.power.law import cap_share, under_cap
 from ...models.steps.context import COMPILED, OWN, StepContext, context_of
 from ...models.steps.memory import law_of
 from ...models.steps.model import UNCALIBRATED, StepModel, shipped_steps
@@ -154,9 +155,11 @@ class StepPredictor:
         learned: Model of steps, such as one adapted to a cluster of one's own; ``None`` for the one
             that ships.
         source: Name under which the model was adapted to the cluster.
+        power_cap_w: Sustained power of a device in watts, below its limit.
 
     Raises:
-        DeviceError: The cluster names no device, and none is given.
+        DeviceError: The cluster names no device, and none is given; or a power cap is outside what
+            the device allows.
     """
 
     def __init__(
@@ -169,13 +172,15 @@ class StepPredictor:
         compiled: bool = False,
         learned: StepModel | None = None,
         source: str = OWN,
+        power_cap_w: float | None = None,
     ) -> None:
         cluster = find_cluster(cluster)
         self.cluster = cluster
         self.spec = cluster_device(cluster) if device is None else resolve_device(device, {})
         self.framework, self.compiled = framework.lower(), compiled
         self.learned, self.source = learned or shipped_steps(), source
-        self.latency = OperatorLatency(self.spec, model)
+        self.cap = cap_share(power_cap_w, self.spec)
+        self.latency = OperatorLatency(self.spec, model, self.cap)
         self._priced = cluster_costs(cluster, self.spec, self.latency)
         self._costs = self._priced
 
@@ -229,6 +234,9 @@ class StepPredictor:
         table = self.learned.table
         own_terms = Waterfall(workload, plan, own, counts, step, table, context)
         low, high = np.exp(self.learned.ends.get(known, UNCALIBRATED))
+        if self.cap < 1.0:
+            # Every operator that the cap slows has the law's error, all of them the same way.
+            low, high = under_cap(float(low), float(high))
         interval = Interval(step.total, step.total * float(low), step.total * float(high))
         return StepPrediction(
             workload=workload,
@@ -246,7 +254,9 @@ class StepPredictor:
             known=known,
             terms=tuple(own_terms.terms()) if explain else (),
             whole=own_terms.whole() if explain else (),
-            joules=step_energy(seconds, counts, step.compute, interval, self.spec, plan.devices),
+            joules=step_energy(
+                seconds, counts, step.compute, interval, self.spec, plan.devices, self.cap
+            ),
             price=price,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,12 @@ import pandas as pd
 from ...common.errors import DatasetError, DeviceError, ModelError
 from ...common.interval import InSeconds, latency_fields
 from ...common.parquet import read_table
+from ...features.devices.device import DeviceSpec
+from ...features.ir.dtypes import TABLE_FORMATS
+from ...features.operators.features import op_features
 from ...features.operators.query import parse_op
+from ...models.core.store import MANIFEST
+from ...models.power.law import Work, cap_share, capped
 from ..devices import resolve_device
 from ..locate import OPERATOR_MODEL, find_model
 
@@ -56,36 +62,41 @@ class OpEstimate(InSeconds):
     outside: tuple[str, ...] = ()
 
 
-def predict_op(text: str, device: str, model: str | Path = OPERATOR_MODEL) -> OpEstimate:
+def predict_op(
+    text: str,
+    device: str,
+    model: str | Path = OPERATOR_MODEL,
+    power_cap_w: float | None = None,
+) -> OpEstimate:
     """Predict an operator.
 
     Args:
         text: Operator, as accepted by :func:`~opcast.features.operators.query.parse_op`.
         device: Name, or path of a device file.
         model: Name or folder of a model of operators; ``default`` is the shipped one.
+        power_cap_w: Sustained power of the device in watts, below its limit.
 
     Raises:
         ProgramError: The text does not describe an operator.
-        DeviceError: The device is not known.
+        DeviceError: The device is not known, or a cap is outside what it allows.
         ModelError: The model is not one of operators, or does not know the family.
     """
-    from ...models.operators import OpModel
-
     row = parse_op(text)
     _check_named(device)
-    # Only the family asked for: the others would take most of the loading time.
-    bundle = OpModel.load(_folder(model), only=[row["key"]])
+    bundle = _loaded(_folder(model), row["key"])
     family = _family(bundle, row["key"], model)
     # The description that the model was trained with comes before the catalogue's.
     spec = resolve_device(device, bundle.devices)
     frame = pd.DataFrame([{**row, "device": spec.name}])
     prediction = family.predict(frame, {spec.name: spec})
+    times = np.stack([prediction.latency, prediction.lo, prediction.hi], axis=1)
+    cap = cap_share(power_cap_w, spec)
+    if cap < 1.0:
+        times = capped(times, _work(frame, row["key"], spec, times[:, 0]), cap)
     return OpEstimate(
         family=row["key"],
         device=spec.name,
-        **latency_fields(
-            float(prediction.latency[0]), float(prediction.lo[0]), float(prediction.hi[0])
-        ),
+        **latency_fields(*map(float, times[0])),
         roofline_us=float(prediction.roofline[0]) * 1e6,
         bound=str(prediction.bound[0]),
         scope=str(prediction.scope[0]),
@@ -93,6 +104,21 @@ def predict_op(text: str, device: str, model: str | Path = OPERATOR_MODEL) -> Op
         outside=()
         if prediction.in_domain[0]
         else tuple(family.why_outside(frame, {spec.name: spec})),
+    )
+
+
+def _work(frame: pd.DataFrame, key: str, spec: DeviceSpec, seconds: np.ndarray) -> Work:
+    """How busy operators of a family keep a device's units."""
+    found = op_features(frame, key, {spec.name: spec})
+    format_ = TABLE_FORMATS.get(str(frame["dtype"].iloc[0]), TABLE_FORMATS["bf16"])
+    return Work.of(
+        found.flops,
+        found.moved,
+        seconds,
+        found.floor_s,
+        spec.matrix_peak(format_.rate),
+        spec.bandwidth,
+        np.full(len(frame), "attention" in key),
     )
 
 
@@ -118,12 +144,11 @@ def explain_operator(
         ModelError: The model is not one of operators, or does not know the family.
         DatasetError: A dataset cannot be read.
     """
-    from ...models.operators import OpModel
     from ...models.operators.explain import explain_op
 
     row = parse_op(text)
     _check_named(device)
-    bundle = OpModel.load(_folder(model), only=[row["key"]])
+    bundle = _loaded(_folder(model), row["key"])
     family = _family(bundle, row["key"], model)
     spec = resolve_device(device, bundle.devices)
     measured = measured_rows(data, row["key"], spec.name) if data else None
@@ -145,6 +170,20 @@ def _check_named(device: str) -> None:
 
 def _folder(model: str | Path) -> Path:
     return find_model(OPERATOR_MODEL if str(model) == "default" else model)
+
+
+def _loaded(folder: Path, key: str) -> OpModel:
+    """A family of a model; read again only if the folder was written since."""
+    stamp = (folder / MANIFEST).stat().st_mtime_ns
+    return _read(folder, key, stamp)
+
+
+@lru_cache(maxsize=32)
+def _read(folder: Path, key: str, stamp: int) -> OpModel:
+    from ...models.operators import OpModel
+
+    # Only the family asked for: the others would take most of the loading time.
+    return OpModel.load(folder, only=[key])
 
 
 def _family(bundle: OpModel, key: str, model: str | Path) -> FamilyModel:

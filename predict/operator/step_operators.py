@@ -17,6 +17,7 @@ import pandas as pd
 from ...features.devices.device import DeviceSpec
 from ...models.gpu.attention import attention_key, flash_attention
 from ...models.operators import OpModel
+from ...models.power.law import Work, capped
 from ...simulate.step.calls import SHAPES, OpCall
 from ...simulate.step.workload import PRODUCT_DTYPE, PRODUCT_WIDTH
 from ..locate import find_model
@@ -61,13 +62,14 @@ class OperatorLatency:
     Args:
         spec: The device.
         model: Model of library operators; ``None`` for the roofline throughout.
+        cap: Sustained power as a share of the device's limit.
 
     Attributes:
         scopes: Scope of the model (``known``, ``unseen`` …, or ``roofline``) by operator.
     """
 
-    def __init__(self, spec: DeviceSpec, model: OpModel | None) -> None:
-        self.spec = spec
+    def __init__(self, spec: DeviceSpec, model: OpModel | None, cap: float = 1.0) -> None:
+        self.spec, self.cap = spec, cap
         # The rows name CUDA kernels; on another vendor's GPU they would describe libraries that it
         # lacks.
         learned = model is not None and spec.platform == "gpu" and spec.vendor == "NVIDIA"
@@ -94,6 +96,8 @@ class OperatorLatency:
                 times[at] = np.stack([said.latency, said.lo, said.hi], axis=1) * scale[:, None]
                 scope[at] = said.scope
         self.scopes.update(zip(calls, map(str, scope), strict=True))
+        if self.cap < 1.0 and len(calls):
+            times = capped(times, work_of(calls, times[:, 0], self.spec), self.cap)
         return times
 
     def _older(self, call: OpCall) -> float:
@@ -110,6 +114,25 @@ class OperatorLatency:
         # training step does apart: so the product in 16 bits, at the ratio of the rates.
         own = self.spec.matrix_peak(PRODUCT_DTYPE[call.dtype])
         return min(1.0, self.spec.matrix_peak("bf16") / own)
+
+
+def work_of(calls: Sequence[OpCall], seconds: np.ndarray, spec: DeviceSpec) -> Work:
+    """How busy operators keep a device's units.
+
+    Args:
+        calls: ``n`` operators.
+        seconds: Time of one execution of each, shape ``(n,)``.
+        spec: The device.
+    """
+    return Work.of(
+        np.array([call.flops() for call in calls]),
+        np.array([call.moved(PRODUCT_WIDTH.get(call.dtype, 2)) for call in calls]),
+        seconds,
+        np.full(len(calls), spec.floor),
+        np.array([spec.matrix_peak(PRODUCT_DTYPE.get(c.dtype, c.dtype)) for c in calls]),
+        spec.bandwidth,
+        np.array([call.kind == "attention" for call in calls], bool),
+    )
 
 
 def load_step_model(model: str | Path) -> OpModel | None:

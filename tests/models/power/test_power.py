@@ -11,15 +11,28 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from opcast.common.errors import ModelError
+from opcast.common.errors import DeviceError, ModelError
 from opcast.common.interval import Interval
 from opcast.features.devices.catalogue import find_device
 from opcast.models.operators import OpModel
 from opcast.models.power.energy import cost_fields, cost_of, energy, energy_fields
-from opcast.models.power.law import PowerLaw, Work, fit_law, held, left_out_errors, shipped_law
+from opcast.models.power.law import (
+    PowerLaw,
+    Work,
+    cap_share,
+    capped,
+    fit_law,
+    held,
+    left_out_errors,
+    shipped_law,
+)
 from opcast.models.power.model import PRETRAINED, PowerModel, shipped_power
 from opcast.models.power.rows import power_rows
+from opcast.predict.cluster.step import StepPredictor
 from opcast.predict.locate import find_model
+from opcast.predict.operator.predict import predict_op
+from opcast.simulate.step.plan import Plan
+from opcast.simulate.step.workload import read_workload
 
 ROOT = Path(__file__).resolve().parents[3]
 PUBLISHED = Path(os.environ.get("OPCAST_PUBLISHED_DATA", ROOT.parent / "shared" / "data"))
@@ -77,6 +90,82 @@ def test_energy_of_a_device_that_waits_for_half_of_the_time() -> None:
     assert found.lo < found.value < found.hi <= 8 * 700 * 2.1
     assert energy(replace(h100, power_w=0.0), some, np.ones(1), 1.0, total, 8) is None
     assert energy_fields(None) == {"energy_j": None, "energy_lo_j": None, "energy_hi_j": None}
+
+
+def test_the_clock_falls_with_the_cube_root_of_what_is_left() -> None:
+    # 0.2 idle and 0.43 * 0.4 * 0.5 of memory stay; units ask for 0.3 + 0.5 * 0.8 + 0.57 * 0.2.
+    some = work(0.8, 0.5)
+    fixed, units = 0.2 + 0.086, 0.3 + 0.4 + 0.114
+    assert LAW.clock(some, 0.7)[0] == pytest.approx(((0.7 - fixed) / units) ** (1 / 3))
+    # Below 0.6 of the clock the voltage stays: power falls with the frequency alone.
+    low = LAW.clock(some, fixed + units * 0.6**3 / 2)[0]
+    assert low == pytest.approx(0.3)
+    assert LAW.clock(some, fixed + units * 0.6**3)[0] == pytest.approx(0.6)
+    assert LAW.clock(work(0.1, 0.1))[0] == 1.0
+    assert LAW.clock(some, 0.1)[0] == 0.1
+
+
+def test_a_cap_slows_what_does_not_wait_for_the_memory() -> None:
+    one, cap = work(0.8, 0.0), 0.6
+    clock = ((cap - 0.2) / 0.7) ** (1 / 3)
+    assert LAW.slowdown(one, cap)[0] == pytest.approx(1 / clock)
+    streams = work(0.0, 1.0)
+    assert LAW.slowdown(streams, cap)[0] == pytest.approx(1.0)
+    mixed = work(0.5, 0.8)
+    ratio = LAW.clock(mixed, cap) / LAW.clock(mixed)
+    expected = (0.8**3 + (1 - 0.8**3) / ratio**3) ** (1 / 3)
+    assert LAW.slowdown(mixed, cap) == pytest.approx(expected)
+    assert LAW.slowdown(mixed, 1.0)[0] == 1.0
+    caps = [LAW.slowdown(mixed, c)[0] for c in np.linspace(0.25, 1, 20)]
+    assert (np.diff(caps) <= 0).all()
+
+
+def test_intervals_under_a_cap_hold_the_error_of_the_law() -> None:
+    law = PowerLaw(0.2, (0.3, 0.1), (0.5, 1.0), 0.4, (-0.3, 0.6))
+    times = np.array([[2.0, 2.0 * np.exp(-0.1), 2.0 * np.exp(0.1)]])
+    slow = law.slowdown(work(0.8, 0.0), 0.6)[0]
+    found = capped(times, work(0.8, 0.0), 0.6, law)[0]
+    assert found[0] == pytest.approx(2.0 * slow)
+    assert np.log(found[1:] / found[0]) == pytest.approx([-np.hypot(0.1, 0.1), np.hypot(0.1, 0.2)])
+    # What the cap does not slow keeps its interval.
+    assert capped(times, work(0.0, 0.0), 0.9, law) == pytest.approx(times)
+
+
+def test_caps_that_a_board_does_not_allow() -> None:
+    h100 = find_device("h100-sxm")
+    assert cap_share(None, h100) == 1.0
+    assert cap_share(350.0, h100) == 0.5
+    for watts in (100.0, 701.0):
+        with pytest.raises(DeviceError, match="outside 175 to 700 W"):
+            cap_share(watts, h100)
+    with pytest.raises(DeviceError, match="needs the device's power limit"):
+        cap_share(100.0, replace(h100, power_w=0.0))
+
+
+def test_a_capped_board_uses_less_and_never_more_than_its_cap() -> None:
+    h100, some, total = find_device("h100-sxm"), work(0.8, 0.2), Interval(1.0, 0.9, 1.1)
+    full, half = (energy(h100, some, np.ones(1), 1.0, total, 1, cap) for cap in (1.0, 0.5))
+    assert full is not None and half is not None
+    assert half.value < 350.0 < full.value
+    assert half.hi <= 350.0 * 1.1
+
+
+def test_operators_and_steps_under_a_cap() -> None:
+    text = "linear m=8192 n=8192 k=8192 dtype=bf16 backend=trtllm kernel=torch_flow"
+    free, limit, low = (predict_op(text, "h100-sxm", power_cap_w=w) for w in (None, 700.0, 400.0))
+    assert limit == free
+    assert 1.15 < low.latency_us / free.latency_us < 1.6
+    assert low.hi_us / low.lo_us > free.hi_us / free.lo_us
+    size = read_workload("llama", ["layers=4,d_model=4096,heads=32,d_ff=14336,vocab=32000"])
+    plan = Plan(dp=8)
+    steps = [
+        StepPredictor("h100-sxm-x8", None, power_cap_w=w).predict(size, plan) for w in (None, 400.0)
+    ]
+    assert steps[1].interval.value > 1.1 * steps[0].interval.value
+    assert steps[1].joules is not None and steps[0].joules is not None
+    assert steps[1].joules.value < steps[0].joules.value
+    watts = steps[1].joules.value / steps[1].interval.value / 8
+    assert watts < 400.0
 
 
 def test_cost_is_price_times_device_hours() -> None:
