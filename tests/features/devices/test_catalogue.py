@@ -224,6 +224,39 @@ def test_matrix_units_of_amd_by_type() -> None:
     assert rdna.peak_flops["bf16"] == rdna.peak_flops["f32"]
 
 
+#: JAX devices of a chip, axes of the slice's grid, and GB/s of one link in one direction: ICI of
+#: Google's documentation, 656, 400 and 800 Gbit/s a link (from memory), and of TPU7x 1200 GB/s both
+#: ways over six links.
+TPUS = {
+    "tpu-v3": (2, 2, 82.0),
+    "tpu-v4": (1, 3, 50.0),
+    "tpu-v5e": (1, 2, 50.0),
+    "tpu-v5p": (1, 3, 100.0),
+    "tpu-v6e": (1, 2, 100.0),
+    "tpu-v7x": (2, 3, 100.0),
+}
+
+
+def test_tpus_obey_the_physics_of_their_units_and_links() -> None:
+    assert {name for name in device_names() if find_device(name).platform == "tpu"} == set(TPUS)
+    for name, (devices, axes, link) in TPUS.items():
+        spec = find_device(name)
+        # Two links along each axis, which the devices of a chip share.
+        assert spec.link_bandwidth == pytest.approx(2 * axes * link * 1e9 / devices, rel=0.01), name
+        assert spec.inter_node_bandwidth == spec.link_bandwidth
+        cells = spec.array_rows * spec.array_columns * spec.arrays_per_core * spec.core_count
+        # A multiply-add of each cell of each array in each cycle.
+        made = 2 * cells * spec.clock_hz
+        assert spec.matrix_peak("bf16") == pytest.approx(made, rel=0.01), name
+        assert spec.matrix_peak("tf32") == spec.matrix_peak("bf16")
+        assert spec.matrix_peak("f32") == pytest.approx(spec.matrix_peak("bf16") / 6, rel=0.01)
+        assert spec.vector_flops["f32"] < 0.1 * spec.matrix_peak("bf16")
+        # All links of a chip are slower than its memory.
+        assert spec.link_bandwidth < 0.5 * spec.bandwidth
+        # FLOPs a byte at which products are no longer bound by the memory.
+        assert 100 < spec.matrix_peak("bf16") / spec.bandwidth < 600, name
+
+
 def test_dies_and_waves_of_amd() -> None:
     dies = {"mi300x": 8, "mi308x": 4, "mi325x": 8, "mi350x": 8, "mi355x": 8}
     for name, count in dies.items():
