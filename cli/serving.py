@@ -276,6 +276,9 @@ def simulate_serving(
         low, mean, high = (dollars / prediction.tokens_per_s[at] for at in (2, 0, 1))
         data |= {"dollars_per_million_tokens": mean, "dollars_per_million_tokens_lo": low}
         data["dollars_per_million_tokens_hi"] = high
+        hourly = price * deployment.devices / 3600.0
+        once = tuple(hourly / prediction.requests_per_s[at] for at in (0, 2, 1))
+        data |= dict(zip(_REQUEST, once, strict=True))
     if json_output:
         print_json(data)
         return
@@ -284,7 +287,14 @@ def simulate_serving(
     console = make_console()
     print_serving(console, prediction)
     if price:
-        console.print(f"{mean:.3g} $ a million output tokens ({low:.3g} to {high:.3g})")
+        console.print(
+            f"{mean:.3g} $ a million output tokens ({low:.3g} to {high:.3g}), "
+            f"{once[0]:.3g} $ a request"
+        )
+
+
+#: Keys of the cost of a request.
+_REQUEST = ("dollars_per_request", "dollars_per_request_lo", "dollars_per_request_hi")
 
 
 def _refuse_loads(

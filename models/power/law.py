@@ -280,7 +280,7 @@ def capped(times: np.ndarray, work: Work, cap: float, law: PowerLaw | None = Non
     ratios = made[:, 1:] / made[:, :1]
     wide = np.stack([under_cap(low, high, law) for low, high in ratios])
     made[:, 1:] = made[:, :1] * np.where(slower[:, None] > 1.0, wide, ratios)
-    return made
+    return np.asarray(made)
 
 
 def under_cap(low: float, high: float, law: PowerLaw | None = None) -> tuple[float, float]:

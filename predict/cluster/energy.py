@@ -1,16 +1,24 @@
-"""Energy of a training step: operators by the law of power, and waiting for the rest."""
+"""Energy of steps and of serving: units at work by the law of power, and waiting for the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from ...common.interval import Interval
+from ...features.devices.catalogue import find_device
 from ...features.devices.device import DeviceSpec
 from ...models.power.energy import energy
+from ...models.power.law import Work
+from ...simulate.serving.load import Load, Run
 from ...simulate.step.calls import OpCall
 from ..operator.step_operators import work_of
+from .deployment import Deployment
+
+#: Types in which products run, by format of the weights; others run in 16 bits.
+_RATES = {"fp8": "f8e4m3fn", "fp8_block": "f8e4m3fn", "int8": "s8", "nvfp4": "f4e2m1fn"}
 
 
 def step_energy(
@@ -39,3 +47,43 @@ def step_energy(
     own = np.array([seconds[call] for call in calls])
     each = own / np.array([counts[call] for call in calls])
     return energy(spec, work_of(calls, each, spec), own, computing, total, devices, cap)
+
+
+def serving_energy(
+    deployment: Deployment, load: Load, run: Run, total: Interval
+) -> Interval | None:
+    """Joules of all devices while they serve a load; ``None`` where the power limit is not known.
+
+    Passes read all weights once, and every output token the keys and values before it; products
+    count the parameters that are active for a token.
+
+    Args:
+        deployment: What serves.
+        load: The requests.
+        run: What became of them.
+        total: Seconds from the first request to the last token, with their interval.
+    """
+    spec = find_device(deployment.device)
+    model, plan = deployment.model, deployment.engine.plan
+    workers = [deployment.engine, *([deployment.prefill] if deployment.prefill else [])]
+    busy = float(run.busy.sum()) / sum(own.count for own in workers)
+    busy = min(max(busy, 1e-9), total.value)
+    length = (load.prompts + load.outputs).astype(float)
+    one = replace(model.workload, batch=1, seq=max(1, round(length.mean())), mode="forward")
+    flops = one.model_flops() * len(length)
+    # Half of its output lies before a token on average.
+    before = float((load.outputs * (load.prompts + load.outputs / 2.0)).sum())
+    passes = run.iterations * model.weight_bytes(plan) * plan.devices
+    moved = passes + before * model.token_bytes(plan) * plan.devices / deployment.accepted
+    each = np.array([busy])
+    rate = spec.matrix_peak(_RATES.get(model.weights, "bf16"))
+    work = Work.of(
+        np.array([flops / deployment.devices]),
+        np.array([moved / deployment.devices]),
+        each,
+        np.zeros(1),
+        rate,
+        spec.bandwidth,
+        np.zeros(1, bool),
+    )
+    return energy(spec, work, each, busy, total, deployment.devices)

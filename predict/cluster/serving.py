@@ -11,11 +11,13 @@ from ...common.errors import PlanError
 from ...common.interval import Interval, latency_fields
 from ...features.devices.catalogue import find_device
 from ...models.operators import OpModel
+from ...models.power.energy import energy_fields
 from ...models.serving.model import SATURATED, ServingModel, shipped_serving
 from ...simulate.serving.fleet import Station, run_fleet
 from ...simulate.serving.load import Load, Run
 from ..operator.serving_operators import weight_only
 from .deployment import FREE, Deployment, Slo
+from .energy import serving_energy
 from .serving_load import LoadSpec
 from .serving_runs import (
     ENGINE_ALONE,
@@ -94,6 +96,7 @@ class ServingPrediction:
         cache_tokens: Tokens that the cache of an engine holds.
         queued: Share of the time to the first token that is waiting for other requests.
         known: What is known of the deployment (docs/serving.md).
+        joules: Of all devices for the whole load, if their power limit is known.
     """
 
     deployment: Deployment
@@ -111,6 +114,7 @@ class ServingPrediction:
     known: str
     notes: tuple[str, ...] = ()
     states: Mapping[str, float] = field(default_factory=dict)
+    joules: Interval | None = None
 
     def to_dict(self) -> dict[str, object]:
         """Plain data in the terms of ``vllm bench serve``, with ends of intervals."""
@@ -150,6 +154,7 @@ class ServingPrediction:
             "prefix_hit_tokens": run.hit_tokens,
             "cache_tokens": self.cache_tokens,
             "queued_share": self.queued,
+            **energy_fields(self.joules),
             "memory_bytes_per_device": dict(self.memory),
             "known": self.known,
             "framework": self.deployment.framework,
@@ -265,6 +270,9 @@ class ServingPredictor:
             known=tier,
             notes=_notes(row, tier, queued, load),
             states=_states(run, stations[0].cache_tokens, deployment.engine.count),
+            joules=serving_energy(
+                deployment, load, run, Interval(spans[0], min(spans), max(spans))
+            ),
         )
 
     def _stations(self, row: ServingRow, load: Load, weights: np.ndarray) -> list[Station]:

@@ -58,6 +58,14 @@ def print_serving(console: Console, prediction: ServingPrediction) -> None:
             f"{s['queue_max']:.0f}; {prediction.run.evicted} evictions",
             highlight=False,
         )
+    if prediction.joules is not None:
+        count, outputs = len(prediction.load.prompts), float(prediction.load.outputs.sum())
+        low, high = prediction.joules.lo / outputs, prediction.joules.hi / outputs
+        console.print(
+            f"{prediction.joules.value / outputs:.3g} J an output token ({low:.3g} to {high:.3g}), "
+            f"{prediction.joules.value / count:.3g} J a request",
+            highlight=False,
+        )
     memory = _table("memory of a device", "bytes", "share")
     capacity = sum(prediction.memory.values())
     for name, value in prediction.memory.items():

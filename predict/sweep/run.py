@@ -86,9 +86,13 @@ class Sweep:
             return rows
         other = self.prices.get("", float("nan"))
         price = rows["device"].map(lambda name: self.prices.get(name, other)).astype(float)
-        cost = price * rows["devices"] * rows["step_us"] * 1e-6 / 3600.0
+        rate = price * rows["devices"] * 1e-6 / 3600.0
+        cost = rate * rows["step_us"]
         tokens = rows["batch"] * self.job.workload.seq
-        return rows.assign(cost=cost, cost_per_million_tokens=cost / tokens * 1e6)
+        ends = {
+            f"cost_{end}": rate * rows[f"{end}_us"] for end in ("lo", "hi") if f"{end}_us" in rows
+        }
+        return rows.assign(cost=cost, **ends, cost_per_million_tokens=cost / tokens * 1e6)
 
     def known(self) -> dict[str, dict[str, Any]]:
         """Return the rows of the folder by key."""

@@ -115,6 +115,7 @@ def test_serving_prints_latencies(tmp_path):
     assert data["mean_ttft_ms_lo"] < data["mean_ttft_ms"] < data["mean_ttft_ms_hi"]
     assert data["cache_tokens"] > 10_000 and data["completed"] == 20
     assert data["lo_us"] < data["latency_us"] < data["hi_us"]
+    assert 0 < data["energy_lo_j"] < data["energy_j"] < data["energy_hi_j"]
     page, trace = tmp_path / "page.html", tmp_path / "trace.json"
     text = CliRunner().invoke(
         app,
@@ -123,6 +124,7 @@ def test_serving_prints_latencies(tmp_path):
         catch_exceptions=False,
     ).stdout  # fmt: skip
     assert "time to first token" in text and "goodput" in text and "$ a million" in text
+    assert "J an output token" in text and "$ a request" in text
     assert "traceEvents" in json.loads(trace.read_text()) and page.stat().st_size > 10_000
 
 

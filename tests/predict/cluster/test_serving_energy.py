@@ -1,0 +1,44 @@
+"""Energy of serving a load, against utilisations by hand."""
+
+import numpy as np
+import pytest
+
+from opcast.common.interval import Interval
+from opcast.features.devices.catalogue import find_device
+from opcast.models.power.law import Work, held, shipped_law
+from opcast.predict.cluster.deployment import Deployment
+from opcast.predict.cluster.energy import serving_energy
+from opcast.predict.cluster.serving_table import Workers
+from opcast.simulate.serving.load import Load, Run
+from opcast.simulate.serving.served import EnginePlan, ServedModel
+from opcast.simulate.step.workload import read_workload
+
+
+def test_two_engines_that_compute_for_half_of_the_time():
+    sizes = ["layers=2,d_model=1024,heads=8,kv_heads=8,d_ff=4096,vocab=32000"]
+    model = ServedModel(read_workload("llama", sizes))
+    deployment = Deployment(model, "h100-sxm", engine=Workers(EnginePlan(tp=2, moe_tp=2), 2))
+    load = Load(np.full(4, 100), np.full(4, 50), np.zeros(4))
+    # 10 s, in which both engines together are busy for as long: each for half of it.
+    zero = np.zeros(4)
+    run = Run(zero, zero, zero, makespan=10.0, busy=np.array([6.0, 4.0]), iterations=40_000)
+    found = serving_energy(deployment, load, run, Interval(10.0, 9.0, 11.0))
+    assert found is not None
+    # Weights: 16 bits of 2 layers and both tables; keys and values of 8 heads of 128, twice, by
+    # layer: 8192 bytes, over 100 tokens and half of 50.
+    layer = 4 * 1024 * 1024 + 3 * 1024 * 4096
+    weights = 2 * (2 * layer + 2 * 32000 * 1024)
+    assert model.weight_bytes(EnginePlan(tp=2, moe_tp=2)) * 2 == pytest.approx(weights, rel=1e-3)
+    moved = 40_000 * weights + 4 * 50 * 125 * 8192
+    h100, law = find_device("h100-sxm"), shipped_law()
+    flops = 4 * 2.0 * (2 * layer + 32000 * 1024) * 150
+    one = np.ones(1)
+    work = Work(
+        one * flops / 4 / 5.0 / h100.matrix_peak("bf16"),
+        one * moved / 4 / 5.0 / h100.bandwidth,
+        one,
+        one < 0,
+    )
+    watts = 700 * (0.5 * float(held(law.demand(work))[0]) + 0.5 * law.waiting)
+    assert found.value == pytest.approx(4 * 10.0 * watts, rel=5e-3)
+    assert found.lo < found.value < found.hi <= 4 * 700 * 11.0
