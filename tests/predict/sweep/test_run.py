@@ -44,8 +44,8 @@ def test_prices_give_a_cost_with_its_interval(tmp_path):
     tpu = find_cluster(CLUSTERS[0]).device
     found = grid(Sweep(JOB, tmp_path, prices={tpu: 3.6}), CLUSTERS, [32], GRID)
     # 8 devices at 3.6 an hour are 0.008 a second.
-    for cost, time in (("cost", "step_us"), ("cost_lo", "lo_us"), ("cost_hi", "hi_us")):
-        assert found[cost].to_numpy() == pytest.approx(0.008 * found[time].to_numpy() * 1e-6)
+    for cost, latency in (("cost", "step_us"), ("cost_lo", "lo_us"), ("cost_hi", "hi_us")):
+        assert found[cost].to_numpy() == pytest.approx(0.008 * found[latency].to_numpy() * 1e-6)
     assert (found["cost_lo"] < found["cost"]).all() and (found["cost"] < found["cost_hi"]).all()
 
 
