@@ -135,12 +135,12 @@ def drift(
     ] = None,
     seed: Seed = 0,
 ) -> None:
-    """Say how stale a model is on newly measured operators, and repair it with few of them.
+    """Say how stale a model is on new measurements, and repair it.
 
     Rows are judged by library, version, family and device. What has drifted is repaired with
     samples of its own, and judged on its other rows before and after.
     """
-    from ..workflows.drift import run_drift
+    from ..workflows.measured.drift import run_drift
     from ..workflows.settings import DriftSettings
 
     run_drift(make_console(), DriftSettings(data, model, samples, false_alarms, out, seed))

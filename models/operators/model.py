@@ -36,7 +36,7 @@ from .family import FamilyModel
 from .family_tables import FOLD_ROWS, FamilySettings
 from .prediction import FamilyPrediction
 from .rows import faulty
-from .versions import ON_DEVICE, joined_versions, versions_of, widen_unknown
+from .versions import SEPARATOR, joined_versions, versions_of, widen_unknown
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class OpModel:
         families: Models by family.
         devices: Descriptions of the devices that the model was fitted or calibrated to.
         versions: Versions of each library that it learned from, as far as rows named them; those
-            that it was calibrated to by library and device.
+            that it was calibrated to by library, device and family.
         info: Provenance of its training.
     """
 
@@ -249,15 +249,15 @@ class OpModel:
             self.devices[str(device)] = spec
             correction = self.families[key].calibrate(str(device), part, {str(device): spec})
             used[f"{key} @ {device}"] = correction.count
-            self.learn_versions(part, str(device))
+            self.learn_versions(part, str(device), str(key))
         return used
 
-    def learn_versions(self, rows: pd.DataFrame, device: str) -> None:
-        """Count the versions of some rows as known on their device."""
+    def learn_versions(self, rows: pd.DataFrame, device: str, family: str) -> None:
+        """Count the versions of some rows as known of their family on their device."""
         # Where no version of a library is known, all of them are predicted alike; that must stay.
         found = {k: own for k, own in versions_of(rows).items() if k in self.versions}
-        on_device = {f"{library}{ON_DEVICE}{device}": own for library, own in found.items()}
-        self.versions = joined_versions(self.versions, on_device)
+        here = {SEPARATOR.join((library, device, family)): own for library, own in found.items()}
+        self.versions = joined_versions(self.versions, here)
 
     def contents(self) -> tuple[dict[str, object], dict[str, bytes]]:
         """Manifest and files of the folder, as :class:`~opcast.models.core.base.ModelBundle`."""

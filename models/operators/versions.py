@@ -15,8 +15,9 @@ from .prediction import FamilyPrediction
 #: (``repeats_tc`` of the tensor-core pack), 28 sets of a family, device and library that count
 #: alike; each two of the libraries alone give 0.31 to 0.40.
 RELEASE = 0.36
-#: Between library and device in the name of versions that are known on one device alone.
-ON_DEVICE = "@"
+#: Between library, device and family in the name of versions that are known of one family on one
+#: device alone.
+SEPARATOR = "@"
 
 
 def versions_of(rows: pd.DataFrame) -> dict[str, list[str]]:
@@ -51,17 +52,20 @@ def widen_unknown(
 
     Args:
         prediction: Of ``n`` rows.
-        rows: The rows, with ``device``, and ``backend`` and ``version`` where they are known.
-        known: Versions by library, or by library, :data:`ON_DEVICE` and device.
+        rows: The rows, with ``key``, ``device``, and ``backend`` and ``version`` where they are
+            known.
+        known: Versions by library, or by library, device and family joined by :data:`SEPARATOR`.
     """
     if not known or "version" not in rows or "backend" not in rows:
         return
     library, version = texts_of(rows["backend"]), texts_of(rows["version"])
     other = (version != "") & np.isin(library, list(known))
     for name, versions in known.items():
-        which, _, device = name.partition(ON_DEVICE)
+        which, *place = name.split(SEPARATOR, 2)
         own = other & (library == which) & np.isin(version, list(versions))
-        other &= ~(own & (rows["device"] == device).to_numpy(bool) if device else own)
+        for column, value in zip(("device", "key"), place, strict=False):
+            own &= (rows[column] == value).to_numpy(bool)
+        other &= ~own
     if not other.any():
         return
     latency = prediction.latency[other]

@@ -13,7 +13,7 @@ from opcast.common.errors import DatasetError
 from opcast.features.operators import op_features
 from opcast.models.operators import OpModel
 from opcast.models.operators.family_tables import FamilySettings
-from opcast.workflows.drift import read_rows, repair, staleness
+from opcast.workflows.measured.drift import read_rows, repair, staleness
 
 FAMILY = "graph/linear"
 FEW = {"rounds": 30, "max_depth": 4, "learning_rate": 0.2, "stop_rounds": 0, "compact": True}
@@ -68,7 +68,7 @@ def test_a_slower_version_of_one_library_is_found_and_repaired(model, measured, 
     result = CliRunner().invoke(app, [str(part) for part in command], catch_exceptions=False)
     assert "1 of 6 have drifted" in result.output
     adapted = OpModel.load(out)
-    assert adapted.versions["vllm@h100-sxm"] == ["1.1"]
+    assert adapted.versions["vllm@h100-sxm@graph/linear"] == ["1.1"]
     other = measured("h100-sxm", 200, 77, "1.1", 1.5, backend="vllm")
     after = adapted.predict(other)
     times = other["latency_us"].to_numpy() * 1e-6

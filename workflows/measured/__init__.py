@@ -1,1 +1,1 @@
-"""Train on tables of measured power and of tile configurations: models and their errors."""
+"""Commands on tables of measurements: board power, tile configurations, drift of libraries."""

@@ -33,16 +33,18 @@ def test_unknown_versions_widen_intervals():
             "backend": ["a", "a", "a", "b", "a", "a"],
             "version": ["1", "2", "", "9", "3", "3"],
             "device": ["x", "x", "x", "x", "x", "y"],
+            "key": "graph/linear",
         }
     )
-    found = answer(6)
-    widen_unknown(found, rows, {"a": ["1"], "a@y": ["3"]})
-    # Known; unknown; not named; a library without known versions; known on device y alone.
-    wide = [False, True, False, False, True, False]
+    rows = pd.concat([rows, rows.iloc[5:].assign(key="graph/moe")], ignore_index=True)
+    found = answer(7)
+    widen_unknown(found, rows, {"a": ["1"], "a@y@graph/linear": ["3"]})
+    # Known; unknown; not named; a library without known versions; known of products on y alone.
+    wide = [False, True, False, False, True, False, True]
     lo = np.where(wide, -np.hypot(0.1, RELEASE), -0.1)
     hi = np.where(wide, np.hypot(0.2, RELEASE), 0.2)
     assert np.log(found.lo) == pytest.approx(lo)
     assert np.log(found.hi) == pytest.approx(hi)
-    same = answer(6)
+    same = answer(7)
     widen_unknown(same, rows, {})
     assert (same.lo == np.exp(-0.1)).all()

@@ -9,27 +9,27 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from ..common.errors import DatasetError
-from ..common.tables_text import in_percent, print_frame
-from ..datagen.published.block_tables import is_blocks
-from ..datagen.published.clones import version_numbers
-from ..datagen.published.product_tables import read_products
-from ..features.devices.catalogue import find_device
-from ..features.operators import family_keys
-from ..features.operators.columns import texts_of
-from ..models.adapt.active import choose
-from ..models.operators import OpModel
-from ..models.operators.report import predictions
-from ..models.operators.rows import group_draw
-from ..models.trust.drift import alarm_after, evidence
-from ..predict.locate import BLOCK_MODEL, OPERATOR_MODEL, find_model
-from ..predict.published.block_answers import read_blocks
-from ..predict.published.tables import with_source
+from ...common.errors import DatasetError
+from ...common.tables_text import in_percent, print_frame
+from ...datagen.published.block_tables import is_blocks
+from ...datagen.published.clones import version_numbers
+from ...datagen.published.product_tables import read_products
+from ...features.devices.catalogue import find_device
+from ...features.operators import family_keys
+from ...features.operators.columns import texts_of
+from ...models.adapt.active import choose
+from ...models.operators import OpModel
+from ...models.operators.report import predictions
+from ...models.operators.rows import group_draw
+from ...models.trust.drift import alarm_after, evidence
+from ...predict.locate import BLOCK_MODEL, OPERATOR_MODEL, find_model
+from ...predict.published.block_answers import read_blocks
+from ...predict.published.tables import with_source
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .settings import DriftSettings
+    from ..settings import DriftSettings
 
 #: What is judged together.
 CELL = ("backend", "version", "key", "device")
@@ -222,11 +222,11 @@ def repair(
         chosen = pool[choose(sites, family.params, samples)[0]]
         rest = np.setdiff1d(np.arange(len(own)), chosen)
         rest = own.iloc[rng.permutation(rest)[:JUDGED]].reset_index(drop=True)
-        before = predictions(model, rest)
+        before = predictions(model, rest.drop(columns="version"))
         taken = own.iloc[chosen]
         family.calibrate(device, taken, spec, library=str(cell["backend"]))
         model.devices[device] = spec[device]
-        model.learn_versions(taken, device)
+        model.learn_versions(taken, device, str(cell["key"]))
         after = predictions(model, rest)
         records.append(
             {
