@@ -100,7 +100,13 @@ def joined(device: str, count: int, per_node: int = 0, between: float = 0.0) -> 
     matched = _rule_of(spec.name)
     name = f"{spec.name}-x{count}"
     if matched is None:
-        return _one_box(spec, count)
+        between = between or spec.inter_node_bandwidth
+        if not between:
+            return _one_box(spec, count)
+        # Without links of a box, such as superchips of one device each, all go over the network.
+        rule = _rules("dgx")["h100"]
+        network = replace(_network(count, rule), bandwidth=between)
+        return Cluster(name, spec.name, Topology((network,)), 1, _sources(rule, network.name, spec))
     table, rule = matched
     most = rule["largest"]
     if most <= 8 and per_node:

@@ -2,7 +2,7 @@ import pytest
 
 from opcast.common.errors import DeviceError
 from opcast.features.devices.catalogue import find_device
-from opcast.simulate.clusters.catalogue import cluster_names, find_cluster
+from opcast.simulate.clusters.catalogue import cluster_names, find_cluster, joined
 from opcast.simulate.clusters.files import save_cluster
 from opcast.simulate.collectives.choose import collective_cost
 
@@ -76,3 +76,10 @@ def test_networks_are_slower_than_boxes():
     across = collective_cost("all-reduce", 2**28, range(0, 128, 8), pod)
     both = collective_cost("all-reduce", 2**28, 128, pod)
     assert inside.algorithm == "in_network" and inside.total < both.total < across.total
+
+
+def test_superchips_of_one_device_are_joined_by_the_network():
+    assert joined("gh200", 1).size == 1
+    four = joined("gh200", 4)
+    assert (four.size, four.devices_per_node) == (4, 1)
+    assert four.topology.dims[0].bandwidth == find_device("gh200").inter_node_bandwidth
