@@ -7,70 +7,131 @@ from difflib import get_close_matches
 
 from ...common.errors import PlanError
 from ...simulate.serving.policies import FRAMEWORKS
-from ...simulate.serving.served import ServedModel
-from ...simulate.step.workload import Workload
+from ...simulate.serving.served import WEIGHT_BITS, ServedModel
+from ...simulate.step.presets import find_preset
+from ...simulate.step.workload import Workload, make_workload
 from .step_table import Cells
 
-#: Formats of weights by the names that sources use.
-_WEIGHTS = {
-    "fp16/bf16": "bf16",
-    "fp16": "f16",
-    "fp8-block": "fp8_block",
-    "fp8_block": "fp8_block",
-    "int8": "int8",
-    "w8a8": "int8",
-    "int4": "int4",
-    "awq": "int4",
-    "gptq": "int4",
-    "fp4": "nvfp4",
-}
+#: Formats of weights by words that the names of sources contain, the first that does.
+_WEIGHTS = (
+    ("nvfp4", "nvfp4"),
+    ("mxfp4|mxfp6", "mxfp4"),
+    ("w4a8|w4afp8|int4|awq|gptq|w4a16|q4|4bit", "int4"),
+    (r"^fp4|\bfp4", "nvfp4"),
+    ("fp8.?block|blockwise", "fp8_block"),
+    ("fp8|float8|mxfp8|f8e", "fp8"),
+    ("int8|w8a8|smoothquant", "int8"),
+    ("^(fp16/bf16|bf16/fp16)", "bf16"),
+    ("bf16|bfloat16", "bf16"),
+    (r"^(fp|f|float)16", "f16"),
+    (r"^(fp|f|float)32", "f32"),
+)
 #: Formats of the cache likewise; those of vLLM and SGLang are the values of their
 #: ``--kv-cache-dtype``.
 _CACHES = {
     **dict.fromkeys(("", "fp16", "f16", "fp16/bf16", "float16", "bfloat16"), "bf16"),
     **dict.fromkeys(("fp8_e4m3", "fp8_e4m3fn", "fp8_e5m2", "fp8_inc", "fp8_ds_mla"), "fp8"),
 }
-#: Sizes of models whose tables lack them, from their ``config.json`` files. DeciLM's key-value
-#: heads differ by layer: 2 on average.
-_SIZES: dict[str, dict[str, int | bool | str]] = {
-    "decilm-7b": {"layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 2, "d_ff": 14336},
-    "aquila-7b": {"layers": 32, "d_model": 4096, "heads": 32, "d_ff": 11008, "vocab": 100008},
-    "bloom-7b1": {
-        "layers": 30,
-        "d_model": 4096,
-        "heads": 32,
-        "d_ff": 16384,
-        "vocab": 250880,
-        "gated": False,
-        "tied": True,
+#: Columns of models whose tables lack their sizes and which no preset describes, from their
+#: ``config.json`` files. DeciLM's key-value heads differ by layer: 2 on average.
+_SIZES: dict[str, dict[str, object]] = {
+    "decilm-7b": {
+        "arch": "llama", "layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 2, "d_ff": 14336,
     },
-    "opt-6.7b": {
-        "layers": 32,
-        "d_model": 4096,
-        "heads": 32,
-        "d_ff": 16384,
-        "vocab": 50272,
-        "gated": False,
-        "tied": True,
+    "aquila-7b": {
+        "arch": "llama", "layers": 32, "d_model": 4096, "heads": 32, "d_ff": 11008, "vocab": 100008,
     },
-    "qwen2.5-vl-72b": {
-        "layers": 80,
-        "d_model": 8192,
-        "heads": 64,
-        "kv_heads": 8,
-        "d_ff": 29568,
-        "vocab": 152064,
+    "gemma-4-e4b": {
+        "arch": "llama", "layers": 42, "d_model": 2560, "heads": 8, "kv_heads": 2, "head_dim": 256,
+        "d_ff": 10240, "vocab": 262144, "attention_note": "5 of 6 layers sliding window 512",
     },
-}
+    "step-3.5-flash": {
+        "arch": "moe", "layers": 45, "d_model": 4096, "heads": 64, "kv_heads": 8, "head_dim": 128,
+        "d_ff": 11264, "experts": 288, "top_k": 8, "moe_d_ff": 1280, "shared_experts": 1,
+        "dense_layers": 3, "vocab": 128896, "attention_note": "3 of 4 layers sliding window 512",
+    },
+    "llama-4-maverick": {
+        "arch": "moe", "layers": 48, "d_model": 5120, "heads": 40, "kv_heads": 8, "head_dim": 128,
+        "d_ff": 16384, "experts": 128, "top_k": 1, "moe_d_ff": 8192, "shared_experts": 1,
+        "vocab": 202048,
+        "attention_note": "MoE every 2nd layer; 3 of 4 layers chunked attention 8192",
+    },
+    "llama-4-scout": {
+        "arch": "moe", "layers": 48, "d_model": 5120, "heads": 40, "kv_heads": 8, "head_dim": 128,
+        "d_ff": 16384, "experts": 16, "top_k": 1, "moe_d_ff": 8192, "shared_experts": 1,
+        "vocab": 202048, "attention_note": "3 of 4 layers chunked attention 8192",
+    },
+    "qwen-3-next-80b-a3b": {
+        "arch": "hybrid", "layers": 48, "d_model": 2048, "heads": 16, "kv_heads": 2,
+        "head_dim": 256, "d_ff": 5120, "experts": 512, "top_k": 10, "moe_d_ff": 512,
+        "shared_experts": 1, "vocab": 151936, "attention_note": "3 of 4 layers gated delta net",
+    },
+    "qwen-3.5-397b-a17b": {
+        "arch": "hybrid", "layers": 60, "d_model": 4096, "heads": 32, "kv_heads": 2,
+        "head_dim": 256, "d_ff": 4096, "experts": 512, "top_k": 10, "moe_d_ff": 1024,
+        "shared_experts": 1, "vocab": 248320, "attention_note": "3 of 4 layers gated delta net",
+    },
+    "glm-5": {
+        "arch": "mla-moe", "mla": "yes", "layers": 78, "d_model": 6144, "heads": 64,
+        "d_ff": 12288, "experts": 256, "top_k": 8, "moe_d_ff": 2048, "shared_experts": 1,
+        "dense_layers": 3, "vocab": 154880,
+        "attention_note": "kv_lora 512, q_lora 2048, rope 64, nope 192, v 256; sparse top-k 2048",
+    },
+}  # fmt: skip
+#: Endings of names that say how a model was tuned, quantised or dated, not how large it is.
+_ENDINGS = re.compile(
+    r"-(instruct|it|hf|chat|base|thinking|preview|text|moe|kv|vl|dynamic|block|fp8|fp4|nvfp4|mxfp4"
+    r"|mxfp6|mxfp8|int4|int8|awq|gptq|w4a16|w8a8|bf16|fp16|v0\.\d|\d{4,6}|tput|amd|nvidia)(?=-|$)"
+)
+#: Names by which models go whose sizes are another's.
+_SAME_SIZES = (
+    (r"deepseek-(r1|v3)\b.*", "deepseek-v3"),
+    (r"kimi-k2\b.*", "kimi-k2"),
+    (r"glm-4\.[5-7](-air)?\b.*", r"glm-4.5\1"),
+    (r"glm-5\b.*", "glm-5"),
+    (r"minimax-m2\b.*", "minimax-m2"),
+    (r"gptj.*|gpt-j.*", "gpt-j-6b"),
+    (r"llama-?([23])-(\d+b)", r"llama-\1-\2"),
+    (r"llama-?3\.([123])-(\d+b)", r"llama-3.\1-\2"),
+    (r"(mixtral|mistral)-?(\d.*)", r"\1-\2"),
+    (r"llama-4-(maverick|scout).*", r"llama-4-\1"),
+    (r"devstral-small.*|mistral-small.*", "mistral-small-24b"),
+    (r"qwen-3-coder-30b-a3b", "qwen-3-30b-a3b"),
+)
+
+
+def plain_name(name: str) -> str:
+    """A model's name as presets have it: without owner, tuning, format and date.
+
+    ``meta-llama/Llama-3.1-70B-Instruct-FP8`` is ``llama-3.1-70b``.
+    """
+    text = name.lower().rsplit("/", 1)[-1].replace("_", "-").removeprefix("meta-")
+    text = re.sub(r"^qwen(\d[\d.]*)", r"qwen-\1", text)
+    text = _ENDINGS.sub("", text)
+    for pattern, plain in _SAME_SIZES:
+        if re.fullmatch(pattern, text):
+            return re.sub(pattern, plain, text)
+    return text
+
+
+#: Engines by words that their names contain: Dynamo and routers before them run one of these.
+_ENGINES = (
+    (r"trt|tensorrt", "tensorrt-llm"),
+    ("sglang", "sglang"),
+    ("vllm", "vllm"),
+    ("lmdeploy|turbomind", "lmdeploy"),
+    (r"\bmii\b|fastgen", "deepspeed-mii"),
+)
 
 
 def framework_of(text: str) -> str:
     """A framework's name in lower case, with the engines of one project as one."""
-    name = text.lower().split(" (")[0].strip()
-    for known in ("tensorrt-llm", "sglang", "vllm", "lmdeploy", "deepspeed-mii"):
-        if known in name.replace("trtllm", "tensorrt-llm").replace("trt-llm", "tensorrt-llm"):
-            return known
-    return name
+    name, _, remark = text.lower().partition(" (")
+    for words in (name, remark):
+        for pattern, known in _ENGINES:
+            if re.search(pattern, words):
+                return known
+    return name.strip()
 
 
 def known_framework(text: str) -> str:
@@ -95,44 +156,46 @@ def served_model(cell: Cells) -> ServedModel:
     Raises:
         PlanError: Its sizes or formats are not known, or do not make a model.
     """
-    known = _SIZES.get(cell.text("model").lower(), {})
-
-    def size(name: str, default: int = 0) -> int:
-        return cell.count(name, int(known.get(name, default)))
-
-    if not size("layers") or not size("d_model"):
-        raise PlanError(
-            f"the sizes of {cell.text('model') or 'the model'} are not known",
-            hint="give layers, d_model, heads, d_ff and vocab",
-        )
-    experts = size("experts")
+    name = cell.text("model")
+    if not cell.count("layers", 0) or not cell.count("d_model", 0):
+        known = plain_name(name)
+        preset = find_preset(known) if known not in _SIZES else None
+        if preset is not None:
+            return _formats(cell, make_workload(known, {"mode": "forward", "seq": 1, "batch": 1}))
+        if known not in _SIZES:
+            raise PlanError(
+                f"the sizes of {name or 'the model'} are not known",
+                hint="give layers, d_model, heads, d_ff and vocab",
+            )
+        cell = Cells({**_SIZES[known], **cell.filled()})
+    size = cell.count
+    experts = size("experts", 0)
     note = cell.text("attention_note")
-    width = size("moe_d_ff") if experts else size("d_ff")
+    layers = size("layers", 0)
+    width = size("moe_d_ff", 0) if experts else size("d_ff", 0)
     arch = cell.text("arch").lower()
-    gated = bool(known.get("gated", arch != "gpt"))
-    dense = _dense_layers(cell, note, size("layers")) if experts else 0
+    dense = _dense_layers(cell, note, layers) if experts else 0
     latent = _latent(note) if cell.flag("mla", False) or "kv_lora" in note else {}
-    windows = _window(note, size("layers"))
-    head = latent.pop("head_dim", 0) or size("head_dim")
+    windows = _window(note, layers)
+    head = latent.pop("head_dim", 0) or size("head_dim", 0)
     workload = Workload(
-        layers=size("layers"),
-        d_model=size("d_model"),
+        layers=layers,
+        d_model=size("d_model", 0),
         heads=size("heads", 1),
-        kv_heads=0 if latent else size("kv_heads"),
+        kv_heads=0 if latent else size("kv_heads", 0),
         head_dim=head,
-        d_ff=width or size("d_ff"),
+        d_ff=width or size("d_ff", 0),
         vocab=size("vocab", 32000),
         seq=1,
         batch=1,
         dtype="bf16",
         experts=experts,
-        top_k=size("top_k") if experts else 0,
-        shared_experts=size("shared_experts") if experts else 0,
+        top_k=size("top_k", 0) if experts else 0,
+        shared_experts=size("shared_experts", 0) if experts else 0,
         dense_layers=dense,
-        dense_ff=size("d_ff") if dense else 0,
-        gated=gated,
+        dense_ff=size("d_ff", 0) if dense else 0,
+        gated=arch != "gpt",
         norm="layernorm" if arch == "gpt" else "rmsnorm",
-        tied=bool(known.get("tied", False)),
         mode="forward",
         **latent,  # type: ignore[arg-type]
         **windows,  # type: ignore[arg-type]
@@ -140,7 +203,7 @@ def served_model(cell: Cells) -> ServedModel:
     return _formats(cell, workload, _linear_layers(note, arch, workload.layers))
 
 
-def _formats(cell: Cells, workload: Workload, linear: int) -> ServedModel:
+def _formats(cell: Cells, workload: Workload, linear: int = 0) -> ServedModel:
     return in_formats(
         workload,
         cell.text("weight_dtype"),
@@ -174,8 +237,7 @@ def in_formats(
     Raises:
         PlanError: A format is not known.
     """
-    text = weights.lower() or "bf16"
-    weights = _WEIGHTS.get(text, text)
+    weights = _weights_of(weights) or "bf16"
     if activations not in ("", "bf16", "f16", weights):
         raise PlanError(
             f"activations in {activations!r} under weights in {weights!r}",
@@ -201,8 +263,16 @@ def in_formats(
         # TensorRT-LLM follows the checkpoint, and those of NVIDIA's quantiser say fp8.
         kept = "fp8"
     kept = _CACHES.get(kept, kept)
-    own = _WEIGHTS.get(experts.lower(), experts.lower()) or every
+    own = _weights_of(experts) or every
     return ServedModel(workload, other, own, kept, linear, attention)
+
+
+def _weights_of(text: str) -> str:
+    """A key of :data:`WEIGHT_BITS` for a format's name, or the name itself."""
+    name = text.lower()
+    if name in WEIGHT_BITS:
+        return name
+    return next((own for pattern, own in _WEIGHTS if re.search(pattern, name)), name)
 
 
 def _latent(note: str) -> dict[str, int]:
@@ -225,7 +295,9 @@ def _window(note: str, layers: int) -> dict[str, object]:
     """Window of sliding or chunked attention, and the share of layers that have it."""
     found = re.search(r"(?:sliding window|chunked attention|window) (?:of )?(\d+)", note)
     if not found:
-        return {}
+        # An indexer chooses so many keys for each query (DeepSeek-V3.2, 2025, section 2.1).
+        sparse = re.search(r"(?:sparse|dsa|top-?k)\D*(\d{3,5})", note.lower())
+        return {"window": int(sparse[1])} if sparse else {}
     share = _share(note.split(found[0])[0] or note, layers)
     return {"window": int(found[1]), "window_share": share}
 

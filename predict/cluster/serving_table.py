@@ -255,11 +255,15 @@ def _speculative(text: str) -> str:
 #: Tokens of a step where drafts are made and nothing says how many are accepted: one of
 #: DeepSeek-V3's extra predictions, of which 85 to 90 % are (DeepSeek-V3, 2024, section 5.4.3).
 _ACCEPTED = 1.85
+#: The same where rows with and without drafts are mixed: times of a further token are 0.67 times
+#: those of their twins without (published-serving pack, README, trap 3).
+_MIXED = 1.5
 
 
 def _accepted(cell: Cells, speculative: str) -> float:
     """Tokens that a step of decoding yields."""
-    length = cell.number("spec_accept_len", _ACCEPTED if speculative == "yes" else 1.0)
+    usual = {"yes": _ACCEPTED, "ambiguous": _MIXED}.get(speculative, 1.0)
+    length = cell.number("spec_accept_len", usual)
     if length < 1.0:
         raise PlanError(f"spec_accept_len={length:g} is below 1", hint="tokens of a step")
     return length
@@ -312,10 +316,26 @@ def _workers(cell: Cells, model: ServedModel) -> tuple[Workers, Workers | None]:
     return Workers(plan, replicas), None
 
 
+#: Share of a device's memory that weights may take where a table does not say how a model is spread
+#: and throughput is what counts; engineering estimate.
+_ROOMY = 0.6
+
+
 def _filled(cell: Cells, model: ServedModel, devices: int) -> EnginePlan:
+    """Plan of a row that says nothing of it.
+
+    Tensor parallelism over all devices is what engines do by default; where throughput is asked
+    for, as of whole queues and of rates, the fewest ranks that leave room for a cache are.
+    """
     pp = max(1, cell.count("pp", 1))
     dp = max(1, cell.count("dp", 1))
-    tp = max(1, devices // (pp * dp))
+    most = max(1, devices // (pp * dp))
+    tp = most
+    memory = find_device(cell.text("device")).memory_bytes
+    if cell.text("load").lower() in ("offline", "open", "open-poisson") and dp == 1 and memory:
+        weights = model.weight_bytes(EnginePlan(pp=pp))
+        enough = (n for n in range(1, most) if most % n == 0)
+        tp = next((n for n in enough if weights / n <= _ROOMY * memory), most)
     return EnginePlan(tp=tp, pp=pp, dp=dp, ep=1, moe_tp=tp * dp)
 
 

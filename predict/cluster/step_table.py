@@ -138,6 +138,10 @@ class Cells:
         value = self._row.get(name)
         return None if value is None or value != value or value == "" else value
 
+    def filled(self) -> dict[str, object]:
+        """The cells that are not empty."""
+        return {name: value for name in self._row if (value := self._value(name)) is not None}
+
     def text(self, name: str) -> str:
         """Text of a cell."""
         value = self._value(name)

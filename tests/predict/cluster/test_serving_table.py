@@ -15,7 +15,9 @@ from opcast.predict.cluster.serving_table import (
     read_serving_rows,
     serving_row,
 )
+from opcast.simulate.serving.forward import decode_ops
 from opcast.simulate.serving.policies import Policy
+from opcast.simulate.serving.served import EnginePlan
 
 PACK = Path(os.environ.get("OPCAST_PUBLISHED_DATA", Path(__file__).parents[4] / "shared/data"))
 TABLE = PACK / "published-serving" / "serving.csv.gz"
@@ -152,3 +154,74 @@ def test_nearly_all_published_rows_are_expressed() -> None:
     rows, reasons = read_serving_rows(read_serving(TABLE), TABLE.parent)
     assert sum(row is not None for row in rows) / len(rows) > 0.98
     assert all("fails on this row" not in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("meta-llama/Llama-3.1-70B-Instruct-FP8", 70.6), ("llama2-70b", 69.0),
+        ("Qwen/Qwen3-235B-A22B-FP8", 235.1), ("DeepSeek-R1-0528", 671.0), ("kimi-k2.5", 1026.0),
+        ("glm-4.6", 353.0), ("gptj-99", 6.05), ("qwen3-next-80b-a3b-instruct", 80.0),
+        ("llama-4-maverick", 400.0), ("step-3.5-flash", 196.0),
+    ],
+)  # fmt: skip
+def test_names_of_models_stand_for_sizes(name: str, billions: float) -> None:
+    sizes = ("layers", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab", "arch")
+    row = serving_row({k: v for k, v in DENSE.items() if k not in sizes} | {"model": name})
+    assert row.model.workload.parameters / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_an_unknown_model_without_sizes_is_refused() -> None:
+    with pytest.raises(PlanError, match="the sizes of mine are not known"):
+        serving_row({**DENSE, "model": "mine", "layers": ""})
+
+
+@pytest.mark.parametrize(
+    ("text", "known"),
+    [
+        ("fp16/bf16", "bf16"), ("w4a8_awq", "int4"), ("FP8-dynamic", "fp8"), ("fp4", "nvfp4"),
+        ("fp8 blockwise", "fp8_block"), ("mxfp4", "mxfp4"), ("W8A8", "int8"),
+    ],
+)  # fmt: skip
+def test_formats_by_the_names_of_sources(text: str, known: str) -> None:
+    assert serving_row({**DENSE, "weight_dtype": text}).model.weights == known
+
+
+def test_frameworks_by_the_names_of_sources() -> None:
+    for text, known in (
+        ("Dynamo-TRT", "tensorrt-llm"), ("sglang-disagg", "sglang"), ("vllm-tpu", "vllm"),
+        ("MLPerf harness (TensorRT-LLM)", "tensorrt-llm"), ("atom", "atom"),
+    ):  # fmt: skip
+        assert serving_row({**DENSE, "framework": text}).framework == known
+
+
+def test_throughput_without_a_plan_takes_the_fewest_ranks_that_leave_room() -> None:
+    """Of 70.6 GB in fp8 and 4 GB of tables, 60 % of the 141 GB of one device are enough."""
+    row = {**DENSE, "device": "h200-sxm", "tp": "", "n_gpus": 8}
+    assert serving_row({**row, "load": "offline"}).engine.plan.tp == 1
+    assert serving_row({**row, "load": "offline"}).engine.count == 8
+    assert serving_row(row).engine.plan.tp == 8
+
+
+def test_sparse_attention_reads_the_keys_that_its_indexer_chooses() -> None:
+    note = "kv_lora 512, q_lora 2048, rope 64, nope 192, v 256; sparse top-k 2048"
+    model = serving_row({**LATENT, "attention_note": note}).model
+    plan = EnginePlan()
+    near, far = (decode_ops(model, plan, 4, n)[0][0].shape[-1] for n in (1024, 8192))
+    assert (near, far) == (1024, 2048)
+
+
+def test_engines_keep_up_with_a_rate_that_was_measured() -> None:
+    """One device would give a tenth of the rate: latencies of a queue without end say nothing."""
+    row = serving_row(
+        {
+            **DENSE,
+            "tp": 8,
+            "n_gpus": 8,
+            "load": "open-poisson",
+            "request_rate": 80,
+            "n_requests": 400,
+        }
+    )
+    run = ServingRuns([row], None).simulate(row, ServingEffects().weights({}))
+    assert run.ttft.seconds < 5.0
