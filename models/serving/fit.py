@@ -49,6 +49,7 @@ def solve_serving(
     groups: np.ndarray,
     now: ServingEffects,
     learn: np.ndarray,
+    linear: LinearServing | None = None,
 ) -> ServingEffects:
     """Effects that fit latencies best, by the linear model around ``now``.
 
@@ -58,8 +59,9 @@ def solve_serving(
         groups: Of the rows; each counts by the root of its size.
         now: Effects that the simulator applied.
         learn: Latencies to learn from.
+        linear: From :func:`linear_serving`, where it was made already.
     """
-    design, target = _linear(seen, contexts, now)
+    design, target = linear or linear_serving(seen, contexts, now)
     used = np.flatnonzero(np.any(design.matrix[learn] != 0.0, axis=0))
     first = seen.metrics[learn] == "ttft"
     weight = group_weights(groups[seen.rows[learn]])
@@ -78,10 +80,14 @@ def solve_serving(
 
 
 def linear_errors(
-    seen: Observed, contexts: Sequence[Context], now: ServingEffects, then: ServingEffects
+    seen: Observed,
+    contexts: Sequence[Context],
+    now: ServingEffects,
+    then: ServingEffects,
+    linear: LinearServing | None = None,
 ) -> np.ndarray:
     """Logarithms of measured over predicted latencies under other effects, by the linear model."""
-    design, target = _linear(seen, contexts, now)
+    design, target = linear or linear_serving(seen, contexts, now)
     values = np.array([then.values.get(key, 0.0) for key in design.keys])
     return np.asarray(target - design.matrix @ values)
 
@@ -96,7 +102,7 @@ def adapt_serving(
         contexts: Of their rows, with their clusters.
         known: Effects that stay.
     """
-    design, target = _linear(seen, contexts, known)
+    design, target = linear_serving(seen, contexts, known)
     own = [c for c, key in enumerate(design.keys) if key.split("/", 2)[1] == CLUSTER]
     stays = np.array([known.values.get(key, 0.0) for key in design.keys])
     stays[own] = 0.0
@@ -108,16 +114,28 @@ def adapt_serving(
     return ServingEffects(known.values | added)
 
 
-def _linear(
+class LinearServing(NamedTuple):
+    """The linear model of latencies around effects.
+
+    Attributes:
+        design: Columns of effects.
+        target: Logarithms that they are to explain, shape ``(n,)``.
+    """
+
+    design: ServingDesign
+    target: np.ndarray
+
+
+def linear_serving(
     seen: Observed, contexts: Sequence[Context], now: ServingEffects
-) -> tuple[ServingDesign, np.ndarray]:
-    """The linear model, and logarithms that its effects are to explain."""
+) -> LinearServing:
+    """The linear model around the effects that latencies were simulated with."""
     own = [contexts[row] for row in seen.rows]
     design = serving_design(own, seen.shares, seen.metrics == "ttft")
     known = np.array([now.values.get(key, 0.0) for key in design.keys])
     # Without the effects at which the shares were taken, so that all are shrunk towards 0.
     applied = design.matrix @ np.where(design.inner, known, 0.0)
-    return design, seen.measured - seen.simulated + applied
+    return LinearServing(design, seen.measured - seen.simulated + applied)
 
 
 def fit_serving(

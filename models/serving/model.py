@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +24,13 @@ PRETRAINED = PACKAGE / "models" / "pretrained" / "serving.json"
 #: What is predicted: mean time to the first token, mean time of a further one, time over tokens.
 METRICS = ("ttft", "tpot", "per_token")
 #: What is known of a row, most first: runs of its model, framework and chip generation; of both but
-#: not of the model; of the generation alone; not even of that.
-TIERS = ("model", "framework", "architecture", "new")
+#: not of the model; of the generation alone; not even of that; of no chip of the vendor.
+TIERS = ("model", "framework", "architecture", "new", "vendor")
+#: How much wider, as logarithms, intervals are on chips of a vendor without any run than on new
+#: ones of a known vendor; engineering estimate: operators there are priced by rooflines.
+FOREIGN = 1.5
+#: Value of the level ``spread`` of prompts that run on workers of their own.
+APART = "disaggregated"
 #: Share of waiting in a time to the first token from which its interval is another one.
 SATURATED = 0.5
 #: Ends of the interval where nothing was calibrated, as logarithms.
@@ -40,11 +45,10 @@ class ServingModel:
 
     Attributes:
         effects: On classes of cost.
-        ends: Ends of the interval as logarithms, by ``metric/tier``, and for the time to the first
-            token of saturated engines ``ttft-queued/tier``.
+        ends: Ends of the interval as logarithms, by ``kind/tier`` (:func:`kind_of`).
         provenance: What it was learned from: ``groups`` are model groups by framework and chip,
-            ``shapes`` the groups of models by their sizes, ``own`` the stacks it was adapted to:
-            ``memory``, ``groups`` and ``ends`` of each.
+            ``shapes`` the groups of models by their sizes, ``vendors`` those of the chips,
+            ``own`` the stacks it was adapted to: ``memory``, ``groups`` and ``ends`` of each.
     """
 
     effects: ServingEffects = field(default_factory=ServingEffects)
@@ -59,7 +63,9 @@ class ServingModel:
         if self._own(context):
             return "model"
         if not self.effects.knows("architecture", context.get("architecture", "")):
-            return "new"
+            vendors = self.provenance.get("vendors", ())
+            known = not isinstance(vendors, list) or context.get("vendor", "") in vendors
+            return "new" if known else "vendor"
         named = self.effects.knows("engine", context.get("engine", ""))
         return "framework" if named else "architecture"
 
@@ -91,9 +97,10 @@ class ServingModel:
         self, metric: str, tier: str, queued: float, context: Context
     ) -> tuple[float, float]:
         """Ends of the 90 % interval as factors on an estimate."""
-        kind = kind_of(metric, queued)
+        kind = kind_of(metric, queued, context)
         own = self._own(context).get("ends", {})
-        ends = self.ends.get(f"{kind}/{tier}", UNCALIBRATED)
+        near = (f"{kind}/{tier}", f"{kind.removesuffix('-apart')}/{tier}")
+        ends = next((self.ends[name] for name in near if name in self.ends), UNCALIBRATED)
         low, high = own.get(kind, ends) if isinstance(own, dict) else ends
         return float(np.exp(low)), float(np.exp(high))
 
@@ -153,9 +160,13 @@ def group_key(context: Context) -> str:
     return "|".join(context.get(name, "") for name in ("group", "engine", "architecture"))
 
 
-def kind_of(metric: str, queued: float) -> str:
-    """Metric that an interval is of: waiting makes times to the first token another one."""
-    return "ttft-queued" if metric == "ttft" and queued > SATURATED else metric
+def kind_of(metric: str, queued: float, context: Context) -> str:
+    """Metric that an interval is of.
+
+    Waiting makes times to the first token another one, workers that run prompts alone all times.
+    """
+    apart = "-apart" if context.get("spread") == APART else ""
+    return ("ttft-queued" if metric == "ttft" and queued > SATURATED else metric) + apart
 
 
 def own_ends(
@@ -170,7 +181,8 @@ def own_ends(
             any, nothing more is known of a kind than before.
     """
     ends = {}
-    for kind in {kind_of(metric, queued) for metric in METRICS for queued in (0.0, 1.0)}:
+    cases = product(METRICS, (0.0, 1.0), ("", APART))
+    for kind in {kind_of(metric, queued, {"spread": how}) for metric, queued, how in cases}:
         left = errors.get(kind, ())
         low, high = model.ends.get(f"{kind}/{TIERS[0] if left else tier}", UNCALIBRATED)
         if left:
@@ -204,10 +216,13 @@ def serving_ends(
             max(weighted_quantile(values, weight, (1 + COVERAGE) / 2), 0.0),
         )
     for metric in {name for name, _ in errors}:
-        for better, worse in pairwise(TIERS):
+        for better, worse in pairwise(TIERS[:-1]):
             known = ends.get(f"{metric}/{better}")
             if known:
                 # Who knows less is not surer.
                 low, high = ends.get(f"{metric}/{worse}", known)
                 ends[f"{metric}/{worse}"] = (min(low, known[0]), max(high, known[1]))
+        widest = ends.get(f"{metric}/new")
+        if widest:
+            ends[f"{metric}/vendor"] = (FOREIGN * widest[0], FOREIGN * widest[1])
     return ends

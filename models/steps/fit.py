@@ -22,6 +22,8 @@ Simulate = Callable[[Sequence[int], EffectTable, Mapping[str, float]], np.ndarra
 _STEP = 0.2
 #: Errors below this count by their square: the difference between repeated runs (2 to 3 %).
 _NOISE = 0.02
+#: Change of the effects, in units of their deviations, at which they count as found.
+_SETTLED = 1e-3
 #: How much errors weigh against effects; chosen with clusters, sources and chips left out in turn,
 #: of 0.1 (shrinks more: better for unheard-of sources) to 10 (less: better for known ones).
 _ERROR = 0.15
@@ -224,7 +226,9 @@ def shrunk(matrix: np.ndarray, target: np.ndarray, weight: np.ndarray) -> Poster
         error = target - matrix @ effects
         robust = weight * _ERROR / np.sqrt(error**2 + _NOISE**2)
         normal = matrix.T @ (matrix * robust[:, None]) + np.eye(len(effects))
-        effects = np.linalg.solve(normal, matrix.T @ (robust * target))
+        before, effects = effects, np.linalg.solve(normal, matrix.T @ (robust * target))
+        if np.abs(effects - before).max(initial=0.0) < _SETTLED:
+            break
     return Posterior(effects, normal)
 
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     from ..settings import ServingSettings
 
+#: Fewest runs that tell host time and efficiency apart: as many as effects of a cluster.
+FEWEST = 5
 #: Name of the machines of rows that do not say whose they are.
 OWN = "own"
 #: Column with the tokens that the cache of an engine holds, as vLLM and SGLang log at start.
@@ -119,7 +121,7 @@ def _known(
     errors: dict[str, list[float]] = {}
     mine = [at for at, row in enumerate(seen.rows) if contexts[row]["cluster"] == cluster]
     for at in mine:
-        kind = kind_of(str(seen.metrics[at]), float(seen.queued[at]))
+        kind = kind_of(str(seen.metrics[at]), float(seen.queued[at]), contexts[seen.rows[at]])
         errors.setdefault(kind, []).append(float(left[at]))
     runs = [contexts[row] for row in {int(seen.rows[at]) for at in mine}]
     tier = max((model.tier(context) for context in runs), key=TIERS.index, default=TIERS[-1])
@@ -158,6 +160,14 @@ def run_calibrate_serving(console: Console, settings: ServingSettings) -> Servin
         settings.table.parent,
     )
     print_frame(console, in_percent(figures), "own runs, median errors in %")
+    few = int(figures["runs"].max())
+    if few < FEWEST:
+        console.print(
+            f"{few} runs are few: from {FEWEST} on, host time and efficiency can be told apart, "
+            "and intervals of runs that were left out hold",
+            highlight=False,
+            soft_wrap=True,
+        )
     own = model.provenance["own"]
     assert isinstance(own, dict)
     for name, stack in own.items():

@@ -12,7 +12,13 @@ import pandas as pd
 from ...common.errors import DatasetError
 from ...common.tables_text import in_percent, print_frame
 from ...models.operators import OpModel
-from ...models.serving.fit import Observed, fit_serving, linear_errors, solve_serving
+from ...models.serving.fit import (
+    Observed,
+    fit_serving,
+    linear_errors,
+    linear_serving,
+    solve_serving,
+)
 from ...models.serving.model import ServingModel, group_key, kind_of, serving_ends
 from ...models.tracking.mlflow_store import RunLog
 from ...predict.cluster.serving_runs import ServingRuns, row_context
@@ -81,7 +87,8 @@ def train_serving(
         "queued": seen.queued,
     }
     everything = np.zeros(len(seen.rows), bool)
-    left["fit"] = linear_errors(seen, contexts, effects, effects)
+    linear = linear_serving(seen, contexts, effects)
+    left["fit"] = linear_errors(seen, contexts, effects, effects, linear)
     for name, key in left_out_keys(rows, seed).items():
         tell(f"leaving out each {name}")
         errors = np.full(len(seen.rows), np.nan)
@@ -89,12 +96,14 @@ def train_serving(
             judge = (key == value)[seen.rows]
             if judge.all():
                 continue
-            without = solve_serving(seen, contexts, groups, effects, ~judge)
-            errors[judge] = linear_errors(seen, contexts, effects, without)[judge]
+            without = solve_serving(seen, contexts, groups, effects, ~judge, linear)
+            errors[judge] = linear_errors(seen, contexts, effects, without, linear)[judge]
             part = ServingModel(without, provenance={"groups": _known(seen, contexts, ~judge)})
             for at in np.flatnonzero(judge):
                 tier = part.tier(contexts[seen.rows[at]])
-                kind = kind_of(str(seen.metrics[at]), float(seen.queued[at]))
+                kind = kind_of(
+                    str(seen.metrics[at]), float(seen.queued[at]), contexts[seen.rows[at]]
+                )
                 own = (str(groups[seen.rows[at]]), float(errors[at]))
                 scores.setdefault((kind, tier), []).append(own)
         left[name] = errors
@@ -105,6 +114,7 @@ def train_serving(
         "shapes": _shapes(rows),
         "sources": sorted({row.source for row in rows}),
         "devices": sorted({row.cluster.device for row in rows}),
+        "vendors": sorted({context["vendor"] for context in contexts}),
     }
     return model, pd.DataFrame(left)
 

@@ -10,7 +10,7 @@ import pytest
 from opcast.common.errors import ModelError
 from opcast.models.serving.effects import COSTS, PRIOR, ServingEffects
 from opcast.models.serving.fit import Observed, adapt_serving, fit_serving, linear_errors
-from opcast.models.serving.model import ServingModel, serving_ends, shipped_serving
+from opcast.models.serving.model import ServingModel, kind_of, serving_ends, shipped_serving
 
 RNG = np.random.default_rng(0)
 
@@ -93,6 +93,7 @@ def test_intervals_widen_with_what_is_not_known() -> None:
     assert ends["tpot/model"] == pytest.approx((-0.09, 0.09), abs=0.01)
     assert ends["tpot/framework"] == ends["tpot/model"]
     assert ends["tpot/new"][0] == ends["tpot/model"][0] and ends["tpot/new"][1] > 0.35
+    assert ends["tpot/vendor"] == pytest.approx(1.5 * np.array(ends["tpot/new"]))
     # Three latencies calibrate nothing.
     assert "ttft/model" not in ends
 
@@ -106,6 +107,20 @@ def test_tiers() -> None:
     assert model.tier({**context("vllm"), "group": "qwen"}) == "framework"
     assert model.tier(context("sglang")) == "architecture"
     assert model.tier(context("vllm", "cdna3")) == "new"
+    model.provenance["vendors"] = ["NVIDIA"]
+    assert model.tier({**context("vllm", "cdna3"), "vendor": "AMD"}) == "vendor"
+    assert model.tier({**context("vllm", "blackwell"), "vendor": "NVIDIA"}) == "new"
+
+
+def test_workers_that_run_prompts_alone_have_intervals_of_their_own() -> None:
+    apart = {"spread": "disaggregated"}
+    assert kind_of("ttft", 0.9, {}) == "ttft-queued"
+    assert kind_of("ttft", 0.9, apart) == "ttft-queued-apart"
+    model = ServingModel(ends={"tpot/model": (-0.1, 0.1), "tpot-apart/model": (-0.4, 0.3)})
+    assert model.interval("tpot", "model", 0.0, apart) == pytest.approx(np.exp([-0.4, 0.3]))
+    # Too few runs calibrate nothing of their own: those of all workers are taken.
+    del model.ends["tpot-apart/model"]
+    assert model.interval("tpot", "model", 0.0, apart) == pytest.approx(np.exp([-0.1, 0.1]))
 
 
 def test_the_file_of_a_model(tmp_path: Path) -> None:
