@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,7 +23,6 @@ from .options import (
 
 if TYPE_CHECKING:
     from ..predict.cluster.serving import ServingPredictor
-    from ..simulate.serving.served import EnginePlan, ServedModel
 
 #: Requests, tokens and batches beyond any engine; as the largest batch of a step
 #: (simulate/step/workload.py). Larger figures are slips of the hand.
@@ -50,6 +48,7 @@ SloOpt = Annotated[
 HitRate = Annotated[
     float, typer.Option(min=0.0, max=0.99, help="Share of each prompt that the cache has already.")
 ]
+Price = Annotated[float, typer.Option(min=0.0, help="Dollars of a device and hour.")]
 LinearLayers = Annotated[
     int,
     typer.Option(min=0, help="Layers with a recurrent state instead of attention over a cache."),
@@ -169,7 +168,7 @@ def simulate_serving(
         bool, typer.Option("--eager/--graphs", help="Launch kernel by kernel, without graphs.")
     ] = False,
     slo: SloOpt = "",
-    price: Annotated[float, typer.Option(min=0.0, help="Dollars of a device and hour.")] = 0.0,
+    price: Price = 0.0,
     model: OperatorModelOpt = OPERATOR_MODEL,
     serving: ServingModelOpt = "default",
     json_output: Json = False,
@@ -192,10 +191,10 @@ def simulate_serving(
     from ..common.chrome_trace import write_trace
     from ..common.errors import PlanError
     from ..common.files import write_text
-    from ..predict.cluster.deployment import Deployment, on_cluster, parse_slo
+    from ..predict.cluster.deployment import Deployment, draft_model, engines_of, parse_slo
     from ..predict.cluster.served_row import in_formats, known_framework
     from ..predict.cluster.serving_load import LoadSpec, parse_lengths
-    from ..predict.cluster.serving_table import EngineOptions, Workers
+    from ..predict.cluster.serving_table import EngineOptions
     from ..predict.export.serving_timeline import serving_trace
     from ..simulate.step.workload import read_workload
 
@@ -209,22 +208,15 @@ def simulate_serving(
     served = in_formats(
         sizes, weights, kv_cache, engine, linear_layers, experts=experts, activations=activations
     )
-    apart = None
-    if prefill:
-        first, times = _engine_plan(prefill, served, 0)
-        apart = Workers(first, max(1, times) * prefill_replicas)
-    one, engines = _engine_plan(plan, served, replicas)
-    if cluster:
-        if not plan and not replicas:
-            from ..simulate.clusters.catalogue import find_cluster
-
-            left = find_cluster(cluster).size - (apart.devices if apart else 0)
-            one, engines = _engine_plan(f"tp={max(1, left)}", served, 0)
-        device, workers = on_cluster(cluster, one, engines, apart)
-    else:
-        from ..features.devices.catalogue import find_device
-
-        device, workers = find_device(device).name, Workers(one, engines or 1)
+    device, workers, apart = engines_of(
+        served,
+        cluster=cluster,
+        device=device,
+        plan=plan,
+        replicas=replicas,
+        prefill=prefill,
+        prefill_replicas=prefill_replicas,
+    )
     options = EngineOptions(
         memory=memory,
         block=block,
@@ -232,7 +224,7 @@ def simulate_serving(
         watermark=watermark,
         eager=eager,
         drafts=drafts,
-        draft=_draft(draft, served) if drafts else None,
+        draft=draft_model(draft, served, read_workload) if drafts else None,
         transfer=transfer * 1e9,
         router=router,
     )
@@ -269,32 +261,15 @@ def simulate_serving(
         from ..predict.page.serving import serving_page
 
         write_text(html, serving_page(prediction))
-    data = prediction.to_dict()
-    if price:
-        # An hour of all devices over the tokens that they make in it.
-        dollars = price * deployment.devices / 3600.0 * 1e6
-        low, mean, high = (dollars / prediction.tokens_per_s[at] for at in (2, 0, 1))
-        data |= {"dollars_per_million_tokens": mean, "dollars_per_million_tokens_lo": low}
-        data["dollars_per_million_tokens_hi"] = high
-        hourly = price * deployment.devices / 3600.0
-        once = tuple(hourly / prediction.requests_per_s[at] for at in (0, 2, 1))
-        data |= dict(zip(_REQUEST, once, strict=True))
+    for name, file in (("timeline", timeline), ("page", html)):
+        if file is not None:
+            typer.echo(f"{name}: {file}", err=True)
     if json_output:
-        print_json(data)
+        print_json(prediction.to_dict(price))
         return
     from ..predict.render.serving import print_serving
 
-    console = make_console()
-    print_serving(console, prediction)
-    if price:
-        console.print(
-            f"{mean:.3g} $ a million output tokens ({low:.3g} to {high:.3g}), "
-            f"{once[0]:.3g} $ a request"
-        )
-
-
-#: Keys of the cost of a request.
-_REQUEST = ("dollars_per_request", "dollars_per_request_lo", "dollars_per_request_hi")
+    print_serving(make_console(), prediction, price)
 
 
 def _refuse_loads(
@@ -312,52 +287,6 @@ def _refuse_loads(
         if wanted:
             others = kinds.keys() - {name}
             refuse(context, mode, {"rate", "burstiness", *others, *drawn.get(name, ())})
-
-
-def _engine_plan(text: str, model: ServedModel, replicas: int) -> tuple[EnginePlan, int]:
-    """A plan from text such as ``tp=4,pp=2``, and engines; ``dp`` without experts is engines.
-
-    Raises:
-        PlanError: A name is not known, or the numbers do not agree.
-    """
-    from ..common.errors import PlanError
-    from ..simulate.serving.served import EnginePlan
-
-    known = ("tp", "pp", "dp", "ep", "moe_tp")
-    found: dict[str, int] = {}
-    for part in filter(None, text.split(",")):
-        name, _, value = part.partition("=")
-        if name not in known or not value.isdigit() or int(value) < 1:
-            raise PlanError(
-                f"{part!r} is no part of a serving plan",
-                hint="as in tp=4,pp=2; " + ", ".join(known),
-            )
-        found[name] = int(value)
-    tp, pp, dp = (found.get(name, 1) for name in ("tp", "pp", "dp"))
-    if not model.workload.experts:
-        if found.get("ep", 1) > 1 or found.get("moe_tp", tp) != tp:
-            raise PlanError(f"{text} spreads experts, the model has none", hint="tp, pp and dp")
-        if dp > 1 and replicas:
-            raise PlanError(f"{text} and --replicas both give engines", hint="one of them")
-        return EnginePlan(tp=tp, pp=pp, moe_tp=tp), replicas or (dp if dp > 1 else 0)
-    ranks = tp * dp
-    ep = found.get("ep", ranks // found["moe_tp"] if "moe_tp" in found else ranks if dp > 1 else 1)
-    return EnginePlan(tp, pp, dp, ep, found.get("moe_tp", max(1, ranks // ep))), replicas
-
-
-def _draft(name: str, model: ServedModel) -> ServedModel | None:
-    """The model that drafts: none for n-grams, a layer of the model for its own predictions."""
-    if name == "ngram":
-        return None
-    work = model.workload
-    if name == "mtp":
-        # A module of multi-token prediction is one layer with the model's own head (DeepSeek-V3,
-        # 2024, section 2.2).
-        return replace(model, workload=replace(work, layers=1, dense_layers=0), linear_layers=0)
-    from ..simulate.serving.served import ServedModel
-    from ..simulate.step.workload import read_workload
-
-    return ServedModel(read_workload(name, []), cache=model.cache)
 
 
 def _predictor(model: str, serving: str) -> ServingPredictor:
@@ -398,6 +327,7 @@ def plan_serving(
         str, typer.Option(help="Operator model; 'roofline' for the plain roofline.")
     ] = OPERATOR_MODEL,
     serving: ServingModelOpt = "default",
+    price: Price = 0.0,
     top: Annotated[int, typer.Option(min=1, help="Number of deployments to print.")] = 10,
     json_output: Json = False,
 ) -> None:
@@ -408,6 +338,7 @@ def plan_serving(
     from ..features.devices.catalogue import find_device
     from ..predict.cluster.deployment import Deployment, parse_slo
     from ..predict.cluster.served_row import in_formats, known_framework
+    from ..predict.cluster.serving_launch import checkpoint_of
     from ..predict.cluster.serving_load import parse_load
     from ..predict.cluster.serving_plan import search
     from ..predict.render.serving import print_plans
@@ -434,10 +365,11 @@ def plan_serving(
             apart=not together,
             show=lambda done, of, what: tell(done, of),
         )
+    checkpoint = checkpoint_of(workload or str(hf))
     if json_output:
-        print_json(plans.to_dict())
+        print_json(plans.to_dict(checkpoint, price))
         return
-    print_plans(make_console(), plans, workload or str(hf), top)
+    print_plans(make_console(), plans, checkpoint, top, price)
     if plans.stopped:
         typer.echo("stopped: these are the deployments that were simulated until then", err=True)
         raise typer.Exit(130)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from ...models.serving.model import ServingModel
 from ...simulate.clusters.catalogue import find_cluster, joined
 from ...simulate.serving.load import Load
 from ...simulate.serving.served import EnginePlan, ServedModel
+from ...simulate.step.workload import Workload
 from .serving_load import LoadSpec
 from .serving_table import EngineOptions, ServingRow, Workers
 
@@ -189,3 +191,89 @@ def on_cluster(
             hint="a smaller plan, or fewer replicas",
         )
     return find_device(found.device).name, Workers(plan, count)
+
+
+def parse_engine_plan(text: str, model: ServedModel, replicas: int) -> tuple[EnginePlan, int]:
+    """A plan from text such as ``tp=4,pp=2``, and engines; ``dp`` without experts is engines.
+
+    Raises:
+        PlanError: A name is not known, or the numbers do not agree.
+    """
+    known = ("tp", "pp", "dp", "ep", "moe_tp")
+    found: dict[str, int] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.strip().partition("=")
+        if name not in known or not value.isdigit() or int(value) < 1:
+            raise PlanError(
+                f"{part!r} is no part of a serving plan",
+                hint="as in tp=4,pp=2; " + ", ".join(known),
+            )
+        found[name] = int(value)
+    tp, pp, dp = (found.get(name, 1) for name in ("tp", "pp", "dp"))
+    if not model.workload.experts:
+        if found.get("ep", 1) > 1 or found.get("moe_tp", tp) != tp:
+            raise PlanError(f"{text} spreads experts, the model has none", hint="tp, pp and dp")
+        if dp > 1 and replicas:
+            raise PlanError(f"{text} and replicas both give engines", hint="one of them")
+        return EnginePlan(tp=tp, pp=pp, moe_tp=tp), replicas or (dp if dp > 1 else 0)
+    ranks = tp * dp
+    ep = found.get("ep", ranks // found["moe_tp"] if "moe_tp" in found else ranks if dp > 1 else 1)
+    return EnginePlan(tp, pp, dp, ep, found.get("moe_tp", max(1, ranks // ep))), replicas
+
+
+def engines_of(
+    model: ServedModel,
+    *,
+    cluster: str = "",
+    device: str = "",
+    plan: str = "",
+    replicas: int = 0,
+    prefill: str = "",
+    prefill_replicas: int = 1,
+) -> tuple[str, Workers, Workers | None]:
+    """The device, engines that decode, and workers that run prompts alone, from texts.
+
+    Args:
+        model: What is served.
+        cluster: Name or file, which engines fill; else ``device``.
+        device: Of the catalogue.
+        plan: Of an engine; on a cluster by default all devices by tensor parallelism.
+        replicas: Engines; 0 for as many as the cluster holds.
+        prefill: Plan of a worker that runs prompts alone; empty for none.
+        prefill_replicas: How many of them.
+
+    Raises:
+        PlanError: A plan is none, or does not fit the cluster.
+    """
+    apart = None
+    if prefill:
+        first, times = parse_engine_plan(prefill, model, 0)
+        apart = Workers(first, max(1, times) * prefill_replicas)
+    if not cluster:
+        one, engines = parse_engine_plan(plan, model, replicas)
+        return find_device(device).name, Workers(one, engines or 1), apart
+    if not plan and not replicas:
+        left = find_cluster(cluster).size - (apart.devices if apart else 0)
+        plan = f"tp={max(1, left)}"
+    one, engines = parse_engine_plan(plan, model, replicas)
+    return (*on_cluster(cluster, one, engines, apart), apart)
+
+
+def draft_model(
+    name: str, model: ServedModel, sizes: Callable[[str], Workload]
+) -> ServedModel | None:
+    """The model that drafts: none for n-grams, a layer of the model for its own predictions.
+
+    Args:
+        name: ``ngram``, ``mtp``, or a model's.
+        model: What is served.
+        sizes: Looks a model up by its name.
+    """
+    if name == "ngram":
+        return None
+    if name == "mtp":
+        # A module of multi-token prediction is one layer with the model's own head (DeepSeek-V3,
+        # 2024, section 2.2).
+        work = replace(model.workload, layers=1, dense_layers=0)
+        return replace(model, workload=work, linear_layers=0)
+    return ServedModel(sizes(name), cache=model.cache)

@@ -96,7 +96,9 @@ class ServingPrediction:
         cache_tokens: Tokens that the cache of an engine holds.
         queued: Share of the time to the first token that is waiting for other requests.
         known: What is known of the deployment (docs/serving.md).
-        joules: Of all devices for the whole load, if their power limit is known.
+        notes: What lies outside of what was measured.
+        states: Means over time of caches, queues and batches; empty without histories.
+        energy: Joules of all devices over the run; ``None`` where a power limit is not known.
     """
 
     deployment: Deployment
@@ -114,10 +116,41 @@ class ServingPrediction:
     known: str
     notes: tuple[str, ...] = ()
     states: Mapping[str, float] = field(default_factory=dict)
-    joules: Interval | None = None
+    energy: Interval | None = None
 
-    def to_dict(self) -> dict[str, object]:
-        """Plain data in the terms of ``vllm bench serve``, with ends of intervals."""
+    def dollars(self, price: float) -> Interval:
+        """Of a million output tokens: an hour of all devices over the tokens made in it.
+
+        Args:
+            price: Dollars of a device and hour.
+        """
+        hour = price * self.deployment.devices / 3600.0 * 1e6
+        rate = self.tokens_per_s
+        return Interval(hour / rate.value, hour / rate.hi, hour / rate.lo)
+
+    def dollars_per_request(self, price: float) -> Interval:
+        """Of a request: an hour of all devices over the requests answered in it.
+
+        Args:
+            price: Dollars of a device and hour.
+        """
+        hour = price * self.deployment.devices / 3600.0
+        rate = self.requests_per_s
+        return Interval(hour / rate.value, hour / rate.hi, hour / rate.lo)
+
+    def joules(self) -> dict[str, Interval]:
+        """Energy of a request and of an output token; empty where power is not known."""
+        if self.energy is None:
+            return {}
+        parts = {"request": len(self.load.prompts), "output_token": int(self.load.outputs.sum())}
+        return {name: _scaled(self.energy, 1.0 / count) for name, count in parts.items()}
+
+    def to_dict(self, price: float = 0.0) -> dict[str, object]:
+        """Plain data in the terms of ``vllm bench serve``, with ends of intervals.
+
+        Args:
+            price: Dollars of a device and hour; 0 for none.
+        """
         prompts, outputs = int(self.load.prompts.sum()), int(self.load.outputs.sum())
         rate, run, gpus = self.requests_per_s, self.run, self.deployment.devices
         prompt_rate = prompts / len(self.load.prompts)
@@ -145,8 +178,14 @@ class ServingPrediction:
                 key = f"{metric}/{level}" if level == "mean" else f"{metric}/p{level}"
                 name = {"mean": "mean", 50: "median"}.get(level, f"p{level}")
                 data |= _ends(f"{name}_{named}_ms", _scaled(self.figures[key], 1e3))
+        for name, joules in self.joules().items():
+            data |= _ends(f"joules_per_{name}", joules)
+        if price:
+            data |= _ends("dollars_per_million_tokens", self.dollars(price))
+            data |= _ends("dollars_per_request", self.dollars_per_request(price))
         return {
             **data,
+            **energy_fields(self.energy),
             **self.states,
             "preemptions": run.evicted,
             "iterations": run.iterations,
@@ -154,7 +193,6 @@ class ServingPrediction:
             "prefix_hit_tokens": run.hit_tokens,
             "cache_tokens": self.cache_tokens,
             "queued_share": self.queued,
-            **energy_fields(self.joules),
             "memory_bytes_per_device": dict(self.memory),
             "known": self.known,
             "framework": self.deployment.framework,
@@ -270,7 +308,7 @@ class ServingPredictor:
             known=tier,
             notes=_notes(row, tier, queued, load),
             states=_states(run, stations[0].cache_tokens, deployment.engine.count),
-            joules=serving_energy(
+            energy=serving_energy(
                 deployment, load, run, Interval(spans[0], min(spans), max(spans))
             ),
         )
@@ -386,6 +424,8 @@ def _notes(row: ServingRow, tier: str, queued: float, load: Load) -> tuple[str, 
         "average",
         "new": "no run on chips of this generation was measured; intervals are those of "
         "generations that were left out",
+        "vendor": "no run on chips of this vendor was measured: operators are rooflines at the "
+        "shares that its tuned kernels reach, and intervals a guess",
     }
     notes = [known[tier]] if tier in known else []
     spec, model = find_device(row.cluster.device), row.model

@@ -2,12 +2,63 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ...simulate.serving.policies import framework_defaults
 from .deployment import Deployment
 from .serving_table import Workers
 
+#: Checkpoints on huggingface.co by the names of presets; of models whose weights come in several
+#: tunings, the one that follows instructions.
+_CHECKPOINTS = {
+    "llama-2-7b": "meta-llama/Llama-2-7b-chat-hf",
+    "llama-2-13b": "meta-llama/Llama-2-13b-chat-hf",
+    "llama-2-70b": "meta-llama/Llama-2-70b-chat-hf",
+    "llama-3-8b": "meta-llama/Meta-Llama-3-8B-Instruct",
+    "llama-3-70b": "meta-llama/Meta-Llama-3-70B-Instruct",
+    "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
+    "llama-3.1-70b": "meta-llama/Llama-3.1-70B-Instruct",
+    "llama-3.1-405b": "meta-llama/Llama-3.1-405B-Instruct",
+    "llama-3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
+    "llama-3.2-3b": "meta-llama/Llama-3.2-3B-Instruct",
+    "llama-3.3-70b": "meta-llama/Llama-3.3-70B-Instruct",
+    "mistral-7b": "mistralai/Mistral-7B-Instruct-v0.1",
+    "mixtral-8x7b": "mistralai/Mixtral-8x7B-Instruct-v0.1",
+    "mixtral-8x22b": "mistralai/Mixtral-8x22B-Instruct-v0.1",
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+    "kimi-k2": "moonshotai/Kimi-K2-Instruct",
+    "glm-4.5": "zai-org/GLM-4.5",
+    "glm-4.5-air": "zai-org/GLM-4.5-Air",
+    "minimax-m2": "MiniMaxAI/MiniMax-M2",
+    "gpt-oss-20b": "openai/gpt-oss-20b",
+    "gpt-oss-120b": "openai/gpt-oss-120b",
+    "qwen-3-8b": "Qwen/Qwen3-8B",
+    "qwen-3-14b": "Qwen/Qwen3-14B",
+    "qwen-3-32b": "Qwen/Qwen3-32B",
+    "qwen-3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "qwen-3-235b-a22b": "Qwen/Qwen3-235B-A22B",
+    "qwen-3-coder-480b-a35b": "Qwen/Qwen3-Coder-480B-A35B-Instruct",
+    "qwen-2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
+    "qwen-2.5-32b": "Qwen/Qwen2.5-32B-Instruct",
+    "qwen-2.5-72b": "Qwen/Qwen2.5-72B-Instruct",
+    "gemma-3-27b": "google/gemma-3-27b-it",
+}
+#: Stands for a checkpoint that opcast cannot name.
+PLACEHOLDER = "MODEL"
 
-def launch_commands(own: Deployment, model: str = "MODEL") -> dict[str, str]:
+
+def checkpoint_of(name: str) -> str:
+    """The checkpoint that a model's name stands for in a command; :data:`PLACEHOLDER` if unknown.
+
+    Args:
+        name: Of a preset, or a ``config.json``, whose folder it is in.
+    """
+    if name.endswith("config.json"):
+        return str(Path(name).parent)
+    return _CHECKPOINTS.get(name.lower().replace("_", "-"), PLACEHOLDER)
+
+
+def launch_commands(own: Deployment, model: str = PLACEHOLDER) -> dict[str, str]:
     """Commands that launch one worker of a deployment under vLLM, SGLang and TensorRT-LLM.
 
     Flags are those of their current documentation: ``vllm serve``, ``sglang.launch_server`` and

@@ -11,7 +11,7 @@ from ...simulate.serving.load import Load
 from ...simulate.serving.served import EnginePlan
 from .deployment import Deployment, Slo
 from .serving import ServingPrediction, ServingPredictor
-from .serving_launch import launch_commands
+from .serving_launch import PLACEHOLDER, launch_commands
 from .serving_load import LoadSpec
 from .serving_runs import engine_memory
 from .serving_table import Workers
@@ -163,12 +163,17 @@ class ServingPlans:
                 )
         return said
 
-    def commands(self, model: str = "MODEL") -> dict[str, str]:
+    def commands(self, model: str = PLACEHOLDER) -> dict[str, str]:
         """Launch flags of the best deployment, by framework; empty if none keeps the SLO."""
         return {} if self.best is None else launch_commands(self.best.deployment, model)
 
-    def to_dict(self) -> dict[str, object]:
-        """Plain data: the best, its reasons and commands, the front, and what does not fit."""
+    def to_dict(self, model: str = PLACEHOLDER, price: float = 0.0) -> dict[str, object]:
+        """Plain data: the best, its reasons and commands, the front, and what does not fit.
+
+        Args:
+            model: Checkpoint for the commands.
+            price: Dollars of a device and hour; 0 for none.
+        """
         best = self.best
 
         def row(one: Planned) -> dict[str, object]:
@@ -177,13 +182,13 @@ class ServingPlans:
                 "max_batch": one.deployment.max_batch,
                 "tokens_per_s_per_gpu": one.tokens_per_s_per_device,
                 "keeps_slo": one.keeps(self.slo),
-                **one.prediction.to_dict(),
+                **one.prediction.to_dict(price),
             }
 
         return {
             "best": None if best is None else row(best),
             "reasons": self.reasons(),
-            "commands": self.commands(),
+            "commands": self.commands(model),
             "front": [row(one) for one in self.front()],
             "judged": len(self.judged),
             "pruned": self.pruned,

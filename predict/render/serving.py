@@ -12,6 +12,7 @@ from ...common.interval import Interval
 from ...common.units import duration, size
 from ..cluster.deployment import FREE
 from ..cluster.serving import LEVELS, METRICS, ServingPrediction
+from ..cluster.serving_launch import PLACEHOLDER
 from ..cluster.serving_plan import Planned, ServingPlans
 from .parts import headline, print_notes
 
@@ -23,8 +24,25 @@ _NAMES = {
 }
 
 
-def print_serving(console: Console, prediction: ServingPrediction) -> None:
-    """Print throughput, latencies, states and memory."""
+#: What the interval rests on, by :data:`~opcast.models.serving.model.TIERS`.
+_KNOWN = {
+    "model": "this model was measured under this framework on such chips",
+    "framework": "this framework was measured on such chips, but not this model",
+    "architecture": "such chips were measured, but not under this framework",
+    "new": "no run on such chips was measured",
+    "vendor": "no run on chips of this vendor was measured",
+}
+_OF = {"request": "a request", "output_token": "an output token"}
+
+
+def print_serving(console: Console, prediction: ServingPrediction, price: float = 0.0) -> None:
+    """Print throughput, latencies, cost, states and memory.
+
+    Args:
+        console: Where to.
+        prediction: What is printed.
+        price: Dollars of a device and hour; 0 for none.
+    """
     own = prediction.deployment
     rate, tokens = prediction.requests_per_s, prediction.tokens_per_s
     console.print(
@@ -50,20 +68,14 @@ def print_serving(console: Console, prediction: ServingPrediction) -> None:
             f"goodput {rate.value * good.value:.3g} requests/s",
             highlight=False,
         )
+    console.print(f"interval: {_KNOWN[prediction.known]}", highlight=False)
+    _print_costs(console, prediction, price)
     if prediction.states:
         s = prediction.states
         console.print(
             f"cache {s['kv_occupancy_mean']:.0%} full on average, {s['kv_occupancy_max']:.0%} at "
             f"most; batch {s['batch_mean']:.3g}; queue {s['queue_mean']:.3g}, at most "
             f"{s['queue_max']:.0f}; {prediction.run.evicted} evictions",
-            highlight=False,
-        )
-    if prediction.joules is not None:
-        count, outputs = len(prediction.load.prompts), float(prediction.load.outputs.sum())
-        low, high = prediction.joules.lo / outputs, prediction.joules.hi / outputs
-        console.print(
-            f"{prediction.joules.value / outputs:.3g} J an output token ({low:.3g} to {high:.3g}), "
-            f"{prediction.joules.value / count:.3g} J a request",
             highlight=False,
         )
     memory = _table("memory of a device", "bytes", "share")
@@ -74,8 +86,34 @@ def print_serving(console: Console, prediction: ServingPrediction) -> None:
     print_notes(console, prediction.notes)
 
 
-def print_plans(console: Console, plans: ServingPlans, model: str, top: int = 10) -> None:
-    """Print the best deployment, why it wins, its launch commands, and the Pareto front."""
+def _print_costs(console: Console, prediction: ServingPrediction, price: float) -> None:
+    """Print energy where power is known, and dollars where there is a price."""
+    for name, joules in prediction.joules().items():
+        console.print(
+            f"{joules.value:,.3g} J {_OF[name]} ({joules.lo:,.3g} to {joules.hi:,.3g})",
+            highlight=False,
+        )
+    if price:
+        cost = prediction.dollars(price)
+        console.print(
+            f"{cost.value:.3g} $ a million output tokens ({cost.lo:.3g} to {cost.hi:.3g}), "
+            f"{prediction.dollars_per_request(price).value:.3g} $ a request",
+            highlight=False,
+        )
+
+
+def print_plans(
+    console: Console, plans: ServingPlans, model: str, top: int = 10, price: float = 0.0
+) -> None:
+    """Print the best deployment, why it wins, its launch commands, and the Pareto front.
+
+    Args:
+        console: Where to.
+        plans: Deployments that were compared.
+        model: Checkpoint for the commands.
+        top: Most deployments of the front.
+        price: Dollars of a device and hour; 0 for none.
+    """
     best = plans.best
     if best is None:
         console.print(Text("no deployment keeps the SLO", style="bold red"))
@@ -86,8 +124,11 @@ def print_plans(console: Console, plans: ServingPlans, model: str, top: int = 10
         console.print(headline(_named(best), f"  {rate:,.0f} tokens/s a device"))
         for line in plans.reasons():
             console.print(f"because {line}", highlight=False)
+        _print_costs(console, best.prediction, price)
         for framework, command in plans.commands(model).items():
             console.print(f"{framework}: {command}", highlight=False, soft_wrap=True)
+        if model == PLACEHOLDER:
+            console.print(f"{PLACEHOLDER} stands for your checkpoint", highlight=False)
     console.print(
         f"{len(plans.judged)} deployments simulated, {len(plans.refused)} do not fit, "
         f"{plans.pruned} were left out",

@@ -265,3 +265,19 @@ def test_timeline_and_page(predictor: ServingPredictor) -> None:
     page = serving_page(found)
     assert "2 x (tp=4)" in page and "http" not in page.split("<script>")[0].split("csp")[0][400:]
     json.dumps(found.to_dict())
+
+
+def test_energy_and_cost_of_a_request(predictor: ServingPredictor) -> None:
+    found = predictor.predict(PLAIN, SPEC)
+    assert found.energy is not None
+    # Four devices of 700 W, between a board that waits and its limit.
+    most = 4 * 700 * found.run.makespan
+    assert 0.15 * most < found.energy.value < most
+    assert found.energy.lo < found.energy.value < found.energy.hi
+    data = found.to_dict(price=2.0)
+    assert data["joules_per_request"] == pytest.approx(found.energy.value / 40)
+    assert data["joules_per_output_token"] == pytest.approx(found.energy.value / (40 * 64))
+    # Four devices at 2 $ an hour over the tokens that they make in it.
+    rate = found.tokens_per_s.value
+    assert data["dollars_per_million_tokens"] == pytest.approx(8.0 / 3600 / rate * 1e6)
+    assert "dollars_per_million_tokens" not in found.to_dict()

@@ -10,7 +10,7 @@ import pytest
 from opcast.models.serving.model import ServingModel
 from opcast.predict.cluster.deployment import Deployment, Slo
 from opcast.predict.cluster.serving import ServingPredictor
-from opcast.predict.cluster.serving_launch import launch_commands
+from opcast.predict.cluster.serving_launch import PLACEHOLDER, checkpoint_of, launch_commands
 from opcast.predict.cluster.serving_load import LoadSpec
 from opcast.predict.cluster.serving_plan import (
     deployments,
@@ -140,3 +140,11 @@ def test_ties_go_to_the_larger_share_and_no_reason_is_a_loss() -> None:
     assert len(equal) > 1 and best.good == max(one.good for one in equal)
     assert not any("-" in line.split("gives")[-1].split("%")[0] for line in found.reasons())
     assert not any("gives 0% less" in line for line in found.reasons())
+
+
+def test_commands_name_checkpoints_that_exist() -> None:
+    assert checkpoint_of("llama-3.1-8b") == "meta-llama/Llama-3.1-8B-Instruct"
+    assert checkpoint_of("models/mine/config.json") == "models/mine"
+    assert checkpoint_of("llama") == PLACEHOLDER
+    command = launch_commands(BASE, checkpoint_of("qwen_3_32b"))["vLLM"]
+    assert command.startswith("vllm serve Qwen/Qwen3-32B ")
