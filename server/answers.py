@@ -5,9 +5,9 @@ Answers are written by the functions that print ``--json``; ``tests/server`` hol
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 
 class KernelAnswers(BaseModel):
@@ -133,6 +133,70 @@ class StepAnswer(_Powered):
     learned_of_the_whole: dict[str, float] | None = Field(
         None, description="If explain is asked for."
     )
+
+
+_LATENCIES: dict[str, Any] = {
+    f"{level}_{metric}_ms{end}": (float, ...)
+    for metric in ("ttft", "tpot", "itl", "e2el")
+    for level in ("mean", "median", "p90", "p99")
+    for end in ("", "_lo", "_hi")
+}
+
+
+class _Served(_Powered):
+    """What a deployment does under a load, in the terms of ``vllm bench serve``."""
+
+    duration: float = Field(description="Seconds.")
+    completed: int
+    total_input_tokens: int
+    total_output_tokens: int
+    max_concurrency: int | None
+    request_rate: float | str
+    request_throughput: float
+    request_throughput_lo: float
+    request_throughput_hi: float
+    output_throughput: float
+    output_throughput_lo: float
+    output_throughput_hi: float
+    output_throughput_per_gpu: float
+    output_throughput_per_gpu_lo: float
+    output_throughput_per_gpu_hi: float
+    total_token_throughput: float
+    slo_attainment: float | None = Field(None, description="With an SLO.")
+    slo_attainment_lo: float | None = None
+    slo_attainment_hi: float | None = None
+    joules_per_request: float | None = None
+    joules_per_request_lo: float | None = None
+    joules_per_request_hi: float | None = None
+    joules_per_output_token: float | None = None
+    joules_per_output_token_lo: float | None = None
+    joules_per_output_token_hi: float | None = None
+    dollars_per_million_tokens: float | None = Field(None, description="With a price.")
+    dollars_per_million_tokens_lo: float | None = None
+    dollars_per_million_tokens_hi: float | None = None
+    kv_occupancy_mean: float | None = None
+    kv_occupancy_max: float | None = None
+    batch_mean: float | None = None
+    queue_mean: float | None = None
+    queue_max: float | None = None
+    preemptions: int
+    iterations: int
+    largest_batch: int
+    prefix_hit_tokens: int
+    cache_tokens: int
+    queued_share: float
+    memory_bytes_per_device: dict[str, float]
+    known: str = Field(description="What intervals rest on: model, framework, architecture …")
+    framework: str
+    device: str
+    gpus: int
+    plan: str
+    replicas: int
+    notes: list[str]
+
+
+#: With the latencies, as ``opcast simulate-serving --json`` prints it.
+ServingAnswer = create_model("ServingAnswer", __base__=_Served, **_LATENCIES)
 
 
 class DeviceEntry(BaseModel):

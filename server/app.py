@@ -33,6 +33,7 @@ _RAW = ("application/octet-stream", "text/plain")
 _PROGRAM = TypeAdapter(schemas.ProgramQuery)
 _UPLOAD = TypeAdapter(schemas.ProgramOptions)
 _SIMULATE = TypeAdapter(schemas.SimulateQuery)
+_SIMULATE_SERVING = TypeAdapter(schemas.SimulateServingQuery)
 
 
 def create_app(settings: ServerSettings) -> FastAPI:
@@ -183,13 +184,35 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
     )
     async def simulate(request: Request) -> Response:
         """Predict one training step on a cluster under a parallel plan."""
-        query = await _body(request, _SIMULATE)
+        query: schemas.SimulateQuery = await _body(request, _SIMULATE)
+        task = query.model_dump() | {"kind": "simulate"}
+        return await _simulated(query, task, b"")
+
+    @app.post(
+        "/v1/simulate-serving",
+        operation_id="simulate_serving",
+        responses=documents.SIMULATE_SERVING,
+        openapi_extra=documents.SIMULATE_SERVING_BODY,
+        response_class=Response,
+    )
+    async def simulate_serving(request: Request) -> Response:
+        """Predict latencies, throughput and memory of engines that serve a decoder under a load."""
+        query: schemas.SimulateServingQuery = await _body(request, _SIMULATE_SERVING)
+        if query.device:
+            service.device(service.model(None), query.device)
+        task: dict[str, object] = {"kind": "simulate-serving"}
+        return await _simulated(query, task, query.model_dump_json().encode())
+
+    async def _simulated(
+        query: schemas.SimulateQuery | schemas.SimulateServingQuery,
+        task: dict[str, object],
+        payload: bytes,
+    ) -> Response:
         # ``find_cluster`` also reads files; no name in a request may be used as a path.
         if query.cluster.lower().endswith((".yaml", ".yml")):
             raise RequestError(422, "files of the server are not read", where="cluster")
-        model = service.operator_model(query.model)
-        task = query.model_dump() | {"kind": "simulate", "model": model}
-        status, body = await service.sandbox.run(task, b"")
+        task["model"] = service.operator_model(query.model)
+        status, body = await service.sandbox.run(task, payload)
         return json_response(body, status)
 
     return {
@@ -197,6 +220,7 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
         "/v1/predict/program": predict_program,
         "/v1/report": report,
         "/v1/simulate": simulate,
+        "/v1/simulate-serving": simulate_serving,
     }
 
 

@@ -64,12 +64,16 @@ REPORT: Responses = {
     **_errors(403),
 }
 SIMULATE = _answer(answers.StepAnswer, "As `opcast simulate --json` prints it.") | _ASKED
+SIMULATE_SERVING = (
+    _answer(answers.ServingAnswer, "As `opcast simulate-serving --json` prints it.") | _ASKED
+)
 
 _PROGRAM_SCHEMA = {"$ref": _REF.format(model="ProgramQuery")}
 _UPLOAD = {"schema": {"type": "string", "format": "binary"}}
 _FORMS = ("OpsQuery", "ColumnsQuery", "KernelsQuery")
 KERNELS_BODY = _body({"oneOf": [{"$ref": _REF.format(model=name)} for name in _FORMS]})
 SIMULATE_BODY = _body({"$ref": _REF.format(model="SimulateQuery")})
+SIMULATE_SERVING_BODY = _body({"$ref": _REF.format(model="SimulateServingQuery")})
 
 
 def _parameters() -> list[dict[str, object]]:
@@ -132,7 +136,9 @@ def extend(app: FastAPI, *, secured: bool) -> None:
 _BODIES = (
     schemas.ProgramQuery,
     schemas.SimulateQuery,
+    schemas.SimulateServingQuery,
     answers.KernelAnswers,
     answers.ProgramAnswer,
     answers.StepAnswer,
+    answers.ServingAnswer,
 )

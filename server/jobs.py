@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TypedDict
 
-from ..common.errors import LoweringError, OpcastError, ProgramError
+from ..common.errors import LoweringError, OpcastError, PlanError, ProgramError
 from ..common.interval import latency_fields
 from ..features.ir.reader import SourceProgram, read_program
 from ..features.lowering.options import LoweringOptions
@@ -197,6 +197,87 @@ def simulate(predictors: Predictors, task: Task, payload: bytes) -> dict[str, ob
     return step.to_dict()
 
 
+def simulate_serving(predictors: Predictors, task: Task, payload: bytes) -> dict[str, object]:
+    """A deployment under a load, as ``opcast simulate-serving --json`` prints it.
+
+    Raises:
+        OpcastError: The model, plan, load or device does not fit.
+    """
+    from ..predict.cluster.deployment import Deployment, draft_model, engines_of, parse_slo
+    from ..predict.cluster.served_row import in_formats, known_framework
+    from ..predict.cluster.serving import ServingPredictor
+    from ..predict.cluster.serving_load import LoadSpec
+    from ..predict.cluster.serving_table import EngineOptions
+    from ..simulate.step.workload import make_workload
+    from .schemas import SimulateServingQuery
+
+    asked = SimulateServingQuery.model_validate_json(payload)
+    if bool(asked.cluster) == bool(asked.device):
+        raise PlanError("give either cluster or device", where="request")
+    loads = [name for name in ("concurrency", "batch", "rate") if getattr(asked, name)]
+    if len(loads) > 1:
+        raise PlanError(f"{' and '.join(loads)} are loads of their own", hint="one of them")
+    if not asked.drafts and asked.draft != "ngram":
+        raise PlanError("a draft without drafts", where="draft", hint="give drafts")
+    if not asked.rate and asked.burstiness != 1.0:
+        raise PlanError("burstiness is that of a rate", where="burstiness", hint="give rate")
+    framework = known_framework(asked.framework)
+    served = in_formats(
+        make_workload(asked.workload, asked.settings),
+        asked.weights,
+        asked.kv_cache,
+        framework,
+        asked.linear_layers,
+        experts=asked.experts,
+        activations=asked.activations,
+    )
+    device, engine, prefill = engines_of(
+        served,
+        cluster=asked.cluster,
+        device=asked.device,
+        plan=asked.plan,
+        replicas=asked.replicas,
+        prefill=asked.prefill,
+        prefill_replicas=asked.prefill_replicas,
+    )
+    draft = draft_model(asked.draft, served, lambda name: make_workload(name, {}))
+    options = EngineOptions(
+        memory=asked.memory,
+        swap=asked.preemption == "swap",
+        eager=asked.eager,
+        drafts=asked.drafts,
+        draft=draft if asked.drafts else None,
+        router=asked.router,
+    )
+    deployment = Deployment(
+        served,
+        device,
+        framework,
+        engine,
+        prefill,
+        max_batch=asked.max_batch,
+        token_budget=asked.token_budget,
+        chunked=asked.chunked,
+        accepted=asked.accepted,
+        hit_rate=asked.prefix_hits,
+        options=options,
+    )
+    spec = LoadSpec(
+        prompt=asked.prompt,
+        output=asked.output,
+        concurrency=asked.concurrency,
+        batch=asked.batch,
+        rate=asked.rate,
+        burstiness=asked.burstiness,
+        count=asked.count,
+        seed=asked.seed,
+    )
+    name = task["model"]
+    predictor = ServingPredictor(None if name == "roofline" else predictors[name].operators)
+    found = predictor.predict(deployment, spec, slo=parse_slo(asked.slo))
+    return found.to_dict(asked.price)
+
+
 def _limits(task: Task) -> CompileSettings:
     """What a target compiler gets: less time than the request, so that it can be told."""
     return CompileSettings(
@@ -211,7 +292,7 @@ def _refused(what: str, hint: str) -> Reply:
 def ended(task: Mapping[str, object]) -> OpcastError:
     """The error of a task whose process died."""
     what = "the process that read it crashed, or needed more memory than the server allows"
-    kind = LoweringError if task["kind"] == "simulate" else ProgramError
+    kind = LoweringError if str(task["kind"]).startswith("simulate") else ProgramError
     return kind(what, where=str(task["kind"]), hint="is it complete and well formed?")
 
 
@@ -220,4 +301,5 @@ _KINDS: dict[str, Callable[[Predictors, Task, bytes], dict[str, object] | str]] 
     "report": report,
     "kernels": predict_kernels,
     "simulate": simulate,
+    "simulate-serving": simulate_serving,
 }

@@ -137,6 +137,11 @@ class ProgramQuery(ProgramOptions):
     )
 
 
+_Format = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{0,20}$")]
+_Plan = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9_=, -]*$")]
+_Lengths = Annotated[str, Field(max_length=60, pattern=r"^[a-z0-9.:]+$")]
+
+
 class SimulateQuery(Body):
     """A training step on a cluster, as ``opcast simulate`` takes it."""
 
@@ -167,6 +172,64 @@ class SimulateQuery(Body):
                     "cluster": "dgx-h100-x16",
                     "plan": "tp=8,dp=2",
                     "settings": {"layers": 4, "batch": 16},
+                }
+            ]
+        }
+    )
+
+
+class SimulateServingQuery(Body):
+    """A deployment under a load, as ``opcast simulate-serving`` takes it."""
+
+    workload: Name = Field(description="A model by name, such as llama-3.1-70b.")
+    settings: dict[Name, int | float | bool | Annotated[str, Field(max_length=40)]] = Field(
+        default_factory=dict, description="Sizes such as layers and d_model."
+    )
+    weights: _Format = Field("", description="Such as bf16, fp8, int4, mxfp4, nvfp4.")
+    experts: _Format = Field("", description="Of the experts, where it differs.")
+    activations: _Format = ""
+    kv_cache: _Format = Field("", description="bf16, fp8 or int8.")
+    linear_layers: int = Field(0, ge=0, le=10_000)
+    cluster: Name | Literal[""] = Field("", description="Such as h100-sxm-x8; or a device.")
+    device: Name | Literal[""] = ""
+    plan: _Plan = Field("", description="Of an engine, such as tp=4.")
+    replicas: int = Field(0, ge=0, le=4096)
+    prefill: _Plan = Field("", description="Of workers that run prompts alone.")
+    prefill_replicas: int = Field(1, ge=1, le=4096)
+    router: Literal["round-robin", "least-loaded", "prefix-aware"] = "round-robin"
+    framework: Name | Literal[""] = "vllm"
+    concurrency: int = Field(0, ge=0, le=100_000, description="Of a closed loop.")
+    rate: float = Field(0.0, ge=0, le=1e6, allow_inf_nan=False, description="Requests a second.")
+    burstiness: float = Field(1.0, gt=0, le=1000, allow_inf_nan=False)
+    batch: int = Field(0, ge=0, le=100_000, description="Of one static batch.")
+    # The simulation takes 0.1 ms a request, and each answer is three runs.
+    count: int = Field(0, ge=0, le=100_000, description="Requests.")
+    prompt: _Lengths = Field("1024", description="Tokens: 1024, uniform:512:1024 …")
+    output: _Lengths = "256"
+    seed: int = Field(0, ge=0, le=2**32 - 1)
+    max_batch: int = Field(0, ge=0, le=10**6)
+    token_budget: int = Field(0, ge=0, le=10**7)
+    chunked: bool | None = None
+    memory: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
+    preemption: Literal["recompute", "swap"] = "recompute"
+    prefix_hits: float = Field(0.0, ge=0, le=0.99, allow_inf_nan=False)
+    drafts: int = Field(0, ge=0, le=64)
+    accepted: float = Field(1.0, ge=1, le=65, allow_inf_nan=False)
+    draft: Name = Field("ngram", description="ngram, mtp or a model by name.")
+    eager: bool = False
+    slo: str = Field("", max_length=80, description="Such as ttft=500ms,tpot=30ms.")
+    price: float = Field(0.0, ge=0, le=1e6, allow_inf_nan=False)
+    model: Name | None = Field(None, description="A model of operators, or roofline.")
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "workload": "llama-3.1-8b",
+                    "device": "h100-sxm",
+                    "plan": "tp=1",
+                    "concurrency": 8,
+                    "count": 16,
+                    "model": "roofline",
                 }
             ]
         }

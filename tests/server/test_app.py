@@ -111,6 +111,18 @@ def test_a_step_becomes_a_task(client: Client, tasks: Tasks) -> None:
     assert task["kind"] == "simulate" and task["model"] == "roofline" and payload == b""
 
 
+def test_a_deployment_becomes_a_task_and_files_are_not_read(client: Client, tasks: Tasks) -> None:
+    body = {"workload": "llama-3.1-8b", "cluster": "h100-sxm-x8", "rate": 4.0, "model": "roofline"}
+    assert client.post("/v1/simulate-serving", json=body).status_code == 200
+    ((task, payload),) = tasks.asked
+    assert task["kind"] == "simulate-serving" and task["model"] == "roofline"
+    asked = json.loads(payload)
+    assert asked["rate"] == 4.0 and asked["prompt"] == "1024"
+    refused = client.post("/v1/simulate-serving", json=body | {"cluster": "mine.yaml"})
+    assert refused.status_code == 422 and "files" in refused.json()["what"]
+    assert client.post("/v1/simulate-serving", json=body | {"prompt": "a/b"}).status_code == 422
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [(InternalError("opcast fails at x.py:1"), 500), (DeviceError("none"), 404)],
@@ -166,6 +178,7 @@ def test_the_document_names_every_endpoint(client: Client) -> None:
         "/v1/predict/program",
         "/v1/report",
         "/v1/simulate",
+        "/v1/simulate-serving",
     }
     assert "500" in document["paths"]["/v1/predict/program"]["post"]["responses"]
 
@@ -194,11 +207,15 @@ def test_the_document_suits_generated_clients(client: Client) -> None:
     operations = {path: op for path, ops in document["paths"].items() for op in ops.values()}
     assert {op["operationId"] for op in operations.values()} == {
         "health", "metrics", "devices", "models",
-        "predict_kernels", "predict_program", "report", "simulate",
+        "predict_kernels", "predict_program", "report", "simulate", "simulate_serving",
     }  # fmt: skip
     for name in re.findall(r'"#/components/schemas/(\w+)"', text):
         assert name in schemas
-    for path, answer in (("predict/program", "ProgramAnswer"), ("simulate", "StepAnswer")):
+    for path, answer in (
+        ("predict/program", "ProgramAnswer"),
+        ("simulate", "StepAnswer"),
+        ("simulate-serving", "ServingAnswer"),
+    ):
         content = operations[f"/v1/{path}"]["responses"]["200"]["content"]
         assert content["application/json"]["schema"] == {"$ref": f"#/components/schemas/{answer}"}
     assert {"latency_us", "lo_us", "hi_us", "kernels"} <= set(

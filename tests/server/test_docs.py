@@ -38,7 +38,9 @@ def test_commands_of_the_document(command, url, tmp_path):
     if "predict" in command:
         latency = found["latency_us"]
         assert min(latency if isinstance(latency, list) else [latency]) > 0
-    if "simulate" in command:
+    if "simulate-serving" in command:
+        assert found["mean_ttft_ms"] > 0
+    elif "simulate" in command:
         assert found["step_us"] > 0
 
 

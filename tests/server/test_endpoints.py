@@ -161,6 +161,29 @@ def test_steps_are_simulated_as_on_the_command_line(ask):
     assert status == 200 and found == json.loads(done.stdout)
 
 
+SERVING = "/v1/simulate-serving"
+
+
+def test_serving_is_simulated_as_on_the_command_line(ask):
+    body = {
+        "workload": "llama-3.1-8b", "device": "h100-sxm", "plan": "tp=1", "concurrency": 4,
+        "count": 8, "output": "16", "model": "roofline", "price": 2.0,
+    }  # fmt: skip
+    status, found = ask(SERVING, body)
+    done = subprocess.run(
+        [sys.executable, "-m", "opcast.cli", "simulate-serving", "--workload", "llama-3.1-8b",
+         "--device", "h100-sxm", "--plan", "tp=1", "--concurrency", "4", "--count", "8",
+         "--output", "16", "--model", "roofline", "--price", "2", "--json"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert status == 200 and found == json.loads(done.stdout)
+    assert set(answers.ServingAnswer.model_validate(found).model_dump(exclude_unset=True)) == set(
+        found
+    )
+    status, error = ask(SERVING, body | {"rate": 2.0})
+    assert status == 422 and "concurrency and rate" in error["what"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "what"),
     [
