@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .attention_kernels import RowKernels
 from .columns import Machine, OpTable
 from .flops import attention_flops
 from .physics import (
@@ -22,39 +23,45 @@ from .physics import (
     stream_seconds,
 )
 
-# Constants were read off the tensor-core pack's own rows (split `train`) of all its chips, so their
-# figures on left-out chips are not entirely blind (docs/operators.md).
-#: Cycles of a kernel without work: prefill, and decode with its reduction over splits. Those of
-#: TensorRT-LLM come with kernels that rearrange the queries first.
-PREFILL_FLOOR, DECODE_FLOOR, TRT_PREFILL = 13_000.0, 14_000.0, 1.6
-#: Cycles that a thread block costs besides its arithmetic.
-PREFILL_BLOCK, DECODE_BLOCK, DECODE_BLOCK_TRT = 5000.0, 4000.0, 1500.0
-#: Query rows and keys of a tile, of the sizes that FlashAttention-2 uses (Dao, 2023, section 3.3).
-ROWS, KEYS = 128.0, 64.0
-#: Share of the matrix peak that the two products of a tile reach; TensorRT-LLM has kernels made for
-#: the data-centre chips from Hopper on.
-PRODUCTS, PRODUCTS_TRITON, PRODUCTS_TRT = 0.72, 0.37, 0.49
-TRT_TUNED = ("hopper", "blackwell", "blackwell-ultra")
+# Constants are fits to the tensor-core pack's own rows (split `train`) of all its chips, as are
+# those of kernels (attention_kernels.py), so their figures on left-out chips are not entirely
+# blind (docs/operators.md).
+#: Seconds and cycles of a prefill and of a decode without work. Kernels made for asynchronous
+#: copies take longer to set up a prefill, and less for a decode; an fp8 cache costs a conversion.
+PREFILL_S, PREFILL_FLOOR, DECODE_S, DECODE_FLOOR = 3.7e-6, 4600.0, 3.7e-6, 7700.0
+PREFILL_MADE, DECODE_MADE, FP8_CACHE = 1.28, 0.85, 1.24
+#: Query rows and keys of a tile: those of FlashAttention-2 (Dao, 2023, section 3.3), and the step
+#: in which masked keys are skipped.
+ROWS, KEYS = 128.0, 32.0
+#: What 8-bit products reach of the share of others: values are transposed on the way (Shah et al.,
+#: FlashAttention-3, 2024, section 3.3).
+NARROW = 0.68
 #: Exponentials of a core in a cycle, one for each (query, key) pair: special-function lanes (CUDA
 #: C++ Programming Guide, throughput of native arithmetic instructions), of which Blackwell Ultra
-#: has twice as many. They do not overlap with the products of their own tile (Shah et al.,
-#: FlashAttention-3, 2024).
+#: has twice as many. They do not overlap with the products of their own tile (Shah et al., 2024).
 EXPONENTIALS, EXPONENTIALS_ULTRA = 16.0, 32.0
-#: Keys of the smallest split of a decode, and cycles to merge the partial results (splits over the
+#: How much the longest causal tiles delay the end: in units of what they take beyond the mean.
+TAIL = 1.5
+#: Traffic of writing the cache, over its bytes: paged rows are scattered.
+SCATTERED = 1.4
+#: Keys of the smallest split of a decode, and seconds to merge the partial results (splits over the
 #: keys: Dao et al., Flash-Decoding, 2023).
-SPLIT, MERGE = 128.0, 4000.0
-#: Bytes per cycle that one core can stream, and that it can where every query head reads the keys.
-CORE_RATE, LONE_RATE = 16.0, 26.0
-#: Times that partial results are moved; bytes that an fp8 key costs in a core, as it is converted.
-PARTIALS, CONVERTED = 4.0, 1.4
-#: Cycles of a core for one sequence, and of the kernels before a decode from an fp8 cache.
-SEQUENCE, CONVERT = 3000.0, 5000.0
+SPLIT, MERGE_S = 128.0, 4.5e-6
+#: Bytes per cycle that one core can stream, and that it can where every query head reads the keys;
+#: how many times its even share of the memory's bandwidth a core can stream; and the power of the
+#: width beyond 128 by which wider heads lower the rate, since fewer of their tiles are in flight.
+CORE_RATE, LONE_RATE, UNEVEN, WIDE = 16.5, 26.0, 1.2, 0.3
+#: Share of the matrix peak of a decode's padded products.
+DECODE_PRODUCTS = 0.25
+#: Times that partial results are moved, and cycles of a core for one sequence.
+PARTIALS, SEQUENCE = 4.0, 4000.0
 #: Query heads of a group beyond which TensorRT-LLM has no grouped decode kernel.
 MOST_GROUPED = 32
 #: Latent keys and values of an absorbed head, 512 and 64 rotary ones (DeepSeek-V2, 2024), of which
-#: the values are the 512; and the share of the matrix peak that TensorRT-LLM reaches with them in a
-#: decode where it has no kernel made for the chip.
-LATENT_WIDTH, UNTUNED = 512 + 64 + 512, 0.14
+#: the values are the 512; the share of the matrix peak that TensorRT-LLM reaches with them in a
+#: decode where it has no kernel made for the chip; its floor over that of other decodes; and bytes
+#: that SGLang moves to widen an element of an fp8 cache.
+LATENT_WIDTH, UNTUNED, LATENT_FLOOR, WIDENED = 512 + 64 + 512, 0.36, 1.4, 9.0
 #: Dtypes of queries and of the arithmetic, one flag each.
 DTYPES = ("bf16", "fp8")
 
@@ -81,6 +88,7 @@ class _Work:
     resident: np.ndarray
     t_memory: np.ndarray
     trt: np.ndarray
+    kernel: RowKernels
 
     @property
     def repeat(self) -> np.ndarray:
@@ -158,6 +166,7 @@ def attention(table: OpTable) -> Physics:
         resident,
         t_memory,
         table.is_("backend", "trtllm"),
+        RowKernels(table),
     )
     blocks, split, t_tiles, t_blocks, t_both, t_extra, floor = (
         _decode(work, latent) if decode else _prefill(work, causal)
@@ -254,46 +263,49 @@ def _prefill(work: _Work, causal: np.ndarray) -> _Tiles:
 
     Keys and values are written to the cache before.
     """
-    w, mc = work, work.mc
+    w, mc, kernel = work, work.mc, work.kernel
     sharing = np.where(_packs_heads(w), w.repeat, 1.0)
     # Packing turns the heads of a group into rows of one tile, which fills tiles of short queries.
     blocks = w.batch * w.heads / sharing * np.ceil(w.q_len * sharing / ROWS)
     span = np.where(causal, np.minimum(ROWS, w.q_len), 0.0)
     seen = visited_keys(w.pairs / w.q_len, span, w.keys, w.window)
-    products = 2 * _width(work) / (w.peak / mc.cores) / _efficiency(work)
+    narrow = np.where(w.table.is_("dtype", "fp8"), NARROW, 1.0)
+    products = 2 * _width(work) / (w.peak / mc.cores) / kernel("products") / narrow
     # Products and exponentials add up: within a tile, softmax needs the first product and feeds the
     # second. Each (query, key) pair takes one exponential.
-    one = PREFILL_BLOCK / mc.clock + ROWS * seen * (products + 1 / (_lanes(w.table) * mc.clock))
-    t_tiles = np.maximum(quantised(blocks / mc.cores, 0.5), 1.0) * one
-    t_blocks = blocks / mc.cores * PREFILL_BLOCK / mc.clock
-    floor = PREFILL_FLOOR * np.where(w.trt, TRT_PREFILL, 1.0) / mc.clock
+    pair = products + kernel("exponential") / (_lanes(w.table) * mc.clock)
+    start = kernel("prefill_block") / mc.clock
+    mean, most = start + ROWS * seen * pair, start + ROWS * _longest(work, causal, seen) * pair
+    waves = blocks / mc.cores
+    t_tiles = np.maximum(quantised(waves, 0.5), 1.0) * mean
+    # The tiles at the end of a causal sequence see all keys: one of them is the least time, and
+    # those that start late delay the end.
+    t_tiles = np.maximum(t_tiles + TAIL * np.minimum(waves, 1.0) * (most - mean), most)
+    t_blocks = waves * start
+    floor = PREFILL_S * kernel("prefill_floor") + PREFILL_FLOOR / mc.clock
+    floor = floor * np.where(kernel.made, PREFILL_MADE, 1.0)
+    floor = floor * np.where(w.kv_width == 1, FP8_CACHE, 1.0)
     t_both = combine(t_tiles, w.t_memory)
     split = np.ones(len(blocks))
     return _Tiles(blocks, split, t_tiles, t_blocks, t_both, _cache_write(work), floor)
 
 
-def _tuned(table: OpTable) -> np.ndarray:
-    """Return where TensorRT-LLM has kernels made for the chip, bool, shape ``(n,)``."""
-    return table.of_device([float(d.architecture in TRT_TUNED) for d in table.devices]) > 0
+def _longest(work: _Work, causal: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """Return the keys that the longest tile reads, shape ``(n,)``."""
+    return np.where(causal, np.maximum(seen, work.keys + KEYS / 2), seen)
 
 
 def _width(work: _Work) -> np.ndarray:
     """Return the multiply-adds of a (query, key) pair; SGLang prefills with latent keys, too."""
     latent = work.table.family.endswith("mla") & work.table.is_("backend", "sglang")
-    return np.asarray(np.where(latent, LATENT_WIDTH, work.d_key + work.d_value))
+    padded = work.kernel.padded(work.d_key) + work.kernel.padded(work.d_value)
+    return np.asarray(np.where(latent, LATENT_WIDTH, padded))
 
 
 def _lanes(table: OpTable) -> np.ndarray:
     """Return the special-function lanes of a core, shape ``(n,)``."""
     ultra = [d.architecture == "blackwell-ultra" for d in table.devices]
     return table.of_device([EXPONENTIALS_ULTRA if u else EXPONENTIALS for u in ultra])
-
-
-def _efficiency(work: _Work) -> np.ndarray:
-    """Return the share of the matrix peak that products reach, shape ``(n,)``."""
-    tuned = _tuned(work.table)
-    share = np.where(work.table.says("kernel", "triton"), PRODUCTS_TRITON, PRODUCTS)
-    return np.asarray(np.where(work.trt & ~tuned, PRODUCTS_TRT, share))
 
 
 def _packs_heads(work: _Work) -> np.ndarray:
@@ -319,9 +331,11 @@ def visited_keys(
         keys: Keys visible to the last query.
         window: Of sliding attention; 0 is none.
     """
-    # A causal tile computes the whole square on the diagonal, of which half is masked. Under a
-    # window the far edge is masked, too, and both ends fall within tiles of keys.
-    edge = np.where(window > 0, np.minimum(span, keys) + KEYS, span / 2)
+    # A causal tile computes the square on the diagonal but for steps that are masked altogether, of
+    # which half is masked. Under a window the far edge is masked, too, and both ends fall within
+    # tiles of keys.
+    diagonal = np.maximum(span - KEYS, 0.0) / 2
+    edge = np.where(window > 0, np.minimum(span, keys) + KEYS, diagonal)
     return np.asarray(np.maximum(mean + edge, KEYS))
 
 
@@ -337,55 +351,70 @@ def _cache_write(work: _Work) -> np.ndarray:
     # Read in bf16, written in the cache's own type.
     rewritten = w.batch * w.groups * w.kv_len * width * (2 + w.kv_width)
     rewritten = rewritten + np.where(w.trt, 2.0, 0.0) * w.batch * w.heads * w.q_len * width
-    return stream_seconds(rewritten, w.resident, w.mc)
+    return SCATTERED * stream_seconds(rewritten, w.resident, w.mc)
 
 
 def _decode(work: _Work, latent: bool) -> _Tiles:
     """Cut decode into blocks of up to 64 query heads; split the keys for idle cores if it pays."""
-    w, mc = work, work.mc
+    w, mc, kernel = work, work.mc, work.kernel
     sliding, many = _ungrouped(work, latent)
     blocks = w.batch * np.where(sliding | many, w.heads, w.groups * np.ceil(w.repeat / 64))
-    cycles = np.where(w.trt, DECODE_BLOCK_TRT, DECODE_BLOCK)
-    # One query for each head: the heads of a group are the rows of a product, padded to the 16 rows
-    # of a matrix instruction.
-    rows = np.maximum(16, np.ceil(w.repeat / 16) * 16)
+    cycles = kernel("decode_block")
+    # One query for each head: the heads of a group are the rows of a product, padded to whole ones.
+    least = kernel("rows")
+    rows = np.ceil(w.repeat / least) * least
     padded = 2 * w.batch * w.groups * rows * w.keys * (w.d_key + w.d_value)
-    # The faster of two ways counts: matrix units on padded rows at 0.35 of the peak, or the work
-    # without padding at 0.2 of it and a cost for each block. Read off the pack, as above.
+    # The faster of two ways counts: matrix units on padded rows, or the work without padding at 0.2
+    # of the peak and a cost for each block. Read off the pack, as above.
     scalar = blocks / mc.cores * cycles / mc.clock + w.flops / w.peak / 0.2
-    t_tiles = np.minimum(padded / w.peak / 0.35, scalar)
-    if latent:
-        untuned = 2 * w.batch * np.maximum(rows, 64) * w.keys * LATENT_WIDTH / w.peak / UNTUNED
-        t_tiles = np.where(w.trt & ~_tuned(w.table), untuned, t_tiles)
-    # On chips with more memory bandwidth for each core than that, a core streams up to 1.5 times
-    # its even share.
-    rate = np.maximum(CORE_RATE, 1.5 * mc.bandwidth / mc.cores / mc.clock)
+    t_tiles = np.minimum(padded / w.peak / DECODE_PRODUCTS, scalar)
+    # On chips with more memory bandwidth for each core than that, a core streams more than its even
+    # share.
+    rate = CORE_RATE * kernel("rate")
+    rate = np.maximum(rate, UNEVEN * mc.bandwidth / mc.cores / mc.clock)
     rate = np.where(many, LONE_RATE, rate)
     width = w.d_key if latent else w.d_key + w.d_value
-    # An fp8 key is one byte in memory, but costs a core like 1.4, since it is widened there.
-    streamed = w.keys * np.maximum(w.kv_width, CONVERTED) * width / rate
+    if not latent:
+        rate = rate * np.minimum(1.0, 128 / w.d_key) ** WIDE
+    # An fp8 key is one byte in memory, but costs a core more, since it is widened there.
+    streamed = w.keys * np.maximum(w.kv_width, kernel("converted")) * width / rate
+    memory = w.t_memory * kernel("stream")
+    # Without a kernel made for the chip, TensorRT-LLM gives a block to 64 latent heads of a
+    # sequence and does not split its keys.
+    whole_keys = kernel.is_("trt") & latent
+    slow = 2 * 64 * w.keys * LATENT_WIDTH / (w.peak / mc.cores) / UNTUNED * mc.clock
+    streamed = np.where(whole_keys, np.maximum(streamed, slow), streamed)
 
     def cut(split: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         turns = np.maximum(quantised(blocks * split / mc.cores, 0.5), 1.0)
         serial = turns * (cycles + streamed / split) + w.batch / mc.cores * SEQUENCE
-        return serial / mc.clock, combine(t_tiles, w.t_memory, serial / mc.clock)
+        return serial / mc.clock, combine(t_tiles, memory, serial / mc.clock)
 
-    most = np.where(sliding, 1, np.maximum(1, w.keys / SPLIT))
+    most = np.where(sliding | whole_keys, 1, np.maximum(1, w.keys / SPLIT))
     # As many splits as occupy the idle cores; more would only add partial results to merge.
     split = np.clip(mc.cores / blocks, 1, most)
     # Partial results are f32 (4 bytes); they stay in the cache between the two kernels.
     partial = w.batch * w.heads * split * w.d_value * 4 * PARTIALS / mc.cache_bandwidth
-    merge = MERGE / mc.clock + partial
+    merge = MERGE_S * kernel("merge") + partial
     (whole, t_whole), (parts, t_parts) = cut(np.ones(len(split))), cut(split)
     pays = (split > 1) & (t_parts + merge < t_whole)
-    floor = (DECODE_FLOOR + np.where(w.kv_width == 1, CONVERT, 0.0)) / mc.clock
+    floor = DECODE_S * kernel("decode_floor") + DECODE_FLOOR / mc.clock
+    floor = floor * np.where(kernel.made, DECODE_MADE, 1.0)
+    floor = floor * np.where(w.kv_width == 1, kernel("fp8_cache"), 1.0)
+    extra = np.where(pays, merge, 0.0)
+    if latent:
+        floor = floor * np.where(w.trt, LATENT_FLOOR, 1.0)
+        # SGLang widens an fp8 cache of latent keys before FlashAttention-3 reads it.
+        widened = w.batch * w.keys * w.d_key * np.where(w.kv_width == 1, WIDENED, 0.0)
+        widened = np.where(kernel.is_("flash-3"), widened, 0.0)
+        extra = extra + stream_seconds(widened, w.resident, mc)
     return _Tiles(
         blocks,
         np.where(pays, split, 1.0),
         t_tiles,
         np.where(pays, parts, whole),
         np.where(pays, t_parts, t_whole),
-        np.where(pays, merge, 0.0),
+        extra,
         floor,
     )
 

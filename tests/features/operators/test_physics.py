@@ -185,32 +185,63 @@ LONG = {
 
 
 def test_long_prefill(estimate):
-    """200 tiles are two waves on 100 cores; a tile has 64 masked keys beside those of a query."""
+    """200 tiles are two waves on 100 cores; the last ones see all keys and delay the end."""
     found = estimate("graph/context_attention", LONG)
-    keys = (1 + 6400) / 2 + 128 / 2
-    products = 2 * (128 + 128) / 1e4 / 0.72  # cycles of a pair, at 10,000 FLOP a cycle and core
-    tiles = 2 * (5000 + 128 * keys * (products + 1 / 16)) / 1e9
+    keys = (1 + 6400) / 2 + (128 - 32) / 2  # the diagonal is computed in steps of 32 keys
+    products = 2 * (128 + 128) / 1e4 / 0.8  # cycles of a pair, at 10,000 FLOP a cycle and core
+    mean, most = (6200 + 128 * k * (products + 1 / 16) for k in (keys, 6400 + 16))
+    tiles = (2 * mean + 1.5 * (most - mean)) / 1e9
     tensor = 4 * 6400 * (128 + 128) * 2  # bytes of the queries and the result
-    memory, cache = 2 * tensor / 0.85e12, 2 * tensor / 0.85e12
-    assert found.base_s[0] == pytest.approx(13e-6 + cache + combine(tiles, memory), rel=1e-6)
+    memory, cache = 2 * tensor / 0.85e12, 1.4 * 2 * tensor / 0.85e12
+    floor = 3.7e-6 + 4600 / 1e9
+    assert found.base_s[0] == pytest.approx(floor + cache + combine(tiles, memory), rel=1e-6)
+
+
+def test_one_tile_lasts_as_long_as_it_sees_keys(estimate):
+    """A chunk of 128 queries at the end of a long history: one tile a head, on idle cores."""
+    found = estimate("graph/context_attention", {**LONG, "q_len": 128})
+    tiles = found.base_s[0] * 2 ** found.X[0, found.names.index("log_tiles_base")]
+    pair = 2 * (128 + 128) / 1e4 / 0.8 + 1 / 16
+    assert tiles == pytest.approx((6200 + 128 * (6400 + 16) * pair) / 1e9, rel=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "changes", "products", "lanes"),
+    ("architecture", "changes", "products", "exponentials", "start"),
     [
-        ("hopper", {"backend": "trtllm"}, 0.72, 16),
-        ("ampere", {"backend": "trtllm"}, 0.49, 16),
-        ("ampere", {"backend": "sglang", "kernel": "triton"}, 0.37, 16),
-        ("blackwell-ultra", {"backend": "vllm"}, 0.72, 32),
+        ("hopper", {"backend": "trtllm"}, 0.8, 1 / 16, 8300),
+        ("ampere", {"backend": "trtllm"}, 0.55, 1 / 16, 3700),
+        ("ampere", {"backend": "sglang", "kernel": "triton"}, 0.39, 1 / 16, 13_000),
+        ("hopper", {"backend": "vllm", "kernel": "flash_attn_fa3"}, 0.8, 0.7 / 16, 8400),
+        ("blackwell-ultra", {"backend": "vllm"}, 0.8, 1 / 32, 6200),
     ],
 )
-def test_what_tiles_reach(round_gpu, architecture, changes, products, lanes):
+def test_what_tiles_reach(round_gpu, architecture, changes, products, exponentials, start):
     frame = pd.DataFrame([{**LONG, **changes, "causal": 0, "device": "d"}])
     device = round_gpu("d", architecture=architecture)
     found = op_features(frame, "graph/encoder_attention", {"d": device})
     tiles = found.base_s[0] * 2 ** found.X[0, found.names.index("log_tiles_base")]
-    pair = 2 * 256 / 1e4 / products + 1 / lanes
-    assert tiles == pytest.approx(2 * (5000 + 128 * 6400 * pair) / 1e9, rel=1e-6)
+    pair = 2 * 256 / 1e4 / products + exponentials
+    assert tiles == pytest.approx(2 * (start + 128 * 6400 * pair) / 1e9, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("backend", "kernel", "width"),
+    [
+        ("vllm", "flash_attn_fa2", 96),
+        ("sglang", "triton", 128),
+        ("trtllm", "torch_flow", 80),
+        ("sglang", "flash_attention_v3", 96),
+    ],
+)
+def test_widths_that_kernels_pad_heads_to(round_gpu, backend, kernel, width):
+    def products(head_dim):
+        names = {"backend": backend, "kernel": kernel, "causal": 0, "device": "d"}
+        row = {**LONG, **names, "head_dim": head_dim, "v_head_dim": head_dim}
+        device = round_gpu("d", architecture="ampere")
+        found = op_features(pd.DataFrame([row]), "graph/encoder_attention", {"d": device})
+        return found.base_s[0] * 2 ** found.X[0, found.names.index("log_tiles_base")]
+
+    assert products(72) == pytest.approx(products(width), rel=1e-6)
 
 
 def test_keys_at_the_edges_of_a_tile():
@@ -218,7 +249,7 @@ def test_keys_at_the_edges_of_a_tile():
         np.array(v, float)
         for v in ((100, 100, 1, 4), (128, 0, 5, 128), (200, 100, 5, 4), (0, 0, 0, 4))
     )
-    assert list(visited_keys(mean, span, keys, window)) == [164, 100, 64, 72]
+    assert list(visited_keys(mean, span, keys, window)) == [148, 100, 32, 40]
 
 
 DECODE = {**LONG, "q_heads": 1, "kv_heads": 1, "head_dim": 64, "v_head_dim": 64, "q_len": 1,
@@ -228,15 +259,31 @@ DECODE = {**LONG, "q_heads": 1, "kv_heads": 1, "head_dim": 64, "v_head_dim": 64,
 def test_decode_is_split_over_idle_cores(estimate):
     found = estimate("graph/generation_attention", DECODE)
     assert found.X[0, found.names.index("log_split")] == pytest.approx(np.log2(100))
-    serial = (4000 + 128 * 128 * 2 / 16 + 3000 / 100) / 1e9  # 128 keys a core, 16 bytes a cycle
-    memory = (12_800 + 1) * 128 * 2 / 0.85e12
-    tiles = 4000 / 100 / 1e9 + 2 * 12_800 * 128 / 1e15 / 0.2
-    merge = 4000 / 1e9 + 100 * 64 * 4 * 4 / 1e13
+    serial = (4600 + 128 * 128 * 2 / 16.5 + 4000 / 100) / 1e9  # 128 keys a core, in bytes a cycle
+    memory = 0.92 * (12_800 + 1) * 128 * 2 / 0.85e12
+    tiles = 4600 / 100 / 1e9 + 2 * 12_800 * 128 / 1e15 / 0.2
+    merge = 4.5e-6 + 100 * 64 * 4 * 4 / 1e13
+    floor = 3.7e-6 + 7700 / 1e9
     assert found.base_s[0] == pytest.approx(
-        14e-6 + merge + combine(tiles, memory, serial), rel=1e-6
+        floor + merge + combine(tiles, memory, serial), rel=1e-6
     )
     short = estimate("graph/generation_attention", DECODE, kv_len=256)  # merging costs more
     assert short.X[0, short.names.index("log_split")] == 0
+
+
+def test_latent_keys_without_a_kernel_for_the_chip_are_not_split(round_gpu):
+    """One sequence on one core of 100, which streams its keys or multiplies 64 heads by them."""
+    row = {**DECODE, "q_heads": 16, "head_dim": 576, "v_head_dim": 512, "backend": "trtllm"}
+
+    def base(architecture):
+        frame = pd.DataFrame([{**row, "device": "d"}])
+        device = round_gpu("d", architecture=architecture)
+        return op_features(frame, "graph/generation_mla", {"d": device}).base_s[0]
+
+    streamed, multiplied = 576 * 2 / 16.5 / 0.8, 2 * 64 * 1088 / 1e4 / 0.36  # cycles a key
+    one = (2800 + 12_800 * max(streamed, multiplied) + 4000 / 100) / 1e9
+    assert base("ampere") == pytest.approx(one, rel=0.05)
+    assert base("hopper") < base("ampere") / 10
 
 
 def test_heads_that_read_the_keys_for_themselves(estimate):

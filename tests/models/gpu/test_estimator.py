@@ -24,11 +24,11 @@ from opcast.features.table.columns import INDEX
 from opcast.features.table.roofline import roofline
 from opcast.models.core.base import Estimator
 from opcast.models.cost_model import CostModel
+from opcast.models.gpu.attention import BACKWARD
 from opcast.models.gpu.estimator import GpuEstimator
 from opcast.models.gpu.products import Products, _chains
 from opcast.models.gpu.routes import attention_of, describe, products
 from opcast.predict.locate import find_model
-from opcast.simulate.step.layer_ops import ATTENTION_BACKWARD
 from opcast.workflows.reports.accuracy import COMMITTED
 
 KERNELS = Path(__file__).parents[1] / "data" / "gpu" / "kernels.hlo"
@@ -159,7 +159,7 @@ def test_attention_backward_takes_longer_than_forward(model: CostModel, device: 
         assert row[0, INDEX[size]] == row[1, INDEX[size]]
     assert row[:, INDEX["dense_flops"]].tolist() == [forward.flops, backward.flops]
     answer = model.predict_kernels([forward, backward], find_device(device))
-    assert answer.latency[1] == pytest.approx(ATTENTION_BACKWARD * answer.latency[0])
+    assert answer.latency[1] == pytest.approx(BACKWARD * answer.latency[0])
     assert list(answer.source) == ["learned:graph/context_attention"] * 2
     assert answer.hi[1] / answer.lo[1] > answer.hi[0] / answer.lo[0]
 

@@ -1,0 +1,129 @@
+"""What libraries' attention kernels cost, by the class of kernel that runs a row.
+
+Constants are least-squares fits to rows of split ``train`` of the tensor-core pack on A100, H100,
+H200 and RTX PRO 6000, each class and chip with equal weight, rounded. What they carry over to a
+chip that is left out of the fit, too: docs/operators.md.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .columns import OpTable
+from .physics import non_nvidia
+
+#: Architectures that libraries have attention kernels made for: asynchronous copies and matrix
+#: instructions of the data-centre chips from Hopper on.
+MADE_FOR = ("hopper", "blackwell", "blackwell-ultra")
+
+
+class AttentionKernel(NamedTuple):
+    """Costs of a class of kernels.
+
+    Attributes:
+        prefill_floor, decode_floor: Factors on the seconds of a kernel without work.
+        prefill_block, decode_block: Cycles that a thread block costs besides its arithmetic.
+        products: Share of the matrix peak that the two products of a prefill tile reach.
+        exponential: Share of the time of the exponentials that products do not hide.
+        merge: Factor on the seconds to merge the parts of a split decode.
+        rate: Factor on the bytes that a core streams in a cycle of a decode.
+        stream: Factor on the time of the memory in a decode.
+        converted: Bytes that an fp8 key costs in a core, as it is converted.
+        fp8_cache: Factor on the floor of a decode from an fp8 cache.
+        rows: Rows of the smallest product in a decode; the heads of a group are its rows.
+    """
+
+    prefill_floor: float = 1.0
+    decode_floor: float = 1.0
+    prefill_block: float = 6200.0
+    decode_block: float = 4600.0
+    products: float = 0.8
+    exponential: float = 1.0
+    merge: float = 1.0
+    rate: float = 1.0
+    stream: float = 0.92
+    converted: float = 1.8
+    fp8_cache: float = 1.3
+    rows: float = 16.0
+
+
+#: By class. FlashAttention-3 hides exponentials of one tile behind products of another (Shah et
+#: al., 2024). FlashAttention's tiles have 64 rows at least, others' those of a matrix instruction.
+KERNELS: dict[str, AttentionKernel] = {
+    "flash-2": AttentionKernel(
+        prefill_floor=0.6, decode_block=6200.0, merge=1.8, rate=0.8, rows=64.0
+    ),
+    "flash-3": AttentionKernel(
+        decode_floor=1.6, prefill_block=8400.0, decode_block=6000.0, exponential=0.7, merge=0.75,
+        rate=1.15, rows=64.0,
+    ),
+    "flashinfer": AttentionKernel(decode_floor=0.5, decode_block=4400.0, merge=0.63, fp8_cache=1.8),
+    # SGLang on chips before Hopper.
+    "flash-sglang": AttentionKernel(
+        prefill_floor=1.6, decode_floor=1.4, merge=2.3, stream=1.6, rows=64.0
+    ),
+    "triton": AttentionKernel(
+        prefill_floor=0.6, prefill_block=13_000.0, decode_block=3700.0, products=0.39,
+        fp8_cache=1.05,
+    ),
+    "trt": AttentionKernel(
+        prefill_floor=1.8, decode_floor=1.3, prefill_block=3700.0, decode_block=2800.0,
+        products=0.55, merge=1.3, rate=0.8, converted=1.3, fp8_cache=0.9,
+    ),
+    "trt-made": AttentionKernel(
+        prefill_floor=1.65, decode_floor=1.3, prefill_block=8300.0, decode_block=2800.0, merge=1.3,
+        rate=0.8, converted=1.3, fp8_cache=0.9,
+    ),
+    "other": AttentionKernel(),
+}  # fmt: skip
+_ORDER = tuple(KERNELS)
+
+
+class RowKernels:
+    """The class of kernel of each of ``n`` rows, and its costs."""
+
+    def __init__(self, table: OpTable) -> None:
+        """Tell the classes of a table's rows."""
+        made = table.of_device([float(d.architecture in MADE_FOR) for d in table.devices]) > 0
+        trt = table.is_("backend", "trtllm")
+        flash = table.says("kernel", "fa2", "flash_attn", "flash_attention")
+        sglang = table.is_("backend", "sglang") & flash
+        third = table.says("kernel", "fa3", "fa4", "attention_v3") | (sglang & made)
+        rules = (
+            ("triton", table.says("kernel", "triton")),
+            ("trt-made", trt & made),
+            ("trt", trt),
+            ("flash-3", third),
+            ("flashinfer", table.says("kernel", "flashinfer", "fiprefill", "fidecode")),
+            ("flash-sglang", sglang),
+            ("flash-2", flash),
+        )
+        conditions = [is_it for _, is_it in rules]
+        codes = [_ORDER.index(name) for name, _ in rules]
+        self.code = np.select(conditions, codes, _ORDER.index("other"))
+        self.made = made
+        self.foreign = non_nvidia(table) > 0
+
+    def __call__(self, cost: str) -> np.ndarray:
+        """Return one of the costs of :class:`AttentionKernel` by row, shape ``(n,)``."""
+        costs = np.array([getattr(KERNELS[name], cost) for name in _ORDER], np.float64)
+        return np.asarray(costs[self.code])
+
+    def is_(self, *names: str) -> np.ndarray:
+        """Return the rows of some classes, bool, shape ``(n,)``."""
+        return np.isin(self.code, [_ORDER.index(name) for name in names])
+
+    def padded(self, width: np.ndarray) -> np.ndarray:
+        """Return the widths of heads that kernels compute with, shape ``(n,)``.
+
+        FlashAttention has kernels for multiples of 32, and of 64 from 128 on; Triton's tiles and
+        those of TensorRT-LLM's made kernels are powers of two, but for the latter's 192.
+        """
+        flash = np.where(width <= 128, np.ceil(width / 32) * 32, np.ceil(width / 64) * 64)
+        power = np.exp2(np.ceil(np.log2(np.maximum(width, 1))))
+        made = np.where(width == 192, width, power)
+        sixteen = np.ceil(width / 16) * 16
+        cases = [self.is_("triton"), self.is_("trt-made"), self.is_("trt")]
+        return np.asarray(np.select(cases, [power, made, sixteen], flash))
