@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from xgboost import Booster
 
 #: Format of the file that :meth:`TileModel.save` writes.
-FORMAT = 1
+FORMAT = 2
 #: Model that ships with the package.
 PRETRAINED = PACKAGE / "models" / "pretrained" / "tiles.json"
 #: Trees and depth of the model of known devices and of that of others, where fewer and shallower
@@ -62,6 +62,8 @@ class TileModel:
         pairs: ``device|op`` with measured rows.
         trees: Compressed boosters: of known devices, and of others.
         ends: Ends of intervals as logarithms, by device for known ones; ``""`` for others.
+        offsets: Log-ratios of measured to least time by op, implementation and kind of device
+            (``op|implementation|platform``), which the trees of other devices start from.
         provenance: What it was learned from.
     """
 
@@ -70,6 +72,7 @@ class TileModel:
     pairs: list[str]
     trees: tuple[bytes, bytes]
     ends: dict[str, Ends]
+    offsets: dict[str, float]
     provenance: dict[str, object] = field(default_factory=dict)
     _boosters: list[Booster] = field(default_factory=list, repr=False)
 
@@ -87,7 +90,8 @@ class TileModel:
         log = np.where(
             known,
             _applied(self._boosters[0], rows.known(self.names, self.keys, self.devices)),
-            _applied(self._boosters[1], rows.general(self.names)),
+            _offset(rows, self.offsets)
+            + _applied(self._boosters[1], rows.general(self.names, self.keys)),
         )
         # No kernel beats its chip, whatever the trees say.
         seconds = np.maximum(rows.base_s * np.exp(log), rows.ceiling_s)
@@ -113,6 +117,7 @@ class TileModel:
             "pairs": self.pairs,
             "trees": [base64.b64encode(tree).decode() for tree in self.trees],
             "ends": self.ends,
+            "offsets": self.offsets,
             "provenance": self.provenance,
         }
         write_text(path, json.dumps(data, separators=(",", ":")))
@@ -135,6 +140,7 @@ class TileModel:
                 [str(v) for v in data["pairs"]],
                 (known, general),
                 {str(k): (float(v[0]), float(v[1])) for k, v in data["ends"].items()},
+                {str(k): float(v) for k, v in data["offsets"].items()},
                 dict(data["provenance"]),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -174,31 +180,77 @@ def fit_tiles(rows: TileRows, seconds: np.ndarray, seed: int = 0) -> tuple[TileM
     if len(devices) < 2:
         raise ModelError("tiles of one device alone say nothing of others", where=devices[0])
     target = np.log(seconds / rows.base_s)
-    own, general = rows.known(names, keys, devices), rows.general(names)
+    own, general = rows.known(names, keys, devices), rows.general(names, keys)
     # A problem's rows on all devices are in one fold: its shape is new to all of them.
     problems = np.array([str(s).split("|", 1)[1] for s in rows.subject])
     _, problem = np.unique(problems, return_inverse=True)
     fold = default_rng(seed).permutation(problem.max() + 1)[problem] % FOLDS
     shapes = _left_out(own, target, fold, _KNOWN, seed)
-    chip = np.unique(rows.device.astype(str), return_inverse=True)[1]
-    others = _left_out(general, target, chip, _GENERAL, seed)
+    carries = ~_lacked(rows)
+    others = np.zeros(len(rows))
+    for name in devices:
+        out = rows.device == name
+        start, trees = _grow_general(rows, general, target, ~out & carries, seed)
+        others[out] = (target - _offset(rows, start) - _applied(trees, general))[out]
     apart = {d: ends(shapes[rows.device == d]) for d in devices}
-    # Over all devices together: one whose compiler lacked an op (XLA's ragged products on v5p, a
-    # hundred times slower) would make every interval useless.
-    unseen = including_zero(ends(others))
+    # Over all devices together: few were measured, and each with ops of its own.
+    unseen = including_zero(ends(others[carries]))
     every = np.ones(len(rows), bool)
+    offsets, trees = _grow_general(rows, general, target, carries, seed)
     model = TileModel(
         names,
         keys,
         sorted({f"{d}|{op}" for d, op in zip(rows.device, rows.names[:, 0], strict=True)}),
         (
             compact(_grow(own, target, every, _KNOWN, seed)),
-            compact(_grow(general, target, every, _GENERAL, seed)),
+            compact(trees),
         ),
         {**{d: including_zero(e) for d, e in apart.items()}, "": unseen},
+        offsets,
         {"rows": len(rows), "devices": devices},
     )
     return model, LeftOut(shapes, others)
+
+
+def _lacked(rows: TileRows) -> np.ndarray:
+    """Rows that say nothing of other devices, bool, shape ``(n,)``.
+
+    XLA had no ragged products for v5p, where what stands in for them is a hundred times slower.
+    """
+    return (rows.device == "tpu-v5p") & (rows.labels == "ragged_dot|xla")
+
+
+def _grow_general(
+    rows: TileRows, features: np.ndarray, target: np.ndarray, some: np.ndarray, seed: int
+) -> tuple[dict[str, float], Booster]:
+    """Learn what carries over: offsets of implementations, and trees on what they leave.
+
+    An offset is the mean over devices of one kind, so that the one with most rows does not decide.
+    """
+    found: dict[str, dict[str, float]] = {}
+    rest = target.copy()
+    for label in sorted(set(rows.labels[some])):
+        for device in sorted(set(rows.device[some & (rows.labels == label)])):
+            own = some & (rows.labels == label) & (rows.device == device)
+            middle = float(np.median(target[own]))
+            rest[own] -= middle
+            found.setdefault(f"{label}|{rows.platform[own][0]}", {})[device] = middle
+    offsets = {key: float(np.mean([*by_device.values()])) for key, by_device in found.items()}
+    return offsets, _grow(features, rest, some, _GENERAL, seed)
+
+
+def _offset(rows: TileRows, offsets: dict[str, float]) -> np.ndarray:
+    """Offset of each row, that of other kinds of device where its own has none, ``(n,)``."""
+    by_label: dict[str, list[float]] = {}
+    for key, value in offsets.items():
+        by_label.setdefault(key.rsplit("|", 1)[0], []).append(value)
+    every = float(np.mean([*offsets.values()])) if offsets else 0.0
+    found = np.empty(len(rows))
+    for place, (label, platform) in enumerate(zip(rows.labels, rows.platform, strict=True)):
+        other = by_label.get(label)
+        elsewhere = every if other is None else float(np.mean(other))
+        found[place] = offsets.get(f"{label}|{platform}", elsewhere)
+    return found
 
 
 def _left_out(

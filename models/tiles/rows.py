@@ -34,8 +34,10 @@ _SCORE_PASSES = 4.0
 _FLOOR_S = 2e-6
 #: Rows that a tensor core's instruction multiplies at least, of chips without a systolic array.
 _MMA_ROWS = 16.0
-#: Implementations of attention that write scores to memory.
-_UNFUSED = ("xla", "jax_nn")
+#: Implementations of attention that write scores to memory and compute what a mask hides: XLA's
+#: own, by chunks of queries or whole, takes 13 to 16 bytes of the bandwidth a score on TPU v5p and
+#: v6e, with a causal mask as without one (kernel pack, ``tpu`` table).
+_UNFUSED = ("xla", "xla_chunked", "jax_nn")
 #: Smallest share whose logarithm is a feature.
 _LEAST = 1e-4
 
@@ -53,6 +55,7 @@ class TileRows:
         ratios: How the kernel lies on its device, shape ``(n, d)``; nothing names the device.
         sizes: Logarithms of least times, of FLOPs per byte and of sizes, shape ``(n, d)``.
         config: Configurations by key.
+        platform: Kind of each row's device, object.
     """
 
     device: np.ndarray
@@ -63,6 +66,7 @@ class TileRows:
     ratios: np.ndarray
     sizes: np.ndarray
     config: list[dict[str, object]]
+    platform: np.ndarray
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -74,19 +78,24 @@ class TileRows:
         made = zip(self.names[:, 1], self.config, strict=True)
         return np.array([f"{n}|{json.dumps(c, sort_keys=True)}" for n, c in made], object)
 
-    def general(self, names: list[str]) -> np.ndarray:
-        """Features that carry over to other devices, float32."""
-        return np.concatenate([self._flags(names), self.ratios], axis=1).astype(np.float32)
+    @property
+    def labels(self) -> np.ndarray:
+        """Op and implementation of each row, object."""
+        return np.array([f"{op}|{made}" for op, made in self.names], object)
 
-    def known(self, names: list[str], keys: list[str], devices: list[str]) -> np.ndarray:
-        """All features: also sizes, the configuration's figures and flags of known devices."""
-        on = np.stack([self.device == d for d in devices], axis=1)
+    def general(self, names: list[str], keys: list[str]) -> np.ndarray:
+        """Features that carry over to other devices, those of configurations too, float32."""
         config = np.array([[_figure(c, key) for key in keys] for c in self.config]).reshape(
             len(self), len(keys)
         )
-        return np.concatenate([self.general(names), self.sizes, config, on], axis=1).astype(
-            np.float32
-        )
+        parts = [self._flags(names), self.ratios, config]
+        return np.concatenate(parts, axis=1).astype(np.float32)
+
+    def known(self, names: list[str], keys: list[str], devices: list[str]) -> np.ndarray:
+        """All features: also sizes and flags of known devices."""
+        on = np.stack([self.device == d for d in devices], axis=1)
+        parts = [self.general(names, keys), self.sizes, on]
+        return np.concatenate(parts, axis=1).astype(np.float32)
 
     def _flags(self, names: list[str]) -> np.ndarray:
         return np.stack([(self.names == name).any(axis=1) for name in names], axis=1)
@@ -112,7 +121,9 @@ def tile_rows(table: pd.DataFrame) -> TileRows:
     op, made = texts_of(table["op"]).astype(str), texts_of(table["implementation"]).astype(str)
     attention = np.char.startswith(op, "attention")
     backward = np.char.endswith(op, "_vjp")
-    causal = np.where(size["causal"] > 0, 0.5, 1.0)
+    # Only fused kernels skip what a causal mask hides.
+    skips = (size["causal"] > 0) & ~np.isin(made, _UNFUSED)
+    causal = np.where(skips, 0.5, 1.0)
     scores = np.nan_to_num(size["batch"] * size["q_heads"] * size["q_len"] * size["kv_len"])
     products = np.nan_to_num(size["m"] * size["n"] * size["k"])
     # A gated linear unit has two weights side by side.
@@ -157,6 +168,7 @@ def tile_rows(table: pd.DataFrame) -> TileRows:
         ratios,
         np.stack([*absolute, *(np.log2(np.nan_to_num(size[n], nan=-0.5) + 1.0) for n in SIZES)], 1),
         _configs(table),
+        np.array([s.platform for s in spec], object),
     )
 
 

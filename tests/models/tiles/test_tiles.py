@@ -68,6 +68,38 @@ def test_work_of_attention_and_of_its_backward_pass() -> None:
     assert both == pytest.approx(2.5 * forward)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "xla_chunked"])
+def test_attention_that_is_not_fused_computes_what_a_mask_hides(implementation: str) -> None:
+    def rows(causal: int) -> TileRows:
+        sizes = {
+            "op": "attention", "implementation": implementation, "batch": 1, "q_len": 4096,
+            "kv_len": 4096, "q_heads": 16, "kv_heads": 16, "head_dim": 128, "causal": causal,
+            "args": '{"q":"bf16[1,4096,16,128]"}', "m": None, "n": None, "k": None,
+        }  # fmt: skip
+        return tile_rows(candidates("tpu-v5p", **sizes))
+
+    assert rows(1).base_s == pytest.approx(rows(0).base_s)
+    scores = 16 * 4096 * 4096
+    assert rows(1).base_s[0] > 16 * scores / find_device("tpu-v5p").bandwidth  # written, read twice
+
+
+def test_a_device_without_rows_starts_from_those_of_its_kind() -> None:
+    """An implementation is slow on both TPUs: so it is on a third, whatever it is on a GPU."""
+    names = ("tpu-v5p", "tpu-v6e", "h100-sxm")
+    table = pd.concat(
+        candidates(name, m=m) for name in names for m in (1024, 2048, 4096, 8192)
+    ).reset_index(drop=True)
+    rows = tile_rows(table)
+    slow = (rows.names[:, 1] == "xla") & (rows.platform == "tpu")
+    model, _ = fit_tiles(rows, rows.base_s * np.where(slow, 7.0, 2.0))
+    # XLA's ragged products on v5p say nothing of others.
+    assert model.offsets["ragged_dot|xla|tpu"] == pytest.approx(np.log(7.0), abs=1e-6)
+    asked = tile_rows(candidates("tpu-v7x"))
+    found = model.predict(asked)
+    assert found.seconds / asked.base_s == pytest.approx([2, 2, 2, 7], rel=0.1)
+    assert set(found.scope) == {"unseen"}
+
+
 def test_bad_rows_say_what_is_wrong() -> None:
     with pytest.raises(DatasetError, match="column 'args'"):
         tile_rows(candidates().drop(columns="args"))
