@@ -77,10 +77,11 @@ INDEX_WIDTH, CHUNK_STEP = 128.0, 3000.0
 #: Bytes that a core moves in a cycle in a causal convolution: 8.9 on H100 and H200 alike, read off
 #: rows of split `train`.
 CONV_RATE = 8.9
-#: Kernels, and passes over the tensor, of PyTorch's RMS norm (in f32, operator by operator) and rotary
-#: embedding; passes of its embedding and of a gated activation. Each kernel costs twice
-#: :data:`KERNEL`. Medians of rows of split ``train``, alike on H100, RTX 3090 and RTX A6000: norms of
-#: Llama take 25 to 28 µs for few tokens and 8 to 12 passes for many, LayerNorm of Phi 8 µs and 1.2.
+#: Kernels, and passes over the tensor, of PyTorch's RMS norm (in f32, operator by operator) and
+#: rotary embedding; passes of its embedding and of a gated activation. Each kernel costs twice
+#: :data:`KERNEL`. Medians of rows of split ``train``, alike on H100, RTX 3090 and RTX A6000: norms
+#: of Llama take 25 to 28 µs for few tokens and 8 to 12 passes for many, LayerNorm of Phi 8 µs and
+#: 1.2 passes.
 RMS_NORM, ROPE, EMBEDDING, GATED = (6.0, 8.5), (8.0, 6.0), 1.9, 2.2
 #: Share of :data:`KERNEL` of a kernel on a TPU: norms of TPU v6e take 0.57 µs at least.
 TPU_KERNEL = 0.2

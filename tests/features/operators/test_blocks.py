@@ -70,7 +70,25 @@ def test_a_layer_costs_its_product(estimate: Callable[..., OpFeatures]) -> None:
 
 
 def test_a_pass_reads_and_writes_every_element(estimate: Callable[..., OpFeatures]) -> None:
-    assert estimate("layer/pass").moved[0] == 4 * 512 * 4096
+    assert estimate("layer/pass", op="norm").moved[0] == 4 * 512 * 4096
+    # Gate and product read, one result written, of what the table calls the width.
+    assert estimate("layer/pass", op="act_fn").moved[0] == pytest.approx(2.2 * 4 * 512 * 4096)
+
+
+def test_norms_of_eager_pytorch_are_several_kernels(estimate: Callable[..., OpFeatures]) -> None:
+    llama = estimate("layer/pass", op="norm", backend="torch", distribution="meta-llama/Llama")
+    assert llama.moved[0] == pytest.approx(8.5 * 4 * 512 * 4096)
+    assert llama.floor_s[0] == pytest.approx(6 * 2 * KERNEL / 1e9)
+    phi = estimate("layer/pass", op="norm", backend="torch", distribution="microsoft/Phi-mini")
+    assert phi.moved[0] == 4 * 512 * 4096
+    assert phi.floor_s[0] == pytest.approx(2 * KERNEL / 1e9)
+
+
+def test_a_pass_within_a_program_of_a_tpu_has_no_launch(
+    estimate: Callable[..., OpFeatures], round_gpu: Callable[..., DeviceSpec]
+) -> None:
+    tpu = estimate("layer/pass", round_gpu(platform="tpu"), op="norm")
+    assert tpu.floor_s[0] == pytest.approx(0.2 * KERNEL / 1e9)
 
 
 def test_host_timed_calls_include_a_launch(estimate: Callable[..., OpFeatures]) -> None:

@@ -38,6 +38,22 @@ def test_faulty_rows():
     assert not misleading(rows.drop(columns="kernel")).any()
 
 
+def test_experts_that_say_nothing_of_other_chips():
+    """Untuned grouped products on Hopper, and ranks that compute the rows of all ranks on A100."""
+    rows = pd.DataFrame(
+        [
+            ("h100-sxm", "sglang_flashinfer_cutlass_moe", 1, True),
+            ("rtx-pro-6000", "sglang_flashinfer_cutlass_moe", 1, False),
+            ("a100-sxm-80gb", "sglang_fused_moe_triton", 8, True),
+            ("a100-sxm-80gb", "sglang_fused_moe_triton", 1, False),
+            ("a100-sxm-80gb", "vllm_fused_moe", 8, False),
+            ("h100-sxm", "sglang_fused_moe_triton", 8, False),
+        ],
+        columns=["device", "kernel", "ep", "expected"],
+    )
+    assert list(misleading(rows)) == list(rows["expected"])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_draws_are_by_group(family, op_rows):
     rows = op_rows(family, 300)
