@@ -217,7 +217,7 @@ def _lacked(rows: TileRows) -> np.ndarray:
 
     XLA had no ragged products for v5p, where what stands in for them is a hundred times slower.
     """
-    return (rows.device == "tpu-v5p") & (rows.labels == "ragged_dot|xla")
+    return np.asarray((rows.device == "tpu-v5p") & (rows.labels == "ragged_dot|xla"), bool)
 
 
 def _grow_general(
