@@ -8,6 +8,7 @@ import numpy as np
 
 from .autotuned_gemm import autotuned_tiles
 from .columns import Machine, OpTable
+from .library_tiles import library_tiles
 from .physics import (
     Physics,
     combine,
@@ -62,8 +63,8 @@ QUANTISATION = {
     ("fp8", "sglang"): (4300.0, 130.0, 5.0, 0.0),
     ("fp8", "trtllm"): (20000.0, 0.0, 3.0, 0.35),
     ("fp8", "vllm"): (4200.0, 1650.0, 4.0, 0.2),
-    ("fp8_block", "sglang"): (600.0, 60.0, 2.5, 0.0),
-    ("fp8_block", "trtllm"): (2200.0, 100.0, 3.5, 0.0),
+    ("fp8_block", "sglang"): (2500.0, 100.0, 4.2, 0.0),
+    ("fp8_block", "trtllm"): (3300.0, 150.0, 5.2, 0.0),
     ("nvfp4", "sglang"): (3500.0, 200.0, 2.5, 0.1),
     ("nvfp4", "trtllm"): (3500.0, 200.0, 2.5, 0.1),
     ("nvfp4", "vllm"): (8500.0, 200.0, 2.5, 0.1),
@@ -71,9 +72,18 @@ QUANTISATION = {
     ("int4_wo", "trtllm"): (8000.0, 0.0, 0.0, 0.0),
     ("int8_sq", "trtllm"): (7500.0, 0.0, 0.0, 0.0),
 }
-#: Cycles for each element of depth of a reduction, a latency that no parallelism hides: of
-#: libraries that split deep reductions (cuBLAS), and of kernels that do not.
-DEPTH_SPLIT, DEPTH_WHOLE = 0.33, 2.0
+#: The same for the products of absorbed latent attention. Hopper and RTX PRO 6000 agree within a
+#: tenth for SGLang.
+BATCHED_QUANTISATION = {
+    ("fp8", "sglang"): (9000.0, 360.0, 0.0, 0.13),
+    ("fp8", "trtllm"): (8500.0, 140.0, 0.0, 0.41),
+}
+_QUANTISED = {"graph/linear": QUANTISATION, "graph/bmm": BATCHED_QUANTISATION}
+#: Cycles for each element of depth of a reduction, a latency that no parallelism hides, of eager
+#: calls.
+DEPTH = 0.33
+#: Methods whose products are those of library_tiles.py; eager ones are in fp32, on vector units.
+LIBRARY = ("graph/", "kernel/")
 #: Dtypes of the published GEMM tables, one flag each.
 DTYPES = ("bf16", "fp8", "fp8_block", "nvfp4", "int8_sq", "int8_wo", "int4_wo")
 
@@ -91,10 +101,18 @@ def gemm(table: OpTable) -> Physics:
     t_weights = stream_seconds(weights, resident, mc)
     t_memory = t_weights + stream_seconds(activations + out, small, mc)
     autotuned = table.family.startswith("xla/")
+    # The tiles of an autotuned product and of a library know the latency of a step themselves.
+    t_depth, chosen = np.zeros(len(table)), {}
     if autotuned:
         t_tiles, waves, tile_use = autotuned_tiles(table, (b, m, n, k), peak, mc)
+    elif table.family.startswith(LIBRARY):
+        tiling = library_tiles(table, (b, m, n, k), peak, mc)
+        t_tiles, waves, tile_use = tiling.seconds, tiling.waves, tiling.use
+        t_depth = tiling.step_s
+        chosen = {"log_split": log2(tiling.split), "log_side": tiling.side}
     else:
         t_tiles, waves, tile_use = tile_seconds(b, m, n, k, peak, mc)
+        t_depth = k * DEPTH / mc.clock
     # Apart from the tiles: what stalls a kernel at its boost clock (tiles, latencies) leaves power
     # unused, so a chip at its power limit is not slower by both, but by the larger one. XLA's tool
     # times single kernels, too short for the limit.
@@ -103,8 +121,6 @@ def gemm(table: OpTable) -> Physics:
     t_compute = np.maximum(t_peak, t_power)
     floor = floor_s(table, mc)
     t_quant = _quantisation(table, b * m, k, small, mc)
-    # The tiles of an autotuned product know the latency of a step themselves.
-    t_depth = np.zeros(len(table)) if autotuned else k * _depth_cycles(table) / mc.clock
     # Arithmetic and transfers overlap almost completely in pipelined GEMMs, hence a sharper maximum
     # than elsewhere. Depth and quantisation come before or after and add up.
     base = floor + combine(t_tiles, t_memory, t_power, power=4.0) + t_depth + t_quant
@@ -130,6 +146,7 @@ def gemm(table: OpTable) -> Physics:
         "log_waves": log2(waves),
         "wave_fill": fill(waves),
         "tile_use": tile_use,
+        **chosen,
         # Where operands lie when the kernel starts.
         "resident": resident,
         "activations_resident": small,
@@ -242,18 +259,15 @@ def _quantisation(
     table: OpTable, rows: np.ndarray, k: np.ndarray, resident: np.ndarray, mc: Machine
 ) -> np.ndarray:
     """Estimate the kernels that narrow 16-bit activations before the product, where they run."""
-    launch, row, moved, element = (_by_library(table, QUANTISATION, place) for place in range(4))
+    figures = _QUANTISED.get(table.family, {})
+    launch, row, moved, element = (_by_library(table, figures, place) for place in range(4))
     # Rows are dealt out whole to cores (one block a row), elements evenly.
     cycles = launch + row * np.ceil(rows / mc.cores) + element * rows * k / mc.cores
-    return np.asarray(cycles / mc.clock + stream_seconds(rows * k * moved, resident, mc))
-
-
-def _depth_cycles(table: OpTable) -> np.ndarray:
-    """Return the cycles of one step of the reduction."""
-    whole = (table.activation_bytes < 2) & (table.family == "graph/linear")
-    # Per-tensor fp8 of TensorRT-LLM counts as a library that splits deep reductions.
-    whole &= ~(table.is_("dtype", "fp8") & table.is_("backend", "trtllm"))
-    return np.where(whole, DEPTH_WHOLE, DEPTH_SPLIT)
+    seconds = cycles / mc.clock + stream_seconds(rows * k * moved, resident, mc)
+    # Without units of its format, a chip widens the weights and leaves activations as they are.
+    own = table.matrix_peak() > table.of_device([d.matrix_peak("bf16") for d in table.devices])
+    wide = table.activation_bytes >= 2
+    return np.where(own | wide, seconds, 0.0)
 
 
 def _by_library(
@@ -261,8 +275,6 @@ def _by_library(
 ) -> np.ndarray:
     """Look up a figure by dtype and framework; 0 for products that nothing precedes."""
     figure = np.zeros(len(table))
-    if table.family != "graph/linear":
-        return figure
     for (dtype, framework), values in figures.items():
         figure[table.is_("dtype", dtype) & table.is_("backend", framework)] = values[place]
     return figure

@@ -117,12 +117,45 @@ def test_product_of_scaled_blocks(estimate):
 def test_large_product_is_bound_by_compute(estimate):
     found = estimate("kernel/linear", PRODUCT, m=8192, n=8192, k=8192)
     assert found.bound[0] == "compute"
-    # 64 × 32 tiles of 128 × 256 on 100 SMs are 20.48 waves, of which the last costs 0.6.
-    tiles = 20.6 * 100 * 128 * 256 * 8192 * 2 / 1e15
+    # 64 × 32 tiles of 128 × 256 on 100 SMs are 21 whole waves. A core does 10^4 operations a clock,
+    # for which 64 bytes a clock of 16-bit operands suffice in tiles of 57 · 10^4 / 64² a side; of
+    # 128 · 256 / 384 they slow it down. The device's power is not known, so it takes nothing.
+    needed, side = 57 * 1e4 / 64**2, 128 * 256 / 384
+    step = 2 * 128 * 256 / (1e4 * 0.92) * (1 + (needed / side) ** 8) ** 0.125
+    written = 2 * 128 * 256 / (10.5 * (1e4 / 2048) ** 0.5)
+    tiles = 21 * (8192 * step + 250 + written) / 1e9
     weights = 2 * 8192 * 8192
     memory = 3 * weights / (0.85 * 1e12)
-    depth = 0.33 * 8192 / 1e9
+    depth = 0.08 * 8192 / 1e9
     assert found.base_s[0] == pytest.approx(4.5e-6 + (tiles**4 + memory**4) ** 0.25 + depth)
+
+
+def test_pairs_of_cores_share_the_operands_of_a_tile(round_gpu):
+    """Data-centre Blackwell: each core of a pair receives half of the columns."""
+    alone = round_gpu()
+    pairs = dataclasses.replace(alone, architecture="blackwell")
+    row = pd.DataFrame([{**PRODUCT, "m": 8192, "n": 8192, "k": 8192, "device": "one"}])
+    times = [op_features(row, "kernel/linear", {"one": chip}).base_s[0] for chip in (alone, pairs)]
+    # 128 + 128 operands a step, not 128 + 256: they hardly wait any more.
+    assert times[1] < 0.75 * times[0]
+
+
+def test_kernels_that_do_not_split_leave_cores_idle(estimate):
+    """One tile, deep: cuBLAS gives its reduction to many cores, CUTLASS's kernels to one."""
+    deep = {"m": 16, "n": 32, "k": 8192, "dtype": "fp8", "kernel": "x"}
+    times = [estimate("graph/linear", PRODUCT, **deep, backend=b) for b in ("trtllm", "vllm")]
+    split = [t.X[0, t.names.index("log_split")] for t in times]
+    assert split[0] > 0
+    assert split[1] == 0
+
+
+def test_products_that_leave_activations_wide_are_not_quantised(round_gpu):
+    """Without units for eight bits, weights are widened instead."""
+    chip = round_gpu()
+    plain = dataclasses.replace(chip, peak_flops={"f16": 1e15, "bf16": 1e15, "f32": 1e13})
+    row = pd.DataFrame([{**PRODUCT, "dtype": "fp8", "backend": "vllm", "device": "one"}])
+    found = op_features(row, "graph/linear", {"one": plain})
+    assert found.X[0, found.names.index("quant_base")] == 0
 
 
 def test_convolution(estimate):

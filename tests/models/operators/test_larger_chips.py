@@ -38,9 +38,10 @@ DTYPES = {
     "profiled": ("bf16",),
 }
 #: Analytical estimates that more cores may lengthen, by at most this factor: more rows in flight
-#: leave the cache, and a decode is split further than pays, or its one wave of blocks has less of
-#: the memory's bandwidth for each.
+#: leave the cache, a decode is split further than pays, or its one wave of blocks has less of the
+#: memory's bandwidth for each, and the same power feeds more cores.
 MORE_CORES = {
+    "kernel/linear": 1.003, "graph/linear": 1.013, "graph/bmm": 1.013,
     "eager/softmax": 1.43, "eager/ln": 1.22, "graph/generation_attention": 1.17,
     "graph/generation_mla": 1.2, "tuned/linear": 1.006, "tuned/bmm": 1.006,
 }  # fmt: skip

@@ -1,0 +1,226 @@
+"""Output tiles of a library's matrix products: how long they take on the matrix units.
+
+A core works on one tile at a time. The operands of each step of the reduction have to reach its
+matrix unit, which takes as long as the products themselves for a square tile of about 120 elements
+a side on every architecture: makers widen that way with the unit. Smaller tiles are slower in
+proportion. A tile has a prologue and an epilogue that nothing overlaps, and waves are whole.
+
+All constants that name no format are a joint fit to bf16 products of A100, H100 and RTX PRO 6000
+under three frameworks, with each chip left out of the fit in turn: the estimate alone then errs by
+12, 10 to 13 and 11 to 17 % there, and by 7 to 9 % on products in fp16 of A100 and A40.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from .autotuned_gemm import PAIRED
+from .columns import Machine, OpTable
+
+#: Output tiles (rows, columns) that libraries have kernels for.
+TILES = tuple(
+    (rows, columns)
+    for rows in (16.0, 32.0, 64.0, 128.0, 256.0)
+    for columns in (32.0, 64.0, 128.0, 256.0)
+    if 1024 <= rows * columns <= 32768
+)
+#: Parts of a reduction, their least depth, and what adding them up costs in seconds.
+SPLITS, SPLIT_DEPTH, ADDING_S = (1.0, 2.0, 4.0, 8.0, 16.0), 128, 2.1e-6
+#: ``rows · columns / (rows + columns)`` of the tile whose operands arrive as fast as the matrix
+#: unit takes them (a square of 114), and the share of the peak that it reaches.
+SIDE, MATRIX_SHARE = 57.0, 0.92
+#: Energy of a 16-bit operation that the power limit of A100 leaves at its peak (W / TFLOP/s), and
+#: the exponent by which the sustained share of the peak falls with less: the clock follows the
+#: power weakly, and a benchmark's loop is short. Fits without one chip give 0.02 to 0.1.
+POWER_W, POWER_EXPONENT, MOST_POWER = 1.28, 0.1, 1.05
+#: Bytes a clock that a core receives from L2: the sector pipe of a streaming multiprocessor is 64
+#: bytes wide since Volta. Where a matrix unit would need more, pairs of cores share a tile.
+INGRESS = 64.0
+#: Cycles of a tile's prologue; bytes a clock of its epilogue on a matrix unit of 2048 16-bit
+#: operations a clock (A100), and the exponent by which it grows with them.
+PROLOGUE, EPILOGUE, EPILOGUE_EXPONENT = 250.0, 10.5, 0.5
+_A100_RATE = 2048.0
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What sets a library's kernels for a format apart.
+
+    Attributes:
+        split: Whether deep reductions are split among idle cores.
+        rows: Fewest rows of a tile.
+        columns: Fewest columns of a tile.
+        share: Share of :data:`MATRIX_SHARE` that the inner loop reaches.
+        step: Cycles a tile needs for each element of depth beyond the products, which no other tile
+            hides.
+        paired: What takes the place of these kernels where pairs of cores share a tile, if it is
+            not the same.
+    """
+
+    split: bool = True
+    rows: float = 16.0
+    columns: float = 32.0
+    share: float = 1.0
+    step: float = 0.08
+    paired: Kernels | None = None
+
+
+#: cuBLAS and what splits reductions as it does.
+SPLITTING = Kernels()
+#: CUTLASS's kernels whose matrix unit fetches its operands from shared memory by itself.
+_WHOLE = Kernels(split=False, share=0.95, step=0.3)
+#: By (dtype, framework), empty for any: CUTLASS's and DeepGEMM's kernels do not split; scales of
+#: blocks are multiplied by the vector unit; kernels of 4-bit floats have large tiles alone. Read
+#: off the tables of Hopper (fp8) and RTX PRO 6000 (fp8, nvfp4). Data-centre Blackwell applies
+#: scales in the matrix unit (PTX ISA, ``tcgen05.mma`` with block scaling), and passes no operands
+#: through registers as RTX PRO 6000 does: an estimate by those of Hopper, not fitted.
+KERNELS = {
+    ("fp8", "vllm"): _WHOLE,
+    ("fp8", "sglang"): Kernels(split=False, share=0.9, step=0.35),
+    ("fp8_block", ""): Kernels(split=False, share=0.75, step=0.65, paired=_WHOLE),
+    ("nvfp4", ""): Kernels(
+        split=False,
+        rows=128.0,
+        columns=64.0,
+        share=0.93,
+        step=2.0,
+        paired=Kernels(split=False, rows=128.0, columns=64.0, share=0.95, step=0.3),
+    ),
+    ("int8_sq", ""): Kernels(split=False, step=0.3),
+}
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The fastest tiling of ``n`` products, shape ``(n,)`` each.
+
+    Attributes:
+        seconds: Its time.
+        waves: Tiles over cores.
+        use: Share of the tiles' area that is wanted.
+        split: Parts of the reduction.
+        side: Its :data:`SIDE`, in powers of two.
+        step_s: Time of the steps that nothing hides.
+    """
+
+    seconds: np.ndarray
+    waves: np.ndarray
+    use: np.ndarray
+    split: np.ndarray
+    side: np.ndarray
+    step_s: np.ndarray
+
+
+def library_tiles(
+    table: OpTable,
+    size: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+    peak: np.ndarray,
+    machine: Machine,
+) -> Tiling:
+    """Find the fastest tiling of each product.
+
+    Args:
+        table: ``n`` products.
+        size: Their ``b``, ``m``, ``n`` and ``k``, shape ``(n,)`` each.
+        peak: Dense FLOP/s of their type, shape ``(n,)``.
+        machine: Their devices.
+    """
+    n = len(table)
+    found = Tiling(*(np.full(n, value) for value in (np.inf, 1.0, 1.0, 1.0, 0.0, 0.0)))
+    raw = peak / machine.cores / machine.clock
+    width = table.activation_bytes
+    share = MATRIX_SHARE * _power_share(table)
+    paired = table.of_device([float(d.architecture in PAIRED) for d in table.devices]) > 0
+    for kernels, pairs, at in _by_kernels(table, paired):
+        chosen = _Rows(
+            tuple(values[at] for values in size),
+            raw[at],
+            raw[at] * share[at] * kernels.share,
+            width[at],
+            machine.cores[at],
+            machine.clock[at],
+            machine.cache_bandwidth[at],
+            pairs,
+        )
+        _fastest(found, at, kernels, chosen)
+    return found
+
+
+def _by_kernels(table: OpTable, paired: np.ndarray) -> Iterator[tuple[Kernels, bool, np.ndarray]]:
+    """Give kernels, whether pairs of cores share their tiles, and positions of their rows."""
+    menu = np.zeros(len(table), int)
+    kinds = [SPLITTING]
+    for (dtype, framework), kernels in KERNELS.items():
+        own = table.is_("dtype", dtype)
+        own &= table.is_("backend", framework) if framework else True
+        menu[own] = len(kinds)
+        kinds.append(kernels)
+    for place, kernels in enumerate(kinds):
+        for pairs in (False, True):
+            at = np.flatnonzero((menu == place) & (paired == pairs))
+            if len(at):
+                yield (kernels.paired or kernels) if pairs else kernels, pairs, at
+
+
+def _power_share(table: OpTable) -> np.ndarray:
+    """Return the share of the peak's clock that the power limit leaves; 1 if it is not known."""
+    shares = [
+        min((d.power_w / (d.matrix_peak("bf16") / 1e12) / POWER_W) ** POWER_EXPONENT, MOST_POWER)
+        if d.power_w
+        else 1.0
+        for d in table.devices
+    ]
+    return table.of_device(shares)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Products of one menu of kernels, shape ``(n,)`` each, and whether cores work in pairs.
+
+    ``raw`` is what a core's matrix unit does in a clock at its peak, ``rate`` what it sustains.
+    """
+
+    size: tuple[np.ndarray, ...]
+    raw: np.ndarray
+    rate: np.ndarray
+    width: np.ndarray
+    cores: np.ndarray
+    clock: np.ndarray
+    cache: np.ndarray
+    pairs: bool
+
+
+def _fastest(found: Tiling, at: np.ndarray, kernels: Kernels, rows: _Rows) -> None:
+    """Fill in the products at ``at``."""
+    b, m, n, k = rows.size
+    wide = rows.raw * rows.width / 2
+    # Bytes of one step that a core can take limit wide units, however large their registers.
+    needed = SIDE * np.maximum(1.0, wide / INGRESS / 64.0)
+    written = EPILOGUE * (wide / _A100_RATE) ** EPILOGUE_EXPONENT
+    best = np.full(len(at), np.inf)
+    for high, across in TILES:
+        if high < kernels.rows or across < kernels.columns:
+            continue
+        tiles = b * np.ceil(m / high) * np.ceil(n / across)
+        # Of a pair's 256 columns each core receives half.
+        side = high * across / (high + (across / 2 if rows.pairs and across == 256 else across))
+        step = 2 * high * across / rows.rate * (1 + (needed / side) ** 8) ** 0.125
+        fixed = PROLOGUE + 2 * high * across / written
+        for split in SPLITS if kernels.split else SPLITS[:1]:
+            waves = tiles * split / rows.cores
+            seconds = np.ceil(waves) * (k / split * step + fixed) / rows.clock
+            if split > 1:
+                seconds = seconds + ADDING_S + split * b * m * n * 4 / rows.cache
+                seconds = np.where(k / split < SPLIT_DEPTH, np.inf, seconds)
+            faster = seconds < best
+            best = np.where(faster, seconds, best)
+            chosen = at[faster]
+            found.waves[chosen] = waves[faster]
+            found.use[chosen] = (b * m * n / (tiles * high * across))[faster]
+            found.split[chosen] = split
+            found.side[chosen] = np.log2(side)
+    found.seconds[at] = best
+    found.step_s[at] = k * kernels.step / rows.clock
