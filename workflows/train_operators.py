@@ -138,9 +138,14 @@ def _train(
         "metrics_of": "the same settings, fitted to the rows of split train alone",
     }
     if settings.join is not None:
+        from ..models.core.store import read_manifest
         from ..predict.locate import find_model
 
-        model_bundle = OpModel.load(find_model(settings.join)).joined(model_bundle)
+        path = find_model(settings.join)
+        # Families that are replaced need not be readable: their features may have changed.
+        known = read_manifest(path).get("families", {})
+        kept = [key for key in known if key not in model_bundle.families]
+        model_bundle = OpModel.load(path, only=kept).joined(model_bundle)
     folder = keep_model(console, model_bundle, settings, model)
     if settings.track:
         run = _run_of(model, settings_of(model_bundle), metrics, table, folder)

@@ -9,7 +9,7 @@ the same operator in other sizes on the same device.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from ..explain.contributions import (
     shapley,
 )
 from .family import FamilyModel
+from .mixture import Member
 from .rows import unnamed
 
 #: Parameters that are varied for the comparison, by group of families; a tuple varies together (a
@@ -39,6 +40,8 @@ _VARIED: dict[str, tuple[tuple[str, ...], ...]] = {
     "attention": (("batch",), ("q_len", "kv_len")),
     "moe": (("tokens",), ("hidden",), ("inter",)),
 }
+#: What the mixture over libraries adds to the prediction with its typical one.
+MIXTURE = "mixture over libraries"
 #: Contributions below this are rounding errors of single-precision trees.
 _ROUNDING = 1e-6
 #: Number of other sizes to compare with, and by how many powers of two each differs at most. The
@@ -99,6 +102,7 @@ class OpExplanation:
         contributions: Largest first; with the baseline they add up to the log-ratio.
         neighbours: Nearest measured operators.
         notes: Limits of the prediction.
+        libraries: Libraries that the prediction is a mixture of, if none is named.
     """
 
     family: str
@@ -117,6 +121,7 @@ class OpExplanation:
     contributions: tuple[Contribution, ...]
     neighbours: tuple[MeasuredOp, ...]
     notes: tuple[str, ...]
+    libraries: tuple[Member, ...] = ()
 
     @property
     def factor(self) -> float:
@@ -149,8 +154,13 @@ def explain_op(
         ModelError: The model was not fitted.
     """
     specs = {device.name: device}
-    frame = pd.DataFrame([{**row, "device": device.name}])
-    prediction = model.predict(frame, specs)
+    asked = pd.DataFrame([{**row, "device": device.name}])
+    prediction = model.predict(asked, specs)
+    members = tuple(model.members(asked, specs))
+    # A mixture has no features of its own: the member nearest to its median is taken apart.
+    typical = _typical(members, float(prediction.latency[0]))
+    row = {**row, **typical}
+    frame = asked.assign(**typical)
     features = model.features(frame, specs)
     base = float(features.base_s[0])
     ratio = float(np.log(prediction.latency[0] / base))
@@ -165,7 +175,8 @@ def explain_op(
     groups = {name: value * factor for name, value in groups.items()}
     # What the calibration adds is the difference between predictions with and without it.
     plain = float(np.log(model.predict(frame, specs, corrected=False).latency[0] / base))
-    parts |= groups | {CALIBRATION: ratio - plain}
+    own = float(np.log(model.predict(frame, specs).latency[0] / base)) if typical else ratio
+    parts |= groups | {CALIBRATION: own - plain, MIXTURE: ratio - own}
     return OpExplanation(
         family=model.family,
         device=device.name,
@@ -182,8 +193,17 @@ def explain_op(
         baseline=baseline,
         contributions=ranked(parts, _ROUNDING),
         neighbours=() if measured is None else nearest(model, frame, features, measured, device, k),
-        notes=_notes(model, frame, measured),
+        notes=_notes(model, frame, measured, typical),
+        libraries=members,
     )
+
+
+def _typical(members: Sequence[Member], median_s: float) -> dict[str, str]:
+    """Names of the member of a mixture that is nearest to its median; none without members."""
+    if not members:
+        return {}
+    nearest = min(members, key=lambda m: abs(math.log(m.latency_us * 1e-6 / median_s)))
+    return {"backend": nearest.backend, "kernel": nearest.kernel}
 
 
 def _terms(features: OpFeatures) -> dict[str, float]:
@@ -250,9 +270,15 @@ _UNSHOWN = frozenset(("key", "method", "family", "device", "op", "id"))
 
 
 def _notes(
-    model: FamilyModel, frame: pd.DataFrame, measured: pd.DataFrame | None
+    model: FamilyModel,
+    frame: pd.DataFrame,
+    measured: pd.DataFrame | None,
+    typical: Mapping[str, str],
 ) -> tuple[str, ...]:
     notes = []
+    if typical:
+        name = " ".join(f"{column}={value}" for column, value in typical.items() if value)
+        notes.append(f"no library is named: a mixture, taken apart as with {name}")
     lacking = [c for c in model.named if unnamed(frame, (c,))[0]]
     if lacking:
         notes.append(

@@ -40,7 +40,8 @@ from .family_tables import (
     target_of,
 )
 from .intervals import FOREIGN, DeviceIntervals, twins
-from .prediction import FamilyPrediction
+from .mixture import LIBRARY, Member, Menu, mixed
+from .prediction import FamilyPrediction, joined
 from .rows import BLOCK_GROUP, codes, group_draw, libraries, misleading, named_columns, unnamed
 from .shrinkage import shrinkage
 from .unseen import Strategy, UnseenFit, mean_ape
@@ -80,6 +81,7 @@ class FamilyModel:
         seen: Number of chips on which the model of unseen devices saw each library.
         strategy: How the model of unseen devices was fitted.
         named: Text parameters that every training row of the family gives.
+        menu: Libraries that its training rows ran on.
         corrections: Corrections by calibrated device, or by device, :data:`OF_LIBRARY` and library.
         intervals: Interval ends.
     """
@@ -92,6 +94,7 @@ class FamilyModel:
         self.seen: dict[str, int] = {}
         self.strategy = Strategy(False, 0.0, True)
         self.named: tuple[str, ...] = ()
+        self.menu = Menu()
         self.effects = DeviceEffects()
         self.known: TabularEstimator | None = None
         self.general: TabularEstimator | None = None
@@ -120,6 +123,7 @@ class FamilyModel:
         self.known_devices = KnownDevices.of({name: devices[name] for name in self.devices})
         # Blocks are told apart by more names than those of serving frameworks.
         self.named = () if self.family in BLOCKS else named_columns(rows)
+        self.menu = Menu.of(rows) if self.named else Menu()
         features = self.features(rows, devices)
         ratio = target_of(rows, features)
         rng = np.random.default_rng(self.settings.seed)
@@ -237,6 +241,8 @@ class FamilyModel:
     ) -> FamilyPrediction:
         """Predict rows of the family, on devices that the model has seen or not.
 
+        Rows that leave the library open are predicted as a mixture over those known for the format.
+
         Args:
             rows: Columns of the family's parameters and ``device``.
             devices: Descriptions by the values of ``device``.
@@ -247,11 +253,55 @@ class FamilyModel:
         """
         self._require_fitted()
         rows = rows.reset_index(drop=True)
+        unsaid = self.menu.open(rows, self.named)
+        if unsaid.any():
+            return self._mixed(rows, unsaid, devices, corrected)
         features = self.features(rows, devices)
         prediction = self._plain(rows, features, devices)
         if corrected and self.corrections:
             self._correct(prediction, rows, features, rows["device"].to_numpy(object))
         return prediction
+
+    def _mixed(
+        self,
+        rows: pd.DataFrame,
+        unsaid: np.ndarray,
+        devices: Mapping[str, DeviceSpec],
+        corrected: bool,
+    ) -> FamilyPrediction:
+        """Predictions of rows of which some (``unsaid``) leave the library open."""
+        at = np.flatnonzero(unsaid)
+        table, origin, weight = self._expanded(rows.iloc[at], devices)
+        members = self.predict(table, devices, corrected)
+        found = mixed(members, origin, weight, len(at))
+        others = np.flatnonzero(~unsaid)
+        if not len(others):
+            return found
+        return joined(
+            len(rows), ((at, found), (others, self.predict(rows.iloc[others], devices, corrected)))
+        )
+
+    def _expanded(
+        self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]
+    ) -> tuple[pd.DataFrame, np.ndarray, np.ndarray]:
+        """Rows of all members, the position of each one's origin, and its weight."""
+        proxy, _ = self.known_devices.proxies(rows["device"].to_numpy(object), devices)
+        return self.menu.expanded(rows, proxy)
+
+    def members(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> list[Member]:
+        """Libraries in the mixture of the first row, fastest first; none if it names its own."""
+        row = rows.iloc[:1].reset_index(drop=True)
+        if not self.menu.open(row, self.named)[0]:
+            return []
+        table, _, weight = self._expanded(row, devices)
+        found = self.predict(table, devices)
+        times = np.stack([found.latency, found.lo, found.hi], axis=1) * 1e6
+        names = table[list(LIBRARY)].to_numpy(object)
+        members = [
+            Member(str(backend), str(kernel), float(share), *map(float, own))
+            for (backend, kernel), share, own in zip(names, weight, times, strict=True)
+        ]
+        return sorted(members, key=lambda member: member.latency_us)
 
     def _require_fitted(self) -> None:
         if self.known is None or self.general is None or self.scale is None:
@@ -564,6 +614,7 @@ class FamilyModel:
             # the effects.
             "way": self.strategy._asdict(),
             "named": list(self.named),
+            "menu": self.menu.to_list(),
             "intervals": self.intervals.to_dict(),
             "scale": {"centre": self.scale.centre.tolist(), "spread": self.scale.spread.tolist()},
             "slopes": self.effects.to_dict(),
@@ -595,6 +646,7 @@ class FamilyModel:
         model.seen = {name: int(count) for name, count in manifest["seen_chips"].items()}
         # Entries that the first released models lack have a default.
         model.named = tuple(manifest.get("named", ()))
+        model.menu = Menu.from_list(manifest.get("menu", ()))
         strategy = manifest["way"]
         model.strategy = Strategy(strategy["within"], float(strategy["shrunk"]), strategy["alien"])
         model.intervals = DeviceIntervals.from_dict(manifest["intervals"])

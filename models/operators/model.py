@@ -34,7 +34,7 @@ from ..core.store import (
 )
 from .family import FamilyModel
 from .family_tables import FOLD_ROWS, FamilySettings
-from .prediction import FamilyPrediction
+from .prediction import FamilyPrediction, joined
 from .rows import faulty
 from .versions import SEPARATOR, joined_versions, versions_of, widen_unknown
 
@@ -190,23 +190,12 @@ class OpModel:
             widen_unknown(prediction, rows, self.versions)
             return prediction
         rows = rows.reset_index(drop=True)
-        prediction = FamilyPrediction(
-            np.empty(n),
-            np.empty(n),
-            np.empty(n),
-            np.empty(n),
-            np.empty(n, object),
-            np.empty(n, object),
-            np.empty(n, bool),
-        )
 
-        def run(task: tuple[str, np.ndarray]) -> None:
+        def run(task: tuple[str, np.ndarray]) -> tuple[np.ndarray, FamilyPrediction]:
             key, at = task
             # Whatever else a table holds need not be copied.
             used = [c for c in (*parameters_of(key), *NAMES, "device", "id") if c in rows]
-            part = self.families[key].predict(rows[used].iloc[at], specs)
-            for name in FamilyPrediction.__slots__:
-                getattr(prediction, name)[at] = getattr(part, name)
+            return at, self.families[key].predict(rows[used].iloc[at], specs)
 
         tasks = [
             (str(key), at)
@@ -220,10 +209,9 @@ class OpModel:
             # not wait for each other within a call. The largest parts first.
             tasks.sort(key=lambda task: -len(task[1]))
             with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(run, tasks))
+                prediction = joined(n, pool.map(run, tasks))
         else:
-            for task in tasks:
-                run(task)
+            prediction = joined(n, map(run, tasks))
         widen_unknown(prediction, rows, self.versions)
         return prediction
 

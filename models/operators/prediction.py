@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,3 +30,25 @@ class FamilyPrediction:
     bound: np.ndarray
     scope: np.ndarray
     in_domain: np.ndarray
+
+
+def joined(count: int, parts: Iterable[tuple[np.ndarray, FamilyPrediction]]) -> FamilyPrediction:
+    """Put predictions of parts of ``count`` rows together.
+
+    Args:
+        count: Number of rows.
+        parts: Positions of the rows of each part, and their predictions.
+    """
+    whole = FamilyPrediction(
+        np.empty(count),
+        np.empty(count),
+        np.empty(count),
+        np.empty(count),
+        np.empty(count, object),
+        np.empty(count, object),
+        np.empty(count, bool),
+    )
+    for at, part in parts:
+        for name in FamilyPrediction.__slots__:
+            getattr(whole, name)[at] = getattr(part, name)
+    return whole

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ...models.operators import OpModel
     from ...models.operators.explain import OpExplanation
     from ...models.operators.family import FamilyModel
+    from ...models.operators.mixture import Member
 
 #: Most measured rows searched for neighbours: enough for a dense neighbourhood, few enough to
 #: featurise in seconds. Engineering estimate.
@@ -48,6 +49,8 @@ class OpEstimate(InSeconds):
         scope: ``known``, ``sibling``, ``unseen`` or ``calibrated``.
         in_domain: Whether training rows are near.
         outside: Reasons, one a feature, if none are near.
+        libraries: Where the operator leaves open what runs it: the libraries that the prediction is
+            a mixture of, fastest first.
     """
 
     family: str
@@ -60,6 +63,7 @@ class OpEstimate(InSeconds):
     scope: str
     in_domain: bool
     outside: tuple[str, ...] = ()
+    libraries: tuple[Member, ...] = ()
 
 
 def predict_op(
@@ -104,6 +108,7 @@ def predict_op(
         outside=()
         if prediction.in_domain[0]
         else tuple(family.why_outside(frame, {spec.name: spec})),
+        libraries=tuple(family.members(frame, {spec.name: spec})),
     )
 
 

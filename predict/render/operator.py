@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...common.units import duration, size
@@ -25,10 +25,13 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from ...models.operators.explain import OpExplanation
+    from ...models.operators.mixture import Member
     from ..operator.torch_framework import AtenEstimate, TorchPrediction
 
 #: Number of reasons for being outside the training domain to print.
 SHOWN_REASONS = 4
+#: The same of libraries in a mixture.
+SHOWN_LIBRARIES = 6
 #: Columns of PyTorch's operators; the time, the line and the operator are never left out.
 _TORCH_COLUMNS = (
     Column("share"),
@@ -51,11 +54,28 @@ def print_op(console: Console, estimate: OpEstimate) -> None:
         highlight=False,
         markup=False,
     )
+    if estimate.libraries:
+        console.print(f"  {over_libraries(estimate.libraries)}", highlight=False, markup=False)
     for reason in estimate.outside[:SHOWN_REASONS]:
         console.print(f"  outside: {reason}", highlight=False, markup=False)
     if len(estimate.outside) > SHOWN_REASONS:
         rest = len(estimate.outside) - SHOWN_REASONS
         console.print(f"  outside: {rest} more reasons (--json)", highlight=False)
+
+
+def over_libraries(members: Sequence[Member]) -> str:
+    """Say what a prediction of an operator that names no library is a mixture of."""
+    # Kernels are named where a framework alone does not tell members apart.
+    frameworks = [member.backend for member in members]
+    shown = ", ".join(
+        f"{m.backend or m.kernel}"
+        + (f" ({m.kernel})" if m.backend and frameworks.count(m.backend) > 1 else "")
+        + f" {duration(m.latency_us)}"
+        for m in members[:SHOWN_LIBRARIES]
+    )
+    more = f" and {len(members) - SHOWN_LIBRARIES} more" if len(members) > SHOWN_LIBRARIES else ""
+    count = "1 library" if len(members) == 1 else f"{len(members)} libraries"
+    return f"over {count}: {shown}{more}; backend=… kernel=… chooses one"
 
 
 def print_torch(
@@ -139,6 +159,8 @@ def print_op_explanation(console: Console, estimate: OpExplanation) -> None:
     rows = [*parts, ("together", estimate.log_ratio)]
     console.print(factor_table("learned on top, by group", rows))
     console.print(f"  {_trust(estimate)}", highlight=False)
+    if estimate.libraries:
+        console.print(f"  {over_libraries(estimate.libraries)}", highlight=False, markup=False)
     for near in estimate.neighbours:
         console.print(
             f"  measured {duration(near.measured_us)} at distance {near.distance:.2f}: "

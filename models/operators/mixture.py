@@ -1,0 +1,246 @@
+"""Operators that name no library: a mixture over those that were measured, each predicted.
+
+Which library runs an operator matters as much as the chip does. Where a row leaves it open, every
+library known for its format is predicted, and weighted by how common it is: frameworks alike, the
+kernels of one by their rows. The point is the median of the mixture, its interval that of all
+members with their own intervals, so that it holds whichever library it turns out to be. Naming the
+library leaves one member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...features.operators.columns import texts_of
+from .prediction import FamilyPrediction
+
+#: Columns that name a library, and those that say for what it is known.
+LIBRARY = ("backend", "kernel")
+FORMAT = ("op", "dtype", "kv_dtype")
+#: Kernels with a smaller share of a framework's rows are left out: rare fallbacks, each of which
+#: would cost as much time as a common one. Engineering estimate.
+LEAST_SHARE = 0.02
+#: Half-width of the central 90 % of a normal distribution, in standard deviations.
+_NORMAL_90 = 1.645
+#: Halvings that find a quantile: a factor of 10^12 is narrowed to less than 0.01 %.
+_HALVINGS = 20
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A library that operators of a format ran on.
+
+    Attributes:
+        formats: Values of :data:`FORMAT`.
+        names: Values of :data:`LIBRARY`.
+        devices: Devices on which it was measured.
+        share: Its share of the rows of its framework in that format.
+    """
+
+    formats: tuple[str, ...]
+    names: tuple[str, ...]
+    devices: tuple[str, ...]
+    share: float
+
+
+@dataclass(frozen=True)
+class Member:
+    """A library in the mixture of one operator.
+
+    Attributes:
+        backend: Framework.
+        kernel: Its kernel.
+        weight: Share in the mixture.
+        latency_us: Predicted with it.
+        lo_us: Lower end of its own interval.
+        hi_us: Upper end.
+    """
+
+    backend: str
+    kernel: str
+    weight: float
+    latency_us: float
+    lo_us: float
+    hi_us: float
+
+
+class Menu:
+    """The libraries of a family.
+
+    Args:
+        choices: One for each format and library.
+    """
+
+    def __init__(self, choices: Sequence[Choice] = ()) -> None:
+        self.choices = tuple(choices)
+
+    @classmethod
+    def of(cls, rows: pd.DataFrame) -> Menu:
+        """Collect the libraries of measured rows; none if no row names one."""
+        columns = [c for c in LIBRARY if c in rows]
+        if not columns:
+            return cls()
+        names = pd.DataFrame(
+            {c: texts_of(rows[c]) if c in rows else "" for c in (*FORMAT, *LIBRARY)}
+        )
+        names["device"] = rows["device"].to_numpy()
+        names = names[(names[columns] != "").all(axis=1)]
+        choices = []
+        for _, framework in names.groupby([*FORMAT, "backend"], sort=True):
+            for _, own in framework.groupby("kernel", sort=True):
+                share = len(own) / len(framework)
+                if share >= LEAST_SHARE:
+                    devices = tuple(sorted(set(own["device"])))
+                    formats, library = (
+                        tuple(map(str, own[list(c)].iloc[0])) for c in (FORMAT, LIBRARY)
+                    )
+                    choices.append(Choice(formats, library, devices, share))
+        return cls(choices)
+
+    def open(self, rows: pd.DataFrame, named: Sequence[str]) -> np.ndarray:
+        """Rows that leave a library open which this menu can fill in, bool, shape ``(n,)``.
+
+        Args:
+            rows: ``n`` operators.
+            named: Columns that every row of the training data fills in.
+        """
+        wanted = [c for c in LIBRARY if c in named]
+        lacking = np.zeros(len(rows), bool)
+        for column in wanted if self.choices else ():
+            lacking |= texts_of(rows[column]) == "" if column in rows else True
+        # The usual table names everything: nothing is looked up then.
+        if lacking.any():
+            code, names = _distinct(rows)
+            known = np.array([bool(self.of_row(own, "")) for own in names])
+            lacking &= known[code]
+        return lacking
+
+    def of_row(self, row: Mapping[str, str], device: str) -> list[tuple[Choice, float]]:
+        """Libraries that a row leaves open, with weights that add up to 1.
+
+        Args:
+            row: Names of an operator; one that is absent or empty is open.
+            device: The device whose own libraries count, if it has any for the format.
+        """
+        asked = {c: row.get(c, "") for c in (*FORMAT, *LIBRARY)}
+        found = [
+            choice
+            for choice in self.choices
+            if all(asked[c] in ("", v) for c, v in zip(FORMAT, choice.formats, strict=True))
+            and all(asked[c] in ("", v) for c, v in zip(LIBRARY, choice.names, strict=True))
+        ]
+        own = [choice for choice in found if device in choice.devices]
+        found = own or found
+        if not found:
+            return []
+        weights = np.array([choice.share for choice in found])
+        frameworks = np.array([choice.names[0] for choice in found])
+        for framework in np.unique(frameworks):
+            weights[frameworks == framework] /= weights[frameworks == framework].sum()
+        return list(zip(found, weights / weights.sum(), strict=True))
+
+    def expanded(
+        self, rows: pd.DataFrame, like: np.ndarray
+    ) -> tuple[pd.DataFrame, np.ndarray, np.ndarray]:
+        """One row for each library of each row.
+
+        Args:
+            rows: ``n`` rows that leave a library open.
+            like: Known devices that stand in for theirs, shape ``(n,)``.
+
+        Returns:
+            The rows, the position of each one's origin and its weight.
+        """
+        code, names = _distinct(rows.assign(device=like))
+        found = [self.of_row(own, own["device"]) for own in names]
+        sizes = np.array([len(own) for own in found])[code]
+        origin = np.repeat(np.arange(len(rows)), sizes)
+        parts = [found[own] for own in code]
+        weight = np.array([share for own in parts for _, share in own])
+        filled = {
+            column: [choice.names[place] for own in parts for choice, _ in own]
+            for place, column in enumerate(LIBRARY)
+        }
+        return rows.iloc[origin].reset_index(drop=True).assign(**filled), origin, weight
+
+    def to_list(self) -> list[list[object]]:
+        """Plain data for the manifest."""
+        return [
+            [*c.formats, *c.names, list(c.devices), round(float(c.share), 4)] for c in self.choices
+        ]
+
+    @classmethod
+    def from_list(cls, data: Sequence[Sequence[Any]]) -> Menu:
+        """Read :meth:`to_list`'s data."""
+        first, last = len(FORMAT), len(FORMAT) + len(LIBRARY)
+        return cls(
+            [
+                Choice(tuple(c[:first]), tuple(c[first:last]), tuple(c[-2]), float(c[-1]))
+                for c in data
+            ]
+        )
+
+
+def mixed(
+    members: FamilyPrediction, origin: np.ndarray, weight: np.ndarray, count: int
+) -> FamilyPrediction:
+    """Combine the predictions of members.
+
+    Args:
+        members: Predictions of ``n`` members.
+        origin: Row that each belongs to, ascending, shape ``(n,)``.
+        weight: Weights that add up to 1 for each row, shape ``(n,)``.
+        count: Number of rows, each of which has a member.
+
+    Returns:
+        Median of each mixture, and its 5 % and 95 % quantiles, each member being log-normal on
+        either side of its point.
+    """
+    first = np.searchsorted(origin, np.arange(count))
+    middle, lo, hi = (
+        _quantile(members, origin, weight, count, level) for level in (0.5, 0.05, 0.95)
+    )
+    inside = np.logical_and.reduceat(members.in_domain, first)
+    return FamilyPrediction(
+        middle,
+        lo,
+        hi,
+        np.minimum.reduceat(members.roofline, first),
+        members.bound[first],
+        members.scope[first],
+        inside,
+    )
+
+
+def _quantile(
+    members: FamilyPrediction, origin: np.ndarray, weight: np.ndarray, count: int, level: float
+) -> np.ndarray:
+    from scipy.special import ndtr
+
+    middle = np.log(members.latency)
+    below = np.maximum((middle - np.log(members.lo)) / _NORMAL_90, 1e-6)
+    above = np.maximum((np.log(members.hi) - middle) / _NORMAL_90, 1e-6)
+    first = np.searchsorted(origin, np.arange(count))
+    # Beyond four standard deviations of the outermost member nothing is left of the mixture.
+    low = np.minimum.reduceat(middle - 4 * below, first)
+    high = np.maximum.reduceat(middle + 4 * above, first)
+    for _ in range(_HALVINGS):
+        at = (low + high) / 2
+        gap = at[origin] - middle
+        share = np.add.reduceat(weight * ndtr(gap / np.where(gap < 0, below, above)), first)
+        low, high = np.where(share < level, at, low), np.where(share < level, high, at)
+    return np.asarray(np.exp((low + high) / 2))
+
+
+def _distinct(rows: pd.DataFrame) -> tuple[np.ndarray, list[dict[str, str]]]:
+    """Distinct formats, libraries and devices of rows, and which of them each row has."""
+    columns = [c for c in (*FORMAT, *LIBRARY, "device") if c in rows]
+    texts = pd.DataFrame({c: texts_of(rows[c]).astype(str) for c in columns})
+    code = texts.groupby(columns, sort=False).ngroup().to_numpy()
+    first = np.unique(code, return_index=True)[1]
+    return code, [dict(zip(columns, own, strict=True)) for own in texts.to_numpy()[first].tolist()]

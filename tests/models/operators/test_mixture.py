@@ -1,0 +1,142 @@
+"""Operators that name no library: mixtures over those that were measured."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from opcast.features.operators import op_features
+from opcast.models.operators.family import FamilyModel
+from opcast.models.operators.family_tables import FamilySettings
+from opcast.models.operators.mixture import Choice, Menu, mixed
+from opcast.models.operators.prediction import FamilyPrediction
+
+FAMILY = "graph/linear"
+FEW = {"rounds": 40, "max_depth": 4, "learning_rate": 0.2, "stop_rounds": 0, "compact": True}
+NAMES = pd.DataFrame(
+    {
+        "op": "linear",
+        "dtype": ["bf16"] * 10 + ["fp8"] * 2,
+        "backend": ["vllm"] * 8 + ["sglang"] * 2 + ["vllm"] * 2,
+        "kernel": ["cutlass"] * 6 + ["triton"] * 2 + ["torch"] * 2 + ["cutlass"] * 2,
+        "device": ["a"] * 8 + ["b"] * 2 + ["a"] * 2,
+    }
+)
+
+
+def members(latency, lo, hi):
+    """Predictions of members, in seconds."""
+    n = len(latency)
+    return FamilyPrediction(
+        np.array(latency), np.array(lo), np.array(hi), np.full(n, 1e-6),
+        np.full(n, "memory", object), np.full(n, "known", object), np.ones(n, bool),
+    )  # fmt: skip
+
+
+def test_one_member_is_itself():
+    found = mixed(members([1e-4], [8e-5], [1.5e-4]), np.array([0]), np.ones(1), 1)
+    assert found.latency[0] == pytest.approx(1e-4, rel=1e-3)
+    assert found.lo[0] == pytest.approx(8e-5, rel=1e-3)
+    assert found.hi[0] == pytest.approx(1.5e-4, rel=1e-3)
+
+
+def test_a_mixture_reaches_from_its_fastest_to_its_slowest_member():
+    # Narrow members: 10 % at 100 µs, 80 % at 120, 10 % at 150. A 90 % interval holds all three, its
+    # median is the middle one.
+    times = [1e-4, 1.2e-4, 1.5e-4]
+    narrow = members(times, [t * 0.999 for t in times], [t * 1.001 for t in times])
+    found = mixed(narrow, np.zeros(3, int), np.array([0.1, 0.8, 0.1]), 1)
+    assert found.latency[0] == pytest.approx(1.2e-4, rel=2e-3)
+    assert found.lo[0] == pytest.approx(1e-4, rel=2e-3)
+    assert found.hi[0] == pytest.approx(1.5e-4, rel=2e-3)
+    # One in fifty is outside of it.
+    found = mixed(narrow, np.zeros(3, int), np.array([0.02, 0.96, 0.02]), 1)
+    assert found.hi[0] < 1.21e-4
+
+
+def test_frameworks_weigh_alike_and_kernels_by_their_rows():
+    menu = Menu.of(NAMES)
+    asked = {"op": "linear", "dtype": "bf16"}
+    weights = {c.names: share for c, share in menu.of_row(asked, "")}
+    assert weights == pytest.approx(
+        {
+            ("sglang", "torch"): 1 / 2,
+            ("vllm", "cutlass"): 1 / 2 * 6 / 8,
+            ("vllm", "triton"): 1 / 2 * 2 / 8,
+        }
+    )
+    # What was measured on the device itself comes first; a framework that is named alone counts.
+    assert [c.names[0] for c, _ in menu.of_row(asked, "b")] == ["sglang"]
+    assert [c.names[1] for c, _ in menu.of_row({**asked, "backend": "vllm"}, "b")] == [
+        "cutlass",
+        "triton",
+    ]
+    assert menu.of_row({**asked, "dtype": "int8"}, "") == []
+    assert Menu.from_list(menu.to_list()).choices == menu.choices
+    assert menu.choices[0] == Choice(("linear", "bf16", ""), ("sglang", "torch"), ("b",), 1.0)
+
+
+def test_tables_that_name_nothing_have_no_menu():
+    assert Menu.of(NAMES.drop(columns=["backend", "kernel"])).choices == ()
+
+
+@pytest.fixture(scope="module")
+def chips(round_gpu):
+    return {name: round_gpu(name, core_count=n) for name, n in (("a", 100), ("b", 60), ("c", 80))}
+
+
+@pytest.fixture(scope="module")
+def fitted(op_rows, chips):
+    """A family of two frameworks, of which one takes twice as long, on two chips."""
+    rows = []
+    for place, device in enumerate("ab"):
+        own = op_rows(FAMILY, 500, place).assign(device=device, dtype="bf16", op="linear")
+        own["backend"] = np.where(np.arange(500) % 2, "vllm", "trtllm")
+        own["kernel"] = np.where(own["backend"] == "vllm", "torch", "cutlass")
+        base = op_features(own, FAMILY, chips).base_s
+        rows.append(own.assign(latency_us=base * 1e6 * np.where(own["backend"] == "vllm", 2, 1)))
+    table = pd.concat(rows, ignore_index=True).assign(split="train", key=FAMILY)
+    return FamilyModel(FAMILY, FamilySettings("xgboost", FEW, FEW)).fit(table, chips)
+
+
+def row(device, **names):
+    sizes = {"op": "linear", "dtype": "bf16", "b": 1, "m": 256, "n": 4096, "k": 4096}
+    return pd.DataFrame([{**sizes, "device": device, **names}])
+
+
+@pytest.mark.parametrize("device", ["a", "c"])
+def test_an_open_library_is_a_mixture_that_naming_collapses(fitted, chips, device):
+    slow = fitted.predict(row(device, backend="vllm", kernel="torch"), chips)
+    fast = fitted.predict(row(device, backend="trtllm", kernel="cutlass"), chips)
+    both = fitted.predict(row(device), chips)
+    assert fast.latency[0] <= both.latency[0] <= slow.latency[0]
+    # The interval holds whichever it turns out to be.
+    assert both.lo[0] < fast.latency[0] * 1.01
+    assert both.hi[0] > slow.latency[0] * 0.99
+    assert both.in_domain[0] == (slow.in_domain[0] and fast.in_domain[0])
+    named = fitted.predict(row(device, backend="vllm"), chips)
+    assert named.latency[0] == pytest.approx(slow.latency[0], rel=1e-3)
+    found = fitted.members(row(device), chips)
+    assert [(m.backend, m.weight) for m in found] == [("trtllm", 0.5), ("vllm", 0.5)]
+    assert found[0].latency_us == pytest.approx(fast.latency[0] * 1e6)
+    assert fitted.members(row(device, backend="vllm", kernel="torch"), chips) == []
+
+
+def test_tables_may_mix_named_and_open_rows(fitted, chips):
+    named = row("a", backend="vllm", kernel="torch")
+    table = pd.concat([row("a", backend="", kernel=""), named, row("c")], ignore_index=True)
+    found = fitted.predict(table, chips)
+    single = [fitted.predict(table.iloc[[i]], chips).latency[0] for i in range(3)]
+    assert found.latency == pytest.approx(single)
+    assert found.scope.tolist() == ["known", "known", "unseen"]
+
+
+def test_formats_without_a_known_library_stay_outside(fitted, chips):
+    found = fitted.predict(row("a").assign(dtype="int4_wo"), chips)
+    assert not found.in_domain[0]
+    assert "not named" in " ".join(fitted.why_outside(row("a").assign(dtype="int4_wo"), chips))
+
+
+def test_saved_families_keep_their_menu(fitted, tmp_path):
+    manifest = fitted.save(tmp_path)
+    again = FamilyModel.load(FAMILY, tmp_path, manifest)
+    assert again.menu.choices == fitted.menu.choices
