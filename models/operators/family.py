@@ -39,7 +39,7 @@ from .family_tables import (
     sized,
     target_of,
 )
-from .intervals import FOREIGN, DeviceIntervals, twins
+from .intervals import FOREIGN, WIDENED, DeviceIntervals, twins
 from .mixture import LIBRARY, Member, Menu, mixed
 from .prediction import FamilyPrediction, joined
 from .rows import BLOCK_GROUP, codes, group_draw, libraries, misleading, named_columns, unnamed
@@ -231,7 +231,7 @@ class FamilyModel:
                 "median": float(np.median(np.abs(np.exp(-errors) - 1))),
                 "rows": float(len(own)),
             }
-        self.intervals.fit_unseen(scores, self.known_devices.foreign)
+        self.intervals.fit_unseen(scores, self.known_devices.foreign, self.family in WIDENED)
         self.params = fit_params(tasks)
 
     # Predicting

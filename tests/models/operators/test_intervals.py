@@ -63,6 +63,17 @@ def test_unseen_devices_have_the_widest_ends_of_those_left_out():
     assert np.log(hi / predicted)[0] == pytest.approx(ends(wide)[1])
 
 
+def test_widened_ends_leave_room_for_one_more_chip():
+    scores = {"a": scored(500)[0] + 0.5, "b": scored(500, 1)[0] + 0.5}
+    plain, wider = DeviceIntervals(), DeviceIntervals()
+    plain.fit_unseen(scores)
+    wider.fit_unseen(scores, widened=True)
+    # Both chips are slower than predicted; the next one may be faster by a third of that.
+    assert wider.unseen[1] == pytest.approx(1.15 * plain.unseen[1])
+    assert wider.unseen[0] == pytest.approx(min(1.15 * plain.unseen[0], -wider.unseen[1] / 3))
+    assert wider.foreign == wider.unseen
+
+
 def test_round_trip():
     found = DeviceIntervals()
     found.fit_device("a", *scored(800))

@@ -1,13 +1,19 @@
+import io
+
 import numpy as np
 import pytest
+from rich.console import Console
 
 import opcast
 from opcast.common.errors import DeviceError, ModelError, ProgramError
+from opcast.common.units import duration
 from opcast.features.devices.catalogue import find_device
 from opcast.features.operators import op_features
 from opcast.models.operators import OpModel
+from opcast.models.operators.explain import MIXTURE
 from opcast.models.operators.model import default_settings
 from opcast.predict.operator.predict import explain_operator, predict_op
+from opcast.predict.render.operator import print_op, print_op_explanation
 
 LINEAR = "linear m=64 n=4096 k=4096 dtype=bf16 backend=vllm"
 
@@ -48,3 +54,52 @@ def test_the_machine_at_hand_is_no_device_of_operators(ask):
     # Before a model is looked for: the device is refused whatever the model.
     with pytest.raises(DeviceError, match="an operator needs a device"):
         ask(LINEAR, "local", model="/nowhere")
+
+
+@pytest.fixture(scope="module")
+def two_libraries(op_rows, tmp_path_factory):
+    """A model of products by two frameworks, of which vLLM takes twice as long."""
+    device = find_device("h100-sxm")
+    rows = op_rows("graph/linear", 400).assign(device=device.name, dtype="bf16", op="linear")
+    rows["backend"] = np.where(np.arange(400) % 2, "vllm", "trtllm")
+    rows["kernel"] = "torch"
+    base = op_features(rows, "graph/linear", {device.name: device}).base_s
+    slow = np.where(rows["backend"] == "vllm", 2, 1)
+    folder = tmp_path_factory.mktemp("models") / "ops"
+    few = {"rounds": 30, "max_depth": 3, "stop_rounds": 0}
+    model = OpModel().fit(
+        rows.assign(latency_us=1e6 * slow * base),
+        {device.name: device},
+        default_settings("xgboost", **few),
+    )
+    model.save(folder)
+    return folder
+
+
+OPEN = "linear m=64 n=4096 k=4096 dtype=bf16"
+
+
+def test_an_operator_without_a_library_names_those_it_is_predicted_over(two_libraries):
+    both = predict_op(OPEN, "h100-sxm", two_libraries)
+    assert [own.backend for own in both.libraries] == ["trtllm", "vllm"]
+    assert both.libraries[0].latency_us <= both.latency_us <= both.libraries[1].latency_us
+    console = Console(width=200, file=io.StringIO())
+    print_op(console, both)
+    fast, slow = (duration(own.latency_us) for own in both.libraries)
+    assert f"over 2 libraries: trtllm {fast}, vllm {slow};" in console.file.getvalue()
+    assert (
+        predict_op(f"{OPEN} backend=vllm kernel=torch", "h100-sxm", two_libraries).libraries == ()
+    )
+
+
+def test_a_mixture_is_explained_by_its_typical_library(two_libraries):
+    found = explain_operator(OPEN, "h100-sxm", two_libraries)
+    assert found.latency_us == pytest.approx(predict_op(OPEN, "h100-sxm", two_libraries).latency_us)
+    assert len(found.libraries) == 2
+    assert "no library is named" in found.notes[0]
+    parts = {c.group: c.log_ratio for c in found.contributions}
+    assert MIXTURE in parts
+    assert sum(parts.values()) + found.baseline == pytest.approx(found.log_ratio, abs=1e-5)
+    console = Console(width=200, file=io.StringIO())
+    print_op_explanation(console, found)
+    assert "over 2 libraries" in console.file.getvalue()
