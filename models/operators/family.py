@@ -365,6 +365,11 @@ class FamilyModel:
         self._require_fitted()
         assert self.known is not None and self.general is not None
         row = rows.iloc[:1].reset_index(drop=True)
+        if self.menu.open(row, self.named)[0]:
+            # Of a mixture, the first member that is outside.
+            members, _, _ = self._expanded(row, devices)
+            first = int(np.argmin(self.predict(members, devices).in_domain))
+            row = members.iloc[first : first + 1].reset_index(drop=True)
         features = self.features(row, devices)
         proxy, _ = self.known_devices.proxies(row["device"].to_numpy(object), devices)
         own = bool(np.isin(proxy, self.devices)[0])

@@ -121,6 +121,14 @@ def test_an_open_library_is_a_mixture_that_naming_collapses(fitted, chips, devic
     assert fitted.members(row(device, backend="vllm", kernel="torch"), chips) == []
 
 
+def test_why_a_mixture_is_outside_is_not_that_it_names_nothing(fitted, chips):
+    far = row("a").assign(m=2**30)
+    assert not fitted.predict(far, chips).in_domain[0]
+    reasons = fitted.why_outside(far, chips)
+    assert reasons
+    assert "not named" not in " ".join(reasons)
+
+
 def test_tables_may_mix_named_and_open_rows(fitted, chips):
     named = row("a", backend="vllm", kernel="torch")
     table = pd.concat([row("a", backend="", kernel=""), named, row("c")], ignore_index=True)
