@@ -216,16 +216,16 @@ class FamilyModel:
             return
         # The errors on left-out chips are what a new device's errors will look like: intervals and
         # covariance are fitted to them.
-        likes = self._likes(features, coarse)
         tasks, scores = [], {}
         for group, (own, ratio) in made.folds.items():
             errors = target[own] - ratio
             # Twins count as one device.
             scores[group[0]] = errors
-            some = np.arange(min(len(own), COVARIANCE_ROWS))
-            task = sites.take(own[some])
-            task.share = self._with_likes(task.share, likes[own[some]], ratio[some], group)
-            tasks.append((task, errors[some]))
+            some = own[:COVARIANCE_ROWS]
+            task = sites.take(some)
+            likes = self._likes(features.take(some), coarse[some])
+            task.share = self._with_likes(task.share, likes, ratio[: len(some)], group)
+            tasks.append((task, errors[: len(some)]))
             self.left_out["+".join(group)] = {
                 "mape": mean_ape(errors),
                 "median": float(np.median(np.abs(np.exp(-errors) - 1))),
