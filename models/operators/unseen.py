@@ -21,7 +21,7 @@ from .shrinkage import chips_by_library, shrinkage
 GENERAL_ROWS, JUDGE_ROWS = 120_000, 4000
 
 #: Powers of the shrinkage that are compared; 0 leaves ratios as they are, 12 hardly any of them
-#: (0.28 of those of libraries seen on three chips). Shipped families chose each of them (manifest of
+#: (0.28 of those of libraries seen on three chips). Families choose for themselves (manifest of
 #: gpu-operators, ``way``).
 SHRINKING = (0.0, 1.0, 2.0, 3.0, 6.0, 12.0)
 

@@ -63,9 +63,9 @@ def test_ratios_that_carry_over_are_not_shrunk():
 
 def test_ratios_that_do_not_carry_over_are_shrunk_as_far_as_is_tried():
     unseen, _ = made(["h100-sxm", "a100-sxm-80gb", "l4"], 0.0, 0.5)
-    assert unseen.strategy.shrunk == 3.0
+    assert unseen.strategy.shrunk == 12.0
     # Two chips are left when one is left out.
-    assert unseen.folds[("l4",)][1] == pytest.approx(np.full(ROWS, 0.5 * SHRINKAGE[2] ** 3))
+    assert unseen.folds[("l4",)][1] == pytest.approx(np.full(ROWS, 0.5 * SHRINKAGE[2] ** 12))
 
 
 def test_rows_that_mislead_about_other_devices_are_not_learned_from():
