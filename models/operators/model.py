@@ -153,7 +153,11 @@ class OpModel:
         result.versions = joined_versions(self.versions, other.versions)
         # The first model's provenance stays; what was added says so itself.
         added = [*_listed(self.info.get("added")), {**other.info, "families": [*other.families]}]
+        # Figures of families that are replaced are not those of the result.
+        figures = [f for f in _listed(self.info.get("metrics")) if not _is_of(f, other.families)]
         result.info = {**self.info, "added": added}
+        if "metrics" in self.info:
+            result.info["metrics"] = figures
         return result
 
     def spec(self, name: str) -> DeviceSpec:
@@ -377,6 +381,10 @@ def _threads() -> int:
     """Cores that this process may use; fewer if ``OMP_NUM_THREADS`` asks for fewer."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     return min(usable_cores(), int(asked)) if asked.isdecimal() and int(asked) else usable_cores()
+
+
+def _is_of(figure: object, families: Mapping[str, FamilyModel]) -> bool:
+    return isinstance(figure, Mapping) and figure.get("key") in families
 
 
 def _listed(value: object) -> list[object]:
