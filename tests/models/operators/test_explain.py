@@ -147,7 +147,7 @@ def test_neighbours_come_from_a_dataset(bundle, op_rows, tmp_path):
 def test_the_command_prints_what_it_is_made_of():
     result = run("explain", "--op", LINEAR.replace(" kernel=torch_flow", ""), "--device", "l4")
     assert result.exit_code == 0, result.output
-    for word in ("analytical estimate", "compute", "tiles and waves", "together", "no kernel"):
+    for word in ("analytical estimate", "compute", "tiles and waves", "together", "no library"):
         assert word in result.output
 
 
