@@ -84,7 +84,7 @@ def convolution(device, dtype=torch.float32, groups=1, **options):
     layer = torch.nn.Conv2d(128, 256, 3, padding=1, groups=groups, bias=False).to(dtype)
     inputs = (torch.empty(32, 128, 28, 28, device="meta", dtype=dtype),)
     recording = record(TorchProgram(layer.to("meta"), inputs, **options))
-    found = price(recording, find_device(device), "torch-eager", _bundle("default"))
+    found = price(recording, find_device(device), "torch-eager", operator_bundle("default"))
     return [o for o in found.operators if o.kind == "convolution"]
 
 
@@ -127,7 +127,7 @@ def test_published_convolutions_are_within_their_intervals():
         layer = torch.nn.Conv2d(row.cin, row.cout, 3, padding=1, bias=False, device="meta")
         given = torch.empty(row.batch, row.cin, row.insize, row.insize, device="meta")
         recording = record(TorchProgram(layer, (given,)))
-        found = price(recording, find_device(row.device), "torch-eager", _bundle("default"))
+        found = price(recording, find_device(row.device), "torch-eager", operator_bundle("default"))
         own = found.operators[0]
         errors.append(abs(own.latency_us / row.latency_us - 1))
         inside.append(own.lo_us <= row.latency_us <= own.hi_us)
