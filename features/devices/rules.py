@@ -234,7 +234,9 @@ _RULES: dict[str, _Rule] = {
         "pcie_gbps", "a network card for each device in a like slot", _NETWORK_OVER_PCIE
     ),
     "devices_per_node": _fixed(_NODE, "usual for a server"),
-    "core_count": _fixed(1.0, "not known: features of waves and shares per core say nothing"),
+    "core_count": _fixed(
+        1.0, "not known: operators take as many as an H100 has for this rate of bf16"
+    ),
 }
 
 

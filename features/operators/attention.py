@@ -131,7 +131,7 @@ def attention(table: OpTable) -> Physics:
     batch, heads, groups, d_key, d_value, q_len, kv_len, window = table.numbers(
         "batch", "q_heads", "kv_heads", "head_dim", "v_head_dim", "q_len", "kv_len", "window"
     )
-    mc, peak = table.machine(), table.matrix_peak()
+    mc, peak = table.machine(multiprocessors=True), table.matrix_peak()
     decode = table.family.startswith("graph/generation")
     latent = decode and table.family.endswith("mla")
     causal = table.columns["causal"] == 1

@@ -140,11 +140,18 @@ class OpTable:
         rates = np.array([[rate(d, kind.rate) for kind in formats] for d in self.devices])
         return np.asarray(rates[self.code, code])
 
-    def machine(self) -> Machine:
-        """Return the facts of each row's device."""
+    def machine(self, *, multiprocessors: bool = False) -> Machine:
+        """Return the facts of each row's device.
+
+        Args:
+            multiprocessors: Count cores as multiprocessors of GPUs: estimates whose tiles and ports
+                are those of one mean nothing for the core of a TPU, or of a device that is
+                described without a count.
+        """
         d = self.devices
+        cores = [_multiprocessors(x) if multiprocessors else x.core_count for x in d]
         return Machine(
-            cores=self.of_device([x.core_count for x in d]),
+            cores=self.of_device(cores),
             # A usual boost clock, for devices described without one: fixed costs are in cycles.
             clock=self.of_device([x.clock_hz or 1.5e9 for x in d]),
             # Never zero: it divides footprints. One byte means that nothing is resident.
@@ -153,6 +160,18 @@ class OpTable:
             bandwidth=self.of_device([x.bandwidth for x in d]),
             vector=self.of_device([x.vector_peak("f32") for x in d]),
         )
+
+
+#: 16-bit operations a clock of a multiprocessor of H100, and of a core that is none: data-centre
+#: Blackwell's do 8192, a TPU's core from 100,000 on.
+_MULTIPROCESSOR, _LARGEST = 4096.0, 20_000.0
+
+
+def _multiprocessors(device: DeviceSpec) -> float:
+    """Cores of a device, or as many multiprocessors of H100 as have its matrix rate."""
+    rate = device.matrix_peak("bf16") / (device.clock_hz or 1.5e9)
+    large = rate > _LARGEST * device.core_count
+    return max(1.0, round(rate / _MULTIPROCESSOR)) if large else float(device.core_count)
 
 
 @dataclass(frozen=True, slots=True)

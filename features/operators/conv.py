@@ -27,7 +27,10 @@ def conv(table: OpTable) -> Physics:
     batch, cin, cout, size, inside, stride, pad = table.numbers(
         "batch", "cin", "cout", "ksize", "insize", "stride", "pad"
     )
-    mc, peak = table.machine(), np.minimum(table.matrix_peak(), table.power_rate())
+    mc, peak = (
+        table.machine(multiprocessors=True),
+        np.minimum(table.matrix_peak(), table.power_rate()),
+    )
     out = np.maximum(np.floor((inside + 2 * pad - size) / stride) + 1, 1)
     m, n, k = batch * out**2, cout, cin * size**2
     one = np.ones(len(m))

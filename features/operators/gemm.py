@@ -91,7 +91,7 @@ DTYPES = ("bf16", "fp8", "fp8_block", "nvfp4", "int8_sq", "int8_wo", "int4_wo")
 def gemm(table: OpTable) -> Physics:
     """Estimate ``out[b, m, n] = sum_k A[b, m, k] B[b, k, n]``."""
     b, m, n, k = table.numbers("b", "m", "n", "k")
-    mc, peak = table.machine(), table.matrix_peak()
+    mc, peak = table.machine(multiprocessors=True), table.matrix_peak()
     sizes = _sizes(table, b, m, n, k)
     weights, activations, out = sizes
     resident, footprint, copies = _residence(table, sizes, mc)

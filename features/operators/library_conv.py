@@ -107,7 +107,7 @@ def library_conv(table: OpTable) -> Physics:
     columns, Winograd's transform, and direct sums on the vector unit.
     """
     one = _problem(table)
-    mc, peak = table.machine(), table.matrix_peak()
+    mc, peak = table.machine(multiprocessors=True), table.matrix_peak()
     width = table.activation_bytes
     vector = _vector_rate(table)
     last = table.columns["channels_last"] > 0

@@ -48,7 +48,7 @@ def moe(table: OpTable) -> Physics:
     tokens, hidden, full, topk, experts, tp, ep = table.numbers(
         "tokens", "hidden", "inter", "topk", "experts", "tp", "ep"
     )
-    mc, peak = table.machine(), table.matrix_peak()
+    mc, peak = table.machine(multiprocessors=True), table.matrix_peak()
     inner, local = full / tp, experts / ep
     skew = table.mapped("distribution", SKEW, 0.0)
     rows, active = busy_rank(tokens, topk, experts, ep, skew)

@@ -60,7 +60,7 @@ def pointwise(table: OpTable) -> Physics:
     """Estimate an op that reads ``n_in`` tensors of ``rows × cols`` and writes one."""
     rows, cols = table.numbers("rows", "cols")
     operands = np.nan_to_num(table.columns["n_in"], nan=1.0)
-    mc = table.machine()
+    mc = table.machine(multiprocessors=True)
     moved = rows * cols * _bytes_per_element(table, operands)
     # Graph and event timing call again with the same operands, so that small tensors stay cached.
     resident = resident_share(moved, mc.cache, 1.1, 0.5)

@@ -58,7 +58,7 @@ JOULES = {"cdna3": 0.73e-12, "cdna4": 0.55e-12, "hopper": 0.92e-12}
 def tuned_gemm(table: OpTable) -> Physics:
     """Estimate ``out[b, m, n] = sum_k A[b, m, k] B[b, k, n]`` by the fastest tile and split."""
     b, m, n, k = table.numbers("b", "m", "n", "k")
-    mc, peak = table.machine(), table.matrix_peak()
+    mc, peak = table.machine(multiprocessors=True), table.matrix_peak()
     out = np.maximum(table.activation_bytes, 2.0) * b * m * n
     operands = table.weight_bytes * b * n * k + table.activation_bytes * b * m * k
     moved = operands + out

@@ -40,7 +40,7 @@ from .family_tables import (
     target_of,
 )
 from .intervals import FOREIGN, WIDENED, DeviceIntervals, twins
-from .mixture import LIBRARY, Member, Menu, mixed
+from .mixture import LIBRARY, NVIDIA_ONLY, Member, Menu, is_foreign, mixed
 from .prediction import FamilyPrediction, joined
 from .rows import BLOCK_GROUP, codes, group_draw, libraries, misleading, named_columns, unnamed
 from .shrinkage import shrinkage
@@ -286,7 +286,8 @@ class FamilyModel:
     ) -> tuple[pd.DataFrame, np.ndarray, np.ndarray]:
         """Rows of all members, the position of each one's origin, and its weight."""
         proxy, _ = self.known_devices.proxies(rows["device"].to_numpy(object), devices)
-        return self.menu.expanded(rows, proxy)
+        vendors = np.array([devices[d].vendor for d in texts_of(rows["device"])], object)
+        return self.menu.expanded(rows, proxy, vendors)
 
     def members(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> list[Member]:
         """Libraries in the mixture of the first row, fastest first; none if it names its own."""
@@ -353,6 +354,7 @@ class FamilyModel:
         lo[far] = np.minimum(lo, np.sqrt(lo * wide_lo))[far]
         hi[far] = np.maximum(hi, np.sqrt(hi * wide_hi))[far]
         nameless = unnamed(rows, self.named) | self._elsewhere(device, devices)
+        nameless |= _foreign(rows, devices)
         # Which library runs an operator matters as much as the device does (docs/operators.md).
         if nameless.any():
             lo[nameless] = np.minimum(lo, wide_lo)[nameless]
@@ -378,6 +380,8 @@ class FamilyModel:
         reasons = []
         if self._elsewhere(row["device"].to_numpy(object), devices).any():
             reasons.append("its operators are known of other kinds of device alone")
+        if _foreign(row, devices).any():
+            reasons.append(f"{texts_of(row['backend'])[0]} runs on NVIDIA's GPUs alone")
         if bool(unnamed(row, self.named)[0]):
             reasons.append("what runs it (backend=…, kernel=…) is not named, or was not seen")
         if domain is not None and not bool(domain.contains(table)[0]):
@@ -662,3 +666,13 @@ class FamilyModel:
         model.params = np.array(manifest["covariance_log"])
         model.left_out = dict(manifest["left_out"])
         return model
+
+
+def _foreign(rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
+    """Whether rows name a framework that their device's vendor has none of, shape ``(n,)``."""
+    others = [name for name, spec in devices.items() if is_foreign(spec.vendor)]
+    # The usual table has no such device: nothing is looked up then.
+    if not others or "backend" not in rows:
+        return np.zeros(len(rows), bool)
+    alone = np.isin(texts_of(rows["backend"]).astype(str), NVIDIA_ONLY)
+    return alone & np.isin(texts_of(rows["device"]).astype(str), others)

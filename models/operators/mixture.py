@@ -25,6 +25,10 @@ FORMAT = ("op", "dtype", "kv_dtype")
 #: Kernels with a smaller share of a framework's rows are left out: rare fallbacks, each of which
 #: would cost as much time as a common one. Engineering estimate.
 LEAST_SHARE = 0.02
+#: Frameworks that run on NVIDIA's GPUs alone; the others have builds for AMD's, too.
+NVIDIA_ONLY = ("trtllm",)
+#: Frameworks that run on NVIDIA's GPUs alone; the others have builds for AMD's, too.
+NVIDIA_ONLY = ("trtllm",)
 #: Half-width of the central 90 % of a normal distribution, in standard deviations.
 _NORMAL_90 = 1.645
 #: Halvings that find a quantile: a factor of 10^12 is narrowed to less than 0.01 %.
@@ -124,7 +128,8 @@ class Menu:
         """Libraries that a row leaves open, with weights that add up to 1.
 
         Args:
-            row: Names of an operator; one that is absent or empty is open.
+            row: Names of an operator; one that is absent or empty is open. ``vendor`` may name that
+                of the device that is asked for.
             device: The device whose own libraries count, if it has any for the format.
         """
         asked = {c: row.get(c, "") for c in (*FORMAT, *LIBRARY)}
@@ -136,6 +141,10 @@ class Menu:
         ]
         own = [choice for choice in found if device in choice.devices]
         found = own or found
+        if is_foreign(row.get("vendor", "")):
+            found = [choice for choice in found if choice.names[0] not in NVIDIA_ONLY] or found
+        if row.get("vendor", "NVIDIA") != "NVIDIA":
+            found = [choice for choice in found if choice.names[0] not in NVIDIA_ONLY] or found
         if not found:
             return []
         weights = np.array([choice.share for choice in found])
@@ -145,18 +154,20 @@ class Menu:
         return list(zip(found, weights / weights.sum(), strict=True))
 
     def expanded(
-        self, rows: pd.DataFrame, like: np.ndarray
+        self, rows: pd.DataFrame, like: np.ndarray, vendors: np.ndarray
     ) -> tuple[pd.DataFrame, np.ndarray, np.ndarray]:
         """One row for each library of each row.
 
         Args:
             rows: ``n`` rows that leave a library open.
             like: Known devices that stand in for theirs, shape ``(n,)``.
+            vendors: Vendors of their own devices, shape ``(n,)``.
+            vendors: Vendors of their own devices, shape ``(n,)``.
 
         Returns:
             The rows, the position of each one's origin and its weight.
         """
-        code, names = _distinct(rows.assign(device=like))
+        code, names = _distinct(rows.assign(device=like, vendor=vendors))
         found = [self.of_row(own, own["device"]) for own in names]
         sizes = np.array([len(own) for own in found])[code]
         origin = np.repeat(np.arange(len(rows)), sizes)
@@ -184,6 +195,11 @@ class Menu:
                 for c in data
             ]
         )
+
+
+def is_foreign(vendor: str) -> bool:
+    """Whether a device has none of :data:`NVIDIA_ONLY`; one without a vendor may have."""
+    return vendor not in ("", "NVIDIA")
 
 
 def mixed(
@@ -239,7 +255,7 @@ def _quantile(
 
 def _distinct(rows: pd.DataFrame) -> tuple[np.ndarray, list[dict[str, str]]]:
     """Distinct formats, libraries and devices of rows, and which of them each row has."""
-    columns = [c for c in (*FORMAT, *LIBRARY, "device") if c in rows]
+    columns = [c for c in (*FORMAT, *LIBRARY, "device", "vendor") if c in rows]
     texts = pd.DataFrame({c: texts_of(rows[c]).astype(str) for c in columns})
     code = texts.groupby(columns, sort=False).ngroup().to_numpy()
     first = np.unique(code, return_index=True)[1]

@@ -103,3 +103,38 @@ def test_a_mixture_is_explained_by_its_typical_library(two_libraries):
     console = Console(width=200, file=io.StringIO())
     print_op_explanation(console, found)
     assert "over 2 libraries" in console.file.getvalue()
+
+
+@pytest.mark.parametrize("device", ["tpu-v5e", "tpu-v7x", "counted by nobody"])
+@pytest.mark.parametrize(
+    "operator",
+    [
+        "linear m=4096 n=4096 k=4096 dtype=bf16 backend=vllm",
+        "context_attention batch=4 q_heads=32 kv_heads=8 q_len=4096 kv_len=4096 head_dim=128 "
+        "dtype=bf16",
+        "moe tokens=8192 hidden=4096 inter=1536 topk=8 experts=64 dtype=bf16",
+    ],
+)
+def test_a_core_that_is_no_multiprocessor_is_not_one_slow_multiprocessor(
+    operator, device, tmp_path
+):
+    if device == "counted by nobody":
+        path = tmp_path / "tiny.yaml"
+        path.write_text(
+            "name: tiny-npu\nplatform: gpu\nhbm_bandwidth_gbps: 2000\nmemory_gb: 48\n"
+            "peak_tflops: {f32: 40, bf16: 400}\n"
+        )
+        device = str(path)
+    found = predict_op(operator, device)
+    # Counted as one multiprocessor, they took 16 to 90 times their roofline.
+    assert 1 <= found.latency_us / found.roofline_us < 3.5
+
+
+def test_tensorrt_llm_is_no_library_of_other_vendors():
+    operator = "linear m=8192 n=50304 k=2048 dtype=bf16"
+    there = {member.backend for member in predict_op(operator, "h100-sxm").libraries}
+    here = {member.backend for member in predict_op(operator, "mi300x").libraries}
+    assert there - here == {"trtllm"} and here
+    named = predict_op(f"{operator} backend=trtllm", "mi300x")
+    assert not named.in_domain and any("NVIDIA" in why for why in named.outside)
+    assert named.hi_us / named.lo_us > 2
