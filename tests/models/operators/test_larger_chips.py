@@ -41,7 +41,7 @@ DTYPES = {
 #: leave the cache, a decode is split further than pays, or its one wave of blocks has less of the
 #: memory's bandwidth for each, and the same power feeds more cores.
 MORE_CORES = {
-    "kernel/linear": 1.003, "graph/linear": 1.013, "graph/bmm": 1.013,
+    "kernel/linear": 1.003, "kernel/bmm": 1.013, "graph/linear": 1.013, "graph/bmm": 1.013,
     "eager/softmax": 1.43, "eager/ln": 1.22, "graph/generation_attention": 1.17,
     "graph/generation_mla": 1.2, "tuned/linear": 1.006, "tuned/bmm": 1.006,
 }  # fmt: skip

@@ -6,6 +6,7 @@ import pytest
 
 from opcast.features.devices.catalogue import device_names, find_device
 from opcast.features.operators import FAMILIES
+from opcast.features.operators.schema import TRACED
 from opcast.models.operators import OpModel
 from opcast.predict.locate import find_model
 
@@ -25,7 +26,7 @@ def gemm(device, m=4096, dtype="bf16", **changes):
 
 
 def test_it_has_every_family_and_says_where_it_comes_from(model):
-    assert set(model.families) == set(FAMILIES)
+    assert set(model.families) == set(FAMILIES) - set(TRACED)
     assert {"h100-sxm", "a100-sxm-80gb", "rtx-pro-6000", "v100-pcie", "mi100"} <= set(model.devices)
     assert model.info["rows"] > 3_000_000
     assert model.info["metrics"], "figures of the same model, trained on the training rows alone"
