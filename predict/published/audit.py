@@ -199,8 +199,7 @@ def _groups(parts: list[AuditPart]) -> None:
 
 def _units(part: AuditPart) -> None:
     """Flag whole groups whose times are a thousand times off what physics expects."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        off = pd.Series(np.log10(part.seconds / part.base)).replace([np.inf, -np.inf], np.nan)
+    off = pd.Series(part.log_ratio() * np.log10(2.0))
     group = part.group("source", "device", "origin")
     middle = off.groupby(group).transform("median").to_numpy()
     many = off.groupby(group).transform("count").to_numpy() >= LINE_LEAST
@@ -236,10 +235,10 @@ def _non_monotone(part: AuditPart, name: str, small: np.ndarray, large: np.ndarr
     if not len(small):
         return
     # Of the two, the one that is further from what physics expects.
-    off = np.log2(part.seconds / part.base) if part.key != COLLECTIVE else None
     at = small
-    if off is not None:
-        middle = float(np.median(off[np.isfinite(off)]))
+    if part.key != COLLECTIVE:
+        off = part.log_ratio()
+        middle = float(np.nanmedian(off))
         at = np.where(np.abs(off[small] - middle) >= np.abs(off[large] - middle), small, large)
     ratio = part.seconds[small] / part.seconds[large]
     sizes = part.rows[name].to_numpy()
@@ -294,9 +293,7 @@ def _files(part: AuditPart) -> None:
     """Flag files of rows that are much slower than another file of the same device and kernel."""
     if "origin" not in part.rows:
         return
-    with np.errstate(divide="ignore", invalid="ignore"):
-        off = np.log2(part.seconds / part.base)
-    off = np.where(np.isfinite(off), off, np.nan)
+    off = part.log_ratio()
     # Of layers and blocks, a file is a model with its own kernels: only equal rows compare.
     equal = part.key not in FAMILIES
     told = ("source", "device", "op", "dtype", "backend", "kernel", "is_version")

@@ -62,6 +62,14 @@ class AuditPart:
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.asarray(self.flops / self.peak / self.seconds > SLACK)
 
+    def log_ratio(self) -> np.ndarray:
+        """Binary logarithm of measured over expected time; nan where a time is not positive."""
+        ratio = np.divide(
+            self.seconds, self.base, out=np.full(len(self.base), np.nan), where=self.base > 0
+        )
+        sound = np.isfinite(ratio) & (ratio > 0)
+        return np.log2(ratio, out=np.full(len(ratio), np.nan), where=sound)
+
     def group(self, *columns: str) -> np.ndarray:
         """Texts of columns that are there, joined, object."""
         group = pd.Series("", index=self.rows.index)

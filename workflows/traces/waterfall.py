@@ -151,12 +151,13 @@ def waterfall(
 ) -> list[Part]:
     """Explain the difference in parts that add up to the traced time.
 
-    With predicted kernels ``K`` and traced ones ``k`` (by class), a factor ``f`` that is common to
-    all, collectives ``C`` and ``c``, what was not predicted ``u``, traced gaps ``g``, and time
-    ``o`` saved by kernels that run at once::
+    With predicted kernels ``K`` and traced ones ``k`` (by class, medians of executions), a factor
+    ``f`` that is common to all, collectives ``C`` and ``c``, what was not predicted ``u``, traced
+    gaps ``g``, time ``o`` saved by kernels that run at once, and what the executions of this run
+    take beyond these medians, ``m``::
 
-        predicted = K + C + G - O,   traced = k + c + u + g - o
-        traced - predicted = (f - 1) K + Σ (k - f K) + u + (c - C) + (g - G) + (O - o)
+        predicted = K + C + G - O,   traced = k + c + u + m + g - o
+        traced - predicted = (f - 1) K + Σ (k - f K) + u + (c - C) + (g - G) + (O - o) + m
 
     Args:
         predicted_us: Predicted time of a run; of its kernels alone if ``run`` is not known.
@@ -177,7 +178,9 @@ def waterfall(
     if run is not None:
         beyond = predicted_us - kernels - sent
         parts.append(Part("gaps and launches", run.gaps * 1e6 - max(beyond, 0.0)))
-        # Medians of kernels need not add up to the run: what is left goes with the overlap.
-        traced = sum(c.traced_us for c in classes) + unmatched_us
-        parts.append(Part("kernels at once", run.busy * 1e6 - traced - min(beyond, 0.0)))
+        parts.append(Part("kernels at once", -run.overlap * 1e6 - min(beyond, 0.0)))
+        # Medians of kernels need not add up to the kernels of the run.
+        medians = sum(c.traced_us for c in classes) + unmatched_us
+        took_all = (run.kernels + run.collectives) * 1e6
+        parts.append(Part("executions beyond their median", took_all - medians))
     return parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,15 @@ def test_bytes_beyond_the_cache_must_come_from_memory(tmp_path):
 def test_times_that_are_none_and_times_below_a_launch(tmp_path):
     table = products({1: 0.0, 2: -3.0, 4: float("nan"), 8: 0.3}, n=64, k=64)
     assert reasons(table, tmp_path) == {"no time": [0, 1, 2], "below a launch": [3]}
+
+
+def test_rows_without_a_time_are_left_out_of_comparisons_without_a_warning(tmp_path):
+    # The spike is still found beside a zero and a negative time; warnings are errors here.
+    table = products({1: 0.0, 2: -3.0, 16: 20.0, 32: 90.0, 64: 21.0, 128: 22.0})
+    found = {"no time": [0, 1], "slower than a larger one": [3]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert reasons(table, tmp_path) == found
 
 
 def test_a_spike_is_named_with_the_row_that_contradicts_it(tmp_path):
