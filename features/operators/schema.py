@@ -137,6 +137,18 @@ def parameters_of(family: str) -> tuple[str, ...]:
     return BLOCKS[family] if family in BLOCKS else PARAMETERS[FAMILIES[family]]
 
 
+def families_told() -> str:
+    """Say for messages which values the columns ``source`` and ``family`` of a table may have."""
+    parts = []
+    for method in dict.fromkeys(METHODS.values()):
+        sources = [source for source, own in METHODS.items() if own == method]
+        # As family_keys() reads sources without an entry.
+        own_name = " or any name of your own (kernel durations)" if method == "kernel" else ""
+        names = [key.split("/")[1] for key in FAMILIES if key.startswith(method + "/")]
+        parts.append(f"{', '.join(sources)}{own_name}: {', '.join(names)}")
+    return "families by source: " + "; ".join(parts)
+
+
 def family_keys(frame: pd.DataFrame) -> pd.Series:
     """Return ``method/family`` of each row, from its columns ``source`` and ``family``."""
     # Sources without an entry are users' own tables: profilers report kernel durations.

@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from ...common.errors import DatasetError
 from ...features.devices.catalogue import find_device, in_catalogue
-from ...features.operators.schema import FAMILIES
+from ...features.operators.schema import BLOCKS, FAMILIES, families_told
 from .audit_part import REASONS, SLACK, AuditPart, audit_part
 from .audit_tables import COLLECTIVE, KERNEL, read_audited
 
@@ -111,6 +112,7 @@ def audit(path: Path) -> Audit:
             notes.append(f"{left} rows of devices in no catalogue were not checked: {names}")
         rows = rows[rows["device"].map(known).astype(bool)]
         specs = {n: devices.get(n) or find_device(n) for n, there in known.items() if there}
+        rows = _described(rows, notes)
         parts = [
             audit_part(str(key), rows[rows["key"] == key].reset_index(drop=True), specs, notes)
             for key in rows["key"].unique()
@@ -126,6 +128,23 @@ def audit(path: Path) -> Audit:
     columns += ["evidence", "explanation"]
     flagged = pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=columns)
     return Audit(flagged[columns].astype({"impossible": bool}), count, notes)
+
+
+def _described(rows: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
+    """Leave out rows of families that nothing is known of, with a note.
+
+    Raises:
+        DatasetError: They are all such.
+    """
+    known = rows["key"].isin(["", KERNEL, COLLECTIVE, *FAMILIES, *BLOCKS])
+    foreign = ", ".join(sorted(rows["key"][~known].unique()))
+    if len(rows) and not known.any():
+        raise DatasetError(
+            f"there is no family {foreign}", where=rows["file"].iloc[0], hint=families_told()
+        )
+    if foreign:
+        notes.append(f"{int((~known).sum())} rows of no known family were not checked: {foreign}")
+    return rows[known]
 
 
 def _no_time(part: AuditPart) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
+from ...common.errors import DatasetError
 from ...features.devices.device import DeviceSpec
 from ...features.ir.dtypes import TABLE_FORMATS
 from ...features.operators.columns import OpTable
@@ -99,6 +100,9 @@ def audit_part(
         rows: As :func:`~.audit_tables.read_audited` gives them.
         devices: Descriptions by the names in ``device``.
         notes: Gets what is not checked, and why.
+
+    Raises:
+        DatasetError: A column of the family's sizes is missing.
     """
     seconds = pd.to_numeric(rows["latency_us"], errors="coerce").to_numpy(np.float64) * 1e-6
     extra = [c for c in rows if str(c).startswith("is_")]
@@ -172,6 +176,13 @@ def _product(rows: pd.DataFrame, names: tuple[str, ...]) -> np.ndarray:
 def _describable(key: str, rows: pd.DataFrame) -> np.ndarray:
     optional = {"n_in", "window", "causal", "channels_last", "trans_a", "trans_b"}
     optional |= {"preshuffled", "rotated"} | {c for c in parameters_of(key) if c.startswith("pad")}
+    missing = [n for n in parameters_of(key) if n not in rows and n != "n_in"]
+    if missing:
+        raise DatasetError(
+            f"{key} needs the columns {', '.join(parameters_of(key))}",
+            where=str(rows["file"].iloc[0]),
+            hint="missing: " + ", ".join(missing),
+        )
     good = np.ones(len(rows), bool)
     for name in parameters_of(key):
         if name != "n_in":

@@ -16,6 +16,7 @@ from ...features.dataset import Dataset
 from ...features.devices.catalogue import find_device, in_catalogue
 from ...features.devices.device import DeviceSpec
 from ...features.operators import family_keys
+from ...features.operators.schema import families_told
 from ...models.collectives.links import Links
 from ...models.collectives.measurements import NEEDED, XLA_COLUMNS, xla_rows
 from ...models.collectives.table import PLATFORMS
@@ -65,7 +66,10 @@ def read_audited(path: Path) -> tuple[Tables, list[str]]:
                     "is no table that can be checked",
                     where=str(file),
                     hint="columns of operators (op, family, dtype, device, source, latency_us), of "
-                    "XLA's tables, or of collectives (" + ", ".join(NEEDED) + ")",
+                    "XLA's tables, or of collectives ("
+                    + ", ".join(NEEDED)
+                    + "); "
+                    + families_told(),
                 )
             notes.append(f"{file.name}: no table of operators or collectives; not checked")
             continue

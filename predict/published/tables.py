@@ -24,6 +24,7 @@ from ...datagen.published.block_tables import is_blocks
 from ...datagen.published.conv_tables import is_convs
 from ...datagen.published.product_tables import is_products, read_products
 from ...features.devices.catalogue import find_device
+from ...features.operators.schema import families_told
 from ...models.collectives.links import Links
 from ...models.collectives.measurements import XLA_COLUMNS
 from ...models.collectives.model import CollectiveModel
@@ -396,14 +397,13 @@ def with_source(path: Path, frame: pd.DataFrame) -> pd.DataFrame:
     """
     if "source" in frame:
         return frame
-    if "id" not in frame:
-        raise DatasetError("column 'id' is missing", where=str(path))
-    source = frame["id"].astype(str).str[:1].map(SOURCES)
-    if source.isna().any():
+    ids = frame["id"] if "id" in frame else pd.Series("", index=frame.index)
+    source = ids.astype(str).str[:1].map(SOURCES)
+    if "id" not in frame or source.isna().any():
         raise DatasetError(
             "column 'source' is missing",
             where=str(path),
-            hint="give the source of each row: " + ", ".join(sorted(SOURCES.values())),
+            hint="say who measured each row; " + families_told(),
         )
     return frame.assign(source=source)
 

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 import opcast
 from opcast.cli import app
+from opcast.common.errors import DatasetError
 from opcast.models.core.kernel_table import KernelTable
 from opcast.models.trust.domain import Domain
 
@@ -59,6 +60,47 @@ def table(values: np.ndarray) -> KernelTable:
     n = len(values)
     bound = np.full(n, "memory", object)
     return KernelTable(values, ("a", "b"), np.ones(n), bound, np.zeros(n, int), "s")
+
+
+def test_the_documented_table_of_operators_is_audited_and_judged(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "operators.md").read_text(encoding="utf-8")
+    text = page.split("```csv\n")[1].split("```")[0]
+    table = tmp_path / "mine.csv"
+    table.write_text(text)
+    assert "2 rows checked, 0 flagged" in invoke("audit", str(table))
+    judged = invoke("drift", "--data", str(table))
+    assert "kernel/linear" in judged and "0 of 1 have drifted" in judged
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("source,", "from,", ["is no table that can be checked", "'source' is missing"]),
+        (",family,", ",what,", ["is no table that can be checked", "no rows of operators"]),
+        ("linear,bf16", "matmul,bf16", ["no family kernel/matmul", "family that the model knows"]),
+    ],
+)
+def test_tables_without_a_source_or_family_are_told_which_there_are(tmp_path, old, new, said):
+    table = tmp_path / "mine.csv"
+    table.write_text(
+        "source,device,op,family,dtype,b,m,n,k,latency_us\n"
+        "me,h100-sxm,linear,linear,bf16,1,256,4096,4096,24.1\n".replace(old, new)
+    )
+    for command, expected in zip((["audit"], ["drift", "--data"]), said, strict=True):
+        with pytest.raises(DatasetError) as error:
+            CliRunner().invoke(app, [*command, str(table)], catch_exceptions=False)
+        assert expected in str(error.value)
+        assert "vidur or any name of your own (kernel durations): linear, norm" in str(error.value)
+
+
+def test_an_audit_names_the_sizes_that_are_missing(tmp_path):
+    table = tmp_path / "mine.csv"
+    table.write_text(
+        "source,device,op,family,dtype,m,n,k,latency_us\n"
+        "me,h100-sxm,linear,linear,bf16,256,4096,4096,24.1\n"
+    )
+    with pytest.raises(DatasetError, match=r"needs the columns b, m, n, k.*missing: b"):
+        CliRunner().invoke(app, ["audit", str(table)], catch_exceptions=False)
 
 
 def test_audit_exits_with_1_if_a_row_is_impossible(tmp_path):

@@ -17,6 +17,7 @@ from ...datagen.published.product_tables import read_products
 from ...features.devices.catalogue import find_device
 from ...features.operators import family_keys
 from ...features.operators.columns import texts_of
+from ...features.operators.schema import families_told
 from ...models.adapt.active import choose
 from ...models.operators import OpModel
 from ...models.operators.report import predictions
@@ -66,7 +67,7 @@ def run_drift(console: Console, settings: DriftSettings) -> tuple[pd.DataFrame, 
         console.print(f"{count} rows left out: the model has no operators {key}", highlight=False)
     rows = rows[known].reset_index(drop=True)
     if not len(rows):
-        hint = "it has: " + ", ".join(sorted(model.families))
+        hint = "it has: " + ", ".join(sorted(model.families)) + "; " + families_told()
         raise DatasetError("no row is of a family that the model knows", hint=hint)
     found = staleness(model, rows, settings.false_alarms)
     print_frame(
@@ -108,7 +109,8 @@ def read_rows(data: Path) -> pd.DataFrame:
     paths = [data] if data.is_file() else sorted(p for p in data.rglob("*") if _is_table(p))
     parts = [part for path in paths for part in _read(path)]
     if not parts:
-        wanted = "expected tables with " + ", ".join(sorted(NEEDED))
+        wanted = "expected tables with source, " + ", ".join(sorted(NEEDED))
+        wanted += "; " + families_told()
         raise DatasetError("no rows of operators with a time", where=str(data), hint=wanted)
     rows = pd.concat(parts, ignore_index=True)
     for column in ("backend", "version"):
