@@ -11,6 +11,8 @@ from ..common.errors import OpcastError
 
 #: What kernels may be put together by.
 KEYS = ("line", "module", "kind", "phase")
+#: Name of the group of kernels without a source line.
+NO_LINE = "(no line)"
 #: Numbers of layers, as in ``layers.0`` and ``Block_0``; not of names such as ``conv1``.
 _NUMBER = re.compile(r"(?<![A-Za-z\d])\d+")
 
@@ -52,7 +54,7 @@ class Group(Generic[K]):
 
     Attributes:
         name: The line (``file:line``), module (a star for each number, and its pass unless that is
-            the forward one), kind or pass; empty where it is not known.
+            the forward one), kind or pass. Where it is not known :data:`NO_LINE`, otherwise empty.
         total_us: Microseconds over all their executions in one run of the program.
         share: Of the summed kernel time.
         kernels: The costliest first.
@@ -83,7 +85,7 @@ def grouped(kernels: Sequence[K], by: str) -> list[Group[K]]:
         OpcastError: There is no such key.
     """
     keys: dict[str, Callable[[K], str]] = {
-        "line": lambda k: k.source_line,
+        "line": lambda k: k.source_line or NO_LINE,
         "module": module_of,
         "kind": lambda k: k.kind,
         "phase": lambda k: k.phase,

@@ -239,8 +239,11 @@ def _reasons(best: Row, others: Sequence[Row]) -> list[str]:
 
 def _notes(search: PlanSearch, best: Row, fitting: Sequence[Row]) -> list[str]:
     notes = []
-    if search.stopped:
-        notes.append("the search was stopped before all chosen plans were compiled")
+    if search.left:
+        notes.append(
+            f"{search.left} of {search.wanted} chosen plans are not compiled yet: the search was "
+            "stopped; the same command again (with the same folder of results) continues"
+        )
     if not fitting:
         held = _number(best, "memory_bytes_per_device")
         notes.append(

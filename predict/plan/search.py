@@ -11,6 +11,7 @@ import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from math import prod
@@ -98,7 +99,7 @@ def _judged(job: PlanJob, path: Path) -> Row:
         "fits": made.fits is not False,
         "lowering": made.lowering,
         "collectives": own["collectives"],
-        "moved_bytes": sum(n.collective.size * n.times for n in made.nodes if n.collective),
+        "moved_bytes": sum(n.collective.whole * n.times for n in made.nodes if n.collective),
         "waits": _waits(made),
         "notes": list(made.notes),
         **_energy(job, made),
@@ -141,7 +142,7 @@ def _waits(made: PartitionedPrediction) -> list[Row]:
         key = (node.collective.kind, lines[0] if lines else node.name)
         length = float(made.run.end[place] - made.run.start[place])
         seconds[key] += length * 1e6
-        moved[key] += node.collective.size * node.times
+        moved[key] += node.collective.whole * node.times
     return [
         {"collective": kind, "where": where, "us": us, "bytes": moved[kind, where]}
         for (kind, where), us in sorted(seconds.items(), key=lambda item: -item[1])[:_WAITS]
@@ -168,7 +169,7 @@ class PlanSearch:
         memory: Bytes that a device may use; 0 for the device's own.
         screened: All plans by our own reckoning, the fastest first.
         rows: What was compiled, by key.
-        stopped: Whether the search ended before its plans were through.
+        left: Chosen plans that the search ended before, of ``wanted``.
     """
 
     program: PlannedProgram
@@ -182,7 +183,8 @@ class PlanSearch:
     memory: float = 0.0
     screened: list[Screened] = field(default_factory=list)
     rows: dict[str, Row] = field(default_factory=dict)
-    stopped: bool = False
+    left: int = 0
+    wanted: int = 0
 
     def screen(self) -> Sheet:
         """Reckon the cost of all plans over the cluster's devices and over fewer of them.
@@ -250,7 +252,7 @@ class PlanSearch:
     ) -> list[Row]:
         """Compile plans that have no row yet, as many as the budget allows; returns all rows.
 
-        Ctrl-C ends it early and keeps what is known (``stopped``).
+        Ctrl-C ends it early and keeps what is known; ``left`` are not.
 
         Raises:
             DatasetError: The folder's results cannot be read.
@@ -270,7 +272,7 @@ class PlanSearch:
             write_bytes(self._file(key), data.encode() if isinstance(data, str) else data)
         screened = {s.plan: s for s in self.screened}
         count = len(by_key) - len(left)
-        try:
+        with suppress(KeyboardInterrupt):
             for row in self._judged(left, started, budget_s):
                 plan = by_key[str(row["key"])]
                 known = screened.get(plan)
@@ -286,9 +288,8 @@ class PlanSearch:
                 count += 1
                 if progress is not None:
                     progress(count, len(by_key))
-        except KeyboardInterrupt:
-            self.stopped = True
-        self.stopped |= any(key not in self.rows for key in by_key)
+        self.wanted = len(by_key)
+        self.left = sum(key not in self.rows for key in by_key)
         return [self.rows[key] for key in by_key if key in self.rows]
 
     def _judged(self, keys: Sequence[str], started: float, budget_s: float) -> Iterator[Row]:

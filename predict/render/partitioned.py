@@ -26,7 +26,7 @@ def print_partitioned(console: Console, prediction: PartitionedPrediction, top: 
         f"{capacity}; lowering {prediction.lowering}"
     )
     print_notes(console, prediction.notes, loud=True)
-    table = Table("collective", "runs", "bytes", "alone", box=None, header_style="bold")
+    table = Table("collective", "runs", "bytes put in", "alone", box=None, header_style="bold")
     for kind, (count, total, seconds) in prediction.by_collective().items():
         table.add_row(kind, f"{count:.0f}", size(total), duration(seconds * 1e6))
     if prediction.by_collective():

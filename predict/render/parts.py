@@ -185,10 +185,14 @@ def line_of(source_line: str) -> str:
 
 
 def cost_line(result: HasLatency, price: float) -> str:
-    """What a run costs on a device rented by the hour."""
+    """What a run costs on a device rented by the hour, and 1,000 runs if one is below a cent."""
     seconds = Interval(result.latency_us * 1e-6, result.lo_us * 1e-6, result.hi_us * 1e-6)
     cost = cost_of(price, seconds, 1)
-    return f"cost {cost.value:.3g}  [{cost.lo:.3g} – {cost.hi:.3g}] a run"
+    told = f"cost {cost.value:.3g}  [{cost.lo:.3g} – {cost.hi:.3g}] a run"
+    if cost.value < 0.01:
+        value, lo, hi = (1000.0 * own for own in cost)
+        told += f", {value:.3g}  [{lo:.3g} – {hi:.3g}] per 1,000 runs"
+    return told
 
 
 def factor_table(title: str, log_ratios: Iterable[tuple[str, float]]) -> Table:

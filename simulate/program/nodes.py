@@ -30,6 +30,11 @@ class Collective:
     groups: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
     reduction: tuple[str, str] | None = field(default=None, compare=False)
 
+    @property
+    def whole(self) -> float:
+        """Bytes of the whole buffer: what a gather results in, what others take, as NCCL counts."""
+        return self.size * (len(self.group) if self.kind == "all_gather" else 1)
+
 
 @dataclass(frozen=True)
 class Node:

@@ -31,7 +31,7 @@ def test_groups_are_sums_with_the_costliest_first():
     assert [(g.name, g.total_us, g.share) for g in lines] == [
         ("m.py:3", 5.0, 0.5),
         ("m.py:4", 3.0, 0.3),
-        ("", 2.0, 0.2),
+        ("(no line)", 2.0, 0.2),
     ]
     assert [k.kind for k in lines[0].kernels] == ["gemm", "fusion"]
     assert lines[0].shares(lambda k: k.what) == {"dot": 0.8, "add": 0.2}

@@ -9,6 +9,7 @@ from opcast import lower
 from opcast.common.units import duration, size
 from opcast.predict.export.timeline import chrome_trace, write_chrome_trace
 from opcast.predict.program.predictor import KernelEstimate, Prediction
+from opcast.predict.render.parts import cost_line
 from opcast.predict.render.program import print_prediction
 
 
@@ -95,6 +96,14 @@ def test_time_by_source_line_and_by_module():
     modules = shown(80, PREDICTION, by="module")
     assert "Block_*/attn" in modules
     assert "(none)" in modules
+
+
+def test_a_run_below_a_cent_is_told_by_the_thousand():
+    # 1 ms [0.8 – 1.3] at 3.6 an hour: 1e-06 a run, 0.001 per 1,000; at 3.6e7, 10 a run.
+    assert cost_line(PREDICTION, 3.6) == (
+        "cost 1e-06  [8e-07 – 1.3e-06] a run, 0.001  [0.0008 – 0.0013] per 1,000 runs"
+    )
+    assert cost_line(PREDICTION, 3.6e7) == "cost 10  [8 – 13] a run"
 
 
 def test_what_does_not_fit_is_said_in_the_first_line():

@@ -117,6 +117,14 @@ def test_independent_all_reduces_are_combined_up_to_the_threshold():
     assert [n.name for n in whole] == ["a", "b", "s"]
 
 
+def test_gathers_and_scatters_of_the_same_buffer_count_alike():
+    # Of 16 bytes on four devices, a gather takes 4 of each, a scatter all 16.
+    four = (0, 1, 2, 3)
+    assert Collective("all_gather", 4.0, four).whole == 16.0
+    assert Collective("reduce_scatter", 16.0, four).whole == 16.0
+    assert Collective("all_reduce", 16.0, four).whole == 16.0
+
+
 def test_collectives_that_need_one_another_stay_apart():
     chain = [send("s"), compute("a", 1.0, 0), send("t", 1)]
     assert len(combine(chain, "all_reduce", 1e9)) == 3
