@@ -51,16 +51,16 @@ def export_chakra(
 
     One trace is written for each rank; ASTRA-sim runs on the folder.
     """
-    from ..features.devices.catalogue import find_device
     from ..features.lowering.options import LoweringOptions
     from ..predict.cluster.partitioned import predict_partitioned
+    from ..predict.devices import cluster_device
     from ..predict.export.chakra import export_chakra as write
     from ..simulate.clusters.catalogue import find_cluster
     from .simulate import kernels
 
     where = find_cluster(cluster)
     prediction = predict_partitioned(program, where, kernels(model), LoweringOptions(lowering))
-    result = write(prediction, where, find_device(prediction.device), out)
+    result = write(prediction, where, cluster_device(where), out)
     _print(result, f"{out}: {{ranks}} traces, {{nodes}} nodes", json_output)
 
 
@@ -195,7 +195,7 @@ def export_simai(
 ) -> None:
     """Write SimAI's workload of a training step."""
     from ..common.files import write_text
-    from ..features.devices.catalogue import find_device
+    from ..predict.devices import cluster_device
     from ..predict.export.simulators import simai_workload
     from ..predict.operator.step_operators import OperatorLatency
     from ..simulate.clusters.catalogue import find_cluster
@@ -203,7 +203,7 @@ def export_simai(
     from ..simulate.step.workload import read_workload
 
     where = find_cluster(cluster)
-    latency = OperatorLatency(find_device(where.device), _operators(model))
+    latency = OperatorLatency(cluster_device(where), _operators(model))
     work = read_workload(workload, settings or [])
     text = simai_workload(work, parse_plan(plan), where.size, latency)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -220,13 +220,13 @@ def export_calculon(
     import json
 
     from ..common.files import write_text
-    from ..features.devices.catalogue import find_device
+    from ..predict.devices import cluster_device
     from ..predict.export.simulators import calculon_system
     from ..predict.operator.step_operators import OperatorLatency
     from ..simulate.clusters.catalogue import find_cluster
 
     where = find_cluster(cluster)
-    spec = find_device(where.device)
+    spec = cluster_device(where)
     system = calculon_system(where, spec, OperatorLatency(spec, _operators(model)))
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, json.dumps(system, indent=1) + "\n")

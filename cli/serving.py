@@ -63,7 +63,7 @@ def simulate_serving(
     cluster: Annotated[
         str, typer.Option(help="Name such as h100-sxm-x8, or a YAML file; engines fill it.")
     ] = "",
-    device: Annotated[str, typer.Option(help="Instead of --cluster: of one device's name.")] = "",
+    device: Annotated[str, typer.Option(help="Instead of --cluster: a device, or its file.")] = "",
     plan: Annotated[
         str,
         typer.Option(
@@ -191,7 +191,13 @@ def simulate_serving(
     from ..common.chrome_trace import write_trace
     from ..common.errors import PlanError
     from ..common.files import write_text
-    from ..predict.cluster.deployment import Deployment, draft_model, engines_of, parse_slo
+    from ..predict.cluster.deployment import (
+        Deployment,
+        draft_model,
+        engines_of,
+        links_of,
+        parse_slo,
+    )
     from ..predict.cluster.served_row import in_formats, known_framework
     from ..predict.cluster.serving_load import LoadSpec, parse_lengths
     from ..predict.cluster.serving_table import EngineOptions
@@ -240,6 +246,7 @@ def simulate_serving(
         accepted=accepted,
         hit_rate=prefix_hits,
         options=options,
+        cluster=links_of(cluster),
     )
     spec = LoadSpec(
         prompt=prompt,
@@ -298,7 +305,7 @@ def _predictor(model: str, serving: str) -> ServingPredictor:
 
 
 def plan_serving(
-    device: Annotated[str, typer.Option(help="Device of the catalogue, such as h100-sxm.")],
+    device: Annotated[str, typer.Option(help="Device, such as h100-sxm, or its file.")],
     gpus: Annotated[int, typer.Option(min=1, max=4096, help="Number of devices.")],
     load: Annotated[
         str,
@@ -335,8 +342,7 @@ def plan_serving(
 
     Prints the Pareto front of throughput against latency, and the best with its launch commands.
     """
-    from ..features.devices.catalogue import find_device
-    from ..predict.cluster.deployment import Deployment, parse_slo
+    from ..predict.cluster.deployment import Deployment, device_of, parse_slo
     from ..predict.cluster.served_row import in_formats, known_framework
     from ..predict.cluster.serving_launch import checkpoint_of
     from ..predict.cluster.serving_load import parse_load
@@ -351,7 +357,7 @@ def plan_serving(
     model = in_formats(
         sizes, weights, kv_cache, engine, linear_layers, experts=experts, activations=activations
     )
-    base = Deployment(model, find_device(device).name, engine, hit_rate=prefix_hits)
+    base = Deployment(model, device_of(device), engine, hit_rate=prefix_hits)
     spec, asked = parse_load(load), parse_slo(slo)
     predictor = _predictor(operators, serving)
     # Progress goes to standard error, as that of sweeps.

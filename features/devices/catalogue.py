@@ -79,6 +79,26 @@ def find_device(name: str) -> DeviceSpec:
     return _catalogue_device(canonical)
 
 
+def read_device(device: str) -> DeviceSpec:
+    """Find a device in the catalogue, or read it from a file.
+
+    Args:
+        device: As for :func:`find_device`, or the path of a YAML or JSON file.
+
+    Raises:
+        DeviceError: The catalogue has no such device, or the file is missing or wrong.
+    """
+    path = Path(device)
+    suffix = path.suffix.lower()
+    if suffix in (".yaml", ".yml"):
+        return load_device_file(path)
+    if suffix == ".json":
+        if not path.is_file():
+            raise DeviceError("no such device file", where=device)
+        return DeviceSpec.from_file(path)
+    return find_device(device)
+
+
 def in_catalogue(name: str) -> bool:
     """Return whether the catalogue has a device, by name or alias."""
     return _canonical(name) is not None

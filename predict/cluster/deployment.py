@@ -8,9 +8,12 @@ from math import inf
 from typing import NamedTuple
 
 from ...common.errors import PlanError
-from ...features.devices.catalogue import find_device
+from ...features.devices.catalogue import in_catalogue, read_device
+from ...features.devices.device import DeviceSpec
 from ...models.serving.model import ServingModel
 from ...simulate.clusters.catalogue import find_cluster, joined
+from ...simulate.clusters.files import load_cluster
+from ...simulate.clusters.topology import Cluster
 from ...simulate.serving.load import Load
 from ...simulate.serving.served import EnginePlan, ServedModel
 from ...simulate.step.workload import Workload
@@ -65,7 +68,7 @@ class Deployment:
 
     Attributes:
         model: What is served.
-        device: Of the catalogue.
+        device: Name in the catalogue, or path of a device file.
         framework: Such as ``vllm``.
         engine: Workers that decode, and run prompts as well unless ``prefill`` does.
         prefill: Workers that run prompts alone.
@@ -77,6 +80,7 @@ class Deployment:
         hit_rate: Share of each prompt that the cache has already.
         options: What else the engines are told.
         group: Name of the model among measured ones; empty to look it up by its sizes.
+        cluster: Links of the engines; ``None`` for those of the device's usual machines.
     """
 
     model: ServedModel
@@ -91,6 +95,7 @@ class Deployment:
     hit_rate: float = 0.0
     options: EngineOptions = field(default_factory=EngineOptions)
     group: str = ""
+    cluster: Cluster | None = None
 
     def __post_init__(self) -> None:
         """Check what belongs together.
@@ -130,6 +135,11 @@ class Deployment:
         """Devices of all workers."""
         return self.engine.devices + (self.prefill.devices if self.prefill else 0)
 
+    @property
+    def spec(self) -> DeviceSpec:
+        """The description of the device."""
+        return read_device(self.device)
+
     def text(self) -> str:
         """Such as ``2 x (tp=4)``, or ``1 x (tp=4) prefill + 2 x (tp=4) decode``."""
         own = f"{self.engine.count} x ({self.engine.plan.text()})"
@@ -151,7 +161,8 @@ class Deployment:
             version=NEWEST,
             group=self.group or model.group_of(self.model.shape()),
             model=self.model,
-            cluster=joined(self.device, largest),
+            # The device keeps the name that it was given: that of a file is read again from there.
+            cluster=self.cluster or replace(joined(self.spec, largest), device=self.device),
             engine=self.engine,
             prefill=self.prefill,
             load=spec.row_load(load),
@@ -190,7 +201,26 @@ def on_cluster(
             f"{found.name} has {found.size}",
             hint="a smaller plan, or fewer replicas",
         )
-    return find_device(found.device).name, Workers(plan, count)
+    return device_of(found.device), Workers(plan, count)
+
+
+def links_of(cluster: str) -> Cluster | None:
+    """The links of a cluster's file; ``None`` for a cluster of the catalogue.
+
+    Args:
+        cluster: Name or file; empty for none.
+    """
+    return load_cluster(cluster) if cluster.lower().endswith((".yaml", ".yml")) else None
+
+
+def device_of(given: str) -> str:
+    """A device's canonical name; the path of a file stays, once the file was read.
+
+    Raises:
+        DeviceError: The catalogue has no such device, or the file is missing or wrong.
+    """
+    spec = read_device(given)
+    return spec.name if in_catalogue(given) else given
 
 
 def parse_engine_plan(text: str, model: ServedModel, replicas: int) -> tuple[EnginePlan, int]:
@@ -236,7 +266,7 @@ def engines_of(
     Args:
         model: What is served.
         cluster: Name or file, which engines fill; else ``device``.
-        device: Of the catalogue.
+        device: Name in the catalogue, or path of a device file.
         plan: Of an engine; on a cluster by default all devices by tensor parallelism.
         replicas: Engines; 0 for as many as the cluster holds.
         prefill: Plan of a worker that runs prompts alone; empty for none.
@@ -251,7 +281,7 @@ def engines_of(
         apart = Workers(first, max(1, times) * prefill_replicas)
     if not cluster:
         one, engines = parse_engine_plan(plan, model, replicas)
-        return find_device(device).name, Workers(one, engines or 1), apart
+        return device_of(device), Workers(one, engines or 1), apart
     if not plan and not replicas:
         left = find_cluster(cluster).size - (apart.devices if apart else 0)
         plan = f"tp={max(1, left)}"

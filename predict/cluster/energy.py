@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from ...common.interval import Interval
-from ...features.devices.catalogue import find_device
+from ...features.devices.catalogue import read_device
 from ...features.devices.device import DeviceSpec
 from ...models.power.energy import energy
 from ...models.power.law import Work
@@ -63,7 +63,7 @@ def serving_energy(
         run: What became of them.
         total: Seconds from the first request to the last token, with their interval.
     """
-    spec = find_device(deployment.device)
+    spec = read_device(deployment.device)
     model, plan = deployment.model, deployment.engine.plan
     workers = [deployment.engine, *([deployment.prefill] if deployment.prefill else [])]
     busy = float(run.busy.sum()) / sum(own.count for own in workers)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...common.errors import PlanError
 from ...common.interval import Interval, latency_fields
-from ...features.devices.catalogue import find_device
+from ...features.devices.catalogue import read_device
 from ...models.operators import OpModel
 from ...models.power.energy import energy_fields
 from ...models.serving.model import SATURATED, ServingModel, shipped_serving
@@ -196,7 +196,7 @@ class ServingPrediction:
             "memory_bytes_per_device": dict(self.memory),
             "known": self.known,
             "framework": self.deployment.framework,
-            "device": self.deployment.device,
+            "device": self.deployment.spec.name,
             "gpus": gpus,
             "plan": self.deployment.text(),
             "replicas": self.deployment.engine.count,
@@ -428,7 +428,7 @@ def _notes(row: ServingRow, tier: str, queued: float, load: Load) -> tuple[str, 
         "shares that its tuned kernels reach, and intervals a guess",
     }
     notes = [known[tier]] if tier in known else []
-    spec, model = find_device(row.cluster.device), row.model
+    spec, model = read_device(row.cluster.device), row.model
     formats = {model.weights, model.attention_format, model.expert_weights}
     notes += [
         f"{spec.name} has no units for {name}: products widen the weights and run in 16 bits"

@@ -14,7 +14,7 @@ from math import ceil, log2
 
 import numpy as np
 
-from ...features.devices.catalogue import find_device
+from ...features.devices.catalogue import read_device
 from ...simulate.clusters.topology import Cluster
 from ...simulate.serving.classes import CLASSES
 from ...simulate.serving.forward import (
@@ -101,7 +101,7 @@ class ServingCosts:
     ) -> None:
         self.model, self.plan, self.latency = model, plan, latency
         self.cluster, self.network = cluster, ClusterNetwork(cluster)
-        self._spec = find_device(cluster.device)
+        self._spec = read_device(cluster.device)
         # Pipeline stages work on a share of the batch each, so that a pass takes all layers for
         # that share; ranks with sequences of their own take theirs. A prompt is not shared out.
         self.parts = plan.dp * plan.pp
@@ -221,6 +221,9 @@ class ServingCosts:
 
     def _exchange(self, kind: str, size: float, ranks: int) -> float:
         link = self._spec.link_bandwidth
+        if link and self._spec.platform == "gpu":
+            # A cluster's file may say another bandwidth than the device's.
+            link = self.cluster.topology.dims[0].bandwidth
         if kind == "all_reduce" and ranks <= self.cluster.devices_per_node and link:
             return (
                 _REDUCE_S

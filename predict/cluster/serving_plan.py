@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...common.errors import OpcastError
-from ...features.devices.catalogue import find_device
+from ...features.devices.catalogue import read_device
 from ...simulate.serving.load import Load
 from ...simulate.serving.served import EnginePlan
 from .deployment import Deployment, Slo
@@ -227,7 +227,7 @@ def engine_plans(base: Deployment, devices: int) -> Iterator[EnginePlan]:
     each attend to sequences of their own.
     """
     w = base.model.workload
-    box = find_device(base.device).devices_per_node or devices
+    box = read_device(base.device).devices_per_node or devices
     powers = [2**n for n in range(devices.bit_length()) if 2**n <= devices]
     for size in powers:
         for tp in (n for n in powers if n <= min(size, box) and w.heads % n == 0):
@@ -354,7 +354,7 @@ def _simulate(
 
 def _least_token(one: Deployment) -> float:
     """Seconds below which no pass of a decoding engine is: reading what a token must see."""
-    spec, plan, model = find_device(one.device), one.engine.plan, one.model
+    spec, plan, model = read_device(one.device), one.engine.plan, one.model
     parts = model.weight_parts(plan)
     w = model.workload
     experts = parts.pop("experts", 0.0)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ...common.errors import OpcastError, PlanError
-from ...features.devices.catalogue import find_device
+from ...features.devices.catalogue import read_device
 from ...models.operators import OpModel
 from ...models.serving.model import APART, group_key
 from ...simulate.serving.fleet import Station, run_fleet
@@ -198,7 +198,7 @@ class ServingRuns:
             device = row.cluster.device
             latency = self._latency.get((device, row.framework))
             if latency is None:
-                latency = ServingLatency(find_device(device), self.model, row.framework)
+                latency = ServingLatency(read_device(device), self.model, row.framework)
                 self._latency[device, row.framework] = latency
             self._costs[key] = ServingCosts(row.model, workers.plan, row.cluster, latency, *sizes)
             if len(self._costs) > MOST_TABLES:
@@ -258,7 +258,7 @@ def cache_transfer(row: ServingRow) -> Callable[[int], float]:
     """
     if row.prefill is None:
         return lambda tokens: 0.0
-    spec = find_device(row.cluster.device)
+    spec = read_device(row.cluster.device)
     inside = 0 < row.devices <= spec.devices_per_node
     link = (spec.link_bandwidth if inside else spec.inter_node_bandwidth) or HOST_BANDWIDTH
     ranks = min(row.prefill.plan.tp, row.engine.plan.tp)
@@ -272,7 +272,7 @@ def engine_memory(row: ServingRow, workers: Workers) -> dict[str, float]:
 
     The order is that in which memory is taken.
     """
-    capacity = find_device(row.cluster.device).memory_bytes
+    capacity = read_device(row.cluster.device).memory_bytes
     if not capacity:
         raise PlanError(
             "the memory of the device is not known, so neither is its cache",
@@ -299,7 +299,7 @@ def engine_memory(row: ServingRow, workers: Workers) -> dict[str, float]:
 
 def _unfit(row: ServingRow, workers: Workers, memory: dict[str, float]) -> str:
     """Which part of an engine is the first that does not fit."""
-    capacity = find_device(row.cluster.device).memory_bytes
+    capacity = read_device(row.cluster.device).memory_bytes
     held = sum(row.model.weight_parts(workers.plan).values())
     left, first = capacity, "the cache"
     for name, value in memory.items():
@@ -405,7 +405,7 @@ def row_context(row: ServingRow) -> dict[str, str]:
 
 
 def _levels(row: ServingRow) -> dict[str, str]:
-    spec = find_device(row.cluster.device)
+    spec = read_device(row.cluster.device)
     model = row.model
     return {
         "any": "any",

@@ -31,7 +31,7 @@ def serving_data(prediction: ServingPrediction) -> dict[str, Any]:
     shown = slice(None, None, every)
     tokens = prediction.tokens_per_s
     return {
-        "title": f"{work.parameters / 1e9:.1f}B parameters on {own.devices} × {own.device}",
+        "title": f"{work.parameters / 1e9:.1f}B parameters on {own.devices} × {own.spec.name}",
         "plan": own.text(),
         "framework": own.framework,
         "tokens": [short(end) for end in tokens],

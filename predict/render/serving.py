@@ -52,7 +52,9 @@ def print_serving(console: Console, prediction: ServingPrediction, price: float 
             f"{rate.value:.3g} requests/s",
         )
     )
-    console.print(f"{own.text()} on {own.devices} x {own.device}, {own.framework}", highlight=False)
+    console.print(
+        f"{own.text()} on {own.devices} x {own.spec.name}, {own.framework}", highlight=False
+    )
     table = _table("latency", "mean", *(f"p{level}" for level in LEVELS), "90 % of the mean")
     for metric in METRICS:
         keys = [f"{metric}/{name}" for name in ("mean", *(f"p{level}" for level in LEVELS))]

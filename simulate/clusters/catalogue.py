@@ -80,14 +80,18 @@ def named_cluster(device: str, count: int) -> str:
     return ""
 
 
-def joined(device: str, count: int, per_node: int = 0, between: float = 0.0) -> Cluster:
+def joined(
+    device: str | DeviceSpec, count: int, per_node: int = 0, between: float = 0.0
+) -> Cluster:
     """Any number of one device, joined as machines of that device are.
 
     Up to a box or a slice it is that; more of them are joined by InfiniBand or, for TPUs, by a
     data-centre network. Racks of 72 are used in part where the number is no multiple of it.
 
     Args:
-        device: Name or alias of a device of the catalogue.
+        device: Name or alias of a device of the catalogue, or a description. One that the
+            catalogue does not list is joined as those of its vendor and architecture are, by its
+            own bandwidth; a single one needs no links.
         count: Devices.
         per_node: Devices of a box; 0 for the rule of the device.
         between: Bytes/s in one direction of one device to other boxes; 0 for the rule.
@@ -96,9 +100,13 @@ def joined(device: str, count: int, per_node: int = 0, between: float = 0.0) -> 
         DeviceError: The device is unknown, no rule says how it is joined, or the number makes no
             whole boxes.
     """
-    spec = find_device(device)
-    matched = _rule_of(spec.name)
+    spec = device if isinstance(device, DeviceSpec) else find_device(device)
+    matched = _rule_of(spec.name) or _rule_like(spec)
     name = f"{spec.name}-x{count}"
+    if matched is None and count == 1 and not in_catalogue(spec.name):
+        # Nothing is sent; a dimension needs a bandwidth all the same.
+        alone = Dimension("ring", 1, spec.link_bandwidth or spec.bandwidth)
+        return Cluster(name, spec.name, Topology((alone,)), 1)
     if matched is None:
         between = between or spec.inter_node_bandwidth
         if not between:
@@ -176,9 +184,24 @@ def _rule_of(device: str) -> tuple[str, Rule] | None:
     return None
 
 
+def _rule_like(device: DeviceSpec) -> tuple[str, Rule] | None:
+    """Rule of listed devices of the same make, for a device that the catalogue does not list."""
+    if in_catalogue(device.name) or not device.architecture:
+        return None
+    for table in ("boxes", "slices"):
+        for rule in _rules(table).values():
+            if not getattr(device, _LINKS[rule.get("bandwidth", "link_gbps")]):
+                continue
+            for listed in map(find_device, rule["devices"]):
+                own = (device.vendor, device.architecture)
+                if (listed.vendor, listed.architecture) == own:
+                    return table, rule
+    return None
+
+
 def _one_box(device: DeviceSpec, count: int) -> Cluster:
     name = f"{device.name}-x{count}"
-    matched = _rule_of(device.name)
+    matched = _rule_of(device.name) or _rule_like(device)
     if matched is None:
         raise DeviceError(
             f"the catalogue does not say how {device.name} are joined",

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from opcast.common.errors import DeviceError
@@ -76,6 +78,17 @@ def test_networks_are_slower_than_boxes():
     across = collective_cost("all-reduce", 2**28, range(0, 128, 8), pod)
     both = collective_cost("all-reduce", 2**28, 128, pod)
     assert inside.algorithm == "in_network" and inside.total < both.total < across.total
+
+
+def test_devices_that_are_not_listed_are_joined_as_their_make():
+    own = replace(find_device("h100-sxm"), name="mine", link_bandwidth=600e9)
+    pair = joined(own, 2).topology.dims[0]
+    assert (pair.kind, pair.name, pair.bandwidth) == ("switch", "nvlink", 600e9)
+    assert joined(own, 16).size == 16
+    other = replace(own, architecture="unheard-of", inter_node_bandwidth=0.0)
+    assert joined(other, 1).size == 1
+    with pytest.raises(DeviceError, match="how mine are joined"):
+        joined(other, 2)
 
 
 def test_superchips_of_one_device_are_joined_by_the_network():
