@@ -14,6 +14,7 @@ import pandas as pd
 from ...common.errors import DatasetError, DeviceError, ModelError
 from ...common.interval import InSeconds, latency_fields
 from ...common.parquet import read_table
+from ...features.devices.catalogue import load_designs
 from ...features.devices.device import DeviceSpec
 from ...features.ir.dtypes import TABLE_FORMATS
 from ...features.operators.features import op_features
@@ -21,7 +22,7 @@ from ...features.operators.query import parse_op
 from ...models.core.store import MANIFEST
 from ...models.power.law import Work, cap_share, capped
 from ..devices import resolve_device
-from ..locate import OPERATOR_MODEL, find_model
+from ..locate import OPERATOR_MODEL, find_model, is_untrained
 
 if TYPE_CHECKING:
     from ...models.operators import OpModel
@@ -161,11 +162,24 @@ def explain_operator(
 
 
 def _check_named(device: str) -> None:
-    """Refuse the machine at hand: operators are published tables of GPUs; none is measured here.
+    """Refuse what is not one device that a table of GPUs may hold.
 
     Raises:
-        DeviceError: The device is ``local``.
+        DeviceError: The device is ``local``, since operators are published tables and none is
+            measured here; or there are several, or designs of a file with ranges.
     """
+    if "," in device:
+        given = " ".join(f"--device {name.strip()}" for name in device.split(",") if name.strip())
+        raise DeviceError(
+            f"an operator is predicted for one device, not for {device!r}",
+            hint=f"a table of several: opcast export table --op '…' {given} --out FILE.parquet",
+        )
+    if Path(device).suffix.lower() in (".yaml", ".yml") and len(load_designs(device)) > 1:
+        raise DeviceError(
+            "the file has ranges, and an operator is predicted for one design",
+            where=device,
+            hint="give one number for each figure; programs take ranges (docs/devices.md)",
+        )
     if device == "local":
         raise DeviceError(
             "an operator needs a device",
@@ -174,6 +188,17 @@ def _check_named(device: str) -> None:
 
 
 def _folder(model: str | Path) -> Path:
+    if str(model) == "roofline" and is_untrained(model):
+        raise ModelError(
+            "an operator's roofline is printed beside its prediction",
+            where="--model roofline",
+            hint="leave --model out: it is the line 'roofline', and roofline_us of --json",
+        )
+    if is_untrained(model):
+        raise ModelError(
+            f"{str(model)!r} predicts programs, not single operators",
+            hint="leave --model out, or give the folder of a model of operators",
+        )
     return find_model(OPERATOR_MODEL if str(model) == "default" else model)
 
 

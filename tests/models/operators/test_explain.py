@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from opcast.cli import app
+from opcast.common.errors import OpcastError
 from opcast.datagen.published.importer import import_published
 from opcast.features.devices.catalogue import find_device
 from opcast.features.operators import FAMILIES, op_features
@@ -157,4 +158,24 @@ def test_predict_takes_an_operator():
     found = json.loads(run("predict", "--op", LINEAR, "--device", "a100-sxm-80gb", "--json").output)
     assert found["lo_us"] < found["latency_us"] < found["hi_us"] and found["in_domain"]
     assert run("predict", "--device", "l4").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--device", "b200,mi355x"), "export table --op '…' --device b200 --device mi355x --out"),
+        (("--device", "l4", "--model", "roofline"), "roofline is printed beside its prediction"),
+        (("--device", "l4", "--model", "scalesim"), "'scalesim' predicts programs"),
+        (("--device", "RANGES"), "give one number for each figure"),
+    ],
+)
+def test_what_an_operator_does_not_take_says_what_to_do(tmp_path, options, said):
+    designs = tmp_path / "designs.yaml"
+    designs.write_text("name: wide\nbase: h100-sxm\nmemory_gb: [80, 160]\n")
+    words = [word.replace("RANGES", str(designs)) for word in options]
+    result = CliRunner().invoke(app, ["predict", "--op", LINEAR, *words])
+    assert isinstance(result.exception, OpcastError) and said in str(result.exception)
+
+
+def test_an_operator_or_a_program():
     assert run("explain", "x.mlir", "--op", LINEAR).exit_code == 2
