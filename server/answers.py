@@ -174,6 +174,9 @@ class _Served(_Powered):
     dollars_per_million_tokens: float | None = Field(None, description="With a price.")
     dollars_per_million_tokens_lo: float | None = None
     dollars_per_million_tokens_hi: float | None = None
+    dollars_per_request: float | None = Field(None, description="With a price.")
+    dollars_per_request_lo: float | None = None
+    dollars_per_request_hi: float | None = None
     kv_occupancy_mean: float | None = None
     kv_occupancy_max: float | None = None
     batch_mean: float | None = None

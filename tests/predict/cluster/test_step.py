@@ -14,7 +14,7 @@ from opcast.models.operators import OpModel
 from opcast.models.steps.effects import EffectTable
 from opcast.models.steps.model import shipped_steps
 from opcast.predict.cluster.network import ClusterNetwork, analytical_time, learned_time
-from opcast.predict.cluster.step import StepPredictor
+from opcast.predict.cluster.step import StepPredictor, least_seconds
 from opcast.predict.locate import find_model
 from opcast.predict.operator.step_operators import OperatorLatency, op_row, roofline_seconds
 from opcast.predict.page.step import step_data, step_page
@@ -109,6 +109,32 @@ def test_prediction_adds_up_and_its_interval_holds_it(operators):
     assert sum(data["operators_us"].values()) == pytest.approx(data["compute_us"])
     assert sum(data["scope_share"].values()) == pytest.approx(1.0)
     assert json.loads(json.dumps(data)) == data
+
+
+def test_waiting_for_experts_lowers_the_end_of_the_interval():
+    sizes = {
+        "layers": 4, "d_model": 2048, "heads": 16, "d_ff": 512, "vocab": 32000, "seq": 4096,
+        "batch": 16, "experts": 16, "top_k": 8,
+    }  # fmt: skip
+    work, plan = make_workload("moe", sizes), parse_plan("dp=16,ep=16")
+    found = StepPredictor("dgx-h100-x16", None).predict(work, plan)
+    wait, total = found.step.communication["expert"], found.step.total
+    assert wait > 0.3 * total and found.step.bubble == 0.0
+    low = np.exp(shipped_steps().ends[found.known][0])
+    assert found.interval.lo == pytest.approx(total * min(low, 1.0 - 0.7 * wait / total))
+    assert any("all-to-alls of expert parallelism" in note for note in found.notes())
+    # 4 of the 8 s of a device, so half of the bubble of 2 s as well: 10 - 0.7 x 4 x 10 / 8.
+    by_hand = {"total": 10.0, "exposed": 5.0, "bubble": 2.0}
+    long = replace(found.step, communication={"expert": 4.0, "tensor": 1.0}, **by_hand)
+    assert least_seconds(work, long) == pytest.approx(6.5)
+    assert least_seconds(replace(work, mode="forward"), long) == 10.0
+    few = replace(long, communication={"expert": 2.9})
+    assert least_seconds(work, few) == 10.0
+    # The same layers without expert parallelism have neither note nor wait.
+    alone = StepPredictor("dgx-h100-x16", None).predict(work, parse_plan("dp=16"))
+    assert not any("expert parallelism" in note for note in alone.notes())
+    low = np.exp(shipped_steps().ends[alone.known][0])
+    assert alone.interval.lo == pytest.approx(alone.step.total * low)
 
 
 def test_measured_steps_of_a_framework_are_learned_from(operators):
