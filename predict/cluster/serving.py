@@ -30,6 +30,8 @@ from .serving_table import ServingRow
 
 #: Percentiles of latencies, beside the mean.
 LEVELS = (50, 90, 99)
+#: Rates that differ by less are taken for equal.
+RATE_TIE = 0.02
 #: What is reported of each request.
 METRICS = ("ttft", "tpot", "itl", "e2e")
 
@@ -306,7 +308,10 @@ class ServingPredictor:
             cache_tokens=stations[0].cache_tokens,
             queued=queued,
             known=tier,
-            notes=_notes(row, tier, queued, load),
+            notes=(
+                *_notes(row, tier, queued, load),
+                *_tail_note(spec, load, run, saturated=queued > SATURATED),
+            ),
             states=_states(run, stations[0].cache_tokens, deployment.engine.count),
             energy=serving_energy(
                 deployment, load, run, Interval(spans[0], min(spans), max(spans))
@@ -415,6 +420,25 @@ def _states(run: Run, room: int, engines: int) -> dict[str, float]:
         "queue_mean": float(np.mean(found["queue"])),
         "queue_max": float(longest),
     }
+
+
+def _tail_note(spec: LoadSpec, load: Load, run: Run, *, saturated: bool) -> tuple[str, ...]:
+    """What a rate over the whole run says of an open load that is kept up with."""
+    last = float(load.arrivals.max())
+    if spec.kind not in ("trace", "open-poisson") or load.concurrency or last <= 0.0:
+        return ()
+    count = len(load.prompts)
+    offered, seen = spec.rate or count / last, count / run.makespan
+    if seen > (1.0 - RATE_TIE) * offered:
+        return ()
+    # Few random gaps do not add up to the rate that they are drawn at.
+    drawn = f" ({count / last:.3g} as drawn)" if f"{count / last:.3g}" != f"{offered:.3g}" else ""
+    kept = "more than the engines keep up with" if saturated else "which the engines keep up with"
+    return (
+        f"{offered:.3g} requests/s are offered{drawn}, {kept}; {seen:.3g} requests/s are over "
+        f"the whole run, whose last {run.makespan - last:.3g} s of {run.makespan:.3g} s are the tail after "
+        "the last request was sent",
+    )
 
 
 def _notes(row: ServingRow, tier: str, queued: float, load: Load) -> tuple[str, ...]:

@@ -86,6 +86,21 @@ def test_an_open_load_bounds_the_throughput(predictor: ServingPredictor) -> None
     assert found.requests_per_s.value == pytest.approx(offered, rel=0.05)
 
 
+def test_a_rate_over_a_short_run_says_what_was_offered(predictor: ServingPredictor) -> None:
+    spec = LoadSpec(prompt="128", output="512", rate=5.0, count=30)
+    found = predictor.predict(PLAIN, spec)
+    last, whole = float(spec.draw().arrivals[-1]), found.run.makespan
+    assert found.requests_per_s.value == pytest.approx(30 / whole) and 30 / whole < 4.9
+    (note,) = [note for note in found.notes if "offered" in note]
+    assert note.startswith(
+        f"5 requests/s are offered ({30 / last:.3g} as drawn), which the engines keep"
+    )
+    assert f"{30 / whole:.3g} requests/s are over the whole run" in note
+    assert f"last {whole - last:.3g} s of {whole:.3g} s are the tail" in note
+    closed = predictor.predict(PLAIN, SPEC)
+    assert not any("offered" in note for note in closed.notes)
+
+
 def test_an_slo_counts_requests(predictor: ServingPredictor) -> None:
     found = predictor.predict(PLAIN, SPEC)
     ttft = (found.run.first - found.run.sent) * 1.0
