@@ -69,7 +69,7 @@ class AuditPart:
             self.seconds, self.base, out=np.full(len(self.base), np.nan), where=self.base > 0
         )
         sound = np.isfinite(ratio) & (ratio > 0)
-        return np.log2(ratio, out=np.full(len(ratio), np.nan), where=sound)
+        return np.asarray(np.log2(ratio, out=np.full(len(ratio), np.nan), where=sound))
 
     def group(self, *columns: str) -> np.ndarray:
         """Texts of columns that are there, joined, object."""
