@@ -436,7 +436,7 @@ def _tail_note(spec: LoadSpec, load: Load, run: Run, *, saturated: bool) -> tupl
     kept = "more than the engines keep up with" if saturated else "which the engines keep up with"
     return (
         f"{offered:.3g} requests/s are offered{drawn}, {kept}; {seen:.3g} requests/s are over "
-        f"the whole run, whose last {run.makespan - last:.3g} s of {run.makespan:.3g} s are the tail "
+        f"the whole run, whose last {run.makespan - last:.3g} of {run.makespan:.3g} s are the tail "
         "after the last request was sent",
     )
 
