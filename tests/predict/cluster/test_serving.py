@@ -96,7 +96,7 @@ def test_a_rate_over_a_short_run_says_what_was_offered(predictor: ServingPredict
         f"5 requests/s are offered ({30 / last:.3g} as drawn), which the engines keep"
     )
     assert f"{30 / whole:.3g} requests/s are over the whole run" in note
-    assert f"last {whole - last:.3g} s of {whole:.3g} s are the tail" in note
+    assert f"last {whole - last:.3g} of {whole:.3g} s are the tail" in note
     closed = predictor.predict(PLAIN, SPEC)
     assert not any("offered" in note for note in closed.notes)
 
