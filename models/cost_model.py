@@ -29,7 +29,7 @@ from .core.store import (
     unpack,
     write_folder,
 )
-from .program.context_correction import ContextCorrection
+from .program.context_correction import ContextCorrection, in_loops
 from .program.overhead import UNMEASURED
 from .program.program_model import ProgramModel, ProgramPrediction
 
@@ -162,6 +162,7 @@ class CostModel:
             base_s: Roofline plus floor of its kernels in seconds; computed if not given.
         """
         in_place = kernels or self.predict_kernels(lowered.kernels, device)
+        in_place = in_loops(in_place, lowered.kernels, device)
         if self.context is not None:
             in_place = self.context.apply(in_place, lowered, device, base_s)
         wall = self.program_model.predict(

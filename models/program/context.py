@@ -8,6 +8,8 @@ The *reuse distance* of an operand is the number of bytes that kernels touch bet
 end and its use, the operand included (Mattson et al., IBM Systems Journal 9, 1970, with bytes for
 pages): it is still in a cache of that size or more. Loop bodies stand in the schedule once, so a
 distance counts what a loop touches once, however often it runs.
+
+The largest of these effects is arithmetic rather than learned: :func:`loop_factors`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ import numpy as np
 
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import KINDS, Kernel, LoweredProgram
+from ...features.table.columns import INDEX
+from ...features.table.roofline import compute_seconds, memory_seconds
+from ...features.table.row import rows
 from ...simulate.program.list_schedule import list_schedule
 from .schedule_cost import SMALLEST, durations, reads
 
@@ -27,6 +32,11 @@ CACHE_PARTS = (1 / 32, 1 / 4, 1.0, 4.0)
 #: Bytes of last-level cache assumed where a device description gives none: 32 MB, in the range of
 #: server CPUs. Engineering estimate.
 DEFAULT_CACHE = 32e6
+#: Time of a byte that a product reads from main memory, relative to streaming at full bandwidth: a
+#: matrix is packed row by row on few threads, each new page a miss of the TLB. Between the best
+#: values for 66 products in loops of ``datagen/datasets/cpu`` (2) and for those of 20 loops written
+#: for it, eleven of them by ``tests/bench/loop_products.py`` (4 to 6).
+COLD = 3.0
 #: Features of a kernel in its program, all dimensionless or logarithms.
 CONTEXT = (
     "log_reuse",
@@ -93,6 +103,66 @@ def context_features(
     columns += [np.log(np.maximum(latency_s, SMALLEST) / np.maximum(base_s, SMALLEST))]
     columns += [kinds == kind for kind in KINDS]
     return np.stack([np.asarray(c, np.float32) for c in columns], axis=1)
+
+
+def loop_factors(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
+    """Factors on the latency of products in loops, whose operands stay in a CPU's caches.
+
+    A product outside a loop reads its matrices from main memory, as most of those that models
+    learn from do; in a loop it does so in the first iteration, and later reads them from the cache
+    that holds what an iteration touches. With the arithmetic ``c`` (and the floor), the bytes read
+    ``b``, time per byte ``m`` from main memory and ``h`` as the working set of the loop gets,
+
+        factor = (c + b h') / (c + b COLD m),    h' = h (1 + (COLD - 1) s)
+
+    where ``s``, from 0 to 1, is how far ``h`` lies from the fastest cache's time to ``m``: a loop
+    that spills over the last cache keeps its products as they are.
+
+    Args:
+        kernels: Of one program, ``n`` of them.
+        device: Device it runs on.
+
+    Returns:
+        From 0 to 1, shape ``(n,)``; 1 for all other kernels, and on other platforms.
+    """
+    factors = np.ones(len(kernels))
+    if device.platform != "cpu":
+        return factors
+    own = [i for i, k in enumerate(kernels) if k.scope and k.multiplicity > 1 and _reuses(k)]
+    if not own:
+        return factors
+    row = rows([kernels[i] for i in own])
+    # An operand that is sliced out of an array is another part of it in each iteration.
+    whole = row[:, INDEX["n_dynamic_slice"]] == 0
+    arithmetic = sum(compute_seconds(row, device)) + device.floor
+    size = row[:, INDEX["bytes_in"]]
+    sets = np.array([_touched(kernels, kernels[i].scope) for i in own])
+    hot = memory_seconds(sets, device) / np.maximum(sets, 1.0)
+    # The same function at both ends: of a set within the first level, and beyond the last.
+    fastest, cold = (
+        float(memory_seconds(np.array([s]), device)[0]) / s
+        for s in (1.0, 8.0 * device.levels[-1].capacity)
+    )
+    # A device described without caches has one speed: nothing is gained in a loop.
+    spilled = (hot - fastest) / (cold - fastest) if cold > fastest else np.ones(len(own))
+    later = arithmetic + size * hot * (1.0 + (COLD - 1.0) * spilled)
+    first = arithmetic + size * cold * COLD
+    runs = np.array([kernels[i].multiplicity for i in own])
+    share = 1.0 / runs + (1.0 - 1.0 / runs) * np.minimum(later / first, 1.0)
+    factors[own] = np.where(whole, share, 1.0)
+    return factors
+
+
+def _reuses(kernel: Kernel) -> bool:
+    """Whether a kernel is a product, which reads matrices that a loop does not change."""
+    # Other kernels in loops mostly read what the kernel before them wrote, in a loop or not: the
+    # correction would raise their error.
+    return kernel.kind in ("gemm", "conv")
+
+
+def _touched(kernels: Sequence[Kernel], scope: tuple[str, ...]) -> float:
+    """Bytes that an iteration of a loop touches, inner loops once."""
+    return sum(k.bytes for k in kernels if k.scope[: len(scope)] == scope)
 
 
 def _reuse(kernels: Sequence[Kernel], cache: float) -> list[np.ndarray]:

@@ -17,7 +17,7 @@ import numpy as np
 from ..training_data.crossfit import CrossFit
 from ..training_data.prepared import PreparedDataset, ProgramSample
 from ..training_data.splits import balanced_folds
-from .context import context_features
+from .context import context_features, loop_factors
 from .context_correction import ContextCorrection
 from .context_trees import ContextProgram, ContextTrees
 from .program_model import GAIN, ProgramModel
@@ -107,7 +107,7 @@ def context_programs(
     programs = []
     for sample in samples:
         kernels, name = sample.lowered.kernels, sample.device.name
-        predicted = crossed.program_kernels[sample.row]
+        predicted = crossed.program_kernels[sample.row] * loop_factors(kernels, sample.device)
         base_s = data.table.base_s[sample.entries]
         own = [labels.get((name, sample.name, k.hash), np.nan) for k in kernels]
         programs.append(

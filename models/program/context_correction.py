@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from ...features.devices.device import DeviceSpec
-from ...features.kernels.kernel import LoweredProgram
+from ...features.kernels.kernel import Kernel, LoweredProgram
 from ...features.table.roofline import roofline
 from ..core.base import KernelPrediction
-from .context import CONTEXT, context_features
+from .context import CONTEXT, context_features, loop_factors
 from .context_trees import ContextTrees
 
 
@@ -51,12 +51,7 @@ class ContextCorrection:
         shift = np.mean([trees.shift(features) for trees in self.trees], axis=0)
         # The trees learned errors of the learned model; those of a bare roofline are other ones.
         factor = np.where(kernels.source != "roofline", np.exp(shift), 1.0)
-        return replace(
-            kernels,
-            latency=kernels.latency * factor,
-            lo=kernels.lo * factor,
-            hi=kernels.hi * factor,
-        )
+        return _scaled(kernels, factor)
 
     def to_dict(self) -> dict[str, object]:
         """Plain data for the manifest; the trees are files of their own."""
@@ -76,3 +71,29 @@ class ContextCorrection:
         if tuple(data["features"]) != CONTEXT:
             raise ValueError("context correction has other features than this version's")
         return cls(tuple(ContextTrees(own) for own in raw), tuple(data["platforms"]))
+
+
+def in_loops(
+    prediction: KernelPrediction, kernels: Sequence[Kernel], device: DeviceSpec
+) -> KernelPrediction:
+    """Scale the latencies of products in loops; those of the roofline stay as they are.
+
+    Args:
+        prediction: Of a program's kernels, each by itself.
+        kernels: The kernels.
+        device: Device it runs on.
+    """
+    factors = loop_factors(kernels, device)
+    if (factors == 1.0).all():
+        return prediction
+    # The roofline takes operands from the cache that they fit into already.
+    return _scaled(prediction, np.where(prediction.source != "roofline", factors, 1.0))
+
+
+def _scaled(prediction: KernelPrediction, factor: np.ndarray) -> KernelPrediction:
+    return replace(
+        prediction,
+        latency=prediction.latency * factor,
+        lo=prediction.lo * factor,
+        hi=prediction.hi * factor,
+    )

@@ -3,12 +3,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from opcast.features.devices.device import DeviceSpec
+from opcast.features.ir.reader import read_program
 from opcast.features.kernels.kernel import Kernel, LoweredProgram
-from opcast.models.program.context import CONTEXT, context_features
+from opcast.features.lowering.lower import lower
+from opcast.features.table.columns import COLUMNS, INDEX
+from opcast.models.cost_model import CostModel
+from opcast.models.program.context import CONTEXT, context_features, loop_factors
 
 MakeKernel = Callable[..., Kernel]
 MB = 1e6  # the cache of the fixture device
@@ -92,3 +98,60 @@ def test_loops_have_a_working_set_and_trips(make_kernel: MakeKernel, cpu: Device
 def test_empty_program(cpu: DeviceSpec) -> None:
     found = context_features(np.zeros(0), np.zeros(0), LoweredProgram([], "xla", "cpu"), cpu)
     assert found.shape == (0, len(CONTEXT))
+
+
+def product(make_kernel: MakeKernel, flops: float, size: float, **values: object) -> Kernel:
+    row = np.zeros(len(COLUMNS))
+    row[INDEX["flops"]] = row[INDEX["matmul_flops"]] = flops
+    row[INDEX["bytes_in"]] = size
+    return make_kernel("p", kind="gemm", flops=flops, bytes_in=size, row=row, **values)
+
+
+def test_products_in_loops_read_from_the_cache(make_kernel: MakeKernel, cpu: DeviceSpec) -> None:
+    loop = {"scope": ("while",), "multiplicity": 100.0}
+    beside = make_kernel("b", bytes_in=0.05 * MB, **loop)
+    inside = product(make_kernel, 1e6, 0.2 * MB, **loop)
+    # 10 µs of arithmetic, a floor of 1 µs; 0.2 MB take 2 µs from the cache (the loop's 0.25 MB are
+    # below half of its 1 MB), and three times 20 µs from main memory, as in the first iteration.
+    later, first = 13.0, 71.0
+    expected = 0.01 + 0.99 * later / first
+    np.testing.assert_allclose(loop_factors([beside, inside], cpu), [1.0, expected], rtol=1e-6)
+    # The same product outside a loop, and in one that touches twice the cache in an iteration.
+    outside = product(make_kernel, 1e6, 0.2 * MB)
+    large = make_kernel("b", bytes_in=2 * MB, **loop)
+    np.testing.assert_allclose(loop_factors([outside], cpu), 1.0)
+    np.testing.assert_allclose(loop_factors([large, inside], cpu), 1.0)
+    # A loop inside the loop counts, too; and nothing is said of other platforms.
+    nested = make_kernel("b", bytes_in=2 * MB, scope=("while", "inner"), multiplicity=200.0)
+    np.testing.assert_allclose(loop_factors([nested, inside], cpu), 1.0)
+    np.testing.assert_allclose(loop_factors([inside], replace(cpu, platform="gpu")), 1.0)
+
+
+def test_operands_sliced_out_of_a_stack_are_not_kept(
+    make_kernel: MakeKernel, cpu: DeviceSpec
+) -> None:
+    inside = product(make_kernel, 1e6, 0.2 * MB, scope=("while",), multiplicity=100.0)
+    inside.row[INDEX["n_dynamic_slice"]] = 1.0
+    np.testing.assert_allclose(loop_factors([inside], cpu), 1.0)
+
+
+def test_a_recurrent_program_is_predicted_with_its_matrix_in_the_cache(cpu: DeviceSpec) -> None:
+    def recurrent(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 50, lambda _, h: jnp.tanh(h @ w), x)
+
+    x, w = jnp.ones((4, 128)), jnp.ones((128, 128))
+    lowered = lower(read_program(jax.jit(recurrent).lower(x, w).as_text()))
+    (place,) = (i for i, k in enumerate(lowered.kernels) if k.kind == "gemm")
+    model = CostModel.untrained("roofline")
+    plain = model.predict_kernels(lowered.kernels, cpu)
+    # The roofline knows caches already; a learned latency is of a matrix read from main memory.
+    same, _ = model.predict_in_program(lowered, cpu, plain)
+    np.testing.assert_allclose(same.latency, plain.latency)
+    learned = replace(plain, source=np.full(len(plain.source), "learned", object))
+    inside, wall = model.predict_in_program(lowered, cpu, learned)
+    factor = inside.latency / plain.latency
+    assert 0.1 < factor[place] < 0.6 and factor[place] == inside.hi[place] / plain.hi[place]
+    assert (np.delete(factor, place) == 1.0).all()
+    before = model.program_model.predict(plain.latency, lowered, cpu, plain.lo, plain.hi)
+    saved = 50 * (plain.latency - inside.latency)[place]
+    assert before.latency - wall.latency == pytest.approx(saved)
