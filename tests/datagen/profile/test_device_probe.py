@@ -24,6 +24,15 @@ def test_levels_with_known_caches() -> None:
     assert [level.capacity for level in levels] == [1 * MB, 20 * MB, 8e9]
 
 
+@pytest.mark.parametrize(("near", "known"), [(131e9, 2), (171e9, 3)])
+def test_a_near_level_is_kept_if_it_is_clearly_faster(near: float, known: int) -> None:
+    # Bandwidths of two probes of one machine within minutes: its L2 once seemed faster, once not.
+    sizes = [0.5 * MB, 1 * MB, 8 * MB, 16 * MB, 128 * MB]
+    levels = levels_from_curve(sizes, [near, near, 85e9, 80e9, 48e9], [2 * MB, 32 * MB], 8e9)
+    assert len(levels) == known
+    assert [level.bandwidth for level in levels[-2:]] == [85e9, 48e9]
+
+
 def test_levels_without_known_caches_come_from_the_knee() -> None:
     sizes = [1 * MB, 2 * MB, 4 * MB, 8 * MB, 16 * MB, 32 * MB]
     rates = [100e9, 100e9, 100e9, 20e9, 20e9, 20e9]
