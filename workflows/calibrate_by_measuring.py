@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -58,11 +58,13 @@ class Candidate:
         item: Program, as the profiler takes it.
         kernels: The program's costliest kernels.
         share: Share of each in the program's predicted time, shape ``(n,)``.
+        factors: Factor on the latency of each of the program's kernels for its loops, by hash.
     """
 
     item: Item
     kernels: tuple[Kernel, ...]
     share: np.ndarray
+    factors: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -88,14 +90,34 @@ class Round:
 
 @dataclass
 class Samples:
-    """Measured kernels, each once; a later measurement replaces an earlier one."""
+    """Measured kernels, each once; a later measurement replaces an earlier one.
+
+    Attributes:
+        kernels: By hash.
+        seconds: What each would take outside of loops, where the model predicts it.
+        rounds: Round that it was first measured in.
+    """
 
     kernels: dict[str, Kernel] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     rounds: dict[str, int] = field(default_factory=dict)
 
-    def add(self, rows: Sequence[dict[str, Any]], number: int = 0) -> list[str]:
-        """Add the kernel rows of round ``number``; returns the hashes of new kernels."""
+    def add(
+        self,
+        rows: Sequence[dict[str, Any]],
+        number: int = 0,
+        factors: Mapping[str, float] | None = None,
+    ) -> list[str]:
+        """Add a program's kernels.
+
+        Args:
+            rows: Rows of the program; that of the program itself is left out.
+            number: Round that measured them.
+            factors: Factors for the program's loops by hash; 1 where one is missing.
+
+        Returns:
+            Hashes of the kernels that were not known.
+        """
         from ..features.kernels.extract import kernels_from_irs
 
         # A latency of zero is a kernel that the trace's clock could not resolve.
@@ -104,7 +126,13 @@ class Samples:
         read = kernels_from_irs([r["kernel_ir"] for r in new])
         self.kernels |= {r["kernel_hash"]: k for r, k in zip(new, read, strict=True)}
         self.rounds |= {r["kernel_hash"]: number for r in new}
-        self.seconds |= {r["kernel_hash"]: r["latency_us_p50"] * 1e-6 for r in own}
+        # The model predicts kernels by themselves and applies the factor later: a label that was
+        # taken in a loop would count its speed there as an error of the kernel.
+        known = factors or {}
+        self.seconds |= {
+            r["kernel_hash"]: r["latency_us_p50"] * 1e-6 / known.get(r["kernel_hash"], 1.0)
+            for r in own
+        }
         return list(dict.fromkeys(r["kernel_hash"] for r in new))
 
     def __len__(self) -> int:
@@ -216,6 +244,7 @@ class Calibration:
         from ..datagen.profile.plan import load_item
         from ..features.ir.reader import read_program
         from ..features.lowering.lower import lower
+        from ..models.program.context import loop_factors
 
         try:
             lowered = lower(read_program(load_item(item).mlir))
@@ -227,17 +256,21 @@ class Calibration:
         if not own:
             return None
         # Equal kernels are one candidate, with the executions of all of them.
-        runs = dict.fromkeys(own, 0.0)
-        for kernel in lowered.kernels:
+        runs, inside = dict.fromkeys(own, 0.0), dict.fromkeys(own, 0.0)
+        factors = loop_factors(lowered.kernels, self.device)
+        for kernel, factor in zip(lowered.kernels, factors.tolist(), strict=True):
             if kernel.hash in runs:
                 runs[kernel.hash] += kernel.multiplicity
+                inside[kernel.hash] += kernel.multiplicity * factor
         kernels = list(own.values())
         latency = self.model.predict_kernels(kernels, self.device).latency
-        total = latency * np.array(list(runs.values()))
+        total = latency * np.array(list(inside.values()))
         costly = np.argsort(-total)[:MAX_KERNELS]
         # Guard against a model that predicts zero for all of them.
         share = total[costly] / max(float(total.sum()), 1e-12)
-        return Candidate(item, tuple(kernels[i] for i in costly), share)
+        # One label stands for all executions; those of a branch that is never taken are none.
+        mean = {h: inside[h] / runs[h] for h in own if runs[h] > 0}
+        return Candidate(item, tuple(kernels[i] for i in costly), share, mean)
 
     def _chosen(self, candidates: Sequence[Candidate]) -> list[int]:
         """Positions of the candidates of the next round."""
@@ -284,11 +317,12 @@ class Calibration:
 
     def _measure(self, measurer: Any, chosen: Sequence[Candidate]) -> None:
         """Measure programs, evaluate the model on them, then learn them."""
-        rows: list[dict[str, Any]] = []
-        names = []
+        learned = len(self.samples)
+        new: list[str] = []
+        names: list[str] = []
         for candidate in chosen:
             # A program may have taken longer than expected.
-            if self._left() <= 0 and (rows or self.rounds):
+            if self._left() <= 0 and (names or self.rounds):
                 break
             begin = time.monotonic()
             # One at a time: each one's seconds inform the choice of the next round.
@@ -296,14 +330,12 @@ class Calibration:
             took = time.monotonic() - begin
             self._seconds.setdefault(candidate.item.stream, []).append(took)
             if "rows" in reply:
-                rows += reply["rows"]
+                new += self.samples.add(reply["rows"], len(self.rounds), candidate.factors)
                 names.append(candidate.item.key)
                 self.disturbed += bool(reply["disturbed"])
             else:
                 logger.info("%s failed: %s", candidate.item.key, reply["failed"])
                 self.failed.append(str(reply["failed"]))
-        learned = len(self.samples)
-        new = self.samples.add(rows, len(self.rounds))
         # A round without new kernels teaches nothing; its programs are not candidates any more.
         if not new:
             return

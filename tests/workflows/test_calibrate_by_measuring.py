@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
@@ -10,6 +12,7 @@ from typer.testing import CliRunner
 
 from opcast.cli import app
 from opcast.common.errors import DatasetError, DeviceError
+from opcast.datagen.profile.plan import Item
 from opcast.features.dataset import Dataset
 from opcast.models.cost_model import CostModel
 from opcast.predict.locate import find_model
@@ -116,6 +119,24 @@ def test_nothing_is_measured_twice():
     assert run_.samples.add([{**row, "latency_us_p50": 7.0}]) == []
     assert run_.samples.seconds[row["kernel_hash"]] == 7e-6
     assert len(run_.samples) == 1
+
+
+def test_labels_of_loops_are_learned_as_of_kernels_by_themselves():
+    def recurrent(x, w):
+        return jax.lax.fori_loop(0, 50, lambda _, h: jnp.tanh(h @ w), x)
+
+    model = CostModel.load(find_model("default"))
+    device = next(iter(model.devices.values()))
+    run_ = Calibration(model, device, CalibrateSettings("local", budget_s=10.0))
+    text = jax.jit(recurrent).lower(jnp.ones((4, 256)), jnp.ones((256, 256))).as_text()
+    candidate = run_._candidate(Item("given", 0, name="recurrent", text=text))
+    (product,) = (k for k in candidate.kernels if k.kind == "gemm")
+    factor = candidate.factors[product.hash]
+    assert 0.1 < factor < 0.6
+    assert {f for h, f in candidate.factors.items() if h != product.hash} == {1.0}
+    row = {"level": "kernel", "kernel_hash": product.hash, "kernel_ir": product.ir}
+    run_.samples.add([{**row, "latency_us_p50": 7.0}], 0, candidate.factors)
+    assert run_.samples.seconds[product.hash] == pytest.approx(7e-6 / factor)
 
 
 def test_candidates_are_compiled_until_the_budget_ends(monkeypatch):
