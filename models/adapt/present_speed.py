@@ -3,6 +3,10 @@
 A virtual machine shares its host: it may run at half the speed of the hour before, steadily. The
 anchors tell by how much for arithmetic on all cores, for one core and for main memory; a kernel is
 scaled by the class that limits it.
+
+Only slower speeds move an estimate. A probe keeps the best of its readings as ceilings, but its
+anchors are what was typical at the time: where they are faster now, the probe was disturbed, and
+not the ceilings from which is predicted. Intervals hold both speeds in either case.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ _PARALLEL = ("gemm", "conv")
 def at_present_speed(
     prediction: KernelPrediction, kernels: Sequence[Kernel], speed: Comparison
 ) -> KernelPrediction:
-    """Scale the latencies of kernels, and widen their intervals to hold both speeds.
+    """Scale the latencies of kernels that are slower now; intervals hold both speeds.
 
     Args:
         prediction: Of ``n`` kernels, at the speed of the device's measurement.
@@ -37,19 +41,31 @@ def at_present_speed(
     if not speed.ratios or not kernels:
         return prediction
     factor = 1.0 / kernel_speeds(prediction.bound, kernels, speed.ratios)
+    slower = np.maximum(factor, 1.0)
     return replace(
         prediction,
-        latency=prediction.latency * factor,
+        latency=prediction.latency * slower,
         # What was learned at the other speed may hold for part of a kernel: both are possible.
         lo=prediction.lo * np.minimum(factor, 1.0),
-        hi=prediction.hi * np.maximum(factor, 1.0),
-        unclamped=None if prediction.unclamped is None else prediction.unclamped * factor,
+        hi=prediction.hi * slower,
+        unclamped=None if prediction.unclamped is None else prediction.unclamped * slower,
     )
 
 
-def program_at_present_speed(then: ProgramPrediction, now: ProgramPrediction) -> ProgramPrediction:
-    """Widen the interval of a program at the present speed to hold that of the earlier one."""
-    return now._replace(lo=min(now.lo, then.lo), hi=max(now.hi, then.hi))
+def at_higher_speed(
+    prediction: KernelPrediction, kernels: Sequence[Kernel], speed: Comparison
+) -> KernelPrediction:
+    """Scale the latencies of kernels whose class is faster now, for the lower end of a program."""
+    factor = 1.0 / kernel_speeds(prediction.bound, kernels, speed.ratios)
+    return replace(prediction, latency=prediction.latency * np.minimum(factor, 1.0))
+
+
+def program_at_present_speed(
+    now: ProgramPrediction, others: Sequence[ProgramPrediction]
+) -> ProgramPrediction:
+    """Widen the interval of a program at the present speed to hold those at other speeds."""
+    every = [now, *others]
+    return now._replace(lo=min(p.lo for p in every), hi=max(p.hi for p in every))
 
 
 def kernel_speeds(

@@ -386,13 +386,18 @@ class Predictor:
         isolated = kernels
         kernels, program = model.predict_in_program(lowered, device, isolated)
         if (speed := speed_of(device)).ratios:
-            from ...models.adapt.present_speed import at_present_speed, program_at_present_speed
+            from ...models.adapt.present_speed import (
+                at_higher_speed,
+                at_present_speed,
+                program_at_present_speed,
+            )
 
-            then = program
+            faster = at_higher_speed(isolated, lowered.kernels, speed)
+            others = [program, model.predict_program(lowered, device, faster)]
             kernels, program = model.predict_in_program(
                 lowered, device, at_present_speed(isolated, lowered.kernels, speed)
             )
-            program = program_at_present_speed(then, program)
+            program = program_at_present_speed(program, others)
         rows = zip(
             lowered.kernels,
             _places(lowered.kernels, source),
@@ -561,8 +566,8 @@ def _device_notes(device: DeviceSpec) -> tuple[str, ...]:
     """Notes on how a device was found, when it was measured, and how fast it runs now."""
     speed = speed_of(device)
     changed = (
-        f"this machine runs at {speed} of when it was measured: times are scaled by that, and "
-        "intervals hold both speeds",
+        f"this machine runs at {speed} of when it was measured: times are scaled by what is "
+        "slower, and intervals hold both speeds",
     )
     return (*_taken(device), *(changed if speed.ratios else ()))
 

@@ -144,9 +144,19 @@ def test_predictions_follow_the_present_speed(device, predictor, step_file):
     assert now.latency_us > then.latency_us
     assert now.lo_us == pytest.approx(then.lo_us) and now.hi_us > then.hi_us
     assert "this machine runs at 0.50 x (arithmetic 0.50 x" in now.notes[-1]
-    # A faster machine keeps the upper ends, and no speed changes nothing.
-    fast = predictor.predict(step_file, device=with_speed(device, Comparison({"arithmetic": 2.0})))
-    assert fast.hi_us == pytest.approx(then.hi_us)
+    # A faster machine keeps the estimate, which is by ceilings that were the best of the time, and
+    # the interval reaches down to both speeds; no speed changes nothing.
+    fast = predictor.predict(
+        step_file,
+        device=with_speed(
+            device, Comparison(dict.fromkeys(("arithmetic", "bandwidth", "single-thread"), 2.0))
+        ),
+    )
+    assert (fast.latency_us, fast.hi_us) == pytest.approx((then.latency_us, then.hi_us))
+    assert fast.lo_us < then.lo_us
+    for kernel, before in zip(fast.kernels, then.kernels, strict=True):
+        assert kernel.latency_us == before.latency_us
+        assert kernel.lo_us == pytest.approx(before.lo_us / 2)
     assert predictor.predict(step_file, device=with_speed(slow, Comparison())).notes == then.notes
 
 
