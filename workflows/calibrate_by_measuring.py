@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from ..common.errors import DeviceError, ProfileError
 from ..features.devices.identity import anchors_of, speed_of
+from .measured.calibration_samples import Candidate, Samples, candidate_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,29 +43,9 @@ OPS_PER_PROGRAM = 8
 #: Programs of each round, the last figure for all later ones: few at first, while each one still
 #: changes what is worth measuring next. Engineering estimate.
 ROUNDS = (4, 4, 8, 8, 12)
-#: Kernels considered for each program, those that take most time; the covariance of all candidates'
-#: kernels is a dense matrix. Engineering estimate.
-MAX_KERNELS = 40
 #: Seconds that measuring a program is expected to take, by stream, before any was measured.
 #: Engineering estimate; the mean with what was seen soon replaces it.
 EXPECTED_S = {"op": 0.5, "zoo": 4.0}
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A program that may be measured.
-
-    Attributes:
-        item: Program, as the profiler takes it.
-        kernels: The program's costliest kernels.
-        share: Share of each in the program's predicted time, shape ``(n,)``.
-        factors: Factor on the latency of each of the program's kernels for its loops, by hash.
-    """
-
-    item: Item
-    kernels: tuple[Kernel, ...]
-    share: np.ndarray
-    factors: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -86,58 +67,6 @@ class Round:
     before: float
     error: float
     seconds: float
-
-
-@dataclass
-class Samples:
-    """Measured kernels, each once; a later measurement replaces an earlier one.
-
-    Attributes:
-        kernels: By hash.
-        seconds: What each would take outside of loops, where the model predicts it.
-        rounds: Round that it was first measured in.
-    """
-
-    kernels: dict[str, Kernel] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    rounds: dict[str, int] = field(default_factory=dict)
-
-    def add(
-        self,
-        rows: Sequence[dict[str, Any]],
-        number: int = 0,
-        factors: Mapping[str, float] | None = None,
-    ) -> list[str]:
-        """Add a program's kernels.
-
-        Args:
-            rows: Rows of the program; that of the program itself is left out.
-            number: Round that measured them.
-            factors: Factors for the program's loops by hash; 1 where one is missing.
-
-        Returns:
-            Hashes of the kernels that were not known.
-        """
-        from ..features.kernels.extract import kernels_from_irs
-
-        # A latency of zero is a kernel that the trace's clock could not resolve.
-        own = [r for r in rows if r["level"] != "program" and r["latency_us_p50"] > 0]
-        new = [r for r in own if r["kernel_hash"] not in self.kernels]
-        read = kernels_from_irs([r["kernel_ir"] for r in new])
-        self.kernels |= {r["kernel_hash"]: k for r, k in zip(new, read, strict=True)}
-        self.rounds |= {r["kernel_hash"]: number for r in new}
-        # The model predicts kernels by themselves and applies the factor later: a label that was
-        # taken in a loop would count its speed there as an error of the kernel.
-        known = factors or {}
-        self.seconds |= {
-            r["kernel_hash"]: r["latency_us_p50"] * 1e-6 / known.get(r["kernel_hash"], 1.0)
-            for r in own
-        }
-        return list(dict.fromkeys(r["kernel_hash"] for r in new))
-
-    def __len__(self) -> int:
-        """Number of kernels."""
-        return len(self.kernels)
 
 
 class Calibration:
@@ -240,37 +169,7 @@ class Calibration:
         return candidates
 
     def _candidate(self, item: Item) -> Candidate | None:
-        from ..common.errors import OpcastError
-        from ..datagen.profile.plan import load_item
-        from ..features.ir.reader import read_program
-        from ..features.lowering.lower import lower
-        from ..models.program.context import loop_factors
-
-        try:
-            lowered = lower(read_program(load_item(item).mlir))
-        # A program that cannot be lowered here is no candidate; others are.
-        except OpcastError as error:
-            logger.info("%s: %s", item.key, error)
-            return None
-        own = {k.hash: k for k in lowered.kernels if k.takes_time}
-        if not own:
-            return None
-        # Equal kernels are one candidate, with the executions of all of them.
-        runs, inside = dict.fromkeys(own, 0.0), dict.fromkeys(own, 0.0)
-        factors = loop_factors(lowered.kernels, self.device)
-        for kernel, factor in zip(lowered.kernels, factors.tolist(), strict=True):
-            if kernel.hash in runs:
-                runs[kernel.hash] += kernel.multiplicity
-                inside[kernel.hash] += kernel.multiplicity * factor
-        kernels = list(own.values())
-        latency = self.model.predict_kernels(kernels, self.device).latency
-        total = latency * np.array(list(inside.values()))
-        costly = np.argsort(-total)[:MAX_KERNELS]
-        # Guard against a model that predicts zero for all of them.
-        share = total[costly] / max(float(total.sum()), 1e-12)
-        # One label stands for all executions; those of a branch that is never taken are none.
-        mean = {h: inside[h] / runs[h] for h in own if runs[h] > 0}
-        return Candidate(item, tuple(kernels[i] for i in costly), share, mean)
+        return candidate_of(item, self.model, self.device)
 
     def _chosen(self, candidates: Sequence[Candidate]) -> list[int]:
         """Positions of the candidates of the next round."""

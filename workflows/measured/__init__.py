@@ -1,1 +1,1 @@
-"""Commands on tables of measurements: board power, tile configurations, drift of libraries."""
+"""Work on measurements: board power, tile configurations, drift of libraries, calibration."""
