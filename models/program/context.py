@@ -134,7 +134,8 @@ def loop_factors(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
     row = rows([kernels[i] for i in own])
     # An operand that is sliced out of an array is another part of it in each iteration.
     whole = row[:, INDEX["n_dynamic_slice"]] == 0
-    arithmetic = sum(compute_seconds(row, device)) + device.floor
+    matrix_s, vector_s = compute_seconds(row, device)
+    arithmetic = matrix_s + vector_s + device.floor
     size = row[:, INDEX["bytes_in"]]
     sets = np.array([_touched(kernels, kernels[i].scope) for i in own])
     hot = memory_seconds(sets, device) / np.maximum(sets, 1.0)
