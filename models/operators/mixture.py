@@ -27,8 +27,6 @@ FORMAT = ("op", "dtype", "kv_dtype")
 LEAST_SHARE = 0.02
 #: Frameworks that run on NVIDIA's GPUs alone; the others have builds for AMD's, too.
 NVIDIA_ONLY = ("trtllm",)
-#: Frameworks that run on NVIDIA's GPUs alone; the others have builds for AMD's, too.
-NVIDIA_ONLY = ("trtllm",)
 #: Half-width of the central 90 % of a normal distribution, in standard deviations.
 _NORMAL_90 = 1.645
 #: Halvings that find a quantile: a factor of 10^12 is narrowed to less than 0.01 %.
@@ -143,8 +141,6 @@ class Menu:
         found = own or found
         if is_foreign(row.get("vendor", "")):
             found = [choice for choice in found if choice.names[0] not in NVIDIA_ONLY] or found
-        if row.get("vendor", "NVIDIA") != "NVIDIA":
-            found = [choice for choice in found if choice.names[0] not in NVIDIA_ONLY] or found
         if not found:
             return []
         weights = np.array([choice.share for choice in found])
@@ -161,7 +157,6 @@ class Menu:
         Args:
             rows: ``n`` rows that leave a library open.
             like: Known devices that stand in for theirs, shape ``(n,)``.
-            vendors: Vendors of their own devices, shape ``(n,)``.
             vendors: Vendors of their own devices, shape ``(n,)``.
 
         Returns:
