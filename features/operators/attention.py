@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .attention_kernels import RowKernels
+from .attention_kernels import LatentBlocks, RowKernels
 from .columns import Machine, OpTable
 from .flops import attention_flops
 from .physics import (
@@ -58,10 +58,14 @@ PARTIALS, SEQUENCE = 4.0, 4000.0
 #: Query heads of a group beyond which TensorRT-LLM has no grouped decode kernel.
 MOST_GROUPED = 32
 #: Latent keys and values of an absorbed head, 512 and 64 rotary ones (DeepSeek-V2, 2024), of which
-#: the values are the 512; the share of the matrix peak that TensorRT-LLM reaches with them in a
-#: decode where it has no kernel made for the chip; its floor over that of other decodes; and bytes
-#: that SGLang moves to widen an element of an fp8 cache.
-LATENT_WIDTH, UNTUNED, LATENT_FLOOR, WIDENED = 512 + 64 + 512, 0.36, 1.4, 9.0
+#: the values are the 512; the share of the matrix peak that a decode reaches with them; the floor
+#: of TensorRT-LLM's kernels made for the chip over that of other decodes; and bytes that SGLang
+#: moves to widen an element of an fp8 cache.
+LATENT_WIDTH, LATENT_PRODUCTS, LATENT_FLOOR, WIDENED = 512 + 64 + 512, 0.6, 1.4, 9.0
+#: The rate of a core over that with other keys, since latent values need no bytes of their own;
+#: keys that a block reads at least; and the seconds of a merge over those of a kernel of its own.
+#: Read off Hopper.
+LATENT_RATE, LATENT_TILE, LATENT_MERGE = 1.6, 64.0, 0.2
 #: Dtypes of queries and of the arithmetic, one flag each.
 DTYPES = ("bf16", "fp8")
 
@@ -367,47 +371,51 @@ def _decode(work: _Work, latent: bool) -> _Tiles:
     # The faster of two ways counts: matrix units on padded rows, or the work without padding at 0.2
     # of the peak and a cost for each block. Read off the pack, as above.
     scalar = blocks / mc.cores * cycles / mc.clock + w.flops / w.peak / 0.2
-    t_tiles = np.minimum(padded / w.peak / DECODE_PRODUCTS, scalar)
+    t_tiles = np.minimum(padded / w.peak / (LATENT_PRODUCTS if latent else DECODE_PRODUCTS), scalar)
     # On chips with more memory bandwidth for each core than that, a core streams more than its even
     # share.
     rate = CORE_RATE * kernel("rate")
     rate = np.maximum(rate, UNEVEN * mc.bandwidth / mc.cores / mc.clock)
     rate = np.where(many, LONE_RATE, rate)
     width = w.d_key if latent else w.d_key + w.d_value
-    if not latent:
-        rate = rate * np.minimum(1.0, 128 / w.d_key) ** WIDE
+    rate = rate * (LATENT_RATE if latent else np.minimum(1.0, 128 / w.d_key) ** WIDE)
     # An fp8 key is one byte in memory, but costs a core more, since it is widened there.
-    streamed = w.keys * np.maximum(w.kv_width, kernel("converted")) * width / rate
+    tile = LATENT_TILE if latent else 1.0
+    read = np.ceil(w.keys / tile) * tile
+    streamed = read * np.maximum(w.kv_width, kernel("converted")) * width / rate
     memory = w.t_memory * kernel("stream")
-    # Without a kernel made for the chip, TensorRT-LLM gives a block to 64 latent heads of a
-    # sequence and does not split its keys.
-    whole_keys = kernel.is_("trt") & latent
-    slow = 2 * 64 * w.keys * LATENT_WIDTH / (w.peak / mc.cores) / UNTUNED * mc.clock
-    streamed = np.where(whole_keys, np.maximum(streamed, slow), streamed)
+    # Latent kernels of chips that none was made for have their own blocks, and a fixed split.
+    own = LatentBlocks.of(w.table, kernel, w.batch, w.heads, w.keys, mc) if latent else None
+    memory = memory * own.passes if own else memory
 
     def cut(split: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         turns = np.maximum(quantised(blocks * split / mc.cores, 0.5), 1.0)
         serial = turns * (cycles + streamed / split) + w.batch / mc.cores * SEQUENCE
+        serial = np.where(own.known, own.cycles, serial) if own else serial
         return serial / mc.clock, combine(t_tiles, memory, serial / mc.clock)
 
+    whole_keys = own.known if own else np.zeros(len(w.table), bool)
     most = np.where(sliding | whole_keys, 1, np.maximum(1, w.keys / SPLIT))
     # As many splits as occupy the idle cores; more would only add partial results to merge.
     split = np.clip(mc.cores / blocks, 1, most)
     # Partial results are f32 (4 bytes); they stay in the cache between the two kernels.
     partial = w.batch * w.heads * split * w.d_value * 4 * PARTIALS / mc.cache_bandwidth
-    merge = MERGE_S * kernel("merge") + partial
+    # Kernels made for latent keys merge their parts in the same launch.
+    merges = np.where(kernel.is_("trt-made") & latent, LATENT_MERGE, kernel("merge"))
+    merge = MERGE_S * merges + partial
     (whole, t_whole), (parts, t_parts) = cut(np.ones(len(split))), cut(split)
     pays = (split > 1) & (t_parts + merge < t_whole)
     floor = DECODE_S * kernel("decode_floor") + DECODE_FLOOR / mc.clock
     floor = floor * np.where(kernel.made, DECODE_MADE, 1.0)
     floor = floor * np.where(w.kv_width == 1, kernel("fp8_cache"), 1.0)
     extra = np.where(pays, merge, 0.0)
-    if latent:
+    if own:
         floor = floor * np.where(w.trt, LATENT_FLOOR, 1.0)
+        floor = np.where(own.known, own.floor_s, floor)
         # SGLang widens an fp8 cache of latent keys before FlashAttention-3 reads it.
         widened = w.batch * w.keys * w.d_key * np.where(w.kv_width == 1, WIDENED, 0.0)
         widened = np.where(kernel.is_("flash-3"), widened, 0.0)
-        extra = extra + stream_seconds(widened, w.resident, mc)
+        extra = extra + stream_seconds(widened, resident_share(widened, mc.cache), mc)
     return _Tiles(
         blocks,
         np.where(pays, split, 1.0),

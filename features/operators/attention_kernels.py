@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .columns import OpTable
+from .columns import Machine, OpTable
 from .physics import non_nvidia
 
 #: Architectures that libraries have attention kernels made for: asynchronous copies and matrix
@@ -80,6 +80,24 @@ KERNELS: dict[str, AttentionKernel] = {
 }  # fmt: skip
 _ORDER = tuple(KERNELS)
 
+#: Latent keys of an absorbed head (512 and 64 rotary elements) and their values, the first 512
+#: (DeepSeek-V2, 2024).
+LATENT_KEYS, LATENT_VALUES = 576, 512
+#: TensorRT-LLM where no latent kernel was made for the chip: two blocks for 64 heads of a sequence,
+#: each with half of the values, walk all keys in tiles of 64. Cycles of a block besides them, those
+#: of a key besides products and bytes, and bytes of keys in a cycle: read off A100 in bf16 (170
+#: cycles a key) and RTX PRO 6000 in both formats (206 and 136).
+WHOLE_HEADS, WHOLE_TILE, WHOLE_BLOCK, WHOLE_KEY, WHOLE_RATE = 64.0, 64.0, 2800.0, 60.0, 25.0
+#: Its seconds and cycles without work; and the time of two blocks on a core, over that of one after
+#: the other, where the queries of both fit into its memory (A100 0.69 at up to 19 blocks a core).
+WHOLE_S, WHOLE_FLOOR, PAIRED = 2e-6, 5000.0, 0.69
+#: Triton's latent decode in SGLang: a block for 16 heads of a sequence, each reading the keys for
+#: itself; at least eight splits, the more the longer the keys beyond 8192; cycles of a core for all
+#: splits of a block, whose partial results are written in float32, and of a lone split's key. Read
+#: off RTX PRO 6000, the only chip with such rows.
+TRITON_HEADS, TRITON_SPLITS, TRITON_KEYS, TRITON_MORE = 16.0, 8.0, 8192.0, 0.7
+TRITON_BLOCK, TRITON_KEY, TRITON_S = 233_000.0, 128.0, 14e-6
+
 
 class RowKernels:
     """The class of kernel of each of ``n`` rows, and its costs."""
@@ -127,3 +145,62 @@ class RowKernels:
         sixteen = np.ceil(width / 16) * 16
         cases = [self.is_("triton"), self.is_("trt-made"), self.is_("trt")]
         return np.asarray(np.select(cases, [power, made, sixteen], flash))
+
+
+class LatentBlocks(NamedTuple):
+    """How libraries cut a latent decode on chips that they made no kernel for, ``(n,)`` each.
+
+    Attributes:
+        known: Rows of such a kernel.
+        cycles: Cycles of the core that is busy longest.
+        passes: Times that the keys are read.
+        floor_s: Seconds without work.
+    """
+
+    known: np.ndarray
+    cycles: np.ndarray
+    passes: np.ndarray
+    floor_s: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        table: OpTable,
+        kernel: RowKernels,
+        batch: np.ndarray,
+        heads: np.ndarray,
+        keys: np.ndarray,
+        machine: Machine,
+    ) -> LatentBlocks:
+        """Cut the latent decodes of a table's rows over their devices' cores."""
+        whole, triton = kernel.is_("trt"), kernel.is_("triton")
+        by_head = np.ceil(heads / TRITON_HEADS)
+        splits = TRITON_SPLITS * np.maximum(keys / TRITON_KEYS, 1.0) ** TRITON_MORE
+        parts = batch * by_head / machine.cores * TRITON_BLOCK + keys / splits * TRITON_KEY
+        return cls(
+            whole | triton,
+            np.where(whole, _whole_keys(table, batch, heads, keys, machine), parts),
+            np.where(triton, by_head, 1.0),
+            np.where(whole, WHOLE_S + WHOLE_FLOOR / machine.clock, TRITON_S),
+        )
+
+
+def _whole_keys(
+    table: OpTable, batch: np.ndarray, heads: np.ndarray, keys: np.ndarray, machine: Machine
+) -> np.ndarray:
+    """Return the cycles of blocks that walk all keys of their sequence, shape ``(n,)``."""
+    wide, narrow = (
+        table.of_device([d.matrix_peak(kind) for d in table.devices])
+        for kind in ("bf16", "f8e4m3fn")
+    )
+    # An fp8 cache is computed with as it is, where there are units for it.
+    as_fp8 = table.is_("kv_dtype", "fp8") & (narrow > wide)
+    peak = np.where(as_fp8, narrow, wide) / machine.cores / machine.clock
+    products = 2 * WHOLE_HEADS * (LATENT_KEYS + LATENT_VALUES / 2) / peak
+    key = products + WHOLE_KEY + LATENT_KEYS * np.where(as_fp8, 1.0, 2.0) / WHOLE_RATE
+    block = WHOLE_BLOCK + np.ceil(keys / WHOLE_TILE) * WHOLE_TILE * key
+    waves = np.ceil(2 * batch * np.ceil(heads / WHOLE_HEADS) / machine.cores)
+    # Both blocks keep their 64 queries in the memory of the core.
+    room = table.of_device([d.shared_bytes_per_core for d in table.devices])
+    together = room >= 2 * WHOLE_HEADS * LATENT_KEYS * 2
+    return np.asarray(block * np.maximum(waves * np.where(together, PAIRED, 1.0), 1.0))

@@ -304,19 +304,39 @@ def test_decode_is_split_over_idle_cores(estimate):
     assert short.X[0, short.names.index("log_split")] == 0
 
 
-def test_latent_keys_without_a_kernel_for_the_chip_are_not_split(round_gpu):
-    """One sequence on one core of 100, which streams its keys or multiplies 64 heads by them."""
-    row = {**DECODE, "q_heads": 16, "head_dim": 576, "v_head_dim": 512, "backend": "trtllm"}
+@pytest.fixture
+def latent(round_gpu):
+    """Estimates latent decodes of 100 cores that do 1e4 bf16 operations a cycle at 1 GHz."""
 
-    def base(architecture):
+    def base(architecture="ampere", shared=100 * 1024, **changes):
+        row = {**DECODE, "q_heads": 16, "head_dim": 576, "v_head_dim": 512, **changes}
         frame = pd.DataFrame([{**row, "device": "d"}])
-        device = round_gpu("d", architecture=architecture)
+        device = round_gpu("d", architecture=architecture, shared_bytes_per_core=shared)
         return op_features(frame, "graph/generation_mla", {"d": device}).base_s[0]
 
-    streamed, multiplied = 576 * 2 / 16.5 / 0.8, 2 * 64 * 1088 / 1e4 / 0.36  # cycles a key
-    one = (2800 + 12_800 * max(streamed, multiplied) + 4000 / 100) / 1e9
-    assert base("ampere") == pytest.approx(one, rel=0.05)
-    assert base("hopper") < base("ampere") / 10
+    return base
+
+
+def test_latent_keys_without_a_kernel_for_the_chip_are_not_split(latent):
+    """Two blocks of a sequence walk all its keys, each with half of the values."""
+    key = 2 * 64 * (576 + 256) / 1e4 + 60 + 1152 / 25  # cycles
+    one = (2800 + 12_800 * key + 2000 + 5000) / 1e9
+    assert latent(backend="trtllm") == pytest.approx(one, rel=0.01)
+    assert latent(backend="trtllm", q_heads=64) == pytest.approx(one, rel=0.01)
+    # 60 sequences are 120 blocks: two turns of 100 cores, or pairs in less than that.
+    assert latent(backend="trtllm", batch=60) == pytest.approx(2 * one, rel=0.01)
+    paired = latent(backend="trtllm", batch=60, shared=164 * 1024)
+    assert paired == pytest.approx(2 * 0.69 * one, rel=0.04)
+    assert latent("hopper", backend="trtllm") < one / 10
+
+
+def test_latent_keys_in_triton_are_read_for_every_sixteen_heads(latent):
+    row = {"backend": "sglang", "kernel": "triton", "batch": 400, "kv_len": 65_536}
+    once = 400 * 65_536 * 576 * 2 / 0.85e12 * 0.92
+    assert latent(**row) == pytest.approx(once, rel=0.05)
+    assert latent(**row, q_heads=64) == pytest.approx(4 * once, rel=0.05)
+    # Of few keys the partial results of all splits are what takes the time.
+    assert latent(**(row | {"kv_len": 64})) == pytest.approx(14e-6 + 4 * 233e-6, rel=0.05)
 
 
 def test_heads_that_read_the_keys_for_themselves(estimate):
