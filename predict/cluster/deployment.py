@@ -1,11 +1,10 @@
-"""A model, the engines that serve it and how they are told to; what requests have to keep."""
+"""A model, the engines that serve it and how they are told to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import NamedTuple
 
 from ...common.errors import PlanError
 from ...features.devices.catalogue import in_catalogue, read_device
@@ -22,44 +21,6 @@ from .serving_table import EngineOptions, ServingRow, Workers
 
 #: Newer than any release, so that engines count as rewritten.
 NEWEST = "9999.0"
-
-
-class Slo(NamedTuple):
-    """What a request has to keep, in seconds; infinite where nothing is asked.
-
-    Attributes:
-        ttft: Time to the first token.
-        tpot: Mean time of a further token.
-        e2e: Time to the last token.
-    """
-
-    ttft: float = inf
-    tpot: float = inf
-    e2e: float = inf
-
-
-#: Nothing is asked.
-FREE = Slo()
-
-
-def parse_slo(text: str) -> Slo:
-    """Read text such as ``ttft=500ms,tpot=30ms``; without a unit milliseconds are meant.
-
-    Raises:
-        PlanError: A name is not known, or a time is none.
-    """
-    found: dict[str, float] = {}
-    for part in filter(None, text.split(",")):
-        name, _, value = part.partition("=")
-        number, scale = (value[:-2], 1e-3) if value.endswith("ms") else (value.rstrip("s"), 1.0)
-        scale = scale if value.endswith("s") else 1e-3
-        try:
-            found[name] = float(number) * scale
-        except ValueError:
-            found[name] = 0.0
-        if name not in Slo._fields or not 0.0 < found[name] < inf:
-            raise PlanError(f"{part!r} is no SLO", hint="as in ttft=500ms,tpot=30ms,e2e=20s")
-    return Slo(**found)
 
 
 @dataclass(frozen=True)

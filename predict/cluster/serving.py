@@ -14,9 +14,19 @@ from ...models.operators import OpModel
 from ...models.power.energy import energy_fields
 from ...models.serving.model import SATURATED, ServingModel, shipped_serving
 from ...simulate.serving.fleet import Station, run_fleet
+from ...simulate.serving.latencies import (
+    FREE,
+    LEVELS,
+    METRICS,
+    Slo,
+    queued_share,
+    served,
+    states_of,
+    wider,
+)
 from ...simulate.serving.load import Load, Run
 from ..operator.serving_operators import weight_only
-from .deployment import FREE, Deployment, Slo
+from .deployment import Deployment
 from .energy import serving_energy
 from .serving_load import LoadSpec
 from .serving_runs import (
@@ -28,56 +38,8 @@ from .serving_runs import (
 )
 from .serving_table import ServingRow
 
-#: Percentiles of latencies, beside the mean.
-LEVELS = (50, 90, 99)
 #: Rates that differ by less are taken for equal.
 RATE_TIE = 0.02
-#: What is reported of each request.
-METRICS = ("ttft", "tpot", "itl", "e2e")
-
-
-@dataclass(frozen=True)
-class Served:
-    """Latencies of one simulated run as a user sees them, in seconds, shape ``(n,)``.
-
-    Attributes:
-        ttft: Time to the first token.
-        tpot: Mean time of a further token; NaN for requests of one.
-        e2e: Time to the last token.
-        gaps: Times between tokens of all requests, sorted.
-        weights: How many tokens came after each gap.
-    """
-
-    ttft: np.ndarray
-    tpot: np.ndarray
-    e2e: np.ndarray
-    gaps: np.ndarray
-    weights: np.ndarray
-
-    def figure(self, metric: str, level: int | None) -> float:
-        """A percentile of a metric, or its mean for ``None``; 0 where there is none."""
-        if metric == "itl":
-            return _weighted(self.gaps, self.weights, level)
-        values = {"ttft": self.ttft, "tpot": self.tpot, "e2e": self.e2e}[metric]
-        values = values[np.isfinite(values)]
-        if not len(values):
-            return 0.0
-        return float(values.mean() if level is None else np.percentile(values, level))
-
-    def good(self, slo: Slo) -> float:
-        """Share of the requests that keep an SLO."""
-        tpot = np.nan_to_num(self.tpot, nan=0.0)
-        kept = (self.ttft <= slo.ttft) & (tpot <= slo.tpot) & (self.e2e <= slo.e2e)
-        return float(kept.mean())
-
-
-def _weighted(values: np.ndarray, weights: np.ndarray, level: int | None) -> float:
-    if not len(values):
-        return 0.0
-    if level is None:
-        return float(np.average(values, weights=weights))
-    total = np.cumsum(weights)
-    return float(values[np.searchsorted(total, level / 100.0 * total[-1])])
 
 
 @dataclass(frozen=True)
@@ -120,25 +82,23 @@ class ServingPrediction:
     states: Mapping[str, float] = field(default_factory=dict)
     energy: Interval | None = None
 
-    def dollars(self, price: float) -> Interval:
-        """Of a million output tokens: an hour of all devices over the tokens made in it.
+    def dollars(self, price: float) -> dict[str, Interval]:
+        """Of a million output tokens and of a request: an hour of all devices over those in it.
 
         Args:
-            price: Dollars of a device and hour.
+            price: Dollars of a device and hour; 0 for none, of which nothing follows.
         """
-        hour = price * self.deployment.devices / 3600.0 * 1e6
-        rate = self.tokens_per_s
-        return Interval(hour / rate.value, hour / rate.hi, hour / rate.lo)
-
-    def dollars_per_request(self, price: float) -> Interval:
-        """Of a request: an hour of all devices over the requests answered in it.
-
-        Args:
-            price: Dollars of a device and hour.
-        """
-        hour = price * self.deployment.devices / 3600.0
-        rate = self.requests_per_s
-        return Interval(hour / rate.value, hour / rate.hi, hour / rate.lo)
+        if not price:
+            return {}
+        second = price * self.deployment.devices / 3600.0
+        rates = {
+            "million_tokens": (1e6 * second, self.tokens_per_s),
+            "request": (second, self.requests_per_s),
+        }
+        return {
+            name: Interval(of / rate.value, of / rate.hi, of / rate.lo)
+            for name, (of, rate) in rates.items()
+        }
 
     def joules(self) -> dict[str, Interval]:
         """Energy of a request and of an output token; empty where power is not known."""
@@ -162,8 +122,8 @@ class ServingPrediction:
             "completed": len(self.load.prompts),
             "total_input_tokens": prompts,
             "total_output_tokens": outputs,
-            "max_concurrency": self.spec.concurrency or None,
-            "request_rate": self.spec.rate or "inf",
+            "max_concurrency": self.load.concurrency or None,
+            "request_rate": self.spec.rate or self.load.rate or "inf",
             **_ends("request_throughput", rate),
             **_ends("output_throughput", self.tokens_per_s),
             **_ends("output_throughput_per_gpu", _scaled(self.tokens_per_s, 1.0 / gpus)),
@@ -182,9 +142,8 @@ class ServingPrediction:
                 data |= _ends(f"{name}_{named}_ms", _scaled(self.figures[key], 1e3))
         for name, joules in self.joules().items():
             data |= _ends(f"joules_per_{name}", joules)
-        if price:
-            data |= _ends("dollars_per_million_tokens", self.dollars(price))
-            data |= _ends("dollars_per_request", self.dollars_per_request(price))
+        for name, dollars in self.dollars(price).items():
+            data |= _ends(f"dollars_per_{name}", dollars)
         return {
             **data,
             **energy_fields(self.energy),
@@ -259,9 +218,7 @@ class ServingPredictor:
         tier = self.model.tier(context)
         stations = self._stations(row, load, weights)
         run = self._run(row, load, stations, weights, 1.0, record)
-        # Requests that waited least were alone, or nearly so.
-        waits = run.first - run.sent
-        queued = max(0.0, 1.0 - float(waits.min()) / float(waits.mean()))
+        queued = queued_share(load, run)
         factors = {
             "ttft": self.model.interval("ttft", tier, queued, context),
             "tpot": self.model.interval("tpot", tier, queued, context),
@@ -281,7 +238,7 @@ class ServingPredictor:
             ]
             spans = [run.makespan, *(other.makespan for other in others)]
             ends = [
-                _wider(end, served(load, o, first), side)
+                wider(end, served(load, o, first), side)
                 for side, (end, o) in enumerate(zip(ends, others, strict=True))
             ]
         figures = {}
@@ -312,7 +269,7 @@ class ServingPredictor:
                 *_notes(row, tier, queued, load),
                 *_tail_note(spec, load, run, saturated=queued > SATURATED),
             ),
-            states=_states(run, stations[0].cache_tokens, deployment.engine.count),
+            states=states_of(run, stations[0].cache_tokens, deployment.engine.count),
             energy=serving_energy(
                 deployment, load, run, Interval(spans[0], min(spans), max(spans))
             ),
@@ -358,81 +315,16 @@ def _with_hits(deployment: Deployment, load: Load) -> Load:
     return replace(load, hits=(load.prompts * deployment.hit_rate).astype(int))
 
 
-def served(load: Load, run: Run, first: float = 1.0, slower: float = 1.0) -> Served:
-    """Latencies of a run.
-
-    Args:
-        load: Its requests.
-        run: The run.
-        first: Factor on times to the first token.
-        slower: Factor on everything after it.
-    """
-    ttft = (run.first - run.sent) * first
-    after = (run.finished - run.first) * slower
-    # One token has no time per further token.
-    tpot = after / np.where(load.outputs > 1, load.outputs - 1.0, np.nan)
-    gaps = [gap for history in run.histories for gap in history.gaps]
-    if gaps:
-        times, weights = (np.array(column, float) for column in zip(*gaps, strict=True))
-    else:
-        known = np.isfinite(tpot)
-        times, weights = tpot[known] / slower, (load.outputs - 1.0)[known]
-    order = np.argsort(times)
-    return Served(ttft, tpot, ttft + after, times[order] * slower, weights[order])
-
-
-def _wider(end: Served, other: Served, side: int) -> Served:
-    """The outer of two ends of an interval: the lower one for side 0, the upper for 1."""
-    outer = np.maximum if side else np.minimum
-    return replace(
-        end,
-        ttft=outer(end.ttft, other.ttft),
-        tpot=outer(end.tpot, other.tpot),
-        e2e=outer(end.e2e, other.e2e),
-    )
-
-
-def _states(run: Run, room: int, engines: int) -> dict[str, float]:
-    """Means over time of what decoding engines held and ran; nothing without histories."""
-    if not run.histories:
-        return {}
-    found: dict[str, list[float]] = {"kv": [], "queue": [], "batch": [], "peak": []}
-    longest = 0
-    for history in run.histories[:engines]:
-        if not history.time:
-            continue
-        spans = np.diff(history.time, prepend=0.0)
-        whole = max(float(spans.sum()), 1e-12)
-        for name, values in (
-            ("kv", history.held),
-            ("queue", history.waiting),
-            ("batch", history.batch),
-        ):
-            found[name].append(float(np.array(values) @ spans) / whole)
-        found["peak"].append(max(history.held))
-        longest = max(longest, max(history.waiting))
-    if not found["kv"]:
-        return {}
-    return {
-        "kv_occupancy_mean": float(np.mean(found["kv"])) / room,
-        "kv_occupancy_max": max(found["peak"]) / room,
-        "batch_mean": float(np.mean(found["batch"])),
-        "queue_mean": float(np.mean(found["queue"])),
-        "queue_max": float(longest),
-    }
-
-
 def _tail_note(spec: LoadSpec, load: Load, run: Run, *, saturated: bool) -> tuple[str, ...]:
     """What a rate over the whole run says of an open load that is kept up with."""
-    last = float(load.arrivals.max())
-    if spec.kind not in ("trace", "open-poisson") or load.concurrency or last <= 0.0:
+    if spec.kind not in ("trace", "open-poisson") or not load.rate:
         return ()
-    count = len(load.prompts)
-    offered, seen = spec.rate or count / last, count / run.makespan
+    count, last = len(load.prompts), float(load.arrivals.max())
+    offered, seen = spec.rate or load.rate, count / run.makespan
     if seen > (1.0 - RATE_TIE) * offered:
         return ()
     # Few random gaps do not add up to the rate that they are drawn at.
-    drawn = f" ({count / last:.3g} as drawn)" if f"{count / last:.3g}" != f"{offered:.3g}" else ""
+    drawn = f" ({load.rate:.3g} as drawn)" if f"{load.rate:.3g}" != f"{offered:.3g}" else ""
     kept = "more than the engines keep up with" if saturated else "which the engines keep up with"
     return (
         f"{offered:.3g} requests/s are offered{drawn}, {kept}; {seen:.3g} requests/s are over "

@@ -1,10 +1,11 @@
-"""Loads of a service: random ones by a few figures, and traces as their publishers write them."""
+"""Loads of a service by a few figures or as traces, and what their requests have to keep."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pandas as pd
 
 from ...common.errors import DatasetError, PlanError
 from ...common.files import parse_json
+from ...simulate.serving.latencies import Slo
 from ...simulate.serving.load import Load
 from .serving_table import ServingLoad
 
@@ -147,6 +149,26 @@ def parse_load(text: str) -> LoadSpec:
     if "burstiness" in found and "rate" not in found:
         raise PlanError("burstiness is that of a rate", where="load", hint="give rate")
     return LoadSpec(**found)
+
+
+def parse_slo(text: str) -> Slo:
+    """Read text such as ``ttft=500ms,tpot=30ms``; without a unit milliseconds are meant.
+
+    Raises:
+        PlanError: A name is not known, or a time is none.
+    """
+    found: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        number, scale = (value[:-2], 1e-3) if value.endswith("ms") else (value.rstrip("s"), 1.0)
+        scale = scale if value.endswith("s") else 1e-3
+        try:
+            found[name] = float(number) * scale
+        except ValueError:
+            found[name] = 0.0
+        if name not in Slo._fields or not 0.0 < found[name] < inf:
+            raise PlanError(f"{part!r} is no SLO", hint="as in ttft=500ms,tpot=30ms,e2e=20s")
+    return Slo(**found)
 
 
 def parse_lengths(text: str) -> Callable[[np.random.Generator, int], np.ndarray]:
@@ -299,5 +321,9 @@ def _benchmark(data: dict[str, Any], path: Path) -> Load:
     load = _checked(frame.apply(pd.to_numeric, errors="coerce"), frame, path)
     limit = int(data.get("max_concurrency") or 0)
     if limit and np.isfinite(rate):
-        raise ValueError("both request_rate and max_concurrency are given; one of them is served")
+        raise DatasetError(
+            f"request_rate={rate:g} and max_concurrency={limit} are loads of their own",
+            where=str(path),
+            hint="leave one of them out of the file",
+        )
     return Load(load.prompts, load.outputs, load.arrivals, limit)

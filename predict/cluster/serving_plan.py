@@ -7,9 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from ...common.errors import OpcastError
 from ...features.devices.catalogue import read_device
+from ...simulate.serving.latencies import Slo
 from ...simulate.serving.load import Load
+from ...simulate.serving.memory import what_is_too_large
 from ...simulate.serving.served import EnginePlan
-from .deployment import Deployment, Slo
+from .deployment import Deployment
 from .serving import ServingPrediction, ServingPredictor
 from .serving_launch import PLACEHOLDER, launch_commands
 from .serving_load import LoadSpec
@@ -311,8 +313,7 @@ def search(
             continue
         unfit = next((m for m in memories if m["cache"] <= 0.0), None)
         if unfit is not None:
-            held = sum(row.model.weight_parts(workers[memories.index(unfit)].plan).values())
-            found.refused[one.text()] = f"weights of {held / 2**30:.1f} GiB a device"
+            found.refused[one.text()] = what_is_too_large(one.spec.memory_bytes, unfit)
         elif _least_token(one) > slo.tpot:
             found.pruned += 1
         else:

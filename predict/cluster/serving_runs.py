@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,9 +16,9 @@ from ...models.operators import OpModel
 from ...models.serving.model import APART, group_key
 from ...simulate.serving.fleet import Station, run_fleet
 from ...simulate.serving.load import Load, Run
-from ...simulate.serving.policies import Policy, framework_defaults
+from ...simulate.serving.memory import memory_parts, what_is_too_large
+from ...simulate.serving.policies import Policy, engine_era, framework_defaults
 from ...simulate.serving.served import EnginePlan, ServedModel
-from ...simulate.step.memory import RESERVED_BYTES
 from ..operator.serving_operators import ServingLatency
 from .serving_costs import HOST_BANDWIDTH, Decoding, ServingCosts
 from .serving_load import read_trace
@@ -168,9 +167,8 @@ class ServingRuns:
         draft = None
         if own.draft is not None:
             small = replace(row, model=own.draft)
-            plan = replace(workers.plan, ep=1, moe_tp=workers.plan.ranks)
-            plain = workers if own.draft.workload.experts else replace(workers, plan=plan)
-            draft = self.costs(small, plain, policy, batch, longest)
+            beside = replace(workers, plan=workers.plan.of(own.draft))
+            draft = self.costs(small, beside, policy, batch, longest)
         how = Decoding(width, row.accepted, own.eager, draft, own.drafts)
         costs = costs.under(how)
         return Station(costs, weights[:-1], room, policy, workers.count, row.accepted)
@@ -183,7 +181,10 @@ class ServingRuns:
         """
         memory = engine_memory(row, workers)
         if memory["cache"] <= 0.0:
-            raise PlanError(_unfit(row, workers, memory), hint="more devices, or a narrower format")
+            capacity = read_device(row.cluster.device).memory_bytes
+            raise PlanError(
+                what_is_too_large(capacity, memory), hint="more devices, or a narrower format"
+            )
         return int(memory["cache"] / row.model.token_bytes(workers.plan)) * workers.plan.dp
 
     def costs(
@@ -279,38 +280,10 @@ def engine_memory(row: ServingRow, workers: Workers) -> dict[str, float]:
             where=row.cluster.device,
             hint="add memory_bytes to the device's file",
         )
-    parts = row.model.weight_parts(workers.plan)
-    if row.options.draft is not None:
-        own = workers.plan
-        plain = replace(own, ep=1, moe_tp=own.ranks)
-        moe = row.options.draft.workload.experts > 0
-        parts["draft model"] = row.options.draft.weight_bytes(own if moe else plain)
-    held = sum(parts.values())
-    share = row.options.memory or framework_defaults(row.framework).memory
-    kept = RESERVED_BYTES
-    cache = capacity * share - kept - held
-    if cache <= 0.0 and not row.options.memory:
-        # Engines that are told to may use all of the memory.
-        share, kept = 0.98, RESERVED_BYTES / 2
-        cache = capacity * share - kept - held
-    reserved = {"activations and driver": kept, "left alone": capacity * (1.0 - share)}
-    return {**parts, **reserved, "cache": cache}
-
-
-def _unfit(row: ServingRow, workers: Workers, memory: dict[str, float]) -> str:
-    """Which part of an engine is the first that does not fit."""
-    capacity = read_device(row.cluster.device).memory_bytes
-    held = sum(row.model.weight_parts(workers.plan).values())
-    left, first = capacity, "the cache"
-    for name, value in memory.items():
-        left -= value
-        if left < 0.0:
-            first = name
-            break
-    listed = ", ".join(f"{k} {v / 2**30:.1f}" for k, v in memory.items() if k != "cache" and v)
-    return (
-        f"weights of {held / 2**30:.1f} GiB on a device do not fit into "
-        f"{capacity / 2**30:.1f} GiB: first {first} does not (GiB: {listed})"
+    own = row.options
+    share = own.memory or framework_defaults(row.framework).memory
+    return memory_parts(
+        capacity, row.model, workers.plan, share, told=own.memory > 0.0, draft=own.draft
     )
 
 
@@ -407,16 +380,18 @@ def row_context(row: ServingRow) -> dict[str, str]:
 def _levels(row: ServingRow) -> dict[str, str]:
     spec = read_device(row.cluster.device)
     model = row.model
+    engine = f"{row.framework} {engine_era(row.framework, row.version, row.load.kind)}"
     return {
         "any": "any",
         "all": spec.platform,
         "vendor": spec.vendor,
         "architecture": spec.architecture.removesuffix("-ultra"),
         "framework": row.framework,
-        "engine": f"{row.framework} {_era(row)}",
+        "engine": engine,
         "format": model.weights,
         "expert_format": model.expert_weights if model.workload.experts else "",
-        "engine_experts": _experts(row),
+        # Kernels of experts differ by engine and format.
+        "engine_experts": f"{engine} {model.expert_weights}" if model.workload.experts else "",
         "latent": "latent" if model.workload.kv_lora else "",
         "shape": _shape(model),
         "spread": _spread(row),
@@ -433,28 +408,8 @@ def _shape(model: ServedModel) -> str:
     return f"{experts}, latent attention" if model.workload.kv_lora else experts
 
 
-def _experts(row: ServingRow) -> str:
-    """Engine and format of experts, whose kernels differ by both; empty without experts."""
-    engine = f"{row.framework} {_era(row)} {row.model.expert_weights}"
-    return engine if row.model.workload.experts else ""
-
-
 def _spread(row: ServingRow) -> str:
     """How sequences are spread over devices, where ranks hold some of their own."""
     if row.prefill is not None:
         return APART
     return "attention data parallel" if row.engine.plan.dp > 1 else ""
-
-
-#: First versions whose engines were rewritten: vLLM's V1, TensorRT-LLM's PyTorch backend.
-_REWRITTEN = {"vllm": (0, 8), "tensorrt-llm": (0, 17)}
-
-
-def _era(row: ServingRow) -> str:
-    """``early`` for engines before they were rewritten; whole batches without a version are."""
-    if row.load.kind not in ("static-batch", "offline"):
-        return "now"
-    numbers = re.findall(r"\d+", row.version)[:2]
-    if len(numbers) < 2:
-        return "early" if row.load.kind == "static-batch" else "now"
-    return "early" if tuple(map(int, numbers)) < _REWRITTEN.get(row.framework, (0, 0)) else "now"

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from ...common.units import duration
+from ...simulate.serving.latencies import FREE, LEVELS, METRICS
 from ...simulate.serving.load import History
-from ..cluster.deployment import FREE
-from ..cluster.serving import LEVELS, METRICS, ServingPrediction
+from ..cluster.serving import ServingPrediction
 from .assemble import Page, assemble, rounded, short
 
 SCRIPTS = ("serving.js",)

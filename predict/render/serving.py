@@ -10,8 +10,8 @@ from rich.text import Text
 
 from ...common.interval import Interval
 from ...common.units import duration, size
-from ..cluster.deployment import FREE
-from ..cluster.serving import LEVELS, METRICS, ServingPrediction
+from ...simulate.serving.latencies import FREE, LEVELS, METRICS
+from ..cluster.serving import ServingPrediction
 from ..cluster.serving_launch import PLACEHOLDER
 from ..cluster.serving_plan import Planned, ServingPlans
 from .parts import headline, print_notes
@@ -32,7 +32,11 @@ _KNOWN = {
     "new": "no run on such chips was measured",
     "vendor": "no run on chips of this vendor was measured",
 }
-_OF = {"request": "a request", "output_token": "an output token"}
+_OF = {
+    "request": "a request",
+    "output_token": "an output token",
+    "million_tokens": "a million output tokens",
+}
 
 
 def print_serving(console: Console, prediction: ServingPrediction, price: float = 0.0) -> None:
@@ -95,11 +99,9 @@ def _print_costs(console: Console, prediction: ServingPrediction, price: float) 
             f"{joules.value:,.3g} J {_OF[name]} ({joules.lo:,.3g} to {joules.hi:,.3g})",
             highlight=False,
         )
-    if price:
-        cost = prediction.dollars(price)
+    for name, dollars in prediction.dollars(price).items():
         console.print(
-            f"{cost.value:.3g} $ a million output tokens ({cost.lo:.3g} to {cost.hi:.3g}), "
-            f"{prediction.dollars_per_request(price).value:.3g} $ a request",
+            f"{dollars.value:.3g} $ {_OF[name]} ({dollars.lo:.3g} to {dollars.hi:.3g})",
             highlight=False,
         )
 

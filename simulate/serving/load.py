@@ -36,6 +36,12 @@ class Load:
     blocks: Sequence[Sequence[int]] = ()
     block_tokens: int = 512
 
+    @property
+    def rate(self) -> float:
+        """Requests a second until the last one is sent; 0 for all at once and closed loops."""
+        last = 0.0 if self.concurrency else float(self.arrivals.max())
+        return len(self.arrivals) / last if last > 0.0 else 0.0
+
     def __post_init__(self) -> None:
         """Check the requests.
 

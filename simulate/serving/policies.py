@@ -7,6 +7,7 @@ https://nvidia.github.io/TensorRT-LLM (batch manager, useful runtime options).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ...common.errors import PlanError
@@ -85,3 +86,23 @@ OTHER = FRAMEWORKS["vllm"]
 def framework_defaults(name: str) -> Framework:
     """Defaults of a framework by its name in lower case."""
     return FRAMEWORKS.get(name, OTHER)
+
+
+#: First versions whose engines were rewritten: vLLM's V1, TensorRT-LLM's PyTorch backend.
+_REWRITTEN = {"vllm": (0, 8), "tensorrt-llm": (0, 17)}
+
+
+def engine_era(name: str, version: str, load: str) -> str:
+    """``early`` for engines before they were rewritten, else ``now``.
+
+    Args:
+        name: Of a framework, in lower case.
+        version: Of it; whole batches without one count as ``early``.
+        load: Kind of load; of servers only current ones were measured.
+    """
+    if load not in ("static-batch", "offline"):
+        return "now"
+    numbers = re.findall(r"\d+", version)[:2]
+    if len(numbers) < 2:
+        return "early" if load == "static-batch" else "now"
+    return "early" if tuple(map(int, numbers)) < _REWRITTEN.get(name, (0, 0)) else "now"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ...common.errors import PlanError
@@ -160,6 +160,12 @@ class EnginePlan:
     def devices(self) -> int:
         """Devices of the engine."""
         return self.ranks * self.pp
+
+    def of(self, model: ServedModel) -> EnginePlan:
+        """The plan by which the engine runs another model, such as one that drafts."""
+        if model.workload.experts:
+            return self
+        return replace(self, ep=1, moe_tp=self.ranks)
 
     def text(self) -> str:
         """Such as ``tp=8,ep=8``; what is 1 is left out."""

@@ -10,14 +10,15 @@ import pytest
 
 from opcast.common.errors import PlanError
 from opcast.models.serving.model import ServingModel
-from opcast.predict.cluster.deployment import Deployment, Slo, on_cluster, parse_slo
+from opcast.predict.cluster.deployment import Deployment, on_cluster
 from opcast.predict.cluster.served_row import in_formats
 from opcast.predict.cluster.serving import ServingPrediction, ServingPredictor
-from opcast.predict.cluster.serving_load import LoadSpec
+from opcast.predict.cluster.serving_load import LoadSpec, parse_slo
 from opcast.predict.cluster.serving_runs import cache_transfer
 from opcast.predict.cluster.serving_table import EngineOptions, Workers
 from opcast.predict.export.serving_timeline import serving_trace
 from opcast.predict.page.serving import serving_page
+from opcast.simulate.serving.latencies import Slo
 from opcast.simulate.serving.served import EnginePlan, ServedModel
 from opcast.simulate.step.memory import RESERVED_BYTES
 from opcast.simulate.step.workload import make_workload
@@ -295,4 +296,6 @@ def test_energy_and_cost_of_a_request(predictor: ServingPredictor) -> None:
     # Four devices at 2 $ an hour over the tokens that they make in it.
     rate = found.tokens_per_s.value
     assert data["dollars_per_million_tokens"] == pytest.approx(8.0 / 3600 / rate * 1e6)
-    assert "dollars_per_million_tokens" not in found.to_dict()
+    assert data["dollars_per_request"] == pytest.approx(8.0 / 3600 / found.requests_per_s.value)
+    assert data["dollars_per_request_lo"] < data["dollars_per_request"]
+    assert not any(name.startswith("dollars") for name in found.to_dict())

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from opcast.models.serving.model import ServingModel
-from opcast.predict.cluster.deployment import Deployment, Slo
+from opcast.predict.cluster.deployment import Deployment
 from opcast.predict.cluster.serving import ServingPredictor
 from opcast.predict.cluster.serving_launch import PLACEHOLDER, checkpoint_of, launch_commands
 from opcast.predict.cluster.serving_load import LoadSpec
@@ -18,6 +18,7 @@ from opcast.predict.cluster.serving_plan import (
     search,
 )
 from opcast.predict.cluster.serving_table import EngineOptions, Workers
+from opcast.simulate.serving.latencies import Slo
 from opcast.simulate.serving.served import EnginePlan, ServedModel
 from opcast.simulate.step.workload import make_workload
 
@@ -75,7 +76,7 @@ def test_an_slo_that_none_keeps_and_models_that_do_not_fit() -> None:
     assert pruned.pruned == 3 and not pruned.judged
     large = replace(BASE, model=ServedModel(replace(DENSE, layers=200, d_ff=65536)))
     refused = search(predictor(), large, 2, SPEC, Slo(), apart=False)
-    assert refused.best is None and "GiB a device" in refused.nearest()[0]
+    assert refused.best is None and "first feed-forward does not" in refused.nearest()[0]
 
 
 def test_an_interrupt_keeps_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

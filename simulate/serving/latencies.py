@@ -1,0 +1,155 @@
+"""Latencies of a simulated run as its users see them, and what its engines held meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from .load import Load, Run
+
+#: Percentiles of latencies, beside the mean.
+LEVELS = (50, 90, 99)
+#: What is reported of each request.
+METRICS = ("ttft", "tpot", "itl", "e2e")
+
+
+class Slo(NamedTuple):
+    """What a request has to keep, in seconds; infinite where nothing is asked.
+
+    Attributes:
+        ttft: Time to the first token.
+        tpot: Mean time of a further token.
+        e2e: Time to the last token.
+    """
+
+    ttft: float = inf
+    tpot: float = inf
+    e2e: float = inf
+
+
+#: Nothing is asked.
+FREE = Slo()
+
+
+@dataclass(frozen=True)
+class Served:
+    """Latencies of one simulated run as a user sees them, in seconds, shape ``(n,)``.
+
+    Attributes:
+        ttft: Time to the first token.
+        tpot: Mean time of a further token; NaN for requests of one.
+        e2e: Time to the last token.
+        gaps: Times between tokens of all requests, sorted.
+        weights: How many tokens came after each gap.
+    """
+
+    ttft: np.ndarray
+    tpot: np.ndarray
+    e2e: np.ndarray
+    gaps: np.ndarray
+    weights: np.ndarray
+
+    def figure(self, metric: str, level: int | None) -> float:
+        """A percentile of a metric, or its mean for ``None``; 0 where there is none."""
+        if metric == "itl":
+            return _weighted(self.gaps, self.weights, level)
+        values = {"ttft": self.ttft, "tpot": self.tpot, "e2e": self.e2e}[metric]
+        values = values[np.isfinite(values)]
+        if not len(values):
+            return 0.0
+        return float(values.mean() if level is None else np.percentile(values, level))
+
+    def good(self, slo: Slo) -> float:
+        """Share of the requests that keep an SLO."""
+        tpot = np.nan_to_num(self.tpot, nan=0.0)
+        kept = (self.ttft <= slo.ttft) & (tpot <= slo.tpot) & (self.e2e <= slo.e2e)
+        return float(kept.mean())
+
+
+def _weighted(values: np.ndarray, weights: np.ndarray, level: int | None) -> float:
+    if not len(values):
+        return 0.0
+    if level is None:
+        return float(np.average(values, weights=weights))
+    total = np.cumsum(weights)
+    return float(values[np.searchsorted(total, level / 100.0 * total[-1])])
+
+
+def served(load: Load, run: Run, first: float = 1.0, slower: float = 1.0) -> Served:
+    """Latencies of a run.
+
+    Args:
+        load: Its requests.
+        run: The run.
+        first: Factor on times to the first token.
+        slower: Factor on everything after it.
+    """
+    ttft = (run.first - run.sent) * first
+    after = (run.finished - run.first) * slower
+    # One token has no time per further token.
+    tpot = after / np.where(load.outputs > 1, load.outputs - 1.0, np.nan)
+    gaps = [gap for history in run.histories for gap in history.gaps]
+    if gaps:
+        times, weights = (np.array(column, float) for column in zip(*gaps, strict=True))
+    else:
+        known = np.isfinite(tpot)
+        times, weights = tpot[known] / slower, (load.outputs - 1.0)[known]
+    order = np.argsort(times)
+    return Served(ttft, tpot, ttft + after, times[order] * slower, weights[order])
+
+
+def wider(end: Served, other: Served, side: int) -> Served:
+    """The outer of two ends of an interval: the lower one for side 0, the upper for 1."""
+    outer = np.maximum if side else np.minimum
+    return replace(
+        end,
+        ttft=outer(end.ttft, other.ttft),
+        tpot=outer(end.tpot, other.tpot),
+        e2e=outer(end.e2e, other.e2e),
+    )
+
+
+def states_of(run: Run, room: int, engines: int) -> dict[str, float]:
+    """Means over time of what decoding engines held and ran; nothing without histories."""
+    if not run.histories:
+        return {}
+    found: dict[str, list[float]] = {"kv": [], "queue": [], "batch": [], "peak": []}
+    longest = 0
+    for history in run.histories[:engines]:
+        if not history.time:
+            continue
+        spans = np.diff(history.time, prepend=0.0)
+        whole = max(float(spans.sum()), 1e-12)
+        for name, values in (
+            ("kv", history.held),
+            ("queue", history.waiting),
+            ("batch", history.batch),
+        ):
+            found[name].append(float(np.array(values) @ spans) / whole)
+        found["peak"].append(max(history.held))
+        longest = max(longest, max(history.waiting))
+    if not found["kv"]:
+        return {}
+    return {
+        "kv_occupancy_mean": float(np.mean(found["kv"])) / room,
+        "kv_occupancy_max": max(found["peak"]) / room,
+        "batch_mean": float(np.mean(found["batch"])),
+        "queue_mean": float(np.mean(found["queue"])),
+        "queue_max": float(longest),
+    }
+
+
+def queued_share(load: Load, run: Run) -> float:
+    """Share of the mean time to the first token that is waiting for other requests.
+
+    Of the prompts of about one length (half an octave), the one that waited least was alone, or
+    nearly so.
+    """
+    waits = run.first - run.sent
+    bins = np.round(2.0 * np.log2(load.prompts)).astype(int)
+    alone = np.full(bins.max() + 1, inf)
+    np.minimum.at(alone, bins, waits)
+    return max(0.0, 1.0 - float(alone[bins].mean()) / float(waits.mean()))

@@ -1,0 +1,30 @@
+import numpy as np
+import pytest
+
+from opcast.simulate.serving.latencies import FREE, Slo, queued_share, served
+from opcast.simulate.serving.load import Load, Run
+
+
+def case(prompts, first, finished, outputs=(2, 2, 2, 2)):
+    load = Load(np.array(prompts), np.array(outputs), np.zeros(len(prompts)))
+    return load, Run(sent=np.zeros(4), first=np.array(first), finished=np.array(finished))
+
+
+def test_waiting_is_told_from_long_prompts():
+    # Two short prompts in 1 s and two long ones in 8 s: nobody waits for another.
+    load, run = case([100, 100, 800, 800], [1.0, 1.0, 8.0, 8.0], [9.0] * 4)
+    assert queued_share(load, run) == 0.0
+    # One of each length waits for as long again: 9 of 27 seconds.
+    load, run = case([100, 100, 800, 800], [1.0, 2.0, 8.0, 16.0], [20.0] * 4)
+    assert queued_share(load, run) == pytest.approx(9 / 27)
+
+
+def test_an_slo_counts_requests_and_one_token_has_no_time_per_further_token():
+    load, run = case([10] * 4, [1.0, 1.0, 2.0, 2.0], [1.0, 3.0, 3.0, 9.0], (1, 2, 2, 8))
+    seen = served(load, run)
+    assert np.isnan(seen.tpot[0]) and seen.tpot[1:].tolist() == [2.0, 1.0, 1.0]
+    assert seen.good(FREE) == 1.0 and seen.good(Slo(ttft=1.5)) == 0.5
+    assert seen.good(Slo(tpot=1.5)) == 0.75 and seen.good(Slo(e2e=3.0)) == 0.75
+    # Gaps count by their tokens: 2 s once, 1 s eight times.
+    assert seen.figure("itl", None) == pytest.approx((2.0 + 1.0 + 7.0) / 9)
+    assert seen.figure("itl", 50) == 1.0 and seen.figure("itl", 99) == 2.0
