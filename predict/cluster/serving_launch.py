@@ -1,10 +1,14 @@
-"""Commands that launch a deployment under vLLM, SGLang and TensorRT-LLM."""
+"""Flags and commands that launch a deployment under vLLM, SGLang and TensorRT-LLM."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from ...simulate.serving.policies import framework_defaults
+from ...simulate.serving.memory import memory_parts
+from ...simulate.serving.policies import Policy, framework_defaults
 from .deployment import Deployment
 from .serving_table import Workers
 
@@ -58,35 +62,98 @@ def checkpoint_of(name: str) -> str:
     return _CHECKPOINTS.get(name.lower().replace("_", "-"), PLACEHOLDER)
 
 
-def launch_commands(own: Deployment, model: str = PLACEHOLDER) -> dict[str, str]:
-    """Commands that launch one worker of a deployment under vLLM, SGLang and TensorRT-LLM.
+@dataclass(frozen=True)
+class Flag:
+    """One setting of a launch command.
+
+    Attributes:
+        name: As it is written, such as ``--max-num-seqs``; of TensorRT-LLM also keys of its YAML
+            file of options.
+        value: Empty for a switch.
+        why: What of the deployment it says.
+        in_file: Whether it stands in the file of options instead of the command.
+    """
+
+    name: str
+    value: str
+    why: str
+    in_file: bool = False
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a worker of a deployment is launched.
+
+    Attributes:
+        program: Such as ``vllm serve``, the model's checkpoint included.
+        flags: Its settings.
+        remarks: What else has to be seen to.
+    """
+
+    program: str
+    flags: tuple[Flag, ...]
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> str:
+        """The command for a shell."""
+        words = [self.program]
+        words += [f"{f.name} {_quoted(f.value)}".strip() for f in self.flags if not f.in_file]
+        lines = [f"{f.name}: {f.value}" for f in self.flags if f.in_file]
+        if lines:
+            # printf writes line ends where echo of bash does not.
+            words.append("--extra_llm_api_options <(printf '" + "\\n".join(lines) + "\\n')")
+        return " ".join(words) + (f"   # {', '.join(self.remarks)}" if self.remarks else "")
+
+    def rows(self) -> list[dict[str, str]]:
+        """The table of flags as plain data."""
+        file = {False: "command", True: "file of options"}
+        return [
+            {"flag": f.name, "value": f.value, "in": file[f.in_file], "why": f.why}
+            for f in self.flags
+        ]
+
+
+def _quoted(value: str) -> str:
+    return f"'{value}'" if value.startswith("{") else value
+
+
+def launches(own: Deployment, model: str = PLACEHOLDER) -> dict[str, Launch]:
+    """How one worker of a deployment is launched under vLLM, SGLang and TensorRT-LLM.
 
     Flags are those of their current documentation: ``vllm serve``, ``sglang.launch_server`` and
     ``trtllm-serve``. Workers that run prompts have a command of their own, by name ``… prefill``.
+
+    Args:
+        own: What serves.
+        model: Checkpoint.
     """
     found = {}
     parts = (
         [("", own.engine)]
         if own.prefill is None
-        else [(" prefill", own.prefill), (" decode", own.engine)]
+        else [("prefill", own.prefill), ("decode", own.engine)]
     )
     for role, workers in parts:
         times = [f"x {workers.count}"] if workers.count > 1 else []
-        for name, of in (("vLLM", _vllm), ("SGLang", _sglang), ("TensorRT-LLM", _trtllm)):
-            command = of(own, workers, model, role.strip())
+        for name, (program, of) in _FRAMEWORKS.items():
+            flags = tuple(of(_Worker(own, workers, role)))
             narrow = _narrow(own)
-            if narrow and _QUANTIZED not in command:
+            remarks = list(times)
+            if narrow and not any(flag.name == _QUANTIZED for flag in flags):
                 # Their launchers take the format from the checkpoint's own configuration.
-                remarks = [*times, f"{model} has to be a checkpoint in {narrow}"]
-            else:
-                remarks = times
-            found[name + role] = command + (f"   # {', '.join(remarks)}" if remarks else "")
+                remarks.append(f"{model} has to be a checkpoint in {narrow}")
+            if own.model.cache == "int8":
+                remarks.append("it has no cache in int8")
+            if own.options.drafts and own.options.draft_name not in ("ngram", "mtp"):
+                remarks.append(f"the checkpoint of {own.options.draft_name} drafts")
+            found[f"{name} {role}".strip()] = Launch(f"{program} {model}", flags, tuple(remarks))
     return found
 
 
 #: What vLLM and SGLang quantise 16-bit checkpoints by when they load them; a checkpoint in fp8 runs
 #: under it as well.
-_QUANTIZED = "--quantization fp8"
+_QUANTIZED = "--quantization"
 
 
 def _narrow(own: Deployment) -> str:
@@ -96,80 +163,169 @@ def _narrow(own: Deployment) -> str:
     return " and ".join(dict.fromkeys(f for f in formats if f not in ("bf16", "f16", "f32")))
 
 
-def _limits(own: Deployment, workers: Workers) -> tuple[int, int]:
-    policy = framework_defaults(own.framework).policy
-    batch = workers.batch // workers.plan.dp or own.max_batch or policy.max_batch
-    return batch, own.token_budget or policy.token_budget
+class _Worker:
+    """What the flags of one kind of workers follow from."""
+
+    def __init__(self, own: Deployment, workers: Workers, role: str) -> None:
+        self.own, self.plan, self.role = own, workers.plan, role
+        policy: Policy = framework_defaults(own.framework).policy
+        #: Limits of a rank with sequences of its own.
+        self.batch = workers.batch // workers.plan.dp or own.max_batch or policy.max_batch
+        self.budget = own.token_budget or policy.token_budget
+        rank = " of each rank" if workers.plan.dp > 1 else ""
+        self.batch_why = f"most sequences{rank}"
+        self.budget_why = f"most tokens of a pass{rank}"
+        self.fp8 = _narrow(own) == "fp8"
+
+    def size(self, name: str, count: int, why: str) -> Iterator[Flag]:
+        """A flag of a number of devices, where it is above 1."""
+        if count > 1:
+            yield Flag(name, str(count), why)
+
+    def memory(self, kept: bool) -> float:
+        """Share of the memory of weights and cache, with or without what passes need."""
+        capacity = self.own.spec.memory_bytes or 1.0
+        parts = self._parts()
+        return self.own.options.memory - (
+            0.0 if kept else parts["activations and driver"] / capacity
+        )
+
+    def free_share(self) -> float:
+        """Share of the memory that weights leave which the cache takes."""
+        parts = self._parts()
+        return max(0.01, parts["cache"] / max(1.0, parts["cache"] + parts["left alone"]))
+
+    def _parts(self) -> dict[str, float]:
+        own = self.own
+        share = own.options.memory
+        capacity = own.spec.memory_bytes
+        return memory_parts(
+            capacity, own.model, self.plan, share, told=True, draft=own.options.draft
+        )
 
 
-def _vllm(own: Deployment, workers: Workers, model: str, role: str) -> str:
-    plan, (batch, budget) = workers.plan, _limits(own, workers)
-    flags = [f"--tensor-parallel-size {plan.tp}"]
-    if plan.pp > 1:
-        flags.append(f"--pipeline-parallel-size {plan.pp}")
-    if plan.dp > 1:
-        flags.append(f"--data-parallel-size {plan.dp}")
+_TP, _PP = "devices that share each layer", "pipeline stages"
+_DP, _EP = "ranks that attend to sequences of their own", "ranks over which experts are spread"
+_FP8, _CACHE = "weights in fp8", "format of the cache"
+_MEMORY, _EAGER = "share of the memory", "no CUDA graphs"
+_WHOLE, _BLOCK = "prompts are not cut", "tokens of a block of the cache"
+_DRAFTS = "drafts that a step verifies"
+
+
+def _vllm(of: _Worker) -> Iterator[Flag]:
+    own, plan, options = of.own, of.plan, of.own.options
+    yield Flag("--tensor-parallel-size", str(plan.tp), _TP)
+    yield from of.size("--pipeline-parallel-size", plan.pp, _PP)
+    yield from of.size("--data-parallel-size", plan.dp, _DP)
     if plan.ep > 1:
-        flags.append("--enable-expert-parallel")
-    flags += [f"--max-num-seqs {batch}", f"--max-num-batched-tokens {budget}"]
-    if _narrow(own) == "fp8":
-        flags.append(_QUANTIZED)
+        yield Flag("--enable-expert-parallel", "", _EP)
+    yield Flag("--max-num-seqs", str(of.batch), of.batch_why)
+    yield Flag("--max-num-batched-tokens", str(of.budget), of.budget_why)
+    if own.chunked is False:
+        yield Flag("--no-enable-chunked-prefill", "", _WHOLE)
+    if of.fp8:
+        yield Flag(_QUANTIZED, "fp8", _FP8)
     if own.model.cache == "fp8":
-        flags.append("--kv-cache-dtype fp8")
-    if own.options.memory:
-        flags.append(f"--gpu-memory-utilization {own.options.memory:g}")
-    if own.options.eager:
-        flags.append("--enforce-eager")
-    if role:
-        kind = "kv_producer" if role == "prefill" else "kv_consumer"
+        yield Flag("--kv-cache-dtype", "fp8", _CACHE)
+    if options.block:
+        yield Flag("--block-size", str(options.block), _BLOCK)
+    if options.memory:
+        yield Flag("--gpu-memory-utilization", f"{of.memory(kept=True):.3g}", _MEMORY)
+    if options.eager:
+        yield Flag("--enforce-eager", "", _EAGER)
+    if options.drafts:
+        how: dict[str, object] = {"method": options.draft_name}
+        if options.draft_name not in ("ngram", "mtp"):
+            how = {"model": options.draft_name}
+        how["num_speculative_tokens"] = options.drafts
+        yield Flag("--speculative-config", json.dumps(how, separators=(",", ":")), _DRAFTS)
+    if of.role:
+        kind = "kv_producer" if of.role == "prefill" else "kv_consumer"
         config = f'{{"kv_connector":"NixlConnector","kv_role":"{kind}"}}'
-        flags.append(f"--kv-transfer-config '{config}'")
-    return " ".join(["vllm serve", model, *flags])
+        yield Flag("--kv-transfer-config", config, f"it runs {_ROLES[of.role]}")
 
 
-def _sglang(own: Deployment, workers: Workers, model: str, role: str) -> str:
-    plan, (batch, budget) = workers.plan, _limits(own, workers)
-    flags = [f"--tp-size {plan.tp * plan.dp}"]
-    if plan.pp > 1:
-        flags.append(f"--pp-size {plan.pp}")
+def _sglang(of: _Worker) -> Iterator[Flag]:
+    own, plan, options = of.own, of.plan, of.own.options
+    yield Flag("--tp-size", str(plan.ranks), "devices of a pipeline stage")
+    yield from of.size("--pp-size", plan.pp, _PP)
     if plan.dp > 1:
-        flags.append(f"--dp-size {plan.dp} --enable-dp-attention")
-    if plan.ep > 1:
-        flags.append(f"--ep-size {plan.ep}")
-    flags += [f"--max-running-requests {batch * plan.dp}", f"--chunked-prefill-size {budget}"]
-    if _narrow(own) == "fp8":
-        flags.append(_QUANTIZED)
+        yield Flag("--dp-size", str(plan.dp), _DP)
+        yield Flag("--enable-dp-attention", "", _DP)
+    yield from of.size("--ep-size", plan.ep, _EP)
+    # Both are shared out among the ranks of attention data parallelism.
+    yield Flag("--max-running-requests", str(of.batch * plan.dp), "most sequences of the engine")
+    budget = -1 if own.chunked is False else of.budget * plan.dp
+    why = _WHOLE if own.chunked is False else "most tokens of prompts in a pass of the engine"
+    yield Flag("--chunked-prefill-size", str(budget), why)
+    if of.fp8:
+        yield Flag(_QUANTIZED, "fp8", _FP8)
     if own.model.cache == "fp8":
-        flags.append("--kv-cache-dtype fp8_e4m3")
-    if own.options.memory:
-        flags.append(f"--mem-fraction-static {own.options.memory:g}")
-    if own.options.eager:
-        flags.append("--disable-cuda-graph")
-    if role:
-        flags.append(f"--disaggregation-mode {role}")
-    return " ".join(["python -m sglang.launch_server --model-path", model, *flags])
+        yield Flag("--kv-cache-dtype", "fp8_e4m3", _CACHE)
+    if options.block:
+        yield Flag("--page-size", str(options.block), _BLOCK)
+    if options.memory:
+        why = "share of the memory for weights and cache, without what passes need"
+        yield Flag("--mem-fraction-static", f"{of.memory(kept=False):.3g}", why)
+    if options.eager:
+        yield Flag("--disable-cuda-graph", "", _EAGER)
+    if options.drafts:
+        algorithm = {"ngram": "NGRAM", "mtp": "EAGLE"}.get(options.draft_name, "STANDALONE")
+        yield Flag("--speculative-algorithm", algorithm, "what drafts")
+        if algorithm == "STANDALONE":
+            yield Flag("--speculative-draft-model-path", options.draft_name, "what drafts")
+        if algorithm != "NGRAM":
+            yield Flag("--speculative-num-steps", str(options.drafts), "passes of what drafts")
+            yield Flag("--speculative-eagle-topk", "1", "a chain of drafts, not a tree")
+        tokens = str(options.drafts + 1)
+        yield Flag("--speculative-num-draft-tokens", tokens, "tokens of a step, drafts and one")
+    if of.role:
+        yield Flag("--disaggregation-mode", of.role, f"it runs {_ROLES[of.role]}")
 
 
-def _trtllm(own: Deployment, workers: Workers, model: str, role: str) -> str:
-    plan, (batch, budget) = workers.plan, _limits(own, workers)
+def _trtllm(of: _Worker) -> Iterator[Flag]:
+    own, plan, options = of.own, of.plan, of.own.options
     # TensorRT-LLM counts the ranks of a stage as tp; an option says that they attend apart.
-    flags = [f"--tp_size {plan.ranks}"]
-    if plan.pp > 1:
-        flags.append(f"--pp_size {plan.pp}")
-    if plan.ep > 1:
-        flags.append(f"--ep_size {plan.ep}")
-    flags += [f"--max_batch_size {batch}", f"--max_num_tokens {budget}"]
-    if own.options.memory:
-        flags.append(f"--kv_cache_free_gpu_memory_fraction {own.options.memory:g}")
-    config = []
+    yield Flag("--tp_size", str(plan.ranks), "devices of a pipeline stage")
+    yield from of.size("--pp_size", plan.pp, _PP)
+    yield from of.size("--ep_size", plan.ep, _EP)
+    yield Flag("--max_batch_size", str(of.batch), of.batch_why)
+    yield Flag("--max_num_tokens", str(of.budget), of.budget_why)
+    if options.memory:
+        why = "share for the cache of what weights leave"
+        yield Flag("--kv_cache_free_gpu_memory_fraction", f"{of.free_share():.3g}", why)
+    if own.chunked:
+        yield Flag("enable_chunked_prefill", "true", "prompts may be cut", in_file=True)
     if plan.dp > 1:
-        config.append("enable_attention_dp: true")
-    if own.model.cache == "fp8":
-        config.append("kv_cache_config: {dtype: fp8}")
-    if own.options.eager:
-        config.append("cuda_graph_config: null")
-    if role:
-        config.append("cache_transceiver_config: {backend: default}")
-    if config:
-        flags.append("--extra_llm_api_options <(echo '" + "\\n".join(config) + "')")
-    return " ".join(["trtllm-serve", model, *flags])
+        yield Flag("enable_attention_dp", "true", _DP, in_file=True)
+    cache = {
+        "dtype": "fp8" if own.model.cache == "fp8" else "",
+        "tokens_per_block": str(options.block or ""),
+    }
+    told = ", ".join(f"{key}: {value}" for key, value in cache.items() if value)
+    if told:
+        yield Flag("kv_cache_config", f"{{{told}}}", "format and blocks of the cache", in_file=True)
+    if options.eager:
+        yield Flag("cuda_graph_config", "null", _EAGER, in_file=True)
+    if options.drafts:
+        how = {
+            "ngram": f"decoding_type: NGram, max_draft_len: {options.drafts}",
+            "mtp": f"decoding_type: MTP, num_nextn_predict_layers: {options.drafts}",
+        }.get(
+            options.draft_name,
+            f"decoding_type: DraftTarget, max_draft_len: {options.drafts}, "
+            f"speculative_model_dir: {options.draft_name}",
+        )
+        yield Flag("speculative_config", f"{{{how}}}", _DRAFTS, in_file=True)
+    if of.role:
+        why = f"it runs {_ROLES[of.role]}"
+        yield Flag("cache_transceiver_config", "{backend: DEFAULT}", why, in_file=True)
+
+
+_ROLES = {"prefill": "prompts alone", "decode": "everything after the prompts"}
+#: By name: the program, and its flags.
+_FRAMEWORKS: dict[str, tuple[str, Callable[[_Worker], Iterator[Flag]]]] = {
+    "vLLM": ("vllm serve", _vllm),
+    "SGLang": ("python -m sglang.launch_server --model-path", _sglang),
+    "TensorRT-LLM": ("trtllm-serve", _trtllm),
+}

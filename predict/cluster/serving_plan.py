@@ -13,7 +13,7 @@ from ...simulate.serving.memory import what_is_too_large
 from ...simulate.serving.served import EnginePlan
 from .deployment import Deployment
 from .serving import ServingPrediction, ServingPredictor
-from .serving_launch import PLACEHOLDER, launch_commands
+from .serving_launch import PLACEHOLDER, Launch, launches
 from .serving_load import LoadSpec
 from .serving_runs import engine_memory
 from .serving_table import Workers
@@ -165,9 +165,9 @@ class ServingPlans:
                 )
         return said
 
-    def commands(self, model: str = PLACEHOLDER) -> dict[str, str]:
-        """Launch flags of the best deployment, by framework; empty if none keeps the SLO."""
-        return {} if self.best is None else launch_commands(self.best.deployment, model)
+    def launches(self, model: str = PLACEHOLDER) -> dict[str, Launch]:
+        """How the best deployment is launched, by framework; empty if none keeps the SLO."""
+        return {} if self.best is None else launches(self.best.deployment, model)
 
     def to_dict(self, model: str = PLACEHOLDER, price: float = 0.0) -> dict[str, object]:
         """Plain data: the best, its reasons and commands, the front, and what does not fit.
@@ -190,7 +190,8 @@ class ServingPlans:
         return {
             "best": None if best is None else row(best),
             "reasons": self.reasons(),
-            "commands": self.commands(model),
+            "commands": {name: one.command for name, one in self.launches(model).items()},
+            "launch": {name: one.rows() for name, one in self.launches(model).items()},
             "front": [row(one) for one in self.front()],
             "judged": len(self.judged),
             "pruned": self.pruned,

@@ -87,6 +87,7 @@ class EngineOptions:
         eager: Whether passes are launched kernel by kernel, not replayed from captured graphs.
         drafts: Tokens that are drafted for a step of speculative decoding; 0 without.
         draft: Model that drafts them; ``None`` for drafts at no cost, as of n-grams.
+        draft_name: What drafts: ``ngram``, ``mtp``, or the name of a model.
         transfer: Bytes a second at which caches move between workers; 0 for the links' own.
         router: One of :data:`~opcast.simulate.serving.fleet.ROUTERS`.
     """
@@ -98,6 +99,7 @@ class EngineOptions:
     eager: bool = False
     drafts: int = 0
     draft: ServedModel | None = None
+    draft_name: str = "ngram"
     transfer: float = 0.0
     router: str = "round-robin"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,7 +12,7 @@ import pytest
 from opcast.models.serving.model import ServingModel
 from opcast.predict.cluster.deployment import Deployment
 from opcast.predict.cluster.serving import ServingPredictor
-from opcast.predict.cluster.serving_launch import PLACEHOLDER, checkpoint_of, launch_commands
+from opcast.predict.cluster.serving_launch import PLACEHOLDER, checkpoint_of, launches
 from opcast.predict.cluster.serving_load import LoadSpec
 from opcast.predict.cluster.serving_plan import (
     deployments,
@@ -20,6 +22,7 @@ from opcast.predict.cluster.serving_plan import (
 from opcast.predict.cluster.serving_table import EngineOptions, Workers
 from opcast.simulate.serving.latencies import Slo
 from opcast.simulate.serving.served import EnginePlan, ServedModel
+from opcast.simulate.step.memory import RESERVED_BYTES
 from opcast.simulate.step.workload import make_workload
 
 DENSE = make_workload(
@@ -70,7 +73,7 @@ def test_the_best_keeps_the_slo_and_says_why() -> None:
 def test_an_slo_that_none_keeps_and_models_that_do_not_fit() -> None:
     found = search(predictor(), BASE, 2, SPEC, Slo(ttft=1e-6), apart=False)
     assert found.best is None and found.nearest()[0].startswith("nearest is")
-    assert found.commands() == {}
+    assert found.launches() == {}
     # No pass reads the weights in a microsecond.
     pruned = search(predictor(), BASE, 2, SPEC, Slo(tpot=1e-6), apart=False)
     assert pruned.pruned == 3 and not pruned.judged
@@ -91,6 +94,10 @@ def test_an_interrupt_keeps_what_is_known(monkeypatch: pytest.MonkeyPatch) -> No
     assert found.stopped and len(found.judged) == 2 and found.best is not None
 
 
+def commands_of(own: Deployment, model: str) -> dict[str, str]:
+    return {name: launch.command for name, launch in launches(own, model).items()}
+
+
 def test_launch_commands() -> None:
     moe = ServedModel(replace(DENSE, experts=8, top_k=2), cache="fp8")
     plan = EnginePlan(tp=2, dp=4, ep=8)
@@ -101,7 +108,7 @@ def test_launch_commands() -> None:
         max_batch=64,
         options=EngineOptions(memory=0.85, eager=True),
     )
-    commands = launch_commands(own, "me/model")
+    commands = commands_of(own, "me/model")
     assert commands["vLLM"] == (
         "vllm serve me/model --tensor-parallel-size 2 --data-parallel-size 4 "
         "--enable-expert-parallel --max-num-seqs 64 --max-num-batched-tokens 8192 "
@@ -110,15 +117,52 @@ def test_launch_commands() -> None:
     assert "--tp-size 8" in commands["SGLang"] and "--enable-dp-attention" in commands["SGLang"]
     assert "--max-running-requests 256" in commands["SGLang"]
     assert "--tp_size 8 --ep_size 8 --max_batch_size 64" in commands["TensorRT-LLM"]
-    assert "enable_attention_dp: true" in commands["TensorRT-LLM"]
-    apart = launch_commands(replace(BASE, prefill=Workers(EnginePlan())), "m")
+    # A shell hands the lines of the file of options over one by one.
+    written = commands["TensorRT-LLM"].split("<(")[1].split(")   #")[0]
+    lines = subprocess.run(["bash", "-c", written], capture_output=True, text=True, check=True)
+    assert lines.stdout.splitlines() == [
+        "enable_attention_dp: true", "kv_cache_config: {dtype: fp8}", "cuda_graph_config: null"
+    ]  # fmt: skip
+    apart = commands_of(replace(BASE, prefill=Workers(EnginePlan())), "m")
     assert "kv_producer" in apart["vLLM prefill"] and "kv_consumer" in apart["vLLM decode"]
     assert "--disaggregation-mode decode" in apart["SGLang decode"]
 
 
+def test_flags_are_a_table_that_says_why() -> None:
+    options = EngineOptions(memory=0.85, block=64, drafts=3, draft_name="mtp")
+    own = replace(BASE, engine=Workers(EnginePlan(dp=2, ep=2)), chunked=False, options=options)
+    own = replace(own, model=ServedModel(replace(DENSE, experts=8, top_k=2)))
+    rows = {name: launch.rows() for name, launch in launches(own).items()}
+    value = {name: {r["flag"]: r["value"] for r in table} for name, table in rows.items()}
+    assert all(r["why"] for table in rows.values() for r in table)
+    assert value["vLLM"]["--no-enable-chunked-prefill"] == ""
+    assert value["vLLM"]["--block-size"] == value["SGLang"]["--page-size"] == "64"
+    drafted = json.loads(value["vLLM"]["--speculative-config"])
+    assert drafted == {"method": "mtp", "num_speculative_tokens": 3}
+    assert value["SGLang"]["--speculative-num-draft-tokens"] == "4"
+    assert value["SGLang"]["--chunked-prefill-size"] == "-1"
+    assert "num_nextn_predict_layers: 3" in value["TensorRT-LLM"]["speculative_config"]
+    # vLLM counts what passes need in its share of the memory, SGLang does not, and TensorRT-LLM
+    # takes a share of what weights leave.
+    capacity = own.spec.memory_bytes
+    free = capacity - own.model.weight_bytes(own.engine.plan) - RESERVED_BYTES
+    cache = free - 0.15 * capacity
+    assert value["vLLM"]["--gpu-memory-utilization"] == "0.85"
+    static = float(value["SGLang"]["--mem-fraction-static"])
+    assert static == pytest.approx(0.85 - RESERVED_BYTES / capacity, abs=1e-3)
+    share = float(value["TensorRT-LLM"]["--kv_cache_free_gpu_memory_fraction"])
+    assert share == pytest.approx(cache / free, abs=1e-3)
+    # SGLang shares the budget of an engine out among its ranks.
+    cut = {r["flag"]: r["value"] for r in launches(replace(own, chunked=None))["SGLang"].rows()}
+    assert cut["--chunked-prefill-size"] == str(2 * 8192)
+    small = replace(options, draft_name="llama-3.2-1b")
+    named = launches(replace(own, options=small))["vLLM"]
+    assert '"model":"llama-3.2-1b"' in named.command and "llama-3.2-1b drafts" in named.command
+
+
 def test_launch_commands_say_the_format_of_the_weights() -> None:
     def commands(**formats: str) -> dict[str, str]:
-        return launch_commands(replace(BASE, model=ServedModel(DENSE, **formats)), "m")
+        return commands_of(replace(BASE, model=ServedModel(DENSE, **formats)), "m")
 
     assert not any("quant" in text or "#" in text for text in commands().values())
     fp8 = commands(weights="fp8")
@@ -147,5 +191,5 @@ def test_commands_name_checkpoints_that_exist() -> None:
     assert checkpoint_of("llama-3.1-8b") == "meta-llama/Llama-3.1-8B-Instruct"
     assert checkpoint_of("models/mine/config.json") == "models/mine"
     assert checkpoint_of("llama") == PLACEHOLDER
-    command = launch_commands(BASE, checkpoint_of("qwen_3_32b"))["vLLM"]
+    command = commands_of(BASE, checkpoint_of("qwen_3_32b"))["vLLM"]
     assert command.startswith("vllm serve Qwen/Qwen3-32B ")
