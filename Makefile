@@ -69,7 +69,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python tests/bench/run_all.py
 
 ## Accuracy figures on the committed dataset and, if PUBLISHED is there, on published operator tables
-## (it may take an hour, and resumes), with splits and label noise; steps, programs and regions; what is predicted for devices that
+## (it may take an hour, and resumes), with splits and label noise; steps, programs, regions and serving; what is predicted for devices that
 ## are not here (half an hour the first time, and resumes); faults with their outcomes; clusters:
 ## collectives, cost and error of the composition, scaling, best plans (ten minutes, and resumes); the
 ## server under load; traces of a partitioned program.
@@ -89,6 +89,10 @@ report: $(VENV)/.installed $(VENV)/.compilers
 	&& $(BIN)/opcast evaluate --steps '$(PUBLISHED)/published-steps/steps.csv.gz' --out report-out/steps.parquet \
 	&& $(BIN)/opcast evaluate --programs '$(PUBLISHED)/published-programs' --lowering fused --out report-out/programs.parquet \
 	&& $(BIN)/opcast evaluate --regions '$(PUBLISHED)/published-regions' --lowering fused --out report-out/regions.parquet; fi
+	@if [ -d '$(PUBLISHED)/published-serving' ]; then \
+	$(BIN)/opcast train --serving '$(PUBLISHED)/published-serving/serving.csv.gz' --out report-out/serving.json \
+	&& $(BIN)/opcast evaluate --serving '$(PUBLISHED)/published-serving/serving.csv.gz' --out report-out/serving.parquet; fi
+	$(BIN)/python tests/bench/bench_serving.py
 	@if [ -d '$(PUBLISHED)/published-jax-steps' ]; then \
 	$(BIN)/opcast evaluate --programs '$(PUBLISHED)/published-jax-steps' --out report-out/jax-steps.parquet; fi
 	@if [ -d '$(PUBLISHED)' ]; then $(BIN)/opcast report clusters --published '$(PUBLISHED)'; \

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from rich.console import Console
 
@@ -304,8 +304,24 @@ def torch_program_of(
     return found or program
 
 
-def workload_of(workload: str, hf: Path | None) -> str:
+def sizes_of(settings: Sequence[str] | None) -> dict[str, object]:
+    """Sizes of a workload from texts such as ``layers=32,d_model=4096``.
+
+    Raises:
+        PlanError: A part is not a pair.
+    """
+    from ..simulate.step.settings import read_pairs
+
+    return {k: v for part in settings or () for k, v in read_pairs(part, "--set").items()}
+
+
+def workload_of(workload: str, hf: Path | None, served: bool = False) -> str:
     """The workload's name or file from two options; prints what it leaves out of the model.
+
+    Args:
+        workload: Name or file.
+        hf: File of Hugging Face.
+        served: Whether it is served, instead of a step of it.
 
     Raises:
         typer.BadParameter: None or both were given, or ``--hf`` is not a ``.json`` file.
@@ -317,7 +333,7 @@ def workload_of(workload: str, hf: Path | None) -> str:
     if hf is not None and hf.suffix.lower() != ".json":
         raise typer.BadParameter(f"--hf takes a model's config.json, not {hf.name}")
     chosen = workload or str(hf)
-    for note in workload_notes(chosen):
+    for note in workload_notes(chosen, served):
         typer.echo(f"note: {note}", err=True)
     return chosen
 

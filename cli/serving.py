@@ -18,6 +18,7 @@ from .options import (
     make_console,
     print_json,
     refuse,
+    sizes_of,
     workload_of,
 )
 
@@ -184,25 +185,16 @@ def simulate_serving(
         refuse(context, "engines that run prompts themselves", {"prefill_replicas", "transfer"})
     if not drafts:
         refuse(context, "decoding without --drafts", {"accepted", "draft"})
-    if preemption not in ("recompute", "swap"):
-        raise typer.BadParameter("--preemption is recompute or swap")
     if bool(cluster) == bool(device):
         raise typer.BadParameter("give either --cluster or --device")
     from ..common.chrome_trace import write_trace
     from ..common.errors import PlanError
     from ..common.files import write_text
-    from ..predict.cluster.deployment import (
-        Deployment,
-        draft_model,
-        engines_of,
-        links_of,
-        parse_slo,
-    )
-    from ..predict.cluster.served_row import in_formats, known_framework
-    from ..predict.cluster.serving_load import LoadSpec, parse_lengths
-    from ..predict.cluster.serving_table import EngineOptions
+    from ..predict.cluster.deployment import ServingQuery
+    from ..predict.cluster.served_row import known_framework, served_by_name
+    from ..predict.cluster.serving_load import LoadSpec, parse_lengths, parse_slo
     from ..predict.export.serving_timeline import serving_trace
-    from ..simulate.step.workload import read_workload
+    from ..simulate.serving.formats import Formats
 
     for name, text in (("--prompt", prompt), ("--output", output)):
         try:
@@ -210,43 +202,34 @@ def simulate_serving(
         except PlanError as error:
             raise typer.BadParameter(f"{name}: {error}") from None
     engine = known_framework(framework)
-    sizes = read_workload(workload_of(workload, hf), settings or [])
-    served = in_formats(
-        sizes, weights, kv_cache, engine, linear_layers, experts=experts, activations=activations
-    )
-    device, workers, apart = engines_of(
-        served,
+    formats = Formats(weights, kv_cache, experts, activations, linear_layers, engine)
+    asked = ServingQuery(
         cluster=cluster,
         device=device,
         plan=plan,
         replicas=replicas,
         prefill=prefill,
         prefill_replicas=prefill_replicas,
-    )
-    options = EngineOptions(
-        memory=memory,
-        block=block,
-        swap=preemption == "swap",
-        watermark=watermark,
-        eager=eager,
-        drafts=drafts,
-        draft=draft_model(draft, served, read_workload) if drafts else None,
-        transfer=transfer * 1e9,
+        transfer=transfer,
         router=router,
-    )
-    deployment = Deployment(
-        model=served,
-        device=device,
-        framework=engine,
-        engine=workers,
-        prefill=apart,
         max_batch=max_batch,
         token_budget=token_budget,
         chunked=chunked,
+        memory=memory,
+        block=block,
+        watermark=watermark,
+        preemption=preemption,
+        prefix_hits=prefix_hits,
+        drafts=drafts,
         accepted=accepted,
-        hit_rate=prefix_hits,
-        options=options,
-        cluster=links_of(cluster),
+        draft=draft,
+        eager=eager,
+    )
+    chosen = workload_of(workload, hf, served=True)
+    deployment = asked.deployment(
+        served_by_name(chosen, sizes_of(settings), formats, files=True),
+        engine,
+        lambda name: served_by_name(name, {}, Formats(), files=True),
     )
     spec = LoadSpec(
         prompt=prompt,
@@ -342,21 +325,19 @@ def plan_serving(
 
     Prints the Pareto front of throughput against latency, and the best with its launch commands.
     """
-    from ..predict.cluster.deployment import Deployment, device_of, parse_slo
-    from ..predict.cluster.served_row import in_formats, known_framework
+    from ..predict.cluster.deployment import Deployment, device_of
+    from ..predict.cluster.served_row import known_framework, served_by_name
     from ..predict.cluster.serving_launch import checkpoint_of
-    from ..predict.cluster.serving_load import parse_load
+    from ..predict.cluster.serving_load import parse_load, parse_slo
     from ..predict.cluster.serving_plan import search
     from ..predict.render.serving import print_plans
-    from ..simulate.step.workload import read_workload
+    from ..simulate.serving.formats import Formats
     from ..workflows.steps import row_progress
 
     engine = known_framework(framework)
-    chosen = workload_of(workload, hf)
-    sizes = read_workload(chosen, settings or [])
-    model = in_formats(
-        sizes, weights, kv_cache, engine, linear_layers, experts=experts, activations=activations
-    )
+    formats = Formats(weights, kv_cache, experts, activations, linear_layers, engine)
+    chosen = workload_of(workload, hf, served=True)
+    model = served_by_name(chosen, sizes_of(settings), formats, files=True)
     base = Deployment(model, device_of(device), engine, hit_rate=prefix_hits)
     spec, asked = parse_load(load), parse_slo(slo)
     predictor = _predictor(operators, serving)

@@ -162,6 +162,12 @@ class _Served(_Powered):
     output_throughput_per_gpu_lo: float
     output_throughput_per_gpu_hi: float
     total_token_throughput: float
+    # The key of vLLM's benchmark, colon included.
+    request_goodput: float | None = Field(
+        None, alias="request_goodput:", description="Requests a second that keep the SLO."
+    )
+    request_goodput_lo: float | None = None
+    request_goodput_hi: float | None = None
     slo_attainment: float | None = Field(None, description="With an SLO.")
     slo_attainment_lo: float | None = None
     slo_attainment_hi: float | None = None

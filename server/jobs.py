@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import TypedDict
 
 from ..common.errors import LoweringError, OpcastError, PlanError, ProgramError
@@ -203,75 +204,34 @@ def simulate_serving(predictors: Predictors, task: Task, payload: bytes) -> dict
     Raises:
         OpcastError: The model, plan, load or device does not fit.
     """
-    from ..predict.cluster.deployment import Deployment, draft_model, engines_of, parse_slo
-    from ..predict.cluster.served_row import in_formats, known_framework
+    from ..predict.cluster.deployment import ServingQuery
+    from ..predict.cluster.served_row import known_framework, served_by_name
     from ..predict.cluster.serving import ServingPredictor
-    from ..predict.cluster.serving_load import LoadSpec
-    from ..predict.cluster.serving_table import EngineOptions
-    from ..simulate.step.workload import make_workload
+    from ..predict.cluster.serving_load import LoadSpec, parse_slo
+    from ..simulate.serving.formats import Formats
     from .schemas import SimulateServingQuery
 
     asked = SimulateServingQuery.model_validate_json(payload)
-    if bool(asked.cluster) == bool(asked.device):
-        raise PlanError("give either cluster or device", where="request")
     loads = [name for name in ("concurrency", "batch", "rate") if getattr(asked, name)]
     if len(loads) > 1:
         raise PlanError(f"{' and '.join(loads)} are loads of their own", hint="one of them")
-    if not asked.drafts and asked.draft != "ngram":
-        raise PlanError("a draft without drafts", where="draft", hint="give drafts")
     if not asked.rate and asked.burstiness != 1.0:
         raise PlanError("burstiness is that of a rate", where="burstiness", hint="give rate")
-    framework = known_framework(asked.framework)
-    served = in_formats(
-        make_workload(asked.workload, asked.settings),
+    framework, given = known_framework(asked.framework), asked.model_dump()
+    formats = Formats(
         asked.weights,
         asked.kv_cache,
-        framework,
+        asked.experts,
+        asked.activations,
         asked.linear_layers,
-        experts=asked.experts,
-        activations=asked.activations,
-    )
-    device, engine, prefill = engines_of(
-        served,
-        cluster=asked.cluster,
-        device=asked.device,
-        plan=asked.plan,
-        replicas=asked.replicas,
-        prefill=asked.prefill,
-        prefill_replicas=asked.prefill_replicas,
-    )
-    draft = draft_model(asked.draft, served, lambda name: make_workload(name, {}))
-    options = EngineOptions(
-        memory=asked.memory,
-        swap=asked.preemption == "swap",
-        eager=asked.eager,
-        drafts=asked.drafts,
-        draft=draft if asked.drafts else None,
-        router=asked.router,
-    )
-    deployment = Deployment(
-        served,
-        device,
         framework,
-        engine,
-        prefill,
-        max_batch=asked.max_batch,
-        token_budget=asked.token_budget,
-        chunked=asked.chunked,
-        accepted=asked.accepted,
-        hit_rate=asked.prefix_hits,
-        options=options,
     )
-    spec = LoadSpec(
-        prompt=asked.prompt,
-        output=asked.output,
-        concurrency=asked.concurrency,
-        batch=asked.batch,
-        rate=asked.rate,
-        burstiness=asked.burstiness,
-        count=asked.count,
-        seed=asked.seed,
+    deployment = ServingQuery(**{f.name: given[f.name] for f in fields(ServingQuery)}).deployment(
+        served_by_name(asked.workload, asked.settings, formats),
+        framework,
+        lambda name: served_by_name(name, {}, Formats()),
     )
+    spec = LoadSpec(**{f.name: given[f.name] for f in fields(LoadSpec) if f.name != "trace"})
     name = task["model"]
     predictor = ServingPredictor(None if name == "roofline" else predictors[name].operators)
     found = predictor.predict(deployment, spec, slo=parse_slo(asked.slo))

@@ -196,6 +196,7 @@ class SimulateServingQuery(Body):
     replicas: int = Field(0, ge=0, le=4096)
     prefill: _Plan = Field("", description="Of workers that run prompts alone.")
     prefill_replicas: int = Field(1, ge=1, le=4096)
+    transfer: float = Field(0.0, ge=0, le=1e6, allow_inf_nan=False, description="GB/s of caches.")
     router: Literal["round-robin", "least-loaded", "prefix-aware"] = "round-robin"
     framework: Name | Literal[""] = "vllm"
     concurrency: int = Field(0, ge=0, le=100_000, description="Of a closed loop.")
@@ -211,6 +212,8 @@ class SimulateServingQuery(Body):
     token_budget: int = Field(0, ge=0, le=10**7)
     chunked: bool | None = None
     memory: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
+    block: int = Field(0, ge=0, le=10**6, description="Tokens of a block of the cache.")
+    watermark: float = Field(0.0, ge=0, le=0.9, allow_inf_nan=False)
     preemption: Literal["recompute", "swap"] = "recompute"
     prefix_hits: float = Field(0.0, ge=0, le=0.99, allow_inf_nan=False)
     drafts: int = Field(0, ge=0, le=64)

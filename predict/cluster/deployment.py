@@ -15,7 +15,6 @@ from ...simulate.clusters.files import load_cluster
 from ...simulate.clusters.topology import Cluster
 from ...simulate.serving.load import Load
 from ...simulate.serving.served import EnginePlan, ServedModel
-from ...simulate.step.workload import Workload
 from .serving_load import LoadSpec
 from .serving_table import EngineOptions, ServingRow, Workers
 
@@ -250,15 +249,17 @@ def engines_of(
     return (*on_cluster(cluster, one, engines, apart), apart)
 
 
-def draft_model(
-    name: str, model: ServedModel, sizes: Callable[[str], Workload]
-) -> ServedModel | None:
+#: Looks a model up by its name.
+Lookup = Callable[[str], ServedModel]
+
+
+def draft_model(name: str, model: ServedModel, models: Lookup) -> ServedModel | None:
     """The model that drafts: none for n-grams, a layer of the model for its own predictions.
 
     Args:
         name: ``ngram``, ``mtp``, or a model's.
         model: What is served.
-        sizes: Looks a model up by its name.
+        models: Looks a model up by its name.
     """
     if name == "ngram":
         return None
@@ -267,4 +268,110 @@ def draft_model(
         # 2024, section 2.2).
         work = replace(model.workload, layers=1, dense_layers=0)
         return replace(model, workload=work, linear_layers=0)
-    return ServedModel(sizes(name), cache=model.cache)
+    return replace(models(name), cache=model.cache)
+
+
+@dataclass(frozen=True)
+class ServingQuery:
+    """A deployment as a command line or a request says it; empty texts and 0 are defaults.
+
+    Attributes:
+        cluster: Name or file, which engines fill; else ``device``.
+        device: Name in the catalogue, or path of a device file.
+        plan: Of an engine, such as ``tp=4``.
+        replicas: Engines.
+        prefill: Plan of workers that run prompts alone.
+        prefill_replicas: How many of them.
+        transfer: GB/s at which caches move between workers.
+        router: One of :data:`~opcast.simulate.serving.fleet.ROUTERS`.
+        max_batch: As of :class:`Deployment`, like the next two.
+        token_budget: Most tokens of a pass.
+        chunked: Whether prompts may be cut.
+        memory: As of :class:`~.serving_table.EngineOptions`, like the next two.
+        block: Tokens of a block of the cache.
+        watermark: Share of the cache that stays free at admission.
+        preemption: ``recompute`` or ``swap``.
+        prefix_hits: Share of each prompt that the cache has already.
+        drafts: Tokens that are drafted for a step.
+        accepted: Tokens that a step yields.
+        draft: What drafts, as of :func:`draft_model`.
+        eager: Whether kernels are launched one by one.
+    """
+
+    cluster: str = ""
+    device: str = ""
+    plan: str = ""
+    replicas: int = 0
+    prefill: str = ""
+    prefill_replicas: int = 1
+    transfer: float = 0.0
+    router: str = "round-robin"
+    max_batch: int = 0
+    token_budget: int = 0
+    chunked: bool | None = None
+    memory: float = 0.0
+    block: int = 0
+    watermark: float = 0.0
+    preemption: str = "recompute"
+    prefix_hits: float = 0.0
+    drafts: int = 0
+    accepted: float = 1.0
+    draft: str = "ngram"
+    eager: bool = False
+
+    def deployment(self, model: ServedModel, framework: str, models: Lookup) -> Deployment:
+        """What it says.
+
+        Args:
+            model: What is served.
+            framework: Lower case; empty for one that is not listed.
+            models: Looks a model that drafts up by its name.
+
+        Raises:
+            PlanError: Figures do not agree, or a plan does not fit the cluster.
+        """
+        if bool(self.cluster) == bool(self.device):
+            raise PlanError("give either cluster or device", where="deployment")
+        if self.preemption not in ("recompute", "swap"):
+            raise PlanError(f"preemption {self.preemption!r}", hint="recompute or swap")
+        if not self.drafts and (self.draft != "ngram" or self.accepted > 1.0):
+            raise PlanError("draft and accepted are of drafts", where="draft", hint="give drafts")
+        if not self.prefill and (self.prefill_replicas > 1 or self.transfer):
+            raise PlanError(
+                "prefill_replicas and transfer are of workers that run prompts alone",
+                hint="give prefill",
+            )
+        device, engine, prefill = engines_of(
+            model,
+            cluster=self.cluster,
+            device=self.device,
+            plan=self.plan,
+            replicas=self.replicas,
+            prefill=self.prefill,
+            prefill_replicas=self.prefill_replicas,
+        )
+        return Deployment(
+            model=model,
+            device=device,
+            framework=framework,
+            engine=engine,
+            prefill=prefill,
+            max_batch=self.max_batch,
+            token_budget=self.token_budget,
+            chunked=self.chunked,
+            accepted=self.accepted,
+            hit_rate=self.prefix_hits,
+            options=EngineOptions(
+                memory=self.memory,
+                block=self.block,
+                swap=self.preemption == "swap",
+                watermark=self.watermark,
+                eager=self.eager,
+                drafts=self.drafts,
+                draft=draft_model(self.draft, model, models) if self.drafts else None,
+                draft_name=self.draft,
+                transfer=self.transfer * 1e9,
+                router=self.router,
+            ),
+            cluster=links_of(self.cluster),
+        )

@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import fields
 from difflib import get_close_matches
+from pathlib import Path
 
 from ...common.errors import PlanError
+from ...simulate.serving.formats import Formats, format_in, in_formats
 from ...simulate.serving.policies import FRAMEWORKS
-from ...simulate.serving.served import WEIGHT_BITS, ServedModel
-from ...simulate.step.presets import find_preset
-from ...simulate.step.workload import Workload, make_workload
+from ...simulate.serving.served import ServedModel
+from ...simulate.step.presets import find_preset, read_config
+from ...simulate.step.workload import (
+    ALIASES,
+    FAMILIES,
+    Workload,
+    make_workload,
+    read_workload,
+)
 from .step_table import Cells
 
-#: Formats of weights by words that the names of sources contain, the first that does.
-_WEIGHTS = (
-    ("nvfp4", "nvfp4"),
-    ("mxfp4|mxfp6", "mxfp4"),
-    ("w4a8|w4afp8|int4|awq|gptq|w4a16|q4|4bit", "int4"),
-    (r"^fp4|\bfp4", "nvfp4"),
-    ("fp8.?block|blockwise", "fp8_block"),
-    ("fp8|float8|mxfp8|f8e", "fp8"),
-    ("int8|w8a8|smoothquant", "int8"),
-    ("^(fp16/bf16|bf16/fp16)", "bf16"),
-    ("bf16|bfloat16", "bf16"),
-    (r"^(fp|f|float)16", "f16"),
-    (r"^(fp|f|float)32", "f32"),
-)
-#: Formats of the cache likewise; those of vLLM and SGLang are the values of their
-#: ``--kv-cache-dtype``.
-_CACHES = {
-    **dict.fromkeys(("", "fp16", "f16", "fp16/bf16", "float16", "bfloat16"), "bf16"),
-    **dict.fromkeys(("fp8_e4m3", "fp8_e4m3fn", "fp8_e5m2", "fp8_inc", "fp8_ds_mla"), "fp8"),
-}
 #: Columns of models whose tables lack their sizes and which no preset describes, from their
 #: ``config.json`` files. DeciLM's key-value heads differ by layer: 2 on average.
 _SIZES: dict[str, dict[str, object]] = {
@@ -71,6 +61,12 @@ _SIZES: dict[str, dict[str, object]] = {
         "head_dim": 256, "d_ff": 4096, "experts": 512, "top_k": 10, "moe_d_ff": 1024,
         "shared_experts": 1, "vocab": 248320, "attention_note": "3 of 4 layers gated delta net",
     },
+    "deepseek-v3.2": {
+        "arch": "mla-moe", "mla": "yes", "layers": 61, "d_model": 7168, "heads": 128,
+        "d_ff": 18432, "experts": 256, "top_k": 8, "moe_d_ff": 2048, "shared_experts": 1,
+        "dense_layers": 3, "vocab": 129280,
+        "attention_note": "kv_lora 512, q_lora 1536, rope 64, nope 128, v 128; sparse top-k 2048",
+    },
     "glm-5": {
         "arch": "mla-moe", "mla": "yes", "layers": 78, "d_model": 6144, "heads": 64,
         "d_ff": 12288, "experts": 256, "top_k": 8, "moe_d_ff": 2048, "shared_experts": 1,
@@ -85,6 +81,7 @@ _ENDINGS = re.compile(
 )
 #: Names by which models go whose sizes are another's.
 _SAME_SIZES = (
+    (r"deepseek-v3\.2\b.*", "deepseek-v3.2"),
     (r"deepseek-(r1|v3)\b.*", "deepseek-v3"),
     (r"kimi-k2\b.*", "kimi-k2"),
     (r"glm-4\.[5-7](-air)?\b.*", r"glm-4.5\1"),
@@ -150,6 +147,47 @@ def known_framework(text: str) -> str:
     return name
 
 
+def served_by_name(
+    name: str, settings: Mapping[str, object], formats: Formats, *, files: bool = False
+) -> ServedModel:
+    """A model by its name, or by a file.
+
+    Names are those of presets, of models that only tables of serving know, and of checkpoints
+    (``Qwen/Qwen3-32B-FP8``), whose format counts where none is given; so does the
+    ``quantization_config`` of a ``config.json``.
+
+    Args:
+        name: Of a model; with ``files`` also a ``config.json``, or a YAML file of sizes.
+        settings: Sizes that take precedence.
+        formats: Of its numbers.
+        files: Whether files are read.
+
+    Raises:
+        PlanError: The name or a format is not known, a file cannot be read, or sizes do not fit.
+    """
+    given = {ALIASES.get(key, key): value for key, value in settings.items()}
+    known, recurrent, own = plain_name(name), 0, ""
+    if files and name.lower().endswith(".json"):
+        config = read_config(Path(name))
+        recurrent, own = config.linear_layers, config.weights
+        work = make_workload("llama", {**config.settings, **given})
+    elif files and name.lower().endswith((".yaml", ".yml")):
+        work = read_workload(name, [f"{key}={value}" for key, value in given.items()])
+    elif name in FAMILIES:
+        work = make_workload(name, given)
+    elif known in _SIZES:
+        model = served_model(Cells({"model": known}))
+        recurrent = model.linear_layers
+        values = {f.name: getattr(model.workload, f.name) for f in fields(model.workload)}
+        work, own = make_workload("llama", {**values, **given}), format_in(name)
+    else:
+        # A name that is not known either way is told as it was given.
+        work = make_workload(known if find_preset(known) else name, given)
+        own = format_in(name)
+    weights, linear = formats.weights or own, formats.linear_layers or recurrent
+    return in_formats(work, formats._replace(weights=weights, linear_layers=linear))
+
+
 def served_model(cell: Cells) -> ServedModel:
     """The model of a row.
 
@@ -206,73 +244,13 @@ def served_model(cell: Cells) -> ServedModel:
 def _formats(cell: Cells, workload: Workload, linear: int = 0) -> ServedModel:
     return in_formats(
         workload,
-        cell.text("weight_dtype"),
-        cell.text("kv_dtype"),
-        framework_of(cell.text("framework")),
-        linear,
+        Formats(
+            cell.text("weight_dtype"),
+            cell.text("kv_dtype"),
+            linear_layers=linear,
+            framework=framework_of(cell.text("framework")),
+        ),
     )
-
-
-def in_formats(
-    workload: Workload,
-    weights: str = "",
-    cache: str = "",
-    framework: str = "",
-    linear: int = 0,
-    *,
-    experts: str = "",
-    activations: str = "",
-) -> ServedModel:
-    """A model in the formats that published checkpoints of a name have.
-
-    Args:
-        workload: Its sizes.
-        weights: Such as ``fp8``; empty for 16 bits.
-        cache: Such as ``fp8``; empty for 16 bits, or what the framework takes by itself.
-        framework: Lower case.
-        linear: Layers with a recurrent state instead of attention over a cache.
-        experts: Format of the experts alone; empty for what checkpoints do.
-        activations: ``bf16`` for products on widened weights; empty for what the format says.
-
-    Raises:
-        PlanError: A format is not known.
-    """
-    weights = _weights_of(weights) or "bf16"
-    if activations not in ("", "bf16", "f16", weights):
-        raise PlanError(
-            f"activations in {activations!r} under weights in {weights!r}",
-            hint="bf16 for weights alone, or nothing for what the format says",
-        )
-    if activations in ("bf16", "f16") and weights in ("fp8", "int8"):
-        weights += "_wo"
-    elif activations in ("bf16", "f16") and weights in ("fp8_block", "nvfp4"):
-        raise PlanError(f"products of {weights} take activations in it", hint="fp8, int8 or int4")
-    plain = "bf16"
-    other, attention, every = weights, "", weights
-    if workload.experts and weights in ("mxfp4", "int4"):
-        # Published MoE checkpoints in these formats quantise their experts only (gpt-oss, Kimi).
-        other = plain
-    if weights == "fp8" and workload.kv_lora:
-        # DeepSeek's checkpoints have scales for blocks of 128 x 128.
-        other = every = "fp8_block"
-    if weights == "nvfp4" and workload.kv_lora:
-        # NVIDIA's checkpoints of DeepSeek's models leave attention in 16 bits.
-        attention = plain
-    kept = "" if cache.lower() == "auto" else cache.lower().replace("-", "_")
-    if not kept and weights in ("fp8", "nvfp4", "mxfp4") and framework == "tensorrt-llm":
-        # TensorRT-LLM follows the checkpoint, and those of NVIDIA's quantiser say fp8.
-        kept = "fp8"
-    kept = _CACHES.get(kept, kept)
-    own = _weights_of(experts) or every
-    return ServedModel(workload, other, own, kept, linear, attention)
-
-
-def _weights_of(text: str) -> str:
-    """A key of :data:`WEIGHT_BITS` for a format's name, or the name itself."""
-    name = text.lower()
-    if name in WEIGHT_BITS:
-        return name
-    return next((own for pattern, own in _WEIGHTS if re.search(pattern, name)), name)
 
 
 def _latent(note: str) -> dict[str, int]:

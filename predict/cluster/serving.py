@@ -206,9 +206,16 @@ class ServingPredictor:
                 tokens, and those of requests stand for them.
 
         Raises:
-            PlanError: The deployment does not fit into memory, or a request into its cache.
+            PlanError: The deployment does not fit into memory, or a request into its cache; the
+                load lacks what the router looks at.
         """
         load = _with_hits(deployment, load or spec.draw())
+        if deployment.options.router == "prefix-aware" and not load.blocks:
+            raise PlanError(
+                "a prefix-aware router needs a trace that says what its prompts share",
+                where="router",
+                hint="a Mooncake trace with hash_ids, or the router least-loaded",
+            )
         row = deployment.row(spec, load, self.model)
         context = row_context(row)
         effects = self.model.effects

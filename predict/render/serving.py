@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -59,13 +60,12 @@ def print_serving(console: Console, prediction: ServingPrediction, price: float 
     console.print(
         f"{own.text()} on {own.devices} x {own.spec.name}, {own.framework}", highlight=False
     )
-    table = _table("latency", "mean", *(f"p{level}" for level in LEVELS), "90 % of the mean")
+    names = ("mean", *(f"p{level}" for level in LEVELS))
+    table = _table("latency, 90 % interval", *names)
     for metric in METRICS:
-        keys = [f"{metric}/{name}" for name in ("mean", *(f"p{level}" for level in LEVELS))]
-        values = [prediction.figures[key] for key in keys]
-        mean = values[0]
-        ends = f"{duration(mean.lo * 1e6)} to {duration(mean.hi * 1e6)}"
-        table.add_row(_NAMES[metric], *(duration(v.value * 1e6) for v in values), ends)
+        values = [prediction.figures[f"{metric}/{name}"] for name in names]
+        table.add_row(_NAMES[metric], *(duration(v.value * 1e6) for v in values))
+        table.add_row("", *(Text(_ends(v), style="dim") for v in values))
     console.print(table)
     if prediction.slo != FREE:
         good = prediction.good
@@ -129,8 +129,12 @@ def print_plans(
         for line in plans.reasons():
             console.print(f"because {line}", highlight=False)
         _print_costs(console, best.prediction, price)
-        for framework, command in plans.commands(model).items():
-            console.print(f"{framework}: {command}", highlight=False, soft_wrap=True)
+        for framework, launch in plans.launches(model).items():
+            console.print(f"{framework}: {launch.command}", highlight=False, soft_wrap=True)
+            flags = _table("flag", "value", "why", numbers=False)
+            for flag in launch.flags:
+                flags.add_row(flag.name, flag.value, flag.why)
+            console.print(Padding(flags, (0, 0, 0, 2)))
         if model == PLACEHOLDER:
             console.print(f"{PLACEHOLDER} stands for your checkpoint", highlight=False)
     console.print(
@@ -159,12 +163,20 @@ def _named(one: Planned) -> str:
     return one.deployment.text() + (f", {limit} sequences" if limit else "")
 
 
+def _ends(seconds: Interval) -> str:
+    """Both ends, with one unit where they have the same."""
+    low, high = duration(seconds.lo * 1e6), duration(seconds.hi * 1e6)
+    number, _, unit = low.partition(" ")
+    return f"{number}\u2013{high}" if high.endswith(f" {unit}") else f"{low}\u2013{high}"
+
+
 def _span(interval: Interval) -> str:
     return f"90 % interval {interval.lo:,.0f} to {interval.hi:,.0f}"
 
 
-def _table(*names: str) -> Table:
+def _table(*names: str, numbers: bool = True) -> Table:
+    """A table whose first column, and others without numbers, stand on the left."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for place, name in enumerate(names):
-        table.add_column(name, justify="left" if place in (0, len(names)) else "right")
+        table.add_column(name, justify="right" if numbers and place else "left")
     return table

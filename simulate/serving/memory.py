@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from ..step.memory import RESERVED_BYTES
 from .served import EnginePlan, ServedModel
 
@@ -43,12 +45,10 @@ def memory_parts(
 
 def what_is_too_large(capacity: float, parts: dict[str, float]) -> str:
     """Which part of :func:`memory_parts` is the first that does not fit, with the sizes of all."""
-    left, first = capacity, "the cache"
-    for name, value in parts.items():
-        left -= value
-        if left < 0.0:
-            first = name
-            break
+    kept = parts["left alone"]
+    needed = {k: v for k, v in parts.items() if k not in ("left alone", "cache")}
+    totals = zip(needed, accumulate(needed.values()), strict=True)
+    first = next((name for name, total in totals if total > capacity - kept), "the cache")
     weights = {k: v for k, v in parts.items() if k not in ("activations and driver", "left alone")}
     held = sum(value for name, value in weights.items() if name != "cache")
     listed = ", ".join(f"{k} {v / 2**30:.1f}" for k, v in parts.items() if k != "cache" and v)

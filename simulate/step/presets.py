@@ -28,12 +28,18 @@ class Preset:
         notes: What of the model is left out.
         published: Parameters that its source states; 0 where none is known.
         source: Where the sizes are from.
+        linear_layers: Layers with a recurrent state instead of attention over a cache.
+        weights: Format that a checkpoint's weights are published in; empty for 16 bits.
+        served_only: Why serving alone can describe it; empty if steps can as well.
     """
 
     settings: dict[str, object]
     notes: tuple[str, ...] = ()
     published: float = 0.0
     source: str = ""
+    linear_layers: int = 0
+    weights: str = ""
+    served_only: str = ""
 
 
 def find_preset(name: str) -> Preset | None:
@@ -113,7 +119,10 @@ def read_config(path: Path) -> Preset:
     if isinstance(data.get("text_config"), dict):
         # A model of text and images: the decoder alone.
         notes.append(f"only the text model of {data['model_type']} is described")
-        data = {**data["text_config"], "tie_word_embeddings": data.get("tie_word_embeddings", True)}
+        whole = {"tie_word_embeddings": data.get("tie_word_embeddings", True)}
+        if "quantization_config" in data:
+            whole["quantization_config"] = data["quantization_config"]
+        data = {**data["text_config"], **whole}
     kind = str(data.get("model_type", ""))
     if data.get("is_encoder_decoder"):
         raise PlanError(
@@ -135,11 +144,50 @@ def read_config(path: Path) -> Preset:
         raise PlanError(f"the configuration lacks {error}", where=where) from None
     except (TypeError, ValueError, ArithmeticError) as error:
         raise PlanError(f"the configuration cannot be read: {error}", where=where) from None
-    if "quantization_config" in own:
-        notes.append("quantization_config is not read: --set products=fp8 quantises products")
     if own.get("num_nextn_predict_layers"):
         notes.append("the modules of multi-token prediction are left out")
-    return Preset(settings, tuple(notes), source=where)
+    linear = _recurrent_layers(own)
+    served_only = f"a model of which {linear} layers have a recurrent state" if linear else ""
+    if "attention_chunk_size" in own:
+        served_only = "a model of chunked attention whose layers take turns with experts"
+    elif "index_topk" in own:
+        served_only = "a model of sparse attention, which trains by other rules"
+    weights = _published_format(own.get("quantization_config"))
+    return Preset(
+        settings,
+        tuple(notes),
+        source=where,
+        linear_layers=linear,
+        weights=weights,
+        served_only=served_only,
+    )
+
+
+def _recurrent_layers(data: Mapping[str, Any]) -> int:
+    """Layers with gated delta nets or Mamba-2, which have a feed-forward like the others."""
+    types = data.get("layer_types") or ()
+    named = sum(kind in ("linear_attention", "mamba") for kind in types)
+    every = data.get("full_attention_interval")
+    return named or (data["num_hidden_layers"] * (every - 1) // every if every else 0)
+
+
+def _published_format(data: object) -> str:
+    """Format of the weights by ``quantization_config``, as it is named there if it is unusual."""
+    if not isinstance(data, dict):
+        return ""
+    # ModelOpt and compressed-tensors (LLM Compressor) name formats of their own.
+    groups = data.get("config_groups")
+    first = next(iter(groups.values()), {}) if isinstance(groups, dict) else {}
+    weights = first.get("weights") if isinstance(first, dict) else None
+    kind = weights if isinstance(weights, dict) else {}
+    named = str(data.get("quant_algo") or data.get("quant_method") or "").lower()
+    bits = data.get("bits") or kind.get("num_bits")
+    if named in ("awq", "gptq", "compressed-tensors", "modelopt", "auto-round"):
+        floating = "float" in str(kind.get("type", ""))
+        named = {4: "nvfp4" if floating else "int4", 8: "fp8" if floating else "int8"}.get(bits, "")
+    named = {"fbgemm_fp8": "fp8", "modelopt_fp4": "nvfp4", "w4a16_awq": "int4"}.get(named, named)
+    named = named or str(data.get("quant_method", "quantised"))
+    return "fp8_block" if named == "fp8" and data.get("weight_block_size") else named
 
 
 def _decoder(data: Mapping[str, Any], out: dict[str, object], notes: list[str]) -> None:
@@ -203,6 +251,49 @@ def _deepseek(data: Mapping[str, Any], out: dict[str, object], notes: list[str])
         dense_ff=data["intermediate_size"],
         d_ff=data["moe_intermediate_size"],
     )
+
+
+def _sparse(data: Mapping[str, Any], out: dict[str, object], notes: list[str]) -> None:
+    """DeepSeek-V3.2's: an indexer chooses the keys of each query, as many as a window has."""
+    _deepseek(data, out, notes)
+    out["window"] = data["index_topk"]
+
+
+def _glm_experts(data: Mapping[str, Any], out: dict[str, object], notes: list[str]) -> None:
+    """GLM-4.5's: grouped attention, shared experts, dense first layers."""
+    _decoder(data, out, notes)
+    out.update(
+        experts=data["n_routed_experts"],
+        top_k=data["num_experts_per_tok"],
+        shared_experts=data.get("n_shared_experts", 0),
+        dense_layers=data["first_k_dense_replace"],
+        dense_ff=data["intermediate_size"],
+        d_ff=data["moe_intermediate_size"],
+    )
+
+
+def _llama4(data: Mapping[str, Any], out: dict[str, object], notes: list[str]) -> None:
+    """Llama 4's: chunked attention in three of four layers, experts in all or every second."""
+    _decoder(data, out, notes)
+    layers, every = data["num_hidden_layers"], data.get("interleave_moe_layer_step", 1)
+    types = data.get("layer_types") or ()
+    out.update(
+        experts=data["num_local_experts"],
+        top_k=data["num_experts_per_tok"],
+        shared_experts=1,
+        # Where they stand does not matter to serving.
+        dense_layers=layers - layers // every,
+        dense_ff=data["intermediate_size_mlp"],
+        window=data["attention_chunk_size"],
+        window_share=sum(t == "chunked_attention" for t in types) / layers if types else 0.75,
+    )
+
+
+def _granite_experts(data: Mapping[str, Any], out: dict[str, object], notes: list[str]) -> None:
+    """Granite 4's: Mamba-2 and attention, each with experts and a shared feed-forward."""
+    _experts(data, out, notes)
+    width = data["intermediate_size"]
+    out["shared_experts"] = max(1, round(data["shared_intermediate_size"] / width))
 
 
 #: What encoders and GPTs have in common, unlike the defaults of a workload.
@@ -281,9 +372,30 @@ KINDS = {
     "mixtral": _Kind(_experts),
     "qwen2_moe": _Kind(_experts, {"use_sliding_window": False}),
     "qwen3_moe": _Kind(_experts, {"use_sliding_window": False, "head_dim": 128}),
+    "phi3": _Kind(_decoder),
+    "granite": _Kind(_decoder),
+    "smollm3": _Kind(_decoder, {"use_sliding_window": False}),
+    "qwen3_next": _Kind(_experts, {"use_sliding_window": False, "full_attention_interval": 4}),
+    "qwen3_5_text": _Kind(_decoder, {"use_sliding_window": False, "full_attention_interval": 4}),
+    "qwen3_5_moe_text": _Kind(
+        _experts,
+        {
+            "use_sliding_window": False,
+            "full_attention_interval": 4,
+            # The class's experts replace its feed-forward, whose width it does not have.
+            "intermediate_size": 0,
+        },
+    ),
+    "granitemoehybrid": _Kind(_granite_experts),
+    "glm4_moe": _Kind(_glm_experts),
+    "minimax_m2": _Kind(_experts, {"use_sliding_window": False}),
+    "llama4_text": _Kind(_llama4, {"attention_chunk_size": 8192}),
     "gpt_oss": _Kind(_experts, {"sliding_window_pattern": 2}),
     "deepseek_v2": _Kind(_deepseek),
     "deepseek_v3": _Kind(_deepseek),
+    "kimi_k2": _Kind(_deepseek),
+    "deepseek_v32": _Kind(_sparse),
+    "glm_moe_dsa": _Kind(_sparse),
     "gpt2": _Kind(_gpt2),
     "bert": _Kind(_bert, {"max_position_embeddings": 512}),
     "vit": _Kind(_vit),

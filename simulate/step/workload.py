@@ -383,17 +383,31 @@ def read_workload(text: str, settings: Sequence[str] = ()) -> Workload:
         family = str(values.pop("family", "llama"))
         values = {ALIASES.get(k, k): v for k, v in values.items()}
     elif text.lower().endswith(".json"):
-        values, family = dict(read_config(Path(text)).settings), "llama"
+        config = read_config(Path(text))
+        if config.served_only:
+            raise PlanError(
+                f"it is {config.served_only}, which no step has",
+                where=text,
+                hint="opcast simulate-serving describes it",
+            )
+        values, family = dict(config.settings), "llama"
     for part in settings:
         given = read_pairs(part, "--set")
         values |= {ALIASES.get(k, k): v for k, v in given.items()}
     return make_workload(family, values)
 
 
-def workload_notes(text: str) -> tuple[str, ...]:
-    """What of a model by name or ``config.json`` its workload leaves out; arguments as above."""
+def workload_notes(text: str, served: bool = False) -> tuple[str, ...]:
+    """What of a model by name or ``config.json`` its workload leaves out.
+
+    Args:
+        text: As of :func:`read_workload`.
+        served: Whether it is served, for which formats of checkpoints count.
+    """
     if text.lower().endswith(".json"):
-        return read_config(Path(text)).notes
+        config = read_config(Path(text))
+        quantised = "quantization_config is not read: --set products=fp8 quantises products"
+        return (*config.notes, *([quantised] if config.weights and not served else []))
     preset = None if text in FAMILIES else find_preset(text)
     return preset.notes if preset else ()
 

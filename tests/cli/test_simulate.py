@@ -214,6 +214,7 @@ def test_serving_and_its_plans_take_a_device_by_its_file(tmp_path):
         (["--accepted", "2"], "--accepted does not apply"),
         (["--weights", "ternary"], "ternary"),
         (["--router", "random"], "'random' is not known"),
+        (["--experts", "fp8"], "the model has none"),
     ],
 )
 def test_serving_refuses_what_it_cannot_do(options, said):

@@ -167,21 +167,28 @@ SERVING = "/v1/simulate-serving"
 def test_serving_is_simulated_as_on_the_command_line(ask):
     body = {
         "workload": "llama-3.1-8b", "device": "h100-sxm", "plan": "tp=1", "concurrency": 4,
-        "count": 8, "output": "16", "model": "roofline", "price": 2.0,
+        "count": 8, "output": "16", "model": "roofline", "price": 2.0, "slo": "ttft=1s",
+        "prefill": "tp=1", "transfer": 2.0, "block": 128, "watermark": 0.05, "drafts": 2,
+        "accepted": 1.5, "draft": "llama-3.2-1b", "router": "least-loaded",
     }  # fmt: skip
     status, found = ask(SERVING, body)
     done = subprocess.run(
         [sys.executable, "-m", "opcast.cli", "simulate-serving", "--workload", "llama-3.1-8b",
          "--device", "h100-sxm", "--plan", "tp=1", "--concurrency", "4", "--count", "8",
-         "--output", "16", "--model", "roofline", "--price", "2", "--json"],
+         "--output", "16", "--model", "roofline", "--price", "2", "--slo", "ttft=1s",
+         "--prefill", "tp=1", "--transfer", "2", "--block", "128", "--watermark", "0.05",
+         "--drafts", "2", "--accepted", "1.5", "--draft", "llama-3.2-1b", "--router",
+         "least-loaded", "--json"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert status == 200 and found == json.loads(done.stdout)
-    assert set(answers.ServingAnswer.model_validate(found).model_dump(exclude_unset=True)) == set(
-        found
-    )
+    known = answers.ServingAnswer.model_validate(found)
+    assert set(known.model_dump(exclude_unset=True, by_alias=True)) == set(found)
+    assert "request_goodput:" in found
     status, error = ask(SERVING, body | {"rate": 2.0})
     assert status == 422 and "concurrency and rate" in error["what"]
+    status, error = ask(SERVING, body | {"prefill": ""})
+    assert status == 422 and "workers that run prompts alone" in error["what"]
 
 
 @pytest.mark.parametrize(

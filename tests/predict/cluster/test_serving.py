@@ -11,13 +11,13 @@ import pytest
 from opcast.common.errors import PlanError
 from opcast.models.serving.model import ServingModel
 from opcast.predict.cluster.deployment import Deployment, on_cluster
-from opcast.predict.cluster.served_row import in_formats
 from opcast.predict.cluster.serving import ServingPrediction, ServingPredictor
 from opcast.predict.cluster.serving_load import LoadSpec, parse_slo
 from opcast.predict.cluster.serving_runs import cache_transfer
 from opcast.predict.cluster.serving_table import EngineOptions, Workers
 from opcast.predict.export.serving_timeline import serving_trace
 from opcast.predict.page.serving import serving_page
+from opcast.simulate.serving.formats import Formats, in_formats
 from opcast.simulate.serving.latencies import Slo
 from opcast.simulate.serving.served import EnginePlan, ServedModel
 from opcast.simulate.step.memory import RESERVED_BYTES
@@ -218,22 +218,22 @@ def test_engines_fill_a_cluster() -> None:
 
 def test_formats_of_checkpoints() -> None:
     moe = replace(LLAMA, experts=8, top_k=2)
-    assert in_formats(moe, "mxfp4").weights == "bf16"
-    assert in_formats(LLAMA, "fp8", framework="tensorrt-llm").cache == "fp8"
-    assert in_formats(LLAMA, "fp8", activations="bf16").weights == "fp8_wo"
+    assert in_formats(moe, Formats("mxfp4")).weights == "bf16"
+    assert in_formats(LLAMA, Formats("fp8", framework="tensorrt-llm")).cache == "fp8"
+    assert in_formats(LLAMA, Formats("fp8", activations="bf16")).weights == "fp8_wo"
     with pytest.raises(PlanError, match="activations in 'fp4'"):
-        in_formats(LLAMA, "fp8", activations="fp4")
-    assert in_formats(LLAMA, cache="FP8_E4M3").cache == "fp8"
-    assert in_formats(LLAMA, cache="f16").cache == "bf16"
+        in_formats(LLAMA, Formats("fp8", activations="fp4"))
+    assert in_formats(LLAMA, Formats(cache="FP8_E4M3")).cache == "fp8"
+    assert in_formats(LLAMA, Formats(cache="f16")).cache == "bf16"
     with pytest.raises(PlanError, match="a cache in 'banana' is not known"):
-        in_formats(LLAMA, cache="banana")
+        in_formats(LLAMA, Formats(cache="banana"))
 
 
 def test_weights_alone_in_fp8_cost_arithmetic_in_16_bits(predictor: ServingPredictor) -> None:
     spec = LoadSpec(prompt="8192", output="2", concurrency=1, count=1)
     both, alone = (
-        predictor.predict(replace(PLAIN, model=in_formats(LLAMA, "fp8", activations=kind)), spec)
-        for kind in ("", "bf16")
+        predictor.predict(replace(PLAIN, model=in_formats(LLAMA, formats)), spec)
+        for formats in (Formats("fp8"), Formats("fp8", activations="bf16"))
     )
     assert alone.memory["feed-forward"] == both.memory["feed-forward"]
     assert alone.figures["ttft/mean"].value > 1.3 * both.figures["ttft/mean"].value
@@ -242,7 +242,7 @@ def test_weights_alone_in_fp8_cost_arithmetic_in_16_bits(predictor: ServingPredi
 def test_weights_of_4_bits_are_widened_without_units_for_them(predictor: ServingPredictor) -> None:
     spec = LoadSpec(prompt="8192", output="64", concurrency=1, count=1)
     plain, whole, narrow = (
-        predictor.predict(replace(PLAIN, model=in_formats(LLAMA, name)), spec)
+        predictor.predict(replace(PLAIN, model=in_formats(LLAMA, Formats(name))), spec)
         for name in ("bf16", "int4", "nvfp4")
     )
 
@@ -253,8 +253,8 @@ def test_weights_of_4_bits_are_widened_without_units_for_them(predictor: Serving
     assert of(narrow, "tpot/mean") == pytest.approx(of(whole, "tpot/mean"), rel=0.1)
     said = "h100-sxm has no units for nvfp4: products widen the weights and run in 16 bits"
     assert said in narrow.notes and said not in whole.notes
-    new = replace(PLAIN, device="b200", model=in_formats(LLAMA, "nvfp4"))
-    wide = replace(new, model=in_formats(LLAMA, "bf16"))
+    new = replace(PLAIN, device="b200", model=in_formats(LLAMA, Formats("nvfp4")))
+    wide = replace(new, model=in_formats(LLAMA, Formats("bf16")))
     fast, slow = predictor.predict(new, spec), predictor.predict(wide, spec)
     assert of(fast, "ttft/mean") < 0.75 * of(slow, "ttft/mean")
     assert not any("nvfp4" in note for note in fast.notes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -9,15 +10,18 @@ import pytest
 
 from opcast.common.errors import DatasetError, PlanError
 from opcast.models.serving.effects import ServingEffects
+from opcast.predict.cluster.served_row import served_by_name
 from opcast.predict.cluster.serving_runs import ServingRuns, row_load, row_policy
 from opcast.predict.cluster.serving_table import (
     read_serving,
     read_serving_rows,
     serving_row,
 )
+from opcast.simulate.serving.formats import Formats
 from opcast.simulate.serving.forward import decode_ops
 from opcast.simulate.serving.policies import Policy
 from opcast.simulate.serving.served import EnginePlan
+from opcast.simulate.step.workload import read_workload
 
 PACK = Path(os.environ.get("OPCAST_PUBLISHED_DATA", Path(__file__).parents[4] / "shared/data"))
 TABLE = PACK / "published-serving" / "serving.csv.gz"
@@ -225,3 +229,98 @@ def test_engines_keep_up_with_a_rate_that_was_measured() -> None:
     )
     run = ServingRuns([row], None).simulate(row, ServingEffects().weights({}))
     assert run.ttft.seconds < 5.0
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "weights", "linear"),
+    [
+        ("llama-3.1-8b", 8.03, "bf16", 0),
+        ("Qwen/Qwen3-32B-FP8", 32.8, "fp8", 0),
+        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", 107.8, "bf16", 0),
+        ("qwen3-next-80b-a3b", 79.7, "bf16", 36),
+        ("deepseek-ai/DeepSeek-V3.2", 671.0, "bf16", 0),
+        ("moe", 46.7, "bf16", 0),
+    ],
+)
+def test_models_by_name_as_a_command_takes_them(
+    name: str, billions: float, weights: str, linear: int
+) -> None:
+    found = served_by_name(name, {}, Formats())
+    assert found.workload.parameters / 1e9 == pytest.approx(billions, rel=0.03)
+    assert (found.weights, found.linear_layers) == (weights, linear)
+    wide = served_by_name(name, {"n_layers": 40}, Formats("int8"))
+    assert (wide.workload.layers, wide.weights) == (40, "int8")
+
+
+_MOE = {
+    "vocab_size": 151936, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+    "hidden_size": 2048, "intermediate_size": 5120, "num_experts": 512, "num_hidden_layers": 48,
+    "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+}  # fmt: skip
+_LATENT = {
+    "vocab_size": 129280, "num_attention_heads": 128, "hidden_size": 7168,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61,
+    "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
+    "first_k_dense_replace": 3, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "weights"),
+    [
+        (
+            {**_MOE, "model_type": "qwen3_next", "shared_expert_intermediate_size": 512},
+            "qwen3-next-80b-a3b", "bf16",
+        ),
+        (
+            {**_LATENT, "model_type": "deepseek_v32", "index_topk": 2048,
+             "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            "deepseek-v3.2", "fp8_block",
+        ),
+        ({**_LATENT, "model_type": "kimi_k2"}, "deepseek-v3", "bf16"),
+        (
+            {"model_type": "llama4", "text_config": {
+                "model_type": "llama4_text", "vocab_size": 202048, "hidden_size": 5120,
+                "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
+                "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+                "num_hidden_layers": 48, "num_local_experts": 128, "num_experts_per_tok": 1,
+                "interleave_moe_layer_step": 2, "attention_chunk_size": 8192,
+             }, "quantization_config": {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}}},
+             }, "tie_word_embeddings": False},
+            "llama-4-maverick", "fp8",
+        ),
+    ],
+)  # fmt: skip
+def test_a_config_is_the_model_of_its_name(
+    tmp_path: Path, config: dict[str, object], name: str, weights: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    found = served_by_name(str(path), {}, Formats(), files=True)
+    want = served_by_name(name, {}, Formats())
+    assert found.workload.parameters == pytest.approx(want.workload.parameters, rel=0.01)
+    assert found.shape() == want.shape() and found.weights == weights
+    assert found.linear_layers == want.linear_layers
+    assert found.workload.window == want.workload.window
+    if name != "deepseek-v3":
+        with pytest.raises(PlanError, match="which no step has"):
+            read_workload(str(path))
+
+
+def test_quantised_configs(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    sizes = {**_MOE, "model_type": "qwen3_moe"}
+
+    def served(**how: object) -> str:
+        path.write_text(json.dumps({**sizes, "quantization_config": how}))
+        return served_by_name(str(path), {}, Formats(), files=True).expert_weights
+
+    assert served(quant_method="mxfp4") == "mxfp4"
+    assert served(quant_method="awq", bits=4) == "int4"
+    assert served(quant_method="modelopt", quant_algo="NVFP4") == "nvfp4"
+    assert served(quant_method="fp8", weight_block_size=[128, 128]) == "fp8_block"
+    with pytest.raises(PlanError, match="bitsandbytes"):
+        served(quant_method="bitsandbytes")
