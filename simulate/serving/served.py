@@ -106,7 +106,11 @@ class ServedModel:
         return {name: value for name, value in parts.items() if value}
 
     def token_bytes(self, plan: EnginePlan) -> float:
-        """Bytes that a token takes in the cache of one device; windows save what they hide."""
+        """Bytes that a token takes in the cache of one device.
+
+        Layers with a window count as if they kept all tokens, as engines without a cache of their
+        own for them do.
+        """
         w, width = self.workload, CACHE_BYTES[self.cache]
         layers = (w.layers - self.linear_layers) / plan.pp
         if w.kv_lora:

@@ -26,6 +26,7 @@ class Preset:
     Attributes:
         settings: By field of :class:`~.workload.Workload`.
         notes: What of the model is left out.
+        step_notes: What steps leave out, but serving does not.
         published: Parameters that its source states; 0 where none is known.
         source: Where the sizes are from.
         linear_layers: Layers with a recurrent state instead of attention over a cache.
@@ -35,6 +36,7 @@ class Preset:
 
     settings: dict[str, object]
     notes: tuple[str, ...] = ()
+    step_notes: tuple[str, ...] = ()
     published: float = 0.0
     source: str = ""
     linear_layers: int = 0
@@ -51,12 +53,16 @@ def find_preset(name: str) -> Preset | None:
     Raises:
         PlanError: The model is known, but no workload can describe it.
     """
+    if why := unsupported(name):
+        raise PlanError(f"{name} is {why}, which no workload has", hint=_INSTEAD)
+    return _read()[0].get(name.lower().replace("_", "-"))
+
+
+def unsupported(name: str) -> str:
+    """Why no workload can describe a model that is known; empty for others."""
     own = name.lower().replace("_", "-")
-    presets, unsupported = _read()
-    for family, why in unsupported.items():
-        if own == family or own.startswith(family + "-"):
-            raise PlanError(f"{name} is {why}, which no workload has", hint=_INSTEAD)
-    return presets.get(own)
+    families = _read()[1].items()
+    return next((why for f, why in families if own == f or own.startswith(f + "-")), "")
 
 
 def preset_names() -> list[str]:
@@ -77,8 +83,9 @@ def _read() -> tuple[dict[str, Preset], dict[str, str]]:
         for name, own in family["models"].items():
             settings = {**family["common"], **own}
             notes = (*family.get("notes", ()), *settings.pop("notes", ()))
+            of_steps = (*family.get("step_notes", ()), *settings.pop("step_notes", ()))
             published = float(settings.pop("published")) * 1e9
-            presets[name] = Preset(settings, notes, published, family["source"])
+            presets[name] = Preset(settings, notes, of_steps, published, family["source"])
     return presets, data["unsupported"]
 
 
@@ -144,18 +151,22 @@ def read_config(path: Path) -> Preset:
         raise PlanError(f"the configuration lacks {error}", where=where) from None
     except (TypeError, ValueError, ArithmeticError) as error:
         raise PlanError(f"the configuration cannot be read: {error}", where=where) from None
+    weights = _published_format(own.get("quantization_config"))
+    of_steps = []
+    if weights:
+        of_steps.append("quantization_config is not read: --set products=fp8 quantises products")
     if own.get("num_nextn_predict_layers"):
-        notes.append("the modules of multi-token prediction are left out")
+        of_steps.append("the modules of multi-token prediction are left out")
     linear = _recurrent_layers(own)
     served_only = f"a model of which {linear} layers have a recurrent state" if linear else ""
     if "attention_chunk_size" in own:
         served_only = "a model of chunked attention whose layers take turns with experts"
     elif "index_topk" in own:
         served_only = "a model of sparse attention, which trains by other rules"
-    weights = _published_format(own.get("quantization_config"))
     return Preset(
         settings,
         tuple(notes),
+        tuple(of_steps),
         source=where,
         linear_layers=linear,
         weights=weights,
@@ -177,11 +188,11 @@ def _published_format(data: object) -> str:
         return ""
     # ModelOpt and compressed-tensors (LLM Compressor) name formats of their own.
     groups = data.get("config_groups")
-    first = next(iter(groups.values()), {}) if isinstance(groups, dict) else {}
+    first: object = next(iter(groups.values()), {}) if isinstance(groups, dict) else {}
     weights = first.get("weights") if isinstance(first, dict) else None
     kind = weights if isinstance(weights, dict) else {}
     named = str(data.get("quant_algo") or data.get("quant_method") or "").lower()
-    bits = data.get("bits") or kind.get("num_bits")
+    bits = int(data.get("bits") or kind.get("num_bits") or 0)
     if named in ("awq", "gptq", "compressed-tensors", "modelopt", "auto-round"):
         floating = "float" in str(kind.get("type", ""))
         named = {4: "nvfp4" if floating else "int4", 8: "fp8" if floating else "int8"}.get(bits, "")

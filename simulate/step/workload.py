@@ -13,7 +13,7 @@ from ...common.errors import PlanError
 from ...features.ir.dtypes import DTYPE_BITS
 from ...features.operators.flops import attention_flops, causal_pairs
 from .plan import Plan
-from .presets import Preset, close_names, find_preset, read_config
+from .presets import Preset, close_names, find_preset, read_config, unsupported
 from .settings import build, read_pairs
 
 #: HLO type by dtype of a workload; fp8 is E4M3, the format of forward passes (Micikevicius et al.,
@@ -402,14 +402,18 @@ def workload_notes(text: str, served: bool = False) -> tuple[str, ...]:
 
     Args:
         text: As of :func:`read_workload`.
-        served: Whether it is served, for which formats of checkpoints count.
+        served: Whether it is served, which leaves out less.
     """
     if text.lower().endswith(".json"):
-        config = read_config(Path(text))
-        quantised = "quantization_config is not read: --set products=fp8 quantises products"
-        return (*config.notes, *([quantised] if config.weights and not served else []))
-    preset = None if text in FAMILIES else find_preset(text)
-    return preset.notes if preset else ()
+        found: Preset | None = read_config(Path(text))
+    elif served and unsupported(text):
+        # Serving knows some that no step can describe.
+        found = None
+    else:
+        found = None if text in FAMILIES else find_preset(text)
+    if found is None:
+        return ()
+    return found.notes if served else (*found.notes, *found.step_notes)
 
 
 def stage_layers(layers: int, plan: Plan) -> list[int]:

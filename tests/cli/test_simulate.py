@@ -223,6 +223,18 @@ def test_serving_refuses_what_it_cannot_do(options, said):
     assert said in str(result.exception) + " ".join(result.output.replace("│", " ").split())
 
 
+def test_serving_takes_models_that_no_step_has():
+    load = ["--concurrency", "2", "--count", "4", "--output", "8", "--model", "roofline", "--json"]
+    named = ["--workload", "llama-4-scout", "--weights", "fp8", "--device", "h200-sxm"]
+    result = CliRunner().invoke(app, ["simulate-serving", *named, *load], catch_exceptions=False)
+    # 107 billion parameters in 8 bits, the two tables of 202,048 x 5,120 in 16.
+    held = json.loads(result.stdout)["memory_bytes_per_device"]
+    weights = sum(held[k] for k in ("embedding and head", "attention", "feed-forward", "experts"))
+    assert weights == pytest.approx(107.8e9 + 2 * 202048 * 5120, rel=0.02)
+    step = ["--workload", "llama-4-scout", "--cluster", "dgx-h100-x8"]
+    assert "take turns" in str(CliRunner().invoke(app, ["simulate", *step]).exception)
+
+
 def test_planning_prints_the_best_and_its_commands():
     arguments = [
         "plan-serving", "--workload", "llama", "--set", SMALL, "--device", "h100-sxm", "--gpus",

@@ -112,6 +112,9 @@ def test_what_a_config_has_beyond_a_workload_is_told(tmp_path):
     said = " ".join(workload_notes(path))
     assert "multi-token prediction" in said
     assert "products=fp8" in said
+    # Serving drafts by them, and takes the format of the checkpoint.
+    assert workload_notes(path, served=True) == ()
+    assert "vision" in workload_notes("gemma-3-27b", served=True)[0]
     assert "gemma3" in " ".join(workload_notes(written(tmp_path, CONFIGS["gemma-3-4b"])))
     assert workload_notes("llama-3-8b") == workload_notes("llama") == ()
     assert "multi-token" in workload_notes("deepseek-v3")[0]
