@@ -222,11 +222,11 @@ def data_compile(
     """
     from ..datagen.compile.plan import CompilePlan
     from ..datagen.compile.run import compile_dataset, merge_dataset
-    from ..features.devices.catalogue import find_device
+    from ..features.devices.catalogue import find_typed
 
     result = compile_dataset(
         out,
-        [find_device(name) for name in device or GENERATIONS],
+        [find_typed(name) for name in device or GENERATIONS],
         seconds_of(budget),
         plan=CompilePlan(ops, random, suite, seed, zoo, large),
     )
@@ -248,13 +248,13 @@ def data_agree(
     json_output: Json = False,
 ) -> None:
     """Compare the TPU compiler's estimates with a model's."""
-    from ..features.devices.catalogue import find_device
+    from ..features.devices.catalogue import find_typed
     from ..predict.program.predictor import load
     from ..workflows.reports.tpu_compiler import agreement, print_agreement
 
     predictor = load(model)
     rows = [
-        agreement(path, find_device(name), predictor)
+        agreement(path, find_typed(name), predictor)
         for path in program
         for name in device or GENERATIONS
     ]

@@ -402,8 +402,8 @@ def prices_of(values: Collection[str]) -> dict[str, float]:
         if not 0.0 <= price < math.inf:
             raise typer.BadParameter(f"{text!r} is no price: write 2.5, or h100-sxm=2.5")
         if name:
-            from ..features.devices.catalogue import find_device
+            from ..features.devices.catalogue import find_typed
 
-            name = find_device(name).name
+            name = find_typed(name).name
         prices[name] = price
     return prices

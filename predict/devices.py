@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 
 from ..common.errors import DeviceError
 from ..common.paths import home
-from ..features.devices.catalogue import closest_names, find_device, in_catalogue, load_device_file
+from ..features.devices.catalogue import (
+    closest_names,
+    find_device,
+    in_catalogue,
+    load_device_file,
+    typed_name,
+)
 from ..features.devices.device import DeviceSpec, device_slug, local_device_name
 from ..features.devices.identity import BY_NAME, MEASURED_AT, base_name, identified, is_measured
 
@@ -24,8 +30,8 @@ def resolve_device(
     """Find a device description.
 
     Args:
-        device: A description, the path of a JSON or YAML file with one, a name, or ``local`` or
-            ``None`` for JAX's default device.
+        device: A description, the path of a JSON or YAML file with one, a name, short where no
+            other device has it, or ``local`` or ``None`` for JAX's default device.
         known: Devices that the model was trained on.
 
     Returns:
@@ -36,7 +42,8 @@ def resolve_device(
         it, the trained device's name does not.
 
     Raises:
-        DeviceError: The name is unknown; the message lists known names.
+        DeviceError: The name is unknown, or may be that of several devices; the message lists
+            them.
     """
     if isinstance(device, DeviceSpec):
         return device
@@ -53,6 +60,7 @@ def resolve_device(
     else:
         name = str(device)
         spec = _measured_or_trained([name], known)
+        name = name if spec else typed_name(name) or name
     if spec is None and in_catalogue(name):
         listed = find_device(name)
         # The catalogue comes last, yet its aliases help to find a measurement or a trained device

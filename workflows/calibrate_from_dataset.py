@@ -51,7 +51,7 @@ def run_calibrate_operators(
     Raises:
         DatasetError: The dataset has too few rows of the device.
     """
-    from ..features.devices.catalogue import find_device
+    from ..features.devices.catalogue import find_typed
     from ..models.adapt.active import allocate, shares_of, spread_evenly
     from ..models.operators import OpModel, rows_of_dataset
     from ..models.operators.curves import COUNTS, error_curve, joint_curve
@@ -60,7 +60,7 @@ def run_calibrate_operators(
     name = OPERATOR_MODEL if settings.model == "default" else settings.model
     model = OpModel.load(find_model(name))
     samples, seed = settings.samples, settings.seed
-    spec = find_device(settings.device)
+    spec = find_typed(settings.device)
     rows = rows_of_dataset(dataset)
     rows = rows[(rows["device"] == spec.name) & rows["key"].isin(list(model.families))]
     trials = _trials(console, model, rows, spec, samples, seed)

@@ -113,7 +113,7 @@ def without_devices(dataset: Dataset, exclude: Sequence[str]) -> Dataset:
 
 
 def catalogue_names(devices: Sequence[str]) -> list[str]:
-    """Replace aliases of devices by their catalogue names."""
-    from ..features.devices.catalogue import find_device
+    """Replace aliases and short names of devices by their catalogue names."""
+    from ..features.devices.catalogue import find_typed
 
-    return [find_device(name).name for name in devices]
+    return [find_typed(name).name for name in devices]

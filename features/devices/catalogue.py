@@ -30,6 +30,7 @@ from .rules import (
 )
 from .rules import SOURCE as CAPABILITY_SOURCE
 from .sheet import NUMBERS, RATES, TERA, Sheet, overlay, read_designs, read_sheet
+from .short_names import shortened
 
 #: Entry points by which packages add folders of device files.
 GROUP = "opcast.devices"
@@ -79,14 +80,56 @@ def find_device(name: str) -> DeviceSpec:
     return _catalogue_device(canonical)
 
 
+def typed_name(name: str) -> str | None:
+    """Return the canonical name of the device that a user means, also by a short name.
+
+    Args:
+        name: Canonical name or alias, or what tells a device from all others: ``v5e``, ``rtx4090``,
+            ``mi300``, ``a100-pcie-80g``.
+
+    Returns:
+        ``None`` if the catalogue has no such device.
+
+    Raises:
+        DeviceError: Several devices go by the short name, as by ``h100``; the message lists them.
+    """
+    slug = device_slug(name)
+    if slug in _files():
+        return slug
+    names = {own: [own] for own in device_names()}
+    meant = shortened(slug, names)
+    # Tables say H100 where they mean one product; of a user, that may be any with the chip. What
+    # a runtime calls a device ("TPU v5") has several words.
+    if slug in _index() and (not meant or "-" in slug):
+        return _index()[slug]
+    if not meant:
+        aliases = {own: list(map(device_slug, _catalogue_sheet(own).aliases)) for own in names}
+        meant = shortened(slug, aliases)
+    if len(meant) > 1:
+        raise DeviceError(
+            f"{name!r} may be any of {len(meant)} devices", hint=f"name one: {', '.join(meant)}"
+        )
+    return meant[0] if meant else None
+
+
+def find_typed(name: str) -> DeviceSpec:
+    """Find a device in the catalogue by a name that a user typed; see :func:`typed_name`.
+
+    Raises:
+        DeviceError: The catalogue has no such device, or several go by that name.
+    """
+    return find_device(typed_name(name) or name)
+
+
 def read_device(device: str) -> DeviceSpec:
     """Find a device in the catalogue, or read it from a file.
 
     Args:
-        device: As for :func:`find_device`, or the path of a YAML or JSON file.
+        device: As for :func:`typed_name`, or the path of a YAML or JSON file.
 
     Raises:
-        DeviceError: The catalogue has no such device, or the file is missing or wrong.
+        DeviceError: The catalogue has no such device, several go by that name, or the file is
+            missing or wrong.
     """
     path = Path(device)
     suffix = path.suffix.lower()
@@ -96,7 +139,7 @@ def read_device(device: str) -> DeviceSpec:
         if not path.is_file():
             raise DeviceError("no such device file", where=device)
         return DeviceSpec.from_file(path)
-    return find_device(device)
+    return find_typed(device)
 
 
 def in_catalogue(name: str) -> bool:

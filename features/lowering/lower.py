@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ...common.errors import CompilerError, DeviceError, LoweringError
 from ...common.jax_platforms import device_files
-from ..devices.catalogue import find_device, load_device_file
+from ..devices.catalogue import find_typed, load_device_file
 from ..devices.device import DeviceSpec, device_slug
 from ..ir.partitioning import sharding_note
 from ..ir.platforms import platform_note, platform_of
@@ -105,7 +105,7 @@ def _described(device: object) -> DeviceSpec | None:
             return DeviceSpec.from_file(Path(device))
         except (OSError, ValueError) as error:
             raise DeviceError(f"no device file: {error}", where=str(device)) from None
-    return None if device == "local" else find_device(str(device))
+    return None if device == "local" else find_typed(str(device))
 
 
 def _lower(

@@ -17,7 +17,7 @@ from typing import Any
 
 from ...common.errors import DeviceError
 from ...common.paths import PACKAGE
-from ...features.devices.catalogue import find_device, in_catalogue
+from ...features.devices.catalogue import find_device, in_catalogue, typed_name
 from ...features.devices.device import DeviceSpec, device_slug
 from .files import load_cluster
 from .topology import Cluster, Dimension, Topology
@@ -57,16 +57,17 @@ def find_cluster(name: str | Path | Cluster) -> Cluster:
         return load_cluster(text)
     match = _NAME.fullmatch(device_slug(text))
     # A device without a count is a cluster of one.
-    if match is None and in_catalogue(text):
-        match = _NAME.fullmatch(f"{find_device(text).name}-x1")
+    if match is None and (alone := typed_name(text)):
+        match = _NAME.fullmatch(f"{alone}-x1")
     if match is None:
         raise _unknown(text)
     device, count = match["device"], int(match["count"])
     if device.startswith("dgx-"):
         return _boxes(device.removeprefix("dgx-"), count, text)
-    if not in_catalogue(device):
+    typed = typed_name(device)
+    if typed is None:
         raise _unknown(text)
-    return _one_box(find_device(device), count)
+    return _one_box(find_device(typed), count)
 
 
 def named_cluster(device: str, count: int) -> str:

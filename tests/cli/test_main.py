@@ -18,7 +18,7 @@ DEVICE = "cpu-amd-epyc-2c"
 
 
 def in_a_process(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "opcast.cli", *map(str, args)]
+    command = [sys.executable, "-m", "opcast", *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

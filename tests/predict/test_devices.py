@@ -178,6 +178,15 @@ def test_catalogue_comes_last(device, tmp_path, monkeypatch):
     assert resolve_device("h200-sxm", {"nvidia-h200": trained}).floor == 0.125
 
 
+def test_short_names_find_what_was_measured(device, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPCAST_CACHE", str(tmp_path))
+    assert resolve_device("v5e", {}).name == "tpu-v5e"
+    trained = replace(device, name="rtx-4090")
+    assert resolve_device("rtx4090", {"rtx-4090": trained}) is trained
+    with pytest.raises(DeviceError, match="h100-nvl, h100-pcie, h100-sxm"):
+        resolve_device("h100", {})
+
+
 def test_yaml_file_is_read(tmp_path):
     path = tmp_path / "chip.yaml"
     path.write_text("name: chip\nbase: h200-sxm\nhbm_bandwidth_gbps: 9600\n")

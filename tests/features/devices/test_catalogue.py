@@ -20,6 +20,7 @@ from opcast.features.devices.catalogue import (
     in_catalogue,
     load_designs,
     load_device_file,
+    typed_name,
 )
 from opcast.features.devices.device import DeviceSpec, device_slug
 from opcast.features.devices.sheet import NUMBERS, RATES, read_sheet
@@ -168,6 +169,50 @@ def test_an_l2_resident_set_runs_at_the_bandwidth_of_l2() -> None:
 def test_names_and_aliases(name: str, canonical: str) -> None:
     assert in_catalogue(name)
     assert find_device(name).name == canonical
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical"),
+    [
+        ("v5e", "tpu-v5e"),
+        ("v5p", "tpu-v5p"),
+        ("v6e", "tpu-v6e"),
+        ("v7x", "tpu-v7x"),
+        ("TPUv5e", "tpu-v5e"),
+        ("mi300", "mi300x"),
+        ("MI300X", "mi300x"),
+        ("4090", "rtx-4090"),
+        ("rtx4090", "rtx-4090"),
+        ("RTX_4090", "rtx-4090"),
+        ("H100 SXM5", "h100-sxm"),
+        ("h100nvl", "h100-nvl"),
+        ("a100-pcie-80g", "a100-pcie-80gb"),
+        # What runtimes and tables call a device stays its name.
+        ("TPU v5", "tpu-v5p"),
+        ("NVIDIA H100", "h100-sxm"),
+        ("l4", "l4"),
+        ("no-such-chip", None),
+        ("sxm", None),
+        ("80gb", None),
+    ],
+)
+def test_short_names_that_people_type(name: str, canonical: str | None) -> None:
+    assert typed_name(name) == canonical
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("h100", "h100-nvl, h100-pcie, h100-sxm"),
+        ("A100", "a100-pcie-40gb, a100-pcie-80gb, a100-sxm-40gb, a100-sxm-80gb"),
+        ("a100-80gb", "a100-pcie-80gb, a100-sxm-80gb"),
+        ("v5", "tpu-v5e, tpu-v5p"),
+        ("rtx-6000", "rtx-6000-ada, rtx-pro-6000"),
+    ],
+)
+def test_a_short_name_of_several_devices_lists_them(name: str, choices: str) -> None:
+    with pytest.raises(DeviceError, match=rf"may be any of \d devices \(name one: {choices}\)"):
+        typed_name(name)
 
 
 def test_unknown_name_lists_the_closest() -> None:
