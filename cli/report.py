@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..common.progress import stages
 from .options import (
     DeviceOpt,
     Devices,
@@ -69,7 +68,7 @@ def program(
         compare=names,
         compare_lowering=compare_lowering,
     )
-    with _status() as tell:
+    with stages("reading") as tell:
         page = report_page(predictor, program_of(program), options, tell)
     _write(page, html or Path(f"{program.stem}.html"))
 
@@ -96,7 +95,7 @@ def accuracy(
         from ..predict.page.accuracy import accuracy_page
 
         refuse_unused(context, "the page of tracked runs (--run)", {"run", "html"})
-        with _status() as tell:
+        with stages("reading") as tell:
             page = accuracy_page(run, tell)
         _write(page, html or Path("accuracy.html"))
         return
@@ -202,14 +201,3 @@ def _write(page: str, path: Path) -> None:
 
     write_text(path, page)
     typer.echo(f"{path}: {len(page.encode()) / 1e3:.0f} kB; open it in a browser")
-
-
-@contextmanager
-def _status() -> Iterator[Callable[[str], None]]:
-    """Show on stderr what is being done."""
-    from rich.console import Console
-    from rich.markup import escape
-
-    # On stderr and transient: stdout is left to the result.
-    with Console(stderr=True).status("reading") as status:
-        yield lambda what: status.update(escape(what))

@@ -325,6 +325,7 @@ def plan_serving(
 
     Prints the Pareto front of throughput against latency, and the best with its launch commands.
     """
+    from ..common.progress import counting
     from ..predict.cluster.deployment import Deployment, device_of
     from ..predict.cluster.served_row import known_framework, served_by_name
     from ..predict.cluster.serving_launch import checkpoint_of
@@ -332,7 +333,6 @@ def plan_serving(
     from ..predict.cluster.serving_plan import search
     from ..predict.render.serving import print_plans
     from ..simulate.serving.formats import Formats
-    from ..workflows.steps import row_progress
 
     engine = known_framework(framework)
     formats = Formats(weights, kv_cache, experts, activations, linear_layers, engine)
@@ -342,7 +342,7 @@ def plan_serving(
     spec, asked = parse_load(load), parse_slo(slo)
     predictor = _predictor(operators, serving)
     # Progress goes to standard error, as that of sweeps.
-    with row_progress(1) as tell:
+    with counting("deployments") as tell:
         plans = search(
             predictor,
             base,

@@ -1,9 +1,8 @@
-"""Progress of a long run: a bar on a terminal if rich is installed, otherwise log lines."""
+"""Progress of a long run on stderr: a bar on a terminal, otherwise a plain line now and then."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -12,17 +11,41 @@ from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
-    from rich.progress import TaskID
+    from rich.progress import ProgressColumn, TaskID
 
-logger = logging.getLogger(__name__)
-
-#: Seconds between log lines where no terminal shows a bar: hours of profiling stay readable.
-_LOG_EVERY_S = 30.0
+#: Seconds between lines where no terminal shows a bar; nothing that takes less says anything.
+_LINE_EVERY_S = 10.0
+#: The same for runs that are given hours.
+_RARE_LINE_EVERY_S = 30.0
 T = TypeVar("T")
 
 
+class Lines:
+    """Plain lines on stderr, for logs of batch jobs and notebooks.
+
+    Args:
+        what: Description of the work.
+        every_s: Seconds before the first line and between lines.
+    """
+
+    def __init__(self, what: str, every_s: float = _LINE_EVERY_S) -> None:
+        self._what = what
+        self._every = every_s
+        self._started = self._last = time.monotonic()
+
+    def say(self, state: str = "") -> None:
+        """Write how far the work is, unless a line was written a moment ago."""
+        now = time.monotonic()
+        if now - self._last < self._every:
+            return
+        self._last = now
+        parts = ", ".join(filter(None, (state, f"{now - self._started:.0f} s")))
+        sys.stderr.write(f"{self._what}: {parts}\n")
+        sys.stderr.flush()
+
+
 class Progress:
-    """Shows how far a run has got.
+    """Shows how far a run has got that measures or compiles for a time.
 
     Args:
         total: Seconds or programs at which the run ends.
@@ -36,7 +59,7 @@ class Progress:
         self._show = show
         self._bar: RichProgress | None = None
         self._task: TaskID | None = None
-        self._logged = 0.0
+        self._lines = Lines("profiling", _RARE_LINE_EVERY_S)
 
     def __enter__(self) -> Progress:
         if self._show and sys.stderr.isatty():
@@ -71,30 +94,32 @@ class Progress:
         text += f", {note}" if note else ""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=min(done, self._total), description=text)
-        # Without a terminal (batch jobs, CI) the log gets a line now and then.
-        elif time.monotonic() - self._logged > _LOG_EVERY_S:
-            self._logged = time.monotonic()
-            logger.info("%.0f of %.0f %s: %s", done, self._total, self._unit, text)
+        else:
+            self._lines.say(f"{done:.0f} of {self._total:.0f} {self._unit}, {text}")
 
 
 def _rich_bar() -> RichProgress:
-    from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.progress import Progress as RichProgress
 
-    return RichProgress(
-        TextColumn("{task.description}"),
+    return _bar(
+        "{task.description}",
         BarColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
     )
 
 
+def _bar(*columns: str | ProgressColumn) -> RichProgress:
+    """A bar that disappears at the end, on stderr, so that tables on stdout can be redirected."""
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    return Bar(*columns, console=Console(stderr=True), transient=True)
+
+
 def tracked(items: Iterable[T], total: int, what: str, show: bool = True) -> Iterator[T]:
-    """Pass items through, with a bar on a terminal if rich is installed.
+    """Pass items through, and show how many were taken.
 
     Args:
         items: Items to pass through.
@@ -109,28 +134,73 @@ def tracked(items: Iterable[T], total: int, what: str, show: bool = True) -> Ite
             from rich.progress import Progress as Bar
 
             bar = Bar(console=Console(stderr=True))
-    if bar is None:
-        yield from items
+    if bar is not None:
+        with bar:
+            yield from bar.track(items, total=total, description=what)
         return
-    with bar:
-        yield from bar.track(items, total=total, description=what)
+    lines = Lines(what)
+    for done, item in enumerate(items, 1):
+        yield item
+        if show:
+            lines.say(f"{done} of {total}")
 
 
 @contextlib.contextmanager
 def counting(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on stderr; the callback takes the finished and total numbers.
+    """Show how many of a work are done; the callback takes the finished and total numbers.
 
     Args:
         what: Description of the work.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
+    if not sys.stderr.isatty():
+        lines = Lines(what)
+        yield lambda done, total: lines.say(f"{done} of {total}")
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    )  # fmt: skip
-    # On stderr, so that the tables on stdout can be redirected.
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+    with _bar(
+        "{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    ) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def waiting(what: str, count: int, show: bool = True) -> Iterator[Callable[[int], None]]:
+    """Show that something is at work and for how long; the callback takes the finished number.
+
+    It is to be called again and again while the work goes on, whether or not a number changed.
+
+    Args:
+        what: Description of the work.
+        count: Number of its parts; one shows no number.
+        show: Whether to show anything.
+    """
+    if not show:
+        yield lambda done: None
+    elif not sys.stderr.isatty():
+        lines = Lines(what)
+        yield lambda done: lines.say(f"{done} of {count}" if count > 1 else "")
+    else:
+        from rich.progress import BarColumn, TimeElapsedColumn
+
+        with _bar("{task.description}", BarColumn(), TimeElapsedColumn()) as bar:
+            task = bar.add_task(what, total=count if count > 1 else None)
+            yield lambda done: bar.update(task, completed=done)
+
+
+@contextlib.contextmanager
+def stages(first: str) -> Iterator[Callable[[str], None]]:
+    """Show which stage a work is at; the callback takes the name of the next one.
+
+    Args:
+        first: Name of the first stage, which is too short for a line of its own in a log.
+    """
+    if not sys.stderr.isatty():
+        yield lambda what: print(what, file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+    from rich.markup import escape
+
+    with Console(stderr=True).status(first) as status:
+        yield lambda what: status.update(escape(what))

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from ..common.errors import DatasetError, OpcastError
+from ..common.progress import counting
 from ..common.tables_text import in_percent, print_frame
 from ..features.dataset import write_table
 from ..features.devices.catalogue import in_catalogue
@@ -24,7 +25,7 @@ from ..predict.cluster.partitioned import predict_partitioned
 from ..predict.devices import resolve_device
 from ..predict.program.predictor import Predictor, load_for_programs
 from ..simulate.clusters.catalogue import find_cluster
-from .steps import FIGURES, measured_rows, row_progress
+from .steps import FIGURES, measured_rows
 from .training import log_training
 
 if TYPE_CHECKING:
@@ -240,7 +241,7 @@ def judge_programs(frame: pd.DataFrame) -> pd.DataFrame:
 def run_evaluate_programs(console: Console, settings: ProgramSettings) -> pd.DataFrame:
     """Predict a folder's programs, write the predictions, print and log the errors."""
     predictor = load_for_programs(settings.model)
-    with row_progress(len(read_table(settings.folder))) as show:
+    with counting("programs") as show:
         frame = predict_programs(
             settings.folder,
             predictor,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -14,6 +12,7 @@ import pandas as pd
 
 from ..common.errors import DatasetError
 from ..common.files import write_text
+from ..common.progress import counting
 from ..common.tables_text import in_percent, print_frame
 from ..features.dataset import write_table
 from ..models.steps.context import OWN
@@ -248,7 +247,7 @@ def run_evaluate_steps(console: Console, settings: StepSettings) -> Judged:
     """Predict every row of a table of steps; print the errors of those with a measured time."""
     table = read_steps(settings.table)
     model = find_step_model(settings.model)
-    with row_progress(len(table)) as show:
+    with counting("steps") as show:
         frame, judged, model = evaluate_steps(
             table, model, step_operators(), calibrate=settings.calibrate, show=show
         )
@@ -363,16 +362,6 @@ def _sentence(judged: Judged) -> str:
             f"Kendall's tau {o['kendall_tau']:.2f}"
         )
     return "; ".join(parts)
-
-
-@contextmanager
-def row_progress(total: int) -> Iterator[Callable[[int, int], None]]:
-    """A bar over rows, where the terminal shows one."""
-    from rich.progress import Progress
-
-    with Progress(transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("steps", total=total)
-        yield lambda done, of: bar.update(task, completed=done, total=of)
 
 
 def step_operators() -> OpModel | None:

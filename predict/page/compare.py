@@ -33,7 +33,7 @@ def compare_devices(
         source: The program; if it is optimised already, its kernels are used unchanged.
         devices: Names or device files.
         lowering: Lowering for all devices.
-        tell: Called with the name of each device before it is predicted.
+        tell: Called with what is done before it is predicted.
 
     Returns:
         One row per device, in the order given.
@@ -42,7 +42,7 @@ def compare_devices(
     how = "xla" if is_optimised(source) else lowering
     rows = []
     for name in devices:
-        tell(name)
+        tell(f"comparing with {name}")
         try:
             device = resolve_device(name, predictor.devices)
             lowered = lower(

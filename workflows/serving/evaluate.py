@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
+from ...common.progress import counting
 from ...common.tables_text import in_percent, print_frame
 from ...features.dataset import write_table
 from ...models.core.registry import OPERATOR_MODEL
@@ -22,7 +23,6 @@ from ...models.tracking.mlflow_store import RunLog
 from ...predict.cluster.serving_runs import RowRun, ServingRuns, row_context
 from ...predict.cluster.serving_table import ServingRow, read_serving, read_serving_rows
 from ...predict.operator.serving_operators import load_serving_operators
-from ..steps import row_progress
 from ..training import log_training
 
 if TYPE_CHECKING:
@@ -310,7 +310,7 @@ def run_evaluate_serving(console: Console, settings: ServingSettings) -> JudgedS
     """Predict every row of a table of serving; print the errors of those with answers."""
     table = read_serving(settings.table)
     model = find_serving_model(settings.model)
-    with row_progress(len(table)) as show:
+    with counting("runs") as show:
         frame, judged, model = evaluate_serving(
             table,
             model,

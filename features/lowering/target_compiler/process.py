@@ -6,20 +6,18 @@ those that were made before a crash are kept.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ....common.errors import CompilerError, CompilerStartError, LoweringError
+from ....common.progress import waiting
 from ....common.worker_process import WorkerProcess, module_command
 from .target import CompileTarget
 from .worker import Job
@@ -171,12 +169,12 @@ def _wait(
 ) -> None:
     # The limit is one program's: it starts again whenever a result appears.
     started, done = time.monotonic(), 0
-    with shown(f"compiling for {target.device}", count, settings.progress) as show:
+    with waiting(f"compiling for {target.device}", count, settings.progress) as show:
         while worker.status() is None:
             time.sleep(_POLL_S)
             while done < count and (folder / f"result{done}.json").is_file():
                 started, done = time.monotonic(), done + 1
-                show(done)
+            show(done)
             if time.monotonic() - started > settings.timeout_s:
                 raise CompilerError(
                     f"the compiler for {target.device} did not end within "
@@ -184,27 +182,6 @@ def _wait(
                     where=origin,
                     hint="more time: opcast lower --compile-timeout; or use another lowering",
                 )
-
-
-@contextlib.contextmanager
-def shown(what: str, count: int, show: bool) -> Iterator[Any]:
-    """Show a bar if a person looks; for a single program only that it is at work, and how long."""
-    if not (show and sys.stderr.isatty()):
-        yield lambda done: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task(what, total=count if count > 1 else None)
-        yield lambda done: bar.update(task, completed=done)
 
 
 def _results(
