@@ -1,14 +1,30 @@
-"""Commands that adapt a model: to a device, and to libraries that have drifted."""
+"""Commands that compare a model with measurements, and adapt it to them."""
 
 from __future__ import annotations
 
+import tempfile
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .options import ModelOpt, Seed, make_console, refuse, refuse_unused, seconds_of
+from .options import (
+    DeviceIndex,
+    Json,
+    ModelOpt,
+    ProgramOrNone,
+    Seed,
+    Top,
+    TracedDevice,
+    make_console,
+    measured_device,
+    print_json,
+    program_of,
+    refuse,
+    refuse_unused,
+    seconds_of,
+)
 
 
 class Allocation(StrEnum):
@@ -144,3 +160,61 @@ def drift(
     from ..workflows.settings import DriftSettings
 
     run_drift(make_console(), DriftSettings(data, model, samples, false_alarms, out, seed))
+
+
+def check(
+    context: typer.Context,
+    program: ProgramOrNone = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead of running it: a trace of jax.profiler, torch.profiler or Nsight Systems."
+        ),
+    ] = None,
+    device: TracedDevice = None,
+    device_index: DeviceIndex = None,
+    model: ModelOpt = "default",
+    top: Top = 10,
+    json_output: Json = False,
+) -> None:
+    """Compare predicted with measured times, kernel by kernel.
+
+    The program runs here; or, with --trace, ran somewhere, and what explains the difference is
+    shown: kernels by class, gaps, communication, the clock.
+    """
+    if json_output:
+        refuse(context, "--json, which has all kernels", {"top"})
+    if trace is not None:
+        from ..workflows.traces.checking import CheckOptions, check_trace, print_trace_check
+
+        options = CheckOptions(device, model, device_index)
+        found = check_trace(trace, program, options, lambda what: typer.echo(what, err=True))
+        if json_output:
+            print_json(found.to_dict())
+        else:
+            print_trace_check(make_console(), found, top)
+        return
+    refuse(context, "running the program here", {"device", "device_index"})
+    if program is None:
+        raise typer.BadParameter("give a PROGRAM to run, or --trace")
+    from ..predict.program.predictor import load_for_programs
+    from ..workflows.check import check_programs, print_check
+
+    predictor = load_for_programs(model)
+    measured_device("local", predictor.model.devices)
+    with tempfile.TemporaryDirectory(prefix="opcast-function-") as scratch:
+        (result,) = check_programs([_saved(program, Path(scratch))], predictor)
+    if json_output:
+        print_json(result.to_dict())
+    else:
+        print_check(make_console(), result, top)
+
+
+def _saved(program: Path, folder: Path) -> Path:
+    """The file of a program; a function is written to one, since it is measured from there."""
+    own = program_of(program)
+    if isinstance(own, Path):
+        return own
+    from ..predict.api import save
+
+    return save(own, path=folder / f"{str(program).rpartition(':')[2]}.mlir")

@@ -60,7 +60,7 @@ COMMANDS: dict[str, Command | Group] = {
         "predict", "explain", "Explain the predicted time of a program's kernels or an operator."
     ),
     "check": Command(
-        "predict",
+        "calibrate",
         "check",
         "Compare predicted with measured times, kernel by kernel.",
     ),

@@ -27,9 +27,67 @@ PriceOpt = Annotated[
     float | None,
     typer.Option(min=0.0, help="Price of a device for an hour, in any currency: prints the cost."),
 ]
+#: Units that options take, as factors to the unit they are kept in; without a unit that unit.
+_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_BYTES = {"": 1.0, "GiB": 2.0**30, "MiB": 2.0**20, "GB": 1e9, "MB": 1e6}
+_WATTS = {"": 1.0, "W": 1.0, "kW": 1e3}
+
+
+def _quantity(text: str, units: Mapping[str, float], what: str, example: str) -> float:
+    number = text.rstrip("".join({*"".join(units), " "}))
+    try:
+        value = float(number) * units[text[len(number) :].strip()]
+    except (ValueError, KeyError):
+        value = math.nan
+    # Also false for NaN.
+    if not 0.0 < value < math.inf:
+        raise typer.BadParameter(f"{text!r} is not a {what}: write {example}")
+    return value
+
+
+def seconds_of(text: str) -> float:
+    """Parse a duration such as ``90s``, ``10m`` or ``2h`` into seconds.
+
+    Raises:
+        typer.BadParameter: It is not a positive, finite duration.
+    """
+    return _quantity(text, _SECONDS, "duration", "90s, 10m or 2h")
+
+
+def bytes_of(text: str) -> float:
+    """Parse an amount of memory such as ``60GiB`` or ``80GB`` into bytes.
+
+    Raises:
+        typer.BadParameter: It is not a positive, finite amount.
+    """
+    return _quantity(text, _BYTES, "memory size", "60GiB or 64GB")
+
+
+def watts_of(text: str) -> float:
+    """Parse a power such as ``400``, ``400W`` or ``0.4kW`` into watts.
+
+    Raises:
+        typer.BadParameter: It is not a positive, finite power.
+    """
+    return _quantity(text, _WATTS, "power", "400W")
+
+
 PowerCapOpt = Annotated[
     float | None,
-    typer.Option("--power-cap", min=1.0, help="Sustained power of a device in watts."),
+    typer.Option(
+        "--power-cap",
+        parser=watts_of,
+        metavar="WATTS",
+        help="Sustained power of a device, such as 400W.",
+    ),
+]
+PricesOpt = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--price",
+        help="Price of a device for an hour, 2.5, or of one by name, h100-sxm=2.5; may be given "
+        "again. Prints the cost.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder or file to write.")]
@@ -236,25 +294,6 @@ def refuse(
 
 def _names(context: typer.Context) -> set[str]:
     return {str(parameter.name) for parameter in context.command.params}
-
-
-def seconds_of(text: str) -> float:
-    """Parse a duration such as ``90s``, ``10m`` or ``2h`` into seconds.
-
-    Raises:
-        typer.BadParameter: It is not a positive, finite duration.
-    """
-    scale = {"s": 1.0, "m": 60.0, "h": 3600.0}
-    # Without a unit, seconds.
-    number, unit = (text[:-1], text[-1]) if text[-1:] in scale else (text, "s")
-    try:
-        seconds = float(number) * scale[unit]
-    except ValueError:
-        seconds = math.nan
-    # Also false for NaN.
-    if not 0.0 < seconds < math.inf:
-        raise typer.BadParameter(f"{text!r} is not a duration: write 90s, 10m or 2h")
-    return seconds
 
 
 def program_of(program: Path) -> Path | FunctionCall:

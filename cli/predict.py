@@ -1,8 +1,7 @@
-"""Commands that predict, explain and check programs."""
+"""Commands that predict and explain programs."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,7 +11,6 @@ import typer
 
 from .options import (
     WITHOUT_COMPILER,
-    DeviceIndex,
     DeviceOpt,
     Fallback,
     Json,
@@ -22,17 +20,17 @@ from .options import (
     ModelOpt,
     OpOpt,
     PowerCapOpt,
-    PriceOpt,
+    PricesOpt,
     ProgramOrNone,
     ProgramsOrNone,
     Timeline,
     Top,
     TorchFrameworkOpt,
-    TracedDevice,
     TrainOpt,
     Trips,
     make_console,
     measured_device,
+    prices_of,
     print_json,
     program_of,
     refuse,
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
     from ..features.devices.device import DeviceSpec
     from ..predict.operator.torch_framework import TorchPrediction
     from ..predict.program.many import Answers
-    from ..predict.program.predictor import Prediction
+    from ..predict.program.prediction import Prediction
 
 
 def predict(
@@ -77,7 +75,7 @@ def predict(
     framework: TorchFrameworkOpt = "xla",
     train: TrainOpt = "",
     loss: LossOpt = "",
-    price: PriceOpt = None,
+    price: PricesOpt = None,
     power_cap: PowerCapOpt = None,
 ) -> None:
     """Predict a program's time and memory on a device or a cluster.
@@ -96,7 +94,6 @@ def predict(
         estimate = predict_op(str(op), device, model, power_cap)
         print_json(asdict(estimate)) if json_output else print_op(make_console(), estimate)
         return
-    refuse(context, "a program (only --op, and opcast simulate)", {"power_cap"})
     assert programs and program is not None
     many = len(programs) > 1 or "," in device or out is not None or plot is not None
     if json_output and not many:
@@ -105,12 +102,13 @@ def predict(
         raise typer.BadParameter(f"--by is kernel, line or module, not {by!r}")
     many = many or _has_ranges(device)
     if many and not cluster:
-        spare = {"top", "by", "strict", "timeline", "price"}
-        refuse(context, "a table of several programs or devices", spare)
-    answer = _Answer(top, by, timeline, json_output, price)
-    table = _Table(programs, device.split(","), train, loss, out, plot, json_output)
+        table_of = "a table, which has a row for each program and device but no kernels: give one "
+        refuse(context, table_of + "PROGRAM and one --device", {"top", "by", "timeline"})
+    prices = prices_of(price or ())
+    answer = _Answer(top, by, timeline, json_output, prices)
+    table = _Table(programs, device.split(","), train, loss, out, plot, json_output, prices, strict)
     if framework != "xla":
-        spare = {"lowering", "fallback", "trip_count", "cluster"}
+        spare = {"lowering", "fallback", "trip_count", "cluster", "power_cap"}
         refuse(context, f"--framework {framework}", spare)
         if "," in model:
             raise typer.BadParameter(f"--framework {framework} takes a single --model")
@@ -122,7 +120,7 @@ def predict(
             check_gpu_here()
         here = _here(table.devices, pytorch.devices)
         if many:
-            table.give(by_torch(pytorch), pytorch.devices, here)
+            table.give(by_torch(pytorch, strict=strict), pytorch.devices, here)
             return
         own = torch_program_of(program_of(program), train, loss)
         answer.give(pytorch.predict(own, here or device, strict=strict))
@@ -138,7 +136,7 @@ def predict(
         refuse(
             context,
             "a partitioned program (--cluster)",
-            {"device", "strict", "out", "plot", "by", "price"},
+            {"device", "strict", "out", "plot", "by", "price", "power_cap"},
         )
         if many:
             raise typer.BadParameter("--cluster takes one program")
@@ -160,7 +158,7 @@ def predict(
         refuse(
             context,
             "several models: give a single --model",
-            {"strict", "timeline", "out", "plot", "by", "price"},
+            {"strict", "timeline", "out", "plot", "by", "price", "power_cap"},
         )
         if many:
             raise typer.BadParameter("several programs or devices take a single --model")
@@ -177,11 +175,12 @@ def predict(
     if many:
         from ..predict.program.many import by_xla
 
-        table.give(by_xla(predictor, options), predictor.devices, here)
+        answers = by_xla(predictor, options, strict=strict, power_cap_w=power_cap)
+        table.give(answers, predictor.devices, here)
         return
     own = torch_program_of(program_of(program), train, loss)
     options = replace(options, device=here or device)
-    answer.give(predictor.predict_with(own, options, strict=strict))
+    answer.give(predictor.predict_with(own, options, strict=strict, power_cap_w=power_cap))
 
 
 def _here(devices: list[str], known: Mapping[str, DeviceSpec]) -> DeviceSpec | None:
@@ -201,35 +200,31 @@ class _Answer:
     by: str
     timeline: Path | None
     json_output: bool
-    price: float | None
+    prices: Mapping[str, float]
 
     def give(self, prediction: Prediction | TorchPrediction) -> None:
-        from ..predict.program.predictor import Prediction
+        from ..predict.program.many import price_of, run_cost
+        from ..predict.program.prediction import Prediction
 
+        price = price_of(prediction.device, self.prices)
+        if self.prices and price is None:
+            raise typer.BadParameter(f"--price gives none of {prediction.device}")
         if self.timeline is not None:
             # Before printing, so that a closed pipe does not lose the file.
             from ..predict.export.timeline import write_chrome_trace
 
             write_chrome_trace(prediction, self.timeline)
         if self.json_output:
-            print_json(prediction.to_dict() | _cost(prediction, self.price))
+            data = prediction.to_dict()
+            print_json(data | run_cost(data, price))
         elif isinstance(prediction, Prediction):
             from ..predict.render.program import print_prediction
 
-            print_prediction(make_console(), prediction, self.top, self.by, self.price)
+            print_prediction(make_console(), prediction, self.top, self.by, price)
         else:
             from ..predict.render.operator import print_torch
 
-            print_torch(make_console(), prediction, self.top, self.by, self.price)
-
-
-def _cost(prediction: Prediction | TorchPrediction, price: float | None) -> dict[str, float]:
-    """Keys of the cost of one run; none without a price."""
-    from ..common.interval import Interval
-    from ..models.power.energy import cost_fields
-
-    seconds = [t * 1e-6 for t in (prediction.latency_us, prediction.lo_us, prediction.hi_us)]
-    return cost_fields(price, Interval(*seconds), 1)
+            print_torch(make_console(), prediction, self.top, self.by, price)
 
 
 def _refuse_torch(program: object) -> None:
@@ -261,14 +256,17 @@ class _Table:
     out: Path | None
     plot: Path | None
     json_output: bool
+    prices: Mapping[str, float]
+    strict: bool
 
     def give(
         self, answers: Answers, known: Mapping[str, DeviceSpec], here: DeviceSpec | None
     ) -> None:
-        """Predict programs on devices; exits with 1 if none could be predicted."""
+        """Predict programs on devices; exits with 1 if none, or with --strict not all, could be."""
         from ..common.progress import counting
         from ..predict.program.many import (
             find_chips,
+            json_text,
             plot_predictions,
             predict_many,
             write_predictions,
@@ -282,21 +280,21 @@ class _Table:
             raise typer.BadParameter("--out is a .parquet, .csv or .json file")
         chips = find_chips(self.devices, known, here)
         with counting("predictions") as tell:
-            frame = predict_many(self.programs, chips, answers, tell, self._opened)
+            frame = predict_many(self.programs, chips, answers, tell, self._opened, self.prices)
         if out is not None:
             write_predictions(frame, out)
         if self.plot is not None:
             plot_predictions(frame, self.plot)
         if self.json_output:
-            # Through pandas' own writer, which makes null of what is missing.
-            typer.echo(frame.to_json(orient="records"))
+            typer.echo(json_text(frame))
         else:
             print_many(make_console(), frame)
         if frame.attrs["interrupted"]:
             kept = f" and written to {out}" if out is not None else ""
             typer.echo(f"interrupted: {len(frame)} predictions are shown{kept}", err=True)
             raise typer.Exit(130)
-        if (frame["error"] != "").all():
+        failed = frame["error"] != ""
+        if failed.all() or (self.strict and failed.any()):
             raise typer.Exit(1)
 
     def _opened(self, program: Path) -> object:
@@ -363,64 +361,6 @@ def explain(
     from ..predict.render.explain import print_explanation
 
     print_explanation(make_console(), explanation)
-
-
-def check(
-    context: typer.Context,
-    program: ProgramOrNone = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="Instead of running it: a trace of jax.profiler, torch.profiler or Nsight Systems."
-        ),
-    ] = None,
-    device: TracedDevice = None,
-    device_index: DeviceIndex = None,
-    model: ModelOpt = "default",
-    top: Top = 10,
-    json_output: Json = False,
-) -> None:
-    """Compare predicted with measured times, kernel by kernel.
-
-    The program runs here; or, with --trace, ran somewhere, and what explains the difference is
-    shown: kernels by class, gaps, communication, the clock.
-    """
-    if json_output:
-        refuse(context, "--json, which has all kernels", {"top"})
-    if trace is not None:
-        from ..workflows.traces.checking import CheckOptions, check_trace, print_trace_check
-
-        options = CheckOptions(device, model, device_index)
-        found = check_trace(trace, program, options, lambda what: typer.echo(what, err=True))
-        if json_output:
-            print_json(found.to_dict())
-        else:
-            print_trace_check(make_console(), found, top)
-        return
-    refuse(context, "running the program here", {"device", "device_index"})
-    if program is None:
-        raise typer.BadParameter("give a PROGRAM to run, or --trace")
-    from ..predict.program.predictor import load_for_programs
-    from ..workflows.check import check_programs, print_check
-
-    predictor = load_for_programs(model)
-    measured_device("local", predictor.model.devices)
-    with tempfile.TemporaryDirectory(prefix="opcast-function-") as scratch:
-        (result,) = check_programs([_saved(program, Path(scratch))], predictor)
-    if json_output:
-        print_json(result.to_dict())
-    else:
-        print_check(make_console(), result, top)
-
-
-def _saved(program: Path, folder: Path) -> Path:
-    """The file of a program; a function is written to one, since it is measured from there."""
-    own = program_of(program)
-    if isinstance(own, Path):
-        return own
-    from ..predict.api import save
-
-    return save(own, path=folder / f"{str(program).rpartition(':')[2]}.mlir")
 
 
 def _one_of(program: Path | None, op: str | None) -> bool:

@@ -16,15 +16,19 @@ from .options import (
     LoweringOpt,
     ModelOpt,
     OperatorModelOpt,
+    PowerCapOpt,
+    PricesOpt,
     Settings,
     StepModelOpt,
     Workload,
+    bytes_of,
     make_console,
     prices_of,
     print_json,
     program_of,
     refuse,
     require_plots,
+    seconds_of,
     workload_of,
 )
 
@@ -50,14 +54,8 @@ def sweep(
     framework: FrameworkOpt = "",
     compiled: CompiledOpt = False,
     steps: StepModelOpt = "default",
-    price: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--price",
-            help="Price of a device for an hour, 2.5, or of one by name, h100-sxm=2.5; may be "
-            "given again. Adds the cost to rows and front.",
-        ),
-    ] = None,
+    price: PricesOpt = None,
+    power_cap: PowerCapOpt = None,
     workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 1,
     ray: Annotated[str, typer.Option(help="Address of a Ray cluster; 'local' starts one.")] = "",
     seed: Annotated[int, typer.Option(help="With --trials: random seed of the search.")] = 0,
@@ -97,6 +95,7 @@ def sweep(
             compiled=compiled,
             steps=steps,
             prices=prices_of(price or ()),
+            power_cap_w=power_cap,
             workers=workers,
             ray=ray,
             seed=seed,
@@ -105,11 +104,6 @@ def sweep(
             scaling=scaling,
         ),
     )
-
-
-#: Seconds of the units that ``--budget`` takes, and bytes of those of ``--memory``.
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-_BYTES = {"GiB": 2.0**30, "MiB": 2.0**20, "GB": 1e9, "MB": 1e6}
 
 
 def plan(
@@ -159,8 +153,8 @@ def plan(
     from ..predict.plan.arguments import parse_batch_dims
     from ..predict.render.plan import print_plan
 
-    limit = _with_unit(budget, _SECONDS, "--budget 10m")
-    most = _with_unit(memory, _BYTES, "--memory 60GiB") if memory else 0.0
+    limit = seconds_of(budget)
+    most = bytes_of(memory) if memory else 0.0
     with counting("plans") as advance:
         answer = search(
             program_of(program),
@@ -186,15 +180,3 @@ def plan(
     console = make_console()
     print_plan(console, answer, top)
     console.print(f"as code of JAX: {out / 'shardings.py'}", highlight=False)
-
-
-def _with_unit(text: str, units: dict[str, float], example: str) -> float:
-    number = text.rstrip("".join(set("".join(units))))
-    unit = text[len(number) :]
-    try:
-        value = float(number) * units[unit]
-    except (ValueError, KeyError):
-        raise typer.BadParameter(f"write {example}, not {text!r}") from None
-    if not 0 < value < float("inf"):
-        raise typer.BadParameter(f"write {example}, not {text!r}")
-    return value

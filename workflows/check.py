@@ -202,7 +202,7 @@ def _compare(
 
 
 def _checked(kernel: Kernel, predicted: KernelEstimate, measured_us: float) -> CheckedKernel:
-    from ..predict.program.predictor import origin
+    from ..predict.program.prediction import origin
 
     return CheckedKernel(
         name=kernel.name,

@@ -300,6 +300,7 @@ class SweepSettings(Settings):
         compiled: Whether steps are compiled, or replayed as CUDA graphs.
         steps: File of a model of steps; ``default`` for the one that ships.
         prices: Of a device for an hour, by device; under an empty name, of all others.
+        power_cap_w: Sustained power of a device in watts; ``None`` for its limit.
         workers: Worker processes.
         ray: Address of a Ray cluster; empty for none.
         seed: Seed of the search.
@@ -321,6 +322,7 @@ class SweepSettings(Settings):
     compiled: bool = False
     steps: str = "default"
     prices: Mapping[str, float] = field(default_factory=dict)
+    power_cap_w: float | None = None
     workers: int = 1
     ray: str = ""
     seed: int = 0

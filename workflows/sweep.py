@@ -37,7 +37,14 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
     batches = list(settings.batches) or [work.batch]
     grid = parse_grid(settings.grid) if settings.grid else {}
     clusters, out = list(settings.clusters), settings.out
-    own = SweepJob(work, settings.model, settings.framework, settings.compiled, settings.steps)
+    own = SweepJob(
+        work,
+        settings.model,
+        settings.framework,
+        settings.compiled,
+        settings.steps,
+        settings.power_cap_w,
+    )
     job = sweeps.Sweep(own, out, settings.workers, settings.ray, settings.prices)
     with counting("plans") as advance:
         if settings.trials:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,8 +96,10 @@ def predict_op(
     prediction = family.predict(frame, {spec.name: spec})
     times = np.stack([prediction.latency, prediction.lo, prediction.hi], axis=1)
     cap = cap_share(power_cap_w, spec)
+    libraries = family.members(frame, {spec.name: spec})
     if cap < 1.0:
         times = capped(times, _work(frame, row["key"], spec, times[:, 0]), cap)
+        libraries = [_capped_member(m, frame, row["key"], spec, cap) for m in libraries]
     return OpEstimate(
         family=row["key"],
         device=spec.name,
@@ -109,7 +111,7 @@ def predict_op(
         outside=()
         if prediction.in_domain[0]
         else tuple(family.why_outside(frame, {spec.name: spec})),
-        libraries=tuple(family.members(frame, {spec.name: spec})),
+        libraries=tuple(sorted(libraries, key=lambda m: m.latency_us)),
     )
 
 
@@ -126,6 +128,16 @@ def _work(frame: pd.DataFrame, key: str, spec: DeviceSpec, seconds: np.ndarray) 
         spec.bandwidth,
         np.full(len(frame), "attention" in key),
     )
+
+
+def _capped_member(
+    member: Member, frame: pd.DataFrame, key: str, spec: DeviceSpec, cap: float
+) -> Member:
+    """A library's time under a power cap; a faster one keeps the units busier, and slows more."""
+    times = np.array([[member.latency_us, member.lo_us, member.hi_us]])
+    found = capped(times, _work(frame, key, spec, times[:, 0] * 1e-6), cap)
+    latency, lo, hi = map(float, found[0])
+    return replace(member, latency_us=latency, lo_us=lo, hi_us=hi)
 
 
 def explain_operator(

@@ -226,19 +226,22 @@ class TorchPredictor:
         own = self.checked(program)
         # Before the recording, which may take long.
         spec = self._gpu(device)
-        found = self.price(record(own), spec)
-        if strict:
-            _require_learned(found)
-        return found
+        return self.price(record(own), spec, strict=strict)
 
-    def price(self, recording: Recording, device: str | Path | DeviceSpec) -> TorchPrediction:
-        """Predict what was recorded of a program.
+    def price(
+        self, recording: Recording, device: str | Path | DeviceSpec, *, strict: bool = False
+    ) -> TorchPrediction:
+        """Predict what was recorded of a program; arguments as of :meth:`predict`.
 
         Raises:
             ProgramError: It launches nothing, or what has no known time.
             DeviceError: The device is not known, or no GPU.
+            StrictError: As for :meth:`predict`.
         """
-        return price(recording, self._gpu(device), self.framework, self._bundle)
+        found = price(recording, self._gpu(device), self.framework, self._bundle)
+        if strict:
+            _require_learned(found)
+        return found
 
     def _gpu(self, device: str | Path | DeviceSpec) -> DeviceSpec:
         if device == "local":

@@ -140,7 +140,7 @@ def explain_lowered(
         ProgramError: The program has no kernel of that name.
     """
     from ...models.explain.kernel import explain_kernels
-    from .predictor import origin
+    from .prediction import origin
 
     prediction = predictor.predict_lowered(lowered, device)
     groups = _chosen(lowered, prediction, kernel, top)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from ...common.errors import OpcastError, fault
-from ...common.interval import LATENCY_KEYS
+from ...common.interval import LATENCY_KEYS, Interval
 from ...features.devices.catalogue import Design, load_designs
+from ...models.power.energy import cost_fields
 from ..devices import resolve_device
 
 if TYPE_CHECKING:
@@ -27,12 +28,17 @@ Answers = Callable[[Callable[[], object], "Chip"], "list[dict[str, Any] | Except
 
 #: Between the notes of a row.
 NOTES = " | "
+#: Cost of one run with its interval.
+COST_KEYS = ("cost", "cost_lo", "cost_hi")
 #: Columns of a table besides the figures of the designs.
 _FIGURES = (
     *LATENCY_KEYS,
     "peak_memory_bytes",
     "device_memory_bytes",
     "fits",
+    "energy_j",
+    "energy_lo_j",
+    "energy_hi_j",
     "framework",
     "lowering",
     "model",
@@ -82,6 +88,7 @@ def predict_many(
     answers: Answers,
     progress: Callable[[int, int], None] | None = None,
     opened: Callable[[Path], object] = Path,
+    prices: Mapping[str, float] | None = None,
 ) -> pd.DataFrame:
     """Predict every program on every design.
 
@@ -92,12 +99,14 @@ def predict_many(
         progress: Told how many of all predictions are done.
         opened: Makes what is read of an entry of ``programs``, once for each; the command line
             imports ``module.py:function`` so.
+        prices: Of a device for an hour, by name; under an empty name, of all others.
 
     Returns:
         A row for each program and design: ``program``, ``device``, the figures of the design,
-        ``latency_us``, ``lo_us``, ``hi_us``, memory, ``notes`` (joined by :data:`NOTES`) and
-        ``error``. What cannot be predicted has an ``error`` and no time. After Ctrl-C the rows so
-        far, with ``attrs["interrupted"]`` true.
+        ``latency_us``, ``lo_us``, ``hi_us``, memory, energy, ``notes`` (joined by :data:`NOTES`)
+        and ``error``; with prices also ``cost``, ``cost_lo`` and ``cost_hi`` of one run. What
+        cannot be predicted has an ``error`` and no time. After Ctrl-C the rows so far, with
+        ``attrs["interrupted"]`` true.
     """
     total = len(programs) * sum(len(chip.designs) for chip in chips)
     rows: list[dict[str, Any]] = []
@@ -111,7 +120,8 @@ def predict_many(
                     if isinstance(found, Exception):
                         own: dict[str, Any] = {"error": _said(found)}
                     else:
-                        own = {**found, "error": ""}
+                        price = price_of(design.device.name, prices or {})
+                        own = {**found, **run_cost(found, price), "error": ""}
                     rows.append({**subject, **design.figures, **own})
                 if progress is not None:
                     progress(len(rows), total)
@@ -121,18 +131,43 @@ def predict_many(
             raise
         interrupted = True
     keys = dict.fromkeys(key for chip in chips for design in chip.designs for key in design.figures)
-    columns = ["program", "device", *keys, *_FIGURES, "notes", "error"]
+    costs = COST_KEYS if prices else ()
+    columns = ["program", "device", *keys, *_FIGURES, *costs, "notes", "error"]
     frame = pd.DataFrame(rows, columns=columns)
     frame.attrs["interrupted"] = interrupted
     return frame
 
 
-def by_xla(predictor: Predictor, options: LoweringOptions) -> Answers:
+def price_of(device: str, prices: Mapping[str, float]) -> float | None:
+    """Price of a device for an hour; ``None`` if none is given that holds for it."""
+    return prices.get(device, prices.get(""))
+
+
+def run_cost(found: Mapping[str, Any], price: float | None) -> dict[str, float]:
+    """Keys of the cost of one run, in the price's currency; none without a price.
+
+    Args:
+        found: Has the keys of a time (:data:`~opcast.common.interval.LATENCY_KEYS`).
+        price: Of the device for an hour.
+    """
+    seconds = Interval(*(float(found[key]) * 1e-6 for key in LATENCY_KEYS))
+    return cost_fields(price, seconds, 1)
+
+
+def by_xla(
+    predictor: Predictor,
+    options: LoweringOptions,
+    *,
+    strict: bool = False,
+    power_cap_w: float | None = None,
+) -> Answers:
     """Predict programs as XLA runs them; designs of a chip share the kernels of the first.
 
     Args:
         predictor: Loaded models.
         options: Lowering options; the device is each chip's own.
+        strict: Whether a kernel without a learned estimate is an error.
+        power_cap_w: Sustained power of every device in watts, below its limit.
     """
 
     def answers(opened: Callable[[], object], chip: Chip) -> list[dict[str, Any] | Exception]:
@@ -155,7 +190,9 @@ def by_xla(predictor: Predictor, options: LoweringOptions) -> Answers:
 
         def one(design: Design) -> dict[str, Any]:
             with well_formed(source):
-                found = predictor.predict_lowered(lowered, design.device)
+                found = predictor.predict_lowered(
+                    lowered, design.device, strict=strict, power_cap_w=power_cap_w
+                )
             notes = list(found.notes)
             if design is not chip.designs[0]:
                 notes.append(f"designs of {chip.name} share the kernels of {first.name}")
@@ -166,8 +203,13 @@ def by_xla(predictor: Predictor, options: LoweringOptions) -> Answers:
     return answers
 
 
-def by_torch(predictor: TorchPredictor) -> Answers:
-    """Predict programs of PyTorch by its own kernels, recorded once for all devices."""
+def by_torch(predictor: TorchPredictor, *, strict: bool = False) -> Answers:
+    """Predict programs of PyTorch by its own kernels, recorded once for all devices.
+
+    Args:
+        predictor: Loaded models.
+        strict: Whether an operator without a learned estimate is an error.
+    """
     # With its program, whose identity tells it: the last one alone, since they come in order.
     last: list[tuple[object, Recording]] = []
 
@@ -182,7 +224,7 @@ def by_torch(predictor: TorchPredictor) -> Answers:
             return [error] * len(chip.designs)
 
         def one(design: Design) -> dict[str, Any]:
-            found = predictor.price(last[0][1], design.device)
+            found = predictor.price(last[0][1], design.device, strict=strict)
             own = {**found.to_dict(), "model": predictor.model}
             return _figures(own, found.notes)
 
@@ -222,9 +264,15 @@ def write_predictions(frame: pd.DataFrame, path: Path) -> None:
     elif suffix == ".csv":
         write_text(path, frame.to_csv(index=False))
     elif suffix == ".json":
-        write_text(path, frame.to_json(orient="records"))
+        write_text(path, json_text(frame))
     else:
         raise OpcastError("a table is .parquet, .csv or .json", where=str(path))
+
+
+def json_text(frame: pd.DataFrame) -> str:
+    """A table as a JSON array of its rows, with null for what is missing."""
+    # The ten decimal places of the default would cut the cost of a short run.
+    return str(frame.to_json(orient="records", double_precision=15))
 
 
 def plot_predictions(frame: pd.DataFrame, path: Path) -> None:

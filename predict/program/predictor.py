@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import re
 import threading
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...common.errors import StrictError
-from ...common.files import printable
-from ...common.interval import InSeconds, Interval, latency_fields, latency_of
-from ...features.devices.identity import BY_NAME, MEASURED_AT, base_name, speed_of
+from ...common.interval import Interval, latency_fields
+from ...features.devices.identity import speed_of
 from ...features.kernels.kernel import Kernel, LoweredProgram
-from ...models.power.energy import energy_fields
+from ...models.power.law import cap_share
 from ..devices import resolve_device
-from ..groups import Group, grouped
 from ..locate import OPERATOR_MODEL, PLATFORM_DEFAULTS, find_model, is_untrained
-from .energy import program_energy
+from .energy import capped_kernels, capped_total, program_energy
+from .notes import capped_note, model_notes, rematerialised
+from .prediction import KernelEstimate as KernelEstimate
+from .prediction import Memory as Memory
+from .prediction import Prediction as Prediction
 
 if TYPE_CHECKING:
     from ...features.devices.device import DeviceSpec
@@ -33,182 +33,9 @@ if TYPE_CHECKING:
     from ...models.cost_model import CostModel
     from ...models.operators import OpModel
 
-#: Names that XLA's HloRematerialization gives to the copies that it computes again.
-_REMATERIALISED = re.compile(r"\.remat\d*(?:\.|$)")
 #: Single-kernel answers that :meth:`Predictor.latency_us` remembers; a full memory is emptied. It
 #: bounds the memory of long runs. Engineering estimate.
 MEMO_SIZE = 200_000
-
-
-@dataclass(frozen=True, slots=True)
-class KernelEstimate:
-    """One kernel of a prediction. Times are of one execution, in microseconds.
-
-    Attributes:
-        name: Instruction name in the lowered program.
-        kind: Kind of kernel.
-        latency_us: Predicted latency.
-        lo_us: Lower end of the 90 % interval.
-        hi_us: Upper end of the 90 % interval.
-        multiplicity: Executions per program run.
-        bound: ``compute``, ``memory``, ``latency`` or ``communication``.
-        source: ``measured``, ``learned``, ``roofline`` or ``compiler``; a colon and what it was
-            learned from may follow.
-        in_domain: Whether the model was trained on similar kernels.
-        flops: Floating-point operations of one execution.
-        bytes: Bytes touched by one execution.
-        source_op: StableHLO op that it mainly came from.
-        source_line: ``file:line`` in the user's program, or empty.
-        module: Modules that it belongs to, such as ``Llama/Block_0/attention``, or empty.
-        phase: ``forward``, ``backward`` or ``recomputed``; empty where no gradient is taken.
-    """
-
-    name: str
-    kind: str
-    latency_us: float
-    lo_us: float
-    hi_us: float
-    multiplicity: float
-    bound: str
-    source: str
-    in_domain: bool
-    flops: float
-    bytes: float
-    source_op: str
-    source_line: str
-    module: str = ""
-    phase: str = ""
-
-    @property
-    def total_us(self) -> float:
-        """Microseconds over all executions."""
-        return self.latency_us * self.multiplicity
-
-    @property
-    def what(self) -> str:
-        """The op that it mainly came from, as the user's code names it, or its kind."""
-        return self.source_op.removeprefix("stablehlo.") or self.kind
-
-
-class Memory(NamedTuple):
-    """Memory that a program needs.
-
-    Attributes:
-        peak_bytes: Peak on the device.
-        device_bytes: What the device has; 0 if not known.
-        fits: Whether the peak is within it; ``None`` if that is not known.
-        source: ``compiler`` or ``liveness``.
-    """
-
-    peak_bytes: float
-    device_bytes: float
-    fits: bool | None
-    source: str
-
-
-@dataclass(frozen=True)
-class Prediction(InSeconds):
-    """Predicted time of a program on a device, with its interval, kernels and notes.
-
-    Attributes:
-        latency_us: Time of one run of the program.
-        lo_us: Lower end of the 90 % interval.
-        hi_us: Upper end of the 90 % interval.
-        kernels: Kernels in schedule order.
-        peak_memory_bytes: Peak device memory.
-        memory_source: ``compiler`` or ``liveness``.
-        lowering: ``xla``, ``fused`` or ``op``.
-        model: Name of the estimator.
-        device: Name of the device.
-        notes: Known limits of the prediction.
-        compiler: Compiler and version, if a compiler made the kernels.
-        device_memory_bytes: Memory of the device; 0 if not known.
-        energy: Joules of one run with their 90 % interval; ``None`` if the device's power limit is
-            not known.
-        standing: Those of ``notes`` that are about the model and the device, whatever the program.
-    """
-
-    latency_us: float
-    lo_us: float
-    hi_us: float
-    kernels: tuple[KernelEstimate, ...]
-    peak_memory_bytes: float
-    memory_source: str
-    lowering: str
-    model: str
-    device: str
-    notes: tuple[str, ...] = field(default=())
-    compiler: str = ""
-    device_memory_bytes: float = 0.0
-    standing: tuple[str, ...] = ()
-    energy: Interval | None = None
-
-    def __repr__(self) -> str:
-        """Time, interval, device and number of kernels; the fields would fill pages."""
-        return f"Prediction({self._said()}, {len(self.kernels)} kernels)"
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether the peak is within the device's memory; ``None`` if that is not known."""
-        if not self.device_memory_bytes:
-            return None
-        return self.peak_memory_bytes <= self.device_memory_bytes
-
-    @property
-    def memory(self) -> Memory:
-        """Peak memory, what the device has, and whether that is enough."""
-        return Memory(
-            self.peak_memory_bytes, self.device_memory_bytes, self.fits, self.memory_source
-        )
-
-    @property
-    def share_by_kind(self) -> dict[str, float]:
-        """Share of the summed kernel time by kind, largest first."""
-        sums: Counter[str] = Counter()
-        for kernel in self.kernels:
-            sums[kernel.kind] += kernel.total_us  # type: ignore[assignment]
-        total = sum(sums.values()) or 1.0
-        return {kind: value / total for kind, value in sums.most_common()}
-
-    @property
-    def in_domain_share(self) -> float:
-        """Share of the summed kernel time that lies within the model's training domain."""
-        total = sum(k.total_us for k in self.kernels) or 1.0
-        return sum(k.total_us for k in self.kernels if k.in_domain) / total
-
-    def top(self, count: int = 10) -> list[KernelEstimate]:
-        """Return the kernels that take most time over all their executions."""
-        return sorted(self.kernels, key=lambda k: -k.total_us)[:count]
-
-    def by(self, key: str) -> list[Group[KernelEstimate]]:
-        """Put the kernels together by ``line``, ``module``, ``kind`` or ``phase``.
-
-        Returns:
-            What takes most time first.
-        """
-        return grouped(self.kernels, key)
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain data, as ``opcast predict --json`` prints it."""
-        return {
-            **latency_of(self),
-            **energy_fields(self.energy),
-            # Not ``asdict``, which copies recursively: programs have tens of thousands of kernels.
-            "kernels": [
-                {name: getattr(k, name) for name in KernelEstimate.__slots__} for k in self.kernels
-            ],
-            "share_by_kind": self.share_by_kind,
-            "in_domain_share": self.in_domain_share,
-            "peak_memory_bytes": self.peak_memory_bytes,
-            "memory_source": self.memory_source,
-            "device_memory_bytes": self.device_memory_bytes,
-            "fits": self.fits,
-            "compiler": self.compiler,
-            "lowering": self.lowering,
-            "model": self.model,
-            "device": self.device,
-            "notes": list(self.notes),
-        }
 
 
 class Predictor:
@@ -282,6 +109,7 @@ class Predictor:
         strict: bool = False,
         fallback: str = "",
         settings: CompileSettings | None = None,
+        power_cap_w: float | None = None,
         **kwargs: object,
     ) -> Prediction:
         """Predict a whole program.
@@ -298,17 +126,20 @@ class Predictor:
             strict: Raise instead of falling back to the roofline for a kernel.
             fallback: Lowering to take where the device's compiler is missing or fails.
             settings: Limits and options of that compiler.
+            power_cap_w: Sustained power of the device in watts, below its limit.
             kwargs: Keyword arguments of a function. One that has the name of an option here goes
                 into a lambda around it.
 
         Raises:
-            OpcastError: The program, device or lowering is not usable, ``strict`` is not met, or
-                the program is for several devices (``predict_partitioned`` takes those).
+            OpcastError: The program, device, lowering or power cap is not usable, ``strict`` is not
+                met, or the program is for several devices (``predict_partitioned`` takes those).
         """
         from ...features.lowering.options import LoweringOptions
 
         options = LoweringOptions(lowering, device, trip_counts, fallback, settings)
-        return self.predict_with(program, options, *args, strict=strict, **kwargs)
+        return self.predict_with(
+            program, options, *args, strict=strict, power_cap_w=power_cap_w, **kwargs
+        )
 
     def predict_with(
         self,
@@ -316,6 +147,7 @@ class Predictor:
         options: LoweringOptions,
         *args: object,
         strict: bool = False,
+        power_cap_w: float | None = None,
         **kwargs: object,
     ) -> Prediction:
         """Predict a whole program, as :meth:`predict`, with the lowering options as one value.
@@ -325,6 +157,7 @@ class Predictor:
             options: Lowering options; the predictor's cache replaces theirs.
             args: As for :meth:`predict`.
             strict: As for :meth:`predict`.
+            power_cap_w: As for :meth:`predict`.
             kwargs: As for :meth:`predict`.
 
         Raises:
@@ -349,7 +182,9 @@ class Predictor:
         lowered = lower_with(source, replace(options, device=spec, cache=self.cache))
         # HLO attributes that contradict their shapes surface only while features are computed.
         with well_formed(source):
-            return self.predict_lowered(lowered, spec, strict=strict, source=source)
+            return self.predict_lowered(
+                lowered, spec, strict=strict, source=source, power_cap_w=power_cap_w
+            )
 
     def predict_lowered(
         self,
@@ -358,6 +193,7 @@ class Predictor:
         *,
         strict: bool = False,
         source: SourceProgram | None = None,
+        power_cap_w: float | None = None,
     ) -> Prediction:
         """Predict a program that is already lowered.
 
@@ -366,12 +202,14 @@ class Predictor:
             device: The device.
             strict: As for :meth:`predict`.
             source: The program that they were made of, which names their modules.
+            power_cap_w: As for :meth:`predict`.
 
         Raises:
-            DeviceError: The device is not known.
+            DeviceError: The device is not known, or a cap is outside what it allows.
             StrictError: ``strict`` is set and a kernel has no learned estimate.
         """
         device = resolve_device(device, self.devices)
+        cap = cap_share(power_cap_w, device)
         model = self.model_for(device)
         kernels = model.predict_kernels(lowered.kernels, device)
         if device.platform == "tpu":
@@ -383,7 +221,7 @@ class Predictor:
             _require_learned(lowered.kernels, kernels.source)
         # Latencies in context (cache contents left by neighbours) may differ from those in
         # isolation.
-        isolated = kernels
+        isolated = capped_kernels(kernels, lowered.kernels, device, cap)
         kernels, program = model.predict_in_program(lowered, device, isolated)
         if (speed := speed_of(device)).ratios:
             from ...models.adapt.present_speed import (
@@ -398,6 +236,7 @@ class Predictor:
                 lowered, device, at_present_speed(isolated, lowered.kernels, speed)
             )
             program = program_at_present_speed(program, others)
+        total = capped_total(Interval(program.latency, program.lo, program.hi), cap)
         rows = zip(
             lowered.kernels,
             _places(lowered.kernels, source),
@@ -412,7 +251,7 @@ class Predictor:
         )
         standing = model_notes(model, lowered.kernels, device)
         return Prediction(
-            **latency_fields(program.latency, program.lo, program.hi),
+            **latency_fields(*total),
             kernels=tuple(_estimate(*row) for row in rows),
             peak_memory_bytes=lowered.peak_memory_bytes,
             memory_source=lowered.memory_source,
@@ -421,16 +260,18 @@ class Predictor:
             device=device.name,
             # What the lowering could not do comes first, then what the model does not know.
             notes=(
-                *_again(lowered.kernels, kernels.latency),
+                *rematerialised(lowered.kernels, kernels.latency),
                 *lowered.notes,
+                *(capped_note(power_cap_w) if cap < 1.0 else ()),
                 *standing,
             ),
             standing=standing,
             energy=program_energy(
                 lowered.kernels,
                 kernels.latency,
-                Interval(program.latency, program.lo, program.hi),
+                total,
                 device,
+                cap,
             ),
             compiler=lowered.compiler,
             device_memory_bytes=device.memory_bytes,
@@ -557,61 +398,6 @@ def load_for_programs(model: str | Path = "default") -> Predictor:
     return load(model)
 
 
-def model_notes(model: CostModel, kernels: Sequence[Kernel], device: DeviceSpec) -> tuple[str, ...]:
-    """Collect notes on the model's limits for a device and on the device's description."""
-    return (*_model_limits(model, kernels, device), *_device_notes(device))
-
-
-def _device_notes(device: DeviceSpec) -> tuple[str, ...]:
-    """Notes on how a device was found, when it was measured, and how fast it runs now."""
-    speed = speed_of(device)
-    changed = (
-        f"this machine runs at {speed} of when it was measured: times are scaled by what is "
-        "slower, and intervals hold both speeds",
-    )
-    return (*_taken(device), *(changed if speed.ratios else ()))
-
-
-def _taken(device: DeviceSpec) -> tuple[str, ...]:
-    """A note that a device was matched by name alone, or the time of its measurement."""
-    if device.extra.get(BY_NAME):
-        return (
-            f"this machine is taken for the {device.name} of the model by its name alone; "
-            "to measure it: opcast device --save",
-        )
-    if isinstance(taken := device.extra.get(MEASURED_AT), str):
-        # Device files are untrusted: their text is cut and printed without control sequences.
-        return (f"{device.name} was measured on {printable(taken[:40])}",)
-    return ()
-
-
-def _model_limits(
-    model: CostModel, kernels: Sequence[Kernel], device: DeviceSpec
-) -> tuple[str, ...]:
-    """The estimator's own notes, or a note that it was not trained on the device."""
-    # First: a machine that only shares its name with a trained one would pass as known below.
-    other = model.unlike(device)
-    if other is not None:
-        return (
-            f"{device.name} measures {other} of the {base_name(device.name)} that the model was "
-            "trained on: it is taken for another device, intervals are wider; profile this device "
-            "and train on it, or adapt the model: opcast calibrate --device local --budget 5m",
-        )
-    own = getattr(model.estimator, "notes", None)
-    if own is not None:
-        found: tuple[str, ...] = own(kernels, device)
-        return found
-    if not model.devices:
-        return ("nothing was learned or calibrated on any device",)
-    if device.name in model.devices:
-        return ()
-    known = ", ".join(sorted(model.devices))
-    return (
-        f"the model was trained on {known}, not on {device.name}: errors may exceed the "
-        "intervals; profile this device and train on it",
-    )
-
-
 def _require_learned(kernels: Sequence[Kernel], source: np.ndarray) -> None:
     for kernel, origin in zip(kernels, source.tolist(), strict=True):
         # Control kernels take no time of their own, so there is nothing to learn about them.
@@ -633,20 +419,6 @@ def _places(kernels: Sequence[Kernel], source: SourceProgram | None) -> list[Mod
         return [ModulePath()] * len(kernels)
     paths = ModulePaths(source)
     return [paths.of(kernel) for kernel in kernels]
-
-
-def _again(kernels: Sequence[Kernel], latency: np.ndarray) -> tuple[str, ...]:
-    """A note if the compiler computes values again that it has no memory to keep."""
-    own = np.array([bool(_REMATERIALISED.search(k.name)) for k in kernels], bool)
-    if not own.any():
-        return ()
-    times = latency * np.array([k.multiplicity for k in kernels], np.float64)
-    share = float(times[own].sum() / (times.sum() or 1.0))
-    return (
-        f"to need less memory, the compiler computes {int(own.sum())} kernels' values again "
-        f"(rematerialisation), {share:.1%} of the kernels' time: a smaller batch or "
-        "recomputation of your own choice may be faster",
-    )
 
 
 def _estimate(
@@ -679,10 +451,3 @@ def _estimate(
         module="/".join(place.modules),
         phase=place.phase,
     )
-
-
-def origin(kernel: KernelEstimate) -> str:
-    """Format the StableHLO op and source line that a kernel mainly came from."""
-    line = kernel.source_line.rsplit("/", 1)[-1]
-    op = kernel.source_op.removeprefix("stablehlo.")
-    return f"{op} {line}".strip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...common.units import duration
+from ...common.units import duration, size
 from ..program.many import NOTES
 
 #: Figures of a design in its name.
@@ -22,19 +23,20 @@ MOST = 60
 def print_many(console: Console, frame: pd.DataFrame) -> None:
     """Print the times of programs on devices, in the order of the command line."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("time", "90 % interval", "device", "program"):
-        table.add_column(name, justify="right" if name == "time" else "left")
+    priced = "cost" in frame
+    names = ("time", "90 % interval", "memory", *(("cost",) if priced else ()), "device", "program")
+    for name in names:
+        table.add_column(name, justify="right" if name in ("time", "cost") else "left")
     for row in frame.head(MOST).to_dict("records"):
         program = Text(Path(str(row["program"])).name)
         device = Text(str(row["device"]))
         if row["error"]:
-            table.add_row("none", Text(str(row["error"]), style="red"), device, program)
+            empty = [""] * (1 + priced)
+            table.add_row("none", Text(str(row["error"]), style="red"), *empty, device, program)
             continue
         span = f"{duration(row['lo_us'])} to {duration(row['hi_us'])}"
-        # ``fits`` is None where the memory of a device is not known.
-        if row["fits"] is False:
-            span += ", does NOT fit"
-        table.add_row(duration(row["latency_us"]), span, device, program)
+        cost = [f"{row['cost']:.3g}" if pd.notna(row["cost"]) else ""] if priced else []
+        table.add_row(duration(row["latency_us"]), span, _memory(row), *cost, device, program)
     console.print(table)
     if len(frame) > MOST:
         console.print(f"{len(frame) - MOST} more rows: --out has all", highlight=False)
@@ -45,3 +47,14 @@ def print_many(console: Console, frame: pd.DataFrame) -> None:
     texts = [_FIGURES.sub("", text) for text in frame["notes"].fillna("") if text]
     for note in dict.fromkeys(part for text in texts for part in text.split(NOTES)):
         console.print(Text(f"note: {note}", style="dim"))
+
+
+def _memory(row: Mapping[str, object]) -> Text:
+    """Peak memory and whether it fits; empty where it is not predicted, as of PyTorch's kernels."""
+    peak = row["peak_memory_bytes"]
+    if not isinstance(peak, float | int) or pd.isna(peak):
+        return Text("")
+    # ``fits`` is None where the memory of a device is not known.
+    if row["fits"] is False:
+        return Text(f"{size(peak)} does NOT fit", style="red")
+    return Text(f"{size(peak)}{' fits' if row['fits'] is True else ''}")

@@ -48,6 +48,7 @@ class SweepJob:
         framework: Framework that runs the steps; empty for an average one.
         compiled: Whether steps are compiled, or replayed as CUDA graphs.
         steps: File of a model of steps; ``default`` for the one that ships.
+        power_cap_w: Sustained power of a device in watts; ``None`` for its limit.
     """
 
     workload: Workload
@@ -55,6 +56,7 @@ class SweepJob:
     framework: str = ""
     compiled: bool = False
     steps: str = "default"
+    power_cap_w: float | None = None
 
 
 def judge(job: SweepJob, items: Sequence[Candidate]) -> list[dict[str, object]]:
@@ -68,7 +70,9 @@ def judge(job: SweepJob, items: Sequence[Candidate]) -> list[dict[str, object]]:
     """
     rows = []
     for item in items:
-        predictor = _predictor(item.cluster, job.model, job.framework, job.compiled, job.steps)
+        predictor = _predictor(
+            item.cluster, job.model, job.framework, job.compiled, job.steps, job.power_cap_w
+        )
         try:
             rows.append(_row(job, item, predictor))
         except Exception as error:
@@ -119,7 +123,7 @@ def _settings(plan: Plan) -> dict[str, object]:
 # candidates of a cluster cost little; eight clusters at once bound the memory.
 @lru_cache(maxsize=8)
 def _predictor(
-    cluster: str, model: str, framework: str, compiled: bool, steps: str
+    cluster: str, model: str, framework: str, compiled: bool, steps: str, power_cap_w: float | None
 ) -> StepPredictor:
     return StepPredictor(
         find_cluster(cluster),
@@ -127,6 +131,7 @@ def _predictor(
         framework=framework,
         compiled=compiled,
         learned=find_step_model(steps),
+        power_cap_w=power_cap_w,
     )
 
 

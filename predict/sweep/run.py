@@ -58,7 +58,7 @@ class Sweep:
 
         Raises:
             PlanError: There are no candidates.
-            DatasetError: The folder holds a sweep of another workload or model.
+            DatasetError: The folder holds a sweep of another workload, model or power cap.
             OpcastError: Workers die again and again, or there is no Ray cluster.
         """
         if not items:
@@ -137,9 +137,11 @@ class Sweep:
         sizes.pop("batch")
         settings = {**asdict(self.job), "workload": sizes}
         path = self.folder / _SETTINGS
-        if path.is_file() and parse_json(path.read_text(encoding="utf-8")) != settings:
+        # Folders from before there were caps have none.
+        uncapped = {"power_cap_w": None}
+        if path.is_file() and uncapped | parse_json(path.read_text(encoding="utf-8")) != settings:
             raise DatasetError(
-                "holds a sweep of another workload or model",
+                "holds a sweep of another workload, model or power cap",
                 where=str(self.folder),
                 hint="give another folder",
             )

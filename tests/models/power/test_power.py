@@ -156,6 +156,11 @@ def test_operators_and_steps_under_a_cap() -> None:
     assert limit == free
     assert 1.15 < low.latency_us / free.latency_us < 1.6
     assert low.hi_us / low.lo_us > free.hi_us / free.lo_us
+    # Each library of a mixture is under the cap as well.
+    bare = text.partition(" backend")[0]
+    mixed = [predict_op(bare, "h100-sxm", power_cap_w=watts) for watts in (None, 400.0)]
+    pairs = list(zip(*([own.latency_us for own in m.libraries] for m in mixed), strict=True))
+    assert len(pairs) > 1 and all(1.15 < slow / fast < 1.6 for fast, slow in pairs)
     size = read_workload("llama", ["layers=4,d_model=4096,heads=32,d_ff=14336,vocab=32000"])
     plan = Plan(dp=8)
     steps = [

@@ -102,7 +102,7 @@ def test_one_bad_program_costs_only_its_rows(folder):
     ("options", "said"),
     [
         (["--out", "table.xlsx"], ".parquet, .csv or .json"),
-        (["--device", "a30,a40", "--top", "3"], "--top does not apply"),
+        (["--device", "a30,a40", "--top", "3"], "give one PROGRAM and one --device"),
         (["--device", "a30,a40", "--model", "roofline,default"], "single --model"),
         (["--device", "a30,nonsense"], "nonsense"),
     ],
@@ -111,6 +111,40 @@ def test_what_does_not_go_together_is_refused(folder, options, said):
     done = opcast("predict", folder / "mlp.mlir", *options)
     assert done.returncode != 0
     assert said in " ".join(done.stderr.replace("│", "").split())
+
+
+def test_a_table_has_memory_cost_and_energy(folder):
+    args = (
+        "predict", folder / "mlp.mlir", folder / "lstm.mlir", "--device", "a30,v5e",
+        "--lowering", "fused", "--price", "v5e=1.2", "--price", "3.6",
+    )  # fmt: skip
+    shown = opcast(*args)
+    assert shown.returncode == 0, shown.stderr
+    head, *rows = shown.stdout.splitlines()
+    assert head.split() == ["time", "90", "%", "interval", "memory", "cost", "device", "program"]
+    assert all("MiB fits" in row for row in rows[:4])
+    for row in json.loads(opcast(*args, "--json").stdout):
+        price = {"a30": 3.6, "tpu-v5e": 1.2}[row["device"]]
+        assert row["cost"] == pytest.approx(price / 3600 * row["latency_us"] * 1e-6)
+        assert row["cost_lo"] < row["cost"] < row["cost_hi"]
+        # The board power of TPUs is not stated.
+        assert (row["energy_j"] is None) == (row["device"] == "tpu-v5e")
+
+
+def test_a_strict_table_fails_where_one_cell_was_not_learned(folder):
+    args = ("predict", folder / "mlp.mlir", "--lowering", "fused", "--model", "roofline")
+    done = opcast(*args, "--device", "a30,a40", "--json")
+    assert done.returncode == 0
+    done = opcast(*args, "--device", "a30,a40", "--json", "--strict")
+    assert done.returncode == 1
+    assert all("only a roofline estimate" in row["error"] for row in json.loads(done.stdout))
+
+
+def test_a_price_of_another_device_is_refused(folder):
+    args = ("predict", folder / "mlp.mlir", "--device", "a30", "--lowering", "fused", "--price")
+    assert opcast(*args, "a30=2").returncode == 0
+    done = opcast(*args, "a40=2")
+    assert done.returncode != 0 and "none of a30" in " ".join(done.stderr.split())
 
 
 def test_a_program_is_lowered_once_for_all_designs(folder, monkeypatch):

@@ -1,0 +1,189 @@
+"""What is predicted of a program: its time, kernels, memory and energy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ...common.interval import InSeconds, Interval, latency_of
+from ...models.power.energy import energy_fields
+from ..groups import Group, grouped
+
+
+@dataclass(frozen=True, slots=True)
+class KernelEstimate:
+    """One kernel of a prediction. Times are of one execution, in microseconds.
+
+    Attributes:
+        name: Instruction name in the lowered program.
+        kind: Kind of kernel.
+        latency_us: Predicted latency.
+        lo_us: Lower end of the 90 % interval.
+        hi_us: Upper end of the 90 % interval.
+        multiplicity: Executions per program run.
+        bound: ``compute``, ``memory``, ``latency`` or ``communication``.
+        source: ``measured``, ``learned``, ``roofline`` or ``compiler``; a colon and what it was
+            learned from may follow.
+        in_domain: Whether the model was trained on similar kernels.
+        flops: Floating-point operations of one execution.
+        bytes: Bytes touched by one execution.
+        source_op: StableHLO op that it mainly came from.
+        source_line: ``file:line`` in the user's program, or empty.
+        module: Modules that it belongs to, such as ``Llama/Block_0/attention``, or empty.
+        phase: ``forward``, ``backward`` or ``recomputed``; empty where no gradient is taken.
+    """
+
+    name: str
+    kind: str
+    latency_us: float
+    lo_us: float
+    hi_us: float
+    multiplicity: float
+    bound: str
+    source: str
+    in_domain: bool
+    flops: float
+    bytes: float
+    source_op: str
+    source_line: str
+    module: str = ""
+    phase: str = ""
+
+    @property
+    def total_us(self) -> float:
+        """Microseconds over all executions."""
+        return self.latency_us * self.multiplicity
+
+    @property
+    def what(self) -> str:
+        """The op that it mainly came from, as the user's code names it, or its kind."""
+        return self.source_op.removeprefix("stablehlo.") or self.kind
+
+
+class Memory(NamedTuple):
+    """Memory that a program needs.
+
+    Attributes:
+        peak_bytes: Peak on the device.
+        device_bytes: What the device has; 0 if not known.
+        fits: Whether the peak is within it; ``None`` if that is not known.
+        source: ``compiler`` or ``liveness``.
+    """
+
+    peak_bytes: float
+    device_bytes: float
+    fits: bool | None
+    source: str
+
+
+@dataclass(frozen=True)
+class Prediction(InSeconds):
+    """Predicted time of a program on a device, with its interval, kernels and notes.
+
+    Attributes:
+        latency_us: Time of one run of the program.
+        lo_us: Lower end of the 90 % interval.
+        hi_us: Upper end of the 90 % interval.
+        kernels: Kernels in schedule order.
+        peak_memory_bytes: Peak device memory.
+        memory_source: ``compiler`` or ``liveness``.
+        lowering: ``xla``, ``fused`` or ``op``.
+        model: Name of the estimator.
+        device: Name of the device.
+        notes: Known limits of the prediction.
+        compiler: Compiler and version, if a compiler made the kernels.
+        device_memory_bytes: Memory of the device; 0 if not known.
+        energy: Joules of one run with their 90 % interval; ``None`` if the device's power limit is
+            not known.
+        standing: Those of ``notes`` that are about the model and the device, whatever the program.
+    """
+
+    latency_us: float
+    lo_us: float
+    hi_us: float
+    kernels: tuple[KernelEstimate, ...]
+    peak_memory_bytes: float
+    memory_source: str
+    lowering: str
+    model: str
+    device: str
+    notes: tuple[str, ...] = field(default=())
+    compiler: str = ""
+    device_memory_bytes: float = 0.0
+    standing: tuple[str, ...] = ()
+    energy: Interval | None = None
+
+    def __repr__(self) -> str:
+        """Time, interval, device and number of kernels; the fields would fill pages."""
+        return f"Prediction({self._said()}, {len(self.kernels)} kernels)"
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is within the device's memory; ``None`` if that is not known."""
+        if not self.device_memory_bytes:
+            return None
+        return self.peak_memory_bytes <= self.device_memory_bytes
+
+    @property
+    def memory(self) -> Memory:
+        """Peak memory, what the device has, and whether that is enough."""
+        return Memory(
+            self.peak_memory_bytes, self.device_memory_bytes, self.fits, self.memory_source
+        )
+
+    @property
+    def share_by_kind(self) -> dict[str, float]:
+        """Share of the summed kernel time by kind, largest first."""
+        sums: Counter[str] = Counter()
+        for kernel in self.kernels:
+            sums[kernel.kind] += kernel.total_us  # type: ignore[assignment]
+        total = sum(sums.values()) or 1.0
+        return {kind: value / total for kind, value in sums.most_common()}
+
+    @property
+    def in_domain_share(self) -> float:
+        """Share of the summed kernel time that lies within the model's training domain."""
+        total = sum(k.total_us for k in self.kernels) or 1.0
+        return sum(k.total_us for k in self.kernels if k.in_domain) / total
+
+    def top(self, count: int = 10) -> list[KernelEstimate]:
+        """Return the kernels that take most time over all their executions."""
+        return sorted(self.kernels, key=lambda k: -k.total_us)[:count]
+
+    def by(self, key: str) -> list[Group[KernelEstimate]]:
+        """Put the kernels together by ``line``, ``module``, ``kind`` or ``phase``.
+
+        Returns:
+            What takes most time first.
+        """
+        return grouped(self.kernels, key)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data, as ``opcast predict --json`` prints it."""
+        return {
+            **latency_of(self),
+            **energy_fields(self.energy),
+            # Not ``asdict``, which copies recursively: programs have tens of thousands of kernels.
+            "kernels": [
+                {name: getattr(k, name) for name in KernelEstimate.__slots__} for k in self.kernels
+            ],
+            "share_by_kind": self.share_by_kind,
+            "in_domain_share": self.in_domain_share,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "memory_source": self.memory_source,
+            "device_memory_bytes": self.device_memory_bytes,
+            "fits": self.fits,
+            "compiler": self.compiler,
+            "lowering": self.lowering,
+            "model": self.model,
+            "device": self.device,
+            "notes": list(self.notes),
+        }
+
+
+def origin(kernel: KernelEstimate) -> str:
+    """Format the StableHLO op and source line that a kernel mainly came from."""
+    line = kernel.source_line.rsplit("/", 1)[-1]
+    op = kernel.source_op.removeprefix("stablehlo.")
+    return f"{op} {line}".strip()
