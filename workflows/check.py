@@ -220,35 +220,17 @@ def print_check(console: Console, result: CheckResult, top: int = 10) -> None:
     """Print the kernels that took most time, and the total, predicted beside measured."""
     from rich.text import Text
 
+    from ..common.interval import Interval
     from ..common.units import duration
-    from ..predict.render.parts import Column, fitted_table
+    from ..predict.render.parts import Compared, compared_table, compared_total, print_notes
 
-    columns = (
-        Column("predicted"),
-        Column("interval", 3),
-        Column("measured"),
-        Column("error"),
-        Column("runs", 2),
-        Column("from", justify="left", least=20),
-        Column("kind", 1, "left"),
-        Column("kernel", 4, "left", least=20),
-    )
     timed = [k for k in result.kernels if np.isfinite(k.measured_us)]
     # By measured time: a kernel that the model underestimates badly must not drop off the list.
     rows = [
-        [
-            duration(k.predicted_us),
-            f"{duration(k.lo_us)}–{duration(k.hi_us)}",
-            duration(k.measured_us),
-            f"{k.predicted_us / k.measured_us - 1:+.0%}",
-            f"{k.runs:.0f}",
-            k.origin,
-            k.kind,
-            k.name,
-        ]
+        Compared(k.predicted_us, k.lo_us, k.hi_us, k.measured_us, k.runs, k.kind, k.name, k.origin)
         for k in sorted(timed, key=lambda k: -k.measured_us * k.runs)[:top]
     ]
-    table = fitted_table(console.width, columns, rows)
+    table = compared_table(console.width, rows, "measured", "kernel")
     p = result.prediction
     console.print(Text.assemble((result.name, "bold"), f" on {p.device}"))
     console.print(table)
@@ -258,14 +240,9 @@ def print_check(console: Console, result: CheckResult, top: int = 10) -> None:
             f"{len(errors)} kernels measured, median absolute error {np.median(errors):.0%}",
             highlight=False,
         )
+    predicted = Interval(p.latency_us * 1e-6, p.lo_us * 1e-6, p.hi_us * 1e-6)
+    span = f" ({duration(result.p10_us)}–{duration(result.p90_us)})"
     console.print(
-        Text.assemble(
-            "total: predicted ",
-            (duration(p.latency_us), "bold"),
-            f" ({duration(p.lo_us)}–{duration(p.hi_us)}), measured ",
-            (duration(result.measured_us), "bold"),
-            f" ({duration(result.p10_us)}–{duration(result.p90_us)}), error {result.error:+.0%}",
-        )
+        compared_total(predicted, "measured", result.measured_us * 1e-6, result.error, span)
     )
-    for note in p.notes:
-        console.print(Text(f"note: {note}", style="yellow"))
+    print_notes(console, p.notes)

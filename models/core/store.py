@@ -1,4 +1,4 @@
-"""Model folders: a manifest with digests, and weights without pickle.
+"""Model folders: a manifest with digests, and weights without pickle; models of one JSON file.
 
 A folder is written beside its place and renamed into it, so that a half-written model is never
 found. Reading checks the format, the feature schema and the digest of every file.
@@ -17,12 +17,14 @@ import zlib
 from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ...common.errors import ModelError
-from ...common.files import cannot_write, parse_json
+from ...common.files import cannot_write, parse_json, write_text
+
+M = TypeVar("M")
 
 #: Format of the folders that this version writes, and of those that it reads.
 FORMAT = 1
@@ -155,6 +157,42 @@ def read_files(path: Path, manifest: Mapping[str, object]) -> dict[str, bytes]:
             )
         contents[name] = data
     return contents
+
+
+def write_json_model(path: Path, form: int, content: Mapping[str, object]) -> None:
+    """Write a model that is one JSON file, without spaces: such files ship.
+
+    Args:
+        path: The file.
+        form: Number of its format.
+        content: Plain data, without the format.
+    """
+    write_text(path, json.dumps({"format": form, **content}, separators=(",", ":")))
+
+
+def read_json_model(path: Path, form: int, what: str, made: Callable[[dict[str, Any]], M]) -> M:
+    """Read a model that is one JSON file.
+
+    Args:
+        path: The file.
+        form: Number of the format that this version reads.
+        what: What it predicts, which is also the option of ``opcast train`` that makes it.
+        made: Makes the model of the data.
+
+    Raises:
+        ModelError: The file is missing, damaged, or of another format.
+    """
+    try:
+        data = parse_json(path.read_text(encoding="utf-8"))
+        if data["format"] != form:
+            raise ValueError(f"format {data['format']!r} is not one that this version reads")
+        return made(data)
+    except (OSError, *DAMAGE) as error:
+        raise ModelError(
+            f"the model of {what} cannot be read: {error}",
+            where=str(path),
+            hint=f"train it again: opcast train --{what} TABLE",
+        ) from None
 
 
 def predicts_operators(manifest: Mapping[str, object]) -> bool:

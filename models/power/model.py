@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import base64
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ...common.errors import ModelError
-from ...common.files import parse_json, write_text
+from ..core.store import read_json_model, write_json_model
 from ..estimators.xgboost_import import xgboost as import_xgboost
 from ..estimators.xgboost_trees import compact, read_booster
 from ..trust.conformal import ends, including_zero, size_bins
@@ -150,7 +149,6 @@ class PowerModel:
     def save(self, path: Path) -> None:
         """Write the model as one JSON file."""
         data = {
-            "format": FORMAT,
             "law": self.law.to_dict(),
             "classes": self.classes,
             "devices": self.devices,
@@ -161,7 +159,7 @@ class PowerModel:
             "edges_s": self.edges.tolist(),
             "provenance": self.provenance,
         }
-        write_text(path, json.dumps(data, separators=(",", ":")))
+        write_json_model(path, FORMAT, data)
 
     @classmethod
     def load(cls, path: Path = PRETRAINED) -> PowerModel:
@@ -170,10 +168,8 @@ class PowerModel:
         Raises:
             ModelError: The file is missing, damaged, or of another format.
         """
-        try:
-            data = parse_json(path.read_text(encoding="utf-8"))
-            if data["format"] != FORMAT:
-                raise ValueError(f"format {data['format']} is not one that this version reads")
+
+        def made(data: Mapping[str, Any]) -> PowerModel:
             known, unseen = map(pair, data["time_ends"])
             time, power = (base64.b64decode(text) for text in data["trees"])
             return cls(
@@ -187,12 +183,8 @@ class PowerModel:
                 np.array(data["edges_s"], float),
                 dict(data["provenance"]),
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ModelError(
-                f"the model of power cannot be read: {error}",
-                where=str(path),
-                hint="train it again: opcast train --power TABLE",
-            ) from None
+
+        return read_json_model(path, FORMAT, "power", made)
 
 
 def _of_law(law: PowerLaw, rows: PowerRows, seconds: np.ndarray) -> np.ndarray:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ...common.errors import ModelError
-from ...common.files import parse_json, write_text
 from ...common.paths import PACKAGE
+from ..core.store import read_json_model, write_json_model
 from ..steps.model import COVERAGE, weighted_quantile
 from .effects import Context, ServingEffects
 
@@ -107,12 +106,11 @@ class ServingModel:
     def save(self, path: Path) -> None:
         """Write the model as one JSON file."""
         data = {
-            "format": FORMAT,
             "effects": {k: round(v, 5) for k, v in sorted(self.effects.values.items())},
             "ends": {k: [round(e, 5) for e in v] for k, v in self.ends.items()},
             "provenance": self.provenance,
         }
-        write_text(path, json.dumps(data, indent=None, separators=(",", ":")))
+        write_json_model(path, FORMAT, data)
 
     @classmethod
     def load(cls, path: Path = PRETRAINED) -> ServingModel:
@@ -121,23 +119,15 @@ class ServingModel:
         Raises:
             ModelError: The file is missing, damaged, or of another format.
         """
-        try:
-            data = parse_json(path.read_text(encoding="utf-8"))
-            if data["format"] != FORMAT:
-                raise ModelError(
-                    f"format {data['format']} is not one that this version reads", where=str(path)
-                )
+
+        def made(data: Mapping[str, Any]) -> ServingModel:
             return cls(
                 ServingEffects({str(k): float(v) for k, v in data["effects"].items()}),
                 {str(k): (float(v[0]), float(v[1])) for k, v in data["ends"].items()},
                 dict(data["provenance"]),
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ModelError(
-                f"the model of serving cannot be read: {error}",
-                where=str(path),
-                hint="train it again: opcast train --serving TABLE",
-            ) from None
+
+        return read_json_model(path, FORMAT, "serving", made)
 
 
 @lru_cache(maxsize=1)

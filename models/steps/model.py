@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...common.errors import ModelError
-from ...common.files import parse_json, write_text
 from ...common.paths import PACKAGE
+from ..core.store import read_json_model, write_json_model
 from .context import StepContext
 from .effects import CLUSTER, WHOLE, EffectTable
 from .memory import MemoryLaw
@@ -100,7 +99,6 @@ class StepModel:
     def save(self, path: Path) -> None:
         """Write the model as one JSON file."""
         data = {
-            "format": FORMAT,
             "effects": {k: round(v, 5) for k, v in sorted(self.table.values.items())},
             "deviations": {k: round(v, 5) for k, v in sorted(self.table.deviations.items())},
             "residuals": {k: json.loads(r.text) for k, r in self.residuals.items()},
@@ -108,7 +106,7 @@ class StepModel:
             "memory": {k: law.to_list() for k, law in self.memory.items()},
             "provenance": self.provenance,
         }
-        write_text(path, json.dumps(data, indent=None, separators=(",", ":")))
+        write_json_model(path, FORMAT, data)
 
     @classmethod
     def load(cls, path: Path = PRETRAINED) -> StepModel:
@@ -117,12 +115,8 @@ class StepModel:
         Raises:
             ModelError: The file is missing, damaged, or of another format.
         """
-        try:
-            data = parse_json(path.read_text(encoding="utf-8"))
-            if data["format"] != FORMAT:
-                raise ModelError(
-                    f"format {data['format']} is not one that this version reads", where=str(path)
-                )
+
+        def made(data: Mapping[str, Any]) -> StepModel:
             return cls(
                 EffectTable(
                     {str(k): float(v) for k, v in data["effects"].items()},
@@ -133,12 +127,8 @@ class StepModel:
                 {str(k): MemoryLaw(*map(float, v)) for k, v in data["memory"].items()},
                 dict(data["provenance"]),
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ModelError(
-                f"the model of steps cannot be read: {error}",
-                where=str(path),
-                hint="train it again: opcast train --steps TABLE",
-            ) from None
+
+        return read_json_model(path, FORMAT, "steps", made)
 
 
 @lru_cache(maxsize=1)

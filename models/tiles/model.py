@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import base64
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.random import default_rng
 
 from ...common.errors import ModelError
-from ...common.files import parse_json, write_text
 from ...common.paths import PACKAGE
+from ..core.store import read_json_model, write_json_model
 from ..estimators.xgboost_import import xgboost as import_xgboost
 from ..estimators.xgboost_trees import compact, read_booster
 from ..trust.conformal import ends, including_zero
@@ -111,7 +111,6 @@ class TileModel:
     def save(self, path: Path) -> None:
         """Write the model as one JSON file."""
         data = {
-            "format": FORMAT,
             "names": self.names,
             "keys": self.keys,
             "pairs": self.pairs,
@@ -120,7 +119,7 @@ class TileModel:
             "offsets": self.offsets,
             "provenance": self.provenance,
         }
-        write_text(path, json.dumps(data, separators=(",", ":")))
+        write_json_model(path, FORMAT, data)
 
     @classmethod
     def load(cls, path: Path = PRETRAINED) -> TileModel:
@@ -129,10 +128,8 @@ class TileModel:
         Raises:
             ModelError: The file is missing, damaged, or of another format.
         """
-        try:
-            data = parse_json(path.read_text(encoding="utf-8"))
-            if data["format"] != FORMAT:
-                raise ValueError(f"format {data['format']} is not one that this version reads")
+
+        def made(data: Mapping[str, Any]) -> TileModel:
             known, general = (base64.b64decode(text) for text in data["trees"])
             return cls(
                 [str(v) for v in data["names"]],
@@ -143,12 +140,8 @@ class TileModel:
                 {str(k): float(v) for k, v in data["offsets"].items()},
                 dict(data["provenance"]),
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ModelError(
-                f"the model of tiles cannot be read: {error}",
-                where=str(path),
-                hint="train it again: opcast train --tiles TABLE",
-            ) from None
+
+        return read_json_model(path, FORMAT, "tiles", made)
 
 
 @dataclass(frozen=True)

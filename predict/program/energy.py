@@ -57,7 +57,7 @@ def capped_kernels(
     if cap >= 1.0 or not len(at):
         return found
     times = np.stack([found.latency, found.lo, found.hi], axis=1)
-    work = _work([kernels[i] for i in at], times[at, 0], device)
+    work = _work([kernels[i] for i in at.tolist()], times[at, 0], device)
     times[at] = capped(times[at], work, cap)
     return replace(found, latency=times[:, 0], lo=times[:, 1], hi=times[:, 2])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -209,3 +209,86 @@ def factor_table(title: str, log_ratios: Iterable[tuple[str, float]]) -> Table:
     for name, value in log_ratios:
         table.add_row(f"  {name}", f"× {math.exp(value):.2f}", f"{value:+.3f}")
     return table
+
+
+class Compared(NamedTuple):
+    """A kernel's prediction beside what was observed; microseconds of one execution.
+
+    Attributes:
+        predicted_us: Prediction.
+        lo_us: Lower end of its interval.
+        hi_us: Upper end.
+        observed_us: Measured, or of a trace.
+        runs: Executions.
+        kind: Kind of kernel.
+        name: Its name.
+        origin: What it was made of; empty if not known.
+    """
+
+    predicted_us: float
+    lo_us: float
+    hi_us: float
+    observed_us: float
+    runs: float
+    kind: str
+    name: str
+    origin: str = ""
+
+
+def compared_table(width: int, kernels: Sequence[Compared], observed: str, kernel: str) -> Table:
+    """Make a table of kernels, predicted beside observed.
+
+    Args:
+        width: Of the console.
+        kernels: In order.
+        observed: Heading of what was observed.
+        kernel: Heading of the kernels' names.
+    """
+    named = any(k.origin for k in kernels)
+    columns = (
+        Column("predicted"),
+        Column("interval", 3),
+        Column(observed),
+        Column("error"),
+        Column("runs", 2),
+        *((Column("from", justify="left", least=20),) if named else ()),
+        Column("kind", 1, "left"),
+        # Without an origin the name alone tells kernels apart.
+        Column(kernel, 4 if named else 0, "left", least=20),
+    )
+    rows = [
+        [
+            duration(k.predicted_us),
+            f"{duration(k.lo_us)}–{duration(k.hi_us)}",
+            duration(k.observed_us),
+            f"{k.predicted_us / k.observed_us - 1:+.0%}" if k.observed_us else "",
+            f"{k.runs:.3g}",
+            *((k.origin,) if named else ()),
+            k.kind,
+            k.name,
+        ]
+        for k in kernels
+    ]
+    return fitted_table(width, columns, rows)
+
+
+def compared_total(
+    predicted: Interval, observed: str, seconds: float, error: float, span: str = ""
+) -> Text:
+    """A line that has the predicted time of a whole program beside the observed one.
+
+    Args:
+        predicted: In seconds.
+        observed: What is beside it: ``measured`` or ``traced``.
+        seconds: That time.
+        error: Of the prediction, as a share.
+        span: Spread of the observed time in words; empty for one reading.
+    """
+    value, lo, hi = (duration(own * 1e6) for own in predicted)
+    return Text.assemble(
+        "total: predicted ",
+        (value, "bold"),
+        f" ({lo}–{hi}), {observed} ",
+        (duration(seconds * 1e6), "bold"),
+        f"{span}, error {error:+.0%}",
+    )

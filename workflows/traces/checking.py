@@ -312,8 +312,16 @@ def print_trace_check(console: Console, result: TraceCheck, top: int) -> None:
     """Print classes, the waterfall and the kernels that differ most."""
     from rich.text import Text
 
+    from ...common.interval import Interval
     from ...common.units import duration
-    from ...predict.render.parts import Column, fitted_table, print_notes
+    from ...predict.render.parts import (
+        Column,
+        Compared,
+        compared_table,
+        compared_total,
+        fitted_table,
+        print_notes,
+    )
 
     def signed(us: float) -> str:
         return f"{'+' if us >= 0 else '−'}{duration(abs(us))}"
@@ -344,34 +352,17 @@ def print_trace_check(console: Console, result: TraceCheck, top: int) -> None:
     differing = sorted(result.kernels, key=lambda k: -abs(k.traced_us - k.predicted_us) * k.runs)[
         :top
     ]
-    kernels = (
-        Column("predicted"), Column("interval", 3), Column("traced"), Column("runs", 2),
-        Column("kind", 1, "left"), Column("kernel that differs", justify="left", least=20),
-    )  # fmt: skip
-    rows = [
-        [
-            duration(k.predicted_us),
-            f"{duration(k.lo_us)}–{duration(k.hi_us)}",
-            duration(k.traced_us),
-            f"{k.runs:.3g}",
-            k.kind,
-            k.name,
-        ]
+    pairs = [
+        Compared(k.predicted_us, k.lo_us, k.hi_us, k.traced_us, k.runs, k.kind, k.name)
         for k in differing
     ]
-    console.print(fitted_table(console.width, kernels, rows))
+    console.print(compared_table(console.width, pairs, "traced", "kernel that differs"))
     for name, us in result.unmatched[:5]:
         console.print(f"not predicted: {duration(us)} {name[:80]}", highlight=False)
     if len(result.unmatched) > 5:
         rest = sum(us for _, us in result.unmatched[5:])
         console.print(f"and {len(result.unmatched) - 5} others: {duration(rest)}", highlight=False)
-    console.print(
-        Text.assemble(
-            "total: predicted ",
-            (duration(result.predicted_us), "bold"),
-            f" ({duration(result.lo_us)}–{duration(result.hi_us)}), traced ",
-            (duration(result.traced_us), "bold"),
-            f", error {result.error:+.0%}; between runs {duration(result.host_us)}",
-        )
-    )
+    predicted = Interval(result.predicted_us * 1e-6, result.lo_us * 1e-6, result.hi_us * 1e-6)
+    total = compared_total(predicted, "traced", result.traced_us * 1e-6, result.error)
+    console.print(total + f"; between runs {duration(result.host_us)}")
     print_notes(console, result.notes)
