@@ -20,19 +20,22 @@ from ..core.store import check_estimator, contents_of, read_files, read_manifest
 from ..program.overhead import Overhead
 from .attention import attention_answer
 from .correction import Correction
+from .depthwise import LOWER, UPPER, depthwise_seconds
 from .memory_passes import Constants, MemoryParams, launch_seconds, pass_seconds, shipped_constants
 from .notes import limit_notes, route_notes
 from .operator_library import SHIPPED, Operators, canonical
 from .products import Products
-from .route_answer import Answer, unknown
+from .route_answer import ROOFLINE, Answer, unknown
 from .routes import (
     ATTENTION,
     CONV,
+    DEPTHWISE,
     OTHER,
     PASS,
     PRODUCT,
     Described,
     describe,
+    filter_gradients,
     irregular,
     products,
     traffic,
@@ -54,10 +57,11 @@ _CORRECTION = "correction"
 class GpuEstimator:
     """Predicts XLA's kernels on GPUs without having been trained on any of them.
 
-    Products, convolutions and attention are looked up in published operator models; fusions,
-    reductions and copies follow a model of memory traffic fitted to published passes; the rest
-    takes the roofline with a wide interval. Nothing is predicted below the roofline. Kernels
-    measured under XLA, if there are any, train a correction on top.
+    Products, convolutions and attention are looked up in published operator models; depthwise
+    convolutions follow the loads of direct kernels; fusions, reductions and copies follow a model
+    of memory traffic fitted to published passes; the rest takes the roofline with a wide interval.
+    Nothing is predicted below the roofline. Kernels measured under XLA, if there are any, train a
+    correction on top.
 
     Args:
         operators: Folder of the operator model; ``None`` takes the shipped one.
@@ -156,10 +160,10 @@ class GpuEstimator:
     def _predict(
         self, kernels: Sequence[Kernel], device: DeviceSpec, table: KernelTable
     ) -> KernelPrediction:
-        described = describe(kernels)
+        described = describe(kernels, device)
         answer = Answer.empty(len(kernels))
         # One call for each route: the operator models are vectorised, and a call has a fixed cost.
-        for route in (PRODUCT, CONV, ATTENTION, PASS, OTHER):
+        for route in (PRODUCT, CONV, DEPTHWISE, ATTENTION, PASS, OTHER):
             at = np.flatnonzero(described.route == route)
             if len(at):
                 answer.put(at, self._route(route, described, at, device, table))
@@ -184,6 +188,8 @@ class GpuEstimator:
             return Products(self.operators, device, self.memory).gemms(products(described, at))
         if route == CONV:
             return Products(self.operators, device, self.memory).convs(products(described, at))
+        if route == DEPTHWISE:
+            return self._depthwise(described, at, device)
         if route == ATTENTION:
             calls = [described.attention[i] for i in at.tolist()]
             return attention_answer(calls, self.operators, device)
@@ -205,6 +211,22 @@ class GpuEstimator:
         return Answer.around(
             times.total, np.hypot(-lo, extra), np.hypot(hi, extra), "learned:memory-bound", inside
         )
+
+    def _depthwise(self, described: Described, at: np.ndarray, device: DeviceSpec) -> Answer:
+        sizes = products(described, at)
+        moved = sizes["moved"].to_numpy(np.float64)
+        multiplied = sizes[["b", "m", "n", "k"]].prod(axis=1).to_numpy(np.float64)
+        seconds = depthwise_seconds(
+            moved,
+            moved / sizes["width"].to_numpy(np.float64),
+            multiplied * (sizes["times"] * sizes["dense"]).to_numpy(np.float64),
+            filter_gradients(described.row[at]),
+            device,
+            self.memory,
+        )
+        latency = launch_seconds(device, self.memory) + seconds
+        ends = np.full(len(at), LOWER), np.full(len(at), UPPER)
+        return Answer.around(latency, *ends, ROOFLINE, np.zeros(len(at), bool))
 
     def _others(self, row: np.ndarray, device: DeviceSpec, base_s: np.ndarray) -> Answer:
         from ...features.table.columns import INDEX

@@ -9,7 +9,17 @@ import numpy as np
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel
 from .memory_passes import MemoryParams, pass_seconds
-from .routes import ATTENTION, CONV, LONG_ROWS, PASS, PRODUCT, describe, products, traffic
+from .routes import (
+    ATTENTION,
+    CONV,
+    DEPTHWISE,
+    LONG_ROWS,
+    PASS,
+    PRODUCT,
+    describe,
+    products,
+    traffic,
+)
 
 #: Share of the bytes of passes from which a note says that they are of long rows.
 _MUCH = 0.2
@@ -18,7 +28,7 @@ _PRODUCTS = {PRODUCT: "a product", CONV: "a convolution, a product of"}
 
 def route_notes(kernels: Sequence[Kernel], device: DeviceSpec, params: MemoryParams) -> list[str]:
     """Describe, one sentence a kernel, the published operator it is predicted from."""
-    described = describe(kernels)
+    described = describe(kernels, device)
     moves = traffic(described.row)
     times = pass_seconds(moves, device, params)
     notes = []
@@ -31,6 +41,8 @@ def route_notes(kernels: Sequence[Kernel], device: DeviceSpec, params: MemoryPar
         elif route == ATTENTION:
             own = described.attention[i].items()
             text = "estimated as attention " + " ".join(f"{name}={value}" for name, value in own)
+        elif route == DEPTHWISE:
+            text = "estimated by the loads and the traffic of a direct kernel"
         elif route == PASS:
             parts = {"launch": times.launch, "memory": times.memory, "arithmetic": times.vector}
             text = "estimated as a memory-bound kernel: " + ", ".join(
@@ -60,7 +72,7 @@ def limit_notes(
             f"no published rows of {device.name}, so intervals are wider: errors on devices that "
             f"were left out in turn (rows exist of {', '.join(sorted(known))})"
         )
-    described = describe(kernels)
+    described = describe(kernels, device)
     moves = traffic(described.row)
     runs = np.array([k.multiplicity for k in kernels], float)
     passes = runs * (described.route == PASS)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import exp, prod
 
 import numpy as np
 import pandas as pd
 
 from ...features.devices.device import DeviceSpec
 from ...features.operators.schema import PARAMETERS
+from ...models.gpu.depthwise import LOWER, UPPER, depthwise_seconds
+from ...models.gpu.memory_passes import shipped_constants, soft_maximum
 from ...models.operators import OpModel
 from ...models.operators.rows import rows_of_published
 from ...simulate.step.calls import OpCall
@@ -36,6 +39,9 @@ _CONV_FACTOR = 2.5
 #: Factor on the ends of the interval of a gradient of weights that is taken for the forward pass of
 #: the same products, which libraries run by other kernels. Engineering estimate.
 _OTHER_KERNEL = 1.4
+#: Taps of the filters for which PyTorch calls cuDNN's depthwise convolutions in 16 bits; all others
+#: run by kernels of its own (Convolution.cpp, check_cudnn_depthwise_workload_with_filter).
+_CUDNN_TAPS = (1, 9, 25)
 #: Element types as tables of convolutions call them.
 _CONV_DTYPES = {"f32": "fp32", "f16": "fp16", "bf16": "bf16"}
 #: Families of the model of operators that prices need; the others need not be read.
@@ -68,7 +74,8 @@ class AtenPrices:
                 sources[i] = f"learned:{key}"
         convolutions = [i for i, w in enumerate(found) if w.kind == CONVOLUTION]
         for i in convolutions:
-            times[i] = self._by_roofline(found[i])
+            direct = _is_depthwise(found[i])
+            times[i] = (self._depthwise if direct else self._by_roofline)(found[i])
         rows = [(i, row) for i in convolutions if (row := self._conv_row(found[i])) is not None]
         if rows:
             own, keys = self._of_rows([row for _, row in rows])
@@ -180,6 +187,42 @@ class AtenPrices:
         middle = (max(2.0 * b * m * n * k / peak, moved) + self._spec.floor) * work.scale
         wide = _CONV_FACTOR if work.kind == CONVOLUTION else ROOFLINE_FACTOR
         return np.array([middle, middle / wide, middle * wide])
+
+    def _depthwise(self, work: Work) -> np.ndarray:
+        """A depthwise convolution by a direct kernel, with a wide interval."""
+        assert work.conv is not None
+        width = 4.0 if work.dtype == "f32" else 2.0
+        multiplied = float(prod(work.shape))
+        filters = work.conv["op"] == "bwd_weights"
+        memory = shipped_constants().memory
+        seconds = depthwise_seconds(
+            np.array([work.bytes]),
+            np.array([work.bytes / width]),
+            np.array([multiplied]),
+            np.array([filters]),
+            self._spec,
+            memory,
+        )
+        if filters and self._spec.vendor == "NVIDIA" and _runs_own_kernel(work):
+            # PyTorch's kernel has a block for each tap of a channel (DepthwiseConv2d.cu), so both
+            # tensors are read from L2 once for each tap.
+            cache = self._spec.levels[0].bandwidth * memory.cache
+            seconds = soft_maximum(seconds, np.array([2.0 * width * multiplied / cache]))
+        middle = (float(seconds[0]) + self._spec.floor) * work.scale
+        return np.array([middle, middle * exp(-LOWER), middle * exp(UPPER)])
+
+
+def _is_depthwise(work: Work) -> bool:
+    """Whether a convolution has one channel of its input in each group."""
+    sizes = work.conv
+    return sizes is not None and sizes["groups"] == sizes["c"] and work.shape[0] > 1
+
+
+def _runs_own_kernel(work: Work) -> bool:
+    """Whether PyTorch runs a depthwise convolution on NVIDIA's GPUs by a kernel of its own."""
+    assert work.conv is not None
+    taps = work.shape[3] if work.conv["op"] == "fwd" else work.shape[2]
+    return work.dtype == "f32" or taps not in _CUDNN_TAPS
 
 
 def _stands_in(row: Mapping[str, object], work: Work) -> bool:

@@ -94,7 +94,7 @@ def test_a_tf32_product_is_a_bf16_product_of_twice_the_depth(
     device = find_device("a100-sxm-80gb")
     assert isinstance(model.estimator, GpuEstimator)
     ask = Products(model.estimator.operators, device, model.estimator.memory)
-    rows = products(describe([by_name["tf32_gemm"]]), np.array([0]))
+    rows = products(describe([by_name["tf32_gemm"]], device), np.array([0]))
     assert rows[["b", "m", "n", "k"]].iloc[0].tolist() == [1, 4096, 4096, 1024]
     deep = rows.assign(rate="bf16", width=2.0, k=2048)
     np.testing.assert_allclose(ask.products(rows).latency, ask.products(deep).latency, rtol=0.05)
@@ -154,7 +154,7 @@ def test_attention_backward_takes_longer_than_forward(model: CostModel, device: 
             "kv_len": 2048}  # fmt: skip
     # Five products instead of two.
     assert backward.flops == pytest.approx(2.5 * forward.flops)
-    row = describe([forward, backward]).row
+    row = describe([forward, backward], find_device(device)).row
     for size in ("gemm_batch", "gemm_m", "gemm_n", "gemm_k"):
         assert row[0, INDEX[size]] == row[1, INDEX[size]]
     assert row[:, INDEX["dense_flops"]].tolist() == [forward.flops, backward.flops]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from opcast.features.devices.catalogue import find_device
 from opcast.features.kernels.extract import kernel_from_ir
 from opcast.features.kernels.kernel import Kernel
 from opcast.models.gpu.routes import (
@@ -19,6 +20,8 @@ from opcast.models.gpu.routes import (
     products,
     traffic,
 )
+
+DEVICE = find_device("a100-sxm-80gb")
 
 
 def kernel(body: str) -> Kernel:
@@ -41,14 +44,14 @@ TRANSPOSE = kernel(
 
 
 def test_each_kind_has_its_route() -> None:
-    described = describe([DOT, CONVOLUTION, COPY, TRANSPOSE])
+    described = describe([DOT, CONVOLUTION, COPY, TRANSPOSE], DEVICE)
     assert described.route.tolist() == [PRODUCT, CONV, PASS, PASS]
     assert described.rate[:2].tolist() == ["bf16", "bf16"]
     assert not described.attention
 
 
 def test_products_have_their_dimensions() -> None:
-    described = describe([DOT, CONVOLUTION])
+    described = describe([DOT, CONVOLUTION], DEVICE)
     plain, implicit = products(described, np.array([0, 1])).to_dict("records")
     assert [plain[c] for c in ("b", "m", "n", "k", "width", "times", "extra")] == [
         1, 64, 32, 16, 2.0, 1.0, 0.0,
@@ -59,7 +62,7 @@ def test_products_have_their_dimensions() -> None:
 
 
 def test_a_copy_streams_and_a_transpose_does_not() -> None:
-    row = describe([COPY, TRANSPOSE]).row
+    row = describe([COPY, TRANSPOSE], DEVICE).row
     passes = traffic(row)
     assert passes.moved.tolist() == [2 * 4 * 64 * 32] * 2
     assert passes.penalty[0] == 1.0
@@ -77,7 +80,7 @@ def test_reductions_over_the_slow_dimension_take_longer() -> None:
         )
         for dim, size in ((0, 32), (1, 64))
     )
-    slow, fast = traffic(describe([column, row]).row).penalty
+    slow, fast = traffic(describe([column, row], DEVICE).row).penalty
     # 64 · 32 elements, in 4 bytes each read and 32 sums written.
     moved = 4 * 64 * 32 + 4 * 32
     assert slow == pytest.approx(1.0 + COLUMN_BYTES * 64 * 32 / moved, rel=1e-3)
@@ -97,7 +100,7 @@ def rows_of_scores(length: int) -> str:
 
 def test_long_rows_of_a_softmax_are_read_again() -> None:
     long, short = (kernel_from_ir(rows_of_scores(n)) for n in (4096, 128))
-    found = traffic(describe([long, short]).row)
+    found = traffic(describe([long, short], DEVICE).row)
     # Two arrays of 64 rows of 2 bytes, and 64 factors.
     assert found.again[0] == pytest.approx(LONG_ROWS * (2 * 2 * 64 * 4096 + 2 * 64))
     assert found.again[1] == 0.0
@@ -111,6 +114,6 @@ def test_holes_of_a_dilated_input_are_not_multiplied() -> None:
         " dim_labels=b01f_01io->b01f\n"
     )
     holes = kernel_from_ir("HloModule m\nENTRY e {\n" + body.format("2x2") + "}\n")
-    rows = products(describe([holes]), np.array([0]))
+    rows = products(describe([holes], DEVICE), np.array([0]))
     assert rows["dense"].iloc[0] == pytest.approx(16 * 16 / (31 * 31))
     assert rows["run"].iloc[0] == 64

@@ -114,6 +114,28 @@ def test_convolutions_unlike_the_measured_ones_take_the_roofline_with_wide_inter
     assert half.source == "learned:tuned/conv"
 
 
+@pytest.mark.parametrize(("taps", "dtype"), [(7, torch.bfloat16), (3, torch.float16)])
+def test_depthwise_gradients_of_filters_read_l2_for_each_tap_in_pytorchs_own_kernel(taps, dtype):
+    conv = torch.nn.Conv2d(96, 96, taps, padding=taps // 2, groups=96, bias=False).to(dtype)
+    inputs = (torch.empty(64, 96, 56, 56, dtype=dtype, device="meta"),)
+    found = record(TorchProgram(conv.to("meta"), inputs, train="sgd", loss="sum"))
+    spec = find_device("a100-sxm-80gb")
+    priced = price(found, spec, "torch-eager", None).operators
+    forward, gradient = (o for o in priced if o.kind == "convolution")
+    products = 64 * 96 * 56 * 56 * taps * taps
+    # Loads of an A100: 32 a clock of each of 108 multiprocessors; two for a product forward.
+    loads = 32 * 108 * 1.41e9
+    if taps == 7:
+        assert forward.latency_us == pytest.approx(2e6 * products / loads, rel=0.05)
+        # Two elements of two bytes for each product, at 60 to 70 % of the rate of L2.
+        cache = 4e6 * products / spec.levels[0].bandwidth
+        assert cache / 0.7 < gradient.latency_us < 1.3 * cache / 0.6
+    else:
+        # cuDNN's: bound by its four loads for a product.
+        assert gradient.latency_us == pytest.approx(4e6 * products / loads, rel=0.2)
+    assert gradient.hi_us > 3 * gradient.latency_us
+
+
 @pytest.mark.slow
 def test_published_convolutions_are_within_their_intervals():
     """Rows of chips without TF32, which the shipped model has seen: mean error below 15 %."""
