@@ -14,6 +14,7 @@ from ...common.errors import ProgramError
 from ...features.ir.torch.record import AtenCall, Recording
 from ...features.ir.torch.translate import Place
 from ...simulate.step.layer_ops import ATTENTION_BACKWARD
+from .aten_lookups import LOOKUPS, read_traffic, write_traffic
 
 PRODUCT, CONVOLUTION, ATTENTION = "product", "convolution", "attention"
 NORM, SOFTMAX, PASS = "norm", "softmax", "pass"
@@ -26,16 +27,6 @@ _PRODUCTS = (
     "aten.mv",
     "aten.dot",
 )
-#: Operators that read rows of a table which an index chooses, not all of it.
-_LOOKUPS = (
-    "aten.embedding",
-    "aten.index",
-    "aten.index_select",
-    "aten.gather",
-    "aten.nll_loss_forward",
-)
-#: Operators that read the rows of a table that an index chooses, and add them up.
-_BAGS = ("aten._embedding_bag", "aten._embedding_bag_forward_only")
 #: Bits of the size of a transform that one pass over memory does in shared memory: cuFFT does 4,096
 #: complex values of f32 in a kernel, and sizes without larger primes than this one without
 #: Bluestein's algorithm (cuFFT's documentation, "Accuracy and Performance"); passes that the latter
@@ -70,6 +61,7 @@ _NO_SOLVERS = ("aten.linalg_vector_norm", "aten.linalg_cross")
 _OPAQUE = (
     *_PRODUCTS, "aten.convolution", "aten._scaled_dot_product", "aten.sort", "aten.topk",
     "aten._foreach", "aten.embedding_dense_backward", "aten.cumsum", "aten.index_put",
+    "aten.scatter", "aten._unsafe_index_put", "aten.index_add",
     "aten.max_pool2d_with_indices_backward", "aten._fused", "aten._fft", "aten._embedding_bag",
 )  # fmt: skip
 #: Element types by PyTorch's names, as operators of steps call them.
@@ -177,6 +169,9 @@ def _works(call: AtenCall) -> list[Work]:
         digits = call.inputs[0].bytes / max(prod(call.inputs[0].shape), 1)
         each = 2 * sum(t.bytes for t in call.outputs) if call.name == "aten.sort" else None
         return [replace(base, bytes=digits * float(each or call.inputs[0].bytes))]
+    kernels = write_traffic(call)
+    if kernels is not None:
+        return [replace(base, bytes=moved) for moved in kernels]
     if "_foreach" in call.name or "_fused" in call.name:
         lists = len(call.outputs)
         return [replace(base, launches=max(1, ceil(lists / _LIST)))]
@@ -213,16 +208,10 @@ def _largest_prime(number: int) -> int:
 
 
 def _traffic(call: AtenCall) -> float:
+    looked_up = read_traffic(call)
+    if looked_up is not None:
+        return looked_up
     written = sum(t.bytes for t in call.outputs)
-    if call.name in _BAGS:
-        table, index = call.inputs[0], call.inputs[1]
-        row = table.bytes / max(table.shape[0], 1)
-        return float(call.outputs[0].bytes + prod(index.shape) * row + index.bytes)
-    if call.name in _LOOKUPS:
-        # As much of the table as is written, and the index.
-        return float(
-            written + min(written, call.inputs[0].bytes) + sum(t.bytes for t in call.inputs[1:])
-        )
     return float(written + sum(t.bytes for t in call.inputs)) * _AGAIN.get(call.name, 1.0)
 
 
@@ -401,7 +390,7 @@ class _Fusion:
             if memory in self._kept or self._readers.get(memory, set()) - {home}
         )
         # A table is read as far as it is looked up.
-        tables = {c.inputs[0].memory: c.outputs[0].bytes for c in group.calls if c.name in _LOOKUPS}
+        tables = {c.inputs[0].memory: c.outputs[0].bytes for c in group.calls if c.name in LOOKUPS}
         total = written + sum(min(size, tables.get(m, size)) for m, size in read.items())
         last = group.calls[-1]
         names = list(dict.fromkeys(c.name.removeprefix("aten.") for c in group.calls))

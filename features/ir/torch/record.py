@@ -226,7 +226,9 @@ def _log_class() -> Any:
                 # Lists of tensors are changed in place and nothing is returned.
                 written = outputs or inputs[: _first_list(args)]
                 if written:
-                    numbers = tuple(a for a in args if not isinstance(a, torch.Tensor))
+                    numbers = tuple(
+                        a for a in args if not any(isinstance(t, torch.Tensor) for t in leaves(a))
+                    )
                     self.recording.calls.append(
                         AtenCall(
                             name,
@@ -259,7 +261,10 @@ def _log_class() -> Any:
 
 
 #: Operators whose numbers matter for their time.
-_NUMBERED = ("aten.convolution", "aten._scaled_dot_product", "aten._fft")
+_NUMBERED = (
+    "aten.convolution", "aten._scaled_dot_product", "aten._fft", "aten.gather", "aten.scatter",
+    "aten.index_put", "aten._unsafe_index_put", "aten._index_put_impl", "aten.index_add",
+)  # fmt: skip
 #: Layers that a GPU has as one call of cuDNN, and that are recorded step by step.
 _RECURRENT = ("aten.lstm", "aten.gru", "aten.rnn_")
 

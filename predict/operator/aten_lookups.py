@@ -1,0 +1,132 @@
+"""Traffic of PyTorch's look-ups by index, and of their gradients, kernel by kernel.
+
+Gradients that add rows of the same index up sort the indices first, by CUB's radix sort, so that no
+two blocks add to one row (EmbeddingBackwardKernel.cu and Indexing.cu of PyTorch). How many rows are
+distinct depends on data: they are taken as drawn at random.
+"""
+
+from __future__ import annotations
+
+from math import ceil, log2, prod
+
+from ...features.ir.torch.record import AtenCall
+from ...models.gpu.routes import SECTOR
+
+#: Operators that read rows of a table which an index chooses, not all of it.
+LOOKUPS = (
+    "aten.embedding",
+    "aten.index",
+    "aten.index_select",
+    "aten.gather",
+    "aten.nll_loss_forward",
+)
+#: Operators that read the rows of a table that an index chooses, and add them up.
+BAGS = ("aten._embedding_bag", "aten._embedding_bag_forward_only")
+_EMBEDDING = "aten.embedding_dense_backward"
+_PUTS = ("aten.index_put", "aten._unsafe_index_put", "aten._index_put_impl")
+_SCATTERS = ("aten.scatter_add", "aten.scatter_reduce", "aten.scatter", "aten.index_add")
+#: Most indices for which the gradient of an embedding is one kernel without a sort
+#: (embedding_dense_backward_cuda).
+_UNSORTED = 3072
+#: Rows of one index that a thread adds up before partial sums are added (NROWS_PER_THREAD).
+_ROWS_A_THREAD = 10
+#: Bits of the keys that a pass of the radix sort orders by (Adinets and Merrill, Onesweep,
+#: arXiv:2206.01784, 2022).
+_DIGIT_BITS = 8
+#: Bytes of an index, and of a pair of an index and its position.
+_INDEX, _PAIR = 8.0, 16.0
+
+
+def read_traffic(call: AtenCall) -> float | None:
+    """Bytes that a look-up moves; ``None`` for any other operator."""
+    written = sum(t.bytes for t in call.outputs)
+    if call.name in BAGS:
+        table, index = call.inputs[0], call.inputs[1]
+        row = table.bytes / max(table.shape[0], 1)
+        return float(call.outputs[0].bytes + prod(index.shape) * row + index.bytes)
+    if call.name == "aten.gather":
+        table, index = call.inputs[:2]
+        return float(written + index.bytes + _touched(table.bytes, index.shape, call, written))
+    if call.name in LOOKUPS:
+        # As much of the table as is written, and the index.
+        return float(
+            written + min(written, call.inputs[0].bytes) + sum(t.bytes for t in call.inputs[1:])
+        )
+    return None
+
+
+def write_traffic(call: AtenCall) -> list[float] | None:
+    """Bytes of each kernel of an operator that writes by index; ``None`` for any other operator."""
+    if call.name == _EMBEDDING:
+        return _embedding(call)
+    name = call.name.removesuffix("_")
+    if name in _PUTS:
+        return [*_copy(call), *_put(call)]
+    if name in _SCATTERS:
+        table, index = call.inputs[:2]
+        values = float(table.bytes / max(prod(table.shape), 1) * prod(index.shape))
+        # What is added to is read and written.
+        times = 1 if name == "aten.scatter" else 2
+        touched = _touched(table.bytes, index.shape, call, values)
+        return [*_copy(call), float(index.bytes + values + times * touched)]
+    return None
+
+
+def _copy(call: AtenCall) -> list[float]:
+    """The copy of an operator that is not in place; autograd's own are, but for their names."""
+    if call.name.endswith("_") or call.phase == "backward":
+        return []
+    return [2.0 * call.outputs[0].bytes]
+
+
+def _touched(table: int, index: tuple[int, ...], call: AtenCall, values: float) -> float:
+    """Bytes of a table in which chosen elements lie, whole sectors where they scatter."""
+    dims = [n for n in call.numbers if isinstance(n, int) and not isinstance(n, bool)]
+    rank = max(len(index), len(call.inputs[0].shape), 1)
+    along_rows = not dims or dims[0] % rank != rank - 1
+    return float(min(table, values if along_rows else prod(index) * SECTOR))
+
+
+def _embedding(call: AtenCall) -> list[float]:
+    index, table = call.inputs[1], call.outputs[0]
+    count, rows = prod(index.shape), max(table.shape[0], 1)
+    row = table.bytes / rows
+    written = _distinct(rows, count) * row
+    if count <= _UNSORTED:
+        return [float(table.bytes), count * row + index.bytes + 2 * written]
+    # Partial sums are f32; the kernels that count and place them move a few numbers a row.
+    partial = max(_distinct(rows, count), count / _ROWS_A_THREAD) * 4.0 * prod(table.shape[1:])
+    segments = [_PAIR * count, *[_PAIR * _distinct(rows, count)] * 3]
+    return [
+        float(table.bytes),
+        *_sorted(count, rows),
+        *segments,
+        count * row + _PAIR * count + partial,
+        partial + written,
+    ]
+
+
+def _put(call: AtenCall) -> list[float]:
+    table, values = call.outputs[0], call.inputs[-1]
+    count = max(prod(call.inputs[1].shape), 1)
+    index = float(sum(t.bytes for t in call.inputs[1:-1]))
+    # All elements of the values, of which a broadcast one has few in memory.
+    size = float(table.bytes / max(prod(table.shape), 1) * prod(values.shape))
+    if True not in call.numbers:
+        return [index + 2.0 * size]
+    rows = max(table.bytes * count / max(size, 1.0), 1.0)
+    written = _distinct(rows, count) * size / count
+    # Negative indices are wrapped and all are made one linear index: two kernels.
+    linear = [index + _INDEX * count, 2 * _INDEX * count]
+    return [*linear, *_sorted(count, rows), size + _PAIR * count + 2 * written]
+
+
+def _sorted(count: int, rows: float) -> list[float]:
+    """Kernels that sort indices with their positions: positions, histograms, their sums, passes."""
+    passes = max(1, ceil(log2(max(rows, 2.0)) / _DIGIT_BITS))
+    return [_INDEX * count, _INDEX * count, 2.0**_DIGIT_BITS * 4, *[2 * _PAIR * count] * passes]
+
+
+def _distinct(rows: float, count: float) -> float:
+    """Expected rows that ``count`` random indices meet."""
+    return rows * (1.0 - (1.0 - 1.0 / rows) ** count) if rows > 1 else 1.0
