@@ -70,12 +70,14 @@ _MAY_BE_ZERO = frozenset(
 _LARGEST = 2**40
 
 
-def parse_op(text: str) -> dict[str, Any]:
+def parse_op(text: str, vendor: str = "") -> dict[str, Any]:
     """Parse an operator given as its family and ``name=value`` pairs.
 
     Args:
         text: A family, or ``method/family`` as in :data:`FAMILIES`, then parameters. Without a
-            method, fp32 is taken as called one by one, fp16 as kernels, others as a graph.
+            method, fp32 is taken as called one by one, fp16 as kernels, others as a graph; 16-bit
+            products of AMD's chips, on which only XLA's were measured, as XLA's.
+        vendor: Who makes the device that it is for.
 
     Returns:
         A row as tables of operators have it: ``key``, ``method``, ``family``, ``op`` and the
@@ -92,7 +94,7 @@ def parse_op(text: str) -> dict[str, Any]:
         if not mark or not value:
             raise _wrong(f"operator {text!r}"[:200], f"{pair!r} is not name=value")
         given[name] = value
-    return _completed(head, given, f"operator {text!r}"[:200])
+    return _completed(head, given, f"operator {text!r}"[:200], vendor)
 
 
 def parse_op_columns(
@@ -128,10 +130,12 @@ def _column(name: str, values: Sequence[int], where: str) -> np.ndarray:
         raise _wrong(where, f"{name} holds no whole numbers") from None
 
 
-def _completed(head: str, given: dict[str, Any], where: str) -> dict[str, object]:
+def _completed(head: str, given: dict[str, Any], where: str, vendor: str = "") -> dict[str, object]:
     """The row of an operator, or a table of columns, with all parameters of its family."""
     given["dtype"] = _DTYPES.get(str(given.get("dtype")), given.get("dtype"))
-    key = _key(head, given["dtype"], where)
+    # TensorRT-LLM runs on NVIDIA's chips alone, so that the answer says that it is no library here.
+    named = given.get("backend") == "trtllm"
+    key = _key(head, given["dtype"], where, "" if named else vendor)
     group = FAMILIES[key]
     known = (*PARAMETERS[group], *(n for n in NAMES if n != "family"))
     for name, value in given.items():
@@ -159,10 +163,13 @@ def _completed(head: str, given: dict[str, Any], where: str) -> dict[str, object
     return {"op": family, **row, "key": key, "method": method, "family": family}
 
 
-def _key(head: str, dtype: str | None, where: str) -> str:
+def _key(head: str, dtype: str | None, where: str, vendor: str) -> str:
     if head in FAMILIES:
         return head
     wanted = _METHOD_OF.get(str(dtype), "graph")
+    # The other methods' products are of NVIDIA's libraries, up to twice as fast as AMD's.
+    if vendor == "AMD" and dtype in ("bf16", "fp16"):
+        wanted = "xla"
     # The dtype's usual method first, then the others for families that were not timed that way.
     for method in (wanted, *_METHODS):
         if (key := f"{method}/{head}") in FAMILIES and key not in TRACED:

@@ -63,7 +63,10 @@ def operator_table(
         ProgramError: A text does not describe an operator.
         ModelError: The model does not know the family.
     """
-    rows = pd.DataFrame([{**parse_op(t), "device": d} for t in texts for d in devices])
+    # A model of one's own may lack what XLA's products of AMD's chips are.
+    known = model is not None and "xla/linear" in model.families
+    vendors = {d: spec.vendor if known else "" for d, spec in devices.items()}
+    rows = pd.DataFrame([{**parse_op(t, vendors[d]), "device": d} for t in texts for d in devices])
     if model is None:
         times, source, inside = _analytical(rows, devices), np.full(len(rows), "roofline"), False
         return _frame(_named(rows), times, source, inside)

@@ -15,6 +15,7 @@ from ...models.gpu.memory_passes import shipped_constants, soft_maximum
 from ...models.operators import OpModel
 from ...models.operators.rows import rows_of_published
 from ...simulate.step.calls import OpCall
+from ...simulate.step.workload import PRODUCT_DTYPE
 from ..published.composition import kernel_us
 from ..published.opgraph import GraphOp, op_rows
 from .aten_work import ATTENTION, CONVOLUTION, NORM, PRODUCT, SOFTMAX, Work
@@ -24,7 +25,9 @@ from .step_operators import (
 from .step_operators import (
     MATRIX_SHARE,
     MEMORY_SHARE,
+    REACH,
     ROOFLINE_FACTOR,
+    TABLE_DTYPE,
     OperatorLatency,
 )
 
@@ -185,6 +188,12 @@ class AtenPrices:
         peak = self._spec.matrix_peak(rate) * MATRIX_SHARE
         moved = work.bytes / (self._spec.bandwidth * MEMORY_SHARE)
         middle = (max(2.0 * b * m * n * k / peak, moved) + self._spec.floor) * work.scale
+        reach = REACH.get(self._spec.vendor)
+        if reach is not None and work.kind == PRODUCT and rate in TABLE_DTYPE:
+            flops, traffic = np.array([2.0 * b * m * n * k]), np.array([work.bytes])
+            peaks = np.array([self._spec.matrix_peak(PRODUCT_DTYPE.get(rate, rate))])
+            found = reach.seconds(flops, traffic, peaks, self._spec.bandwidth)
+            middle = float(found[0]) * work.scale
         wide = _CONV_FACTOR if work.kind == CONVOLUTION else ROOFLINE_FACTOR
         return np.array([middle, middle / wide, middle * wide])
 

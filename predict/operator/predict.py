@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -86,12 +86,7 @@ def predict_op(
         DeviceError: The device is not known, or a cap is outside what it allows.
         ModelError: The model is not one of operators, or does not know the family.
     """
-    row = parse_op(text)
-    _check_named(device)
-    bundle = _loaded(_folder(model), row["key"])
-    family = _family(bundle, row["key"], model)
-    # The description that the model was trained with comes before the catalogue's.
-    spec = resolve_device(device, bundle.devices)
+    row, family, spec = _asked(text, device, model)
     frame = pd.DataFrame([{**row, "device": spec.name}])
     prediction = family.predict(frame, {spec.name: spec})
     times = np.stack([prediction.latency, prediction.lo, prediction.hi], axis=1)
@@ -113,6 +108,22 @@ def predict_op(
         else tuple(family.why_outside(frame, {spec.name: spec})),
         libraries=tuple(sorted(libraries, key=lambda m: m.latency_us)),
     )
+
+
+def _asked(
+    text: str, device: str, model: str | Path
+) -> tuple[dict[str, Any], FamilyModel, DeviceSpec]:
+    """The row that an operator is on a device, the model of its family, and the device."""
+    row = parse_op(text)
+    _check_named(device)
+    folder = _folder(model)
+    bundle = _loaded(folder, row["key"])
+    # The description that the model was trained with comes before the catalogue's.
+    spec = resolve_device(device, bundle.devices)
+    own = parse_op(text, spec.vendor)
+    if own["key"] in _loaded(folder, own["key"]).families:
+        row, bundle = own, _loaded(folder, own["key"])
+    return row, _family(bundle, row["key"], model), spec
 
 
 def _work(frame: pd.DataFrame, key: str, spec: DeviceSpec, seconds: np.ndarray) -> Work:
@@ -164,11 +175,7 @@ def explain_operator(
     """
     from ...models.operators.explain import explain_op
 
-    row = parse_op(text)
-    _check_named(device)
-    bundle = _loaded(_folder(model), row["key"])
-    family = _family(bundle, row["key"], model)
-    spec = resolve_device(device, bundle.devices)
+    row, family, spec = _asked(text, device, model)
     measured = measured_rows(data, row["key"], spec.name) if data else None
     return explain_op(family, row, spec, measured, k)
 

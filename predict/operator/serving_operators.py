@@ -8,7 +8,7 @@ tuned kernels reach.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,7 +17,7 @@ from ...features.devices.device import DeviceSpec
 from ...models.operators import OpModel
 from ...simulate.serving.forward import LATENT, MLA_HEAD, MLA_VALUE, ROTATED, SHAPES, ServeOp
 from ..locate import find_model
-from .step_operators import MATRIX_SHARE, MEMORY_SHARE
+from .step_operators import REACH, Reach
 
 #: Families of the model that serving asks; the others need not be read.
 FAMILIES = (
@@ -72,10 +72,6 @@ _TABLE_DTYPE = {"int4": "int4_wo", "mxfp4": "w4a16_mxfp4", "f16": "bf16"}
 _STANDS_FOR = {"fp8_block": "fp8", "fp8": "fp8_block", "int8": "fp8"}
 #: Formats of which units multiply operands; other weights are widened first.
 _UNITS = {"fp8": "f8e4m3fn", "fp8_block": "f8e4m3fn", "int8": "s8", "nvfp4": "f4e2m1fn"}
-#: Kernels of a decoding pass are replayed from a captured graph, so that the roofline's fixed cost
-#: of a kernel is what one waits for the next, not a launch: as the tables' passes over memory, half
-#: of a graph-timed product's 5200 cycles (docs/operators.md).
-_GAP = 1.5e-6
 
 
 def load_serving_operators(model: str) -> OpModel | None:
@@ -226,39 +222,13 @@ def _peak(op: ServeOp, spec: DeviceSpec) -> float:
     return spec.matrix_peak("f16" if op.dtype == "f16" else "bf16")
 
 
-class Reach(NamedTuple):
-    """What a vendor's kernels reach, where no model of operators knows them.
-
-    Attributes:
-        gap: Fixed seconds of a kernel.
-        experts: Fixed seconds of a layer's experts.
-        matrix: Share of the matrix peak.
-        scaled: The same of operands with scales for blocks.
-        memory: Share of the memory's bandwidth.
-        beside: Whether arithmetic hides behind memory, or the reverse; otherwise both add up.
-    """
-
-    gap: float = _GAP
-    experts: float = _GAP
-    matrix: float = MATRIX_SHARE
-    scaled: float = MATRIX_SHARE
-    memory: float = MEMORY_SHARE
-    beside: bool = True
-
-
-#: Fitted to tuned products and fused experts of aiter and to XLA's products on MI300X and MI308X
-#: (published-kernels pack, gemm and attention_moe: 23,000 rows, bins of equal work counting the
-#: same): fixed 3 to 9 us, 0.49 to 0.56 of the peak, 0.36 to 0.43 with block scales, 0.5 to 0.9 of
-#: the bandwidth; of experts 16 to 24 us, 0.48 to 0.50, 0.37 and 0.58 to 0.65. Sums fit better than
-#: maxima by a tenth.
-_REACH = {"AMD": Reach(6e-6, 20e-6, 0.5, 0.38, 0.62, beside=False)}
 #: Formats with scales for blocks of operands.
 _SCALED = ("fp8_block", "nvfp4", "mxfp4")
 
 
 def roofline(ops: Sequence[ServeOp], spec: DeviceSpec) -> np.ndarray:
     """Seconds of operators by the roofline, shape ``(n,)``."""
-    reach = _REACH.get(spec.vendor, Reach())
+    reach = REACH.get(spec.vendor, Reach())
     share = np.array([reach.scaled if op.dtype in _SCALED else reach.matrix for op in ops])
     gap = np.array([reach.experts if op.kind == "moe" else reach.gap for op in ops])
     flops = np.array([op.flops() / _peak(op, spec) for op in ops]) / share

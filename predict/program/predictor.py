@@ -345,7 +345,8 @@ class Predictor:
 
         from ...features.operators.query import parse_op
 
-        rows = pd.DataFrame([{**parse_op(t), "device": spec.name} for t in texts])
+        vendor = spec.vendor if "xla/linear" in self.operators.families else ""
+        rows = pd.DataFrame([{**parse_op(t, vendor), "device": spec.name} for t in texts])
         self.operators.devices[spec.name] = spec
         latency: np.ndarray = self.operators.predict(rows).latency
         return latency * 1e6

@@ -224,6 +224,74 @@ def test_bags_of_embeddings_read_their_rows_alone():
     assert [w.bytes for w in found] == [4 * 64 * (32 + 320) + 8 * 320]
 
 
+def test_gradients_of_embeddings_sort_their_indices():
+    table = torch.nn.Embedding(50257, 64)
+    program = TorchProgram(
+        table.to("meta"),
+        (torch.empty(8, 1024, dtype=torch.long, device="meta"),),
+        train="sgd",
+        loss="sum",
+    )
+    found = [w for w in works(record(program).calls) if w.name == "embedding_dense_backward"]
+    # Of 8,192 random tokens of 50,257 so many differ.
+    count, rows = 8192, 50257
+    distinct = rows * (1 - (1 - 1 / rows) ** count)
+    partial = distinct * 4 * 64
+    assert [w.bytes for w in found] == pytest.approx(
+        [
+            rows * 64 * 4,
+            # Positions, histograms and their sums; 16 bits are two passes over pairs of 8 bytes.
+            8 * count,
+            8 * count,
+            256 * 4,
+            2 * 16 * count,
+            2 * 16 * count,
+            # Segments, and three kernels that count them and place partial sums.
+            16 * count,
+            *[16 * distinct] * 3,
+            count * 64 * 4 + 16 * count + partial,
+            partial + distinct * 64 * 4,
+        ]
+    )
+
+
+def test_gradients_of_few_embeddings_do_not_sort():
+    inputs = (torch.empty(3072, dtype=torch.long, device="meta"),)
+    table = torch.nn.Embedding(1000, 64)
+    recording = record(TorchProgram(table.to("meta"), inputs, train="sgd", loss="sum"))
+    found = [w for w in works(recording.calls) if w.name == "embedding_dense_backward"]
+    assert len(found) == 2 and found[0].bytes == 1000 * 64 * 4
+
+
+class _Chosen(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.empty(32768, 64))
+
+    def forward(self, rows, columns):
+        return self.w[rows].sum() + torch.gather(self.w, 1, columns).sum()
+
+
+def test_gradients_of_indexing_sort_and_those_of_gathering_add_sectors():
+    inputs = (
+        torch.empty(4096, dtype=torch.long, device="meta"),
+        torch.empty(32768, 4, dtype=torch.long, device="meta"),
+    )
+    recording = record(TorchProgram(_Chosen().to("meta"), inputs, train="sgd", loss="sum"))
+    found = works(recording.calls)
+    put = [w.bytes for w in found if w.name == "index_put"]
+    # Two kernels for the linear index, four of the sort and its two passes, and the sum.
+    assert len(put) == 2 + 3 + 2 + 1
+    distinct = 32768 * (1 - (1 - 1 / 32768) ** 4096)
+    assert put[-1] == pytest.approx(4096 * 64 * 4 + 16 * 4096 + 2 * distinct * 64 * 4)
+    # Each element of a row of 64 lies in a sector of 32 bytes of its own.
+    taken = next(w for w in found if w.name == "gather")
+    picked = 4 * 32768
+    assert taken.bytes == 4 * picked + 8 * picked + 32 * picked
+    added = next(w for w in found if w.name == "scatter_add")
+    assert added.bytes == 8 * picked + 4 * picked + 2 * 32 * picked
+
+
 def test_the_gradient_of_a_loss_does_not_read_its_values():
     net = torch.nn.Linear(16, 1000)
     recording = record(meta(net, (64, 16), train="sgd", loss="cross_entropy"))
@@ -390,3 +458,16 @@ def test_gpt2_as_a_module_is_gpt2_as_a_published_op_graph():
         found = price(own, find_device(row["device"]), "torch-eager", bundle).latency_us / 1e3
         assert found == pytest.approx(composed.loc[index, "latency_ms"], rel=0.05)
         assert found == pytest.approx(row["e2e_ms"], rel=0.12)
+
+
+def test_products_of_amd_reach_half_of_the_peak():
+    spec = find_device("mi300x")
+    net = torch.nn.Linear(8192, 8192, bias=False).to(torch.bfloat16)
+    inputs = (torch.empty(8192, 8192, dtype=torch.bfloat16, device="meta"),)
+    priced = price(record(TorchProgram(net.to("meta"), inputs)), spec, "torch-eager", None)
+    product = next(o for o in priced.operators if o.kind == "product")
+    # Arithmetic at 0.5 of 1,307 TFLOP/s, three tensors at 0.62 of 5.3 TB/s, and 6 us.
+    bare = 2 * 8192**3 / (0.5 * spec.matrix_peak("bf16")) + 3 * 2 * 8192**2 / (0.62 * 5.3e12)
+    # The learned effect of training steps on products is within a third.
+    assert (bare + 6e-6) * 1e6 == pytest.approx(product.latency_us, rel=0.34)
+    assert 1.4 < product.hi_us / product.latency_us < 1.8
