@@ -13,6 +13,8 @@ from .program import Program, Source
 _MODULE = re.compile(r"HloModule\s+([^\s,]+)")
 # ``{0}: (2, {}, may-alias)``: output 0 shares the buffer of parameter 2.
 _ALIAS = re.compile(r"\{([\d,\s]*)\}:\s*\((\d+)")
+# ``(2, {})``: parameter 2 makes room for any output.
+_DONOR = re.compile(r"\((\d+),")
 # ``op_name="jit(f)/add" source_line=3``.
 _FIELD = re.compile(rf"(\w+)=({QUOTED}|\S+)")
 #: Tables between the header and the first computation, in the order in which they refer to each
@@ -94,6 +96,8 @@ def _module_attributes(attributes: Mapping[str, str], program: Program) -> None:
     program.dialect = attributes.get("dialect", "hlo")
     aliases = _ALIAS.findall(attributes.get("input_output_alias", ""))
     program.aliases = tuple((int(o.split(",")[0] or 0), int(p)) for o, p in aliases)
+    donors = _DONOR.findall(attributes.get("buffer_donor", ""))
+    program.donors = tuple(int(number) for number in donors)
     meshes = read_backend_config(attributes.get("meshes", "{}"))
     program.meshes = meshes if isinstance(meshes, dict) else {}
 

@@ -206,6 +206,7 @@ class Program:
         num_partitions: Devices over which it is or will be partitioned.
         is_scheduled: Whether the order of ops is the execution order.
         aliases: Pairs (output index, parameter number) that share a buffer (donated arguments).
+        donors: Numbers of parameters whose buffers any output may take, of an HLO header.
         meshes: Axis sizes by mesh name, from ``sdy.mesh``.
         origin: File that it was read from.
     """
@@ -218,6 +219,7 @@ class Program:
     num_partitions: int = 1
     is_scheduled: bool = False
     aliases: tuple[tuple[int, int], ...] = ()
+    donors: tuple[int, ...] = ()
     meshes: dict[str, dict[str, int]] = field(default_factory=dict)
     origin: str = ""
 

@@ -36,6 +36,7 @@ class PlannedProgram:
         arguments: Its arguments.
         space: What may be cut.
         given: The program as it came, if it brought shardings.
+        note: What is not taken of its shardings; empty for nothing.
     """
 
     source: SourceProgram
@@ -43,6 +44,7 @@ class PlannedProgram:
     arguments: list[Argument]
     space: Space
     given: SourceProgram | None = None
+    note: str = ""
 
     def sheet(self, cluster: Cluster, predictor: Predictor) -> Sheet:
         """Sum the program up for screening."""
@@ -131,6 +133,7 @@ def read_planned(
     from ...features.ir.jax_compat import inline_calls, write_bytecode
     from ...features.ir.mlir.shardings import (
         argument_names,
+        with_donations,
         without_empty_meshes,
         without_shardings,
     )
@@ -142,9 +145,18 @@ def read_planned(
             where=source.origin,
             hint="give it as it is written for one device, or with shardings only",
         )
+    read, devices, note = source.program, annotated_devices(source), ""
+    of_hlo, split = source.kind == "hlo", prod(header_counts(source)) > 1
     source = _as_stablehlo(source)
-    given = source if prod(header_counts(source)) > 1 and annotated_devices(source) > 1 else None
+    given = source if split and devices > 1 else None
+    if devices > 1 and not split:
+        note = (
+            f"its own shardings over {devices} devices are not compared: its header sets one "
+            "partition, as which they have no effect"
+        )
     module = without_empty_meshes(source.module)
+    if of_hlo:
+        module = with_donations(module, read.aliases, read.donors)
     try:
         module = inline_calls(without_shardings(module))
     except ValueError as error:
@@ -158,4 +170,4 @@ def read_planned(
     plain.origin, plain.platforms = source.origin, source.platforms
     found = dimensions_of(plain.program)
     arguments = arguments_of(plain.program, found, names, batch)
-    return PlannedProgram(plain, found, arguments, space_of(found, arguments), given)
+    return PlannedProgram(plain, found, arguments, space_of(found, arguments), given, note)

@@ -10,6 +10,7 @@ gets a constraint that says so.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..jax_compat import copy_module, inline_calls, walk_ops
@@ -40,7 +41,7 @@ _USES = frozenset(
 )
 
 #: Attributes of ops, arguments and results on which a partitioner acts.
-_ALIAS = "tf.aliasing_output"
+_ALIAS, _DONOR = "tf.aliasing_output", "jax.buffer_donor"
 _ANNOTATIONS = ("mhlo.sharding", "sdy.sharding", "sdy.sharding_per_value")
 
 
@@ -210,12 +211,40 @@ def _pair_donors(main: ir.Operation, arguments: list[dict[str, Any]]) -> None:
     known = [ir.IntegerAttr(own[_ALIAS]).value for own in arguments if _ALIAS in own]
     left = [n for n in range(len(kind.results)) if n not in known]
     for own, given in zip(arguments, kind.inputs, strict=True):
-        if own.pop("jax.buffer_donor", None) is None:
+        if own.pop(_DONOR, None) is None:
             continue
         fit = next((n for n in left if kind.results[n] == given), None)
         if fit is not None:
             left.remove(fit)
             own[_ALIAS] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), fit)
+
+
+def with_donations(
+    module: ir.Module, aliases: Iterable[tuple[int, int]], donors: Iterable[int]
+) -> ir.Module:
+    """A copy with the donations of an HLO header where JAX writes them: at the arguments.
+
+    Args:
+        module: A module converted from HLO, of which the header's are lost or out of sight.
+        aliases: Pairs of an output and the argument whose buffer it takes.
+        donors: Arguments whose buffers any output may take.
+    """
+    from jaxlib.mlir import ir
+
+    copy = copy_module(module)
+    with copy.context:
+        main = next(op for op in walk_ops(copy) if op.name == "func.func")
+        told: Any = main.attributes.get("arg_attrs", None)
+        count = len(main.regions[0].blocks[0].arguments)
+        own = [{each.name: each.attr for each in attrs} for attrs in told or [()] * count]
+        for output, number in aliases:
+            own[number][_ALIAS] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), output)
+        for number in donors:
+            own[number][_DONOR] = ir.BoolAttr.get(True)
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in own])
+        if "mhlo.input_output_alias" in copy.operation.attributes:
+            del copy.operation.attributes["mhlo.input_output_alias"]
+    return copy
 
 
 def without_shardings(module: ir.Module) -> ir.Module:
