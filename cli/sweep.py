@@ -176,7 +176,10 @@ def plan(
         answer.save(save_program)
     if json_output:
         print_json(answer.to_dict())
-        return
-    console = make_console()
-    print_plan(console, answer, top)
-    console.print(f"as code of JAX: {out / 'shardings.py'}", highlight=False)
+    else:
+        console = make_console()
+        print_plan(console, answer, top)
+        console.print(f"as code of JAX: {out / 'shardings.py'}", highlight=False)
+    if answer.stopped:
+        typer.echo("stopped: these are the plans that were compiled until then", err=True)
+        raise typer.Exit(130)

@@ -1,9 +1,17 @@
-"""Tasks on a Ray cluster: in order, with those of workers and nodes that die run again."""
+"""Tasks on a Ray cluster; those of workers and nodes that die run again.
+
+Tasks run anywhere (:func:`run_tasks`), or one after the other on each host, which has its devices
+to itself (:func:`run_on_hosts`).
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
 from typing import Any, TypeVar
 
 from .errors import OpcastError
@@ -13,8 +21,26 @@ from .extras import extra_hint
 #: retried; a task that kills every worker must not retry forever. Engineering estimate.
 MOST_LOSSES = 20
 
+#: Seconds between two calls of who waits for hosts.
+_TICK_S = 1.0
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A node of a Ray cluster.
+
+    Attributes:
+        number: Its place among those with the device, by address.
+        node: Ray's id of it.
+        resources: Its CPUs and devices.
+    """
+
+    number: int
+    node: str
+    resources: Mapping[str, float]
 
 
 def connect(address: str) -> Any:
@@ -33,22 +59,32 @@ def connect(address: str) -> Any:
     except ImportError:
         raise OpcastError("Ray is not installed", hint=extra_hint("scale")) from None
     try:
-        ray.init(address=None if address == "local" else address, ignore_reinit_error=True)
+        with warnings.catch_warnings():
+            # Ray's children are other programs, which JAX's warning of forks does not concern.
+            warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
+            ray.init(address=None if address == "local" else address, ignore_reinit_error=True)
     except Exception as error:  # Ray raises several unrelated classes
         raise OpcastError(f"no Ray cluster: {error}", where=address) from None
     return ray
 
 
 def run_tasks(
-    work: Callable[[Any, Item], Result], shared: object, items: Sequence[Item], address: str
+    work: Callable[[Any, Item], Result],
+    shared: object,
+    items: Sequence[Item],
+    address: str,
+    limit_s: float = float("inf"),
 ) -> Iterator[tuple[int, Result]]:
     """Run one task for each item; yields places and results in order of completion.
+
+    Who stops reading cancels what has not ended.
 
     Args:
         work: Called with ``shared`` and an item; must be importable by the workers.
         shared: Sent to each node once.
         items: What tasks differ in.
         address: As of :func:`connect`.
+        limit_s: Seconds after which tasks that have not ended are cancelled.
 
     Raises:
         OpcastError: See :func:`connect`; or what a task raises.
@@ -59,12 +95,104 @@ def run_tasks(
     everywhere = ray.put(shared)
     places = {remote.remote(everywhere, item): i for i, item in enumerate(items)}
     waiting = list(places)
-    while waiting:
-        done, waiting = ray.wait(waiting)
-        for reference in done:
-            try:
-                yield places[reference], ray.get(reference)
-            except ray.exceptions.RayTaskError as error:
-                if isinstance(error.cause, OpcastError):
-                    raise error.cause from None
-                raise
+    end = time.monotonic() + limit_s
+    try:
+        while waiting:
+            left = end - time.monotonic()
+            # Ray takes no infinite timeout.
+            done, waiting = ray.wait(waiting, timeout=max(left, 0.0) if left < inf else None)
+            if not done:
+                return
+            for reference in done:
+                try:
+                    yield places[reference], ray.get(reference)
+                except ray.exceptions.RayTaskError as error:
+                    if isinstance(error.cause, OpcastError):
+                        raise error.cause from None
+                    raise
+    finally:
+        # The workers would go on for as long as this process is connected.
+        for reference in waiting:
+            ray.cancel(reference, force=True)
+
+
+def hosts_of(address: str, device: str) -> list[Host]:
+    """Nodes of a cluster that have a device.
+
+    Args:
+        address: As of :func:`connect`.
+        device: Ray's name of the resource: ``CPU``, ``GPU`` or ``TPU``.
+
+    Raises:
+        OpcastError: See :func:`connect`.
+    """
+    nodes = [node for node in connect(address).nodes() if node["Alive"]]
+    nodes = [node for node in nodes if node["Resources"].get(device, 0) >= 1]
+    nodes.sort(key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
+    return [
+        Host(number, node["NodeID"], dict(node["Resources"])) for number, node in enumerate(nodes)
+    ]
+
+
+def run_on_hosts(
+    work: Callable[[Item], Result],
+    hosts: Sequence[Host],
+    next_item: Callable[[Host], Item | None],
+    lost: Callable[[Host], None],
+    tick: Callable[[], None],
+) -> Iterator[tuple[Host, Result]]:
+    """Run one item after the other on each host; yields results in order of completion.
+
+    A task has all CPUs and devices of its host, so that none disturbs what it measures. If its
+    worker dies, it runs again there.
+
+    Args:
+        work: Called with an item; must be importable by the workers.
+        hosts: Of the cluster that is connected (:func:`hosts_of`).
+        next_item: The next item of a host, asked for once its last result was read; ``None``
+            ends it.
+        lost: Called with a host that is lost, in place of a result.
+        tick: Called every second.
+
+    Raises:
+        OpcastError: What a task raises.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    running: dict[Any, Host] = {}
+
+    def start(host: Host) -> None:
+        item = next_item(host)
+        if item is not None:
+            own = ray.remote(work).options(
+                max_retries=MOST_LOSSES,
+                num_cpus=host.resources.get("CPU", 0),
+                num_gpus=host.resources.get("GPU", 0),
+                resources={"TPU": host.resources["TPU"]} if "TPU" in host.resources else None,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(host.node, soft=False),
+            )
+            running[own.remote(item)] = host
+
+    for host in hosts:
+        start(host)
+    try:
+        while running:
+            done, _ = ray.wait(list(running), timeout=_TICK_S)
+            tick()
+            for reference in done:
+                host = running.pop(reference)
+                try:
+                    result = ray.get(reference)
+                except ray.exceptions.RayTaskError as error:
+                    if isinstance(error.cause, OpcastError):
+                        raise error.cause from None
+                    raise
+                except ray.exceptions.RayError:  # Ray raises several classes for a lost node
+                    lost(host)
+                    continue
+                yield host, result
+                start(host)
+    finally:
+        for reference in running:
+            ray.cancel(reference, force=True)

@@ -44,6 +44,7 @@ class PlanAnswer:
         reasons: Why the best plan is ahead of the others.
         notes: What should be known about the answer.
         cluster: Name of the cluster.
+        stopped: Whether Ctrl-C ended the search before its end.
     """
 
     best: Row
@@ -55,6 +56,7 @@ class PlanAnswer:
     reasons: tuple[str, ...]
     notes: tuple[str, ...]
     cluster: str
+    stopped: bool = False
 
     def __repr__(self) -> str:
         """Plan and time; the fields would fill pages."""
@@ -187,6 +189,7 @@ def answer_of(search: PlanSearch, rows: Sequence[Row]) -> PlanAnswer:
         tuple(_reasons(best, [r for r in fitting if r is not best])),
         tuple(_notes(search, best, fitting)),
         search.cluster.name,
+        search.stopped,
     )
 
 
@@ -266,6 +269,8 @@ def _notes(search: PlanSearch, best: Row, fitting: Sequence[Row]) -> list[str]:
     if given is not None and not given["error"]:
         ratio = _number(given, "latency_us") / _number(best, "latency_us")
         notes.append(f"with its own shardings it takes {_time(given)}, {ratio:.2f} times as long")
+    if search.program.note:
+        notes.append(search.program.note)
     own = best["notes"]
     return [*notes, *(own if isinstance(own, list) else [])]
 

@@ -11,14 +11,13 @@ import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from math import prod
 from pathlib import Path
 
 from ...common.errors import DatasetError, OpcastError, PlanError, fault
-from ...common.files import parse_json, write_bytes, write_text
+from ...common.files import parse_json, write_text
 from ...common.interval import LATENCY_KEYS, Interval
 from ...features.ir.partitioning import header_counts
 from ...features.ir.reader import SourceProgram
@@ -58,27 +57,30 @@ class PlanJob:
     """Settings that all plans share; can be sent to another process.
 
     Attributes:
-        folder: Folder with the annotated programs, by key.
         cluster: The cluster.
         model: Name or folder of the kernel model.
         lowering: Lowering of the partitioned programs.
         timeout_s: Limit of a compilation.
     """
 
-    folder: Path
     cluster: Cluster
     model: str = "default"
     lowering: str = "auto"
     timeout_s: float = 3600.0
 
 
-def judge_plans(job: PlanJob, keys: Sequence[str]) -> Rows:
+#: Key of a plan, and the program with its shardings. Bytes, not a path: other hosts do not share
+#: the folder of results.
+Annotated = tuple[str, bytes]
+
+
+def judge_plans(job: PlanJob, programs: Sequence[Annotated]) -> Rows:
     """One row for each annotated program; one that cannot be compiled has an ``error``."""
     rows: Rows = []
-    for key in keys:
+    for key, program in programs:
         started = time.monotonic()
         try:
-            row = _judged(job, job.folder / f"{key}.mlirbc")
+            row = _judged(job, program)
         except OpcastError as error:
             row = {"error": str(error)}
         except Exception as error:  # one plan must not cost the others
@@ -87,10 +89,10 @@ def judge_plans(job: PlanJob, keys: Sequence[str]) -> Rows:
     return rows
 
 
-def _judged(job: PlanJob, path: Path) -> Row:
+def _judged(job: PlanJob, program: bytes) -> Row:
     settings = CompileSettings(timeout_s=job.timeout_s, progress=False)
     options = LoweringOptions(job.lowering, settings=settings)
-    made = predict_partitioned(path.read_bytes(), job.cluster, loaded(job.model), options)
+    made = predict_partitioned(program, job.cluster, loaded(job.model), options)
     own = made.to_dict()
     return {
         **{name: own[name] for name in (*LATENCY_KEYS, "compute_us", "communication_us")},
@@ -170,6 +172,7 @@ class PlanSearch:
         screened: All plans by our own reckoning, the fastest first.
         rows: What was compiled, by key.
         left: Chosen plans that the search ended before, of ``wanted``.
+        stopped: Whether Ctrl-C ended it.
     """
 
     program: PlannedProgram
@@ -185,6 +188,7 @@ class PlanSearch:
     rows: dict[str, Row] = field(default_factory=dict)
     left: int = 0
     wanted: int = 0
+    stopped: bool = False
 
     def screen(self) -> Sheet:
         """Reckon the cost of all plans over the cluster's devices and over fewer of them.
@@ -265,15 +269,11 @@ class PlanSearch:
         every = [*plans, Plan()] if given is not None else plans
         by_key = {self.key(plan): plan for plan in every}
         left = [key for key in by_key if key not in self.rows]
-        for key in left:
-            plan = by_key[key]
-            own = given.compile_input if given and not plan.mesh else None
-            data = self.program.annotated(plan) if own is None else own
-            write_bytes(self._file(key), data.encode() if isinstance(data, str) else data)
         screened = {s.plan: s for s in self.screened}
         count = len(by_key) - len(left)
-        with suppress(KeyboardInterrupt):
-            for row in self._judged(left, started, budget_s):
+        try:
+            programs = [(key, self._annotated(by_key[key])) for key in left]
+            for row in self._judged(programs, started, budget_s):
                 plan = by_key[str(row["key"])]
                 known = screened.get(plan)
                 self.rows[str(row["key"])] = {
@@ -288,22 +288,32 @@ class PlanSearch:
                 count += 1
                 if progress is not None:
                     progress(count, len(by_key))
+        except KeyboardInterrupt:
+            self.stopped = True
         self.wanted = len(by_key)
         self.left = sum(key not in self.rows for key in by_key)
         return [self.rows[key] for key in by_key if key in self.rows]
 
-    def _judged(self, keys: Sequence[str], started: float, budget_s: float) -> Iterator[Row]:
+    def _annotated(self, plan: Plan) -> bytes:
+        given = self.program.given
+        own = given.compile_input if given and not plan.mesh else None
+        data = self.program.annotated(plan) if own is None else own
+        return data.encode() if isinstance(data, str) else data
+
+    def _judged(
+        self, programs: Sequence[Annotated], started: float, budget_s: float
+    ) -> Iterator[Row]:
         """Rows as they come; pieces are handed out as long as there is time."""
-        size = len(keys) if self.ray or budget_s == float("inf") else max(self.workers, 1)
-        for first in range(0, len(keys), size or 1):
+        size = len(programs) if self.ray or budget_s == float("inf") else max(self.workers, 1)
+        for first in range(0, len(programs), size or 1):
             left = budget_s - (time.monotonic() - started)
             if left <= 0:
                 return
             limit = min(max(left, _LEAST_S), 3600.0)
-            job = PlanJob(self.folder, self.cluster, self.model, self.lowering, limit)
-            pieces = [[key] for key in keys[first : first + size]]
+            job = PlanJob(self.cluster, self.model, self.lowering, limit)
+            pieces = [[own] for own in programs[first : first + size]]
             if self.ray:
-                made = run_ray(judge_plans, job, pieces, self.ray)
+                made = run_ray(judge_plans, job, pieces, self.ray, left)
             elif self.workers > 1 and len(pieces) > 1:
                 made = run_processes(judge_plans, job, pieces, self.workers)
             else:
@@ -318,9 +328,6 @@ class PlanSearch:
         tensor = row["tensor"]
         assert isinstance(tensor, list)
         return Plan(tuple(mesh.items()), tuple(tensor))
-
-    def _file(self, key: str) -> Path:
-        return self.folder / f"{key}.mlirbc"
 
     def _load(self) -> None:
         path = self.folder / _PLANS

@@ -78,7 +78,13 @@ def _finished(running: dict[Future[Rows], int]) -> Iterator[tuple[int, Rows]]:
             yield running[future], future.result()
 
 
-def run_ray(judge: Judge[J, C], job: J, pieces: Sequence[list[C]], address: str) -> Iterator[Rows]:
+def run_ray(
+    judge: Judge[J, C],
+    job: J,
+    pieces: Sequence[list[C]],
+    address: str,
+    limit_s: float = float("inf"),
+) -> Iterator[Rows]:
     """Run pieces on a Ray cluster; yields results in order of completion.
 
     Args:
@@ -86,9 +92,10 @@ def run_ray(judge: Judge[J, C], job: J, pieces: Sequence[list[C]], address: str)
         job: Settings that all candidates share.
         pieces: Pieces of candidates.
         address: Cluster address, such as ``auto`` or ``ray://host:10001``; ``local`` starts one.
+        limit_s: Seconds after which pieces that have not ended are given up.
 
     Raises:
         OpcastError: Ray is not installed, or the cluster cannot be reached.
     """
-    for _, rows in run_tasks(judge, job, pieces, address):
+    for _, rows in run_tasks(judge, job, pieces, address, limit_s):
         yield rows

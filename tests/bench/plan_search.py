@@ -71,7 +71,7 @@ def main() -> None:
         every = [s.plan for s in search.screened if s.plan.devices == cluster.size]
         wanted = list(dict.fromkeys([*chosen, *every]))
         rows = search.compile(wanted, given.budget)
-        if search.stopped:
+        if search.left:
             print(f"{name}: {len(rows)} of {len(wanted)} plans are compiled", flush=True)
             continue
         made = [row for row in rows if not row["error"]]

@@ -1,0 +1,70 @@
+"""``plan`` and ``simulate`` put the plans of one decoder in the same order."""
+
+import pytest
+
+from opcast.datagen.zoo.registry import build
+from opcast.models.steps.model import find_step_model
+from opcast.predict.cluster.step import StepPredictor
+from opcast.predict.locate import OPERATOR_MODEL
+from opcast.predict.operator.step_operators import load_step_model
+from opcast.predict.plan.program import read_planned
+from opcast.predict.plan.search import PlanSearch
+from opcast.predict.plan.space import Plan
+from opcast.simulate.clusters.catalogue import find_cluster
+from opcast.simulate.step.plan import parse_plan
+from opcast.simulate.step.workload import read_workload
+
+#: The same layers in the names of the zoo and of ``simulate``.
+ZOO = {
+    "layers": 2,
+    "dim": 2048,
+    "heads": 16,
+    "kv_heads": 8,
+    "hidden": 5632,
+    "seq": 1024,
+    "batch": 8,
+}
+STEP = [
+    "layers=2", "d_model=2048", "heads=16", "kv_heads=8", "d_ff=5632", "seq=1024", "batch=8",
+    "vocab=32000", "attention=naive",
+]  # fmt: skip
+#: Meshes with the plans that ``simulate`` knows them by.
+MESHES = {
+    (("fsdp", 4), ("tensor", 2)): "tp=2,dp=4,zero=3",
+    (("fsdp", 8),): "dp=8,zero=3",
+    (("tensor", 8),): "tp=8",
+    (("data", 8),): "dp=8",
+}
+
+
+@pytest.mark.slow
+def test_the_order_of_plans_is_that_of_simulate(tmp_path):
+    cluster = find_cluster("h100-sxm-x8")
+    program = read_planned(build("llama", dtype="bf16", mode="train", **ZOO).mlir(platform="cuda"))
+    sheet = PlanSearch(program, cluster, tmp_path).screen()
+    # Megatron's cuts: feed-forward, heads and both ends of the vocabulary.
+    tensor = program.space.tensor
+    screened = {
+        mesh: sheet.cost(Plan(mesh, tensor if "tensor" in dict(mesh) else ())).seconds
+        for mesh in MESHES
+    }
+    predictor = StepPredictor(
+        cluster,
+        load_step_model(OPERATOR_MODEL),
+        framework="jax",
+        compiled=True,
+        learned=find_step_model("default"),
+    )
+    work = read_workload("llama", STEP)
+    simulated = {
+        mesh: predictor.predict(work, parse_plan(text)).step.total for mesh, text in MESHES.items()
+    }
+    # Closer than their errors, two plans have no order.
+    told = [
+        (one, other)
+        for one in MESHES
+        for other in MESHES
+        if simulated[one] > 1.05 * simulated[other]
+    ]
+    assert len(told) == 5
+    assert [pair for pair in told if screened[pair[0]] <= screened[pair[1]]] == []

@@ -1,0 +1,117 @@
+"""Plans compiled in processes, on Ray and after Ctrl-C are those of one process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from opcast.predict.plan import search
+from opcast.predict.plan.answer import plan
+
+#: A layer with its gradient; the batch is 128, the hidden dimension 512.
+STEP = """
+import jax, jax.numpy as jnp
+
+def step(w, x, y):
+    def loss(w):
+        return jnp.mean((jnp.tanh(x @ w["up"]) @ w["down"] - y) ** 2)
+    return jax.tree.map(lambda a, g: a - 0.1 * g, w, jax.grad(loss)(w))
+
+def struct(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+w = {"up": struct(256, 512), "down": struct(512, 64)}
+text = jax.jit(step, donate_argnums=0).lower(w, struct(128, 256), struct(128, 64)).as_text()
+"""
+OPTIONS = {
+    "cluster": "h100-sxm-x4",
+    "lowering": "fused",
+    "model": "roofline",
+    "axes": ("data", "fsdp", "tensor"),
+    "compiles": 3,
+}
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def program():
+    made: dict[str, str] = {}
+    exec(STEP, made)
+    return made["text"]
+
+
+@pytest.fixture(scope="module")
+def here(program):
+    return plan(program, **OPTIONS)
+
+
+def content(answer):
+    """All but how long it took."""
+    data = answer.to_dict()
+    rows = [{k: v for k, v in row.items() if k != "seconds"} for row in data["rows"]]
+    front = [row["key"] for row in data["front"]]
+    return {**data, "best": data["best"]["key"], "rows": rows, "front": front}
+
+
+def test_processes_give_the_same_plans(program, here):
+    assert content(plan(program, **OPTIONS, workers=2)) == content(here)
+
+
+def test_ray_gives_the_same_plans_even_if_a_worker_dies(program, here, tmp_path, monkeypatch):
+    ray = pytest.importorskip("ray", reason="the extra 'scale' is not installed")
+    flag = tmp_path / "died"
+    monkeypatch.setattr(search, "judge_plans", dying(str(flag)))
+    try:
+        found = plan(program, **OPTIONS, ray="local")
+    finally:
+        ray.shutdown()
+    assert flag.exists()
+    assert content(found) == content(here)
+
+
+def dying(flag):
+    """``judge_plans``, in a worker that dies in its first piece."""
+
+    def judge_or_die(job, programs):
+        from opcast.predict.plan.search import judge_plans
+
+        if not Path(flag).exists():
+            Path(flag).touch()
+            os._exit(1)
+        return judge_plans(job, programs)
+
+    return judge_or_die
+
+
+def test_ctrl_c_keeps_what_is_compiled(program, here, tmp_path):
+    (tmp_path / "step.mlir").write_text(program)
+    command = [
+        sys.executable, "-m", "opcast.cli", "plan", str(tmp_path / "step.mlir"), "--json",
+        "--cluster", "h100-sxm-x4", "--lowering", "fused", "--model", "roofline",
+        "--axes", "data,fsdp,tensor", "--compiles", "3", "--out", str(tmp_path / "plans"),
+    ]  # fmt: skip
+    known = tmp_path / "plans" / "plan.json"
+    with (tmp_path / "first.json").open("w") as out:
+        running = subprocess.Popen(command, stdout=out, start_new_session=True)
+        end = time.monotonic() + 300.0
+        while not known.exists() and running.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
+        # To all of its processes, as a terminal sends it.
+        os.killpg(running.pid, signal.SIGINT)
+        assert running.wait(120) == 130
+    first = json.loads((tmp_path / "first.json").read_text())
+    assert 1 <= len(first["rows"]) < 3
+    assert any("the search was stopped" in note for note in first["notes"])
+    kept = json.loads(known.read_text())["rows"]
+    assert set(kept) == {row["key"] for row in first["rows"]}
+    # The same command compiles the others, and those alone.
+    again = subprocess.run(command, capture_output=True, text=True, check=True)
+    second = json.loads(again.stdout)
+    assert [row for row in second["rows"] if row["key"] in kept] == first["rows"]
+    times = [row["latency_us"] for row in second["rows"]]
+    assert times == [row["latency_us"] for row in here.rows]
