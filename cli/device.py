@@ -20,11 +20,14 @@ def profile(
     mix: Annotated[
         str, typer.Option(help="Shares of single ops, random programs and zoo programs.")
     ] = "ops=0.35,random=0.35,zoo=0.3",
+    ray: Annotated[
+        str, typer.Option(help="Address of a Ray cluster: measure on its hosts with the device.")
+    ] = "",
     quiet: Annotated[bool, typer.Option("--quiet", help="Hide the progress bar.")] = False,
 ) -> None:
     """Measure kernels and programs on a device into a dataset.
 
-    It can be stopped at any time, and resumes.
+    It can be stopped at any time, and resumes. On a Ray cluster --budget is that of each host.
     """
     from ..workflows.profile import run_profile
     from ..workflows.settings import ProfileSettings
@@ -37,6 +40,7 @@ def profile(
             seed=seed,
             suite=suite,
             mix=mix,
+            ray=ray,
             progress=not quiet,
         )
     )

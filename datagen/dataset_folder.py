@@ -92,14 +92,19 @@ class RunWriter:
             self._shards += 1
             self.samples += len(self._rows)
             self._rows = []
-        if self._failures:
-            lines = "".join(json.dumps(f, sort_keys=True) + "\n" for f in self._failures)
-            _append_lines(self._folder / FAILURES, lines)
-            self._failures = []
+        add_failures(self._folder, self._failures)
+        self._failures = []
 
     def save_record(self) -> None:
         """Write the record."""
         write_record(self._folder, self.run_id, self.record)
+
+
+def add_failures(folder: Path, failures: Iterable[Mapping[str, str]]) -> None:
+    """Add programs that failed, with their reasons and runs, to those of a folder."""
+    lines = "".join(json.dumps(f, sort_keys=True) + "\n" for f in failures)
+    if lines:
+        _append_lines(folder / FAILURES, lines)
 
 
 def _append_lines(path: Path, text: str) -> None:

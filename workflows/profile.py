@@ -37,18 +37,24 @@ def parse_mix(text: str) -> dict[str, float]:
 
 def run_profile(settings: ProfileSettings) -> None:
     """Measure into a dataset folder and print what was done."""
+    from ..datagen.profile.fleet import profile_fleet
     from ..datagen.profile.profile import profile
+    from ..datagen.profile.run import ProfileSettings as RunSettings
 
     mix = parse_mix(settings.mix)
-    result = profile(
-        settings.out,
-        device=settings.device,
-        budget_s=settings.budget_s,
-        seed=settings.seed,
-        suite=settings.suite,
-        mix=mix,
-        progress=settings.progress,
-    )
+    if settings.ray:
+        own = RunSettings(settings.device, settings.budget_s, mix, settings.suite, settings.seed)
+        result = profile_fleet(settings.out, settings.ray, own, progress=settings.progress)
+    else:
+        result = profile(
+            settings.out,
+            device=settings.device,
+            budget_s=settings.budget_s,
+            seed=settings.seed,
+            suite=settings.suite,
+            mix=mix,
+            progress=settings.progress,
+        )
     # Beside the dataset, so that the run can be repeated.
     settings.save(settings.out)
     print(

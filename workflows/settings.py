@@ -40,6 +40,7 @@ class ProfileSettings(Settings):
         seed: Seed of the programs.
         suite: Suite of the zoo.
         mix: Shares of the streams, such as ``ops=0.4,random=0.3,zoo=0.3``.
+        ray: Address of a Ray cluster, on whose hosts to measure; empty for here.
         progress: Whether to show progress.
     """
 
@@ -50,6 +51,7 @@ class ProfileSettings(Settings):
     seed: int
     suite: str
     mix: str
+    ray: str = ""
     progress: bool = True
 
 

@@ -75,6 +75,29 @@ def installed(folder: Path, *packages: str) -> Path:
     return folder / "bin"
 
 
+def beside(folder: Path, package: str, requirement: str) -> str:
+    """Python that has a package beside opcast; the environment that runs this stays as it is.
+
+    Raises:
+        Missing: PyPI does not give it.
+    """
+    try:
+        version_here(package)
+        return sys.executable
+    except Missing:
+        programs = folder / "venv"
+        venv.create(programs, with_pip=True, system_site_packages=True)
+        here = next(p for p in map(Path, sys.path) if p.name == "site-packages")
+        site = next((programs / "lib").glob("python*/site-packages"))
+        (site / "beside.pth").write_text(f"{here}\n")
+        python = str(programs / "bin" / "python")
+        command = [python, "-m", "pip", "install", "--quiet", requirement]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S)
+        if done.returncode:
+            raise Missing(f"pip does not give {package}") from None
+        return python
+
+
 def version_in(programs: Path, package: str) -> str:
     """Version of a package in an environment."""
     code = f"import importlib.metadata as m; print(m.version({package!r}))"
@@ -285,28 +308,24 @@ def jax_files(folder: Path) -> str:
 
 def ray(folder: Path) -> str:
     """A Ray cluster of two nodes gives the same results, though a worker and a node die."""
-    try:
-        version_here("ray")
-        python = sys.executable
-    except Missing:
-        programs = folder / "venv"
-        venv.create(programs, with_pip=True, system_site_packages=True)
-        # The environment that runs this stays as it is: Ray comes into a copy that sees it.
-        here = next(p for p in map(Path, sys.path) if p.name == "site-packages")
-        site = next((programs / "lib").glob("python*/site-packages"))
-        (site / "beside.pth").write_text(f"{here}\n")
-        python = str(programs / "bin" / "python")
-        command = [python, "-m", "pip", "install", "--quiet", "ray>=2.40"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S)
-        if done.returncode:
-            raise Missing("pip does not give ray") from None
-    files = ("predict/sweep/test_run.py", "common/test_ray_tasks.py")
+    python = beside(folder, "ray", "ray>=2.40")
+    files = ("predict/sweep/test_run.py", "predict/plan/test_plan_workers.py",
+             "datagen/profile/test_fleet.py", "common/test_ray_tasks.py")  # fmt: skip
     said = run([python, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider",
-                *(str(TESTS / file) for file in files), "-k", "ray"])  # fmt: skip
+                *(str(TESTS / file) for file in files), "-k", "ray or fleet"])  # fmt: skip
     if " passed" not in said:
         raise Missing((re.findall(r"SKIPPED.*?: (.*)$", said, re.MULTILINE) or ["no test"])[0])
-    code = "import importlib.metadata as m; print(m.version('ray'))"
-    return run([python, "-c", code]).strip()
+    return version_in(Path(python).parent, "ray")
+
+
+def equinox(folder: Path) -> str:
+    """Functions jitted by ``equinox.filter_jit``, and its modules, are read."""
+    python = beside(folder, "equinox", "equinox")
+    file = str(TESTS / "features" / "ir" / "test_jax_function.py")
+    said = run([python, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", "equinox"])
+    if " passed" not in said or "skipped" in said:
+        raise Missing("its tests are skipped")
+    return version_in(Path(python).parent, "equinox")
 
 
 CLIENTS: dict[str, Callable[[Path], str]] = {
@@ -320,6 +339,7 @@ CLIENTS: dict[str, Callable[[Path], str]] = {
     "XLA's scheduler": xla,
     "pytest plug-in": plugin,
     "JAX files": jax_files,
+    "equinox": equinox,
     "Ray": ray,
 }
 
