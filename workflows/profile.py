@@ -37,15 +37,16 @@ def parse_mix(text: str) -> dict[str, float]:
 
 def run_profile(settings: ProfileSettings) -> None:
     """Measure into a dataset folder and print what was done."""
-    from ..datagen.profile.fleet import profile_fleet
-    from ..datagen.profile.profile import profile
-    from ..datagen.profile.run import ProfileSettings as RunSettings
-
     mix = parse_mix(settings.mix)
     if settings.ray:
+        from ..datagen.profile.fleet import profile_fleet
+        from ..datagen.profile.run import ProfileSettings as RunSettings
+
         own = RunSettings(settings.device, settings.budget_s, mix, settings.suite, settings.seed)
         result = profile_fleet(settings.out, settings.ray, own, progress=settings.progress)
     else:
+        from ..datagen.profile.profile import profile
+
         result = profile(
             settings.out,
             device=settings.device,

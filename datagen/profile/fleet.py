@@ -11,7 +11,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ...common.errors import ProfileError
@@ -26,8 +26,8 @@ from .run import ProfileResult, ProfileSettings
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a host measures before it returns its rows. Starting anew costs about ten (a
-#: process, the ceilings of the device, anchors): 3 %.
+#: Seconds that a host measures before it returns its rows. Starting anew (a process, the ceilings
+#: of the device, anchors) costs a few per cent of it. Engineering choice.
 PIECE_S = 300.0
 #: Of the budget, what is too short to start for: the anchors alone take longer.
 _LEAST_S = 1.0
@@ -73,16 +73,7 @@ def measure_piece(piece: Piece) -> Measured:
         for name, data in piece.known.items():
             (folder / name).write_bytes(data)
         before = len(read_failures(folder))
-        result = profile(
-            folder,
-            device=own.device,
-            budget_s=own.budget_s,
-            mix=own.mix,
-            suite=own.suite,
-            seed=own.seed,
-            progress=False,
-            device_spec=piece.device_spec,
-        )
+        result = profile(folder, progress=False, device_spec=piece.device_spec, **asdict(own))
         made = [p for p in sorted(folder.iterdir()) if p.name not in (*piece.known, FAILURES)]
         files = {p.name: p.read_bytes() for p in made if p.suffix == ".parquet" or _is_record(p)}
         return Measured(files, read_failures(folder)[before:], result)
