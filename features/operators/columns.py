@@ -44,7 +44,7 @@ class OpTable:
     names: dict[str, np.ndarray]
     code: np.ndarray
     devices: tuple[DeviceSpec, ...]
-    _coded: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
+    _coded: dict[str, tuple[np.ndarray, list[str]]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(
@@ -92,20 +92,34 @@ class OpTable:
         """Return whether a text column holds any of the words, bool."""
         code, values = self._codes(column)
         # Texts repeat: the search runs over the distinct ones.
-        has: np.ndarray = np.array([any(w in str(v).lower() for w in words) for v in values], bool)
-        return np.asarray(has[code])
+        has = [any(w in str(v).lower() for w in words) for v in values]
+        # Mostly none or all, which needs no look-up.
+        if all(has) or not any(has):
+            return np.full(len(code), bool(has) and has[0])
+        return np.asarray(np.array(has, bool)[code])
 
     def is_(self, column: str, value: str) -> np.ndarray:
         """Return whether a text column has the value, bool."""
         code, values = self._codes(column)
-        return np.asarray((values == value)[code], bool)
+        return code == values.index(value) if value in values else np.zeros(len(code), bool)
 
-    def _codes(self, column: str) -> tuple[np.ndarray, np.ndarray]:
+    def by_pair(
+        self,
+        pair: tuple[str, str],
+        table: Mapping[tuple[str, str], tuple[float, ...]],
+        default: tuple[float, ...],
+    ) -> np.ndarray:
+        """Look up figures by two text columns, shape ``(figures, n)``."""
+        (first, left), (second, right) = (self._codes(column) for column in pair)
+        figures = [[table.get((str(a), str(b)), default) for b in right] for a in left]
+        return np.asarray(np.array(figures, np.float64)[first, second].T)
+
+    def _codes(self, column: str) -> tuple[np.ndarray, list[str]]:
         """Give each row's place among the distinct texts of a column, and these."""
         coded = self._coded.get(column)
         if coded is None:
             code, texts = pd.factorize(self.names[column])
-            coded = self._coded[column] = code, np.asarray(texts)
+            coded = self._coded[column] = code, list(texts)
         return coded
 
     @property

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from .autotuned_gemm import autotuned_tiles
@@ -78,6 +76,8 @@ BATCHED_QUANTISATION = {
     ("fp8", "sglang"): (9000.0, 360.0, 0.0, 0.13),
     ("fp8", "trtllm"): (8500.0, 140.0, 0.0, 0.41),
 }
+#: Products that nothing precedes.
+_NOTHING = (0.0, 0.0, 0.0, 0.0)
 _QUANTISED = {"graph/linear": QUANTISATION, "graph/bmm": BATCHED_QUANTISATION}
 #: Cycles for each element of depth of a reduction, a latency that no parallelism hides, of eager
 #: calls.
@@ -260,7 +260,7 @@ def _quantisation(
 ) -> np.ndarray:
     """Estimate the kernels that narrow 16-bit activations before the product, where they run."""
     figures = _QUANTISED.get(table.family, {})
-    launch, row, moved, element = (_by_library(table, figures, place) for place in range(4))
+    launch, row, moved, element = table.by_pair(("dtype", "backend"), figures, _NOTHING)
     # Rows are dealt out whole to cores (one block a row), elements evenly.
     cycles = launch + row * np.ceil(rows / mc.cores) + element * rows * k / mc.cores
     seconds = cycles / mc.clock + stream_seconds(rows * k * moved, resident, mc)
@@ -268,16 +268,6 @@ def _quantisation(
     own = table.matrix_peak() > table.of_device([d.matrix_peak("bf16") for d in table.devices])
     wide = table.activation_bytes >= 2
     return np.where(own | wide, seconds, 0.0)
-
-
-def _by_library(
-    table: OpTable, figures: Mapping[tuple[str, str], tuple[float, ...]], place: int
-) -> np.ndarray:
-    """Look up a figure by dtype and framework; 0 for products that nothing precedes."""
-    figure = np.zeros(len(table))
-    for (dtype, framework), values in figures.items():
-        figure[table.is_("dtype", dtype) & table.is_("backend", framework)] = values[place]
-    return figure
 
 
 def _waves(b: np.ndarray, m: np.ndarray, n: np.ndarray, mc: Machine) -> dict[str, np.ndarray]:

@@ -43,6 +43,9 @@ INGRESS = 64.0
 #: operations a clock (A100), and the exponent by which it grows with them.
 PROLOGUE, EPILOGUE, EPILOGUE_EXPONENT = 250.0, 10.5, 0.5
 _A100_RATE = 2048.0
+#: Products that are compared at a time: 85 tilings of them take 90 KB, so that what is computed of
+#: them stays in a core's cache.
+TOGETHER = 128
 
 
 @dataclass(frozen=True)
@@ -192,35 +195,65 @@ class _Rows:
     cache: np.ndarray
     pairs: bool
 
+    def part(self, rows: slice) -> _Rows:
+        return _Rows(
+            tuple(values[rows] for values in self.size),
+            self.raw[rows],
+            self.rate[rows],
+            self.width[rows],
+            self.cores[rows],
+            self.clock[rows],
+            self.cache[rows],
+            self.pairs,
+        )
+
 
 def _fastest(found: Tiling, at: np.ndarray, kernels: Kernels, rows: _Rows) -> None:
     """Fill in the products at ``at``."""
+    shape = [t for t in TILES if t[0] >= kernels.rows and t[1] >= kernels.columns]
+    high, across = (np.array(sides)[:, None] for sides in zip(*shape, strict=True))
+    splits = SPLITS if kernels.split else SPLITS[:1]
+    # Of a pair's 256 columns each core receives half.
+    received = np.where(across == 256, across / 2, across) if rows.pairs else across
+    side = high * across / (high + received)
+    for first in range(0, len(at), TOGETHER):
+        own = slice(first, first + TOGETHER)
+        _fastest_of(found, at[own], rows.part(own), (high, across, side), np.array(splits))
+    found.step_s[at] = rows.size[3] * kernels.step / rows.clock
+
+
+def _fastest_of(
+    found: Tiling,
+    at: np.ndarray,
+    rows: _Rows,
+    shape: tuple[np.ndarray, np.ndarray, np.ndarray],
+    splits: np.ndarray,
+) -> None:
+    """Compare all tiles (height, width, side, shape ``(t, 1)`` each) and splits at once."""
     b, m, n, k = rows.size
+    high, across, side = shape
     wide = rows.raw * rows.width / 2
     # Bytes of one step that a core can take limit wide units, however large their registers.
     needed = SIDE * np.maximum(1.0, wide / INGRESS / 64.0)
     written = EPILOGUE * (wide / _A100_RATE) ** EPILOGUE_EXPONENT
-    best = np.full(len(at), np.inf)
-    for high, across in TILES:
-        if high < kernels.rows or across < kernels.columns:
-            continue
-        tiles = b * np.ceil(m / high) * np.ceil(n / across)
-        # Of a pair's 256 columns each core receives half.
-        side = high * across / (high + (across / 2 if rows.pairs and across == 256 else across))
-        step = 2 * high * across / rows.rate * (1 + (needed / side) ** 8) ** 0.125
-        fixed = PROLOGUE + 2 * high * across / written
-        for split in SPLITS if kernels.split else SPLITS[:1]:
-            waves = tiles * split / rows.cores
-            seconds = np.ceil(waves) * (k / split * step + fixed) / rows.clock
-            if split > 1:
-                seconds = seconds + ADDING_S + split * b * m * n * 4 / rows.cache
-                seconds = np.where(k / split < SPLIT_DEPTH, np.inf, seconds)
-            faster = seconds < best
-            best = np.where(faster, seconds, best)
-            chosen = at[faster]
-            found.waves[chosen] = waves[faster]
-            found.use[chosen] = (b * m * n / (tiles * high * across))[faster]
-            found.split[chosen] = split
-            found.side[chosen] = np.log2(side)
-    found.seconds[at] = best
-    found.step_s[at] = k * kernels.step / rows.clock
+    tiles = b * np.ceil(m / high) * np.ceil(n / across)
+    step = 2 * high * across / rows.rate * (1 + (needed / side) ** 8) ** 0.125
+    fixed = PROLOGUE + 2 * high * across / written
+    # From here on shape (tiles, splits, n).
+    parts = splits[:, None]
+    waves = tiles[:, None] * parts / rows.cores
+    seconds = np.ceil(waves) * (k / parts * step[:, None] + fixed[:, None]) / rows.clock
+    # Whole reductions have nothing to add up, and are never too shallow.
+    added = ADDING_S + parts * b * m * n * 4 / rows.cache
+    added = np.where(k / parts < SPLIT_DEPTH, np.inf, added)
+    added[0] = 0.0
+    seconds += added
+    count, place = len(splits), np.arange(len(at))
+    # The first of several that are equally fast: smaller tiles, fewer splits.
+    best = seconds.reshape(-1, len(at)).argmin(axis=0)
+    tile, split = best // count, best % count
+    found.seconds[at] = seconds[tile, split, place]
+    found.waves[at] = waves[tile, split, place]
+    found.use[at] = b * m * n / (tiles[tile, place] * high[tile, 0] * across[tile, 0])
+    found.split[at] = splits[split]
+    found.side[at] = np.log2(side[tile, 0])
