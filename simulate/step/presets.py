@@ -147,17 +147,17 @@ def read_config(path: Path) -> Preset:
     settings: dict[str, object] = {}
     try:
         KINDS[kind].read(own, settings, notes)
+        weights = _published_format(own.get("quantization_config"))
+        linear = _recurrent_layers(own)
     except KeyError as error:
         raise PlanError(f"the configuration lacks {error}", where=where) from None
     except (TypeError, ValueError, ArithmeticError) as error:
         raise PlanError(f"the configuration cannot be read: {error}", where=where) from None
-    weights = _published_format(own.get("quantization_config"))
     of_steps = []
     if weights:
         of_steps.append("quantization_config is not read: --set products=fp8 quantises products")
     if own.get("num_nextn_predict_layers"):
         of_steps.append("the modules of multi-token prediction are left out")
-    linear = _recurrent_layers(own)
     served_only = f"a model of which {linear} layers have a recurrent state" if linear else ""
     if "attention_chunk_size" in own:
         served_only = "a model of chunked attention whose layers take turns with experts"

@@ -324,3 +324,5 @@ def test_quantised_configs(tmp_path: Path) -> None:
     assert served(quant_method="fp8", weight_block_size=[128, 128]) == "fp8_block"
     with pytest.raises(PlanError, match="bitsandbytes"):
         served(quant_method="bitsandbytes")
+    with pytest.raises(PlanError, match="configuration cannot be read"):
+        served(quant_method="awq", bits="four")
