@@ -30,8 +30,8 @@ from jaxlib.mlir.passmanager import PassManager
 
 # A function of JAX itself has no line but that of who called it, which must not be one of ours.
 # Programs of the zoo and of tests are users' like any other.
-for _folder in ("cli", "features", "predict", "server", "workflows"):
-    register_exclusion(str(Path(__file__).parents[2] / _folder))
+for _own in ("__main__.py", "cli", "features", "predict", "server", "workflows"):
+    register_exclusion(str(Path(__file__).parents[2] / _own))
 
 #: First bytes of MLIR bytecode, and of StableHLO portable artifacts, which are such bytecode.
 BYTECODE_MAGIC = b"ML\xefR"

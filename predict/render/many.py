@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -36,7 +35,14 @@ def print_many(console: Console, frame: pd.DataFrame) -> None:
             continue
         span = f"{duration(row['lo_us'])} to {duration(row['hi_us'])}"
         cost = [f"{row['cost']:.3g}" if pd.notna(row["cost"]) else ""] if priced else []
-        table.add_row(duration(row["latency_us"]), span, _memory(row), *cost, device, program)
+        table.add_row(
+            duration(row["latency_us"]),
+            span,
+            _memory(row["peak_memory_bytes"], row["fits"]),
+            *cost,
+            device,
+            program,
+        )
     console.print(table)
     if len(frame) > MOST:
         console.print(f"{len(frame) - MOST} more rows: --out has all", highlight=False)
@@ -49,12 +55,11 @@ def print_many(console: Console, frame: pd.DataFrame) -> None:
         console.print(Text(f"note: {note}", style="dim"))
 
 
-def _memory(row: Mapping[str, object]) -> Text:
+def _memory(peak: object, fits: object) -> Text:
     """Peak memory and whether it fits; empty where it is not predicted, as of PyTorch's kernels."""
-    peak = row["peak_memory_bytes"]
     if not isinstance(peak, float | int) or pd.isna(peak):
         return Text("")
     # ``fits`` is None where the memory of a device is not known.
-    if row["fits"] is False:
+    if fits is False:
         return Text(f"{size(peak)} does NOT fit", style="red")
-    return Text(f"{size(peak)}{' fits' if row['fits'] is True else ''}")
+    return Text(f"{size(peak)}{' fits' if fits is True else ''}")

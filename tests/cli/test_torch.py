@@ -1,6 +1,8 @@
 """A user of PyTorch at the command line: a .pt2 file, and a module in a Python file."""
 
 import json
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -63,6 +65,17 @@ def test_a_training_step_of_a_pt2_file(folder):
     files = {k["source_line"].rpartition(":")[0] for k in step["kernels"]}
     assert str(folder / "net.py") in files
     assert not [f for f in files if "/typer/" in f or f.endswith("/opcast")]
+
+
+def test_no_line_of_the_command_stands_for_the_optimiser(folder):
+    program = f"{folder / 'net.py'}:model"
+    words = ("--device", "rtx4090", "--train", "adamw", "--loss", "sum", "--lowering", "fused")
+    command = [sys.executable, "-m", "opcast", "predict", program, *words, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    kernels = json.loads(done.stdout)["kernels"]
+    files = {k["source_line"].rpartition(":")[0] for k in kernels}
+    assert str(folder / "net.py") in files
+    assert not any(file.endswith("__main__.py") for file in files)
 
 
 def test_pytorchs_own_kernels(folder):

@@ -22,8 +22,8 @@ from .exported import Exported, decomposed, jax_dtype
 from .table import Call, find
 
 # The translations stand where the model's own lines are wanted.
-for _folder in ("features/ir", "predict", "cli"):
-    source_info_util.register_exclusion(str(Path(__file__).parents[3] / _folder))
+for _own in ("features/ir", "predict", "cli", "__main__.py"):
+    source_info_util.register_exclusion(str(Path(__file__).parents[3] / _own))
 _MODULES = (elementwise, products, reductions, shapes)
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 #: Arguments that place a tensor in PyTorch and mean nothing in JAX.
