@@ -149,6 +149,7 @@ class CommCall:
         group: Devices that take part.
         times: How often.
         copies: Of an all-to-all that sends each token to several experts: to how many.
+        boxes: Most boxes that these lie in; 0 for any number.
     """
 
     name: str
@@ -157,13 +158,14 @@ class CommCall:
     group: Group
     times: float = 1.0
     copies: int = 1
+    boxes: int = 0
 
     def across(self, box: int) -> float:
         """Share of the bytes that cross from box to box where a box gets each token once.
 
         Dispatchers send a token once to every box that needs it and copy it inside (DeepSeek-V3
         2024, section 3.2.2). ``copies`` drawn from ``b`` boxes meet ``b (1 - (1 - 1/b)^copies)`` of
-        them.
+        them, and routing limited to some boxes draws from these alone (section 2.1.2).
 
         Args:
             box: Devices of a box.
@@ -171,7 +173,8 @@ class CommCall:
         boxes = -(-self.group.size * self.group.stride // box)
         if self.copies <= 1 or boxes <= 1:
             return 1.0
-        return boxes * (1.0 - (1.0 - 1.0 / boxes) ** self.copies) / self.copies
+        drawn = min(boxes, self.boxes or boxes)
+        return drawn * (1.0 - (1.0 - 1.0 / drawn) ** self.copies) / self.copies
 
     @property
     def needed(self) -> bool:

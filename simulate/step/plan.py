@@ -66,6 +66,8 @@ class Plan:
         recompute: One of :data:`RECOMPUTE`.
         offload: One of :data:`OFFLOAD`.
         overlap: Whether communication may run beside computation.
+        hide_experts: Whether the exchange of tokens with experts runs beside the computation of
+            another micro-batch (DualPipe: DeepSeek-V3, 2024, section 3.2.1).
         reduce: Dtype in which gradients are reduced, ``bf16`` or ``f32``; empty for f32 where
             micro-batches add up and the model's dtype elsewhere.
     """
@@ -84,6 +86,7 @@ class Plan:
     recompute: str = "none"
     offload: str = "none"
     overlap: bool = True
+    hide_experts: bool = False
     reduce: str = ""
 
     def __post_init__(self) -> None:

@@ -258,6 +258,7 @@ def _deepseek(data: Mapping[str, Any], out: dict[str, object], notes: list[str])
         experts=data["n_routed_experts"],
         top_k=data["num_experts_per_tok"],
         shared_experts=data.get("n_shared_experts", 0),
+        expert_boxes=data.get("topk_group") or 0 if (data.get("n_group") or 1) > 1 else 0,
         dense_layers=data["first_k_dense_replace"],
         dense_ff=data["intermediate_size"],
         d_ff=data["moe_intermediate_size"],

@@ -211,10 +211,17 @@ class StageCost:
         c.prepare((*ops.forward, *ops.backward, *ops.weights))
         # Collectives of tensor and expert parallelism lie on the critical path of a layer: the next
         # operator needs their result. They are exposed in both passes alike.
-        sent = c.comm(tensor_calls(w, p)) + c.comm(expert_calls(w, p))
+        sent, swapped = c.comm(tensor_calls(w, p)), c.comm(expert_calls(w, p))
         calls = round(sum(c.times for c in (*tensor_calls(w, p), *expert_calls(w, p)) if c.needed))
-        forward = c.part(ops.forward, sent + self._ring(ops.forward, backward=False), calls)
-        backward = c.part(ops.backward, sent + self._ring(ops.backward, backward=True), calls)
+        # Beside another micro-batch, as much of an exchange is hidden as a pass computes.
+        left = [
+            exposed(swapped, c.compute(part) if p.hide_experts else 0.0)
+            for part in (ops.forward, ops.backward)
+        ]
+        there = sent + left[0] + self._ring(ops.forward, backward=False)
+        back = sent + left[1] + self._ring(ops.backward, backward=True)
+        forward = c.part(ops.forward, there, calls)
+        backward = c.part(ops.backward, back, calls)
         # Full recomputation repeats the forward pass with its collectives; selective recomputation
         # only repeats operators that need none.
         if p.recompute == "full":

@@ -73,7 +73,8 @@ def expert_calls(workload: Workload, plan: Plan) -> list[CommCall]:
     # With sequence parallelism each tensor-parallel rank sends its own tokens.
     tokens = micro_tokens(workload, plan) / plan.sequence_parallel
     size = tokens * workload.top_k * workload.d_model * workload.width
-    return [CommCall("expert", "alltoall", size, plan.expert_group, 2.0, workload.top_k)]
+    group, limit = plan.expert_group, workload.expert_boxes
+    return [CommCall("expert", "alltoall", size, group, 2.0, workload.top_k, limit)]
 
 
 def ring_call(workload: Workload, plan: Plan, *, backward: bool) -> CommCall:

@@ -98,6 +98,8 @@ class Workload:
         dtype: Type of parameters and activations, a key of :data:`WIDTH`.
         experts: Experts of a layer; 0 for a plain feed-forward.
         top_k: Experts that a token goes to.
+        expert_boxes: Most boxes that the experts of a token lie in, where routing is limited so (a
+            DeepSeek-V3 router's ``topk_group``, with each of its groups in one box); 0 for any.
         gated: Whether the feed-forward has a gate (three matrices instead of two).
         causal: Whether a token sees only earlier ones.
         norm: ``rmsnorm`` or ``layernorm``.
@@ -142,6 +144,7 @@ class Workload:
     head_share: float = 1.0
     products: str = ""
     shared_experts: int = 0
+    expert_boxes: int = 0
     dense_layers: int = 0
     dense_ff: int = 0
     window: int = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -69,6 +71,33 @@ def test_tokens_go_to_a_box_once() -> None:
     assert costs(box=8).link(call) == pytest.approx(LINK * 8 * call.across(8))
     outside = costs(StepEffects(between=2.0, inside=5.0), box=8)
     assert outside.link(call) == pytest.approx(2 * LINK * 8 * call.across(8))
+
+
+def test_limited_routing_meets_fewer_boxes() -> None:
+    call = CommCall("expert", "alltoall", 8e6, Group(64, 1), copies=8, boxes=4)
+    # Drawn from four of eight boxes; a limit beyond the boxes that there are changes nothing.
+    assert call.across(8) == pytest.approx(4 * (1 - 0.75**8) / 8)
+    assert call.across(32) == pytest.approx(2 * (1 - 0.5**8) / 8)
+    assert call.across(64) == 1.0
+
+
+def test_hidden_exchanges_of_experts_show_what_computation_does_not_cover() -> None:
+    model = replace(SMALL, experts=8, top_k=2, batch=8)
+    shown = Plan(dp=8, ep=8, microbatches=1)
+    hidden = replace(shown, hide_experts=True)
+    found = [
+        step_time(model, resolved(model, plan, 8), costs(StepEffects())) for plan in (shown, hidden)
+    ]
+    assert found[1].compute == pytest.approx(found[0].compute)
+    swapped = found[0].exposed - found[1].exposed
+    # A pass hides at most what it computes, both passes of all layers together.
+    assert 0 < swapped <= found[0].compute
+    without = replace(SMALL, batch=8)
+    plain = [
+        step_time(without, resolved(without, replace(p, ep=1), 8), costs(StepEffects())).total
+        for p in (shown, hidden)
+    ]
+    assert plain[0] == plain[1]
 
 
 def test_first_layers_are_dense_and_every_second_has_a_window() -> None:
