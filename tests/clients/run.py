@@ -89,7 +89,8 @@ def beside(folder: Path, package: str, requirement: str) -> str:
         venv.create(programs, with_pip=True, system_site_packages=True)
         here = next(p for p in map(Path, sys.path) if p.name == "site-packages")
         site = next((programs / "lib").glob("python*/site-packages"))
-        (site / "beside.pth").write_text(f"{here}\n")
+        # As a site of its own: opcast may be installed there by a file of paths, too.
+        (site / "beside.pth").write_text(f"import site; site.addsitedir({str(here)!r})\n")
         python = str(programs / "bin" / "python")
         command = [python, "-m", "pip", "install", "--quiet", requirement]
         done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S)
