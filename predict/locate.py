@@ -51,10 +51,12 @@ def find_model(model: str | Path) -> Path:
     if (folder / "manifest.json").is_file():
         return folder
     # A folder takes precedence over a name, so that a local model cannot be shadowed.
-    names = available()
     name = DEFAULT if str(model) == "default" else str(model)
-    if name in names:
-        return names[name]
+    # Listing all models takes longer than a prediction.
+    for root in (registered(), SHIPPED) if folder.name == str(model) else ():
+        if (root / name / "manifest.json").is_file():
+            return root / name
+    names = available()
     choices = ", ".join(sorted(names)) or "none yet"
     raise ModelError(
         f"no model {str(model)!r}",
@@ -84,8 +86,10 @@ def is_untrained(model: str | Path) -> bool:
     """Whether a name is that of an estimator without a model folder, and of no model."""
     from ..models.core.registry import UNTRAINED
 
+    if str(model) not in UNTRAINED:
+        return False
     folder = (Path(model) / "manifest.json").is_file()
-    return str(model) in UNTRAINED and not folder and str(model) not in available()
+    return not folder and str(model) not in available()
 
 
 def model_hash(model: str | Path) -> str:
