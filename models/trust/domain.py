@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 
 import numpy as np
@@ -78,13 +79,7 @@ class Domain:
 
     def score(self, table: KernelTable) -> np.ndarray:
         """Share of feature pairs on an occupied square, shape ``(n,)``."""
-        square = self._squares(table)
-        cell = table.cell.astype(np.int64)
-        pairs = square.shape[1]
-        inside = np.zeros(len(table), np.int64)
-        for pair in range(pairs):
-            inside += self.occupied[cell, pair, square[:, pair]]
-        return np.asarray(inside / pairs)
+        return np.asarray(self.occupancy(table).mean(axis=1))
 
     def occupancy(self, table: KernelTable) -> np.ndarray:
         """Whether each pair of key features puts a kernel on an occupied square.
@@ -176,7 +171,7 @@ class Domain:
         axis = np.clip(np.floor(inner), -1, GRID).astype(np.int32) + 1
         if len(self.keys) < 2:
             return axis * (GRID + 2) + axis
-        first, second = (list(side) for side in zip(*_pairs(len(self.keys)), strict=True))
+        first, second = _sides(len(self.keys))
         return np.asarray(axis[:, first] * (GRID + 2) + axis[:, second])
 
 
@@ -192,6 +187,12 @@ def key_columns(table: KernelTable) -> np.ndarray:
 
 def _pairs(count: int) -> Sequence[tuple[int, int]]:
     return list(combinations(range(count), 2))
+
+
+@cache
+def _sides(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """First and second member of each of :func:`_pairs`."""
+    return np.triu_indices(count, 1)
 
 
 def _grown(grid: np.ndarray) -> np.ndarray:
