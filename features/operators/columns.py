@@ -1,9 +1,10 @@
-"""Columns of one family of operators as arrays, with the facts of the devices that they run on."""
+"""Columns of operators as arrays, and those of one family with the facts of their devices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,7 +13,6 @@ from ...common.errors import DatasetError
 from ..devices.device import DeviceSpec
 from ..devices.rules import IDLE_W, rules_of
 from ..ir.dtypes import TABLE_FORMATS
-from .schema import NAMES
 
 
 def power_rate(spec: DeviceSpec) -> float:
@@ -27,6 +27,140 @@ def power_rate(spec: DeviceSpec) -> float:
     return (spec.power_w - IDLE_W) / energy
 
 
+class OpRows:
+    """Rows of a table of operators, each column converted once, when it is first asked for.
+
+    A look at a column of a frame takes 20 µs, and a query of one operator looks a hundred times.
+    Texts are places among distinct texts, so that thousands of rows are compared by few.
+
+    Args:
+        columns: Values by column, shape ``(n,)`` each.
+        labels: What messages call the rows, ``n`` of them.
+    """
+
+    __slots__ = ("_coded", "_labels", "_origin", "_values")
+
+    def __init__(
+        self, columns: Mapping[str, pd.Series | np.ndarray], labels: Sequence[object] | pd.Index
+    ) -> None:
+        self._values = dict(columns)
+        self._coded: dict[str, tuple[np.ndarray, list[str]]] = {}
+        self._labels = labels
+        # Which label is each row's, since they are needed for messages alone.
+        self._origin = np.arange(len(labels))
+
+    @classmethod
+    def of(cls, rows: pd.DataFrame | OpRows) -> OpRows:
+        """Take a frame's columns; rows of this class stay as they are."""
+        if isinstance(rows, OpRows):
+            return rows
+        labels = pd.Index(rows["id"]) if "id" in rows else rows.index
+        return cls({str(name): values for name, values in rows.items()}, labels)
+
+    @classmethod
+    def of_one(cls, row: Mapping[str, object]) -> OpRows:
+        """Take a single operator, as :func:`~.query.parse_op` gives it."""
+        return cls(
+            {c: np.array([v], object if isinstance(v, str) else None) for c, v in row.items()}, (0,)
+        )
+
+    def __len__(self) -> int:
+        """Number of operators."""
+        return len(self._origin)
+
+    def __contains__(self, column: object) -> bool:
+        """Whether there is a column of this name."""
+        return column in self._values or column in self._coded
+
+    def numbers(self, column: str) -> np.ndarray:
+        """Return a column as float64, shape ``(n,)``; missing values are nan.
+
+        Raises:
+            DatasetError: It holds what is no number.
+        """
+        if column not in self._values:
+            return np.full(len(self), np.nan)
+        values = self._values[column]
+        # Plain NumPy columns convert at once; nullable and object columns take the slow path below.
+        if isinstance(values.dtype, np.dtype) and values.dtype.kind in "iuf":
+            return np.asarray(values).astype(np.float64)
+        try:
+            return pd.Series(values).to_numpy(np.float64, na_value=np.nan)
+        except (ValueError, TypeError) as error:
+            raise DatasetError(
+                f"column {column!r} holds what is no number: {error}",
+                where=f"{len(self)} rows of operators",
+            ) from None
+
+    def codes(self, column: str) -> tuple[np.ndarray, list[str]]:
+        """Give each row's place among the distinct texts of a column, shape ``(n,)``, and these.
+
+        Missing values are empty texts, and so is a column that is not there. Rows that were taken
+        from others (:meth:`take`) keep the distinct texts of those.
+        """
+        found = self._coded.get(column)
+        if found is None and column not in self._values:
+            return np.zeros(len(self), np.intp), [""]
+        if found is None:
+            code, values = distinct(self._values[column])
+            names = [str(value) for value in values]
+            if len(code) and code.min() < 0:
+                code, names = np.where(code < 0, len(names), code), [*names, ""]
+            found = self._coded[column] = code, names
+        return found
+
+    def texts(self, column: str) -> np.ndarray:
+        """Return a column's texts, object, shape ``(n,)``; missing values are empty."""
+        code, names = self.codes(column)
+        return np.asarray(np.array(names, object)[code])
+
+    def where(self, column: str, holds: Callable[[str], bool]) -> np.ndarray:
+        """Return whether a condition holds for each row's text of a column, bool, ``(n,)``."""
+        code, names = self.codes(column)
+        return np.asarray(np.array([holds(name) for name in names], bool)[code])
+
+    def combined(self, columns: Iterable[str]) -> tuple[np.ndarray, list[tuple[str, ...]]]:
+        """Give each row's place among the distinct combinations of texts, and these."""
+        code = np.zeros(len(self), np.intp)
+        combinations: list[tuple[str, ...]] = [()]
+        for column in columns:
+            own, names = self.codes(column)
+            # Texts repeat: only combinations that occur are written, each once.
+            code, both = distinct(code * len(names) + own)
+            combinations = [
+                (*combinations[pair // len(names)], names[pair % len(names)]) for pair in both
+            ]
+        return code, combinations
+
+    def take(self, rows: np.ndarray, columns: Collection[str] | None = None) -> OpRows:
+        """Select rows by position, and columns by name; all columns by default."""
+
+        def kept(column: str) -> bool:
+            return columns is None or column in columns
+
+        raw = {c: v for c, v in self._values.items() if kept(c) and c not in self._coded}
+        part = OpRows({c: _at(values, rows) for c, values in raw.items()}, ())
+        part._coded = {c: (code[rows], own) for c, (code, own) in self._coded.items() if kept(c)}
+        part._labels, part._origin = self._labels, self._origin[rows]
+        return part
+
+    def with_texts(self, columns: Mapping[str, np.ndarray]) -> OpRows:
+        """Add or replace columns of texts, object, shape ``(n,)`` each."""
+        part = OpRows({**self._values, **columns}, ())
+        part._coded = {c: own for c, own in self._coded.items() if c not in columns}
+        part._labels, part._origin = self._labels, self._origin
+        return part
+
+    def frame(self) -> pd.DataFrame:
+        """Return a frame of these rows, indexed by number."""
+        values = {c: self.texts(c) for c in self._coded} | self._values
+        return pd.DataFrame({c: np.asarray(own) for c, own in values.items()})
+
+    def label(self, row: int) -> object:
+        """Return what messages call a row: its ``id``, else its index in the table."""
+        return self._labels[int(self._origin[row])]
+
+
 @dataclass(slots=True)
 class OpTable:
     """``n`` operators of one family.
@@ -34,40 +168,38 @@ class OpTable:
     Attributes:
         family: One of :data:`~opcast.features.operators.schema.FAMILIES`.
         columns: Parameters, float64, shape ``(n,)`` each; missing ones are nan.
-        names: Text parameters, object, shape ``(n,)`` each; missing ones are empty.
+        rows: What the operators' text parameters are read from.
         code: Index into ``devices``, shape ``(n,)``.
         devices: Descriptions.
     """
 
     family: str
     columns: dict[str, np.ndarray]
-    names: dict[str, np.ndarray]
+    rows: OpRows
     code: np.ndarray
     devices: tuple[DeviceSpec, ...]
-    _coded: dict[str, tuple[np.ndarray, list[str]]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(
         cls,
-        frame: pd.DataFrame,
+        rows: pd.DataFrame | OpRows,
         family: str,
         parameters: tuple[str, ...],
         devices: Mapping[str, DeviceSpec],
     ) -> OpTable:
-        """Take the rows of a frame, all of one family.
+        """Take the rows of a table, all of one family.
 
         Args:
-            frame: Columns of a published table; ``device`` names the device.
+            rows: Columns of a published table; ``device`` names the device.
             family: Its family.
             parameters: Integer columns that the family has.
             devices: Descriptions by the names in ``device``.
         """
-        n = len(frame)
-        columns = {c: _numbers(frame, c, n) for c in parameters}
-        names = {c: _texts(frame, c, n) for c in NAMES}
+        rows = OpRows.of(rows)
         # Devices as small integers: their figures are looked up by index for millions of rows.
-        code, order = pd.factorize(texts_of(frame["device"]))
-        return cls(family, columns, names, code, tuple(devices[str(d)] for d in order))
+        code, order = rows.codes("device")
+        columns = {c: rows.numbers(c) for c in parameters}
+        return cls(family, columns, rows, code, tuple(devices[name] for name in order))
 
     def __len__(self) -> int:
         """Number of operators."""
@@ -84,15 +216,15 @@ class OpTable:
 
     def mapped(self, column: str, table: Mapping[str, float], default: float) -> np.ndarray:
         """Look up a figure by a text column."""
-        code, values = self._codes(column)
-        figures: np.ndarray = np.array([table.get(str(v), default) for v in values], np.float64)
+        code, values = self.rows.codes(column)
+        figures: np.ndarray = np.array([table.get(v, default) for v in values], np.float64)
         return np.asarray(figures[code])
 
     def says(self, column: str, *words: str) -> np.ndarray:
         """Return whether a text column holds any of the words, bool."""
-        code, values = self._codes(column)
+        code, values = self.rows.codes(column)
         # Texts repeat: the search runs over the distinct ones.
-        has = [any(w in str(v).lower() for w in words) for v in values]
+        has = [any(w in v.lower() for w in words) for v in values]
         # Mostly none or all, which needs no look-up.
         if all(has) or not any(has):
             return np.full(len(code), bool(has) and has[0])
@@ -100,7 +232,7 @@ class OpTable:
 
     def is_(self, column: str, value: str) -> np.ndarray:
         """Return whether a text column has the value, bool."""
-        code, values = self._codes(column)
+        code, values = self.rows.codes(column)
         return code == values.index(value) if value in values else np.zeros(len(code), bool)
 
     def by_pair(
@@ -110,17 +242,9 @@ class OpTable:
         default: tuple[float, ...],
     ) -> np.ndarray:
         """Look up figures by two text columns, shape ``(figures, n)``."""
-        (first, left), (second, right) = (self._codes(column) for column in pair)
-        figures = [[table.get((str(a), str(b)), default) for b in right] for a in left]
+        (first, left), (second, right) = (self.rows.codes(column) for column in pair)
+        figures = [[table.get((a, b), default) for b in right] for a in left]
         return np.asarray(np.array(figures, np.float64)[first, second].T)
-
-    def _codes(self, column: str) -> tuple[np.ndarray, list[str]]:
-        """Give each row's place among the distinct texts of a column, and these."""
-        coded = self._coded.get(column)
-        if coded is None:
-            code, texts = pd.factorize(self.names[column])
-            coded = self._coded[column] = code, list(texts)
-        return coded
 
     @property
     def weight_bytes(self) -> np.ndarray:
@@ -148,8 +272,8 @@ class OpTable:
         return self._rates(lambda device, dtype: power_rate(device) if dtype == "f32" else np.inf)
 
     def _rates(self, rate: Callable[[DeviceSpec, str], float]) -> np.ndarray:
-        code, values = self._codes("dtype")
-        formats = [TABLE_FORMATS.get(str(v), TABLE_FORMATS["bf16"]) for v in values]
+        code, values = self.rows.codes("dtype")
+        formats = [TABLE_FORMATS.get(v, TABLE_FORMATS["bf16"]) for v in values]
         # One rate for each pair of device and dtype, spread over the rows by index.
         rates = np.array([[rate(d, kind.rate) for kind in formats] for d in self.devices])
         return np.asarray(rates[self.code, code])
@@ -200,25 +324,22 @@ class Machine:
     vector: np.ndarray
 
 
-def _numbers(frame: pd.DataFrame, column: str, n: int) -> np.ndarray:
-    if column not in frame:
-        return np.full(n, np.nan)
-    values = frame[column]
-    # Plain NumPy columns convert at once; nullable and object columns take the slow path below.
-    if isinstance(values.dtype, np.dtype) and values.dtype.kind in "iuf":
-        return values.to_numpy().astype(np.float64)
-    try:
-        return values.to_numpy(np.float64, na_value=np.nan)
-    except (ValueError, TypeError) as error:
-        raise DatasetError(
-            f"column {column!r} holds what is no number: {error}", where=f"{n} rows of operators"
-        ) from None
+def _at(values: pd.Series | np.ndarray, rows: np.ndarray) -> pd.Series | np.ndarray:
+    """Select values by position."""
+    plain = isinstance(values.dtype, np.dtype)
+    return np.asarray(values)[rows] if plain else pd.Series(values).iloc[rows]
 
 
-def _texts(frame: pd.DataFrame, column: str, n: int) -> np.ndarray:
-    if column not in frame:
-        return np.full(n, "", dtype=object)
-    return texts_of(frame[column])
+def distinct(values: pd.Series | np.ndarray) -> tuple[np.ndarray, list[Any]]:
+    """Give each value's place among the distinct ones, in the order in which they come, and these.
+
+    Missing values have place -1.
+    """
+    # Of a single row's value pandas would make a table first.
+    if len(values) == 1 and isinstance(values, np.ndarray) and not pd.isna(values[0]):
+        return np.zeros(1, np.intp), [values[0]]
+    code, found = pd.factorize(values)
+    return code, list(found)
 
 
 def texts_of(values: pd.Series) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import pandas as pd
@@ -14,7 +14,7 @@ from ...common.errors import DatasetError
 from ..devices.device import DeviceSpec, MemoryLevel
 from .attention import attention
 from .blocks import PHYSICS
-from .columns import OpTable
+from .columns import OpRows, OpTable
 from .conv import conv
 from .gemm import gemm
 from .hlo import op_texts
@@ -88,12 +88,15 @@ class OpFeatures:
 
 
 def op_features(
-    frame: pd.DataFrame, family: str, devices: Mapping[str, DeviceSpec], texts: bool = False
+    rows: pd.DataFrame | OpRows,
+    family: str,
+    devices: Mapping[str, DeviceSpec],
+    texts: bool = False,
 ) -> OpFeatures:
     """Compute the features of the rows of a published table.
 
     Args:
-        frame: Rows of one family, with the columns of its group of parameters.
+        rows: Rows of one family, with the columns of its group of parameters.
         family: One of :data:`~opcast.features.operators.schema.FAMILIES` or ``BLOCKS``.
         devices: Descriptions by the values of the column ``device``.
         texts: Whether to write the kernels' texts, too.
@@ -104,8 +107,8 @@ def op_features(
     if family not in FAMILIES and family not in BLOCKS:
         known = ", ".join((*FAMILIES, *BLOCKS))
         raise DatasetError(f"no operator family {family!r}", hint=f"families are: {known}")
-    table = OpTable.of(frame, family, parameters_of(family), devices)
-    _check(table, frame)
+    table = OpTable.of(rows, family, parameters_of(family), devices)
+    _check(table)
     # Both branches of each `np.where` are evaluated; the one not taken may divide by zero.
     with np.errstate(divide="ignore", invalid="ignore"):
         physics = (PHYSICS.get(family) or _PHYSICS[FAMILIES[family]])(table)
@@ -114,6 +117,7 @@ def op_features(
     X = np.empty((len(table), len(names)), np.float32)
     for place, values in enumerate(physics.features.values()):
         X[:, place] = values
+    general, keys = _positions(names, physics.specific, physics.keys)
     limited = np.where(physics.compute_bound, "compute", "memory")
     return OpFeatures(
         X=X,
@@ -125,10 +129,19 @@ def op_features(
         moved=physics.moved,
         # More than half of the time is a fixed cost: neither peak matters much.
         bound=np.where(physics.fixed_s > 0.5 * physics.base_s, "latency", limited).astype(object),
-        general=np.array([n not in physics.specific for n in names]),
-        keys=np.array([names.index(k) for k in physics.keys]),
-        irs=np.array(op_texts(frame, family), object) if texts else None,
+        general=general,
+        keys=keys,
+        irs=np.array(op_texts(table.rows.frame(), family), object) if texts else None,
     )
+
+
+@lru_cache(maxsize=256)
+def _positions(
+    names: tuple[str, ...], specific: tuple[str, ...], keys: tuple[str, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which features do not identify a device, and where those lie that span the domain."""
+    general = np.array([name not in specific for name in names])
+    return general, np.array([names.index(key) for key in keys])
 
 
 #: Parameters that may be missing, and those that may be zero.
@@ -141,7 +154,7 @@ _MAY_BE_ZERO = frozenset(
 )
 
 
-def _check(table: OpTable, frame: pd.DataFrame) -> None:
+def _check(table: OpTable) -> None:
     for name, values in table.columns.items():
         if name in _OPTIONAL:
             continue
@@ -150,11 +163,10 @@ def _check(table: OpTable, frame: pd.DataFrame) -> None:
         bad = ~(values >= (0 if zero else 1))
         if bad.any():
             row = int(np.flatnonzero(bad)[0])
-            label = frame["id"].iloc[row] if "id" in frame else frame.index[row]
             raise DatasetError(
                 f"{table.family} needs a positive whole number in column {name!r}, found "
                 f"{values[row]}",
-                where=f"row {label}",
+                where=f"row {table.rows.label(row)}",
                 hint="correct or drop the row",
             )
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
 from .autotuned_gemm import PAIRED
-from .columns import Machine, OpTable
+from .columns import Machine, OpTable, distinct
 
 #: Output tiles (rows, columns) that libraries have kernels for.
 TILES = tuple(
@@ -80,7 +81,7 @@ _WHOLE = Kernels(split=False, share=0.95, step=0.3)
 #: off the tables of Hopper (fp8) and RTX PRO 6000 (fp8, nvfp4). Data-centre Blackwell applies
 #: scales in the matrix unit (PTX ISA, ``tcgen05.mma`` with block scaling), and passes no operands
 #: through registers as RTX PRO 6000 does: an estimate by those of Hopper, not fitted.
-KERNELS = {
+KERNELS: dict[tuple[str, ...], Kernels] = {
     ("fp8", "vllm"): _WHOLE,
     ("fp8", "sglang"): Kernels(split=False, share=0.9, step=0.35),
     ("fp8_block", ""): Kernels(split=False, share=0.75, step=0.65, paired=_WHOLE),
@@ -94,6 +95,9 @@ KERNELS = {
     ),
     ("int8_sq", ""): Kernels(split=False, step=0.3),
 }
+
+
+_MENU = (SPLITTING, *KERNELS.values())
 
 
 @dataclass(frozen=True)
@@ -154,18 +158,17 @@ def library_tiles(
 
 def _by_kernels(table: OpTable, paired: np.ndarray) -> Iterator[tuple[Kernels, bool, np.ndarray]]:
     """Give kernels, whether pairs of cores share their tiles, and positions of their rows."""
-    menu = np.zeros(len(table), int)
-    kinds = [SPLITTING]
-    for (dtype, framework), kernels in KERNELS.items():
-        own = table.is_("dtype", dtype)
-        own &= table.is_("backend", framework) if framework else True
-        menu[own] = len(kinds)
-        kinds.append(kernels)
-    for place, kernels in enumerate(kinds):
-        for pairs in (False, True):
-            at = np.flatnonzero((menu == place) & (paired == pairs))
-            if len(at):
-                yield (kernels.paired or kernels) if pairs else kernels, pairs, at
+    code, pairs = table.rows.combined(("dtype", "backend"))
+    kinds = [KERNELS.get(pair, KERNELS.get((pair[0], ""), SPLITTING)) for pair in pairs]
+    menu = np.array([_MENU.index(kernels) for kernels in kinds], np.intp)[code]
+    # Both in one number, so that only what there is of the two is gone through.
+    code, both = distinct(2 * menu + paired)
+    for place, (kernels, shared) in enumerate((_MENU[own // 2], own % 2 == 1) for own in both):
+        yield (
+            (kernels.paired or kernels) if shared else kernels,
+            shared,
+            np.flatnonzero(code == place),
+        )
 
 
 def _power_share(table: OpTable) -> np.ndarray:
@@ -208,17 +211,23 @@ class _Rows:
         )
 
 
+@cache
+def _tilings(kernels: Kernels, pairs: bool) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    """Heights, widths and sides of the tiles to choose from, shape ``(t, 1)`` each, and splits."""
+    tiles = [t for t in TILES if t[0] >= kernels.rows and t[1] >= kernels.columns]
+    high, across = (np.array(sides)[:, None] for sides in zip(*tiles, strict=True))
+    # Of a pair's 256 columns each core receives half.
+    received = np.where(across == 256, across / 2, across) if pairs else across
+    side = high * across / (high + received)
+    return (high, across, side), np.array(SPLITS if kernels.split else SPLITS[:1])
+
+
 def _fastest(found: Tiling, at: np.ndarray, kernels: Kernels, rows: _Rows) -> None:
     """Fill in the products at ``at``."""
-    shape = [t for t in TILES if t[0] >= kernels.rows and t[1] >= kernels.columns]
-    high, across = (np.array(sides)[:, None] for sides in zip(*shape, strict=True))
-    splits = SPLITS if kernels.split else SPLITS[:1]
-    # Of a pair's 256 columns each core receives half.
-    received = np.where(across == 256, across / 2, across) if rows.pairs else across
-    side = high * across / (high + received)
+    shape, splits = _tilings(kernels, rows.pairs)
     for first in range(0, len(at), TOGETHER):
         own = slice(first, first + TOGETHER)
-        _fastest_of(found, at[own], rows.part(own), (high, across, side), np.array(splits))
+        _fastest_of(found, at[own], rows.part(own), shape, splits)
     found.step_s[at] = rows.size[3] * kernels.step / rows.clock
 
 
@@ -226,7 +235,7 @@ def _fastest_of(
     found: Tiling,
     at: np.ndarray,
     rows: _Rows,
-    shape: tuple[np.ndarray, np.ndarray, np.ndarray],
+    shape: tuple[np.ndarray, ...],
     splits: np.ndarray,
 ) -> None:
     """Compare all tiles (height, width, side, shape ``(t, 1)`` each) and splits at once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -126,10 +127,18 @@ def fill(waves: np.ndarray) -> np.ndarray:
 
 def flags(table: OpTable, dtypes: tuple[str, ...]) -> dict[str, np.ndarray]:
     """Return the flags of backend, kernel and dtype by name, float64, shape ``(n,)`` each."""
-    flags_by_name = {f"backend_{b}": table.is_("backend", b) for b in BACKENDS}
-    flags_by_name |= {f"kernel_{w}": table.says("kernel", w) for w in KERNEL_WORDS}
-    flags_by_name |= {f"dtype_{d}": table.is_("dtype", d) for d in dtypes}
-    return {name: value.astype(np.float64) for name, value in flags_by_name.items()}
+    code, names = table.rows.codes("kernel")
+    words = np.array([_words_of(name) for name in names], np.float64).reshape(-1, len(KERNEL_WORDS))
+    kernel = words[code].T
+    flags_by_name = {f"backend_{b}": table.is_("backend", b) * 1.0 for b in BACKENDS}
+    flags_by_name |= {f"kernel_{w}": own for w, own in zip(KERNEL_WORDS, kernel, strict=True)}
+    return flags_by_name | {f"dtype_{d}": table.is_("dtype", d) * 1.0 for d in dtypes}
+
+
+@lru_cache(maxsize=1024)
+def _words_of(kernel: str) -> tuple[bool, ...]:
+    """Which of :data:`KERNEL_WORDS` the name of a kernel holds."""
+    return tuple(word in kernel.lower() for word in KERNEL_WORDS)
 
 
 def non_nvidia(table: OpTable) -> np.ndarray:

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import pandas as pd
+
+from ...features.operators.columns import distinct
 
 #: Ridge penalty of each level, as a number of prior rows with effect 0: a device or library needs
 #: about this many rows before its own effect outweighs the level above. Engineering estimate; not
@@ -117,7 +118,7 @@ def _ridge(share: np.ndarray, ratio: np.ndarray) -> np.ndarray:
 
 def _parts(names: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """Positions of each name."""
-    code, distinct = pd.factorize(names)
+    code, found = distinct(names)
     # In the order of the names, which decides that of saved tables.
-    for place in sorted(range(len(distinct)), key=lambda at: str(distinct[at])):
-        yield str(distinct[place]), np.flatnonzero(code == place)
+    for place in sorted(range(len(found)), key=lambda at: str(found[at])):
+        yield str(found[place]), np.flatnonzero(code == place)

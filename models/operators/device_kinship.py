@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-import pandas as pd
 
 from ...features.devices.device import DeviceSpec
+from ...features.operators.columns import distinct
 from .family_tables import chip_of
 
 
@@ -82,13 +82,13 @@ class KnownDevices:
         by_chip = {chip: name for name, chip in reversed(self.chips.items())}
         by_vendor = {self.vendors[name]: name for name in reversed(self.foreign)}
         names, scopes = {}, {}
-        code, distinct = pd.factorize(device)
-        for name in distinct:
+        code, found = distinct(device)
+        for name in found:
             sibling = by_chip.get(chip_of(devices[name]))
             like = sibling or by_vendor.get(devices[name].vendor)
             names[name] = name if name in self.chips else (like or name)
             scopes[name] = "known" if name in self.chips else "sibling" if sibling else "unseen"
         return (
-            np.array([names[d] for d in distinct], object)[code],
-            np.array([scopes[d] for d in distinct], object)[code],
+            np.array([names[d] for d in found], object)[code],
+            np.array([scopes[d] for d in found], object)[code],
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pandas as pd
 from ...common.errors import ModelError
 from ...features.devices.device import DeviceSpec
 from ...features.operators import OpFeatures, op_features
-from ...features.operators.columns import texts_of
+from ...features.operators.columns import OpRows, distinct
 from ...features.operators.features import ops_schema_hash
 from ...features.operators.schema import BLOCKS
 from ..adapt.gaussian_process import (
@@ -42,7 +42,16 @@ from .family_tables import (
 from .intervals import FOREIGN, WIDENED, DeviceIntervals, twins
 from .mixture import LIBRARY, NVIDIA_ONLY, Member, Menu, is_foreign, mixed
 from .prediction import FamilyPrediction, joined
-from .rows import BLOCK_GROUP, codes, group_draw, libraries, misleading, named_columns, unnamed
+from .rows import (
+    BLOCK_GROUP,
+    codes,
+    dispatch,
+    group_draw,
+    libraries,
+    misleading,
+    named_columns,
+    unnamed,
+)
 from .shrinkage import shrinkage
 from .unseen import Strategy, UnseenFit, mean_ape
 
@@ -182,7 +191,7 @@ class FamilyModel:
             devices: Descriptions by name.
         """
         known = rows[rows["device"].isin(self.devices)].reset_index(drop=True)
-        latency = self._plain(known, self.features(known, devices), devices).latency
+        latency = self._plain(OpRows.of(known), self.features(known, devices), devices).latency
         scores = np.log(latency_s(known) / latency)
         for name, own in known.groupby("device").indices.items():
             if len(own) >= 60:
@@ -237,7 +246,10 @@ class FamilyModel:
     # Predicting
 
     def predict(
-        self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec], corrected: bool = True
+        self,
+        rows: pd.DataFrame | OpRows,
+        devices: Mapping[str, DeviceSpec],
+        corrected: bool = True,
     ) -> FamilyPrediction:
         """Predict rows of the family, on devices that the model has seen or not.
 
@@ -252,52 +264,55 @@ class FamilyModel:
             ModelError: The model was not fitted.
         """
         self._require_fitted()
-        rows = rows.reset_index(drop=True)
+        rows = OpRows.of(rows)
         unsaid = self.menu.open(rows, self.named)
         if unsaid.any():
             return self._mixed(rows, unsaid, devices, corrected)
         features = self.features(rows, devices)
         prediction = self._plain(rows, features, devices)
         if corrected and self.corrections:
-            self._correct(prediction, rows, features, rows["device"].to_numpy(object))
+            self._correct(prediction, rows, features)
         return prediction
 
     def _mixed(
         self,
-        rows: pd.DataFrame,
+        rows: OpRows,
         unsaid: np.ndarray,
         devices: Mapping[str, DeviceSpec],
         corrected: bool,
     ) -> FamilyPrediction:
         """Predictions of rows of which some (``unsaid``) leave the library open."""
         at = np.flatnonzero(unsaid)
-        table, origin, weight = self._expanded(rows.iloc[at], devices)
+        table, origin, weight = self._expanded(rows.take(at), devices)
         members = self.predict(table, devices, corrected)
         found = mixed(members, origin, weight, len(at))
         others = np.flatnonzero(~unsaid)
         if not len(others):
             return found
         return joined(
-            len(rows), ((at, found), (others, self.predict(rows.iloc[others], devices, corrected)))
+            len(rows), ((at, found), (others, self.predict(rows.take(others), devices, corrected)))
         )
 
     def _expanded(
-        self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]
-    ) -> tuple[pd.DataFrame, np.ndarray, np.ndarray]:
+        self, rows: OpRows, devices: Mapping[str, DeviceSpec]
+    ) -> tuple[OpRows, np.ndarray, np.ndarray]:
         """Rows of all members, the position of each one's origin, and its weight."""
-        proxy, _ = self.known_devices.proxies(rows["device"].to_numpy(object), devices)
-        vendors = np.array([devices[d].vendor for d in texts_of(rows["device"])], object)
+        proxy, _ = self.known_devices.proxies(rows.texts("device"), devices)
+        code, names = rows.codes("device")
+        vendors = np.array([devices[name].vendor for name in names], object)[code]
         return self.menu.expanded(rows, proxy, vendors)
 
-    def members(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> list[Member]:
+    def members(
+        self, rows: pd.DataFrame | OpRows, devices: Mapping[str, DeviceSpec]
+    ) -> list[Member]:
         """Libraries in the mixture of the first row, fastest first; none if it names its own."""
-        row = rows.iloc[:1].reset_index(drop=True)
+        row = OpRows.of(rows).take(np.array([0]))
         if not self.menu.open(row, self.named)[0]:
             return []
         table, _, weight = self._expanded(row, devices)
         found = self.predict(table, devices)
         times = np.stack([found.latency, found.lo, found.hi], axis=1) * 1e6
-        names = table[list(LIBRARY)].to_numpy(object)
+        names = zip(*(table.texts(column) for column in LIBRARY), strict=True)
         members = [
             Member(str(backend), str(kernel), float(share), *map(float, own))
             for (backend, kernel), share, own in zip(names, weight, times, strict=True)
@@ -309,20 +324,20 @@ class FamilyModel:
             raise ModelError(f"the model of {self.family} has not been fitted")
 
     def _plain(
-        self, rows: pd.DataFrame, features: OpFeatures, devices: Mapping[str, DeviceSpec]
+        self, rows: OpRows, features: OpFeatures, devices: Mapping[str, DeviceSpec]
     ) -> FamilyPrediction:
         """Predictions without corrections."""
         assert self.known is not None and self.general is not None
-        device = rows["device"].to_numpy(object)
+        device = rows.texts("device")
         proxy, scope = self.known_devices.proxies(device, devices)
-        own = np.isin(proxy, self.devices)
+        own = _among(proxy, self.devices)
         latency = np.empty(len(rows))
         inside = np.zeros(len(rows), bool)
         for mask, model in ((own, self.known), (~own, self.general)):
             at = np.flatnonzero(mask)
             if len(at):
                 some = features.take(at) if len(at) < len(rows) else features
-                mine = rows.iloc[at] if len(at) < len(rows) else rows
+                mine = rows.take(at) if len(at) < len(rows) else rows
                 part = (
                     self._known_table(some, proxy[at])
                     if model is self.known
@@ -330,21 +345,22 @@ class FamilyModel:
                 )
                 latency[at] = model.point(part)
                 if model is self.known:
-                    library, share = codes(mine)[0], time_shares(some)
+                    library, share = dispatch(mine), time_shares(some)
                     latency[at] *= np.exp(self.effects.predict(share, proxy[at], library))
                 else:
                     ratio = self._general_ratio(mine, some, latency[at])
                     latency[at] = some.base_s * np.exp(ratio)
                 inside[at] = model.domain.contains(part) if model.domain is not None else True
         lo, hi = np.empty(len(rows)), np.empty(len(rows))
-        for name in dict.fromkeys(device):
-            at = np.flatnonzero(device == name)
+        code, names = distinct(device)
+        for place in range(len(names)):
+            at = np.flatnonzero(code == place)
             lo[at], hi[at] = self._ends(str(proxy[at[0]]), str(scope[at[0]]), latency[at])
         # A format or library that no chip was seen with, on a chip that was not seen, either: what
         # was measured is the error of the chip alone.
         novel = scope == "unseen"
         if novel.any():
-            novel &= ~np.isin(libraries(rows), list(self.seen))
+            novel &= ~_among(libraries(rows), self.seen)
         lo[novel] *= (lo[novel] / latency[novel]) ** (NOVEL - 1)
         hi[novel] *= (hi[novel] / latency[novel]) ** (NOVEL - 1)
         wide_lo, wide_hi = self.intervals.of("", latency)
@@ -353,7 +369,7 @@ class FamilyModel:
         far = ~inside & own
         lo[far] = np.minimum(lo, np.sqrt(lo * wide_lo))[far]
         hi[far] = np.maximum(hi, np.sqrt(hi * wide_hi))[far]
-        nameless = unnamed(rows, self.named) | self._elsewhere(device, devices)
+        nameless = unnamed(rows, self.named) | self._elsewhere(rows, devices)
         nameless |= _foreign(rows, devices)
         # Which library runs an operator matters as much as the device does (docs/operators.md).
         if nameless.any():
@@ -362,35 +378,35 @@ class FamilyModel:
             inside &= ~nameless
         return FamilyPrediction(latency, lo, hi, features.roofline_s, features.bound, scope, inside)
 
-    def why_outside(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> list[str]:
+    def why_outside(
+        self, rows: pd.DataFrame | OpRows, devices: Mapping[str, DeviceSpec]
+    ) -> list[str]:
         """Reasons why the first of some rows is outside the training domain, one text each."""
         self._require_fitted()
         assert self.known is not None and self.general is not None
-        row = rows.iloc[:1].reset_index(drop=True)
+        row = OpRows.of(rows).take(np.array([0]))
         if self.menu.open(row, self.named)[0]:
             # Of a mixture, the first member that is outside.
             members, _, _ = self._expanded(row, devices)
             first = int(np.argmin(self.predict(members, devices).in_domain))
-            row = members.iloc[first : first + 1].reset_index(drop=True)
+            row = members.take(np.array([first]))
         features = self.features(row, devices)
-        proxy, _ = self.known_devices.proxies(row["device"].to_numpy(object), devices)
+        proxy, _ = self.known_devices.proxies(row.texts("device"), devices)
         own = bool(np.isin(proxy, self.devices)[0])
         table = self._known_table(features, proxy) if own else general_table(self.family, features)
         domain = (self.known if own else self.general).domain
         reasons = []
-        if self._elsewhere(row["device"].to_numpy(object), devices).any():
+        if self._elsewhere(row, devices).any():
             reasons.append("its operators are known of other kinds of device alone")
         if _foreign(row, devices).any():
-            reasons.append(f"{texts_of(row['backend'])[0]} runs on NVIDIA's GPUs alone")
+            reasons.append(f"{row.texts('backend')[0]} runs on NVIDIA's GPUs alone")
         if bool(unnamed(row, self.named)[0]):
             reasons.append("what runs it (backend=…, kernel=…) is not named, or was not seen")
         if domain is not None and not bool(domain.contains(table)[0]):
             reasons += domain.reasons(table)
         return reasons
 
-    def _general_ratio(
-        self, rows: pd.DataFrame, features: OpFeatures, point_s: np.ndarray
-    ) -> np.ndarray:
+    def _general_ratio(self, rows: OpRows, features: OpFeatures, point_s: np.ndarray) -> np.ndarray:
         """Log-ratios of rows on a device that was never seen, shape ``(n,)``.
 
         Args:
@@ -398,7 +414,7 @@ class FamilyModel:
             features: Their features.
             point_s: Seconds by the general regressor alone, shape ``(n,)``.
         """
-        linear = self.general_effects.unseen(time_shares(features), codes(rows)[0])
+        linear = self.general_effects.unseen(time_shares(features), dispatch(rows))
         ratio = np.log(point_s / features.base_s) + linear
         return np.asarray(self._shrinkage(libraries(rows)) * ratio)
 
@@ -425,11 +441,10 @@ class FamilyModel:
     def _correct(
         self,
         prediction: FamilyPrediction,
-        rows: pd.DataFrame,
+        rows: OpRows,
         features: OpFeatures,
-        device: np.ndarray,
     ) -> None:
-        library = texts_of(rows["backend"]) if "backend" in rows else np.full(len(rows), "", object)
+        device, library = rows.texts("device"), rows.texts("backend")
         left = np.ones(len(rows), bool)
         # A correction of a library comes before that of its whole device.
         for name in sorted(self.corrections, key=lambda key: OF_LIBRARY not in key):
@@ -441,14 +456,15 @@ class FamilyModel:
             left[at] = False
             # The posterior knows the uncertainty around the corrected value: its interval replaces
             # the uncorrected one.
-            mean, half = self.corrections[name].apply(self.sites(rows.iloc[at], features.take(at)))
+            mean, half = self.corrections[name].apply(self.sites(rows.take(at), features.take(at)))
             prediction.latency[at] *= np.exp(mean)
             prediction.lo[at] = prediction.latency[at] * np.exp(-half)
             prediction.hi[at] = prediction.latency[at] * np.exp(half)
             prediction.scope[at] = "calibrated"
 
-    def sites(self, rows: pd.DataFrame, features: OpFeatures) -> Sites:
+    def sites(self, rows: pd.DataFrame | OpRows, features: OpFeatures) -> Sites:
         """Sites of rows for the covariance of errors."""
+        rows = OpRows.of(rows)
         assert self.scale is not None and self.general is not None
         coarse, fine = codes(rows)
         sites = self.scale.sites(features, coarse, fine)
@@ -537,7 +553,7 @@ class FamilyModel:
         self._require_fitted()
         rows = rows.reset_index(drop=True)
         features = self.features(rows, devices)
-        latency = self._plain(rows, features, devices).latency
+        latency = self._plain(OpRows.of(rows), features, devices).latency
         errors = np.log(latency_s(rows)) - np.log(latency)
         return self.sites(rows, features), errors, latency
 
@@ -556,7 +572,7 @@ class FamilyModel:
     ) -> dict[str, float]:
         """Contributions of the device effects to the log-ratio of one row, by level."""
         proxy, _ = self.known_devices.proxies(rows["device"].to_numpy(object), devices)
-        library, share = codes(rows)[0], time_shares(features)
+        library, share = dispatch(rows), time_shares(features)
         if proxy[0] in self.devices:
             return self.effects.parts(share, str(proxy[0]), str(library[0]))
         return {"mean of known devices": float(self.general_effects.unseen(share, library)[0])}
@@ -589,16 +605,17 @@ class FamilyModel:
         gap = (others - own) / self.scale.spread
         return np.asarray(np.sqrt((gap**2).mean(axis=1)))
 
-    def _elsewhere(self, device: np.ndarray, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
+    def _elsewhere(self, rows: OpRows, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
         """Rows on TPUs and other devices of a kind that was not learned from, bool, ``(n,)``."""
-        gpus_alone = self.known_devices.platforms <= {"gpu"}
-        code, names = pd.factorize(device)
-        other = [gpus_alone and devices[str(n)].platform != "gpu" for n in names]
-        return np.array(other, bool)[code]
+        if not self.known_devices.platforms <= {"gpu"}:
+            return np.zeros(len(rows), bool)
+        return rows.where("device", lambda name: devices[name].platform != "gpu")
 
     # Tables
 
-    def features(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> OpFeatures:
+    def features(
+        self, rows: pd.DataFrame | OpRows, devices: Mapping[str, DeviceSpec]
+    ) -> OpFeatures:
         """Features of rows, with the kernels' texts if the estimator looks at their graphs."""
         texts = getattr(estimator_class(self.settings.estimator), "needs_graphs", False)
         return op_features(rows, self.family, devices, texts=texts)
@@ -668,11 +685,13 @@ class FamilyModel:
         return model
 
 
-def _foreign(rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
+def _foreign(rows: OpRows, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
     """Whether rows name a framework that their device's vendor has none of, shape ``(n,)``."""
-    others = [name for name, spec in devices.items() if is_foreign(spec.vendor)]
-    # The usual table has no such device: nothing is looked up then.
-    if not others or "backend" not in rows:
-        return np.zeros(len(rows), bool)
-    alone = np.isin(texts_of(rows["backend"]).astype(str), NVIDIA_ONLY)
-    return alone & np.isin(texts_of(rows["device"]).astype(str), others)
+    alone = rows.where("backend", lambda name: name in NVIDIA_ONLY)
+    return np.asarray(alone & rows.where("device", lambda name: is_foreign(devices[name].vendor)))
+
+
+def _among(values: np.ndarray, names: Collection[str]) -> np.ndarray:
+    """Whether each value is one of some names, bool, shape ``(n,)``."""
+    code, found = distinct(values)
+    return np.asarray(np.array([value in names for value in found], bool)[code])

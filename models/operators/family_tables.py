@@ -14,6 +14,7 @@ import pandas as pd
 from ...common.errors import DatasetError, ModelError
 from ...features.devices.device import DeviceSpec
 from ...features.operators import FAMILIES, OpFeatures
+from ...features.operators.columns import distinct
 from ...features.operators.features import ops_schema_hash
 from ..adapt.gaussian_process import time_shares
 from ..core.graphs import KernelGraphs
@@ -96,7 +97,7 @@ def known_table(
 ) -> KernelTable:
     """Table of all features and one flag for each of the known ``devices``."""
     place = {name: at for at, name in enumerate(devices)}
-    code, own = pd.factorize(device)
+    code, own = distinct(device)
     n, width = features.X.shape
     X = np.zeros((n, width + len(devices)), np.float32)
     X[:, :width] = features.X

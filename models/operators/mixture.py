@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ...features.operators.columns import texts_of
+from ...features.operators.columns import OpRows, texts_of
 from .prediction import FamilyPrediction
 
 #: Columns that name a library, and those that say for what it is known.
@@ -104,20 +104,21 @@ class Menu:
                     choices.append(Choice(formats, library, devices, share))
         return cls(choices)
 
-    def open(self, rows: pd.DataFrame, named: Sequence[str]) -> np.ndarray:
+    def open(self, rows: pd.DataFrame | OpRows, named: Sequence[str]) -> np.ndarray:
         """Rows that leave a library open which this menu can fill in, bool, shape ``(n,)``.
 
         Args:
             rows: ``n`` operators.
             named: Columns that every row of the training data fills in.
         """
-        wanted = [c for c in LIBRARY if c in named]
+        rows = OpRows.of(rows)
         lacking = np.zeros(len(rows), bool)
-        for column in wanted if self.choices else ():
-            lacking |= texts_of(rows[column]) == "" if column in rows else True
+        for column in LIBRARY if self.choices else ():
+            if column in named:
+                lacking |= rows.where(column, lambda name: not name)
         # The usual table names everything: nothing is looked up then.
         if lacking.any():
-            code, names = _distinct(rows)
+            code, names = _distinct(rows, ())
             known = np.array([bool(self.of_row(own, "")) for own in names])
             lacking &= known[code]
         return lacking
@@ -150,8 +151,8 @@ class Menu:
         return list(zip(found, weights / weights.sum(), strict=True))
 
     def expanded(
-        self, rows: pd.DataFrame, like: np.ndarray, vendors: np.ndarray
-    ) -> tuple[pd.DataFrame, np.ndarray, np.ndarray]:
+        self, rows: pd.DataFrame | OpRows, like: np.ndarray, vendors: np.ndarray
+    ) -> tuple[OpRows, np.ndarray, np.ndarray]:
         """One row for each library of each row.
 
         Args:
@@ -162,17 +163,24 @@ class Menu:
         Returns:
             The rows, the position of each one's origin and its weight.
         """
-        code, names = _distinct(rows.assign(device=like, vendor=vendors))
+        rows = OpRows.of(rows)
+        places = {"device": like, "vendor": vendors}
+        code, names = _distinct(rows.with_texts(places), tuple(places))
         found = [self.of_row(own, own["device"]) for own in names]
-        sizes = np.array([len(own) for own in found])[code]
-        origin = np.repeat(np.arange(len(rows)), sizes)
-        parts = [found[own] for own in code]
-        weight = np.array([share for own in parts for _, share in own])
+        sizes = np.array([len(own) for own in found], np.intp)
+        origin = np.repeat(np.arange(len(rows)), sizes[code])
+        # Each row's members follow each other, as those of its kind do among all kinds' members.
+        place = np.arange(len(origin)) - np.repeat(
+            np.cumsum(sizes[code]) - sizes[code], sizes[code]
+        )
+        member = (np.cumsum(sizes) - sizes)[code[origin]] + place
+        every = [one for own in found for one in own]
+        weight = np.array([share for _, share in every])[member]
         filled = {
-            column: [choice.names[place] for own in parts for choice, _ in own]
-            for place, column in enumerate(LIBRARY)
+            column: np.array([choice.names[at] for choice, _ in every], object)[member]
+            for at, column in enumerate(LIBRARY)
         }
-        return rows.iloc[origin].reset_index(drop=True).assign(**filled), origin, weight
+        return rows.take(origin).with_texts(filled), origin, weight
 
     def to_list(self) -> list[list[object]]:
         """Plain data for the manifest."""
@@ -248,10 +256,8 @@ def _quantile(
     return np.asarray(np.exp((low + high) / 2))
 
 
-def _distinct(rows: pd.DataFrame) -> tuple[np.ndarray, list[dict[str, str]]]:
-    """Distinct formats, libraries and devices of rows, and which of them each row has."""
-    columns = [c for c in (*FORMAT, *LIBRARY, "device", "vendor") if c in rows]
-    texts = pd.DataFrame({c: texts_of(rows[c]).astype(str) for c in columns})
-    code = texts.groupby(columns, sort=False).ngroup().to_numpy()
-    first = np.unique(code, return_index=True)[1]
-    return code, [dict(zip(columns, own, strict=True)) for own in texts.to_numpy()[first].tolist()]
+def _distinct(rows: OpRows, places: Sequence[str]) -> tuple[np.ndarray, list[dict[str, str]]]:
+    """Distinct formats, libraries and ``places`` of rows, and which of them each row has."""
+    columns = [c for c in (*FORMAT, *LIBRARY, *places) if c in rows]
+    code, found = rows.combined(columns)
+    return code, [dict(zip(columns, own, strict=True)) for own in found]

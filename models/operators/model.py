@@ -17,7 +17,7 @@ import pandas as pd
 from ...common.errors import ModelError
 from ...features.devices.catalogue import find_device, in_catalogue
 from ...features.devices.device import DeviceSpec, usable_cores
-from ...features.operators.columns import texts_of
+from ...features.operators.columns import OpRows
 from ...features.operators.schema import BLOCKS, NAMES, parameters_of
 from ..adapt.gaussian_process import ErrorPosterior
 from ..core.store import (
@@ -168,7 +168,7 @@ class OpModel:
         """
         return self.devices[name] if name in self.devices else find_device(name)
 
-    def predict(self, rows: pd.DataFrame) -> FamilyPrediction:
+    def predict(self, rows: pd.DataFrame | OpRows) -> FamilyPrediction:
         """Predict rows of any families, in their order.
 
         Args:
@@ -179,30 +179,33 @@ class OpModel:
             ModelError: A family was not learned; the message lists those that were.
             DatasetError: A row lacks a parameter.
         """
-        code, keys = pd.factorize(texts_of(rows["key"]))
-        missing = sorted(set(map(str, keys)) - set(self.families))
+        rows = OpRows.of(rows)
+        code, keys = rows.codes("key")
+        missing = sorted(set(keys) - set(self.families))
         if missing:
             known = ", ".join(sorted(self.families))
             raise ModelError(
                 f"the model knows no operators {missing[0]!r}", hint=f"it has: {known}"
             )
-        specs = {str(name): self.spec(str(name)) for name in pd.unique(texts_of(rows["device"]))}
+        specs = {name: self.spec(name) for name in rows.codes("device")[1]}
         n = len(rows)
         # The common case, a query of one operator, saves the copies below.
         if len(keys) == 1 and n < TASK_ROWS:
-            prediction = self.families[str(keys[0])].predict(rows, specs)
+            prediction = self.families[keys[0]].predict(rows, specs)
             widen_unknown(prediction, rows, self.versions)
             return prediction
-        rows = rows.reset_index(drop=True)
+        # Once for all parts.
+        for column in NAMES:
+            rows.codes(column)
 
         def run(task: tuple[str, np.ndarray]) -> tuple[np.ndarray, FamilyPrediction]:
             key, at = task
             # Whatever else a table holds need not be copied.
-            used = [c for c in (*parameters_of(key), *NAMES, "device", "id") if c in rows]
-            return at, self.families[key].predict(rows[used].iloc[at], specs)
+            part = rows.take(at, (*parameters_of(key), *NAMES, "device"))
+            return at, self.families[key].predict(part, specs)
 
         tasks = [
-            (str(key), at)
+            (key, at)
             for place, key in enumerate(keys)
             for own in [np.flatnonzero(code == place)]
             for at in np.array_split(own, -(-len(own) // TASK_ROWS))

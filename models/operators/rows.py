@@ -12,7 +12,7 @@ from ...common.errors import DatasetError
 from ...features.dataset import Dataset
 from ...features.devices.device import DeviceSpec
 from ...features.operators import FAMILIES, family_keys
-from ...features.operators.columns import texts_of
+from ...features.operators.columns import OpRows, texts_of
 from ...features.operators.hlo import op_frame
 from ...features.operators.physics import BACKENDS, KERNEL_WORDS
 from ...features.operators.schema import BLOCKS
@@ -144,16 +144,22 @@ def group_draw(rows: pd.DataFrame, key: str, seed: int = 0) -> np.ndarray:
     return np.array([_draw(f"{seed}:{key}:{name}") for name in names])[code]
 
 
-def codes(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Two levels of implementation: (op, dtype, backend), and that with kernel and KV cache.
+def codes(rows: pd.DataFrame | OpRows) -> tuple[np.ndarray, np.ndarray]:
+    """Two levels of implementation: that of :func:`dispatch`, and with kernel and KV cache.
 
     They are the coarse and the fine groups of the error covariance, shape ``(n,)`` each.
     """
-    coarse = _joined(rows, ("op", "dtype", "backend"))
+    rows = OpRows.of(rows)
+    coarse = dispatch(rows)
     return coarse, coarse + "|" + _joined(rows, ("kernel", "kv_dtype", "distribution"))
 
 
-def libraries(rows: pd.DataFrame) -> np.ndarray:
+def dispatch(rows: pd.DataFrame | OpRows) -> np.ndarray:
+    """What a library dispatches by: op, dtype and backend of each row, shape ``(n,)``."""
+    return _joined(rows, ("op", "dtype", "backend"))
+
+
+def libraries(rows: pd.DataFrame | OpRows) -> np.ndarray:
     """Library that runs each row: op, dtype, backend and type of the KV cache, shape ``(n,)``."""
     return _joined(rows, ("op", "dtype", "backend", "kv_dtype"))
 
@@ -163,40 +169,33 @@ def named_columns(rows: pd.DataFrame) -> tuple[str, ...]:
     return tuple(c for c in ("backend", "kernel") if c in rows and not _empty(rows[c]).any())
 
 
-def unnamed(rows: pd.DataFrame, columns: Sequence[str]) -> np.ndarray:
+def unnamed(rows: pd.DataFrame | OpRows, columns: Sequence[str]) -> np.ndarray:
     """Rows without one of the names, or with one that no feature knows, bool, shape ``(n,)``."""
+    rows = OpRows.of(rows)
     lacking = np.zeros(len(rows), bool)
     for column in columns:
-        lacking |= ~_informative(rows[column], column) if column in rows else True
+        lacking |= ~rows.where(column, _of_backend if column == "backend" else _of_kernel)
     return lacking
 
 
-def _informative(values: pd.Series, column: str) -> np.ndarray:
-    """Whether names are among those that features are made of."""
-    code, distinct = pd.factorize(texts_of(values))
+def _of_backend(name: str) -> bool:
+    return name.lower() in BACKENDS
+
+
+def _of_kernel(name: str) -> bool:
     # A kernel's name is matched by the words that features are made of, as substrings.
-    markers = (*BACKENDS, *(KERNEL_WORDS if column == "kernel" else ()), "static_scaled")
-    names = [str(name).lower() for name in distinct]
-    known = [n in BACKENDS if column == "backend" else any(w in n for w in markers) for n in names]
-    return np.array(known, bool)[code] if len(names) else np.zeros(0, bool)
+    return any(word in name.lower() for word in (*BACKENDS, *KERNEL_WORDS, "static_scaled"))
 
 
 def _empty(values: pd.Series) -> np.ndarray:
     return np.asarray(texts_of(values) == "", bool)
 
 
-def _joined(rows: pd.DataFrame, columns: tuple[str, ...]) -> np.ndarray:
+def _joined(rows: pd.DataFrame | OpRows, columns: tuple[str, ...]) -> np.ndarray:
     """Values, each after a bar; a column that a table lacks counts as empty."""
-    code, joined = np.zeros(len(rows), np.int64), [""]
-    for column in columns:
-        own, values = np.zeros(len(rows), np.int64), [""]
-        if column in rows:
-            own, distinct = pd.factorize(texts_of(rows[column]))
-            values = [str(value) for value in distinct]
-        # Texts repeat: only combinations that occur are written, each once.
-        code, both = pd.factorize(code * len(values) + own)
-        joined = [f"{joined[c // len(values)]}|{values[c % len(values)]}" for c in both]
-    return np.array(joined, object)[code] if len(rows) else np.empty(0, object)
+    code, values = OpRows.of(rows).combined(columns)
+    joined = np.array(["".join(f"|{text}" for text in own) for own in values], object)
+    return np.asarray(joined[code])
 
 
 def _draw(text: str) -> float:

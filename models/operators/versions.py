@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 import pandas as pd
 
-from ...features.operators.columns import texts_of
+from ...features.operators.columns import OpRows, texts_of
 from .prediction import FamilyPrediction
 
 #: Half-width, as a logarithm, of the 90 % interval of a time in another version of a library over
@@ -43,7 +43,7 @@ def joined_versions(
 
 
 def widen_unknown(
-    prediction: FamilyPrediction, rows: pd.DataFrame, known: Mapping[str, Collection[str]]
+    prediction: FamilyPrediction, rows: pd.DataFrame | OpRows, known: Mapping[str, Collection[str]]
 ) -> None:
     """Widen, in place, the intervals of rows that name another version than those learned from.
 
@@ -56,16 +56,16 @@ def widen_unknown(
             known.
         known: Versions by library, or by library, device and family joined by :data:`SEPARATOR`.
     """
+    rows = OpRows.of(rows)
     if not known or "version" not in rows or "backend" not in rows:
         return
-    library, version = texts_of(rows["backend"]), texts_of(rows["version"])
-    other = (version != "") & np.isin(library, list(known))
-    for name, versions in known.items():
-        which, *place = name.split(SEPARATOR, 2)
-        own = other & (library == which) & np.isin(version, list(versions))
-        for column, value in zip(("device", "key"), place, strict=False):
-            own &= (rows[column] == value).to_numpy(bool)
-        other &= ~own
+    other = rows.where("version", bool) & rows.where("backend", known.__contains__)
+    for name, versions in known.items() if other.any() else ():
+        own = other.copy()
+        texts = name.split(SEPARATOR, 2)
+        for column, text in zip(("backend", "device", "key"), texts, strict=False):
+            own &= rows.where(column, text.__eq__)
+        other &= ~(own & rows.where("version", versions.__contains__))
     if not other.any():
         return
     latency = prediction.latency[other]

@@ -15,10 +15,10 @@ import numpy as np
 from ...common.errors import ModelError
 from ...common.extras import extra_hint
 from ...common.paths import home
+from ...common.progress import waiting
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel
 from ...features.lowering.cache import LoweringCache
-from ...features.lowering.target_compiler.process import shown
 from ...features.table.columns import INDEX
 from ...features.table.roofline import compute_seconds, memory_seconds
 from ...features.table.row import rows
@@ -163,7 +163,7 @@ class SimulatorEstimator(AnsweringEstimator):
     def _run(self, jobs: Mapping[str, Job], device: DeviceSpec) -> None:
         with (
             ToolProcess(self.tool, self.limit_s) as process,
-            shown(f"{self.name} for {device.name}", len(jobs), self.progress) as show,
+            waiting(f"{self.name} for {device.name}", len(jobs), self.progress) as show,
         ):
             for done, (key, job) in enumerate(jobs.items(), start=1):
                 reply = process.ask(job)

@@ -17,6 +17,7 @@ from ...common.parquet import read_table
 from ...features.devices.catalogue import load_designs
 from ...features.devices.device import DeviceSpec
 from ...features.ir.dtypes import TABLE_FORMATS
+from ...features.operators.columns import OpRows
 from ...features.operators.features import op_features
 from ...features.operators.query import parse_op
 from ...models.core.store import MANIFEST
@@ -87,14 +88,14 @@ def predict_op(
         ModelError: The model is not one of operators, or does not know the family.
     """
     row, family, spec = _asked(text, device, model)
-    frame = pd.DataFrame([{**row, "device": spec.name}])
-    prediction = family.predict(frame, {spec.name: spec})
+    rows = OpRows.of_one({**row, "device": spec.name})
+    prediction = family.predict(rows, {spec.name: spec})
     times = np.stack([prediction.latency, prediction.lo, prediction.hi], axis=1)
     cap = cap_share(power_cap_w, spec)
-    libraries = family.members(frame, {spec.name: spec})
+    libraries = family.members(rows, {spec.name: spec})
     if cap < 1.0:
-        times = capped(times, _work(frame, row["key"], spec, times[:, 0]), cap)
-        libraries = [_capped_member(m, frame, row["key"], spec, cap) for m in libraries]
+        times = capped(times, _work(rows, row["key"], spec, times[:, 0]), cap)
+        libraries = [_capped_member(m, rows, row["key"], spec, cap) for m in libraries]
     return OpEstimate(
         family=row["key"],
         device=spec.name,
@@ -105,7 +106,7 @@ def predict_op(
         in_domain=bool(prediction.in_domain[0]),
         outside=()
         if prediction.in_domain[0]
-        else tuple(family.why_outside(frame, {spec.name: spec})),
+        else tuple(family.why_outside(rows, {spec.name: spec})),
         libraries=tuple(sorted(libraries, key=lambda m: m.latency_us)),
     )
 
@@ -126,10 +127,10 @@ def _asked(
     return row, _family(bundle, row["key"], model), spec
 
 
-def _work(frame: pd.DataFrame, key: str, spec: DeviceSpec, seconds: np.ndarray) -> Work:
+def _work(rows: OpRows, key: str, spec: DeviceSpec, seconds: np.ndarray) -> Work:
     """How busy operators of a family keep a device's units."""
-    found = op_features(frame, key, {spec.name: spec})
-    format_ = TABLE_FORMATS.get(str(frame["dtype"].iloc[0]), TABLE_FORMATS["bf16"])
+    found = op_features(rows, key, {spec.name: spec})
+    format_ = TABLE_FORMATS.get(rows.texts("dtype")[0], TABLE_FORMATS["bf16"])
     return Work.of(
         found.flops,
         found.moved,
@@ -137,16 +138,14 @@ def _work(frame: pd.DataFrame, key: str, spec: DeviceSpec, seconds: np.ndarray) 
         found.floor_s,
         spec.matrix_peak(format_.rate),
         spec.bandwidth,
-        np.full(len(frame), "attention" in key),
+        np.full(len(rows), "attention" in key),
     )
 
 
-def _capped_member(
-    member: Member, frame: pd.DataFrame, key: str, spec: DeviceSpec, cap: float
-) -> Member:
+def _capped_member(member: Member, rows: OpRows, key: str, spec: DeviceSpec, cap: float) -> Member:
     """A library's time under a power cap; a faster one keeps the units busier, and slows more."""
     times = np.array([[member.latency_us, member.lo_us, member.hi_us]])
-    found = capped(times, _work(frame, key, spec, times[:, 0] * 1e-6), cap)
+    found = capped(times, _work(rows, key, spec, times[:, 0] * 1e-6), cap)
     latency, lo, hi = map(float, found[0])
     return replace(member, latency_us=latency, lo_us=lo, hi_us=hi)
 
