@@ -56,8 +56,11 @@ def main() -> None:
     model = OpModel.load(find_model(OPERATOR_MODEL))
     model.predict(kernels(400, 0))
     batches = [kernels(BATCH, seed) for seed in (1, 2, 3)]
+    busy = time.process_time()
     seconds = best(lambda: model.predict(batches.pop()))
-    note = f"{BATCH / seconds:,.0f} rows/s on {usable_cores()} cores"
+    # Beside other jobs wall time says little; CPU time is that of all batches.
+    busy = (time.process_time() - busy) / (3 * BATCH) * 1e6
+    note = f"{BATCH / seconds:,.0f} rows/s on {usable_cores()} cores, {busy:.0f} µs of CPU each"
     show(f"{BATCH} operators never seen", seconds, BATCH / RATE, note)
     text = "linear m={} n=4096 k=4096 dtype=bf16 backend=trtllm kernel=torch_flow"
     # Trees of a family are read for single rows after some of these.
@@ -65,10 +68,11 @@ def main() -> None:
         opcast.latency(text.format(size), "h100-sxm")
     times = []
     for size in range(1000, 1200):
-        start = time.perf_counter()
+        start = time.process_time()
         opcast.latency(text.format(size), "h100-sxm")
-        times.append(time.perf_counter() - start)
-    show("one operator never seen, loaded model", float(np.median(times)), 0.5e-3)
+        times.append(time.process_time() - start)
+    note = f"of CPU time; quickest {min(times) * 1e3:.2f} ms"
+    show("one operator never seen, loaded model", float(np.median(times)), 0.5e-3, note)
 
 
 if __name__ == "__main__":
