@@ -17,6 +17,11 @@ from ...simulate.step.calls import OpCall
 from ..operator.step_operators import work_of
 from .deployment import Deployment
 
+#: Cores that wait for weights draw less than those that multiply: the share of their power is the
+#: utilisation of the matrix unit over that of the memory, times the first, to the second power, and
+#: at most 1. Products of 1 to 64 rows on H200 (published-kernels pack, power, linear):
+#: the law alone reads 26 % too much (median), with this it errs by 12 %.
+_FEEDING, _FEEDING_POWER = 1.6, 0.3
 #: Types in which products run, by format of the weights; others run in 16 bits.
 _RATES = {"fp8": "f8e4m3fn", "fp8_block": "f8e4m3fn", "int8": "s8", "nvfp4": "f4e2m1fn"}
 
@@ -77,13 +82,9 @@ def serving_energy(
     moved = passes + before * model.token_bytes(plan) * plan.devices / deployment.accepted
     each = np.array([busy])
     rate = spec.matrix_peak(_RATES.get(model.weights, "bf16"))
-    work = Work.of(
-        np.array([flops / deployment.devices]),
-        np.array([moved / deployment.devices]),
-        each,
-        np.zeros(1),
-        rate,
-        spec.bandwidth,
-        np.zeros(1, bool),
-    )
+    matrix = np.array([flops / deployment.devices])
+    memory = np.array([moved / deployment.devices])
+    ratio = (matrix / rate) / np.maximum(memory / spec.bandwidth, 1e-30)
+    waiting = each * (1.0 - np.minimum(1.0, (_FEEDING * ratio) ** _FEEDING_POWER))
+    work = Work.of(matrix, memory, each, waiting, rate, spec.bandwidth, np.zeros(1, bool))
     return energy(spec, work, each, busy, total, deployment.devices)
