@@ -220,13 +220,19 @@ class _Own(NamedTuple):
 
 def shrunk(matrix: np.ndarray, target: np.ndarray, weight: np.ndarray) -> Posterior:
     """Least absolute errors with a ridge of 1, by iteratively reweighted least squares."""
+    # SciPy comes with scikit-learn, which training needs anyway.
+    from scipy.sparse import csr_array
+
+    # Few effects apply to a row: products of sparse matrices take a tenth of the time.
+    sparse = csr_array(matrix)
     effects = np.zeros(matrix.shape[1])
     normal = np.eye(len(effects))
     for _ in range(60):
-        error = target - matrix @ effects
+        error = target - sparse @ effects
         robust = weight * _ERROR / np.sqrt(error**2 + _NOISE**2)
-        normal = matrix.T @ (matrix * robust[:, None]) + np.eye(len(effects))
-        before, effects = effects, np.linalg.solve(normal, matrix.T @ (robust * target))
+        weighted = sparse.multiply(robust[:, None]).tocsr()
+        normal = (sparse.T @ weighted).toarray() + np.eye(len(effects))
+        before, effects = effects, np.linalg.solve(normal, weighted.T @ target)
         if np.abs(effects - before).max(initial=0.0) < _SETTLED:
             break
     return Posterior(effects, normal)
