@@ -30,11 +30,11 @@ from .deployment import Deployment
 from .energy import serving_energy
 from .serving_load import LoadSpec
 from .serving_runs import (
-    ENGINE_ALONE,
     ServingRuns,
     cache_transfer,
     engine_memory,
     row_context,
+    row_delay,
 )
 from .serving_table import ServingRow
 
@@ -298,13 +298,12 @@ class ServingPredictor:
         record: bool,
     ) -> Run:
         own = [replace(s, weights=s.weights * slower) for s in stations]
-        alone = row.load.kind in ENGINE_ALONE
         return run_fleet(
             load,
             own[0],
             own[1] if len(own) > 1 else None,
             router=row.options.router,
-            delay=0.0 if alone else float(weights[-1]) * slower,
+            delay=row_delay(row, weights) * slower,
             transfer=cache_transfer(row),
             record=record,
         )

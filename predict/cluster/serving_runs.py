@@ -129,11 +129,10 @@ class ServingRuns:
         longest = int((load.prompts + load.outputs).max())
         most = load.concurrency or len(load.prompts)
         station = self.station(row, row.engine, weights, most, longest)
-        # Benchmarks of an engine alone hand it their requests without a server between.
-        delay = 0.0 if row.load.kind in ENGINE_ALONE else float(weights[-1])
+        delay = row_delay(row, weights)
         station = replace(station, count=1)
         if row.load.kind.startswith("open"):
-            run = _keeping_up(load, station, delay)
+            run = _keeping_up(row, load, station, delay)
         else:
             run = run_fleet(load, station, delay=delay)
         return _result(row, load, run, delay, station.cache_tokens)
@@ -214,26 +213,34 @@ class ServingRuns:
         most = load.concurrency or len(load.prompts)
         ahead = self.station(row, prefill, weights, most, longest)
         behind = self.station(row, row.engine, weights, most, longest)
-        delay = float(weights[-1])
+        if not row.engine.counted:
+            behind = replace(behind, count=_holding(load, behind))
+        delay = row_delay(row, weights)
         run = run_fleet(load, behind, ahead, delay=delay, transfer=cache_transfer(row))
         whole = replace(row, engine=replace(row.engine, count=1))
         return _result(whole, load, run, delay, behind.cache_tokens)
 
 
+#: Times of a request before the engine of which an answer by workers of two kinds takes so many: it
+#: passes a router, both servers and the set-up of the transfer. Engineering estimate, which effects
+#: of the cluster correct.
+HANDOVER = 20.0
 #: Share of the time of the arrivals that a run may last beyond them before its engines count as
 #: overloaded, and times that they are sped up.
 _BEHIND, _SPEED_UPS = 0.05, 6
 
 
-def _keeping_up(load: Load, station: Station, delay: float) -> Run:
+def _keeping_up(row: ServingRow, load: Load, station: Station, delay: float) -> Run:
     """Serve requests at a rate by engines that keep up with it.
 
     Nobody reports latencies of a queue that grows without end. So where the engines are too slow
-    for the rate, it is their estimated speed that is wrong, and they are as fast as need be.
+    for the rate, it is their estimated speed that is wrong, and they are as fast as need be. A
+    burst is something else: all of its requests have arrived before the first is answered.
     """
     run = run_fleet(load, station, delay=delay)
     span = float(load.arrivals.max())
-    if span <= 0.0:
+    own = row.load
+    if 0 < own.count <= own.rate * float((run.finished - run.sent).min()):
         return run
     for _ in range(_SPEED_UPS):
         # The last requests take as long as any.
@@ -251,6 +258,19 @@ def _keeping_up(load: Load, station: Station, delay: float) -> Run:
 _TRANSFER_S, _TRANSFER_SHARE = 1e-3, 0.8
 
 
+def row_delay(row: ServingRow, weights: np.ndarray) -> float:
+    """Seconds between sending a request and an engine's queue.
+
+    Args:
+        row: What is asked for.
+        weights: Of the classes and of a request.
+    """
+    if row.load.kind in ENGINE_ALONE:
+        # Benchmarks of an engine alone hand it their requests without a server between.
+        return 0.0
+    return float(weights[-1]) * (HANDOVER if row.prefill is not None else 1.0)
+
+
 def cache_transfer(row: ServingRow) -> Callable[[int], float]:
     """Seconds that the cache of a prompt takes from workers that run prompts to the others.
 
@@ -266,6 +286,12 @@ def cache_transfer(row: ServingRow) -> Callable[[int], float]:
     speed = row.options.transfer or link * ranks * _TRANSFER_SHARE
     one = row.model.token_bytes(EnginePlan())
     return lambda tokens: _TRANSFER_S + tokens * one / speed
+
+
+def _holding(load: Load, station: Station) -> int:
+    """Fewest workers whose caches hold the requests in flight at their full lengths."""
+    each = float((load.prompts + load.outputs).mean())
+    return ceil((load.concurrency or len(load.prompts)) * each / station.cache_tokens)
 
 
 def engine_memory(row: ServingRow, workers: Workers) -> dict[str, float]:
@@ -395,6 +421,7 @@ def _levels(row: ServingRow) -> dict[str, str]:
         "latent": "latent" if model.workload.kv_lora else "",
         "shape": _shape(model),
         "spread": _spread(row),
+        "handover": _handover(row),
         "speculative": row.speculative if row.speculative in ("ambiguous", "yes") else "",
         "source": row.source,
         "cluster": f"{row.source}|{spec.name}" if row.source else "",
@@ -413,3 +440,9 @@ def _spread(row: ServingRow) -> str:
     if row.prefill is not None:
         return APART
     return "attention data parallel" if row.engine.plan.dp > 1 else ""
+
+
+def _handover(row: ServingRow) -> str:
+    """Whose servers hand requests over between workers of two kinds; empty where none do."""
+    own = f"{row.framework}|{row.source}|{row.cluster.device}"
+    return own if row.prefill is not None and row.source else ""

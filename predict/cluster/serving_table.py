@@ -63,11 +63,14 @@ class Workers:
         plan: Of each.
         count: How many; replicas of an engine that prefills and decodes.
         batch: Most sequences of each; 0 if the row does not say.
+        counted: Whether the row says how many there are; otherwise ``count`` is 1, and workers that
+            decode alone are as many as hold the requests in flight.
     """
 
     plan: EnginePlan
     count: int = 1
     batch: int = 0
+    counted: bool = True
 
     @property
     def devices(self) -> int:
@@ -345,8 +348,9 @@ def _pool(plan: EnginePlan, cell: Cells, prefix: str) -> Workers:
     count = max(1, cell.count(f"{prefix}workers", 1))
     if plan.dp > 1 and plan.ep == 1:
         count, plan = count * plan.dp, EnginePlan(tp=plan.tp, pp=plan.pp, moe_tp=plan.tp)
+    counted = cell.count(f"{prefix}workers", 0) > 0
     # Batch limits are of ranks with sequences of their own.
-    return Workers(plan, count, cell.count(f"{prefix}batch", 0) * plan.dp)
+    return Workers(plan, count, cell.count(f"{prefix}batch", 0) * plan.dp, counted)
 
 
 def _load(cell: Cells, folder: Path) -> ServingLoad:

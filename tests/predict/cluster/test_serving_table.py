@@ -11,7 +11,7 @@ import pytest
 from opcast.common.errors import DatasetError, PlanError
 from opcast.models.serving.effects import ServingEffects
 from opcast.predict.cluster.served_row import served_by_name
-from opcast.predict.cluster.serving_runs import ServingRuns, row_load, row_policy
+from opcast.predict.cluster.serving_runs import ServingRuns, row_delay, row_load, row_policy
 from opcast.predict.cluster.serving_table import (
     read_serving,
     read_serving_rows,
@@ -326,3 +326,37 @@ def test_quantised_configs(tmp_path: Path) -> None:
         served(quant_method="bitsandbytes")
     with pytest.raises(PlanError, match="configuration cannot be read"):
         served(quant_method="awq", bits="four")
+
+
+def test_a_burst_queues_whatever_its_rate() -> None:
+    """200 requests of 2048 tokens of output within 0.2 s are the same as all at once."""
+    burst = {**DENSE, "osl": 2048, "n_requests": 200, "concurrency": None}
+    rows = [
+        serving_row({**burst, "load": "open", "request_rate": 1000}),
+        serving_row({**burst, "load": "offline"}),
+    ]
+    found = ServingRuns(rows, None).run([ServingEffects().weights({})] * 2)
+    runs = [run for run in found if not isinstance(run, str)]
+    assert runs[0].per_token.seconds == pytest.approx(runs[1].per_token.seconds, rel=0.05)
+
+
+def test_decoding_workers_that_nobody_counted_hold_the_requests_in_flight() -> None:
+    split = {**DENSE, "tp": None, "n_gpus": None, "prefill_tp": 4, "decode_tp": 4}
+    many = {**split, "concurrency": 2000, "isl": 1024, "osl": 1024, "n_requests": 6000}
+    rows = [serving_row(many), serving_row({**many, "prefill_workers": 1, "decode_workers": 1})]
+    assert [row.engine.counted for row in rows] == [False, True]
+    found = ServingRuns(rows, None).run([ServingEffects().weights({})] * 2)
+    runs = [run for run in found if not isinstance(run, str)]
+    # Of 80 GiB, nine tenths less 17.9 GB of weights and 2 GiB leave 57 GB of 81,920 bytes a token:
+    # a sixth of the 4.1 million tokens in flight. Five sixths wait for the cache of one worker.
+    assert [run.cache_tokens for run in runs] == pytest.approx([57e9 / 81_920] * 2, rel=0.02)
+    assert runs[1].largest_batch > 300
+    assert runs[0].ttft.seconds < 0.7 * runs[1].ttft.seconds
+
+
+def test_answers_of_two_kinds_of_workers_take_longer_to_hand_over() -> None:
+    apart = {"tp": None, "prefill_tp": 4, "prefill_workers": 1, "decode_tp": 4, "decode_workers": 1}
+    weights = ServingEffects().weights({})
+    delays = [row_delay(serving_row({**DENSE, **more}), weights) for more in ({}, apart)]
+    assert delays == pytest.approx([0.010, 0.2])
+    assert row_delay(serving_row({**DENSE, "load": "static-batch"}), weights) == 0.0
