@@ -71,8 +71,8 @@ def print_frame(console: Console, frame: pd.DataFrame, title: str) -> None:
 
 #: Columns that are printed in per cent.
 PERCENTAGES = (
-    "mape", "median_ape", "largest", "bias", "coverage", "in_domain", "before", "after", "unseen",
-    "error_before", "error_after", "covered_before", "covered_after",
+    "mape", "median_ape", "median_ape_groups", "largest", "bias", "coverage", "in_domain",
+    "before", "after", "unseen", "error_before", "error_after", "covered_before", "covered_after",
 )  # fmt: skip
 
 

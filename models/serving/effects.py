@@ -91,6 +91,7 @@ LEVELS = (
     ServingLevel(REQUEST, "any", 0.75),
     ServingLevel(REQUEST, "engine", 0.75),
     ServingLevel(REQUEST, "source", 0.75),
+    ServingLevel(REQUEST, "handover", 1.5),
     ServingLevel(WHOLE, "engine", 0.08),
     ServingLevel(WHOLE, "speculative", 0.3),
     ServingLevel(WHOLE, "spread", 0.15),

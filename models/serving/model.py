@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,8 @@ TIERS = ("model", "framework", "architecture", "new", "vendor")
 #: How much wider, as logarithms, intervals are on chips of a vendor without any run than on new
 #: ones of a known vendor; engineering estimate: operators there are priced by rooflines.
 FOREIGN = 1.5
+#: Ends on machines that nobody measured, by their source and device, have this appended to the key.
+ELSEWHERE = "/elsewhere"
 #: Value of the level ``spread`` of prompts that run on workers of their own.
 APART = "disaggregated"
 #: Share of waiting in a time to the first token from which its interval is another one.
@@ -44,9 +46,11 @@ class ServingModel:
 
     Attributes:
         effects: On classes of cost.
-        ends: Ends of the interval as logarithms, by ``kind/tier`` (:func:`kind_of`).
+        ends: Ends of the interval as logarithms, by ``kind/tier`` (:func:`kind_of`), and for
+            machines that nobody measured by that and :data:`ELSEWHERE`.
         provenance: What it was learned from: ``groups`` are model groups by framework and chip,
             ``shapes`` the groups of models by their sizes, ``vendors`` those of the chips,
+            ``clusters`` the machines by source and device,
             ``own`` the stacks it was adapted to: ``memory``, ``groups`` and ``ends`` of each.
     """
 
@@ -67,6 +71,11 @@ class ServingModel:
             return "new" if known else "vendor"
         named = self.effects.knows("engine", context.get("engine", ""))
         return "framework" if named else "architecture"
+
+    def measured_on(self, context: Context) -> bool:
+        """Whether there are runs of a row's very machines: of its source, on its device."""
+        clusters = self.provenance.get("clusters", ())
+        return isinstance(clusters, list) and context.get("cluster", "") in clusters
 
     def _own(self, context: Context) -> Mapping[str, object]:
         """The stack with runs of a row's model and engine that the model was adapted to, if any."""
@@ -98,10 +107,22 @@ class ServingModel:
         """Ends of the 90 % interval as factors on an estimate."""
         kind = kind_of(metric, queued, context)
         own = self._own(context).get("ends", {})
-        near = (f"{kind}/{tier}", f"{kind.removesuffix('-apart')}/{tier}")
-        ends = next((self.ends[name] for name in near if name in self.ends), UNCALIBRATED)
+        ends = self.ends_of(kind, tier, self.measured_on(context))
         low, high = own.get(kind, ends) if isinstance(own, dict) else ends
         return float(np.exp(low)), float(np.exp(high))
+
+    def ends_of(self, kind: str, tier: str, measured_on: bool) -> tuple[float, float]:
+        """Ends of the 90 % interval as logarithms.
+
+        Args:
+            kind: From :func:`kind_of`.
+            tier: What is known of the row, one of :data:`TIERS`.
+            measured_on: Whether runs of its machines were measured.
+        """
+        near = [f"{name}/{tier}" for name in (kind, kind.removesuffix("-apart"))]
+        if not measured_on:
+            near = [f"{name}{ELSEWHERE}" for name in near] + near
+        return next((self.ends[name] for name in near if name in self.ends), UNCALIBRATED)
 
     def save(self, path: Path) -> None:
         """Write the model as one JSON file."""
@@ -174,7 +195,10 @@ def own_ends(
     cases = product(METRICS, (0.0, 1.0), ("", APART))
     for kind in {kind_of(metric, queued, {"spread": how}) for metric, queued, how in cases}:
         left = errors.get(kind, ())
-        low, high = model.ends.get(f"{kind}/{TIERS[0] if left else tier}", UNCALIBRATED)
+        known = f"{kind}/{TIERS[0] if left else tier}"
+        low, high = model.ends.get(known, UNCALIBRATED)
+        if not left:
+            low, high = model.ends.get(known + ELSEWHERE, (low, high))
         if left:
             # The outer ones, since a few runs do not show how far others lie.
             outer = (1.0 - COVERAGE) / 2.0
@@ -184,35 +208,67 @@ def own_ends(
     return ends
 
 
-def serving_ends(
-    errors: Mapping[tuple[str, str], list[tuple[str, float]]],
-) -> dict[str, tuple[float, float]]:
-    """Ends of intervals from errors of rows that were left out.
+class Score(NamedTuple):
+    """Error of a latency that was left out.
 
-    Args:
-        errors: By metric (:func:`kind_of`) and tier: group, and logarithm of measured over
-            predicted. Groups count by the root of their size.
+    Attributes:
+        kind: :func:`kind_of` it.
+        tier: What was known of its row.
+        measured_on: Whether runs of its machines were learned from.
+        left: What was left out with it, such as ``device h100-sxm``.
+        group: Group of its row; groups count by the root of their size.
+        error: Logarithm of measured over predicted.
     """
-    ends: dict[str, tuple[float, float]] = {}
-    for (metric, tier), scores in errors.items():
-        if len(scores) < LEAST:
-            continue
-        groups = np.array([group for group, _ in scores])
-        values = np.array([value for _, value in scores])
-        _, index, counts = np.unique(groups, return_inverse=True, return_counts=True)
-        weight = counts[index] ** -0.5
-        ends[f"{metric}/{tier}"] = (
-            min(weighted_quantile(values, weight, (1 - COVERAGE) / 2), 0.0),
-            max(weighted_quantile(values, weight, (1 + COVERAGE) / 2), 0.0),
-        )
-    for metric in {name for name, _ in errors}:
-        for better, worse in pairwise(TIERS[:-1]):
-            known = ends.get(f"{metric}/{better}")
-            if known:
-                # Who knows less is not surer.
-                low, high = ends.get(f"{metric}/{worse}", known)
-                ends[f"{metric}/{worse}"] = (min(low, known[0]), max(high, known[1]))
-        widest = ends.get(f"{metric}/new")
-        if widest:
-            ends[f"{metric}/vendor"] = (FOREIGN * widest[0], FOREIGN * widest[1])
+
+    kind: str
+    tier: str
+    measured_on: bool
+    left: str
+    group: str
+    error: float
+
+
+def serving_ends(scores: Iterable[Score]) -> dict[str, tuple[float, float]]:
+    """Ends of intervals from errors of rows that were left out."""
+    parts: dict[tuple[str, str, bool], list[Score]] = {}
+    for score in scores:
+        parts.setdefault((score.kind, score.tier, score.measured_on), []).append(score)
+    ends = {
+        f"{kind}/{tier}{'' if here else ELSEWHERE}": _quantiles(own, tier, here)
+        for (kind, tier, here), own in parts.items()
+        if len(own) >= LEAST
+    }
+    for kind in {kind for kind, _, _ in parts}:
+        for place in ("", ELSEWHERE):
+            for better, worse in pairwise(TIERS[:-1]):
+                _widen(ends, f"{kind}/{worse}{place}", f"{kind}/{better}{place}")
+            widest = ends.get(f"{kind}/new{place}")
+            if widest:
+                ends[f"{kind}/vendor{place}"] = (FOREIGN * widest[0], FOREIGN * widest[1])
+        for tier in TIERS:
+            _widen(ends, f"{kind}/{tier}{ELSEWHERE}", f"{kind}/{tier}")
     return ends
+
+
+def _widen(ends: dict[str, tuple[float, float]], name: str, known: str) -> None:
+    """Ends of who knows less: not surer than those of who knows more."""
+    if known in ends:
+        low, high = ends.get(name, ends[known])
+        ends[name] = (min(low, ends[known][0]), max(high, ends[known][1]))
+
+
+def _quantiles(scores: Sequence[Score], tier: str, here: bool) -> tuple[float, float]:
+    groups = np.array([score.group for score in scores])
+    values = np.array([score.error for score in scores])
+    _, index, counts = np.unique(groups, return_inverse=True, return_counts=True)
+    weight = counts[index] ** -0.5
+    wider = 1.0
+    if tier in ("architecture", "new") or not here:
+        # Few engines and machines were left out in turn, and the next one is further off than any
+        # of n with a probability of about 1 / n.
+        wider += 1.0 / len({score.left for score in scores})
+    if tier == "architecture":
+        # Of an engine that nobody measured, it is not known on which side of the others it lies.
+        values, weight = np.concatenate([values, -values]), np.tile(weight, 2)
+    low, high = (weighted_quantile(values, weight, (1 + side * COVERAGE) / 2) for side in (-1, 1))
+    return min(wider * low, 0.0), max(wider * high, 0.0)

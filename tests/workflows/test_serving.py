@@ -32,7 +32,7 @@ from opcast.workflows.serving.evaluate import (
     judged_rows,
     serving_operators,
 )
-from opcast.workflows.serving.train import left_out_serving, train_serving
+from opcast.workflows.serving.train import left_out_serving, left_outs, train_serving
 
 PACK = Path(os.environ.get("OPCAST_PUBLISHED_DATA", Path(__file__).parents[3] / "shared/data"))
 TABLE = PACK / "published-serving" / "serving.csv.gz"
@@ -176,9 +176,21 @@ def test_training_finds_a_slow_host(plain: pd.DataFrame) -> None:
     before = np.log((plain["tpot_ms"] + 2.0) / plain["tpot_ms"]).to_numpy(float)
     assert np.abs(left["fit"][:6]).mean() < 0.6 * before.mean()
     figures = left_out_serving(left)
-    assert {"row", "model_group", "framework", "device", "source", "fit"} == set(
-        figures["left_out"]
-    ) - {"architecture"}
+    # All rows are of one device, source and model: without those, there are none to learn from.
+    assert set(figures["left_out"]) == {"fit", "row", "framework"}
+    assert figures.loc[figures["left_out"] == "row", "coverage"].between(0.0, 1.0).all()
+
+
+def test_what_is_left_out_in_turn() -> None:
+    """A device is left out with every run of the framework, on whatever device."""
+    asked = table(device=["h100-sxm"] * 4 + ["h200-sxm"] * 2, framework=["vllm", "sglang"] * 3)
+    rows = [row for row in read_serving_rows(asked)[0] if row is not None]
+    parts = {(part.name, part.value): part for part in left_outs(rows)}
+    both = parts["device and framework", "h200-sxm vllm"]
+    assert both.judge.tolist() == [False, False, False, False, True, False]
+    assert both.learn.tolist() == [False, True, False, True, False, False]
+    device = parts["device", "h200-sxm"]
+    assert (device.judge == ~device.learn).all() and device.judge.sum() == 2
 
 
 def test_faulty_rows_are_not_learned_from(plain: pd.DataFrame) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -19,7 +19,7 @@ from ...models.serving.fit import (
     linear_serving,
     solve_serving,
 )
-from ...models.serving.model import ServingModel, group_key, kind_of, serving_ends
+from ...models.serving.model import Score, ServingModel, group_key, kind_of, serving_ends
 from ...models.tracking.mlflow_store import RunLog
 from ...predict.cluster.serving_runs import ServingRuns, row_context
 from ...predict.cluster.serving_table import ServingRow, read_serving, read_serving_rows
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 FAULTY = "impossible|suspicious|beyond the context|prefix_reuse"
 #: Folds of the rows for errors of known models.
 FOLDS = 5
+
+#: Begins columns that say whether a latency lies inside its interval.
+INSIDE = "inside "
 
 Tell = Callable[[str], None]
 
@@ -59,7 +62,8 @@ def train_serving(
 
     Returns:
         The model, and for every measured latency its logarithmic errors when left out: ``id``,
-        ``metric``, ``group``, ``queued``, and a column for each kind of leaving out.
+        ``metric``, ``group``, ``queued``, a column for each way of leaving out, and by
+        :data:`INSIDE` and that way whether it lies inside the interval made without its row.
 
     Raises:
         DatasetError: No row has an answer and can be expressed.
@@ -79,44 +83,93 @@ def train_serving(
     runs = ServingRuns(rows, operators)
     effects, seen = fit_serving(observer(runs, contexts), contexts, groups, tell)
     model = ServingModel(effects)
-    scores: dict[tuple[str, str], list[tuple[str, float]]] = {}
-    left: dict[str, object] = {
-        "id": [rows[row].id for row in seen.rows],
-        "metric": seen.metrics,
-        "group": groups[seen.rows],
-        "queued": seen.queued,
-    }
-    everything = np.zeros(len(seen.rows), bool)
     linear = linear_serving(seen, contexts, effects)
-    left["fit"] = linear_errors(seen, contexts, effects, effects, linear)
-    for name, key in left_out_keys(rows, seed).items():
-        tell(f"leaving out each {name}")
-        errors = np.full(len(seen.rows), np.nan)
-        for value in np.unique(key):
-            judge = (key == value)[seen.rows]
-            if judge.all():
-                continue
-            without = solve_serving(seen, contexts, groups, effects, ~judge, linear)
-            errors[judge] = linear_errors(seen, contexts, effects, without, linear)[judge]
-            part = ServingModel(without, provenance={"groups": _known(seen, contexts, ~judge)})
-            for at in np.flatnonzero(judge):
-                tier = part.tier(contexts[seen.rows[at]])
-                kind = kind_of(
-                    str(seen.metrics[at]), float(seen.queued[at]), contexts[seen.rows[at]]
-                )
-                own = (str(groups[seen.rows[at]]), float(errors[at]))
-                scores.setdefault((kind, tier), []).append(own)
-        left[name] = errors
-    model.ends = serving_ends(scores)
+    left = {"fit": linear_errors(seen, contexts, effects, effects, linear)}
+    # Scores by what was left out: its name, and the latencies.
+    scores: list[tuple[str, list[int], list[Score]]] = []
+    for part in left_outs(rows, seed):
+        judge, learn = part.judge[seen.rows], part.learn[seen.rows]
+        if not judge.any() or not learn.any():
+            continue
+        if part.name not in left:
+            tell(f"leaving out each {part.name}")
+            left[part.name] = np.full(len(seen.rows), np.nan)
+        without = solve_serving(seen, contexts, groups, effects, learn, linear)
+        errors = linear_errors(seen, contexts, effects, without, linear)
+        np.copyto(left[part.name], errors, where=judge)
+        known = ServingModel(without, provenance=_learned(seen, contexts, learn))
+        at = np.flatnonzero(judge).tolist()
+        own = [_score(seen, contexts, groups, known, part, i, float(errors[i])) for i in at]
+        scores.append((part.name, at, own))
+    tell("intervals")
+    left |= _inside(seen, scores)
+    model.ends = serving_ends(score for _, _, own in scores for score in own)
     model.provenance = {
         "rows": len(rows),
-        "groups": _known(seen, contexts, ~everything),
+        **_learned(seen, contexts, np.ones(len(seen.rows), bool)),
         "shapes": _shapes(rows),
         "sources": sorted({row.source for row in rows}),
         "devices": sorted({row.cluster.device for row in rows}),
         "vendors": sorted({context["vendor"] for context in contexts}),
     }
-    return model, pd.DataFrame(left)
+    frame = pd.DataFrame(
+        {
+            "id": [rows[row].id for row in seen.rows],
+            "metric": seen.metrics,
+            "group": groups[seen.rows],
+            "queued": seen.queued,
+            **left,
+        }
+    )
+    return model, frame
+
+
+def _score(
+    seen: Observed,
+    contexts: Sequence[dict[str, str]],
+    groups: np.ndarray,
+    known: ServingModel,
+    part: LeftOut,
+    at: int,
+    error: float,
+) -> Score:
+    """Error of a latency by a model that lacks it."""
+    row = seen.rows[at]
+    context = contexts[row]
+    kind = kind_of(str(seen.metrics[at]), float(seen.queued[at]), context)
+    return Score(
+        kind,
+        known.tier(context),
+        known.measured_on(context),
+        f"{part.name} {part.value}",
+        str(groups[row]),
+        error,
+    )
+
+
+def _inside(
+    seen: Observed, scores: Sequence[tuple[str, list[int], list[Score]]]
+) -> dict[str, np.ndarray]:
+    """Whether latencies lie inside intervals that were made without any error of their rows.
+
+    Returns:
+        By ``inside``, a space and what was left out: 1, 0, or NaN where it was not judged.
+    """
+    found: dict[str, np.ndarray] = {}
+    for name, at, own in scores:
+        judged = set(seen.rows[at].tolist())
+        others = (
+            score
+            for _, places, part in scores
+            for place, score in zip(places, part, strict=True)
+            if seen.rows[place] not in judged
+        )
+        ends = ServingModel(ends=serving_ends(others))
+        column = found.setdefault(f"{INSIDE}{name}", np.full(len(seen.rows), np.nan))
+        for place, score in zip(at, own, strict=True):
+            low, high = ends.ends_of(score.kind, score.tier, score.measured_on)
+            column[place] = low <= score.error <= high
+    return found
 
 
 def _shapes(rows: Sequence[ServingRow]) -> dict[str, str]:
@@ -125,15 +178,41 @@ def _shapes(rows: Sequence[ServingRow]) -> dict[str, str]:
     return dict(key for key, _ in sorted(counts.items(), key=lambda item: item[1]))
 
 
-def _known(seen: Observed, contexts: Sequence[dict[str, str]], learn: np.ndarray) -> list[str]:
-    """Model groups, engines and chips of the latencies that are learned from."""
-    return sorted({group_key(contexts[row]) for row in seen.rows[learn]})
-
-
-def left_out_keys(rows: Sequence[ServingRow], seed: int = 0) -> dict[str, np.ndarray]:
-    """What is left out in turn: a fifth of the rows, model groups, frameworks, devices, sources."""
-    order = np.random.default_rng(seed).permutation(len(rows))
+def _learned(
+    seen: Observed, contexts: Sequence[dict[str, str]], learn: np.ndarray
+) -> dict[str, object]:
+    """Model groups with engines and chips of the latencies that are learned from, and machines."""
+    own = [contexts[row] for row in seen.rows[learn]]
     return {
+        "groups": sorted({group_key(context) for context in own}),
+        "clusters": sorted({context["cluster"] for context in own if context["cluster"]}),
+    }
+
+
+class LeftOut(NamedTuple):
+    """What is left out once.
+
+    Attributes:
+        name: The way, such as ``device``.
+        value: What, such as ``h100-sxm``.
+        judge: Rows that are judged.
+        learn: Rows that are learned from.
+    """
+
+    name: str
+    value: str
+    judge: np.ndarray
+    learn: np.ndarray
+
+
+def left_outs(rows: Sequence[ServingRow], seed: int = 0) -> Iterator[LeftOut]:
+    """What is left out in turn.
+
+    A fifth of the rows, model groups, frameworks, devices, generations, sources; devices together
+    with all of a framework.
+    """
+    order = np.random.default_rng(seed).permutation(len(rows))
+    keys = {
         "row": (order % FOLDS).astype(str),
         "model_group": np.array([row.group for row in rows]),
         "framework": np.array([row.framework for row in rows]),
@@ -141,6 +220,13 @@ def left_out_keys(rows: Sequence[ServingRow], seed: int = 0) -> dict[str, np.nda
         "architecture": np.array([row_context(row)["architecture"] for row in rows]),
         "source": np.array([row.source for row in rows]),
     }
+    for name, key in keys.items():
+        for value in np.unique(key):
+            yield LeftOut(name, str(value), key == value, key != value)
+    device, framework = keys["device"], keys["framework"]
+    for one, other in sorted(set(zip(device.tolist(), framework.tolist(), strict=True))):
+        here, own = device == one, framework == other
+        yield LeftOut("device and framework", f"{one} {other}", here & own, ~here & ~own)
 
 
 def left_out_serving(left: pd.DataFrame) -> pd.DataFrame:
@@ -150,14 +236,15 @@ def left_out_serving(left: pd.DataFrame) -> pd.DataFrame:
         left: From :func:`train_serving`.
 
     Returns:
-        ``left_out``, ``metric``, ``rows``, ``median_ape``, ``mape``, and ``median_groups``: the
-        mean over groups of their medians.
+        ``left_out``, ``metric``, ``rows``, ``median_ape``, ``mape``, ``median_ape_groups`` (the
+        mean over groups of their medians), and ``coverage`` of the 90 % intervals.
     """
     records = []
     known = ("id", "metric", "group", "queued")
-    for name in (c for c in left.columns if c not in known):
+    for name in (c for c in left.columns if c not in known and not c.startswith(INSIDE)):
         for metric, part in left.groupby("metric"):
             error = np.abs(np.expm1(-part[name]))
+            inside = part.get(f"{INSIDE}{name}")
             records.append(
                 {
                     "left_out": name,
@@ -165,7 +252,8 @@ def left_out_serving(left: pd.DataFrame) -> pd.DataFrame:
                     "rows": int(error.notna().sum()),
                     "median_ape": float(error.median()),
                     "mape": float(error.mean()),
-                    "median_groups": float(error.groupby(part["group"]).median().mean()),
+                    "median_ape_groups": float(error.groupby(part["group"]).median().mean()),
+                    "coverage": float("nan") if inside is None else float(inside.mean()),
                 }
             )
     return pd.DataFrame(records)

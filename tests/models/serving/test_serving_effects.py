@@ -10,7 +10,13 @@ import pytest
 from opcast.common.errors import ModelError
 from opcast.models.serving.effects import COSTS, PRIOR, ServingEffects
 from opcast.models.serving.fit import Observed, adapt_serving, fit_serving, linear_errors
-from opcast.models.serving.model import ServingModel, kind_of, serving_ends, shipped_serving
+from opcast.models.serving.model import (
+    Score,
+    ServingModel,
+    kind_of,
+    serving_ends,
+    shipped_serving,
+)
 
 RNG = np.random.default_rng(0)
 
@@ -83,19 +89,49 @@ def test_a_few_runs_of_one_cluster_move_that_cluster_alone() -> None:
     assert known.weights(other) == pytest.approx(list(PRIOR.values()))
 
 
+def scores(
+    kind: str, tier: str, errors: np.ndarray, left: str = "", here: bool = True
+) -> list[Score]:
+    return [Score(kind, tier, here, left, "g", float(error)) for error in errors]
+
+
 def test_intervals_widen_with_what_is_not_known() -> None:
-    errors = {
-        ("tpot", "model"): [("g", e) for e in np.linspace(-0.1, 0.1, 41)],
-        ("tpot", "new"): [("g", e) for e in np.linspace(-0.05, 0.4, 41)],
-        ("ttft", "model"): [("g", 0.0)] * 3,
-    }
-    ends = serving_ends(errors)
+    ends = serving_ends(
+        [
+            *scores("tpot", "model", np.linspace(-0.1, 0.1, 41)),
+            *scores("tpot", "new", np.linspace(-0.05, 0.4, 41)),
+            *scores("ttft", "model", np.zeros(3)),
+        ]
+    )
     assert ends["tpot/model"] == pytest.approx((-0.09, 0.09), abs=0.01)
     assert ends["tpot/framework"] == ends["tpot/model"]
     assert ends["tpot/new"][0] == ends["tpot/model"][0] and ends["tpot/new"][1] > 0.35
     assert ends["tpot/vendor"] == pytest.approx(1.5 * np.array(ends["tpot/new"]))
     # Three latencies calibrate nothing.
     assert "ttft/model" not in ends
+
+
+def test_intervals_of_an_engine_that_nobody_measured_reach_to_both_sides() -> None:
+    # Two frameworks were left out, and both are slower than the others made one expect. Of 41
+    # errors of each sign, a twentieth of the weight lies above 0.4 - 0.2 * 4.1 / 41 = 0.38; with
+    # two of them, a third may lie half as far again.
+    errors = np.linspace(0.2, 0.4, 41)
+    both = scores("tpot", "architecture", errors, "a") + scores("tpot", "architecture", errors, "b")
+    low, high = serving_ends(both)["tpot/architecture"]
+    assert high == pytest.approx(1.5 * 0.38, abs=0.01) and low == pytest.approx(-high, abs=1e-9)
+
+
+def test_intervals_on_machines_that_nobody_measured() -> None:
+    here = scores("tpot", "model", np.linspace(-0.1, 0.1, 41))
+    there = scores("tpot", "model", np.linspace(0.0, 0.4, 41), "device h100", here=False)
+    model = ServingModel(ends=serving_ends(here + there), provenance={"clusters": ["a|hopper"]})
+    known = model.interval("tpot", "model", 0.0, context("vllm"))
+    assert known == pytest.approx(np.exp([-0.09, 0.09]), abs=0.01)
+    for other in (context("vllm", source="b"), {}):
+        low, high = model.interval("tpot", "model", 0.0, other)
+        # One device was left out: the next may be twice as far off.
+        assert low == pytest.approx(known[0])
+        assert high == pytest.approx(np.exp(2 * 0.38), rel=0.02)
 
 
 def test_tiers() -> None:
@@ -142,5 +178,8 @@ def test_the_shipped_model_knows_the_usual_frameworks() -> None:
     model = shipped_serving()
     for engine in ("vllm now", "sglang now", "tensorrt-llm now"):
         assert model.effects.knows("engine", engine)
-    low, high = model.interval("tpot", "model", 0.0, {})
+    cluster = {"cluster": "aiconfigurator/inferencex|h200-sxm"}
+    low, high = model.interval("tpot", "model", 0.0, cluster)
     assert 0.5 < low < 1.0 < high < 2.0
+    wider = model.interval("tpot", "model", 0.0, {})
+    assert wider[0] <= low and high <= wider[1]
