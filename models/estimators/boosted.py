@@ -13,8 +13,7 @@ from ..core.store import pack, unpack
 from ..training_data.stopping import stop_rows
 from .ranking import ScoreMap, device_queries, grow_pairwise
 from .tabular import TabularEstimator
-from .xgboost_import import xgboost
-from .xgboost_trees import SUFFIX, SmallBatches, compact, expand
+from .xgboost_trees import SUFFIX, BoostedTrees, compact, expand
 
 if TYPE_CHECKING:
     from xgboost import Booster
@@ -108,8 +107,7 @@ class XGBoostEstimator(TabularEstimator):
             n_jobs=n_jobs,
             compact=compact,
         )
-        self._boosters: dict[str, Booster] = {}
-        self._small: dict[str, tuple[Booster, SmallBatches]] = {}
+        self._trees: dict[str, BoostedTrees] = {}
         self._columns = np.zeros(0, np.int32)
         self._score_map: ScoreMap | None = None
         self._covers = True
@@ -128,14 +126,14 @@ class XGBoostEstimator(TabularEstimator):
         if self.ranks:
             self._fit_order(table, target, groups)
             return
-        self._boosters = {"joint": self._grow(table, target, groups)}
+        self._trees = {"joint": BoostedTrees(self._grow(table, target, groups))}
         if not self.params["per_cell"]:
             return
         for cell in np.unique(table.cell):
             own = table.cell == cell
             if own.sum() >= MIN_CELL_ROWS:
                 booster = self._grow(table.take(own), target[own], groups[own])
-                self._boosters[_file_stem(int(cell))] = booster
+                self._trees[_file_stem(int(cell))] = BoostedTrees(booster)
 
     def _fit_order(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> None:
         if self.params["per_cell"]:
@@ -153,7 +151,7 @@ class XGBoostEstimator(TabularEstimator):
             self.params["rounds"],
             self.params["stop_rounds"],
         )
-        self._boosters = {"joint": booster}
+        self._trees = {"joint": BoostedTrees(booster)}
         # Scores of rows that the trees were grown on are too good; the map needs honest ones.
         held = np.flatnonzero(stop) if stopping else np.arange(len(target))
         part = table.take(held)
@@ -166,7 +164,7 @@ class XGBoostEstimator(TabularEstimator):
         # A base margin of zero takes the intercept out, as in training, where it was log(roofline +
         # floor).
         start = np.zeros(len(table), np.float32)
-        margin = self._boosters["joint"].inplace_predict(
+        margin = self._trees["joint"].booster.inplace_predict(
             values, validate_features=False, base_margin=start
         )
         return np.asarray(np.log(table.base_s) + margin)
@@ -238,27 +236,22 @@ class XGBoostEstimator(TabularEstimator):
         values = np.take(table.X, self._columns, axis=1)  # several times faster than X[:, columns]
         ratio = self._sums("joint", values)
         for cell in np.unique(table.cell):
-            if _file_stem(int(cell)) in self._boosters:
+            if _file_stem(int(cell)) in self._trees:
                 own = table.cell == cell
                 ratio[own] = self._sums(_file_stem(int(cell)), values[own])
         return ratio
 
     def _sums(self, stem: str, values: np.ndarray) -> np.ndarray:
         """Log-ratios by one of the boosters, shape ``(n,)``."""
-        booster = self._boosters[stem]
-        small = self._small.get(stem)
-        # A refit replaces the booster: trees that were read from the former one must not answer for
-        # it.
-        if small is None or small[0] is not booster:
-            small = self._small[stem] = (booster, SmallBatches(booster))
-        sums = small[1].predict(values) if len(values) else None
-        return _predict(booster, values) if sums is None else sums
+        trees = self._trees[stem]
+        sums = trees.few(values) if len(values) else None
+        return _predict(trees.booster, values) if sums is None else sums
 
     def leaves(self, table: KernelTable) -> np.ndarray:
         """Leaf of each tree that a row ends in, int32, shape ``(n, trees)``."""
         import xgboost as xgb
 
-        booster = self._boosters["joint"]
+        booster = self._trees["joint"].booster
         values = np.take(table.X, self._columns, axis=1)
         if not len(values):
             return np.zeros((0, booster.num_boosted_rounds()), np.int32)
@@ -276,19 +269,19 @@ class XGBoostEstimator(TabularEstimator):
         values = np.take(table.X, self._columns, axis=1)
         columns = np.append(self._columns, table.X.shape[1])
         shap = np.zeros((len(table), table.X.shape[1] + 1))
-        shap[:, columns] = _contributions(self._boosters["joint"], values)
+        shap[:, columns] = _contributions(self._trees["joint"].booster, values)
         for cell in np.unique(table.cell):
-            booster = self._boosters.get(_file_stem(int(cell)))
-            if booster is not None:
+            trees = self._trees.get(_file_stem(int(cell)))
+            if trees is not None:
                 own = np.flatnonzero(table.cell == cell)
-                shap[np.ix_(own, columns)] = _contributions(booster, values[own])
+                shap[np.ix_(own, columns)] = _contributions(trees.booster, values[own])
         return shap
 
     def _weights(self) -> dict[str, bytes]:
         if self.params["compact"]:
-            trees = {f"{k}{SUFFIX}": compact(b) for k, b in self._boosters.items()}
+            trees = {f"{k}{SUFFIX}": compact(t.booster) for k, t in self._trees.items()}
         else:
-            trees = {f"{k}.ubj": bytes(b.save_raw("ubj")) for k, b in self._boosters.items()}
+            trees = {f"{k}.ubj": bytes(t.booster.save_raw("ubj")) for k, t in self._trees.items()}
         files = {**trees, _COLUMNS_FILE: pack({"columns": self._columns})}
         if self._score_map is not None:
             knots = {"score": self._score_map.score, "value": self._score_map.value}
@@ -296,20 +289,17 @@ class XGBoostEstimator(TabularEstimator):
         return files
 
     def _restore(self, files: Mapping[str, bytes]) -> None:
-        xgb = xgboost()
         stored = {n.removesuffix(".ubj"): data for n, data in files.items() if n.endswith(".ubj")}
         small = {n: data for n, data in files.items() if n.endswith(SUFFIX)}
         self._covers = not small
         stored |= {n.removesuffix(SUFFIX): expand(data) for n, data in small.items()}
         self._columns = unpack(files[_COLUMNS_FILE])["columns"]
-        self._boosters = {}
         if self.ranks:
             self._score_map = _score_map(unpack(files[_MAP_FILE]))
-        for stem, data in stored.items():
-            booster = xgb.Booster({"nthread": self._n_jobs})
-            booster.load_model(bytearray(data))
-            self._boosters[stem] = booster
-        if "joint" not in self._boosters:
+        self._trees = {
+            stem: BoostedTrees(None, data, self._n_jobs) for stem, data in stored.items()
+        }
+        if "joint" not in self._trees:
             raise KeyError("joint.ubj")
 
 

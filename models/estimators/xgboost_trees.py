@@ -11,20 +11,25 @@ from __future__ import annotations
 import json
 import lzma
 import struct
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from ...common.errors import ModelError
 from .xgboost_import import xgboost
 
 if TYPE_CHECKING:
     from xgboost import Booster
 
-#: Most rows that are walked one by one, and how many such calls are left to XGBoost first: reading
-#: the trees takes as long as fifty of them, so a process with few queries had better not.
+#: Most rows that are walked one by one, and how many such calls are left to a booster that is there
+#: already: reading its trees takes as long as fifty of them, so a process with few queries had
+#: better not.
 FEW, PATIENCE = 8, 20
 #: NumPy's names of UBJSON's number types, by their marks (https://ubjson.org).
 _TYPES = {"i": "i1", "U": "u1", "I": "i2", "l": "i4", "L": "i8", "d": "f4", "D": "f8"}
+#: How single numbers of these types are read.
+_SINGLE = {mark: struct.Struct(f">{code}") for mark, code in zip("iUIlLdD", "bBhiqfd", strict=True)}
 
 
 class RowTrees:
@@ -36,36 +41,54 @@ class RowTrees:
     """
 
     def __init__(self, trees: list[dict[str, Any]], start: float) -> None:
-        sizes = [len(t["left_children"]) for t in trees]
+        sizes = np.array([len(t["left_children"]) for t in trees], np.int32)
         self.roots = np.concatenate([[0], np.cumsum(sizes[:-1])]).astype(np.int32)
-        left = _joined(trees, "left_children", np.int32)
+        left, right, feature = (
+            _joined(trees, name, np.int32)
+            for name in ("left_children", "right_children", "split_indices")
+        )
         leaf = left < 0
-        offset = np.repeat(self.roots, sizes)
         own = np.arange(len(left), dtype=np.int32)
         # All of a node in 16 bytes, which come into the cache together: where the row goes below
         # the condition and where from it on (a leaf leads to itself), feature and condition.
         self.nodes = np.empty((len(left), 4), np.int32)
-        self.nodes[:, 0] = np.where(leaf, own, left + offset)
-        self.nodes[:, 1] = np.where(leaf, own, _joined(trees, "right_children", np.int32) + offset)
-        self.nodes[:, 2] = np.where(leaf, 0, _joined(trees, "split_indices", np.int32))
+        for place, child in enumerate((left, right)):
+            # A file may say anything: a child outside its tree would be another tree's, or nothing.
+            if (~leaf & ((child < 0) | (child >= np.repeat(sizes, sizes)))).any():
+                raise ValueError("a node's child lies outside its tree")
+            child += np.repeat(self.roots, sizes)
+            self.nodes[:, place] = np.where(leaf, own, child)
+        self.nodes[:, 2] = np.where(leaf, 0, feature)
         self.nodes[:, 3] = _joined(trees, "split_conditions", np.float32).view(np.int32)
+        if (self.nodes[:, 2] < 0).any():
+            raise ValueError("a split has no feature")
         self.depth = self._deepest(leaf)
+        self.width = int(self.nodes[:, 2].max()) + 1
         self.start = np.float32(start)
 
     @classmethod
-    def of(cls, booster: Booster) -> Self | None:
-        """Read a booster's trees; ``None`` unless they are plain trees with numeric splits."""
-        model = read_ubj(bytes(booster.save_raw("ubj")))
-        learner = model["learner"]
-        trees = learner["gradient_booster"].get("model", {}).get("trees", [])
-        # Recent versions of XGBoost write a list, "[5E-1]", earlier versions a plain number; more
-        # than one value means several outputs.
-        given = str(learner["learner_model_param"]["base_score"]).strip("[]")
-        # Dropout (dart) weighs trees and categorical splits test sets: neither is walked here.
-        plain = learner["gradient_booster"]["name"] == "gbtree" and "," not in given
-        if not (trees and plain) or any(len(t["categories"]) for t in trees):
-            return None
-        return cls(trees, float(given))
+    def of(cls, data: bytes) -> Self | None:
+        """Read a saved booster's trees; ``None`` unless they are plain trees with numeric splits.
+
+        Args:
+            data: The booster as UBJSON.
+
+        Raises:
+            ValueError: The data is damaged.
+        """
+        try:
+            learner = read_ubj(data)["learner"]
+            trees = learner["gradient_booster"].get("model", {}).get("trees", [])
+            # Recent versions of XGBoost write a list, "[5E-1]", earlier versions a plain number;
+            # more than one value means several outputs.
+            given = str(learner["learner_model_param"]["base_score"]).strip("[]")
+            # Dropout (dart) weighs trees and categorical splits test sets: neither is walked here.
+            plain = learner["gradient_booster"]["name"] == "gbtree" and "," not in given
+            if not (trees and plain) or any(len(t["categories"]) for t in trees):
+                return None
+            return cls(trees, float(given))
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"no saved booster: {error!r}") from None
 
     def _deepest(self, leaf: np.ndarray) -> int:
         node, depth = self.roots, 0
@@ -73,6 +96,9 @@ class RowTrees:
             inner = self.nodes[node[~leaf[node]]]
             node = np.concatenate([inner[:, 0], inner[:, 1]])
             depth += 1
+            # No level of trees has more nodes than there are: where one does, nodes form a ring.
+            if len(node) > len(leaf) or depth > len(leaf):
+                raise ValueError("nodes of a tree form a ring")
         return depth
 
     def predict(self, row: np.ndarray) -> np.float32:
@@ -91,20 +117,52 @@ class RowTrees:
         return np.float32(np.add.accumulate(np.concatenate([[self.start], leaves]))[-1])
 
 
-class SmallBatches:
-    """Predicts small batches by walking a booster's trees, after a number of such calls.
+class BoostedTrees:
+    """A booster, and its trees for small batches; of a saved one, each is read when it is needed.
+
+    A process that asks for single operators never loads XGBoost, whose import and preparations take
+    longer than reading the trees.
 
     Args:
-        booster: Booster that predicts larger batches.
+        booster: A booster that was grown here, or
+        stored: one that was saved, as UBJSON.
+        threads: Threads of the latter.
     """
 
-    def __init__(self, booster: Booster) -> None:
+    def __init__(
+        self, booster: Booster | None = None, stored: bytes = b"", threads: int = 1
+    ) -> None:
         self._booster = booster
+        self._stored = stored
+        self._threads = threads
         self._asked = 0
         self._trees: RowTrees | None = None
 
-    def predict(self, values: np.ndarray) -> np.ndarray | None:
-        """Sums of leaves, shape ``(n,)``; ``None`` where the booster itself should predict.
+    @property
+    def booster(self) -> Booster:
+        """The whole booster.
+
+        Raises:
+            ModelError: What was saved is damaged.
+        """
+        # In this order: another thread may replace the one by the other in between.
+        stored, found = self._stored, self._booster
+        if found is None:
+            xgb = xgboost()
+            loaded: Booster = xgb.Booster({"nthread": self._threads})
+            try:
+                loaded.load_model(bytearray(stored))
+            except ValueError as error:  # XGBoost's own error is one
+                raise ModelError(
+                    f"trees of a model cannot be read: {str(error)[:200]}",
+                    hint="copy the model again, or train it again",
+                ) from None
+            self._booster = found = loaded
+            self._stored = b""
+        return found
+
+    def few(self, values: np.ndarray) -> np.ndarray | None:
+        """Sums of leaves of few rows, shape ``(n,)``; ``None`` where the booster should predict.
 
         Args:
             values: Features, float32, shape ``(n, d)``.
@@ -112,11 +170,21 @@ class SmallBatches:
         if len(values) > FEW:
             return None
         self._asked += 1
-        if self._asked == PATIENCE:
-            self._trees = RowTrees.of(self._booster)
-        if self._trees is None or np.isnan(values).any():
+        if self._trees is None:
+            self._read()
+        trees = self._trees
+        if trees is None or values.shape[1] < trees.width or np.isnan(values).any():
             return None
-        return np.array([self._trees.predict(row) for row in values], np.float64)
+        return np.array([trees.predict(row) for row in values], np.float64)
+
+    def _read(self) -> None:
+        # Once: at the first call where there is no booster yet, else when it has been asked often.
+        stored = self._stored
+        if self._asked != (1 if stored else PATIENCE):
+            return
+        # Damaged trees are left to XGBoost, whose error names them.
+        with suppress(ValueError):
+            self._trees = RowTrees.of(stored or bytes(self.booster.save_raw("ubj")))
 
 
 def _joined(trees: list[dict[str, object]], name: str, dtype: type[np.generic]) -> np.ndarray:
@@ -143,15 +211,18 @@ class _UbjReader:
     def value(self, mark: str = "") -> Any:
         # UBJSON names each value's type by one character; numbers are big-endian.
         mark = mark or self._mark()
+        # NumPy would take ten times as long for one number, of which each tree has forty.
+        number = _SINGLE.get(mark)
+        if number is not None:
+            self.at += number.size
+            return number.unpack_from(self.data, self.at - number.size)[0]
         if mark == "{":
             return self._object()
         if mark == "[":
             return self._array()
         if mark == "S":
             return self._text()
-        if mark in "TFZ":
-            return {"T": True, "F": False, "Z": None}[mark]
-        return self._numbers(_TYPES[mark], 1)[0].item()
+        return {"T": True, "F": False, "Z": None}[mark]
 
     def _object(self) -> dict[str, Any]:
         entries = {}
@@ -180,7 +251,9 @@ class _UbjReader:
         return int(self.value())
 
     def _text(self) -> str:
-        length = int(self.value())
+        length = self.value()
+        if length < 0:
+            raise ValueError("a text of negative length")
         self.at += length
         return self.data[self.at - length : self.at].decode()
 
