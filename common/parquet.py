@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any
 
 from .errors import DatasetError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: Share of the machine's memory that a table may take. Chosen by judgement: computing on it needs
 #: about as much again.
@@ -32,6 +33,7 @@ def read_table(
         DatasetError: It is missing, not parquet, damaged, lacks a column, or would not fit into
             memory: a file of a few kilobytes can stand for a table of any size.
     """
+    import pandas as pd
     import pyarrow.parquet as pq
 
     try:

@@ -8,16 +8,18 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import pandas as pd
 
 from ..common.errors import DatasetError
 from ..common.files import parse_json, replacing, write_text
 from ..common.parquet import read_table
 from .devices.device import DeviceSpec, check_name
 from .devices.identity import base_name, distinct_runs
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +132,8 @@ class Dataset:
         Raises:
             DatasetError: A folder holds no shard, a column is missing, or a run has no record.
         """
+        import pandas as pd
+
         frames: list[pd.DataFrame] = []
         runs: dict[str, dict[str, Any]] = {}
         for root in map(Path, paths):
@@ -196,6 +200,8 @@ def sample_frame(rows: Iterable[dict[str, object]]) -> pd.DataFrame:
     Raises:
         DatasetError: A column is missing.
     """
+    import pandas as pd
+
     listed = list(rows)
     extra = [c for c in OPTIONAL if any(c in row for row in listed)]
     frame = pd.DataFrame(listed, columns=[*COLUMNS, *extra])

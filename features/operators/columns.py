@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from ...common.errors import DatasetError
 from ..devices.device import DeviceSpec
 from ..devices.rules import IDLE_W, rules_of
 from ..ir.dtypes import TABLE_FORMATS
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def power_rate(spec: DeviceSpec) -> float:
@@ -41,7 +43,9 @@ class OpRows:
     __slots__ = ("_coded", "_labels", "_origin", "_values")
 
     def __init__(
-        self, columns: Mapping[str, pd.Series | np.ndarray], labels: Sequence[object] | pd.Index
+        self,
+        columns: Mapping[str, pd.Series | np.ndarray],
+        labels: Sequence[object] | np.ndarray | pd.Index,
     ) -> None:
         self._values = dict(columns)
         self._coded: dict[str, tuple[np.ndarray, list[str]]] = {}
@@ -54,7 +58,7 @@ class OpRows:
         """Take a frame's columns; rows of this class stay as they are."""
         if isinstance(rows, OpRows):
             return rows
-        labels = pd.Index(rows["id"]) if "id" in rows else rows.index
+        labels = rows["id"].to_numpy() if "id" in rows else rows.index
         return cls({str(name): values for name, values in rows.items()}, labels)
 
     @classmethod
@@ -84,6 +88,8 @@ class OpRows:
         # Plain NumPy columns convert at once; nullable and object columns take the slow path below.
         if isinstance(values.dtype, np.dtype) and values.dtype.kind in "iuf":
             return np.asarray(values).astype(np.float64)
+        import pandas as pd
+
         try:
             return pd.Series(values).to_numpy(np.float64, na_value=np.nan)
         except (ValueError, TypeError) as error:
@@ -153,6 +159,8 @@ class OpRows:
 
     def frame(self) -> pd.DataFrame:
         """Return a frame of these rows, indexed by number."""
+        import pandas as pd
+
         values = {c: self.texts(c) for c in self._coded} | self._values
         return pd.DataFrame({c: np.asarray(own) for c, own in values.items()})
 
@@ -324,10 +332,17 @@ class Machine:
     vector: np.ndarray
 
 
+#: So few values are told apart in Python.
+_FEW = 64
+
+
 def _at(values: pd.Series | np.ndarray, rows: np.ndarray) -> pd.Series | np.ndarray:
     """Select values by position."""
-    plain = isinstance(values.dtype, np.dtype)
-    return np.asarray(values)[rows] if plain else pd.Series(values).iloc[rows]
+    if isinstance(values.dtype, np.dtype):
+        return np.asarray(np.asarray(values)[rows])
+    import pandas as pd
+
+    return pd.Series(values).iloc[rows]
 
 
 def distinct(values: pd.Series | np.ndarray) -> tuple[np.ndarray, list[Any]]:
@@ -335,15 +350,22 @@ def distinct(values: pd.Series | np.ndarray) -> tuple[np.ndarray, list[Any]]:
 
     Missing values have place -1.
     """
-    # Of a single row's value pandas would make a table first.
-    if len(values) == 1 and isinstance(values, np.ndarray) and not pd.isna(values[0]):
-        return np.zeros(1, np.intp), [values[0]]
+    # Of few values pandas would make a table first, and its import takes half a second.
+    if len(values) <= _FEW and isinstance(values, np.ndarray):
+        listed = values.tolist()
+        if values.dtype.kind in "iu" or all(type(value) is str for value in listed):
+            place = {value: at for at, value in enumerate(dict.fromkeys(listed))}
+            return np.array([place[value] for value in listed], np.intp), list(place)
+    import pandas as pd
+
     code, found = pd.factorize(values)
     return code, list(found)
 
 
 def texts_of(values: pd.Series) -> np.ndarray:
     """Return the texts of a column, object, shape ``(n,)``; missing values are empty."""
+    import pandas as pd
+
     objects = values.to_numpy(object)
     missing = pd.isna(objects)
     return np.asarray(np.where(missing, "", objects) if missing.any() else objects, object)

@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
 from ...common.errors import DatasetError
 from ..devices.device import DeviceSpec, MemoryLevel
@@ -24,6 +24,9 @@ from .physics import Physics
 from .pointwise import pointwise
 from .schema import BLOCKS, FAMILIES, parameters_of
 from .tuned_gemm import tuned_gemm
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: Raised whenever the meaning or the set of a family's features changes.
 OPS_VERSION = 1
@@ -181,8 +184,8 @@ def ops_schema_hash(family: str) -> str:
 @cache
 def feature_names(family: str) -> tuple[str, ...]:
     """Return the names of a family's features, in order."""
-    row = {name: [1] for name in parameters_of(family)} | {"device": ["any"]}
-    return op_features(pd.DataFrame(row), family, {"any": _ANY}).names
+    row = dict.fromkeys(parameters_of(family), 1) | {"device": "any"}
+    return op_features(OpRows.of_one(row), family, {"any": _ANY}).names
 
 
 # A device of ones: feature names do not depend on the figures.

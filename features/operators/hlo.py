@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
 from ...common.errors import DatasetError
 from ..ir.dtypes import TABLE_FORMATS
 from .hlo_templates import TEMPLATES, Row
 from .schema import FAMILIES, NAMES, PARAMETERS
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: Key of the root's ``backend_config`` under which the operator's parameters are.
 CONFIG = "published_op"
@@ -94,6 +97,8 @@ def read_op(ir: str) -> dict[str, object] | None:
 
 def op_frame(irs: Iterable[str]) -> pd.DataFrame:
     """Make a table of the kernels' operators, one row each; other kernels have no ``method``."""
+    import pandas as pd
+
     rows = [read_op(ir) or {"method": ""} for ir in irs]
     # A fixed order of columns, whatever the first kernel has; unknown ones come last.
     wanted = ["method", *NAMES, *dict.fromkeys(c for g in PARAMETERS.values() for c in g)]
@@ -113,4 +118,6 @@ def _config(row: Row, group: str) -> dict[str, object]:
 
 
 def _present(value: object) -> bool:
+    import pandas as pd
+
     return value is not None and value is not pd.NA and value == value and value != ""

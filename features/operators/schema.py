@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-import pandas as pd
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
+
 
 #: Integer parameters by group of families; absent ones are missing values in a table. Heads are
 #: those of one rank; ``experts`` and ``inter`` are the whole layer's, of which a rank has

@@ -131,8 +131,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def read_files(path: Path, manifest: Mapping[str, object]) -> dict[str, bytes]:
+def read_files(
+    path: Path, manifest: Mapping[str, object], under: Collection[str] | None = None
+) -> dict[str, bytes]:
     """Read every file that a manifest lists.
+
+    Args:
+        path: The model folder.
+        manifest: Its manifest.
+        under: Folders whose files alone are read; all files by default.
 
     Raises:
         ModelError: A file is missing or its digest differs.
@@ -142,6 +149,8 @@ def read_files(path: Path, manifest: Mapping[str, object]) -> dict[str, bytes]:
     if not isinstance(listed, dict):
         raise ModelError("manifest lists no files", where=str(path), hint="copy the model again")
     for name, digest in listed.items():
+        if under is not None and name.split("/")[0] not in under:
+            continue
         file = _inside(Path(path), name)
         try:
             data = file.read_bytes()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from ...common.errors import ModelError
 from ...features.devices.device import DeviceSpec
@@ -54,6 +53,9 @@ from .rows import (
 )
 from .shrinkage import shrinkage
 from .unseen import Strategy, UnseenFit, mean_ape
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: Share of the groups, and of single rows, held out of the fit to calibrate intervals. Whole groups
 #: show the error on shapes that were never seen, single rows that between measured sizes. Both are

@@ -6,10 +6,9 @@ import hashlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from ...common.errors import DatasetError, ModelError
 from ...features.devices.device import DeviceSpec
@@ -22,6 +21,9 @@ from ..core.kernel_table import CELLS, KernelTable
 from ..core.registry import estimator_class, make_estimator
 from ..estimators.tabular import TabularEstimator
 from .device_effects import DeviceEffects
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: Measured latencies are raised to this (seconds): smaller ones are below the resolution of the
 #: timers (CUDA events: about 0.5 µs), and their logarithm would dominate a fit.
@@ -189,6 +191,8 @@ def balanced_weights(
     Returns:
         Shape ``(n,)``, not normalised.
     """
+    import pandas as pd
+
     code, names = pd.factorize(device)
     group = {name: chips[name] for name in devices}
     # Between equal weight of rows, where one chip drowns the others, and equal weight of chips,

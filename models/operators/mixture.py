@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from ...features.operators.columns import OpRows, texts_of
 from .prediction import FamilyPrediction
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: Columns that name a library, and those that say for what it is known.
 LIBRARY = ("backend", "kernel")
@@ -84,6 +86,8 @@ class Menu:
     @classmethod
     def of(cls, rows: pd.DataFrame) -> Menu:
         """Collect the libraries of measured rows; none if no row names one."""
+        import pandas as pd
+
         columns = [c for c in LIBRARY if c in rows]
         if not columns:
             return cls()

@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from ...common.errors import ModelError
 from ...features.devices.catalogue import find_device, in_catalogue
@@ -37,6 +36,9 @@ from .family_tables import FOLD_ROWS, FamilySettings
 from .prediction import FamilyPrediction, joined
 from .rows import faulty
 from .versions import SEPARATOR, joined_versions, versions_of, widen_unknown
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 logger = logging.getLogger(__name__)
 
@@ -300,7 +302,7 @@ class OpModel:
                 where=str(path),
                 hint="train one on a dataset that `opcast data import published` made",
             )
-        files = read_files(path, manifest)
+        files = read_files(path, manifest, None if only is None else [_folder(k) for k in only])
         try:
             return cls._read(path, manifest, files, only)
         except DAMAGE as error:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
 from ...common.errors import DatasetError
 from ...features.dataset import Dataset
@@ -16,6 +16,9 @@ from ...features.operators.columns import OpRows, texts_of
 from ...features.operators.hlo import op_frame
 from ...features.operators.physics import BACKENDS, KERNEL_WORDS
 from ...features.operators.schema import BLOCKS
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: Columns that make a group: a layer, a head configuration, a model. Rows of a group are alike, so
 #: they are held out together. What varies within one is the batch: tokens, sequences, images.
@@ -47,6 +50,8 @@ def rows_of_dataset(dataset: Dataset) -> pd.DataFrame:
     Raises:
         DatasetError: No row is an operator's.
     """
+    import pandas as pd
+
     frame = dataset.frame
     # Reading parameters from a kernel's text is slow: once for each distinct text.
     first = ~frame["kernel_hash"].duplicated().to_numpy()
@@ -113,6 +118,8 @@ def misleading(rows: pd.DataFrame) -> np.ndarray:
     parallelism let each rank compute the rows of all ranks (2.5 times the later versions' at eight
     ranks, and as long at one).
     """
+    import pandas as pd
+
     if "kernel" not in rows:
         return np.zeros(len(rows), bool)
     kernel = rows["kernel"].astype(object).fillna("").astype(str)
@@ -134,6 +141,8 @@ def group_draw(rows: pd.DataFrame, key: str, seed: int = 0) -> np.ndarray:
         key: The family.
         seed: Seed of the draw.
     """
+    import pandas as pd
+
     # Of other blocks, each shape is a group: nobody asks for what they have in common as a whole.
     wanted = GROUP[FAMILIES[key]] if key in FAMILIES else BLOCK_GROUP.get(key, BLOCKS[key])
     columns = [c for c in wanted if c in rows]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-import pandas as pd
+
+from ...features.operators.columns import distinct
 
 #: Share of a learned log-ratio that carries over to a chip that was not learned from, by the number
 #: of chips on which the same library was seen (0, 1, 2, 3 or more). Chosen as the best on average
@@ -21,6 +22,8 @@ def chips_by_library(library: np.ndarray, chip: np.ndarray) -> dict[str, int]:
         library: Library that runs each row, shape ``(n,)``.
         chip: Any name of its chip, shape ``(n,)``.
     """
+    import pandas as pd
+
     counts = pd.Series(chip).groupby(pd.Series(library)).nunique()
     return {str(name): int(count) for name, count in counts.items()}
 
@@ -35,7 +38,7 @@ def shrinkage(library: np.ndarray, chips: Mapping[str, int]) -> np.ndarray:
         library: Library that runs each row, shape ``(n,)``.
         chips: From :func:`chips_by_library`.
     """
-    code, names = pd.factorize(library)
+    code, names = distinct(library)
     last = len(SHRINKAGE) - 1
     factors = np.array([SHRINKAGE[min(chips.get(str(name), 0), last)] for name in names])
     return factors[code] if len(names) else np.ones(len(library))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
 from ...features.operators.columns import OpRows, texts_of
 from .prediction import FamilyPrediction
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: Half-width, as a logarithm, of the 90 % interval of a time in another version of a library over
 #: that in a known one. From 172,821 operators in two versions each of SGLang, TensorRT-LLM and vLLM
@@ -26,6 +29,8 @@ def versions_of(rows: pd.DataFrame) -> dict[str, list[str]]:
     Args:
         rows: Rows of operators, with ``backend`` and ``version`` where they are known.
     """
+    import pandas as pd
+
     if "version" not in rows or "backend" not in rows:
         return {}
     named = pd.DataFrame({"library": texts_of(rows["backend"]), "it": texts_of(rows["version"])})

@@ -21,13 +21,16 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
 from ...common import plugins
 from ...common.errors import DatasetError
 from ...common.parquet import read_table
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 SPLITS = ("random", "unseen_shape", "unseen_family", "unseen_device", "unseen_run")
 #: Shares of the kernels, by the usual convention 70:10:20.
@@ -266,6 +269,8 @@ def _by_table(frame: pd.DataFrame, path: Path) -> np.ndarray:
 
 
 def _read(path: Path) -> pd.DataFrame:
+    import pandas as pd
+
     if path.suffix == ".parquet":
         return read_table(path)
     try:

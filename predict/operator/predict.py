@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from ...common.errors import DatasetError, DeviceError, ModelError
 from ...common.interval import InSeconds, latency_fields
@@ -26,6 +25,8 @@ from ..devices import resolve_device
 from ..locate import OPERATOR_MODEL, find_model, is_untrained
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from ...models.operators import OpModel
     from ...models.operators.explain import OpExplanation
     from ...models.operators.family import FamilyModel
@@ -249,6 +250,8 @@ def measured_rows(data: Sequence[Path], key: str, device: str) -> pd.DataFrame |
     Raises:
         DatasetError: A folder holds no dataset.
     """
+    import pandas as pd
+
     from ...features.operators.hlo import op_frame
 
     parts = []

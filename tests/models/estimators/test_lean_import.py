@@ -1,4 +1,4 @@
-"""XGBoost without scikit-learn, in processes of ours alone."""
+"""XGBoost without scikit-learn, in processes of ours alone; one operator without either."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from opcast.models.estimators.xgboost_import import hidden
 
 _LOADED = """
 import sys
-import opcast
 from opcast.models.estimators import xgboost_import
 {first}
-opcast.load()
+xgboost_import.xgboost()
 import xgboost
 from sklearn.linear_model import Ridge
 print(xgboost.compat.SKLEARN_INSTALLED)
+"""
+_HEAVY = """
+import sys
+import opcast
+opcast.latency("linear m=77 n=4096 k=4096 dtype=bf16", "h100-sxm")
+print(*{"pandas", "pyarrow", "scipy", "sklearn", "xgboost", "jax"} & set(sys.modules))
 """
 
 
@@ -29,6 +34,15 @@ def test_a_user_keeps_xgboost_whole(first: str, whole: str) -> None:
     code = _LOADED.format(first=first)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [whole]
+
+
+@pytest.mark.slow
+def test_a_single_operator_needs_no_heavy_import() -> None:
+    """Of a mixture of libraries, too, whose quantiles are SciPy's."""
+    done = subprocess.run(
+        [sys.executable, "-c", _HEAVY], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() in ([], ["scipy"])
 
 
 def test_a_hidden_package_comes_back() -> None:
