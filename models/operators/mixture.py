@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...features.operators.columns import OpRows, texts_of
-from .prediction import FamilyPrediction
+from .prediction import FamilyPrediction, joined
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -222,8 +222,17 @@ def mixed(
 
     Returns:
         Median of each mixture, and its 5 % and 95 % quantiles, each member being log-normal on
-        either side of its point.
+        either side of its point. A row with one member is that member.
     """
+    alone = np.bincount(origin, minlength=count) == 1
+    if alone.all():
+        return members
+    if alone.any():
+        several, single = ~alone[origin], np.flatnonzero(alone)
+        others = np.flatnonzero(~alone)
+        place = (np.cumsum(~alone) - 1)[origin[several]]
+        rest = mixed(members.take(several), place, weight[several], len(others))
+        return joined(count, ((single, members.take(~several)), (others, rest)))
     first = np.searchsorted(origin, np.arange(count))
     middle, lo, hi = (
         _quantile(members, origin, weight, count, level) for level in (0.5, 0.05, 0.95)

@@ -31,6 +31,10 @@ class FamilyPrediction:
     scope: np.ndarray
     in_domain: np.ndarray
 
+    def take(self, rows: np.ndarray) -> FamilyPrediction:
+        """The given rows, by position or mask."""
+        return FamilyPrediction(*(getattr(self, name)[rows] for name in self.__slots__))
+
 
 def joined(count: int, parts: Iterable[tuple[np.ndarray, FamilyPrediction]]) -> FamilyPrediction:
     """Put predictions of parts of ``count`` rows together.
