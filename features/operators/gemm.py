@@ -38,6 +38,12 @@ TILES = (
 #: Tiles whose waves are features, whichever of :data:`TILES` is fastest, so that a model can learn
 #: that a library chose another one.
 SHOWN = ((128, 128), (256, 128), (64, 64), (64, 128), (128, 64), (32, 32))
+_SHOWN_ROWS, _SHOWN_COLUMNS = (
+    np.array(sides, float)[:, None] for sides in zip(*SHOWN, strict=True)
+)
+#: Heights of tiles that few rows are padded to.
+_PADDED = (16, 64, 128, 256)
+_PADDED_ROWS = np.array(_PADDED, float)[:, None]
 #: Cost of a kernel without work, in cycles, by timing method: read off the published tables
 #: (docs/operators.md). Within 10 % the same on A100, H100 and RTX PRO 6000, though their times
 #: differ by a factor of 1.7: hence cycles, not seconds. ``xla`` times kernels one by one with
@@ -128,37 +134,54 @@ def gemm(table: OpTable) -> Physics:
     # is the power limit, which holds for seconds but not for a single call.
     t_least = least_seconds(weights, resident, mc) + least_seconds(activations + out, small, mc)
     roofline = np.maximum(t_peak, t_least)
+    logs = _logs(
+        tiles_base=t_tiles / base,
+        memory_base=t_memory / base,
+        compute_base=t_compute / base,
+        cycles=base * mc.clock,
+        intensity=t_compute / t_memory,
+        waves=waves,
+        footprint=footprint / mc.cache,
+        m=m,
+        n=n,
+        k=k,
+        b=b,
+        weights=weights / mc.cache,
+        activations=(activations + out) / mc.cache,
+        tile_cycles=k * 2 * 128 * 128 * mc.cores / peak * mc.clock,
+        n_cores=n / mc.cores,
+    )
     features = {
         **flags(table, DTYPES),
         # Shares of the parts in the estimate: where one limit takes all the time, the learned ratio
         # is a property of that part (docs/operators.md, Slopes).
-        "log_tiles_base": log2(t_tiles / base),
-        "log_memory_base": log2(t_memory / base),
-        "log_compute_base": log2(t_compute / base),
+        "log_tiles_base": logs["tiles_base"],
+        "log_memory_base": logs["memory_base"],
+        "log_compute_base": logs["compute_base"],
         "quant_base": t_quant / base,
         "depth_base": t_depth / base,
         "floor_base": floor / base,
         "weights_base": t_weights / base,
         # Time in cycles, not seconds: overheads in cycles are alike on chips of unlike clocks.
-        "log_cycles": log2(base * mc.clock),
-        "log_intensity": log2(t_compute / t_memory),
+        "log_cycles": logs["cycles"],
+        "log_intensity": logs["intensity"],
         # How the best tiling of TILES fits the device.
-        "log_waves": log2(waves),
+        "log_waves": logs["waves"],
         "wave_fill": fill(waves),
         "tile_use": tile_use,
         **chosen,
         # Where operands lie when the kernel starts.
         "resident": resident,
         "activations_resident": small,
-        "log_footprint_cache": np.clip(log2(footprint / mc.cache), -6, 6),
+        "log_footprint_cache": np.clip(logs["footprint"], -6, 6),
         # Sizes themselves, for the dispatch rules of libraries.
-        "log_m": log2(m),
-        "log_n": log2(n),
-        "log_k": log2(k),
-        "log_b": log2(b),
+        "log_m": logs["m"],
+        "log_n": logs["n"],
+        "log_k": logs["k"],
+        "log_b": logs["b"],
         **_waves(b, m, n, mc),
         # Alignments that kernels ask for, and the padding of few rows to a tile.
-        **{f"m_fill_{t}": m / (np.ceil(m / t) * t) for t in (16, 64, 128, 256)},
+        **_padding(m),
         "m_of_8": (m % 8 == 0) * 1.0,
         "n_of_128": (n % 128 == 0) * 1.0,
         "n_of_256": (n % 256 == 0) * 1.0,
@@ -168,10 +191,10 @@ def gemm(table: OpTable) -> Physics:
         "copies": copies,
         # Ratios that combine a size with one property of the chip let trees recognise the device:
         # they are `specific` below and withheld from models for unseen devices.
-        "log_weights_cache": np.clip(log2(weights / mc.cache), -8, 8),
-        "log_activations_cache": np.clip(log2((activations + out) / mc.cache), -10, 8),
-        "log_tile_cycles": log2(k * 2 * 128 * 128 * mc.cores / peak * mc.clock),
-        "log_n_cores": log2(n / mc.cores),
+        "log_weights_cache": np.clip(logs["weights"], -8, 8),
+        "log_activations_cache": np.clip(logs["activations"], -10, 8),
+        "log_tile_cycles": logs["tile_cycles"],
+        "log_n_cores": logs["n_cores"],
     }
     return Physics(
         base,
@@ -184,6 +207,11 @@ def gemm(table: OpTable) -> Physics:
         specific=("log_weights_cache", "log_activations_cache", "log_tile_cycles", "log_n_cores"),
         keys=("log_tiles_base", "log_memory_base", "floor_base", "log_m", "log_n", "log_k"),
     )
+
+
+def _logs(**values: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the logarithms of columns by name, which takes as long as one for a few rows."""
+    return dict(zip(values, log2(np.array(list(values.values()))), strict=True))
 
 
 def floor_s(table: OpTable, machine: Machine) -> np.ndarray:
@@ -271,9 +299,15 @@ def _quantisation(
 
 
 def _waves(b: np.ndarray, m: np.ndarray, n: np.ndarray, mc: Machine) -> dict[str, np.ndarray]:
+    # All tiles at once, shape (tiles, n): of a single product each call takes as long as a number.
+    waves = b * np.ceil(m / _SHOWN_ROWS) * np.ceil(n / _SHOWN_COLUMNS) / mc.cores
     features = {}
-    for rows, columns in SHOWN:
-        waves = b * np.ceil(m / rows) * np.ceil(n / columns) / mc.cores
-        features[f"log_waves_{rows}x{columns}"] = log2(waves)
-        features[f"wave_fill_{rows}x{columns}"] = fill(waves)
+    for (rows, columns), log, full in zip(SHOWN, log2(waves), fill(waves), strict=True):
+        features[f"log_waves_{rows}x{columns}"] = log
+        features[f"wave_fill_{rows}x{columns}"] = full
     return features
+
+
+def _padding(m: np.ndarray) -> dict[str, np.ndarray]:
+    wanted = m / (np.ceil(m / _PADDED_ROWS) * _PADDED_ROWS)
+    return {f"m_fill_{rows}": own for rows, own in zip(_PADDED, wanted, strict=True)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -127,12 +128,21 @@ def fill(waves: np.ndarray) -> np.ndarray:
 
 def flags(table: OpTable, dtypes: tuple[str, ...]) -> dict[str, np.ndarray]:
     """Return the flags of backend, kernel and dtype by name, float64, shape ``(n,)`` each."""
-    code, names = table.rows.codes("kernel")
-    words = np.array([_words_of(name) for name in names], np.float64).reshape(-1, len(KERNEL_WORDS))
-    kernel = words[code].T
-    flags_by_name = {f"backend_{b}": table.is_("backend", b) * 1.0 for b in BACKENDS}
-    flags_by_name |= {f"kernel_{w}": own for w, own in zip(KERNEL_WORDS, kernel, strict=True)}
-    return flags_by_name | {f"dtype_{d}": table.is_("dtype", d) * 1.0 for d in dtypes}
+    return {
+        **_spread(table, "backend", BACKENDS, lambda name: [name == b for b in BACKENDS]),
+        **_spread(table, "kernel", KERNEL_WORDS, _words_of),
+        **_spread(table, "dtype", dtypes, lambda name: [name == d for d in dtypes]),
+    }
+
+
+def _spread(
+    table: OpTable, column: str, flags: tuple[str, ...], of: Callable[[str], Sequence[bool]]
+) -> dict[str, np.ndarray]:
+    """Spread the flags of a column's distinct texts over the rows, by column and flag."""
+    code, names = table.rows.codes(column)
+    found = np.array([of(name) for name in names], np.float64).reshape(-1, len(flags))
+    spread = np.take(found.T, code, axis=1)
+    return {f"{column}_{flag}": own for flag, own in zip(flags, spread, strict=True)}
 
 
 @lru_cache(maxsize=1024)

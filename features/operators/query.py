@@ -57,6 +57,8 @@ _DEFAULTS: dict[str, dict[str, int | str]] = {
     },
     "moe": {"tp": 1, "ep": 1, "distribution": "balanced"},
 }
+#: Vendors whose operators without a method are of other libraries than NVIDIA's.
+OTHER_LIBRARIES = frozenset(("AMD",))
 #: Families of several operators, of which one has to be named.
 _SEVERAL = {"eager/elementwise", "kernel/elementwise", "kernel/norm"}
 _OPTIONAL = frozenset(("n_in",))
@@ -168,7 +170,7 @@ def _key(head: str, dtype: str | None, where: str, vendor: str) -> str:
         return head
     wanted = _METHOD_OF.get(str(dtype), "graph")
     # The other methods' products are of NVIDIA's libraries, up to twice as fast as AMD's.
-    if vendor == "AMD" and dtype in ("bf16", "fp16"):
+    if vendor in OTHER_LIBRARIES and dtype in ("bf16", "fp16"):
         wanted = "xla"
     # The dtype's usual method first, then the others for families that were not timed that way.
     for method in (wanted, *_METHODS):
@@ -186,8 +188,9 @@ def _numbered(given: dict[str, Any], numbers: tuple[str, ...], where: str) -> di
                 row[name] = int(row[name])
             except ValueError:
                 raise _wrong(where, f"{name}={row[name]} is not a whole number") from None
-        least = 0 if name in _MAY_BE_ZERO else 1
-        low, high = np.min(row[name]), np.max(row[name])
+        least, value = 0 if name in _MAY_BE_ZERO else 1, row[name]
+        many = isinstance(value, np.ndarray)
+        low, high = (value.min(), value.max()) if many else (value, value)
         if low < least or high > _LARGEST:
             shown = low if low < least else high
             raise _wrong(where, f"{name}={shown} is not from {least} to 2^40")

@@ -308,10 +308,16 @@ class FamilyModel:
         self, rows: pd.DataFrame | OpRows, devices: Mapping[str, DeviceSpec]
     ) -> list[Member]:
         """Libraries in the mixture of the first row, fastest first; none if it names its own."""
-        row = OpRows.of(rows).take(np.array([0]))
+        return self.with_members(OpRows.of(rows).take(np.array([0])), devices)[1]
+
+    def with_members(
+        self, row: OpRows, devices: Mapping[str, DeviceSpec]
+    ) -> tuple[FamilyPrediction, list[Member]]:
+        """Predict a single row, and give the libraries that :meth:`members` lists of it."""
+        self._require_fitted()
         if not self.menu.open(row, self.named)[0]:
-            return []
-        table, _, weight = self._expanded(row, devices)
+            return self.predict(row, devices), []
+        table, origin, weight = self._expanded(row, devices)
         found = self.predict(table, devices)
         times = np.stack([found.latency, found.lo, found.hi], axis=1) * 1e6
         names = zip(*(table.texts(column) for column in LIBRARY), strict=True)
@@ -319,7 +325,8 @@ class FamilyModel:
             Member(str(backend), str(kernel), float(share), *map(float, own))
             for (backend, kernel), share, own in zip(names, weight, times, strict=True)
         ]
-        return sorted(members, key=lambda member: member.latency_us)
+        members.sort(key=lambda member: member.latency_us)
+        return mixed(found, origin, weight, 1), members
 
     def _require_fitted(self) -> None:
         if self.known is None or self.general is None or self.scale is None:
@@ -363,14 +370,15 @@ class FamilyModel:
         novel = scope == "unseen"
         if novel.any():
             novel &= ~_among(libraries(rows), self.seen)
-        lo[novel] *= (lo[novel] / latency[novel]) ** (NOVEL - 1)
-        hi[novel] *= (hi[novel] / latency[novel]) ** (NOVEL - 1)
+            lo[novel] *= (lo[novel] / latency[novel]) ** (NOVEL - 1)
+            hi[novel] *= (hi[novel] / latency[novel]) ** (NOVEL - 1)
         wide_lo, wide_hi = self.intervals.of("", latency)
         # Outside the domain of a known device: ends halfway (geometric mean) to those of a device
         # that was never seen, since the error on such rows was not measured.
         far = ~inside & own
-        lo[far] = np.minimum(lo, np.sqrt(lo * wide_lo))[far]
-        hi[far] = np.maximum(hi, np.sqrt(hi * wide_hi))[far]
+        if far.any():
+            lo[far] = np.minimum(lo, np.sqrt(lo * wide_lo))[far]
+            hi[far] = np.maximum(hi, np.sqrt(hi * wide_hi))[far]
         nameless = unnamed(rows, self.named) | self._elsewhere(rows, devices)
         nameless |= _foreign(rows, devices)
         # Which library runs an operator matters as much as the device does (docs/operators.md).

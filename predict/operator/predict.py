@@ -18,7 +18,7 @@ from ...features.devices.device import DeviceSpec
 from ...features.ir.dtypes import TABLE_FORMATS
 from ...features.operators.columns import OpRows
 from ...features.operators.features import op_features
-from ...features.operators.query import parse_op
+from ...features.operators.query import OTHER_LIBRARIES, parse_op
 from ...models.core.store import MANIFEST
 from ...models.power.law import Work, cap_share, capped
 from ..devices import resolve_device
@@ -90,10 +90,9 @@ def predict_op(
     """
     row, family, spec = _asked(text, device, model)
     rows = OpRows.of_one({**row, "device": spec.name})
-    prediction = family.predict(rows, {spec.name: spec})
+    prediction, libraries = family.with_members(rows, {spec.name: spec})
     times = np.stack([prediction.latency, prediction.lo, prediction.hi], axis=1)
     cap = cap_share(power_cap_w, spec)
-    libraries = family.members(rows, {spec.name: spec})
     if cap < 1.0:
         times = capped(times, _work(rows, row["key"], spec, times[:, 0]), cap)
         libraries = [_capped_member(m, rows, row["key"], spec, cap) for m in libraries]
@@ -122,9 +121,11 @@ def _asked(
     bundle = _loaded(folder, row["key"])
     # The description that the model was trained with comes before the catalogue's.
     spec = resolve_device(device, bundle.devices)
-    own = parse_op(text, spec.vendor)
-    if own["key"] in _loaded(folder, own["key"]).families:
-        row, bundle = own, _loaded(folder, own["key"])
+    if spec.vendor in OTHER_LIBRARIES:
+        own = parse_op(text, spec.vendor)
+        other = _loaded(folder, own["key"])
+        if own["key"] in other.families:
+            row, bundle = own, other
     return row, _family(bundle, row["key"], model), spec
 
 

@@ -149,3 +149,13 @@ def test_16_bit_products_of_amd_are_those_measured_on_amd() -> None:
     assert predict_op(text, "h100-sxm").family == "graph/linear"
     # A method that is named stays.
     assert predict_op(f"graph/{text}", "mi300x").family == "graph/linear"
+
+
+@pytest.mark.parametrize("library", ["backend=vllm kernel=vllm_default", "backend=trtllm", ""])
+@pytest.mark.parametrize("device", ["h100-sxm", "b200"])
+def test_operators_alone_are_predicted_as_they_are_together(library, device):
+    """Few rows are walked through the trees here, and more of them in XGBoost."""
+    texts = [f"linear m={m} n=4096 k=2048 dtype=bf16 {library}" for m in range(3, 6000, 400)]
+    together = opcast.load("gpu-operators").latencies_us(texts, device)
+    alone = [opcast.latency(text, device).latency_us for text in texts]
+    assert alone == pytest.approx(together, rel=1e-6)
