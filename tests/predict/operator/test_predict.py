@@ -1,6 +1,7 @@
 import io
 
 import numpy as np
+import pandas as pd
 import pytest
 from rich.console import Console
 
@@ -9,9 +10,11 @@ from opcast.common.errors import DeviceError, ModelError, ProgramError
 from opcast.common.units import duration
 from opcast.features.devices.catalogue import find_device
 from opcast.features.operators import op_features
+from opcast.features.operators.query import parse_op
 from opcast.models.operators import OpModel
 from opcast.models.operators.explain import MIXTURE
 from opcast.models.operators.model import default_settings
+from opcast.predict.locate import OPERATOR_MODEL, find_model
 from opcast.predict.operator.predict import explain_operator, predict_op
 from opcast.predict.render.operator import print_op, print_op_explanation
 
@@ -156,6 +159,7 @@ def test_16_bit_products_of_amd_are_those_measured_on_amd() -> None:
 def test_operators_alone_are_predicted_as_they_are_together(library, device):
     """Few rows are walked through the trees here, and more of them in XGBoost."""
     texts = [f"linear m={m} n=4096 k=2048 dtype=bf16 {library}" for m in range(3, 6000, 400)]
-    together = opcast.load("gpu-operators").latencies_us(texts, device)
+    rows = pd.DataFrame([{**parse_op(text), "device": device} for text in texts])
+    together = OpModel.load(find_model(OPERATOR_MODEL), ["graph/linear"]).predict(rows)
     alone = [opcast.latency(text, device).latency_us for text in texts]
-    assert alone == pytest.approx(together, rel=1e-6)
+    assert alone == pytest.approx(together.latency * 1e6, rel=1e-6)
