@@ -81,6 +81,10 @@ _ENDINGS = re.compile(
 )
 #: Names by which models go whose sizes are another's.
 _SAME_SIZES = (
+    (r"deepseek-r1-distill-llama-8b\b.*", "llama-3.1-8b"),
+    (r"deepseek-r1-distill-llama-70b\b.*", "llama-3.3-70b"),
+    (r"deepseek-r1-distill-qwen-(\d[\d.]*b)\b.*", r"qwen-2.5-\1"),
+    (r"deepseek-r1-qwen3-8b\b.*", "qwen-3-8b"),
     (r"deepseek-v3\.2\b.*", "deepseek-v3.2"),
     (r"deepseek-(r1|v3)\b.*", "deepseek-v3"),
     (r"kimi-k2\b.*", "kimi-k2"),
@@ -153,8 +157,8 @@ def served_by_name(
     """A model by its name, or by a file.
 
     Names are those of presets, of models that only tables of serving know, and of checkpoints
-    (``Qwen/Qwen3-32B-FP8``), whose format counts where none is given; so does the
-    ``quantization_config`` of a ``config.json``.
+    (``Qwen/Qwen3-32B-FP8``), whose format counts where none is given, or else the one that a model
+    is published in; so does the ``quantization_config`` of a ``config.json``.
 
     Args:
         name: Of a model; with ``files`` also a ``config.json``, or a YAML file of sizes.

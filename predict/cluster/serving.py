@@ -159,6 +159,7 @@ class ServingPrediction:
             "framework": self.deployment.framework,
             "device": self.deployment.spec.name,
             "gpus": gpus,
+            "formats": self.deployment.model.formats(),
             "plan": self.deployment.text(),
             "replicas": self.deployment.engine.count,
             "notes": list(self.notes),

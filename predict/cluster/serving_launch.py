@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...simulate.serving.formats import Formats, format_in, in_formats
 from ...simulate.serving.memory import memory_parts
 from ...simulate.serving.policies import Policy, framework_defaults
 from .deployment import Deployment
@@ -55,10 +57,12 @@ def checkpoint_of(name: str) -> str:
     """The checkpoint that a model's name stands for in a command; :data:`PLACEHOLDER` if unknown.
 
     Args:
-        name: Of a preset, or a ``config.json``, whose folder it is in.
+        name: Of a preset, a checkpoint with its owner, or a ``config.json``, whose folder it is in.
     """
     if name.endswith("config.json"):
         return str(Path(name).parent)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.endswith((".yaml", ".yml")):
+        return name
     return _CHECKPOINTS.get(name.lower().replace("_", "-"), PLACEHOLDER)
 
 
@@ -137,8 +141,8 @@ def launches(own: Deployment, model: str = PLACEHOLDER) -> dict[str, Launch]:
     for role, workers in parts:
         times = [f"x {workers.count}"] if workers.count > 1 else []
         for name, (program, of) in _FRAMEWORKS.items():
-            flags = tuple(of(_Worker(own, workers, role)))
-            narrow = _narrow(own)
+            narrow = "" if _is_published_in(model, own) else _narrow(own)
+            flags = tuple(of(_Worker(own, workers, role, fp8=narrow == "fp8")))
             remarks = list(times)
             if narrow and not any(flag.name == _QUANTIZED for flag in flags):
                 # Their launchers take the format from the checkpoint's own configuration.
@@ -163,10 +167,34 @@ def _narrow(own: Deployment) -> str:
     return " and ".join(dict.fromkeys(f for f in formats if f not in ("bf16", "f16", "f32")))
 
 
-class _Worker:
-    """What the flags of one kind of workers follow from."""
+def _is_published_in(model: str, own: Deployment) -> bool:
+    """Whether a checkpoint brings the formats of a deployment itself, so that no flag says them.
 
-    def __init__(self, own: Deployment, workers: Workers, role: str) -> None:
+    vLLM refuses ``--quantization fp8`` for a checkpoint whose own configuration names another
+    method, as those of compressed-tensors do.
+    """
+    weights = format_in(model) if model != PLACEHOLDER else ""
+    if not weights:
+        return False
+    said = in_formats(own.model.workload, Formats(weights))
+    return (said.weights, said.expert_weights, said.attention_format) == (
+        own.model.weights,
+        own.model.expert_weights,
+        own.model.attention_format,
+    )
+
+
+class _Worker:
+    """What the flags of one kind of workers follow from.
+
+    Args:
+        own: What serves.
+        workers: One kind of its workers.
+        role: Such as ``prefill``; empty where all do the same.
+        fp8: Whether the engine quantises the checkpoint to fp8 when it loads it.
+    """
+
+    def __init__(self, own: Deployment, workers: Workers, role: str, *, fp8: bool) -> None:
         self.own, self.plan, self.role = own, workers.plan, role
         policy: Policy = framework_defaults(own.framework).policy
         #: Limits of a rank with sequences of its own.
@@ -175,7 +203,7 @@ class _Worker:
         rank = " of each rank" if workers.plan.dp > 1 else ""
         self.batch_why = f"most sequences{rank}"
         self.budget_why = f"most tokens of a pass{rank}"
-        self.fp8 = _narrow(own) == "fp8"
+        self.fp8 = fp8
 
     def size(self, name: str, count: int, why: str) -> Iterator[Flag]:
         """A flag of a number of devices, where it is above 1."""

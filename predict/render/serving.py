@@ -12,6 +12,7 @@ from rich.text import Text
 from ...common.interval import Interval
 from ...common.units import duration, size
 from ...simulate.serving.latencies import FREE, LEVELS, METRICS
+from ..cluster.deployment import Deployment
 from ..cluster.serving import ServingPrediction
 from ..cluster.serving_launch import PLACEHOLDER
 from ..cluster.serving_plan import Planned, ServingPlans
@@ -58,7 +59,8 @@ def print_serving(console: Console, prediction: ServingPrediction, price: float 
         )
     )
     console.print(
-        f"{own.text()} on {own.devices} x {own.spec.name}, {own.framework}", highlight=False
+        f"{own.text()} on {own.devices} x {own.spec.name}, {own.framework}; {_formats(own)}",
+        highlight=False,
     )
     names = ("mean", *(f"p{level}" for level in LEVELS))
     table = _table("latency, 90 % interval", *names)
@@ -126,6 +128,7 @@ def print_plans(
     else:
         rate = best.tokens_per_s_per_device
         console.print(headline(_named(best), f"  {rate:,.0f} tokens/s a device"))
+        console.print(_formats(best.prediction.deployment), highlight=False)
         for line in plans.reasons():
             console.print(f"because {line}", highlight=False)
         _print_costs(console, best.prediction, price)
@@ -146,6 +149,11 @@ def print_plans(
     for one in plans.front()[:top]:
         table.add_row(*_cells(one))
     console.print(table)
+
+
+def _formats(own: Deployment) -> str:
+    """Such as ``weights in bf16, experts in mxfp4, cache in bf16``."""
+    return ", ".join(f"{name} in {text}" for name, text in own.model.formats().items())
 
 
 def _cells(one: Planned) -> Sequence[str]:

@@ -29,6 +29,16 @@ _CACHES = {
     **dict.fromkeys(("", "fp16", "f16", "fp16/bf16", "float16", "bfloat16"), "bf16"),
     **dict.fromkeys(("fp8_e4m3", "fp8_e4m3fn", "fp8_e5m2", "fp8_inc", "fp8_ds_mla"), "fp8"),
 }
+#: Formats in which models are published whose names do not say one, by their ``config.json`` on
+#: huggingface.co (``quantization_config``); everything else is published in 16 bits. Distilled
+#: models of DeepSeek-R1 have the sizes and the format of Llama and Qwen.
+_PUBLISHED = (
+    ("gpt-oss", "mxfp4"),
+    (r"deepseek-(v3|r1(?!.*(llama|qwen)))", "fp8"),
+    (r"kimi-k2(-thinking|\.)", "int4"),
+    ("kimi-k2", "fp8"),
+    ("minimax-m2", "fp8"),
+)
 
 
 class Formats(NamedTuple):
@@ -52,9 +62,13 @@ class Formats(NamedTuple):
 
 
 def format_in(name: str) -> str:
-    """The format that a checkpoint's name says; empty for none."""
-    text = name.lower().rsplit("/", 1)[-1]
-    return next((own for pattern, own in _WEIGHTS if re.search(pattern, text)), "")
+    """The format that a checkpoint's name says, else that its model is published in.
+
+    Empty for 16 bits. ``openai/gpt-oss-120b`` is in ``mxfp4``, ``Qwen/Qwen3-32B-FP8`` in ``fp8``.
+    """
+    text = name.lower().replace("_", "-").rsplit("/", 1)[-1]
+    rules = (*_WEIGHTS, *_PUBLISHED)
+    return next((own for pattern, own in rules if re.search(pattern, text)), "")
 
 
 def in_formats(workload: Workload, formats: Formats) -> ServedModel:

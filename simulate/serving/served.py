@@ -74,6 +74,15 @@ class ServedModel:
         """Format of the products of attention."""
         return self.attention_weights or self.weights
 
+    def formats(self) -> dict[str, str]:
+        """Formats by what is in them: ``weights``, ``experts`` and ``attention`` if they differ."""
+        found = {"weights": self.weights}
+        if self.workload.experts and self.expert_weights != self.weights:
+            found["experts"] = self.expert_weights
+        if self.attention_format != self.weights:
+            found["attention"] = self.attention_format
+        return {**found, "cache": self.cache}
+
     def shape(self) -> str:
         """Sizes that tell models apart, whatever their formats."""
         w = self.workload

@@ -11,6 +11,7 @@ import pytest
 
 from opcast.models.serving.model import ServingModel
 from opcast.predict.cluster.deployment import Deployment
+from opcast.predict.cluster.served_row import served_by_name
 from opcast.predict.cluster.serving import ServingPredictor
 from opcast.predict.cluster.serving_launch import PLACEHOLDER, checkpoint_of, launches
 from opcast.predict.cluster.serving_load import LoadSpec
@@ -20,6 +21,7 @@ from opcast.predict.cluster.serving_plan import (
     search,
 )
 from opcast.predict.cluster.serving_table import EngineOptions, Workers
+from opcast.simulate.serving.formats import Formats
 from opcast.simulate.serving.latencies import Slo
 from opcast.simulate.serving.served import EnginePlan, ServedModel
 from opcast.simulate.step.memory import RESERVED_BYTES
@@ -170,6 +172,20 @@ def test_launch_commands_say_the_format_of_the_weights() -> None:
     assert fp8["TensorRT-LLM"].endswith("   # m has to be a checkpoint in fp8")
     for text in commands(weights="nvfp4").values():
         assert text.endswith("# m has to be a checkpoint in nvfp4") and "--quant" not in text
+
+
+def test_a_checkpoint_in_its_own_format_needs_no_flag_for_it() -> None:
+    def commands(name: str, weights: str = "") -> dict[str, str]:
+        model = served_by_name(name, {}, Formats(weights))
+        return commands_of(replace(BASE, model=model), checkpoint_of(name))
+
+    for name in ("openai/gpt-oss-120b", "RedHatAI/Qwen3-32B-FP8-dynamic", "deepseek-v3"):
+        for text in commands(name).values():
+            assert "quant" not in text and "#" not in text and PLACEHOLDER not in text
+    assert "serve openai/gpt-oss-120b " in commands("openai/gpt-oss-120b")["vLLM"]
+    assert "--quantization fp8" in commands("Qwen/Qwen3-32B", "fp8")["vLLM"]
+    other = commands("openai/gpt-oss-120b", "nvfp4")["vLLM"]
+    assert other.endswith("# openai/gpt-oss-120b has to be a checkpoint in nvfp4")
 
 
 def test_ties_go_to_the_larger_share_and_no_reason_is_a_loss() -> None:

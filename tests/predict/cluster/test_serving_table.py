@@ -238,7 +238,10 @@ def test_engines_keep_up_with_a_rate_that_was_measured() -> None:
         ("Qwen/Qwen3-32B-FP8", 32.8, "fp8", 0),
         ("meta-llama/Llama-4-Scout-17B-16E-Instruct", 107.8, "bf16", 0),
         ("qwen3-next-80b-a3b", 79.7, "bf16", 36),
-        ("deepseek-ai/DeepSeek-V3.2", 671.0, "bf16", 0),
+        ("deepseek-ai/DeepSeek-V3.2", 671.0, "fp8_block", 0),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-70B", 70.6, "bf16", 0),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", 32.8, "bf16", 0),
+        ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", 8.19, "bf16", 0),
         ("moe", 46.7, "bf16", 0),
     ],
 )
@@ -250,6 +253,34 @@ def test_models_by_name_as_a_command_takes_them(
     assert (found.weights, found.linear_layers) == (weights, linear)
     wide = served_by_name(name, {"n_layers": 40}, Formats("int8"))
     assert (wide.workload.layers, wide.weights) == (40, "int8")
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "experts"),
+    [
+        ("openai/gpt-oss-120b", "bf16", "mxfp4"),
+        ("unsloth/gpt-oss-120b-BF16", "bf16", "bf16"),
+        ("deepseek-ai/DeepSeek-R1-0528", "fp8_block", "fp8_block"),
+        ("nvidia/DeepSeek-R1-FP4", "nvfp4", "nvfp4"),
+        ("moonshotai/Kimi-K2-Instruct", "fp8_block", "fp8_block"),
+        ("moonshotai/Kimi-K2-Thinking", "bf16", "int4"),
+        ("Qwen/Qwen3-30B-A3B", "bf16", "bf16"),
+    ],
+)
+def test_models_are_in_the_format_they_are_published_in(
+    name: str, weights: str, experts: str
+) -> None:
+    found = served_by_name(name, {}, Formats())
+    assert (found.weights, found.expert_weights) == (weights, experts)
+    # What is asked for counts.
+    assert served_by_name(name, {}, Formats("bf16")).expert_weights == "bf16"
+
+
+def test_gpt_oss_fits_the_one_h100_that_its_authors_name() -> None:
+    found = served_by_name("openai/gpt-oss-120b", {}, Formats())
+    # The model card says 60.8 GiB for the checkpoint.
+    assert found.weight_bytes(EnginePlan()) / 2**30 == pytest.approx(60.8, rel=0.01)
+    assert found.formats() == {"weights": "bf16", "experts": "mxfp4", "cache": "bf16"}
 
 
 _MOE = {
