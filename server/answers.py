@@ -199,6 +199,7 @@ class _Served(_Powered):
     framework: str
     device: str
     gpus: int
+    formats: dict[str, str] = Field(description="Of weights, cache, experts if they differ.")
     plan: str
     replicas: int
     notes: list[str]

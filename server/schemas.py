@@ -9,10 +9,13 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapt
 #: Names of devices, models, clusters and workloads: without a slash they cannot leave the working
 #: folder; names that end like files are refused where they are used.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9 ()+._-]{0,79}$"
+#: A checkpoint's name, such as Qwen/Qwen3-32B: looked up among models, never among files.
+CHECKPOINT = r"^([A-Za-z0-9][A-Za-z0-9._-]{0,39}/)?[A-Za-z0-9][A-Za-z0-9 ()+._-]{0,79}$"
 # Largest trip count: beyond any real program, and its products with times stay finite.
 LARGEST = 2**40
 
 Name = Annotated[str, Field(pattern=NAME)]
+Checkpoint = Annotated[str, Field(pattern=CHECKPOINT)]
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Lowering = Literal["auto", "xla", "fused", "op"]
 Fallback = Literal["", "fused", "op"]
@@ -181,7 +184,7 @@ class SimulateQuery(Body):
 class SimulateServingQuery(Body):
     """A deployment under a load, as ``opcast simulate-serving`` takes it."""
 
-    workload: Name = Field(description="A model by name, such as llama-3.1-70b.")
+    workload: Checkpoint = Field(description="A model by name: llama-3.1-70b, Qwen/Qwen3-32B.")
     settings: dict[Name, int | float | bool | Annotated[str, Field(max_length=40)]] = Field(
         default_factory=dict, description="Sizes such as layers and d_model."
     )
@@ -218,7 +221,7 @@ class SimulateServingQuery(Body):
     prefix_hits: float = Field(0.0, ge=0, le=0.99, allow_inf_nan=False)
     drafts: int = Field(0, ge=0, le=64)
     accepted: float = Field(1.0, ge=1, le=65, allow_inf_nan=False)
-    draft: Name = Field("ngram", description="ngram, mtp or a model by name.")
+    draft: Checkpoint = Field("ngram", description="ngram, mtp or a model by name.")
     eager: bool = False
     slo: str = Field("", max_length=80, description="Such as ttft=500ms,tpot=30ms.")
     price: float = Field(0.0, ge=0, le=1e6, allow_inf_nan=False)

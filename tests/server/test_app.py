@@ -123,6 +123,15 @@ def test_a_deployment_becomes_a_task_and_files_are_not_read(client: Client, task
     assert client.post("/v1/simulate-serving", json=body | {"prompt": "a/b"}).status_code == 422
 
 
+def test_a_served_model_may_be_named_with_its_owner(client: Client, tasks: Tasks) -> None:
+    body = {"workload": "Qwen/Qwen3-32B-FP8", "cluster": "h100-sxm-x2", "model": "roofline"}
+    assert client.post("/v1/simulate-serving", json=body).status_code == 200
+    assert json.loads(tasks.asked[0][1])["workload"] == "Qwen/Qwen3-32B-FP8"
+    for path in ("../Qwen3-32B", "/etc/passwd", "a/b/c", "a/../b", "Qwen/", "./a"):
+        refused = client.post("/v1/simulate-serving", json=body | {"workload": path})
+        assert refused.status_code == 422
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [(InternalError("opcast fails at x.py:1"), 500), (DeviceError("none"), 404)],
