@@ -38,7 +38,7 @@ _TORCH_COLUMNS = (
     Column("time"),
     Column("runs", 1),
     Column("line", justify="left"),
-    Column("module and operator", justify="left", least=24),
+    Column("module and operator", justify="left", least=24, ends=True),
     Column("shape", 2, "left"),
     Column("dtype", 3, "left"),
     Column("source", 4, "left"),

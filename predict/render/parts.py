@@ -78,12 +78,22 @@ class Column:
         rank: The column of the highest rank is left out first; one of rank 0 never.
         justify: Alignment.
         least: Width to which texts may be cut to make room; 0 for columns that are never cut.
+        ends: Whether texts are cut in the middle, since their ends tell them apart.
     """
 
     name: str
     rank: int = 0
     justify: Literal["left", "right"] = "right"
     least: int = 0
+    ends: bool = False
+
+
+def _cut_inside(text: Text, width: int) -> Text:
+    """A text without what is in its middle, where it is wider than ``width``."""
+    if cell_len(text.plain) <= width:
+        return text
+    end = (width - 1) * 2 // 3
+    return Text.assemble(text[: width - 1 - end], "…", text[-end:])
 
 
 def fitted_table(
@@ -121,6 +131,9 @@ def fitted_table(
         if columns[i].least and full[i] > own:
             more = min(full[i] - own, max(0, spare))
             own, spare = own + more, spare - more
+            if columns[i].ends:
+                for row in lines:
+                    row[i] = _cut_inside(row[i], own)
         last = place == len(kept) - 1
         table.add_column(
             columns[i].name,

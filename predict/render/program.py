@@ -30,7 +30,7 @@ _COLUMNS = (
     Column("time"),
     Column("runs", 1),
     Column("line", justify="left"),
-    Column("module and op", justify="left", least=24),
+    Column("module and op", justify="left", least=24, ends=True),
     Column("bound", 2, "left"),
     Column("kind", 3, "left"),
     Column("source", 4, "left"),

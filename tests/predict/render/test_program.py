@@ -79,6 +79,18 @@ def test_a_table_keeps_times_and_lines_at_any_width(width):
     assert ("interval of one" in text) == (width >= 160)
 
 
+def test_a_long_module_leaves_its_op_in_sight():
+    long = "GPT/blocks/MultiHeadDotProductAttention_0"
+    ops = ("reduce_max", "exponential", "multiply")
+    kernels = tuple(
+        kernel(f"fusion.{n}", 100.0, "train.py:29", long, op, phase="recomputed")
+        for n, op in enumerate(ops)
+    )
+    text = shown(100, replace(PREDICTION, kernels=(*kernels, PREDICTION.kernels[2])))
+    rows = [line for line in text.splitlines() if "train.py:29" in line]
+    assert len(rows) == 3 and all(f" {op} " in row for op, row in zip(ops, rows, strict=True))
+
+
 def test_equal_kernels_of_layers_share_a_row_with_their_count():
     rows = [line for line in shown(170, PREDICTION).splitlines() if "%" in line and "py:" in line]
     assert len(rows) == 3
