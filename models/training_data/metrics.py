@@ -176,7 +176,8 @@ def metrics_table(
         predictions: One row a sample with ``measured_us``, ``predicted_us``, ``lo_us``, ``hi_us``
             and the columns of ``by``.
         by: Columns to group by, each on its own (``kind``, ``device``, ``split`` …).
-        noise: Dataset rows in which to look for replicates; adds the noise figures.
+        noise: Dataset rows in which to look for replicates; adds the noise figures. Of a group
+            they are those of the kinds and devices that it predicts.
 
     Returns:
         One row a group: ``group`` (``all`` or ``column=value``) and the figures.
@@ -184,7 +185,8 @@ def metrics_table(
     rows = [{"group": "all", **_figures(predictions, noise)}]
     for column in by:
         for value, part in predictions.groupby(column, sort=True):
-            same = _matching(noise, column, value)
+            # Without that column nothing says which of the noise is the group's.
+            same = noise if noise is not None and column in noise else None
             rows.append({"group": f"{column}={value}", **_figures(part, same)})
     return pd.DataFrame(rows)
 
@@ -204,10 +206,12 @@ def flatten(table: pd.DataFrame, prefix: str = "") -> dict[str, float]:
 def _figures(rows: pd.DataFrame, noise: pd.DataFrame | None) -> dict[str, float]:
     arrays = [rows[c].to_numpy(np.float64) for c in ("measured_us", "predicted_us")]
     ends = [rows[c].to_numpy(np.float64) for c in ("lo_us", "hi_us")] if "lo_us" in rows else []
-    return {**summary(*arrays, *ends), **(label_noise(noise) if noise is not None else {})}
+    found = label_noise(_matching(noise, rows)) if noise is not None else {}
+    return {**summary(*arrays, *ends), **found}
 
 
-def _matching(noise: pd.DataFrame | None, column: str, value: object) -> pd.DataFrame | None:
-    if noise is None or column not in noise:
-        return None
-    return noise[noise[column] == value]
+def _matching(noise: pd.DataFrame, predictions: pd.DataFrame) -> pd.DataFrame:
+    """Rows of the kinds and devices that are predicted: others' noise says nothing about them."""
+    for column in {"kind", "device"} & {*noise} & {*predictions}:
+        noise = noise[noise[column].isin(predictions[column].unique())]
+    return noise

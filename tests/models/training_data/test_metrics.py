@@ -75,6 +75,23 @@ def test_a_row_is_no_replicate_of_itself(make_frame: Callable[..., pd.DataFrame]
     assert metrics.label_noise(frame)["noise_pairs"] == 0
 
 
+def test_noise_is_that_of_the_kinds_that_were_tested(
+    make_frame: Callable[..., pd.DataFrame],
+) -> None:
+    rows = pd.DataFrame(
+        {"kind": ["gemm"], "device": ["x"], "measured_us": [10.0], "predicted_us": [11.0]}
+    )
+    noise = make_frame(
+        kind=["gemm", "gemm", "copy", "copy", "gemm", "gemm"],
+        device=["x", "x", "x", "x", "y", "y"],
+        kernel_hash=["a", "a", "b", "b", "c", "c"],
+        latency_us_p50=[9.0, 11.0, 10.0, 30.0, 10.0, 90.0],
+    )
+    table = metrics.metrics_table(rows, ("kind", "device"), noise=noise)
+    # |9 - 11| / 10, without the copies and without the other device.
+    assert table["noise_mape"].tolist() == pytest.approx([0.2, 0.2, 0.2])
+
+
 def test_table_by_kind_and_flat_names(make_frame: Callable[..., pd.DataFrame]) -> None:
     rows = pd.DataFrame(
         {
