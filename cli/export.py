@@ -81,15 +81,21 @@ def export_table(
 ) -> None:
     """Write latencies of operators and kernels as parquet.
 
-    The operators come from grids (--op), the kernels from programs; each row has an interval.
+    The operators come from grids (--op), the kernels from programs; each row has an interval. A
+    device file with ranges gives rows for each design, and a column for each range.
     """
     import pandas as pd
 
     from ..common.errors import DatasetError
     from ..features.dataset import write_table
     from ..features.lowering.lower import lower
-    from ..predict.devices import resolve_device
-    from ..predict.export.latency_table import expand_ops, kernel_table, operator_table
+    from ..predict.export.latency_table import (
+        expand_ops,
+        kernel_table,
+        operator_table,
+        with_figures,
+    )
+    from ..predict.program.many import find_chips
     from ..predict.program.predictor import load
 
     if not op and not programs:
@@ -98,21 +104,26 @@ def export_table(
         refuse(context, "a table without operators (--op)", {"model"})
     if not programs:
         refuse(context, "a table without programs", {"kernels", "lowering"})
-    parts = []
+    parts, designs = [], []
     if op:
-        specs = [resolve_device(d, {}) for d in device]
+        designs = [own for chip in find_chips(device, {}) for own in chip.designs]
         texts = [t for grid in op for t in expand_ops(grid)]
-        parts.append(operator_table(texts, {s.name: s for s in specs}, _operators(model)))
+        specs = {own.device.name: own.device for own in designs}
+        parts.append(operator_table(texts, specs, _operators(model)))
     if programs:
         predictor = load(kernels)
         # Kernels may be of devices that the model was trained on; operators only of described ones.
-        for spec in (resolve_device(d, predictor.devices) for d in device):
+        for chip in find_chips(device, predictor.devices):
+            designs += chip.designs
             for program in programs:
                 # A table of many programs should not end at the first that the compiler refuses.
-                lowered = lower(program, lowering, device=spec, fallback="op")
-                parts.append(kernel_table(lowered, spec, predictor.model_for(spec)))
+                # Designs share the kernels of the first, as tables of programs have them.
+                lowered = lower(program, lowering, device=chip.designs[0].device, fallback="op")
+                for _, spec in chip.designs:
+                    parts.append(kernel_table(lowered, spec, predictor.model_for(spec)))
     # Programs share kernels, and grids may overlap.
     table = pd.concat(parts, ignore_index=True).drop_duplicates(["op", "shape", "dtype", "device"])
+    table = with_figures(table, designs)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_table(table, out)
     typer.echo(f"{out}: {len(table)} rows")

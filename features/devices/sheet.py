@@ -321,7 +321,7 @@ def _number(value: object, keys: tuple[str, ...], wrong: _Wrong) -> float:
         raise wrong(
             f"{name!r} is a range of designs, where one device is needed",
             *keys,
-            hint="opcast predict takes such a file; or give one number",
+            hint="opcast predict and export table take such a file; or give one number",
         )
     if isinstance(value, str):
         # YAML 1.1 reads 5e3, which has neither point nor sign, as a text.

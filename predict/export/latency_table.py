@@ -12,6 +12,7 @@ import pandas as pd
 
 from ...common.errors import ProgramError
 from ...common.interval import LATENCY_KEYS, latency_fields
+from ...features.devices.catalogue import Design
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import LoweredProgram
 from ...features.operators import op_features
@@ -97,6 +98,16 @@ def kernel_table(lowered: LoweredProgram, device: DeviceSpec, model: CostModel) 
     )
     times = np.stack([prediction.latency, prediction.lo, prediction.hi], axis=1)
     return _frame(names, times, prediction.source, prediction.in_domain)
+
+
+def with_figures(table: pd.DataFrame, designs: Sequence[Design]) -> pd.DataFrame:
+    """Add a column for each range of device files, after the device; empty for other devices."""
+    figures = {own.device.name: own.figures for own in designs}
+    place = table.columns.get_loc("device") + 1
+    for key in dict.fromkeys(key for own in figures.values() for key in own):
+        table.insert(place, key, [figures[name].get(key) for name in table["device"]])
+        place += 1
+    return table
 
 
 def _analytical(rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> np.ndarray:

@@ -198,7 +198,8 @@ def _check_named(device: str) -> None:
         raise DeviceError(
             "the file has ranges, and an operator is predicted for one design",
             where=device,
-            hint="give one number for each figure; programs take ranges (docs/devices.md)",
+            hint="a table of all designs: opcast export table --op '…' "
+            f"--device {device} --out FILE.parquet; or give one number for each figure",
         )
     if device == "local":
         raise DeviceError(
