@@ -1,9 +1,11 @@
-"""Times and sizes as text with readable units."""
+"""Times, energies and sizes as text with readable units."""
 
 from __future__ import annotations
 
 #: Units of time with their size in microseconds, the largest first.
 _UNITS = ((1e6, "s"), (1e3, "ms"), (1.0, "µs"))
+#: Units of energy with their size in joules, the largest first.
+_JOULES = ((1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ"))
 
 
 def duration(us: float) -> str:
@@ -12,6 +14,14 @@ def duration(us: float) -> str:
         if abs(us) >= scale:
             return f"{us / scale:.3g} {unit}"
     return f"{us * 1e3:.3g} ns"
+
+
+def energy(joules: float) -> str:
+    """Write joules with a readable unit, four significant digits."""
+    for scale, unit in _JOULES:
+        if abs(joules) >= scale:
+            return f"{joules / scale:.4g} {unit}"
+    return f"{joules:.4g} J"
 
 
 def size(count: float) -> str:

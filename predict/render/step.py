@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...common.units import duration, size
+from ...common.units import duration, energy, size
 from ...models.power.energy import cost_of
 from ..cluster.step import StepPrediction, breakdown
 from .parts import headline, interval_text, print_notes, unfit
@@ -58,7 +58,7 @@ def _energy(prediction: StepPrediction) -> str:
     if (joules := prediction.joules) is not None:
         watts = joules.value / total.value / n
         said.append(
-            f"{joules.value / 1e3:.4g} kJ a step  [{joules.lo / 1e3:.4g} – {joules.hi / 1e3:.4g}], "
+            f"{energy(joules.value)} a step  [{energy(joules.lo)} – {energy(joules.hi)}], "
             f"{watts:.0f} W a device, {joules.value / tokens:.3g} J a token"
         )
     if prediction.price is not None:
@@ -84,19 +84,29 @@ def print_front(console: Console, front: pd.DataFrame, judged: int, fitting: int
     priced = ("cost",) if "cost" in front else ()
     table = _table("step", "memory", "MFU", "energy", *priced, "batch", "cluster", "plan")
     for row in front.head(top).to_dict("records"):
-        energy = row["energy_j"]
+        joules = row["energy_j"]
         table.add_row(
             duration(row["step_us"]),
             size(row["memory_bytes_per_device"]),
             f"{row['mfu']:.1%}",
             # NaN where the device's power limit is not known.
-            "" if energy != energy else f"{energy / 1e3:.4g} kJ",
+            "" if joules != joules else energy(joules),
             *(f"{row[name]:.4g}" for name in priced),
             str(row["batch"]),
             Text(str(row["cluster"])),
             Text(str(row["plan"])),
         )
     console.print(table)
+    if len(front):
+        # The table cuts long plans off, and this one is to be copied.
+        best = front.iloc[0]
+        console.print(
+            f"fastest: --cluster {best['cluster']} --set batch={best['batch']} "
+            f"--plan {best['plan']}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def _times(prediction: StepPrediction) -> Table:

@@ -55,7 +55,10 @@ class Fit:
         parts = {k: v for k, v in self.worst.to_dict().items() if k not in ("total", "reserved")}
         largest = sorted(parts.items(), key=lambda item: -item[1])[:2]
         listed = " and ".join(f"{name} {value / 2**30:.1f} GiB" for name, value in largest)
-        over = f"needs {self.worst.total / 2**30:.1f} GiB of {self.capacity / 2**30:.1f} GiB"
+        needed, most = self.worst.total / 2**30, self.capacity / 2**30
+        # Enough digits to tell the two apart, where a plan is short of a few MiB.
+        digits = 1 if f"{needed:.1f}" != f"{most:.1f}" else 3
+        over = f"needs {needed:.{digits}f} GiB of {most:.{digits}f} GiB"
         help_ = f"would fit with {self.change}" if self.change else "no small change would fit"
         return f"{over}: {listed}; {help_}"
 

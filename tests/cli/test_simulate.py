@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
@@ -96,6 +97,30 @@ def test_sweep_prints_the_front_and_its_reasons(tmp_path):
     assert "6 plans" in result.stdout
     assert "because of tensor parallelism" in result.stdout
     assert (tmp_path / "sweep.parquet").is_file()
+
+
+def test_the_fastest_plan_of_a_sweep_can_be_copied(tmp_path, monkeypatch):
+    """A plan with all its settings is longer than a column of the table."""
+    monkeypatch.setenv("COLUMNS", "80")
+    common = ["--workload", "llama", "--set", SMALL, "--model", "roofline"]
+    grid = "tp=2,pp=2,recompute=selective,schedule=zero-bubble,split=2,data=zero1"
+    swept = (
+        CliRunner()
+        .invoke(
+            app,
+            ["sweep", *common, "--cluster", "dgx-h100-x16", "--grid", grid, "--out", str(tmp_path)],
+            catch_exceptions=False,
+        )
+        .stdout
+    )
+    (fastest,) = (line for line in swept.splitlines() if line.startswith("fastest: "))
+    options = fastest.removeprefix("fastest: ").split()
+    assert "schedule=zero-bubble" in options[-1] and "…" not in fastest
+    again = CliRunner().invoke(
+        app, ["simulate", *common, *options, "--json"], catch_exceptions=False
+    )
+    best = pd.read_parquet(tmp_path / "sweep.parquet").query("fits")["step_us"].min()
+    assert json.loads(again.stdout)["step_us"] == pytest.approx(best)
 
 
 SERVING = (

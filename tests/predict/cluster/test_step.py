@@ -21,7 +21,9 @@ from opcast.predict.page.step import step_data, step_page
 from opcast.simulate.clusters.catalogue import find_cluster
 from opcast.simulate.collectives.choose import collective_latency_s
 from opcast.simulate.step.calls import OpCall
+from opcast.simulate.step.fitting import Fit
 from opcast.simulate.step.layer_ops import layer_ops
+from opcast.simulate.step.memory import StageMemory
 from opcast.simulate.step.plan import Group, Plan, parse_plan
 from opcast.simulate.step.workload import make_workload, resolved
 
@@ -206,6 +208,12 @@ def test_what_does_not_fit_says_what_would(operators):
     again = predictor.predict(found.workload, found.fit.plan)
     assert again.fit.fits
     assert any("would fit with" in note for note in found.notes())
+
+
+def test_a_plan_short_of_a_few_mebibytes_says_how_many():
+    held = StageMemory(5 * 2**30, 10 * 2**30, 31 * 2**30, 33 * 2**30, 2**30, 20 * 2**20, 0)
+    assert "needs 80.020 GiB of 80.000 GiB: " in Fit((held,), 80.0 * 2**30).reason()
+    assert "needs 80.0 GiB of 64.0 GiB: " in Fit((held,), 64.0 * 2**30).reason()
 
 
 def test_jitter_makes_samples(operators):
