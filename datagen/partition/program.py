@@ -244,6 +244,19 @@ def sharding_text(
     return f"{{devices=[{','.join(map(str, tiles))}]<=[{shape}]{turned}{last}}}"
 
 
+def _first_sizes(kinds: Sequence[TensorType], donated: Mapping[int, int]) -> list[int]:
+    """First dimensions of what may be a batch, where donation tells it from state."""
+    if not donated:
+        return []
+    return sorted(
+        {
+            kind.shape[0]
+            for n, kind in enumerate(kinds)
+            if n not in donated and kind.shape and (kind.dtype, kind.shape) not in _KEYS
+        }
+    )
+
+
 def _batch(
     kinds: Sequence[TensorType],
     donated: Mapping[int, int],
@@ -272,6 +285,13 @@ def _batch(
         and kind.shape[0] % parts == 0
         and (kind.dtype, kind.shape) not in _KEYS
     }
+    if not leading and (sizes := _first_sizes(kinds, donated)):
+        raise PlanError(
+            f"no argument has a batch that {parts} devices divide",
+            where=where,
+            hint=f"arguments that are not donated have {', '.join(map(str, sizes))} rows: take a "
+            "mesh that divides them, or name the batch with --batch-args",
+        )
     if not donated or not leading:
         raise ProgramError(
             "the program does not say which of its arguments are the batch",

@@ -76,6 +76,11 @@ def test_what_cannot_be_partitioned(step, tmp_path):
         partition_program(step, "dp=4", tmp_path / "x", batch=[9])
     with pytest.raises(PlanError, match="cannot be cut into 3"):
         partition_program(step, "dp=3", tmp_path / "x", batch=[2, 3])
+    # 3 does not divide the batch of 128, which is found by donation: nothing is missing in the
+    # program.
+    with pytest.raises(PlanError, match="no argument has a batch that 3 devices") as refused:
+        partition_program(step, "fsdp=3", tmp_path / "x")
+    assert "128 rows" in str(refused.value)
     plain = tmp_path / "plain.mlir"
     plain.write_text(jax.jit(jnp.tanh).lower(jax.ShapeDtypeStruct((8,), jnp.float32)).as_text())
     with pytest.raises(ProgramError, match="which of its arguments"):
