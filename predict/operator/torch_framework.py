@@ -406,7 +406,8 @@ def _notes(
     notes = [
         kernels
         + ("; the backward pass is autograd's own graph, the optimiser foreach's" if train else "")
-        + "; for the same program under XLA, leave --framework out"
+        + "; memory is not predicted; for the same program under XLA, with its peak memory, leave "
+        "--framework out"
     ]
     if host_bound:
         notes.append(
