@@ -118,7 +118,22 @@ def check_priced(calls: Sequence[AtenCall]) -> None:
 
 def works(calls: Sequence[AtenCall]) -> list[Work]:
     """What each operator costs, in order."""
-    return [work for call in calls for work in _works(call)]
+    return [work for call in calls for work in (*_copies(call), *_works(call))]
+
+
+def _copies(call: AtenCall) -> list[Work]:
+    """Operands that a norm's kernels copy first, such as channels that a view has moved last.
+
+    PyTorch's ``expect_contiguous`` (layer_norm_kernel.cu); generated code reads them in place.
+    """
+    if "layer_norm" not in call.name:
+        return []
+    dtype = _DTYPES.get(call.outputs[0].dtype, "f32")
+    return [
+        Work("contiguous", PASS, (), dtype, 2.0 * t.bytes, 1, 1.0, call.phase, call.place)
+        for t in call.inputs[: 2 if call.name.endswith("backward") else 1]
+        if not t.contiguous
+    ]
 
 
 def _works(call: AtenCall) -> list[Work]:
@@ -370,7 +385,7 @@ class _Fusion:
         for home in order:
             group = self._groups[home]
             if group.opaque or len(group.calls) == 1:
-                found += works(group.calls)
+                found += [work for call in group.calls for work in _works(call)]
             else:
                 found.append(self._pass(home, group))
         return found

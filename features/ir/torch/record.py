@@ -35,12 +35,14 @@ class TensorUse:
         dtype: Element type by PyTorch's name, such as ``bfloat16``.
         memory: Number of the memory that it lies in; views share it.
         bytes: Bytes of it, each element of memory once however it is broadcast.
+        contiguous: Whether its elements lie in the order of its dimensions.
     """
 
     shape: tuple[int, ...]
     dtype: str
     memory: int
     bytes: int
+    contiguous: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +252,8 @@ def _log_class() -> Any:
             size = tensor.element_size()
             memory = min(tensor.numel() * size, tensor.untyped_storage().nbytes())
             dtype = str(tensor.dtype).removeprefix("torch.")
-            return TensorUse(tuple(tensor.shape), dtype, self.memory(tensor), memory)
+            own, dense = self.memory(tensor), tensor.is_contiguous()
+            return TensorUse(tuple(tensor.shape), dtype, own, memory, dense)
 
         def memory(self, tensor: Any) -> int:
             storage = tensor.untyped_storage()

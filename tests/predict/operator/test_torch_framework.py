@@ -349,6 +349,29 @@ def test_attention_is_one_kernel_each_way():
     assert sum(w.bytes for w in updates) == pytest.approx(22 * 2 * weights, rel=0.1)
 
 
+class MovedChannels(torch.nn.Module):
+    """As in ConvNeXt: channels go last for the norm and the products."""
+
+    def __init__(self):
+        super().__init__()
+        self.spread = torch.nn.Conv2d(64, 64, 7, padding=3, groups=64)
+        self.norm, self.up = torch.nn.LayerNorm(64), torch.nn.Linear(64, 256)
+
+    def forward(self, x):
+        return self.up(self.norm(self.spread(x).permute(0, 2, 3, 1)))
+
+
+def test_a_norm_of_moved_channels_copies_them_first_unless_compiled():
+    recording = record(meta(MovedChannels(), (8, 64, 28, 28)))
+    (copy,) = (w for w in works(recording.calls) if w.name == "contiguous")
+    # Read and written once, in f32.
+    assert copy.bytes == 2 * 8 * 64 * 28 * 28 * 4
+    assert copy.place.line and not any(w.name == "contiguous" for w in fused(recording))
+    # What lies in order is not copied.
+    plain = record(meta(torch.nn.LayerNorm(64), (8, 28, 28, 64)))
+    assert not any(w.name == "contiguous" for w in works(plain.calls))
+
+
 @pytest.mark.parametrize("kind", ["mlp", "resnet", "llama", "encoder"])
 def test_every_kind_of_model_is_priced(kind):
     module, inputs = examples()[kind]
