@@ -22,6 +22,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
+    from ..features.devices.catalogue import Design
     from ..models.operators import OpModel
 
 
@@ -104,7 +105,8 @@ def export_table(
         refuse(context, "a table without operators (--op)", {"model"})
     if not programs:
         refuse(context, "a table without programs", {"kernels", "lowering"})
-    parts, designs = [], []
+    parts = []
+    designs: list[Design] = []
     if op:
         designs = [own for chip in find_chips(device, {}) for own in chip.designs]
         texts = [t for grid in op for t in expand_ops(grid)]

@@ -103,7 +103,7 @@ def kernel_table(lowered: LoweredProgram, device: DeviceSpec, model: CostModel) 
 def with_figures(table: pd.DataFrame, designs: Sequence[Design]) -> pd.DataFrame:
     """Add a column for each range of device files, after the device; empty for other devices."""
     figures = {own.device.name: own.figures for own in designs}
-    place = table.columns.get_loc("device") + 1
+    place = list(table.columns).index("device") + 1
     for key in dict.fromkeys(key for own in figures.values() for key in own):
         table.insert(place, key, [figures[name].get(key) for name in table["device"]])
         place += 1
