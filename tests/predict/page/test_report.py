@@ -139,7 +139,7 @@ def test_comparison_names_lowering_and_failures(predictor, step, tmp_path):
     rows = compare_devices(
         predictor, read_program(step), ["h100-sxm", "tpu-v4", missing], tell=told.append
     )
-    assert told == ["h100-sxm", "tpu-v4", missing]
+    assert told == [f"comparing with {name}" for name in ("h100-sxm", "tpu-v4", missing)]
     good, tpu, bad = rows
     assert good["lowering"] == tpu["lowering"] == "fused"
     assert good["us"] > 0 and tpu["model"] != good["model"]
