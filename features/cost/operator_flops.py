@@ -32,7 +32,7 @@ def _attention(params: Mapping[str, Any]) -> float:
     reach = params["window"] or kv_len
     if params["causal"] and not params["family"].startswith("generation"):
         first = kv_len - q_len + 1
-        # As operators/attention.py: visible_pairs, for one row of plain numbers.
+        # As operators/attention/estimate.py: visible_pairs, for one row of plain numbers.
         growing = min(max(reach - first + 1, 0), q_len)
         pairs = growing * (2 * first + growing - 1) / 2 + (q_len - growing) * reach
     else:

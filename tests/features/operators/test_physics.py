@@ -356,6 +356,72 @@ def test_heads_that_read_the_keys_for_themselves(estimate):
     )
 
 
+@pytest.fixture
+def decode(round_gpu):
+    """Estimates decodes of 100 cores at 1 GHz, a core of which streams 16.5 bytes a cycle."""
+
+    def seconds(architecture="ampere", shared=100 * 1024, **changes):
+        row = {**DECODE, "head_dim": 128, "v_head_dim": 128, **changes}
+        frame = pd.DataFrame([{**row, "device": "d"}])
+        device = round_gpu("d", architecture=architecture, shared_bytes_per_core=shared)
+        return op_features(frame, "graph/generation_attention", {"d": device}).base_s[0]
+
+    return seconds
+
+
+SECOND = {"backend": "vllm", "kernel": "vllm_flash_attn_fa2"}
+
+
+def test_flash_attention_2_splits_keys_of_groups_alone(decode):
+    """Its call for sequences of any length plans no parts where a head has its own keys."""
+    key = 256 * 2 / 12  # bytes over 1.2 times a core's share of 1 TB/s
+    own = decode(**SECOND, kv_len=65_536)
+    assert own == pytest.approx((3600 + 65_536 * key) / 1e9 + 3.5e-6 + 3600 / 1e9, rel=0.01)
+    assert decode(**SECOND, kv_len=65_536, q_heads=2) < own / 10
+
+
+def test_flash_attention_2_keeps_as_many_blocks_on_a_core_as_fit(decode):
+    """64 queries and two tiles of 128 keys are 80 KB: one block, or two."""
+    tile = 128 * 256 * 2 / 12
+    floor = 3.5e-6 + 3600 / 1e9
+    one = decode(**SECOND, kv_len=128, batch=4000) - floor
+    two = decode(**SECOND, kv_len=128, batch=4000, shared=164 * 1024) - floor
+    # 40 turns of blocks; the soft maximum adds what the memory takes.
+    assert 1 <= one / (40 * (3600 + tile) / 1e9) < 1.2
+    assert two / one == pytest.approx((1800 + tile) / (3600 + tile), rel=0.1)
+
+
+def test_flash_attention_2_copies_queries_of_several_sequences_and_groups(decode):
+    few = {**SECOND, "kv_len": 64, "q_heads": 8}
+    alone, copied = decode(**few, kv_heads=4), decode(**few, kv_heads=4, batch=2)
+    assert copied - alone == pytest.approx(2 * 4500 / 1e9, rel=0.02)
+    assert decode(**few, batch=2) == pytest.approx(alone, rel=0.01)  # a view is enough
+    assert decode(**few, kv_heads=8, batch=2) == pytest.approx(alone, rel=0.01)
+
+
+def test_tensorrt_llm_has_other_kernels_for_groups(decode):
+    row = {"backend": "trtllm", "kernel": "torch_flow", "kv_len": 64}
+    tile = 64 * 256 * 2 / (16.5 * 0.8)
+    grouped = 1e-6 + (7000 + 5500 + tile + 4000 / 100) / 1e9
+    assert decode(**row, q_heads=8) == pytest.approx(grouped, rel=0.01)
+    assert decode(**row, q_heads=32) == pytest.approx(grouped + 4000 / 1e9, rel=0.01)
+    # Heads of their own: shorter blocks, later.
+    single = 1e-6 + (9500 + 2800 + tile + 4000 / 100) / 1e9
+    assert decode(**row) == pytest.approx(single, rel=0.01)
+    # The parts of all keys are merged, however few a window leaves.
+    window = {"q_heads": 8, "window": 64, "kv_len": 4096}
+    assert decode(**row | window) == pytest.approx(grouped + 1.3 * 4.5e-6, rel=0.03)
+    assert decode(**row | window, kv_dtype="fp8") < decode(**row | window)
+
+
+def test_tensorrt_llm_does_not_split_fp8_keys_on_blackwell_for_workstations(decode):
+    row = {"backend": "trtllm", "kernel": "torch_flow", "q_heads": 8, "kv_dtype": "fp8"}
+    whole = decode("blackwell-gb20x", **row, kv_len=65_536)
+    key = 3 + 128 / 6.5
+    assert whole == pytest.approx(65_536 * key / 1e9, rel=0.02)
+    assert decode("hopper", **row, kv_len=65_536) < whole / 10
+
+
 def test_experts(estimate):
     found = estimate("graph/moe", EXPERTS)
     rows = 16 * 2 // 2
@@ -474,8 +540,16 @@ def test_estimate_grows_with_the_work(family, drawn, gpus):
         rows = rows[rows["op"] == "fwd"]
     before = op_features(rows, family, gpus)
     for column in GROWTH[FAMILIES[family]]:
+        if (family, column) == ("graph/generation_attention", "q_heads"):
+            # TensorRT-LLM and FlashAttention 2 have other kernels for heads that share keys, the
+            # former for up to 32 in a group: between them more heads may take less.
+            share = rows["q_heads"] / rows["kv_heads"]
+            rows = rows[(share > 1) & ((share > 32) | (share <= 16))]
+            before = op_features(rows, family, gpus)
         after = op_features(rows.assign(**{column: 2 * rows[column]}), family, gpus)
-        assert (after.base_s >= before.base_s * (1 - 1e-9)).all(), column
+        # Twice the keys are less than twice as many tiles, of which each part has whole ones.
+        least = 0.98 if family == "graph/generation_attention" else 1 - 1e-9
+        assert (after.base_s >= before.base_s * least).all(), column
         assert (after.flops >= before.flops).all() and (after.moved >= before.moved).all(), column
 
 

@@ -7,16 +7,19 @@ chip that is left out of the fit, too: docs/operators.md.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from .columns import Machine, OpTable
-from .physics import non_nvidia
+from ..columns import Machine, OpTable
+from ..physics import non_nvidia
 
 #: Architectures that libraries have attention kernels made for: asynchronous copies and matrix
 #: instructions of the data-centre chips from Hopper on.
 MADE_FOR = ("hopper", "blackwell", "blackwell-ultra")
+#: Architectures on which TensorRT-LLM's grouped decode does not split the keys of an fp8 cache.
+WHOLE_KEYS = ("blackwell-gb20x",)
 
 
 class AttentionKernel(NamedTuple):
@@ -53,13 +56,17 @@ class AttentionKernel(NamedTuple):
 #: al., 2024). FlashAttention's tiles have 64 rows at least, others' those of a matrix instruction.
 KERNELS: dict[str, AttentionKernel] = {
     "flash-2": AttentionKernel(
-        prefill_floor=0.6, decode_block=6200.0, merge=1.8, rate=0.8, rows=64.0
+        prefill_floor=0.6, decode_block=6200.0, merge=1.05, rate=0.65, rows=64.0
     ),
     "flash-3": AttentionKernel(
         decode_floor=1.6, prefill_block=8400.0, decode_block=6000.0, exponential=0.7, merge=0.75,
         rate=1.15, rows=64.0,
     ),
     "flashinfer": AttentionKernel(decode_floor=0.5, decode_block=4400.0, merge=0.63, fp8_cache=1.8),
+    # Without matrix units: SGLang for fewer than four heads that share 16-bit keys.
+    "flashinfer-plain": AttentionKernel(
+        decode_floor=0.1, decode_block=1800.0, merge=0.63, fp8_cache=1.8
+    ),
     # SGLang on chips before Hopper.
     "flash-sglang": AttentionKernel(
         prefill_floor=1.6, decode_floor=1.4, merge=2.3, stream=1.6, rows=64.0
@@ -80,40 +87,26 @@ KERNELS: dict[str, AttentionKernel] = {
 }  # fmt: skip
 _ORDER = tuple(KERNELS)
 
-#: Latent keys of an absorbed head (512 and 64 rotary elements) and their values, the first 512
-#: (DeepSeek-V2, 2024).
-LATENT_KEYS, LATENT_VALUES = 576, 512
-#: TensorRT-LLM where no latent kernel was made for the chip: two blocks for 64 heads of a sequence,
-#: each with half of the values, walk all keys in tiles of 64. Cycles of a block besides them, those
-#: of a key besides products and bytes, and bytes of keys in a cycle: read off A100 in bf16 (170
-#: cycles a key) and RTX PRO 6000 in both formats (206 and 136).
-WHOLE_HEADS, WHOLE_TILE, WHOLE_BLOCK, WHOLE_KEY, WHOLE_RATE = 64.0, 64.0, 2800.0, 60.0, 25.0
-#: Its seconds and cycles without work; and the time of two blocks on a core, over that of one after
-#: the other, where the queries of both fit into its memory (A100 0.69 at up to 19 blocks a core).
-WHOLE_S, WHOLE_FLOOR, PAIRED = 2e-6, 5000.0, 0.69
-#: Triton's latent decode in SGLang: a block for 16 heads of a sequence, each reading the keys for
-#: itself; at least eight splits, the more the longer the keys beyond 8192; cycles of a core for all
-#: splits of a block, whose partial results are written in float32, and of a lone split's key. Read
-#: off RTX PRO 6000, the only chip with such rows.
-TRITON_HEADS, TRITON_SPLITS, TRITON_KEYS, TRITON_MORE = 16.0, 8.0, 8192.0, 0.7
-TRITON_BLOCK, TRITON_KEY, TRITON_S = 233_000.0, 128.0, 14e-6
-
 
 class RowKernels:
     """The class of kernel of each of ``n`` rows, and its costs."""
 
     def __init__(self, table: OpTable) -> None:
         """Tell the classes of a table's rows."""
+        heads, groups = table.numbers("q_heads", "kv_heads")
+        repeat = heads / groups
         made = table.of_device([float(d.architecture in MADE_FOR) for d in table.devices]) > 0
         trt = table.is_("backend", "trtllm")
         flash = table.says("kernel", "fa2", "flash_attn", "flash_attention")
         sglang = table.is_("backend", "sglang") & flash
         third = table.says("kernel", "fa3", "fa4", "attention_v3") | (sglang & made)
+        plain = table.is_("backend", "sglang") & (repeat < 4) & ~table.is_("kv_dtype", "fp8")
         rules = (
             ("triton", table.says("kernel", "triton")),
             ("trt-made", trt & made),
             ("trt", trt),
             ("flash-3", third),
+            ("flashinfer-plain", plain & table.says("kernel", "flashinfer")),
             ("flashinfer", table.says("kernel", "flashinfer", "fiprefill", "fidecode")),
             ("flash-sglang", sglang),
             ("flash-2", flash),
@@ -122,6 +115,8 @@ class RowKernels:
         codes = [_ORDER.index(name) for name, _ in rules]
         self.code = np.select(conditions, codes, _ORDER.index("other"))
         self.made = made
+        whole = [d.architecture in WHOLE_KEYS for d in table.devices]
+        self.whole_keys = table.of_device([float(own) for own in whole]) > 0
         self.foreign = non_nvidia(table) > 0
 
     def __call__(self, cost: str) -> np.ndarray:
@@ -147,60 +142,46 @@ class RowKernels:
         return np.asarray(np.select(cases, [power, made, sixteen], flash))
 
 
-class LatentBlocks(NamedTuple):
-    """How libraries cut a latent decode on chips that they made no kernel for, ``(n,)`` each.
+@dataclass(slots=True)
+class Work:
+    """Attention of ``n`` rows as arrays of shape ``(n,)``; times in seconds."""
 
-    Attributes:
-        known: Rows of such a kernel.
-        cycles: Cycles of the core that is busy longest.
-        passes: Times that the keys are read.
-        floor_s: Seconds without work.
+    table: OpTable
+    mc: Machine
+    peak: np.ndarray
+    batch: np.ndarray
+    heads: np.ndarray
+    groups: np.ndarray
+    d_key: np.ndarray
+    d_value: np.ndarray
+    q_len: np.ndarray
+    kv_len: np.ndarray
+    window: np.ndarray
+    keys: np.ndarray
+    pairs: np.ndarray
+    flops: np.ndarray
+    kv_width: np.ndarray
+    resident: np.ndarray
+    t_memory: np.ndarray
+    trt: np.ndarray
+    kernel: RowKernels
+
+    @property
+    def repeat(self) -> np.ndarray:
+        """Query heads that share keys."""
+        return np.asarray(self.heads / self.groups)
+
+
+class Tiles(NamedTuple):
+    """How the work is cut: blocks, their splits, and what all that costs in seconds.
+
+    Tiles, blocks and memory overlap (``t_both``); what comes before or after is added.
     """
 
-    known: np.ndarray
-    cycles: np.ndarray
-    passes: np.ndarray
-    floor_s: np.ndarray
-
-    @classmethod
-    def of(
-        cls,
-        table: OpTable,
-        kernel: RowKernels,
-        batch: np.ndarray,
-        heads: np.ndarray,
-        keys: np.ndarray,
-        machine: Machine,
-    ) -> LatentBlocks:
-        """Cut the latent decodes of a table's rows over their devices' cores."""
-        whole, triton = kernel.is_("trt"), kernel.is_("triton")
-        by_head = np.ceil(heads / TRITON_HEADS)
-        splits = TRITON_SPLITS * np.maximum(keys / TRITON_KEYS, 1.0) ** TRITON_MORE
-        parts = batch * by_head / machine.cores * TRITON_BLOCK + keys / splits * TRITON_KEY
-        return cls(
-            whole | triton,
-            np.where(whole, _whole_keys(table, batch, heads, keys, machine), parts),
-            np.where(triton, by_head, 1.0),
-            np.where(whole, WHOLE_S + WHOLE_FLOOR / machine.clock, TRITON_S),
-        )
-
-
-def _whole_keys(
-    table: OpTable, batch: np.ndarray, heads: np.ndarray, keys: np.ndarray, machine: Machine
-) -> np.ndarray:
-    """Return the cycles of blocks that walk all keys of their sequence, shape ``(n,)``."""
-    wide, narrow = (
-        table.of_device([d.matrix_peak(kind) for d in table.devices])
-        for kind in ("bf16", "f8e4m3fn")
-    )
-    # An fp8 cache is computed with as it is, where there are units for it.
-    as_fp8 = table.is_("kv_dtype", "fp8") & (narrow > wide)
-    peak = np.where(as_fp8, narrow, wide) / machine.cores / machine.clock
-    products = 2 * WHOLE_HEADS * (LATENT_KEYS + LATENT_VALUES / 2) / peak
-    key = products + WHOLE_KEY + LATENT_KEYS * np.where(as_fp8, 1.0, 2.0) / WHOLE_RATE
-    block = WHOLE_BLOCK + np.ceil(keys / WHOLE_TILE) * WHOLE_TILE * key
-    waves = np.ceil(2 * batch * np.ceil(heads / WHOLE_HEADS) / machine.cores)
-    # Both blocks keep their 64 queries in the memory of the core.
-    room = table.of_device([d.shared_bytes_per_core for d in table.devices])
-    together = room >= 2 * WHOLE_HEADS * LATENT_KEYS * 2
-    return np.asarray(block * np.maximum(waves * np.where(together, PAIRED, 1.0), 1.0))
+    blocks: np.ndarray
+    split: np.ndarray
+    t_tiles: np.ndarray
+    t_blocks: np.ndarray
+    t_both: np.ndarray
+    t_extra: np.ndarray
+    floor: np.ndarray

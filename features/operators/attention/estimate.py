@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import numpy as np
 
-from .attention_kernels import LatentBlocks, RowKernels
-from .columns import Machine, OpTable
-from .flops import attention_flops
-from .physics import (
+from ..columns import OpTable
+from ..flops import attention_flops
+from ..physics import (
     Physics,
     combine,
     fill,
@@ -22,14 +18,15 @@ from .physics import (
     resident_share,
     stream_seconds,
 )
+from .decode import decode
+from .kernels import RowKernels, Tiles, Work
 
 # Constants are fits to the tensor-core pack's own rows (split `train`) of all its chips, as are
-# those of kernels (attention_kernels.py), so their figures on left-out chips are not entirely
+# those of kernels (kernels.py, decode.py), so their figures on left-out chips are not entirely
 # blind (docs/operators.md).
-#: Seconds and cycles of a prefill and of a decode without work. Kernels made for asynchronous
-#: copies take longer to set up a prefill, and less for a decode; an fp8 cache costs a conversion.
-PREFILL_S, PREFILL_FLOOR, DECODE_S, DECODE_FLOOR = 3.7e-6, 4600.0, 3.7e-6, 7700.0
-PREFILL_MADE, DECODE_MADE, FP8_CACHE = 1.28, 0.85, 1.24
+#: Seconds and cycles of a prefill without work. Kernels made for asynchronous copies take longer to
+#: set up, and an fp8 cache costs a conversion.
+PREFILL_S, PREFILL_FLOOR, PREFILL_MADE, FP8_CACHE = 3.7e-6, 4600.0, 1.28, 1.24
 #: Query rows and keys of a tile: those of FlashAttention-2 (Dao, 2023, section 3.3), and the step
 #: in which masked keys are skipped.
 ROWS, KEYS = 128.0, 32.0
@@ -44,75 +41,11 @@ EXPONENTIALS, EXPONENTIALS_ULTRA = 16.0, 32.0
 TAIL = 1.5
 #: Traffic of writing the cache, over its bytes: paged rows are scattered.
 SCATTERED = 1.4
-#: Keys of the smallest split of a decode, and seconds to merge the partial results (splits over the
-#: keys: Dao et al., Flash-Decoding, 2023).
-SPLIT, MERGE_S = 128.0, 4.5e-6
-#: Bytes per cycle that one core can stream, and that it can where every query head reads the keys;
-#: how many times its even share of the memory's bandwidth a core can stream; and the power of the
-#: width beyond 128 by which wider heads lower the rate, since fewer of their tiles are in flight.
-CORE_RATE, LONE_RATE, UNEVEN, WIDE = 16.5, 26.0, 1.2, 0.3
-#: Share of the matrix peak of a decode's padded products.
-DECODE_PRODUCTS = 0.25
-#: Times that partial results are moved, and cycles of a core for one sequence.
-PARTIALS, SEQUENCE = 4.0, 4000.0
-#: Query heads of a group beyond which TensorRT-LLM has no grouped decode kernel.
-MOST_GROUPED = 32
 #: Latent keys and values of an absorbed head, 512 and 64 rotary ones (DeepSeek-V2, 2024), of which
-#: the values are the 512; the share of the matrix peak that a decode reaches with them; the floor
-#: of TensorRT-LLM's kernels made for the chip over that of other decodes; and bytes that SGLang
-#: moves to widen an element of an fp8 cache.
-LATENT_WIDTH, LATENT_PRODUCTS, LATENT_FLOOR, WIDENED = 512 + 64 + 512, 0.6, 1.4, 9.0
-#: The rate of a core over that with other keys, since latent values need no bytes of their own;
-#: keys that a block reads at least; and the seconds of a merge over those of a kernel of its own.
-#: Read off Hopper.
-LATENT_RATE, LATENT_TILE, LATENT_MERGE = 1.6, 64.0, 0.2
+#: the values are the 512.
+LATENT_WIDTH = 512 + 64 + 512
 #: Dtypes of queries and of the arithmetic, one flag each.
 DTYPES = ("bf16", "fp8")
-
-
-@dataclass(slots=True)
-class _Work:
-    """Attention of ``n`` rows as arrays of shape ``(n,)``; times in seconds."""
-
-    table: OpTable
-    mc: Machine
-    peak: np.ndarray
-    batch: np.ndarray
-    heads: np.ndarray
-    groups: np.ndarray
-    d_key: np.ndarray
-    d_value: np.ndarray
-    q_len: np.ndarray
-    kv_len: np.ndarray
-    window: np.ndarray
-    keys: np.ndarray
-    pairs: np.ndarray
-    flops: np.ndarray
-    kv_width: np.ndarray
-    resident: np.ndarray
-    t_memory: np.ndarray
-    trt: np.ndarray
-    kernel: RowKernels
-
-    @property
-    def repeat(self) -> np.ndarray:
-        """Query heads that share keys."""
-        return np.asarray(self.heads / self.groups)
-
-
-class _Tiles(NamedTuple):
-    """How the work is cut: blocks, their splits, and what all that costs in seconds.
-
-    Tiles, blocks and memory overlap (``t_both``); what comes before or after is added.
-    """
-
-    blocks: np.ndarray
-    split: np.ndarray
-    t_tiles: np.ndarray
-    t_blocks: np.ndarray
-    t_both: np.ndarray
-    t_extra: np.ndarray
-    floor: np.ndarray
 
 
 def visible_pairs(q_len: np.ndarray, kv_len: np.ndarray, window: np.ndarray) -> np.ndarray:
@@ -136,22 +69,22 @@ def attention(table: OpTable) -> Physics:
         "batch", "q_heads", "kv_heads", "head_dim", "v_head_dim", "q_len", "kv_len", "window"
     )
     mc, peak = table.machine(multiprocessors=True), table.matrix_peak()
-    decode = table.family.startswith("graph/generation")
-    latent = decode and table.family.endswith("mla")
+    one = table.family.startswith("graph/generation")
+    latent = one and table.family.endswith("mla")
     causal = table.columns["causal"] == 1
     keys = np.where(window > 0, np.minimum(kv_len, window), kv_len)
-    pairs = keys if decode else np.where(causal, visible_pairs(q_len, kv_len, window), q_len * keys)
+    pairs = keys if one else np.where(causal, visible_pairs(q_len, kv_len, window), q_len * keys)
     flops = attention_flops(batch, heads, pairs, d_key + d_value)
     # The cache is bf16 unless the table says fp8. Queries and results are always 16 bits wide.
     kv_width = table.mapped("kv_dtype", {"fp8": 1.0}, 2.0)
-    cached = batch * groups * (keys if decode else kv_len) * kv_width
+    cached = batch * groups * (keys if one else kv_len) * kv_width
     # In latent decode values are part of the latent keys, so they are read once.
     kv_bytes = cached * (d_key if latent else d_key + d_value)
     moved = batch * heads * q_len * (d_key + d_value) * 2 + kv_bytes
     # The benchmarks reuse the same buffers, so a small cache of keys stays in L2 from call to call.
     resident = resident_share(moved, mc.cache, 1.15, 0.15)
     t_memory = stream_seconds(moved, resident, mc)
-    work = _Work(
+    work = Work(
         table,
         mc,
         peak,
@@ -173,7 +106,7 @@ def attention(table: OpTable) -> Physics:
         RowKernels(table),
     )
     blocks, split, t_tiles, t_blocks, t_both, t_extra, floor = (
-        _decode(work, latent) if decode else _prefill(work, causal)
+        decode(work, latent) if one else _prefill(work, causal)
     )
     # Intel's Arc B60 is the only device of another vendor with such rows: one rough factor for it.
     floor = floor * np.where(non_nvidia(table) > 0, 3.0, 1.0)
@@ -262,7 +195,7 @@ def _waves(
     return columns | {"sequence_fill": fill(batch * groups / cores)}
 
 
-def _prefill(work: _Work, causal: np.ndarray) -> _Tiles:
+def _prefill(work: Work, causal: np.ndarray) -> Tiles:
     """Cut prefill into tiles of 128 query rows, in waves over the cores.
 
     Keys and values are written to the cache before.
@@ -291,15 +224,15 @@ def _prefill(work: _Work, causal: np.ndarray) -> _Tiles:
     floor = floor * np.where(w.kv_width == 1, FP8_CACHE, 1.0)
     t_both = combine(t_tiles, w.t_memory)
     split = np.ones(len(blocks))
-    return _Tiles(blocks, split, t_tiles, t_blocks, t_both, _cache_write(work), floor)
+    return Tiles(blocks, split, t_tiles, t_blocks, t_both, _cache_write(work), floor)
 
 
-def _longest(work: _Work, causal: np.ndarray, seen: np.ndarray) -> np.ndarray:
+def _longest(work: Work, causal: np.ndarray, seen: np.ndarray) -> np.ndarray:
     """Return the keys that the longest tile reads, shape ``(n,)``."""
     return np.where(causal, np.maximum(seen, work.keys + KEYS / 2), seen)
 
 
-def _width(work: _Work) -> np.ndarray:
+def _width(work: Work) -> np.ndarray:
     """Return the multiply-adds of a (query, key) pair; SGLang prefills with latent keys, too."""
     latent = work.table.family.endswith("mla") & work.table.is_("backend", "sglang")
     padded = work.kernel.padded(work.d_key) + work.kernel.padded(work.d_value)
@@ -312,7 +245,7 @@ def _lanes(table: OpTable) -> np.ndarray:
     return table.of_device([EXPONENTIALS_ULTRA if u else EXPONENTIALS for u in ultra])
 
 
-def _packs_heads(work: _Work) -> np.ndarray:
+def _packs_heads(work: Work) -> np.ndarray:
     """Return where query heads that share keys are rows of one tile, bool, shape ``(n,)``.
 
     FlashAttention 2 packs them only for a single query.
@@ -343,7 +276,7 @@ def visited_keys(
     return np.asarray(np.maximum(mean + edge, KEYS))
 
 
-def _cache_write(work: _Work) -> np.ndarray:
+def _cache_write(work: Work) -> np.ndarray:
     """Return the seconds to write keys and values to the cache, shape ``(n,)``.
 
     TensorRT-LLM rewrites the queries, too.
@@ -356,86 +289,3 @@ def _cache_write(work: _Work) -> np.ndarray:
     rewritten = w.batch * w.groups * w.kv_len * width * (2 + w.kv_width)
     rewritten = rewritten + np.where(w.trt, 2.0, 0.0) * w.batch * w.heads * w.q_len * width
     return SCATTERED * stream_seconds(rewritten, w.resident, w.mc)
-
-
-def _decode(work: _Work, latent: bool) -> _Tiles:
-    """Cut decode into blocks of up to 64 query heads; split the keys for idle cores if it pays."""
-    w, mc, kernel = work, work.mc, work.kernel
-    sliding, many = _ungrouped(work, latent)
-    blocks = w.batch * np.where(sliding | many, w.heads, w.groups * np.ceil(w.repeat / 64))
-    cycles = kernel("decode_block")
-    # One query for each head: the heads of a group are the rows of a product, padded to whole ones.
-    least = kernel("rows")
-    rows = np.ceil(w.repeat / least) * least
-    padded = 2 * w.batch * w.groups * rows * w.keys * (w.d_key + w.d_value)
-    # The faster of two ways counts: matrix units on padded rows, or the work without padding at 0.2
-    # of the peak and a cost for each block. Read off the pack, as above.
-    scalar = blocks / mc.cores * cycles / mc.clock + w.flops / w.peak / 0.2
-    t_tiles = np.minimum(padded / w.peak / (LATENT_PRODUCTS if latent else DECODE_PRODUCTS), scalar)
-    # On chips with more memory bandwidth for each core than that, a core streams more than its even
-    # share.
-    rate = CORE_RATE * kernel("rate")
-    rate = np.maximum(rate, UNEVEN * mc.bandwidth / mc.cores / mc.clock)
-    rate = np.where(many, LONE_RATE, rate)
-    width = w.d_key if latent else w.d_key + w.d_value
-    rate = rate * (LATENT_RATE if latent else np.minimum(1.0, 128 / w.d_key) ** WIDE)
-    # An fp8 key is one byte in memory, but costs a core more, since it is widened there.
-    tile = LATENT_TILE if latent else 1.0
-    read = np.ceil(w.keys / tile) * tile
-    streamed = read * np.maximum(w.kv_width, kernel("converted")) * width / rate
-    memory = w.t_memory * kernel("stream")
-    # Latent kernels of chips that none was made for have their own blocks, and a fixed split.
-    own = LatentBlocks.of(w.table, kernel, w.batch, w.heads, w.keys, mc) if latent else None
-    memory = memory * own.passes if own else memory
-
-    def cut(split: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        turns = np.maximum(quantised(blocks * split / mc.cores, 0.5), 1.0)
-        serial = turns * (cycles + streamed / split) + w.batch / mc.cores * SEQUENCE
-        serial = np.where(own.known, own.cycles, serial) if own else serial
-        return serial / mc.clock, combine(t_tiles, memory, serial / mc.clock)
-
-    whole_keys = own.known if own else np.zeros(len(w.table), bool)
-    most = np.where(sliding | whole_keys, 1, np.maximum(1, w.keys / SPLIT))
-    # As many splits as occupy the idle cores; more would only add partial results to merge.
-    split = np.clip(mc.cores / blocks, 1, most)
-    # Partial results are f32 (4 bytes); they stay in the cache between the two kernels.
-    partial = w.batch * w.heads * split * w.d_value * 4 * PARTIALS / mc.cache_bandwidth
-    # Kernels made for latent keys merge their parts in the same launch.
-    merges = np.where(kernel.is_("trt-made") & latent, LATENT_MERGE, kernel("merge"))
-    merge = MERGE_S * merges + partial
-    (whole, t_whole), (parts, t_parts) = cut(np.ones(len(split))), cut(split)
-    pays = (split > 1) & (t_parts + merge < t_whole)
-    floor = DECODE_S * kernel("decode_floor") + DECODE_FLOOR / mc.clock
-    floor = floor * np.where(kernel.made, DECODE_MADE, 1.0)
-    floor = floor * np.where(w.kv_width == 1, kernel("fp8_cache"), 1.0)
-    extra = np.where(pays, merge, 0.0)
-    if own:
-        floor = floor * np.where(w.trt, LATENT_FLOOR, 1.0)
-        floor = np.where(own.known, own.floor_s, floor)
-        # SGLang widens an fp8 cache of latent keys before FlashAttention-3 reads it.
-        widened = w.batch * w.keys * w.d_key * np.where(w.kv_width == 1, WIDENED, 0.0)
-        widened = np.where(kernel.is_("flash-3"), widened, 0.0)
-        extra = extra + stream_seconds(widened, resident_share(widened, mc.cache), mc)
-    return _Tiles(
-        blocks,
-        np.where(pays, split, 1.0),
-        t_tiles,
-        np.where(pays, parts, whole),
-        np.where(pays, t_parts, t_whole),
-        extra,
-        floor,
-    )
-
-
-def _ungrouped(work: _Work, latent: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return where each query head reads the keys for itself: in a window, and in large groups.
-
-    FlashAttention 2 neither groups heads nor splits keys under a window. TensorRT-LLM's grouped
-    kernel takes up to 32 heads.
-    """
-    table = work.table
-    if latent:
-        return np.zeros(len(table), bool), np.zeros(len(table), bool)
-    second = table.says("kernel", "flash_attn", "fa2") & ~table.says("kernel", "fa3", "fa4")
-    second &= table.is_("backend", "vllm") & (non_nvidia(table) == 0)
-    return second & (work.window > 0), work.trt & (work.repeat > MOST_GROUPED)
