@@ -123,7 +123,7 @@ class _Kinds(NamedTuple):
     @property
     def alone(self) -> np.ndarray:
         """Rows whose query heads each read the keys for themselves, groups or not."""
-        return self.many | (self.second & ~self.swapped)
+        return np.asarray(self.many | (self.second & ~self.swapped))
 
 
 def decode(work: Work, latent: bool) -> Tiles:
