@@ -100,6 +100,10 @@ class RowKernels:
         flash = table.says("kernel", "fa2", "flash_attn", "flash_attention")
         sglang = table.is_("backend", "sglang") & flash
         third = table.says("kernel", "fa3", "fa4", "attention_v3") | (sglang & made)
+        # vLLM takes the third on Hopper alone where it is told no other (get_flash_attn_version in
+        # its source); releases before 0.24 do not name it.
+        hopper = table.of_device([float(d.architecture == "hopper") for d in table.devices]) > 0
+        third |= flash & hopper & table.is_("backend", "vllm") & ~table.says("kernel", "fa2")
         plain = table.is_("backend", "sglang") & (repeat < 4) & ~table.is_("kv_dtype", "fp8")
         rules = (
             ("triton", table.says("kernel", "triton")),

@@ -339,6 +339,18 @@ def test_latent_keys_in_triton_are_read_for_every_sixteen_heads(latent):
     assert latent(**(row | {"kv_len": 64})) == pytest.approx(14e-6 + 4 * 233e-6, rel=0.05)
 
 
+def test_flash_attention_of_vllm_by_architecture(round_gpu):
+    def cut(architecture, kernel):
+        frame = pd.DataFrame([{**DECODE, "backend": "vllm", "kernel": kernel, "device": "d"}])
+        device = round_gpu("d", architecture=architecture)
+        return op_features(frame, "graph/generation_attention", {"d": device}).base_s[0]
+
+    for architecture, names in (("hopper", "fa3"), ("ampere", "fa2"), ("ada", "fa2")):
+        other = "fa2" if names == "fa3" else "fa3"
+        assert cut(architecture, "vllm_flash_attn") == cut(architecture, f"vllm_flash_attn_{names}")
+        assert cut(architecture, "vllm_flash_attn") != cut(architecture, f"vllm_flash_attn_{other}")
+
+
 def test_heads_that_read_the_keys_for_themselves(estimate):
     row = {**DECODE, "q_heads": 32, "kv_heads": 2, "backend": "vllm", "window": 1024}
 
