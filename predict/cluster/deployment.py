@@ -267,7 +267,7 @@ def draft_model(name: str, model: ServedModel, models: Lookup) -> ServedModel | 
         # A module of multi-token prediction is one layer with the model's own head (DeepSeek-V3,
         # 2024, section 2.2).
         work = replace(model.workload, layers=1, dense_layers=0)
-        return replace(model, workload=work, linear_layers=0)
+        return replace(model, workload=work, linear_layers=0, bare_layers=0)
     return replace(models(name), cache=model.cache)
 
 

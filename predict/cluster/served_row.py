@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from ...common.errors import PlanError
 from ...simulate.serving.formats import Formats, format_in, in_formats
 from ...simulate.serving.policies import FRAMEWORKS
 from ...simulate.serving.served import ServedModel
+from ...simulate.step.hybrid import Recurrence
 from ...simulate.step.presets import find_preset, read_config
 from ...simulate.step.workload import (
     ALIASES,
@@ -74,6 +75,12 @@ _SIZES: dict[str, dict[str, object]] = {
         "attention_note": "kv_lora 512, q_lora 2048, rope 64, nope 192, v 256; sparse top-k 2048",
     },
 }  # fmt: skip
+#: Layers with a recurrent state of these models: gated delta nets with 16 heads of keys and 32 or
+#: 64 of values, each of 128 (``linear_num_value_heads`` and the like of their ``config.json``).
+_RECURRENCES = {
+    "qwen-3-next-80b-a3b": Recurrence(12352, 4096, 4096 * 128),
+    "qwen-3.5-397b-a17b": Recurrence(20608, 8192, 8192 * 128),
+}
 #: Endings of names that say how a model was tuned, quantised or dated, not how large it is.
 _ENDINGS = re.compile(
     r"-(instruct|it|hf|chat|base|thinking|preview|text|moe|kv|vl|dynamic|block|fp8|fp4|nvfp4|mxfp4"
@@ -171,9 +178,11 @@ def served_by_name(
     """
     given = {ALIASES.get(key, key): value for key, value in settings.items()}
     known, recurrent, own = plain_name(name), 0, ""
+    sizes, bare = _RECURRENCES.get(known), 0
     if files and name.lower().endswith(".json"):
         config = read_config(Path(name))
         recurrent, own = config.linear_layers, config.weights
+        sizes, bare = config.recurrence, config.bare_layers
         work = make_workload("llama", {**config.settings, **given})
     elif files and name.lower().endswith((".yaml", ".yml")):
         work = read_workload(name, [f"{key}={value}" for key, value in given.items()])
@@ -189,7 +198,8 @@ def served_by_name(
         work = make_workload(known if find_preset(known) else name, given)
         own = format_in(name)
     weights, linear = formats.weights or own, formats.linear_layers or recurrent
-    return in_formats(work, formats._replace(weights=weights, linear_layers=linear))
+    found = in_formats(work, formats._replace(weights=weights, linear_layers=linear))
+    return replace(found, recurrence=sizes if linear else None, bare_layers=bare)
 
 
 def served_model(cell: Cells) -> ServedModel:
@@ -242,7 +252,9 @@ def served_model(cell: Cells) -> ServedModel:
         **latent,  # type: ignore[arg-type]
         **windows,  # type: ignore[arg-type]
     )
-    return _formats(cell, workload, _linear_layers(note, arch, workload.layers))
+    found = _formats(cell, workload, _linear_layers(note, arch, workload.layers))
+    sizes = _RECURRENCES.get(plain_name(name)) if found.linear_layers else None
+    return replace(found, recurrence=sizes)
 
 
 def _formats(cell: Cells, workload: Workload, linear: int = 0) -> ServedModel:

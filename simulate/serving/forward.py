@@ -16,7 +16,7 @@ import numpy as np
 from ...features.operators.flops import attention_flops, causal_pairs
 from ...features.operators.moe import busy_rank
 from ..step.workload import Workload
-from .served import CACHE_BYTES, WEIGHT_BITS, EnginePlan, ServedModel, kinds_of
+from .served import CACHE_BYTES, STATE_BYTES, WEIGHT_BITS, EnginePlan, ServedModel, kinds_of
 
 #: Parameters of an operator by kind. ``pass`` moves bytes; ``scan`` is the recurrence of a layer
 #: with a state.
@@ -166,7 +166,7 @@ def token_ops(model: ServedModel, plan: EnginePlan, tokens: int) -> Counted:
         ops += [(op, count - recurrent) for op in _attention_products(model, layer, plan, tokens)]
         if recurrent:
             ops += [(op, recurrent) for op in _recurrent(model, layer, plan, tokens)]
-        ops += [(op, count) for op in _feed_forward(model, layer, plan, tokens)]
+        ops += [(op, count * model.fed) for op in _feed_forward(model, layer, plan, tokens)]
     # Embedding: a row for each token.
     ops.append((_pass(4.0 * tokens * model.workload.d_model), 1.0))
     return ops
@@ -212,11 +212,8 @@ def decode_ops(model: ServedModel, plan: EnginePlan, batch: int, length: int) ->
             op = ServeOp("decode", shape, "bf16", model.cache)
         ops.append((op, count))
     if model.linear_layers:
-        # A state of head x head for each value head, read and written (Yang et al., Gated Delta
-        # Networks, 2025).
-        w = model.workload
-        heads, _ = _heads(w, plan)
-        state = 8.0 * batch * heads * w.head * w.head
+        # Read and written (Yang et al., Gated Delta Networks, 2025).
+        state = 2.0 * STATE_BYTES * batch * model.recurrent.state / plan.tp
         ops.append((_pass(state), float(model.linear_layers)))
     return ops
 
@@ -225,12 +222,12 @@ def exchanges(model: ServedModel, plan: EnginePlan, tokens: int) -> list[Exchang
     """What the ranks exchange in a pass over ``tokens`` of each attention rank."""
     w = model.workload
     size = 2.0 * tokens * w.d_model
-    moe = sum(count for layer, count in kinds_of(w).items() if layer.experts)
+    moe = model.fed * sum(count for layer, count in kinds_of(w).items() if layer.experts)
     found = []
     if plan.tp > 1:
         # After attention, and after the feed-forward (Shoeybi et al., Megatron-LM, 2019, section
         # 3); with experts spread over ranks that hold all tokens, the second one adds up experts.
-        reduces = 2.0 * w.layers if plan.dp == 1 else 2.0 * w.layers - moe
+        reduces = (1.0 + model.fed) * w.layers - (moe if plan.dp > 1 else 0.0)
         found.append(Exchange("all_reduce", size, plan.tp, reduces))
     if plan.dp > 1 and moe:
         # Tokens go to the ranks of their experts and come back, each once for every rank.
@@ -296,14 +293,13 @@ def _attention_products(
 
 def _recurrent(model: ServedModel, layer: Workload, plan: EnginePlan, tokens: int) -> list[ServeOp]:
     """A layer with a state: projections of queries, keys, values and gates, scan, output."""
-    w, dtype = layer, model.attention_format
-    heads, groups = _heads(w, plan)
-    inner = w.head * 2 * (heads + groups)
+    d, dtype, own = layer.d_model, model.attention_format, model.recurrent
+    inner, outer = ceil(own.inner / plan.tp), ceil(own.outer / plan.tp)
     return [
-        *([_pass(8.0 * tokens * w.d_model)] * 2),
-        ServeOp("linear", (tokens, inner, w.d_model), dtype),
+        *([_pass(8.0 * tokens * d)] * 2),
+        ServeOp("linear", (tokens, inner, d), dtype),
         _pass(2.0 * SCAN_PASSES * tokens * inner),
-        ServeOp("linear", (tokens, w.d_model, heads * w.head), dtype),
+        ServeOp("linear", (tokens, d, outer), dtype),
     ]
 
 
@@ -315,7 +311,9 @@ def _feed_forward(
         return _dense(w, plan, tokens, w.d_ff, model.weights)
     # Experts see the tokens of all attention ranks.
     every = tokens * plan.dp
-    shape = (every, w.d_model, w.d_ff, w.top_k, w.experts, plan.moe_tp, plan.ep)
+    # Kernels of experts are known by gated ones, of three matrices; others are as much narrower.
+    width = w.d_ff * w.matrices // 3
+    shape = (every, w.d_model, width, w.top_k, w.experts, plan.moe_tp, plan.ep)
     ops = [
         ServeOp("linear", (tokens, w.experts, w.d_model), "bf16"),
         ServeOp("moe", shape, model.expert_weights),

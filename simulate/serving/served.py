@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ...common.errors import PlanError
+from ..step.hybrid import Recurrence
 from ..step.workload import Workload, layer_kinds
 
 #: Bits of a weight by format, scales included: one of 8 bits for 16 (nvfp4) or 32 (mxfp4) weights
@@ -28,6 +29,11 @@ WEIGHT_BITS = {
 }
 #: Bytes of an element of the key-value cache.
 CACHE_BYTES = {"bf16": 2.0, "f16": 2.0, "fp8": 1.0, "int8": 1.0}
+#: Bytes of a token and layer that the indexer of sparse attention keeps beside the latent: a key of
+#: 128 in fp8 with a scale of 32 bits (DeepSeek-V3.2's ``index_head_dim``; DeepSeek-V3.2, 2025).
+INDEX_BYTES = 132.0
+#: Bytes of an element of a recurrent state (``mamba_ssm_dtype`` of published configurations).
+STATE_BYTES = 4.0
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,9 @@ class ServedModel:
             delta nets, Mamba-2).
         attention_weights: Format of the products of attention where it differs; empty for
             ``weights``.
+        recurrence: Sizes of the layers with a recurrent state; ``None`` for heads like those of
+            attention.
+        bare_layers: Layers with attention or a state that have no feed-forward behind.
     """
 
     workload: Workload
@@ -51,6 +60,8 @@ class ServedModel:
     cache: str = "bf16"
     linear_layers: int = 0
     attention_weights: str = ""
+    recurrence: Recurrence | None = None
+    bare_layers: int = 0
 
     def __post_init__(self) -> None:
         """Check the formats.
@@ -68,6 +79,11 @@ class ServedModel:
                 f"linear_layers={self.linear_layers} of {self.workload.layers} layers",
                 hint="at least one layer has attention",
             )
+        if not 0 <= self.bare_layers < self.workload.layers:
+            raise PlanError(
+                f"bare_layers={self.bare_layers} of {self.workload.layers} layers",
+                hint="at least one layer has a feed-forward",
+            )
 
     @property
     def attention_format(self) -> str:
@@ -82,6 +98,20 @@ class ServedModel:
         if self.attention_format != self.weights:
             found["attention"] = self.attention_format
         return {**found, "cache": self.cache}
+
+    @property
+    def recurrent(self) -> Recurrence:
+        """Sizes of a layer with a recurrent state."""
+        if self.recurrence is not None:
+            return self.recurrence
+        w = self.workload
+        # Queries and keys, values and gates of the heads of attention; a matrix for each head.
+        return Recurrence(w.head * 2 * (w.heads + w.groups), w.heads * w.head, w.heads * w.head**2)
+
+    @property
+    def fed(self) -> float:
+        """Share of the layers that have a feed-forward."""
+        return 1.0 - self.bare_layers / self.workload.layers
 
     def shape(self) -> str:
         """Sizes that tell models apart, whatever their formats."""
@@ -100,11 +130,17 @@ class ServedModel:
         # Embedding and head stay in 16 bits, and are cut over all tensor-parallel ranks.
         tables = w.table_parameters * (1 if w.tied else 2) / plan.tp
         parts["embedding and head"] = 16.0 * tables / 8.0
+        own, linear = self.recurrence, self.linear_layers / w.layers
         for layer, count in kinds_of(w).items():
             # A stage of the pipeline holds its share of the layers.
             share = count / plan.pp / 8.0
-            attention = layer.attention_parameters / plan.tp
-            parts["attention"] += share * attention * WEIGHT_BITS[self.attention_format]
+            attention = float(layer.attention_parameters)
+            if own is not None:
+                recurrent = w.d_model * (own.inner + own.outer)
+                attention += linear * (recurrent - attention)
+            bits = WEIGHT_BITS[self.attention_format]
+            parts["attention"] += share * attention / plan.tp * bits
+            share *= self.fed
             one = float(layer.expert_parameters)
             if layer.experts:
                 spread = plan.moe_tp * plan.ep
@@ -115,19 +151,34 @@ class ServedModel:
         return {name: value for name, value in parts.items() if value}
 
     def token_bytes(self, plan: EnginePlan) -> float:
-        """Bytes that a token takes in the cache of one device.
-
-        Layers with a window count as if they kept all tokens, as engines without a cache of their
-        own for them do.
-        """
+        """Bytes that a token takes in all layers of one device that keep it."""
         w, width = self.workload, CACHE_BYTES[self.cache]
         layers = (w.layers - self.linear_layers) / plan.pp
         if w.kv_lora:
             # Latent keys, which are values too, and the rotated part (DeepSeek-V2, section 2.1.3);
             # every rank holds them for all heads.
-            return layers * (w.kv_lora + w.rope_dim) * width
+            index = INDEX_BYTES if w.window else 0.0
+            return layers * ((w.kv_lora + w.rope_dim) * width + index)
         # A key-value head is the least that a rank holds.
         return 2.0 * layers * max(1.0, w.groups / plan.tp) * w.head * width
+
+    def state_bytes(self, plan: EnginePlan) -> float:
+        """Bytes of the recurrent states of one sequence on one device; 0 without such layers."""
+        return STATE_BYTES * self.linear_layers * self.recurrent.state / plan.tp / plan.pp
+
+    def cache_layers(self) -> tuple[float, float, int]:
+        """Layers that keep all tokens of a sequence, those that keep a window, and its tokens.
+
+        Sparse attention over a latent keeps all: its window is what an indexer chooses of them.
+        """
+        share = 1.0 - self.linear_layers / self.workload.layers
+        full = windowed = 0.0
+        for layer, count in kinds_of(self.workload).items():
+            if layer.window and not layer.kv_lora:
+                windowed += count * share
+            else:
+                full += count * share
+        return full, windowed, self.workload.window if windowed else 0
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...common.errors import PlanError
 from ...common.files import parse_json, parse_yaml
+from .hybrid import Recurrence, nemotron_layers, recurrence_of, recurrent_layers
 
 _FILE = Path(__file__).with_name("presets.yaml")
 #: What to do about a model that a workload cannot describe.
@@ -30,6 +31,8 @@ class Preset:
         published: Parameters that its source states; 0 where none is known.
         source: Where the sizes are from.
         linear_layers: Layers with a recurrent state instead of attention over a cache.
+        recurrence: Sizes of these layers; ``None`` where none are known.
+        bare_layers: Layers without a feed-forward.
         weights: Format that a checkpoint's weights are published in; empty for 16 bits.
         served_only: Why serving alone can describe it; empty if steps can as well.
     """
@@ -40,6 +43,8 @@ class Preset:
     published: float = 0.0
     source: str = ""
     linear_layers: int = 0
+    recurrence: Recurrence | None = None
+    bare_layers: int = 0
     weights: str = ""
     served_only: str = ""
 
@@ -148,7 +153,9 @@ def read_config(path: Path) -> Preset:
     try:
         KINDS[kind].read(own, settings, notes)
         weights = _published_format(own.get("quantization_config"))
-        linear = _recurrent_layers(own)
+        linear = recurrent_layers(own)
+        recurrence = recurrence_of(own) if linear else None
+        bare = int(str(settings.pop("bare_layers", 0)))
     except KeyError as error:
         raise PlanError(f"the configuration lacks {error}", where=where) from None
     except (TypeError, ValueError, ArithmeticError) as error:
@@ -169,17 +176,11 @@ def read_config(path: Path) -> Preset:
         tuple(of_steps),
         source=where,
         linear_layers=linear,
+        recurrence=recurrence,
+        bare_layers=bare,
         weights=weights,
         served_only=served_only,
     )
-
-
-def _recurrent_layers(data: Mapping[str, Any]) -> int:
-    """Layers with gated delta nets or Mamba-2, which have a feed-forward like the others."""
-    types = data.get("layer_types") or ()
-    named = sum(kind in ("linear_attention", "mamba") for kind in types)
-    every = data.get("full_attention_interval")
-    return named or (data["num_hidden_layers"] * (every - 1) // every if every else 0)
 
 
 def _published_format(data: object) -> str:
@@ -269,6 +270,24 @@ def _sparse(data: Mapping[str, Any], out: dict[str, object], notes: list[str]) -
     """DeepSeek-V3.2's: an indexer chooses the keys of each query, as many as a window has."""
     _deepseek(data, out, notes)
     out["window"] = data["index_topk"]
+
+
+def _kimi_linear(data: Mapping[str, Any], out: dict[str, object], notes: list[str]) -> None:
+    """Kimi Linear's: latent attention between layers with a state, with keys of its own."""
+    names = {
+        "n_routed_experts": "num_experts",
+        "num_experts_per_tok": "num_experts_per_token",
+        "n_shared_experts": "num_shared_experts",
+        "n_group": "num_expert_group",
+    }
+    known = {name: data[own] for name, own in names.items() if own in data}
+    _deepseek({**data, **known}, out, notes)
+
+
+def _nemotron(data: Mapping[str, Any], out: dict[str, object], notes: list[str]) -> None:
+    """Nemotron-H's: blocks of Mamba-2, attention and feed-forwards in an order of their own."""
+    _decoder(data, out, notes)
+    out["bare_layers"] = nemotron_layers(data, out)
 
 
 def _glm_experts(data: Mapping[str, Any], out: dict[str, object], notes: list[str]) -> None:
@@ -399,6 +418,10 @@ KINDS = {
         },
     ),
     "granitemoehybrid": _Kind(_granite_experts),
+    "kimi_linear": _Kind(_kimi_linear, {"q_lora_rank": 0}),
+    "minimax_text_01": _Kind(_experts),
+    "minimax_m1": _Kind(_experts),
+    "nemotron_h": _Kind(_nemotron),
     "glm4_moe": _Kind(_glm_experts),
     "minimax_m2": _Kind(_experts, {"use_sliding_window": False}),
     "llama4_text": _Kind(_llama4, {"attention_chunk_size": 8192}),
