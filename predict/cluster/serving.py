@@ -13,7 +13,7 @@ from ...features.devices.catalogue import read_device
 from ...models.operators import OpModel
 from ...models.power.energy import energy_fields
 from ...models.serving.model import SATURATED, ServingModel, shipped_serving
-from ...simulate.serving.fleet import Station, run_fleet
+from ...simulate.serving.fleet import ROUTERS, Station, run_fleet
 from ...simulate.serving.latencies import (
     FREE,
     LEVELS,
@@ -56,7 +56,7 @@ class ServingPrediction:
         tokens_per_s: Output tokens a second of all engines, with its interval.
         good: Share of the requests that keep the SLO, with its interval.
         slo: The SLO.
-        memory: Bytes of a device of an engine that decodes, by use; ``cache`` is the last.
+        memory: Bytes of a device of an engine that decodes, by use; parts of the cache come last.
         cache_tokens: Tokens that the cache of an engine holds.
         queued: Share of the time to the first token that is waiting for other requests.
         known: What is known of the deployment (docs/serving.md).
@@ -210,13 +210,7 @@ class ServingPredictor:
             PlanError: The deployment does not fit into memory, or a request into its cache; the
                 load lacks what the router looks at.
         """
-        load = _with_hits(deployment, load or spec.draw())
-        if deployment.options.router == "prefix-aware" and not load.blocks:
-            raise PlanError(
-                "a prefix-aware router needs a trace that says what its prompts share",
-                where="router",
-                hint="a Mooncake trace with hash_ids, or the router least-loaded",
-            )
+        load = load_of(deployment, load or spec.draw())
         row = deployment.row(spec, load, self.model)
         context = row_context(row)
         effects = self.model.effects
@@ -270,14 +264,14 @@ class ServingPredictor:
             good=Interval(good[0], min(good), max(good)),
             slo=slo,
             memory=memory,
-            cache_tokens=stations[0].cache_tokens,
+            cache_tokens=stations[0].cache.tokens,
             queued=queued,
             known=tier,
             notes=(
                 *_notes(row, tier, queued, load),
                 *_tail_note(spec, load, run, saturated=queued > SATURATED),
             ),
-            states=states_of(run, stations[0].cache_tokens, deployment.engine.count),
+            states=states_of(run, stations[0].cache.tokens, deployment.engine.count),
             energy=serving_energy(
                 deployment, load, run, Interval(spans[0], min(spans), max(spans))
             ),
@@ -310,7 +304,21 @@ class ServingPredictor:
         )
 
 
-def _with_hits(deployment: Deployment, load: Load) -> Load:
+def load_of(deployment: Deployment, load: Load) -> Load:
+    """A load as a deployment sees it, with what its cache has already of each prompt.
+
+    Raises:
+        PlanError: The load lacks what the router looks at, or says itself what the cache has.
+    """
+    router = deployment.options.router
+    if router not in ROUTERS:
+        raise PlanError(f"a router {router!r} is not known", hint=", ".join(ROUTERS))
+    if router == "prefix-aware" and not load.blocks:
+        raise PlanError(
+            "a prefix-aware router needs a trace that says what its prompts share",
+            where="router",
+            hint="a Mooncake trace with hash_ids, or the router least-loaded",
+        )
     if not deployment.hit_rate:
         return load
     if load.blocks:

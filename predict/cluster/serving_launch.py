@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...simulate.serving.formats import Formats, format_in, in_formats
-from ...simulate.serving.memory import memory_parts
+from ...simulate.serving.memory import memory_parts, share_of_cache
 from ...simulate.serving.policies import Policy, framework_defaults
 from .deployment import Deployment
 from .serving_table import Workers
@@ -210,26 +210,24 @@ class _Worker:
         if count > 1:
             yield Flag(name, str(count), why)
 
-    def memory(self, kept: bool) -> float:
-        """Share of the memory of weights and cache, with or without what passes need."""
-        capacity = self.own.spec.memory_bytes or 1.0
-        parts = self._parts()
-        return self.own.options.memory - (
-            0.0 if kept else parts["activations and driver"] / capacity
-        )
+    def memory(self, of: str) -> float:
+        """The share of the memory as another framework's option counts it.
 
-    def free_share(self) -> float:
-        """Share of the memory that weights leave which the cache takes."""
-        parts = self._parts()
-        return max(0.01, parts["cache"] / max(1.0, parts["cache"] + parts["left alone"]))
-
-    def _parts(self) -> dict[str, float]:
-        own = self.own
-        share = own.options.memory
-        capacity = own.spec.memory_bytes
-        return memory_parts(
-            capacity, own.model, self.plan, share, told=True, draft=own.options.draft
+        Args:
+            of: What that is a share of: :attr:`Framework.memory_of`.
+        """
+        own, capacity = self.own, self.own.spec.memory_bytes
+        rules = framework_defaults(own.framework)
+        parts = memory_parts(
+            capacity,
+            own.model,
+            self.plan,
+            own.options.memory,
+            of=rules.memory_of,
+            told=True,
+            draft=own.options.draft,
         )
+        return share_of_cache(capacity, parts, parts["cache"], of)
 
 
 _TP, _PP = "devices that share each layer", "pipeline stages"
@@ -258,7 +256,7 @@ def _vllm(of: _Worker) -> Iterator[Flag]:
     if options.block:
         yield Flag("--block-size", str(options.block), _BLOCK)
     if options.memory:
-        yield Flag("--gpu-memory-utilization", f"{of.memory(kept=True):.3g}", _MEMORY)
+        yield Flag("--gpu-memory-utilization", f"{of.memory('total'):.3g}", _MEMORY)
     if options.eager:
         yield Flag("--enforce-eager", "", _EAGER)
     if options.drafts:
@@ -294,7 +292,7 @@ def _sglang(of: _Worker) -> Iterator[Flag]:
         yield Flag("--page-size", str(options.block), _BLOCK)
     if options.memory:
         why = "share of the memory for weights and cache, without what passes need"
-        yield Flag("--mem-fraction-static", f"{of.memory(kept=False):.3g}", why)
+        yield Flag("--mem-fraction-static", f"{of.memory('static'):.3g}", why)
     if options.eager:
         yield Flag("--disable-cuda-graph", "", _EAGER)
     if options.drafts:
@@ -321,7 +319,7 @@ def _trtllm(of: _Worker) -> Iterator[Flag]:
     yield Flag("--max_num_tokens", str(of.budget), of.budget_why)
     if options.memory:
         why = "share for the cache of what weights leave"
-        yield Flag("--kv_cache_free_gpu_memory_fraction", f"{of.free_share():.3g}", why)
+        yield Flag("--kv_cache_free_gpu_memory_fraction", f"{of.memory('free'):.3g}", why)
     if own.chunked:
         yield Flag("enable_chunked_prefill", "true", "prompts may be cut", in_file=True)
     if plan.dp > 1:

@@ -16,7 +16,13 @@ from ...models.operators import OpModel
 from ...models.serving.model import APART, group_key
 from ...simulate.serving.fleet import Station, run_fleet
 from ...simulate.serving.load import Load, Run
-from ...simulate.serving.memory import memory_parts, what_is_too_large
+from ...simulate.serving.memory import (
+    CacheLayout,
+    cache_layout,
+    memory_parts,
+    share_of_cache,
+    what_is_too_large,
+)
 from ...simulate.serving.policies import Policy, engine_era, framework_defaults
 from ...simulate.serving.served import EnginePlan, ServedModel
 from ..operator.serving_operators import ServingLatency
@@ -135,7 +141,7 @@ class ServingRuns:
             run = _keeping_up(row, load, station, delay)
         else:
             run = run_fleet(load, station, delay=delay)
-        return _result(row, load, run, delay, station.cache_tokens)
+        return _result(row, load, run, delay, station.cache.tokens)
 
     def station(
         self, row: ServingRow, workers: Workers, weights: np.ndarray, most: int, longest: int
@@ -152,13 +158,14 @@ class ServingRuns:
         Raises:
             PlanError: The weights, or a request, do not fit.
         """
-        room = self.cache_tokens(row, workers)
-        if room < longest:
+        cache = engine_cache(row, workers)
+        if cache.share_of(longest) > 1.0:
             raise PlanError(
-                f"the cache of an engine holds {room} tokens, a request needs {longest}",
+                f"the cache of an engine holds {cache.tokens} tokens, a request needs {longest}",
                 hint="more devices, or a narrower format",
             )
         policy = row_policy(row, workers)
+        policy = replace(policy, block=max(policy.block, cache.block))
         own = row.options
         width = own.drafts + 1 if own.drafts else ceil(row.accepted)
         batch = min(policy.max_batch, most)
@@ -170,21 +177,7 @@ class ServingRuns:
             draft = self.costs(small, beside, policy, batch, longest)
         how = Decoding(width, row.accepted, own.eager, draft, own.drafts)
         costs = costs.under(how)
-        return Station(costs, weights[:-1], room, policy, workers.count, row.accepted)
-
-    def cache_tokens(self, row: ServingRow, workers: Workers) -> int:
-        """Tokens that the cache of an engine holds.
-
-        Raises:
-            PlanError: The weights alone do not fit.
-        """
-        memory = engine_memory(row, workers)
-        if memory["cache"] <= 0.0:
-            capacity = read_device(row.cluster.device).memory_bytes
-            raise PlanError(
-                what_is_too_large(capacity, memory), hint="more devices, or a narrower format"
-            )
-        return int(memory["cache"] / row.model.token_bytes(workers.plan)) * workers.plan.dp
+        return Station(costs, weights[:-1], cache, policy, workers.count, row.accepted)
 
     def costs(
         self, row: ServingRow, workers: Workers, policy: Policy, batch: int, longest: int
@@ -218,7 +211,7 @@ class ServingRuns:
         delay = row_delay(row, weights)
         run = run_fleet(load, behind, ahead, delay=delay, transfer=cache_transfer(row))
         whole = replace(row, engine=replace(row.engine, count=1))
-        return _result(whole, load, run, delay, behind.cache_tokens)
+        return _result(whole, load, run, delay, behind.cache.tokens)
 
 
 #: Times of a request before the engine of which an answer by workers of two kinds takes so many: it
@@ -284,21 +277,66 @@ def cache_transfer(row: ServingRow) -> Callable[[int], float]:
     link = (spec.link_bandwidth if inside else spec.inter_node_bandwidth) or HOST_BANDWIDTH
     ranks = min(row.prefill.plan.tp, row.engine.plan.tp)
     speed = row.options.transfer or link * ranks * _TRANSFER_SHARE
-    one = row.model.token_bytes(EnginePlan())
-    return lambda tokens: _TRANSFER_S + tokens * one / speed
+    one, state = row.model.token_bytes(EnginePlan()), row.model.state_bytes(EnginePlan())
+    return lambda tokens: _TRANSFER_S + (state + tokens * one) / speed
 
 
 def _holding(load: Load, station: Station) -> int:
     """Fewest workers whose caches hold the requests in flight at their full lengths."""
-    each = float((load.prompts + load.outputs).mean())
-    return ceil((load.concurrency or len(load.prompts)) * each / station.cache_tokens)
+    each = station.cache.share_of(float((load.prompts + load.outputs).mean()))
+    return ceil((load.concurrency or len(load.prompts)) * each)
 
 
 def engine_memory(row: ServingRow, workers: Workers) -> dict[str, float]:
     """Bytes of one device of an engine by use; ``cache`` is what they leave, if anything.
 
-    The order is that in which memory is taken.
+    The order is that in which memory is taken; parts of the cache with rooms of their own are
+    listed apart.
     """
+    parts = _memory(row, workers)
+    return parts | (_layout(row, workers, parts).parts if parts["cache"] > 0.0 else {})
+
+
+def engine_cache(row: ServingRow, workers: Workers) -> CacheLayout:
+    """What the cache of an engine holds.
+
+    Raises:
+        PlanError: The weights alone do not fit.
+    """
+    parts = _memory(row, workers)
+    if parts["cache"] <= 0.0:
+        capacity = read_device(row.cluster.device).memory_bytes
+        raise PlanError(
+            what_is_too_large(capacity, parts), hint="more devices, or a narrower format"
+        )
+    return _layout(row, workers, parts)
+
+
+def memory_share(row: ServingRow, workers: Workers, tokens: float) -> float:
+    """The framework's share of the memory that leaves a cache of so many tokens.
+
+    Args:
+        row: The row.
+        workers: Which of its workers.
+        tokens: That an engine logs when it starts.
+
+    Raises:
+        PlanError: The weights alone do not fit.
+    """
+    parts, known = _memory(row, workers), engine_cache(row, workers)
+    cache = parts["cache"] * tokens / known.tokens
+    capacity = read_device(row.cluster.device).memory_bytes
+    rules = framework_defaults(row.framework)
+    return share_of_cache(capacity, parts, cache, rules.memory_of)
+
+
+def _layout(row: ServingRow, workers: Workers, parts: dict[str, float]) -> CacheLayout:
+    rules = framework_defaults(row.framework)
+    drafts = row.options.drafts or ceil(row.accepted) - 1
+    return cache_layout(row.model, workers.plan, rules, parts["cache"], drafts=drafts)
+
+
+def _memory(row: ServingRow, workers: Workers) -> dict[str, float]:
     capacity = read_device(row.cluster.device).memory_bytes
     if not capacity:
         raise PlanError(
@@ -306,10 +344,16 @@ def engine_memory(row: ServingRow, workers: Workers) -> dict[str, float]:
             where=row.cluster.device,
             hint="add memory_bytes to the device's file",
         )
-    own = row.options
-    share = own.memory or framework_defaults(row.framework).memory
+    own, rules = row.options, framework_defaults(row.framework)
+    share = own.memory or rules.memory
     return memory_parts(
-        capacity, row.model, workers.plan, share, told=own.memory > 0.0, draft=own.draft
+        capacity,
+        row.model,
+        workers.plan,
+        share,
+        of=rules.memory_of,
+        told=own.memory > 0.0,
+        draft=own.draft,
     )
 
 

@@ -22,6 +22,8 @@ import numpy as np
 from ...common.errors import PlanError
 from .load import History, Requests
 from .loop import Chunk
+from .memory import CacheLayout
+from .occupancy import Occupancy
 from .policies import Policy
 from .prefix import PrefixCache
 
@@ -52,7 +54,7 @@ class Engine:
         requests: Shared state of the requests.
         costs: Of passes, by class.
         weights: Of the classes: what the unit of each costs in seconds.
-        cache_tokens: Tokens that the cache holds.
+        cache: What the cache holds.
         policy: Rules of the engine.
         accepted: Tokens of each sequence that a decoding pass yields.
         ready: Whether prompts are in the cache already.
@@ -66,7 +68,7 @@ class Engine:
         requests: Requests,
         costs: PassCosts,
         weights: np.ndarray,
-        cache_tokens: int,
+        cache: CacheLayout,
         policy: Policy,
         *,
         accepted: float = 1.0,
@@ -76,7 +78,8 @@ class Engine:
         history: History | None = None,
     ) -> None:
         self.requests, self.costs, self.weights, self.policy = requests, costs, weights, policy
-        self.room, self.ready, self.accepted = cache_tokens, ready, accepted
+        self.ready, self.accepted = ready, accepted
+        self.taken = Occupancy(cache, policy, accepted)
         self.prefixes, self.done, self.history = prefixes, done, history
         self.before = self.clock = np.zeros(len(weights))
         self.began = self.now = 0.0
@@ -95,10 +98,8 @@ class Engine:
         self.ending: dict[int, int] = {}
         #: Tokens in the cache and step when a request began to decode.
         self.started: dict[int, tuple[float, int]] = {}
-        #: Tokens of the cache that were set aside when a request was admitted.
-        self.taken: dict[int, float] = {}
         self.step_count = self.batch = 0
-        self.cached = self.held = 0.0
+        self.cached = 0.0
         #: Seconds that decoding sequences wait while prompts run before them.
         self.stalled = 0.0
         self.outstanding = 0
@@ -118,9 +119,9 @@ class Engine:
         """
         own = self.requests
         most = own.prompts[index] + own.outputs[index]
-        if most > self.room:
+        if self.taken.cache.share_of(most) > 1.0:
             raise PlanError(
-                f"a request needs {most} tokens of cache, there are {self.room}",
+                f"a request needs {most} tokens of cache, there are {self.taken.cache.tokens}",
                 hint="more devices, or shorter requests",
             )
         if not self.busy:
@@ -177,8 +178,7 @@ class Engine:
         running = self.batch + len(self.partial)
         if running >= self.policy.max_batch:
             return False
-        most = self.room * (1.0 - self.policy.watermark)
-        return not running or self.held + self._need(index) <= most
+        return not running or self.taken.fits(self._need(index))
 
     def _chunks(self) -> list[tuple[int, Chunk]]:
         """Parts of prompts of the next pass, oldest first; admits what fits."""
@@ -200,14 +200,13 @@ class Engine:
             if size > left and not policy.chunked and chunks:
                 break
             self.waiting.popleft()
-            self.taken[index] = self._need(index)
-            self.held += self.taken[index]
+            self.taken.admit(index, self._need(index))
             if self.ready:
                 self._start(index)
                 continue
             self.hit_tokens += hit
             if self.prefixes is not None and self.requests.blocks:
-                self.prefixes.add(self.requests.blocks[index], self.room - self.held)
+                self.prefixes.add(self.requests.blocks[index], self.taken.left)
             count = size if not policy.chunked else min(size, left)
             self.partial.append([index, size])
             chunks.append((index, Chunk(count, hit)))
@@ -255,7 +254,7 @@ class Engine:
         if index in self.at_sent:
             self._first(index)
         if own.made[index] >= own.outputs[index]:
-            self.held -= self.taken.pop(index)
+            self.taken.release(index)
             self._finish(index)
         else:
             self._start(index)
@@ -267,7 +266,7 @@ class Engine:
             own.made[index] = 1
             self._first(index)
             if own.outputs[index] == 1:
-                self.held -= self.taken.pop(index)
+                self.taken.release(index)
                 self._finish(index)
                 return
         left = ceil((own.outputs[index] - own.made[index]) / self.accepted - 1e-9)
@@ -277,6 +276,7 @@ class Engine:
         self.ending[index] = end
         self.started[index] = (size, self.step_count)
         self.admitted.append(index)
+        self.taken.start(index)
         self.batch += 1
         self.cached += size
 
@@ -285,9 +285,7 @@ class Engine:
 
     def _decode(self, until: float) -> None:
         steps = self.ends[0][0] - self.step_count
-        grown = (1.0 - self.policy.reserve) * self.batch * self.accepted
-        if grown > 0.0:
-            steps = max(1, min(steps, int((self.room - self.held) / grown)))
+        steps = self.taken.most_steps(self.batch, steps)
         free = self.batch + len(self.partial) < self.policy.max_batch
         if steps > 1 and until < inf and free:
             steps = self._steps_until(until - self.now, steps)
@@ -313,7 +311,7 @@ class Engine:
         self.history.spans.append(self.now - self.began)
         self.history.batch.append(batch)
         self.history.waiting.append(len(self.waiting) + len(self.swapped))
-        self.history.held.append(self.held)
+        self.history.held.append(self.taken.used)
         self.history.chunk.append(chunk)
         self.history.passes.append(passes)
 
@@ -334,9 +332,8 @@ class Engine:
         grown = self.batch * steps * self.accepted
         self.step_count += steps
         self.cached += grown
-        if self.policy.reserve < 1.0:
-            self.held += (1.0 - self.policy.reserve) * grown
-        self.largest_cache = max(self.largest_cache, round(self.held))
+        self.taken.grow(self.batch, steps)
+        self.largest_cache = max(self.largest_cache, round(self.taken.used))
         while self.ends and self.ends[0][0] <= self.step_count:
             end, index = heappop(self.ends)
             if self.ending.get(index) != end:
@@ -346,8 +343,9 @@ class Engine:
             self._finish(index)
         if not self.batch and not self.partial:
             # What rounding of shares leaves does not add up over a run.
-            self.held, self.cached = 0.0, 0.0
-        while self.held > self.room and self.batch > 1:
+            self.cached = 0.0
+            self.taken.clear()
+        while self.batch > 1 and self.taken.over:
             self._evict()
 
     def _leave(self, index: int) -> float:
@@ -357,7 +355,7 @@ class Engine:
         grown = (self.step_count - start) * self.accepted
         self.batch -= 1
         self.cached -= size + grown
-        self.held -= self.taken.pop(index) + (1.0 - self.policy.reserve) * grown
+        self.taken.release(index)
         return size + grown
 
     def _evict(self) -> None:
@@ -381,8 +379,7 @@ class Engine:
 
     def _return(self, index: int) -> None:
         """Bring the cache of a swapped request back."""
-        self.taken[index] = self._need(index)
-        self.held += self.taken[index]
+        self.taken.admit(index, self._need(index))
         self._advance(self.costs.swap(float(self._prompt(index))), 0)
         self._start(index)
 

@@ -16,6 +16,7 @@ import numpy as np
 from ...common.errors import PlanError
 from .engine import Engine, PassCosts
 from .load import History, Load, Requests, Run
+from .memory import CacheLayout
 from .policies import Policy
 from .prefix import PrefixCache
 
@@ -34,7 +35,7 @@ class Station:
     Attributes:
         costs: Of passes, by class.
         weights: Of the classes: what the unit of each costs in seconds.
-        cache_tokens: Tokens that the cache of each holds.
+        cache: What the cache of each holds.
         policy: Rules of each.
         count: How many.
         accepted: Tokens of each sequence that a decoding pass yields.
@@ -42,7 +43,7 @@ class Station:
 
     costs: PassCosts
     weights: np.ndarray
-    cache_tokens: int
+    cache: CacheLayout
     policy: Policy
     count: int = 1
     accepted: float = 1.0
@@ -131,7 +132,7 @@ class _Fleet:
                     own or self.requests,
                     station.costs,
                     station.weights,
-                    station.cache_tokens,
+                    station.cache,
                     station.policy,
                     accepted=1.0 if own else station.accepted,
                     ready=ready,

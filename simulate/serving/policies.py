@@ -61,23 +61,50 @@ class Framework:
 
     Attributes:
         policy: Rules of its scheduler.
-        memory: Share of the device's memory that weights, activations and cache may take.
+        memory: Share of the memory, as the framework's own option counts it.
+        memory_of: What that is a share of: ``total`` memory for weights, activations and cache;
+            ``static`` for weights and cache alone, of the total; ``free`` for the cache, of what
+            weights and activations leave.
+        hybrid: What layers with a window, or with a recurrent state, take of the cache: ``pages``
+            of one pool for each kind of layers, ``apart`` for pools of their own, or as much as
+            all others (empty).
     """
 
     policy: Policy
     memory: float = 0.9
+    memory_of: str = "total"
+    hybrid: str = ""
+
+    def frees_windows(self, experts: bool) -> bool:
+        """Whether what a window has passed is freed.
+
+        Args:
+            experts: Whether the model has experts. SGLang knows models with a pool for windows by
+                name: Llama 4, gpt-oss, MiMo-V2, Step-3.5 and Gemma 4, which have experts but for
+                some sizes of Gemma 4; Gemma 2, Gemma 3 and Mistral are none of them.
+        """
+        return self.hybrid == "pages" or (self.hybrid == "apart" and experts)
 
 
 #: vLLM since V1 schedules prompts and decoding in one budget, cuts prompts, and evicts; SGLang runs
 #: prompts first and admits by a ratio of the outputs that it lowers as requests end; TensorRT-LLM
 #: admits what is sure to finish (``GUARANTEED_NO_EVICT``). DeepSpeed-FastGen's Dynamic SplitFuse
 #: fills a budget of 2048 (Holmes et al., 2024). LMDeploy runs prompts first.
+#:
+#: Shares of the memory are of ``--gpu-memory-utilization`` (vLLM), ``--mem-fraction-static``
+#: (SGLang), ``free_gpu_memory_fraction`` (TensorRT-LLM) and ``--cache-max-entry-count`` (LMDeploy).
+#: vLLM's hybrid KV cache manager gives each kind of layers pages of one pool; SGLang has pools of
+#: fixed sizes; TensorRT-LLM keeps all tokens unless ``max_attention_window`` names the windows.
 FRAMEWORKS = {
-    "vllm": Framework(Policy(1024, 8192, block=16)),
-    "sglang": Framework(Policy(4096, 8192, mixed=False, reserve=0.5), 0.88),
-    "tensorrt-llm": Framework(Policy(2048, 8192, chunked=False, reserve=1.0, block=32)),
+    "vllm": Framework(Policy(1024, 8192, block=16), hybrid="pages"),
+    "sglang": Framework(
+        Policy(4096, 8192, mixed=False, reserve=0.5), 0.88, memory_of="static", hybrid="apart"
+    ),
+    "tensorrt-llm": Framework(
+        Policy(2048, 8192, chunked=False, reserve=1.0, block=32), memory_of="free"
+    ),
     "deepspeed-mii": Framework(Policy(512, 2048, reserve=1.0, block=64), 0.8),
-    "lmdeploy": Framework(Policy(256, 8192, mixed=False, block=64), 0.8),
+    "lmdeploy": Framework(Policy(256, 8192, mixed=False, block=64), 0.8, memory_of="free"),
 }
 #: A framework that is not known batches as vLLM does.
 OTHER = FRAMEWORKS["vllm"]

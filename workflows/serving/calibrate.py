@@ -11,7 +11,6 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from ...common.tables_text import in_percent, print_frame
-from ...features.devices.catalogue import find_device
 from ...models.operators import OpModel
 from ...models.serving.effects import Context
 from ...models.serving.fit import Observed, adapt_serving, linear_errors
@@ -23,7 +22,7 @@ from ...models.serving.model import (
     kind_of,
     own_ends,
 )
-from ...predict.cluster.serving_runs import ServingRuns, engine_memory, row_context
+from ...predict.cluster.serving_runs import ServingRuns, memory_share, row_context
 from ...predict.cluster.serving_table import ServingRow, read_serving, read_serving_rows
 from .evaluate import observer, serving_operators
 
@@ -141,12 +140,7 @@ def _memory(
     for row, tokens in zip(rows, pd.to_numeric(table[CACHE], errors="coerce"), strict=True):
         if row is None or not tokens > 0:
             continue
-        workers = row.engine
-        memory = engine_memory(row, workers)
-        kept = memory["cache"] + memory["left alone"]
-        cache = tokens / workers.plan.dp * row.model.token_bytes(workers.plan)
-        # What is not cache stays as it is.
-        share = 1.0 - (kept - cache) / find_device(row.cluster.device).memory_bytes
+        share = memory_share(row, row.engine, float(tokens))
         found.setdefault(row_context(row)["cluster"], []).append(float(np.clip(share, 0.05, 1.0)))
     return [float(np.median(found[c])) if c in found else 0.0 for c in clusters]
 

@@ -12,6 +12,7 @@ from opcast.common.errors import PlanError
 from opcast.simulate.serving.fleet import Station, run_fleet
 from opcast.simulate.serving.load import Load, Run
 from opcast.simulate.serving.loop import Chunk, Request, serve
+from opcast.simulate.serving.memory import plain_cache
 from opcast.simulate.serving.policies import Policy
 
 #: Seconds of a pass: fixed, for each token, and for each token that decoding attends to.
@@ -36,7 +37,7 @@ WEIGHTS = np.array([FIXED, TOKEN, SEEN])
 
 
 def run_engine(load: Load, room: int, policy: Policy, **options: object) -> Run:
-    station = Station(Linear(), WEIGHTS, room, policy)
+    station = Station(Linear(), WEIGHTS, plain_cache(room), policy)
     return run_fleet(load, station, **options)  # type: ignore[arg-type]
 
 

@@ -12,6 +12,7 @@ from opcast.common.errors import PlanError
 from opcast.simulate.serving.fleet import Station, run_fleet
 from opcast.simulate.serving.load import Load
 from opcast.simulate.serving.loop import Chunk
+from opcast.simulate.serving.memory import plain_cache
 from opcast.simulate.serving.policies import Policy
 from opcast.simulate.serving.prefix import PrefixCache
 
@@ -34,7 +35,7 @@ class Tokens:
 
 
 def station(count: int = 1, room: int = 10**6, **rules: object) -> Station:
-    return Station(Tokens(), WEIGHTS, room, Policy(**rules), count)  # type: ignore[arg-type]
+    return Station(Tokens(), WEIGHTS, plain_cache(room), Policy(**rules), count)  # type: ignore[arg-type]
 
 
 def load(prompts: Sequence[int], outputs: Sequence[int], arrivals: Sequence[float]) -> Load:
