@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -55,6 +56,59 @@ LinearLayers = Annotated[
     typer.Option(min=0, help="Layers with a recurrent state instead of attention over a cache."),
 ]
 
+Router = Annotated[str, typer.Option(help="round-robin, least-loaded or prefix-aware.")]
+Transfer = Annotated[
+    float,
+    typer.Option(min=0.0, help="With --prefill: GB/s at which caches move; 0 for the links'."),
+]
+MaxBatch = Annotated[
+    int,
+    typer.Option(
+        min=0, max=_MOST, help="Most sequences of an engine's rank; 0 for the framework's."
+    ),
+]
+TokenBudget = Annotated[
+    int, typer.Option(min=0, max=_MOST, help="Most tokens of a pass, likewise.")
+]
+Chunked = Annotated[
+    bool | None,
+    typer.Option("--chunked/--whole-prompts", help="Whether prompts may be cut."),
+]
+Memory = Annotated[
+    float,
+    typer.Option(
+        min=0.0,
+        max=1.0,
+        help="Share of the memory to use, as the framework's own option counts it; 0 for its "
+        "default.",
+    ),
+]
+Block = Annotated[
+    int,
+    typer.Option(min=0, max=_MOST, help="Tokens of a block of the cache; 0 for the framework's."),
+]
+Watermark = Annotated[
+    float, typer.Option(min=0.0, max=0.9, help="Share of the cache kept free at admission.")
+]
+Preemption = Annotated[
+    str, typer.Option(help="What happens to evicted requests: recompute or swap.")
+]
+Drafts = Annotated[
+    int,
+    typer.Option(
+        min=0, max=_MOST, help="Speculative decoding: tokens that are drafted for a step."
+    ),
+]
+Accepted = Annotated[
+    float, typer.Option(min=1.0, help="With --drafts: tokens that a step yields on average.")
+]
+Draft = Annotated[
+    str, typer.Option(help="With --drafts: mtp, ngram, or the name of a model that drafts.")
+]
+Eager = Annotated[
+    bool, typer.Option("--eager/--graphs", help="Launch kernel by kernel, without graphs.")
+]
+
 
 def simulate_serving(
     context: typer.Context,
@@ -79,13 +133,8 @@ def simulate_serving(
         str, typer.Option(help="Plan of workers that run prompts alone, such as tp=4.")
     ] = "",
     prefill_replicas: Annotated[int, typer.Option(min=1, max=_MOST, help="How many of them.")] = 1,
-    transfer: Annotated[
-        float,
-        typer.Option(min=0.0, help="With --prefill: GB/s at which caches move; 0 for the links'."),
-    ] = 0.0,
-    router: Annotated[
-        str, typer.Option(help="round-robin, least-loaded or prefix-aware.")
-    ] = "round-robin",
+    transfer: Transfer = 0.0,
+    router: Router = "round-robin",
     framework: Framework = "vllm",
     weights: Weights = "",
     experts: Experts = "",
@@ -122,52 +171,18 @@ def simulate_serving(
     ] = "1024",
     output: Annotated[str, typer.Option(help="Tokens of an output, likewise.")] = "256",
     seed: Annotated[int, typer.Option(help="Without a trace: random seed of the requests.")] = 0,
-    max_batch: Annotated[
-        int,
-        typer.Option(
-            min=0, max=_MOST, help="Most sequences of an engine's rank; 0 for the framework's."
-        ),
-    ] = 0,
-    token_budget: Annotated[
-        int, typer.Option(min=0, max=_MOST, help="Most tokens of a pass, likewise.")
-    ] = 0,
-    chunked: Annotated[
-        bool | None,
-        typer.Option("--chunked/--whole-prompts", help="Whether prompts may be cut."),
-    ] = None,
-    memory: Annotated[
-        float,
-        typer.Option(min=0.0, max=1.0, help="Share of the memory to use; 0 for the framework's."),
-    ] = 0.0,
-    block: Annotated[
-        int,
-        typer.Option(
-            min=0, max=_MOST, help="Tokens of a block of the cache; 0 for the framework's."
-        ),
-    ] = 0,
-    watermark: Annotated[
-        float, typer.Option(min=0.0, max=0.9, help="Share of the cache kept free at admission.")
-    ] = 0.0,
-    preemption: Annotated[
-        str, typer.Option(help="What happens to evicted requests: recompute or swap.")
-    ] = "recompute",
+    max_batch: MaxBatch = 0,
+    token_budget: TokenBudget = 0,
+    chunked: Chunked = None,
+    memory: Memory = 0.0,
+    block: Block = 0,
+    watermark: Watermark = 0.0,
+    preemption: Preemption = "recompute",
     prefix_hits: HitRate = 0.0,
-    drafts: Annotated[
-        int,
-        typer.Option(
-            min=0, max=_MOST, help="Speculative decoding: tokens that are drafted for a step."
-        ),
-    ] = 0,
-    accepted: Annotated[
-        float, typer.Option(min=1.0, help="With --drafts: tokens that a step yields on average.")
-    ] = 1.0,
-    draft: Annotated[
-        str,
-        typer.Option(help="With --drafts: mtp, ngram, or the name of a model that drafts."),
-    ] = "ngram",
-    eager: Annotated[
-        bool, typer.Option("--eager/--graphs", help="Launch kernel by kernel, without graphs.")
-    ] = False,
+    drafts: Drafts = 0,
+    accepted: Accepted = 1.0,
+    draft: Draft = "ngram",
+    eager: Eager = False,
     slo: SloOpt = "",
     price: Price = 0.0,
     model: OperatorModelOpt = OPERATOR_MODEL,
@@ -288,6 +303,7 @@ def _predictor(model: str, serving: str) -> ServingPredictor:
 
 
 def plan_serving(
+    context: typer.Context,
     device: Annotated[str, typer.Option(help="Device, such as h100-sxm, or its file.")],
     gpus: Annotated[int, typer.Option(min=1, max=4096, help="Number of devices.")],
     load: Annotated[
@@ -309,7 +325,23 @@ def plan_serving(
     activations: Activations = "",
     kv_cache: KvCache = "",
     linear_layers: LinearLayers = 0,
+    transfer: Annotated[
+        float,
+        typer.Option(min=0.0, help="GB/s at which caches move between workers; 0 for the links'."),
+    ] = 0.0,
+    router: Router = "round-robin",
+    max_batch: MaxBatch = 0,
+    token_budget: TokenBudget = 0,
+    chunked: Chunked = None,
+    memory: Memory = 0.0,
+    block: Block = 0,
+    watermark: Watermark = 0.0,
+    preemption: Preemption = "recompute",
     prefix_hits: HitRate = 0.0,
+    drafts: Drafts = 0,
+    accepted: Accepted = 1.0,
+    draft: Draft = "ngram",
+    eager: Eager = False,
     together: Annotated[
         bool, typer.Option("--together", help="Try no workers that run prompts alone.")
     ] = False,
@@ -325,8 +357,12 @@ def plan_serving(
 
     Prints the Pareto front of throughput against latency, and the best with its launch commands.
     """
+    if together:
+        refuse(context, "engines that run prompts themselves (--together)", {"transfer"})
+    if not drafts:
+        refuse(context, "decoding without --drafts", {"accepted", "draft"})
     from ..common.progress import counting
-    from ..predict.cluster.deployment import Deployment, device_of
+    from ..predict.cluster.deployment import ServingQuery
     from ..predict.cluster.served_row import known_framework, served_by_name
     from ..predict.cluster.serving_launch import checkpoint_of
     from ..predict.cluster.serving_load import parse_load, parse_slo
@@ -338,7 +374,26 @@ def plan_serving(
     formats = Formats(weights, kv_cache, experts, activations, linear_layers, engine)
     chosen = workload_of(workload, hf, served=True)
     model = served_by_name(chosen, sizes_of(settings), formats, files=True)
-    base = Deployment(model, device_of(device), engine, hit_rate=prefix_hits)
+    query = ServingQuery(
+        device=device,
+        router=router,
+        max_batch=max_batch,
+        token_budget=token_budget,
+        chunked=chunked,
+        memory=memory,
+        block=block,
+        watermark=watermark,
+        preemption=preemption,
+        prefix_hits=prefix_hits,
+        drafts=drafts,
+        accepted=accepted,
+        draft=draft,
+        eager=eager,
+    )
+    base = query.deployment(
+        model, engine, lambda name: served_by_name(name, {}, Formats(), files=True)
+    )
+    base = replace(base, options=replace(base.options, transfer=transfer * 1e9))
     spec, asked = parse_load(load), parse_slo(slo)
     predictor = _predictor(operators, serving)
     # Progress goes to standard error, as that of sweeps.

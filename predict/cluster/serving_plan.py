@@ -12,7 +12,7 @@ from ...simulate.serving.load import Load
 from ...simulate.serving.memory import what_is_too_large
 from ...simulate.serving.served import EnginePlan
 from .deployment import Deployment
-from .serving import ServingPrediction, ServingPredictor
+from .serving import ServingPrediction, ServingPredictor, load_of
 from .serving_launch import PLACEHOLDER, Launch, launches
 from .serving_load import LoadSpec
 from .serving_runs import engine_memory
@@ -300,9 +300,13 @@ def search(
         slo: What requests have to keep.
         apart: Whether to try workers that run prompts alone.
         show: Told of progress: done, in all, and what is next.
+
+    Raises:
+        PlanError: The load lacks what the router looks at.
     """
     found = ServingPlans(slo)
     load = spec.draw()
+    load_of(base, load)
     asked = []
     for one in deployments(base, devices, apart):
         row = one.row(spec, load, predictor.model)

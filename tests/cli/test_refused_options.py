@@ -13,6 +13,7 @@ from opcast.cli.options import given, refuse_unused
 
 OP = ("--op", "linear m=1 n=64 k=64 dtype=bf16", "--device", "h100-sxm")
 STEP = ("--workload", "llama", "--cluster", "h100-sxm-x2")
+PLANNED = ("--model", "llama", "--device", "l4", "--gpus", "1", "--load", "concurrency=1")
 #: Command lines, and what of them does not apply.
 CASES: list[tuple[tuple[str, ...], str]] = [
     (("predict", *OP, "--lowering", "op"), "--lowering"),
@@ -54,6 +55,8 @@ CASES: list[tuple[tuple[str, ...], str]] = [
         (("simulate-serving", *STEP, "--requests", "r.csv", option, "1"), option)
         for option in ("--rate", "--count", "--prompt", "--output", "--seed")
     ),
+    *((("plan-serving", *PLANNED, option, "2"), option) for option in ("--accepted", "--draft")),
+    (("plan-serving", *PLANNED, "--together", "--transfer", "9"), "--transfer"),
     (("calibrate", "--device", "local", "--budget", "5m", "--samples", "9"), "--samples"),
     (("calibrate", "--device", "local", "--budget", "5m", "--plot", "p.png"), "--plot"),
     (("calibrate", "--device", "local", "--budget", "5m", "--allocate", "time"), "--allocate"),

@@ -272,6 +272,35 @@ def test_planning_prints_the_best_and_its_commands():
     assert data["best"]["keeps_slo"] and data["best"]["gpus"] == 2
 
 
+def test_planning_takes_what_serving_takes():
+    arguments = [
+        "plan-serving", "--workload", "llama", "--set", SMALL, "--device", "h100-sxm", "--gpus",
+        "2", "--load", "concurrency=8,prompt=64,output=16,count=24", "--operators", "roofline",
+        "--together", "--json",
+    ]  # fmt: skip
+
+    def planned(*options):
+        return CliRunner().invoke(app, [*arguments, *options])
+
+    def best(*options):
+        found = planned(*options)
+        assert found.exit_code == 0, found.output
+        return json.loads(found.stdout)
+
+    plain = best()
+    told = best("--memory", "0.5", "--block", "64", "--eager", "--max-batch", "4")
+    assert told["best"]["cache_tokens"] < plain["best"]["cache_tokens"]
+    assert told["best"]["largest_batch"] == 4
+    flags = {row["flag"]: row["value"] for row in told["launch"]["vLLM"]}
+    assert flags["--gpu-memory-utilization"] == "0.5" and flags["--block-size"] == "64"
+    assert flags["--max-num-seqs"] == "4" and "--enforce-eager" in flags
+    drafted = best("--drafts", "2", "--accepted", "2", "--draft", "mtp", "--token-budget", "512")
+    assert "draft model" in drafted["best"]["memory_bytes_per_device"]
+    assert drafted["best"]["iterations"] < plain["best"]["iterations"]
+    routed = planned("--router", "prefix-aware")
+    assert routed.exit_code != 0 and "what its prompts share" in str(routed.exception)
+
+
 CONFIG = {
     "model_type": "deepseek_v3", "hidden_size": 1024, "intermediate_size": 4096,
     "moe_intermediate_size": 512, "num_attention_heads": 8, "num_hidden_layers": 4,
