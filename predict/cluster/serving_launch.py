@@ -139,7 +139,10 @@ def launches(own: Deployment, model: str = PLACEHOLDER) -> dict[str, Launch]:
         else [("prefill", own.prefill), ("decode", own.engine)]
     )
     for role, workers in parts:
-        times = [f"x {workers.count}"] if workers.count > 1 else []
+        front = f"x {workers.count}, behind a router: {own.options.router}"
+        if role == "decode":
+            front = f"x {workers.count}"
+        times = [front] if workers.count > 1 else []
         for name, (program, of) in _FRAMEWORKS.items():
             narrow = "" if _is_published_in(model, own) else _narrow(own)
             flags = tuple(of(_Worker(own, workers, role, fp8=narrow == "fp8")))
@@ -149,12 +152,22 @@ def launches(own: Deployment, model: str = PLACEHOLDER) -> dict[str, Launch]:
                 remarks.append(f"{model} has to be a checkpoint in {narrow}")
             if own.model.cache == "int8":
                 remarks.append("it has no cache in int8")
+            if own.options.swap:
+                remarks.append(_SWAP[name])
+            if own.options.watermark:
+                remarks.append("it has no flag for the share of the cache that is kept free")
             if own.options.drafts and own.options.draft_name not in ("ngram", "mtp"):
                 remarks.append(f"the checkpoint of {own.options.draft_name} drafts")
             found[f"{name} {role}".strip()] = Launch(f"{program} {model}", flags, tuple(remarks))
     return found
 
 
+#: What becomes of evicted requests: those that engines compute again have no other way.
+_SWAP = {
+    "vLLM": "it computes evicted requests again, caches are not swapped",
+    "SGLang": "it computes evicted requests again, caches are not swapped",
+    "TensorRT-LLM": "host_cache_size of kv_cache_config says how much is swapped",
+}
 #: What vLLM and SGLang quantise 16-bit checkpoints by when they load them; a checkpoint in fp8 runs
 #: under it as well.
 _QUANTIZED = "--quantization"

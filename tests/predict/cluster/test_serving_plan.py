@@ -114,7 +114,8 @@ def test_launch_commands() -> None:
     assert commands["vLLM"] == (
         "vllm serve me/model --tensor-parallel-size 2 --data-parallel-size 4 "
         "--enable-expert-parallel --max-num-seqs 64 --max-num-batched-tokens 8192 "
-        "--kv-cache-dtype fp8 --gpu-memory-utilization 0.85 --enforce-eager   # x 2"
+        "--kv-cache-dtype fp8 --gpu-memory-utilization 0.85 --enforce-eager   "
+        "# x 2, behind a router: round-robin"
     )
     assert "--tp-size 8" in commands["SGLang"] and "--enable-dp-attention" in commands["SGLang"]
     assert "--max-running-requests 256" in commands["SGLang"]
@@ -159,6 +160,13 @@ def test_flags_are_a_table_that_says_why() -> None:
     # SGLang shares the budget of an engine out among its ranks.
     cut = {r["flag"]: r["value"] for r in launches(replace(own, chunked=None))["SGLang"].rows()}
     assert cut["--chunked-prefill-size"] == str(2 * 8192)
+    # What no engine has is said.
+    own = replace(own, options=replace(options, swap=True, watermark=0.1))
+    own = replace(own, engine=Workers(EnginePlan(dp=2, ep=2), 3))
+    said = {name: " ".join(launch.remarks) for name, launch in launches(own).items()}
+    assert "x 3, behind a router: round-robin" in said["vLLM"]
+    assert "not swapped" in said["SGLang"] and "host_cache_size" in said["TensorRT-LLM"]
+    assert all("kept free" in text for text in said.values())
     small = replace(options, draft_name="llama-3.2-1b")
     named = launches(replace(own, options=small))["vLLM"]
     assert '"model":"llama-3.2-1b"' in named.command and "llama-3.2-1b drafts" in named.command
