@@ -25,6 +25,7 @@ from ...simulate.serving.latencies import (
     wider,
 )
 from ...simulate.serving.load import Load, Run
+from ...simulate.serving.policies import framework_defaults
 from ..operator.serving_operators import weight_only
 from .deployment import Deployment
 from .energy import serving_energy
@@ -308,8 +309,17 @@ def load_of(deployment: Deployment, load: Load) -> Load:
     """A load as a deployment sees it, with what its cache has already of each prompt.
 
     Raises:
-        PlanError: The load lacks what the router looks at, or says itself what the cache has.
+        PlanError: The load lacks what the router looks at, says itself what the cache has, or has
+            prompts that do not fit a pass and may not be cut.
     """
+    budget = deployment.token_budget or framework_defaults(deployment.framework).policy.token_budget
+    longest = int(load.prompts.max())
+    if deployment.chunked is False and longest > budget:
+        raise PlanError(
+            f"a prompt has {longest} tokens, a pass at most {budget}",
+            where="whole prompts",
+            hint="a larger token budget, or prompts that may be cut",
+        )
     router = deployment.options.router
     if router not in ROUTERS:
         raise PlanError(f"a router {router!r} is not known", hint=", ".join(ROUTERS))
