@@ -138,7 +138,7 @@ class StepAnswer(_Powered):
 _LATENCIES: dict[str, Any] = {
     f"{level}_{metric}_ms{end}": (float, ...)
     for metric in ("ttft", "tpot", "itl", "e2el")
-    for level in ("mean", "median", "p90", "p99")
+    for level in ("mean", "std", "median", "p90", "p99")
     for end in ("", "_lo", "_hi")
 }
 
@@ -146,6 +146,8 @@ _LATENCIES: dict[str, Any] = {
 class _Served(_Powered):
     """What a deployment does under a load, in the terms of ``vllm bench serve``."""
 
+    num_prompts: int
+    burstiness: float
     duration: float = Field(description="Seconds.")
     completed: int
     total_input_tokens: int

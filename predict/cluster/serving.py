@@ -52,7 +52,8 @@ class ServingPrediction:
         spec: The load.
         load: Its requests.
         run: What became of them.
-        figures: Seconds with their intervals by ``metric/level``, such as ``ttft/p99``.
+        figures: Seconds with their intervals by ``metric/level``, such as ``ttft/p99``,
+            ``ttft/mean`` and ``ttft/std``.
         requests_per_s: Throughput with its interval.
         tokens_per_s: Output tokens a second of all engines, with its interval.
         good: Share of the requests that keep the SLO, with its interval.
@@ -119,6 +120,8 @@ class ServingPrediction:
         prompt_rate = prompts / len(self.load.prompts)
         data: dict[str, object] = {
             **latency_fields(*self.figures["e2e/mean"]),
+            "num_prompts": len(self.load.prompts),
+            "burstiness": self.spec.burstiness,
             "duration": run.makespan,
             "completed": len(self.load.prompts),
             "total_input_tokens": prompts,
@@ -137,9 +140,9 @@ class ServingPrediction:
             data |= _ends("slo_attainment", self.good)
         for metric in METRICS:
             named = "e2el" if metric == "e2e" else metric
-            for level in ("mean", *LEVELS):
-                key = f"{metric}/{level}" if level == "mean" else f"{metric}/p{level}"
-                name = {"mean": "mean", 50: "median"}.get(level, f"p{level}")
+            for level in ("mean", "std", *LEVELS):
+                key = f"{metric}/p{level}" if isinstance(level, int) else f"{metric}/{level}"
+                name = {50: "median"}.get(level, key.partition("/")[2])
                 data |= _ends(f"{name}_{named}_ms", _scaled(self.figures[key], 1e3))
         for name, joules in self.joules().items():
             data |= _ends(f"joules_per_{name}", joules)
@@ -246,9 +249,9 @@ class ServingPredictor:
             ]
         figures = {}
         for metric in METRICS:
-            for level in (None, *LEVELS):
+            for level in ("mean", "std", *LEVELS):
                 own = [each.figure(metric, level) for each in (seen, *ends)]
-                name = "mean" if level is None else f"p{level}"
+                name = f"p{level}" if isinstance(level, int) else level
                 figures[f"{metric}/{name}"] = Interval(own[0], min(own), max(own))
         rates = [1.0 / span for span in spans]
         low, high = min(rates), max(rates)

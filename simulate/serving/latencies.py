@@ -52,15 +52,17 @@ class Served:
     gaps: np.ndarray
     weights: np.ndarray
 
-    def figure(self, metric: str, level: int | None) -> float:
-        """A percentile of a metric, or its mean for ``None``; 0 where there is none."""
+    def figure(self, metric: str, level: int | str) -> float:
+        """A percentile of a metric, its ``mean`` or its ``std``; 0 where there is none."""
         if metric == "itl":
             return _weighted(self.gaps, self.weights, level)
         values = {"ttft": self.ttft, "tpot": self.tpot, "e2e": self.e2e}[metric]
         values = values[np.isfinite(values)]
         if not len(values):
             return 0.0
-        return float(values.mean() if level is None else np.percentile(values, level))
+        if isinstance(level, int):
+            return float(np.percentile(values, level))
+        return float(values.mean() if level == "mean" else values.std())
 
     def good(self, slo: Slo) -> float:
         """Share of the requests that keep an SLO."""
@@ -69,13 +71,16 @@ class Served:
         return float(kept.mean())
 
 
-def _weighted(values: np.ndarray, weights: np.ndarray, level: int | None) -> float:
+def _weighted(values: np.ndarray, weights: np.ndarray, level: int | str) -> float:
     if not len(values):
         return 0.0
-    if level is None:
-        return float(np.average(values, weights=weights))
-    total = np.cumsum(weights)
-    return float(values[np.searchsorted(total, level / 100.0 * total[-1])])
+    if isinstance(level, int):
+        total = np.cumsum(weights)
+        return float(values[np.searchsorted(total, level / 100.0 * total[-1])])
+    mean = float(np.average(values, weights=weights))
+    if level == "mean":
+        return mean
+    return float(np.sqrt(np.average((values - mean) ** 2, weights=weights)))
 
 
 def served(load: Load, run: Run, first: float = 1.0, slower: float = 1.0) -> Served:

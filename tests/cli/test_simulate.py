@@ -140,6 +140,7 @@ def test_serving_prints_latencies(tmp_path):
     assert data["mean_ttft_ms_lo"] < data["mean_ttft_ms"] < data["mean_ttft_ms_hi"]
     assert data["cache_tokens"] > 10_000 and data["completed"] == 20
     assert data["lo_us"] < data["latency_us"] < data["hi_us"]
+    assert data["num_prompts"] == 20 and data["burstiness"] == 1.0 and data["std_ttft_ms"] > 0
     assert 0 < data["energy_lo_j"] < data["energy_j"] < data["energy_hi_j"]
     page, trace = tmp_path / "page.html", tmp_path / "trace.json"
     text = CliRunner().invoke(

@@ -26,5 +26,10 @@ def test_an_slo_counts_requests_and_one_token_has_no_time_per_further_token():
     assert seen.good(FREE) == 1.0 and seen.good(Slo(ttft=1.5)) == 0.5
     assert seen.good(Slo(tpot=1.5)) == 0.75 and seen.good(Slo(e2e=3.0)) == 0.75
     # Gaps count by their tokens: 2 s once, 1 s eight times.
-    assert seen.figure("itl", None) == pytest.approx((2.0 + 1.0 + 7.0) / 9)
+    mean = (2.0 + 1.0 + 7.0) / 9
+    assert seen.figure("itl", "mean") == pytest.approx(mean)
+    spread = ((2.0 - mean) ** 2 + 8 * (1.0 - mean) ** 2) / 9
+    assert seen.figure("itl", "std") == pytest.approx(spread**0.5)
+    # Two of a second and two of two: half a second from the mean.
+    assert (seen.figure("ttft", "mean"), seen.figure("ttft", "std")) == (1.5, 0.5)
     assert seen.figure("itl", 50) == 1.0 and seen.figure("itl", 99) == 2.0
