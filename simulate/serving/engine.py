@@ -333,7 +333,9 @@ class Engine:
         self.step_count += steps
         self.cached += grown
         self.taken.grow(self.batch, steps)
-        self.largest_cache = max(self.largest_cache, round(self.taken.used))
+        used = self.taken.used
+        if used > self.largest_cache:
+            self.largest_cache = round(used)
         while self.ends and self.ends[0][0] <= self.step_count:
             end, index = heappop(self.ends)
             if self.ending.get(index) != end:
@@ -345,7 +347,7 @@ class Engine:
             # What rounding of shares leaves does not add up over a run.
             self.cached = 0.0
             self.taken.clear()
-        while self.batch > 1 and self.taken.over:
+        while self.batch > 1 and self.taken.used > self.taken.room:
             self._evict()
 
     def _leave(self, index: int) -> float:

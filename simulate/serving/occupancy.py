@@ -21,7 +21,7 @@ class Occupancy:
     """
 
     def __init__(self, cache: CacheLayout, policy: Policy, accepted: float) -> None:
-        self.cache, self.plain = cache, cache.plain
+        self.cache, self.plain, self.room = cache, cache.plain, cache.tokens
         #: Tokens that a pass adds to each sequence.
         self.pace = (1.0 - policy.reserve) * accepted
         self.most = 1.0 - policy.watermark
@@ -40,35 +40,35 @@ class Occupancy:
     @property
     def used(self) -> float:
         """Tokens that are taken; of several pools, the share of the fullest of all tokens."""
-        return self.held if self.plain else self._share(0.0, 0.0, 0) * self.cache.tokens
+        if self.plain:
+            return self.held
+        share = self.cache.share(self.held, self.recent, len(self._sizes))
+        return share * self.cache.tokens
 
     @property
     def left(self) -> float:
         """Tokens that nobody takes."""
-        return self.cache.tokens - self.used
-
-    @property
-    def over(self) -> bool:
-        """Whether more is taken than there is."""
-        if self.plain:
-            return self.held > self.cache.tokens
-        return self._share(0.0, 0.0, 0) > 1.0
+        return self.room - self.used
 
     def fits(self, need: float) -> bool:
         """Whether a request of so many tokens may be admitted."""
         if self.plain:
-            return self.held + need <= self.cache.tokens * self.most
-        return self._share(need, min(need, self.window), 1) <= self.most
+            return self.held + need <= self.room * self.most
+        recent = self.recent + min(need, self.window)
+        return self.cache.share(self.held + need, recent, len(self._sizes) + 1) <= self.most
 
     def admit(self, index: int, need: float) -> None:
         """Give a request its tokens."""
         self._sizes[index] = need
         self.held += need
-        self.recent += min(need, self.window)
+        if self.window:
+            self.recent += min(need, self.window)
 
     def start(self, index: int) -> None:
         """A request begins to grow."""
         self._since[index] = self.step
+        if not self.window:
+            return
         below = self.window - self._sizes[index]
         if below > 0.0 and self.pace > 0.0:
             self._fills[index] = self.step + below / self.pace
@@ -78,6 +78,8 @@ class Occupancy:
         """All of ``batch`` requests grow over so many passes."""
         self.step += steps
         self.held += self.pace * batch * steps
+        if not self._fills:
+            return
         self.recent += self.pace * len(self._fills) * steps
         while self._order and self._order[0][0] <= self.step:
             at, index = heappop(self._order)
@@ -88,10 +90,11 @@ class Occupancy:
     def release(self, index: int) -> None:
         """A request leaves with all that it has."""
         size = self._sizes.pop(index)
-        grown = self.pace * (self.step - self._since.pop(index, self.step))
-        self._fills.pop(index, None)
-        self.held -= size + grown
-        self.recent -= min(size + grown, self.window)
+        size += self.pace * (self.step - self._since.pop(index, self.step))
+        self.held -= size
+        if self.window:
+            self._fills.pop(index, None)
+            self.recent -= min(size, self.window)
 
     def most_steps(self, batch: int, steps: int) -> int:
         """Passes, up to ``steps``, before requests may take more than there is; 1 at least."""
@@ -99,7 +102,7 @@ class Occupancy:
         if grown <= 0.0:
             return steps
         if self.plain:
-            return max(1, min(steps, int((self.cache.tokens - self.held) / grown)))
+            return max(1, min(steps, int((self.room - self.held) / grown)))
         filling, count = self.pace * len(self._fills), len(self._sizes)
         for pool in self.cache.pools:
             rate = pool.every * grown + pool.recent * filling
@@ -111,7 +114,3 @@ class Occupancy:
     def clear(self) -> None:
         """Nobody takes anything."""
         self.held = self.recent = 0.0
-
-    def _share(self, tokens: float, recent: float, sequences: int) -> float:
-        count = len(self._sizes) + sequences
-        return self.cache.share(self.held + tokens, self.recent + recent, count)
