@@ -50,6 +50,13 @@ SloOpt = Annotated[
 HitRate = Annotated[
     float, typer.Option(min=0.0, max=0.99, help="Share of each prompt that the cache has already.")
 ]
+Reuse = Annotated[
+    bool,
+    typer.Option(
+        "--prefix-cache/--no-prefix-cache",
+        help="Whether what prompts begin with is kept for later ones.",
+    ),
+]
 Price = Annotated[float, typer.Option(min=0.0, help="Dollars of a device and hour.")]
 LinearLayers = Annotated[
     int,
@@ -179,6 +186,7 @@ def simulate_serving(
     watermark: Watermark = 0.0,
     preemption: Preemption = "recompute",
     prefix_hits: HitRate = 0.0,
+    prefix_cache: Reuse = True,
     drafts: Drafts = 0,
     accepted: Accepted = 1.0,
     draft: Draft = "ngram",
@@ -235,6 +243,7 @@ def simulate_serving(
         watermark=watermark,
         preemption=preemption,
         prefix_hits=prefix_hits,
+        prefix_cache=prefix_cache,
         drafts=drafts,
         accepted=accepted,
         draft=draft,
@@ -338,6 +347,7 @@ def plan_serving(
     watermark: Watermark = 0.0,
     preemption: Preemption = "recompute",
     prefix_hits: HitRate = 0.0,
+    prefix_cache: Reuse = True,
     drafts: Drafts = 0,
     accepted: Accepted = 1.0,
     draft: Draft = "ngram",
@@ -385,6 +395,7 @@ def plan_serving(
         watermark=watermark,
         preemption=preemption,
         prefix_hits=prefix_hits,
+        prefix_cache=prefix_cache,
         drafts=drafts,
         accepted=accepted,
         draft=draft,

@@ -219,6 +219,7 @@ class SimulateServingQuery(Body):
     watermark: float = Field(0.0, ge=0, le=0.9, allow_inf_nan=False)
     preemption: Literal["recompute", "swap"] = "recompute"
     prefix_hits: float = Field(0.0, ge=0, le=0.99, allow_inf_nan=False)
+    prefix_cache: bool = True
     drafts: int = Field(0, ge=0, le=64)
     accepted: float = Field(1.0, ge=1, le=65, allow_inf_nan=False)
     draft: Checkpoint = Field("ngram", description="ngram, mtp or a model by name.")

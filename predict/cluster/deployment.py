@@ -71,6 +71,12 @@ class Deployment:
             )
         if not 0.0 <= self.hit_rate < 1.0:
             raise PlanError(f"a hit rate of {self.hit_rate:g}", hint="from 0 to below 1")
+        if self.hit_rate and not self.options.prefix_cache:
+            raise PlanError(
+                f"a hit rate of {self.hit_rate:g} without a prefix cache",
+                where="hit_rate",
+                hint="one of them",
+            )
         drafts = self.options.drafts
         if drafts < 0 or not 1.0 <= self.accepted <= (drafts + 1 if drafts else inf):
             raise PlanError(
@@ -292,6 +298,7 @@ class ServingQuery:
         watermark: Share of the cache that stays free at admission.
         preemption: ``recompute`` or ``swap``.
         prefix_hits: Share of each prompt that the cache has already.
+        prefix_cache: Whether what prompts begin with is kept for later ones.
         drafts: Tokens that are drafted for a step.
         accepted: Tokens that a step yields.
         draft: What drafts, as of :func:`draft_model`.
@@ -314,6 +321,7 @@ class ServingQuery:
     watermark: float = 0.0
     preemption: str = "recompute"
     prefix_hits: float = 0.0
+    prefix_cache: bool = True
     drafts: int = 0
     accepted: float = 1.0
     draft: str = "ngram"
@@ -367,6 +375,7 @@ class ServingQuery:
                 swap=self.preemption == "swap",
                 watermark=self.watermark,
                 eager=self.eager,
+                prefix_cache=self.prefix_cache,
                 drafts=self.drafts,
                 draft=draft_model(self.draft, model, models) if self.drafts else None,
                 draft_name=self.draft,

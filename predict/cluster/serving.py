@@ -141,8 +141,8 @@ class ServingPrediction:
         for metric in METRICS:
             named = "e2el" if metric == "e2e" else metric
             for level in ("mean", "std", *LEVELS):
-                key = f"{metric}/p{level}" if isinstance(level, int) else f"{metric}/{level}"
-                name = {50: "median"}.get(level, key.partition("/")[2])
+                name = f"p{level}" if isinstance(level, int) else level
+                key, name = f"{metric}/{name}", {"p50": "median"}.get(name, name)
                 data |= _ends(f"{name}_{named}_ms", _scaled(self.figures[key], 1e3))
         for name, joules in self.joules().items():
             data |= _ends(f"joules_per_{name}", joules)
@@ -326,9 +326,12 @@ def load_of(deployment: Deployment, load: Load) -> Load:
     router = deployment.options.router
     if router not in ROUTERS:
         raise PlanError(f"a router {router!r} is not known", hint=", ".join(ROUTERS))
+    if not deployment.options.prefix_cache:
+        load = replace(load, blocks=())
     if router == "prefix-aware" and not load.blocks:
         raise PlanError(
-            "a prefix-aware router needs a trace that says what its prompts share",
+            "a prefix-aware router needs a prefix cache and a trace that says what its prompts "
+            "share",
             where="router",
             hint="a Mooncake trace with hash_ids, or the router least-loaded",
         )

@@ -248,6 +248,7 @@ _DP, _EP = "ranks that attend to sequences of their own", "ranks over which expe
 _FP8, _CACHE = "weights in fp8", "format of the cache"
 _MEMORY, _EAGER = "share of the memory", "no CUDA graphs"
 _WHOLE, _BLOCK = "prompts are not cut", "tokens of a block of the cache"
+_FRESH = "nothing is kept of prompts that ended"
 _DRAFTS = "drafts that a step verifies"
 
 
@@ -268,6 +269,8 @@ def _vllm(of: _Worker) -> Iterator[Flag]:
         yield Flag("--kv-cache-dtype", "fp8", _CACHE)
     if options.block:
         yield Flag("--block-size", str(options.block), _BLOCK)
+    if not options.prefix_cache:
+        yield Flag("--no-enable-prefix-caching", "", _FRESH)
     if options.memory:
         yield Flag("--gpu-memory-utilization", f"{of.memory('total'):.3g}", _MEMORY)
     if options.eager:
@@ -303,6 +306,8 @@ def _sglang(of: _Worker) -> Iterator[Flag]:
         yield Flag("--kv-cache-dtype", "fp8_e4m3", _CACHE)
     if options.block:
         yield Flag("--page-size", str(options.block), _BLOCK)
+    if not options.prefix_cache:
+        yield Flag("--disable-radix-cache", "", _FRESH)
     if options.memory:
         why = "share of the memory for weights and cache, without what passes need"
         yield Flag("--mem-fraction-static", f"{of.memory('static'):.3g}", why)
@@ -340,10 +345,13 @@ def _trtllm(of: _Worker) -> Iterator[Flag]:
     cache = {
         "dtype": "fp8" if own.model.cache == "fp8" else "",
         "tokens_per_block": str(options.block or ""),
+        "enable_block_reuse": "" if options.prefix_cache else "false",
     }
     told = ", ".join(f"{key}: {value}" for key, value in cache.items() if value)
     if told:
-        yield Flag("kv_cache_config", f"{{{told}}}", "format and blocks of the cache", in_file=True)
+        yield Flag(
+            "kv_cache_config", f"{{{told}}}", "format, blocks and reuse of the cache", in_file=True
+        )
     if options.eager:
         yield Flag("cuda_graph_config", "null", _EAGER, in_file=True)
     if options.drafts:

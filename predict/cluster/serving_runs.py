@@ -333,7 +333,8 @@ def memory_share(row: ServingRow, workers: Workers, tokens: float) -> float:
 def _layout(row: ServingRow, workers: Workers, parts: dict[str, float]) -> CacheLayout:
     rules = framework_defaults(row.framework)
     drafts = row.options.drafts or ceil(row.accepted) - 1
-    return cache_layout(row.model, workers.plan, rules, parts["cache"], drafts=drafts)
+    reuse = row.options.prefix_cache
+    return cache_layout(row.model, workers.plan, rules, parts["cache"], drafts=drafts, reuse=reuse)
 
 
 def _memory(row: ServingRow, workers: Workers) -> dict[str, float]:

@@ -88,6 +88,7 @@ class EngineOptions:
         swap: Whether the cache of an evicted request moves to the host.
         watermark: Share of the cache that stays free when a request is admitted.
         eager: Whether passes are launched kernel by kernel, not replayed from captured graphs.
+        prefix_cache: Whether what prompts begin with is kept for later ones.
         drafts: Tokens that are drafted for a step of speculative decoding; 0 without.
         draft: Model that drafts them; ``None`` for drafts at no cost, as of n-grams.
         draft_name: What drafts: ``ngram``, ``mtp``, or the name of a model.
@@ -100,6 +101,7 @@ class EngineOptions:
     swap: bool = False
     watermark: float = 0.0
     eager: bool = False
+    prefix_cache: bool = True
     drafts: int = 0
     draft: ServedModel | None = None
     draft_name: str = "ngram"
@@ -237,6 +239,8 @@ def serving_row(row: Mapping[str, object], folder: Path = Path()) -> ServingRow:
         speculative=_speculative(says),
         accepted=_accepted(cell, _speculative(says)),
         measured={name: value for name, value in measured.items() if value == value and value > 0},
+        # Benchmarks of random prompts turn off what could not be found again.
+        options=EngineOptions(prefix_cache=False),
     )
 
 

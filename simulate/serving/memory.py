@@ -96,6 +96,7 @@ def cache_layout(
     cache: float,
     *,
     drafts: int = 0,
+    reuse: bool = True,
 ) -> CacheLayout:
     """What a cache holds under the rules of a framework.
 
@@ -105,6 +106,7 @@ def cache_layout(
         framework: Whose rules.
         cache: Bytes of a device.
         drafts: Tokens of a sequence that a step may take back, each with a state of its own.
+        reuse: Whether prefixes are kept, for which SGLang holds further states of each sequence.
     """
     full, windowed, window = model.cache_layers()
     state = model.state_bytes(plan)
@@ -124,7 +126,7 @@ def cache_layout(
             parts["cache of windows"] = tokens / plan.dp * one * _WINDOW_SHARE * windowed
         if state:
             room = kept / state * plan.dp
-            pools.append(Pool(room, every=0.0, fixed=float(_STATES + drafts)))
+            pools.append(Pool(room, every=0.0, fixed=float((_STATES if reuse else 1) + drafts)))
         parts["cache"] = cache - sum(parts.values())
         return CacheLayout(int(tokens), tuple(pools), window, parts=parts)
     block = 0

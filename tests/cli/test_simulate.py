@@ -241,6 +241,7 @@ def test_serving_and_its_plans_take_a_device_by_its_file(tmp_path):
         (["--weights", "ternary"], "ternary"),
         (["--router", "random"], "'random' is not known"),
         (["--experts", "fp8"], "the model has none"),
+        (["--prefix-hits", "0.5", "--no-prefix-cache"], "without a prefix cache"),
         (["--whole-prompts", "--token-budget", "512"], "a prompt has 1024 tokens, a pass at most"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from opcast.common.errors import PlanError
 from opcast.models.serving.model import ServingModel
 from opcast.predict.cluster.deployment import Deployment, on_cluster
-from opcast.predict.cluster.serving import ServingPrediction, ServingPredictor
+from opcast.predict.cluster.serving import ServingPrediction, ServingPredictor, load_of
 from opcast.predict.cluster.serving_load import LoadSpec, parse_slo
 from opcast.predict.cluster.serving_runs import cache_transfer
 from opcast.predict.cluster.serving_table import EngineOptions, Workers
@@ -176,6 +176,12 @@ def test_a_draft_model_costs_its_passes_and_memory(predictor: ServingPredictor) 
     assert other.memory["draft model"] > 0
     with pytest.raises(PlanError, match="4 tokens a step of 2 drafts"):
         replace(free, accepted=4.0)
+
+
+def test_without_a_prefix_cache_nothing_is_found() -> None:
+    load = replace(SPEC.draw(), blocks=((1, 2),) * 40)
+    assert load_of(PLAIN, load).blocks
+    assert not load_of(replace(PLAIN, options=EngineOptions(prefix_cache=False)), load).blocks
 
 
 def test_workers_apart_move_caches(predictor: ServingPredictor) -> None:

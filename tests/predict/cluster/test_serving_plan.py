@@ -160,6 +160,10 @@ def test_flags_are_a_table_that_says_why() -> None:
     # SGLang shares the budget of an engine out among its ranks.
     cut = {r["flag"]: r["value"] for r in launches(replace(own, chunked=None))["SGLang"].rows()}
     assert cut["--chunked-prefill-size"] == str(2 * 8192)
+    fresh = launches(replace(own, options=replace(options, prefix_cache=False)))
+    assert "--no-enable-prefix-caching" in fresh["vLLM"].command
+    assert "--disable-radix-cache" in fresh["SGLang"].command
+    assert "enable_block_reuse: false" in fresh["TensorRT-LLM"].command
     # What no engine has is said.
     own = replace(own, options=replace(options, swap=True, watermark=0.1))
     own = replace(own, engine=Workers(EnginePlan(dp=2, ep=2), 3))

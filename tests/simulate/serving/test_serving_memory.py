@@ -115,6 +115,9 @@ def test_sglang_has_a_pool_for_states() -> None:
     assert layout.parts == {"recurrent states": pytest.approx(18e9), "cache": pytest.approx(20e9)}
     assert layout.tokens == int(20e9 / (12 * 2048))
     assert layout.share(0.0, 0.0, 10.0) == pytest.approx(50 / states)
+    # One each where nothing is kept for later prompts.
+    alone = cache_layout(STATES, ONE, FRAMEWORKS["sglang"], 38e9, reuse=False)
+    assert alone.share(0.0, 0.0, 10.0) == pytest.approx(10 / states)
 
 
 def test_sparse_attention_keeps_all_tokens_and_keys_of_its_indexer() -> None:
