@@ -87,6 +87,8 @@ class ServingCosts:
         most_tokens: Most tokens of a pass, over all ranks.
         most_batch: Most sequences of a pass, over all ranks.
         longest: Most tokens of a sequence.
+        early: Whether the engine is one from before it was rewritten, whose all-reduces are the
+            library's (NCCL, RCCL) instead of ones that graphs capture.
     """
 
     def __init__(
@@ -98,8 +100,10 @@ class ServingCosts:
         most_tokens: int,
         most_batch: int,
         longest: int,
+        *,
+        early: bool = False,
     ) -> None:
-        self.model, self.plan, self.latency = model, plan, latency
+        self.model, self.plan, self.latency, self.early = model, plan, latency, early
         self.cluster, self.network = cluster, ClusterNetwork(cluster)
         self._spec = read_device(cluster.device)
         # Pipeline stages work on a share of the batch each, so that a pass takes all layers for
@@ -224,7 +228,8 @@ class ServingCosts:
         if link and self._spec.platform == "gpu":
             # A cluster's file may say another bandwidth than the device's.
             link = self.cluster.topology.dims[0].bandwidth
-        if kind == "all_reduce" and ranks <= self.cluster.devices_per_node and link:
+        inside = ranks <= self.cluster.devices_per_node and not self.early
+        if kind == "all_reduce" and inside and link:
             return (
                 _REDUCE_S
                 + _REDUCE_RANK_S * ranks

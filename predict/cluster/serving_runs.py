@@ -186,14 +186,17 @@ class ServingRuns:
         tokens = policy.token_budget if policy.chunked else max(policy.token_budget, longest)
         # Powers of two, so that loads of one configuration share tables.
         sizes = tuple(2 ** ceil(np.log2(max(n, 2))) for n in (tokens, batch, longest))
-        key = (row.model, workers.plan, row.cluster, row.framework, *sizes)
+        early = row_era(row) == "early"
+        key = (row.model, workers.plan, row.cluster, row.framework, early, *sizes)
         if key not in self._costs:
             device = row.cluster.device
             latency = self._latency.get((device, row.framework))
             if latency is None:
                 latency = ServingLatency(read_device(device), self.model, row.framework)
                 self._latency[device, row.framework] = latency
-            self._costs[key] = ServingCosts(row.model, workers.plan, row.cluster, latency, *sizes)
+            self._costs[key] = ServingCosts(
+                row.model, workers.plan, row.cluster, latency, *sizes, early=early
+            )
             if len(self._costs) > MOST_TABLES:
                 self._costs.popitem(last=False)
         self._costs.move_to_end(key)
@@ -448,10 +451,16 @@ def row_context(row: ServingRow) -> dict[str, str]:
     return {**levels, "known": group_key(levels)}
 
 
+def row_era(row: ServingRow) -> str:
+    """``early`` for an engine before it was rewritten, else ``now``."""
+    return engine_era(row.framework, row.version, row.load.kind)
+
+
 def _levels(row: ServingRow) -> dict[str, str]:
     spec = read_device(row.cluster.device)
     model = row.model
-    engine = f"{row.framework} {engine_era(row.framework, row.version, row.load.kind)}"
+    era = row_era(row)
+    engine = f"{row.framework} {era}"
     return {
         "any": "any",
         "all": spec.platform,
@@ -459,6 +468,7 @@ def _levels(row: ServingRow) -> dict[str, str]:
         "architecture": spec.architecture.removesuffix("-ultra"),
         "framework": row.framework,
         "engine": engine,
+        "era": era,
         "format": model.weights,
         "expert_format": model.expert_weights if model.workload.experts else "",
         # Kernels of experts differ by engine and format.
