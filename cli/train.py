@@ -80,6 +80,12 @@ def train(
         str | None,
         typer.Option(help="For operators: take over the other families of this model."),
     ] = None,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            "--from", help="For serving: model to start from; 'default' for the one that ships."
+        ),
+    ] = None,
 ) -> None:
     """Train a model, print its metrics, save and track it.
 
@@ -104,11 +110,14 @@ def train(
         run_train_power(make_console(), PowerSettings(power, out or Path("power.json"), seed=seed))
         return
     if serving is not None:
-        refuse_unused(context, "training on serving", {"serving", "out", "seed", "track"})
+        used = {"serving", "out", "seed", "track", "start"}
+        refuse_unused(context, "training on serving", used)
         from ..workflows.serving.train import run_train_serving
         from ..workflows.settings import ServingSettings
 
-        told = ServingSettings(serving, out or Path("serving.json"), seed=seed, track=track)
+        told = ServingSettings(
+            serving, out or Path("serving.json"), seed=seed, track=track, start=start or ""
+        )
         run_train_serving(make_console(), told)
         return
     if steps is not None:

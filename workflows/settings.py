@@ -235,9 +235,14 @@ class StepSettings(Settings):
 
 @dataclass(frozen=True)
 class ServingSettings(StepSettings):
-    """Settings of the commands that learn from, predict or adapt to a table of serving."""
+    """Settings of the commands that learn from, predict or adapt to a table of serving.
+
+    Attributes:
+        start: Model that learning starts from; empty for none.
+    """
 
     command: ClassVar[str] = "evaluate --serving"
+    start: str = ""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import numpy as np
 from ..steps.fit import group_weights, shrunk
 from .effects import CLUSTER, KNOWN, Context, ServingDesign, ServingEffects, serving_design
 
-#: Times that the simulator is asked again where the effects then lie.
-ROUNDS = 3
+#: Most times that the simulator is asked again where the effects then lie, and the least share by
+#: which a round has to lower the error for another one.
+ROUNDS, GAIN = 4, 0.01
 #: Weight of a time to the first token against one of a further token: what queues before it depends
 #: on arrivals that no column holds. Engineering choice.
 FIRST_WEIGHT = 0.5
@@ -63,10 +64,7 @@ def solve_serving(
     """
     design, target = linear or linear_serving(seen, contexts, now)
     used = np.flatnonzero(np.any(design.matrix[learn] != 0.0, axis=0))
-    first = seen.metrics[learn] == "ttft"
-    weight = group_weights(groups[seen.rows[learn]])
-    # What waits for other requests says little of what anything costs.
-    weight = weight * np.where(first, FIRST_WEIGHT * (1.0 - 0.8 * seen.queued[learn]), 1.0)
+    weight = _weights(Observed(*(column[learn] for column in seen)), groups)
     last = np.array([design.keys[column].split("/", 2)[1] == KNOWN for column in used])
     found: dict[str, float] = {}
     left = target[learn]
@@ -143,6 +141,7 @@ def fit_serving(
     contexts: Sequence[Context],
     groups: np.ndarray,
     tell: Callable[[str], None] = lambda _: None,
+    start: ServingEffects | None = None,
 ) -> tuple[ServingEffects, Observed]:
     """Learn effects from measured latencies.
 
@@ -151,13 +150,46 @@ def fit_serving(
         contexts: Of the rows.
         groups: Of the rows.
         tell: Told of progress.
+        start: Effects that the first round simulates; ``None`` for none.
 
     Returns:
-        The effects, and the latencies simulated with them.
+        The effects whose simulation errs least, of those of all rounds and the start, and the
+        latencies simulated with them.
     """
-    effects = ServingEffects()
-    for turn in range(ROUNDS):
-        tell(f"effects: round {turn + 1} of {ROUNDS}")
+    effects = start or ServingEffects()
+    best: tuple[float, ServingEffects, Observed] | None = None
+    for turn in range(ROUNDS + 1):
+        tell(f"effects: simulating, round {turn} of at most {ROUNDS}")
         seen = observe(effects)
-        effects = solve_serving(seen, contexts, groups, effects, np.ones(len(seen.rows), bool))
-    return effects, observe(effects)
+        error = simulated_error(seen, contexts, groups, effects)
+        tell(f"effects: mean absolute error of logarithms {error:.4f}")
+        settled = best is not None and error > (1.0 - GAIN) * best[0]
+        # The linear model may overshoot, so that a later round is not always a better one.
+        if best is None or error < best[0]:
+            best = error, effects, seen
+        if settled:
+            break
+        every = np.ones(len(seen.rows), bool)
+        effects = solve_serving(seen, contexts, groups, effects, every)
+    assert best is not None
+    return best[1], best[2]
+
+
+def simulated_error(
+    seen: Observed, contexts: Sequence[Context], groups: np.ndarray, effects: ServingEffects
+) -> float:
+    """Mean absolute error of logarithms of latencies that were simulated with effects, weighted."""
+    own = [contexts[row] for row in seen.rows]
+    factors = [
+        effects.factor(context, metric) for context, metric in zip(own, seen.metrics, strict=True)
+    ]
+    errors = np.abs(seen.measured - seen.simulated - np.log(factors))
+    return float(np.average(errors, weights=_weights(seen, groups)))
+
+
+def _weights(seen: Observed, groups: np.ndarray) -> np.ndarray:
+    """Weight of each latency; a group counts by the root of its size."""
+    first = seen.metrics == "ttft"
+    # What waits for other requests says little of what anything costs.
+    own = np.where(first, FIRST_WEIGHT * (1.0 - 0.8 * seen.queued), 1.0)
+    return group_weights(groups[seen.rows]) * own

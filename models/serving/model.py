@@ -215,16 +215,18 @@ class Score(NamedTuple):
         kind: :func:`kind_of` it.
         tier: What was known of its row.
         measured_on: Whether runs of its machines were learned from.
-        left: What was left out with it, such as ``device h100-sxm``.
+        context: Of its row.
         group: Group of its row; groups count by the root of their size.
+        latency: Number of the latency, which may have been left out in several ways.
         error: Logarithm of measured over predicted.
     """
 
     kind: str
     tier: str
     measured_on: bool
-    left: str
+    context: Context
     group: str
+    latency: int
     error: float
 
 
@@ -236,7 +238,7 @@ def serving_ends(scores: Iterable[Score]) -> dict[str, tuple[float, float]]:
     ends = {
         f"{kind}/{tier}{'' if here else ELSEWHERE}": _quantiles(own, tier, here)
         for (kind, tier, here), own in parts.items()
-        if len(own) >= LEAST
+        if len({score.latency for score in own}) >= LEAST
     }
     for kind in {kind for kind, _, _ in parts}:
         for place in ("", ELSEWHERE):
@@ -262,13 +264,22 @@ def _quantiles(scores: Sequence[Score], tier: str, here: bool) -> tuple[float, f
     values = np.array([score.error for score in scores])
     _, index, counts = np.unique(groups, return_inverse=True, return_counts=True)
     weight = counts[index] ** -0.5
-    wider = 1.0
-    if tier in ("architecture", "new") or not here:
-        # Few engines and machines were left out in turn, and the next one is further off than any
-        # of n with a probability of about 1 / n.
-        wider += 1.0 / len({score.left for score in scores})
+    # What was new of the rows: the next one is further off than any of n with a probability of
+    # about 1 / n.
+    novel = {"framework": ["group"], "architecture": ["engine"], "new": ["architecture"]}
+    new = novel.get(tier, [])
+    new += [] if here else ["cluster"]
+    kinds = [np.array([score.context.get(name, "") for score in scores]) for name in new]
+    wider = 1.0 + 1.0 / min((_number(kind, weight) for kind in kinds), default=np.inf)
     if tier == "architecture":
         # Of an engine that nobody measured, it is not known on which side of the others it lies.
         values, weight = np.concatenate([values, -values]), np.tile(weight, 2)
     low, high = (weighted_quantile(values, weight, (1 + side * COVERAGE) / 2) for side in (-1, 1))
     return min(wider * low, 0.0), max(wider * high, 0.0)
+
+
+def _number(kinds: np.ndarray, weight: np.ndarray) -> float:
+    """Effective number of kinds, of which a few may have most of the weight."""
+    _, index = np.unique(kinds, return_inverse=True)
+    shares = np.bincount(index, weight) / weight.sum()
+    return float(1.0 / (shares**2).sum())

@@ -189,6 +189,7 @@ def test_what_is_left_out_in_turn() -> None:
     both = parts["device and framework", "h200-sxm vllm"]
     assert both.judge.tolist() == [False, False, False, False, True, False]
     assert both.learn.tolist() == [False, True, False, True, False, False]
+    assert ("device and source", "h100-sxm mine") in parts
     device = parts["device", "h200-sxm"]
     assert (device.judge == ~device.learn).all() and device.judge.sum() == 2
 
@@ -207,6 +208,15 @@ def test_commands(tmp_path: Path, plain: pd.DataFrame) -> None:
         app, ["train", "--serving", str(asked), "--out", str(tmp_path / "m.json"), "--no-track"]
     )
     assert trained.exit_code == 0, trained.output
+    again = runner.invoke(
+        app,
+        ["train", "--serving", str(asked), "--out", str(tmp_path / "n.json"), "--no-track",
+         "--from", str(tmp_path / "m.json")],
+    )  # fmt: skip
+    assert again.exit_code == 0, again.output
+    assert "round 0" in again.output and "round 3" not in again.output
+    none = runner.invoke(app, ["train", "--serving", str(asked), "--from", str(tmp_path / "x")])
+    assert none.exit_code != 0 and "x" in str(none.exception or none.output)
     out = tmp_path / "p.parquet"
     said = runner.invoke(
         app,

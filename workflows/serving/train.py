@@ -19,7 +19,15 @@ from ...models.serving.fit import (
     linear_serving,
     solve_serving,
 )
-from ...models.serving.model import Score, ServingModel, group_key, kind_of, serving_ends
+from ...models.serving.model import (
+    LEAST,
+    Score,
+    ServingModel,
+    find_serving_model,
+    group_key,
+    kind_of,
+    serving_ends,
+)
 from ...models.tracking.mlflow_store import RunLog
 from ...predict.cluster.serving_runs import ServingRuns, row_context
 from ...predict.cluster.serving_table import ServingRow, read_serving, read_serving_rows
@@ -38,6 +46,9 @@ FAULTY = "impossible|suspicious|beyond the context|prefix_reuse"
 #: Folds of the rows for errors of known models.
 FOLDS = 5
 
+#: What is left out together: rows of both are judged, rows of either are not learned from.
+TOGETHER = (("device", "framework"), ("device", "source"), ("device", "model_group"))
+
 #: Begins columns that say whether a latency lies inside its interval.
 INSIDE = "inside "
 
@@ -50,6 +61,7 @@ def train_serving(
     tell: Tell,
     folder: Path,
     seed: int = 0,
+    start: ServingModel | None = None,
 ) -> tuple[ServingModel, pd.DataFrame]:
     """Learn a model of serving, with errors of what was left out.
 
@@ -59,6 +71,7 @@ def train_serving(
         tell: Told of progress.
         folder: That the table's traces are in.
         seed: Of the folds.
+        start: Model whose effects the fit starts from; ``None`` for no effects.
 
     Returns:
         The model, and for every measured latency its logarithmic errors when left out: ``id``,
@@ -81,7 +94,8 @@ def train_serving(
     )
     tell(f"{len(rows)} measured rows")
     runs = ServingRuns(rows, operators)
-    effects, seen = fit_serving(observer(runs, contexts), contexts, groups, tell)
+    began = start.effects if start else None
+    effects, seen = fit_serving(observer(runs, contexts), contexts, groups, tell, began)
     model = ServingModel(effects)
     linear = linear_serving(seen, contexts, effects)
     left = {"fit": linear_errors(seen, contexts, effects, effects, linear)}
@@ -99,7 +113,7 @@ def train_serving(
         np.copyto(left[part.name], errors, where=judge)
         known = ServingModel(without, provenance=_learned(seen, contexts, learn))
         at = np.flatnonzero(judge).tolist()
-        own = [_score(seen, contexts, groups, known, part, i, float(errors[i])) for i in at]
+        own = [_score(seen, contexts, groups, known, i, float(errors[i])) for i in at]
         scores.append((part.name, at, own))
     tell("intervals")
     left |= _inside(seen, scores)
@@ -129,7 +143,6 @@ def _score(
     contexts: Sequence[dict[str, str]],
     groups: np.ndarray,
     known: ServingModel,
-    part: LeftOut,
     at: int,
     error: float,
 ) -> Score:
@@ -141,8 +154,9 @@ def _score(
         kind,
         known.tier(context),
         known.measured_on(context),
-        f"{part.name} {part.value}",
+        context,
         str(groups[row]),
+        at,
         error,
     )
 
@@ -181,11 +195,15 @@ def _shapes(rows: Sequence[ServingRow]) -> dict[str, str]:
 def _learned(
     seen: Observed, contexts: Sequence[dict[str, str]], learn: np.ndarray
 ) -> dict[str, object]:
-    """Model groups with engines and chips of the latencies that are learned from, and machines."""
-    own = [contexts[row] for row in seen.rows[learn]]
+    """What was learned from: model groups with engines and chips, and machines.
+
+    A handful of runs does not tell how others on the same machines lie, so that these do not count.
+    """
+    own = [contexts[row] for row in np.unique(seen.rows[learn])]
+    clusters = Counter(context["cluster"] for context in own if context["cluster"])
     return {
         "groups": sorted({group_key(context) for context in own}),
-        "clusters": sorted({context["cluster"] for context in own if context["cluster"]}),
+        "clusters": sorted(name for name, rows in clusters.items() if rows >= LEAST),
     }
 
 
@@ -209,7 +227,7 @@ def left_outs(rows: Sequence[ServingRow], seed: int = 0) -> Iterator[LeftOut]:
     """What is left out in turn.
 
     A fifth of the rows, model groups, frameworks, devices, generations, sources; devices together
-    with all of a framework.
+    with all of a framework, a source or a model group.
     """
     order = np.random.default_rng(seed).permutation(len(rows))
     keys = {
@@ -223,10 +241,11 @@ def left_outs(rows: Sequence[ServingRow], seed: int = 0) -> Iterator[LeftOut]:
     for name, key in keys.items():
         for value in np.unique(key):
             yield LeftOut(name, str(value), key == value, key != value)
-    device, framework = keys["device"], keys["framework"]
-    for one, other in sorted(set(zip(device.tolist(), framework.tolist(), strict=True))):
-        here, own = device == one, framework == other
-        yield LeftOut("device and framework", f"{one} {other}", here & own, ~here & ~own)
+    for first, second in TOGETHER:
+        one, two = keys[first], keys[second]
+        for here, own in sorted(set(zip(one.tolist(), two.tolist(), strict=True))):
+            a, b = one == here, two == own
+            yield LeftOut(f"{first} and {second}", f"{here} {own}", a & b, ~a & ~b)
 
 
 def left_out_serving(left: pd.DataFrame) -> pd.DataFrame:
@@ -266,8 +285,9 @@ def run_train_serving(console: Console, settings: ServingSettings) -> ServingMod
     def tell(what: str) -> None:
         console.print(what, highlight=False)
 
+    start = find_serving_model(settings.start) if settings.start else None
     model, left = train_serving(
-        table, serving_operators(), tell, settings.table.parent, settings.seed
+        table, serving_operators(), tell, settings.table.parent, settings.seed, start
     )
     figures = left_out_serving(left)
     print_frame(console, in_percent(figures), "measured serving that was left out, errors in %")
