@@ -128,7 +128,8 @@ def misleading(rows: pd.DataFrame) -> np.ndarray:
     slow = kernel.str.startswith("vllm_modeloptfp8moe") | (
         kernel.str.startswith("sglang_flashinfer_cutlass") & device.isin(["h100-sxm", "h200-sxm"])
     )
-    ranks = rows["ep"] if "ep" in rows else pd.Series(1, rows.index)
+    # A column of a table with other families, too, lacks values.
+    ranks = rows["ep"].fillna(1).astype(float) if "ep" in rows else pd.Series(1.0, rows.index)
     everywhere = kernel.str.startswith("sglang") & (device == "a100-sxm-80gb") & (ranks > 1)
     return np.asarray(slow | unfused | everywhere, bool)
 
