@@ -148,7 +148,10 @@ def _spread(
 @lru_cache(maxsize=1024)
 def _words_of(kernel: str) -> tuple[bool, ...]:
     """Which of :data:`KERNEL_WORDS` the name of a kernel holds."""
-    return tuple(word in kernel.lower() for word in KERNEL_WORDS)
+    name = kernel.lower()
+    # FlashInfer hands these on to TensorRT-LLM, and has none of its own in them.
+    name = name.replace("flashinfer", "") if "trtllm" in name else name
+    return tuple(word in name for word in KERNEL_WORDS)
 
 
 def non_nvidia(table: OpTable) -> np.ndarray:

@@ -233,8 +233,13 @@ def _longest(work: Work, causal: np.ndarray, seen: np.ndarray) -> np.ndarray:
 
 
 def _width(work: Work) -> np.ndarray:
-    """Return the multiply-adds of a (query, key) pair; SGLang prefills with latent keys, too."""
+    """Return the multiply-adds of a (query, key) pair; SGLang prefills with latent keys, too.
+
+    Not so by TensorRT-LLM's kernels on data-centre Blackwell (``trtllm_mla``), which get the keys
+    of each head.
+    """
     latent = work.table.family.endswith("mla") & work.table.is_("backend", "sglang")
+    latent &= ~work.kernel.is_("trt", "trt-made")
     padded = work.kernel.padded(work.d_key) + work.kernel.padded(work.d_value)
     return np.asarray(np.where(latent, LATENT_WIDTH, padded))
 
@@ -253,8 +258,8 @@ def _packs_heads(work: Work) -> np.ndarray:
     table = work.table
     always = table.says("kernel", "fa3", "fa4", "flashinfer", "fiprefill", "fidecode")
     always |= table.is_("backend", "sglang") & table.says("kernel", "flash_attention")
-    never = work.trt | table.says("kernel", "triton")
-    return np.asarray(always | (~never & (work.q_len == 1)))
+    never = work.kernel.is_("trt", "trt-made", "triton")
+    return np.asarray(~never & (always | (work.q_len == 1)))
 
 
 def visited_keys(

@@ -18,6 +18,9 @@ from ..physics import non_nvidia
 #: Architectures that libraries have attention kernels made for: asynchronous copies and matrix
 #: instructions of the data-centre chips from Hopper on.
 MADE_FOR = ("hopper", "blackwell", "blackwell-ultra")
+#: Architectures that TensorRT-LLM has generated kernels for, which other libraries call by way of
+#: FlashInfer ("trtllm-gen": ``trtllm_mha`` and ``trtllm_mla`` in SGLang).
+GENERATED = ("blackwell", "blackwell-ultra")
 #: Architectures on which TensorRT-LLM's grouped decode does not split the keys of an fp8 cache.
 WHOLE_KEYS = ("blackwell-gb20x",)
 
@@ -96,14 +99,25 @@ class RowKernels:
         heads, groups = table.numbers("q_heads", "kv_heads")
         repeat = heads / groups
         made = table.of_device([float(d.architecture in MADE_FOR) for d in table.devices]) > 0
-        trt = table.is_("backend", "trtllm")
+        names_made = table.says("kernel", "trtllm")
+        flashinfer = table.says("kernel", "flashinfer", "fiprefill", "fidecode")
+        # vLLM's FlashInfer calls the kernels that TensorRT-LLM has for data-centre Blackwell on its
+        # own accord (use_trtllm_attention in its source), unless the name says which it took.
+        vllm = table.is_("backend", "vllm")
+        blackwell = table.of_device([float(d.architecture in GENERATED) for d in table.devices]) > 0
+        said = table.says("kernel", "fiprefill", "fidecode")
+        names_made |= vllm & flashinfer & blackwell & ~said
+        # TensorRT-LLM can call FlashInfer's kernels, and names them then.
+        trt = names_made | (table.is_("backend", "trtllm") & ~flashinfer)
         flash = table.says("kernel", "fa2", "flash_attn", "flash_attention")
-        sglang = table.is_("backend", "sglang") & flash
+        # SGLang's build of FlashAttention 3 runs on older chips, too, where it is another kernel.
+        sglang = table.is_("backend", "sglang") & (flash | table.says("kernel", "fa3"))
         third = table.says("kernel", "fa3", "fa4", "attention_v3") | (sglang & made)
+        third &= ~sglang | made
         # vLLM takes the third on Hopper alone where it is told no other (get_flash_attn_version in
         # its source); releases before 0.24 do not name it.
         hopper = table.of_device([float(d.architecture == "hopper") for d in table.devices]) > 0
-        third |= flash & hopper & table.is_("backend", "vllm") & ~table.says("kernel", "fa2")
+        third |= flash & hopper & vllm & ~table.says("kernel", "fa2")
         plain = table.is_("backend", "sglang") & (repeat < 4) & ~table.is_("kv_dtype", "fp8")
         rules = (
             ("triton", table.says("kernel", "triton")),
@@ -111,7 +125,7 @@ class RowKernels:
             ("trt", trt),
             ("flash-3", third),
             ("flashinfer-plain", plain & table.says("kernel", "flashinfer")),
-            ("flashinfer", table.says("kernel", "flashinfer", "fiprefill", "fidecode")),
+            ("flashinfer", flashinfer),
             ("flash-sglang", sglang),
             ("flash-2", flash),
         )

@@ -10,8 +10,11 @@ from opcast.features.devices.catalogue import device_names, find_device
 from opcast.features.devices.rules import IDLE_W, rules_of
 from opcast.features.operators import FAMILIES, gemm, op_features
 from opcast.features.operators.attention import visible_pairs, visited_keys
+from opcast.features.operators.attention.kernels import RowKernels
+from opcast.features.operators.columns import OpTable
 from opcast.features.operators.moe import busy_rank
 from opcast.features.operators.physics import combine, fill, quantised, resident_share
+from opcast.features.operators.schema import parameters_of
 
 ATTENTION = {
     "op": "attention", "dtype": "bf16", "batch": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 8,
@@ -351,6 +354,42 @@ def test_flash_attention_of_vllm_by_architecture(round_gpu):
         assert cut(architecture, "vllm_flash_attn") != cut(architecture, f"vllm_flash_attn_{other}")
 
 
+def test_kernels_of_tensorrt_llm_in_other_libraries(round_gpu):
+    """FlashInfer and SGLang call them on data-centre Blackwell, by whatever name."""
+
+    def kernels(architecture, backend, kernel):
+        row = {**DECODE, "backend": backend, "kernel": kernel, "device": "d"}
+        family, device = "graph/generation_attention", round_gpu("d", architecture=architecture)
+        frame = pd.DataFrame([row])
+        return RowKernels(OpTable.of(frame, family, parameters_of(family), {"d": device}))
+
+    for backend, kernel in (
+        ("vllm", "vllm_flashinfer_trtllmdecode"),
+        ("vllm", "vllm_flashinfer"),
+        ("sglang", "trtllm_mha"),
+        ("trtllm", "torch_flow"),
+    ):
+        assert kernels("blackwell", backend, kernel).is_("trt-made")[0]
+    # Where the name says otherwise, or the chip has no such kernels.
+    assert kernels("blackwell", "vllm", "vllm_flashinfer_fidecode").is_("flashinfer")[0]
+    assert kernels("ada", "vllm", "vllm_flashinfer").is_("flashinfer")[0]
+    assert kernels("blackwell", "trtllm", "torch_flow_flashinfer").is_("flashinfer")[0]
+    # SGLang's FlashAttention 3 on a chip before Hopper is not that of Hopper.
+    assert kernels("hopper", "sglang", "fa3").is_("flash-3")[0]
+    assert kernels("ada", "sglang", "fa3").is_("flash-sglang")[0]
+
+
+def test_latent_prefill_of_sglang_has_keys_of_each_head_on_blackwell(round_gpu):
+    def products(kernel):
+        widths = {"head_dim": 192, "v_head_dim": 128, "backend": "sglang", "kernel": kernel}
+        frame = pd.DataFrame([{**LONG, **widths, "device": "d"}])
+        device = round_gpu("d", architecture="blackwell")
+        return op_features(frame, "graph/context_mla", {"d": device}).base_s[0]
+
+    # 576 + 512 multiply-adds a pair of a query and a latent key, 192 + 128 with a head's own.
+    assert products("flash_attention") > 1.5 * products("trtllm_mla")
+
+
 def test_heads_that_read_the_keys_for_themselves(estimate):
     row = {**DECODE, "q_heads": 32, "kv_heads": 2, "backend": "vllm", "window": 1024}
 
@@ -443,6 +482,15 @@ def test_experts(estimate):
     assert found.moved[0] == weights + streams
     ungated = estimate("graph/moe", EXPERTS, kernel="moe_torch_flow_nongated")
     assert ungated.flops[0] == found.flops[0] * 2 / 3
+
+
+def test_experts_of_models_without_a_gate(estimate):
+    """Nemotron 3 Nano's have two matrices; kernels that computed a gate have three."""
+    nano = {"inter": 1856, "topk": 6, "experts": 128, "ep": 1}
+    found = estimate("graph/moe", EXPERTS, **nano, kernel="sglang_flashinfer_trtllm_moe")
+    assert found.flops[0] == 2 * 16 * 6 * 64 * 1856 * 2
+    gated = estimate("graph/moe", EXPERTS, **nano, kernel="vllm_fused_moe")
+    assert gated.flops[0] == found.flops[0] * 3 / 2
 
 
 def busy(tokens, topk, experts, ep, skew):
