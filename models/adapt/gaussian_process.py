@@ -26,7 +26,7 @@ import numpy as np
 
 from ...features.operators import OpFeatures
 from ..trust.conformal import COVERAGE, ends
-from .shared_leaves import leaf_variants, shared_leaves
+from .shared_leaves import cautious_params, leaf_variants, shared_leaves
 
 #: Fewest samples for an interval from the device's own errors: with 39 or fewer, 5 % tails would be
 #: the extremes.
@@ -356,6 +356,8 @@ class ErrorPosterior:
             some = np.arange(min(len(errors), MAX_CHOICE))
             own = None if groups is None else groups[some]
             params = chosen_params(params, sites.take(some), bounded[some], own, gain)
+        elif choose and sites.leaves is not None:
+            params = cautious_params(params)
         matrix = covariance(sites, sites, params) + noise_variance(params) * np.eye(len(errors))
         inverse = np.linalg.inv(matrix)
         posterior = cls(params, sites, inverse @ bounded, inverse, 1.0, len(errors), errors)

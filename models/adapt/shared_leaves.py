@@ -15,14 +15,14 @@ from itertools import product
 
 import numpy as np
 
-#: Variances of errors that the samples of a device choose among: of slopes, and of kernels in the
-#: same leaves (engineering estimates, from none to a factor of 2.5).
-SLOPES, NEAR = (0.0, 0.05, 0.2), (0.05, 0.2, 0.8)
+#: Variances of errors of kernels in the same leaves that the samples of a device choose among
+#: (engineering estimates).
+NEAR = (0.05, 0.2, 0.8)
 #: Standard deviations of a label's noise to choose among.
 NOISE = (0.06, 0.15)
 #: Parts of those variances that all rows, rows of one op, dtype and backend, and rows of one kernel
 #: share: most of the error on a new chip is the library's (docs/operators.md).
-SLOPE_PARTS, NEAR_PARTS = (0.08, 0.46, 0.46), (0.3, 0.35, 0.35)
+NEAR_PARTS = (0.3, 0.35, 0.35)
 # Stands for a variance of zero, whose logarithm would be infinite.
 _NONE = 1e-9
 
@@ -44,10 +44,26 @@ def shared_leaves(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 def leaf_variants(params: np.ndarray) -> Iterator[np.ndarray]:
     """Parameters of the covariance that a device's samples choose among, as logarithms.
 
+    Slopes have no part in it: with leaves to say which kernels are alike, they carry errors to
+    kernels that have none (docs/operators.md).
+
     Args:
         params: Parameters whose length scales are kept; they have no effect between leaves.
     """
-    for slopes, near, noise in product(SLOPES, NEAR, NOISE):
-        variances = [slopes * part for part in SLOPE_PARTS] + [near * part for part in NEAR_PARTS]
-        amplitudes = 0.5 * np.log(np.maximum(variances, _NONE))
-        yield np.concatenate([amplitudes, [np.log(noise)], params[len(amplitudes) + 1 :]])
+    for near, noise in product(NEAR, NOISE):
+        yield _params(near, noise, params)
+
+
+def cautious_params(params: np.ndarray) -> np.ndarray:
+    """Return the variant that trusts samples least, for too few of them to choose one by.
+
+    Args:
+        params: As for :func:`leaf_variants`.
+    """
+    return _params(min(NEAR), max(NOISE), params)
+
+
+def _params(near: float, noise: float, params: np.ndarray) -> np.ndarray:
+    variances = [_NONE] * len(NEAR_PARTS) + [near * part for part in NEAR_PARTS]
+    amplitudes = 0.5 * np.log(variances)
+    return np.concatenate([amplitudes, [np.log(noise)], params[len(amplitudes) + 1 :]])

@@ -30,7 +30,7 @@ def test_shares_of_trees() -> None:
 def test_variants_keep_the_length_scales() -> None:
     params = start_params(2)
     found = list(leaf_variants(params))
-    assert len(found) == 3 * 3 * 2
+    assert len(found) == 3 * 2
     assert all(len(v) == len(params) and np.isfinite(v).all() for v in found)
     assert all((v[7:] == params[7:]).all() for v in found)
 
@@ -57,6 +57,14 @@ def test_regimes_are_told_apart_by_their_leaves() -> None:
     assert again.apply(some)[0] == pytest.approx(posterior.apply(some)[0])
     matrix = covariance(some, some, posterior.params)
     assert np.linalg.eigvalsh(matrix).min() > -1e-8
+
+
+def test_a_handful_of_samples_is_trusted_little() -> None:
+    """One sample in the leaves of the query: 0.05 of the variance against a noise of 0.15."""
+    some = sites(np.ones((2, 4), int))
+    posterior = ErrorPosterior.fit(start_params(2), some.take(np.array([0])), np.array([0.4]))
+    mean, _ = posterior.apply(some.take(np.array([1])))
+    assert mean[0] == pytest.approx(0.4 * 0.05 / (0.05 + 0.15**2), rel=1e-6)
 
 
 def test_few_samples_widen_intervals_to_their_own_errors() -> None:
