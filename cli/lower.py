@@ -136,21 +136,21 @@ def _cycles(lowered: LoweredProgram, device: DeviceSpec | None) -> dict[str, flo
 
 def _print_summary(data: dict[str, Any]) -> None:
     from ..common.notes import WARNING
-    from ..common.units import size
+    from ..common.units import duration, quantity, size
 
     echo = typer.echo
     echo(f"{data['device']}: {data['kernels']} kernels, {data['executions']:.0f} executions")
     echo(f"lowering {data['lowering']}; compiler {data['compiler'] or 'none'}")
     echo(f"kinds: {', '.join(f'{kind} {n}' for kind, n in data['kinds'].items())}")
-    echo(f"{data['flops'] / 1e9:.4g} GFLOP, {data['bytes'] / 1e6:.4g} MB moved")
+    echo(f"{quantity(data['flops'], 'FLOP', 4)}, {quantity(data['bytes'], 'B', 4)} moved")
     fits = {True: ", fits", False: ", does NOT fit", None: ""}[data["fits"]]
     of = f" of {size(data['device_memory_bytes'])}" if data["device_memory_bytes"] else ""
     peak = size(data["peak_memory_bytes"])
     echo(f"peak memory {peak}{of}{fits} ({data['memory_source']})")
     if "estimated_cycles" in data:
-        time = f", {data['estimated_us']:.4g} µs" if "estimated_us" in data else ""
+        time = f", {duration(data['estimated_us'])}" if "estimated_us" in data else ""
         echo(
-            f"the compiler's own estimate: {data['estimated_cycles']:.4g} cycles{time}, without "
+            f"the compiler's own estimate: {data['estimated_cycles']:,.0f} cycles{time}, without "
             f"{data['kernels_without_estimate']} kernels"
         )
     if data["compile_seconds"]:

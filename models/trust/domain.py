@@ -16,6 +16,7 @@ from itertools import combinations
 
 import numpy as np
 
+from ...common.units import plain
 from ..core.kernel_table import CELLS, KernelTable
 
 #: Squares per axis inside the trained range; one more on each side lies outside. Finer grids leave
@@ -121,8 +122,8 @@ class Domain:
             if not self.low[place] <= value[place] <= self.high[place] * (1 + 1e-6) + 1e-12:
                 odd.add(place)
                 reasons.append(
-                    f"{name} is {value[place]:.3g}, trained from {self.low[place]:.3g} to "
-                    f"{self.high[place]:.3g}"
+                    f"{name} is {plain(value[place])}, trained from {plain(self.low[place])} to "
+                    f"{plain(self.high[place])}"
                 )
         for (first, second), seen in zip(self.pairs, self.occupancy(table)[0], strict=True):
             if not seen and not odd & {first, second}:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ...common.units import plain
 from ...features.devices.device import DeviceSpec
 from ...features.devices.sheet import NUMBERS, RATES, TERA
 from .parts import Column, fitted_table
@@ -52,7 +53,7 @@ def print_device(console: Console, spec: DeviceSpec) -> None:
     for figure in figures(spec):
         table.add_row(
             figure.key,
-            f"{figure.value:.5g}",
+            plain(figure.value, 5),
             Text("default" if figure.defaulted else "", style="yellow"),
             Text(figure.source.removeprefix("default: ")),
         )

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...common.units import duration
+from ...common.units import duration, plain
 from ...models.explain.kernel import TREESHAP, KernelExplanation, Outside
 from ...models.trust.neighbours import Neighbour
 from ..program.explain import ExplainedKernel, ProgramExplanation
@@ -94,7 +94,7 @@ def _domain_text(e: KernelExplanation) -> str:
 
 def _beyond_text(o: Outside) -> str:
     side = "below" if o.value < o.low else "above"
-    return f"{o.feature} = {o.value:.3g} is {side} the trained {o.low:.3g} to {o.high:.3g}"
+    return f"{o.feature} = {plain(o.value)} is {side} the trained {plain(o.low)} to {plain(o.high)}"
 
 
 def _neighbours(neighbours: tuple[Neighbour, ...]) -> Table:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...common.units import duration, size
+from ...common.units import duration, plain, size
 from ..program.many import NOTES
 
 #: Figures of a design in its name.
@@ -34,7 +34,7 @@ def print_many(console: Console, frame: pd.DataFrame) -> None:
             table.add_row("none", Text(str(row["error"]), style="red"), *empty, device, program)
             continue
         span = f"{duration(row['lo_us'])} to {duration(row['hi_us'])}"
-        cost = [f"{row['cost']:.3g}" if pd.notna(row["cost"]) else ""] if priced else []
+        cost = [plain(row["cost"]) if pd.notna(row["cost"]) else ""] if priced else []
         table.add_row(
             duration(row["latency_us"]),
             span,

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ...common.interval import HasLatency, Interval
 from ...common.notes import WARNING
-from ...common.units import duration
+from ...common.units import duration, plain
 from ...models.power.energy import cost_of
 from ..groups import K, Timed, grouped
 
@@ -201,10 +201,10 @@ def cost_line(result: HasLatency, price: float) -> str:
     """What a run costs on a device rented by the hour, and 1,000 runs if one is below a cent."""
     seconds = Interval(result.latency_us * 1e-6, result.lo_us * 1e-6, result.hi_us * 1e-6)
     cost = cost_of(price, seconds, 1)
-    told = f"cost {cost.value:.3g}  [{cost.lo:.3g} – {cost.hi:.3g}] a run"
+    told = f"cost {plain(cost.value)}  [{plain(cost.lo)} – {plain(cost.hi)}] a run"
     if cost.value < 0.01:
         value, lo, hi = (1000.0 * own for own in cost)
-        told += f", {value:.3g}  [{lo:.3g} – {hi:.3g}] per 1,000 runs"
+        told += f", {plain(value)}  [{plain(lo)} – {plain(hi)}] per 1,000 runs"
     return told
 
 
@@ -275,7 +275,7 @@ def compared_table(width: int, kernels: Sequence[Compared], observed: str, kerne
             f"{duration(k.lo_us)}–{duration(k.hi_us)}",
             duration(k.observed_us),
             f"{k.predicted_us / k.observed_us - 1:+.0%}" if k.observed_us else "",
-            f"{k.runs:.3g}",
+            plain(k.runs),
             *((k.origin,) if named else ()),
             k.kind,
             k.name,

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...common.units import duration, size
+from ...common.units import duration, energy, size
 from ..plan.answer import PlanAnswer
 from ..plan.search import Row
 from .parts import print_notes, timed_headline
@@ -32,7 +32,7 @@ def print_plan(console: Console, answer: PlanAnswer, top: int = 10) -> None:
             _time(row, "latency_us"),
             _size(row),
             str(row["devices"]),
-            f"{joules:.3g} J" if isinstance(joules, float) else "",
+            energy(joules) if isinstance(joules, float) else "",
             Text(str(row["plan"])),
         )
     if answer.front:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from ...common.units import duration, size
+from ...common.units import duration, quantity, size
 from ..groups import starred
 from ..program.predictor import KernelEstimate, Prediction
 from .parts import (
@@ -82,7 +82,8 @@ def _energy_and_cost(p: Prediction, price: float | None) -> list[str]:
     if (joules := p.energy) is not None:
         watts = joules.value / (p.latency_us * 1e-6)
         lines.append(
-            f"energy {joules.value:.3g} J  [{joules.lo:.3g} – {joules.hi:.3g}], {watts:.0f} W"
+            f"energy {quantity(joules.value, 'J')}  [{quantity(joules.lo, 'J')} – "
+            f"{quantity(joules.hi, 'J')}], {watts:.0f} W"
         )
     if price is not None:
         lines.append(cost_line(p, price))

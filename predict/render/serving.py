@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...common.interval import Interval
-from ...common.units import duration, size
+from ...common.units import duration, plain, quantity, size
 from ...simulate.serving.latencies import FREE, LEVELS, METRICS
 from ..cluster.deployment import Deployment
 from ..cluster.serving import ServingPrediction
@@ -55,7 +55,7 @@ def print_serving(console: Console, prediction: ServingPrediction, price: float 
         headline(
             f"{tokens.value:,.0f} tokens/s",
             f"  ({_span(tokens)})  {tokens.value / own.devices:,.0f} a device, "
-            f"{rate.value:.3g} requests/s",
+            f"{plain(rate.value)} requests/s",
         )
     )
     console.print(
@@ -73,7 +73,7 @@ def print_serving(console: Console, prediction: ServingPrediction, price: float 
         good = prediction.good
         console.print(
             f"{good.value:.1%} of the requests keep the SLO ({good.lo:.0%} to {good.hi:.0%}): "
-            f"goodput {rate.value * good.value:.3g} requests/s",
+            f"goodput {plain(rate.value * good.value)} requests/s",
             highlight=False,
         )
     console.print(f"interval: {_KNOWN[prediction.known]}", highlight=False)
@@ -82,7 +82,7 @@ def print_serving(console: Console, prediction: ServingPrediction, price: float 
         s = prediction.states
         console.print(
             f"cache {s['kv_occupancy_mean']:.0%} full on average, {s['kv_occupancy_max']:.0%} at "
-            f"most; batch {s['batch_mean']:.3g}; queue {s['queue_mean']:.3g}, at most "
+            f"most; batch {plain(s['batch_mean'])}; queue {plain(s['queue_mean'])}, at most "
             f"{s['queue_max']:.0f}; {prediction.run.evicted} evictions",
             highlight=False,
         )
@@ -98,12 +98,13 @@ def _print_costs(console: Console, prediction: ServingPrediction, price: float) 
     """Print energy where power is known, and dollars where there is a price."""
     for name, joules in prediction.joules().items():
         console.print(
-            f"{joules.value:,.3g} J {_OF[name]} ({joules.lo:,.3g} to {joules.hi:,.3g})",
+            f"{quantity(joules.value, 'J')} {_OF[name]} ({quantity(joules.lo, 'J')} to "
+            f"{quantity(joules.hi, 'J')})",
             highlight=False,
         )
     for name, dollars in prediction.dollars(price).items():
         console.print(
-            f"{dollars.value:.3g} $ {_OF[name]} ({dollars.lo:.3g} to {dollars.hi:.3g})",
+            f"{plain(dollars.value)} $ {_OF[name]} ({plain(dollars.lo)} to {plain(dollars.hi)})",
             highlight=False,
         )
 

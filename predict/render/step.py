@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...common.units import duration, energy, size
+from ...common.units import duration, energy, plain, quantity, size
 from ...models.power.energy import cost_of
 from ..cluster.step import StepPrediction, breakdown
 from .parts import headline, interval_text, print_notes, unfit
@@ -31,7 +31,7 @@ def print_step(console: Console, prediction: StepPrediction) -> None:
     mfu = prediction.flops_per_device / prediction.peak_flops
     tokens = prediction.workload.batch * prediction.workload.seq / s.total
     console.print(
-        f"{prediction.flops_per_device / 1e12:.0f} TFLOP/s a device ({mfu:.1%} of its peak), "
+        f"{quantity(prediction.flops_per_device, 'FLOP/s')} a device ({mfu:.1%} of its peak), "
         f"{tokens:,.0f} tokens/s; {prediction.workload.parameters / 1e9:.2f} billion parameters"
     )
     if prediction.joules is not None or prediction.price is not None:
@@ -59,13 +59,13 @@ def _energy(prediction: StepPrediction) -> str:
         watts = joules.value / total.value / n
         said.append(
             f"{energy(joules.value)} a step  [{energy(joules.lo)} – {energy(joules.hi)}], "
-            f"{watts:.0f} W a device, {joules.value / tokens:.3g} J a token"
+            f"{watts:.0f} W a device, {quantity(joules.value / tokens, 'J')} a token"
         )
     if prediction.price is not None:
         cost = cost_of(prediction.price, total, n)
         said.append(
-            f"cost {cost.value:.4g}  [{cost.lo:.4g} – {cost.hi:.4g}] a step, "
-            f"{cost.value / tokens * 1e6:.4g} a million tokens"
+            f"cost {plain(cost.value, 4)}  [{plain(cost.lo, 4)} – {plain(cost.hi, 4)}] a step, "
+            f"{plain(cost.value / tokens * 1e6, 4)} a million tokens"
         )
     return "; ".join(said)
 
@@ -91,7 +91,7 @@ def print_front(console: Console, front: pd.DataFrame, judged: int, fitting: int
             f"{row['mfu']:.1%}",
             # NaN where the device's power limit is not known.
             "" if joules != joules else energy(joules),
-            *(f"{row[name]:.4g}" for name in priced),
+            *(plain(row[name], 4) for name in priced),
             str(row["batch"]),
             Text(str(row["cluster"])),
             Text(str(row["plan"])),

@@ -10,6 +10,7 @@ from math import isqrt
 from pathlib import Path
 
 from ...common.errors import PlanError
+from ...common.units import plain
 from ...features.ir.dtypes import DTYPE_BITS
 from ...features.operators.flops import attention_flops, causal_pairs
 from .plan import Plan
@@ -171,9 +172,9 @@ class Workload:
         for name, most in MOST.items():
             if getattr(self, name) > most:
                 raise PlanError(
-                    f"{name}={getattr(self, name):.4g} is beyond any model or step",
+                    f"{name}={plain(getattr(self, name), 4)} is beyond any model or step",
                     where="workload",
-                    hint=f"at most {most:.4g}",
+                    hint=f"at most {plain(most, 4)}",
                 )
         if self.dtype not in WIDTH or self.mode not in MODES:
             raise PlanError(
