@@ -116,6 +116,7 @@ class StepAnswer(_Powered):
     change_to_fit: str
     tflops_per_device: float
     mfu: float
+    mfu_format: str
     tokens_per_s: float
     parameters: int
     devices: int

@@ -25,7 +25,7 @@ from ...simulate.step.fitting import Fit, find_fit, memory_of
 from ...simulate.step.jitter import StepSpread, sample_steps
 from ...simulate.step.memory import StageMemory
 from ...simulate.step.plan import Plan
-from ...simulate.step.workload import HLO_DTYPE, Workload, resolved
+from ...simulate.step.workload import PRODUCT_DTYPE, Workload, resolved
 from ..devices import cluster_device, resolve_device
 from ..operator.step_operators import OperatorLatency
 from .energy import step_energy
@@ -55,7 +55,8 @@ class StepPrediction:
         step: Times in seconds.
         interval: ``step.total`` with its 90 % interval.
         fit: Memory use, and whether it fits.
-        peak_flops: Matrix peak of one device for the workload's dtype.
+        peak_flops: Matrix peak of one device for the format of the layers' products.
+        peak_format: That format; a wider one where the device has no rate for it.
         operators: Seconds of operators of the busiest stage, by name.
         scopes: Share of the operators' time by scope of the estimate (``known``, ``unseen`` …).
         spread: Sampled steps with jitter and stragglers, if requested.
@@ -76,6 +77,7 @@ class StepPrediction:
     interval: Interval
     fit: Fit
     peak_flops: float
+    peak_format: str
     operators: dict[str, float]
     scopes: dict[str, float]
     spread: StepSpread | None = None
@@ -108,6 +110,7 @@ class StepPrediction:
             "change_to_fit": self.fit.change,
             "tflops_per_device": self.flops_per_device / 1e12,
             "mfu": self.flops_per_device / self.peak_flops,
+            "mfu_format": self.peak_format,
             "tokens_per_s": self.workload.batch * self.workload.seq / s.total,
             **energy_fields(self.joules),
             **cost_fields(self.price, self.interval, self.plan.devices),
@@ -262,7 +265,8 @@ class StepPredictor:
             step=step,
             interval=interval,
             fit=fit,
-            peak_flops=self.spec.matrix_peak(HLO_DTYPE[workload.dtype]),
+            peak_flops=self.spec.matrix_peak(PRODUCT_DTYPE[workload.product_dtype]),
+            peak_format=_peak_format(workload, self.spec),
             operators=_by_name(seconds),
             scopes=self._scopes(seconds),
             spread=spread,
@@ -298,6 +302,15 @@ class StepPredictor:
 
     def _seconds(self, workload: Workload) -> Callable[[Plan], float]:
         return lambda plan: step_time(workload, plan, self._costs).total
+
+
+def _peak_format(workload: Workload, spec: DeviceSpec) -> str:
+    """The widest format at whose matrix rate a device multiplies a workload's operands."""
+    own = workload.product_dtype
+    # What a device has no unit for is converted to a wider format, and runs at its rate.
+    wider = (workload.dtype, "fp8") if own in ("mxfp8", "nvfp4") else (workload.dtype,)
+    rates = {name: spec.matrix_peak(PRODUCT_DTYPE[name]) for name in (*wider, own)}
+    return next(name for name, rate in rates.items() if rate == rates[own])
 
 
 def _by_name(seconds: dict[OpCall, float]) -> dict[str, float]:

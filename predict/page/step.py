@@ -35,6 +35,7 @@ def step_data(prediction: StepPrediction) -> dict[str, Any]:
         },
         "flops": short(prediction.flops_per_device),
         "peak": short(prediction.peak_flops),
+        "peakFormat": prediction.peak_format,
         "tokens": short(work.batch * work.seq / s.total),
         "sizes": {
             "micro-batches": prediction.plan.microbatches,

@@ -31,7 +31,8 @@ def print_step(console: Console, prediction: StepPrediction) -> None:
     mfu = prediction.flops_per_device / prediction.peak_flops
     tokens = prediction.workload.batch * prediction.workload.seq / s.total
     console.print(
-        f"{quantity(prediction.flops_per_device, 'FLOP/s')} a device ({mfu:.1%} of its peak), "
+        f"{quantity(prediction.flops_per_device, 'FLOP/s')} a device ({mfu:.1%} of its "
+        f"{prediction.peak_format} peak), "
         f"{tokens:,.0f} tokens/s; {prediction.workload.parameters / 1e9:.2f} billion parameters"
     )
     if prediction.joules is not None or prediction.price is not None:

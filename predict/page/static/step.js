@@ -35,7 +35,7 @@ function overview() {
         tile(
           "A device achieves",
           rate(DATA.flops, "FLOP/s"),
-          `${percent(DATA.flops / DATA.peak)} of its peak`,
+          `${percent(DATA.flops / DATA.peak)} of its ${DATA.peakFormat} peak`,
           DATA.flops / DATA.peak,
         ),
         tile("Tokens", `${count(DATA.tokens)}/s`, "of the whole cluster"),

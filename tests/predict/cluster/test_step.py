@@ -4,9 +4,11 @@ import re
 import resource
 import time
 from dataclasses import replace
+from io import StringIO
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from opcast.common.errors import DeviceError, PlanError
 from opcast.features.devices.catalogue import find_device
@@ -18,6 +20,7 @@ from opcast.predict.cluster.step import StepPredictor, least_seconds
 from opcast.predict.locate import find_model
 from opcast.predict.operator.step_operators import OperatorLatency, op_row, roofline_seconds
 from opcast.predict.page.step import step_data, step_page
+from opcast.predict.render.step import print_step
 from opcast.simulate.clusters.catalogue import find_cluster
 from opcast.simulate.collectives.choose import collective_latency_s
 from opcast.simulate.step.calls import OpCall
@@ -94,6 +97,30 @@ def test_measured_collectives_count_inside_a_box():
     assert learned.lo < learned.seconds < learned.hi
     assert learned.seconds != formula.seconds
     assert 0.5 < learned.seconds / formula.seconds < 2.0
+
+
+@pytest.mark.parametrize(
+    ("cluster", "products", "peak", "format_"),
+    # Data sheets: an H100 does 1,978.9 TFLOP/s in fp8 and has no unit for nvfp4; a B200 does 9,000
+    # in nvfp4; an A100 has nothing below 16 bits for floats.
+    [
+        ("dgx-h100-x8", "fp8", 1978.9, "fp8"),
+        ("dgx-h100-x8", "nvfp4", 1978.9, "fp8"),
+        ("dgx-b200-x8", "nvfp4", 9000.0, "nvfp4"),
+        ("dgx-a100-x8", "fp8", 312.0, "bf16"),
+    ],
+)
+def test_mfu_is_of_the_peak_of_the_format_that_is_multiplied(cluster, products, peak, format_):
+    predictor = StepPredictor(find_cluster(cluster), None)
+    found = predictor.predict(
+        make_workload("llama", LLAMA | {"products": products}), parse_plan("fsdp=8"), remedy=False
+    )
+    data = found.to_dict()
+    assert data["mfu"] == pytest.approx(data["tflops_per_device"] / peak, rel=1e-3)
+    assert data["mfu_format"] == format_
+    printed = StringIO()
+    print_step(Console(file=printed, width=100), found)
+    assert f"of its {format_} peak" in printed.getvalue()
 
 
 def test_prediction_adds_up_and_its_interval_holds_it(operators):
