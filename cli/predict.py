@@ -321,23 +321,24 @@ def explain(
         list[Path] | None,
         typer.Option("--data", help="With --op: dataset to search for measured neighbours."),
     ] = None,
+    power_cap: PowerCapOpt = None,
 ) -> None:
     """Explain the predicted time of a program's kernels or an operator."""
     if _one_of(program, op):
         from ..predict.operator.predict import explain_operator
         from ..predict.render.operator import print_op_explanation
 
-        used = {"op", "device", "model", "neighbours", "data", "json_output"}
+        used = {"op", "device", "model", "neighbours", "data", "json_output", "power_cap"}
         refuse_unused(context, "an operator (--op)", used)
         if not data:
             refuse(context, "an operator without --data", {"neighbours"})
-        reasons = explain_operator(str(op), device, model, data or (), neighbours)
+        reasons = explain_operator(str(op), device, model, data or (), neighbours, power_cap)
         print_json(reasons.to_dict()) if json_output else print_op_explanation(
             make_console(), reasons
         )
         return
     assert program is not None
-    refuse(context, "a program", {"data"})
+    refuse(context, "a program", {"data", "power_cap"})
     if kernel is not None:
         refuse(context, "a kernel by name (--kernel)", {"top"})
     from ..predict.program.explain import explain as explain_program

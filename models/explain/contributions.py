@@ -27,6 +27,8 @@ from ..estimators.tabular import TabularEstimator
 INTERACTIONS, LIMIT = "interactions", "limit"
 #: Contribution of what was learned from samples of the device, on top of the estimator.
 CALIBRATION = "calibration"
+#: Contribution of a power cap, under which clocks are lower.
+POWER_CAP = "power cap"
 #: Group of features that no rule matches.
 OTHER = "other"
 #: TreeSHAP values are single precision, so their sum may miss the log-ratio by this much without

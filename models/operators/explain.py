@@ -20,6 +20,7 @@ from ...features.devices.device import DeviceSpec
 from ...features.operators import FAMILIES, OpFeatures
 from ..explain.contributions import (
     CALIBRATION,
+    LIMIT,
     OPERATOR_GROUPS,
     Contribution,
     ranked,
@@ -44,6 +45,8 @@ _VARIED: dict[str, tuple[tuple[str, ...], ...]] = {
 MIXTURE = "mixture over libraries"
 #: Contributions below this are rounding errors of single-precision trees.
 _ROUNDING = 1e-6
+#: Remainders below this are rounding errors of the trees' sums.
+_RAISED = 1e-3
 #: Number of other sizes to compare with, and by how many powers of two each differs at most. The
 #: draw is fixed, so an explanation does not change from call to call.
 VARIANTS, REACH = 48, 4
@@ -177,6 +180,9 @@ def explain_op(
     plain = float(np.log(model.predict(frame, specs, corrected=False).latency[0] / base))
     own = float(np.log(model.predict(frame, specs).latency[0] / base)) if typical else ratio
     parts |= groups | {CALIBRATION: own - plain, MIXTURE: ratio - own}
+    # What was predicted below the peak's time is raised to it.
+    raised = ratio - baseline - sum(parts.values())
+    parts |= {LIMIT: raised} if raised > _RAISED else {}
     return OpExplanation(
         family=model.family,
         device=device.name,

@@ -40,7 +40,7 @@ from .family_tables import (
 )
 from .intervals import FOREIGN, WIDENED, DeviceIntervals, twins
 from .mixture import LIBRARY, NVIDIA_ONLY, Member, Menu, is_foreign, mixed
-from .prediction import FamilyPrediction, joined
+from .prediction import FamilyPrediction, arithmetic_s, joined
 from .rows import (
     BLOCK_GROUP,
     codes,
@@ -274,6 +274,7 @@ class FamilyModel:
         prediction = self._plain(rows, features, devices)
         if corrected and self.corrections:
             self._correct(prediction, rows, features)
+        prediction.hold_above(arithmetic_s(self.family, rows, features, devices))
         return prediction
 
     def _mixed(

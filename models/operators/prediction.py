@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+
+from ...features.devices.device import DeviceSpec
+from ...features.ir.dtypes import TABLE_FORMATS
+from ...features.operators import FAMILIES, OpFeatures
+from ...features.operators.columns import OpRows
+
+#: Groups of families whose every operation runs at the matrix unit. Not convolutions: Winograd's
+#: and Fourier transforms save multiplications (tuned/conv: 1 % of the rows of an MI60 are below).
+_MULTIPLIED = frozenset(("gemm", "tuned_gemm", "attention", "moe"))
 
 
 @dataclass(slots=True)
@@ -31,9 +40,44 @@ class FamilyPrediction:
     scope: np.ndarray
     in_domain: np.ndarray
 
+    def hold_above(self, least: np.ndarray) -> None:
+        """Raise what is below the least time of each row, in seconds, shape ``(n,)``."""
+        for times in (self.latency, self.lo, self.hi):
+            np.maximum(times, least, out=times)
+
     def take(self, rows: np.ndarray) -> FamilyPrediction:
         """The given rows, by position or mask."""
         return FamilyPrediction(*(getattr(self, name)[rows] for name in self.__slots__))
+
+
+def arithmetic_s(
+    family: str, rows: OpRows, features: OpFeatures, devices: Mapping[str, DeviceSpec]
+) -> np.ndarray:
+    """Seconds below which the matrix unit's peak lets no row fall, shape ``(n,)``; 0 where none is.
+
+    Of rows whose roofline is arithmetic, on chips whose peak has a source. None of the 132,370
+    f32 products of the published-latency pack lies below. Bandwidth gives no such bound, since
+    operands may lie in a cache.
+
+    Args:
+        family: Of the rows.
+        rows: The rows.
+        features: Theirs.
+        devices: Descriptions by the values of ``device``.
+    """
+    least = np.zeros(len(rows))
+    if FAMILIES.get(family) not in _MULTIPLIED:
+        return least
+    bound = features.bound == "compute"
+    device, names = rows.codes("device")
+    dtype, formats = rows.codes("dtype")
+    sourced = np.array([[_has_source(devices[n], f) for f in formats] for n in names], bool)
+    return np.asarray(np.where(bound & sourced[device, dtype], features.roofline_s, least))
+
+
+def _has_source(device: DeviceSpec, dtype: str) -> bool:
+    known = TABLE_FORMATS.get(dtype)
+    return known is not None and f"peak_tflops.{known.rate}" not in device.defaulted
 
 
 def joined(count: int, parts: Iterable[tuple[np.ndarray, FamilyPrediction]]) -> FamilyPrediction:

@@ -158,6 +158,7 @@ def explain_operator(
     model: str | Path = OPERATOR_MODEL,
     data: Sequence[Path] = (),
     k: int = 3,
+    power_cap_w: float | None = None,
 ) -> OpExplanation:
     """Explain the prediction of an operator; see :func:`predict_op`.
 
@@ -167,18 +168,45 @@ def explain_operator(
         model: Name or folder of a model of operators.
         data: Datasets of operators to look for measured neighbours in.
         k: Number of neighbours to list.
+        power_cap_w: Sustained power of the device in watts, below its limit. What it costs is a
+            contribution of its own.
 
     Raises:
         ProgramError: The text does not describe an operator.
-        DeviceError: The device is not known.
+        DeviceError: The device is not known, or a cap is outside what it allows.
         ModelError: The model is not one of operators, or does not know the family.
         DatasetError: A dataset cannot be read.
     """
     from ...models.operators.explain import explain_op
 
     row, family, spec = _asked(text, device, model)
+    cap = cap_share(power_cap_w, spec)
     measured = measured_rows(data, row["key"], spec.name) if data else None
-    return explain_op(family, row, spec, measured, k)
+    found = explain_op(family, row, spec, measured, k)
+    return found if cap == 1.0 else _explained_under_cap(found, row, spec, cap)
+
+
+def _explained_under_cap(
+    found: OpExplanation, row: dict[str, Any], spec: DeviceSpec, cap: float
+) -> OpExplanation:
+    """An explanation with what a power cap costs."""
+    from ...models.explain.contributions import POWER_CAP, ranked
+
+    rows = OpRows.of_one({**row, "device": spec.name})
+    times = np.array([[found.latency_us, found.lo_us, found.hi_us]])
+    work = _work(rows, found.family, spec, times[:, 0] * 1e-6)
+    latency, lo, hi = map(float, capped(times, work, cap)[0])
+    slower = float(np.log(latency / found.latency_us))
+    parts = {c.group: c.log_ratio for c in found.contributions}
+    return replace(
+        found,
+        latency_us=latency,
+        lo_us=lo,
+        hi_us=hi,
+        log_ratio=found.log_ratio + slower,
+        contributions=ranked({**parts, POWER_CAP: slower}, 0.0),
+        libraries=tuple(_capped_member(m, rows, found.family, spec, cap) for m in found.libraries),
+    )
 
 
 def _check_named(device: str) -> None:

@@ -134,7 +134,11 @@ def test_a_siblings_interval_is_never_inside_its_twins(model, measured, chips, m
     monkeypatch.setattr(model, "intervals", wide)
     assert own.unseen[0] > -2.0 and own.unseen[1] < 2.0
     found = model.predict(rows, chips)
-    assert found.lo == pytest.approx(found.latency * np.exp(-2.0))
+    # The matrix unit's peak holds lower ends of products that arithmetic limits.
+    free = found.bound != "compute"
+    assert free.any()
+    assert found.lo[free] == pytest.approx(found.latency[free] * np.exp(-2.0))
+    assert (found.lo[~free] >= found.roofline[~free]).all()
     assert found.hi == pytest.approx(found.latency * np.exp(2.0))
 
 

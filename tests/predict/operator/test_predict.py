@@ -13,9 +13,10 @@ from opcast.features.operators import op_features
 from opcast.features.operators.query import parse_op
 from opcast.models.operators import OpModel
 from opcast.models.operators.explain import MIXTURE
+from opcast.models.operators.mixture import Member
 from opcast.models.operators.model import default_settings
 from opcast.predict.locate import OPERATOR_MODEL, find_model
-from opcast.predict.operator.predict import explain_operator, predict_op
+from opcast.predict.operator.predict import OpEstimate, explain_operator, predict_op
 from opcast.predict.render.operator import print_op, print_op_explanation
 
 LINEAR = "linear m=64 n=4096 k=4096 dtype=bf16 backend=vllm"
@@ -163,3 +164,35 @@ def test_operators_alone_are_predicted_as_they_are_together(library, device):
     together = OpModel.load(find_model(OPERATOR_MODEL), ["graph/linear"]).predict(rows)
     alone = [opcast.latency(text, device).latency_us for text in texts]
     assert alone == pytest.approx(together.latency * 1e6, rel=1e-6)
+
+
+def test_an_explanation_under_a_power_cap_is_that_of_the_prediction() -> None:
+    text = "linear m=8192 n=8192 k=8192 dtype=bf16"
+    free = explain_operator(text, "h100-sxm")
+    found = explain_operator(text, "h100-sxm", power_cap_w=350.0)
+    said = predict_op(text, "h100-sxm", power_cap_w=350.0)
+    assert (found.latency_us, found.lo_us, found.hi_us) == pytest.approx(
+        (said.latency_us, said.lo_us, said.hi_us)
+    )
+    parts = {c.group: c.log_ratio for c in found.contributions}
+    assert found.latency_us / free.latency_us == pytest.approx(np.exp(parts["power cap"]))
+    assert parts["power cap"] > 0.1
+    assert found.baseline + sum(parts.values()) == pytest.approx(found.log_ratio, abs=1e-5)
+    assert [m.latency_us for m in found.libraries] == pytest.approx(
+        [m.latency_us for m in explain_members(said)]
+    )
+    with pytest.raises(DeviceError, match="power cap of 900 W"):
+        explain_operator(text, "h100-sxm", power_cap_w=900.0)
+
+
+def explain_members(said: OpEstimate) -> list[Member]:
+    return sorted(said.libraries, key=lambda member: member.latency_us)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_no_end_of_a_product_is_below_the_peak_of_the_data_sheet(dtype: str) -> None:
+    # H100 SXM: 66.9 TFLOP/s in f32, 989.4 in bf16.
+    peak = {"fp32": 66.9e12, "bf16": 989.4e12}[dtype]
+    found = predict_op(f"linear m=4096 n=4096 k=4096 dtype={dtype}", "h100-sxm")
+    least = 2 * 4096**3 / peak * 1e6
+    assert least * (1 - 1e-3) < found.lo_us <= found.latency_us <= found.hi_us
