@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -12,10 +12,16 @@ import pandas as pd
 from ..common.errors import DatasetError
 from ..common.tables_text import in_percent, percent, print_frame
 from ..models.steps.context import StepContext
-from ..models.steps.effects import LEARNED, WHOLE, EffectTable
+from ..models.steps.effects import CLUSTER, LEARNED, WHOLE, EffectTable
 from ..models.steps.fit import Slopes, adapt, fit_effects, slopes_at, solve
 from ..models.steps.memory import fit_laws
-from ..models.steps.model import UNCALIBRATED, StepModel, cluster_ends, interval_ends
+from ..models.steps.model import (
+    ELSEWHERE,
+    UNCALIBRATED,
+    StepModel,
+    cluster_ends,
+    interval_ends,
+)
 from ..models.steps.residual import (
     LEAST_RUNS,
     earns_its_place,
@@ -95,10 +101,11 @@ def train_steps(
     slopes = slopes_at(runs.simulate, effects, len(rows))
     study = _Study(runs, measured, groups, slopes, seed)
     model = StepModel(effects)
-    left, tiers = study.left_out(tell)
+    left = study.left_out(tell)
     curve, gains = study.calibration(tell), study.gains(tell)
-    left["row"] = left["row"] + study.residuals(model, tell)
-    model.ends = study.ends(left, tiers)
+    row = left["row"]
+    left["row"] = row._replace(error=row.error + study.residuals(model, tell))
+    model.ends = study.ends(left)
     model.memory = fit_laws(
         [r.framework for r in rows], [fullest(r) for r in rows], [r.memory_bytes for r in rows]
     )
@@ -107,8 +114,9 @@ def train_steps(
         "sources": sorted({row.source for row in rows}),
         "devices": sorted({row.cluster.device for row in rows}),
     }
-    inside = {f"{name}_inside": values for name, values in study.inside(left, tiers).items()}
-    errors = pd.DataFrame({"id": [r.id for r in rows], "group": groups, **left, **inside})
+    inside = {f"{name}_inside": values for name, values in study.inside(left).items()}
+    logs = {name: own.error for name, own in left.items()}
+    errors = pd.DataFrame({"id": [r.id for r in rows], "group": groups, **logs, **inside})
     return model, StudyFigures(errors, curve, gains)
 
 
@@ -127,6 +135,25 @@ class StudyFigures:
     left: pd.DataFrame
     curve: pd.DataFrame
     gains: pd.DataFrame
+
+
+class _LeftOut(NamedTuple):
+    """Rows predicted by effects that did not learn from them, shape ``(n,)`` each.
+
+    Attributes:
+        error: Logarithms of measured over predicted seconds; NaN where nothing was predicted.
+        spread: Deviations of the predictions' logarithms by those of the effects.
+        known: :data:`CLUSTER` or :data:`ELSEWHERE`.
+    """
+
+    error: np.ndarray
+    spread: np.ndarray
+    known: np.ndarray
+
+    @property
+    def score(self) -> np.ndarray:
+        """Errors in deviations."""
+        return np.asarray(self.error / self.spread)
 
 
 class _Study:
@@ -172,12 +199,8 @@ class _Study:
         order = np.random.default_rng(self.seed).permutation(len(self.groups))
         return (order % FOLDS).astype(str)
 
-    def left_out(self, tell: Tell) -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
-        """Errors with rows, clusters, sources and generations of chips left out.
-
-        Returns:
-            By what was left out: the error of every row, and what was known of it then.
-        """
+    def left_out(self, tell: Tell) -> dict[str, _LeftOut]:
+        """Errors with rows, clusters, sources and generations of chips left out, by the last."""
         contexts = self.runs.contexts
         keys = {
             "row": self._folds(),
@@ -186,18 +209,24 @@ class _Study:
             "chip": np.array([row.cluster.device for row in self.runs.rows]),
             "architecture": np.array([context.architecture for context in contexts]),
         }
-        errors: dict[str, np.ndarray] = {}
-        tiers: dict[str, list[str]] = {}
+        found: dict[str, _LeftOut] = {}
         for name, key in keys.items():
             tell(f"leaving out each {name}")
-            errors[name] = np.full(len(contexts), np.nan)
-            tiers[name] = [""] * len(contexts)
+            own = _LeftOut(
+                np.full(len(contexts), np.nan),
+                np.full(len(contexts), np.nan),
+                np.full(len(contexts), ELSEWHERE, object),
+            )
             for at, error, table in self._without(key):
-                errors[name][at] = error
+                own.error[at] = error
                 model = StepModel(table)
                 for i in at:
-                    tiers[name][i] = model.tier(contexts[i])
-        return errors, tiers
+                    slopes = {cost: float(of[i]) for cost, of in self.slopes.slope.items()}
+                    own.spread[i] = table.spread(contexts[i], slopes)
+                    if model.tier(contexts[i]) == CLUSTER:
+                        own.known[i] = CLUSTER
+            found[name] = own
+        return found
 
     def gains(self, tell: Tell) -> pd.DataFrame:
         """What the effects of each class of cost gain: the error without them.
@@ -297,41 +326,39 @@ class _Study:
                 )
         return added
 
-    def inside(
-        self, errors: dict[str, np.ndarray], tiers: dict[str, list[str]]
-    ) -> dict[str, np.ndarray]:
+    def inside(self, left: Mapping[str, _LeftOut]) -> dict[str, np.ndarray]:
         """Whether intervals from other groups' errors hold a group's rows, by what was left out.
 
         Returns:
             1 or 0 for every row; NaN where it was not predicted.
         """
-        found = {name: np.full(len(values), np.nan) for name, values in errors.items()}
+        found = {name: np.full(len(self.groups), np.nan) for name in left}
         for group in np.unique(self.groups):
-            ends = interval_ends(self._scores(errors, tiers, self.groups != group))
-            for name, values in errors.items():
-                for i in np.flatnonzero((self.groups == group) & np.isfinite(values)):
-                    low, high = ends.get(tiers[name][i], UNCALIBRATED)
-                    found[name][i] = low <= values[i] <= high
+            ends = interval_ends(self._scores(left, self.groups != group))
+            for name, own in left.items():
+                score = own.score
+                for i in np.flatnonzero((self.groups == group) & np.isfinite(score)):
+                    low, high = ends.get(own.known[i], UNCALIBRATED)
+                    found[name][i] = low <= score[i] <= high
         return found
 
-    def ends(
-        self, errors: dict[str, np.ndarray], tiers: dict[str, list[str]]
-    ) -> dict[str, tuple[float, float]]:
-        """Ends of the intervals, each tier's from the rows that were predicted so."""
-        found = interval_ends(self._scores(errors, tiers, np.ones(len(self.groups), bool)))
+    def ends(self, left: Mapping[str, _LeftOut]) -> dict[str, tuple[float, float]]:
+        """Ends of the intervals in deviations, from the rows that were predicted so."""
+        found = interval_ends(self._scores(left, np.ones(len(self.groups), bool)))
         for name, count in zip(*np.unique(self.groups, return_counts=True), strict=True):
             if count >= LEAST_RUNS:
-                found[str(name)] = cluster_ends(errors["row"][self.groups == name])
+                found[str(name)] = cluster_ends(left["row"].score[self.groups == name])
         return found
 
     def _scores(
-        self, errors: dict[str, np.ndarray], tiers: dict[str, list[str]], which: np.ndarray
+        self, left: Mapping[str, _LeftOut], which: np.ndarray
     ) -> dict[str, list[tuple[str, float]]]:
-        """Group and error of some rows by tier, as :func:`interval_ends` takes them."""
+        """Group and error in deviations of some rows, as :func:`interval_ends` takes them."""
         scores: dict[str, list[tuple[str, float]]] = {}
-        for name, values in errors.items():
-            for i in np.flatnonzero(which & np.isfinite(values)):
-                scores.setdefault(tiers[name][i], []).append((str(self.groups[i]), values[i]))
+        for own in left.values():
+            score = own.score
+            for i in np.flatnonzero(which & np.isfinite(score)):
+                scores.setdefault(own.known[i], []).append((str(self.groups[i]), float(score[i])))
         return scores
 
 
@@ -358,6 +385,8 @@ def run_train_steps(console: Console, settings: StepSettings) -> StepModel:
     left, curve = study.left, study.curve
     figures = left_out_figures(left)
     print_frame(console, in_percent(figures), "measured steps that were left out, errors in %")
+    groups = percent(left_out_groups(left), ["group", "rows"])
+    print_frame(console, groups, "of each source and device: error and share inside, in %")
     title = "error in % without the effects of a class, rows and clusters left out, no residuals"
     print_frame(console, percent(study.gains, ["without"]), title)
     if len(curve):
@@ -383,6 +412,26 @@ def run_train_steps(console: Console, settings: StepSettings) -> StepModel:
         )
         log_training(console, run, None)
     return model
+
+
+def left_out_groups(left: pd.DataFrame) -> pd.DataFrame:
+    """Error and share inside the interval of each source and device that was left out.
+
+    Args:
+        left: From :func:`train_steps`.
+
+    Returns:
+        ``group``, ``rows``, and by what was left out (its cluster, and its chip everywhere) the
+        mean error and the share inside.
+    """
+    records = []
+    for name, own in left.groupby("group"):
+        record: dict[str, object] = {"group": str(name), "rows": len(own)}
+        for way in ("cluster", "chip"):
+            record[way] = float(np.abs(np.expm1(-own[way])).mean())
+            record[f"{way}_inside"] = float(own[f"{way}_inside"].mean())
+        records.append(record)
+    return pd.DataFrame(records)
 
 
 def left_out_figures(left: pd.DataFrame) -> pd.DataFrame:

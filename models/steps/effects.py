@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import exp
+from math import exp, hypot
 from typing import NamedTuple
 
 import numpy as np
@@ -200,6 +200,17 @@ class EffectTable:
                 own = level.deviation if _is_unnamed(level.name, context) else 0.0
             squares[level.cost] += own**2
         return {cost: square**0.5 for cost, square in squares.items()}
+
+    def spread(self, context: StepContext, slopes: Mapping[str, float]) -> float:
+        """How sure a step is: the deviation of its logarithm by those of the effects.
+
+        Args:
+            context: Of the step.
+            slopes: Change of the step's logarithm with that of each class of cost.
+        """
+        sure = self.log_deviations(context)
+        parts = [slopes.get(cost, 0.0) * own for cost, own in sure.items() if cost != WHOLE]
+        return hypot(sure[WHOLE], *parts)
 
     def lessons(self, context: StepContext, cost: str) -> list[tuple[str, float]]:
         """Effects that were learned of a class of cost: level and value, and the factor."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
+from math import hypot
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,14 +20,17 @@ from .memory import MemoryLaw
 from .residual import Residual
 
 #: Format of the file that :meth:`StepModel.save` writes.
-FORMAT = 2
+FORMAT = 3
 #: Model that ships with the package.
 PRETRAINED = PACKAGE / "models" / "pretrained" / "steps.json"
 #: What is known of a step, most first: runs of its cluster; of its framework and its generation of
 #: chips; of the generation alone; of neither.
 TIERS = (CLUSTER, "framework", "architecture", "new")
-#: Ends of the interval where nothing was calibrated: a factor of 2 either way.
-UNCALIBRATED = (-0.7, 0.7)
+#: Steps of clusters without runs, whose errors are taken together: the deviations of effects tell
+#: how much is known of each.
+ELSEWHERE = "elsewhere"
+#: Ends of the interval where nothing was calibrated, in deviations: 90 % of a normal distribution.
+UNCALIBRATED = (-1.645, 1.645)
 #: Nominal coverage of the intervals.
 COVERAGE = 0.9
 
@@ -37,14 +40,10 @@ class StepAnswer(NamedTuple):
 
     Attributes:
         factor: On the simulated seconds.
-        lo: Lower end of the 90 % interval as a factor on the estimate.
-        hi: Upper end.
         tier: One of :data:`TIERS`.
     """
 
     factor: np.ndarray
-    lo: np.ndarray
-    hi: np.ndarray
     tier: list[str]
 
 
@@ -55,8 +54,9 @@ class StepModel:
     Attributes:
         table: Effects.
         residuals: By cluster.
-        ends: Ends of the interval as logarithms, by tier, and by cluster where one has runs enough
-            for ends of its own.
+        ends: Ends of the interval in deviations of a step's logarithm (:meth:`EffectTable.spread`):
+            of clusters with runs (:data:`CLUSTER`), of all others (:data:`ELSEWHERE`), and by
+            cluster where one has runs enough for ends of its own.
         memory: Laws of peak memory by framework.
         provenance: What it was learned from.
     """
@@ -76,8 +76,35 @@ class StepModel:
         named = context.framework and self.table.knows("framework", context.framework)
         return "framework" if named else "architecture"
 
+    @property
+    def devices(self) -> frozenset[str]:
+        """Chips whose steps were learned from."""
+        named = self.provenance.get("devices", ())
+        return frozenset(map(str, named)) if isinstance(named, (list, tuple)) else frozenset()
+
+    def interval(
+        self,
+        context: StepContext,
+        slopes: Mapping[str, float],
+        operators: tuple[float, float] = (0.0, 0.0),
+    ) -> tuple[float, float]:
+        """Ends of a step's 90 % interval, as logarithms of factors on the estimate.
+
+        Args:
+            context: Of the step.
+            slopes: Change of the step's logarithm with that of each class of cost.
+            operators: How far the step reaches down and up, as logarithms at least 0, by the
+                intervals of its operators. On chips whose steps were learned from, the errors of
+                those steps hold it already.
+        """
+        own = self.ends.get(context.cluster) if self.tier(context) == CLUSTER else None
+        known = CLUSTER if self.tier(context) == CLUSTER else ELSEWHERE
+        low, high = own or self.ends.get(known, UNCALIBRATED)
+        spread = self.table.spread(context, slopes)
+        return -hypot(low * spread, operators[0]), hypot(high * spread, operators[1])
+
     def answer(self, contexts: Sequence[StepContext], features: np.ndarray) -> StepAnswer:
-        """Factors and intervals of steps that were simulated with the model's effects.
+        """Factors on steps that were simulated with the model's effects.
 
         Args:
             contexts: Of the steps.
@@ -89,12 +116,7 @@ class StepModel:
             if at:
                 logs[at] += residual.predict(features[at])
         tiers = [self.tier(c) for c in contexts]
-        own = [
-            self.ends.get(c.cluster if t == CLUSTER else t) or self.ends.get(t, UNCALIBRATED)
-            for c, t in zip(contexts, tiers, strict=True)
-        ]
-        ends = np.array(own).reshape(-1, 2)
-        return StepAnswer(np.exp(logs), np.exp(ends[:, 0]), np.exp(ends[:, 1]), tiers)
+        return StepAnswer(np.exp(logs), tiers)
 
     def save(self, path: Path) -> None:
         """Write the model as one JSON file."""
@@ -149,11 +171,11 @@ def find_step_model(name: str) -> StepModel:
 def interval_ends(
     errors: Mapping[str, Sequence[tuple[str, float]]],
 ) -> dict[str, tuple[float, float]]:
-    """Ends of intervals by tier, from errors of steps that were left out.
+    """Ends of intervals, from errors of steps that were left out.
 
     Args:
-        errors: By tier: group and logarithm of measured over predicted seconds. Every group counts
-            the same, however many runs it has.
+        errors: By :data:`CLUSTER` and :data:`ELSEWHERE`: group, and logarithm of measured over
+            predicted seconds in deviations. Every group counts the same, however many runs it has.
     """
     ends: dict[str, tuple[float, float]] = {}
     for tier, scores in errors.items():
@@ -167,16 +189,15 @@ def interval_ends(
             min(weighted_quantile(values, weight, (1 - COVERAGE) / 2), 0.0),
             max(weighted_quantile(values, weight, (1 + COVERAGE) / 2), 0.0),
         )
-    for better, worse in pairwise(TIERS):
+    if CLUSTER in ends:
         # Who knows less is not surer.
-        if better in ends:
-            low, high = ends.get(worse, ends[better])
-            ends[worse] = (min(low, ends[better][0]), max(high, ends[better][1]))
+        low, high = ends.get(ELSEWHERE, ends[CLUSTER])
+        ends[ELSEWHERE] = (min(low, ends[CLUSTER][0]), max(high, ends[CLUSTER][1]))
     return ends
 
 
 def cluster_ends(errors: np.ndarray) -> tuple[float, float]:
-    """Ends of the interval of one cluster, from errors of its runs that were left out."""
+    """Ends of the interval of one cluster, from errors in deviations of its runs, left out."""
     weight = np.ones(len(errors))
     low, high = (weighted_quantile(errors, weight, (1 + side * COVERAGE) / 2) for side in (-1, 1))
     return min(low, 0.0), max(high, 0.0)

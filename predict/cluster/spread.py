@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from math import exp, log
+
 import numpy as np
+
+from ...simulate.step.calls import OpCall
+from ...simulate.step.compose import MOST_TASKS, StepTime, step_time
+from ...simulate.step.costs import Costs
+from ...simulate.step.plan import Plan
+from ...simulate.step.workload import Workload
 
 #: Correlation between the errors of one step's operators. Engineering estimate: 0 would mean that
 #: errors cancel, 1 that the model is off by the same factor everywhere.
@@ -34,3 +44,85 @@ def combined_spread(ends: np.ndarray, rho: float) -> tuple[float, float]:
     apart, together = (ends**2).sum(axis=0), ends.sum(axis=0) ** 2
     both = np.sqrt((1.0 - rho) * apart + rho * together)
     return float(both[0]), float(both[1])
+
+
+#: Change of the logarithm of a class of cost by which a step's sensitivity to it is measured.
+_STEP = 0.2
+#: Fields of :class:`~opcast.simulate.step.costs.StepEffects` by class of cost, without those of
+#: operators.
+WAITS = {
+    "inside": "inside",
+    "between": "between",
+    "launch": "launch_s",
+    "collective": "collective_s",
+    "hop": "hop_s",
+}
+#: Scopes of estimates of operators whose errors measured steps of other chips do not hold.
+_UNKNOWN = ("unseen", "roofline")
+
+
+def sensitivities(
+    workload: Workload,
+    plan: Plan,
+    costs: Costs,
+    step: StepTime,
+    seconds: Mapping[str, float],
+    most_tasks: int = MOST_TASKS,
+) -> dict[str, float]:
+    """Change of the logarithm of a step's time with that of each class of cost.
+
+    A step is homogeneous in its costs: twice all of them is twice the step. So the changes add up
+    to 1, and what is left beside waiting belongs to the operators, by their seconds.
+
+    Args:
+        workload: The model.
+        plan: Resolved.
+        costs: Under which ``step`` was composed.
+        step: The step.
+        seconds: Of the operators of the busiest stage, by class.
+        most_tasks: As of :func:`~opcast.simulate.step.compose.step_time`.
+    """
+    found = dict[str, float]()
+    leaves = {costs.leaves_box(group) for _, _, group in costs.links}
+    absent = {"inside": False not in leaves, "between": True not in leaves, "hop": plan.pp == 1}
+    for name, field in WAITS.items():
+        now = float(getattr(costs.effects, field))
+        if not now or absent.get(name, False):
+            continue
+        effects = replace(costs.effects, **{field: now * exp(_STEP)})
+        moved = step_time(workload, plan, costs.with_effects(effects, costs.box), most_tasks)
+        found[name] = log(moved.total / step.total) / _STEP
+    left = max(0.0, 1.0 - sum(found.values()))
+    total = sum(seconds.values()) or 1.0
+    return found | {kind: left * own / total for kind, own in seconds.items()}
+
+
+def unknown_operators(
+    times: Mapping[OpCall, np.ndarray],
+    counts: Mapping[OpCall, float],
+    scopes: Mapping[OpCall, str],
+    share: float,
+) -> tuple[float, float]:
+    """How far a step reaches by the intervals of operators that no model was fitted to.
+
+    Their errors are taken as common: a chip that is slower than expected is so throughout.
+
+    Args:
+        times: Seconds and both ends of one execution of each operator.
+        counts: Executions of each.
+        scopes: Of the estimates.
+        share: Of the step that operators decide.
+
+    Returns:
+        Logarithms, at least 0, downwards and upwards.
+    """
+    middle = low = high = 0.0
+    for call, count in counts.items():
+        own = times[call]
+        unknown = scopes[call] in _UNKNOWN
+        middle += count * float(own[0])
+        low += count * float(own[1] if unknown else own[0])
+        high += count * float(own[2] if unknown else own[0])
+    if not middle:
+        return 0.0, 0.0
+    return share * log(middle / max(low, 1e-3 * middle)), share * log(high / middle)

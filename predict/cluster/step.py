@@ -15,11 +15,11 @@ from ...models.power.energy import cost_fields, energy_fields
 from ...models.power.law import cap_share, under_cap
 from ...models.steps.context import COMPILED, OWN, StepContext, context_of
 from ...models.steps.memory import law_of
-from ...models.steps.model import UNCALIBRATED, StepModel, shipped_steps
+from ...models.steps.model import StepModel, shipped_steps
 from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.clusters.topology import Cluster
 from ...simulate.step.calls import OpCall, OpLatency
-from ...simulate.step.compose import StepTime, operator_counts, step_time
+from ...simulate.step.compose import MOST_TASKS, StepTime, operator_counts, step_time
 from ...simulate.step.costs import Costs
 from ...simulate.step.fitting import Fit, find_fit, memory_of
 from ...simulate.step.jitter import StepSpread, sample_steps
@@ -30,6 +30,7 @@ from ..devices import cluster_device, resolve_device
 from ..operator.step_operators import OperatorLatency
 from .energy import step_energy
 from .network import ClusterNetwork
+from .spread import sensitivities, unknown_operators
 from .waterfall import Term, Waterfall
 
 #: Streaming multiprocessors that a collective occupies beside kernels: one for each NCCL channel.
@@ -251,7 +252,9 @@ class StepPredictor:
             spread = sample_steps(workload, plan, step, jitter, speeds, draws, seed)
         table = self.learned.table
         own_terms = Waterfall(workload, plan, own, counts, step, table, context)
-        low, high = np.exp(self.learned.ends.get(known, UNCALIBRATED))
+        low, high = np.exp(
+            step_interval(self.learned, context, workload, plan, own, step, self.latency)
+        )
         if self.cap < 1.0:
             # Every operator that the cap slows has the law's error, all of them the same way.
             low, high = under_cap(float(low), float(high))
@@ -318,6 +321,44 @@ def _by_name(seconds: dict[OpCall, float]) -> dict[str, float]:
     for call, value in seconds.items():
         totals[call.name] = totals.get(call.name, 0.0) + value
     return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+
+def step_interval(
+    learned: StepModel,
+    context: StepContext,
+    workload: Workload,
+    plan: Plan,
+    costs: Costs,
+    step: StepTime,
+    latency: OperatorLatency,
+    most_tasks: int = MOST_TASKS,
+) -> tuple[float, float]:
+    """Ends of a step's 90 % interval, as logarithms of factors on the estimate.
+
+    The interval is as wide as the effects that decide the step are unsure; on a chip of which no
+    step was measured, it is wider by what is not known of the chip's operators.
+
+    Args:
+        learned: Model of steps.
+        context: Of the step.
+        workload: The model that is trained.
+        plan: Resolved.
+        costs: Under which the step was composed.
+        step: The step.
+        latency: What priced its operators.
+        most_tasks: As of :func:`~opcast.simulate.step.compose.step_time`.
+    """
+    counts = operator_counts(workload, plan, step.worst)
+    kinds = dict[str, float]()
+    for call, count in counts.items():
+        own = float(costs.ops[call][0]) * costs.effects.of(call) * count
+        kinds[call.kind] = kinds.get(call.kind, 0.0) + own
+    slopes = sensitivities(workload, plan, costs, step, kinds, most_tasks)
+    reach = (0.0, 0.0)
+    if latency.spec.name not in learned.devices:
+        share = sum(slopes[kind] for kind in kinds)
+        reach = unknown_operators(costs.ops, counts, latency.scopes, share)
+    return learned.interval(context, slopes, reach)
 
 
 def exchange_wait(workload: Workload, step: StepTime) -> float:

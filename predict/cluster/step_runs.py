@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
-from math import log2
+from math import exp, log2
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from ...simulate.step.fitting import memory_of
 from ...simulate.step.layer_ops import micro_tokens
 from ...simulate.step.memory import StageMemory
 from ..operator.step_operators import OperatorLatency
-from .step import cluster_costs
+from .step import cluster_costs, step_interval
 from .step_table import FAULTS, StepRow, reason_of
 
 
@@ -126,6 +126,19 @@ class StepRuns:
             logs[place] = np.log(self.step(row, effects).total * row.share)
         return logs
 
+    def _interval(self, model: StepModel, index: int, step: StepTime) -> tuple[float, float]:
+        row, context = self.rows[index], self.contexts[index]
+        return step_interval(
+            model,
+            context,
+            row.workload,
+            row.plan,
+            self.costs(row, model.table.effects(context)),
+            step,
+            self._latency[row.cluster.device],
+            self.most_tasks,
+        )
+
     def features(self, index: int, step: StepTime) -> list[float]:
         """Features for residuals, of plan, sizes and the simulated parts."""
         row = self.rows[index]
@@ -145,11 +158,13 @@ class StepRuns:
     def predict(self, model: StepModel) -> list[RowPrediction | str]:
         """Predict every row; where that fails, say why instead."""
         steps: dict[int, StepTime] = {}
+        intervals: dict[int, tuple[float, float]] = {}
         memory: dict[int, float] = {}
         reasons: dict[int, str] = {}
         for i, (row, context) in enumerate(zip(self.rows, self.contexts, strict=True)):
             try:
                 steps[i] = self.step(row, model.table.effects(context))
+                intervals[i] = self._interval(model, i, steps[i])
                 memory[i] = law_of(model.memory, row.framework).total(fullest(row))
             except (OpcastError, *FAULTS) as error:
                 steps.pop(i, None)
@@ -163,10 +178,11 @@ class StepRuns:
         for place, (i, step) in enumerate(steps.items()):
             factor = float(answer.factor[place]) * self.rows[i].share
             seconds = step.total * factor
+            low, high = intervals[i]
             found[i] = RowPrediction(
                 seconds,
-                seconds * float(answer.lo[place]),
-                seconds * float(answer.hi[place]),
+                seconds * exp(low),
+                seconds * exp(high),
                 step,
                 factor,
                 memory[i],

@@ -10,7 +10,7 @@ import pytest
 from opcast.models.steps.context import StepContext
 from opcast.models.steps.effects import PRIOR, WHOLE, EffectTable
 from opcast.models.steps.fit import adapt, fit_effects, slopes_at
-from opcast.models.steps.model import UNCALIBRATED, StepModel, cluster_ends, interval_ends
+from opcast.models.steps.model import StepModel, cluster_ends, interval_ends
 
 COSTS = tuple(PRIOR)
 
@@ -78,42 +78,59 @@ def test_a_few_steps_tell_of_a_new_cluster(count: int, left: float) -> None:
 
 
 def test_what_is_known_of_a_step_decides_the_interval() -> None:
+    # The prior of products: 0.3 for all, 0.15 a generation, 0.3 the bits (effects.LEVELS).
     table = EffectTable(
         {
             "product/architecture/hopper": 0.1,
             "inside/framework/a": 0.1,
             "whole/cluster/x|h100-sxm": 0.0,
-        }
+        },
+        {"product/all/gpu": 0.03, "product/bits/16": 0.04, "whole/framework/a": 0.1},
     )
-    ends = {"cluster": (-0.1, 0.1), "framework": (-0.2, 0.3), "architecture": (-0.4, 0.4)}
-    model = StepModel(table, ends=ends)
+    model = StepModel(table, ends={"cluster": (-1.0, 2.0), "elsewhere": (-1.5, 3.0)})
     asked = [
         context("a", "x|h100-sxm"),
         context("a", "y|h100-sxm"),
         context("b", "y|h100-sxm"),
         context("b", "y|z", architecture="later"),
     ]
-    answer = model.answer(asked, np.zeros((4, 1), np.float32))
-    assert answer.tier == ["cluster", "framework", "architecture", "new"]
-    assert np.log(answer.hi) == pytest.approx([0.1, 0.3, 0.4, UNCALIBRATED[1]])
-    assert np.log(answer.lo) == pytest.approx([-0.1, -0.2, -0.4, UNCALIBRATED[0]])
+    assert [model.tier(one) for one in asked] == ["cluster", "framework", "architecture", "new"]
+    # All of the step is products: 0.03, 0.15, 0.04, and on the whole step 0.1 for the framework
+    # (0.2 where it is not known), 0.1 for the generation and 0.2 for the cluster.
+    known = np.sqrt(0.03**2 + 0.15**2 + 0.04**2 + 0.1**2 + 0.1**2 + 0.2**2)
+    other = np.sqrt(known**2 - 0.1**2 + 0.2**2)
+    ends = [model.interval(one, {"product": 1.0}) for one in asked]
+    assert ends[0] == pytest.approx((-known, 2 * known))
+    assert ends[1] == pytest.approx((-1.5 * known, 3 * known))
+    assert ends[2] == pytest.approx((-1.5 * other, 3 * other))
+    # Half of it attention, which has no effects: products count half.
+    half = np.sqrt(known**2 - 0.75 * (0.03**2 + 0.15**2 + 0.04**2))
+    assert model.interval(asked[0], {"product": 0.5})[1] == pytest.approx(2 * half)
+
+
+def test_operators_that_nobody_measured_widen_the_interval() -> None:
+    model = StepModel(EffectTable(), ends={"elsewhere": (-1.0, 1.0)})
+    low, high = model.interval(context(), {"product": 1.0})
+    assert model.interval(context(), {"product": 1.0}, (0.3, 0.4)) == pytest.approx(
+        (-np.hypot(low, 0.3), np.hypot(high, 0.4))
+    )
 
 
 def test_a_cluster_with_many_runs_has_an_interval_of_its_own() -> None:
-    table = EffectTable({"whole/cluster/x|h100-sxm": 0.0, "whole/cluster/y|h100-sxm": 0.0})
+    deviations = {f"whole/cluster/{name}|h100-sxm": 0.1 for name in "xy"}
+    table = EffectTable(dict.fromkeys(deviations, 0.0), deviations)
     own = cluster_ends(np.linspace(-0.05, 0.05, 201))
     assert own == pytest.approx((-0.045, 0.045), abs=1e-3)
     model = StepModel(table, ends={"cluster": (-0.3, 0.3), "x|h100-sxm": own})
-    asked = [context("a", f"{name}|h100-sxm") for name in "xy"]
-    answer = model.answer(asked, np.zeros((2, 1), np.float32))
-    assert np.log(answer.hi) == pytest.approx([own[1], 0.3])
+    (_, high), (_, other) = (model.interval(context("a", f"{n}|h100-sxm"), {}) for n in "xy")
+    assert high / other == pytest.approx(own[1] / 0.3)
 
 
 def test_groups_count_the_same_in_an_interval_and_less_knowledge_is_not_surer() -> None:
     many = [("big", 0.01)] * 900
     few = [("small", value) for value in np.linspace(-1, 1, 9)]
-    ends = interval_ends({"cluster": many + few, "framework": [("g", 0.0), ("h", 0.1)]})
+    ends = interval_ends({"cluster": many + few, "elsewhere": [("g", 0.0), ("h", 0.1)]})
     # Half of the weight is the small group's: a tenth of all is a fifth of it.
     assert ends["cluster"][0] == pytest.approx(-0.95, abs=0.1)
     assert ends["cluster"][1] == pytest.approx(0.95, abs=0.1)
-    assert ends["framework"] == ends["cluster"] == ends["new"]
+    assert ends["elsewhere"] == ends["cluster"]

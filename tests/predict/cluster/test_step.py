@@ -99,6 +99,25 @@ def test_measured_collectives_count_inside_a_box():
     assert 0.5 < learned.seconds / formula.seconds < 2.0
 
 
+def test_an_interval_is_as_wide_as_what_nobody_measured(operators, tmp_path):
+    """A hardware architect's own chip is less sure than an H100, and a pipeline than plain FSDP."""
+    own = tmp_path / "own.yaml"
+    own.write_text("name: own\nbase: h100-sxm\npeak_tflops: {bf16: 2000}\n")
+    work = make_workload("llama", LLAMA)
+
+    def width(device=None, plan="fsdp=64", framework=""):
+        predictor = StepPredictor("dgx-h100-x64", operators, device, framework)
+        found = predictor.predict(work, parse_plan(plan), remedy=False).interval
+        return math.log(found.hi / found.lo)
+
+    measured = width()
+    assert 0.3 < measured < 0.8
+    assert width(own) > 1.25 * measured
+    # Megatron-LM's runs on H100 were learned from; hand-overs between stages differ by framework.
+    assert width(framework="nemo") < measured
+    assert width(plan="fsdp=4,pp=16,microbatches=64") > measured
+
+
 @pytest.mark.parametrize(
     ("cluster", "products", "peak", "format_"),
     # Data sheets: an H100 does 1,978.9 TFLOP/s in fp8 and has no unit for nvfp4; a B200 does 9,000
@@ -149,8 +168,7 @@ def test_waiting_for_experts_lowers_the_end_of_the_interval():
     found = StepPredictor("dgx-h100-x16", None).predict(work, plan)
     wait, total = found.step.communication["expert"], found.step.total
     assert wait > 0.3 * total and found.step.bubble == 0.0
-    low = np.exp(shipped_steps().ends[found.known][0])
-    assert found.interval.lo == pytest.approx(total * min(low, 1.0 - 0.7 * wait / total))
+    assert found.interval.lo == pytest.approx(total - 0.7 * wait)
     assert any("all-to-alls of expert parallelism" in note for note in found.notes())
     # 4 of the 8 s of a device, so half of the bubble of 2 s as well: 10 - 0.7 x 4 x 10 / 8.
     by_hand = {"total": 10.0, "exposed": 5.0, "bubble": 2.0}
@@ -162,8 +180,8 @@ def test_waiting_for_experts_lowers_the_end_of_the_interval():
     # The same layers without expert parallelism have neither note nor wait.
     alone = StepPredictor("dgx-h100-x16", None).predict(work, parse_plan("dp=16"))
     assert not any("expert parallelism" in note for note in alone.notes())
-    low = np.exp(shipped_steps().ends[alone.known][0])
-    assert alone.interval.lo == pytest.approx(alone.step.total * low)
+    # The whole chip is known, so that nothing but the learned effects is unsure.
+    assert 0.6 * alone.step.total < alone.interval.lo < alone.step.total
 
 
 def test_measured_steps_of_a_framework_are_learned_from(operators):
@@ -181,7 +199,9 @@ def test_measured_steps_of_a_framework_are_learned_from(operators):
     assert data["host_us"] > 0.3 * data["step_us"]
     assert found["nanotron"].step.total > 2 * found["megatron-bridge"].step.total
     widths = {n: p.interval.hi / p.interval.lo for n, p in found.items()}
-    assert widths["unheard-of"] >= widths["megatron-bridge"]
+    # Hand-overs between stages, of which nothing is known without a framework, weigh less than
+    # nanotron's own, which are known.
+    assert widths["nanotron"] > widths["unheard-of"] > 0.9 * widths["megatron-bridge"]
     assert any("no measured step of unheard-of" in note for note in found["unheard-of"].notes())
     average = StepPredictor(cluster, operators).predict(work, plan)
     assert average.step.total == pytest.approx(found["unheard-of"].step.total)
