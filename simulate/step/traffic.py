@@ -119,11 +119,12 @@ def parameter_groups(held: Parameters, plan: Plan) -> list[tuple[float, Group, G
     groups = [(held.dense, shard, replica)]
     if held.expert:
         # ``ep`` takes ranks from the shard group first, which lies inside; what it does not divide
-        # it takes from the replicas.
+        # it takes from the replicas, of which those with the same experts are that much farther
+        # apart.
         fewer = gcd(shard.size, plan.ep)
         left = max(1, replica.size * fewer // plan.ep)
         own = Group(shard.size // fewer, shard.stride * fewer)
-        groups.append((held.expert, own, Group(left, replica.stride)))
+        groups.append((held.expert, own, Group(left, replica.stride * (replica.size // left))))
     return groups
 
 
