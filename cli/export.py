@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from ..models.core.registry import OPERATOR_MODEL
 from .options import (
     ClusterOpt,
+    CompiledOpt,
+    FrameworkOpt,
+    HfOpt,
     Json,
     LoweringOpt,
     OperatorModelOpt,
     Out,
     Settings,
+    StepModelOpt,
     Timeline,
     Workload,
     print_json,
     refuse,
+    workload_of,
 )
 
 if TYPE_CHECKING:
@@ -39,19 +44,66 @@ def hespas(
 
 
 def export_chakra(
-    program: Annotated[Path, typer.Argument(help="Partitioned program, StableHLO or HLO.")],
+    context: typer.Context,
     cluster: ClusterOpt,
     out: Out,
+    program: Annotated[
+        Path | None, typer.Argument(help="Partitioned program, StableHLO or HLO.")
+    ] = None,
     model: Annotated[
-        str, typer.Option(help="Kernel model; 'roofline' for the plain roofline.")
+        str,
+        typer.Option(
+            help="Kernel model of a program, operator model of a step; 'roofline' for the plain "
+            "roofline."
+        ),
     ] = "default",
     lowering: LoweringOpt = "auto",
+    workload: Workload = "",
+    hf: HfOpt = None,
+    settings: Settings = None,
+    plan: Annotated[
+        str, typer.Option(help="Plan of a step, such as tp=8,pp=2,dp=8, or a YAML file.")
+    ] = "",
+    framework: FrameworkOpt = "",
+    compiled: CompiledOpt = False,
+    steps: StepModelOpt = "default",
     json_output: Json = False,
 ) -> None:
     """Write Chakra traces and ASTRA-sim's input files.
 
-    One trace is written for each rank; ASTRA-sim runs on the folder.
+    One trace is written for each rank; ASTRA-sim runs on the folder. Of a partitioned program, or
+    of a training step as opcast simulate predicts it (--workload).
     """
+    of_steps = {"workload", "hf", "settings", "plan", "framework", "compiled", "steps"}
+    if program is None:
+        if not workload and hf is None:
+            raise typer.BadParameter("give a partitioned program, or --workload NAME for a step")
+        refuse(context, "a step", {"lowering"})
+        options = StepOptions(model, framework, compiled, steps)
+        result = _export_step(workload_of(workload, hf), settings, plan, cluster, out, options)
+    else:
+        refuse(context, "a program", of_steps)
+        result = _export_program(program, cluster, out, model, lowering)
+    _print(result, f"{out}: {{ranks}} traces, {{nodes}} nodes", json_output)
+    if not json_output and program is None:
+        typer.echo(
+            "  step {step_us:,.0f} µs; communication of a rank {communication_us:,.0f} µs, by "
+            "ASTRA-sim's formulas {astra_sim_communication_us:,.0f} µs".format(**result)
+        )
+
+
+class StepOptions(NamedTuple):
+    """How a step is predicted: operator model, framework, whether it is compiled, step model."""
+
+    model: str
+    framework: str
+    compiled: bool
+    steps: str
+
+
+def _export_program(
+    program: Path, cluster: str, out: Path, model: str, lowering: str
+) -> dict[str, object]:
     from ..features.lowering.options import LoweringOptions
     from ..predict.cluster.partitioned import predict_partitioned
     from ..predict.devices import cluster_device
@@ -61,8 +113,37 @@ def export_chakra(
 
     where = find_cluster(cluster)
     prediction = predict_partitioned(program, where, kernels(model), LoweringOptions(lowering))
-    result = write(prediction, where, cluster_device(where), out)
-    _print(result, f"{out}: {{ranks}} traces, {{nodes}} nodes", json_output)
+    return write(prediction, where, cluster_device(where), out)
+
+
+def _export_step(
+    workload: str,
+    settings: list[str] | None,
+    plan: str,
+    cluster: str,
+    out: Path,
+    options: StepOptions,
+) -> dict[str, object]:
+    from ..models.steps.model import find_step_model
+    from ..predict.cluster.step import StepPredictor
+    from ..predict.export.chakra import export_step
+    from ..predict.operator.step_operators import load_step_model
+    from ..simulate.clusters.catalogue import find_cluster
+    from ..simulate.step.plan import Plan, parse_plan
+    from ..simulate.step.workload import read_workload
+
+    work, where = read_workload(workload, settings or []), find_cluster(cluster)
+    model = OPERATOR_MODEL if options.model == "default" else options.model
+    predictor = StepPredictor(
+        where,
+        load_step_model(model),
+        framework=options.framework,
+        compiled=options.compiled,
+        learned=find_step_model(options.steps),
+    )
+    chosen = parse_plan(plan) if plan else Plan(dp=where.size)
+    prediction = predictor.predict(work, chosen, remedy=False)
+    return export_step(prediction, predictor.costs(work), where, predictor.spec, out)
 
 
 def export_table(

@@ -283,6 +283,11 @@ class StepPredictor:
             price=price,
         )
 
+    def costs(self, workload: Workload) -> Costs:
+        """Times of operators and collectives as :meth:`predict` takes them for a workload."""
+        self._learn(workload)
+        return self._costs
+
     def _learn(self, workload: Workload) -> StepContext:
         """Take the effects that measured steps have on steps like these."""
         launched = not self.compiled and not self.framework.startswith(COMPILED)

@@ -1,20 +1,34 @@
-"""A partitioned program on a cluster as a folder of Chakra traces."""
+"""A partitioned program, or a simulated step, on a cluster as a folder of Chakra traces."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from ...common.errors import ProgramError
+from ...common.progress import tracked
 from ...features.devices.device import DeviceSpec
 from ...simulate.chakra.folder import write_folder
 from ...simulate.chakra.messages import EtNode, NodeType
 from ...simulate.chakra.ranks import Work, process_groups, rank_trace
+from ...simulate.chakra.step_blocks import Message, StageBlocks, stage_blocks
+from ...simulate.chakra.step_network import Axes, fitted_network, network_seconds
+from ...simulate.chakra.step_ranks import Ranks, StageTrace, stage_trace
 from ...simulate.clusters.topology import Cluster
 from ...simulate.program.nodes import Node
+from ...simulate.step.compose import stage_orders
+from ...simulate.step.costs import Costs
+from ...simulate.step.plan import Group, Plan
+from ...simulate.step.traffic import hop_call
 from ..cluster.partitioned import PartitionedPrediction
+from ..cluster.step import StepPrediction
+
+#: Most nodes of a rank before neighbouring layers are written as one (engineering choice: a
+#: thousand ranks then take a minute of one core and 200 MB).
+MOST_NODES = 4000
 
 
 def export_chakra(
@@ -77,6 +91,97 @@ def _in_order_of_start(
         for node in (prediction.nodes[at] for at in order)
     ]
     return nodes, order
+
+
+def export_step(
+    prediction: StepPrediction,
+    costs: Costs,
+    cluster: Cluster,
+    device: DeviceSpec,
+    out: Path,
+    most_nodes: int = MOST_NODES,
+) -> dict[str, object]:
+    """Write a simulated step: its stages, micro-batches and collectives, for every rank.
+
+    ``network.yml`` has a dimension for each axis of the plan, on which ASTRA-sim's collectives take
+    the predicted times (:mod:`...simulate.chakra.step_network`).
+
+    Args:
+        prediction: The step.
+        costs: Its times of operators and collectives (:meth:`~..cluster.step.StepPredictor.costs`).
+        cluster: Its cluster.
+        device: Device of the cluster.
+        out: Folder to write.
+        most_nodes: Nodes of a rank above which neighbouring layers are written as one.
+
+    Returns:
+        As :func:`export_chakra`; also our time of the step, and of all communication of a rank, the
+        mean of the stages, our time and ASTRA-sim's by its formulas.
+
+    Raises:
+        ProgramError: The step runs on a single device.
+    """
+    workload, plan, step = prediction.workload, prediction.plan, prediction.step
+    if plan.devices < 2:
+        raise ProgramError(
+            "a step on one device has no communication", hint="choose a larger cluster"
+        )
+    orders = stage_orders(workload, plan)
+    units = _units_of_a_block(prediction, max(map(len, orders)), most_nodes)
+    known: dict[tuple[object, ...], StageBlocks] = {}
+    blocks = []
+    for stage, times in enumerate(step.stages):
+        # Equal stages share their times (``step_time``), and so their blocks.
+        key = (id(times), stage == 0, stage == plan.pp - 1)
+        if key not in known:
+            known[key] = stage_blocks(workload, plan, costs, stage, times, units)
+        blocks.append(known[key])
+    call = hop_call(workload, plan)
+    hop = Message(call.name, call.kind, Group(plan.pp, call.group.stride), call.size, step.hop)
+    stages = [stage_trace(plan, own, orders, s, hop) for s, own in enumerate(blocks)]
+    counts = Counter[Message]()
+    for stage in stages:
+        counts.update(talk.message for talk in stage.talks.values())
+    axes = Axes([_axis(message, plan) for message in counts], plan.devices)
+    network = fitted_network(counts, axes)
+    ranks = Ranks(stages, axes)
+    shown = tracked(ranks, plan.devices, "traces")
+    write_folder(out, shown, ranks.groups, replace(cluster, topology=network), device)
+    return {
+        **_step_summary(stages, ranks),
+        "step_us": step.total * 1e6,
+        "latency_us": step.total * 1e6,
+        "communication_us": 1e6 * sum(m.seconds * n for m, n in counts.items()) / len(stages),
+        "astra_sim_communication_us": 1e6
+        * sum(network_seconds(m, axes, network) * n for m, n in counts.items())
+        / len(stages),
+    }
+
+
+def _axis(message: Message, plan: Plan) -> Group:
+    """The group that decides about axes: all stages of a pipeline are one axis."""
+    if message.name in ("pipeline", "tied"):
+        return Group(plan.pp, plan.stage_hop.stride)
+    return message.group
+
+
+def _units_of_a_block(prediction: StepPrediction, tasks: int, most_nodes: int) -> int:
+    """Return how many layers become one block, so that a rank has few enough nodes."""
+    layers = prediction.workload.layers / prediction.plan.pp + 2
+    # Computation and up to three collectives.
+    return max(1, round(4 * tasks * layers / most_nodes))
+
+
+def _step_summary(stages: list[StageTrace], ranks: Ranks) -> dict[str, object]:
+    """Counts of all ranks; of rank 0 as of programs."""
+    each = ranks.axes.devices // len(stages)
+    first = summary([next(iter(ranks))])
+    return {
+        **first,
+        "ranks": ranks.axes.devices,
+        "nodes": each * sum(len(s.nodes) for s in stages),
+        "dimensions": list(ranks.axes.sizes),
+    }
 
 
 def summary(traces: list[list[EtNode]]) -> dict[str, object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +31,7 @@ RING_NETWORK, RING_SYSTEM = "network_ring.yml", "system_ring.json"
 
 def write_folder(
     out: Path,
-    traces: Sequence[Sequence[EtNode]],
+    traces: Iterable[Sequence[EtNode]],
     groups: Mapping[tuple[int, ...], str],
     cluster: Cluster,
     device: DeviceSpec,
@@ -41,7 +41,7 @@ def write_folder(
     Args:
         out: The folder; created if it is missing.
         traces: Traces of all ranks.
-        groups: Names of process groups, by their ranks.
+        groups: Names of process groups, by their ranks; read once all traces are written.
         cluster: Cluster of the ranks.
         device: Device of each rank.
 

@@ -16,7 +16,7 @@ from .layer_ops import embedding_ops, head_ops, layer_ops, update_ops
 from .memory import stage_held
 from .pipeline import PipelineRun, run_pipeline
 from .plan import Plan
-from .schedules import FORWARD, WEIGHTS, Task, forward_orders, orders
+from .schedules import FORWARD, WEIGHTS, Order, Task, forward_orders, orders
 from .stage_times import StageCost, StageTimes
 from .traffic import hop_call, local_parameters
 from .workload import Workload, kind_counts
@@ -182,6 +182,13 @@ def task_seconds(plan: Plan, times: StageTimes, kind: str) -> float:
     return times.backward.total / plan.virtual
 
 
+def stage_orders(workload: Workload, plan: Plan) -> tuple[Order, ...]:
+    """Return what each stage runs, in order."""
+    if workload.mode == "train":
+        return orders(plan.schedule, plan.pp, plan.microbatches, plan.virtual)
+    return forward_orders(plan.pp, plan.microbatches, plan.virtual)
+
+
 def run_stages(
     workload: Workload, plan: Plan, stages: Sequence[StageTimes], hop: float
 ) -> PipelineRun:
@@ -193,10 +200,7 @@ def run_stages(
         stages: Times of each stage.
         hop: Seconds from one stage to the next.
     """
-    if workload.mode == "train":
-        order = orders(plan.schedule, plan.pp, plan.microbatches, plan.virtual)
-    else:
-        order = forward_orders(plan.pp, plan.microbatches, plan.virtual)
+    order = stage_orders(workload, plan)
     seconds = [{k: task_seconds(plan, s, k) for k in "FBW"} for s in stages]
 
     def duration(stage: int, task: Task) -> float:

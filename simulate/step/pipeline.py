@@ -94,7 +94,7 @@ def _ready(
     hop: float,
 ) -> Seconds | None:
     """Return when a task's input arrives; ``None`` if its producer has not been placed."""
-    needs = _producers(stage, task, stages, chunks)
+    needs = producers(stage, task, stages, chunks)
     ready: Seconds = 0.0
     for other, source in needs:
         end = done.get((other, source))
@@ -104,7 +104,8 @@ def _ready(
     return ready
 
 
-def _producers(stage: int, task: Task, stages: int, chunks: int) -> list[tuple[int, Task]]:
+def producers(stage: int, task: Task, stages: int, chunks: int) -> list[tuple[int, Task]]:
+    """Return the stages and tasks that a task of a stage takes its input from."""
     kind, micro, chunk = task
     if kind == WEIGHTS:
         return [(stage, Task(BACKWARD, micro, chunk))]
