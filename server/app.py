@@ -262,14 +262,14 @@ async def _body(request: Request, kind: TypeAdapter[T]) -> T:
     try:
         return kind.validate_json(await request.body())
     except ValidationError as error:
-        raise _malformed(error.errors(include_url=False, include_context=False)) from None
+        raise _malformed(error.errors(include_url=False)) from None
 
 
 def _checked(kind: TypeAdapter[T], values: Mapping[str, object]) -> T:
     try:
         return kind.validate_python(values)
     except ValidationError as error:
-        raise _malformed(error.errors(include_url=False, include_context=False)) from None
+        raise _malformed(error.errors(include_url=False)) from None
 
 
 def _no_other(given: Mapping[str, str], body: schemas.ProgramQuery) -> None:
@@ -320,7 +320,10 @@ def _malformed(errors: Any) -> RequestError:
     # Cut: keys and values come from the request.
     where = ".".join(map(str, place))[:200]
     status = 400 if first["type"] == "json_invalid" else 422
-    return RequestError(status, first["msg"][:300], where=where, hint="see /docs")
+    what = first["msg"]
+    if first["type"] == "string_pattern_mismatch":
+        what = f"not {schemas.ALLOWED[first['ctx']['pattern']]}"
+    return RequestError(status, what[:300], where=where, hint="see /docs")
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -31,11 +31,15 @@ AnyQuery = OpsQuery | ColumnsQuery | KernelsQuery
 
 
 class _Group(NamedTuple):
-    """Queries that share a batch: operators or kernels, of one model and one device."""
+    """Queries that share a batch: operators or kernels, of one model and one device.
+
+    ``vendor`` says whose libraries operators without a method are of.
+    """
 
     model: str
     device: str
     kernels: bool
+    vendor: str
 
 
 class KernelService:
@@ -80,7 +84,9 @@ class KernelService:
         """
         names = KERNEL_COLUMNS if isinstance(query, KernelsQuery) else OP_COLUMNS
         wanted = _wanted(query.fields, names)
-        group = _Group(model, device.name, isinstance(query, KernelsQuery))
+        kernels = isinstance(query, KernelsQuery)
+        vendor = "" if kernels else self.predictors[model].operator_vendor(device)
+        group = _Group(model, device.name, kernels, vendor)
         if isinstance(query, ColumnsQuery):
             rows = await self._columns(query, group)
         elif isinstance(query, OpsQuery):
@@ -105,14 +111,14 @@ class KernelService:
             own = {keys[i]: i for i in missing}
             work: object = [texts[i] for i in own.values()]
             if not group.kernels:
-                work = pd.DataFrame([_row(texts[i], i) for i in own.values()])
+                work = pd.DataFrame([_row(texts[i], i, group.vendor) for i in own.values()])
             fresh = await self._fresh(group, work, list(own))
             for i in missing:
                 answers[i] = fresh[keys[i]]
         return answers
 
     async def _columns(self, query: ColumnsQuery, group: _Group) -> list[object]:
-        row = parse_op_columns(query.operator, query.columns)
+        row = parse_op_columns(query.operator, query.columns, group.vendor)
         varying = {k: v for k, v in row.items() if isinstance(v, np.ndarray)}
         n = len(next(iter(varying.values()))) if varying else 1
         self._check_rows(n)
@@ -200,9 +206,9 @@ def _wanted(fields: Sequence[str] | None, names: tuple[str, ...]) -> Sequence[st
     return names if fields is None else fields
 
 
-def _row(text: str, place: int) -> dict[str, object]:
+def _row(text: str, place: int, vendor: str) -> dict[str, object]:
     try:
-        return parse_op(text)
+        return parse_op(text, vendor)
     except ProgramError as error:
         where = f"ops[{place}], {error.where}"
         raise ProgramError(error.what, where=where, hint=error.hint) from None

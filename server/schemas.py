@@ -11,6 +11,21 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapt
 NAME = r"^[A-Za-z0-9][A-Za-z0-9 ()+._-]{0,79}$"
 #: A checkpoint's name, such as Qwen/Qwen3-32B: looked up among models, never among files.
 CHECKPOINT = r"^([A-Za-z0-9][A-Za-z0-9._-]{0,39}/)?[A-Za-z0-9][A-Za-z0-9 ()+._-]{0,79}$"
+_FORMAT = r"^[A-Za-z0-9_-]{0,20}$"
+# Settings of a plan only: the pattern has no slash or dot, so a plan's file cannot be named.
+_SETTINGS = r"^[A-Za-z0-9_=, -]*$"
+_TOKENS = r"^[a-z0-9.:]+$"
+_RANK = r"^[0-9]{1,6}$"
+#: What each pattern allows, in words for answers.
+ALLOWED = {
+    NAME: "a name: letters and digits, then also spaces and ( ) + . _ -, at most 80 characters; no "
+    "path of a file",
+    CHECKPOINT: "a model's name, or owner/name: letters, digits, spaces and ( ) + . _ -; no path",
+    _FORMAT: "a format such as fp8: letters, digits, _ and -, at most 20 characters",
+    _SETTINGS: "settings such as tp=8,dp=2: letters, digits, _ = - and commas; no file",
+    _TOKENS: "numbers of tokens such as 1024, or a distribution such as lognormal:800:0.6",
+    _RANK: "a rank: a whole number of at most six digits",
+}
 # Largest trip count: beyond any real program, and its products with times stay finite.
 LARGEST = 2**40
 
@@ -140,9 +155,9 @@ class ProgramQuery(ProgramOptions):
     )
 
 
-_Format = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{0,20}$")]
-_Plan = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9_=, -]*$")]
-_Lengths = Annotated[str, Field(max_length=60, pattern=r"^[a-z0-9.:]+$")]
+_Format = Annotated[str, Field(pattern=_FORMAT)]
+_Plan = Annotated[str, Field(max_length=200, pattern=_SETTINGS)]
+_Lengths = Annotated[str, Field(max_length=60, pattern=_TOKENS)]
 
 
 class SimulateQuery(Body):
@@ -150,8 +165,7 @@ class SimulateQuery(Body):
 
     workload: Literal["llama", "moe", "gpt", "bert"]
     cluster: Name = Field(description="Such as dgx-h100-x128.")
-    # Settings of a plan only: the pattern has no slash or dot, so a plan's file cannot be named.
-    plan: str = Field("", max_length=200, pattern=r"^[A-Za-z0-9_=, -]*$")
+    plan: str = Field("", max_length=200, pattern=_SETTINGS)
     settings: dict[Name, int | float | bool | Annotated[str, Field(max_length=40)]] = Field(
         default_factory=dict, description="Sizes such as layers and d_model."
     )
@@ -162,7 +176,7 @@ class SimulateQuery(Body):
     # A standard deviation of the logarithm: 10 is a factor of 22,000, beyond any real cluster.
     jitter: float = Field(0.0, ge=0, le=10, allow_inf_nan=False)
     # Keys of JSON objects are texts; six digits exceed any cluster of the catalogue.
-    speed: dict[Annotated[str, Field(pattern=r"^[0-9]{1,6}$")], float] = Field(
+    speed: dict[Annotated[str, Field(pattern=_RANK)], float] = Field(
         default_factory=dict, description="Relative speed by rank."
     )
     # NumPy's generators take no negative seeds.

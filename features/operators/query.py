@@ -100,7 +100,7 @@ def parse_op(text: str, vendor: str = "") -> dict[str, Any]:
 
 
 def parse_op_columns(
-    operator: str, given: Mapping[str, str | int | Sequence[int]]
+    operator: str, given: Mapping[str, str | int | Sequence[int]], vendor: str = ""
 ) -> dict[str, Any]:
     """Parse many operators of one family, given by column.
 
@@ -108,6 +108,7 @@ def parse_op_columns(
         operator: A family, or ``method/family``.
         given: Parameters by name: a number for all rows, or one a row, shape ``(n,)``; texts such
             as the dtype hold for all rows.
+        vendor: As for :func:`parse_op`.
 
     Returns:
         As :func:`parse_op`, with an int64 array of shape ``(n,)`` where numbers differ by row.
@@ -122,7 +123,7 @@ def parse_op_columns(
     lengths = {len(v) for v in values.values() if isinstance(v, np.ndarray)}
     if len(lengths) > 1 or 0 in lengths:
         raise _wrong(where, f"columns have {sorted(lengths)} rows", "give each as many, at least 1")
-    return _completed(operator, values, where)
+    return _completed(operator, values, where, vendor)
 
 
 def _column(name: str, values: Sequence[int], where: str) -> np.ndarray:

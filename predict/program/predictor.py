@@ -340,12 +340,19 @@ class Predictor:
             found = self._specs[device] = resolve_device(device, self.devices)
         return found
 
+    def operator_vendor(self, spec: DeviceSpec) -> str:
+        """Whose libraries operators without a method are of on a device; empty for NVIDIA's.
+
+        Only a model that knows XLA's products can answer for the others.
+        """
+        return spec.vendor if "xla/linear" in self.operators.families else ""
+
     def _operators_us(self, texts: Sequence[str], spec: DeviceSpec) -> np.ndarray:
         import pandas as pd
 
         from ...features.operators.query import parse_op
 
-        vendor = spec.vendor if "xla/linear" in self.operators.families else ""
+        vendor = self.operator_vendor(spec)
         rows = pd.DataFrame([{**parse_op(t, vendor), "device": spec.name} for t in texts])
         self.operators.devices[spec.name] = spec
         latency: np.ndarray = self.operators.predict(rows).latency

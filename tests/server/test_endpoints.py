@@ -54,6 +54,18 @@ def test_asking_for_a_device_does_not_make_it_a_learned_one(client, ask):
     assert client.get("/v1/devices").json() == devices
 
 
+def test_operators_of_other_vendors_are_of_their_libraries(ask):
+    """Of a 16-bit product without a library only XLA's are measured on AMD's chips."""
+    text = "linear m=64 n=4096 k=4096 dtype=bf16"
+    own = predict_op(text, "mi300x")
+    assert own.family == "xla/linear"
+    _, found = ask(KERNELS, {"device": "mi300x", "ops": [text]})
+    assert found["latency_us"] == [pytest.approx(own.latency_us)]
+    columns = {"m": [64], "n": 4096, "k": 4096, "dtype": "bf16"}
+    _, found = ask(KERNELS, {"device": "mi300x", "operator": "linear", "columns": columns})
+    assert found["latency_us"] == [pytest.approx(own.latency_us)]
+
+
 def test_operators_are_answered_as_on_the_command_line(ask):
     texts = [LINEAR.format(64), "conv batch=8 cin=64 cout=64 ksize=3 insize=56 dtype=fp32"]
     status, found = ask(KERNELS, {"device": "h100-sxm", "ops": [*texts, texts[0]]})
@@ -203,7 +215,9 @@ def test_serving_is_simulated_as_on_the_command_line(ask):
         (KERNELS, {"device": "h100-sxm", "ops": ["x"], "model": "other"}, 404, "is served"),
         (KERNELS, {"device": "h100-sxm", "ops": ["x"], "fields": ["time"]}, 422, "no field"),
         (KERNELS, {"device": "x.yaml", "ops": ["x"]}, 404, "not the name of a device"),
-        (KERNELS, {"device": "../x", "ops": ["x"]}, 422, "pattern"),
+        (KERNELS, {"device": "../x", "ops": ["x"]}, 422, "letters and digits"),
+        (SIMULATE, {"workload": "llama", "cluster": "dgx-h100-x16", "plan": "p.yaml"}, 422,
+         "settings such as tp=8,dp=2"),
         (KERNELS, {"device": "h100-sxm", "operator": "linear",
                    "columns": {"m": [1, 2], "n": [1], "k": 1, "dtype": "bf16"}}, 422, "rows"),
         (PROGRAM, {"device": "h100-sxm", "program": ""}, 422, "empty"),
