@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -21,8 +22,8 @@ from ...simulate.clusters.topology import Cluster
 from ...simulate.step.calls import CommCall, OpCall, OpLatency
 from ...simulate.step.layer_ops import PassOps, embedding_ops, head_ops, layer_ops
 from ...simulate.step.plan import Group, Plan
-from ...simulate.step.traffic import gradient_bytes, layer_held, tensor_calls
-from ...simulate.step.workload import Workload, resolved
+from ...simulate.step.traffic import expert_calls, gradient_bytes, layer_held, tensor_calls
+from ...simulate.step.workload import Workload, layer_kinds, resolved
 from ..cluster.network import ClusterNetwork
 from .vidur import check_shards, sizes
 
@@ -123,11 +124,12 @@ def simai_workload(work: Workload, plan: Plan, devices: int, latency: OpLatency)
     """Make SimAI's workload of a training step: AICB's text, one line a layer and micro-batch.
 
     A line has one collective a pass: the layer's two all-reduces of its activations are one of
-    twice the bytes, and sequence parallelism, which moves as many bytes, counts as all-reduces.
+    twice the bytes, and sequence parallelism, which moves as many bytes, counts as all-reduces. So
+    do the two all-to-alls of a layer of experts, in a line of their own.
 
     Args:
         work: The model.
-        plan: Tensor and data parallelism.
+        plan: Tensor, data and expert parallelism.
         devices: Devices of the cluster.
         latency: Latencies of operators on the device.
 
@@ -135,30 +137,30 @@ def simai_workload(work: Workload, plan: Plan, devices: int, latency: OpLatency)
         PlanError: The plan has other axes, or does not fit model and cluster.
     """
     plan = resolved(work, replace(plan, sp=False), devices)
-    if plan.pp > 1 or plan.cp > 1 or plan.ep > 1 or plan.fsdp > 1 or work.experts:
+    told = Plan(tp=plan.tp, dp=plan.dp, ep=plan.ep, microbatches=plan.microbatches, sp=False)
+    if plan != told:
         raise PlanError(
-            "SimAI's workload is written for tensor and data parallelism of dense models",
+            "SimAI's workload is written for tensor, data and expert parallelism",
             where=f"plan {plan.text()}",
-            hint="use tp and dp alone",
+            hint="use tp, dp, ep and microbatches alone",
         )
-    parts = {
-        "embedding_layer": embedding_ops(work, plan),
-        "transformer_layer": layer_ops(work, plan),
-        "head_layer": head_ops(work, plan),
-    }
-    comm = {"transformer_layer": _sum_bytes(tensor_calls(work, plan))}
-    held = int(layer_held(work, plan).total * gradient_bytes(work, plan))
+    known = {kind: _layer_items(kind, plan, latency) for kind in dict.fromkeys(layer_kinds(work))}
+    ends = [
+        _item(name, ops, latency)
+        for name, ops in (
+            ("embedding_layer", embedding_ops(work, plan)),
+            ("head_layer", head_ops(work, plan)),
+        )
+    ]
     lines = []
-    for step in range(max(1, plan.microbatches)):
-        last = step == max(1, plan.microbatches) - 1
-        for name, ops in parts.items():
-            # Gradients of a layer are reduced once, beside the last micro-batch.
-            reduced = held if last and plan.dp > 1 and name == "transformer_layer" else 0
-            line = _item(name, ops, comm.get(name, 0), reduced, latency)
-            lines += [line] * (work.layers if name == "transformer_layer" else 1)
+    count = max(1, plan.microbatches)
+    for step in range(count):
+        # Gradients of a layer are reduced once, beside the last micro-batch.
+        layers = [line for kind in layer_kinds(work) for line in known[kind][step == count - 1]]
+        lines += [ends[0], *layers, ends[1]]
     head = (
-        f"HYBRID_TRANSFORMER_FWD_IN_BCKWD model_parallel_NPU_group: {plan.tp} ep: 1 pp: 1 "
-        f"vpp: {work.layers} ga: {max(1, plan.microbatches)} all_gpus: {devices} checkpoints: 0 "
+        f"HYBRID_TRANSFORMER_FWD_IN_BCKWD model_parallel_NPU_group: {plan.tp} ep: {plan.ep} pp: 1 "
+        f"vpp: {work.layers} ga: {count} all_gpus: {devices} checkpoints: 0 "
         "checkpoint_initiates: 0 pp_comm: 0"
     )
     return "\n".join([head, str(len(lines)), *lines]) + "\n"
@@ -237,15 +239,53 @@ def _network(cluster: Cluster, size: int, box: bool) -> dict[str, object]:
     }
 
 
-def _item(name: str, ops: PassOps, comm: int, reduced: int, latency: OpLatency) -> str:
+def _layer_items(work: Workload, plan: Plan, latency: OpLatency) -> tuple[list[str], list[str]]:
+    """Lines of a layer in a micro-batch that reduces no gradients, and in the last one.
+
+    A layer of experts has a second line with the exchange of its tokens.
+    """
+    ops, held, wide = layer_ops(work, plan), layer_held(work, plan), gradient_bytes(work, plan)
+    sent = _Sent("ALLREDUCE", _sum_bytes(tensor_calls(work, plan)))
+    swapped = _Sent("ALLTOALL_EP", _sum_bytes(expert_calls(work, plan)))
+    lines: tuple[list[str], list[str]] = ([], [])
+    for last, own in enumerate(lines):
+        dense = _Sent("ALLREDUCE", int(held.dense * wide) if last and plan.dp > 1 else 0)
+        own.append(_item("transformer_layer", ops, latency, sent, dense))
+        # Ranks with the same experts are ``ep`` times fewer than those with the same layer.
+        copies = last and plan.dp > plan.ep
+        experts = _Sent("ALLREDUCE_DP_EP", int(held.expert * wide) if copies else 0)
+        if swapped.size or experts.size:
+            own.append(_item("mlp_moelayer", PassOps(()), latency, swapped, experts))
+    return lines
+
+
+class _Sent(NamedTuple):
+    """A collective of a line: AICB's name, which tells the group, and bytes; 0 for none."""
+
+    kind: str = "NONE"
+    size: int = 0
+
+    def words(self) -> tuple[str, int]:
+        return (self.kind if self.size else "NONE"), self.size
+
+
+_NOTHING = _Sent()
+
+
+def _item(
+    name: str,
+    ops: PassOps,
+    latency: OpLatency,
+    sent: _Sent = _NOTHING,
+    reduced: _Sent = _NOTHING,
+) -> str:
     forward, backward, weights = (
         max(1, round(float(_seconds(calls, latency).sum()) * 1e9)) if calls else 1
         for calls in (ops.forward, ops.backward, ops.weights)
     )
-    kind, gradients = ("ALLREDUCE" if size else "NONE" for size in (comm, reduced))
     values = (
-        *(name, _NO_DEPENDENCY, forward, kind, comm, backward, kind, comm),
-        *(weights, gradients, reduced, _PROCESS_TIME),
+        *(name, _NO_DEPENDENCY, forward, *sent.words(), backward, *sent.words()),
+        *(weights, *reduced.words(), _PROCESS_TIME),
     )
     return "\t".join(map(str, values))
 

@@ -204,7 +204,10 @@ def check_shards(work: Workload, tensor_parallel: Sequence[int], simulator: str)
     """
     if work.experts:
         raise PlanError(
-            f"{simulator} has no layers of experts", where="workload", hint="leave out experts"
+            f"{simulator}'s tables have no columns for experts",
+            where="workload",
+            hint="a mixture of experts has opcast simulate-serving, and for training "
+            "opcast export simai and export chakra",
         )
     for tp in tensor_parallel:
         if tp < 1 or work.heads % tp or work.groups % tp or work.d_ff % tp:

@@ -91,9 +91,35 @@ def test_workload_for_simai(tmp_path):
     assert set(items(out.read_text())[1]["weights_comm"]) == {"NONE"}
 
 
-def test_other_axes_have_no_workload_for_simai():
-    with pytest.raises(PlanError, match="tensor and data parallelism"):
-        simai_workload(WORK, Plan(pp=2, tp=2), 4, LATENCY)
+@pytest.mark.parametrize("plan", [Plan(pp=2, tp=2), Plan(fsdp=4), Plan(dp=4, zero=1)])
+def test_other_axes_have_no_workload_for_simai(plan):
+    with pytest.raises(PlanError, match="tensor, data and expert parallelism"):
+        simai_workload(WORK, plan, 4, LATENCY)
+
+
+def test_experts_for_simai():
+    sizes = {"layers": 2, "batch": 8, "seq": 1024, "experts": 8, "top_k": 2}
+    work = make_workload("moe", sizes)
+    head, table = items(simai_workload(work, Plan(tp=2, dp=4, ep=2, microbatches=2), 8, LATENCY))
+    assert "model_parallel_NPU_group: 2 ep: 2 pp: 1" in head
+    # Embedding, two layers of two lines each, head; two micro-batches.
+    assert table["name"].tolist() == 2 * [
+        "embedding_layer", *["transformer_layer", "mlp_moelayer"] * 2, "head_layer"
+    ]  # fmt: skip
+    moe = table[table["name"] == "mlp_moelayer"]
+    assert set(moe["forward_comm"]) == set(moe["backward_comm"]) == {"ALLTOALL_EP"}
+    # A sequence of each rank, every token to two experts and back.
+    assert set(moe["forward_bytes"]) == {2 * 1024 * 2 * work.d_model * 2}
+    assert set(moe["forward_ns"]) == {1}
+    # Four of the experts on each rank, cut by tp, in f32, once; two ranks hold the same.
+    assert moe["weights_comm"].tolist() == ["NONE", "NONE", "ALLREDUCE_DP_EP", "ALLREDUCE_DP_EP"]
+    three = 3 * work.d_model * work.d_ff
+    assert set(moe["weights_bytes"]) == {0, 4 * three // 2 * 4}
+    # Without copies of the experts nothing is reduced.
+    _, alone = items(simai_workload(work, Plan(tp=2, dp=4, ep=4), 8, LATENCY))
+    experts = alone[alone["name"] == "mlp_moelayer"]
+    assert set(experts["weights_comm"]) == {"NONE"}
+    assert set(alone[alone["name"] == "transformer_layer"]["weights_comm"]) >= {"ALLREDUCE"}
 
 
 def test_system_for_calculon(tmp_path):
