@@ -249,23 +249,43 @@ def hespas(folder: Path) -> str:
 
 
 def astra_sim(folder: Path) -> str:
-    """ASTRA-sim's analytical back end runs the Chakra traces of a step."""
+    """ASTRA-sim's analytical back end runs the Chakra traces of a program and of a step."""
     binary = os.environ.get("ASTRA_SIM") or shutil.which("AstraSim_Analytical_Congestion_Unaware")
     if not binary:
-        raise Missing("built from source only; name its program in ASTRA_SIM")
+        tests(str(TESTS / "predict" / "export" / "test_step_traces.py"))
+        raise Missing("built from source only (ASTRA_SIM names it); by its rules the tests pass")
     program, out = folder / "step.mlir", folder / "traces"
     run([sys.executable, "-m", "opcast.cli", "zoo", "export", "llama", "--set", "layers=1",
          "--set", "mode=train", "--mesh", "fsdp=4", "--out", str(program)])  # fmt: skip
     run([sys.executable, "-m", "opcast.cli", "export", "chakra", str(program), "--cluster",
          "h100-sxm-x4", "--lowering", "fused", "--out", str(out)])  # fmt: skip
+    _finished(binary, out)
+    for number, (model, plan) in enumerate(STEPS):
+        out = folder / f"step{number}"
+        said = run([sys.executable, "-m", "opcast.cli", "export", "chakra", "--workload", model,
+                    "--set", "layers=4,batch=64", "--cluster", "dgx-h100-x16", "--plan", plan,
+                    "--out", str(out), "--json"])  # fmt: skip
+        ours, theirs = json.loads(said)["step_us"], _finished(binary, out) / 1000
+        if abs(theirs / ours - 1) > 0.1:
+            raise Failed(f"{model} {plan}: {theirs:.0f} for our {ours:.0f} us")
+    return Path(binary).name
+
+
+#: Steps whose traces ASTRA-sim runs.
+STEPS = (("llama", "dp=16"), ("llama", "tp=8,pp=2"), ("moe", "dp=16,ep=8"))
+
+
+def _finished(binary: str, out: Path) -> int:
+    """Run ASTRA-sim on a folder; returns the cycles, nanoseconds, of its last rank."""
     said = run([binary, f"--workload-configuration={out}/trace",
                 f"--comm-group-configuration={out}/comm_group.json",
                 f"--network-configuration={out}/network.yml",
                 f"--system-configuration={out}/system.json",
                 f"--remote-memory-configuration={out}/remote_memory.json"])  # fmt: skip
-    if "finished" not in said:
-        raise Failed("it ended without a finished rank")
-    return Path(binary).name
+    cycles = [int(n) for n in re.findall(r"finished, (\d+) cycles", said)]
+    if len(cycles) < len(list(out.glob("trace.*.et"))):
+        raise Failed(f"{len(cycles)} ranks finished")
+    return max(cycles)
 
 
 def vidur(folder: Path) -> str:
