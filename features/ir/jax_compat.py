@@ -26,7 +26,6 @@ from jax.extend.source_info_util import register_exclusion
 from jaxlib import _hlo, _jax  # type: ignore[attr-defined]
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo as _stablehlo
-from jaxlib.mlir.passmanager import PassManager
 
 # A function of JAX itself has no line but that of who called it, which must not be one of ours.
 # Programs of the zoo and of tests are users' like any other.
@@ -144,15 +143,6 @@ def copy_module(module: ir.Module) -> ir.Module:
     """A copy in the same context, locations included."""
     with module.context:
         return ir.Module.parse(write_bytecode(module))
-
-
-def inline_calls(module: ir.Module) -> ir.Module:
-    """A copy with every function's body in place of its calls, locations included."""
-    copy = copy_module(module)
-    with copy.context:
-        passes: Any = PassManager.parse("builtin.module(inline,symbol-dce)")
-        passes.run(copy.operation)
-    return copy
 
 
 def rename_module(module: ir.Module, name: str) -> None:

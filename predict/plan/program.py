@@ -130,7 +130,8 @@ def read_planned(
         ProgramError: The program has collectives already, or its batch is unknown.
         PlanError: ``batch`` is wrong, or nothing can be cut.
     """
-    from ...features.ir.jax_compat import inline_calls, write_bytecode
+    from ...features.ir.jax_compat import write_bytecode
+    from ...features.ir.mlir.inline import inline_calls
     from ...features.ir.mlir.shardings import (
         argument_names,
         with_donations,

@@ -13,7 +13,8 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ..jax_compat import copy_module, inline_calls, walk_ops
+from ..jax_compat import copy_module, walk_ops
+from .inline import inline_calls
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
